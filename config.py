@@ -56,6 +56,19 @@ TOOL_PARSERS = (
     "deepseek_v3",
     "deepseek_v31",
 )
+# The names in FORMATS of text/reasoning.py (tested), and vLLM's parsers that mean the first of them.
+REASONING_PARSERS = ("think", "mistral", "seed_oss", "gemma4")
+THINK_PARSERS = (
+    "deepseek_r1",
+    "deepseek_v3",
+    "ernie45",
+    "glm45",
+    "kimi_k2",
+    "minimax_m2",
+    "olmo3",
+    "qwen3",
+    "step3",
+)
 MAX_COUNT = 10**9  # of a setting that is a whole number
 MAX_NUMBER = 10**6  # of any other
 MAX_TOP_TOKENS = 10_000  # of `max_top_n_tokens`
@@ -356,9 +369,10 @@ class Config:
     reasoning_parser: str | None = setting(
         None,
         "REASONING_PARSER",
-        "think moves `<think>...</think>` from the content of chats to their `reasoning`. vLLM's "
-        "deepseek_r1 and qwen3 mean the same.",
-        parse=_one_of("think", aliases={"deepseek_r1": "think", "qwen3": "think"}),
+        f"Format in which the model writes its reasoning: {', '.join(REASONING_PARSERS)}; none leaves it in "
+        "the content of chats. think is `<think>...</think>`, also under vLLM's names, such as deepseek_r1.",
+        shown="detected in the chat template",
+        parse=_one_of(*REASONING_PARSERS, "none", aliases=dict.fromkeys(THINK_PARSERS, "think")),
     )
     device: str = setting(
         "auto",

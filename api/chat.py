@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from msgspec import UNSET, Struct, UnsetType
 
 from api import fields
-from api.conversation import ChatRequest, prepare_chat, text_of, visible_text
+from api.conversation import ChatRequest, prepare_chat
 from api.fields import Json
 from api.openai import FINISH_REASONS, ChunkedResponseWriter, OpenAIResponse, TokenLogprob, Usage
 from api.prepared_request import PreparedRequest, Served
@@ -115,7 +115,8 @@ class ChatResponseWriter(ChunkedResponseWriter):
         return ChatCompletion(**self._envelope, choices=choices, usage=self._usage(sequences))
 
     def _choice(self, index: int, sequence: GeneratedSequence) -> ChatChoice:
-        read = self._parser_config.whole(text_of(sequence.pieces, self._parser_config), sequence.is_truncated)
+        read = self._parser_config.whole(sequence.pieces, sequence.is_truncated)
+        sequence.reasoning_tokens = read.reasoning_tokens
         message = ChatMessage("assistant", read.content)
         if read.reasoning:
             message.reasoning = read.reasoning
@@ -137,7 +138,8 @@ class ChatResponseWriter(ChunkedResponseWriter):
             yield choice(Delta(role="assistant", content=""))
         parser = self._parsers[sequence]
         for piece in pieces:
-            deltas = [_delta(part) for part in parser.push(visible_text(piece, self._parser_config))]
+            deltas = [_delta(part) for part in parser.read(piece)]
+            sequence.reasoning_tokens = parser.reasoning_tokens
             if self._wants_logprobs and not deltas:
                 deltas = [Delta(content="")]
             for n, delta in enumerate(deltas):

@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from api import chat, completions, errors, fields, tgi
-from api.conversation import ChatRequest, prepare_chat, text_of
+from api.conversation import ChatRequest, prepare_chat
 from api.errors import OPENAI, TGI, ApiError, in_shape
 from api.fields import Json, require
 from api.prepared_request import PreparedRequest, Served
@@ -143,5 +143,4 @@ class TextResponseWriter(ResponseWriter):
 
 def _content(sequence: GeneratedSequence) -> str:
     """The text without the model's reasoning."""
-    parser_config = sequence.prepared.parser_config
-    return parser_config.whole(text_of(sequence.pieces, parser_config), sequence.is_truncated).content
+    return sequence.prepared.parser_config.whole(sequence.pieces, sequence.is_truncated).content

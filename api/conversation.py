@@ -20,13 +20,12 @@ from api.fields import CHAT_FIELDS, FieldNames, check_ids, check_top_n, require
 from api.normalise import ALIASES, adapt_to_template
 from api.openai import OpenAIRequest, check_openai
 from api.prepared_request import PreparedRequest, Served, with_grammar
+from api.reasoning import template_variables
 from api.tools import ToolPolicy, tool_policy
 from api.types import U32
 from text.grammar import GrammarError
 from text.output_parser import ParserConfig, complete_members
-from text.stream import Piece
 from text.template import RESERVED, TemplateError
-from text.tool_formats import THINK, after_thinking
 
 OPENAI_TOP_LOGPROBS = 20  # OpenAI's own limit
 PLAIN_ROLES = ("system", "user", "assistant", "tool")  # which template_capabilities.py has tried
@@ -73,6 +72,9 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     prediction: Prediction | None = None
+    reasoning_effort: str | None = None
+    thinking_token_budget: int | None = None  # vLLM's name for the most tokens of reasoning; negative: any
+    thinking_budget_tokens: int | None = None  # llama.cpp's
 
 
 def prepare_chat(chat: ChatRequest, served: Served, names: FieldNames = CHAT_FIELDS) -> PreparedRequest:
@@ -81,13 +83,13 @@ def prepare_chat(chat: ChatRequest, served: Served, names: FieldNames = CHAT_FIE
     prepared = _check(chat, served, names)
     policy = tool_policy(chat.tools, chat.tool_choice, chat.parallel_tool_calls, text.tools, names)
     prompt = _prompt(chat, served, names)
-    thinking = ""
-    if served.config.reasoning_parser:
-        thinking = "inside" if prompt.rstrip().endswith(THINK) else "before"
+    thinking = text.reasoning.thinking(prompt, _continued(chat.messages))
     name, grammar = _grammar(prepared, policy)
-    if grammar:
+    budget = _budget(chat, prepared, served)
+    if thinking and (grammar or budget is not None):
+        name = name if grammar else names.budget
         try:
-            grammar = after_thinking(grammar, thinking, text.tokenizer.token_to_id)
+            grammar = text.reasoning.grammar(thinking, grammar, budget)
         except GrammarError as error:
             raise invalid(name, str(error)) from None
     prepared = with_grammar(prepared, name, grammar, served.info)
@@ -96,6 +98,23 @@ def prepare_chat(chat: ChatRequest, served: Served, names: FieldNames = CHAT_FIE
     prediction = _prediction(chat.prediction, served) if chat.prediction else []
     parser_config = ParserConfig(policy, thinking)
     return replace(prepared, prompt=prompt, parser_config=parser_config, prediction=prediction)
+
+
+def _continued(messages: list[Message]) -> str:
+    """The text of the assistant that the output is to continue."""
+    last = messages[-1]
+    if last.role != "assistant" or last.tool_calls:
+        return ""
+    return ContentReader(PARTS).text("messages", last.content or "", "")
+
+
+def _budget(chat: ChatRequest, prepared: PreparedRequest, served: Served) -> int | None:
+    """The most tokens of reasoning; None: as many as the output may have."""
+    given = chat.thinking_token_budget
+    budget = chat.thinking_budget_tokens if given is None else given
+    limits = [served.info.max_total_tokens, prepared.max_new_tokens]
+    most = min(limit for limit in limits if limit is not None)
+    return budget if budget is not None and 0 <= budget < most else None
 
 
 def _prediction(given: Prediction, served: Served) -> list[int]:
@@ -117,17 +136,6 @@ def _grammar(prepared: PreparedRequest, policy: ToolPolicy | None) -> tuple[str,
     if prepared.grammar:
         return prepared.grammar_name, policy.grammar_beside(prepared.grammar_name, prepared.grammar)
     return "tool_choice" if policy.requires_call else "tools", policy.grammar
-
-
-def visible_text(piece: Piece, parser_config: ParserConfig) -> str:
-    """What a piece adds to the text that an `OutputParser` reads."""
-    is_hidden = piece.special and piece.text not in parser_config.markers
-    return "" if is_hidden else piece.text
-
-
-def text_of(pieces: list[Piece], parser_config: ParserConfig) -> str:
-    """The text of a complete output for an `OutputParser`."""
-    return "".join(visible_text(piece, parser_config) for piece in pieces)
 
 
 def _check(chat: ChatRequest, served: Served, names: FieldNames) -> PreparedRequest:
@@ -162,7 +170,7 @@ def _prompt(chat: ChatRequest, served: Served, names: FieldNames) -> str:
     if template is None:
         raise ApiError(422, "template_error", "Template error: template not found")
     capabilities = served.text.capabilities
-    options = _template_options(chat.chat_template_kwargs, served)
+    options = _template_options(chat, served)
     if chat.tools or any(message.tool_calls or message.role == "tool" for message in chat.messages):
         template = template.for_tools
     messages = _messages(chat.messages, template.words, names)
@@ -182,9 +190,12 @@ def _prompt(chat: ChatRequest, served: Served, names: FieldNames) -> str:
     return prompt
 
 
-def _template_options(given: dict[str, Any] | None, served: Served) -> dict[str, Any]:
-    """Variables for the template, of the request before those of the server."""
-    options = served.config.template_options | served.text.tokenizer.escape(given or {})
+def _template_options(chat: ChatRequest, served: Served) -> dict[str, Any]:
+    """Variables for the template: of the server, of the request's reasoning effort, and of the request
+    itself, the later ones before the others."""
+    escape = served.text.tokenizer.escape
+    effort = escape(template_variables(chat.reasoning_effort, served.text.template.words))
+    options = served.config.template_options | effort | escape(chat.chat_template_kwargs or {})
     for name, value in options.items():
         is_name = name.isidentifier() and not name.startswith("_") and name not in RESERVED
         require(is_name, "chat_template_kwargs", "has a name that cannot be set", given=name[:40])

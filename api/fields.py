@@ -61,7 +61,7 @@ _NAMES = (
     "best_of n do_sample stop stop_sequences logit_bias max_new_tokens max_tokens max_completion_tokens "
     "max_output_tokens min_tokens ignore_eos return_full_text truncate top_n_tokens echo tools tool_choice "
     "chat_template_kwargs regex json_schema output_format system instructions parameters enable_thinking "
-    "add_special_tokens"
+    "add_special_tokens reasoning_effort thinking_token_budget thinking_budget_tokens"
 )
 CHANGES_TEXT = {*_NAMES.split(), *_STRUCTURED_OUTPUT_FIELDS}
 _LIMITS = ["max_new_tokens", "max_output_tokens", "max_completion_tokens", "max_tokens"]
@@ -69,6 +69,7 @@ SAME_MEANING = {
     **dict.fromkeys(_LIMITS, _LIMITS),
     "stop_sequences": ["stop"],
     "stop": ["stop_sequences"],
+    "reasoning_effort": ["reasoning", "output_config"],
     # Responses have `text.format`, Anthropic's messages `output_config.format`.
     **{
         name: [*_STRUCTURED_OUTPUT_FIELDS, "text", "output_config"]
@@ -93,6 +94,7 @@ class FieldNames:
     limit: str = ""  # max_tokens or max_completion_tokens
     stop: str = "stop"
     logprobs: str = "logprobs"
+    budget: str = "thinking_token_budget"
     format: str = "response_format"
     schema: str = "json_schema."  # where the schema of the format is
     function: str = ".function"  # of a tool

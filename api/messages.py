@@ -15,10 +15,11 @@ from msgspec import Struct
 
 from api import fields
 from api.content import IMAGE_OMITTED, ContentReader, needed, omitted
-from api.conversation import ChatRequest, Message, prepare_chat, text_of, visible_text
+from api.conversation import ChatRequest, Message, prepare_chat
 from api.errors import ANTHROPIC, ApiError, invalid, named_event
 from api.fields import FieldNames, Json
 from api.prepared_request import PreparedRequest, Served, ids_of
+from api.reasoning import ON, seal, unseal
 from api.response_writer import GeneratedSequence, ResponseWriter
 from api.types import U32, AtLeastOne, NotNegative, Share
 from text import output_parser
@@ -51,8 +52,17 @@ class AnthropicToolChoice(Struct):
     disable_parallel_tool_use: bool | None = None
 
 
+class ThinkingConfig(Struct):
+    """`type` is enabled, disabled, or another one, which leaves reasoning to the model and to the effort.
+    `display: omitted` returns reasoning in its `signature` only."""
+
+    type: str
+    budget_tokens: U32 | None = None
+    display: str | None = None
+
+
 class OutputConfig(Struct):
-    """`format` is a JSON schema; `effort` is for models that have one."""
+    """`format` is a JSON schema; `effort` goes to the chat template."""
 
     format: dict[str, Any] | None = None
     effort: str | None = None
@@ -66,7 +76,7 @@ class CountRequest(Struct, kw_only=True):
     system: str | list[dict[str, Any]] | None = None
     tools: list[Tool] | None = None
     tool_choice: AnthropicToolChoice | None = None
-    thinking: dict[str, Any] | None = None
+    thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     mcp_servers: list[dict[str, Any]] | None = None  # whose tools would run at Anthropic's
     chat_template_kwargs: dict[str, Any] | None = None
@@ -99,12 +109,17 @@ class ToolUseBlock(Struct, tag="tool_use"):
     input: dict[str, Any] = {}
 
 
+class OutputTokensDetails(Struct):
+    thinking_tokens: int
+
+
 class MessagesUsage(Struct):
     """`input_tokens` were prefilled, `cache_read_input_tokens` are from prefix caching."""
 
     input_tokens: int
     output_tokens: int
     cache_read_input_tokens: int
+    output_tokens_details: OutputTokensDetails
     cache_creation_input_tokens: int = 0
 
 
@@ -177,6 +192,8 @@ def _chat_of(request: CountRequest, tools: MessagesTools) -> tuple[ChatRequest, 
         tool_choice=_choice(choice),
         parallel_tool_calls=False if choice.disable_parallel_tool_use else None,
         response_format=_response_format(request.output_config),
+        reasoning_effort=_effort(request),
+        thinking_token_budget=request.thinking.budget_tokens if request.thinking else None,
         chat_template_kwargs=_template_options(request),
     )
     names = FieldNames(
@@ -184,6 +201,7 @@ def _chat_of(request: CountRequest, tools: MessagesTools) -> tuple[ChatRequest, 
         tools=tools.paths,
         limit="max_tokens",
         stop="stop_sequences",
+        budget="thinking.budget_tokens",
         format="output_config.format",
         schema="",
         function="",
@@ -255,7 +273,8 @@ def _appended(message: Message, kind: str, text: str) -> str:
 
 
 def _thoughts(reader: BlockReader, path: str, block: Json) -> Message:
-    return Message("assistant", reasoning_content=reader.fields(path, block, "thinking?"))
+    thoughts = reader.fields(path, block, "thinking?") or unseal(block.get("signature"))
+    return Message("assistant", reasoning_content=thoughts)
 
 
 def _call(_reader: BlockReader, path: str, block: Json) -> Message:
@@ -357,13 +376,16 @@ def _response_format(config: OutputConfig | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"schema": given["schema"]}}
 
 
+def _effort(request: CountRequest) -> str | None:
+    if request.thinking and request.thinking.type == "disabled":
+        return "none"
+    return request.output_config.effort if request.output_config else None
+
+
 def _template_options(request: CountRequest) -> dict[str, Any]:
-    """`thinking` as a variable for the chat template."""
-    options = dict(request.chat_template_kwargs or {})
-    kind = (request.thinking or {}).get("type")
-    if kind in ("enabled", "disabled"):
-        options.setdefault("enable_thinking", kind == "enabled")
-    return options
+    options = request.chat_template_kwargs or {}
+    is_enabled = request.thinking is not None and request.thinking.type == "enabled"
+    return ON | options if is_enabled else options
 
 
 class MessagesResponseWriter(ResponseWriter):
@@ -383,14 +405,15 @@ class MessagesResponseWriter(ResponseWriter):
         self.left_out = left_out
         self._parser_config = prepared.parser_config
         self._parser = self._parser_config.parser()
+        self._omits_thinking = request.thinking is not None and request.thinking.display == "omitted"
         self._has_begun = False
         self._content: list[TextBlock | ThinkingBlock | ToolUseBlock] = []
         self._arguments = ""  # of the newest call
+        self._thoughts = ""  # that the signature carries
 
     def whole(self, sequences: list[GeneratedSequence]) -> MessagesResponse:
         (sequence,) = sequences
-        text = text_of(sequence.pieces, self._parser_config)
-        self._parser = self._parser_config.of_text(text, sequence.is_truncated).parser()
+        self._parser = self._parser_config.of_output(sequence.pieces, sequence.is_truncated).parser()
         for _event in self._read(sequence, sequence.pieces):
             pass
         response = self._response(sequence)
@@ -420,7 +443,8 @@ class MessagesResponseWriter(ResponseWriter):
 
     def _usage(self, sequence: GeneratedSequence) -> MessagesUsage:
         cached = sequence.ran.cached if sequence.ran else 0
-        return MessagesUsage(len(sequence.prompt) - cached, sequence.tokens, cached)
+        details = OutputTokensDetails(self._parser.reasoning_tokens)
+        return MessagesUsage(len(sequence.prompt) - cached, sequence.tokens, cached, details)
 
     def _stop_sequence(self, sequence: GeneratedSequence) -> str | None:
         """The stop sequence of the request that ended the text."""
@@ -442,7 +466,7 @@ class MessagesResponseWriter(ResponseWriter):
             yield {"type": "message_start", "message": self._response(sequence)}
             yield {"type": "ping"}
         for piece in pieces:
-            for part in self._parser.push(visible_text(piece, self._parser_config)):
+            for part in self._parser.read(piece):
                 yield from self._take(part)
         if sequence.finish_reason is not None:
             for part in self._parser.finish(sequence.is_truncated):
@@ -459,8 +483,11 @@ class MessagesResponseWriter(ResponseWriter):
         elif isinstance(part, Reasoning):
             if not isinstance(newest, ThinkingBlock):
                 yield from self._begin_block(ThinkingBlock())
-            self._content[-1].thinking += part.text
-            yield self._delta({"type": "thinking_delta", "thinking": part.text})
+            if self._omits_thinking:
+                self._thoughts += part.text
+            else:
+                self._content[-1].thinking += part.text
+                yield self._delta({"type": "thinking_delta", "thinking": part.text})
         elif isinstance(part, Content) and part.text:
             if not isinstance(newest, TextBlock):
                 yield from self._begin_block(TextBlock())
@@ -483,6 +510,9 @@ class MessagesResponseWriter(ResponseWriter):
         if isinstance(newest, ToolUseBlock):
             newest.input = output_parser.complete_members(self._arguments)
             self._arguments = ""
+        if isinstance(newest, ThinkingBlock):
+            newest.signature = seal(self._thoughts)
+            yield self._delta({"type": "signature_delta", "signature": newest.signature})
         yield {"type": "content_block_stop", "index": len(self._content) - 1}
 
 

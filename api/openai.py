@@ -66,6 +66,7 @@ class CompletionTokensDetails(Struct):
     """`accepted_prediction_tokens` are accepted draft tokens, from `prediction` or from the context."""
 
     accepted_prediction_tokens: int
+    reasoning_tokens: int
 
 
 class Usage(Struct):
@@ -189,8 +190,11 @@ class OpenAIResponseWriter(ResponseWriter):
         prompt_tokens = sum(len(sequence.prompt) for sequence in first)
         completion_tokens = sum(sequence.tokens for sequence in sequences)
         cached = PromptTokensDetails(sum(sequence.ran.cached for sequence in first if sequence.ran))
-        accepted = CompletionTokensDetails(sum(sequence.accepted_draft_tokens for sequence in sequences))
-        return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached, accepted)
+        details = CompletionTokensDetails(
+            accepted_prediction_tokens=sum(sequence.accepted_draft_tokens for sequence in sequences),
+            reasoning_tokens=sum(sequence.reasoning_tokens for sequence in sequences),
+        )
+        return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached, details)
 
     def _token_logprob(self, piece: Piece) -> TokenLogprob:
         top_logprobs = [self._top_logprob(token_id, logprob) for token_id, logprob in piece.top]
@@ -234,8 +238,9 @@ class ChunkedResponseWriter(OpenAIResponseWriter):
         }
 
     def events(self, sequence: GeneratedSequence, pieces: list[Piece]) -> bytes:
+        choices = list(self._choices(sequence, pieces))
         usage = self._usage([sequence]) if self._usage_always else None
-        return b"".join(self._chunk([choice], usage) for choice in self._choices(sequence, pieces))
+        return b"".join(self._chunk([choice], usage) for choice in choices)
 
     def _choices(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[Struct]:
         """The choices of the events of `pieces`."""

@@ -19,6 +19,7 @@ from config import Config
 from protocol import MAX_GRAMMAR, GenerateOptions, ModelInfo, SamplingParams
 from text.grammar import GrammarChecker
 from text.output_parser import ParserConfig
+from text.reasoning import ModelReasoning
 from text.template import ChatTemplate
 from text.template_capabilities import TemplateCapabilities
 from text.tokenizer import Tokenizer
@@ -26,13 +27,15 @@ from text.tool_formats import AS_TEXT, ModelTools
 
 
 class ModelText(NamedTuple):
-    """The served model's tokenizer and chat template, and what they say about tools and grammars."""
+    """The served model's tokenizer and chat template, and what they say about grammars, tools and
+    reasoning."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
     grammars: GrammarChecker
     tools: ModelTools
     capabilities: TemplateCapabilities
+    reasoning: ModelReasoning
 
     @property
     def tools_note(self) -> str:
@@ -51,7 +54,8 @@ class ModelText(NamedTuple):
         grammars = GrammarChecker(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
         tokenizer = Tokenizer(info.tokenizer_dir, info.eos_token_ids, config.escape_special_tokens)
         tools = ModelTools.of(template, capabilities.tools, tokenizer, config.tool_parser)
-        return cls(tokenizer, template, grammars, tools, capabilities)
+        reasoning = ModelReasoning.of(template, tokenizer, config.reasoning_parser)
+        return cls(tokenizer, template, grammars, tools, capabilities, reasoning)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ class GeneratedSequence:
         self.first_token_at: float | None = None
         self.finished_at = 0.0
         self.accepted_draft_tokens = 0  # that took no step of their own
+        self.reasoning_tokens = 0  # which the writer of a chat's response counts
         self._logprobs = 0.0
 
     @property

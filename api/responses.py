@@ -20,11 +20,12 @@ from msgspec import UNSET, Struct, UnsetType
 
 from api import fields
 from api.content import ContentReader, needed, omitted
-from api.conversation import ChatRequest, Message, arguments_of, prepare_chat, text_of, visible_text
+from api.conversation import ChatRequest, Message, arguments_of, prepare_chat
 from api.errors import OPENAI, ApiError, invalid, named_event
 from api.fields import FieldNames, Json
 from api.openai import OpenAIResponseWriter, TokenLogprob
 from api.prepared_request import PreparedRequest, Served
+from api.reasoning import seal, unseal
 from api.response_writer import GeneratedSequence, ResponseWriter
 from api.types import U32, AtLeastOne, NotNegative, Share
 from text import output_parser
@@ -43,6 +44,7 @@ REJECTED_FIELDS = {
 MAX_PARTIAL_ESCAPE = 12
 CUSTOM_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 LOGPROBS = "message.output_text.logprobs"
+SEALED_REASONING = "reasoning.encrypted_content"
 
 
 class TextConfig(Struct, omit_defaults=True):
@@ -51,6 +53,17 @@ class TextConfig(Struct, omit_defaults=True):
 
     format: dict[str, Any] | None = None
     verbosity: str | None = None
+
+
+class ReasoningConfig(Struct, omit_defaults=True):
+    """`effort` goes to the chat template. A `summary` of any kind is the whole reasoning; `generate_summary`
+    is its older name. `context` and `mode` change nothing."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    context: str | None = None
+    mode: str | None = None
 
 
 class ResponsesToolChoice(Struct, omit_defaults=True):
@@ -75,7 +88,7 @@ class ResponsesFields(Struct, kw_only=True):
     tool_choice: str | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None
-    reasoning: dict[str, Any] | None = None
+    reasoning: ReasoningConfig | None = None
     service_tier: str | None = None
     user: str | None = None
     truncation: str | None = None
@@ -107,6 +120,10 @@ class ReasoningText(Struct, tag="reasoning_text"):
     text: str = ""
 
 
+class SummaryText(Struct, tag="summary_text"):
+    text: str = ""
+
+
 class OutputItem(Struct, kw_only=True):
     id: str
     status: str = "in_progress"
@@ -118,8 +135,11 @@ class OutputMessage(OutputItem, tag="message"):
 
 
 class OutputReasoning(OutputItem, tag="reasoning"):
-    summary: list[dict[str, Any]] = []
+    """`encrypted_content` and `summary` are there if the request asks for them."""
+
+    summary: list[SummaryText] = []
     content: list[ReasoningText] = []
+    encrypted_content: str | UnsetType = UNSET
 
 
 class FunctionCall(OutputItem, tag="function_call"):
@@ -209,6 +229,7 @@ def responses(data: Json, served: Served) -> ResponseWriter:
         tool_choice=tools.choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
         stream=request.stream,
+        reasoning_effort=request.reasoning.effort if request.reasoning else None,
         chat_template_kwargs=request.chat_template_kwargs,
     )
     names = FieldNames(
@@ -394,6 +415,7 @@ def _message(reader: ItemReader, path: str, item: Json) -> Message:
 def _reasoning(reader: ItemReader, path: str, item: Json) -> Message | None:
     name = "content" if item.get("content") else "summary"
     thoughts = reader.text(f"{path}.{name}", item.get(name) or "", "")
+    thoughts = thoughts or unseal(item.get("encrypted_content"))
     return Message("assistant", reasoning_content=thoughts) if thoughts else None
 
 
@@ -529,9 +551,11 @@ class ResponsesWriter(OpenAIResponseWriter):
         self._parser_config = prepared.parser_config
         self._wants_logprobs = prepared.logprobs
         self._parser = self._parser_config.parser()
+        reasoning = request.reasoning or ReasoningConfig()
+        self._wants_summary = bool(reasoning.summary or reasoning.generate_summary)
+        self._wants_sealed = SEALED_REASONING in (request.include or [])
         self._events = 0
         self._arguments = ""  # of the newest call of a custom tool
-        self._reasoning_tokens = 0
         self._logprobs_read: list[TokenLogprob] = []  # of text that has not been written yet
         defaults = DEFAULTS | served.info.sampling_defaults
         given = {name: getattr(request, name) for name in ResponsesFields.__struct_fields__}
@@ -546,8 +570,7 @@ class ResponsesWriter(OpenAIResponseWriter):
 
     def whole(self, sequences: list[GeneratedSequence]) -> ResponsesResponse:
         (sequence,) = sequences
-        text = text_of(sequence.pieces, self._parser_config)
-        self._parser = self._parser_config.of_text(text, sequence.is_truncated).parser()
+        self._parser = self._parser_config.of_output(sequence.pieces, sequence.is_truncated).parser()
         for _ in self._read(sequence, sequence.pieces):
             pass
         return self._complete(sequences)
@@ -575,7 +598,7 @@ class ResponsesWriter(OpenAIResponseWriter):
             usage.prompt_tokens,
             {"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0},
             usage.completion_tokens,
-            {"reasoning_tokens": self._reasoning_tokens},
+            {"reasoning_tokens": self._parser.reasoning_tokens},
             usage.total_tokens,
         )
         return response
@@ -589,9 +612,8 @@ class ResponsesWriter(OpenAIResponseWriter):
         for piece in pieces:
             if self._wants_logprobs and not piece.special:
                 self._logprobs_read.append(self._token_logprob(piece))
-            for part in self._parser.push(visible_text(piece, self._parser_config)):
+            for part in self._parser.read(piece):
                 yield from self._take(part)
-            self._reasoning_tokens += isinstance(self._newest, OutputReasoning)
         if sequence.finish_reason is not None:
             for part in self._parser.finish(sequence.is_truncated):
                 yield from self._take(part)
@@ -624,12 +646,18 @@ class ResponsesWriter(OpenAIResponseWriter):
                 yield self._item_event(
                     "response.content_part.added", content_index=0, part=self._newest.content[0]
                 )
+                if self._summarizes:
+                    self._newest.summary.append(SummaryText())
+                    yield self._summary_event("part.added", part=self._newest.summary[0])
             content = self._newest.content[0]
             content.text += part.text
             if isinstance(content, OutputText):
                 content.logprobs += logprobs
             if part.text:
                 yield self._text_event("delta", logprobs, delta=part.text)
+            if part.text and self._summarizes:
+                self._newest.summary[0].text += part.text
+                yield self._summary_event("text.delta", delta=part.text)
 
     def _begin_call(self, part: CallBegin) -> Iterator[dict[str, Any]]:
         tool = self._tools.of(part.name)
@@ -662,6 +690,11 @@ class ResponsesWriter(OpenAIResponseWriter):
             content = item.content[0]
             yield self._text_event("done", getattr(content, "logprobs", []), text=content.text)
             yield self._item_event("response.content_part.done", content_index=0, part=content)
+        if self._summarizes:
+            yield self._summary_event("text.done", text=item.summary[0].text)
+            yield self._summary_event("part.done", part=item.summary[0])
+        if isinstance(item, OutputReasoning) and self._wants_sealed:
+            item.encrypted_content = seal(item.content[0].text)
         yield self._item_event("response.output_item.done", item=item)
 
     def _text_event(self, what: str, logprobs: list[TokenLogprob], **text: str) -> dict[str, Any]:
@@ -670,6 +703,14 @@ class ResponsesWriter(OpenAIResponseWriter):
                 f"response.output_text.{what}", content_index=0, logprobs=logprobs, **text
             )
         return self._item_event(f"response.reasoning_text.{what}", content_index=0, **text)
+
+    @property
+    def _summarizes(self) -> bool:
+        """Whether the newest item is reasoning with a summary."""
+        return self._wants_summary and isinstance(self._newest, OutputReasoning)
+
+    def _summary_event(self, what: str, **fields: Any) -> dict[str, Any]:
+        return self._item_event(f"response.reasoning_summary_{what}", summary_index=0, **fields)
 
     def _item_event(self, kind: str, **fields: Any) -> dict[str, Any]:
         """An event of the newest item."""

@@ -129,6 +129,7 @@ class Info(Struct):
     sampling_defaults: dict[str, int | float]
     stop_strings: list[str]
     tool_parser: str | None
+    reasoning_parser: str | None
 
     @classmethod
     def of(cls, served: Served) -> Info:
@@ -143,6 +144,7 @@ class Info(Struct):
             "max_batch_size": info.batch_size,
             "validation_workers": served.config.web_concurrency,
             "tool_parser": text.tools.format.name if text.template and text.tools.format else None,
+            "reasoning_parser": text.reasoning.format.name if text.reasoning.format else None,
             "router": "neuron-textgen",
             "version": VERSION,
         }

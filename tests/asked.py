@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from fakes.model import EOS
 from fakes.tokenizer import VOCABULARY, byte_tokenizer
+from tool_calls import thinking_of
 
 from api import chat, clouds, completions, fields, messages, responses, tgi
 from api.errors import OPENAI, TGI, ApiError
@@ -20,6 +21,7 @@ from api.types import encode
 from config import Config
 from protocol import ModelInfo, Token
 from text.output_parser import ParserConfig
+from text.reasoning import ModelReasoning
 from text.template import ChatTemplate
 from text.template_capabilities import TemplateCapabilities
 from text.tokenizer import Tokenizer
@@ -58,7 +60,8 @@ def text() -> ModelText:
         byte_tokenizer(Path(folder))
         tokenizer = Tokenizer(folder)
     template = ChatTemplate(TEMPLATE, {})
-    return ModelText(tokenizer, template, None, ModelTools(FORMATS[0]), TemplateCapabilities.of(template))
+    capabilities = TemplateCapabilities.of(template)
+    return ModelText(tokenizer, template, None, ModelTools(FORMATS[0]), capabilities, ModelReasoning())
 
 
 def serving(info=INFO, config=CONFIG) -> Served:
@@ -128,9 +131,10 @@ def assert_invalid(error: ApiError, detail: str) -> None:
     assert str(error) == f"Input validation error: {detail}"
 
 
-def thinking_of(prepared, thinking):
-    """The prepared of a model whose thinking begins so."""
-    return msgspec.structs.replace(prepared, parser_config=ParserConfig(prepared.parser_config.calls, thinking))
+def with_thinking(prepared, begin):
+    """The prepared of a model whose reasoning begins so."""
+    parser_config = ParserConfig(prepared.parser_config.calls, thinking_of(begin))
+    return msgspec.structs.replace(prepared, parser_config=parser_config)
 
 
 def written(answer, text, finish_reason):

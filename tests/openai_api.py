@@ -10,7 +10,7 @@ PROMPT = {"prompt": "Hi", "max_tokens": 12, "temperature": 0}
 SAMPLED = {"temperature": 0.9, "seed": 11}
 UNCACHED = {
     "prompt_tokens_details": {"cached_tokens": 0},
-    "completion_tokens_details": {"accepted_prediction_tokens": 0},
+    "completion_tokens_details": {"accepted_prediction_tokens": 0, "reasoning_tokens": 0},
 }
 
 

@@ -5,6 +5,8 @@ from tokenizers import AddedToken
 
 from api.tools import tool_policy
 from text import tool_formats
+from text.reasoning import Thinking
+from text.stream import Piece
 from text.tool_formats import ModelTools
 
 FORMS = {form.name: form for form in (*tool_formats.FORMATS, tool_formats.AS_TEXT)}
@@ -119,6 +121,18 @@ def use(name="hermes", tools=TOOLS, choice=None, parallel=None, **known):
 
 
 THINKING = ("<think>", "</think>")
+
+
+def thinking_of(begin):
+    """The reasoning of an output before whose first token the prompt has, or has not, opened it."""
+    return {"": None, "before": Thinking(), "inside": Thinking(is_open=True)}[begin]
+
+
+def parsed(parser_config, text, is_truncated=False):
+    """A complete output of this text."""
+    return parser_config.whole([Piece(0, text, None, False)], is_truncated)
+
+
 KINDS = ["text", "added", "special"]  # what the markers are in the tokenizer
 
 

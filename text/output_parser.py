@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import json
 import secrets
 import string
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 
-from text.stream import stop_begun
+from text.reasoning import Thinking
+from text.stream import Piece, stop_begun
 from text.tool_formats import (
     FUNCTION_END,
     PARAMETER,
     PARAMETER_END,
-    THINK,
-    THINK_END,
     TYPES,
     AllowedCalls,
     Syntax,
@@ -82,17 +82,16 @@ class ParsedOutput(NamedTuple):
     reasoning: str
     calls: list[Call]
     is_truncated: bool = False  # in the last call
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class ParserConfig:
-    """How the outputs of a request are parsed.
-
-    `thinking`: "" (none), "before" (`<think>` may begin the output) or "inside" (the prompt ends with it).
-    """
+    """How the outputs of a request are parsed."""
 
     calls: AllowedCalls | None = None
-    thinking: str = ""
+    thinking: Thinking | None = None
+    keeps_calls: bool = False  # in the content, as the model wrote them
 
     def parser(self) -> OutputParser:
         return OutputParser(self)
@@ -100,22 +99,24 @@ class ParserConfig:
     @functools.cached_property
     def markers(self) -> frozenset[str]:
         """Texts that a parser must get even if they are special tokens."""
-        thinks = (THINK, THINK_END) if self.thinking else ()
+        thinks = self.thinking.format.markers if self.thinking else ()
         calls = self.calls.format.markers if self.calls else ()
         return frozenset((*calls, *thinks))
 
-    def of_text(self, text: str, is_truncated: bool = False) -> ParserConfig:
-        """How a complete text is read: when one of its calls cannot be read, all of it is content, but for
+    def of_output(self, pieces: Sequence[Piece], is_truncated: bool = False) -> ParserConfig:
+        """How a complete output is parsed: if one of its calls cannot be read, all of it is content, but for
         the reasoning."""
         parser = self.parser()
-        parser.push(text)
+        for piece in pieces:
+            parser.read(piece)
         parser.finish(is_truncated)
-        return ParserConfig(None, self.thinking) if parser.failed else self
+        return dataclasses.replace(self, keeps_calls=True) if parser.failed else self
 
-    def whole(self, text: str, is_truncated: bool = False) -> ParsedOutput:
-        """The parts of a complete text. is_truncated: it ended at `max_tokens`."""
-        parser = self.of_text(text, is_truncated).parser()
-        parts = [*parser.push(text), *parser.finish(is_truncated)]
+    def whole(self, pieces: Sequence[Piece], is_truncated: bool = False) -> ParsedOutput:
+        """The parts of a complete output. is_truncated: it ended at `max_tokens`."""
+        parser = self.of_output(pieces, is_truncated).parser()
+        parts = [part for piece in pieces for part in parser.read(piece)]
+        parts += parser.finish(is_truncated)
 
         def text_of(kind: type[OutputPart], index: int | None = None) -> str:
             return "".join(
@@ -129,15 +130,19 @@ class ParserConfig:
             for part in parts
             if isinstance(part, CallBegin)
         ]
-        return ParsedOutput(text_of(Content), text_of(Reasoning), calls, parser.is_truncated)
+        return ParsedOutput(
+            text_of(Content), text_of(Reasoning), calls, parser.is_truncated, parser.reasoning_tokens
+        )
 
 
 class OutputParser:
     """Reads one sequence. How its text is split over calls of `push` makes no difference to its parts."""
 
     def __init__(self, parser_config: ParserConfig):
-        self._calls = parser_config.calls
+        self._markers = parser_config.markers
+        self._calls = None if parser_config.keeps_calls else parser_config.calls
         self._thinking = parser_config.thinking
+        self._is_thinking = self._thinking is not None and self._thinking.is_open
         self._buffer = ""  # text that is not read yet
         self._undecided = ""  # text that is read and in no part yet
         self._parts: list[OutputPart] = []
@@ -146,6 +151,7 @@ class OutputParser:
         self._complete = 0  # calls
         self._keeps_truncated = False  # a truncated call is a call, not content
         self.failed = False  # something other than a call, which is content
+        self.reasoning_tokens = 0
         self._steps = self._read()
 
     @property
@@ -157,6 +163,17 @@ class OutputParser:
     def is_truncated(self) -> bool:
         """Whether the last call has only some of its arguments."""
         return self._complete < self._begun
+
+    def read(self, piece: Piece) -> list[OutputPart]:
+        """The parts that a token adds. Of special tokens only the markers have a text."""
+        text = "" if piece.special and piece.text not in self._markers else piece.text
+        was_thinking = self._is_thinking
+        if was_thinking and piece.id == self._thinking.close_id:
+            self._is_thinking = False
+            text = text.removesuffix(self._thinking.format.close)
+        parts = self.push(text)
+        self.reasoning_tokens += was_thinking or self._is_thinking
+        return parts
 
     def push(self, text: str) -> list[OutputPart]:
         self._buffer += text
@@ -196,12 +213,27 @@ class OutputParser:
             yield
 
     def _think(self) -> Generator[None, None, None]:
-        if self._thinking == "before" and not (yield from self._skip(THINK)):
-            return
+        thinking = self._thinking
+        if not thinking.is_open:
+            if not (yield from self._skip(thinking.format.open)):
+                return
+            self._is_thinking = True
         self._undecided = ""
-        yield from self._until(THINK_END, Reasoning)
+        if thinking.close_id is None:
+            yield from self._until(thinking.format.close, Reasoning)
+            self._is_thinking = False
+        else:
+            yield from self._until_closed()
         yield from self._skip_spaces()
         self._undecided = ""
+
+    def _until_closed(self) -> Generator[None, None, None]:
+        """Sends the text up to the token that `read` takes for the end of the reasoning."""
+        while True:
+            self._send(Reasoning)
+            if self._ended or not self._is_thinking:
+                return
+            yield
 
     def _end_truncated(self) -> None:
         """The text ended within a call."""

@@ -19,8 +19,6 @@ from text.grammar import GrammarError, json_rule, lark_string, of_rules
 from text.template import ChatTemplate
 from text.tokenizer import Tokenizer
 
-THINK = "<think>"
-THINK_END = "</think>"
 # The tags of calls in XML, as Qwen3-Coder writes them.
 FUNCTION_END = "</function>"
 PARAMETER = "<parameter="
@@ -326,13 +324,13 @@ def calls_grammar(calls: AllowedCalls, start: str, body: str = "") -> str:
     ]
     for name, marker in (("open", form.open), ("close", form.close), ("next", form.next)):
         if marker:
-            rules.append(f"{name}: {_terminal(marker, token_id)}")
+            rules.append(f"{name}: {terminal(marker, token_id)}")
     if form.implicit_start:  # what a text begins with decides
         rules += ["auto: TEXT? | calls", rf"TEXT: /\s*[^\{form.implicit_start}\s](.|\n)*/"]
     else:
         repeat = "*" if calls.parallel else "?"
         rules.append(f"auto: (head {form.marked}){repeat} TEXT")
-        rules += _up_to(form.open, token_id)
+        rules += up_to(form.open, token_id)
     for n, function in enumerate(calls.functions):
         is_free = start == "auto" and not function.is_strict
         try:
@@ -364,8 +362,8 @@ def _call(
         return _xml_call(rule, function, takes_any)
     arguments = f"{rule}_arguments: {schema}"
     if form.syntax is Syntax.NAMED:
-        head = _terminals(form.head + function.name + form.separator, form, token_id)
-        return [f"{rule}: {head} {rule}_arguments {_terminals(form.tail, form, token_id)}", arguments]
+        head = terminals(form.head + function.name + form.separator, form.markers, token_id)
+        return [f"{rule}: {head} {rule}_arguments {terminals(form.tail, form.markers, token_id)}", arguments]
     name = json.dumps(json.dumps(function.name))
     key = json.dumps(json.dumps(form.arguments_key))
     members = rf'"\"name\"" ws ":" ws {name} ws "," ws {key} ws ":" ws {rule}_arguments'
@@ -484,36 +482,24 @@ def _choice(texts: Iterable[str]) -> str:
     return " | ".join(map(lark_string, texts))
 
 
-def after_thinking(grammar: str, thinking: str, token_id: Callable[[str], int | None]) -> str:
-    """The grammar of reasoning and of what follows it; `thinking` as in output_parser.py's
-    `ParserConfig`. Raises GrammarError."""
-    if not thinking:
-        return grammar
-    thought = r"thoughts /\s{0,2}/"
-    if thinking == "before":
-        thought = f"({_terminal(THINK, token_id)} {thought})?"
-    rules = [f"start: {thought} answer", *_up_to(THINK_END, token_id, "thoughts", "THOUGHT")]
-    return of_rules(rules, grammar, "answer")
-
-
-def _terminal(text: str, token_id: Callable[[str], int | None]) -> str:
+def terminal(text: str, token_id: Callable[[str], int | None]) -> str:
     """A text in Lark. One that is a token by itself is written as its number: llguidance takes a string for
     other tokens."""
     number = token_id(text)
     return json.dumps(text) if number is None else f"<[{number}]>"
 
 
-def _terminals(text: str, form: ToolFormat, token_id: Callable[[str], int | None]) -> str:
-    """A text with markers of the format in it, in Lark."""
-    parts = re.split(f"({'|'.join(map(re.escape, form.markers))})", text)
-    return " ".join(_terminal(part, token_id) for part in parts if part)
+def terminals(text: str, markers: Iterable[str], token_id: Callable[[str], int | None]) -> str:
+    """A text with markers in it, in Lark."""
+    parts = re.split(f"({'|'.join(map(re.escape, markers))})", text)
+    return " ".join(terminal(part, token_id) for part in parts if part)
 
 
-def _up_to(
+def up_to(
     marker: str, token_id: Callable[[str], int | None], head: str = "head", text: str = "TEXT"
 ) -> list[str]:
     """The rules `head`, any text that ends with the marker, and `text`, any text without it."""
     if token_id(marker) is not None:  # which no regular expression matches
-        return [rf"{text}: /(.|\n)*/", f"{head}: {text} {_terminal(marker, token_id)}"]
+        return [rf"{text}: /(.|\n)*/", f"{head}: {text} {terminal(marker, token_id)}"]
     plain = re.escape(marker).replace("/", r"\/")
     return [rf"{head}[lazy]: /(.|\n)*{plain}/", rf"{text}: /(.|\n)*/ & ~/(.|\n)*{plain}(.|\n)*/"]

@@ -10,6 +10,7 @@ from asked import CONFIG, DIALECTS, USER, answer_to, nameless, prepared, record_
 from tool_calls import FORMATS, TOOLS, WRITTEN, use
 
 from api.conversation import ROLES
+from text.reasoning import THINK, ModelReasoning
 from text.template import RESERVED, ChatTemplate, renderer
 from text.template_capabilities import TemplateCapabilities
 
@@ -164,9 +165,13 @@ STRICT = (
 def calling(name, thinking):
     """A model that writes calls in this format."""
     template = ChatTemplate(STRICT, {})
-    served = serving(config=replace(CONFIG, reasoning_parser="think" if thinking else None))
-    tools = use(name).model
-    text = served.text._replace(template=template, tools=tools, capabilities=TemplateCapabilities.of(template))
+    served = serving()
+    text = served.text._replace(
+        template=template,
+        tools=use(name).model,
+        capabilities=TemplateCapabilities.of(template),
+        reasoning=ModelReasoning(THINK if thinking else None),
+    )
     return replace(served, text=text)
 
 

@@ -4,12 +4,13 @@ import json
 import logging
 
 import pytest
-from asked import CALLS, USER, answer_to, nameless, prepared, record_renders, refusal, serving, thinking_of, written
+from asked import CALLS, USER, answer_to, nameless, prepared, record_renders, refusal, serving, with_thinking, written
 from openai_api import CHAT, MESSAGES
 from openai_api import whole as asked
 
 from api.errors import ANTHROPIC, ApiError
-from api.messages import MessagesRequest, MessagesResponseWriter
+from api.messages import MessagesRequest, MessagesResponseWriter, ThinkingConfig
+from api.reasoning import OFF, ON, unseal
 
 ROUTE = "/v1/messages"
 BODY = {"messages": [USER], "max_tokens": 12, "temperature": 0}
@@ -39,11 +40,12 @@ def stream(served, **fields):
     return events_of(response.get_data(as_text=True))
 
 
-def answered(text, finish_reason="eos_token", thinking="", **fields):
+def answered(text, finish_reason="eos_token", thinking="", display=None, **fields):
     """The whole message and the events of a text, which a model with Hermes' format writes."""
     (asked_for,) = answer_to("messages", BODY | {"tools": [WEATHER]} | fields).requests
-    asked_for = thinking_of(asked_for, thinking)
-    requests = [MessagesRequest(messages=[], max_tokens=9, stream=streams) for streams in (False, True)]
+    asked_for = with_thinking(asked_for, thinking)
+    shown = ThinkingConfig("adaptive", display=display)
+    requests = [MessagesRequest(messages=[], max_tokens=9, stream=streams, thinking=shown) for streams in (False, True)]
     whole, stream = (
         written(MessagesResponseWriter(asked_for, serving(), request), text, finish_reason) for request in requests
     )
@@ -66,6 +68,8 @@ def built(events):
         if kind == "content_block_start":
             message["content"].append(event["content_block"])
             texts.append("")
+        elif kind == "content_block_delta" and event["delta"]["type"] == "signature_delta":
+            message["content"][-1]["signature"] += event["delta"]["signature"]
         elif kind == "content_block_delta":
             assert event["delta"][DELTAS[event["delta"]["type"]]]
             texts[-1] += event["delta"][DELTAS[event["delta"]["type"]]]
@@ -254,15 +258,20 @@ def test_a_message_of_skipped_blocks_only_is_empty():
     assert prepared("messages", messages=[user({"type": "x"}), says({"type": "x"}), USER]).prompt == "u:;a:;u:Hi;a:"
 
 
-@pytest.mark.parametrize(
-    ("thinking", "options"),
-    [("enabled", {"enable_thinking": True}), ("disabled", {"enable_thinking": False}), ("adaptive", {})],
-)
+@pytest.mark.parametrize(("thinking", "options"), [("enabled", ON), ("disabled", OFF), ("adaptive", {})])
 def test_thinking_is_a_variable_of_the_template(thinking, options, monkeypatch):
     rendered = record_renders(monkeypatch)
     prepared("messages", thinking={"type": thinking, "budget_tokens": 99})
     prepared("messages", thinking={"type": thinking}, chat_template_kwargs={"enable_thinking": None, "a": [1, "b"]})
-    assert [seen for _, seen in rendered] == [options, {"enable_thinking": None, "a": [1, "b"]}]
+    assert [seen for _, seen in rendered] == [options, options | {"enable_thinking": None, "a": [1, "b"]}]
+
+
+def test_omitted_thinking_is_in_the_signature_only():
+    message, events = answered("<think>Hm.</think>Yes", thinking="before", display="omitted")
+    thoughts, text = message["content"]
+    assert (thoughts["thinking"], unseal(thoughts["signature"]), text["text"]) == ("", "Hm.", "Yes")
+    assert built(events)["content"][0]["signature"]
+    assert not any(event.get("delta", {}).get("type") == "thinking_delta" for event in events)
 
 
 REFUSED = {
@@ -329,7 +338,8 @@ def test_a_text_is_split_into_blocks_the_same_in_a_stream_and_in_a_whole_message
                 assert block.pop("input")["city"] in ("Oslo", "Rome")
                 assert block == {"type": "tool_use", "name": "weather"}
             if block["type"] == "thinking":
-                assert block == {"type": "thinking", "thinking": "Hm.", "signature": ""}
+                assert block.pop("signature")
+                assert block == {"type": "thinking", "thinking": "Hm."}
     assert of_stream == message
 
 

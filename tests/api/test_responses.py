@@ -5,11 +5,12 @@ import logging
 import re
 
 import pytest
-from asked import CALLS, USER, answer_to, as_openai, nameless, prepared, refusal, serving, thinking_of, written
+from asked import CALLS, USER, answer_to, as_openai, nameless, prepared, refusal, serving, with_thinking, written
 from openai_api import CHAT, MESSAGES, RESPONSES
 from openai_api import whole as asked
 
 from api import fields as api_fields
+from api.reasoning import unseal
 from api.responses import CUSTOM_INPUT, ResponsesRequest, ResponsesTools, ResponsesWriter
 
 BODY = {"input": "Hi", "max_output_tokens": 12, "temperature": 0}
@@ -46,7 +47,7 @@ def answered(text, finish_reason="eos_token", thinking="", **fields):
         body = {"input": "Hi", "tools": [WEATHER], "stream": streams} | fields
         (asked_for,) = answer_to("responses", body).requests
         request = api_fields.read(body, ResponsesRequest)
-        return ResponsesWriter(thinking_of(asked_for, thinking), serving(), request, ResponsesTools(request))
+        return ResponsesWriter(with_thinking(asked_for, thinking), serving(), request, ResponsesTools(request))
 
     whole, stream = (written(answer(streams), text, finish_reason) for streams in (False, True))
     return whole, events_of(stream)
@@ -62,6 +63,10 @@ def built(events):
             items.append(event["item"])
         elif kind == "content_part.added":
             items[-1]["content"].append(event["part"])
+        elif kind == "reasoning_summary_part.added":
+            items[-1]["summary"].append(event["part"])
+        elif kind == "reasoning_summary_text.delta":
+            items[-1]["summary"][event["summary_index"]]["text"] += event["delta"]
         elif kind.endswith(".delta"):
             assert event["item_id"] == items[-1]["id"] and event["delta"]
             holder = items[-1] if "call" in kind else items[-1]["content"][event["content_index"]]
@@ -71,7 +76,8 @@ def built(events):
         elif kind == "function_call_arguments.done":
             assert (event["name"], event["arguments"]) == (items[-1]["name"], items[-1]["arguments"])
         elif kind == "output_item.done":
-            assert event["item"] | {"status": "in_progress"} == items[-1]
+            sealed = {"encrypted_content": event["item"].get("encrypted_content")}
+            assert event["item"] | {"status": "in_progress"} | sealed == items[-1] | sealed
             items[-1] = event["item"]
     return items
 
@@ -478,6 +484,19 @@ def test_reasoning_is_an_item_of_its_own_and_its_tokens_are_counted():
     assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm."}] and reasoning["summary"] == []
     assert message["content"][0]["text"] == "Yes"
     assert 3 <= whole["usage"]["output_tokens_details"]["reasoning_tokens"] < whole["usage"]["output_tokens"]
+
+
+def test_reasoning_has_a_summary_and_an_opaque_form_where_they_are_requested():
+    fields = {"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]}
+    whole, events = answered("<think>Hm.</think>Yes", thinking="before", **fields)
+    (streamed, _message) = built(events)
+    for reasoning in (whole["output"][0], streamed):
+        assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+        assert reasoning["summary"] == [{"type": "summary_text", "text": "Hm."}]
+        assert unseal(reasoning["encrypted_content"]) == "Hm."
+    ends = [event["type"] for event in events if event["type"].endswith(".done")]
+    summary = ["response.reasoning_summary_text.done", "response.reasoning_summary_part.done"]
+    assert ends[:5] == ["response.reasoning_text.done", "response.content_part.done", *summary, "response.output_item.done"]
 
 
 @pytest.mark.parametrize("text", ["Just te", CALLS[0][:-20], "Hm."])

@@ -329,5 +329,6 @@ def test_info_has_tgis_keys_and_the_limits_in_force(served):
             "sampling_defaults": {},
             "stop_strings": [],
             "tool_parser": "hermes",
+            "reasoning_parser": None,
         },
     }

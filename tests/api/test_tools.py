@@ -8,7 +8,7 @@ import pytest
 import served as served_app
 import tiny_tokenizers
 from asked import serving
-from tool_calls import BOTH, CALLS, FORMATS, KINDS, NOW, TOOLS, WRITTEN, tokenizer_of, tool, use
+from tool_calls import BOTH, CALLS, FORMATS, KINDS, NOW, TOOLS, WRITTEN, thinking_of, tokenizer_of, tool, use
 
 from api.chat import ChatResponseWriter
 from api.conversation import ChatRequest
@@ -296,7 +296,7 @@ def test_each_choice_is_read_by_itself(streams, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_reasoning_is_written_under_both_of_its_names(kind, tmp_path):
-    parser_config = ParserConfig(None, "before")
+    parser_config = ParserConfig(None, thinking_of("before"))
     (choice,) = chat_answer(tmp_path, ["<think>Hm</think>Yes"], kind, parser_config=parser_config)
     assert choice["message"] == {"role": "assistant", "content": "Yes", "reasoning": "Hm", "reasoning_content": "Hm"}
     deltas = [
@@ -306,7 +306,7 @@ def test_reasoning_is_written_under_both_of_its_names(kind, tmp_path):
         assert "".join(delta.get(name, "") for delta in deltas) == written
 
 
-@pytest.mark.parametrize("parser_config", [ParserConfig(use()), ParserConfig(use(), "before")])
+@pytest.mark.parametrize("parser_config", [ParserConfig(use()), ParserConfig(use(), thinking_of("before"))])
 def test_every_token_has_its_log_probability_whatever_is_held_back(parser_config, tmp_path):
     written = "<think>Hm</think>Hello" + CALLS["hermes"][0]
     (choice,) = chat_answer(tmp_path, [written], "text", parser_config=parser_config, logprobs=True)

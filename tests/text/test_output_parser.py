@@ -6,7 +6,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tool_calls import BOTH, CALLS, ENDS, FORMATS, FORMS, THINKING, WRITTEN, tool, use
+from tool_calls import BOTH, CALLS, ENDS, FORMATS, FORMS, THINKING, WRITTEN, parsed, thinking_of, tool, use
 
 from text.output_parser import (
     MAX_NESTING,
@@ -85,13 +85,13 @@ SNIPPETS += [marker for form in FORMS.values() for marker in form.markers]
     choice=st.sampled_from(["auto", "required", "now"]),
 )
 def test_any_text_gives_the_same_parts_however_it_is_split(name, snippets, thinking, parallel, size, is_truncated, choice):
-    parser_config, text = ParserConfig(use(name, parallel=parallel, choice=choice), thinking), "".join(snippets)
+    parser_config, text = ParserConfig(use(name, parallel=parallel, choice=choice), thinking_of(thinking)), "".join(snippets)
     parser = parser_config.parser()
     parts = read(parser, text, size, is_truncated)
     other = parser_config.parser()
     assert parts == read(other, text, None, is_truncated)
     assert (parser.failed, parser.has_calls, parser.is_truncated) == (other.failed, other.has_calls, other.is_truncated)
-    whole = parser_config.whole(text, is_truncated)
+    whole = parsed(parser_config, text, is_truncated)
     complete = whole.calls[:-1] if whole.is_truncated else whole.calls
     assert all(isinstance(json.loads(call.arguments), dict) for call in complete)
     assert other.failed or [call.name for call in whole.calls] == [name for kind, _, name in parts if kind is CallBegin]
@@ -108,7 +108,7 @@ def test_a_call_that_is_cut_anywhere_is_the_same_in_a_stream_and_in_a_whole_answ
     for end in range(1, len(written) + 1):
         parser = parser_config.parser()
         parts = read(parser, written[:end], 3, is_truncated=True)
-        whole = parser_config.whole(written[:end], is_truncated=True)
+        whole = parsed(parser_config, written[:end], is_truncated=True)
         assert whole.content == "".join(text for kind, _, text in parts if kind is Content)
         assert whole.is_truncated == parser.is_truncated
         assert [call.arguments for call in whole.calls] == (
@@ -123,8 +123,8 @@ def test_a_call_that_is_cut_anywhere_is_the_same_in_a_stream_and_in_a_whole_answ
 
 def test_a_stop_string_cuts_a_forced_call_too():
     text = CALLS["hermes"][0][:-20]
-    assert [call.arguments for call in ParserConfig(use(choice="required")).whole(text).calls] == ['{"city": "']
-    assert ParserConfig(use()).whole(text) == ParsedOutput(text, "", [])
+    assert [call.arguments for call in parsed(ParserConfig(use(choice="required")), text).calls] == ['{"city": "']
+    assert parsed(ParserConfig(use()), text) == ParsedOutput(text, "", [])
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_no_text_is_lost_or_made_up_in_a_text_without_calls(name, snippets):
     ],
 )
 def test_calls_are_read_as_models_write_them(name, text, content, calls):
-    whole = ParserConfig(use(name)).whole(text)
+    whole = parsed(ParserConfig(use(name)), text)
     assert (whole.content, calls_of(whole)) == (content, calls)
 
 
@@ -241,7 +241,7 @@ def test_calls_are_read_as_models_write_them(name, text, content, calls):
     ],
 )
 def test_what_is_not_a_call_stays_content(name, text):
-    assert ParserConfig(use(name)).whole(text) == ParsedOutput(text, "", [])
+    assert parsed(ParserConfig(use(name)), text) == ParsedOutput(text, "", [])
 
 
 def test_a_stream_gives_as_content_what_it_has_not_sent_as_a_call():
@@ -269,20 +269,20 @@ def test_nothing_is_held_back_that_cannot_belong_to_a_call():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_one_call_is_read_where_only_one_may_be_made(name):
-    whole = ParserConfig(use(name, parallel=False)).whole(WRITTEN[name] + " and more")
+    whole = parsed(ParserConfig(use(name, parallel=False)), WRITTEN[name] + " and more")
     assert calls_of(whole) == BOTH[:1]
 
 
 def test_only_allowed_tools_are_called():
     found = use(choice="now")
-    assert calls_of(ParserConfig(found).whole(CALLS["hermes"][1])) == BOTH[1:]
-    assert ParserConfig(found).whole(CALLS["hermes"][0]).calls == []
+    assert calls_of(parsed(ParserConfig(found), CALLS["hermes"][1])) == BOTH[1:]
+    assert parsed(ParserConfig(found), CALLS["hermes"][0]).calls == []
 
 
 def test_ids_have_the_form_that_templates_require():
     for short, form in ((False, r"call_[0-9a-f]{24}"), (True, r"[0-9a-zA-Z]{9}")):
         found = use(short_ids=short)
-        first, second = ParserConfig(found).whole(CALLS["hermes"][0] * 2).calls
+        first, second = parsed(ParserConfig(found), CALLS["hermes"][0] * 2).calls
         assert re.fullmatch(form, first.id) and first.id != second.id
 
 
@@ -299,20 +299,21 @@ def test_ids_have_the_form_that_templates_require():
     ],
 )
 def test_thinking_is_separated_from_the_answer(thinking, text, reasoning, content):
-    assert ParserConfig(None, thinking).whole(text) == ParsedOutput(content, reasoning, [])
-    parts = read(ParserConfig(None, thinking).parser(), text, 1)
+    whole = parsed(ParserConfig(None, thinking_of(thinking)), text)
+    assert (whole.content, whole.reasoning, whole.calls) == (content, reasoning, [])
+    parts = read(ParserConfig(None, thinking_of(thinking)).parser(), text, 1)
     assert parts == [part for part in ((Reasoning, None, reasoning), (Content, None, content)) if part[2]]
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls_follow_thinking(name):
-    whole = ParserConfig(use(name), "inside").whole("Bern?</think>\n\n" + WRITTEN[name])
+    whole = parsed(ParserConfig(use(name), thinking_of("inside")), "Bern?</think>\n\n" + WRITTEN[name])
     assert (whole.reasoning, whole.content, calls_of(whole)) == ("Bern?", "", BOTH)
 
 
 def test_what_follows_thinking_and_is_no_call_is_content():
-    failed = ParserConfig(use(), "inside").whole("Bern?</think>\n\n<tool_call>")
-    assert failed == ParsedOutput("<tool_call>", "Bern?", [])
+    failed = parsed(ParserConfig(use(), thinking_of("inside")), "Bern?</think>\n\n<tool_call>")
+    assert (failed.content, failed.reasoning, failed.calls) == ("<tool_call>", "Bern?", [])
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "mistral_v11"])
@@ -353,5 +354,5 @@ def test_an_answer_whose_last_call_is_sent_and_does_not_end_is_not_one_of_calls(
 def test_values_in_tags_have_the_type_that_the_schema_says(schema, text, value):
     definitions = {"Point": {"type": "object"}, "Text": {"const": "1"}, "Self": {"$ref": "#/$defs/Self"}}
     found = use("qwen3_coder", [tool("f", {"properties": {"x": schema}, "$defs": definitions})])
-    (call,) = ParserConfig(found).whole(xml("f", x=text)).calls
+    (call,) = parsed(ParserConfig(found), xml("f", x=text)).calls
     assert json.loads(call.arguments) == {"x": value}

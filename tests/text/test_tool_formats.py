@@ -5,18 +5,18 @@ import json
 import pytest
 import templates
 import tiny_tokenizers
-from llguidance import LLMatcher, LLTokenizer
-from tool_calls import CALLS, ENDS, FORMATS, FORMS, KINDS, TEMPLATES, WEATHER, WRITTEN, tokenizer_of, tool, use
+from judge import Judge
+from tool_calls import CALLS, ENDS, FORMATS, FORMS, KINDS, TEMPLATES, WEATHER, WRITTEN, parsed, tokenizer_of, tool, use
 
 from api.errors import ApiError
 from config import TOOL_PARSERS
 from text import tool_formats
-from text.grammar import of_json_schema, of_regex
+from text.grammar import of_json_schema
 from text.output_parser import ParserConfig
 from text.template import ChatTemplate
 from text.template_capabilities import TemplateCapabilities
 from text.tokenizer import Tokenizer
-from text.tool_formats import MOST_CALLS, ModelTools, after_thinking
+from text.tool_formats import MOST_CALLS, ModelTools
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -99,25 +99,6 @@ def test_python_calls_need_names_that_python_allows():
 
 
 # Grammars
-
-
-class Judge:
-    """Which texts a grammar allows."""
-
-    def __init__(self, tokenizer, grammar):
-        self.tokenizer = tokenizer
-        ll_tokenizer = LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id("</s>"))
-        self.matcher = LLMatcher(ll_tokenizer, grammar, log_level=0)
-        assert not self.matcher.is_error(), self.matcher.get_error()
-
-    def allows(self, text):
-        """Whether `text` is allowed as a whole; None: as a beginning."""
-        matcher = self.matcher.deep_copy()
-        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
-        if matcher.try_consume_tokens(ids) < len(ids):
-            return False
-        assert not matcher.is_error(), matcher.get_error()
-        return matcher.is_accepting() or None
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -232,7 +213,7 @@ def test_arguments_of_python_calls_have_the_types_of_the_schema(arguments, is_al
     written = f"[weather({arguments})]"
     assert bool(judge.allows(written)) == is_allowed
     if is_allowed:
-        assert ParserConfig(use("pythonic")).whole(written).calls
+        assert parsed(ParserConfig(use("pythonic")), written).calls
 
 
 @pytest.mark.parametrize("value", ['"a"', "-1.5e3", "True", "None", "[1, [2], 'x']", '{"a": {"b": False}, "c": []}', "{}"])
@@ -240,7 +221,7 @@ def test_arguments_of_python_calls_without_a_type_are_any_literal(value):
     found = use("pythonic", [tool("f", {"properties": {"x": {}}})], "required")
     judge = Judge(tokenizer_of("text"), found.grammar)
     assert judge.allows(f"[f(x={value})]") and judge.allows("[f()]")
-    (call,) = ParserConfig(found).whole(f"[f(x={value})]").calls
+    (call,) = parsed(ParserConfig(found), f"[f(x={value})]").calls
     assert json.loads(call.arguments) == {"x": eval(value)}
 
 
@@ -282,7 +263,7 @@ def test_values_in_tags_have_the_types_of_the_schema(values, arguments):
     written = f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"
     assert bool(Judge(tokenizer_of("text"), found.grammar).allows(written)) == (arguments is not None)
     if arguments is not None:
-        (call,) = ParserConfig(found).whole(written).calls
+        (call,) = parsed(ParserConfig(found), written).calls
         assert json.loads(call.arguments) == arguments
 
 
@@ -305,26 +286,4 @@ def test_a_tool_whose_name_begins_with_that_of_another_is_called_by_its_own(name
         called = each["function"]["name"]
         written = (CALLS[name][0] + ENDS.get(name, "")).replace("weather", called)
         assert Judge(tokenizer, found.grammar).allows(written)
-        assert [call.name for call in ParserConfig(found).whole(written).calls] == [called]
-
-
-@pytest.mark.parametrize("thinking", ["inside", "before"])
-def test_a_grammar_begins_after_the_end_of_thinking(thinking, tokenizer):
-    grammar = after_thinking(of_json_schema({"const": 1}), thinking, tokenizer.token_to_id)
-    judge = Judge(tokenizer, grammar)
-    opening = "<think>" if thinking == "before" else ""
-    assert judge.allows(opening + "\nHm, {2}?\n</think>\n\n1")
-    assert judge.allows(opening + "Hm</think>1")
-    assert judge.allows(opening + "Hm</think>2") is False
-    assert bool(judge.allows("1")) == (thinking == "before"), "a model need not think"
-    assert after_thinking("x", "", tokenizer.token_to_id) == "x"
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_after_thinking_an_answer_is_a_call_or_has_the_format_of_the_text(name, tokenizer):
-    found = use(name, token_id=tokenizer.token_to_id)
-    grammar = found.grammar_beside("grammar", of_regex("[0-9]+"))
-    judge = Judge(tokenizer, after_thinking(grammar, "inside", tokenizer.token_to_id))
-    assert judge.allows("Hm</think>" + WRITTEN[name])
-    assert judge.allows("Hm</think>12")
-    assert judge.allows("Hm</think>x") is False
+        assert [call.name for call in parsed(ParserConfig(found), written).calls] == [called]

@@ -1,0 +1,48 @@
+"""Reasoning as all chat APIs share it: how much of it a request asks for, and its opaque form in responses.
+
+The models' formats are in text/reasoning.py.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import zlib
+from collections.abc import Collection
+from typing import Any
+
+# The nearest efforts that templates name, for one that the model's template does not.
+NEAREST = {"minimal": "low", "xhigh": "high", "max": "high"}
+ON = {"enable_thinking": True, "thinking": True}
+OFF = {"enable_thinking": False, "thinking": False}
+SEAL = "v1."
+MAX_UNSEALED = 1_000_000  # characters; sealed text comes from clients
+
+
+def template_variables(effort: str | None, template_words: Collection[str]) -> dict[str, Any]:
+    """The variables by which chat templates know an effort, such as `high`; `none` turns reasoning off.
+
+    template_words: the words that the template has in quotes.
+    """
+    if effort is None:
+        return {}
+    if effort == "none":
+        return OFF
+    known = effort if effort in template_words else NEAREST.get(effort, effort)
+    return ON | {"reasoning_effort": known}
+
+
+def seal(text: str) -> str:
+    """Reasoning in an opaque form without a secret, which any replica can read."""
+    return SEAL + base64.b64encode(zlib.compress(text.encode())).decode()
+
+
+def unseal(sealed: Any) -> str:
+    """The reasoning in what `seal` made; "" for anything else, such as another server's."""
+    if not isinstance(sealed, str) or not sealed.startswith(SEAL):
+        return ""
+    try:
+        compressed = base64.b64decode(sealed.removeprefix(SEAL), validate=True)
+        return zlib.decompressobj().decompress(compressed, MAX_UNSEALED).decode(errors="ignore")
+    except (binascii.Error, ValueError, zlib.error):
+        return ""

@@ -1,0 +1,135 @@
+"""What requests ask of reasoning, and its opaque form in responses."""
+
+from dataclasses import replace
+
+import pytest
+from asked import ON_DEVICE, USER, record_renders, serving
+
+from api import chat, messages, responses
+from api.reasoning import MAX_UNSEALED, seal, unseal
+from text.reasoning import THINK, ModelReasoning
+from text.template import ChatTemplate
+
+CLOSE_ID = 7
+
+
+def thinking(served):
+    """A model that thinks, whose markers are tokens."""
+    return replace(served, text=served.text._replace(reasoning=ModelReasoning(THINK, {"</think>": CLOSE_ID}.get)))
+
+
+MAKE = {"chat": chat.chat, "responses": responses.responses, "messages": messages.messages}
+BODIES = {
+    "chat": {"messages": [USER]},
+    "responses": {"input": "Hi"},
+    "messages": {"messages": [USER], "max_tokens": 50},
+}
+
+
+def efforts(effort):
+    return [
+        ("chat", {"reasoning_effort": effort}),
+        ("responses", {"reasoning": {"effort": effort}}),
+        ("messages", {"output_config": {"effort": effort}}),
+    ]
+
+
+@pytest.mark.parametrize(("dialect", "fields"), [*efforts("none"), ("messages", {"thinking": {"type": "disabled"}})])
+def test_no_effort_turns_reasoning_off(dialect, fields, monkeypatch):
+    rendered = record_renders(monkeypatch)
+    MAKE[dialect](BODIES[dialect] | fields, serving())
+    ((_, options),) = rendered
+    assert options == {"enable_thinking": False, "thinking": False}
+
+
+@pytest.mark.parametrize(("dialect", "fields"), efforts("high"))
+def test_an_effort_is_a_variable_of_the_template(dialect, fields, monkeypatch):
+    rendered = record_renders(monkeypatch)
+    MAKE[dialect](BODIES[dialect] | fields, serving())
+    MAKE[dialect](BODIES[dialect] | fields | {"chat_template_kwargs": {"enable_thinking": None, "a": 1}}, serving())
+    on = {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}
+    assert [options for _, options in rendered] == [on, on | {"enable_thinking": None, "a": 1}]
+
+
+@pytest.mark.parametrize(("effort", "known"), [("minimal", "low"), ("max", "high"), ("xhigh", "xhigh"), ("new", "new")])
+def test_an_effort_that_the_template_does_not_name_is_the_nearest_one(effort, known, monkeypatch):
+    rendered = record_renders(monkeypatch)
+    served = serving()
+    template = ChatTemplate("{{ 'xhigh' }}", {})
+    served = replace(served, text=served.text._replace(template=template))
+    chat.chat(BODIES["chat"] | {"reasoning_effort": effort}, served)
+    assert rendered[0][1]["reasoning_effort"] == known
+
+
+@pytest.mark.parametrize(
+    ("dialect", "fields"),
+    [
+        ("chat", {"thinking_token_budget": 5}),
+        ("chat", {"thinking_budget_tokens": 5}),
+        ("messages", {"thinking": {"type": "enabled", "budget_tokens": 5}}),
+    ],
+)
+def test_a_budget_limits_reasoning(dialect, fields):
+    body = BODIES[dialect] | {"max_tokens": 9} | fields
+    (made,) = MAKE[dialect](body, thinking(serving())).requests
+    assert "thought[max_tokens=5]" in made.grammar and f"<[{CLOSE_ID}]>" in made.grammar
+    (without,) = MAKE[dialect](body, serving()).requests
+    assert without.grammar == "", "a model that does not think keeps within any budget"
+    (far,) = MAKE[dialect](body | {"max_tokens": 5}, thinking(serving())).requests
+    assert far.grammar == "", "the output ends before"
+
+
+def test_a_negative_budget_is_none():
+    (made,) = chat.chat(BODIES["chat"] | {"thinking_token_budget": -1}, thinking(serving())).requests
+    assert made.grammar == ""
+
+
+@pytest.mark.parametrize(
+    ("dialect", "fields", "name"),
+    [
+        ("chat", {"thinking_token_budget": 5}, "thinking_token_budget"),
+        ("messages", {"thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking.budget_tokens"),
+    ],
+)
+def test_a_budget_needs_host_sampling(dialect, fields, name):
+    with pytest.raises(Exception, match=f"`{name}` needs --sampling host"):
+        MAKE[dialect](BODIES[dialect] | fields, thinking(serving(ON_DEVICE)))
+
+
+@pytest.mark.parametrize("text", ["", "Hm.", "é😀\n" * 1000])
+def test_sealed_reasoning_is_opaque_and_can_be_read_back(text):
+    sealed = seal(text)
+    assert sealed and (not text or text not in sealed)
+    assert unseal(sealed) == text
+
+
+@pytest.mark.parametrize("sealed", [None, 5, "", "gAAAA", "v1.", "v1.!!", "v1.aGk=", seal("Hm")[:-6]])
+def test_what_another_server_sealed_is_skipped(sealed):
+    assert unseal(sealed) in ("", "H", "Hm")
+
+
+def test_sealed_text_that_grows_without_bound_is_cut():
+    assert len(unseal(seal("a" * 10 * MAX_UNSEALED))) == MAX_UNSEALED
+
+
+@pytest.mark.parametrize(
+    ("dialect", "history"),
+    [
+        ("responses", {"input": [USER, {"type": "reasoning", "summary": [], "encrypted_content": seal("Hm.")}, USER]}),
+        (
+            "messages",
+            {
+                "messages": [
+                    USER,
+                    {"role": "assistant", "content": [{"type": "thinking", "thinking": "", "signature": seal("Hm.")}]},
+                    USER,
+                ]
+            },
+        ),
+    ],
+)
+def test_sealed_reasoning_is_earlier_reasoning(dialect, history, monkeypatch):
+    rendered = record_renders(monkeypatch)
+    MAKE[dialect](BODIES[dialect] | history, serving())
+    (((_, answer, _), _options),) = rendered
+    assert answer["reasoning_content"] == "Hm."

@@ -1,0 +1,118 @@
+"""How models write their reasoning: one row a format, its detection in the chat template, and its grammar.
+
+An output may begin with reasoning, between two markers; the opening one may stand at the end of the prompt.
+`OutputParser` (output_parser.py) separates it from the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from text.grammar import GrammarError, of_rules
+from text.template import ChatTemplate
+from text.tokenizer import Tokenizer
+from text.tool_formats import terminals, up_to
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """The markers around reasoning. `inner`: special tokens that `open` is made of, if it is several."""
+
+    name: str
+    open: str
+    close: str
+    inner: tuple[str, ...] = ()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (self.open, self.close, *self.inner)
+
+
+THINK = ReasoningFormat("think", "<think>", "</think>")
+FORMATS = (
+    THINK,
+    ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+    ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
+    ReasoningFormat("gemma4", "<|channel>thought\n", "<channel|>", inner=("<|channel>",)),
+)
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """The reasoning that an output may begin with.
+
+    is_open: the prompt ends with the opening marker, or within the reasoning; close_id: the closing marker,
+    if it is a token by itself. Then its characters, spelled by other tokens, are part of the reasoning.
+    """
+
+    format: ReasoningFormat = THINK
+    is_open: bool = False
+    close_id: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelReasoning:
+    """How the served model writes its reasoning, detected in its chat template."""
+
+    format: ReasoningFormat | None = None  # None: it writes none, or it stays part of the content
+    token_id: Callable[[str], int | None] = lambda _text: None  # of a text that is one token
+
+    @classmethod
+    def of(cls, template: ChatTemplate | None, tokenizer: Tokenizer, parser: str | None) -> ModelReasoning:
+        """parser: --reasoning-parser, which overrides what is found."""
+        source = template.source if template else ""
+        for form in FORMATS:
+            is_found = form.open in source or form.close in source
+            if form.name == parser or (parser is None and is_found):
+                return cls(form, tokenizer.token_to_id)
+        return cls()
+
+    def thinking(self, prompt: str, continued: str = "") -> Thinking | None:
+        """The reasoning that an output for this prompt may begin with.
+
+        continued: the assistant's text that the prompt ends with, if it is to be continued.
+        """
+        form = self.format
+        if form is None:
+            return None
+        is_open = prompt.rstrip().endswith(form.open.rstrip()) or _is_open(form, continued)
+        is_closed = bool(continued.strip()) or prompt.rstrip().endswith(form.close)
+        if is_closed and not is_open:
+            return None
+        return Thinking(form, is_open, self.token_id(form.close))
+
+    def grammar(self, thinking: Thinking, answer: str, budget: int | None = None) -> str:
+        """The grammar of reasoning, of at most `budget` tokens, and of what follows it: `answer` is another
+        grammar, "": any tokens. Raises GrammarError."""
+        form = thinking.format
+        rest = r"/\s{0,2}/ answer" if answer else "any"
+        start = f"thoughts {rest}"
+        if not thinking.is_open:
+            start = f"{terminals(form.open, form.markers, self.token_id)} {start}"
+            open_id = self.token_id(form.open)
+            if answer:
+                start += " | answer"
+            elif open_id is not None:
+                start += f" | <[^{open_id}]> any"
+        rules = [f"start: {start}", "any: <[*]>*", *self._thoughts(thinking, budget)]
+        return of_rules(rules, answer, "answer")
+
+    def _thoughts(self, thinking: Thinking, budget: int | None) -> list[str]:
+        """The rule `thoughts`, which includes the closing marker."""
+        close = thinking.format.close
+        if budget is None:
+            return up_to(close, self.token_id, "thoughts", "THOUGHT")
+        if thinking.close_id is None:
+            raise GrammarError(f"is not supported by this model: `{close}` is not one token of its tokenizer")
+        if budget == 0:
+            return [f"thoughts: <[{thinking.close_id}]>"]
+        return [
+            f"thoughts: thought <[{thinking.close_id}]>",
+            rf"thought[max_tokens={budget}]: /(.|\n)*/",
+        ]
+
+
+def _is_open(form: ReasoningFormat, text: str) -> bool:
+    """Whether the text ends within reasoning."""
+    return text.rfind(form.open) > text.rfind(form.close)
