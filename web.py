@@ -36,7 +36,7 @@ import logs
 from api import errors, routes, server, status, tracing
 from api.bodies import drain_body
 from api.engine_client import EngineClient, EngineError
-from api.errors import CLIENT_CLOSED_REQUEST, ApiError
+from api.errors import ANTHROPIC, CLIENT_CLOSED_REQUEST, ApiError
 from api.prepared_request import ModelText
 from config import Config, keys_of
 from protocol import ModelInfo
@@ -120,6 +120,8 @@ class AuthAndCors:
     def add_headers(self, response: Response) -> Response:
         drain_body()
         response.headers["x-request-id"] = g.request_id
+        if routes.error_format(request.endpoint, request.path, request.headers) is ANTHROPIC:
+            response.headers["request-id"] = g.request_id  # Anthropic's name
         fields = {"request_id": g.request_id, "status": response.status_code}
         logger.debug("response begins", extra={"fields": fields})
         varies = "origin, access-control-request-method, access-control-request-headers"

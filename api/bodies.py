@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import socket
+import zlib
 from collections.abc import Iterator
 
 import gevent
@@ -24,6 +25,9 @@ BODY_PIECE = 16_384  # bytes; in chunks of a byte they take 0.1 s
 YIELD_S = 1e-6  # sleep(0) lets other greenlets run, but does not look for input each time
 HELD_LIMIT = 32_000_000  # bytes of bodies that arrive or are being prepared, in an API server process
 DISCARD_S = 1.0
+# By `Content-Encoding`, the window bits of zlib that read it; servers disagree whether deflate has a header.
+ENCODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
+WITHOUT_HEADER = -15
 CHARSETS = ("utf-8", "us-ascii", "iso-8859-1")  # of plain text
 TRAILER_LIMIT = 8190  # bytes after a chunked body; gunicorn scans all of them whenever some arrive
 # Tokenizing the text of a body of more bytes leaves up to 100 MB of free memory in small pieces, which go
@@ -45,19 +49,15 @@ class Bodies:
         """The body of the current request, which counts as held until the block is left. Raises ApiError."""
         body = bytearray()
         try:
-            self._check_encoding()
+            encoding = _content_encoding()
             self._receive(body)
+            if encoding != "identity":
+                self._inflate(body, encoding)
             yield body
         finally:
             self._held_bytes -= len(body)
             if len(body) > LONG_BODY and self._trim.ready():
                 self._trim = gevent.spawn_later(TRIM_S, _return_free_memory)
-
-    def _check_encoding(self) -> None:
-        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise ApiError(415, "validation", "A request body must not be compressed (`Content-Encoding`)")
-        if request.headers.get("Transfer-Encoding", "chunked").lower() not in ("chunked", "identity"):
-            raise ApiError(501, "validation", "The only `Transfer-Encoding` that is supported is chunked")
 
     def _receive(self, body: bytearray) -> None:
         reader = getattr(request.environ["wsgi.input"], "reader", None)
@@ -83,6 +83,41 @@ class Bodies:
             raise ClientDisconnected from None
         if len(body) > self._config.payload_limit:
             raise errors.too_large(self._config.payload_limit)
+
+    def _inflate(self, body: bytearray, encoding: str) -> None:
+        """Replaces a compressed body, of any size when inflated, by the text in it. Raises ApiError."""
+        limit = self._config.payload_limit
+        window_bits = ENCODINGS[encoding]
+        if encoding == "deflate" and not _has_zlib_header(body):
+            window_bits = WITHOUT_HEADER
+        inflater = zlib.decompressobj(window_bits)
+        try:
+            text = inflater.decompress(body, limit + 1)
+        except zlib.error as error:
+            raise ApiError(400, "validation", f"Failed to decompress the request body: {error}") from None
+        if len(text) > limit:
+            raise errors.too_large(limit)
+        if not inflater.eof or inflater.unused_data:
+            what = "data follows its end" if inflater.eof else "it is truncated"
+            raise ApiError(400, "validation", f"Failed to decompress the request body: {what}")
+        self._held_bytes += len(text) - len(body)
+        body[:] = text
+
+
+def _content_encoding() -> str:
+    """How the body of the current request is compressed. Raises ApiError."""
+    encoding = request.headers.get("Content-Encoding", "identity").lower()
+    if encoding not in (*ENCODINGS, "identity"):
+        what = "The only `Content-Encoding`s that are supported are gzip and deflate"
+        raise ApiError(415, "validation", what, quoted=f". Given: {encoding[:40]!r}")
+    if request.headers.get("Transfer-Encoding", "chunked").lower() not in ("chunked", "identity"):
+        raise ApiError(501, "validation", "The only `Transfer-Encoding` that is supported is chunked")
+    return encoding
+
+
+def _has_zlib_header(body: bytes) -> bool:
+    """RFC 1950, 2.2: the method deflate, and a checksum over two bytes."""
+    return len(body) > 1 and body[0] & 15 == 8 and int.from_bytes(body[:2], "big") % 31 == 0
 
 
 def check_is_json() -> None:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
 from api import fields
 from api.conversation import ChatRequest, prepare_chat
 from api.fields import Json
-from api.openai import FINISH_REASONS, ChunkedResponseWriter, OpenAIResponse, TokenLogprob, Usage
+from api.openai import (
+    FINISH_REASONS,
+    ChunkedResponseWriter,
+    OpenAIResponse,
+    PromptLogprobs,
+    TokenLogprob,
+    Usage,
+)
 from api.prepared_request import PreparedRequest, Served
 from api.response_writer import GeneratedSequence, ResponseWriter
 from text.output_parser import CallBegin, Content, OutputParser, OutputPart, Reasoning
@@ -49,11 +57,14 @@ class ChatChoice(Struct):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(OpenAIResponse):
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class FunctionDelta(Struct):
@@ -83,11 +94,13 @@ class ChunkChoice(Struct):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(OpenAIResponse):
     choices: list[ChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 def chat(data: Json, served: Served) -> ResponseWriter:
@@ -107,12 +120,19 @@ class ChatResponseWriter(ChunkedResponseWriter):
         self._parser_config = prepared.parser_config
         self._parsers: dict[GeneratedSequence, OutputParser] = {}  # of those with events in the stream
         self._wants_logprobs = bool(request.logprobs)
+        self._top_n = request.top_logprobs or 0
         if self.streams:
             self.kind = "chat.completion.chunk"
 
     def whole(self, sequences: list[GeneratedSequence]) -> Struct:
         choices = [self._choice(index, sequence) for index, sequence in enumerate(sequences)]
-        return ChatCompletion(**self._envelope, choices=choices, usage=self._usage(sequences))
+        return ChatCompletion(
+            **self._envelope,
+            choices=choices,
+            usage=self._usage(sequences),
+            prompt_token_ids=self._prompt_token_ids(sequences[0]),
+            prompt_logprobs=self._prompt_logprobs(sequences[0]),
+        )
 
     def _choice(self, index: int, sequence: GeneratedSequence) -> ChatChoice:
         read = self._parser_config.whole(sequence.pieces, sequence.is_truncated)
@@ -129,7 +149,13 @@ class ChatResponseWriter(ChunkedResponseWriter):
                 for call in read.calls
             ]
         reason = self._finish_reason(sequence, bool(read.calls) and not read.is_truncated)
-        return ChatChoice(index, message, self._logprobs(sequence.pieces), reason)
+        logprobs = self._logprobs(sequence.pieces)
+        return ChatChoice(index, message, logprobs, reason, self._token_ids(sequence.pieces))
+
+    def _beside_choice(self, sequence: GeneratedSequence) -> dict[str, Any]:
+        if sequence in self._parsers:
+            return {}
+        return {"prompt_token_ids": self._prompt_token_ids(sequence)}
 
     def _choices(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[ChunkChoice]:
         choice = functools.partial(ChunkChoice, sequence.index)
@@ -140,10 +166,12 @@ class ChatResponseWriter(ChunkedResponseWriter):
         for piece in pieces:
             deltas = [_delta(part) for part in parser.read(piece)]
             sequence.reasoning_tokens = parser.reasoning_tokens
-            if self._wants_logprobs and not deltas:
+            if (self._wants_logprobs or self._returns_token_ids) and not deltas:
                 deltas = [Delta(content="")]
             for n, delta in enumerate(deltas):
-                yield choice(delta, None if n else self._logprobs([piece]))
+                pieces_of_delta = [] if n else [piece]
+                logprobs = None if n else self._logprobs([piece])
+                yield choice(delta, logprobs, token_ids=self._token_ids(pieces_of_delta))
         if sequence.finish_reason is not None:
             yield from (choice(_delta(part)) for part in parser.finish(sequence.is_truncated))
             # Loops that print `delta.content` expect a text in the last event, too.

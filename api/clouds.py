@@ -35,6 +35,8 @@ ONLY_TEXT = (
     "logprobs",
     "top_logprobs",
     "tools",
+    "return_token_ids",
+    "prompt_logprobs",
 )
 
 

@@ -7,23 +7,24 @@ import functools
 from collections.abc import Iterator
 from itertools import accumulate
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 from api import errors, fields, formats
-from api.errors import ApiError
 from api.fields import Json, require
 from api.openai import (
     FINISH_REASONS,
     ChunkedResponseWriter,
     OpenAIRequest,
     OpenAIResponse,
+    PromptLogprobs,
     Usage,
     check_openai,
 )
 from api.prepared_request import PreparedRequest, Served, with_grammar
 from api.response_writer import GeneratedSequence, ResponseWriter, rounded
 from api.types import U32
+from text.infill import layout_of
 from text.stream import Piece
 
 
@@ -34,7 +35,7 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
     best_of: U32 | None = None
     echo: bool | None = None
     logprobs: U32 | None = None
-    suffix: str | None = None
+    suffix: str | None = None  # what follows the completion
 
 
 class CompletionLogprobs(Struct):
@@ -51,6 +52,9 @@ class CompletionChoice(Struct):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(OpenAIResponse):
@@ -68,8 +72,7 @@ def _jobs(request: CompletionRequest, served: Served) -> list[PreparedRequest]:
     prompts = _prompts(request.prompt)
     fields.check_batch(len(prompts), "prompts", "prompt", served.config)
     if request.suffix:
-        what = "Suffix is not supported and can be achieved by preprocessing the prompt."
-        raise ApiError(422, "suffix not supported", what, param="suffix")
+        require(not request.echo, "echo", "cannot be combined with `suffix`")
     n = request.n or 1
     best_of = request.best_of or n
     if best_of != n:
@@ -86,7 +89,7 @@ def _jobs(request: CompletionRequest, served: Served) -> list[PreparedRequest]:
     requests = []
     for prompt in prompts:
         prepared = _prepare(request, prompt, best_of, served)
-        prepared = replace(prepared, prompt_logprobs=prompt_logprobs)
+        prepared = replace(prepared, prompt_logprobs=prompt_logprobs or prepared.prompt_logprobs)
         requests.append(with_grammar(prepared, format_name, grammar, served.info))
     return requests
 
@@ -94,17 +97,34 @@ def _jobs(request: CompletionRequest, served: Served) -> list[PreparedRequest]:
 def _prepare(
     request: CompletionRequest, prompt: str | list[int], best_of: int, served: Served
 ) -> PreparedRequest:
-    require(len(prompt) > 0, "prompt", "cannot be empty")
+    require(len(prompt) > 0 or bool(request.suffix), "prompt", "cannot be empty")
     if isinstance(prompt, list):
         fields.check_ids(prompt, "prompt", served.info)
     ranks = best_of > (request.n or 1)
     wants_logprobs = request.logprobs is not None
     prepared = check_openai(request, prompt, request.max_tokens, wants_logprobs, served, best_of=ranks)
-    return replace(
+    prepared = replace(
         prepared,
         sequences=best_of,
         logprobs=wants_logprobs or ranks,
-        top_n_tokens=request.logprobs or 0,
+        top_n_tokens=max(request.logprobs or 0, prepared.top_n_tokens),
+    )
+    return _with_suffix(prepared, request.suffix, served) if request.suffix else prepared
+
+
+def _with_suffix(prepared: PreparedRequest, suffix: str, served: Served) -> PreparedRequest:
+    """The output is to stand between the prompt and the suffix."""
+    tokenizer = served.text.tokenizer
+    layout = layout_of(tokenizer)
+    detail = "is not supported by this model: its tokenizer has no tokens for filling in the middle"
+    require(layout is not None, "suffix", detail)
+    require(isinstance(prepared.prompt, str), "prompt", "must be text if there is a `suffix`")
+    return replace(
+        prepared,
+        prompt=layout.prompt(tokenizer.escape(prepared.prompt), tokenizer.escape(suffix)),
+        is_escaped=True,
+        # Some models go on with a next file or a next gap.
+        stop_token_ids=prepared.stop_token_ids.union(layout.token_ids(tokenizer)),
     )
 
 
@@ -134,6 +154,7 @@ class CompletionResponseWriter(ChunkedResponseWriter):
         self._n = request.n or 1
         self._echoes = bool(request.echo)
         self._top_n = request.logprobs
+        self._begun: set[GeneratedSequence] = set()
         # Characters of each stream that are out, for the offsets of log-probabilities.
         self._sent: dict[GeneratedSequence, int] = {}
 
@@ -145,19 +166,38 @@ class CompletionResponseWriter(ChunkedResponseWriter):
             for sequence in candidates:
                 logprobs = self._logprobs(sequence, [*self._echoed_pieces(sequence), *sequence.pieces])
                 reason = FINISH_REASONS[sequence.finish_reason]
-                text = self._echoed(sequence) + sequence.stream.text
-                choices.append(CompletionChoice(len(choices), text, logprobs, reason))
+                choices.append(
+                    CompletionChoice(
+                        index=len(choices),
+                        text=self._echoed(sequence) + sequence.stream.text,
+                        logprobs=logprobs,
+                        finish_reason=reason,
+                        token_ids=self._token_ids(sequence.pieces),
+                        prompt_token_ids=self._prompt_token_ids(sequence),
+                        prompt_logprobs=self._prompt_logprobs(sequence),
+                    )
+                )
         return Completion(**self._envelope, choices=choices, usage=self._usage(sequences))
 
     def _choices(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[CompletionChoice]:
         choice = functools.partial(CompletionChoice, sequence.index)
-        if self._echoes and sequence not in self._sent:
-            self._sent[sequence] = 0
-            yield choice(self._echoed(sequence), self._logprobs(sequence, self._echoed_pieces(sequence)))
+        prompt_token_ids = UNSET
+        if sequence not in self._begun:
+            self._begun.add(sequence)
+            prompt_token_ids = self._prompt_token_ids(sequence)
+            if self._echoes:
+                echoed = self._logprobs(sequence, self._echoed_pieces(sequence))
+                yield choice(self._echoed(sequence), echoed)
         for piece in pieces:
             text = "" if piece.special else piece.text
-            if text or self._top_n is not None:
-                yield choice(text, self._logprobs(sequence, [piece]))
+            if text or self._top_n is not None or self._returns_token_ids:
+                yield choice(
+                    text,
+                    self._logprobs(sequence, [piece]),
+                    token_ids=self._token_ids([piece]),
+                    prompt_token_ids=prompt_token_ids,
+                )
+                prompt_token_ids = UNSET
         if sequence.finish_reason is not None:
             yield choice("", None, FINISH_REASONS[sequence.finish_reason])
 
@@ -198,7 +238,7 @@ class CompletionResponseWriter(ChunkedResponseWriter):
         if piece.logprob is None:
             return None
         top_logprobs: dict[str, float] = {}
-        for token, logprob in [*piece.top, (piece.id, piece.logprob)]:
+        for token, logprob in [*piece.top[: self._top_n], (piece.id, piece.logprob)]:
             top_logprobs.setdefault(self._name(token), rounded(logprob))
         return top_logprobs
 

@@ -72,6 +72,8 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     prediction: Prediction | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     reasoning_effort: str | None = None
     thinking_token_budget: int | None = None  # vLLM's name for the most tokens of reasoning; negative: any
     thinking_budget_tokens: int | None = None  # llama.cpp's
@@ -80,6 +82,7 @@ class ChatRequest(OpenAIRequest, kw_only=True):
 def prepare_chat(chat: ChatRequest, served: Served, names: FieldNames = CHAT_FIELDS) -> PreparedRequest:
     """The prepared request with the grammar of its format, its tools and its thinking together."""
     text = served.text
+    _check_continuation(chat)
     prepared = _check(chat, served, names)
     policy = tool_policy(chat.tools, chat.tool_choice, chat.parallel_tool_calls, text.tools, names)
     prompt = _prompt(chat, served, names)
@@ -98,6 +101,18 @@ def prepare_chat(chat: ChatRequest, served: Served, names: FieldNames = CHAT_FIE
     prediction = _prediction(chat.prediction, served) if chat.prediction else []
     parser_config = ParserConfig(policy, thinking)
     return replace(prepared, prompt=prompt, parser_config=parser_config, prediction=prediction)
+
+
+def _check_continuation(chat: ChatRequest) -> None:
+    """vLLM's fields for what happens unasked: a last message of the assistant is continued."""
+    if chat.continue_final_message:
+        is_assistants = bool(chat.messages) and chat.messages[-1].role == "assistant"
+        require(is_assistants, "continue_final_message", "needs a last message of the assistant")
+        detail = "cannot be true together with `continue_final_message`"
+        require(not chat.add_generation_prompt, "add_generation_prompt", detail)
+    elif chat.add_generation_prompt is False:
+        detail = "may be false only if `continue_final_message` is true"
+        require(False, "add_generation_prompt", detail)
 
 
 def _continued(messages: list[Message]) -> str:
@@ -155,8 +170,9 @@ def _check(chat: ChatRequest, served: Served, names: FieldNames) -> PreparedRequ
     check_top_n(chat.top_logprobs, "top_logprobs", most)
     prepared = replace(
         prepared,
-        top_n_tokens=chat.top_logprobs or 0,
+        top_n_tokens=max(chat.top_logprobs or 0, prepared.top_n_tokens),
         add_special_tokens=False,  # the template writes them
+        is_escaped=True,
         prompt_name=names.prompt,
         limit_name=limit_name,
     )

@@ -11,16 +11,18 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from api.errors import OPENAI, ApiError, event
 from api.fields import (
     CHAT_FIELDS,
+    NO_PROMPT_LOGITS,
     FieldNames,
     check_device,
     check_ids,
     check_sampling,
     check_stop,
+    check_top_n,
     require,
     sampling_of,
 )
@@ -43,7 +45,8 @@ class StreamOptions(Struct):
 
 class OpenAIRequest(FormatFields, kw_only=True):
     """Fields that chat and completion requests share. `top_k`, `min_p`, `repetition_penalty`, `ignore_eos`,
-    `min_tokens` and `structured_outputs` are vLLM's, `regex` and `json_schema` are SGLang's."""
+    `min_tokens`, `stop_token_ids`, `return_token_ids`, `prompt_logprobs` and `structured_outputs` are vLLM's,
+    `regex` and `json_schema` are SGLang's."""
 
     model: str | None = None  # ignored: one model is served
     max_tokens: U32 | None = None
@@ -54,6 +57,9 @@ class OpenAIRequest(FormatFields, kw_only=True):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stop_token_ids: list[int] | None = None
+    return_token_ids: bool | None = None
+    prompt_logprobs: U32 | None = None
 
 
 class PromptTokensDetails(Struct):
@@ -87,6 +93,19 @@ class TopLogprob(Struct):
 
 class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
+
+
+class PromptLogprob(Struct):
+    """Of a token of the prompt; `rank` counts from 1, null below the requested ones."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+# For each token of a prompt: the token itself and the most likely ones in its place, by id. Null for the
+# first.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class OpenAIResponse(Struct):
@@ -139,6 +158,11 @@ def check_openai(
     check_sampling(request)
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     check_stop(stop, served.config, names.stop)
+    stop_token_ids = request.stop_token_ids or []
+    check_ids(stop_token_ids, "stop_token_ids", info)
+    detail = "is allowed only if `stream` is true"
+    require(bool(request.stream) or request.stream_options is None, "stream_options", detail)
+    _check_prompt_logprobs(request, served)
     min_tokens = request.min_tokens or 0
     detail = f"must be <= the maximum of tokens to generate. Given: {min_tokens} and {limit}"
     require(limit is None or min_tokens <= limit, "min_tokens", detail)
@@ -159,12 +183,23 @@ def check_openai(
         ignore_eos=bool(request.ignore_eos),
         stop=stop if request.ignore_eos else [*stop, *info.stop_strings],
         keep_stop=False,
+        stop_token_ids=frozenset(stop_token_ids),
         logprobs=logprobs,
+        prompt_logprobs=request.prompt_logprobs is not None,
+        top_n_tokens=request.prompt_logprobs or 0,
         keep_eos=logprobs,
         prompt_name="prompt",
         limit_name="max_tokens",
         clamps_max_tokens=True,
     )
+
+
+def _check_prompt_logprobs(request: OpenAIRequest, served: Served) -> None:
+    if request.prompt_logprobs is None:
+        return
+    check_top_n(request.prompt_logprobs, "prompt_logprobs", served.config.max_top_n_tokens)
+    require(not request.stream, "prompt_logprobs", "is not supported when streaming tokens")
+    require(served.info.prompt_logprobs, "prompt_logprobs", NO_PROMPT_LOGITS)
 
 
 def _logit_bias(given: dict[str, float], info: ModelInfo) -> list[tuple[int, float]]:
@@ -183,6 +218,7 @@ class OpenAIResponseWriter(ResponseWriter):
     """What all responses of OpenAI's APIs share: error format, usage, log-probabilities."""
 
     error_format = OPENAI
+    _top_n: int | None = None  # of the top log-probabilities, which the prompt may have more of; None: all
 
     def _usage(self, sequences: list[GeneratedSequence]) -> Usage:
         """Prompt and completion tokens. A prompt counts once, however many choices it has."""
@@ -197,7 +233,8 @@ class OpenAIResponseWriter(ResponseWriter):
         return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached, details)
 
     def _token_logprob(self, piece: Piece) -> TokenLogprob:
-        top_logprobs = [self._top_logprob(token_id, logprob) for token_id, logprob in piece.top]
+        top = piece.top[: self._top_n]
+        top_logprobs = [self._top_logprob(token_id, logprob) for token_id, logprob in top]
         exact = self._bytes(piece.id, piece.text, piece.cut)
         return TokenLogprob(piece.text, rounded(piece.logprob), exact, top_logprobs)
 
@@ -225,6 +262,9 @@ class ChunkedResponseWriter(OpenAIResponseWriter):
         options = request.stream_options or StreamOptions()
         self._usage_at_end = bool(options.include_usage)
         self._usage_always = bool(options.continuous_usage_stats) and self._usage_at_end
+        self._returns_token_ids = bool(request.return_token_ids)
+        self._gives_prompt_logprobs = request.prompt_logprobs is not None
+        self._prompt_top_n = request.prompt_logprobs or 0
         self._created = int(time.time())
 
     @functools.cached_property
@@ -238,13 +278,45 @@ class ChunkedResponseWriter(OpenAIResponseWriter):
         }
 
     def events(self, sequence: GeneratedSequence, pieces: list[Piece]) -> bytes:
+        beside = self._beside_choice(sequence)
         choices = list(self._choices(sequence, pieces))
         usage = self._usage([sequence]) if self._usage_always else None
-        return b"".join(self._chunk([choice], usage) for choice in choices)
+        chunks = b""
+        for choice in choices:
+            chunks += self._chunk([choice], usage, **beside)
+            beside = {}
+        return chunks
+
+    def _beside_choice(self, sequence: GeneratedSequence) -> dict[str, Any]:
+        """Further fields of the next chunk."""
+        return {}
 
     def _choices(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[Struct]:
         """The choices of the events of `pieces`."""
         raise NotImplementedError
+
+    def _prompt_token_ids(self, sequence: GeneratedSequence) -> list[int] | UnsetType:
+        return sequence.prompt if self._returns_token_ids else UNSET
+
+    def _token_ids(self, pieces: list[Piece]) -> list[int] | UnsetType:
+        return [piece.id for piece in pieces] if self._returns_token_ids else UNSET
+
+    def _prompt_logprobs(self, sequence: GeneratedSequence) -> PromptLogprobs | UnsetType:
+        if not self._gives_prompt_logprobs:
+            return UNSET
+        return [
+            None if piece.logprob is None else self._ranked(piece) for piece in self._prompt_pieces(sequence)
+        ]
+
+    def _ranked(self, piece: Piece) -> dict[str, PromptLogprob]:
+        top = piece.top[: self._prompt_top_n]
+        ranks = {token_id: rank for rank, (token_id, _logprob) in enumerate(top, 1)}
+        return {
+            str(token_id): PromptLogprob(
+                rounded(logprob), ranks.get(token_id), self.tokenizer.token_text(token_id)
+            )
+            for token_id, logprob in [(piece.id, piece.logprob), *top]
+        }
 
     def stream_end(self, sequences: list[GeneratedSequence]) -> bytes:
         usage = self._chunk([], self._usage(sequences)) if self._usage_at_end else b""
@@ -253,5 +325,5 @@ class ChunkedResponseWriter(OpenAIResponseWriter):
     def failure(self, error: ApiError) -> bytes:
         return super().failure(error) + DONE
 
-    def _chunk(self, choices: list, usage: Usage | None) -> bytes:
-        return event(self.chunk_type(**self._envelope, choices=choices, usage=usage))
+    def _chunk(self, choices: list, usage: Usage | None, **beside: Any) -> bytes:
+        return event(self.chunk_type(**self._envelope, choices=choices, usage=usage, **beside))

@@ -17,6 +17,7 @@ from api.errors import ANTHROPIC, OPENAI, TGI, ErrorFormat
 from api.messages import CountRequest, MessagesRequest
 from api.responses import ResponsesRequest
 from api.tgi import GenerateRequest
+from api.tokenize import DetokenizeRequest
 from config import VERSION
 
 QUESTION = "What is Deep Learning?"
@@ -27,6 +28,7 @@ EXAMPLES = {
     ResponsesRequest: {"input": QUESTION, "max_output_tokens": 20},
     MessagesRequest: {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 20},
     CountRequest: {"messages": [{"role": "user", "content": QUESTION}]},
+    DetokenizeRequest: {"tokens": [1, 2, 3]},
     VertexRequest: {"instances": [{"inputs": QUESTION, "parameters": {"max_new_tokens": 20}}]},
 }
 

@@ -75,8 +75,10 @@ class PreparedRequest(GenerateOptions, frozen=True):
     max_new_tokens: int | None = None  # None: what is left of the context; 0: the prompt is only scored
     stop: Sequence[str] = ()
     keep_stop: bool = True
+    stop_token_ids: frozenset[int] = frozenset()
     truncate: int | None = None
     add_special_tokens: bool = True
+    is_escaped: bool = False  # the client's words in the prompt, next to special tokens of the server
     grammar_name: str = "grammar"  # what the request calls it, for error messages
     prompt_name: str = "inputs"
     limit_name: str = "max_new_tokens"
@@ -137,8 +139,7 @@ def ids_of(prepared: PreparedRequest, served: Served) -> list[int]:
         raise _too_many_tokens(
             prepared, f"at least {len(prepared.prompt) // tokenizer.longest_token}", served.info
         )
-    is_written_by_template = not prepared.add_special_tokens
-    text = prepared.prompt if is_written_by_template else tokenizer.escape(prepared.prompt)
+    text = prepared.prompt if prepared.is_escaped else tokenizer.escape(prepared.prompt)
     try:
         return tokenizer.encode(text, prepared.add_special_tokens)
     except Exception as error:

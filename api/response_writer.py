@@ -74,12 +74,20 @@ class GeneratedSequence:
             return []
         self.accepted_draft_tokens += token.from_draft
         self._logprobs += token.logprob or 0.0  # None with on-device sampling, which ranks nothing
+        if self._stops_at(token):
+            self._finish("stop_sequence")
+            return self.stream.stop_before(token.token, token.logprob, token.top)
         pieces = self.stream.push(token.token, token.logprob, token.top, token.finish_reason is not None)
         if self.stream.stopped:
             self._finish("stop_sequence")
         elif token.finish_reason is not None:
             self._finish(token.finish_reason)
         return pieces
+
+    def _stops_at(self, token: Token) -> bool:
+        if token.token not in self.prepared.stop_token_ids or token.finish_reason == "eos_token":
+            return False
+        return self.tokens + 1 >= self.prepared.min_new_tokens
 
     def cut(self) -> list[Piece]:
         """Ends it at the deadline. Returns the text that was held back."""

@@ -14,7 +14,7 @@ from flask import Response, request
 
 from api import chat, clouds, completions, messages, responses, status, tgi, tokenize
 from api.conversation import ChatRequest
-from api.errors import ANTHROPIC, OPENAI, TGI, ErrorFormat
+from api.errors import ANTHROPIC, OPENAI, TGI, ApiError, ErrorFormat
 from api.fields import Json
 from api.openai import ModelCard, ModelList
 from api.openapi import Route, openapi
@@ -22,6 +22,7 @@ from api.prepared_request import Served
 from api.responses import ResponsesRequest
 from api.server import Read, Server, json_response
 
+SAGEMAKER_ADAPTER = "X-Amzn-SageMaker-Adapter-Identifier"  # a header
 SAGEMAKER_DEADLINE_S = 55.0  # SageMaker times out after 60
 
 
@@ -34,6 +35,9 @@ def replies(make: Callable[[Json, Served], Any]) -> Callable[[Server], Response]
 
 
 def invocations(server: Server) -> Response:
+    if adapter := request.headers.get(SAGEMAKER_ADAPTER):
+        what = f"The adapter {adapter[:80]!r} is not served here (`{SAGEMAKER_ADAPTER}`)"
+        raise ApiError(404, "not_found", what, code="model_not_found")
     if request.mimetype != "text/plain":
         return server.generate(clouds.invocations, renders=True, deadline_s=SAGEMAKER_DEADLINE_S)
     best = request.accept_mimetypes.best_match(["text/plain", "application/json"])
@@ -112,10 +116,18 @@ ROUTES = (
     Route(
         "POST",
         "/tokenize",
-        "The tokens of `inputs`",
+        "The tokens of `inputs`; of vLLM's `prompt` or `messages`; of llama.cpp's `content`",
         replies(tokenize.tokenize),
-        bodies=NATIVE,
-        responses=(list[tokenize.SimpleToken],),
+        bodies=(*NATIVE, tokenize.TokenizePrompt, tokenize.TokenizeChat, tokenize.TokenizeContent),
+        responses=(list[tokenize.SimpleToken], tokenize.TokenizeResponse, tokenize.ContentTokens),
+    ),
+    Route(
+        "POST",
+        "/detokenize",
+        "The text of `tokens`, as vLLM and llama.cpp have it",
+        replies(tokenize.detokenize),
+        bodies=(tokenize.DetokenizeRequest,),
+        responses=(tokenize.DetokenizeResponse,),
     ),
     Route(
         "POST",
@@ -240,6 +252,13 @@ ROUTES = (
         "The model, and the limits in force",
         info,
         responses=(tgi.Info,),
+    ),
+    Route(
+        "GET",
+        "/version",
+        "The server's version, as vLLM has it",
+        status.version,
+        responses=(status.Version,),
     ),
     Route(
         "GET",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import html
 
 from flask import Response, request
+from msgspec import Struct
 
 from api.errors import ApiError
 from api.messages import AnthropicModelCard, AnthropicModelList
 from api.openai import ModelCard, ModelList
 from api.server import Server, empty_response, json_response
+from config import VERSION
 from run import HERE
 
 PAGE = HERE / "api" / "page.html"
@@ -20,6 +22,14 @@ PAGE_POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
+
+
+class Version(Struct):
+    version: str
+
+
+def version(_server: Server) -> Response:
+    return json_response(Version(VERSION))
 
 
 def live(_server: Server) -> Response:

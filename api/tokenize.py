@@ -1,4 +1,4 @@
-"""TGI's `/tokenize` and `/chat_tokenize`: the tokens of a text, and of a chat as the model reads it."""
+"""Texts to tokens and back: `/tokenize` of TGI, vLLM and llama.cpp, `/chat_tokenize`, `/detokenize`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from msgspec import Struct
 from api import fields, tgi
 from api.conversation import ChatRequest, prepare_chat
 from api.errors import invalid
-from api.fields import Json
+from api.fields import Json, require
 from api.prepared_request import Served
+from text.stream import prompt_texts
 from text.tokenizer import Tokenizer, TooManyTokens
 
 MAX_TOKENIZED = 500_000  # bytes of a text, each of which may be a token that takes 250 bytes
@@ -29,9 +30,115 @@ class ChatTokenizeResponse(Struct):
     templated_text: str
 
 
-def tokenize(data: Json, served: Served) -> list[SimpleToken]:
+class TokenizePrompt(Struct):
+    """vLLM's body of `/tokenize` for a text."""
+
+    prompt: str
+    model: str | None = None  # ignored: one model is served
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChat(ChatRequest, kw_only=True):
+    """vLLM's body of `/tokenize` for a chat."""
+
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeContent(Struct):
+    """llama.cpp's body of `/tokenize`."""
+
+    content: str
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
+
+
+class TokenizeResponse(Struct):
+    """vLLM's."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class TokenPiece(Struct):
+    id: int
+    piece: str
+
+
+class ContentTokens(Struct):
+    """llama.cpp's."""
+
+    tokens: list[int | TokenPiece]
+
+
+class DetokenizeRequest(Struct):
+    tokens: list[int]
+    model: str | None = None  # ignored: one model is served
+
+
+class DetokenizeResponse(Struct):
+    """The text under vLLM's name and under llama.cpp's."""
+
+    prompt: str
+    content: str
+
+
+Tokenized = list[SimpleToken] | TokenizeResponse | ContentTokens
+
+
+def tokenize(data: Json, served: Served) -> Tokenized:
+    """The tokens of a text or chat, in the API whose required field the body has."""
+    return fields.choose(data, TOKENIZE)(data, served)
+
+
+def _inputs(data: Json, served: Served) -> list[SimpleToken]:
     tokenizer = served.text.tokenizer
     return _tokens(tokenizer.escape(tgi.read(data).inputs), tokenizer, add_special_tokens=True)
+
+
+def _prompt(data: Json, served: Served) -> TokenizeResponse:
+    request = fields.read(data, TokenizePrompt)
+    text = served.text.tokenizer.escape(request.prompt)
+    ids = _ids(text, served.text.tokenizer, request.add_special_tokens is not False)
+    return _counted(ids, served, request.return_token_strs)
+
+
+def _messages(data: Json, served: Served) -> TokenizeResponse:
+    request = fields.read(data, TokenizeChat)
+    text = prepare_chat(request, served).prompt
+    ids = _ids(text, served.text.tokenizer, bool(request.add_special_tokens))
+    return _counted(ids, served, request.return_token_strs)
+
+
+def _counted(ids: list[int], served: Served, with_texts: bool | None) -> TokenizeResponse:
+    texts = prompt_texts(served.text.tokenizer, ids) if with_texts else None
+    return TokenizeResponse(len(ids), served.info.max_total_tokens, ids, texts)
+
+
+def _content(data: Json, served: Served) -> ContentTokens:
+    request = fields.read(data, TokenizeContent)
+    require(request.parse_special is not False, "parse_special", "is not supported if it is false")
+    tokenizer = served.text.tokenizer
+    ids = _ids(tokenizer.escape(request.content), tokenizer, bool(request.add_special))
+    if not request.with_pieces:
+        return ContentTokens(ids)
+    return ContentTokens([TokenPiece(*each) for each in zip(ids, prompt_texts(tokenizer, ids))])
+
+
+TOKENIZE = {"inputs": _inputs, "prompt": _prompt, "messages": _messages, "content": _content}
+
+
+def detokenize(data: Json, served: Served) -> DetokenizeResponse:
+    """The text of tokens; special tokens show their names."""
+    tokens = fields.read(data, DetokenizeRequest).tokens
+    require(len(tokens) <= MAX_LISTED_TOKENS, "tokens", f"takes up to {MAX_LISTED_TOKENS} tokens")
+    fields.check_ids(tokens, "tokens", served.info)
+    text = "".join(prompt_texts(served.text.tokenizer, tokens))
+    return DetokenizeResponse(text, text)
 
 
 def chat_tokenize(data: Json, served: Served) -> ChatTokenizeResponse:
@@ -41,12 +148,17 @@ def chat_tokenize(data: Json, served: Served) -> ChatTokenizeResponse:
     return ChatTokenizeResponse(tokens, tokenizer.unescape(text))
 
 
-def _tokens(text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> list[SimpleToken]:
+def _ids(text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> list[int]:
+    _raw(text, tokenizer)
     try:
-        raw = tokenizer.unescape(text).encode()
-        if len(raw) > MAX_TOKENIZED:
-            limit = f"a text to tokenize must have at most {MAX_TOKENIZED} bytes"
-            raise invalid(None, f"{limit}. Given: {len(raw)}")
+        return tokenizer.encode(text, add_special_tokens)
+    except ValueError as error:
+        raise invalid(None, f"tokenizer error: {error}") from None
+
+
+def _tokens(text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> list[SimpleToken]:
+    raw = _raw(text, tokenizer)
+    try:
         spans = tokenizer.spans(text, add_special_tokens, MAX_LISTED_TOKENS)
     except TooManyTokens as error:
         what = f"the text has {error.args[0]} tokens; at most {MAX_LISTED_TOKENS} are listed"
@@ -54,3 +166,15 @@ def _tokens(text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> list[S
     except ValueError as error:
         raise invalid(None, f"tokenizer error: {error}") from None
     return [SimpleToken(i, raw[start:stop].decode(errors="replace"), start, stop) for i, start, stop in spans]
+
+
+def _raw(text: str, tokenizer: Tokenizer) -> bytes:
+    """The text's bytes. Raises ApiError for too many of them, or half of a surrogate pair."""
+    try:
+        raw = tokenizer.unescape(text).encode()
+    except ValueError as error:
+        raise invalid(None, f"tokenizer error: {error}") from None
+    if len(raw) > MAX_TOKENIZED:
+        limit = f"a text to tokenize must have at most {MAX_TOKENIZED} bytes"
+        raise invalid(None, f"{limit}. Given: {len(raw)}")
+    return raw

@@ -216,6 +216,11 @@ class TextStream:
             return self.finish()
         return self._release(everything=self.stopped)
 
+    def stop_before(self, token_id: int, logprob: float | None, top: list[tuple[int, float]]) -> list[Piece]:
+        """Takes a last token that ends the text, and is no part of it."""
+        self.tokens += 1
+        return [*self.finish(), Piece(token_id, "", logprob, True, top)]
+
     def finish(self) -> list[Piece]:
         """The text that was held back, after the last token."""
         self._add(self._detokenizer.finish())

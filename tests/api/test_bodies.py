@@ -1,7 +1,10 @@
 """Bodies of requests: what is refused before it is read, and what does not come to its end."""
 
+import gzip
 import io
 import json
+import tracemalloc
+import zlib
 
 import pytest
 from gunicorn.http.errors import InvalidChunkSize
@@ -20,7 +23,11 @@ def test_other_content_types_and_encodings_are_refused_by_name(served):
         ),
         ({"content_type": None}, 415, "Expected request with `Content-Type: application/json`. Given: none"),
         ({"content_type": "text/plain"}, 415, "Expected request with `Content-Type: application/json`. Given: 'text/plain'"),
-        ({"headers": {"Content-Encoding": "gzip"}}, 415, "A request body must not be compressed (`Content-Encoding`)"),
+        (
+            {"headers": {"Content-Encoding": "br"}},
+            415,
+            "The only `Content-Encoding`s that are supported are gzip and deflate. Given: 'br'",
+        ),
         ({"headers": {"Transfer-Encoding": "gzip, chunked"}}, 501, "The only `Transfer-Encoding` that is supported is chunked"),
     ]
     for options, status, words in refused:
@@ -28,6 +35,60 @@ def test_other_content_types_and_encodings_are_refused_by_name(served):
         assert (response.status_code, response.json["error"]) == (status, words)
     for options in ({"content_type": "application/vnd.api+json; charset=utf-8"}, {"headers": {"Content-Encoding": "identity"}}):
         assert served.post("/generate", SMALL, **options).status_code == 200
+
+
+def raw_deflate(data):
+    deflater = zlib.compressobj(wbits=-15)
+    return deflater.compress(data) + deflater.flush()
+
+
+COMPRESSED = {"gzip": gzip.compress, "x-gzip": gzip.compress, "Deflate": zlib.compress, "deflate": raw_deflate}
+
+
+def compressed(served, encoding, body):
+    return served.post("/generate", body, headers={"Content-Encoding": encoding})
+
+
+@pytest.mark.parametrize("encoding", COMPRESSED)
+def test_a_compressed_body_is_read(served, encoding):
+    plain = served.post("/generate", SMALL)
+    response = compressed(served, encoding, COMPRESSED[encoding](json.dumps(SMALL).encode()))
+    assert (response.status_code, response.json) == (200, plain.json)
+
+
+SMALL_BODY = json.dumps(SMALL).encode()
+
+
+BROKEN = {
+    "not gzip": ("gzip", SMALL_BODY, 400, "incorrect header check"),
+    "not deflate": ("deflate", SMALL_BODY, 400, "Failed to decompress the request body"),
+    "deflate for gzip": ("gzip", zlib.compress(SMALL_BODY), 400, "incorrect header check"),
+    "truncated": ("gzip", gzip.compress(SMALL_BODY)[:-5], 400, "it is truncated"),
+    "empty": ("gzip", b"", 400, "it is truncated"),
+    "two in a row": ("gzip", gzip.compress(SMALL_BODY) * 2, 400, "data follows its end"),
+    "compressed twice": ("gzip", gzip.compress(gzip.compress(SMALL_BODY)), 400, "Failed to parse the request body as JSON"),
+    "too large": ("gzip", gzip.compress(SMALL_BODY.ljust(LIMITS["payload_limit"] + 1)), 413, str(LIMITS["payload_limit"])),
+    "two encodings": ("gzip, gzip", gzip.compress(SMALL_BODY), 415, "gzip and deflate"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_does_not_decompress_is_refused(served, name):
+    encoding, body, status, words = BROKEN[name]
+    response = compressed(served, encoding, body)
+    assert response.status_code == status and words in response.json["error"]
+
+
+def test_a_body_that_inflates_without_bound_takes_no_memory(served):
+    bomb = gzip.compress(b" " * 4 * 2**20)
+    assert len(bomb) < LIMITS["payload_limit"]
+    tracemalloc.start()
+    try:
+        assert compressed(served, "gzip", bomb).status_code == 413
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * 2**20
 
 
 def chunked(served, body):

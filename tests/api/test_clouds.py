@@ -12,6 +12,13 @@ def predictions(served, *instances):
     return whole(served, "/vertex", {"instances": instances})["predictions"]
 
 
+def test_an_adapter_that_is_not_served_is_refused_by_name(served):
+    header = "X-Amzn-SageMaker-Adapter-Identifier"
+    refused = served.post("/invocations", MESSAGES, headers={header: "french"})
+    assert refused.status_code == 404
+    assert "'french' is not served here" in refused.json["error"] and header in refused.json["error"]
+
+
 def test_an_invocation_is_whichever_request_it_looks_like(served):
     assert whole(served, "/invocations", MESSAGES)["choices"] == whole(served, CHAT, MESSAGES)["choices"]
     assert whole(served, "/invocations", PROMPT)["choices"] == whole(served, COMPLETION, PROMPT)["choices"]

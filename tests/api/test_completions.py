@@ -1,10 +1,19 @@
 """`/v1/completions`: the forms of a prompt, `echo`, `best_of`, log-probabilities in the older form."""
 
+import dataclasses
+
 import pytest
-from asked import all_prepared, refusal
+import tiny_tokenizers
+from asked import INFO, all_prepared, refusal, serving
 from fakes.model import next_logprobs
 from fakes.tokenizer import VOCABULARY
+from msgspec.structs import replace
 from openai_api import COMPLETION, PROMPT, SAMPLED, UNCACHED, chunks, streamed_text, whole
+
+from api import completions
+from api.errors import ApiError
+from api.prepared_request import ids_of
+from text.tokenizer import Tokenizer
 
 LAST = VOCABULARY - 1
 REFUSED = [
@@ -35,10 +44,44 @@ def test_what_a_completion_cannot_be_is_refused_by_name(fields, param, words):
     assert words in str(error)
 
 
-def test_a_suffix_is_refused_in_openais_words():
+def test_a_suffix_needs_a_model_that_fills_in_the_middle():
     error = refusal("completion", suffix="end")
-    assert str(error) == "Suffix is not supported and can be achieved by preprocessing the prompt."
-    assert error.param == "suffix"
+    assert error.param == "suffix" and "its tokenizer has no tokens for filling in the middle" in str(error)
+
+
+LAYOUT = ["<fim_prefix>", "<fim_suffix>", "<fim_middle>"]
+
+
+@pytest.fixture
+def infilling(tmp_path):
+    """A model with the tokens of StarCoder."""
+    made = tiny_tokenizers.byte_level()
+    made.add_special_tokens(LAYOUT)
+    served = serving()
+    tokenizer = Tokenizer(tiny_tokenizers.save(made, tmp_path), [], escapes=True)
+    info = replace(INFO, vocab_size=made.get_vocab_size())
+    return dataclasses.replace(served, info=info, text=served.text._replace(tokenizer=tokenizer))
+
+
+def test_a_suffix_follows_the_output(infilling):
+    body = {"prompt": "def f():", "suffix": "<fim_middle>\n", "stop_token_ids": [5]}
+    (made,) = completions.completion(body, infilling).requests
+    tokenizer = infilling.text.tokenizer
+    before, after, middle = map(tokenizer.token_to_id, LAYOUT)
+    ids = ids_of(made, infilling)
+    assert (ids[0], ids[-1]) == (before, middle)
+    assert ids.count(middle) == 1, "the client's own words are text"
+    first, second = tokenizer.decode(ids[: ids.index(after)]), tokenizer.decode(ids[ids.index(after) :])
+    assert (first, second) == ("def f():", "<fim_middle>\n")
+    assert made.stop_token_ids == {5, before, after, middle}
+    assert ids_of(completions.completion(body | {"prompt": ""}, infilling).requests[0], infilling)[:2] == [before, after]
+
+
+@pytest.mark.parametrize(("fields", "param"), [({"echo": True}, "echo"), ({"prompt": [1, 2]}, "prompt")])
+def test_what_cannot_be_combined_with_a_suffix_is_refused(infilling, fields, param):
+    with pytest.raises(ApiError) as refused:
+        completions.completion({"prompt": "a", "suffix": "b"} | fields, infilling)
+    assert refused.value.param == param
 
 
 def test_log_probabilities_are_computed_where_they_are_returned_or_rank_sequences():

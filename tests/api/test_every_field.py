@@ -24,6 +24,7 @@ from api.tgi import GenerateRequest, Parameters
 from run import HERE
 
 USER = {"role": "user", "content": "Hi"}
+BEGUN = {"role": "assistant", "content": "Ho"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TEMPLATE = (
     "{# <|python_tag|> #}{{ greeting }}{{ enable_thinking }}"
@@ -58,6 +59,9 @@ OPENAI_VALUES = {
     "presence_penalty": (REPEATING, 2),
     "frequency_penalty": (REPEATING, 2),
     "repetition_penalty": (REPEATING, 50),
+    "stop_token_ids": ({}, []),  # replaced by a token that is generated without it
+    "return_token_ids": ({}, True),
+    "prompt_logprobs": ({}, 1),
     "logit_bias": ({}, {"5": 100}),
     "min_tokens": (EARLY_END, 3),
     "ignore_eos": (EARLY_END, True),
@@ -104,6 +108,8 @@ VALUES = {
         "chat_template_kwargs": ({}, {"greeting": "Ho"}),
         "prediction": ({}, {"type": "content", "content": "Hi"}),
         "reasoning_effort": ({}, "none"),
+        "continue_final_message": ({"messages": [USER, BEGUN]}, True),
+        "add_generation_prompt": ({"messages": [USER, BEGUN], "continue_final_message": True}, False),
         "thinking_token_budget": ({}, 2),
         "thinking_budget_tokens": ({}, 2),
     },
@@ -167,11 +173,15 @@ UNTYPED = ({}, "something")  # of fields that the documents name and no type has
 TABLES = {Parameters: "TGI's parameters", ChatRequest: "OpenAI's chat completions", CompletionRequest: "OpenAI's completions"}
 TABLES |= {ResponsesRequest: "OpenAI's responses", MessagesRequest: "Anthropic's messages"}
 TEXT_ALONE = ("details", "decoder_input_details", "top_n_tokens", "logprobs", "top_logprobs", "n", "stream")
-UNSEEN = ("prediction", "thinking_token_budget", "thinking_budget_tokens")  # change the speed; or models that think
+TEXT_ALONE += ("return_token_ids", "prompt_logprobs")
+# They change the speed, models that think, or nothing that does not happen anyway.
+UNSEEN = ("prediction", "thinking_token_budget", "thinking_budget_tokens", "continue_final_message", "add_generation_prompt")
 EXCEPTIONS = {
     **{("/generate", "stream"): "ignored", ("/generate_stream", "stream"): "ignored"},
     **{("/generate_stream", "best_of"): "rejected", ("/generate_stream", "decoder_input_details"): "rejected"},
     **{("/vertex", name): "rejected" for name in TEXT_ALONE},
+    # The model does not fill in the middle.
+    **{(path, "suffix"): "rejected" for path in ("/v1/completions", "/invocations")},
     **{("/vertex", "tools"): "rejected", ("/vertex", "tool_choice"): "rejected", ("/vertex", "parallel_tool_calls"): "ignored"},
 }
 # The shortest request of each type.
@@ -265,6 +275,9 @@ def test_a_field_does_what_the_documents_say(served, path, body, kind, name):
     without = request_of(body, kind, fields)
     if name in ("stop", "stop_sequences"):
         value = [generated_text(served.post(WHOLE.get(body, path), without).json)[2]]
+    if name == "stop_token_ids":
+        shown = without | {"return_token_ids": True}
+        value = [served.post(WHOLE[body], shown).json["choices"][0]["token_ids"][2]]
     status, before = ask(served, path, without)
     assert status == 200, before
     if is_drawn(kind, name):  # two draws without a seed differ anyway; those from one token are the greedy text
@@ -290,12 +303,13 @@ def test_what_the_documents_say_of_sampling_on_the_device_is_so(serve, body, sam
     served.get_ready()
     kind = Parameters if body is GenerateRequest else body
     sampled = {"do_sample": True} if kind is Parameters else {"temperature": 1, "logprobs": None}
-    supported = {name for name, said in DOCUMENTED[kind].items() if said == "supported"} - {"decoder_input_details"}
+    apart = {"decoder_input_details", "prompt_logprobs", "suffix", "continue_final_message", "add_generation_prompt"}
+    supported = {name for name, said in DOCUMENTED[kind].items() if said == "supported"} - apart
     rejected = set()
     for name in supported:
         value = {"top_k": 257, "stop": ["a"]}.get(name, VALUES[kind][name][1])
-        needed = {"logprobs": True} if name == "top_logprobs" else {"tools": TOOLS} if name == "tool_choice" else {}
-        status, (_, answer) = ask(served, WHOLE[body], request_of(body, kind, sampled | needed | {name: value}))
+        needed = {"top_logprobs": {"logprobs": True}, "tool_choice": {"tools": TOOLS}, "stream_options": {"stream": True}}
+        status, (_, answer) = ask(served, WHOLE[body], request_of(body, kind, sampled | needed.get(name, {}) | {name: value}))
         assert status == 200 or NEEDS_HOST in answer, (name, answer)
         rejected |= {name} if status != 200 else set()
     assert rejected == (set(DEVICE_TABLE) & supported if sampling == "device" else set())

@@ -350,6 +350,12 @@ def test_a_call_that_cannot_be_read_is_text():
     assert message["stop_reason"] == events[-2]["delta"]["stop_reason"] == "end_turn"
 
 
+def test_the_request_id_has_anthropics_name_too(served):
+    for response in (served.post(ROUTE, BODY), served.post(ROUTE, {}), served.post(f"{ROUTE}/count_tokens", BODY)):
+        assert response.headers["request-id"] == response.headers["x-request-id"]
+    assert "request-id" not in served.post(CHAT, MESSAGES).headers
+
+
 def test_a_message_says_what_a_chat_says(served):
     message = whole(served)
     chatted = asked(served, CHAT, MESSAGES)

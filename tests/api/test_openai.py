@@ -2,6 +2,7 @@
 
 import pytest
 from asked import INFO, prepared, refusal
+from asked import refusal as openai_refusal
 from fakes.model import EOS
 from fakes.tokenizer import VOCABULARY
 from hypothesis import HealthCheck, given, settings
@@ -100,7 +101,66 @@ def test_a_request_is_greedy_at_temperature_0_and_samples_otherwise(dialect):
     assert prepared(dialect, top_k=-1).sampling.top_k == prepared(dialect, top_k=0).sampling.top_k == 0
 
 
+def test_stream_options_need_a_stream():
+    for dialect in ("chat", "completion"):
+        error = openai_refusal(dialect, stream_options={"include_usage": True})
+        assert error.param == "stream_options" and "only if `stream` is true" in str(error)
+        assert prepared(dialect, stream=True, stream_options={})
+
+
+@BOTH
+def test_prompt_logprobs_are_neither_streamed_nor_unlimited(dialect):
+    for fields, words in (({"stream": True}, "when streaming"), ({"prompt_logprobs": 99}, "--max-top-n-tokens")):
+        error = openai_refusal(dialect, **{"prompt_logprobs": 1} | fields)
+        assert error.param == "prompt_logprobs" and words in str(error)
+
+
 # Answers
+
+
+@ROUTES
+def test_a_stop_token_ends_the_text_and_is_no_part_of_it(served, route, body):
+    answer = whole(served, route, body | {"return_token_ids": True, "logprobs": 1 if route == COMPLETION else True})
+    ids = answer["choices"][0]["token_ids"]
+    assert len(ids) == answer["usage"]["completion_tokens"] == 12
+    last = next(n for n in range(3, 12) if ids[n] not in ids[:n])
+    stopping = body | {"stop_token_ids": [ids[last]], "return_token_ids": True}
+    stopped = whole(served, route, stopping)
+    choice = stopped["choices"][0]
+    assert (choice["finish_reason"], stopped["usage"]["completion_tokens"]) == ("stop", last + 1)
+    assert choice["token_ids"] == ids[: last + 1]
+    assert text_of(choice) == served.tokenizer.decode(ids[:last], skip_special_tokens=True)
+    stream = chunks(served, route, stopping)
+    assert streamed_text(stream) == text_of(choice)
+    given = [i for chunk in stream for each in chunk["choices"] for i in each.get("token_ids") or ()]
+    assert given == ids[: last + 1]
+    later = whole(served, route, stopping | {"min_tokens": last + 2})
+    assert later["usage"]["completion_tokens"] > last + 1
+
+
+def test_the_prompts_token_ids_are_where_vllm_has_them(served):
+    ids = {"return_token_ids": True}
+    chat_ids = served.tokenizer.encode("u:Hi;a:").ids
+    assert whole(served, CHAT, MESSAGES | ids)["prompt_token_ids"] == chat_ids
+    assert [c.get("prompt_token_ids") for c in chunks(served, CHAT, MESSAGES | ids)][:2] == [chat_ids, None]
+    prompt_ids = served.tokenizer.encode("Hi").ids
+    assert whole(served, COMPLETION, PROMPT | ids)["choices"][0]["prompt_token_ids"] == prompt_ids
+    streamed = [c["choices"][0].get("prompt_token_ids") for c in chunks(served, COMPLETION, PROMPT | ids)]
+    assert streamed[:2] == [prompt_ids, None]
+
+
+def test_log_probabilities_of_the_prompt_are_given_by_token(served):
+    chat = whole(served, CHAT, MESSAGES | {"prompt_logprobs": 2, "logprobs": True, "top_logprobs": 1})
+    assert all(len(each["top_logprobs"]) == 1 for each in chat["choices"][0]["logprobs"]["content"])
+    ids = served.tokenizer.encode("u:Hi;a:").ids
+    first, *rest = chat["prompt_logprobs"]
+    assert first is None and len(rest) == len(ids) - 1
+    for token_id, ranked in zip(ids[1:], rest):
+        assert ranked[str(token_id)]["decoded_token"] == served.tokenizer.decode([token_id])
+        assert {each["rank"] for each in ranked.values()} - {None} == {1, 2}
+        assert ranked[str(token_id)]["logprob"] <= max(each["logprob"] for each in ranked.values())
+    completion = whole(served, COMPLETION, PROMPT | {"prompt_logprobs": 0})["choices"][0]
+    assert [each and len(each) for each in completion["prompt_logprobs"]] == [None, 1]
 
 
 @ROUTES

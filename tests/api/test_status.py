@@ -3,6 +3,8 @@
 import pytest
 from served import wait_until
 
+from config import VERSION
+
 
 def test_before_the_model_is_ready_everything_says_what_is_going_on(booting):
     wait_until(lambda: booting.seen.phase == "starting")
@@ -15,6 +17,10 @@ def test_before_the_model_is_ready_everything_says_what_is_going_on(booting):
     assert refused.status_code == 503
     assert refused.json["phase"] == "starting"
     assert int(refused.headers["Retry-After"]) > 0
+
+
+def test_the_version_is_told(served):
+    assert served.client.get("/version").json == {"version": VERSION}
 
 
 def test_metrics_are_there_while_the_device_stands_still_and_before_it_is_ready(booting):

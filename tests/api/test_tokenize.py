@@ -1,7 +1,10 @@
-"""`/tokenize` and `/chat_tokenize`: the tokens of a text and of a chat, and where each stands."""
+"""`/tokenize`, `/chat_tokenize` and `/detokenize`: the tokens of a text and of a chat, where each stands, and back."""
 
 import pytest
+from fakes.model import EOS
+from fakes.tokenizer import VOCABULARY
 from openai_api import whole
+from served import WINDOW
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
@@ -36,8 +39,41 @@ def test_a_text_of_too_many_tokens_is_not_listed_token_by_token(served, monkeypa
     assert served.post("/chat_tokenize", {"messages": [{"role": "user", "content": "a" * 11}]}).status_code == 422
 
 
+def test_vllms_bodies_are_read(served):
+    ids = served.tokenizer.encode("Hé!").ids
+    answer = whole(served, "/tokenize", {"model": "m", "prompt": "Hé!"})
+    assert answer == {"count": len(ids), "max_model_len": WINDOW, "tokens": ids, "token_strs": None}
+    texts = whole(served, "/tokenize", {"prompt": "Hi", "return_token_strs": True, "add_special_tokens": False})
+    assert texts["token_strs"] == ["H", "i"]
+    chat = whole(served, "/tokenize", CHAT | {"return_token_strs": True})
+    assert "".join(chat["token_strs"]) == "u:Hi;a:" and chat["count"] == 7
+
+
+def test_llama_cpps_body_is_read(served):
+    ids = served.tokenizer.encode("Hi").ids
+    assert whole(served, "/tokenize", {"content": "Hi"}) == {"tokens": ids}
+    pieces = [{"id": i, "piece": piece} for i, piece in zip(ids, "Hi")]
+    assert whole(served, "/tokenize", {"content": "Hi", "with_pieces": True}) == {"tokens": pieces}
+    assert "`parse_special`" in served.post("/tokenize", {"content": "Hi", "parse_special": False}).json["error"]
+
+
+def test_tokens_become_text_again(served):
+    ids = served.tokenizer.encode("Hé!").ids
+    assert whole(served, "/detokenize", {"tokens": ids}) == {"prompt": "Hé!", "content": "Hé!"}
+    assert whole(served, "/detokenize", {"tokens": [*ids, EOS]})["prompt"] == "Hé!" + served.tokenizer.id_to_token(EOS)
+    assert whole(served, "/detokenize", {"tokens": []})["prompt"] == ""
+    for tokens in ([VOCABULARY], [-1], [True], "Hi"):
+        refused = served.post("/detokenize", {"tokens": tokens})
+        assert refused.status_code == 422 and "tokens" in refused.json["error"]
+
+
 def test_errors_have_tgis_shape(served):
-    for path, body in (("/tokenize", {"input": "a"}), ("/chat_tokenize", CHAT | {"n": 0}), ("/chat_tokenize", b"{")):
+    for path, body in (
+        ("/tokenize", {"input": "a"}),
+        ("/tokenize", {"prompt": 5}),
+        ("/chat_tokenize", CHAT | {"n": 0}),
+        ("/chat_tokenize", b"{"),
+    ):
         response = served.post(path, body)
         assert (response.status_code, response.json["error_type"]) == (400 if body == b"{" else 422, "validation")
 

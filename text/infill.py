@@ -1,0 +1,40 @@
+"""Filling in the middle: the prompt that a code model reads for a text before and a text after its output.
+
+`LAYOUTS` has one row a way to write it. Sources: the model cards of Qwen2.5-Coder, CodeGemma, StarCoder,
+Granite Code and DeepSeek-Coder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class InfillLayout:
+    """The tokens in front of the text before, in front of the text after, and in front of the output."""
+
+    before: str
+    after: str
+    middle: str
+
+    def prompt(self, before: str, after: str) -> str:
+        return f"{self.before}{before}{self.after}{after}{self.middle}"
+
+    def token_ids(self, tokenizer: Tokenizer) -> list[int]:
+        """Empty if the tokenizer lacks one of the tokens."""
+        ids = [tokenizer.token_to_id(token) for token in (self.before, self.after, self.middle)]
+        return [] if None in ids else ids
+
+
+LAYOUTS = (
+    InfillLayout("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    InfillLayout("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    InfillLayout("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+)
+
+
+def layout_of(tokenizer: Tokenizer) -> InfillLayout | None:
+    """The layout whose tokens the tokenizer has."""
+    return next((layout for layout in LAYOUTS if layout.token_ids(tokenizer)), None)
