@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from api.errors import invalid
 from api.fields import CHAT_FIELDS, FieldNames
-from api.types import JsonSchema, SamplingFields
+from api.types import JsonSchema, SamplingOptions
 from text.grammar import WHITESPACE, GrammarError, of_choice, of_json_schema, of_regex
 
 # Where `response_format` and `grammar` have the schema or the regular expression, by their `type`: OpenAI's
@@ -50,7 +50,7 @@ class StructuredOutputs(Struct):
     structural_tag: Any = None
 
 
-class FormatFields(SamplingFields, kw_only=True):
+class FormatFields(SamplingOptions, kw_only=True):
     """Sampling fields, and those for structured output of OpenAI, vLLM and SGLang, of which a request may
     have one."""
 

@@ -44,20 +44,15 @@ class StreamOptions(Struct):
 
 
 class OpenAIRequest(FormatFields, kw_only=True):
-    """Fields that chat and completion requests share. `top_k`, `min_p`, `repetition_penalty`, `ignore_eos`,
-    `min_tokens`, `stop_token_ids`, `return_token_ids`, `prompt_logprobs` and `structured_outputs` are vLLM's,
-    `regex` and `json_schema` are SGLang's."""
+    """Fields that chat and completion requests share. `top_k`, `min_p`, `repetition_penalty`,
+    `return_token_ids`, `prompt_logprobs` and `structured_outputs` are vLLM's, `regex` and `json_schema` are
+    SGLang's."""
 
     model: str | None = None  # ignored: one model is served
     max_tokens: U32 | None = None
     n: AtLeastOne | None = None
-    stop: str | list[str] | None = None
-    logit_bias: dict[str, float] | None = None
-    min_tokens: U32 | None = None
-    ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop_token_ids: list[int] | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: U32 | None = None
 

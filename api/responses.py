@@ -27,7 +27,7 @@ from api.openai import OpenAIResponseWriter, TokenLogprob
 from api.prepared_request import PreparedRequest, Served
 from api.reasoning import seal, unseal
 from api.response_writer import GeneratedSequence, ResponseWriter
-from api.types import U32, AtLeastOne, NotNegative, Share
+from api.types import U32, AtLeastOne, SamplingOptions
 from text import output_parser
 from text.output_parser import Arguments, CallBegin, Content, Reasoning
 from text.stream import Piece
@@ -38,7 +38,6 @@ REJECTED_FIELDS = {
     "conversation": NO_STATE,
     "background": "is not supported",
     "prompt": "is not supported",
-    "max_tool_calls": "is not supported",
 }
 # Characters that truncation can leave of an escaped one, such as \ud83d\ude4.
 MAX_PARTIAL_ESCAPE = 12
@@ -75,13 +74,12 @@ class ResponsesToolChoice(Struct, omit_defaults=True):
     tools: list[dict[str, Any]] | None = None
 
 
-class ResponsesFields(Struct, kw_only=True):
-    """What a request may set and its response repeats; REJECTED_FIELDS has those that are not supported."""
+class ResponsesFields(SamplingOptions, kw_only=True):
+    """What a request may set and its response repeats, except for the fields in NOT_REPEATED;
+    REJECTED_FIELDS has those that are not supported."""
 
     instructions: str | None = None
     max_output_tokens: AtLeastOne | None = None
-    temperature: NotNegative | None = None
-    top_p: Share | None = None
     top_logprobs: U32 | None = None
     text: TextConfig | None = None
     tools: list[dict[str, Any]] | None = None
@@ -90,6 +88,8 @@ class ResponsesFields(Struct, kw_only=True):
     metadata: dict[str, str] | None = None
     reasoning: ReasoningConfig | None = None
     service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     user: str | None = None
     truncation: str | None = None
     store: bool | None = None
@@ -97,7 +97,7 @@ class ResponsesFields(Struct, kw_only=True):
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
-    max_tool_calls: U32 | None = None
+    max_tool_calls: U32 | None = None  # of tools that OpenAI runs
 
 
 class ResponsesRequest(ResponsesFields, kw_only=True):
@@ -171,11 +171,14 @@ class ResponsesResponse(ResponsesFields, kw_only=True):
     id: str
     object: str
     created_at: int
+    completed_at: int | None = None
     status: str
     model: str
     error: None = None  # a failed request has no response
     incomplete_details: dict[str, str] | None = None
-    output: list[OutputMessage | OutputReasoning | FunctionCall | CustomToolCall] = []
+    output: list[OutputMessage | OutputReasoning | FunctionCall | CustomToolCall] = msgspec.field(
+        default_factory=list
+    )
     usage: ResponsesUsage | None = None
 
 
@@ -185,7 +188,10 @@ DEFAULTS: dict[str, Any] = {
     "background": False,
     "temperature": 1.0,
     "top_p": 1.0,
-    "text": TextConfig({"type": "text"}),
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "service_tier": "default",
+    "text": TextConfig(),
     "tools": [],
     "tool_choice": "auto",
     "parallel_tool_calls": True,
@@ -193,6 +199,10 @@ DEFAULTS: dict[str, Any] = {
     "truncation": "disabled",
     "top_logprobs": 0,
 }
+# vLLM's sampling fields and others that OpenAI's response does not have.
+NOT_REPEATED = set(SamplingOptions.__struct_fields__) - DEFAULTS.keys()
+FUNCTION_KEYS = {"description": None, "parameters": None, "strict": False}
+SCHEMA_KEYS = {"description": None, "strict": False}
 # How text is written: the type and the prefix of the ids of its item, and the type of its content.
 TEXTS = {
     Content: (OutputMessage, "msg", OutputText),
@@ -220,8 +230,6 @@ def responses(data: Json, served: Served) -> ResponseWriter:
     chat = ChatRequest(
         messages=messages,
         max_completion_tokens=request.max_output_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
         logprobs=bool(request.top_logprobs) or LOGPROBS in (request.include or []),
         top_logprobs=request.top_logprobs,
         response_format=_response_format(request.text and request.text.format),
@@ -231,6 +239,7 @@ def responses(data: Json, served: Served) -> ResponseWriter:
         stream=request.stream,
         reasoning_effort=request.reasoning.effort if request.reasoning else None,
         chat_template_kwargs=request.chat_template_kwargs,
+        **{name: getattr(request, name) for name in SamplingOptions.__struct_fields__},
     )
     names = FieldNames(
         messages=paths,
@@ -539,6 +548,27 @@ def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": given}
 
 
+def _repeated(request: ResponsesRequest, defaults: dict[str, Any]) -> dict[str, Any]:
+    """The request's fields as its response has them: with defaults, and all keys that OpenAI's has."""
+    repeated: dict[str, Any] = {}
+    for name in ResponsesFields.__struct_fields__:
+        value = getattr(request, name)
+        if name in NOT_REPEATED:
+            value = UNSET
+        elif value is None:
+            value = defaults.get(name)
+        repeated[name] = value
+    repeated["tools"] = [
+        FUNCTION_KEYS | tool if tool.get("type") == "function" else tool for tool in repeated["tools"]
+    ]
+    text = repeated["text"]
+    form = text.format or {"type": "text"}
+    if form.get("type") == "json_schema":
+        form = SCHEMA_KEYS | form
+    repeated["text"] = TextConfig(form, text.verbosity)
+    return repeated
+
+
 class ResponsesWriter(OpenAIResponseWriter):
     """The response is built item by item as the text grows, streamed or not."""
 
@@ -557,10 +587,8 @@ class ResponsesWriter(OpenAIResponseWriter):
         self._events = 0
         self._arguments = ""  # of the newest call of a custom tool
         self._logprobs_read: list[TokenLogprob] = []  # of text that has not been written yet
-        defaults = DEFAULTS | served.info.sampling_defaults
-        given = {name: getattr(request, name) for name in ResponsesFields.__struct_fields__}
         self._response = ResponsesResponse(
-            **{name: defaults.get(name) if value is None else value for name, value in given.items()},
+            **_repeated(request, DEFAULTS | served.info.sampling_defaults),
             id="",  # known when the first event is
             object="response",
             created_at=int(time.time()),
@@ -592,6 +620,7 @@ class ResponsesWriter(OpenAIResponseWriter):
         response = self._response
         usage = self._usage(sequences)
         is_truncated = sequences[0].is_truncated
+        response.completed_at = int(time.time())
         response.status = "incomplete" if is_truncated else "completed"
         response.incomplete_details = {"reason": "max_output_tokens"} if is_truncated else None
         response.usage = ResponsesUsage(

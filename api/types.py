@@ -43,3 +43,14 @@ SamplingFields = msgspec.defstruct(
     module=__name__,
     kw_only=True,
 )
+
+
+class SamplingOptions(SamplingFields, kw_only=True):
+    """Sampling fields of all of OpenAI's APIs here. `min_tokens`, `ignore_eos` and `stop_token_ids` are
+    vLLM's."""
+
+    stop: str | list[str] | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: U32 | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None

@@ -21,6 +21,7 @@ from api.messages import MessagesRequest
 from api.responses import ResponsesRequest
 from api.routes import ROUTES
 from api.tgi import GenerateRequest, Parameters
+from api.types import SamplingOptions
 from run import HERE
 
 USER = {"role": "user", "content": "Hi"}
@@ -122,13 +123,12 @@ VALUES = {
         "suffix": ({}, "end"),
     },
     VertexRequest: {"instances": ({}, [{"inputs": "Ho"}])},
-    ResponsesRequest: {
+    ResponsesRequest: {name: OPENAI_VALUES[name] for name in SamplingOptions.__struct_fields__}
+    | {
         "input": ({}, "Ho"),
         "instructions": ({}, "Be"),
         "model": ({}, "gpt-x"),
         "max_output_tokens": ({}, 2),
-        "temperature": ({}, 100),
-        "top_p": ({"temperature": 100}, 1e-9),
         "top_logprobs": ({}, 2),
         "text": ({}, {"format": {"type": "json_object"}}),
         "tools": ({}, FUNCTIONS),
@@ -146,6 +146,8 @@ VALUES = {
         "metadata": ({}, {"a": "b"}),
         "reasoning": ({}, {"effort": "none"}),
         "service_tier": ({}, "auto"),
+        "safety_identifier": ({}, "x"),
+        "prompt_cache_key": ({}, "x"),
         "user": ({}, "someone"),
         "chat_template_kwargs": ({}, {"greeting": "Ho"}),
     },
@@ -245,6 +247,8 @@ def is_drawn(kind, name):
 
 
 def generated_text(answer):
+    if "output" in answer:
+        return answer["output"][0]["content"][0]["text"]
     choice = (answer.get("choices") or answer.get("content") or [answer])[0]
     return choice.get("generated_text") or choice.get("text") or choice["message"]["content"]
 
@@ -276,8 +280,9 @@ def test_a_field_does_what_the_documents_say(served, path, body, kind, name):
     if name in ("stop", "stop_sequences"):
         value = [generated_text(served.post(WHOLE.get(body, path), without).json)[2]]
     if name == "stop_token_ids":
-        shown = without | {"return_token_ids": True}
-        value = [served.post(WHOLE[body], shown).json["choices"][0]["token_ids"][2]]
+        shown = {"return_token_ids": True} | (BODIES[ChatRequest] if body is ResponsesRequest else without)
+        shown_by = "/v1/chat/completions" if body is ResponsesRequest else WHOLE[body]
+        value = [served.post(shown_by, shown).json["choices"][0]["token_ids"][2]]
     status, before = ask(served, path, without)
     assert status == 200, before
     if is_drawn(kind, name):  # two draws without a seed differ anyway; those from one token are the greedy text

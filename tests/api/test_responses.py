@@ -350,7 +350,39 @@ def test_what_changes_nothing_is_accepted_and_repeated(served):
     ignored = {"include": ["reasoning.encrypted_content"], "stream_options": {"include_obfuscation": False}}
     answer = whole(served, BODY | given | ignored)
     assert answer["output"][0]["content"] == whole(served, BODY)["output"][0]["content"]
-    assert {name: answer[name] for name in given} == given | {"store": False}
+    text = {"text": {"verbosity": "low", "format": {"type": "text"}}}
+    assert {name: answer[name] for name in given} == given | text | {"store": False}
+
+
+# The fields that Open Responses requires of a response; OpenAI's own have them too.
+REQUIRED = """background completed_at created_at error frequency_penalty id incomplete_details instructions max_output_tokens
+max_tool_calls metadata model object output parallel_tool_calls presence_penalty previous_response_id prompt_cache_key reasoning
+safety_identifier service_tier status store temperature text tool_choice tools top_logprobs top_p truncation usage"""
+
+
+def test_a_response_has_the_fields_that_open_responses_requires(served):
+    schema = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
+    function = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
+    given = {"prompt_cache_key": "k", "safety_identifier": "s", "presence_penalty": 0.5, "seed": 1, "max_tool_calls": 3}
+    given |= {"tools": [function], "text": {"format": schema}, "tool_choice": "none"}
+    for answer in (whole(served, BODY | given), stream(served, BODY | given)[-1]["response"]):
+        assert not set(REQUIRED.split()) - answer.keys()
+        assert (answer["prompt_cache_key"], answer["safety_identifier"], answer["max_tool_calls"]) == ("k", "s", 3)
+        assert (answer["presence_penalty"], answer["frequency_penalty"], answer["service_tier"]) == (0.5, 0.0, "default")
+        assert answer["tools"] == [function | {"strict": False, "description": None}]
+        assert answer["text"]["format"] == schema | {"strict": False, "description": None}
+        assert answer["completed_at"] >= answer["created_at"]
+        assert not {"seed", "top_k", "stop", "logit_bias"} & answer.keys()
+    first = stream(served, BODY)[0]["response"]
+    assert (first["status"], first["completed_at"]) == ("in_progress", None)
+
+
+def test_sampling_fields_of_chats_are_there_too():
+    given = {"seed": 3, "top_k": 7, "min_p": 0.05, "repetition_penalty": 1.5, "logit_bias": {"7": 1.5}, "stop": "x"}
+    given |= {"min_tokens": 2, "ignore_eos": True, "stop_token_ids": [5], "frequency_penalty": 0.5}
+    made, chatted = prepared("responses", max_output_tokens=9, **given), prepared("chat", max_tokens=9, **given)
+    assert made.sampling == chatted.sampling and made.stop_token_ids == {5}
+    assert (made.stop, made.min_new_tokens, made.ignore_eos) == (chatted.stop, 2, True)
 
 
 # Responses
