@@ -31,6 +31,7 @@ from text.grammar import GrammarError
 
 logger = logging.getLogger("web")
 
+JSON = "application/json"
 LONG_TEXT = 20_000  # bytes; shorter ones are tokenized in less than a millisecond
 TEXT_THREADS = 2
 # Before a 429: a client may know that a request has ended before the worker's report of it arrives here.
@@ -163,9 +164,22 @@ class Server:
         try:
             if writer.streams:
                 return _streamed(writer, generation, headers)
-            return _whole(writer, generation, headers)
+            return self._whole(writer, generation, headers)
         except ClientGone:
             return Response(status=CLIENT_CLOSED_REQUEST)  # for the metrics
+
+    def _whole(self, writer: ResponseWriter, generation: ActiveRequest, headers: dict[str, str]) -> Response:
+        with generation:
+            generation.run()
+
+            def body() -> bytes:
+                return encode(writer.whole(generation.sequences))
+
+            # The tokens of a prompt of 30,000 take half a second to list.
+            lists_prompt = any(prepared.prompt_logprobs for prepared in writer.requests)
+            response = Response(self._threads.run(body) if lists_prompt else body(), mimetype=JSON)
+            response.headers.extend(headers | timing_headers(generation))
+            return response
 
     def _check_grammars(self, prompts: list[TokenizedPrompt]) -> None:
         grammars = self.engine.text.grammars
@@ -196,7 +210,7 @@ class Server:
 
 
 def json_response(body: Any) -> Response:
-    return Response(encode(body), mimetype="application/json")
+    return Response(encode(body), mimetype=JSON)
 
 
 def empty_response() -> Response:
@@ -224,14 +238,6 @@ def _log_changes(writer: ResponseWriter, prompts: list[TokenizedPrompt]) -> None
         if prepared.clamps_max_tokens and prepared.max_new_tokens and most < prepared.max_new_tokens:
             words = "clamped `%s` from %d to the %d tokens that are left of the context length"
             logger.debug(words, prepared.limit_name, prepared.max_new_tokens, most, extra={"fields": fields})
-
-
-def _whole(writer: ResponseWriter, generation: ActiveRequest, headers: dict[str, str]) -> Response:
-    with generation:
-        generation.run()
-        response = json_response(writer.whole(generation.sequences))
-        response.headers.extend(headers | timing_headers(generation))
-        return response
 
 
 def _streamed(writer: ResponseWriter, generation: ActiveRequest, headers: dict[str, str]) -> Response:

@@ -1,5 +1,6 @@
 """What the routes of a web process share: a full server, requests that cannot be sent, long work beside the event loop."""
 
+import threading
 import time
 
 import gevent
@@ -9,6 +10,7 @@ from served import WAIT_S, wait_until
 
 from api.errors import ApiError
 from api.server import TextThreads
+from text.stream import prompt_texts
 
 SMALL = {"inputs": "Hello", "parameters": {"max_new_tokens": 2}}
 
@@ -96,6 +98,19 @@ def test_a_long_text_is_tokenized_while_others_are_answered(serve):
     taken = time.monotonic() - started_at
     watching.kill()
     assert max(gaps) < taken / 2, f"{max(gaps):.2f} of {taken:.2f} s nobody else could run"
+
+
+def test_the_tokens_of_a_prompt_are_listed_in_a_thread(served, monkeypatch):
+    threads = []
+
+    def listed(tokenizer, ids):
+        threads.append(threading.get_native_id())
+        return prompt_texts(tokenizer, ids)
+
+    monkeypatch.setattr("api.response_writer.prompt_texts", listed)
+    body = {"prompt": "Hi", "max_tokens": 1, "echo": True, "logprobs": 1}
+    assert served.post("/v1/completions", body).status_code == 200
+    assert threads and threading.get_native_id() not in threads
 
 
 def test_a_template_without_an_end_fails_its_chat_and_holds_up_nobody(serve):
