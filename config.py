@@ -612,6 +612,13 @@ class Config:
         "PAYLOAD_LIMIT",
         "Largest request body, in bytes; a larger one is rejected with 413.",
     )
+    response_store_size: int = setting(
+        64,
+        "RESPONSE_STORE_SIZE",
+        "MiB of responses of /v1/responses to store, for `previous_response_id` and `item_reference`; the "
+        "oldest are removed first. 0 stores none.",
+        parse=_from_0,
+    )
     client_timeout: float = setting(
         75.0,
         "CLIENT_TIMEOUT",

@@ -38,6 +38,7 @@ from api.bodies import drain_body
 from api.engine_client import EngineClient, EngineError
 from api.errors import ANTHROPIC, CLIENT_CLOSED_REQUEST, ApiError
 from api.prepared_request import ModelText
+from api.response_store import FILE, ResponseStore
 from config import Config, keys_of
 from protocol import ModelInfo
 from run import ConfigError, die_with_parent, run_dir, socket_address
@@ -50,7 +51,7 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 SPARE_FDS = 200  # for everything but connections
 
 
-def create_app(config: Config, engine: EngineClient) -> Flask:
+def create_app(config: Config, engine: EngineClient, store: ResponseStore) -> Flask:
     """The WSGI application. Until the model is ready it answers 503."""
     files = None if config.no_web_page else status.PAGE_FILES
     app = Flask("neuron-textgen", static_folder=files, static_url_path="/page")
@@ -61,7 +62,7 @@ def create_app(config: Config, engine: EngineClient) -> Flask:
     # The pages at /docs, and a redirect to them without a host, because a request's Host header may name any.
     app.register_blueprint(get_swaggerui_blueprint(DOCS.rstrip("/"), f"..{DOCUMENT}"))
     app.add_url_rule(DOCS.rstrip("/"), "docs", lambda: redirect(request.script_root + DOCS))
-    process = server.Server(config, engine)
+    process = server.Server(config, engine, store)
     for route in routes.ROUTES:
         view = functools.partial(route.view, process)
         app.add_url_rule(route.rule, route.name, view, methods=[route.method])
@@ -111,7 +112,8 @@ class AuthAndCors:
         logger.debug("%s %s", request.method, request.path, extra={"fields": fields})
         if request.method == "OPTIONS":
             return server.empty_response()  # a browser's preflight request carries no key
-        if not (self._is_open() or self._has_key()):
+        g.api_key = b"" if self._is_open() else self._key()
+        if g.api_key is None:
             headers = "`Authorization: Bearer` or `x-api-key`"
             what = f"Unauthorized: this server requires its API key in the header {headers}"
             raise ApiError(401, "unauthorized", what, code="invalid_api_key")
@@ -130,7 +132,7 @@ class AuthAndCors:
         if origin in self._origins:
             response.headers["Access-Control-Allow-Origin"] = origin
         if request.method == "OPTIONS":
-            response.headers["Access-Control-Allow-Methods"] = "GET,POST"
+            response.headers["Access-Control-Allow-Methods"] = "GET,POST,DELETE"
             allowed = ["authorization,content-type"]
             if requested := request.headers.get("Access-Control-Request-Headers"):
                 allowed.append(requested)  # OpenAI's clients send many of their own
@@ -145,15 +147,17 @@ class AuthAndCors:
         is_page = request.path.startswith(DOCS) or request.endpoint in ("docs", "static")
         return is_page or (route is not None and not route.needs_key)
 
-    def _has_key(self) -> bool:
+    def _key(self) -> bytes | None:
+        """The API key that the request has; b"" where it needs none, None where it has none."""
         if self._keys.are_none:
-            return True
+            return b""
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         keys = [request.headers.get("x-api-key", "")]  # used by Anthropic's clients
         if scheme.lower() == "bearer":
             keys.append(given)
         # WSGI hands the bytes of a header over as Latin-1.
-        return any(self._keys.has(key.strip().encode("latin-1", "replace")) for key in keys)
+        candidates = [key.strip().encode("latin-1", "replace") for key in keys]
+        return next(filter(self._keys.has, candidates), None)
 
 
 class ApiKeys:
@@ -332,7 +336,8 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
             on_stuck=(run_dir() / "stuck").touch,  # entrypoint.sh looks for it
         )
         self._engine = engine
-        app = create_app(self._config, engine)
+        store = ResponseStore(run_dir() / FILE, self._config.response_store_size << 20)
+        app = create_app(self._config, engine, store)
         engine.wait_until_known()
         return app
 

@@ -61,7 +61,7 @@ class Route:
     @property
     def rule(self) -> str:
         """The path as Flask writes it."""
-        return self.path.replace("{name}", "<path:name>")
+        return self.path.replace("{", "<path:").replace("}", ">")
 
 
 def openapi(routes: Sequence[Route]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from api.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid
 from api.fields import NEEDS_HOST, check_ids, require
+from api.response_store import OwnedResponses
 from api.types import U64_MAX
 from config import Config
 from protocol import MAX_GRAMMAR, GenerateOptions, ModelInfo, SamplingParams
@@ -60,11 +61,13 @@ class ModelText(NamedTuple):
 
 @dataclass(frozen=True)
 class Served:
-    """What requests are checked against: the settings, the served model and its text."""
+    """What requests are checked against: the settings, the served model and its text, and the stored
+    responses of the client."""
 
     config: Config
     info: ModelInfo
     text: ModelText
+    responses: OwnedResponses
 
 
 class PreparedRequest(GenerateOptions, frozen=True):

@@ -1,4 +1,4 @@
-"""`/v1/responses`, without stored state: a request becomes a chat, and the chat's text becomes output items.
+"""`/v1/responses`: a request becomes a chat, and the chat's text becomes output items.
 
 `responses` makes the chat, whose errors get the names that its fields have in a Responses request.
 `ResponsesWriter` writes the response, whole or as events.
@@ -13,10 +13,11 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace
 
 from api import fields
 from api.content import ContentReader, needed, omitted
@@ -26,16 +27,15 @@ from api.fields import FieldNames, Json
 from api.openai import OpenAIResponseWriter, TokenLogprob
 from api.prepared_request import PreparedRequest, Served
 from api.reasoning import seal, unseal
+from api.response_store import OwnedResponses, StoredResponse, item_id, new_key, response_id
 from api.response_writer import GeneratedSequence, ResponseWriter
-from api.types import U32, AtLeastOne, SamplingOptions
+from api.types import U32, AtLeastOne, SamplingOptions, encode
 from text import output_parser
 from text.output_parser import Arguments, CallBegin, Content, Reasoning
 from text.stream import Piece
 
-NO_STATE = "is not supported: this server stores no responses"
 REJECTED_FIELDS = {
-    "previous_response_id": NO_STATE,
-    "conversation": NO_STATE,
+    "conversation": "is not supported; use `previous_response_id`",
     "background": "is not supported",
     "prompt": "is not supported",
 }
@@ -225,8 +225,9 @@ def responses(data: Json, served: Served) -> ResponseWriter:
             raise invalid(name, why)
     if request.truncation not in (None, "disabled", "auto"):
         raise invalid("truncation", "must be auto or disabled", given=request.truncation[:40])
-    tools = ResponsesTools(request)
-    paths, messages = _messages(request, tools)
+    conversation = Conversation.of(request, served.responses)
+    tools = ResponsesTools(request, conversation)
+    paths, messages = _messages(request, conversation, tools)
     chat = ChatRequest(
         messages=messages,
         max_completion_tokens=request.max_output_tokens,
@@ -253,19 +254,51 @@ def responses(data: Json, served: Served) -> ResponseWriter:
         allowed_tools="",
     )
     prepared = prepare_chat(chat, served, names)
-    request.store = False  # whatever was asked for
-    return ResponsesWriter(prepared, served, request, tools)
+    request.store = request.store is not False and served.responses.is_on
+    own_input = encode(conversation.own) if request.store else b""
+    return ResponsesWriter(prepared, served, request, tools, own_input)
+
+
+class Conversation(NamedTuple):
+    """before: the items of the responses that the request continues; own: those of its `input`, with the
+    stored items that it refers to."""
+
+    before: list[Json]
+    own: list[Json]
+
+    @classmethod
+    def of(cls, request: ResponsesRequest, stored: OwnedResponses) -> Conversation:
+        """Raises ApiError for items that are not stored."""
+        previous = request.previous_response_id
+        before = stored.conversation(previous) if previous else []
+        if isinstance(request.input, str):
+            return cls(before, [{"role": "user", "content": request.input}])
+        own: list[Json] = []
+        for i, item in enumerate(request.input):
+            path = f"input[{i}]"
+            if _kind(path, item) == "item_reference":
+                item = stored.item(f"{path}.id", needed(path, item, "id", str))
+            own.append(item)
+        return cls(before, own)
+
+    @property
+    def items(self) -> Iterator[tuple[str, Json]]:
+        """Each item with its path in the request."""
+        for item in self.before:
+            yield "previous_response_id", item
+        for i, item in enumerate(self.own):
+            yield f"input[{i}]", item
 
 
 class ResponsesTools:
     """The tools of a request in a chat's form. Those that OpenAI runs are left out."""
 
-    def __init__(self, request: ResponsesRequest):
+    def __init__(self, request: ResponsesRequest, conversation: Conversation):
         self.functions: list[dict[str, Any]] = []
         self.paths: list[str] = []  # of each function in the request
         self._of_names: dict[str, ClientTool] = {}
         self.left_out: set[str] = set()  # types
-        flat = _offered(request)
+        flat = _offered(request, conversation)
         names = Counter(str(tool.get("name")) for _path, _namespace, tool in flat)
         for path, namespace, tool in flat:
             kind = tool.get("type")
@@ -314,14 +347,14 @@ class ResponsesTools:
         return {"type": "function", "function": {"name": given.name}}
 
 
-def _offered(request: ResponsesRequest) -> list[tuple[str, str | None, Json]]:
+def _offered(request: ResponsesRequest, conversation: Conversation) -> list[tuple[str, str | None, Json]]:
     """Each tool of the request with its path and its namespace, then those that its items add."""
     offered = list(_flat("", request.tools))
     known = {(namespace, str(tool.get("name"))) for _path, namespace, tool in offered}
-    for i, item in enumerate(request.input if isinstance(request.input, list) else ()):
+    for item_path, item in conversation.items:
         if item.get("type") not in ("additional_tools", "tool_search_output"):
             continue
-        for path, namespace, tool in _flat(f"input[{i}]", item.get("tools")):
+        for path, namespace, tool in _flat(item_path, item.get("tools")):
             key = (namespace, str(tool.get("name")))
             if key not in known:
                 known.add(key)
@@ -352,19 +385,17 @@ def _custom(tool: dict[str, Any]) -> dict[str, Any]:
     return described
 
 
-def _messages(request: ResponsesRequest, tools: ResponsesTools) -> tuple[list[str], list[Message]]:
+def _messages(
+    request: ResponsesRequest, conversation: Conversation, tools: ResponsesTools
+) -> tuple[list[str], list[Message]]:
     """The messages of the chat and the path of each in the request."""
-    items = request.input
-    if isinstance(items, str):
-        items = [{"role": "user", "content": items}]
     reader = ItemReader(tools)
     paths: list[str] = []
     messages: list[Message] = []
     if request.instructions:
         paths.append("instructions")
         messages.append(Message("system", request.instructions))
-    for i, item in enumerate(items):
-        path = f"input[{i}]"
+    for path, item in conversation.items:
         kind = _kind(path, item)
         message = reader.part(path, kind, item)
         if isinstance(message, str):  # text of a tool that OpenAI ran, or a part without its message
@@ -378,7 +409,7 @@ def _messages(request: ResponsesRequest, tools: ResponsesTools) -> tuple[list[st
             paths.append(path)
             messages.append(message)
     reader.log_skipped()
-    if items and not messages:
+    if request.input and not messages:
         raise invalid("input", "needs an item that the model can read, such as a message")
     return paths, messages
 
@@ -426,11 +457,6 @@ def _reasoning(reader: ItemReader, path: str, item: Json) -> Message | None:
     thoughts = reader.text(f"{path}.{name}", item.get(name) or "", "")
     thoughts = thoughts or unseal(item.get("encrypted_content"))
     return Message("assistant", reasoning_content=thoughts) if thoughts else None
-
-
-def _reference(_reader: ItemReader, path: str, _item: Json) -> NoReturn:
-    detail = "item_reference is not supported: no items are stored; send the item itself (`store: false`)"
-    raise invalid(f"{path}.type", detail)
 
 
 def _function_call(reader: ItemReader, path: str, item: Json) -> Message:
@@ -510,7 +536,6 @@ def _file_search(reader: ItemReader, path: str, item: Json) -> str:
 ITEMS = {
     "message": _message,
     "reasoning": _reasoning,
-    "item_reference": _reference,
     "function_call": _function_call,
     "function_call_output": _output,
     "custom_tool_call": _custom_call,
@@ -573,11 +598,20 @@ class ResponsesWriter(OpenAIResponseWriter):
     """The response is built item by item as the text grows, streamed or not."""
 
     def __init__(
-        self, prepared: PreparedRequest, served: Served, request: ResponsesRequest, tools: ResponsesTools
+        self,
+        prepared: PreparedRequest,
+        served: Served,
+        request: ResponsesRequest,
+        tools: ResponsesTools,
+        own_input: bytes = b"",
     ):
+        """own_input: the items of the request as JSON, if the response is to be stored."""
         super().__init__([prepared], served, request.stream)
         self.left_out = tools.left_out
         self._tools = tools
+        self._own_input = own_input
+        self._stored = served.responses
+        self._key = new_key()
         self._parser_config = prepared.parser_config
         self._wants_logprobs = prepared.logprobs
         self._parser = self._parser_config.parser()
@@ -589,7 +623,7 @@ class ResponsesWriter(OpenAIResponseWriter):
         self._logprobs_read: list[TokenLogprob] = []  # of text that has not been written yet
         self._response = ResponsesResponse(
             **_repeated(request, DEFAULTS | served.info.sampling_defaults),
-            id="",  # known when the first event is
+            id=response_id(self._key),
             object="response",
             created_at=int(time.time()),
             status="in_progress",
@@ -630,12 +664,22 @@ class ResponsesWriter(OpenAIResponseWriter):
             {"reasoning_tokens": self._parser.reasoning_tokens},
             usage.total_tokens,
         )
+        if response.store:  # before the client knows its end
+            response.store = self._save()
         return response
+
+    def _save(self) -> bool:
+        """Whether the response is stored from now on."""
+        response = self._response
+        output = encode([_without_logprobs(item) for item in response.output])
+        previous_id = response.previous_response_id
+        return self._stored.save(
+            StoredResponse(response.id, previous_id, self._own_input, output, encode(response))
+        )
 
     def _read(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[dict[str, Any]]:
         """The events that `pieces` add; each has to be used before the next one is made."""
         if not self._events:
-            self._response.id = f"resp_{self.request_id}"
             yield self._event("response.created", response=self._response)
             yield self._event("response.in_progress", response=self._response)
         for piece in pieces:
@@ -700,7 +744,7 @@ class ResponsesWriter(OpenAIResponseWriter):
     def _begin_item(self, prefix: str, kind: type[OutputItem], **fields: Any) -> Iterator[dict[str, Any]]:
         if self._newest:
             yield from self._end_item()
-        item = kind(id=f"{prefix}_{self.request_id}_{len(self._response.output)}", **fields)
+        item = kind(id=item_id(prefix, self._key, len(self._response.output)), **fields)
         self._response.output.append(item)
         yield self._item_event("response.output_item.added", item=item)
 
@@ -749,6 +793,13 @@ class ResponsesWriter(OpenAIResponseWriter):
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._events += 1
         return {"type": kind, "sequence_number": self._events - 1} | fields
+
+
+def _without_logprobs(item: OutputItem) -> OutputItem:
+    """An output item for later requests: log-probabilities are large, and nothing that a model reads."""
+    if not isinstance(item, OutputMessage):
+        return item
+    return replace(item, content=[replace(part, logprobs=[]) for part in item.content])
 
 
 def _encode(event: dict[str, Any]) -> bytes:

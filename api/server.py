@@ -21,6 +21,7 @@ from api.engine_client import ClientGone, EngineClient, attempt
 from api.errors import CLIENT_CLOSED_REQUEST, in_shape
 from api.fields import Json
 from api.prepared_request import Served, TokenizedPrompt, prompts_of
+from api.response_store import OwnedResponses, ResponseStore
 from api.response_writer import ResponseWriter
 from api.stream import ActiveRequest, Arrival, Connection, ConnectionMonitor, EventStream, timing_headers
 from api.tracing import RequestTrace, Tracer
@@ -68,9 +69,10 @@ class TextThreads:
 class Server:
     """One API server process. To be made after the fork."""
 
-    def __init__(self, config: Config, engine: EngineClient):
+    def __init__(self, config: Config, engine: EngineClient, store: ResponseStore):
         self.config = config
         self.engine = engine
+        self._store = store
         self._bodies = Bodies(config)
         self._threads = TextThreads(config.max_concurrent_requests)
         self._watch = ConnectionMonitor()
@@ -84,7 +86,12 @@ class Server:
         self.engine.wait_while_loading()
         if self.engine.phase != "ready":
             raise errors.not_ready(self.engine.phase)
-        return Served(self.config, self.engine.info, self.engine.text)
+        return Served(self.config, self.engine.info, self.engine.text, self.responses)
+
+    @property
+    def responses(self) -> OwnedResponses:
+        """The stored responses of the API key of the request."""
+        return OwnedResponses(self._store, g.api_key, self.config.payload_limit)
 
     def reply(self, make: Callable[[Json, Served], Any]) -> Response:
         """A response without generated text to a JSON body."""

@@ -1,4 +1,5 @@
-"""Routes without a body: health, metrics, the names of the model, and the page for browsers."""
+"""Routes without a body: health, metrics, the names of the model, stored responses, and the page for
+browsers."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import html
 from flask import Response, request
 from msgspec import Struct
 
-from api.errors import ApiError
+from api.errors import ApiError, invalid
 from api.messages import AnthropicModelCard, AnthropicModelList
 from api.openai import ModelCard, ModelList
 from api.server import Server, empty_response, json_response
@@ -69,6 +70,25 @@ def card_of(name: str, server: Server) -> ModelCard:
         what = f"The model {name!r} is not served here, {card.id!r} is"
         raise ApiError(404, "not_found", what, code="model_not_found")
     return card
+
+
+class DeletedResponse(Struct):
+    id: str
+    object: str = "response.deleted"
+    deleted: bool = True
+
+
+def response(server: Server, response_id: str) -> Response:
+    """A stored response. Raises ApiError (404)."""
+    if request.args.get("stream", "false").lower() not in ("false", "0"):
+        raise invalid("stream", "is not supported: a stored response is returned whole")
+    return Response(server.responses.get(response_id), mimetype="application/json")
+
+
+def delete_response(server: Server, response_id: str) -> Response:
+    """Raises ApiError (404)."""
+    server.responses.delete(response_id)
+    return json_response(DeletedResponse(response_id))
 
 
 def root(server: Server) -> Response:

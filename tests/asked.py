@@ -16,6 +16,7 @@ from tool_calls import thinking_of
 from api import chat, clouds, completions, fields, messages, responses, tgi
 from api.errors import OPENAI, TGI, ApiError
 from api.prepared_request import ModelText, Served, TokenizedPrompt
+from api.response_store import OwnedResponses, ResponseStore
 from api.response_writer import GeneratedSequence
 from api.types import encode
 from config import Config
@@ -65,7 +66,7 @@ def text() -> ModelText:
 
 
 def serving(info=INFO, config=CONFIG) -> Served:
-    return Served(config, info, text())
+    return Served(config, info, text(), OwnedResponses(ResponseStore(Path(), 0), b"", 0))
 
 
 def record_renders(monkeypatch) -> list:

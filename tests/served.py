@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import web
 from api.engine_client import EngineClient
 from api.prepared_request import ModelText
+from api.response_store import ResponseStore
 from config import Config
 from engine import sampling
 from engine.admission import Admission
@@ -79,7 +80,8 @@ class Served:
         self.worker = Worker(parts)
         self.config = Config(**LIMITS | settings)
         self.seen = EngineClient(address, lambda info: ModelText.load(info, self.config))
-        self.client = web.create_app(self.config, self.seen).test_client()
+        self.store = ResponseStore(folder / "responses", self.config.response_store_size << 20)
+        self.client = web.create_app(self.config, self.seen, self.store).test_client()
         limits = (VOCABULARY, [EOS], 2, WINDOW - 1, WINDOW)
         info = ModelInfo("m", None, str(folder), *limits, "fake", "float32", model_dir=str(folder), sampling=sampled_by)
         self.info = msgspec.structs.replace(info, prompt_logprobs=self.model.supports_prompt_logits)

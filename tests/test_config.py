@@ -38,6 +38,7 @@ VALUES = {
     "max_total_tokens": [("700", 700), ("900", 900)],
     "max_batch_total_tokens": [("7000", 7000), ("9000", 9000)],
     "queue_threshold_ms": [("120", 120), ("0", 0)],
+    "response_store_size": [("7", 7), ("0", 0)],
     "prefill_buckets": [("7", (7,)), ("9, 8,9", (8, 9))],
     "generation_config": [("auto", "auto"), ("vllm", "none")],
     "served_model_name": [("mine", "mine"), ("a/b", "a/b")],
@@ -284,7 +285,7 @@ WRONG |= {
     "dtype": {"int3": "must be one of auto, float32, bfloat16, float16"},
     "quantize": {"awq": "must be one of none, int8, int4"},
     **dict.fromkeys(
-        ("max_waiting_tokens", "speculate", "prof_waitstep", "prof_warmupstep", "prof_step"),
+        ("max_waiting_tokens", "speculate", "response_store_size", "prof_waitstep", "prof_warmupstep", "prof_step"),
         WHOLE_NUMBERS | {"-1": "must be at least 0"},
     ),
     "neuron_config": {

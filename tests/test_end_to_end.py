@@ -1,6 +1,7 @@
 """The whole server as its users meet it: real processes, real signals, real HTTP, the built-in model."""
 
 import concurrent.futures
+import contextlib
 import http.client
 import json
 import os
@@ -12,6 +13,7 @@ import socket
 import pytest
 from processes import Server, events, free_port, memory_mb, wait_until
 
+from api.response_store import FILE
 from config import DEMO_MODEL
 
 pytestmark = pytest.mark.processes
@@ -103,6 +105,30 @@ def test_the_threads_of_a_web_process_share_two_heaps(server):
     for pid in server.pids("web.py"):
         with open(f"/proc/{pid}/environ") as environ:
             assert "MALLOC_ARENA_MAX=2" in environ.read().split("\0")
+
+
+@contextlib.contextmanager
+def stopped(pid):
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_response_that_one_web_process_stores_is_known_to_the_other(server):
+    _master, *web = server.pids("web.py")
+    with stopped(web[0]):
+        made = server.post("/v1/responses", {"input": QUESTIONS[0], "max_output_tokens": 3})
+    with stopped(web[1]):
+        assert json.loads(server.get(f"/v1/responses/{made['id']}")[1]) == made
+        more = server.post("/v1/responses", {"input": "And?", "max_output_tokens": 3, "previous_response_id": made["id"]})
+    with stopped(web[0]):
+        assert server.request("DELETE", f"/v1/responses/{made['id']}").status == 200
+    with stopped(web[1]):
+        assert server.get(f"/v1/responses/{made['id']}")[0] == 404
+    assert more["usage"]["input_tokens"] > made["usage"]["input_tokens"]
+    assert (server.run_dir / FILE).is_file(), "in the folder that is gone after the last test"
 
 
 def test_every_web_process_tells_the_same_metrics(server):

@@ -31,6 +31,7 @@ ONLY_IN = {
     "llguidance": "text.grammar",
     "jinja2": "text",
     "prometheus_client": "engine.metrics",
+    "sqlite3": "api.response_store",
     "opentelemetry": "api.tracing",
     "numpy": "engine models",
     "numba": "engine",

@@ -65,7 +65,7 @@ def test_a_request_to_a_web_process_that_still_loads_the_tokenizer_waits_for_it(
     """Another web process has said that the server is ready."""
     may_load = threading.Event()
     newcomer = EngineClient(served.address, lambda info: may_load.wait(WAIT_S) and ModelText.load(info, served.config))
-    client = web.create_app(served.config, newcomer).test_client()
+    client = web.create_app(served.config, newcomer, served.store).test_client()
     body = {"inputs": "Hello", "parameters": {"max_new_tokens": 1}}
     try:
         wait_until(lambda: newcomer.phase == "loading")

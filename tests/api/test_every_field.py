@@ -136,8 +136,8 @@ VALUES = {
         "parallel_tool_calls": ({"tools": FUNCTIONS, "tool_choice": "required", "max_output_tokens": 45}, False),
         "stream": ({}, True),
         "include": ({}, ["message.output_text.logprobs"]),
-        "store": ({}, True),
-        "previous_response_id": ({}, "resp_1"),
+        "store": ({}, False),
+        "previous_response_id": ({}, None),  # replaced by the id of a response
         "conversation": ({}, "conv_1"),
         "background": ({}, True),
         "prompt": ({}, {"id": "x"}),
@@ -176,8 +176,9 @@ TABLES = {Parameters: "TGI's parameters", ChatRequest: "OpenAI's chat completion
 TABLES |= {ResponsesRequest: "OpenAI's responses", MessagesRequest: "Anthropic's messages"}
 TEXT_ALONE = ("details", "decoder_input_details", "top_n_tokens", "logprobs", "top_logprobs", "n", "stream")
 TEXT_ALONE += ("return_token_ids", "prompt_logprobs")
-# They change the speed, models that think, or nothing that does not happen anyway.
-UNSEEN = ("prediction", "thinking_token_budget", "thinking_budget_tokens", "continue_final_message", "add_generation_prompt")
+# They change the speed, what is stored, models that think, or nothing that does not happen anyway.
+UNSEEN = ("prediction", "store", "thinking_token_budget", "thinking_budget_tokens")
+UNSEEN += ("continue_final_message", "add_generation_prompt")
 EXCEPTIONS = {
     **{("/generate", "stream"): "ignored", ("/generate_stream", "stream"): "ignored"},
     **{("/generate_stream", "best_of"): "rejected", ("/generate_stream", "decoder_input_details"): "rejected"},
@@ -283,6 +284,8 @@ def test_a_field_does_what_the_documents_say(served, path, body, kind, name):
         shown = {"return_token_ids": True} | (BODIES[ChatRequest] if body is ResponsesRequest else without)
         shown_by = "/v1/chat/completions" if body is ResponsesRequest else WHOLE[body]
         value = [served.post(shown_by, shown).json["choices"][0]["token_ids"][2]]
+    if name == "previous_response_id":
+        value = served.post(path, without).json["id"]
     status, before = ask(served, path, without)
     assert status == 200, before
     if is_drawn(kind, name):  # two draws without a seed differ anyway; those from one token are the greedy text

@@ -11,7 +11,7 @@ from openai_api import whole as asked
 
 from api import fields as api_fields
 from api.reasoning import unseal
-from api.responses import CUSTOM_INPUT, ResponsesRequest, ResponsesTools, ResponsesWriter
+from api.responses import CUSTOM_INPUT, Conversation, ResponsesRequest, ResponsesTools, ResponsesWriter
 
 BODY = {"input": "Hi", "max_output_tokens": 12, "temperature": 0}
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
@@ -47,7 +47,8 @@ def answered(text, finish_reason="eos_token", thinking="", **fields):
         body = {"input": "Hi", "tools": [WEATHER], "stream": streams} | fields
         (asked_for,) = answer_to("responses", body).requests
         request = api_fields.read(body, ResponsesRequest)
-        return ResponsesWriter(with_thinking(asked_for, thinking), serving(), request, ResponsesTools(request))
+        tools = ResponsesTools(request, Conversation([], []))
+        return ResponsesWriter(with_thinking(asked_for, thinking), serving(), request, tools)
 
     whole, stream = (written(answer(streams), text, finish_reason) for streams in (False, True))
     return whole, events_of(stream)
@@ -307,12 +308,13 @@ REFUSED = {
     "text.format.type": {"text": {"format": {"type": "xml"}}},
     "text.format.schema": {"text": {"format": {"type": "json_schema", "schema": 5}}},
     "input[0].content[1]": {"input": [{"role": "user", "content": [PARTS[0], {"type": "input_text"}]}]},
-    "input[0].type": {"input": [{"type": "item_reference", "id": "msg_1"}]},
+    "input[0].id": {"input": [{"type": "item_reference", "id": "msg_1"}]},
     "input[0]": {"input": [{"type": "shell_call", "call_id": "x"}]},
     "input[0].action": {"input": [{"type": "shell_call", "call_id": "x", "action": "ls"}]},
     "input[0].output[0]": {"input": [{"type": "shell_call_output", "call_id": "x", "output": [{"stdout": "x"}]}]},
     "input[0].tools[0].name": {"input": [{"type": "additional_tools", "tools": [{"type": "function"}]}, USER]},
-    "input[1].type": {"input": [CALL, {"id": "msg_1"}]},
+    "input[1].id": {"input": [CALL, {"id": "msg_1"}]},
+    "conversation": "conv_1",
     "input[1]": {"input": [CALL, {"type": "function_call_output", "call_id": "call_1"}]},
 }
 
@@ -351,7 +353,7 @@ def test_what_changes_nothing_is_accepted_and_repeated(served):
     answer = whole(served, BODY | given | ignored)
     assert answer["output"][0]["content"] == whole(served, BODY)["output"][0]["content"]
     text = {"text": {"verbosity": "low", "format": {"type": "text"}}}
-    assert {name: answer[name] for name in given} == given | text | {"store": False}
+    assert {name: answer[name] for name in given} == given | text
 
 
 # The fields that Open Responses requires of a response; OpenAI's own have them too.
@@ -402,7 +404,7 @@ def test_a_response_says_what_a_chat_says(served):
     assert answer["incomplete_details"] == ({"reason": "max_output_tokens"} if is_truncated else None)
     counts = (answer["usage"][name] for name in ("input_tokens", "output_tokens", "total_tokens"))
     assert list(counts) == [usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]]
-    defaults = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "error": None, "store": False}
+    defaults = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "error": None, "store": True}
     assert {name: answer[name] for name in defaults} == defaults
     assert answer["id"].startswith("resp_") and answer["object"] == "response" and answer["model"] == "m"
 

@@ -1,6 +1,7 @@
 """The table of routes: what answers, in which type and shape, with which key; the OpenAPI document that says so."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import openapi_spec_validator
 import pytest
 
 from api.openapi import EXAMPLES
+from api.responses import ResponsesRequest
 from api.routes import ROUTES, openapi_document
 from run import HERE
 
@@ -16,6 +18,9 @@ OPEN = {f"GET {path}" for path in ("/", "/health", "/ping", "/live", "/metrics",
 
 def ask(served, route, **options):
     path = route.path.replace("{name}", "m") + ("?sentence=Hi" if route.path == "/infer" else "")
+    if "{response_id}" in path:
+        made = served.post("/v1/responses", EXAMPLES[ResponsesRequest], **options).json
+        path = path.replace("{response_id}", made.get("id", "unknown"))
     if route.bodies:
         return served.post(path, EXAMPLES[route.bodies[0]], **options)
     return served.client.open(path, method=route.method, data=b"Hi" if route.takes_text else None, **options)
@@ -26,7 +31,7 @@ def test_the_openapi_document_tells_every_route_and_no_other(served):
     told = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
     rules = served.client.application.url_map.iter_rules()
     there = {(method, rule.rule) for rule in rules for method in rule.methods - {"OPTIONS", "HEAD"}}
-    there = {(method, path.replace("<path:name>", "{name}")) for method, path in there}
+    there = {(method, re.sub("<path:(.*?)>", r"{\1}", path)) for method, path in there}
     pages = ("/docs", "/page/")  # for people
     assert told == {(method, path) for method, path in there if not path.startswith(pages)}
 

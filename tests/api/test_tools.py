@@ -16,7 +16,7 @@ from api.errors import ApiError
 from api.messages import MessagesRequest, MessagesResponseWriter
 from api.prepared_request import PreparedRequest, TokenizedPrompt
 from api.response_writer import GeneratedSequence
-from api.responses import ResponsesRequest, ResponsesTools, ResponsesWriter
+from api.responses import Conversation, ResponsesRequest, ResponsesTools, ResponsesWriter
 from api.tools import tool_policy
 from api.types import encode
 from protocol import Token
@@ -252,7 +252,7 @@ ONE_OF_TWO = {
 def test_a_cut_call_is_an_incomplete_item_of_a_response(name, tmp_path):
     def make(prepared, model, streams):
         request = ResponsesRequest(input="", stream=streams)
-        return ResponsesWriter(prepared, model, request, ResponsesTools(request))
+        return ResponsesWriter(prepared, model, request, ResponsesTools(request, Conversation([], [])))
 
     whole, events = dialect_answer(make, tmp_path, name, ONE_OF_TWO[name])
     (item,) = whole["output"]

@@ -1,0 +1,342 @@
+"""The stored responses of `/v1/responses`: who reads them, what goes on from them, and what happens when they are gone."""
+
+import json
+import re
+import sqlite3
+import threading
+
+import pytest
+from asked import CONFIG, INFO, record_renders, text, written
+from openai_api import RESPONSES, refusal, whole
+
+from api import fields, responses
+from api.errors import ApiError
+from api.prepared_request import Served
+from api.response_store import OwnedResponses, ResponseStore, StoredResponse
+
+BODY = {"input": "Hi", "max_output_tokens": 3, "temperature": 0}
+TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}, {"type": "custom", "name": "patch"}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city":"Oslo"}}\n</tool_call>'
+PATCH = '<tool_call>\n{"name": "patch", "arguments": {"input":"x = 1"}}\n</tool_call>'
+MIB = 1 << 20
+
+
+@pytest.fixture
+def store(tmp_path):
+    return ResponseStore(tmp_path / "responses", MIB)
+
+
+class Client:
+    """The requests with one API key; the model answers what a test says."""
+
+    def __init__(self, store, key=b"key", max_bytes=5000):
+        self.store = store
+        self.key = key
+        self.max_bytes = max_bytes
+
+    def writer(self, **body):
+        served = Served(CONFIG, INFO, text(), OwnedResponses(self.store, self.key, self.max_bytes))
+        return responses.responses(fields.parse(json.dumps({"input": "Hi"} | body).encode()), served)
+
+    def ask(self, answer="Yes", finish_reason="eos_token", **body):
+        return written(self.writer(**body), answer, finish_reason)
+
+    def prompt(self, **body):
+        (prepared,) = self.writer(store=False, **body).requests
+        return prepared.prompt
+
+    def error(self, **body):
+        with pytest.raises(ApiError) as refused:
+            self.writer(**body)
+        return refused.value
+
+    def stored(self, id):
+        return json.loads(OwnedResponses(self.store, self.key, self.max_bytes).get(id))
+
+
+@pytest.fixture
+def client(store):
+    return Client(store)
+
+
+def entry(id, size=1000):
+    return StoredResponse(id, None, b"i" * size, b"o", b"r")
+
+
+# The file
+
+
+def test_the_oldest_entries_make_room_in_a_file_that_does_not_grow(store, tmp_path):
+    for n in range(40):
+        assert store.save(b"me", entry(f"resp_{n}", 100_000))
+    kept = [n for n in range(40) if store.find(b"me", f"resp_{n}")]
+    assert kept == list(range(40 - len(kept), 40)) and 8 <= len(kept) <= 10
+    assert (tmp_path / "responses").stat().st_size <= 1.1 * MIB
+
+
+def test_an_entry_that_is_larger_than_the_file_may_be_is_not_stored_and_costs_no_other(store):
+    assert store.save(b"me", entry("resp_1"))
+    assert not store.save(b"me", entry("resp_2", MIB))
+    assert store.find(b"me", "resp_1") and not store.find(b"me", "resp_2")
+
+
+def test_writers_wait_for_each_other(store, tmp_path, caplog):
+    def write(writer):
+        own = ResponseStore(tmp_path / "responses", MIB)
+        for n in range(20):
+            own.save(b"me", entry(f"resp_{writer}_{n}"))
+
+    writers = [threading.Thread(target=write, args=[n]) for n in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert all(store.find(b"me", f"resp_{writer}_{n}") for writer in range(4) for n in range(20))
+    assert not caplog.records
+
+
+def test_a_file_that_cannot_be_written_costs_no_response_and_is_one_line_in_the_log(client, tmp_path, caplog):
+    (tmp_path / "responses").write_text("no database " * 1000)
+    answer = client.ask()
+    assert (answer["status"], answer["store"], answer["output"][0]["content"][0]["text"]) == ("completed", False, "Yes")
+    assert caplog.messages == ["a response was not stored: file is not a database"]
+    streamed = client.ask(stream=True)
+    assert '"type":"response.completed"' in streamed and '"store":false' in streamed.splitlines()[-2]
+
+
+def test_a_file_that_was_removed_is_made_again(client, tmp_path):
+    first = client.ask()["id"]
+    (tmp_path / "responses").unlink()
+    second = client.ask()["id"]
+    assert client.stored(second)
+    assert client.error(previous_response_id=first).code == "previous_response_not_found"
+
+
+# What is stored
+
+
+def test_a_response_is_stored_unless_the_request_or_the_setting_says_no(client, tmp_path):
+    for body in ({}, {"store": None}, {"store": True}):
+        answer = client.ask(**body)
+        assert answer["store"] is True and client.stored(answer["id"]) == answer
+    answer = client.ask(store=False)
+    assert answer["store"] is False
+    with pytest.raises(ApiError):
+        client.stored(answer["id"])
+    off = Client(ResponseStore(tmp_path / "none", 0))
+    assert off.ask(store=True)["store"] is False
+    assert not (tmp_path / "none").exists()
+
+
+def test_ids_cannot_be_guessed_from_the_id_of_the_request(client):
+    answers = [client.ask(CALL, tools=TOOLS) for _ in range(2)]  # written() gives both the same x-request-id
+    ids = [id for answer in answers for id in (answer["id"], answer["output"][0]["id"])]
+    assert len(set(ids)) == 4
+    assert all(re.fullmatch(r"(resp|fc)_[0-9a-f]{32}(_0)?", id) for id in ids)
+
+
+def test_a_response_that_the_limit_of_tokens_cuts_is_stored_too(client):
+    answer = client.ask("Yes", "length")
+    assert client.stored(answer["id"])["status"] == "incomplete"
+    assert "a:Yes;u:More;" in client.prompt(input="More", previous_response_id=answer["id"])
+
+
+# previous_response_id
+
+
+def test_a_conversation_goes_on_from_a_response(client):
+    first = client.ask("One", input="Hi", instructions="Be brief", tools=TOOLS)
+    second = client.ask("Two", input=[{"role": "user", "content": "More"}], previous_response_id=first["id"])
+    assert second["previous_response_id"] == first["id"]
+    said = [("user", "Hi"), ("assistant", "One"), ("user", "More"), ("assistant", "Two"), ("user", "Last")]
+    history = [{"role": role, "content": content} for role, content in said]
+    assert client.prompt(input="Last", previous_response_id=second["id"]) == client.prompt(input=history)
+    new = {"instructions": "Be long"}
+    assert client.prompt(input="Last", previous_response_id=second["id"], **new) == client.prompt(input=history, **new)
+
+
+def test_the_result_of_a_call_is_enough_to_go_on(client):
+    first = client.ask(CALL, tools=TOOLS)
+    (call,) = first["output"]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "sun"}
+    history = [{"role": "user", "content": "Hi"}, call, result]
+    assert client.prompt(input=[result], previous_response_id=first["id"]) == client.prompt(input=history)
+
+
+def test_errors_name_the_items_of_the_client(client):
+    first = client.ask()
+    error = client.error(input=[{"role": "user"}], previous_response_id=first["id"])
+    assert error.param == "input[0]" and "`content`" in str(error)
+
+
+def test_a_conversation_whose_beginning_is_gone_says_so(client):
+    first = client.ask()
+    second = client.ask(previous_response_id=first["id"])
+    OwnedResponses(client.store, client.key, 0).delete(first["id"])
+    error = client.error(previous_response_id=second["id"])
+    assert (error.status, error.param, error.code) == (422, "previous_response_id", "previous_response_not_found")
+    assert f"`previous_response_id` continues {first['id']}, which was not found: " in str(error)
+    assert str(error).endswith(f"Given: '{second['id']}'")
+
+
+def test_log_probabilities_are_stored_but_not_part_of_a_conversation(client):
+    answer = client.ask("Yes" * 10, top_logprobs=2)
+    assert len(client.stored(answer["id"])["output"][0]["content"][0]["logprobs"]) == 30
+    short = Client(client.store, max_bytes=500)
+    assert short.prompt(previous_response_id=answer["id"]), "with their 2,000 bytes it would be too long"
+
+
+# item_reference
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("answer", ["Yes", CALL, PATCH, f"Let me see{CALL}{PATCH}"], ids=["text", "call", "patch", "all"])
+def test_a_reference_is_the_item_itself(client, answer, streams):
+    made = client.ask(answer, tools=TOOLS, stream=streams)
+    if streams:
+        made = json.loads(made.splitlines()[-2].removeprefix("data: "))["response"]
+    references = [{"type": "item_reference", "id": item["id"]} for item in made["output"]]
+    untyped = [{"id": item["id"]} for item in made["output"]]
+    user = {"role": "user", "content": "Hi"}
+    results = [
+        {"type": f"{item['type']}_output", "call_id": item["call_id"], "output": "x"}
+        for item in made["output"]
+        if "call_id" in item
+    ]
+    expected = client.prompt(input=[user, *made["output"], *results, user], tools=TOOLS)
+    for items in (references, untyped):
+        assert client.prompt(input=[user, *items, *results, user], tools=TOOLS) == expected
+    again = client.ask(input=[user, *references, *results, user], tools=TOOLS)
+    OwnedResponses(client.store, client.key, 0).delete(made["id"])
+    assert "Hi" in client.prompt(previous_response_id=again["id"]), "what it referred to is stored with it"
+
+
+def test_a_reference_to_reasoning_is_the_reasoning(store, client, monkeypatch):
+    id = f"rs_{'0' * 32}_0"
+    reasoning = {"type": "reasoning", "id": id, "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]}
+    owner = OwnedResponses(store, client.key, 0)
+    owner.save(StoredResponse(f"resp_{'0' * 32}", None, b"[]", json.dumps([reasoning]).encode(), b"{}"))
+    rendered = record_renders(monkeypatch)
+    for item in ({"id": id}, reasoning):
+        client.prompt(input=[item])
+    assert rendered[0] == rendered[1] and "Hm" in str(rendered)
+
+
+@pytest.mark.parametrize("id", ["msg_1", "", "_", "resp_x", f"msg_{'0' * 32}_0", "'; DROP TABLE responses"])
+def test_a_reference_to_what_is_not_stored_says_what_to_do(client, id):
+    error = client.error(input=[{"role": "user", "content": "Hi"}, {"type": "item_reference", "id": id}])
+    assert (error.status, error.param) == (422, "input[1].id")
+    for words in ("a replica knows only its own", "--response-store-size", "send the items themselves, with `store: false`"):
+        assert words in str(error)
+
+
+def test_a_reference_cannot_make_a_short_request_long(client):
+    (item,) = client.ask()["output"]
+    error = client.error(input=[{"id": item["id"]}] * 2)
+    assert error.param == "input[1].id" and "second time" in str(error)
+
+
+def test_stored_items_count_like_those_that_a_request_sends(client):
+    first = client.ask(input="x" * 3000)
+    second = client.ask(input="y" * 3000, previous_response_id=client.ask()["id"])
+    assert client.error(input=[{"id": 5}]).param == "input[0].id"
+    assert client.prompt(previous_response_id=first["id"])
+    third = client.ask("z" * 99, previous_response_id=second["id"])
+    small = Client(client.store, max_bytes=4000)
+    assert small.prompt(previous_response_id=first["id"])
+    error = Client(client.store, max_bytes=3200).error(previous_response_id=third["id"])
+    assert error.param == "previous_response_id" and "--payload-limit" in str(error)
+    error = Client(client.store, max_bytes=100).error(input=[{"id": third["output"][0]["id"]}])
+    assert error.param == "input[0].id" and "more than 100 bytes" in str(error)
+
+
+# Keys
+
+
+def test_another_key_reads_nothing_and_cannot_tell_that_it_is_there(client):
+    answer = client.ask()
+    other = Client(client.store, b"other")
+    unknown = answer["id"].replace(answer["id"][5:], "0" * 32)
+    for ask in (
+        lambda id: other.error(previous_response_id=id),
+        lambda id: other.error(input=[{"id": id.replace("resp", "msg") + "_0"}]),
+    ):
+        messages = [str(ask(id)).replace(id[5:], "?") for id in (answer["id"], unknown)]
+        assert messages[0] == messages[1]
+    for call in (OwnedResponses.get, OwnedResponses.delete):
+        with pytest.raises(ApiError) as refused:
+            call(OwnedResponses(client.store, b"other", 0), answer["id"])
+        assert refused.value.status == 404
+    assert client.stored(answer["id"]) == answer
+
+
+def test_keys_are_not_in_the_file(client, tmp_path):
+    Client(client.store, b"a-secret-key").ask()
+    with sqlite3.connect(tmp_path / "responses") as database:
+        (owner,) = database.execute("SELECT owner FROM responses").fetchone()
+    assert len(owner) == 32 and b"a-secret-key" not in (tmp_path / "responses").read_bytes()
+
+
+# The routes
+
+
+def test_a_stored_response_can_be_read_and_deleted(served):
+    answer = whole(served, RESPONSES, BODY)
+    route = f"{RESPONSES}/{answer['id']}"
+    found = served.client.get(route)
+    assert (found.status_code, found.json, found.content_type) == (200, answer, "application/json")
+    assert served.client.get(f"{route}?stream=false").json == answer
+    refused = served.client.get(f"{route}?stream=true")
+    assert (refused.status_code, refused.json["error"]["param"]) == (400, "stream")
+    gone = served.client.delete(route)
+    assert (gone.status_code, gone.json) == (200, {"id": answer["id"], "object": "response.deleted", "deleted": True})
+    for unknown in (served.client.get(route), served.client.delete(route)):
+        error = unknown.json["error"]
+        assert (unknown.status_code, error["type"], error["code"]) == (404, "invalid_request_error", "not_found")
+        assert f"Response with id '{answer['id']}' was not found: a replica knows only its own" in error["message"]
+
+
+def test_a_streamed_response_is_there_when_its_last_event_is(served):
+    with served.post(RESPONSES, BODY | {"stream": True}) as response:
+        for event in response.response:
+            if event.startswith(b"event: response.incomplete\n"):
+                last = json.loads(event.splitlines()[1].removeprefix(b"data: "))["response"]
+                assert served.client.get(f"{RESPONSES}/{last['id']}").json == last
+                break
+        else:
+            raise AssertionError("it has no last event")
+    more = whole(served, RESPONSES, BODY | {"previous_response_id": last["id"]})
+    assert more["usage"]["input_tokens"] > last["usage"]["input_tokens"] + len("u:Hi;")
+
+
+def test_a_response_is_that_of_the_key_that_asked_for_it(serve, tmp_path):
+    (tmp_path / "keys").write_text("one\ntwo\n")
+    served = serve(api_key_file=str(tmp_path / "keys")).get_ready()
+    made = served.post(RESPONSES, BODY, headers={"Authorization": "Bearer one"}).json
+    for headers, status in (
+        ({"Authorization": "Bearer two"}, 404),
+        ({"Authorization": "Bearer two", "x-api-key": "one"}, 200),
+        ({"Authorization": "Bearer one"}, 200),
+        ({}, 401),
+    ):
+        assert served.client.get(f"{RESPONSES}/{made['id']}", headers=headers).status_code == status
+
+
+def test_without_a_store_what_needs_one_says_which_setting_is_off(serve):
+    served = serve(response_store_size=0).get_ready()
+    answer = whole(served, RESPONSES, BODY | {"store": True})
+    assert answer["store"] is False
+    error = served.client.get(f"{RESPONSES}/{answer['id']}")
+    assert error.status_code == 404 and "--response-store-size (RESPONSE_STORE_SIZE) is 0" in error.json["error"]["message"]
+    error = refusal(served, RESPONSES, BODY | {"previous_response_id": answer["id"]})
+    assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
+    assert "--response-store-size (RESPONSE_STORE_SIZE) is 0" in error["message"]
+    assert served.client.delete(f"{RESPONSES}/{answer['id']}").status_code == 404
+
+
+def test_a_store_that_cannot_be_read_is_an_error_of_the_server(served):
+    answer = whole(served, RESPONSES, BODY)
+    (served.folder / "responses").write_text("no database " * 1000)
+    found = served.client.get(f"{RESPONSES}/{answer['id']}")
+    assert (found.status_code, found.json["error"]["type"]) == (500, "server_error")
+    assert whole(served, RESPONSES, BODY)["store"] is False
