@@ -1,10 +1,12 @@
-// Vercel's AI SDK by its provider for servers that speak OpenAI's API. test_javascript.py runs it.
+// Vercel's AI SDK by its provider for servers that speak OpenAI's API, and by that of OpenAI. test_javascript.py runs it.
 "use strict";
 
 const assert = require("node:assert/strict");
 const { test } = require("node:test");
+const { createOpenAI } = require("@ai-sdk/openai");
 const { createOpenAICompatible } = require("@ai-sdk/openai-compatible");
-const { APICallError, generateText, streamText } = require("ai");
+const { APICallError, generateText, stepCountIs, streamText, tool } = require("ai");
+const { z } = require("zod");
 
 const { CHAT_ANSWER, KEY, QUESTION, SERVER } = process.env;
 const CHAT_ANSWER_TOKENS = Number(process.env.CHAT_ANSWER_TOKENS);
@@ -47,6 +49,24 @@ test("a conversation with a system prompt and a limit is answered", async () => 
     ];
     const result = await generateText({ ...chat, prompt: undefined, system: "Be brief.", messages, maxOutputTokens: 3 });
     assert.deepEqual([result.finishReason, result.usage.outputTokens], ["length", 3]);
+});
+
+test("OpenAI's provider refers to the items of earlier turns, also of those with a tool", async () => {
+    const model = createOpenAI({ baseURL: `${SERVER}/v1`, apiKey: KEY })("demo");
+    const inputSchema = z.object({ city: z.enum(["Paris", "Rome"]) });
+    const tools = { getWeather: tool({ description: "Returns the weather.", inputSchema, execute: async () => "sunny" }) };
+    const prepareStep = ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? "required" : "none" });
+    const messages = [];
+    for (const turn of [1, 2, 3]) {
+        messages.push({ role: "user", content: QUESTION });
+        const request = { model, messages, tools, prepareStep, stopWhen: stepCountIs(2), maxOutputTokens: 60, maxRetries: 0 };
+        const result = await generateText({ ...request, providerOptions: { openai: { parallelToolCalls: false } } });
+        assert.equal(result.steps.length, 2);
+        assert.ok(result.text);
+        const { input } = result.request.body;
+        assert.equal(input.filter((item) => item.type === "item_reference").length, turn - 1);
+        messages.push(...result.response.messages);
+    }
 });
 
 test("an invalid value is an APICallError with the server's status and words", async () => {

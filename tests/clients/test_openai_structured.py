@@ -146,7 +146,20 @@ def test_the_arguments_of_a_streamed_function_call_come_in_pieces(client):
     assert json.loads(call.arguments) == call.parsed_arguments.model_dump()
 
 
-def test_a_response_that_would_have_to_be_stored_is_refused_by_name(client):
+def test_a_stored_response_is_retrieved_continued_and_deleted(client):
+    first = client.responses.create(**RESPOND)
+    assert first.store is True
+    assert client.responses.retrieve(first.id) == first
+    more = RESPOND | {"input": "What is continuous batching?"}
+    with client.responses.stream(**more, previous_response_id=first.id) as stream:
+        second = stream.until_done().get_final_response()
+    said = [{"role": "user", "content": QUESTION}, *first.output, {"role": "user", "content": more["input"]}]
+    sent = client.responses.create(**RESPOND | {"input": said}, store=False)
+    assert (second.output_text, second.usage.input_tokens) == (sent.output_text, sent.usage.input_tokens)
+    client.responses.delete(first.id)
+    for response in (first, sent):
+        with pytest.raises(openai.NotFoundError, match="--response-store-size"):
+            client.responses.retrieve(response.id)
     with pytest.raises(openai.BadRequestError) as caught:
-        client.responses.create(**RESPOND, previous_response_id="resp_1")
-    assert caught.value.param == "previous_response_id"
+        client.responses.create(**more, previous_response_id=second.id)
+    assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")

@@ -111,7 +111,7 @@ def test_every_item_of_responses(openai_client, member):
     conversations = [history for item in examples(member) for history in histories(item)]
     accepted = ["`input` needs an item that the model can read"]
     if member.__name__ == "ItemReference":
-        accepted.append("item_reference is not supported")
+        accepted.append(".id` was not found")
     if member.__name__ == "FunctionCallOutput":
         accepted.append("needs `call_id`")  # which these types call optional
     assert_named(refusals(ask, openai.APIStatusError, conversations), *accepted)
