@@ -69,7 +69,7 @@ class StoredResponse(NamedTuple):
     response: bytes
 
     @property
-    def bytes(self) -> int:
+    def total_bytes(self) -> int:
         return len(self.input) + len(self.output) + len(self.response)
 
 
@@ -90,12 +90,12 @@ class ResponseStore:
     def save(self, owner: bytes, stored: StoredResponse) -> bool:
         """Whether it is stored. The oldest entries make room for it; a failure costs no response, and is
         logged."""
-        if stored.bytes > self._max_bytes:
+        if stored.total_bytes > self._max_bytes:
             return False
         try:
             with self._open() as database:
                 database.execute("BEGIN IMMEDIATE")
-                while database.execute(USED_BYTES).fetchone()[0] + stored.bytes > self._max_bytes:
+                while database.execute(USED_BYTES).fetchone()[0] + stored.total_bytes > self._max_bytes:
                     if not database.execute(DELETE_OLDEST).rowcount:
                         break
                 id, *rest = stored
