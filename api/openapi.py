@@ -15,7 +15,7 @@ from api.completions import CompletionRequest
 from api.conversation import ChatRequest
 from api.errors import ANTHROPIC, OPENAI, TGI, ErrorFormat
 from api.messages import CountRequest, MessagesRequest
-from api.responses import ResponsesRequest
+from api.responses import CompactRequest, ResponsesRequest
 from api.tgi import GenerateRequest
 from api.tokenize import DetokenizeRequest
 from config import VERSION
@@ -25,6 +25,7 @@ EXAMPLES = {
     GenerateRequest: {"inputs": QUESTION, "parameters": {"max_new_tokens": 20}},
     ChatRequest: {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 20},
     CompletionRequest: {"prompt": QUESTION, "max_tokens": 20},
+    CompactRequest: {"model": "local", "input": QUESTION},
     ResponsesRequest: {"input": QUESTION, "max_output_tokens": 20},
     MessagesRequest: {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 20},
     CountRequest: {"messages": [{"role": "user", "content": QUESTION}]},

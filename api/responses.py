@@ -24,8 +24,8 @@ from api.content import ContentReader, needed, omitted
 from api.conversation import ChatRequest, Message, arguments_of, prepare_chat
 from api.errors import OPENAI, ApiError, invalid, named_event
 from api.fields import FieldNames, Json
-from api.openai import OpenAIResponseWriter, TokenLogprob
-from api.prepared_request import PreparedRequest, Served
+from api.openai import OpenAIResponseWriter, TokenLogprob, Usage
+from api.prepared_request import PreparedRequest, Served, ids_of
 from api.reasoning import seal, unseal
 from api.response_store import OwnedResponses, StoredResponse, item_id, new_key, response_id
 from api.response_writer import GeneratedSequence, ResponseWriter
@@ -42,6 +42,13 @@ REJECTED_FIELDS = {
 # Characters that truncation can leave of an escaped one, such as \ud83d\ude4.
 MAX_PARTIAL_ESCAPE = 12
 CUSTOM_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+SUMMARIZE = (
+    "Summarize this conversation for an assistant that continues it without having seen it: what the user "
+    "asked for, what was done and found out, decisions, open questions, and the names, numbers and code that "
+    "are still needed. Write the summary only."
+)
+MAX_SUMMARY_TOKENS = 4_000
+SUMMARY = "Summary of the conversation so far:\n{}"
 LOGPROBS = "message.output_text.logprobs"
 SEALED_REASONING = "reasoning.encrypted_content"
 
@@ -110,6 +117,30 @@ class ResponsesRequest(ResponsesFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class InputTokens(Struct):
+    """The response of `POST /v1/responses/input_tokens`."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
+class CompactRequest(Struct, kw_only=True):
+    """Body of `POST /v1/responses/compact`."""
+
+    model: str  # ignored: one model is served
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class Compaction(Struct, tag="compaction"):
+    """A summary, in an opaque form."""
+
+    id: str
+    encrypted_content: str
+
+
 class OutputText(Struct, tag="output_text"):
     text: str = ""
     annotations: list[dict[str, Any]] = []
@@ -163,6 +194,16 @@ class ResponsesUsage(Struct):
     output_tokens_details: dict[str, int]
     total_tokens: int
 
+    @classmethod
+    def of(cls, usage: Usage, reasoning_tokens: int) -> ResponsesUsage:
+        return cls(
+            usage.prompt_tokens,
+            {"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0},
+            usage.completion_tokens,
+            {"reasoning_tokens": reasoning_tokens},
+            usage.total_tokens,
+        )
+
 
 class ResponsesResponse(ResponsesFields, kw_only=True):
     """The body of a whole response; in a stream, the state of the response at its beginning and at its
@@ -180,6 +221,16 @@ class ResponsesResponse(ResponsesFields, kw_only=True):
         default_factory=list
     )
     usage: ResponsesUsage | None = None
+
+
+class CompactedConversation(Struct, kw_only=True):
+    """The response of `POST /v1/responses/compact`."""
+
+    id: str
+    object: str = "response.compaction"
+    created_at: int
+    output: list[Compaction]
+    usage: ResponsesUsage
 
 
 # The response's values of fields that the request leaves out.
@@ -220,13 +271,46 @@ class ClientTool(NamedTuple):
 
 def responses(data: Json, served: Served) -> ResponseWriter:
     request = fields.read(data, ResponsesRequest)
+    conversation = Conversation.of(request, served.responses)
+    tools = ResponsesTools(request, conversation)
+    prepared = _prepare(request, conversation, tools, served)
+    request.store = request.store is not False and served.responses.is_on
+    own_input = encode(conversation.own) if request.store else b""
+    return ResponsesWriter(prepared, served, request, tools, own_input)
+
+
+def input_tokens(data: Json, served: Served) -> InputTokens:
+    request = fields.read(data, ResponsesRequest)
+    conversation = Conversation.of(request, served.responses)
+    prepared = _prepare(request, conversation, ResponsesTools(request, conversation), served)
+    return InputTokens(len(ids_of(prepared, served)))
+
+
+def compact(data: Json, served: Served) -> ResponseWriter:
+    """The model summarizes the conversation."""
+    given = fields.read(data, CompactRequest)
+    request = ResponsesRequest(
+        input=given.input,
+        instructions=given.instructions,
+        previous_response_id=given.previous_response_id,
+        reasoning=ReasoningConfig("none"),
+        max_output_tokens=MAX_SUMMARY_TOKENS,
+        temperature=0,
+    )
+    conversation = Conversation.of(request, served.responses)
+    conversation.own.append({"role": "user", "content": SUMMARIZE})
+    prepared = _prepare(request, conversation, ResponsesTools(request, conversation), served)
+    return CompactionWriter([prepared], served)
+
+
+def _prepare(
+    request: ResponsesRequest, conversation: Conversation, tools: ResponsesTools, served: Served
+) -> PreparedRequest:
     for name, why in REJECTED_FIELDS.items():
         if getattr(request, name):
             raise invalid(name, why)
     if request.truncation not in (None, "disabled", "auto"):
         raise invalid("truncation", "must be auto or disabled", given=request.truncation[:40])
-    conversation = Conversation.of(request, served.responses)
-    tools = ResponsesTools(request, conversation)
     paths, messages = _messages(request, conversation, tools)
     chat = ChatRequest(
         messages=messages,
@@ -253,10 +337,7 @@ def responses(data: Json, served: Served) -> ResponseWriter:
         function="",
         allowed_tools="",
     )
-    prepared = prepare_chat(chat, served, names)
-    request.store = request.store is not False and served.responses.is_on
-    own_input = encode(conversation.own) if request.store else b""
-    return ResponsesWriter(prepared, served, request, tools, own_input)
+    return prepare_chat(chat, served, names)
 
 
 class Conversation(NamedTuple):
@@ -459,6 +540,11 @@ def _reasoning(reader: ItemReader, path: str, item: Json) -> Message | None:
     return Message("assistant", reasoning_content=thoughts) if thoughts else None
 
 
+def _compaction(_reader: ItemReader, _path: str, item: Json) -> Message | None:
+    summary = unseal(item.get("encrypted_content"))
+    return Message("user", SUMMARY.format(summary)) if summary else None
+
+
 def _function_call(reader: ItemReader, path: str, item: Json) -> Message:
     return _call(reader, path, item, arguments_of(f"{path}.arguments", item.get("arguments")))
 
@@ -536,6 +622,7 @@ def _file_search(reader: ItemReader, path: str, item: Json) -> str:
 ITEMS = {
     "message": _message,
     "reasoning": _reasoning,
+    "compaction": _compaction,
     "function_call": _function_call,
     "function_call_output": _output,
     "custom_tool_call": _custom_call,
@@ -657,13 +744,7 @@ class ResponsesWriter(OpenAIResponseWriter):
         response.completed_at = int(time.time())
         response.status = "incomplete" if is_truncated else "completed"
         response.incomplete_details = {"reason": "max_output_tokens"} if is_truncated else None
-        response.usage = ResponsesUsage(
-            usage.prompt_tokens,
-            {"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0},
-            usage.completion_tokens,
-            {"reasoning_tokens": self._parser.reasoning_tokens},
-            usage.total_tokens,
-        )
+        response.usage = ResponsesUsage.of(usage, self._parser.reasoning_tokens)
         if response.store:  # before the client knows its end
             response.store = self._save()
         return response
@@ -800,6 +881,21 @@ def _without_logprobs(item: OutputItem) -> OutputItem:
     if not isinstance(item, OutputMessage):
         return item
     return replace(item, content=[replace(part, logprobs=[]) for part in item.content])
+
+
+class CompactionWriter(OpenAIResponseWriter):
+    """The output is a summary of the conversation, which a later request has in place of its items."""
+
+    def whole(self, sequences: list[GeneratedSequence]) -> CompactedConversation:
+        (sequence,) = sequences
+        read = sequence.prepared.parser_config.whole(sequence.pieces, sequence.is_truncated)
+        key = new_key()
+        return CompactedConversation(
+            id=response_id(key),
+            created_at=int(time.time()),
+            output=[Compaction(item_id("cmp", key, 0), seal(read.content))],
+            usage=ResponsesUsage.of(self._usage(sequences), read.reasoning_tokens),
+        )
 
 
 def _encode(event: dict[str, Any]) -> bytes:

@@ -19,7 +19,7 @@ from api.fields import Json
 from api.openai import ModelCard, ModelList
 from api.openapi import Route, openapi
 from api.prepared_request import Served
-from api.responses import ResponsesRequest
+from api.responses import CompactRequest, ResponsesRequest
 from api.server import Read, Server, json_response
 
 SAGEMAKER_ADAPTER = "X-Amzn-SageMaker-Adapter-Identifier"  # a header
@@ -184,6 +184,24 @@ ROUTES = (
         errors=(OPENAI,),
         responses=(status.DeletedResponse,),
         parameter=("path", "response_id"),
+    ),
+    Route(
+        "POST",
+        "/v1/responses/input_tokens",
+        "The number of tokens of a response's input",
+        replies(responses.input_tokens),
+        errors=(OPENAI,),
+        bodies=(ResponsesRequest,),
+        responses=(responses.InputTokens,),
+    ),
+    Route(
+        "POST",
+        "/v1/responses/compact",
+        "A conversation as a summary, which later requests have in its place",
+        generates(responses.compact, renders=True),
+        errors=(OPENAI,),
+        bodies=(CompactRequest,),
+        responses=(responses.CompactedConversation,),
     ),
     Route(
         "POST",

@@ -11,6 +11,7 @@ from fakes.tokenizer import VOCABULARY, byte_tokenizer
 from prometheus_client.parser import text_string_to_metric_families
 
 import web
+from api import responses
 from api.engine_client import EngineClient
 from api.prepared_request import ModelText
 from api.response_store import ResponseStore
@@ -24,6 +25,7 @@ from protocol import ModelInfo
 from text.grammar import Grammars
 from worker import Worker, WorkerDeps
 
+responses.SUMMARIZE = "Sum up"  # the context of the model here is short
 WAIT_S = 20
 WINDOW = 60
 LIMITS = {"max_concurrent_requests": 6, "payload_limit": 5000}

@@ -11,7 +11,7 @@ from openai_api import whole as asked
 
 from api import fields as api_fields
 from api.reasoning import unseal
-from api.responses import CUSTOM_INPUT, Conversation, ResponsesRequest, ResponsesTools, ResponsesWriter
+from api.responses import CUSTOM_INPUT, SUMMARY, Conversation, ResponsesRequest, ResponsesTools, ResponsesWriter
 
 BODY = {"input": "Hi", "max_output_tokens": 12, "temperature": 0}
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
@@ -92,7 +92,7 @@ FUNCTION = {"name": "weather", "arguments": '{"city":"Oslo"}'}
 CALLS_OF = {name: {"id": name, "type": "function", "function": FUNCTION} for name in ("call_1", "call_2")}
 SYSTEM = {"role": "system", "content": "Be brief"}
 SKIPPED = ["web_search_call", "image_generation_call", "computer_call", "computer_call_output", "mcp_list_tools"]
-SKIPPED += ["mcp_approval_request", "mcp_approval_response", "compaction", "compaction_trigger", "a type of next year"]
+SKIPPED += ["mcp_approval_request", "mcp_approval_response", "compaction_trigger", "a type of next year"]
 # Items of tools that OpenAI ran, as far as they have no text.
 SILENT = [
     "file_search_call",
@@ -377,6 +377,32 @@ def test_a_response_has_the_fields_that_open_responses_requires(served):
         assert not {"seed", "top_k", "stop", "logit_bias"} & answer.keys()
     first = stream(served, BODY)[0]["response"]
     assert (first["status"], first["completed_at"]) == ("in_progress", None)
+
+
+def test_the_tokens_of_an_input_are_counted(served):
+    body = {"input": "Hi", "instructions": "Be brief", "previous_response_id": whole(served, BODY)["id"]}
+    counted = served.post(f"{RESPONSES}/input_tokens", body)
+    assert counted.json == {
+        "object": "response.input_tokens",
+        "input_tokens": whole(served, BODY | body)["usage"]["input_tokens"],
+    }
+    assert served.post(f"{RESPONSES}/input_tokens", {"input": 5}).json["error"]["param"] == "input"
+
+
+def test_a_compacted_conversation_is_a_summary_in_later_requests(served):
+    body = {"model": "m", "input": [USER, {"role": "assistant", "content": "Ho"}], "instructions": "Be brief"}
+    compacted = served.post(f"{RESPONSES}/compact", body).json
+    assert compacted["object"] == "response.compaction" and compacted["id"].startswith("resp_")
+    (item,) = compacted["output"]
+    prompt = "s:Be brief;u:Hi;a:Ho;u:Sum up;a:"
+    assert compacted["usage"]["input_tokens"] == len(prompt)
+    summary = served.tokenizer.decode(served.expected(prompt, compacted["usage"]["output_tokens"]))
+    assert unseal(item["encrypted_content"]) == summary
+    assert prepared("responses", input=[item, USER]).prompt == f"u:{SUMMARY.format(summary)};u:Hi;a:"
+    foreign = {"type": "compaction", "encrypted_content": "gAAAA"}
+    assert prepared("responses", input=[foreign, USER]).prompt == "u:Hi;a:"
+    missing = served.post(f"{RESPONSES}/compact", {"input": "Hi"})
+    assert (missing.status_code, missing.json["error"]["param"]) == (400, "model")
 
 
 def test_sampling_fields_of_chats_are_there_too():
