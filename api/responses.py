@@ -47,7 +47,7 @@ SUMMARIZE = (
     "asked for, what was done and found out, decisions, open questions, and the names, numbers and code that "
     "are still needed. Write the summary only."
 )
-MAX_SUMMARY_TOKENS = 4_000
+MAX_SUMMARY_TOKENS = 1_000
 SUMMARY = "Summary of the conversation so far:\n{}"
 LOGPROBS = "message.output_text.logprobs"
 SEALED_REASONING = "reasoning.encrypted_content"
