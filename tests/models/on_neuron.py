@@ -57,9 +57,11 @@ GREEDY = (1, 1.0, 1.0)
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path, monkeypatch):
-    """A machine with two cores, and empty caches."""
+    """A machine with two cores, empty caches, and a device that computes at once."""
     for name in [name for name in os.environ if name.startswith("NEURON_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("SIMULATED_STEP_MS", "0")
+    monkeypatch.setenv("SIMULATED_PREFILL_MS", "0")
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "cache"))
     monkeypatch.setenv("NEURON_RT_NUM_CORES", "2")
     monkeypatch.setattr(neuron_build, "CORES_WAIT_S", -1.0)
