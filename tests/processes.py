@@ -49,8 +49,10 @@ class Server:
         self.log_path = self.tmp / "log"
         inherited = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
         self.environment = inherited | {"TMPDIR": str(self.tmp), "PYTHON": sys.executable}
-        # One web process costs less to start than two; tests of two ask for them.
-        self.environment |= {"MODEL_CACHE": str(MODEL_CACHE), "WEB_CONCURRENCY": "1"} | environment
+        # Sampling loops are compiled once for all model caches, which takes nine seconds. One web process costs less to start
+        # than two; tests of two ask for them.
+        shared = {"MODEL_CACHE": str(MODEL_CACHE), "NUMBA_CACHE_DIR": str(MODEL_CACHE / "numba"), "WEB_CONCURRENCY": "1"}
+        self.environment |= shared | environment
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, *arguments], cwd=cwd, env=self.environment, stdout=log, stderr=log, start_new_session=True

@@ -33,7 +33,7 @@ def start(tmp_path):
         python = tmp_path / "python"
         python.write_text(PYTHON.format(python=shlex.quote(sys.executable), worker=worker))
         python.chmod(0o755)
-        return Server(*flags, PYTHON=str(python), **settings)
+        return Server(*flags, PYTHON=str(python), NUMBA_CACHE_DIR="", **settings)
 
     return run
 

@@ -277,8 +277,11 @@ def generate(model, ids: torch.Tensor) -> tuple[list[list[int]], list[float]]:
     return out.sequences[:, ids.shape[1] :].tolist(), (best - second).min(0).values.tolist()
 
 
-def run(model, prompts: list[list[int]], seed=0, prefill_chunk=None, budget=None, all_logits=False) -> list[Sequence]:
-    """Runs all prompts to the end of the window as the worker does, arriving at random times; some are cancelled on the way.
+def run(
+    model, prompts: list[list[int]], seed=0, prefill_chunk=None, budget=None, all_logits=False, new_tokens=None
+) -> list[Sequence]:
+    """Runs all prompts for `new_tokens`, or to the end of the window, as the worker does, arriving at random times; some are
+    cancelled on the way.
 
     Prompts are repeated, so many continue what a slot holds.
     A sequence's logits are those that its tokens were chosen from; with `all_logits` those after every prompt token as well.
@@ -295,7 +298,7 @@ def run(model, prompts: list[list[int]], seed=0, prefill_chunk=None, budget=None
     scheduler = Scheduler(limits)
     sequences = []
     for prompt in prompts:
-        most = model.max_total_tokens - len(prompt)
+        most = new_tokens or model.max_total_tokens - len(prompt)
         generate = Generate(0, prompt, most, prompt_logprobs=all_logits)
         sequences.append(Sequence(generate=generate, max_new_tokens=most, arrived_at=0.0))
     arriving = list(sequences)

@@ -1,8 +1,19 @@
-"""A hub for the tests of what is downloaded. See fakes/hub.py."""
+"""A hub for the tests of what is downloaded (fakes/hub.py), and what children of `models.source` do without a child."""
+
+import runpy
+import sys
+import traceback
+import warnings
+from pathlib import Path
 
 import pytest
 from fakes.hub import Hub, forget_connections
 from huggingface_hub import constants, file_download
+
+from models import source
+from models.base import ModelError
+from models.child import ChildError, run_module
+from run import ConfigError
 
 
 @pytest.fixture
@@ -29,3 +40,35 @@ def hub(tmp_path, monkeypatch):
         forget_connections()
         yield hub
         forget_connections()
+
+
+@pytest.fixture
+def no_children(monkeypatch):
+    """Checkpoints are read, written and checked in this process: a child imports transformers, which takes five seconds. The
+    tests that start servers run real ones."""
+
+    def run(arguments, **options):
+        name, *others = arguments
+        if not name.startswith("models."):  # pip
+            return run_module(arguments, **options)
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the module may have been imported before
+            patch.setattr(sys, "argv", arguments)
+            try:
+                runpy.run_module(name, run_name="__main__")
+            except SystemExit as end:
+                raise ChildError(1, str(end.code).splitlines()) from None
+            except Exception as error:
+                raise ChildError(1, traceback.format_exception_only(error)) from None
+
+    def check(arguments, config):
+        from models.architecture import read_architecture
+
+        _check, folder = arguments
+        try:
+            read_architecture(config, Path(folder))
+        except ModelError as error:
+            raise ConfigError(str(error)) from None
+
+    monkeypatch.setattr(source, "run_module", run)
+    monkeypatch.setattr(source, "run_converter", check)

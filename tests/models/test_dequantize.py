@@ -23,7 +23,7 @@ from models.cache import READERS
 from models.dequantize import FORMATS, write_checkpoint
 from run import ConfigError
 
-pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.models, pytest.mark.usefixtures("no_children"), pytest.mark.filterwarnings("ignore")]
 
 SIZES = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 16}  # blocks of 32 do not divide 80
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}

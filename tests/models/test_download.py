@@ -104,6 +104,8 @@ def test_a_checkpoint_that_was_split_into_a_file_for_each_tensor_is_fetched(hub,
     assert names(fetch_weights(config, folder)) == sorted(FACTS + split)
 
 
+@pytest.mark.models
+@pytest.mark.usefixtures("no_children")
 def test_pickled_weights_are_not_downloaded_for_a_cpu_which_does_not_read_them(hub, config):
     hub.push("someone/model", files(FACTS, PICKLED, NEVER, **{"config.json": b'{"model_type": "llama"}'}))
     prepared = models.prepare(replace(config, device="cpu"))
@@ -117,6 +119,7 @@ LLAMA_4 = {"model_type": "llama4", "text_config": {"attention_chunk_size": 8192}
 
 
 @pytest.mark.models
+@pytest.mark.usefixtures("no_children")
 @pytest.mark.parametrize(
     ("device", "facts", "settings", "why"),
     [
@@ -154,6 +157,7 @@ def test_what_needs_a_missing_package_is_refused_before_the_download(hub, config
 
 
 @pytest.mark.models
+@pytest.mark.usefixtures("no_children")
 @pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
 def test_a_model_whose_text_part_is_served_is_not_refused_for_its_other_part(hub, config, tmp_path, kind):
     facts = {"model_type": kind, "vision_config": {}, "text_config": {}}

@@ -17,7 +17,7 @@ from models import source
 from models.base import ModelError
 from models.lora import merge
 
-pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.models, pytest.mark.usefixtures("no_children"), pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module")

@@ -52,8 +52,8 @@ def test_every_prompt_is_continued_as_transformers_does_it(name, prompts):
     openvino = load(config, model.folder, model.prepared.manifest, lambda phase: None)
     assert openvino.engine == "openvino"
     for served in (openvino, TorchModel(config, model.folder, "cpu")):
-        for sequence in run(served, [list(prompt) for prompt in ids]):
-            found = sequence.tokens[:TOKENS]  # fewer where it was cancelled
+        for sequence in run(served, [list(prompt) for prompt in ids], new_tokens=TOKENS):
+            found = sequence.tokens  # fewer where it was cancelled
             tokens, logprobs = model.continued(tuple(sequence.generate.prompt))
             assert found[: len(tokens)] == tokens[: len(found)]
             for logits, expected in zip(sequence.logits[: len(found)], logprobs):

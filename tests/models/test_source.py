@@ -28,7 +28,7 @@ from models.base import ModelError
 from models.cache import NNCF, READERS
 from run import HERE, ConfigError
 
-pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.models, pytest.mark.usefixtures("no_children"), pytest.mark.filterwarnings("ignore")]
 
 NAME = "tiny.gguf"
 

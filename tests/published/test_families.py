@@ -1,7 +1,6 @@
 """Families in folders as they are published, served by the real entrypoint and asked through every API."""
 
 import json
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -88,7 +87,7 @@ def load(folder, record, dtype):
 
 def start(folder, **environment):
     where = {"MODEL_ID": str(folder), "MODEL_CACHE": str(folder.parent / "cache"), "MAX_TOTAL_TOKENS": str(TOTAL_TOKENS)}
-    return Server(**where, NUMBA_CACHE_DIR=os.environ["NUMBA_CACHE_DIR"], **environment)
+    return Server(**where, **environment)
 
 
 def streamed(server, path, body):
