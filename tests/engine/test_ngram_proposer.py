@@ -128,9 +128,9 @@ def played(requests, engine, seed, known=None, cancelled=()):
 
 @pytest.mark.random_examples
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
-def test_500_random_schedules_give_the_tokens_log_probabilities_and_ends_of_single_steps(engine):
+def test_random_schedules_give_the_tokens_log_probabilities_and_ends_of_single_steps(engine):
     accepted = 0
-    for seed in range(500):
+    for seed in range(100):
         chance = random.Random(seed)
         requests = list(requests_of(chance))
         plain, _ = played(requests, engine, seed)
@@ -139,13 +139,13 @@ def test_500_random_schedules_give_the_tokens_log_probabilities_and_ends_of_sing
         assert guessed == plain
         assert driven.worker.scheduler.busy == 0 and set(driven.ends) == set(known)
         accepted += driven.worker.metrics.series("speculation_accepted_tokens")._value.get()
-    assert accepted > 1000
+    assert accepted > 500
 
 
 @pytest.mark.random_examples
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 def test_a_request_that_is_cancelled_leaves_the_texts_of_the_others(engine):
-    for seed in range(60):
+    for seed in range(30):
         requests = list(requests_of(random.Random(seed)))
         plain, _ = played(requests, engine, seed)
         known = {number: [token for token, *_ in tokens] for number, tokens in plain.items()}
