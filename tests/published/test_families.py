@@ -23,15 +23,16 @@ pytestmark = [
 ]
 
 SAMPLES = set(MECHANISMS.values())
+SAMPLES_IN_16_BITS = {"Llama 3.1", "Gemma 3 4B", "Qwen3 MoE", "DeepSeek V2"}
 
 
-def rows(families):
-    for family in families:
-        yield pytest.param(family, id=family.id, marks=[] if family.name in SAMPLES else pytest.mark.families)
+def rows(families, samples=SAMPLES):
+    others = pytest.mark.families
+    return [pytest.param(family, id=family.id, marks=() if family.name in samples else others) for family in families]
 
 
-SERVED = list(rows(family for family in FAMILIES if not family.refused))
-REFUSED = list(rows(family for family in FAMILIES if family.refused))
+SERVED = [family for family in FAMILIES if not family.refused]
+REFUSED = [family for family in FAMILIES if family.refused]
 
 TOTAL_TOKENS = 512
 CLEAR_TOKENS = 8  # fewer say little
@@ -138,13 +139,19 @@ def ask(server, api, is_streamed):
     return of_answer(server.post(path, body))
 
 
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("family", rows(SERVED, SAMPLES_IN_16_BITS))
+@pytest.mark.usefixtures("conversions")
+def test_a_family_is_served_in_the_type_of_its_checkpoint_by_the_engine_of_its_row(tmp_path, record_property, family):
+    folder = folders.write(tmp_path / "model", family)
+    assert load(folder, record_property, "auto").engine == family.default_engine
+
+
+@pytest.mark.parametrize("family", rows(SERVED))
 @pytest.mark.usefixtures("conversions")
 def test_a_family_is_served_and_its_texts_are_those_of_transformers(tmp_path, record_property, family):
     folder = folders.write(tmp_path / "model", family)
     reference = Reference(folder)
     short, long, chat = reference.ids(SHORT), reference.ids(LONG), reference.chat_ids(CHAT)
-    assert load(folder, record_property, "auto").engine == family.default_engine
     assert load(folder, record_property, "float32").engine == family.engine
     requests = [(api, is_streamed) for api in ("generate", *TEXTS) for is_streamed in (False, True)]
     with start(folder, DTYPE="float32") as server:
@@ -168,7 +175,7 @@ def test_a_family_is_served_and_its_texts_are_those_of_transformers(tmp_path, re
         Expected(reference, long, eos=[]).assert_ids(sequence.tokens)
 
 
-@pytest.mark.parametrize("family", REFUSED)
+@pytest.mark.parametrize("family", rows(REFUSED))
 def test_a_family_is_refused_in_one_line_before_its_weights_are_read(tmp_path, family):
     folder = folders.write_unreadable(tmp_path / "model", family)
     with start(folder) as server:
