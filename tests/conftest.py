@@ -26,6 +26,21 @@ settings.load_profile("brief")
 collect_ignore = ["clients", "ray_serve"]  # have environments of their own: `make test-clients`, `make test-ray`
 
 
+def pytest_collection_modifyitems(items):
+    """Files that take long come first, in random order: `make test` runs a file in one process, and none shall be the last."""
+
+    def place(item):
+        marks = {mark.name for mark in item.iter_markers()}
+        if "timeout" in marks:
+            return 0
+        return 1 if marks & {"models", "processes"} else 2
+
+    places = {}
+    for item in items:
+        places[item.path] = min(place(item), places.get(item.path, 2))
+    items.sort(key=lambda item: places[item.path])
+
+
 @pytest.fixture
 def serve(tmp_path):
     """Makes a server with settings of its own; see served.py."""

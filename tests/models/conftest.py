@@ -48,7 +48,7 @@ def no_children(monkeypatch):
     tests that start servers run real ones."""
 
     def run(arguments, **options):
-        name, *others = arguments
+        name = arguments[0]
         if not name.startswith("models."):  # pip
             return run_module(arguments, **options)
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
