@@ -97,9 +97,12 @@ clients: $(VENV)/run.installed
 test-clients: export SERVER_PYTHON := $(BIN)/python
 test-clients: export NODE_PATH := $(AT)-clients/javascript/node_modules
 test-clients: export AGENTS := $(AT)-clients/agents/node_modules
+# Two environments at a time: clients and servers wait for each other. What they print comes when they have ended.
 test-clients: clients
-	@$(foreach client,$(CLIENTS),echo "$(client):" && $(VENV)-clients/$(client)/bin/python -m pytest \
-		-c tests/clients/pytest.ini $(addprefix tests/clients/,$($(client))) $(ARGS) &&) true
+	@$(MAKE) --silent --no-print-directory -j 2 --output-sync=target --keep-going $(CLIENTS:%=test-clients-%)
+
+$(CLIENTS:%=test-clients-%): test-clients-%:
+	@echo "$*:" && $(VENV)-clients/$*/bin/python -m pytest -c tests/clients/pytest.ini $(addprefix tests/clients/,$($*)) $(ARGS)
 
 # This environment has transformers-neuronx and stand-ins for what it imports (tests/neuron_sim/README.md).
 # Models that transformers 5 saves, in the environment of `make test`, are served with two versions of 4 (the README there).

