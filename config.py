@@ -57,7 +57,7 @@ TOOL_PARSERS = (
     "deepseek_v31",
 )
 # The names in FORMATS of text/reasoning.py (tested), and vLLM's parsers that mean the first of them.
-REASONING_PARSERS = ("think", "mistral", "seed_oss", "gemma4")
+REASONING_PARSERS = ("think", "mistral", "seed_oss", "gemma4", "openai_gptoss")
 THINK_PARSERS = (
     "deepseek_r1",
     "deepseek_v3",

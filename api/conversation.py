@@ -87,6 +87,8 @@ def prepare_chat(chat: ChatRequest, served: Served, names: FieldNames = CHAT_FIE
     policy = tool_policy(chat.tools, chat.tool_choice, chat.parallel_tool_calls, text.tools, names)
     prompt = _prompt(chat, served, names)
     thinking = text.reasoning.thinking(prompt, _continued(chat.messages))
+    if prepared.grammar:
+        prepared = replace(prepared, grammar=text.reasoning.in_answer(prepared.grammar))
     name, grammar = _grammar(prepared, policy)
     budget = _budget(chat, prepared, served)
     if thinking and (grammar or budget is not None):

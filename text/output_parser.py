@@ -145,6 +145,7 @@ class OutputParser:
         self._is_thinking = self._thinking is not None and self._thinking.is_open
         self._buffer = ""  # text that is not read yet
         self._undecided = ""  # text that is read and in no part yet
+        self._header = ""  # of a message, which is not complete
         self._parts: list[OutputPart] = []
         self._ended = False
         self._begun = 0  # calls
@@ -171,9 +172,25 @@ class OutputParser:
         if was_thinking and piece.id == self._thinking.close_id:
             self._is_thinking = False
             text = text.removesuffix(self._thinking.format.close)
+        elif self._thinking and self._thinking.format.headers:
+            text = self._without_header(text)
         parts = self.push(text)
         self.reasoning_tokens += was_thinking or self._is_thinking
         return parts
+
+    def _without_header(self, text: str) -> str:
+        """Holds back the header of a message until it is complete; only those of reasoning and of calls are
+        read."""
+        begins, end = self._thinking.format.headers
+        if self._header or text in begins:
+            self._header += text
+            return self._take_header() if text == end else ""
+        return "" if text == self._thinking.format.close else text
+
+    def _take_header(self) -> str:
+        header = self._header
+        self._header = ""
+        return header if header == self._thinking.format.open or " to=" in header else ""
 
     def push(self, text: str) -> list[OutputPart]:
         self._buffer += text
@@ -190,7 +207,7 @@ class OutputParser:
         """
         self._ended = True
         self._keeps_truncated = is_truncated or (self._calls is not None and self._calls.requires_call)
-        return self.push("")
+        return self.push(self._take_header() if self._header else "")
 
     # Generators that read from the buffer, and yield when they need more text.
 

@@ -17,16 +17,24 @@ from text.tool_formats import terminals, up_to
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """The markers around reasoning. `inner`: special tokens that `open` is made of, if it is several."""
+    """The markers around reasoning.
+
+    inner: special tokens that `open` is made of, if it is several; headers: the tokens that begin and the one
+    that ends the header of a message, for models whose output is several messages; answer: what begins
+    another message, and the rest of the header of the one with the content.
+    """
 
     name: str
     open: str
     close: str
     inner: tuple[str, ...] = ()
+    headers: tuple[frozenset[str], str] | None = None
+    answer: tuple[str, str] | None = None
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return (self.open, self.close, *self.inner)
+        """The tokens that the parser has to see."""
+        return (*(self.inner or (self.open,)), self.close)
 
 
 THINK = ReasoningFormat("think", "<think>", "</think>")
@@ -35,6 +43,14 @@ FORMATS = (
     ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
     ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
     ReasoningFormat("gemma4", "<|channel>thought\n", "<channel|>", inner=("<|channel>",)),
+    ReasoningFormat(  # harmony, of gpt-oss
+        "openai_gptoss",
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        inner=("<|start|>", "<|channel|>", "<|message|>"),
+        headers=(frozenset({"<|start|>", "<|channel|>"}), "<|message|>"),
+        answer=("<|start|>assistant", "<|channel|>final<|message|>"),
+    ),
 )
 
 
@@ -81,6 +97,14 @@ class ModelReasoning:
         if is_closed and not is_open:
             return None
         return Thinking(form, is_open, self.token_id(form.close))
+
+    def in_answer(self, grammar: str) -> str:
+        """The grammar of a structured output with the header that the model writes before its content."""
+        form = self.format
+        if form is None or form.answer is None:
+            return grammar
+        begin, header = (terminals(part, form.markers, self.token_id) for part in form.answer)
+        return of_rules([f"start: ({begin})? {header} body"], grammar, "body")
 
     def grammar(self, thinking: Thinking, answer: str, budget: int | None = None) -> str:
         """The grammar of reasoning, of at most `budget` tokens, and of what follows it: `answer` is another

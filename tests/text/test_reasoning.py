@@ -144,3 +144,47 @@ def test_a_spelled_marker_is_part_of_the_reasoning_where_the_marker_is_a_token(k
     whole = ParserConfig(None, Thinking(THINK, True, close_id)).whole(pieces)
     assert (whole.reasoning, whole.content) == ("a</think>b", "c")
     assert whole.reasoning_tokens == len(spelled) + 1
+
+
+HARMONY = reasoning.FORMATS[-1]
+HARMONY_TOKENS = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]
+FINAL = "<|channel|>final<|message|>"
+THOUGHTS = "<|channel|>analysis<|message|>Hm.<|end|>"
+AGAIN = "<|start|>assistant"
+
+
+@pytest.fixture
+def harmony():
+    tokenizer = tiny_tokenizers.byte_level()
+    tokenizer.add_special_tokens(HARMONY_TOKENS)
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("written", "thoughts", "content"),
+    [
+        (THOUGHTS + AGAIN + FINAL + "Yes<|return|>", "Hm.", "Yes"),
+        (FINAL + "Yes", "", "Yes"),
+        (f"{THOUGHTS}{AGAIN}<|channel|>commentary<|message|>I look.<|end|>{AGAIN}{FINAL}So", "Hm.", "I look.So"),
+        ("<|channel|>analysis<|message|>H", "H", ""),
+        ("<|channel|>ana", "", ""),
+        ("Yes", "", "Yes"),
+    ],
+)
+def test_of_several_messages_the_headers_are_left_out(harmony, tmp_path, written, thoughts, content):
+    tokenizer = Tokenizer(tiny_tokenizers.save(harmony, tmp_path))
+    stream = TextStream(tokenizer, [])
+    pieces = [piece for i in harmony.encode(written).ids for piece in stream.push(i, 0.0, [], False)] + stream.finish()
+    close_id = harmony.token_to_id("<|end|>")
+    whole = ParserConfig(None, Thinking(HARMONY, False, close_id)).whole(pieces)
+    assert (whole.reasoning, whole.content) == (thoughts, content)
+
+
+def test_a_structured_output_has_the_header_of_its_message(harmony):
+    model = ModelReasoning(HARMONY, harmony.token_to_id)
+    grammar = model.in_answer(of_json_schema({"const": 1}))
+    thinking = Thinking(HARMONY, False, harmony.token_to_id("<|end|>"))
+    allows = Judge(harmony, model.grammar(thinking, grammar)).allows
+    assert allows(THOUGHTS + AGAIN + FINAL + "1") and allows(FINAL + "1")
+    assert allows(THOUGHTS + "1") is allows(FINAL + "2") is False
+    assert ModelReasoning(THINK).in_answer(grammar) == grammar
