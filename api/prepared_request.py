@@ -24,6 +24,7 @@ from text.reasoning import ModelReasoning
 from text.template import ChatTemplate
 from text.template_capabilities import TemplateCapabilities
 from text.tokenizer import Tokenizer
+from text.tool_detection import model_tools
 from text.tool_formats import AS_TEXT, ModelTools
 
 
@@ -54,7 +55,7 @@ class ModelText(NamedTuple):
         capabilities = TemplateCapabilities.of(template) if template else TemplateCapabilities()
         grammars = GrammarChecker(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
         tokenizer = Tokenizer(info.tokenizer_dir, info.eos_token_ids, config.escape_special_tokens)
-        tools = ModelTools.of(template, capabilities.tools, tokenizer, config.tool_parser)
+        tools = model_tools(template, capabilities.tools, tokenizer, config.tool_parser)
         reasoning = ModelReasoning.of(template, tokenizer, config.reasoning_parser)
         return cls(tokenizer, template, grammars, tools, capabilities, reasoning)
 

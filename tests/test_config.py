@@ -28,7 +28,7 @@ VALUES = {
     "huggingface_hub_cache": [("/data", "/data"), ("cache", os.path.abspath("cache"))],
     "tokenizer_config_path": [(str(HERE / "README.md"), str(HERE / "README.md")), (__file__, __file__)],
     "chat_template_kwargs": [('{"a": 1}', '{"a": 1}'), ("{}", "{}")],
-    "tool_parser": [("hermes", "hermes"), ("qwen3_xml", "qwen3_coder")],
+    "tool_parser": [("hermes", "hermes"), ("glm47", "glm45")],
     "reasoning_parser": [("think", "think"), ("qwen3", "think")],
     "device": [("cpu", "cpu"), ("Neuron", "neuron")],
     "dtype": [("bf16", "bfloat16"), ("FP32", "float32")],
@@ -661,3 +661,11 @@ def test_what_can_be_served_is_printed_as_json(model):
 
 def test_log_level_says_what_is_logged():
     assert run(**HUB_MODEL, LOG_LEVEL="warning").stderr == run("--log-level", "error", **HUB_MODEL).stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("qwen3_xml", "qwen3_coder"), ("llama4_pythonic", "pythonic"), ("granite4", "hermes"), ("ernie45", "hermes")],
+)
+def test_a_tool_parser_may_have_vllms_name(theirs, ours):
+    assert parse(["--model-id", "m", "--tool-call-parser", theirs], {}).tool_parser == ours

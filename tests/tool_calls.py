@@ -23,17 +23,23 @@ TEMPLATES = {
         "{% if tools is not none %}<|start_header_id|>system<|end_header_id|>Environment: ipython{% for t in tools %}{{ t }}"
         '{% endfor %}{{ \'Respond in the format {"name": function name, "parameters": dictionary}.\' }}{% endif %}'
         "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length != 1 %}"
-        '{{ raise_exception("This model only supports single tool-calls at once!") }}{% endif %}{{ m.content }}{% endfor %}'
+        '{{ raise_exception("This model only supports single tool-calls at once!") }}{% endif %}{{ m.content }}'
+        '{% for c in m.tool_calls or [] %}{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
+        "{% endfor %}{% endfor %}"
     ),
     "pythonic": (
         "{% if tools %}Put calls in the format of [func_name1(params_name1=params_value1), func_name2(params)]"
-        "{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}<|start_header_id|>{% for m in messages %}{{ m.content }}"
-        "{% endfor %}"
+        "{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}{% for m in messages %}<|start_header_id|>{{ m.role }}\n"
+        "{{ m.content }}{% if m.tool_calls %}[{% for c in m.tool_calls %}{{ c.function.name }}("
+        "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %})"
+        "{{ ', ' if not loop.last }}{% endfor %}]{% endif %}<|eot_id|>{% endfor %}<|start_header_id|>assistant\n"
     ),
     "mistral": (
         "{% if tools %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}{% for m in messages %}"
         "{% if m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}{% if c.id | length != 9 %}"
-        '{{ raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}{% endif %}{{ c.id }}{% endfor %}]'
+        '{{ raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}{% endif %}'
+        '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}'
+        "{{ ', ' if not loop.last }}{% endfor %}]"
         "{% elif m.role == 'tool' %}[TOOL_RESULTS] {{ m.tool_call_id }}[/TOOL_RESULTS]{% else %}{{ m.content }}{% endif %}"
         "{% endfor %}"
     ),
@@ -65,6 +71,56 @@ TEMPLATES = {
         "{{ c.function.arguments | tojson }}<｜tool▁call▁end｜>{% endfor %}<｜tool▁calls▁end｜>{% endif %}{% endfor %}"
         "<｜Assistant｜></think>"
     ),
+    "glm45": (
+        "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}\n<tool_call>{{ c.function.name }}{% for k, v in c.function.arguments.items() %}"
+        "\n<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v if v is string else v | tojson }}</arg_value>{% endfor %}"
+        "\n</tool_call>{% endfor %}{% endfor %}<|assistant|>\n"
+    ),
+    # An id stands for the name: the server gives it one with the name in it.
+    "kimi_k2": (
+        "{{ tools | tojson if tools }}{% for m in messages %}<|im_{{ m.role }}|>{{ m.content }}{% if m.tool_calls %}"
+        "<|tool_calls_section_begin|>{% for c in m.tool_calls %}<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
+        "{{ c.function.arguments | tojson }}<|tool_call_end|>{% endfor %}<|tool_calls_section_end|>{% endif %}"
+        "{% if m.role == 'tool' %} of {{ m.tool_call_id }}{% endif %}<|im_end|>{% endfor %}<|im_assistant|>"
+    ),
+    "minimax_m2": (
+        "{% for tool in tools or [] %}<tool>{{ tool.function | tojson }}</tool>\n{% endfor %}"
+        "{% for m in messages %}]~b]{{ m.role }}\n{{ m.content }}{% if m.tool_calls %}\n"
+        "<minimax:tool_call>\n{% for c in m.tool_calls %}"
+        '<invoke name="{{ c.function.name }}">\n{% for k, v in c.function.arguments.items() %}<parameter name="{{ k }}">'
+        "{{ v if v is string else v | tojson }}</parameter>\n{% endfor %}</invoke>\n{% endfor %}</minimax:tool_call>{% endif %}"
+        "[e~[\n{% endfor %}]~b]ai\n<think>\n"
+    ),
+    "lfm2": (
+        "{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% if m.tool_calls %}<|tool_call_start|>[{% for c in m.tool_calls %}{{ c.function.name }}("
+        "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %})"
+        "{{ ', ' if not loop.last }}{% endfor %}]<|tool_call_end|>{% endif %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    ),
+    "phi4_mini_json": (
+        "{% if tools %}<|tool|>{{ tools | tojson }}<|/tool|>{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+        "{% if m.tool_calls %}<|tool_call|>[{% for c in m.tool_calls %}{{ c.function | tojson }}{{ ', ' if not loop.last }}"
+        "{% endfor %}]<|/tool_call|>{% endif %}<|end|>{% endfor %}<|assistant|>"
+    ),
+    # As gpt-oss', it writes one call of a message and describes a function before it names it.
+    "openai": (
+        "{% for t in tools or [] %}// {{ t.function.description }}\ntype {{ t.function.name }} = any\n{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'assistant' and 'tool_calls' in m %}{% set call = m.tool_calls[0].function %}"
+        "<|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json<|message|>"
+        "{{ call.arguments | tojson }}<|call|>"
+        "{% elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>"
+        "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}<|start|>assistant"
+    ),
+    "gemma4": (
+        '{% macro literal(value) %}{% if value is string %}<|"|>{{ value }}<|"|>{% elif value is mapping %}'
+        "{ {{- pairs(value) -}} }{% else %}{{ value | tojson }}{% endif %}{% endmacro %}"
+        "{% macro pairs(values) %}{% for k, v in values | dictsort %}"
+        "{{ k }}:{{ literal(v) }}{{ ',' if not loop.last }}{% endfor %}{% endmacro %}"
+        "{% for tool in tools or [] %}<|tool>{{ tool | tojson }}<tool|>{% endfor %}{% for m in messages %}<|turn>{{ m.role }}\n"
+        "{% for c in m.tool_calls or [] %}<|tool_call>call:{{ c.function.name }}{ {{- pairs(c.function.arguments) -}} }"
+        "<tool_call|>{% endfor %}{{ m.content }}<turn|>\n{% endfor %}<|turn>model\n"
+    ),
 }
 WEATHER = {
     "type": "object",
@@ -95,16 +151,77 @@ CALLS = {
         '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Bern"}<｜tool▁call▁end｜>',
         "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
     ),
+    "glm45": (
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Bern</arg_value>\n</tool_call>",
+        "\n<tool_call>now\n</tool_call>",
+    ),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+        '{"city": "Bern"}<|tool_call_end|>',
+        "<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>",
+    ),
+    "minimax_m2": (
+        '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Bern</parameter>\n</invoke>',
+        '\n<invoke name="now">\n</invoke>',
+    ),
+    "lfm2": ('<|tool_call_start|>[weather(city="Bern")', ", now()"),
+    "phi4_mini_json": (
+        '<|tool_call|>[{"name": "weather", "arguments": {"city": "Bern"}}',
+        ', {"name": "now", "arguments": {}}',
+    ),
+    "openai": (
+        '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Bern"}',
+        "<|call|><|start|>assistant<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}",
+    ),
+    "gemma4": ('<|tool_call>call:weather{city:<|"|>Bern<|"|>}<tool_call|>', "<|tool_call>call:now{}<tool_call|>"),
 }
 ENDS = {
     "mistral": "]",
     "pythonic": "]",
     "deepseek_v3": "<｜tool▁calls▁end｜>",
     "deepseek_v31": "<｜tool▁calls▁end｜>",
+    "kimi_k2": "<|tool_calls_section_end|>",
+    "minimax_m2": "\n</minimax:tool_call>",
+    "lfm2": "]<|tool_call_end|>",
+    "phi4_mini_json": "]",
+}
+PYTHON = ("pythonic", "lfm2")  # calls are written as in Python
+# Of formats in tags: what begins a call, a parameter, what ends the call.
+TAGS = {
+    "qwen3_coder": ("<tool_call>\n<function={}>\n", "<parameter={}>\n{}\n</parameter>\n", "</function>\n</tool_call>"),
+    "glm45": ("<tool_call>{}\n", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n", "</tool_call>"),
+    "minimax_m2": (
+        '<minimax:tool_call>\n<invoke name="{}">\n',
+        '<parameter name="{}">{}</parameter>\n',
+        "</invoke>\n</minimax:tool_call>",
+    ),
 }
 FORMATS = list(CALLS)
 WRITTEN = {name: "".join(CALLS[name]) + ENDS.get(name, "") for name in FORMATS}
 BOTH = [("weather", {"city": "Bern"}), ("now", {})]
+
+
+def argument(name, key, value, raw):
+    """An argument as a call in this format has it; raw: it stands there as it is, without quotes."""
+    if name in TAGS:
+        return TAGS[name][1].format(key, value)
+    if name == "gemma4":
+        return f"{key}:{value}" if raw else f'{key}:<|"|>{value}<|"|>'
+    written = value if raw else f'"{value}"'
+    return f"{key}={written}" if name in PYTHON else f'"{key}": {written}'
+
+
+def with_argument(name, key="city", value="Bern", raw=False, function="weather"):
+    """The first of CALLS, with another argument and function; key "": without an argument."""
+    written = CALLS[name][0] + ENDS.get(name, "")
+    other = argument(name, key, value, raw) if key else ""
+    return written.replace(argument(name, "city", "Bern", False), other).replace("weather", function)
+
+
+def in_tags(name, function="weather", **values):
+    """A call in a format that puts values in tags."""
+    begin, parameter, end = TAGS[name]
+    return begin.format(function) + "".join(parameter.format(*item) for item in values.items()) + end
 
 
 def tool(name="weather", parameters=WEATHER, **more):
@@ -133,12 +250,15 @@ def parsed(parser_config, text, is_truncated=False):
     return parser_config.whole([Piece(0, text, None, False)], is_truncated)
 
 
+# What is a token in the models' own tokenizers, besides the markers around calls.
+TOKENS = ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"]
+TOKENS += ["<|end|>", "<|call|>", '<|"|>', "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"]
 KINDS = ["text", "added", "special"]  # what the markers are in the tokenizer
 
 
 def tokenizer_of(kind):
     tokenizer = tiny_tokenizers.byte_level()
     if kind != "text":
-        markers = [marker for form in FORMS.values() for marker in form.markers] + [*THINKING]
+        markers = dict.fromkeys([*TOKENS, *(marker for form in FORMS.values() for marker in form.markers), *THINKING])
         tokenizer.add_tokens([AddedToken(marker, special=kind == "special", normalized=False) for marker in markers])
     return tokenizer

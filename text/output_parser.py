@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import re
 import secrets
 import string
 from collections import deque
@@ -23,20 +24,21 @@ import msgspec
 from text.reasoning import Thinking
 from text.stream import Piece, stop_begun
 from text.tool_formats import (
-    FUNCTION_END,
-    PARAMETER,
-    PARAMETER_END,
+    GEMMA_QUOTE,
     TYPES,
     AllowedCalls,
     Syntax,
+    Tags,
     types_of,
 )
 
 MAX_HEAD = 1_000  # characters of a call before its arguments, or of a parameter's name
-ALPHANUMERIC = string.ascii_letters + string.digits
+NAME = string.ascii_letters + string.digits + "_.-"  # what names of functions are made of
 MAX_NESTING = 100  # of truncated arguments, which a client may send back
 MAX_COMMAS = 20  # commas after which the complete arguments of a Python call may end
 WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates in Python write JSON's
+JSON_MARKS = {":": ": ", ",": ", "}
+PYTHON_WORDS = {"true": True, "false": False, "null": None}
 
 
 @dataclass(frozen=True)
@@ -270,9 +272,10 @@ class OutputParser:
         yield from self._skip_spaces()
         follows = self._begins_implicitly()
         marked = not follows
-        while follows or (yield from self._until(form.open, may_be_truncated=self._calls.requires_call)):
+        forced = self._calls.requires_call
+        while follows or (yield from self._until(form.open, Content, forced, form.also_open)):
             if form.first:
-                yield from self._expect(form.first)
+                yield from self._skip(form.first)
             yield from self._call(marked)
             while form.next and (yield from self._skip(form.next)):
                 yield from self._call(marked)
@@ -295,10 +298,12 @@ class OutputParser:
             yield from self._json_call(marked)
         elif syntax is Syntax.PYTHON:
             yield from self._python_call()
+        elif syntax is Syntax.GEMMA:
+            yield from self._gemma_call()
         elif syntax is Syntax.NAMED:
             yield from self._named_call()
         else:
-            yield from self._xml_call()
+            yield from self._xml_call(self._calls.format.tags)
         self._complete += 1
         while not self._calls.parallel:  # the rest is dropped
             self._buffer = ""
@@ -351,65 +356,114 @@ class OutputParser:
     def _named_call(self) -> Generator[None, None, None]:
         """A name, a separator and the arguments as JSON. The id that a model may write is not used."""
         form = self._calls.format
-        heads = {
-            form.head + name + end: name
-            for name in self._calls.names
-            for end in (form.separator, form.id_marker)
-            if end
-        }
-        found = yield from self._expect(*heads)
-        if form.id_marker and found.endswith(form.id_marker):
-            yield from self._strip(ALPHANUMERIC)
-            yield from self._expect(form.separator)
-        brace = yield from self._expect("{")
-        self._begin(heads[found], brace)
+        if form.head:
+            yield from self._expect(form.head)
+        name = yield from self._function_name()
+        while "{" not in self._buffer:
+            if len(self._buffer) > MAX_HEAD:
+                raise _NotACall
+            yield from self._more()
+        separator = self._take(self._buffer.index("{"))
+        if not re.fullmatch(form.separators, separator.rstrip()):
+            raise _NotACall
+        brace = self._take(1)
+        self._begin(name, brace)
         _check_object(brace + (yield from self._brackets(depth=1, sends=True)))
         if form.tail:
             yield from self._skip(form.tail.lstrip())
 
-    def _xml_call(self) -> Generator[None, None, None]:
-        """Tags for the function and for each parameter, whose value is raw text."""
-        found = yield from self._expect(*(f"<function={name}>" for name in self._calls.names))
-        name = found.removeprefix("<function=").removesuffix(">")
+    def _xml_call(self, tags: Tags) -> Generator[None, None, None]:
+        """A name, and each parameter in tags, whose value is raw text."""
+        name = yield from self._function_name()
+        if tags.name_end:
+            yield from self._expect(tags.name_end)
         self._begin(name)
         schema = self._calls.parameters_of(name)
+        properties = schema.get("properties", {})
         before = "{"
-        while (yield from self._expect(PARAMETER, FUNCTION_END)) == PARAMETER:
-            name = yield from self._name()
-            self._send_arguments(f"{before}{json.dumps(name, ensure_ascii=False)}: ")
+        while (yield from self._expect(tags.key, tags.end)) == tags.key:
+            key = yield from self._key(tags.key_end)
+            if tags.value:
+                yield from self._expect(tags.value)
+            self._send_arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
             before = ", "
-            properties = schema.get("properties", {})
-            yield from self._value(types_of(properties.get(name), schema))
+            yield from self._value(types_of(properties.get(key), schema), tags.value_end, tags.line_breaks)
         self._send_arguments("{}" if before == "{" else "}")
 
-    def _name(self) -> Generator[None, None, str]:
+    def _gemma_call(self) -> Generator[None, None, None]:
+        """A name, and an object as in JSON, but for its keys, which have no quotes, and those of strings."""
+        yield from self._expect("call:")
+        name = yield from self._function_name()
+        yield from self._expect("{")
+        self._begin(name, "{")
+        depth = 1
+        read = "{"  # as JSON, without the text of strings
+        word = ""  # a key, or a value that is no string
+        while depth:
+            if (yield from self._skip(GEMMA_QUOTE)):
+                yield from self._value({"string"}, GEMMA_QUOTE)
+                read += '""'
+                continue
+            while not self._buffer:
+                yield from self._more()
+            written = ""
+            length = 0
+            for character in self._buffer:
+                if not depth or (length and character == GEMMA_QUOTE[0]):
+                    break
+                length += 1
+                if character in "{}[]:,":
+                    value = json.dumps(word) if character == ":" else _value_as_json(word, set())
+                    written += (value if word else "") + JSON_MARKS.get(character, character)
+                    word = ""
+                    depth += (character in "{[") - (character in "}]")
+                elif not character.isspace():
+                    word += character
+            self._take(length)
+            if written:
+                self._send_arguments(written)
+                read += written
+        _check_object(read)
+
+    def _function_name(self) -> Generator[None, None, str]:
+        """Reads the name of a function, up to the first character that cannot be part of one."""
+        yield from self._skip_spaces()
+        while True:
+            name = self._buffer[: len(self._buffer) - len(self._buffer.lstrip(NAME))]
+            is_complete = len(name) < len(self._buffer)
+            if is_complete and name in self._calls.names:
+                return self._take(len(name))
+            if is_complete or not any(known.startswith(name) for known in self._calls.names):
+                raise _NotACall
+            yield from self._more()
+
+    def _key(self, end: str) -> Generator[None, None, str]:
         """Reads the name of a parameter, and the end of its tag."""
         while True:
-            name, found, _rest = self._buffer.partition(">")
+            name, found, _rest = self._buffer.partition(end)
             if len(name) > MAX_HEAD or "\n" in name:
                 raise _NotACall
             if found:
-                self._take(len(name) + 1)
+                self._take(len(name + end))
                 return name
             yield from self._more()
 
-    def _value(self, types: set[str]) -> Generator[None, None, None]:
-        """Reads the value of a parameter, and sends it as JSON: while it grows, where it can only be text.
-        One line break belongs to each of the tags."""
+    def _value(self, types: set[str], end: str, line_breaks: bool = False) -> Generator[None, None, None]:
+        """Reads the value of a parameter and the tag after it, and sends it as JSON: while it grows, where it
+        can only be text. line_breaks: one belongs to each of the tags."""
         is_text = types == {"string"}
         value = ""
         begun = False
         while not self._buffer:
             yield from self._more()
-        if self._buffer.startswith("\n"):
+        if line_breaks and self._buffer.startswith("\n"):
             self._take(1)
         while True:
-            text, found, _rest = self._buffer.partition(PARAMETER_END)
+            text, found, _rest = self._buffer.partition(end)
             if not found:
-                held = stop_begun(text, ["\n" + PARAMETER_END, PARAMETER_END])
-                text = text.removesuffix(held)
-            elif text.endswith("\n"):
-                text = text[:-1]
+                text = text.removesuffix(stop_begun(text, ["\n" + end, end] if line_breaks else [end]))
+            elif line_breaks:
+                text = text.removesuffix("\n")
             value += self._take(len(text))
             if is_text and not begun:
                 self._send_arguments('"')
@@ -419,7 +473,7 @@ class OutputParser:
             if found:
                 break
             yield from self._more()
-        yield from self._expect(PARAMETER_END)
+        yield from self._expect(end)
         self._send_arguments('"' if is_text else _value_as_json(value, types))
 
     def _begin(self, name: str, arguments: str = "") -> None:
@@ -464,21 +518,25 @@ class OutputParser:
         marker: str,
         kind: type[Content] | type[Reasoning] = Content,
         may_be_truncated: bool = False,
+        others: Sequence[str] = (),
     ) -> Generator[None, None, bool]:
-        """Sends the text up to the marker, and reads that; False when it never comes.
+        """Sends the text up to the marker, or one of the others, and reads that; False when it never comes.
+        A marker may end with another, and not have it elsewhere.
 
         may_be_truncated: a beginning of the marker at the end of the text is not part of the text.
         """
+        markers = (marker, *others)
         while True:
-            before, found, _rest = self._buffer.partition(marker)
-            held = "" if found else stop_begun(before, [marker])
+            parts = [self._buffer.partition(each) for each in markers]
+            before, found, _rest = min(parts, key=lambda part: len(part[0]))
+            held = "" if found else stop_begun(before, markers)
             if self._ended and held and may_be_truncated:
                 raise _Truncated
             if self._ended:
                 held = ""
             self._send(kind, len(before) - len(held))
             if found:
-                self._take(len(marker))
+                self._take(len(found))
             if found or self._ended:
                 return bool(found)
             yield
@@ -559,6 +617,13 @@ def _decoded(text: str) -> tuple[str, str]:
         raise _NotACall from None
 
 
+class _JsonWords(ast.NodeTransformer):
+    """Python's constants for JSON's, which models write, too."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(PYTHON_WORDS[node.id]) if node.id in PYTHON_WORDS else node
+
+
 def _as_json(text: str) -> str:
     """The keyword arguments of a Python call, up to the closing bracket, as a JSON object."""
     try:
@@ -569,7 +634,9 @@ def _as_json(text: str) -> str:
             or any(keyword.arg is None for keyword in call.keywords)
         ):
             raise _NotACall
-        values = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        values = {
+            keyword.arg: ast.literal_eval(_JsonWords().visit(keyword.value)) for keyword in call.keywords
+        }
         written = json.dumps(values, ensure_ascii=False, allow_nan=False)
         return written.encode().decode()  # lone surrogates are no text
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
@@ -629,6 +696,8 @@ def _value_as_json(text: str, types: set[str]) -> str:
     """The value of a parameter of these types (none: of any), in JSON. Text of none of these types stays a
     string, for the client's function to reject."""
     written = WORDS.get(text.strip(), text.strip())
+    if types and "string" not in types and "'" in written:
+        written = _python_as_json(written)
     try:
         value = msgspec.json.decode(written)
     except (msgspec.DecodeError, RecursionError):
@@ -637,3 +706,11 @@ def _value_as_json(text: str, types: set[str]) -> str:
     if "string" in types and kind not in types and not (kind == "integer" and "number" in types):
         return json.dumps(text, ensure_ascii=False)
     return written
+
+
+def _python_as_json(text: str) -> str:
+    """An object or a list as some templates write it, and so models: in Python. Other text stays as it is."""
+    with contextlib.suppress(SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        written = json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+        return written.encode().decode()  # lone surrogates are no text
+    return text

@@ -51,11 +51,13 @@ class ChatTemplate:
     them.
     """
 
-    def __init__(self, source: str, special_tokens: dict[str, str]):
+    def __init__(self, source: str, special_tokens: dict[str, str], response_template: Any = None):
         self.source = source
+        self.response_template = response_template  # transformers': how an answer is parsed
         self.for_tools = self  # the template for chats with tools; some models have one of its own
         self.words = frozenset(WORD.findall(source))  # in quotes, such as the names of roles
         self.needs_short_ids = "[TOOL_CALLS]" in source  # Mistral's: ids of calls have 9 letters and digits
+        self.needs_named_ids = "<|tool_call_begin|>" in source  # Kimi's: ids of calls name their functions
         self._special_tokens = special_tokens
 
     @classmethod
@@ -86,10 +88,11 @@ class ChatTemplate:
             token = token.get("content") if isinstance(token, dict) else token
             if name.endswith("_token") and isinstance(token, str):
                 special_tokens[name] = token
-        template = cls(source, special_tokens)
+        response_template = config.get("response_template")
+        template = cls(source, special_tokens, response_template)
         additional = folder / "additional_chat_templates" / "tool_use.jinja"
         if tool_use := _read_if_there(additional) or _template_in(config, "tool_use"):
-            template.for_tools = cls(tool_use, special_tokens)
+            template.for_tools = cls(tool_use, special_tokens, response_template)
         return template
 
     def render(
@@ -105,6 +108,8 @@ class ChatTemplate:
         """
         if self.needs_short_ids:
             messages = [_with_short_ids(message) for message in messages]
+        if self.needs_named_ids:
+            messages = _with_named_ids(messages)
         last = messages[-1] if messages else {}
         if last.get("role") != "assistant":
             return self._write(messages, tools, options, True)
@@ -229,6 +234,26 @@ def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
             call | {"id": _short_id(call["id"])} if "id" in call else call for call in calls
         ]
     return message
+
+
+def _with_named_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The ids of calls as Kimi's templates write them in the place of the functions' names."""
+    ids: dict[str, str] = {}
+    number = 0
+    changed = []
+    for message in messages:
+        message = dict(message)
+        calls = []
+        for call in message.get("tool_calls") or ():
+            calls.append(call | {"id": f"functions.{call['function']['name']}:{number}"})
+            ids[str(call.get("id"))] = calls[-1]["id"]
+            number += 1
+        if calls:
+            message["tool_calls"] = calls
+        if "tool_call_id" in message:
+            message["tool_call_id"] = ids.get(str(message["tool_call_id"]), message["tool_call_id"])
+        changed.append(message)
+    return changed
 
 
 def _short_id(given: Any) -> str:

@@ -29,6 +29,7 @@ class TemplateCapabilities:
     tools: bool = True  # which may be called
     calls: bool = True  # earlier ones, and their results
     text_of_calls: bool = True  # the content of a message that has calls
+    several_calls: bool = True  # in one message
     user_after_result: bool = True  # a user message right after a tool result
 
     @classmethod
@@ -47,6 +48,9 @@ class TemplateCapabilities:
         }
         calling = {"role": "assistant", "content": "", "tool_calls": [call]}
         result = {"role": "tool", "name": SECOND, "tool_call_id": "call01234", "content": FOURTH}
+        other = call | {"id": "call01235", "function": {"name": SECOND, "arguments": {"a": FIFTH}}}
+        both = calling | {"tool_calls": [call, other]}
+        results = [result, result | {"tool_call_id": "call01235"}]
         tools = [{"type": "function", "function": function}]
         end = {"role": "user", "content": FOURTH}
         for_tools = template.for_tools
@@ -64,9 +68,11 @@ class TemplateCapabilities:
             developer=_writes_role(template, "developer") and not _writes_role(template, "bandicoot"),
             users=_writes(template, [USER, user]),
             assistants=_writes(template, [USER, answer, answer | {"content": THIRD}, end]),
-            tools=_writes(for_tools, [USER], tools, words=(SECOND, THIRD)),
+            # gpt-oss' describes a function before it names it.
+            tools=all(_writes(for_tools, [USER], tools, words=(word,)) for word in (SECOND, THIRD)),
             calls=calls,
             text_of_calls=_writes(for_tools, [USER, calling | {"content": FIFTH}, result], tools),
+            several_calls=_writes(for_tools, [USER, both, *results], tools),
             user_after_result=_writes(for_tools, [USER, calling, result, end | {"content": FIFTH}], tools),
         )
 

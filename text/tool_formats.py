@@ -1,13 +1,15 @@
 """How models write tool calls: one row a format, and the grammars that enforce it.
 
-`FORMATS` has all that tells one format from another: how a chat template shows it, the markers, what
-`OutputParser` (output_parser.py) reads, and the grammar. Sources: the chat templates of Hermes, Qwen, Llama
-3, Llama 4 and DeepSeek, and those that mistral-common and vLLM publish for Mistral and DeepSeek.
+`FORMATS` has all that tells one format from another: the markers, what `OutputParser` (output_parser.py)
+reads, and the grammar. Which of them a chat template writes is found by tool_detection.py. Sources: the
+models' chat templates, those that mistral-common and vLLM publish for Mistral and DeepSeek, and OpenAI's
+description of harmony.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import json
 import keyword
 import re
@@ -16,30 +18,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from text.grammar import GrammarError, json_rule, lark_string, of_rules
-from text.template import ChatTemplate
-from text.tokenizer import Tokenizer
 
-# The tags of calls in XML, as Qwen3-Coder writes them.
-FUNCTION_END = "</function>"
-PARAMETER = "<parameter="
-PARAMETER_END = "</parameter>"
-# `parameter` with any name and value, `raw`: a value up to its end.
-XML_PARAMETERS = [
-    r"parameter: /<parameter=[^>\n]+>/ raw ws",
-    r"raw[lazy]: /(.|\n)*<\/parameter>/",
-]
 DEEPSEEK_CALLS = "<｜tool▁calls▁begin｜>"
 DEEPSEEK_CALLS_END = "<｜tool▁calls▁end｜>"
 DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"
 DEEPSEEK_CALL_END = "<｜tool▁call▁end｜>"
 DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
-# The rule of Python literals for each type of JSON Schema.
+HARMONY_START = '"<|start|>assistant"?'
+HARMONY_CALL = "to=functions."
+GEMMA_QUOTE = '<|"|>'
+# The rule of literals for each type of JSON Schema.
 LITERALS = {
-    "string": "STR",
-    "integer": "INT",
-    "number": "NUM",
-    "boolean": "BOOL",
-    "null": "NONE",
+    "string": "str",
+    "integer": "int",
+    "number": "num",
+    "boolean": "bool",
+    "null": "none",
     "array": "list",
     "object": "dict",
 }
@@ -59,18 +53,31 @@ MOST_CALLS = (
 )
 MAX_DEPTH = 8  # of schemas that name each other
 # `argument` with any name, `value`: any literal, and the literals of each type.
-PYTHON_LITERALS = [
-    'argument: KEY "=" value',
-    "KEY: /[A-Za-z_][A-Za-z0-9_]*/",
-    "value: STR | NUM | BOOL | NONE | list | dict",
-    'list: "[" (value ("," " "? value)*)? "]"',
-    'dict: "{" (STR ":" " "? value ("," " "? STR ":" " "? value)*)? "}"',
-    r"""STR: /"([^"\\\x00-\x1f]|\\["\\nt])*"|'([^'\\\x00-\x1f]|\\['\\nt])*'/""",
-    "INT: /-?(0|[1-9][0-9]{0,15})/",
-    r"NUM: /-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,16})?([eE][+-]?[0-9]{1,2})?/",
-    'BOOL: "True" | "False"',
-    'NONE: "None"',
+ANY_LITERALS = [
+    "value: str | num | bool | none | list | dict",
+    "int: /-?(0|[1-9][0-9]{0,15})/",
+    r"num: /-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,16})?([eE][+-]?[0-9]{1,2})?/",
 ]
+PYTHON_LITERALS = [
+    *ANY_LITERALS,
+    'argument: /[A-Za-z_][A-Za-z0-9_]*/ "=" value',
+    'list: "[" (value ("," " "? value)*)? "]"',
+    'dict: "{" (str ":" " "? value ("," " "? str ":" " "? value)*)? "}"',
+    r"""str: /"([^"\\\x00-\x1f]|\\["\\nt])*"|'([^'\\\x00-\x1f]|\\['\\nt])*'/""",
+    'bool: "True" | "False"',
+    'none: "None"',
+]
+GEMMA_LITERALS = [  # but for strings
+    *ANY_LITERALS,
+    'argument: /[A-Za-z_][A-Za-z0-9_-]*/ ":" value',
+    'list: "[" (value ("," value)*)? "]"',
+    'dict: "{" (argument ("," argument)*)? "}"',
+    'bool: "true" | "false"',
+    'none: "null"',
+]
+
+
+ToLark = Callable[[str], str]  # writes a text with markers in Lark
 
 
 class Syntax(enum.Enum):
@@ -78,8 +85,68 @@ class Syntax(enum.Enum):
 
     JSON = enum.auto()  # {"name": …, "arguments": {…}}
     PYTHON = enum.auto()  # name(key=value)
+    GEMMA = enum.auto()  # call:name{key:value}, an object as in JSON but for its quotes
     NAMED = enum.auto()  # the name, a separator, and the arguments in JSON
-    XML = enum.auto()  # tags for the function and each of its parameters
+    XML = enum.auto()  # the name, and each parameter in tags
+
+
+@dataclass(frozen=True)
+class Tags:
+    """What stands around the names and the values of a call in XML."""
+
+    key: str  # in front of the name of a parameter,
+    key_end: str  # and after it
+    value_end: str  # after a value
+    end: str  # of the call
+    value: str = ""  # in front of a value
+    name_end: str = ""  # after the name of the function
+    line_breaks: bool = False  # one belongs to each of the tags around a value
+
+    @property
+    def key_pattern(self) -> str:
+        """A regular expression for the name of a parameter."""
+        return rf"[^{self.key_end[0]}\n]+"
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """A call of which the arguments are pairs of a key and a literal."""
+
+    language: str
+    begin: str  # with the name in it
+    equals: str
+    comma: str
+    end: str
+    is_key: Callable[[str], bool]
+    written: Callable[[Any], str]  # a value as a literal
+
+
+def _python_literal(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def _gemma_literal(value: Any) -> str:
+    return f"{GEMMA_QUOTE}{value}{GEMMA_QUOTE}" if isinstance(value, str) else json.dumps(value)
+
+
+PYTHON = Pairs(
+    language="Python",
+    begin="{}(",
+    equals="=",
+    comma=", ",
+    end=")",
+    is_key=lambda name: name.isidentifier() and not keyword.iskeyword(name),
+    written=_python_literal,
+)
+GEMMA = Pairs(
+    language="Gemma's calls",
+    begin="call:{}{{",
+    equals=":",
+    comma=",",
+    end="}",
+    is_key=lambda name: bool(re.fullmatch(r"[^\s:,{}\[\]<]+", name)),
+    written=_gemma_literal,
+)
 
 
 @dataclass(frozen=True)
@@ -87,50 +154,56 @@ class ToolFormat:
     """A way to write calls, for the parser and for the grammar.
 
     `before`, `between` and `after` are Lark for what stands around the calls of an output; `marked` is Lark
-    for calls after the opening marker within a text. They may use the rules `open`, `close`, `next` (the
-    markers), `call`, `listed` (all of them) and `ws`.
+    for calls after the opening marker within a text; `auto` is Lark for a text with calls or without, where
+    it is not just that. They may use markers in quotes, and the rules `open`, `close`, `next` (the markers),
+    `call`, `listed` (all of them), `calls`, `ws` and `TEXT`.
     """
 
     name: str
-    detect: Callable[[str], bool]  # the source of a chat template
     open: str  # the marker in front of calls,
-    close: str = ""  # and the one after them
-    first: str = ""  # stands in front of the first of several calls,
-    next: str = ""  # and in front of each other one
+    also_open: tuple[str, ...] = ()  # other texts that may stand there
+    close: str = ""  # the marker after them
+    described_by: tuple[str, ...] = ()  # words of templates that take tools and write no calls
+    first: str = ""  # may stand in front of the first of several calls,
+    next: str = ""  # stands in front of each other one
     implicit_start: str = ""  # what calls begin with where they may be the whole text, without a marker
     ends: tuple[str, ...] = ()  # what may follow calls
     syntax: Syntax = Syntax.JSON
     arguments_key: str = "arguments"  # of a call in JSON
     head: str = ""  # what is in front of the name of a NAMED call,
+    number: str = ""  # right after it: Lark,
     separator: str = ""  # between it and the arguments,
+    separators: str = ""  # or may be there: a regular expression,
     tail: str = ""  # and after them
-    id_marker: str = ""  # an id may follow the name of a NAMED call, after this marker
+    tags: Tags | None = None  # of a call in XML
     inner: tuple[str, ...] = ()  # further markers
     before: str = ""
     between: str = ""
     after: str = ""
     marked: str = ""
+    auto: str = ""
 
     @property
     def markers(self) -> list[str]:
-        return [marker for marker in (self.open, self.close, *self.inner) if marker]
+        """What may be a token by itself."""
+        around = [text for text in (self.open, self.close) if text]
+        return [*self.inner, *(text for text in around if not any(inner in text for inner in self.inner))]
 
 
 FORMATS = (
     ToolFormat(
         name="hermes",
-        detect=lambda source: "<tool_call>" in source and "<function=" not in source,
         open="<tool_call>",
         close="</tool_call>",
+        described_by=("within <tool_call></tool_call> XML tags",),
         ends=("</tool_call>",),
         before=r'open "\n"',
-        between=r'"\n" close "\n" open "\n"',
+        between=r'"\n" close ws open "\n"',
         after=r'"\n" close',
         marked="ws call ws close",
     ),
     ToolFormat(
         name="mistral",
-        detect=lambda source: "[TOOL_CALLS]" in source and "[ARGS]" not in source,
         open="[TOOL_CALLS]",
         first="[",
         next=",",
@@ -142,10 +215,6 @@ FORMATS = (
     ),
     ToolFormat(
         name="llama3_json",
-        detect=lambda source: (
-            "[func_name" not in source
-            and ("<|python_tag|>" in source or ("<|start_header_id|>" in source and '"parameters' in source))
-        ),
         open="<|python_tag|>",
         implicit_start="{",
         ends=(";",),
@@ -154,9 +223,9 @@ FORMATS = (
     ),
     ToolFormat(
         name="pythonic",
-        detect=lambda source: "[func_name" in source or "<|python_start|>" in source,
         open="<|python_start|>",
         close="<|python_end|>",
+        described_by=("[func_name1(", "<|python_start|>"),
         first="[",
         next=",",
         implicit_start="[",
@@ -168,23 +237,24 @@ FORMATS = (
     ),
     ToolFormat(
         name="qwen3_coder",
-        detect=lambda source: "<tool_call>" in source and "<function=" in source,
         open="<tool_call>",
         close="</tool_call>",
+        first="<function=",
+        next="<function=",
         ends=("</tool_call>",),
         syntax=Syntax.XML,
-        before=r'open "\n"',
-        between=r'"\n" close "\n" open "\n"',
+        tags=Tags("<parameter=", ">", "</parameter>", "</function>", name_end=">", line_breaks=True),
+        before=r'open "\n" next',
+        between=r'"\n" close ws open "\n" next',
         after=r'"\n" close',
-        marked="ws call ws close",
+        marked="ws next call ws close",
     ),
     ToolFormat(
         name="mistral_v11",
-        detect=lambda source: "[TOOL_CALLS]" in source and "[ARGS]" in source,
         open="[TOOL_CALLS]",
         syntax=Syntax.NAMED,
         separator="[ARGS]",
-        id_marker="[CALL_ID]",  # v11 writes an id, v13 does not
+        separators=r"(\[CALL_ID\][A-Za-z0-9]*)?\[ARGS\]",  # v11 writes an id, v13 does not
         inner=("[ARGS]", "[CALL_ID]"),
         before="open",
         between="open",
@@ -192,7 +262,6 @@ FORMATS = (
     ),
     ToolFormat(
         name="deepseek_v3",
-        detect=lambda source: DEEPSEEK_CALLS in source and "```json" in source,
         open=DEEPSEEK_CALLS,
         close=DEEPSEEK_CALLS_END,
         first=DEEPSEEK_CALL,
@@ -201,6 +270,7 @@ FORMATS = (
         syntax=Syntax.NAMED,
         head=f"function{DEEPSEEK_SEPARATOR}",
         separator="\n```json\n",
+        separators=r"\s*```json",
         tail=f"\n```{DEEPSEEK_CALL_END}",
         inner=(DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_CALL_END),
         before="open next",
@@ -210,7 +280,6 @@ FORMATS = (
     ),
     ToolFormat(
         name="deepseek_v31",
-        detect=lambda source: DEEPSEEK_CALLS in source and "```json" not in source,
         open=DEEPSEEK_CALLS,
         close=DEEPSEEK_CALLS_END,
         first=DEEPSEEK_CALL,
@@ -218,6 +287,7 @@ FORMATS = (
         ends=(DEEPSEEK_CALLS_END,),
         syntax=Syntax.NAMED,
         separator=DEEPSEEK_SEPARATOR,
+        separators=DEEPSEEK_SEPARATOR,
         tail=DEEPSEEK_CALL_END,
         inner=(DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_CALL_END),
         before="open next",
@@ -225,9 +295,113 @@ FORMATS = (
         after="close",
         marked="ws next listed ws close",
     ),
+    ToolFormat(
+        name="glm45",
+        open="<tool_call>",
+        close="</tool_call>",
+        syntax=Syntax.XML,
+        tags=Tags("<arg_key>", "</arg_key>", "</arg_value>", "</tool_call>", value="<arg_value>"),
+        inner=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        before="open",
+        between="ws open",
+        marked="call",
+    ),
+    ToolFormat(
+        name="kimi_k2",
+        open="<|tool_calls_section_begin|>",
+        close="<|tool_calls_section_end|>",
+        first="<|tool_call_begin|>",
+        next="<|tool_call_begin|>",
+        ends=("<|tool_calls_section_end|>",),
+        syntax=Syntax.NAMED,
+        head="functions.",
+        number="/:[0-9]{1,4}/",
+        separator="<|tool_call_argument_begin|>",
+        separators=r"(:[0-9]*)?\s*<\|tool_call_argument_begin\|>",
+        tail="<|tool_call_end|>",
+        inner=("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        before="open next",
+        between="next",
+        after="close",
+        marked="ws next listed ws close",
+    ),
+    ToolFormat(
+        name="minimax_m2",
+        open="<minimax:tool_call>",
+        close="</minimax:tool_call>",
+        first='<invoke name="',
+        next='<invoke name="',
+        ends=("</minimax:tool_call>",),
+        syntax=Syntax.XML,
+        tags=Tags('<parameter name="', '">', "</parameter>", "</invoke>", name_end='">'),
+        before=r'open "\n" next',
+        between=r'"\n" next',
+        after=r'"\n" close',
+        marked="ws next listed ws close",
+    ),
+    ToolFormat(
+        name="lfm2",
+        open="<|tool_call_start|>",
+        close="<|tool_call_end|>",
+        described_by=("List of tools: ",),
+        first="[",
+        next=",",
+        ends=("]", "<|tool_call_end|>"),
+        syntax=Syntax.PYTHON,
+        before='open "["',
+        between='"," ws',
+        after='"]" close',
+        marked='ws "[" listed "]" close',
+    ),
+    ToolFormat(
+        name="phi4_mini_json",
+        open="<|tool_call|>",
+        also_open=("functools",),
+        close="<|/tool_call|>",
+        described_by=("functools[", "<|tool_call|> followed by"),  # the second is Granite 3's
+        first="[",
+        next=",",
+        ends=("]", "<|/tool_call|>"),
+        before='open "["',
+        between='"," ws',
+        after='"]"',
+        marked='ws "[" listed "]"',
+    ),
+    ToolFormat(
+        name="openai",  # harmony, of gpt-oss
+        open=f"<|channel|>commentary {HARMONY_CALL}",
+        also_open=(
+            f"<|start|>assistant<|channel|>commentary {HARMONY_CALL}",
+            f"<|start|>assistant {HARMONY_CALL}",
+            f"<|start|>assistant<|channel|>analysis {HARMONY_CALL}",
+            f"<|channel|>analysis {HARMONY_CALL}",
+            HARMONY_CALL,
+        ),
+        ends=("<|call|>",),
+        syntax=Syntax.NAMED,
+        separator=" <|constrain|>json<|message|>",
+        separators=r"(<\|channel\|>\w+)?\s*(<\|constrain\|>)?\w*\s*<\|message\|>",
+        inner=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>"),
+        before=f"{HARMONY_START} open",
+        between=f'"<|call|>" {HARMONY_START} open',
+        auto=f'({HARMONY_START} "<|channel|>commentary<|message|>" TEXT "<|end|>")* '
+        f'(calls | ({HARMONY_START} "<|channel|>final<|message|>")? TEXT)',
+    ),
+    ToolFormat(
+        name="gemma4",
+        open="<|tool_call>",
+        close="<tool_call|>",
+        ends=("<tool_call|>",),
+        syntax=Syntax.GEMMA,
+        inner=(GEMMA_QUOTE,),
+        before="open",
+        between="close open",
+        after="close",
+        marked="call close",
+    ),
 )
 HERMES = FORMATS[0]  # which TOOLS_PROMPT (api/normalise.py) asks for
-AS_TEXT = ToolFormat("none", detect=lambda _source: False, open="")  # calls are not read: they stay text
+AS_TEXT = ToolFormat("none", open="")  # calls are not read: they stay text
 
 
 @dataclass(frozen=True)
@@ -239,25 +413,6 @@ class ModelTools:
     parallel: bool = True  # calls in one message
     short_ids: bool = False  # of 9 letters and digits
     in_prompt: bool = False  # the template has no place for tools, so the system message describes them
-
-    @classmethod
-    def of(
-        cls, template: ChatTemplate | None, takes_tools: bool, tokenizer: Tokenizer, parser: str | None
-    ) -> ModelTools:
-        """takes_tools: the template writes them; parser: --tool-parser, which overrides what is found."""
-        if template is None or not takes_tools:
-            form = AS_TEXT if parser == AS_TEXT.name else HERMES
-            return cls(form, tokenizer.token_to_id, in_prompt=True)
-        source = template.for_tools.source
-        found = [form for form in FORMATS if form.detect(source)]
-        if parser and not (found and found[0].name.startswith(f"{parser}_v")):  # vLLM's `mistral` is both
-            found = [form for form in (*FORMATS, AS_TEXT) if form.name == parser]
-        return cls(
-            format=found[0] if found else None,
-            token_id=tokenizer.token_to_id,
-            parallel="single tool-call" not in source,  # Llama 3's rejects messages with several
-            short_ids=template.for_tools.needs_short_ids,
-        )
 
 
 @dataclass(frozen=True)
@@ -315,55 +470,63 @@ def calls_grammar(calls: AllowedCalls, start: str, body: str = "") -> str:
     """
     form = calls.format
     token_id = calls.model.token_id
-    rules = [
+    lark = functools.partial(terminals, markers=form.markers, token_id=token_id)
+    outer = [
         f"start: {start}",
         f"calls: {form.before} listed {form.after}",
         f"listed: call ({form.between} call){{0,{MOST_CALLS - 1}}}" if calls.parallel else "listed: call",
-        "call: " + " | ".join(f"call{n}" for n in range(len(calls.functions))),
-        r"ws: /\n? ?/",
     ]
+    if form.auto:
+        outer.append(f"auto: {form.auto}")
+    elif form.implicit_start:  # what a text begins with decides
+        outer.append("auto: TEXT? | calls")
+    else:
+        outer.append(f"auto: (head {form.marked}){'*' if calls.parallel else '?'} TEXT")
+    rules = [
+        re.sub(r'"(?:[^"\\]|\\.)+"', lambda quoted: f"({lark(json.loads(quoted[0]))})", rule)
+        for rule in outer
+    ]
+    rules.append("call: " + " | ".join(f"call{n}" for n in range(len(calls.functions))))
+    rules.append(r"ws: /\n? ?/")
     for name, marker in (("open", form.open), ("close", form.close), ("next", form.next)):
         if marker:
-            rules.append(f"{name}: {terminal(marker, token_id)}")
-    if form.implicit_start:  # what a text begins with decides
-        rules += ["auto: TEXT? | calls", rf"TEXT: /\s*[^\{form.implicit_start}\s](.|\n)*/"]
+            rules.append(f"{name}: {lark(marker)}")
+    if form.implicit_start:
+        rules.append(rf"TEXT: /\s*[^\{form.implicit_start}\s](.|\n)*/")
     else:
-        repeat = "*" if calls.parallel else "?"
-        rules.append(f"auto: (head {form.marked}){repeat} TEXT")
         rules += up_to(form.open, token_id)
     for n, function in enumerate(calls.functions):
         is_free = start == "auto" and not function.is_strict
         try:
-            rules += _call(f"call{n}", form, function, is_free, token_id)
+            rules += _call(f"call{n}", form, function, is_free, lark)
         except GrammarError as error:
             raise ParametersError(function.name, str(error)) from None
     if form.syntax is Syntax.PYTHON:
         rules += PYTHON_LITERALS
-    if form.syntax is Syntax.XML:
-        rules += XML_PARAMETERS
+    if form.syntax is Syntax.GEMMA:
+        rules += [*GEMMA_LITERALS, f"str: {lark(GEMMA_QUOTE)} string"]
+        rules += up_to(GEMMA_QUOTE, token_id, "string", "STRING")
+    if form.tags:
+        rules += _any_parameter(form.tags, lark, token_id)
     return of_rules(rules, body, "body")
 
 
-def _call(
-    rule: str,
-    form: ToolFormat,
-    function: Function,
-    is_free: bool,
-    token_id: Callable[[str], int | None],
-) -> list[str]:
+def _call(rule: str, form: ToolFormat, function: Function, is_free: bool, lark: ToLark) -> list[str]:
     """The rules of a call; the arguments of one that `is_free` are any JSON object."""
     # Templates write calls in one line, so models do, too. A schema that cannot be enforced is rejected in
     # every syntax.
     schema = json_rule({"type": "object"} | ({} if is_free else function.parameters), " ?")
     takes_any = is_free or _takes_any(function.parameters)
     if form.syntax is Syntax.PYTHON:
-        return _python_call(rule, function, takes_any)
-    if form.syntax is Syntax.XML:
-        return _xml_call(rule, function, takes_any)
+        return _pairs_call(rule, PYTHON, function, takes_any, lark)
+    if form.syntax is Syntax.GEMMA:
+        return _pairs_call(rule, GEMMA, function, takes_any, lark)
+    if form.tags:
+        return _xml_call(rule, form.tags, function, takes_any, lark)
     arguments = f"{rule}_arguments: {schema}"
     if form.syntax is Syntax.NAMED:
-        head = terminals(form.head + function.name + form.separator, form.markers, token_id)
-        return [f"{rule}: {head} {rule}_arguments {terminals(form.tail, form.markers, token_id)}", arguments]
+        head = f"{lark(form.head + function.name)} {form.number} {lark(form.separator)}"
+        return [f"{rule}: {head} {rule}_arguments {lark(form.tail)}", arguments]
     name = json.dumps(json.dumps(function.name))
     key = json.dumps(json.dumps(form.arguments_key))
     members = rf'"\"name\"" ws ":" ws {name} ws "," ws {key} ws ":" ws {rule}_arguments'
@@ -375,42 +538,54 @@ def _takes_any(parameters: dict[str, Any]) -> bool:
     return not parameters.get("properties") and parameters.get("additionalProperties") is not False
 
 
-def _xml_call(rule: str, function: Function, takes_any: bool) -> list[str]:
+def _xml_call(rule: str, tags: Tags, function: Function, takes_any: bool, lark: ToLark) -> list[str]:
     """The rules of a call in tags: the properties in their order, those that are not required may be
     missing."""
     parameters = function.parameters
     properties = parameters.get("properties", {})
     required = parameters.get("required", [])
-    begin = f'"<function={function.name}>" ws'
+    begin = f"{lark(function.name + tags.name_end)} ws"
     if takes_any:
-        return [f'{rule}: {begin} parameter* "{FUNCTION_END}"']
+        return [f"{rule}: {begin} parameter* {lark(tags.end)}"]
     rules = []
     parts = []
     for k, (name, schema) in enumerate(properties.items()):
-        if not re.fullmatch(r"[^>\n]+", name):
-            raise GrammarError(f"must have names without `>`. Given: {name[:40]!r}")
+        if not re.fullmatch(tags.key_pattern, name):
+            raise GrammarError(f"must have names without `{tags.key_end[0]}`. Given: {name[:40]!r}")
         is_required = isinstance(required, list) and name in required
         parts.append(f"{rule}_{k}" if is_required else f"{rule}_{k}?")
-        tag = lark_string(f"{PARAMETER}{name}>")
-        rules.append(f"{rule}_{k}: {tag} {rule}_value_{k} ws")
-        rules += _xml_value(f"{rule}_value_{k}", schema, parameters)
-    return [f'{rule}: {begin} {" ".join(parts)} "{FUNCTION_END}"', *rules]
+        rules.append(f"{rule}_{k}: {_key(tags, lark_string(name), lark)} {rule}_value_{k} ws")
+        rules += _xml_value(f"{rule}_value_{k}", schema, parameters, tags, lark)
+    return [f"{rule}: {begin} {' '.join(parts)} {lark(tags.end)}", *rules]
 
 
-def _xml_value(rule: str, schema: Any, parameters: dict[str, Any]) -> list[str]:
+def _any_parameter(tags: Tags, lark: ToLark, token_id: Callable[[str], int | None]) -> list[str]:
+    """The rules `parameter`, with any name and value, and `raw`, any text and the tag after it."""
+    key = _key(tags, f"/{tags.key_pattern}/", lark)
+    return [f"parameter: {key} raw ws", *up_to(tags.value_end, token_id, "raw", "RAW")]
+
+
+def _key(tags: Tags, name: str, lark: ToLark) -> str:
+    """What stands in front of a value; name: Lark."""
+    value = f"ws {lark(tags.value)}" if tags.value else ""
+    return f"{lark(tags.key)} {name} {lark(tags.key_end)} {value}"
+
+
+def _xml_value(rule: str, schema: Any, parameters: dict[str, Any], tags: Tags, lark: ToLark) -> list[str]:
     """A value and the tag after it: raw text if the schema allows text, otherwise JSON."""
     types = types_of(schema, parameters)
     values = _values(schema)
-    end = f'ws "{PARAMETER_END}"'
+    end = lark(tags.value_end)
     if types == {"string"} and values:
-        return [f"{rule}: ws ({_choice(values)}) {end}"]
+        space = r"/\n?/" if tags.line_breaks else ""
+        return [f"{rule}: {space} ({' | '.join(map(lark_string, values))}) {space} {end}"]
     if not types or "string" in types:
         return [f"{rule}: raw"]
     definitions: dict[str, Any] = {}
     if "$ref" in json.dumps(schema):
         definitions = {name: parameters[name] for name in DEFINITIONS if name in parameters}
     constrained = definitions | {name: value for name, value in schema.items() if name not in ANNOTATIONS}
-    return [f"{rule}: ws {rule}_json {end}", f"{rule}_json: {json_rule(constrained, ' ?')}"]
+    return [f"{rule}: ws {rule}_json ws {end}", f"{rule}_json: {json_rule(constrained, ' ?')}"]
 
 
 def types_of(schema: Any, parameters: dict[str, Any], depth: int = 0) -> set[str]:
@@ -440,34 +615,34 @@ def _definition(path: str, parameters: dict[str, Any]) -> Any:
     return found
 
 
-def _python_call(rule: str, function: Function, takes_any: bool) -> list[str]:
-    """The rules of `name(key=…, …)`: the properties in their order, those that are not required may be
-    missing."""
+def _pairs_call(rule: str, pairs: Pairs, function: Function, takes_any: bool, lark: ToLark) -> list[str]:
+    """The rules of `name(key=…, …)` and the like: the properties in their order, those that are not required
+    may be missing."""
+    begin = lark_string(pairs.begin.format(function.name))
     if takes_any:
-        return [f'{rule}: "{function.name}(" (argument ("," " "? argument)*)? ")"']
+        return [f'{rule}: {begin} (argument ("," " "? argument)*)? "{pairs.end}"']
     properties = function.parameters.get("properties", {})
     required = function.parameters.get("required", [])
-    rules = [f'{rule}: "{function.name}(" {rule}_first_0 ")"']
+    rules = [f'{rule}: {begin} {rule}_first_0 "{pairs.end}"']
     for k, (name, schema) in enumerate(properties.items()):
-        if not name.isidentifier() or keyword.iskeyword(name):
-            raise GrammarError(f"must have names that are valid in Python. Given: {name[:40]!r}")
+        if not pairs.is_key(name):
+            raise GrammarError(f"must have names that are valid in {pairs.language}. Given: {name[:40]!r}")
         is_required = isinstance(required, list) and name in required
-        for place, comma in (("first", ""), ("next", ", ")):
-            argument = f'"{comma}{name}=" ({_python_literal(schema)}) {rule}_next_{k + 1}'
+        for place, comma in (("first", ""), ("next", pairs.comma)):
+            key = lark_string(comma + name + pairs.equals)
+            argument = f"{key} ({_literal(schema, pairs, lark)}) {rule}_next_{k + 1}"
             skipped = "" if is_required else f" | {rule}_{place}_{k + 1}"
             rules.append(f"{rule}_{place}_{k}: {argument}{skipped}")
     return [*rules, f'{rule}_first_{len(properties)}: ""', f'{rule}_next_{len(properties)}: ""']
 
 
-def _python_literal(schema: Any) -> str:
+def _literal(schema: Any, pairs: Pairs, lark: ToLark) -> str:
     if not isinstance(schema, dict):
         return "value"
     values = _values(schema)
     if not values:
         return LITERALS.get(str(schema.get("type")), "value")
-    return _choice(
-        json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value) for value in values
-    )
+    return " | ".join(lark(pairs.written(value)) for value in values)
 
 
 def _values(schema: Any) -> list[Any]:
@@ -478,15 +653,11 @@ def _values(schema: Any) -> list[Any]:
     return values if isinstance(values, list) else []
 
 
-def _choice(texts: Iterable[str]) -> str:
-    return " | ".join(map(lark_string, texts))
-
-
 def terminal(text: str, token_id: Callable[[str], int | None]) -> str:
     """A text in Lark. One that is a token by itself is written as its number: llguidance takes a string for
     other tokens."""
     number = token_id(text)
-    return json.dumps(text) if number is None else f"<[{number}]>"
+    return lark_string(text) if number is None else f"<[{number}]>"
 
 
 def terminals(text: str, markers: Iterable[str], token_id: Callable[[str], int | None]) -> str:

@@ -30,11 +30,15 @@ class Words:
     def message(self, role, **more):
         return {"role": role, "content": self.say(), **more}
 
-    def call(self, speaks):
-        function = {"name": self.say(), "arguments": {"key": self.say()}}
-        call = {"id": "abcdefgh1", "type": "function", "function": function}
+    def calls(self, speaks):
+        """A message with one call or two, and their results."""
         content = self.say() if speaks else ""
-        return {"role": "assistant", "content": content, "tool_calls": [call]}
+        calls = []
+        for n in range(1, self.random.choice([2, 2, 3])):
+            function = {"name": self.say(), "arguments": {"key": self.say()}}
+            calls.append({"id": f"abcdefgh{n}", "type": "function", "function": function})
+        results = [self.message(self.random.choice(["tool", "function"]), tool_call_id=call["id"], name="f") for call in calls]
+        return {"role": "assistant", "content": content, "tool_calls": calls}, results
 
     def chat(self, speaks=True):
         """Every role and part that a client may send, in every order that makes sense. speaks: also in messages with
@@ -48,10 +52,8 @@ class Words:
             messages += self.later_system()
             if draw.random() < 0.3:
                 for _ in range(draw.choice([1, 1, 2, 3])):
-                    messages.append(self.call(speaks and draw.random() < 0.5))
-                    messages += self.later_system()
-                    messages.append(self.message(draw.choice(["tool", "function"]), tool_call_id="abcdefgh1", name="f"))
-                    messages += self.later_system()
+                    message, results = self.calls(speaks and draw.random() < 0.5)
+                    messages += [message, *self.later_system(), *results, *self.later_system()]
                 if draw.random() < 0.7:
                     messages.append(self.message("assistant"))
             elif turn < turns - 1:
@@ -155,6 +157,20 @@ def test_neighbours_that_become_one_keep_what_was_thought_and_called():
     other = {"role": "assistant", "content": "", "reasoning_content": "So.", "tool_calls": calls[1:]}
     joined = {"role": "assistant", "content": "A", "reasoning_content": "Hm.\n\nSo.", "tool_calls": calls}
     assert adapt_to_template([one, other], None, TemplateCapabilities(assistants=False)) == [joined]
+
+
+def test_calls_of_one_message_get_one_each_where_a_template_writes_no_more():
+    calls = [{"id": str(n), "type": "function", "function": {"name": "f", "arguments": {}}} for n in range(4)]
+    both = {"role": "assistant", "content": "A", "reasoning_content": "Hm.", "tool_calls": calls[:3]}
+    results = [{"role": "tool", "content": f"R{n}", "tool_call_id": str(n)} for n in range(4)]
+    alone = [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls]
+    first = both | {"tool_calls": calls[:1]}
+    lacking = TemplateCapabilities(several_calls=False)
+    chat = [*said("uQ"), both, results[1], results[0], *said("uX"), alone[3], results[3]]
+    written = [*said("uQ"), first, alone[1], results[1], results[0], alone[2], *said("uX"), alone[3], results[3]]
+    assert adapt_to_template(chat, None, lacking) == written
+    assert adapt_to_template(chat, None, TemplateCapabilities()) == chat
+    assert adapt_to_template([both], None, lacking) == [first, *alone[1:3]]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

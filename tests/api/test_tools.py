@@ -8,7 +8,7 @@ import pytest
 import served as served_app
 import tiny_tokenizers
 from asked import serving
-from tool_calls import BOTH, CALLS, FORMATS, KINDS, NOW, TOOLS, WRITTEN, thinking_of, tokenizer_of, tool, use
+from tool_calls import BOTH, CALLS, FORMATS, KINDS, NOW, PYTHON, TOOLS, WRITTEN, thinking_of, tokenizer_of, tool, use
 
 from api.chat import ChatResponseWriter
 from api.conversation import ChatRequest
@@ -215,7 +215,7 @@ def test_a_call_that_the_limit_of_tokens_cuts_is_given_as_far_as_it_goes(name, c
     assert not choice["message"]["content"] and not any(each["delta"].get("content") for each in stream)
     (call,) = choice["message"]["tool_calls"]
     assert call["function"]["name"] == "weather"
-    assert call["function"]["arguments"] == ("{" if name == "pythonic" else '{"city": "B')
+    assert call["function"]["arguments"] == ("{" if name in PYTHON else '{"city": "B')
     pieces = [piece["function"] for each in stream for piece in each["delta"].get("tool_calls", [])]
     assert [piece["name"] for piece in pieces if "name" in piece] == ["weather"]
     assert "".join(piece["arguments"] for piece in pieces) == call["function"]["arguments"]
@@ -245,6 +245,13 @@ ONE_OF_TWO = {
     "mistral_v11": '[TOOL_CALLS]weather[ARGS]{"city": "Bern", "days": ',
     "deepseek_v3": CALLS["deepseek_v3"][0].partition("}")[0] + ', "days": ',
     "deepseek_v31": CALLS["deepseek_v31"][0].partition("}")[0] + ', "days": ',
+    "glm45": CALLS["glm45"][0].removesuffix("</tool_call>") + "<arg_key>days</arg_key>\n<arg_value>",
+    "kimi_k2": CALLS["kimi_k2"][0].partition("}")[0] + ', "days": ',
+    "minimax_m2": CALLS["minimax_m2"][0].removesuffix("</invoke>") + '<parameter name="days">',
+    "lfm2": CALLS["lfm2"][0].removesuffix(")") + ", days=",
+    "phi4_mini_json": CALLS["phi4_mini_json"][0].partition("}")[0] + ', "days": ',
+    "openai": CALLS["openai"][0].partition("}")[0] + ', "days": ',
+    "gemma4": CALLS["gemma4"][0].partition("}")[0] + ",days:",
 }
 
 
@@ -322,7 +329,8 @@ def test_every_token_has_its_log_probability_whatever_is_held_back(parser_config
 def served_with(serve, monkeypatch, template, **settings):
     monkeypatch.setattr(served_app, "WINDOW", 600)
     made = serve(**settings)
-    (made.folder / "chat_template.jinja").write_text(template + served_app.TEMPLATE)
+    writing = served_app.TEMPLATE.replace("{{ m.content }}", "{{ m.content }}" + LLAMA_CALLS)
+    (made.folder / "chat_template.jinja").write_text(template + writing)
     return made.get_ready()
 
 
@@ -331,6 +339,10 @@ SHORT = tool(
     parameters={"properties": {"day": {"enum": ["Monday", "Sunday"]}}, "required": ["day"], "additionalProperties": False}
 )
 LLAMA = "{% if tools %}{{ tools | tojson }}<|python_tag|>{% endif %}"
+LLAMA_CALLS = (
+    '{% for c in m.tool_calls or [] %}{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
+    "{% endfor %}"
+)
 
 
 def streamed(response):

@@ -6,7 +6,22 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tool_calls import BOTH, CALLS, ENDS, FORMATS, FORMS, THINKING, WRITTEN, parsed, thinking_of, tool, use
+from tool_calls import (
+    BOTH,
+    CALLS,
+    ENDS,
+    FORMATS,
+    FORMS,
+    TAGS,
+    THINKING,
+    WRITTEN,
+    in_tags,
+    parsed,
+    thinking_of,
+    tool,
+    use,
+    with_argument,
+)
 
 from text.output_parser import (
     MAX_NESTING,
@@ -34,12 +49,7 @@ def read(parser, text, size=None, is_truncated=False):
     return parts
 
 
-def xml(name="weather", **values):
-    """A call as Qwen3-Coder writes it."""
-    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
-    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
-
-
+JSON_IN_PYTHON = [("weather", {"city": "[)", "other": {"a": [True, None]}})]
 TWICE = [("now", {}), ("now", {"a": "}"})]
 
 
@@ -72,6 +82,8 @@ SNIPPETS = [
 ]
 SNIPPETS += ['"type": "function", ', '{"name": "oth', "<thi", "</", ",", *THINKING, *WRITTEN.values()]
 SNIPPETS += ["now", "weather", "<parameter=", "city>", "</parameter>", "[AR", "aB3", "5", "True"]
+SNIPPETS += ["<arg_key>city</arg_key>", "<arg_value>", "to=functions.now", "<|channel|>commentary ", "functools", "call:now{"]
+SNIPPETS += ["functions.now:0", '<invoke name="now">', ":", "a"]
 SNIPPETS += [marker for form in FORMS.values() for marker in form.markers]
 
 
@@ -180,10 +192,43 @@ def test_no_text_is_lost_or_made_up_in_a_text_without_calls(name, snippets):
         ("qwen3_coder", "Let me see.\n" + WRITTEN["qwen3_coder"] + " Done.", "Let me see.\n Done.", BOTH),
         ("qwen3_coder", WRITTEN["qwen3_coder"].replace("\n", ""), "", BOTH),
         ("qwen3_coder", "<tool_call>\n<function=now>\n</function>", "", BOTH[1:]),
-        ("qwen3_coder", xml(city='\n "a\\\t"\nb\n '), "", [("weather", {"city": '\n "a\\\t"\nb\n '})]),
-        ("qwen3_coder", xml(city="5", days="5"), "", [("weather", {"city": "5", "days": 5})]),
-        ("qwen3_coder", xml(city="", days="soon"), "", [("weather", {"city": "", "days": "soon"})]),
-        ("qwen3_coder", xml(city="<b>é</b>", other="[1, {}]"), "", [("weather", {"city": "<b>é</b>", "other": [1, {}]})]),
+        ("qwen3_coder", in_tags("qwen3_coder", city='\n "a\\\t"\nb\n '), "", [("weather", {"city": '\n "a\\\t"\nb\n '})]),
+        ("qwen3_coder", in_tags("qwen3_coder", city="5", days="5"), "", [("weather", {"city": "5", "days": 5})]),
+        ("qwen3_coder", in_tags("qwen3_coder", city="", days="soon"), "", [("weather", {"city": "", "days": "soon"})]),
+        (
+            "qwen3_coder",
+            in_tags("qwen3_coder", city="<b>é</b>", other="[1, {}]"),
+            "",
+            [("weather", {"city": "<b>é</b>", "other": [1, {}]})],
+        ),
+        ("glm45", "Hm\n" + WRITTEN["glm45"] + "Done.", "Hm\nDone.", BOTH),
+        ("glm45", WRITTEN["glm45"].replace("\n", ""), "", BOTH),
+        ("glm45", in_tags("glm45", city="\n <b> \n", days="5"), "", [("weather", {"city": "\n <b> \n", "days": 5})]),
+        ("glm45", in_tags("glm45", city="", other='{"a": [1]}'), "", [("weather", {"city": "", "other": {"a": [1]}})]),
+        ("kimi_k2", "Hm" + WRITTEN["kimi_k2"] + "Done", "HmDone", BOTH),
+        ("kimi_k2", WRITTEN["kimi_k2"].replace(":0", "").replace("<|tool_calls_section_end|>", ""), "", BOTH),
+        ("minimax_m2", "Hm\n" + WRITTEN["minimax_m2"] + "\nDone", "Hm\n\nDone", BOTH),
+        ("minimax_m2", WRITTEN["minimax_m2"].replace("\n", ""), "", BOTH),
+        ("minimax_m2", in_tags("minimax_m2", city="\n", days="5"), "", [("weather", {"city": "\n", "days": 5})]),
+        ("lfm2", "Hm" + WRITTEN["lfm2"] + "Done", "HmDone", BOTH),
+        ("lfm2", "<|tool_call_start|>[weather(city='[)', other={\"a\": [true, null]})]", "", JSON_IN_PYTHON),
+        ("phi4_mini_json", "Hm" + WRITTEN["phi4_mini_json"] + "<|/tool_call|>", "Hm", BOTH),
+        ("phi4_mini_json", WRITTEN["phi4_mini_json"].replace("<|tool_call|>", "functools"), "", BOTH),
+        ("phi4_mini_json", '<|tool_call|>{"name": "now", "arguments": {}}<|/tool_call|>', "", BOTH[1:]),
+        ("openai", "Hm" + WRITTEN["openai"] + "<|call|>", "Hm", BOTH),
+        ("openai", "<|start|>assistant" + WRITTEN["openai"], "", BOTH),
+        ("openai", " to=functions.now<|channel|>commentary json<|message|>{}<|call|>", "", BOTH[1:]),
+        ("openai", "<|start|>assistant to=functions.now<|channel|>commentary <|constrain|>json<|message|>{}", "", BOTH[1:]),
+        ("openai", "<|channel|>analysis to=functions.now code<|message|>{}", "", BOTH[1:]),
+        ("openai", "<|channel|>commentary to=functions.now\n<|constrain|>json\n<|message|> {}", "", BOTH[1:]),
+        ("gemma4", "Hm" + WRITTEN["gemma4"] + "Done", "HmDone", BOTH),
+        ("gemma4", "<|tool_call>call:now{}", "", BOTH[1:]),
+        (
+            "gemma4",
+            '<|tool_call>call:weather{a:[1,-2.5e3,true,None],b:{c:<|"|>"{,\n<|"|>,<|"|>d<|"|>:{}}, unit: C}<tool_call|>',
+            "",
+            [("weather", {"a": [1, -2500.0, True, None], "b": {"c": '"{,\n', "d": {}}, "unit": "C"})],
+        ),
         ("mistral_v11", "Hm" + WRITTEN["mistral_v11"], "Hm", BOTH),
         ("mistral_v11", '[TOOL_CALLS]now[CALL_ID]aB3456789[ARGS]{}[TOOL_CALLS]now[ARGS] {"a": "}"}', "", TWICE),
         ("deepseek_v3", "Hm\n" + WRITTEN["deepseek_v3"] + "\n", "Hm\n", BOTH),
@@ -230,6 +275,30 @@ def test_calls_are_read_as_models_write_them(name, text, content, calls):
         ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nBern"),
         ("qwen3_coder", "<tool_call>\n<function=weather>\nBern\n</function>"),
         ("qwen3_coder", f"<tool_call>\n<function=weather>\n<parameter={'x' * 2000}>1</parameter></function>"),
+        ("glm45", CALLS["hermes"][0]),
+        ("glm45", CALLS["glm45"][0].replace("weather", "weathers")),
+        ("glm45", CALLS["glm45"][0].replace("</arg_value>", "")),
+        ("glm45", "<tool_call>weather is good</tool_call>"),
+        ("kimi_k2", CALLS["kimi_k2"][0].replace("weather", "weathers")),
+        ("kimi_k2", CALLS["kimi_k2"][0].replace(":0", ":x")),
+        ("kimi_k2", "<|tool_calls_section_begin|>none"),
+        ("minimax_m2", CALLS["qwen3_coder"][0]),
+        ("minimax_m2", "<minimax:tool_call>\nnow\n</minimax:tool_call>"),
+        ("lfm2", "<|tool_call_start|>[now(1)]<|tool_call_end|>"),
+        ("lfm2", "[now()]"),
+        ("phi4_mini_json", "functools is a module"),
+        ("phi4_mini_json", "<|tool_call|>[1]"),
+        ("openai", "<|channel|>commentary to=functions.then <|constrain|>json<|message|>{}"),
+        ("openai", "<|channel|>commentary to=functions.now <|constrain|>json<|message|>1"),
+        ("openai", "<|channel|>commentary to=functions.now and more<|message|>{}"),
+        ("openai", "<|channel|>commentary to=python code<|message|>{}"),
+        ("gemma4", "<|tool_call>call:then{}<tool_call|>"),
+        ("gemma4", "<|tool_call>now{}<tool_call|>"),
+        ("gemma4", "<|tool_call>call:now{a:}<tool_call|>"),
+        ("gemma4", "<|tool_call>call:now{a:1]<tool_call|>"),
+        ("gemma4", "<|tool_call>call:now{1}<tool_call|>"),
+        ("gemma4", '<|tool_call>call:now{a<|"|>b<|"|>:1}<tool_call|>'),
+        ("gemma4", "<|tool_call>call:now{a:" + "[" * 100_000 + "]" * 100_000 + "}"),
         ("mistral_v11", "[TOOL_CALLS] none"),
         ("mistral_v11", "[TOOL_CALLS]then[ARGS]{}"),
         ("mistral_v11", "[TOOL_CALLS]now[ARGS]1"),
@@ -265,6 +334,20 @@ def test_nothing_is_held_back_that_cannot_belong_to_a_call():
     json_answer = ParserConfig(use("llama3_json")).parser()
     assert json_answer.push('{"na') == []
     assert json_answer.push("il") == [Content('{"nail')]
+
+
+def test_what_follows_a_name_is_not_held_back_for_long():
+    parser = ParserConfig(use("mistral_v11")).parser()
+    assert parser.push("[TOOL_CALLS]now and then " + "x" * 900) == []
+    assert parser.push("x" * 100) and parser.failed
+
+
+@pytest.mark.parametrize("size", [1, None])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_name_that_begins_with_that_of_another_tool_is_read_to_its_end(name, size):
+    tools = [tool("now"), tool("nowhere")]
+    parts = read(ParserConfig(use(name, tools)).parser(), with_argument(name, function="nowhere"), size)
+    assert parts == [(CallBegin, 0, "nowhere"), (Arguments, 0, '{"city": "Bern"}')]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -340,6 +423,11 @@ def test_an_answer_whose_last_call_is_sent_and_does_not_end_is_not_one_of_calls(
         ({"type": "boolean"}, "false", False),
         ({"type": "array"}, '[1, "a"]', [1, "a"]),
         ({"type": "object"}, '\n{"a": [1]}\n', {"a": [1]}),
+        ({"type": "object"}, "{'a': [True, None, 'é']}", {"a": [True, None, "é"]}),
+        ({"type": "object"}, "{'a': 1}, b='2'", "{'a': 1}, b='2'"),
+        ({"type": "array"}, "['\\ud800']", "['\\ud800']"),
+        ({"type": "array"}, "{'a'}", "{'a'}"),
+        ({"type": "string"}, "{'a': 1}", "{'a': 1}"),
         ({"properties": {"a": {}}}, '{"a": 1}', {"a": 1}),
         ({"type": "array"}, "[" * 5000, "[" * 5000),
         ({"$ref": "#/$defs/Point"}, '{"x": 1}', {"x": 1}),
@@ -351,8 +439,9 @@ def test_an_answer_whose_last_call_is_sent_and_does_not_end_is_not_one_of_calls(
         (True, "a b", "a b"),
     ],
 )
-def test_values_in_tags_have_the_type_that_the_schema_says(schema, text, value):
+@pytest.mark.parametrize("name", TAGS)
+def test_values_in_tags_have_the_type_that_the_schema_says(name, schema, text, value):
     definitions = {"Point": {"type": "object"}, "Text": {"const": "1"}, "Self": {"$ref": "#/$defs/Self"}}
-    found = use("qwen3_coder", [tool("f", {"properties": {"x": schema}, "$defs": definitions})])
-    (call,) = parsed(ParserConfig(found), xml("f", x=text)).calls
+    found = use(name, [tool("f", {"properties": {"x": schema}, "$defs": definitions})])
+    (call,) = parsed(ParserConfig(found), in_tags(name, "f", x=text)).calls
     assert json.loads(call.arguments) == {"x": value}

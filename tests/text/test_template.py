@@ -323,10 +323,29 @@ def test_foreign_ids_are_shortened_in_calls_and_results_where_the_template_requi
     ]
     written = chat.render(messages, TOOLS)
     first, second = re.findall(r"\[TOOL_RESULTS\] (\w{9})\[", written)
-    assert f"[TOOL_CALLS] [{first}{second}]" in written
+    assert re.findall(r'"id": "(\w{9})"', written) == [first, second]
     assert second == "abcDEF123" and first != second
     assert chat.render(messages, TOOLS) == written
     assert messages[1]["tool_call_id"] == ids[0]
+
+
+def calling(call):
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def test_ids_have_the_names_of_functions_where_the_template_writes_them_in_their_place():
+    chat = ChatTemplate(tool_calls.TEMPLATES["kimi_k2"], {})
+    calls = [
+        {"id": given, "type": "function", "function": {"name": name, "arguments": {}}}
+        for given, name in (("call_1", "now"), ("call_2", "weather"), ("call_1", "weather"))
+    ]
+    results = [{"role": "tool", "content": "12:00", "tool_call_id": call["id"]} for call in calls]
+    messages = [message for call, result in zip(calls, results, strict=True) for message in (calling(call), result)]
+    written = chat.render(messages, TOOLS)
+    ids = ["functions.now:0", "functions.weather:1", "functions.weather:2"]
+    assert re.findall(r"<\|tool_call_begin\|>([^<]*)", written) == ids
+    assert re.findall(r" of ([^<]*)", written) == ids
+    assert messages[0]["tool_calls"][0]["id"] == "call_1"
 
 
 # What a template may do

@@ -13,7 +13,8 @@ PLAIN = EACH + "<{{ m.role }}>{{ m.content }}" + END
 CALLS = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
 TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
 FULL = TOOLS + EACH + "<{{ m.role }}>{{ m.reasoning_content }}{{ m.content }}" + CALLS + END
-OF_CALLS = {"calls", "text_of_calls", "user_after_result"}
+DESCRIBED_FIRST = "// {{ t.function.description }} {{ t.function.name }}"
+OF_CALLS = {"calls", "text_of_calls", "several_calls", "user_after_result"}
 
 
 def missing(source):
@@ -49,6 +50,9 @@ def without(condition, source=FULL):
         ),
         (without("not loop.first and m.role == 'user' and loop.previtem.role == 'tool'"), {"developer", "user_after_result"}),
         (without("m.role == 'tool'"), {"developer"} | OF_CALLS),
+        (without("m.tool_calls | length > 1"), {"developer", "several_calls"}),
+        (FULL.replace("in m.tool_calls or []", "in (m.tool_calls or [])[:1]"), {"developer", "several_calls"}),
+        (FULL.replace(TOOLS, "{% for t in tools or [] %}" + DESCRIBED_FIRST + "{% endfor %}"), {"developer"}),
         (FULL.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}"), {"developer", "text_of_calls"}),
         # The last system message wins, and stands in front of all.
         (

@@ -1,100 +1,45 @@
 """How models write calls of tools: which format a chat template shows, and which texts the grammars allow."""
 
 import json
+import random
 
 import pytest
-import templates
-import tiny_tokenizers
 from judge import Judge
-from tool_calls import CALLS, ENDS, FORMATS, FORMS, KINDS, TEMPLATES, WEATHER, WRITTEN, parsed, tokenizer_of, tool, use
+from tool_calls import (
+    CALLS,
+    ENDS,
+    FORMATS,
+    FORMS,
+    KINDS,
+    NOW,
+    PYTHON,
+    TAGS,
+    WEATHER,
+    WRITTEN,
+    in_tags,
+    parsed,
+    tokenizer_of,
+    tool,
+    use,
+    with_argument,
+)
 
 from api.errors import ApiError
 from config import TOOL_PARSERS
 from text import tool_formats
 from text.grammar import of_json_schema
 from text.output_parser import ParserConfig
-from text.template import ChatTemplate
-from text.template_capabilities import TemplateCapabilities
-from text.tokenizer import Tokenizer
-from text.tool_formats import MOST_CALLS, ModelTools
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_the_format_of_calls_is_detected_in_the_chat_template(name, tmp_path):
-    tokenizer = Tokenizer(tiny_tokenizers.save(tiny_tokenizers.byte_level(), tmp_path))
-    template = ChatTemplate(TEMPLATES[name], {})
-    assert TemplateCapabilities.of(template).tools
-    found = ModelTools.of(template, True, tokenizer, None)
-    assert found.format.name == name and not found.in_prompt
-    assert found.short_ids == name.startswith("mistral")
-    assert found.parallel == (name != "llama3_json"), "its template refuses messages with several calls"
-    for parser in ("none", "hermes"):
-        assert ModelTools.of(template, True, tokenizer, parser).format.name == parser
-    named = ModelTools.of(template, True, tokenizer, "mistral").format.name
-    assert named == ("mistral_v11" if name == "mistral_v11" else "mistral"), "vLLM has one name for both"
-
-
-@pytest.mark.parametrize(
-    ("template", "name"),
-    [
-        ("{{ tools }}", None),
-        ('{{ tools }}<|tool_call>call:f{a:<|"|>b<|"|>}<tool_call|>', None),
-        ("{{ tools }}<start_of_turn>[func_name1(params_name1=params_value1)]", "pythonic"),
-        ("{{ tools }}<|python_start|>", "pythonic"),
-        ("{{ tools }}<|python_tag|>", "llama3_json"),
-        ('{{ tools }}"parameters"', None),
-    ],
-)
-def test_an_unknown_format_is_not_taken_for_another(template, name, tmp_path):
-    tokenizer = Tokenizer(tiny_tokenizers.save(tiny_tokenizers.byte_level(), tmp_path))
-    found = ModelTools.of(ChatTemplate(template, {}), True, tokenizer, None)
-    assert (found.format and found.format.name) == name
-
-
-PUBLISHED = {
-    "deepseek_v3": "deepseek_v3",
-    "llama3_2": "llama3_json",
-    "mistral_nemo": "mistral",
-    "qwen2_5": "hermes",
-    "qwen3": "hermes",
-}
-
-
-@pytest.mark.parametrize(("model", "name"), PUBLISHED.items())
-def test_a_published_template_shows_one_format(model, name):
-    if model not in (published := templates.published()):
-        pytest.skip("the published templates are not installed")
-    source = published[model].for_tools.source
-    assert [form.name for form in tool_formats.FORMATS if form.detect(source)] == [name]
-
-
-@pytest.mark.parametrize("template", ["{{ messages }}", "{{ messages }}[TOOL_CALLS]f[ARGS]{}", None])
-def test_without_a_place_for_tools_calls_are_read_as_the_prompt_asks_for_them(template, tmp_path):
-    tokenizer = Tokenizer(tiny_tokenizers.save(tiny_tokenizers.byte_level(), tmp_path))
-    template = ChatTemplate(template, {}) if template else None
-    for parser in (None, "hermes", "mistral"):
-        found = ModelTools.of(template, False, tokenizer, parser)
-        assert found.in_prompt and found.format.name == "hermes"
-    refusing = ModelTools.of(template, False, tokenizer, "none")
-    assert refusing.in_prompt and refusing.format is tool_formats.AS_TEXT
+from text.tool_formats import MOST_CALLS
 
 
 def test_every_format_may_be_set():
     assert set(TOOL_PARSERS) == {form.name for form in tool_formats.FORMATS}
 
 
-def test_a_template_of_its_own_for_tools_is_used_for_them(tmp_path):
-    templates = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "{{ tools }}<tool_call>"}]
-    tokenizer = tiny_tokenizers.save(tiny_tokenizers.byte_level(), tmp_path, chat_template=templates)
-    template = ChatTemplate.load(tokenizer)
-    assert template.render([{"role": "user", "content": ""}]) == "d"
-    assert template.for_tools.render([{"role": "user", "content": ""}], ["f"]) == "['f']<tool_call>"
-    assert ModelTools.of(template, True, Tokenizer(tokenizer), None).format.name == "hermes"
-
-
-def test_python_calls_need_names_that_python_allows():
-    with pytest.raises(ApiError, match="'a-b'") as raised:
-        assert use("pythonic", [tool(parameters={"properties": {"a-b": {}}})], "required").grammar
+@pytest.mark.parametrize(("name", "key"), [("pythonic", "a-b"), ("lfm2", "class"), ("gemma4", "a:b")])
+def test_calls_of_keys_and_literals_need_names_that_are_keys(name, key):
+    with pytest.raises(ApiError, match=f"'{key}'") as raised:
+        assert use(name, [tool(parameters={"properties": {key: {}}})], "required").grammar
     assert raised.value.param == "tools[0].function.parameters"
 
 
@@ -117,9 +62,44 @@ def test_required_forces_calls_in_the_format_of_the_model(name, tokenizer):
     assert not judge.allows("Hello")
     assert judge.allows("Hello" + one + end) is False
     assert judge.allows((one + end).replace("weather", "wether")) is False
-    assert judge.allows((one + end).replace("city", "town")) is False
-    if name != "qwen3_coder":  # where a text has no quotes
-        assert judge.allows((one + end).replace('"Bern"', "1")) is False
+    assert judge.allows(with_argument(name, "town")) is False
+    if name not in TAGS:  # where a text has no quotes
+        assert judge.allows(with_argument(name, value="1", raw=True)) is False
+
+
+ENDING = ("</s>", "]", "}", '"', '<|"|>')
+DRAWN = {
+    "properties": {
+        "unit": {"enum": ["C", "F"]},
+        "days": {"type": "integer"},
+        "point": {"type": "object", "properties": {"x": {"type": "integer"}}},
+        "list": {"type": "array", "items": {"type": "boolean"}},
+    },
+    "required": ["unit"],
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_that_a_grammar_has_drawn_are_read_back(name, seed):
+    tokenizer = tokenizer_of("special")
+    found = use(name, [tool("draw", DRAWN), NOW], "required", token_id=tokenizer.token_to_id)
+    matcher = Judge(tokenizer, found.grammar).matcher
+    draw = random.Random(seed)
+    ids = []
+    while not matcher.is_stopped() and len(ids) < 2000:
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        allowed = [token for token in range(tokenizer.get_vocab_size()) if mask >> token & 1]
+        ends = [token for token in allowed if tokenizer.id_to_token(token) in ENDING]
+        ids.append(draw.choice(ends or allowed) if len(ids) > 100 else draw.choice(allowed))
+        matcher.consume_token(ids[-1])
+    written = tokenizer.decode([token for token in ids if tokenizer.id_to_token(token) != "</s>"], skip_special_tokens=False)
+    whole = parsed(ParserConfig(found), written)
+    assert whole.calls and not whole.content and not whole.is_truncated, written
+    for call in whole.calls:
+        arguments = json.loads(call.arguments)
+        assert not arguments if call.name == "now" else arguments["unit"] in ("C", "F")
+        assert isinstance(arguments.get("point", {}), dict) and isinstance(arguments.get("list", []), list)
 
 
 def test_calls_that_are_asked_for_have_an_end(tokenizer):
@@ -138,29 +118,43 @@ def test_a_named_tool_and_no_parallel_calls_allow_one_call(name, choice, paralle
     end = ENDS.get(name, "")
     assert judge.allows(one + end)
     assert not judge.allows(one + more + end)
-    other = (one + end).replace("weather", "now").replace('"city": "Bern"', "").replace('city="Bern"', "")
-    other = other.replace("<parameter=city>\nBern\n</parameter>\n", "")
-    assert bool(judge.allows(other)) == (choice == "required")
+    assert bool(judge.allows(with_argument(name, "", function="now"))) == (choice == "required")
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_strict_allows_any_text_and_constrains_the_calls_in_it(name, tokenizer):
     tools = [tool(strict=True), tool("free", {"type": "object", "properties": {"a": {"type": "string"}}})]
     judge = Judge(tokenizer, use(name, tools, token_id=tokenizer.token_to_id).grammar)
-    written = CALLS[name][0] + ENDS.get(name, "")
-    for answer in ("", "Hello {1} [2] <b>", "Hello\n\nthere", written):
+    written = with_argument(name)
+    for answer in ("", "Hello {1} [2] <b>", "Hello\n\nthere"):
         assert judge.allows(answer), answer
+    if FORMS[name].auto and tokenizer.token_to_id(FORMS[name].inner[0]) is None:
+        return  # its markers are tokens in each of its models
+    assert judge.allows(written)
     assert judge.allows(written.replace("city", "town")) is False
     assert judge.allows(written.replace("weather", "other")) is False
-    if not FORMS[name].implicit_start:
+    if not FORMS[name].implicit_start and not FORMS[name].auto:
         assert judge.allows("Let me see.\n" + written)
         assert judge.allows("Let me see.\n" + written.replace("weather", "other")) is False
     if name == "hermes":
         assert judge.allows(written + "\n" + written + " Done.")
         assert judge.allows(written + "\n" + written.replace("city", "town")) is False
     if name != "pythonic":
-        free = written.replace("weather", "free").replace('"city": "Bern"', '"b": [1]').replace("=city>", "=b>")
+        free = with_argument(name, "b", "[1]", raw=True, function="free")
         assert judge.allows(free), "a tool that is not strict gets any object"
+
+
+@pytest.mark.parametrize("kind", ["added", "special"])
+def test_strict_allows_the_messages_of_harmony_and_constrains_the_call_after_them(kind):
+    tokenizer = tokenizer_of(kind)
+    judge = Judge(tokenizer, use("openai", [tool(strict=True)], token_id=tokenizer.token_to_id).grammar)
+    preamble = "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant"
+    for before in ("", "<|start|>assistant", preamble, "<|start|>assistant" + preamble):
+        assert judge.allows(before + CALLS["openai"][0])
+        assert judge.allows(before + "<|channel|>final<|message|>Hello {1}")
+        assert judge.allows(before + CALLS["openai"][0].replace("weather", "other")) is False
+        assert judge.allows(before + with_argument("openai", "town")) is False
+    assert judge.allows("<|channel|>analysis<|message|>Hm") is False
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -225,6 +219,49 @@ def test_arguments_of_python_calls_without_a_type_are_any_literal(value):
     assert json.loads(call.arguments) == {"x": eval(value)}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "is_allowed"),
+    [
+        ('city:<|"|>Bern<|"|>,days:3,unit:<|"|>F<|"|>', True),
+        ('city:<|"|>say "hi",\n{a:1}<|"|>', True),
+        ('city:<|"|><|"|>,days:-3', True),
+        ('city:<|"|>x<|"|>,days:2.5', False),
+        ('city:<|"|>x<|"|>,unit:<|"|>K<|"|>', False),
+        ('city:"x"', False),
+        ("days:3", False),
+        ("", False),
+    ],
+)
+def test_arguments_of_gemmas_calls_have_the_types_of_the_schema(arguments, is_allowed, tokenizer):
+    found = use("gemma4", choice="weather", token_id=tokenizer.token_to_id)
+    written = f"<|tool_call>call:weather{{{arguments}}}<tool_call|>"
+    assert bool(Judge(tokenizer, found.grammar).allows(written)) == is_allowed
+    if is_allowed:
+        assert parsed(ParserConfig(use("gemma4")), written).calls
+
+
+@pytest.mark.parametrize(
+    ("literal", "value"),
+    [
+        ('<|"|>a<|"|>', "a"),
+        ("-1.5e3", -1500),
+        ("true", True),
+        ("null", None),
+        ('[1,[2],<|"|>x<|"|>]', [1, [2], "x"]),
+        ("{a:{b:false},c:[]}", {"a": {"b": False}, "c": []}),
+        ("{}", {}),
+    ],
+)
+def test_arguments_of_gemmas_calls_without_a_type_are_any_literal(literal, value):
+    found = use("gemma4", [tool("f", {"properties": {"x": {}}})], "required")
+    judge = Judge(tokenizer_of("text"), found.grammar)
+    for arguments, read in ((f"x:{literal}", {"x": value}), ("", {})):
+        written = f"<|tool_call>call:f{{{arguments}}}<tool_call|>"
+        assert judge.allows(written)
+        (call,) = parsed(ParserConfig(found), written).calls
+        assert json.loads(call.arguments) == read
+
+
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 TAGGED = {
     "properties": {
@@ -257,33 +294,34 @@ TAGGED = {
         ({}, None),
     ],
 )
-def test_values_in_tags_have_the_types_of_the_schema(values, arguments):
-    found = use("qwen3_coder", [tool("f", TAGGED)], "required")
-    parameters = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
-    written = f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"
+@pytest.mark.parametrize("name", TAGS)
+def test_values_in_tags_have_the_types_of_the_schema(name, values, arguments):
+    found = use(name, [tool("f", TAGGED)], "required")
+    written = in_tags(name, "f", **values)
     assert bool(Judge(tokenizer_of("text"), found.grammar).allows(written)) == (arguments is not None)
     if arguments is not None:
         (call,) = parsed(ParserConfig(found), written).calls
         assert json.loads(call.arguments) == arguments
 
 
-def test_a_function_in_tags_whose_schema_names_no_parameters_gets_any():
-    written = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+@pytest.mark.parametrize("name", TAGS)
+def test_a_function_in_tags_whose_schema_names_no_parameters_gets_any(name):
+    written = in_tags(name, "f", a="1")
     for parameters, is_allowed in (({"type": "object"}, True), ({"additionalProperties": False}, False)):
-        grammar = use("qwen3_coder", [tool("f", parameters)], "required").grammar
+        grammar = use(name, [tool("f", parameters)], "required").grammar
         assert bool(Judge(tokenizer_of("text"), grammar).allows(written)) == is_allowed
-    with pytest.raises(ApiError, match="without `>`"):
-        assert use("qwen3_coder", [tool("f", {"properties": {"a>": {}}})], "required").grammar
+    with pytest.raises(ApiError, match="must have names without"):
+        assert use(name, [tool("f", {"properties": {'a>"<': {}}})], "required").grammar
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_tool_whose_name_begins_with_that_of_another_is_called_by_its_own(name, tokenizer):
     tools = [tool("now", {"properties": {}, "additionalProperties": False}), tool("nowhere"), tool("now.here_2-x")]
-    if name == "pythonic":
+    if name in PYTHON:
         tools.pop()  # no name in Python
     found = use(name, tools, "required", token_id=tokenizer.token_to_id)
     for each in tools[1:]:
         called = each["function"]["name"]
-        written = (CALLS[name][0] + ENDS.get(name, "")).replace("weather", called)
+        written = with_argument(name, function=called)
         assert Judge(tokenizer, found.grammar).allows(written)
         assert [call.name for call in parsed(ParserConfig(found), written).calls] == [called]
