@@ -43,6 +43,8 @@ class GeneratedSequence:
         self.accepted_draft_tokens = 0  # that took no step of their own
         self.reasoning_tokens = 0  # which the writer of a chat's response counts
         self._logprobs = 0.0
+        # Reads along where calls may end the output before the model does.
+        self._calls = prepared.parser_config.parser() if prepared.parser_config.calls else None
 
     @property
     def tokens(self) -> int:
@@ -82,7 +84,17 @@ class GeneratedSequence:
             self._finish("stop_sequence")
         elif token.finish_reason is not None:
             self._finish(token.finish_reason)
+        elif self._calls_are_done(pieces):
+            pieces += self.stream.finish()
+            self._finish("stop_sequence")
         return pieces
+
+    def _calls_are_done(self, pieces: list[Piece]) -> bool:
+        if self._calls is None or self.prepared.ignore_eos:
+            return False
+        for piece in pieces:
+            self._calls.read(piece)
+        return self._calls.is_done
 
     def _stops_at(self, token: Token) -> bool:
         if token.token not in self.prepared.stop_token_ids or token.finish_reason == "eos_token":

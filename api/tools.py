@@ -38,7 +38,7 @@ NO_PARSER = "cannot constrain calls with --tool-parser none (TOOL_PARSER)"
 class ToolPolicy(AllowedCalls):
     """What a chat may call; `paths` has the place of each function's parameters in the request, by name."""
 
-    paths: dict[str, str] = field(compare=False)
+    paths: dict[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def grammar(self) -> str:
@@ -94,7 +94,14 @@ def tool_policy(
             raise invalid("tools", NO_PARSER)
         return None
     parallel = model.parallel and mode != "named" and parallel_tool_calls is not False
-    return ToolPolicy(model, [functions[name] for name in chosen], mode, parallel, paths)
+    return ToolPolicy(
+        model,
+        [functions[name] for name in chosen],
+        mode,
+        parallel,
+        may_repeat=parallel_tool_calls is True,
+        paths=paths,
+    )
 
 
 def _function(path: str, tool: dict[str, Any], names: FieldNames) -> tuple[str, Function]:

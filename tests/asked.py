@@ -150,6 +150,8 @@ def written(answer, text, finish_reason):
         sequence.keep(pieces)
         if answer.streams:
             stream += answer.events(sequence, pieces)
+        if sequence.finish_reason is not None:
+            break
     if answer.streams:
         return (stream + answer.stream_end([sequence])).decode()
     return json.loads(encode(answer.whole([sequence])))

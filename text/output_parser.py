@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from text.json_mender import JsonMender
 from text.reasoning import Thinking
 from text.stream import Piece, stop_begun
 from text.tool_formats import (
@@ -32,6 +33,7 @@ from text.tool_formats import (
     types_of,
 )
 
+JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 MAX_HEAD = 1_000  # characters of a call before its arguments, or of a parameter's name
 NAME = string.ascii_letters + string.digits + "_.-"  # what names of functions are made of
 MAX_NESTING = 100  # of truncated arguments, which a client may send back
@@ -148,12 +150,18 @@ class OutputParser:
         self._buffer = ""  # text that is not read yet
         self._undecided = ""  # text that is read and in no part yet
         self._header = ""  # of a message, which is not complete
+        self._unclosed = ""  # the marker that reasoning lacks, in which a call begins
         self._parts: list[OutputPart] = []
         self._ended = False
         self._begun = 0  # calls
         self._complete = 0  # calls
         self._keeps_truncated = False  # a truncated call is a call, not content
+        self._earlier: dict[str, list[str]] = {}  # the arguments of complete calls, by function
+        self._called = ""  # the function of the newest call,
+        self._arguments = ""  # and its arguments so far
+        self._held: CallBegin | None = None  # the newest call, while it equals an earlier one
         self.failed = False  # something other than a call, which is content
+        self.is_done = False  # nothing that follows is read
         self.reasoning_tokens = 0
         self._steps = self._read()
 
@@ -224,6 +232,7 @@ class OutputParser:
             except _Truncated:
                 self._end_truncated()
             except _NotACall:
+                self._release()
                 self.failed = True
         while True:
             self._send(Content)
@@ -238,24 +247,37 @@ class OutputParser:
                 return
             self._is_thinking = True
         self._undecided = ""
-        if thinking.close_id is None:
-            yield from self._until(thinking.format.close, Reasoning)
-            self._is_thinking = False
+        closes = "" if thinking.close_id is not None else thinking.format.close
+        found = yield from self._reasoning(closes)
+        if found == closes:
+            yield from self._skip_spaces()
         else:
-            yield from self._until_closed()
-        yield from self._skip_spaces()
+            self._unclosed = thinking.format.close
+            self._buffer = found + self._buffer
+        self._is_thinking = False
         self._undecided = ""
 
-    def _until_closed(self) -> Generator[None, None, None]:
-        """Sends the text up to the token that `read` takes for the end of the reasoning."""
+    def _reasoning(self, close: str) -> Generator[None, None, str]:
+        """Sends the reasoning, and reads what ends it: `close` ("": the token that `read` knows) or, if calls
+        are allowed, their marker, which is returned."""
+        form = self._calls.format if self._calls else None
+        markers = [close] if close else []
+        markers += [form.open, *form.also_open] if form else []
         while True:
-            self._send(Reasoning)
-            if self._ended or not self._is_thinking:
-                return
+            parts = [self._buffer.partition(marker) for marker in markers]
+            before, found, _rest = min(parts, key=lambda part: len(part[0]), default=(self._buffer, "", ""))
+            is_closed = self._ended or not self._is_thinking
+            held = "" if found or is_closed else stop_begun(before, markers)
+            self._send(Reasoning, len(before) - len(held))
+            if found:
+                self._take(len(found))
+            if found or is_closed:
+                return found
             yield
 
     def _end_truncated(self) -> None:
         """The text ended within a call."""
+        self._release()
         requires_call = self._calls.requires_call
         if requires_call and not self._begun and len(self._calls.names) == 1:
             self._begin(self._calls.names[0])
@@ -279,7 +301,7 @@ class OutputParser:
             yield from self._call(marked)
             while form.next and (yield from self._skip(form.next)):
                 yield from self._call(marked)
-            for end in form.ends:
+            for end in filter(None, (*form.ends, self._unclosed)):
                 yield from self._skip(end)
             self._undecided = ""
             yield from self._skip_spaces()
@@ -304,22 +326,36 @@ class OutputParser:
             yield from self._named_call()
         else:
             yield from self._xml_call(self._calls.format.tags)
-        self._complete += 1
-        while not self._calls.parallel:  # the rest is dropped
+        self._end_call()
+        while self.is_done:  # the rest is dropped
             self._buffer = ""
             if self._ended:
                 break
             yield
         self._undecided = ""
 
+    def _end_call(self) -> None:
+        """The newest call is complete. One that repeats an earlier call is dropped: small models go on and
+        on."""
+        if self._held and self._arguments in self._earlier[self._called]:
+            self._held = None
+            self._begun -= 1
+            self.is_done = True
+            return
+        self._release()
+        self._earlier.setdefault(self._called, []).append(self._arguments)
+        self._complete += 1
+        self.is_done = not self._calls.parallel
+
     def _json_call(self, marked: bool) -> Generator[None, None, None]:
         """A call as a JSON object. Its arguments are sent while they grow, unless their name comes before
         that of the tool."""
         heads = {
-            f'{{{kind}"name":"{name}","{key}":{{': name
+            f'{{{kind}"name":"{name}","{key}":{begin}{{': name
             for kind in ("", '"type":"function",')  # some Llama models write the type first
             for name in self._calls.names
             for key in ("arguments", "parameters")
+            for begin in ("", '"')  # and some the arguments as a string
         }
         yield from self._skip_spaces()
         while True:
@@ -332,13 +368,19 @@ class OutputParser:
             ):
                 break
             yield from self._more()
-        if compact in heads:
+        if compact in heads and compact.endswith('"{'):
+            self._take(len(head) - 2)
+            arguments = yield from self._json_string()
+            _check_object(arguments)
+            yield from self._json_object("{")
+            self._begin(heads[compact], arguments)
+        elif compact in heads:
             head = self._take(len(head) - 1)
             self._begin(heads[compact])
-            arguments = yield from self._brackets(sends=True)
-            _decoded(head + arguments + (yield from self._brackets(depth=1)))
+            arguments = yield from self._json_object(sends=True)
+            _decoded(head + arguments + (yield from self._json_object("{")))
         elif marked and self._buffer.startswith("{"):
-            self._begin(*_decoded((yield from self._brackets())))
+            self._begin(*_decoded((yield from self._json_object())))
         else:
             raise _NotACall
 
@@ -366,9 +408,8 @@ class OutputParser:
         separator = self._take(self._buffer.index("{"))
         if not re.fullmatch(form.separators, separator.rstrip()):
             raise _NotACall
-        brace = self._take(1)
-        self._begin(name, brace)
-        _check_object(brace + (yield from self._brackets(depth=1, sends=True)))
+        self._begin(name)
+        _check_object((yield from self._json_object(sends=True)))
         if form.tail:
             yield from self._skip(form.tail.lstrip())
 
@@ -480,13 +521,46 @@ class OutputParser:
         if name not in self._calls.names:
             raise _NotACall
         call_id = secrets.token_hex(5)[:9] if self._calls.model.short_ids else f"call_{secrets.token_hex(12)}"
-        self._parts.append(CallBegin(self._begun, call_id, name))
-        if arguments:
-            self._parts.append(Arguments(self._begun, arguments))
+        begin = CallBegin(self._begun, call_id, name)
+        self._called = name
+        self._arguments = ""
         self._begun += 1
-        self._undecided = ""
+        if name in self._earlier and not self._calls.may_repeat:
+            self._held = begin
+        else:
+            self._parts.append(begin)
+        self._send_arguments(arguments)
 
-    def _brackets(self, depth: int = 0, sends: bool = False, quotes: str = '"') -> Generator[None, None, str]:
+    def _json_object(self, opened: str = "", sends: bool = False) -> Generator[None, None, str]:
+        """Reads a JSON object, or the rest of one whose brackets `opened` are open, and mends it. It ends at
+        the latest where something other than JSON begins; the rest of one, at the end of the output."""
+        mender = JsonMender(opened)
+        text = ""
+        while not mender.is_complete:
+            mended, length = mender.push(self._buffer)
+            self._take(length)
+            is_cut = bool(opened) and self._ended and not self._keeps_truncated and not self._buffer
+            if not mender.is_complete and (mender.is_stopped or is_cut):
+                if not mender.may_close or not (text or mended or opened):
+                    raise _NotACall
+                mended += mender.close()
+            text += mended
+            if sends and mended:
+                self._send_arguments(mended)
+            if not mender.is_complete:
+                yield from self._more()
+        return text
+
+    def _json_string(self) -> Generator[None, None, str]:
+        """Reads a JSON string, and returns its text."""
+        while True:
+            found = JSON_STRING.match(self._buffer)
+            if found:
+                self._take(found.end())
+                return _text_of(found.group())
+            yield from self._more()
+
+    def _brackets(self, depth: int = 0, quotes: str = '"') -> Generator[None, None, str]:
         """Reads up to the bracket that closes all; `depth` are open before."""
         text = ""
         quote = ""  # the one that is open
@@ -507,8 +581,6 @@ class OutputParser:
                         break
             chunk = self._take(length)
             text += chunk
-            if sends and chunk:
-                self._send_arguments(chunk)
             if depth <= 0 and not quote and text:
                 return text
             yield from self._more()
@@ -579,8 +651,21 @@ class OutputParser:
         yield
 
     def _send_arguments(self, text: str) -> None:
-        self._parts.append(Arguments(self._begun - 1, text))
+        self._arguments += text
         self._undecided = ""
+        if self._held is None:
+            if text:
+                self._parts.append(Arguments(self._begun - 1, text))
+        elif not any(earlier.startswith(self._arguments) for earlier in self._earlier[self._called]):
+            self._release()
+
+    def _release(self) -> None:
+        """Sends a call that was held back."""
+        if self._held:
+            self._parts.append(self._held)
+            self._held = None
+            if self._arguments:
+                self._parts.append(Arguments(self._begun - 1, self._arguments))
 
     def _take(self, length: int) -> str:
         taken = self._buffer[:length]
@@ -614,6 +699,14 @@ def _decoded(text: str) -> tuple[str, str]:
         msgspec.json.decode(arguments, type=dict)
         return msgspec.json.decode(fields["name"], type=str), bytes(arguments).decode()
     except (msgspec.DecodeError, KeyError, RecursionError):
+        raise _NotACall from None
+
+
+def _text_of(written: str) -> str:
+    """The text of a JSON string."""
+    try:
+        return msgspec.json.decode(written, type=str)
+    except msgspec.DecodeError:
         raise _NotACall from None
 
 

@@ -432,6 +432,7 @@ class AllowedCalls:
     functions: Sequence[Function]
     mode: str  # auto, required or named
     parallel: bool
+    may_repeat: bool = False  # a call that equals an earlier one of the output
 
     @property
     def format(self) -> ToolFormat:

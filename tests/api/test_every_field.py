@@ -28,10 +28,11 @@ USER = {"role": "user", "content": "Hi"}
 BEGUN = {"role": "assistant", "content": "Ho"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TEMPLATE = (
-    "{# <|python_tag|> #}{{ greeting }}{{ enable_thinking }}"
+    "{{ greeting }}{{ enable_thinking }}"
     "{% for tool in tools or [] %}{{ tool.function.name }}{{ tool.function.description }}{% endfor %}"
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ m.name }}{{ m.tool_call_id }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments.a }}{% endfor %};{% endfor %}a:"
+    "{% for c in m.tool_calls or [] %}{{ '<|python_tag|>' if loop.first else '; ' }}"
+    '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}{% endfor %};{% endfor %}a:'
 )
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"additionalProperties": False}}} for name in "fg"]
 FUNCTIONS = [{"type": "function", **tool["function"]} for tool in TOOLS]  # as in a Responses request

@@ -33,6 +33,7 @@ from text.output_parser import (
     Reasoning,
     complete_members,
 )
+from text.reasoning import Thinking
 
 
 def read(parser, text, size=None, is_truncated=False):
@@ -250,7 +251,6 @@ def test_calls_are_read_as_models_write_them(name, text, content, calls):
         ("hermes", WRITTEN["hermes"].replace("now", "then")),
         ("hermes", '<tool_call>{"name": "now"}</tool_call>'),
         ("hermes", '<tool_call>{"name": "now", "arguments": []}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "now", "arguments": "{}"}</tool_call>'),
         ("hermes", '<tool_call>{"name": "now", "arguments": {"a": NaN}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "now", "arguments": {"a": 1'),
         ("hermes", '<tool_call>{"name": "now", "arguments": {"a" 1}}</tool_call>'),
@@ -364,7 +364,7 @@ def test_only_allowed_tools_are_called():
 
 def test_ids_have_the_form_that_templates_require():
     for short, form in ((False, r"call_[0-9a-f]{24}"), (True, r"[0-9a-zA-Z]{9}")):
-        found = use(short_ids=short)
+        found = use(short_ids=short, parallel=True)
         first, second = parsed(ParserConfig(found), CALLS["hermes"][0] * 2).calls
         assert re.fullmatch(form, first.id) and first.id != second.id
 
@@ -403,8 +403,99 @@ def test_what_follows_thinking_and_is_no_call_is_content():
 def test_an_answer_whose_last_call_is_sent_and_does_not_end_is_not_one_of_calls(name):
     text = WRITTEN[name]
     parser = ParserConfig(use(name)).parser()
-    read(parser, text[: text.rindex("}")])
+    read(parser, text[: text.rindex("{}") + 1])
     assert parser.failed and not parser.has_calls
+
+
+def call(arguments, end="}\n</tool_call>"):
+    return f'<tool_call>\n{{"name": "weather", "arguments": {arguments}{end}'
+
+
+MENDED = {
+    "the last brace is missing": (call('{"city": "Bern"}', "\n</tool_call>"), {"city": "Bern"}),
+    "it is missing at the end of the output": (call('{"city": "Bern"}', ""), {"city": "Bern"}),
+    "both braces are missing": (call('{"city": "Bern"', "\n</tool_call>"), {"city": "Bern"}),
+    "a line break in a string": (call('{"city": "Be\nrn\t"}'), {"city": "Be\nrn\t"}),
+    "a comma too many": (call('{"city": "Bern", }'), {"city": "Bern"}),
+    "a comma too many in a list": (call('{"city": "Bern", "days": [1, 2,]}'), {"city": "Bern", "days": [1, 2]}),
+    "a bracket is missing": (call('{"city": "Bern", "days": [1, 2', "\n</tool_call>"), {"city": "Bern", "days": [1, 2]}),
+    "arguments as a string": (call(json.dumps('{"city": "Be\\"rn"}')), {"city": 'Be"rn'}),
+}
+
+
+@pytest.mark.parametrize("size", [1, 7, None])
+@pytest.mark.parametrize("mistake", MENDED)
+def test_a_call_that_is_almost_right_is_mended_the_same_in_a_stream(mistake, size):
+    text, arguments = MENDED[mistake]
+    whole = parsed(ParserConfig(use()), text)
+    assert (whole.content, calls_of(whole)) == ("", [("weather", arguments)])
+    parts = read(ParserConfig(use()).parser(), text, size)
+    assert parts == [(CallBegin, 0, "weather"), (Arguments, 0, whole.calls[0].arguments)]
+
+
+@pytest.mark.parametrize("arguments", ['{"city": }', '{"city" "Bern"}', '{"city": "Bern]', '{"city": Bern}', '"Bern"', "[]"])
+def test_a_call_with_another_mistake_is_content(arguments):
+    text = call(arguments)
+    assert parsed(ParserConfig(use()), text) == ParsedOutput(text, "", [])
+
+
+VALUES = st.recursive(
+    st.text(max_size=5) | st.integers() | st.booleans() | st.none(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(
+    arguments=st.dictionaries(st.text(max_size=5), VALUES, max_size=3),
+    mistakes=st.lists(st.sampled_from("},\n"), max_size=2),
+    at=st.integers(0, 200),
+    size=st.integers(1, 9),
+)
+def test_any_mistake_gives_valid_arguments_or_content(arguments, mistakes, at, size):
+    written = json.dumps(arguments)
+    for mistake in mistakes:
+        where = at % (len(written) + 1)
+        written = written[:where] + mistake + written[where:]
+    text = call(written)
+    whole = parsed(ParserConfig(use()), text)
+    assert whole.content == text or whole.calls
+    assert all(isinstance(json.loads(each.arguments), dict) for each in whole.calls)
+    if whole.calls:
+        parts = read(ParserConfig(use()).parser(), text, size)
+        assert [each for each in parts if each[0] is Arguments] == [(Arguments, 0, whole.calls[0].arguments)]
+
+
+@pytest.mark.parametrize("kind", ["inside", "token"])
+def test_a_call_ends_the_reasoning_that_was_not_closed(kind):
+    thinking = thinking_of("inside") if kind == "inside" else Thinking(is_open=True, close_id=7)
+    whole = parsed(ParserConfig(use(), thinking), "Bern?\n" + WRITTEN["hermes"] + "\n</think>\n\nDone")
+    assert (whole.reasoning, calls_of(whole), whole.content) == ("Bern?\n", BOTH, "\n\nDone")
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "pythonic"])  # whose calls are in one list
+def test_a_call_that_repeats_an_earlier_one_ends_the_output(name):
+    text = WRITTEN[name] + WRITTEN[name]
+    for size in (1, None):
+        parser = ParserConfig(use(name)).parser()
+        parts = read(parser, text + "and more", size)
+        assert [called for kind, _, called in parts if kind is CallBegin] == ["weather", "now"]
+        assert parser.is_done and parser.has_calls and not parser.failed
+        assert not any(kind is Content and written.strip() for kind, _, written in parts)
+    assert len(parsed(ParserConfig(use(name, parallel=True)), text).calls) == (4 if use(name).parallel else 1)
+
+
+def test_a_call_that_begins_like_an_earlier_one_is_a_call():
+    calls = [call('{"city": "Bern"}'), call('{"city": "Bern", "days": 2}'), call('{"city": "B"}')]
+    for size in (1, None):
+        parts = read(ParserConfig(use()).parser(), "".join(calls), size)
+        assert [written for kind, _, written in parts if kind is Arguments] == [
+            '{"city": "Bern"}',
+            '{"city": "Bern", "days": 2}',
+            '{"city": "B"}',
+        ]
+    truncated = parsed(ParserConfig(use()), calls[0] + calls[0][:-20], is_truncated=True)
+    assert truncated.calls[0].arguments == '{"city": "Bern"}' and truncated.is_truncated
 
 
 @pytest.mark.parametrize(
