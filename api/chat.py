@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
@@ -21,7 +21,8 @@ from api.openai import (
 )
 from api.prepared_request import PreparedRequest, Served
 from api.response_writer import GeneratedSequence, ResponseWriter
-from text.output_parser import CallBegin, Content, OutputParser, OutputPart, Reasoning
+from api.tools import custom_input
+from text.output_parser import Arguments, Call, CallBegin, Content, OutputParser, OutputPart, Reasoning
 from text.stream import Piece
 
 
@@ -36,10 +37,18 @@ class CalledFunction(Struct):
     arguments: str
 
 
+class CalledCustom(Struct):
+    """A custom tool, called with one text."""
+
+    name: str
+    input: str
+
+
 class ToolCall(Struct):
     id: str
     type: str
-    function: CalledFunction
+    function: CalledFunction | UnsetType = UNSET
+    custom: CalledCustom | UnsetType = UNSET
 
 
 class ChatMessage(Struct):
@@ -72,13 +81,20 @@ class FunctionDelta(Struct):
     arguments: str = ""
 
 
+class CustomDelta(Struct):
+    name: str | UnsetType = UNSET
+    input: str = ""
+
+
 class ToolCallDelta(Struct, omit_defaults=True):
-    """The beginning of a call has all fields; the others have more of its `arguments`."""
+    """The beginning of a call has its `id`, `type` and name; the others have more of its `arguments` or its
+    `input`."""
 
     index: int
-    function: FunctionDelta
     id: str | None = None
     type: str | None = None
+    function: FunctionDelta | None = None
+    custom: CustomDelta | None = None
 
 
 class Delta(Struct, omit_defaults=True):
@@ -118,7 +134,9 @@ class ChatResponseWriter(ChunkedResponseWriter):
     def __init__(self, prepared: PreparedRequest, served: Served, request: ChatRequest):
         super().__init__([prepared], served, request)
         self._parser_config = prepared.parser_config
-        self._parsers: dict[GeneratedSequence, OutputParser] = {}  # of those with events in the stream
+        tools = request.tools or []
+        self._custom = {tool["custom"]["name"] for tool in tools if tool.get("type") == "custom"}
+        self._readers: dict[GeneratedSequence, DeltaReader] = {}  # of those with events in the stream
         self._wants_logprobs = bool(request.logprobs)
         self._top_n = request.top_logprobs or 0
         if self.streams:
@@ -144,28 +162,30 @@ class ChatResponseWriter(ChunkedResponseWriter):
         if read.calls:
             if not read.content and not self._parser_config.calls.requires_call:
                 message.content = None
-            message.tool_calls = [
-                ToolCall(call.id, "function", CalledFunction(call.name, call.arguments))
-                for call in read.calls
-            ]
+            message.tool_calls = [self._tool_call(call) for call in read.calls]
         reason = self._finish_reason(sequence, bool(read.calls) and not read.is_truncated)
         logprobs = self._logprobs(sequence.pieces)
         return ChatChoice(index, message, logprobs, reason, self._token_ids(sequence.pieces))
 
     def _beside_choice(self, sequence: GeneratedSequence) -> dict[str, Any]:
-        if sequence in self._parsers:
+        if sequence in self._readers:
             return {}
         return {"prompt_token_ids": self._prompt_token_ids(sequence)}
 
+    def _tool_call(self, call: Call) -> ToolCall:
+        if call.name in self._custom:
+            return ToolCall(call.id, "custom", custom=CalledCustom(call.name, custom_input(call.arguments)))
+        return ToolCall(call.id, "function", CalledFunction(call.name, call.arguments))
+
     def _choices(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[ChunkChoice]:
         choice = functools.partial(ChunkChoice, sequence.index)
-        if sequence not in self._parsers:
-            self._parsers[sequence] = self._parser_config.parser()
+        if sequence not in self._readers:
+            self._readers[sequence] = DeltaReader(self._parser_config.parser(), self._custom)
             yield choice(Delta(role="assistant", content=""))
-        parser = self._parsers[sequence]
+        reader = self._readers[sequence]
         for piece in pieces:
-            deltas = [_delta(part) for part in parser.read(piece)]
-            sequence.reasoning_tokens = parser.reasoning_tokens
+            deltas = reader.read(piece)
+            sequence.reasoning_tokens = reader.parser.reasoning_tokens
             if (self._wants_logprobs or self._returns_token_ids) and not deltas:
                 deltas = [Delta(content="")]
             for n, delta in enumerate(deltas):
@@ -173,10 +193,11 @@ class ChatResponseWriter(ChunkedResponseWriter):
                 logprobs = None if n else self._logprobs([piece])
                 yield choice(delta, logprobs, token_ids=self._token_ids(pieces_of_delta))
         if sequence.finish_reason is not None:
-            yield from (choice(_delta(part)) for part in parser.finish(sequence.is_truncated))
+            yield from map(choice, reader.finish(sequence.is_truncated))
             # Loops that print `delta.content` expect a text in the last event, too.
-            last = Delta() if parser.has_calls else Delta(content="")
-            yield choice(last, None, self._finish_reason(sequence, parser.has_calls))
+            has_calls = reader.parser.has_calls
+            last = Delta() if has_calls else Delta(content="")
+            yield choice(last, None, self._finish_reason(sequence, has_calls))
 
     def _finish_reason(self, sequence: GeneratedSequence, has_calls: bool) -> str:
         reason = FINISH_REASONS[sequence.finish_reason]
@@ -190,6 +211,46 @@ class ChatResponseWriter(ChunkedResponseWriter):
         return ChatLogprobs([self._token_logprob(piece) for piece in pieces])
 
 
+class DeltaReader:
+    """Reads the text of one sequence as deltas. The input of a custom tool is one delta, at the end of its
+    call: its arguments are JSON until then."""
+
+    def __init__(self, parser: OutputParser, custom: Collection[str]):
+        self.parser = parser
+        self._custom = custom  # names
+        self._call: int | None = None  # the index of the call of a custom tool that is being read
+        self._arguments = ""
+
+    def read(self, piece: Piece) -> list[Delta]:
+        return self._deltas(self.parser.read(piece))
+
+    def finish(self, is_truncated: bool) -> list[Delta]:
+        return [*self._deltas(self.parser.finish(is_truncated)), *self._end_call()]
+
+    def _deltas(self, parts: list[OutputPart]) -> list[Delta]:
+        deltas: list[Delta] = []
+        for part in parts:
+            if isinstance(part, Arguments) and self._call is not None:
+                self._arguments += part.text
+                continue
+            deltas += self._end_call()
+            if isinstance(part, CallBegin) and part.name in self._custom:
+                self._call = part.index
+                begin = ToolCallDelta(part.index, part.id, "custom", custom=CustomDelta(part.name))
+                deltas.append(Delta(tool_calls=[begin]))
+            else:
+                deltas.append(_delta(part))
+        return deltas
+
+    def _end_call(self) -> list[Delta]:
+        if self._call is None:
+            return []
+        delta = ToolCallDelta(self._call, custom=CustomDelta(input=custom_input(self._arguments)))
+        self._call = None
+        self._arguments = ""
+        return [Delta(tool_calls=[delta])]
+
+
 def _delta(part: OutputPart) -> Delta:
     if isinstance(part, Content):
         return Delta(content=part.text)
@@ -197,5 +258,5 @@ def _delta(part: OutputPart) -> Delta:
         return Delta(reasoning=part.text, reasoning_content=part.text)
     if isinstance(part, CallBegin):
         begin = FunctionDelta(part.name, "")
-        return Delta(tool_calls=[ToolCallDelta(part.index, begin, part.id, "function")])
-    return Delta(tool_calls=[ToolCallDelta(part.index, FunctionDelta(arguments=part.text))])
+        return Delta(tool_calls=[ToolCallDelta(part.index, part.id, "function", begin)])
+    return Delta(tool_calls=[ToolCallDelta(part.index, function=FunctionDelta(arguments=part.text))])

@@ -7,7 +7,7 @@ chats here as a `ChatRequest`.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -16,12 +16,12 @@ from msgspec.structs import replace
 from api import formats
 from api.content import ContentReader, needed, omitted
 from api.errors import ApiError, invalid
-from api.fields import CHAT_FIELDS, FieldNames, check_ids, check_top_n, require
+from api.fields import CHAT_FIELDS, FieldNames, Json, check_ids, check_top_n, require
 from api.normalise import ALIASES, adapt_to_template
 from api.openai import OpenAIRequest, check_openai
 from api.prepared_request import PreparedRequest, Served, with_grammar
 from api.reasoning import template_variables
-from api.tools import ToolPolicy, tool_policy
+from api.tools import ToolPolicy, as_function, tool_policy
 from api.types import U32
 from text.grammar import GrammarError
 from text.output_parser import ParserConfig, complete_members
@@ -79,12 +79,25 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     thinking_budget_tokens: int | None = None  # llama.cpp's
 
 
-def prepare_chat(chat: ChatRequest, served: Served, names: FieldNames = CHAT_FIELDS) -> PreparedRequest:
-    """The prepared request with the grammar of its format, its tools and its thinking together."""
+def prepare_chat(
+    chat: ChatRequest,
+    served: Served,
+    names: FieldNames = CHAT_FIELDS,
+    found: Sequence[Json] = (),
+) -> PreparedRequest:
+    """The prepared request with the grammar of its format, its tools and its thinking together.
+
+    found: further tools that may be called, whose definitions stand in the messages; `names` has their paths
+    after those of the others. Without others they are listed as well: a template says with the list how tools
+    are called.
+    """
     text = served.text
     _check_continuation(chat)
     prepared = _check(chat, served, names)
-    policy = tool_policy(chat.tools, chat.tool_choice, chat.parallel_tool_calls, text.tools, names)
+    tools = [*(chat.tools or []), *found]
+    policy = tool_policy(tools, chat.tool_choice, chat.parallel_tool_calls, text.tools, names)
+    if found and not chat.tools:
+        chat = replace(chat, tools=tools)
     prompt = _prompt(chat, served, names)
     thinking = text.reasoning.thinking(prompt, _continued(chat.messages))
     if prepared.grammar:
@@ -192,7 +205,9 @@ def _prompt(chat: ChatRequest, served: Served, names: FieldNames) -> str:
     if chat.tools or any(message.tool_calls or message.role == "tool" for message in chat.messages):
         template = template.for_tools
     messages = _messages(chat.messages, template.words, names)
-    tools = chat.tools if chat.tool_choice != "none" or capabilities.tools else None
+    tools: list[Json] | None = None
+    if chat.tools and (chat.tool_choice != "none" or capabilities.tools):
+        tools = [as_function(tool) for tool in chat.tools]
     messages = adapt_to_template(messages, tools, capabilities)
     # A role is a word that the template expects.
     escaped = [escape(message) | {"role": message["role"]} for message in messages]

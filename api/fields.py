@@ -98,7 +98,7 @@ class FieldNames:
     budget: str = "thinking_token_budget"
     format: str = "response_format"
     schema: str = "json_schema."  # where the schema of the format is
-    function: str = ".function"  # of a tool
+    nests_tools: bool = True  # a tool has its fields in an object `function` or `custom`
     parameters: str = ".parameters"
     allowed_tools: str = ".allowed_tools"  # of `tool_choice`
 

@@ -8,12 +8,13 @@ Source of the shapes and of the order of events: Anthropic's API reference (mess
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
-from api import fields
+from api import client_tools, fields
+from api.client_tools import Definition
 from api.content import IMAGE_OMITTED, ContentReader, needed, omitted
 from api.conversation import ChatRequest, Message, prepare_chat
 from api.errors import ANTHROPIC, ApiError, invalid, named_event
@@ -21,11 +22,13 @@ from api.fields import FieldNames, Json
 from api.prepared_request import PreparedRequest, Served, ids_of
 from api.reasoning import ON, seal, unseal
 from api.response_writer import GeneratedSequence, ResponseWriter
+from api.tools import ADDED_TOOLS, definitions
 from api.types import U32, AtLeastOne, NotNegative, Share
 from text import output_parser
 from text.output_parser import Arguments, CallBegin, Content, Reasoning
 from text.stream import Piece
 
+HOSTED_SEARCH = "tool_search_tool_"  # what the types of Anthropic's searches begin with
 STOP_REASONS = {"length": "max_tokens", "eos_token": "end_turn", "stop_sequence": "stop_sequence"}
 
 
@@ -34,16 +37,6 @@ class InputMessage(Struct):
 
     role: str
     content: str | list[dict[str, Any]]
-
-
-class Tool(Struct):
-    """A client's function; tools of other types are Anthropic's own."""
-
-    name: str = ""  # which every function needs
-    input_schema: dict[str, Any] | None = None
-    description: str | None = None
-    type: str | None = None
-    strict: bool | None = None
 
 
 class AnthropicToolChoice(Struct):
@@ -69,12 +62,12 @@ class OutputConfig(Struct):
 
 
 class CountRequest(Struct, kw_only=True):
-    """Body of `POST /v1/messages/count_tokens`."""
+    """Body of `POST /v1/messages/count_tokens`. `tools` are functions, or of the types in CLIENT_TOOLS."""
 
     messages: list[InputMessage]
     model: str | None = None  # ignored: one model is served
     system: str | list[dict[str, Any]] | None = None
-    tools: list[Tool] | None = None
+    tools: list[dict[str, Any]] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -107,6 +100,7 @@ class ToolUseBlock(Struct, tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any] = {}
+    toolset_name: str | UnsetType = UNSET
 
 
 class OutputTokensDetails(Struct):
@@ -163,13 +157,14 @@ def messages(data: Json, served: Served) -> ResponseWriter:
     chat.temperature = request.temperature
     chat.top_p = request.top_p
     chat.top_k = request.top_k
-    return MessagesResponseWriter(prepare_chat(chat, served, names), served, request, tools.left_out)
+    return MessagesResponseWriter(prepare_chat(chat, served, names, tools.found), served, request, tools)
 
 
 def count_tokens(data: Json, served: Served) -> TokenCount:
     request = fields.read(data, CountRequest)
-    chat, names = _chat_of(request, MessagesTools(request))
-    return TokenCount(len(ids_of(prepare_chat(chat, served, names), served)))
+    tools = MessagesTools(request)
+    chat, names = _chat_of(request, tools)
+    return TokenCount(len(ids_of(prepare_chat(chat, served, names, tools.found), served)))
 
 
 def _chat_of(request: CountRequest, tools: MessagesTools) -> tuple[ChatRequest, FieldNames]:
@@ -188,9 +183,9 @@ def _chat_of(request: CountRequest, tools: MessagesTools) -> tuple[ChatRequest, 
     choice = request.tool_choice or AnthropicToolChoice("auto")
     chat = ChatRequest(
         messages=messages,
-        tools=tools.functions or None,
-        tool_choice=_choice(choice),
-        parallel_tool_calls=False if choice.disable_parallel_tool_use else None,
+        tools=tools.listed or None,
+        tool_choice=tools.choice(choice),
+        parallel_tool_calls=_negated(choice.disable_parallel_tool_use),
         response_format=_response_format(request.output_config),
         reasoning_effort=_effort(request),
         thinking_token_budget=request.thinking.budget_tokens if request.thinking else None,
@@ -204,29 +199,135 @@ def _chat_of(request: CountRequest, tools: MessagesTools) -> tuple[ChatRequest, 
         budget="thinking.budget_tokens",
         format="output_config.format",
         schema="",
-        function="",
+        nests_tools=False,
         parameters=".input_schema",
     )
     return chat, names
 
 
+class ClientTool(NamedTuple):
+    """A tool that Anthropic defines and the client runs, as a function.
+
+    definition: made of the tool's date, of its path in the request and of itself. toolset: the name of the
+    function, whose calls are those of the toolset's members; else the tool has a name.
+    """
+
+    definition: Callable[[str, str, Json], Definition]
+    toolset: str = ""
+
+
+# By type, without the date that follows it.
+CLIENT_TOOLS = {
+    "bash": ClientTool(client_tools.bash),
+    "text_editor": ClientTool(client_tools.text_editor),
+    "memory": ClientTool(client_tools.memory),
+    "computer": ClientTool(client_tools.computer),
+    "computer_toolset": ClientTool(client_tools.computer_toolset, "computer"),
+    "browser_toolset": ClientTool(client_tools.browser_toolset, "browser"),
+}
+
+
 class MessagesTools:
-    """The client's functions in a chat's form. Tools that run on Anthropic's side are left out."""
+    """The tools of a request in a chat's form. Those that Anthropic runs are left out.
+
+    `listed` are for the template's list. Blocks of the conversation may add others: they may be called, too,
+    but their definitions stand at the place of the block, so that a tool search leaves the prefix as it is.
+    Until then a tool may be deferred (`defer_loading`), unless Anthropic would search them.
+    """
 
     def __init__(self, request: CountRequest):
-        self.functions: list[dict[str, Any]] = []
-        self.paths: list[str] = []  # of each function in the request
-        self.left_out: set[str] = {"mcp_servers"} if request.mcp_servers else set()
-        chosen = request.tool_choice.name if request.tool_choice else None
-        for i, tool in enumerate(request.tools or []):
-            if tool.type in (None, "custom"):
-                self.functions.append(_function(f"tools[{i}]", tool))
-                self.paths.append(f"tools[{i}]")
-            elif tool.name == chosen:
-                detail = "names a tool that this server does not run"
-                raise invalid("tool_choice.name", detail, given=chosen[:40])
-            else:
-                self.left_out.add(tool.type[:40])
+        self.listed: list[Json] = []
+        self.left_out: set[str] = {"mcp_servers"} if request.mcp_servers else set()  # types
+        self.toolsets: set[str] = set()  # names
+        self._hosted: set[str] = set()  # the names of those that are left out
+        self._known: dict[str, tuple[str, Json]] = {}  # the path and the form of each tool, by its name
+        self._listed_paths: list[str] = []
+        self._found: dict[str, tuple[str, Json]] = {}
+        self._removed: set[str] = set()
+        tools = request.tools or []
+        defers = not any(str(tool.get("type")).startswith(HOSTED_SEARCH) for tool in tools)
+        for i, tool in enumerate(tools):
+            path = f"tools[{i}]"
+            form = self._know(path, tool)
+            if form and not (defers and tool.get("defer_loading")):
+                self.listed.append(form)
+                self._listed_paths.append(path)
+
+    @property
+    def found(self) -> list[Json]:
+        """The tools that blocks have added."""
+        return [form for _path, form in self._found.values()]
+
+    @property
+    def paths(self) -> list[str]:
+        """Those of the tools that are listed, then of those that are found."""
+        return [*self._listed_paths, *(path for path, _form in self._found.values())]
+
+    def add(self, name: str) -> str:
+        """The definition of a tool that may be called from here on; the name alone if there is no such
+        tool."""
+        if name not in self._known:
+            return name
+        path, form = self._known[name]
+        self._removed.discard(name)
+        if form not in self.listed:
+            self._found[name] = (path, form)
+        return definitions([form])
+
+    def define(self, path: str, tool: Json) -> str:
+        """The same for a tool that is defined here."""
+        form = self._know(path, tool)
+        return self.add(form["function"]["name"]) if form else ""
+
+    def remove(self, name: str) -> None:
+        """From here on the tool may not be called."""
+        self._removed.add(name)
+
+    def choice(self, given: AnthropicToolChoice) -> str | Json:
+        """`tool_choice` in a chat's form. Raises ApiError."""
+        offered = [*(form["function"]["name"] for form in self.listed), *self._found]
+        names = [name for name in offered if name not in self._removed]
+        mode = {"auto": "auto", "any": "required", "none": "none"}.get(given.type)
+        if mode and (mode == "none" or len(names) == len(offered)):
+            return mode
+        if mode == "auto" and not names:
+            return "none"
+        if mode:
+            named = [{"function": {"name": name}} for name in names]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+        if given.type != "tool" or given.name is None:
+            detail = "must be auto, any, none, or tool with a `name`"
+            raise invalid("tool_choice", detail, given=given.type[:40])
+        detail = ""
+        if given.name in self._hosted:
+            detail = "names a tool that this server does not run"
+        elif given.name in self._known and given.name not in names:
+            detail = "names a tool that is deferred (`defer_loading`) or removed: no `tool_reference` adds it"
+        if detail:
+            raise invalid("tool_choice.name", detail, given=given.name[:40])
+        return {"type": "function", "function": {"name": given.name}}
+
+    def _know(self, path: str, tool: Json) -> Json | None:
+        """A tool in a chat's form; None if Anthropic runs it. Raises ApiError."""
+        kind = tool.get("type") or "custom"
+        family, _, date = str(kind).rpartition("_")
+        if kind == "custom":
+            function = _function(path, tool)
+        elif date.isdigit() and family in CLIENT_TOOLS:
+            row = CLIENT_TOOLS[family]
+            name = row.toolset or needed(path, tool, "name", str)
+            function = {"name": name, **row.definition(date, path, tool)._asdict()}
+            if tool.get("strict") is True:
+                function["strict"] = True
+            if row.toolset:
+                self.toolsets.add(name)
+        else:
+            self.left_out.add(str(kind)[:40])
+            self._hosted.add(str(tool.get("name")))
+            return None
+        form = {"type": "function", "function": function}
+        self._known[function["name"]] = (path, form)
+        return form
 
 
 class BlockReader(ContentReader[Message]):
@@ -234,7 +335,7 @@ class BlockReader(ContentReader[Message]):
 
     def __init__(self, tools: MessagesTools):
         super().__init__(BLOCKS)
-        self._tools = tools
+        self.tools = tools
 
     def messages(self, path: str, role: str, content: str | list[dict[str, Any]]) -> Iterator[Message]:
         """What one message of the request becomes: blocks that belong to another role stand apart."""
@@ -256,13 +357,6 @@ class BlockReader(ContentReader[Message]):
             begun.content = begun.content or ""
             yield begun
 
-    def definition(self, name: str) -> str:
-        """The tool of that name as JSON; the name alone if the request has no such function."""
-        for tool in self._tools.functions:
-            if tool["function"]["name"] == name:
-                return json.dumps(tool["function"], ensure_ascii=False)
-        return name
-
 
 def _appended(message: Message, kind: str, text: str) -> str:
     """An assistant's text may come in several blocks, without a line break between them."""
@@ -280,6 +374,9 @@ def _thoughts(reader: BlockReader, path: str, block: Json) -> Message:
 def _call(_reader: BlockReader, path: str, block: Json) -> Message:
     given = needed(path, block, "input", dict) if block.get("input") is not None else {}
     function = {"name": needed(path, block, "name", str), "arguments": given}
+    if block.get("toolset_name") is not None:  # the call of a member
+        arguments = {"action": function["name"]} | given
+        function = {"name": needed(path, block, "toolset_name", str), "arguments": arguments}
     call = {"id": needed(path, block, "id", str), "type": "function", "function": function}
     return Message("assistant", tool_calls=[call])
 
@@ -302,7 +399,25 @@ def _document(reader: BlockReader, path: str, block: Json) -> str:
 
 def _tool_reference(reader: BlockReader, path: str, block: Json) -> str:
     name = "name" if "name" in block else "tool_name"  # in a tool_addition, in a result
-    return reader.definition(needed(path, block, name, str))
+    return reader.tools.add(needed(path, block, name, str))
+
+
+def _tool_definition(reader: BlockReader, path: str, block: Json) -> str:
+    return reader.tools.define(f"{path}.definition", needed(path, block, "definition", dict))
+
+
+def _tool_addition(reader: BlockReader, path: str, block: Json) -> str:
+    added = reader.fields(path, block, "tool")
+    return ADDED_TOOLS + added if added else ""
+
+
+def _tool_removal(reader: BlockReader, path: str, block: Json) -> str:
+    reference = needed(path, block, "tool", dict)
+    if reference.get("type") != "tool_reference":
+        return ""  # to tools that Anthropic runs
+    name = needed(f"{path}.tool", reference, "name", str)
+    reader.tools.remove(name)
+    return f"You may no longer call the function {name}."
 
 
 def _browser_state(reader: BlockReader, path: str, block: Json) -> str:
@@ -324,7 +439,9 @@ BLOCKS = {
     "search_result": "title? source? content",
     "compaction": "content?",
     "tool_reference": _tool_reference,
-    "tool_addition": "tool",
+    "tool_addition": _tool_addition,
+    "tool_definition": _tool_definition,
+    "tool_removal": _tool_removal,
     "browser_state": _browser_state,
     # The results of tools that Anthropic ran.
     "web_search_tool_result": "content?",
@@ -346,25 +463,17 @@ BLOCKS = {
 }
 
 
-def _function(path: str, tool: Tool) -> dict[str, Any]:
-    if tool.input_schema is None:
-        raise invalid(path, "needs `input_schema`")
-    function = {"name": tool.name, "parameters": tool.input_schema}
-    if tool.description is not None:
-        function["description"] = tool.description
-    if tool.strict is not None:
-        function["strict"] = tool.strict
-    return {"type": "function", "function": function}
-
-
-def _choice(choice: AnthropicToolChoice) -> str | dict[str, Any]:
-    if choice.type in ("auto", "none"):
-        return choice.type
-    if choice.type == "any":
-        return "required"
-    if choice.type != "tool" or choice.name is None:
-        raise invalid("tool_choice", "must be auto, any, none, or tool with a `name`", given=choice.type[:40])
-    return {"type": "function", "function": {"name": choice.name}}
+def _function(path: str, tool: Json) -> Json:
+    """Raises ApiError."""
+    function = {
+        "name": needed(path, tool, "name", str),
+        "parameters": needed(path, tool, "input_schema", dict),
+    }
+    if tool.get("description") is not None:
+        function["description"] = needed(path, tool, "description", str)
+    if tool.get("strict") is not None:
+        function["strict"] = tool["strict"]
+    return function
 
 
 def _response_format(config: OutputConfig | None) -> dict[str, Any] | None:
@@ -374,6 +483,10 @@ def _response_format(config: OutputConfig | None) -> dict[str, Any] | None:
     if given.get("type") != "json_schema" or given.get("schema") is None:
         raise invalid("output_config.format", "must have the type json_schema and a `schema`")
     return {"type": "json_schema", "json_schema": {"schema": given["schema"]}}
+
+
+def _negated(value: bool | None) -> bool | None:
+    return None if value is None else not value
 
 
 def _effort(request: CountRequest) -> str | None:
@@ -398,11 +511,12 @@ class MessagesResponseWriter(ResponseWriter):
         prepared: PreparedRequest,
         served: Served,
         request: MessagesRequest,
-        left_out: Collection[str] = (),
+        tools: MessagesTools,
     ):
         super().__init__([prepared], served, request.stream)
         self._stop_sequences = request.stop_sequences or []
-        self.left_out = left_out
+        self.left_out = tools.left_out
+        self._toolsets = tools.toolsets
         self._parser_config = prepared.parser_config
         self._parser = self._parser_config.parser()
         self._omits_thinking = request.thinking is not None and request.thinking.display == "omitted"
@@ -476,10 +590,13 @@ class MessagesResponseWriter(ResponseWriter):
     def _take(self, part: output_parser.OutputPart) -> Iterator[dict[str, Any]]:
         newest = self._content[-1] if self._content else None
         if isinstance(part, CallBegin):
-            yield from self._begin_block(ToolUseBlock(part.id, part.name))
+            is_toolset = part.name in self._toolsets
+            toolset = part.name if is_toolset else UNSET
+            yield from self._begin_block(ToolUseBlock(part.id, part.name, toolset_name=toolset))
         elif isinstance(part, Arguments):
             self._arguments += part.text
-            yield self._delta({"type": "input_json_delta", "partial_json": part.text})
+            if newest.toolset_name is UNSET:
+                yield self._delta({"type": "input_json_delta", "partial_json": part.text})
         elif isinstance(part, Reasoning):
             if not isinstance(newest, ThinkingBlock):
                 yield from self._begin_block(ThinkingBlock())
@@ -497,8 +614,12 @@ class MessagesResponseWriter(ResponseWriter):
     def _begin_block(self, block: TextBlock | ThinkingBlock | ToolUseBlock) -> Iterator[dict[str, Any]]:
         yield from self._end_block()
         self._content.append(block)
-        index = len(self._content) - 1
-        yield {"type": "content_block_start", "index": index, "content_block": block}
+        if isinstance(block, ToolUseBlock) and block.toolset_name is not UNSET:
+            return  # it begins with the name of a member, which is one of its arguments
+        yield self._block_start(block)
+
+    def _block_start(self, block: TextBlock | ThinkingBlock | ToolUseBlock) -> dict[str, Any]:
+        return {"type": "content_block_start", "index": len(self._content) - 1, "content_block": block}
 
     def _delta(self, delta: dict[str, str]) -> dict[str, Any]:
         return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}
@@ -508,8 +629,13 @@ class MessagesResponseWriter(ResponseWriter):
             return
         newest = self._content[-1]
         if isinstance(newest, ToolUseBlock):
-            newest.input = output_parser.complete_members(self._arguments)
+            given = output_parser.complete_members(self._arguments)
             self._arguments = ""
+            if newest.toolset_name is not UNSET:
+                newest.name = str(given.pop("action", newest.name))
+                yield self._block_start(newest)
+                yield self._delta({"type": "input_json_delta", "partial_json": json.dumps(given)})
+            newest.input = given
         if isinstance(newest, ThinkingBlock):
             newest.signature = seal(self._thoughts)
             yield self._delta({"type": "signature_delta", "signature": newest.signature})

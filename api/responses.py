@@ -8,8 +8,7 @@ Source of the shapes and of the order of events: OpenAI's API reference (respons
 
 from __future__ import annotations
 
-import contextlib
-import json
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,16 +18,19 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
-from api import fields
+from api import client_tools, fields
+from api.client_tools import Definition
 from api.content import ContentReader, needed, omitted
 from api.conversation import ChatRequest, Message, arguments_of, prepare_chat
 from api.errors import OPENAI, ApiError, invalid, named_event
 from api.fields import FieldNames, Json
+from api.normalise import SYSTEM_ROLES
 from api.openai import OpenAIResponseWriter, TokenLogprob, Usage
 from api.prepared_request import PreparedRequest, Served, ids_of
 from api.reasoning import seal, unseal
 from api.response_store import OwnedResponses, StoredResponse, item_id, new_key, response_id
 from api.response_writer import GeneratedSequence, ResponseWriter
+from api.tools import ADDED_TOOLS, custom_input, definitions
 from api.types import U32, AtLeastOne, SamplingOptions, encode
 from text import output_parser
 from text.output_parser import Arguments, CallBegin, Content, Reasoning
@@ -39,9 +41,6 @@ REJECTED_FIELDS = {
     "background": "is not supported",
     "prompt": "is not supported",
 }
-# Characters that truncation can leave of an escaped one, such as \ud83d\ude4.
-MAX_PARTIAL_ESCAPE = 12
-CUSTOM_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 SUMMARIZE = (
     "Summarize this conversation for an assistant that continues it without having seen it: what the user "
     "asked for, what was done and found out, decisions, open questions, and the names, numbers and code that "
@@ -49,6 +48,7 @@ SUMMARIZE = (
 )
 MAX_SUMMARY_TOKENS = 1_000
 SUMMARY = "Summary of the conversation so far:\n{}"
+ADDING_ITEMS = ("additional_tools", "tool_search_output")
 LOGPROBS = "message.output_text.logprobs"
 SEALED_REASONING = "reasoning.encrypted_content"
 
@@ -187,6 +187,106 @@ class CustomToolCall(OutputItem, tag="custom_tool_call"):
     namespace: str | UnsetType = UNSET
 
 
+class BuiltInCall(OutputItem):
+    """The call of a tool that OpenAI defines and the client runs. BUILT_IN says which field has its
+    arguments."""
+
+    call_id: str
+
+
+class ShellCall(BuiltInCall, tag="shell_call"):
+    action: Json = {}
+
+
+class LocalShellCall(BuiltInCall, tag="local_shell_call"):
+    action: Json = {}
+
+
+class ApplyPatchCall(BuiltInCall, tag="apply_patch_call"):
+    operation: Json = {}
+
+
+class ToolSearchCall(BuiltInCall, tag="tool_search_call"):
+    arguments: Json = {}
+    execution: str = "client"
+
+
+class ComputerCall(BuiltInCall, tag="computer_call"):
+    """`action` is for the tool `computer_use_preview`, `actions` for `computer`."""
+
+    action: Json | UnsetType = UNSET
+    actions: list[Json] | UnsetType = UNSET
+    pending_safety_checks: list[Json] = []
+
+
+AnyOutputItem = (
+    OutputMessage
+    | OutputReasoning
+    | FunctionCall
+    | CustomToolCall
+    | ShellCall
+    | LocalShellCall
+    | ApplyPatchCall
+    | ToolSearchCall
+    | ComputerCall
+)
+
+
+class BuiltIn(NamedTuple):
+    """A tool that OpenAI defines and the client runs: a function for the model, whose call is an item.
+
+    field: of the item. It has the arguments, with the `defaults` of those that the model left out; or it is
+    the one argument of its name.
+    """
+
+    definition: Callable[[Json], Definition]
+    item: type[BuiltInCall]
+    prefix: str  # of the item's ids
+    field: str
+    defaults: Json
+    is_argument: bool = False
+
+    def written(self, arguments: Json) -> Any:
+        """The arguments of a call as the field of its item."""
+        if self.is_argument:
+            return arguments.get(self.field, [])
+        return self.defaults | arguments
+
+    def read(self, value: Any) -> Json:
+        """The arguments in the field of an item, as the model wrote them: without the defaults, in the order
+        of the schema, which SDKs change."""
+        if self.is_argument:
+            return {self.field: value}
+        written = {name: given for name, given in value.items() if given != self.defaults.get(name)}
+        order = [*self.definition({}).parameters["properties"], *written]
+        return {name: written[name] for name in order if name in written}
+
+
+# By type, which is also the name of the function.
+BUILT_IN = {
+    "shell": BuiltIn(
+        client_tools.shell,
+        ShellCall,
+        "sh",
+        "action",
+        {"commands": [], "timeout_ms": None, "max_output_length": None},
+    ),
+    "local_shell": BuiltIn(
+        client_tools.local_shell,
+        LocalShellCall,
+        "lsh",
+        "action",
+        {"type": "exec", "command": [], "env": {}},
+    ),
+    "apply_patch": BuiltIn(
+        client_tools.apply_patch, ApplyPatchCall, "apc", "operation", {"path": "", "diff": ""}
+    ),
+    "tool_search": BuiltIn(client_tools.tool_search, ToolSearchCall, "tsc", "arguments", {}),
+    "computer": BuiltIn(client_tools.computer_actions, ComputerCall, "cu", "actions", {}, True),
+    "computer_use_preview": BuiltIn(client_tools.computer_use_preview, ComputerCall, "cu", "action", {}),
+}
+
+
 class ResponsesUsage(Struct):
     input_tokens: int
     input_tokens_details: dict[str, int]
@@ -217,9 +317,7 @@ class ResponsesResponse(ResponsesFields, kw_only=True):
     model: str
     error: None = None  # a failed request has no response
     incomplete_details: dict[str, str] | None = None
-    output: list[OutputMessage | OutputReasoning | FunctionCall | CustomToolCall] = msgspec.field(
-        default_factory=list
-    )
+    output: list[AnyOutputItem] = msgspec.field(default_factory=list)
     usage: ResponsesUsage | None = None
 
 
@@ -262,11 +360,11 @@ TEXTS = {
 
 
 class ClientTool(NamedTuple):
-    """A function or a custom tool of the client."""
+    """A tool that the client runs; a built-in one has its type as its name."""
 
     name: str
     namespace: str | None = None
-    is_custom: bool = False
+    kind: str = "function"
 
 
 def responses(data: Json, served: Served) -> ResponseWriter:
@@ -318,7 +416,7 @@ def _prepare(
         logprobs=bool(request.top_logprobs) or LOGPROBS in (request.include or []),
         top_logprobs=request.top_logprobs,
         response_format=_response_format(request.text and request.text.format),
-        tools=tools.functions or None,
+        tools=tools.listed or None,
         tool_choice=tools.choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
         stream=request.stream,
@@ -334,10 +432,10 @@ def _prepare(
         logprobs="top_logprobs",
         format="text.format",
         schema="",
-        function="",
+        nests_tools=False,
         allowed_tools="",
     )
-    return prepare_chat(chat, served, names)
+    return prepare_chat(chat, served, names, tools.found)
 
 
 class Conversation(NamedTuple):
@@ -365,51 +463,62 @@ class Conversation(NamedTuple):
     @property
     def items(self) -> Iterator[tuple[str, Json]]:
         """Each item with its path in the request."""
-        for item in self.before:
-            yield "previous_response_id", item
+        for i, item in enumerate(self.before):
+            yield f"previous_response_id[{i}]", item
         for i, item in enumerate(self.own):
             yield f"input[{i}]", item
 
 
 class ResponsesTools:
-    """The tools of a request in a chat's form. Those that OpenAI runs are left out."""
+    """The tools of a request in a chat's form. Those that OpenAI runs are left out.
+
+    `listed` are for the template's list: `tools`, and `additional_tools` in front of the conversation.
+    `found` are those that later items add: they may be called, too, but their definitions stand at the place
+    of the item, so that a tool search leaves the prefix as it is. Others are deferred (`defer_loading`) until
+    an item adds them, unless OpenAI would search them.
+    """
 
     def __init__(self, request: ResponsesRequest, conversation: Conversation):
-        self.functions: list[dict[str, Any]] = []
-        self.paths: list[str] = []  # of each function in the request
-        self._of_names: dict[str, ClientTool] = {}
+        self.listed: list[Json] = []
+        self.found: list[Json] = []
+        self.paths: list[str] = []  # of these in the request
         self.left_out: set[str] = set()  # types
-        flat = _offered(request, conversation)
-        names = Counter(str(tool.get("name")) for _path, _namespace, tool in flat)
-        for path, namespace, tool in flat:
-            kind = tool.get("type")
-            if kind not in ("function", "custom"):
-                self.left_out.add(str(kind)[:40])
-                continue
-            for key in ("name", "description"):
-                if not isinstance(tool.get(key, ""), str | None):
-                    raise invalid(f"{path}.{key}", "must be a string")
-            keys = ("name", "description", "parameters", "strict")
-            function = {key: tool[key] for key in keys if tool.get(key) is not None}
-            name = tool.get("name")
-            if namespace and names[name] > 1:
-                function["name"] = f"{namespace}__{name}"
-            if kind == "custom":
-                function |= _custom(tool)
-            self.functions.append({"type": "function", "function": function})
-            self.paths.append(path)
-            self._of_names[function.get("name", "")] = ClientTool(name, namespace, kind == "custom")
+        self._named: dict[str, ClientTool] = {}  # by the name that the model calls
+        given = {"": {"tools": request.tools, "type": "additional_tools"}}
+        given |= {path: item for path, item in conversation.items if item.get("type") in ADDING_ITEMS}
+        leading = itertools.takewhile(lambda each: _is_leading(each[1]), conversation.items)
+        self._leading = {"", *(path for path, _item in leading)}
+        offered = [tool for path, item in given.items() for tool in _flat(path, item.get("tools"))]
+        self._name(offered)
+        searches = [tool for _path, _namespace, tool in offered if tool.get("type") == "tool_search"]
+        self._defers = not searches or any(map(_is_client_search, searches))
+        known: set[str] = set()
+        for path, item in given.items():
+            for where, tool in self._added(path, item):
+                name = tool[tool["type"]].get("name", "")
+                if name in known and path:  # added again
+                    continue
+                known.add(name)
+                self.paths.append(where)
+                (self.listed if path in self._leading else self.found).append(tool)
+        self._deferred = self._named.keys() - known
 
     def of(self, name: str) -> ClientTool:
         """The tool that the model calls by this name."""
-        return self._of_names.get(name) or ClientTool(name)
+        return self._named.get(name) or ClientTool(name)
 
     def name_of(self, name: str, namespace: str | None) -> str:
         """The name by which the model calls a tool."""
-        for own, tool in self._of_names.items():
+        for own, tool in self._named.items():
             if (tool.name, tool.namespace) == (name, namespace):
                 return own
         return name
+
+    def added(self, path: str, item: Json) -> str:
+        """The definitions of the tools that an item adds to those that are listed."""
+        if path in self._leading:
+            return ""
+        return definitions([tool for _path, tool in self._added(path, item)])
 
     def choice(self, given: str | ResponsesToolChoice | None) -> str | dict[str, Any] | None:
         """`tool_choice` in a chat's form."""
@@ -419,31 +528,52 @@ class ResponsesTools:
             detail = "names a tool that this server does not run"
             raise invalid("tool_choice.type", detail, given=given.type[:40])
         if given.type == "allowed_tools":
-            known = [tool for tool in given.tools or [] if tool.get("type") not in self.left_out]
-            named = [{"function": {"name": tool.get("name")}} for tool in known]
+            known = [tool for tool in given.tools or [] if str(tool.get("type")) not in self.left_out]
+            names = [tool.get("name") or tool.get("type") for tool in known]
+            named = [{"function": {"name": name}} for name in names if str(name) not in self._deferred]
             return {"type": given.type, given.type: {"mode": given.mode or "auto", "tools": named}}
-        if given.type not in ("function", "custom"):
-            detail = "must be function, custom or allowed_tools"
+        if given.type not in ("function", "custom", *BUILT_IN):
+            detail = f"must be function, custom, {', '.join(BUILT_IN)} or allowed_tools"
             raise invalid("tool_choice.type", detail, given=given.type[:40])
-        return {"type": "function", "function": {"name": given.name}}
+        name = given.type if given.type in BUILT_IN else given.name
+        if name in self._deferred:
+            detail = "names a tool that is deferred (`defer_loading`); a `tool_search_output` has to add it"
+            raise invalid("tool_choice.name", detail, given=name[:40])
+        return {"type": "function", "function": {"name": name}}
+
+    def _name(self, offered: list[tuple[str, Json | None, Json]]) -> None:
+        """Gives each tool its name for the model: with its namespace where two have the same."""
+        known = dict.fromkeys(_client_tool(namespace, tool) for _path, namespace, tool in offered)
+        names = Counter(tool.name for tool in known)
+        for tool in known:
+            is_own = tool.namespace is None or names[tool.name] == 1
+            self._named[tool.name if is_own else f"{tool.namespace}__{tool.name}"] = tool
+
+    def _added(self, path: str, item: Json) -> Iterator[tuple[str, Json]]:
+        """Each of an item's tools in a chat's form, with its path. The description of a namespace stands in
+        front of that of its first tool."""
+        defers = self._defers and item["type"] != "tool_search_output"
+        described: set[str | None] = {None}
+        for where, namespace, tool in _flat(path, item.get("tools")):
+            client_tool = _client_tool(namespace, tool)
+            if _is_hosted(tool):
+                self.left_out.add(client_tool.kind[:40])
+                continue
+            if defers and tool.get("defer_loading"):
+                continue
+            form = _chat_form(where, tool)
+            function = form[form["type"]]
+            if "name" in function:
+                function["name"] = self.name_of(client_tool.name, client_tool.namespace)
+            if client_tool.namespace not in described:
+                described.add(client_tool.namespace)
+                if about := namespace.get("description"):
+                    texts = [f"Namespace {client_tool.namespace}: {about}", function.get("description")]
+                    function["description"] = "\n".join(filter(None, texts))
+            yield where, form
 
 
-def _offered(request: ResponsesRequest, conversation: Conversation) -> list[tuple[str, str | None, Json]]:
-    """Each tool of the request with its path and its namespace, then those that its items add."""
-    offered = list(_flat("", request.tools))
-    known = {(namespace, str(tool.get("name"))) for _path, namespace, tool in offered}
-    for item_path, item in conversation.items:
-        if item.get("type") not in ("additional_tools", "tool_search_output"):
-            continue
-        for path, namespace, tool in _flat(item_path, item.get("tools")):
-            key = (namespace, str(tool.get("name")))
-            if key not in known:
-                known.add(key)
-                offered.append((path, namespace, tool))
-    return offered
-
-
-def _flat(path: str, tools: Any) -> Iterator[tuple[str, str | None, Json]]:
+def _flat(path: str, tools: Any) -> Iterator[tuple[str, Json | None, Json]]:
     """Each of an object's `tools` with its path and its namespace."""
     path = f"{path}.tools".lstrip(".")
     for i, tool in enumerate(tools if isinstance(tools, list) else ()):
@@ -453,17 +583,45 @@ def _flat(path: str, tools: Any) -> Iterator[tuple[str, str | None, Json]]:
             yield f"{path}[{i}]", None, tool
             continue
         for where, _namespace, inner in _flat(f"{path}[{i}]", tool.get("tools")):
-            yield where, str(tool.get("name")), inner
+            yield where, tool, inner
 
 
-def _custom(tool: dict[str, Any]) -> dict[str, Any]:
-    """A custom tool as a function of one text; its grammar is in the description, not enforced."""
-    described = {"parameters": CUSTOM_INPUT}
-    grammar = tool.get("format")
-    if isinstance(grammar, dict) and grammar.get("definition"):
-        words = f"The input has to match this grammar ({grammar.get('syntax')}):\n{grammar['definition']}"
-        described["description"] = "\n".join(filter(None, [tool.get("description"), words]))
-    return described
+def _client_tool(namespace: Json | None, tool: Json) -> ClientTool:
+    kind = str(tool.get("type"))
+    name = kind if kind in BUILT_IN else str(tool.get("name"))
+    return ClientTool(name, str(namespace.get("name")) if namespace else None, kind)
+
+
+def _is_leading(item: Json) -> bool:
+    """Whether an item may stand in front of the conversation."""
+    return item.get("type") == "additional_tools" or item.get("role") in SYSTEM_ROLES
+
+
+def _is_client_search(tool: Json) -> bool:
+    return tool.get("type") == "tool_search" and tool.get("execution") == "client"
+
+
+def _is_hosted(tool: Json) -> bool:
+    """Whether OpenAI runs the tool: in a container of its own, or always."""
+    kind = tool.get("type")
+    if kind == "shell":
+        environment = tool.get("environment")
+        return isinstance(environment, dict) and environment.get("type") != "local"
+    if kind == "tool_search":
+        return not _is_client_search(tool)
+    return kind not in ("function", "custom", *BUILT_IN)
+
+
+def _chat_form(path: str, tool: Json) -> Json:
+    """A tool in a chat's form, which has its fields one level deeper. Raises ApiError."""
+    kind = tool["type"]
+    for key in ("name", "description"):
+        if not isinstance(tool.get(key, ""), str | None):
+            raise invalid(f"{path}.{key}", "must be a string")
+    if kind in BUILT_IN:
+        return {"type": "function", "function": {"name": kind, **BUILT_IN[kind].definition(tool)._asdict()}}
+    keys = ("name", "description", "format" if kind == "custom" else "parameters", "strict")
+    return {"type": kind, kind: {key: tool[key] for key in keys if tool.get(key) is not None}}
 
 
 def _messages(
@@ -553,15 +711,26 @@ def _custom_call(reader: ItemReader, path: str, item: Json) -> Message:
     return _call(reader, path, item, {"input": needed(path, item, "input", str)})
 
 
-def _built_in_call(name: str, field: str) -> Callable[[ItemReader, str, Json], Message | None]:
+def _built_in_call(kind: str) -> Callable[[ItemReader, str, Json], Message]:
     """Reads the call of a tool that OpenAI defines and the client runs."""
+    row = BUILT_IN[kind]
 
-    def read(reader: ItemReader, path: str, item: Json) -> Message | None:
-        if name == "tool_search" and item.get("call_id") is None:
-            return None  # OpenAI ran it
-        return _call(reader, path, item | {"name": name}, needed(path, item, field, dict))
+    def read(reader: ItemReader, path: str, item: Json) -> Message:
+        value = needed(path, item, row.field, list if row.is_argument else dict)
+        return _call(reader, path, item | {"name": kind}, row.read(value))
 
     return read
+
+
+def _tool_search_call(reader: ItemReader, path: str, item: Json) -> Message | None:
+    if item.get("call_id") is None:
+        return None  # OpenAI ran it
+    return _built_in_call("tool_search")(reader, path, item)
+
+
+def _computer_call(reader: ItemReader, path: str, item: Json) -> Message:
+    kind = "computer_use_preview" if item.get("actions") is None else "computer"
+    return _built_in_call(kind)(reader, path, {"action": {}} | item)
 
 
 def _call(reader: ItemReader, path: str, item: Json, arguments: Json) -> Message:
@@ -601,15 +770,15 @@ def _patch_output(reader: ItemReader, path: str, item: Json) -> Message:
 
 
 def _found_tools(reader: ItemReader, path: str, item: Json) -> Message | None:
-    """The definitions of the tools that a search of the client found."""
+    """The definitions of the tools that a search found."""
     if item.get("call_id") is None:
-        return None  # OpenAI ran it
-    lines: list[str] = []
-    for _path, namespace, tool in _flat(path, item.get("tools")):
-        definition = {key: tool[key] for key in ("name", "description", "parameters") if key in tool}
-        definition["name"] = reader.tools.name_of(tool.get("name"), namespace)
-        lines.append(json.dumps(definition, ensure_ascii=False))
-    return _result(path, item, "\n".join(lines))
+        return _additional_tools(reader, path, item)  # OpenAI ran it
+    return _result(path, item, reader.tools.added(path, item))
+
+
+def _additional_tools(reader: ItemReader, path: str, item: Json) -> Message | None:
+    added = reader.tools.added(path, item)
+    return Message("system", ADDED_TOOLS + added) if added else None
 
 
 def _file_search(reader: ItemReader, path: str, item: Json) -> str:
@@ -627,15 +796,17 @@ ITEMS = {
     "function_call_output": _output,
     "custom_tool_call": _custom_call,
     "custom_tool_call_output": _output,
-    "local_shell_call": _built_in_call("local_shell", "action"),
+    "local_shell_call": _built_in_call("local_shell"),
     "local_shell_call_output": _local_shell_output,
-    "shell_call": _built_in_call("shell", "action"),
+    "shell_call": _built_in_call("shell"),
     "shell_call_output": _shell_output,
-    "apply_patch_call": _built_in_call("apply_patch", "operation"),
+    "apply_patch_call": _built_in_call("apply_patch"),
     "apply_patch_call_output": _patch_output,
-    "tool_search_call": _built_in_call("tool_search", "arguments"),
+    "computer_call": _computer_call,
+    "computer_call_output": _output,
+    "tool_search_call": _tool_search_call,
     "tool_search_output": _found_tools,
-    "additional_tools": "",  # which ResponsesTools reads
+    "additional_tools": _additional_tools,
     **dict.fromkeys(["input_text", "output_text", "text", "summary_text", "reasoning_text"], "text"),
     "refusal": "refusal",
     **dict.fromkeys(["input_image", "computer_screenshot", "image"], omitted("image")),
@@ -779,7 +950,7 @@ class ResponsesWriter(OpenAIResponseWriter):
         return super()._bytes(token_id, text, cut) or []  # the interface has no null here
 
     @property
-    def _newest(self) -> OutputMessage | OutputReasoning | FunctionCall | CustomToolCall | None:
+    def _newest(self) -> AnyOutputItem | None:
         return self._response.output[-1] if self._response.output else None
 
     def _take(self, part: output_parser.OutputPart) -> Iterator[dict[str, Any]]:
@@ -787,8 +958,8 @@ class ResponsesWriter(OpenAIResponseWriter):
         self._logprobs_read = []
         if isinstance(part, CallBegin):
             yield from self._begin_call(part)
-        elif isinstance(part, Arguments) and isinstance(self._newest, CustomToolCall):
-            self._arguments += part.text  # JSON, whose one string is the input
+        elif isinstance(part, Arguments) and isinstance(self._newest, (CustomToolCall, BuiltInCall)):
+            self._arguments += part.text  # in another form than the item has them
         elif isinstance(part, Arguments):
             self._newest.arguments += part.text
             yield self._item_event("response.function_call_arguments.delta", delta=part.text)
@@ -816,8 +987,11 @@ class ResponsesWriter(OpenAIResponseWriter):
     def _begin_call(self, part: CallBegin) -> Iterator[dict[str, Any]]:
         tool = self._tools.of(part.name)
         named = {"call_id": part.id, "name": tool.name, "namespace": tool.namespace or UNSET}
-        if tool.is_custom:
-            self._arguments = ""
+        if tool.kind in BUILT_IN:
+            row = BUILT_IN[tool.kind]
+            yield from self._begin_item(row.prefix, row.item, call_id=part.id)
+            self._built_in = row
+        elif tool.kind == "custom":
             yield from self._begin_item("ctc", CustomToolCall, **named)
         else:
             yield from self._begin_item("fc", FunctionCall, **named)
@@ -827,14 +1001,16 @@ class ResponsesWriter(OpenAIResponseWriter):
             yield from self._end_item()
         item = kind(id=item_id(prefix, self._key, len(self._response.output)), **fields)
         self._response.output.append(item)
-        yield self._item_event("response.output_item.added", item=item)
+        if not isinstance(item, BuiltInCall):  # clients expect its arguments from the beginning
+            yield self._item_event("response.output_item.added", item=item)
 
     def _end_item(self, is_truncated: bool = False) -> Iterator[dict[str, Any]]:
         item = self._newest
-        is_broken = isinstance(item, (FunctionCall, CustomToolCall)) and self._parser.failed
-        item.status = "incomplete" if is_truncated or is_broken else "completed"
-        if isinstance(item, CustomToolCall):
-            item.input = _input_of(self._arguments)
+        is_broken = isinstance(item, (FunctionCall, CustomToolCall, BuiltInCall)) and self._parser.failed
+        if isinstance(item, BuiltInCall):
+            yield from self._write_built_in(item)
+        elif isinstance(item, CustomToolCall):
+            item.input = custom_input(self._arguments)
             yield self._item_event("response.custom_tool_call_input.delta", delta=item.input)
             yield self._item_event("response.custom_tool_call_input.done", input=item.input)
         elif isinstance(item, FunctionCall):
@@ -849,7 +1025,24 @@ class ResponsesWriter(OpenAIResponseWriter):
             yield self._summary_event("part.done", part=item.summary[0])
         if isinstance(item, OutputReasoning) and self._wants_sealed:
             item.encrypted_content = seal(item.content[0].text)
+        self._arguments = ""
+        item.status = "completed"
+        if is_truncated or is_broken:
+            # The status of a patch has no other value for it.
+            item.status = "in_progress" if isinstance(item, ApplyPatchCall) else "incomplete"
         yield self._item_event("response.output_item.done", item=item)
+
+    def _write_built_in(self, item: BuiltInCall) -> Iterator[dict[str, Any]]:
+        """The beginning of an item whose arguments are complete."""
+        arguments = output_parser.complete_members(self._arguments)
+        setattr(item, self._built_in.field, self._built_in.written(arguments))
+        yield self._item_event("response.output_item.added", item=item)
+        commands = item.action["commands"] if isinstance(item, ShellCall) else []
+        for n, command in enumerate(commands if isinstance(commands, list) else ()):
+            kind = "response.shell_call_command"
+            yield self._item_event(f"{kind}.added", command_index=n, command="")
+            yield self._item_event(f"{kind}.delta", command_index=n, delta=command)
+            yield self._item_event(f"{kind}.done", command_index=n, command=command)
 
     def _text_event(self, what: str, logprobs: list[TokenLogprob], **text: str) -> dict[str, Any]:
         if isinstance(self._newest, OutputMessage):
@@ -900,15 +1093,3 @@ class CompactionWriter(OpenAIResponseWriter):
 
 def _encode(event: dict[str, Any]) -> bytes:
     return named_event(event["type"], event)
-
-
-def _input_of(arguments: str) -> str:
-    """The input of a custom tool in the arguments of its function, which `max_output_tokens` may have
-    truncated."""
-    ends = [arguments, *(arguments[: len(arguments) - n] + '"}' for n in range(MAX_PARTIAL_ESCAPE))]
-    for complete in ends:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            text = str(json.loads(complete)["input"])
-            text.encode()  # raises for half of a surrogate pair
-            return text
-    return ""  # truncated before the input began

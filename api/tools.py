@@ -1,14 +1,16 @@
-"""What a chat may call: its `tools` and `tool_choice`, checked. text/tool_formats.py has the formats of tool
-calls."""
+"""What a chat may call: its `tools` and `tool_choice`, checked, and custom tools as functions.
+text/tool_formats.py has the formats of tool calls."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from api.errors import invalid
-from api.fields import CHAT_FIELDS, FieldNames
+from api.fields import CHAT_FIELDS, FieldNames, Json
 from text.grammar import GrammarError
 from text.tool_formats import (
     AS_TEXT,
@@ -21,6 +23,11 @@ from text.tool_formats import (
 )
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+KINDS = ("function", "custom")
+CUSTOM_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+# Characters that truncation can leave of an escaped one, such as \ud83d\ude4.
+MAX_PARTIAL_ESCAPE = 12
+ADDED_TOOLS = "You may also call these functions:\n"
 MODES = ("none", "auto", "required")
 NO_PLACE = (
     "is not supported by this model: its chat template has no place for tools "
@@ -79,7 +86,7 @@ def tool_policy(
         if name in functions:
             raise invalid(f"{path}.name", "is the name of two tools", given=name)
         functions[name] = function
-        paths[name] = path + names.parameters
+        paths[name] = path + (".format" if tool.get("type") == "custom" else names.parameters)
     mode, chosen = _choice(tool_choice, list(functions), names)
     if mode == "none":
         return None
@@ -104,15 +111,65 @@ def tool_policy(
     )
 
 
-def _function(path: str, tool: dict[str, Any], names: FieldNames) -> tuple[str, Function]:
+def as_function(tool: Json) -> Json:
+    """A tool as a chat template reads it: a custom tool is a function of one text.
+
+    A regular expression for that text is enforced as a schema with `strict` is; a grammar in Lark is only
+    described.
+    """
+    if tool.get("type") != "custom":
+        return tool
+    custom = tool["custom"]
+    function = {key: custom[key] for key in ("name", "description") if custom.get(key) is not None}
+    function["parameters"] = CUSTOM_INPUT
+    grammar = _grammar_of(custom) or {}
+    definition = grammar.get("definition")
+    if definition:
+        words = f"The input has to match this grammar ({grammar.get('syntax')}):\n{definition}"
+        function["description"] = "\n".join(filter(None, [custom.get("description"), words]))
+    if definition and grammar.get("syntax") == "regex":
+        text = {"type": "string", "pattern": f"^(?:{definition})$"}
+        function |= {"parameters": CUSTOM_INPUT | {"properties": {"input": text}}, "strict": True}
+    return {"type": "function", "function": function}
+
+
+def _grammar_of(custom: Json) -> Json | None:
+    """The grammar in the `format` of a custom tool; empty if it has none, None if it cannot be read."""
+    form = {} if custom.get("format") is None else custom["format"]
+    grammar = form.get("grammar", form) if isinstance(form, dict) else None  # chats have it one level deeper
+    is_read = isinstance(grammar, dict) and isinstance(grammar.get("definition", ""), str)
+    return grammar if is_read else None
+
+
+def definitions(tools: list[Json]) -> str:
+    """The text that defines tools within a conversation, a line each."""
+    functions = [as_function(tool)["function"] for tool in tools]
+    return "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
+
+
+def custom_input(arguments: str) -> str:
+    """The input of a custom tool in the arguments of its function, which `max_tokens` may have truncated."""
+    ends = [arguments, *(arguments[: len(arguments) - n] + '"}' for n in range(MAX_PARTIAL_ESCAPE))]
+    for complete in ends:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            text = str(json.loads(complete)["input"])
+            text.encode()  # raises for half of a surrogate pair
+            return text
+    return ""  # truncated before the input began
+
+
+def _function(path: str, tool: Json, names: FieldNames) -> tuple[str, Function]:
     """A tool of a request, checked, and the path of what describes it."""
-    kind = tool.get("type", "function")
-    if kind != "function":
-        raise invalid(f"{path}.type", "must be function", given=str(kind)[:40])
-    name, path, function = _named(tool, path, names)
+    name, path, described = _named(tool, path, names)
     if not NAME.fullmatch(name):
         rule = "must have 1 to 128 letters, digits, dots, dashes or underscores"
         raise invalid(f"{path}.name", rule, given=name[:140])
+    if not isinstance(described.get("description", ""), str | None):
+        raise invalid(f"{path}.description", "must be a string")
+    if tool.get("type") == "custom" and _grammar_of(described) is None:
+        rule = "must be an object; of the type grammar it needs `syntax` and `definition`"
+        raise invalid(f"{path}.format", rule)
+    function = as_function(tool)["function"]
     parameters = function.get("parameters")
     if parameters is None:
         parameters = {"properties": {}, "additionalProperties": False}
@@ -122,15 +179,20 @@ def _function(path: str, tool: dict[str, Any], names: FieldNames) -> tuple[str, 
     return path, Function(name, parameters, function.get("strict") is True)
 
 
-def _named(tool: Any, path: str, names: FieldNames) -> tuple[str, str, dict[str, Any]]:
-    """The name in `{"function": {"name": …}}`, the path of the function, and the function."""
-    function = tool.get("function") if isinstance(tool, dict) else None
-    path += names.function
-    if not isinstance(function, dict):
+def _named(tool: Any, path: str, names: FieldNames) -> tuple[str, str, Json]:
+    """The name in `{"type": "function", "function": {"name": …}}`, the path of the inner object, and that
+    object; a custom tool has it as `custom`."""
+    kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
+    if kind not in KINDS:
+        raise invalid(f"{path}.type", "must be function or custom", given=str(kind)[:40])
+    described = tool.get(kind) if isinstance(tool, dict) else None
+    if names.nests_tools:
+        path += f".{kind}"
+    if not isinstance(described, dict):
         raise invalid(path, "is missing, or is not an object")
-    if not isinstance(function.get("name"), str):
+    if not isinstance(described.get("name"), str):
         raise invalid(f"{path}.name", "is missing, or is not a string")
-    return function["name"], path, function
+    return described["name"], path, described
 
 
 def _choice(
@@ -156,9 +218,6 @@ def _choice(
             _named(tool, f"{path}.tools[{n}]", field_names)[0] for n, tool in enumerate(allowed["tools"])
         ]
     else:
-        kind = choice.get("type", "function")
-        if kind != "function":
-            raise invalid("tool_choice.type", "must be function or allowed_tools", given=str(kind)[:40])
         name, path, _ = _named(choice, "tool_choice", field_names)
         mode = "named"
         names = [name]

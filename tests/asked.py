@@ -21,6 +21,7 @@ from api.response_writer import GeneratedSequence
 from api.types import encode
 from config import Config
 from protocol import ModelInfo, Token
+from text.grammar import Grammars
 from text.output_parser import ParserConfig
 from text.reasoning import ModelReasoning
 from text.template import ChatTemplate
@@ -67,6 +68,20 @@ def text() -> ModelText:
 
 def serving(info=INFO, config=CONFIG) -> Served:
     return Served(config, info, text(), OwnedResponses(ResponseStore(Path(), 0), b"", 0))
+
+
+@functools.cache
+def grammars() -> Grammars:
+    with tempfile.TemporaryDirectory() as folder:
+        byte_tokenizer(Path(folder))
+        return Grammars.load(folder, VOCABULARY, [EOS])
+
+
+def allows(grammar: str, output: str) -> bool:
+    """Whether a model with this grammar may write the whole output."""
+    matcher = grammars().compile(grammar)
+    tokens = [*text().tokenizer.encode(output, add_special_tokens=False), EOS]
+    return all(matcher.consume_token(token) for token in tokens[:-1]) and matcher.is_accepting()
 
 
 def record_renders(monkeypatch) -> list:

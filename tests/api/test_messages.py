@@ -2,14 +2,27 @@
 
 import json
 import logging
+from itertools import pairwise
 
 import pytest
-from asked import CALLS, USER, answer_to, nameless, prepared, record_renders, refusal, serving, with_thinking, written
+from asked import (
+    CALLS,
+    USER,
+    allows,
+    answer_to,
+    nameless,
+    prepared,
+    record_renders,
+    refusal,
+    serving,
+    with_thinking,
+    written,
+)
 from openai_api import CHAT, MESSAGES
 from openai_api import whole as asked
 
 from api.errors import ANTHROPIC, ApiError
-from api.messages import MessagesRequest, MessagesResponseWriter, ThinkingConfig
+from api.messages import MessagesRequest, MessagesResponseWriter, MessagesTools, ThinkingConfig
 from api.reasoning import OFF, ON, unseal
 
 ROUTE = "/v1/messages"
@@ -42,12 +55,14 @@ def stream(served, **fields):
 
 def answered(text, finish_reason="eos_token", thinking="", display=None, **fields):
     """The whole message and the events of a text, which a model with Hermes' format writes."""
-    (asked_for,) = answer_to("messages", BODY | {"tools": [WEATHER]} | fields).requests
+    tools = {"tools": fields.get("tools", [WEATHER])}
+    (asked_for,) = answer_to("messages", BODY | tools | fields).requests
     asked_for = with_thinking(asked_for, thinking)
-    shown = ThinkingConfig("adaptive", display=display)
-    requests = [MessagesRequest(messages=[], max_tokens=9, stream=streams, thinking=shown) for streams in (False, True)]
+    tools["thinking"] = ThinkingConfig("adaptive", display=display)
+    requests = [MessagesRequest(messages=[], max_tokens=9, stream=streams, **tools) for streams in (False, True)]
     whole, stream = (
-        written(MessagesResponseWriter(asked_for, serving(), request), text, finish_reason) for request in requests
+        written(MessagesResponseWriter(asked_for, serving(), request, MessagesTools(request)), text, finish_reason)
+        for request in requests
     )
     return whole, events_of(stream)
 
@@ -107,12 +122,15 @@ SEARCHED = [
 SKIPPED = ["redacted_thinking", "server_tool_use", "mcp_tool_use", "container_upload", "fallback", "a type of next year"]
 PAGE = {"type": "document", "title": "A page", "source": {"type": "text", "media_type": "text/plain", "data": "Read me"}}
 DEFINITION = json.dumps({"name": "weather", "parameters": {"type": "object"}, "description": "Rain or sun", "strict": True})
+ADDED = "You may also call these functions:\n{}"
 READ = [  # a block, and its text
     ({"type": "search_result", "source": "a.md", "title": "Hours", "content": PARTS}, "Hours\na.md\nH\ni"),
     (PAGE | {"source": {"type": "content", "content": PARTS}, "context": "Old"}, "A page\nOld\nH\ni"),
     ({"type": "tool_reference", "tool_name": "weather"}, DEFINITION),
     ({"type": "tool_reference", "tool_name": "unknown"}, "unknown"),
-    ({"type": "tool_addition", "tool": {"type": "tool_reference", "name": "weather"}}, DEFINITION),
+    ({"type": "tool_addition", "tool": {"type": "tool_reference", "name": "weather"}}, ADDED.format(DEFINITION)),
+    ({"type": "tool_addition", "tool": {"type": "tool_definition", "definition": WEATHER}}, ADDED.format(DEFINITION)),
+    ({"type": "tool_removal", "tool": {"type": "tool_reference", "name": "x"}}, "You may no longer call the function x."),
     (
         {"type": "browser_state", "tabs": [{"tab_id": "1", "title": "A", "url": "u", "active": True}, {"url": "v"}]},
         "Browser tabs:\nA u (active)\nv",
@@ -291,6 +309,11 @@ REFUSED = {
     "messages[1].role": {"messages": [USER, {"role": "<|x|>", "content": "a"}]},
     "system[0]": {"system": [{"type": "text"}]},
     "tools[1]": {"tools": [SEARCH, {"name": "f"}]},
+    "tools[0]": {"tools": [{"type": "computer_20250124", "name": "computer", "display_width_px": 9}]},
+    "tools[0].description": {"tools": [WEATHER | {"description": 5}]},
+    "messages[0].content[0].tool.definition": {
+        "messages": [user({"type": "tool_addition", "tool": {"type": "tool_definition", "definition": {"name": "f"}}})]
+    },
     "tools[1].name": {"tools": [SEARCH, WEATHER | {"name": "no name"}]},
     "tools[0].input_schema": {"tools": [WEATHER | {"input_schema": {"type": "array"}}]},
     "tool_choice": {"tools": [SEARCH], "tool_choice": {"type": "any"}},
@@ -306,6 +329,163 @@ def test_what_is_not_supported_is_refused_in_the_names_of_this_api(param):
     error = refusal("messages", **REFUSED[param])
     assert (error.status, error.param) == (422, param)
     assert f"`{param}`" in str(error)
+
+
+DEFERRED = {"name": "forecast", "input_schema": {"type": "object"}, "defer_loading": True}
+REFERENCE = {"type": "tool_reference", "tool_name": "forecast"}
+CHANGED = {"type": "tool_reference", "name": "forecast"}
+FOUND = json.dumps({"name": "forecast", "parameters": {"type": "object"}})
+
+
+def of_turns(*turns, **fields):
+    """The prompts of a conversation that grows by these messages, and the functions that each may call."""
+    messages, made = [], []
+    for turn in turns:
+        messages += turn
+        made.append(prepared("messages", messages=messages, **fields))
+    return [each.prompt for each in made], [each.parser_config.calls and each.parser_config.calls.names for each in made]
+
+
+def added(block):
+    return [{"role": "system", "content": [block]}]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [says(CALL), user(RESULT | {"content": [REFERENCE]})],
+        added({"type": "tool_addition", "tool": CHANGED}),
+        added({"type": "tool_addition", "tool": {"type": "tool_definition", "definition": DEFERRED}}),
+        [says({"type": "tool_search_tool_result", "content": {"tool_references": [REFERENCE]} | {
+            "type": "tool_search_tool_search_result"
+        }}), USER],
+    ],
+    ids=["tool_result", "tool_reference", "tool_definition", "tool_search_tool_result"],
+)  # fmt: skip
+def test_a_deferred_tool_stands_where_a_block_names_it_and_may_be_called_from_there(messages):
+    after = [says(CALL | {"name": "forecast"}), user(RESULT), USER]
+    prompts, names = of_turns([USER], messages, after, tools=[WEATHER, DEFERRED])
+    for shorter, longer in pairwise(prompts):
+        assert longer.startswith(shorter.removesuffix("a:")), "what a prompt shares with the one before stays as it is"
+    assert "forecast" not in prompts[0]
+    assert FOUND in prompts[1].removeprefix(prompts[0].removesuffix("a:"))
+    assert names == [["weather"], ["weather", "forecast"], ["weather", "forecast"]]
+    choice = {"type": "tool", "name": "forecast"}
+    error = refusal("messages", tools=[WEATHER, DEFERRED], tool_choice=choice)
+    assert error.param == "tool_choice.name" and "defer_loading" in str(error)
+    chosen = prepared("messages", tools=[WEATHER, DEFERRED], messages=[USER, *messages], tool_choice=choice)
+    assert chosen.parser_config.calls.names == ["forecast"]
+
+
+def test_tools_that_are_found_are_listed_where_there_are_no_others():
+    (_, found), names = of_turns([USER], added({"type": "tool_addition", "tool": CHANGED}), tools=[DEFERRED])
+    assert found.startswith('[{"type": "function", "function": ' + FOUND) and names == [None, ["forecast"]]
+
+
+def test_a_tool_that_is_removed_stays_in_the_list_and_may_not_be_called():
+    removal = added({"type": "tool_removal", "tool": {"type": "tool_reference", "name": "weather"}})
+    again = added({"type": "tool_addition", "tool": {"type": "tool_reference", "name": "weather"}})
+    other = WEATHER | {"name": "wind"}
+    prompts, names = of_turns([USER], removal, again, tools=[WEATHER, other])
+    assert prompts[1].startswith(prompts[0].removesuffix("a:"))
+    assert names == [["weather", "wind"], ["wind"], ["weather", "wind"]]
+    assert of_turns([USER], removal, tools=[WEATHER])[1] == [["weather"], None]
+    error = refusal("messages", tools=[WEATHER], messages=[USER, *removal], tool_choice={"type": "any"})
+    assert error.param == "tool_choice.allowed_tools"
+    found = [*added({"type": "tool_addition", "tool": CHANGED}), *added({"type": "tool_removal", "tool": CHANGED})]
+    assert of_turns([USER], found, tools=[WEATHER, DEFERRED])[1] == [["weather"], ["weather"]]
+
+
+def test_a_deferred_tool_that_only_anthropic_would_find_is_not_deferred():
+    search = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
+    made = prepared("messages", tools=[search, WEATHER, DEFERRED])
+    assert made.parser_config.calls.names == ["weather", "forecast"] and "forecast" in made.prompt
+
+
+SCREEN = {"display_width_px": 800, "display_height_px": 600}
+CLIENT_TOOLS = [  # the tool of a request, and the input of a call
+    ({"type": "bash_20241022", "name": "bash"}, {"restart": True}),
+    ({"type": "bash_20250124", "name": "bash"}, {"command": "ls"}),
+    (
+        {"type": "text_editor_20250124", "name": "str_replace_editor"},
+        {"command": "insert", "path": "/a", "new_str": "x", "insert_line": 0},
+    ),
+    ({"type": "text_editor_20241022", "name": "str_replace_editor"}, {"command": "undo_edit", "path": "/a"}),
+    (
+        {"type": "text_editor_20250429", "name": "str_replace_based_edit_tool"},
+        {"command": "insert", "path": "/a", "insert_line": 0, "insert_text": "x"},
+    ),
+    (
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 9},
+        {"command": "view", "path": "/a", "view_range": [1, -1]},
+    ),
+    ({"type": "memory_20250818", "name": "memory"}, {"command": "rename", "old_path": "/memories/a", "new_path": "/b"}),
+    ({"type": "computer_20241022", "name": "computer", **SCREEN}, {"action": "left_click", "coordinate": [1, 2]}),
+    ({"type": "computer_20250124", "name": "computer", **SCREEN}, {"action": "wait", "duration": 2}),
+    (
+        {"type": "computer_20251124", "name": "computer", "enable_zoom": True, **SCREEN},
+        {"action": "zoom", "region": [0, 0, 9, 9]},
+    ),
+    ({"type": "computer_20990101", "name": "computer", **SCREEN}, {"action": "key", "text": "Return"}),
+]
+
+
+def called(name, arguments):
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(("tool", "given"), CLIENT_TOOLS, ids=lambda value: value.get("type"))
+def test_a_tool_that_the_client_runs_is_a_function_with_its_documented_schema(tool, given):
+    for choice in ({"type": "auto"}, {"type": "tool", "name": tool["name"]}):
+        whole, events = answered(called(tool["name"], given), tools=[tool], tool_choice=choice)
+        for message in (whole, built(events)):
+            (block,) = message["content"]
+            assert block == {"type": "tool_use", "id": block["id"], "name": tool["name"], "input": given}
+    forced = prepared("messages", tools=[tool], tool_choice={"type": "any"})
+    assert allows(forced.grammar, called(tool["name"], given))
+    assert not allows(forced.grammar, called(tool["name"], {"other": 1} | given))
+    for value in (
+        "800 x 600" if "display_width_px" in tool else "",
+        "at most 9 characters" if "max_characters" in tool else "",
+    ):
+        assert value in forced.prompt
+
+
+def test_the_tools_of_newer_dates_have_what_was_changed_then():
+    def prompt(kind, **fields):
+        return prepared("messages", tools=[{"type": kind, "name": "x", **SCREEN, **fields}]).prompt
+
+    assert "undo_edit" in prompt("text_editor_20250124") and "undo_edit" not in prompt("text_editor_20250429")
+    assert "insert_text" not in prompt("text_editor_20250124") and "insert_text" in prompt("text_editor_20250429")
+    assert "scroll" not in prompt("computer_20241022").replace("to scroll, or", "") and "hold_key" in prompt(
+        "computer_20250124"
+    )
+    assert "zoom" not in prompt("computer_20251124") and "zoom" in prompt("computer_20251124", enable_zoom=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "toolset", "member", "given"),
+    [
+        ("computer_toolset_20260801", "computer", "left_click", {"coordinate": [1, 2]}),
+        ("browser_toolset_20260801", "browser", "find", {"query": "search bar"}),
+        ("browser_toolset_20260801", "browser", "list_tabs", {}),
+    ],
+)
+def test_the_call_of_a_toolset_is_one_of_its_member(kind, toolset, member, given):
+    tool = {"type": kind, "configs": {"zoom": {"enabled": False}, "wait": None}}
+    text = called(toolset, {"action": member, **given})
+    repeats = {"type": "auto", "disable_parallel_tool_use": False}
+    whole, events = answered(f"Well {text}\n{text}", tools=[tool], tool_choice=repeats)
+    block = {"type": "tool_use", "name": member, "toolset_name": toolset, "input": given}
+    for message in (whole, built(events)):
+        assert [one | {"id": ""} for one in message["content"][1:]] == [block | {"id": ""}] * 2
+    begins = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+    assert [begin["name"] for begin in begins[1:]] == [member] * 2
+    made = prepared("messages", tools=[tool], messages=[USER, says(block | {"id": "toolu_1"}), user(RESULT)])
+    assert json.dumps({"name": toolset, "arguments": {"action": member} | given}) in made.prompt
+    assert '"wait"' in made.prompt and '"zoom"' not in made.prompt
+    cut, _ = answered(text[: text.index('"action"') + 9], "length", tools=[tool])
+    assert cut["content"][0]["name"] == toolset and cut["stop_reason"] == "max_tokens"
 
 
 # Messages

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from itertools import pairwise
 
 import pytest
 from asked import CALLS, USER, answer_to, as_openai, nameless, prepared, refusal, serving, with_thinking, written
@@ -10,8 +11,10 @@ from openai_api import CHAT, MESSAGES, RESPONSES
 from openai_api import whole as asked
 
 from api import fields as api_fields
+from api.client_tools import shell
 from api.reasoning import unseal
-from api.responses import CUSTOM_INPUT, SUMMARY, Conversation, ResponsesRequest, ResponsesTools, ResponsesWriter
+from api.responses import SUMMARY, Conversation, ResponsesRequest, ResponsesTools, ResponsesWriter
+from api.tools import CUSTOM_INPUT
 
 BODY = {"input": "Hi", "max_output_tokens": 12, "temperature": 0}
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
@@ -91,7 +94,7 @@ OUTPUT = {"type": "function_call_output", "output": "sun"}
 FUNCTION = {"name": "weather", "arguments": '{"city":"Oslo"}'}
 CALLS_OF = {name: {"id": name, "type": "function", "function": FUNCTION} for name in ("call_1", "call_2")}
 SYSTEM = {"role": "system", "content": "Be brief"}
-SKIPPED = ["web_search_call", "image_generation_call", "computer_call", "computer_call_output", "mcp_list_tools"]
+SKIPPED = ["web_search_call", "image_generation_call", "mcp_list_tools"]
 SKIPPED += ["mcp_approval_request", "mcp_approval_response", "compaction_trigger", "a type of next year"]
 # Items of tools that OpenAI ran, as far as they have no text.
 SILENT = [
@@ -112,14 +115,18 @@ NESTED_ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required",
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
 UNSEEN = "[image omitted: this server reads text only]"
 HOSTED = [
-    {"type": kind} for kind in ("web_search", "image_generation", "file_search", "code_interpreter", "mcp", "local_shell")
+    {"type": kind} for kind in ("web_search", "image_generation", "file_search", "code_interpreter", "mcp", "tool_search")
 ]
 PATCH = {"type": "custom", "name": "patch", "description": "Changes files", "format": {"type": "grammar", "syntax": "lark"}}
 PATCH["format"]["definition"] = "start: /.*/"
 TOLD = "Changes files\nThe input has to match this grammar (lark):\nstart: /.*/"
 
 
-FOUND = json.dumps({"name": "weather", "parameters": {"type": "object"}})
+FOUND = json.dumps(NESTED["function"])
+
+
+CHOSEN = {"type": "shell"}
+SHELL_FUNCTION = {"type": "function", "function": {"name": "shell", **shell(CHOSEN)._asdict()}}
 
 
 def called(call_id, name, arguments):
@@ -245,7 +252,37 @@ CHATS = [  # a request, and the chat that it is
             ]
         },
     ),
-    ({"input": [USER, {"type": "additional_tools", "role": "developer", "tools": [WEATHER]}]}, NESTED_TOOLS),
+    (
+        {"input": [USER, {"type": "additional_tools", "role": "developer", "tools": [WEATHER]}]},
+        NESTED_TOOLS | {"messages": [USER, {"role": "system", "content": f"You may also call these functions:\n{FOUND}"}]},
+    ),
+    (
+        {"input": [SYSTEM, {"type": "additional_tools", "tools": [WEATHER]}, USER], "tools": [WEATHER]},
+        NESTED_TOOLS | {"messages": [SYSTEM, USER]},
+    ),
+    (
+        {
+            "input": [
+                {"type": "computer_call", "call_id": "call_1", "actions": [{"type": "wait"}]},
+                {"type": "computer_call_output", "call_id": "call_1", "output": {"type": "computer_screenshot"}},
+                {"type": "computer_call", "call_id": "call_2", "action": {"type": "wait", "keys": None}},
+                {"type": "computer_call", "call_id": "call_2"},
+            ]
+        },
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [called("call_1", "computer", {"actions": [{"type": "wait"}]})]},
+                {"role": "tool", "content": UNSEEN, "tool_call_id": "call_1"},
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        called("call_2", "computer_use_preview", {"type": "wait"}),
+                        called("call_2", "computer_use_preview", {}),
+                    ],
+                },
+            ]
+        },
+    ),
     (
         {"input": [{"type": "additional_tools", "tools": [{"type": "namespace", "name": "x", "tools": [WEATHER]}]}, USER]},
         NESTED_TOOLS,
@@ -267,6 +304,17 @@ CHATS = [  # a request, and the chat that it is
     (
         {"tools": [{"type": "namespace", "name": name, "tools": [WEATHER]} for name in ("a", "b")]},
         {"tools": [{"type": "function", "function": NESTED["function"] | {"name": f"{name}__weather"}} for name in ("a", "b")]},
+    ),
+    (
+        {"tools": [CHOSEN], "tool_choice": {"type": "shell"}},
+        {"tools": [SHELL_FUNCTION], "tool_choice": {"type": "function", "function": {"name": "shell"}}},
+    ),
+    (
+        {"tools": [CHOSEN], "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [CHOSEN]}},
+        {
+            "tools": [SHELL_FUNCTION],
+            "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [SHELL_FUNCTION]}},
+        },
     ),
     (
         {"tools": [PATCH]},
@@ -295,12 +343,16 @@ def test_a_request_of_skipped_items_only_says_what_it_needs():
     assert str(error).endswith("`input` needs an item that the model can read, such as a message")
 
 
+DEFERRED = {"type": "function", "name": "forecast", "parameters": {"type": "object"}, "defer_loading": True}
 REFUSED = {
     "truncation": "middle",
     "top_logprobs": 99,
     "max_output_tokens": 0,
     "input": [],
     "tool_choice.type": {"tools": [{"type": "file_search"}], "tool_choice": {"type": "file_search"}},
+    "tool_choice.name": {"tools": [DEFERRED], "tool_choice": {"type": "function", "name": "forecast"}},
+    "tools[0].description": {"tools": [{"type": "tool_search", "execution": "client", "description": 5}]},
+    "tools[0].format": {"tools": [{"type": "custom", "name": "x", "format": {"definition": 5}}]},
     "tools[1].tools[0].name": {"tools": [HOSTED[0], {"type": "namespace", "name": "x", "tools": [WEATHER | {"name": "<"}]}]},
     "previous_response_id": "resp_1",
     "chat_template_kwargs": {"tools": []},
@@ -526,6 +578,169 @@ def test_a_call_of_a_custom_tool_that_the_limit_of_tokens_cuts_is_incomplete_and
         said.append(item["input"])
     assert said == sorted(said) and said[0] == "" and said[-1] == PATCHED
     assert len(set(said)) == len(PATCHED) + 1
+
+
+def test_the_input_of_each_of_several_calls_of_a_custom_tool_is_given_back():
+    whole, events = answered(f"{PATCHES}\n{PATCHES.replace('One', 'Two')}", tools=[PATCH])
+    for output in (whole["output"], events[-1]["response"]["output"]):
+        assert [item["input"] for item in output] == [PATCHED, PATCHED.replace("One", "Two")]
+
+
+BUILT_IN = [  # a tool that the client runs, the arguments of a call, its item, and the item of its result
+    (
+        {"type": "shell", "environment": {"type": "local"}},
+        {"commands": ["ls", "pwd"]},
+        {"type": "shell_call", "action": {"commands": ["ls", "pwd"], "timeout_ms": None, "max_output_length": None}},
+        {"type": "shell_call_output", "output": [{"stdout": "sun", "stderr": "", "outcome": {"type": "timeout"}}]},
+    ),
+    (
+        {"type": "local_shell"},
+        {"command": ["ls"], "timeout_ms": 5},
+        {"type": "local_shell_call", "action": {"type": "exec", "command": ["ls"], "env": {}, "timeout_ms": 5}},
+        {"type": "local_shell_call_output", "output": "sun"},
+    ),
+    (
+        {"type": "apply_patch"},
+        {"type": "create_file", "path": "a", "diff": "+sun"},
+        {"type": "apply_patch_call", "operation": {"type": "create_file", "path": "a", "diff": "+sun"}},
+        {"type": "apply_patch_call_output", "status": "completed", "output": "sun"},
+    ),
+    (
+        {"type": "tool_search", "execution": "client"},
+        {"query": "rain"},
+        {"type": "tool_search_call", "arguments": {"query": "rain"}, "execution": "client"},
+        {"type": "tool_search_output", "tools": [WEATHER | {"description": "sun"}]},
+    ),
+    (
+        {"type": "computer"},
+        {"actions": [{"type": "click", "x": 1, "y": 2}]},
+        {"type": "computer_call", "actions": [{"type": "click", "x": 1, "y": 2}], "pending_safety_checks": []},
+        {"type": "computer_call_output", "output": {"type": "computer_screenshot", "image_url": "data:,"}},
+    ),
+    (
+        {"type": "computer_use_preview", "display_width": 800, "display_height": 600, "environment": "linux"},
+        {"type": "wait"},
+        {"type": "computer_call", "action": {"type": "wait"}, "pending_safety_checks": []},
+        {"type": "computer_call_output", "output": {"type": "computer_screenshot", "image_url": "data:,"}},
+    ),
+]
+
+
+def built_in_call(tool, arguments):
+    return f'<tool_call>\n{{"name": "{tool["type"]}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(("tool", "arguments", "item", "result"), BUILT_IN, ids=lambda value: value.get("type"))
+def test_a_call_of_a_tool_that_the_client_runs_is_an_item_of_its_own_and_is_taken_back(tool, arguments, item, result):
+    whole, events = answered(built_in_call(tool, arguments), tools=[tool], tool_choice="required")
+    for (given,) in (whole["output"], events[-1]["response"]["output"]):
+        own = {name: given[name] for name in ("id", "call_id", "status")}
+        assert given == item | own and own["status"] == "completed"
+    changes = [event for event in events if event["type"].startswith("response.output_item")]
+    assert [event["type"].split(".")[-1] for event in changes] == ["added", "done"]
+    assert changes[0]["item"] == given | {"status": "in_progress"} and changes[1]["item"] == given
+    given = {name: dict(sorted(value.items())) if isinstance(value, dict) else value for name, value in given.items()}
+    history = [USER, given, result | {"call_id": given["call_id"]}]
+    prompt = prepared("responses", tools=[tool], input=history).prompt
+    assert json.dumps({"name": tool["type"], "arguments": arguments}) in prompt, "as the model wrote it"
+    assert ("sun" in prompt.rpartition("t:")[2]) != (UNSEEN in prompt)
+
+
+@pytest.mark.parametrize(("tool", "arguments", "item", "_result"), BUILT_IN, ids=lambda value: value.get("type"))
+def test_a_call_of_a_tool_that_the_client_runs_may_be_cut_anywhere(tool, arguments, item, _result):
+    text = built_in_call(tool, arguments)
+    begins, ends = text.index('"arguments": {') + len('"arguments": {'), text.index("\n</tool_call>") - 1
+    for end in range(begins, ends):
+        whole, events = answered(text[:end], "length", tools=[tool])
+        for (given,) in (whole["output"], events[-1]["response"]["output"]):
+            assert given.keys() == item.keys() | {"id", "call_id", "status"}
+            assert given["status"] == ("in_progress" if tool["type"] == "apply_patch" else "incomplete")
+            for name in item.get("action", {}).keys() & {"command", "commands"}:
+                assert isinstance(given["action"][name], list), "clients expect it"
+        prepared("responses", tools=[tool], input=[USER, given])
+
+
+def test_the_commands_of_a_shell_call_have_events_of_their_own():
+    tool, arguments, _item, _result = BUILT_IN[0]
+    _, events = answered(built_in_call(tool, arguments), tools=[tool])
+    commands = [event for event in events if "shell_call_command" in event["type"]]
+    kinds = ["added", "delta", "done"]
+    assert [event["type"] for event in commands] == [f"response.shell_call_command.{kind}" for kind in kinds * 2]
+    assert [event["command_index"] for event in commands] == [0, 0, 0, 1, 1, 1]
+    assert [event.get("delta", event.get("command")) for event in commands] == ["", "ls", "ls", "", "pwd", "pwd"]
+    assert events.index(commands[0]) == 3, "after output_item.added"
+
+
+def test_a_tool_of_a_container_and_a_search_of_openais_are_left_out():
+    tools = [{"type": "shell", "environment": {"type": "container_auto"}}, {"type": "tool_search"}]
+    for tool in tools:
+        assert refusal("responses", tools=[tool], tool_choice={"type": tool["type"]}).param == "tool_choice.type"
+    assert prepared("responses", tools=tools).prompt == prepared("responses").prompt
+
+
+def of_turns(*turns, **fields):
+    """The prompts of a conversation that grows by these items, and the functions that the last one may call."""
+    items, prompts = [], []
+    for turn in turns:
+        items += turn
+        made = prepared("responses", input=items, **fields)
+        prompts.append(made.prompt)
+    return prompts, made.parser_config.calls.names
+
+
+SEARCH = {"type": "tool_search", "execution": "client"}
+SEARCHED = [
+    {"type": "tool_search_call", "call_id": "call_1", "arguments": {"query": "rain"}},
+    {"type": "tool_search_output", "call_id": "call_1", "tools": [DEFERRED]},
+]
+CALLED_IT = [CALL | {"name": "forecast"}, OUTPUT | {"call_id": "call_1"}]
+
+
+ADDED = "call these functions:\n{}"
+
+
+@pytest.mark.parametrize(
+    ("added", "definition"),
+    [
+        (SEARCHED, "t:{}"),
+        ([{"type": "additional_tools", "role": "developer", "tools": [WEATHER | {"name": "forecast"}]}], ADDED),
+        ([{"type": "tool_search_output", "tools": [DEFERRED]}], ADDED),
+    ],
+)
+def test_a_deferred_tool_stands_where_an_item_adds_it_and_may_be_called_from_there(added, definition):
+    fields = {"tools": [SEARCH, DEFERRED]}
+    prompts, names = of_turns([USER], added, CALLED_IT, [USER], **fields)
+    for shorter, longer in pairwise(prompts):
+        assert longer.startswith(shorter.removesuffix("a:")), "what a prompt shares with the one before stays as it is"
+    assert "forecast" not in prompts[0]
+    assert definition.format('{"name": "forecast"') in prompts[1]
+    assert names == ["tool_search", "forecast"]
+    assert prepared("responses", **fields).parser_config.calls.names == ["tool_search"]
+    chosen = {"type": "function", "name": "forecast"}
+    assert prepared("responses", input=[USER, *added], tool_choice=chosen, **fields).parser_config.calls.names == ["forecast"]
+
+
+def test_a_choice_among_tools_leaves_out_those_that_are_deferred():
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [WEATHER, DEFERRED]}
+    made = prepared("responses", tools=[WEATHER, DEFERRED], tool_choice=choice)
+    assert made.parser_config.calls.names == ["weather"]
+    error = refusal("responses", tools=[WEATHER], tool_choice=choice | {"tools": [{"type": {}, "name": []}]})
+    assert error.param == "tool_choice.tools[0].name"
+
+
+def test_a_deferred_tool_that_only_openai_would_find_is_not_deferred():
+    made = prepared("responses", tools=[{"type": "tool_search"}, WEATHER, DEFERRED])
+    assert made.parser_config.calls.names == ["weather", "forecast"] and "forecast" in made.prompt
+
+
+def test_the_description_of_a_namespace_stands_in_front_of_its_first_tool():
+    inner = [WEATHER | {"description": "Rain or sun"}, WEATHER | {"name": "wind"}]
+    letters = {"type": "namespace", "name": "post", "description": "For letters.", "tools": [DEFERRED, *inner]}
+    prompt = prepared("responses", tools=[letters]).prompt
+    assert prompt.count("Namespace post: For letters.") == 1
+    assert '"Namespace post: For letters.\\nRain or sun"' in prompt
+    found = [{"type": "tool_search_output", "call_id": "call_1", "tools": [letters]}]
+    assert of_turns([USER], found, tools=[letters])[0][1].count("Namespace post: For letters.") == 2
 
 
 def test_a_call_cannot_be_forced_where_all_tools_are_left_out():

@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 import served as served_app
 import tiny_tokenizers
-from asked import serving
+from asked import allows, serving
 from tool_calls import BOTH, CALLS, FORMATS, KINDS, NOW, PYTHON, TOOLS, WRITTEN, thinking_of, tokenizer_of, tool, use
 
 from api.chat import ChatResponseWriter
 from api.conversation import ChatRequest
 from api.errors import ApiError
-from api.messages import MessagesRequest, MessagesResponseWriter
+from api.messages import MessagesRequest, MessagesResponseWriter, MessagesTools
 from api.prepared_request import PreparedRequest, TokenizedPrompt
 from api.response_writer import GeneratedSequence
 from api.responses import Conversation, ResponsesRequest, ResponsesTools, ResponsesWriter
-from api.tools import tool_policy
+from api.tools import CUSTOM_INPUT, as_function, tool_policy
 from api.types import encode
 from protocol import Token
 from text.output_parser import ParserConfig, complete_members
@@ -25,6 +25,15 @@ from text.tokenizer import Tokenizer
 from text.tool_formats import ModelTools
 
 # Requests
+
+
+def custom(syntax=None, definition=None, name="note"):
+    """A custom tool of a chat."""
+    form = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}} if syntax else {"type": "text"}
+    return {"type": "custom", "custom": {"name": name, "description": "Keeps a note", "format": form}}
+
+
+NOTE = custom()
 
 
 @pytest.mark.parametrize(
@@ -38,6 +47,9 @@ from text.tool_formats import ModelTools
         (TOOLS, {"function": {"name": "now"}}, "named", ["now"]),
         (TOOLS, {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NOW]}}, "auto", ["now"]),
         (TOOLS, {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NOW]}}, "required", ["now"]),
+        ([*TOOLS, NOTE], "required", "required", ["weather", "now", "note"]),
+        ([*TOOLS, NOTE], {"type": "custom", "custom": {"name": "note"}}, "named", ["note"]),
+        ([*TOOLS, NOTE], {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NOTE]}}, "auto", ["note"]),
     ],
 )
 def test_a_tool_choice_says_whether_and_what_is_called(tools, choice, mode, names):
@@ -68,7 +80,8 @@ def allowed(**more):
         (TOOLS, {"type": "function", "function": {"name": "other"}}, "tool_choice.function", "'other'"),
         (TOOLS, {"type": "function"}, "tool_choice.function", "missing"),
         (TOOLS, {"type": "function", "function": {}}, "tool_choice.function.name", "missing"),
-        (TOOLS, {"type": "custom"}, "tool_choice.type", "'custom'"),
+        (TOOLS, {"type": "custom"}, "tool_choice.custom", "missing"),
+        (TOOLS, {"type": "mcp"}, "tool_choice.type", "'mcp'"),
         (TOOLS, allowed(mode="none"), "tool_choice.allowed_tools", "mode"),
         (TOOLS, allowed(tools=None), "tool_choice.allowed_tools", "tools"),
         (TOOLS, allowed(tools=[]), "tool_choice.allowed_tools", "no tool"),
@@ -81,7 +94,14 @@ def allowed(**more):
         ([tool("")], None, "tools[0].function.name", "''"),
         ([tool("x" * 129)], "none", "tools[0].function.name", "128"),
         ([tool(), tool()], None, "tools[1].function.name", "'weather'"),
+        ([custom("regex", "a" * 120_000)], None, "tools[0].custom.format", "at most 120000 bytes"),
         ([tool(parameters=[])], None, "tools[0].function.parameters", "object"),
+        ([tool(description=5)], None, "tools[0].function.description", "string"),
+        ([{"type": "custom"}], None, "tools[0].custom", "missing"),
+        ([{"type": "custom", "custom": {"name": "a b"}}], None, "tools[0].custom.name", "'a b'"),
+        ([{"type": "custom", "custom": {"name": "a", "format": 5}}], None, "tools[0].custom.format", "object"),
+        ([custom("regex", 5)], None, "tools[0].custom.format", "`definition`"),
+        ([NOTE], {"type": "custom", "custom": {"name": "other"}}, "tool_choice.custom", "'other'"),
         ([tool(parameters={"type": "string"})], None, "tools[0].function.parameters", "object"),
         ([tool(parameters={"properties": []})], None, "tools[0].function.parameters", "object"),
         ([tool(), tool("g", {"description": "x" * 120_000})], "g", "tools[1].function.parameters", "at most 120000 bytes"),
@@ -109,6 +129,29 @@ def test_tools_that_the_model_cannot_call_are_refused_with_what_to_do(name, tool
     assert use("none") is None, "calls stay text"
 
 
+def noted(text):
+    return f'<tool_call>\n{{"name": "note", "arguments": {json.dumps({"input": text})}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_the_regular_expression_of_a_custom_tool_holds_for_its_whole_input(choice):
+    policy = use(tools=[custom("regex", r'a|b"\d+')], choice=choice)
+    for text, fits in [("a", True), ('b"12', True), ("ab", False), ("xa", False), ("b12", False), ('b"12\n', False)]:
+        assert allows(policy.grammar, noted(text)) == fits, text
+    assert not use(tools=[custom("lark", "start: /a/")], choice="auto").grammar, "which is only described"
+    assert allows(use(tools=[custom("lark", "start: /a/")], choice="required").grammar, noted("b"))
+
+
+@pytest.mark.parametrize("nests", [True, False])
+def test_the_grammar_of_a_custom_tool_is_described_to_the_model(nests):
+    tool = custom("lark", "start: /a/")
+    if not nests:
+        tool["custom"]["format"] = {"type": "grammar"} | tool["custom"]["format"]["grammar"]
+    function = as_function(tool)["function"]
+    assert function["description"] == "Keeps a note\nThe input has to match this grammar (lark):\nstart: /a/"
+    assert function["parameters"] == CUSTOM_INPUT
+
+
 def test_a_forced_call_and_a_format_of_the_text_are_refused_together():
     with pytest.raises(ApiError, match="`response_format`") as raised:
         use(choice="required").grammar_beside("response_format", "")
@@ -134,10 +177,12 @@ def sequences_of(folder, written, kind, parser_config, finish="eos_token", **opt
     return model, prepared, tokens
 
 
-def chat_answer(folder, written, kind="special", streams=False, parser_config=None, logprobs=False, finish="eos_token"):
+def chat_answer(
+    folder, written, kind="special", streams=False, parser_config=None, logprobs=False, finish="eos_token", tools=None
+):
     """An answer whose sequences have the texts `written`, token by token: whole, or as the choices of its stream."""
     model, prepared, sequences = sequences_of(folder, written, kind, parser_config, finish, logprobs=logprobs)
-    answer = ChatResponseWriter(prepared, model, ChatRequest(messages=[], logprobs=logprobs, stream=streams))
+    answer = ChatResponseWriter(prepared, model, ChatRequest(messages=[], logprobs=logprobs, stream=streams, tools=tools))
     events = b""
     for sequence, tokens in sequences:
         for token in tokens:
@@ -177,6 +222,45 @@ def test_calls_are_streamed_in_openais_sequence(kind, tmp_path):
         assert json.loads("".join(call["function"]["arguments"] for call in rest)) == arguments
     assert deltas[-1] == {}
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
+
+
+NOTED = 'One\n"two" \U0001f642.'
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_of_a_custom_tool_is_written_as_openai_writes_it(kind, tmp_path):
+    written = f"Hm {noted(NOTED)}\n{CALLS['hermes'][0]}\n{noted('Two')}"
+    tools = [*TOOLS, NOTE]
+    config = ParserConfig(use(tools=tools))
+    (choice,) = chat_answer(tmp_path, [written], kind, parser_config=config, tools=tools)
+    first, second, third = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert first == {"id": first["id"], "type": "custom", "custom": {"name": "note", "input": NOTED}}
+    assert (second["type"], second["function"]["name"]) == ("function", "weather")
+    assert third["custom"] == {"name": "note", "input": "Two"}
+    choices = chat_answer(tmp_path, [written], kind, streams=True, parser_config=config, tools=tools)
+    pieces = [piece for choice in choices for piece in choice["delta"].get("tool_calls", [])]
+    custom = [piece for piece in pieces if piece["index"] != 1]
+    assert [piece.pop("id", "")[:5] for piece in custom] == ["call_", "", "call_", ""]
+    assert custom == [
+        {"index": 0, "type": "custom", "custom": {"name": "note", "input": ""}},
+        {"index": 0, "custom": {"input": NOTED}},
+        {"index": 2, "type": "custom", "custom": {"name": "note", "input": ""}},
+        {"index": 2, "custom": {"input": "Two"}},
+    ]
+    assert [piece["index"] for piece in pieces] == sorted(piece["index"] for piece in pieces)
+    assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+def test_a_call_of_a_custom_tool_that_the_limit_of_tokens_cuts_has_the_input_so_far(tmp_path):
+    text = noted(NOTED)
+    text = text[: text.index("two")]
+    config = ParserConfig(use(tools=[NOTE]))
+    (choice,) = chat_answer(tmp_path, [text], parser_config=config, finish="length", tools=[NOTE])
+    stream = chat_answer(tmp_path, [text], streams=True, parser_config=config, finish="length", tools=[NOTE])
+    assert choice["finish_reason"] == stream[-1]["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["custom"] == {"name": "note", "input": 'One\n"'}
+    assert stream[-2]["delta"]["tool_calls"] == [{"index": 0, "custom": {"input": 'One\n"'}}]
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -279,7 +363,8 @@ def test_a_cut_call_is_an_incomplete_item_of_a_response(name, tmp_path):
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_cut_call_has_in_a_message_the_arguments_that_are_complete(name, tmp_path):
     def make(prepared, model, streams):
-        return MessagesResponseWriter(prepared, model, MessagesRequest(messages=[], max_tokens=9, stream=streams))
+        request = MessagesRequest(messages=[], max_tokens=9, stream=streams)
+        return MessagesResponseWriter(prepared, model, request, MessagesTools(request))
 
     whole, events = dialect_answer(make, tmp_path, name, ONE_OF_TWO[name])
     (block,) = whole["content"]
@@ -407,6 +492,21 @@ def test_a_tool_whose_schema_cannot_be_enforced_is_refused_as_one_of_the_tools(s
     response = served.post("/v1/chat/completions", {"messages": [USER], "tools": tools, "tool_choice": "required"})
     assert response.status_code == 400 and response.json["error"]["param"] == "tools"
     assert "Unimplemented keys" in response.json["error"]["message"]
+    response = served.post("/v1/chat/completions", {"messages": [USER], "tools": [custom("regex", "(")]})
+    assert response.status_code == 400 and response.json["error"]["param"] == "tools"
+    assert "unclosed group" in response.json["error"]["message"]
+
+
+def test_a_custom_tool_of_a_chat_is_called_and_taken_back(serve, monkeypatch):
+    served = served_with(serve, monkeypatch, LLAMA)
+    tool = custom("regex", "sun|rain")
+    body = {"messages": [USER], "tools": [tool], "tool_choice": {"type": "custom", "custom": {"name": "note"}}}
+    message = served.post("/v1/chat/completions", body).json["choices"][0]["message"]
+    (call,) = message["tool_calls"]
+    assert call["custom"] == {"name": "note", "input": call["custom"]["input"]} and call["custom"]["input"] in ("sun", "rain")
+    body["messages"] = [USER, message, {"role": "tool", "tool_call_id": call["id"], "content": "Kept"}]
+    prompt = served.post("/chat_tokenize", body).json["templated_text"]
+    assert json.dumps({"name": "note", "description": as_function(tool)["function"]["description"]})[:-1] in prompt
 
 
 def test_a_tool_parser_may_be_set(serve, monkeypatch):

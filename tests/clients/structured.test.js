@@ -133,3 +133,22 @@ for (const [name, model] of Object.entries(models)) {
         });
     });
 }
+
+test("a patch is applied where the client is, and its result is answered", async () => {
+    const paths = [];
+    const execute = async ({ operation }) => {
+        paths.push(operation.path);
+        return { status: "completed", output: "Changed." };
+    };
+    const ask = { model: official(MODEL), prompt: QUESTION, temperature: 0, maxOutputTokens: 200, stopWhen: stepCountIs(2) };
+    const tools = { apply_patch: official.tools.applyPatch({ execute }) };
+    const providerOptions = { openai: { store: false, parallelToolCalls: false } };
+    const prepareStep = ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? "required" : "none" });
+    const whole = await generateText({ ...ask, tools, providerOptions, prepareStep });
+    const streamed = streamText({ ...ask, tools, providerOptions, prepareStep });
+    await all(streamed.fullStream);
+    for (const steps of [whole.steps, await streamed.steps]) {
+        assert.equal(steps.length, 2);
+        assert.equal(steps[0].toolCalls[0].input.operation.path, paths.shift());
+    }
+});

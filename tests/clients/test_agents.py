@@ -5,7 +5,10 @@ templates: one that has a place for tools, one that has none, and one that raise
 """
 
 import json
+import sys
+from itertools import pairwise
 
+import mcp_server
 import pytest
 from scripted_server import (
     KNOWS,
@@ -31,11 +34,14 @@ TOOLS = {
     "continue": ("Bash", {"command": READ}),
     "qwen": ("run_shell_command", {"command": READ, "is_background": False}),
 }
+FOUND = "mcp__oracle__tell"  # Claude Code's name for the tool of mcp_server.py
 
 
 @pytest.fixture(scope="module", params=["qwen2_5", "gemma3", "mistral_nemo"])
 def url(request, tmp_path_factory):
     calls = {asked(agent): written_call(request.param, tool, **arguments) for agent, (tool, arguments) in TOOLS.items()}
+    calls[asked("search")] = written_call(request.param, "ToolSearch", query=f"select:{FOUND}")
+    calls[mcp_server.TOOL["description"]] = written_call(request.param, FOUND, what="It")
     with serving_script(tmp_path_factory.mktemp("agents"), request.param, {**calls, SECRET: KNOWS}) as url:
         yield url
 
@@ -59,6 +65,24 @@ def test_claude_code_runs_a_tool(home, url):
     said = json.loads(home.run(command, **exported(documented("Claude Code", url))))
     assert (said["is_error"], said["result"], said["num_turns"]) == (False, KNOWS, 2), said
     assert said["usage"]["cache_read_input_tokens"] > 10_000
+
+
+def test_claude_code_finds_a_tool_and_the_prefix_stays_cached(home, url, request):
+    claude = program("@anthropic-ai/claude-code-linux-*/claude")
+    oracle = {"command": sys.executable, "args": [mcp_server.__file__, SECRET]}
+    command = [claude, "-p", asked("search"), "--allowedTools", f"ToolSearch,{FOUND}", "--output-format", "stream-json"]
+    command += ["--verbose", "--mcp-config", json.dumps({"mcpServers": {"oracle": oracle}})]
+    said = home.run(command, **exported(documented("Claude Code", url)), ENABLE_TOOL_SEARCH="true")
+    events = [json.loads(line) for line in said.splitlines()]
+    turns = [event["message"] for event in events if event["type"] == "assistant"]
+    called = [block["name"] for turn in turns for block in turn["content"] if block["type"] == "tool_use"]
+    assert (called, events[-1]["result"]) == (["ToolSearch", FOUND], KNOWS), events
+    if request.node.callspec.params["url"] == "mistral_nemo":
+        return  # its template writes the tools in front of the newest user message
+    usages = [turn["usage"] for turn in turns]
+    for earlier, later in pairwise(usages):
+        shared = earlier["input_tokens"] + earlier["cache_read_input_tokens"]
+        assert shared > 10_000 and later["cache_read_input_tokens"] >= shared - 32, usages
 
 
 def test_codex_runs_a_tool(home, url):

@@ -87,6 +87,16 @@ def test_a_forced_call_fits_its_schema_and_its_result_is_answered(client, ask):
     assert len(pieces) > 1 and streamed.input == call.input
 
 
+def test_a_tool_that_anthropic_defines_is_called_and_its_result_answered(ask):
+    tools = [{"type": "memory_20250818", "name": "memory"}]
+    choice = {"type": "tool", "name": "memory", "disable_parallel_tool_use": True}
+    (call,) = ask(tools=tools, tool_choice=choice).content
+    assert (call.type, call.name) == ("tool_use", "memory") and call.input["command"]
+    turns = [*CHAT, {"role": "assistant", "content": [call]}]
+    turns.append({"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "Done"}]})
+    assert ask(messages=turns, tools=tools, max_tokens=3).content[0].type == "text"
+
+
 def test_a_named_tool_is_called_and_none_is_when_there_may_be_none(ask):
     choice = {"type": "tool", "name": "GetWeather"}
     assert ask(tools=[WEATHER], tool_choice=choice).content[0].name == "GetWeather"

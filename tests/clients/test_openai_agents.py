@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from agents import Agent, ModelSettings, OpenAIProvider, RunConfig, Runner, function_tool
+from agents import Agent, ApplyPatchTool, ModelSettings, OpenAIProvider, RunConfig, Runner, function_tool
 from agents.items import ToolCallItem, ToolCallOutputItem
 from demo_server import QUESTION
 from openai import AsyncOpenAI
@@ -54,3 +54,27 @@ def test_a_streamed_run_ends_as_a_whole_one_does(config, agent):
 
     streamed, whole = asyncio.run(both())
     assert streamed.final_output == whole.final_output
+
+
+class Editor:
+    """Notes the paths of the files that it is told to change."""
+
+    def __init__(self):
+        self.paths = []
+
+    def create_file(self, operation):
+        self.paths.append(operation.path)
+        return "Changed."
+
+    update_file = delete_file = create_file
+
+
+@pytest.mark.parametrize("config", [True], ids=["responses"], indirect=True)
+def test_a_patch_is_applied_where_the_client_is(config):
+    editor = Editor()
+    forced = ModelSettings(tool_choice="apply_patch")
+    agent = Agent(name="editor", tools=[ApplyPatchTool(editor=editor)], model_settings=forced)
+    result = Runner.run_sync(agent, QUESTION, run_config=config, max_turns=3)
+    called, returned, *_ = result.new_items
+    assert [called.raw_item["operation"]["path"]] == editor.paths
+    assert "Changed." in returned.output and result.final_output

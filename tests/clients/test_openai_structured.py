@@ -163,3 +163,16 @@ def test_a_stored_response_is_retrieved_continued_and_deleted(client):
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(**more, previous_response_id=second.id)
     assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")
+
+
+def test_the_regular_expression_of_a_custom_tool_holds_in_chats_and_responses(client):
+    grammar = {"type": "grammar", "syntax": "regex", "definition": "sun|rain"}
+    chosen = {"type": "custom", "name": "note"}
+    response = client.responses.create(**RESPOND, tools=[chosen | {"format": grammar}], tool_choice=chosen)
+    (item,) = response.output
+    assert (item.type, item.name) == ("custom_tool_call", "note") and item.input in ("sun", "rain")
+    custom = {"name": "note", "format": {"type": "grammar", "grammar": {"syntax": "regex", "definition": "sun|rain"}}}
+    tools, choice = [{"type": "custom", "custom": custom}], {"type": "custom", "custom": {"name": "note"}}
+    (choice,) = client.chat.completions.create(**ASK, tools=tools, tool_choice=choice).choices
+    (call,) = choice.message.tool_calls
+    assert (call.type, call.custom.name, call.custom.input) == ("custom", "note", item.input)

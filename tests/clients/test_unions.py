@@ -8,10 +8,10 @@ import openai
 import pydantic
 import pytest
 import typing_extensions
-from anthropic.types import ContentBlockParam
-from anthropic.types.beta import BetaContentBlockParam
-from openai.types.chat import ChatCompletionMessageParam
-from openai.types.responses import ResponseInputItemParam
+from anthropic.types import ContentBlockParam, ToolUnionParam
+from anthropic.types.beta import BetaContentBlockParam, BetaToolUnionParam
+from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolUnionParam
+from openai.types.responses import ResponseInputItemParam, ToolParam
 
 MODEL = "neuron-textgen/demo"
 USER = {"role": "user", "content": "What is Deep Learning?"}
@@ -69,7 +69,9 @@ def _objects(kind, depth):
 
 
 def _values(name, hint, depth):
-    """Those of a field; the arguments of a call are JSON in a string."""
+    """Those of a field; the arguments of a call are JSON in a string, those of a function a schema."""
+    if name in ("parameters", "input_schema"):
+        return [{"type": "object", "properties": {"a": {"type": "string"}}}]
     values = examples(hint, depth + 1)
     return ['{"a": "b"}'] if name == "arguments" and values == ["x"] else values
 
@@ -92,7 +94,9 @@ def refusals(ask, error_type, conversations):
 
 
 def assert_named(counted, *accepted):
-    """Each error says in the client's own words which field is missing."""
+    """Each error says in the client's own words which field is missing; or it is that of a prompt, with the definitions
+    of many tools, that is too long for this small model."""
+    accepted = (*accepted, "maximum context length")
     surprises = [text for text in counted if not any(words in text for words in accepted)]
     assert not surprises, "\n".join(surprises)
 
@@ -144,3 +148,36 @@ def test_every_block_of_messages(url, member):
             client.beta.messages.create(model=MODEL, messages=messages, max_tokens=1)
 
         assert_named(refusals(ask, anthropic.APIStatusError, conversations))
+
+
+def _searched(tool):
+    """The tool with one that finds it: deferred tools alone leave nothing to call."""
+    return [tool, {"type": "function", "name": "other", "parameters": {"type": "object"}}]
+
+
+@pytest.mark.parametrize("member", members(ToolParam), ids=lambda member: member.__name__)
+def test_every_tool_of_responses(openai_client, member):
+    def ask(tools):
+        openai_client.responses.create(model=MODEL, input="Hi", tools=tools, max_output_tokens=1)
+
+    assert_named(refusals(ask, openai.APIStatusError, map(_searched, examples(member))))
+
+
+@pytest.mark.parametrize("member", members(ChatCompletionToolUnionParam), ids=lambda member: member.__name__)
+def test_every_tool_of_chats(openai_client, member):
+    def ask(tool):
+        openai_client.chat.completions.create(model=MODEL, messages=[USER], tools=[tool], max_tokens=1)
+
+    assert_named(refusals(ask, openai.APIStatusError, examples(member)))
+
+
+@pytest.mark.parametrize(
+    "member", dict.fromkeys([*members(ToolUnionParam), *members(BetaToolUnionParam)]), ids=lambda member: member.__name__
+)
+def test_every_tool_of_messages(url, member):
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+
+        def ask(tool):
+            client.beta.messages.create(model=MODEL, messages=[USER], tools=[tool], max_tokens=1)
+
+        assert_named(refusals(ask, anthropic.APIStatusError, examples(member)))

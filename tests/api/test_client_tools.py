@@ -1,0 +1,29 @@
+"""Tools that an API defines and the client runs: every format of calls can write and enforce them."""
+
+import pytest
+from asked import grammars
+from tool_calls import FORMATS, use
+
+from api.messages import CLIENT_TOOLS
+from api.responses import BUILT_IN
+
+SCREEN = {"display_width_px": 800, "display_height_px": 600, "enable_zoom": True}
+DEFINITIONS = {name: row.definition({"parameters": None}) for name, row in BUILT_IN.items()}
+for name, row in CLIENT_TOOLS.items():
+    for date in ("20241022", "20260801"):
+        DEFINITIONS[f"{name}_{date}"] = row.definition(date, "tools[0]", SCREEN)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_can_enforce_the_schema_of_every_tool(form):
+    for name, definition in DEFINITIONS.items():
+        function = {"name": name, **definition._asdict()}
+        policy = use(form, [{"type": "function", "function": function}], "required")
+        grammars().compile(policy.grammar)
+
+
+def test_every_description_and_schema_is_complete():
+    for name, definition in DEFINITIONS.items():
+        properties = definition.parameters["properties"]
+        assert properties and set(definition.parameters["required"]) <= properties.keys(), name
+        assert definition.description.endswith((".", ").")), name
