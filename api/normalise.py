@@ -191,20 +191,25 @@ def _with_calls_apart(messages: list[TemplateMessage]) -> list[TemplateMessage]:
     apart: list[TemplateMessage] = []
     waiting: list[TemplateMessage] = []  # further calls of a message
     for message in messages:
-        if message["role"] == "tool":
-            given = message.get("tool_call_id")
-            called = [call for call in waiting if call["tool_calls"][0].get("id") == given][:1]
-            waiting = [call for call in waiting if call not in called]
-            apart += [*called, message]
-            continue
-        apart += waiting
-        waiting = []
+        if message["role"] != "tool":
+            apart += waiting
+            waiting = []
         if _calls(message):
             first, *others = message["tool_calls"]
             waiting = [{"role": "assistant", "content": "", "tool_calls": [call]} for call in others]
             message = message | {"tool_calls": [first]}
+        answered = message.get("tool_call_id")
+        is_last = bool(apart) and _calls(apart[-1]) and _call_id(apart[-1]) == answered
+        if answered and not is_last:
+            called = next((n for n, call in enumerate(waiting) if _call_id(call) == answered), None)
+            if called is not None:
+                apart.append(waiting.pop(called))
         apart.append(message)
     return [*apart, *waiting]
+
+
+def _call_id(message: TemplateMessage) -> Any:
+    return message["tool_calls"][0].get("id")
 
 
 def _with_answers(messages: list[TemplateMessage]) -> list[TemplateMessage]:

@@ -380,7 +380,8 @@ FORMATS = (
         ends=("<|call|>",),
         syntax=Syntax.NAMED,
         separator=" <|constrain|>json<|message|>",
-        separators=r"(<\|channel\|>\w+)?\s*(<\|constrain\|>)?\w*\s*<\|message\|>",
+        # A header that does not name the function is left out by `OutputParser`.
+        separators=r"(<\|channel\|>\w+)?\s*(<\|constrain\|>)?\w*\s*(<\|message\|>)?",
         inner=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>"),
         before=f"{HARMONY_START} open",
         between=f'"<|call|>" {HARMONY_START} open',

@@ -205,13 +205,13 @@ TOOLS_OF = {
 @pytest.mark.parametrize("before", ["", "Text. ", "<think>Thought.</think>"])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dialect", TOOLS_OF)
-def test_an_answer_that_max_tokens_has_truncated_anywhere_is_taken_back(dialect, name, before, monkeypatch):
+def test_an_answer_that_max_tokens_has_truncated_after_any_token_is_taken_back(dialect, name, before, monkeypatch):
     monkeypatch.setattr("text.template.rendered", renderer(99_999))  # without its process
     make, body = DIALECTS[dialect]
     history = "input" if dialect == "responses" else "messages"
     served = calling(name, thinking="<think>" in before)
     whole = before + WRITTEN[name]
-    for end in range(1, len(whole) + 1):
+    for end in [token.end() for token in re.finditer(r"\w+|\W", whole)]:
         asked_for = body | {history: [USER], "tools": TOOLS_OF[dialect]}
         answer = written(make(asked_for, served), whole[:end], "length")
         items, texts, calls = sent_back(dialect, answer)

@@ -171,6 +171,11 @@ def test_calls_of_one_message_get_one_each_where_a_template_writes_no_more():
     assert adapt_to_template(chat, None, lacking) == written
     assert adapt_to_template(chat, None, TemplateCapabilities()) == chat
     assert adapt_to_template([both], None, lacking) == [first, *alone[1:3]]
+    assert adapt_to_template([results[0]], None, lacking) == [results[0]]
+    # Calls whose ids are the same, as some clients write them.
+    same = [message | {"tool_calls": [calls[0]]} for message in (both, alone[0], alone[0])]
+    chat = [both | {"tool_calls": [calls[0]] * 3}, results[0], results[0], results[0]]
+    assert adapt_to_template(chat, None, lacking) == [message for call in same for message in (call, results[0])]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

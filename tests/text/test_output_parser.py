@@ -33,7 +33,9 @@ from text.output_parser import (
     Reasoning,
     complete_members,
 )
+from text.reasoning import FORMATS as FORMATS_OF_REASONING
 from text.reasoning import Thinking
+from text.stream import Piece
 
 
 def read(parser, text, size=None, is_truncated=False):
@@ -313,6 +315,41 @@ def test_what_is_not_a_call_stays_content(name, text):
     assert parsed(ParserConfig(use(name)), text) == ParsedOutput(text, "", [])
 
 
+HARMONY = next(form for form in FORMATS_OF_REASONING if form.name == "openai_gptoss")
+CALL_OF_NOW = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "calls"),
+    [
+        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant" + CALL_OF_NOW, "Hm.", "", BOTH[1:]),
+        (
+            "<|channel|>analysis<|message|>Hm.<|end|>"
+            "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}",
+            "Hm.",
+            "",
+            BOTH[1:],
+        ),
+        (
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+            "<|start|>assistant" + CALL_OF_NOW + "<|call|>",
+            "Hm.",
+            "I look.",
+            BOTH[1:],
+        ),
+        (CALL_OF_NOW, "", "", BOTH[1:]),
+        (" to=functions.now<|channel|>commentary json<|message|>{}", "", "", BOTH[1:]),
+        ("<|channel|>final<|message|>Hi <|constrain|>", "", "Hi <|constrain|>", []),
+    ],
+)
+def test_a_call_of_gpt_oss_follows_its_other_messages(text, reasoning, content, calls):
+    config = ParserConfig(use("openai"), Thinking(HARMONY, close_id=2))
+    tokens = [token for token in re.split(r"(<\|\w+\|>)", text) if token]
+    ids = {"<|end|>": 2}
+    whole = config.whole([Piece(ids.get(token, 1), token, None, token.startswith("<|")) for token in tokens])
+    assert (whole.reasoning, whole.content, calls_of(whole)) == (reasoning, content, calls)
+
+
 def test_a_stream_gives_as_content_what_it_has_not_sent_as_a_call():
     parser = ParserConfig(use()).parser()
     text = CALLS["hermes"][0] + "\n<tool_call>nonsense"
@@ -331,6 +368,9 @@ def test_nothing_is_held_back_that_cannot_belong_to_a_call():
     assert parser.push("_call>") == []
     assert parser.push('{"name": "weather", "arguments": {"ci')[1:] == [Arguments(0, '{"ci')]
     assert parser.push('ty": "B') == [Arguments(0, 'ty": "B')]
+    unknown = ParserConfig(use("glm45")).parser()
+    assert unknown.push("<tool_call>wea") == []
+    assert unknown.push("r") == [Content("<tool_call>wear")]
     json_answer = ParserConfig(use("llama3_json")).parser()
     assert json_answer.push('{"na') == []
     assert json_answer.push("il") == [Content('{"nail')]

@@ -151,10 +151,14 @@ def test_a_template_of_the_collection_writes_calls_in_its_format(model, name, to
     ],
 )
 def test_a_response_template_names_the_format_where_a_template_writes_no_calls(tool_calls, name, tokenizer, tmp_path):
-    made = {"response_template": {"start_anchor": "x", "fields": {"tool_calls": tool_calls}}, "chat_template": "{{ tools }}"}
-    template = ChatTemplate.load(tiny_tokenizers.save(tiny_tokenizers.byte_level(), tmp_path, **made))
-    found = model_tools(template, True, tokenizer, None)
-    assert (found.format and found.format.name) == name
+    made = {"response_template": {"start_anchor": "x", "fields": {"tool_calls": tool_calls}}}
+    for_tools = [{"name": "default", "template": "x"}, {"name": "tool_use", "template": "{{ tools }}"}]
+    for n, written in enumerate(("{{ tools }}", for_tools)):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        template = ChatTemplate.load(tiny_tokenizers.save(tiny_tokenizers.byte_level(), folder, chat_template=written, **made))
+        found = model_tools(template, True, tokenizer, None)
+        assert (found.format and found.format.name) == name
 
 
 @pytest.mark.parametrize("response_template", ["text", {"fields": []}, {}, {"fields": {"tool_calls": "<tool_call>"}}])
