@@ -85,12 +85,12 @@ def _jobs(request: CompletionRequest, served: Served) -> list[PreparedRequest]:
     prompt_logprobs = bool(request.echo) and request.logprobs is not None
     gives_prompt = served.info.prompt_logprobs or not prompt_logprobs
     require(gives_prompt, "logprobs", f"with `echo` {fields.NO_PROMPT_LOGITS}")
-    format_name, grammar = formats.of_openai(request)
+    constraint = formats.of_openai(request)
     requests = []
     for prompt in prompts:
         prepared = _prepare(request, prompt, best_of, served)
         prepared = replace(prepared, prompt_logprobs=prompt_logprobs or prepared.prompt_logprobs)
-        requests.append(with_grammar(prepared, format_name, grammar, served.info))
+        requests.append(with_grammar(prepared, *constraint, served.info))
     return requests
 
 

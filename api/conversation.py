@@ -110,7 +110,8 @@ def prepare_chat(
             grammar = text.reasoning.grammar(thinking, grammar, budget)
         except GrammarError as error:
             raise invalid(name, str(error)) from None
-    prepared = with_grammar(prepared, name, grammar, served.info)
+    not_enforced = prepared.not_enforced + (policy.not_enforced(bool(prepared.grammar)) if policy else ())
+    prepared = with_grammar(prepared, name, grammar, not_enforced, served.info)
     if name == "tool_choice":
         prepared = replace(prepared, grammar_name="tools")  # whose schemas may fail to compile
     prediction = _prediction(chat.prediction, served) if chat.prediction else []

@@ -14,7 +14,7 @@ from msgspec import Struct
 from api.errors import invalid
 from api.fields import CHAT_FIELDS, FieldNames
 from api.types import JsonSchema, SamplingOptions
-from text.grammar import WHITESPACE, GrammarError, of_choice, of_json_schema, of_regex
+from text.grammar import WHITESPACE, GrammarError, left_out, of_choice, of_json_schema, of_regex
 
 # Where `response_format` and `grammar` have the schema or the regular expression, by their `type`: OpenAI's
 # place and others.
@@ -66,16 +66,27 @@ class Format(NamedTuple):
     path: str
     kind: str
     value: Any
+    is_strict: bool = False  # every keyword of a JSON schema must be enforced
 
 
-def of_native(grammar: dict[str, Any] | None) -> tuple[str, str]:
-    """The path of the field that asks for a grammar, and the grammar; both are empty when none does. Raises
-    ApiError."""
+class Constraint(NamedTuple):
+    """The path of the field that asks for a grammar, and the grammar; both are empty when none does.
+
+    not_enforced: what the grammar leaves out of its JSON schema (`left_out`).
+    """
+
+    path: str = ""
+    grammar: str = ""
+    not_enforced: tuple[str, ...] = ()
+
+
+def of_native(grammar: dict[str, Any] | None) -> Constraint:
+    """What TGI's `grammar` asks for. Raises ApiError."""
     return _grammar(_of_type("grammar", grammar), WHITESPACE)
 
 
-def of_openai(request: FormatFields, names: FieldNames = CHAT_FIELDS) -> tuple[str, str]:
-    """As `of_native`, for the fields of chat and completion requests."""
+def of_openai(request: FormatFields, names: FieldNames = CHAT_FIELDS) -> Constraint:
+    """What the fields of a chat or completion request ask for. Raises ApiError."""
     outputs = request.structured_outputs or StructuredOutputs()
     within = _of_fields("structured_outputs.", outputs)
     if request.structured_outputs is not None and not within:
@@ -105,11 +116,13 @@ def _of_type(name: str, given: dict[str, Any] | None, schema: str = "json_schema
         raise invalid(f"{name}.type", f"must be one of text, {', '.join(SCHEMA_PATHS)}", given=str(kind)[:40])
     for place in SCHEMA_PATHS[kind]:
         value = given
+        is_strict = False
         for key in place.split("."):
+            is_strict = isinstance(value, dict) and value.get("strict") is True
             value = value.get(key) if isinstance(value, dict) else None
         if value is not None:
             path = place.replace("json_schema.", schema)
-            return [Format(f"{name}.{path}", "regex" if kind == "regex" else "json", value)]
+            return [Format(f"{name}.{path}", "regex" if kind == "regex" else "json", value, is_strict)]
     if kind == "json_object":
         return [Format(name, "json_object", True)]
     raise invalid(name, f"of the type {kind} needs `{'` or `'.join(SCHEMA_PATHS[kind])}`")
@@ -120,10 +133,10 @@ def _of_fields(prefix: str, fields: FormatFields | StructuredOutputs) -> list[Fo
     return [Format(prefix + name, KINDS[name], value) for name, value in given if value is not None]
 
 
-def _grammar(formats: list[Format], whitespace: str | None) -> tuple[str, str]:
+def _grammar(formats: list[Format], whitespace: str | None) -> Constraint:
     if not formats:
-        return "", ""
-    path, kind, value = formats[0]
+        return Constraint()
+    path, kind, value, is_strict = formats[0]
     if len(formats) > 1:
         raise invalid(formats[1].path, f"cannot be combined with `{path}`: a request has one output format")
     if kind == "unsupported":
@@ -134,13 +147,13 @@ def _grammar(formats: list[Format], whitespace: str | None) -> tuple[str, str]:
         raise invalid(path, "must be a regular expression, as a string")
     try:
         if kind == "regex":
-            return path, of_regex(value)
+            return Constraint(path, of_regex(value))
         if kind == "choice":
-            return path, of_choice(value)
+            return Constraint(path, of_choice(value))
         schema = {"type": "object"} if kind == "json_object" else value
         if isinstance(schema, str):
             schema = msgspec.json.decode(schema)
-        return path, of_json_schema(schema, whitespace)
+        return Constraint(path, of_json_schema(schema, whitespace, is_strict), left_out(schema))
     except (msgspec.DecodeError, RecursionError) as error:
         raise invalid(path, f"must be a JSON schema: {error}") from None
     except GrammarError as error:

@@ -84,6 +84,7 @@ class PreparedRequest(GenerateOptions, frozen=True):
     add_special_tokens: bool = True
     is_escaped: bool = False  # the client's words in the prompt, next to special tokens of the server
     grammar_name: str = "grammar"  # what the request calls it, for error messages
+    not_enforced: tuple[str, ...] = ()  # what the grammar leaves out of JSON schemas: JSON pointers
     prompt_name: str = "inputs"
     limit_name: str = "max_new_tokens"
     # OpenAI's and Anthropic's: `max_new_tokens` is clamped to the rest of the context.
@@ -109,15 +110,20 @@ class TokenizedPrompt(NamedTuple):
     max_new_tokens: int
 
 
-def with_grammar(prepared: PreparedRequest, name: str, grammar: str, info: ModelInfo) -> PreparedRequest:
+def with_grammar(
+    prepared: PreparedRequest, name: str, grammar: str, not_enforced: tuple[str, ...], info: ModelInfo
+) -> PreparedRequest:
     """The request with the grammar that the field `name` asks for; an empty one changes nothing. Raises
-    ApiError."""
+    ApiError.
+
+    not_enforced: what the grammar leaves out of JSON schemas (`left_out` in text/grammar.py).
+    """
     if not grammar:
         return prepared
     require(info.sampling != "device", name, NEEDS_HOST)
     require(len(grammar) <= MAX_GRAMMAR, name, f"makes a grammar of more than {MAX_GRAMMAR} characters")
     require(not prepared.ignore_eos, "ignore_eos", f"cannot be combined with `{name}`, which ends the text")
-    return replace(prepared, grammar=grammar, grammar_name=name)
+    return replace(prepared, grammar=grammar, grammar_name=name, not_enforced=not_enforced)
 
 
 def prompts_of(requests: list[PreparedRequest], served: Served) -> list[TokenizedPrompt]:

@@ -37,6 +37,7 @@ LONG_TEXT = 20_000  # bytes; shorter ones are tokenized in less than a milliseco
 TEXT_THREADS = 2
 # Before a 429: a client may know that a request has ended before the worker's report of it arrives here.
 OVERLOAD_RECHECK_S = 0.1
+MAX_NOT_ENFORCED = 10  # keywords in the header
 
 Read = Callable[[Json, Served], ResponseWriter]  # of an API: from a body to the writer of its response
 
@@ -168,6 +169,8 @@ class Server:
             "x-compute-type": self.config.compute_type or self.engine.info.device,
             "x-compute-characters": str(sum(prompt.prepared.characters for prompt in prompts)),
         }
+        if keywords := {place.rpartition("/")[2] for place in _not_enforced(prompts)}:
+            headers["x-schema-not-enforced"] = ", ".join(sorted(keywords)[:MAX_NOT_ENFORCED])
         try:
             if writer.streams:
                 return _streamed(writer, generation, headers)
@@ -241,10 +244,17 @@ def _log_changes(writer: ResponseWriter, prompts: list[TokenizedPrompt]) -> None
     if writer.left_out:
         names = ", ".join(sorted(writer.left_out))
         logger.debug("left out tools that this server does not run: %s", names, extra={"fields": fields})
+    if places := _not_enforced(prompts):
+        logger.debug("not enforced of JSON schemas: %s", ", ".join(places), extra={"fields": fields})
     for prepared, _ids, most in prompts:
         if prepared.clamps_max_tokens and prepared.max_new_tokens and most < prepared.max_new_tokens:
             words = "clamped `%s` from %d to the %d tokens that are left of the context length"
             logger.debug(words, prepared.limit_name, prepared.max_new_tokens, most, extra={"fields": fields})
+
+
+def _not_enforced(prompts: list[TokenizedPrompt]) -> list[str]:
+    """The places in JSON schemas whose keywords the output may violate."""
+    return list(dict.fromkeys(place for prompt in prompts for place in prompt.prepared.not_enforced))
 
 
 def _streamed(writer: ResponseWriter, generation: ActiveRequest, headers: dict[str, str]) -> Response:

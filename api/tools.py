@@ -11,7 +11,7 @@ from typing import Any
 
 from api.errors import invalid
 from api.fields import CHAT_FIELDS, FieldNames, Json
-from text.grammar import GrammarError
+from text.grammar import GrammarError, left_out
 from text.tool_formats import (
     AS_TEXT,
     FORMATS,
@@ -53,6 +53,14 @@ class ToolPolicy(AllowedCalls):
         if self.requires_call:
             return self._grammar("calls")
         return self._grammar("auto") if any(function.is_strict for function in self.functions) else ""
+
+    def not_enforced(self, is_beside: bool) -> tuple[str, ...]:
+        """What the grammar leaves out of the functions' schemas (`left_out`); of strict ones it is an error.
+
+        is_beside: beside another grammar, where also calls of functions that are not strict match.
+        """
+        constrained = self.functions if self.requires_call or is_beside else []
+        return tuple(place for function in constrained for place in left_out(function.parameters))
 
     def grammar_beside(self, name: str, grammar: str) -> str:
         """The grammar of calls, or else of an output that `grammar` allows (of the field `name`). Raises

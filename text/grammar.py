@@ -12,12 +12,13 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from text.json_schema import enforceable
 from text.limited import LimitExceeded, Refused, SandboxedFunction
 
 WHITESPACE = r"\n? {0,16}"  # between JSON tokens: the ways in which models write it, without endless spaces
@@ -31,55 +32,69 @@ SLOW_MASK_S = 0.02  # a grammar whose masks take longer twice is given up
 ACCEPTED = 1_000  # grammars that an API server process does not check again
 # Above these llguidance ends with an error instead of a step that takes long. A string of some 20,000
 # characters whose length is limited needs 100,000 states of the lexer, and 90 MB until its request ends.
+# Of a property that may be missing there are four items in a row; a step has a row for each way in which a
+# token of a large vocabulary goes on from a string to such properties: 110 of them. That takes 10 ms.
 LIMITS = LLParserLimits(
     max_items_in_row=2_000,
     initial_lexer_fuel=400_000,
     step_lexer_fuel=60_000,
-    step_max_items=15_000,
+    step_max_items=250_000,
     max_lexer_states=100_000,
     max_grammar_size=100_000,
     verbose_errors=False,
 )
-STRING_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-# JSON Schema's keywords by what they hold. llguidance rejects others that hold schemas: `not`, `if`,
-# `contains` and the like.
-ONE_SCHEMA = ("additionalProperties", "items")
-SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-COMBINING = {"allOf", "anyOf", "oneOf", "$ref"}
-OPEN = {"patternProperties", "unevaluatedProperties"}  # say which other properties are allowed
+MAX_PLACES = 10  # in an error
+NO_TEXT = "allows no text: it needs itself, or its `patternProperties` match only names that `properties` has"
+TOO_MANY_ITEMS = "An object may have about 500 properties that are not required"
 
 
 class GrammarError(Exception):
     """A grammar that cannot be used; the message is for the client."""
 
 
-def of_json_schema(schema: Any, whitespace: str | None = WHITESPACE) -> str:
+def of_json_schema(schema: Any, whitespace: str | None = WHITESPACE, is_strict: bool = False) -> str:
     """JSON that the schema allows.
 
-    whitespace: a regular expression for what may stand between JSON tokens, None: nothing.
+    whitespace: a regular expression for what may stand between JSON tokens, None: nothing. is_strict: see
+    `json_rule`.
     """
-    return f"start: {json_rule(schema, whitespace)}"
+    return f"start: {json_rule(schema, whitespace, is_strict)}"
 
 
-def json_rule(schema: Any, whitespace: str | None = WHITESPACE) -> str:
-    """What a schema allows, in Lark."""
+def json_rule(schema: Any, whitespace: str | None = WHITESPACE, is_strict: bool = False) -> str:
+    """What a schema allows, in Lark, without the keywords that are `left_out`; with `is_strict` those raise
+    GrammarError."""
+    enforced, places = _enforceable(schema)
+    if places and is_strict:
+        named = ", ".join(places[:MAX_PLACES])
+        raise GrammarError(
+            f"has keywords that cannot be enforced: {named}; remove them, or set `strict: false`"
+        )
+    enforced["x-guidance"] = {
+        "coerce_one_of": True,
+        "whitespace_flexible": whitespace is not None,
+        # Without \\u: in an object with other properties it could spell the name of one that the schema has.
+        "json_allowed_escapes": 'nrbtf\\"',
+    }
+    if whitespace is not None:
+        _check_regex(whitespace)
+        enforced["x-guidance"]["whitespace_pattern"] = whitespace
+    return f"%json {json.dumps(enforced, ensure_ascii=False)}"
+
+
+def left_out(schema: Any) -> tuple[str, ...]:
+    """What the grammar of a JSON schema does not enforce: a JSON pointer to the first place of each keyword.
+    Raises GrammarError."""
+    return _enforceable(schema)[1]
+
+
+def _enforceable(schema: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     if not isinstance(schema, dict):
         raise GrammarError("must be a JSON schema, which is an object")
     try:
-        schema = json.loads(_checked_size(json.dumps(schema, ensure_ascii=False)))
-        schemas = list(_schemas(schema))
+        return enforceable(json.loads(_checked_size(json.dumps(schema, ensure_ascii=False))))
     except RecursionError:
         raise GrammarError("is nested too deeply") from None
-    for each in schemas:  # unknown formats describe, and need not be enforced
-        if isinstance(each.get("format"), str) and each["format"] not in STRING_FORMATS:
-            del each["format"]
-    _close(schemas)
-    schema["x-guidance"] = {"coerce_one_of": True, "whitespace_flexible": whitespace is not None}
-    if whitespace is not None:
-        _check_regex(whitespace)
-        schema["x-guidance"]["whitespace_pattern"] = whitespace
-    return f"%json {json.dumps(schema, ensure_ascii=False)}"
 
 
 def of_regex(text: str) -> str:
@@ -120,36 +135,6 @@ def _checked_size(text: str, limit: int = MAX_BYTES, what: str = "bytes") -> str
 def _check_regex(text: str) -> None:
     if "\0" in _checked_size(text, MAX_REGEX_BYTES, "bytes in a regular expression"):
         raise GrammarError("must not hold a NUL character")
-
-
-def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """The schema and all that it is made of."""
-    if not isinstance(schema, dict):
-        return
-    yield schema
-    parts = [schema.get(name) for name in ONE_SCHEMA]
-    for name in SCHEMA_LISTS:
-        parts += schema[name] if isinstance(schema.get(name), list) else []
-    for name in NAMED_SCHEMAS:
-        parts += schema[name].values() if isinstance(schema.get(name), dict) else []
-    for part in parts:
-        yield from _schemas(part)
-
-
-def _close(schemas: list[dict[str, Any]]) -> None:
-    """Allows only the named properties, unless a schema says more about it: models go on inventing some."""
-    for each in schemas:
-        if "allOf" in each or (
-            not COMBINING.isdisjoint(each) and ("properties" in each or "required" in each)
-        ):
-            return
-    for each in schemas:
-        named = each.get("properties")
-        required = each.get("required")
-        if not isinstance(named, dict) or not named or not OPEN.isdisjoint(each):
-            continue
-        if not isinstance(required, list) or named.keys() >= set(map(str, required)):
-            each.setdefault("additionalProperties", False)
 
 
 class GrammarChecker:
@@ -308,5 +293,9 @@ def _valid(matcher: LLMatcher) -> LLMatcher:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         reason = re.sub(r"^at \d+\(\d+\): ", "", (reasons or lines or ["is not valid"])[0])[:500]
-        raise GrammarError("allows no text" if reason == "NoExtensionBias" else f"cannot be used: {reason}")
+        if reason == "NoExtensionBias":
+            raise GrammarError(NO_TEXT)
+        if "Current row has" in reason or "Too many items" in reason:
+            raise GrammarError(f"is too complex: {reason}. {TOO_MANY_ITEMS}")
+        raise GrammarError(f"cannot be used: {reason}")
     return matcher

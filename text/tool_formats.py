@@ -502,7 +502,7 @@ def calls_grammar(calls: AllowedCalls, start: str, body: str = "") -> str:
         try:
             rules += _call(f"call{n}", form, function, is_free, lark)
         except GrammarError as error:
-            raise ParametersError(function.name, str(error)) from None
+            raise ParametersError(function.name, f"of {function.name} {error}") from None
     if form.syntax is Syntax.PYTHON:
         rules += PYTHON_LITERALS
     if form.syntax is Syntax.GEMMA:
@@ -517,7 +517,8 @@ def _call(rule: str, form: ToolFormat, function: Function, is_free: bool, lark: 
     """The rules of a call; the arguments of one that `is_free` are any JSON object."""
     # Templates write calls in one line, so models do, too. A schema that cannot be enforced is rejected in
     # every syntax.
-    schema = json_rule({"type": "object"} | ({} if is_free else function.parameters), " ?")
+    allowed = {"type": "object"} | ({} if is_free else function.parameters)
+    schema = json_rule(allowed, " ?", function.is_strict)
     takes_any = is_free or _takes_any(function.parameters)
     if form.syntax is Syntax.PYTHON:
         return _pairs_call(rule, PYTHON, function, takes_any, lark)

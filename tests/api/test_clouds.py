@@ -27,7 +27,7 @@ def test_an_invocation_is_whichever_request_it_looks_like(served):
     assert whole(served, "/invocations", NATIVE | {"messages": []}) == [{"generated_text": "Hi" + text}]
 
 
-NOT = {"type": "json", "value": {"not": {}}}  # no mask can say this
+NOT = {"type": "json", "value": {"$ref": "https://example.com/schema"}}  # a grammar cannot say this
 
 
 @pytest.mark.parametrize(

@@ -145,28 +145,71 @@ def test_a_device_that_samples_refuses_grammars(route, fields):
     assert NEEDS_HOST in str(refusal(route, ON_DEVICE, **fields))
 
 
-NOT = {"not": {"type": "string"}}  # no mask can say this
-NATIVE = {"inputs": "Hi", "parameters": {"grammar": {"type": "json", "value": NOT}}}
-CHAT = {"messages": [{"role": "user", "content": "Hi"}], "response_format": {"type": "json_object", "schema": NOT}}
-COMPLETION = {"prompt": "Hi", "json_schema": NOT}
-RESPONSE = {"input": "Hi", "stream": True, "text": {"format": {"type": "json_schema", "schema": NOT}}}
+NOT = {"not": {"type": "string"}, "type": "array", "items": {"type": "null"}, "uniqueItems": True}  # no mask can say this
+NATIVE = {"inputs": "Hi", "parameters": {"max_new_tokens": 3, "grammar": {"type": "json", "value": NOT}}}
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+COMPLETION = {"prompt": "Hi", "max_tokens": 3, "json_schema": NOT}
+RESPONSE = {"input": "Hi", "max_output_tokens": 16}
+MESSAGES = {"messages": CHAT["messages"], "max_tokens": 3}
+HEADER = "x-schema-not-enforced"
+
+
+def openai(**more):
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": NOT, **more}}}
+
+
+def of_response(**more):
+    return {"text": {"format": {"type": "json_schema", "name": "x", "schema": NOT, **more}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", NATIVE),
+        ("/", NATIVE | {"stream": True}),
+        ("/v1/chat/completions", CHAT | openai(strict=False)),
+        ("/v1/chat/completions", CHAT | openai(strict=None) | {"stream": True}),
+        ("/v1/completions", COMPLETION | {"prompt": ["Hi", "Ho"]}),
+        ("/v1/responses", RESPONSE | of_response() | {"stream": True}),
+        ("/v1/messages", MESSAGES | {"output_config": {"format": {"type": "json_schema", "schema": NOT}}}),
+        ("/vertex", {"instances": [CHAT | openai()]}),
+    ],
+)
+def test_keywords_that_cannot_be_enforced_are_left_out_and_named_in_a_header_and_a_log_line(served, caplog, path, body):
+    with caplog.at_level("DEBUG", "web"):
+        response = served.post(path, body)
+    assert response.status_code == 200
+    assert response.headers[HEADER] == "not, uniqueItems"
+    assert response.get_data()
+    (line,) = [record.message for record in caplog.records if "not enforced" in record.message]
+    assert "/not" in line and "/uniqueItems" in line
+
+
+def test_the_header_names_at_most_ten_keywords_and_is_absent_where_all_are_enforced(served):
+    assert HEADER not in served.post("/v1/completions", COMPLETION | {"json_schema": SCHEMA}).headers
+    names = ("not", "if", "contains", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef")
+    many = {name: {"title": "x"} for name in names} | {"allOf": [{}], "pattern": "(?=a)", "format": "x", "then": {}}
+    many |= {"dependentSchemas": {str(n): {} for n in range(9)}, "uniqueItems": True, "propertyNames": {"minLength": 3}}
+    response = served.post("/v1/completions", COMPLETION | {"json_schema": many})
+    assert response.status_code == 200
+    kept = response.headers[HEADER].split(", ")
+    assert len(kept) == 10 and kept == sorted(kept)
 
 
 @pytest.mark.parametrize(
     ("path", "body", "name"),
     [
-        ("/generate", NATIVE, "grammar.value"),
-        ("/", NATIVE | {"stream": True}, "grammar.value"),
-        ("/v1/chat/completions", CHAT | {"stream": True}, "response_format.schema"),
-        ("/v1/completions", COMPLETION | {"stream": True}, "json_schema"),
-        ("/v1/responses", RESPONSE, "text.format.schema"),
-        ("/vertex", {"instances": [CHAT]}, "response_format.schema"),
+        ("/v1/chat/completions", CHAT | openai(strict=True) | {"stream": True}, "response_format.json_schema.schema"),
+        ("/v1/responses", RESPONSE | of_response(strict=True), "text.format.schema"),
+        ("/vertex", {"instances": [CHAT | openai(strict=True)]}, "response_format.json_schema.schema"),
     ],
 )
-def test_a_schema_that_cannot_be_enforced_is_refused_before_the_first_byte(served, path, body, name):
+def test_with_strict_they_are_rejected_before_the_first_byte(served, path, body, name):
     response = served.post(path, body)
     assert response.status_code == (400 if path.startswith("/v1/") else 422)
-    assert re.search(f"`{re.escape(name)}` .*keys: .*not", response.get_data(as_text=True))
+    wanted = f"`{name}` has keywords that cannot be enforced: /uniqueItems, /not; remove them, or set `strict: false`"
+    assert wanted in response.get_data(as_text=True)
+    assert HEADER not in response.headers
 
 
 KEYWORDS = """$defs $ref additionalProperties allOf anyOf const definitions enum format items maxLength multipleOf not oneOf

@@ -487,11 +487,11 @@ def test_a_model_without_a_place_for_tools_refuses_them_where_calls_are_not_read
 
 def test_a_tool_whose_schema_cannot_be_enforced_is_refused_as_one_of_the_tools(serve, monkeypatch):
     served = served_with(serve, monkeypatch, LLAMA)
-    parameters = {"type": "object", "properties": {"city": {"not": {}}}}
+    parameters = {"type": "object", "properties": {"city": {"$ref": "https://example.com/schema"}}}
     tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
     response = served.post("/v1/chat/completions", {"messages": [USER], "tools": tools, "tool_choice": "required"})
     assert response.status_code == 400 and response.json["error"]["param"] == "tools"
-    assert "Unimplemented keys" in response.json["error"]["message"]
+    assert "example.com" in response.json["error"]["message"]
     response = served.post("/v1/chat/completions", {"messages": [USER], "tools": [custom("regex", "(")]})
     assert response.status_code == 400 and response.json["error"]["param"] == "tools"
     assert "unclosed group" in response.json["error"]["message"]
@@ -507,6 +507,47 @@ def test_a_custom_tool_of_a_chat_is_called_and_taken_back(serve, monkeypatch):
     body["messages"] = [USER, message, {"role": "tool", "tool_call_id": call["id"], "content": "Kept"}]
     prompt = served.post("/chat_tokenize", body).json["templated_text"]
     assert json.dumps({"name": "note", "description": as_function(tool)["function"]["description"]})[:-1] in prompt
+
+
+SET = {"type": "object", "properties": {"tags": {"type": "array", "items": {"enum": ["a"]}, "uniqueItems": True}}}
+MESSAGES_SET = {"name": "g", "input_schema": SET}
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "named"),
+    [
+        ("/v1/chat/completions", {"tool_choice": "required"}, "uniqueItems"),
+        ("/v1/chat/completions", {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "both"),
+        ("/v1/chat/completions", {}, None),  # calls are not constrained
+        ("/v1/chat/completions", {"tools": [tool("f", strict=True), tool("g", SET)]}, None),  # nor are those of g
+        ("/v1/messages", {"tools": [MESSAGES_SET], "tool_choice": {"type": "any"}}, "uniqueItems"),
+    ],
+)
+def test_keywords_that_cannot_be_enforced_refuse_no_tool(serve, monkeypatch, path, more, named):
+    served = served_with(serve, monkeypatch, LLAMA)
+    body = {"messages": [USER], "max_tokens": 3, "tools": [SHORT, tool("g", SET)], **more}
+    response = served.post(path, body)
+    assert response.status_code == 200
+    assert response.headers.get("x-schema-not-enforced") == ("not, uniqueItems" if named == "both" else named)
+
+
+@pytest.mark.parametrize(
+    ("path", "tools", "param"),
+    [
+        ("/v1/chat/completions", [SHORT, tool("g", SET, strict=True)], "tools[1].function.parameters"),
+        ("/v1/responses", [{"type": "function", "name": "g", "parameters": SET, "strict": True}], "tools[0].parameters"),
+        ("/v1/messages", [MESSAGES_SET | {"strict": True}], "tools[0].input_schema"),
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"tool_choice": "required"}])
+def test_with_strict_an_error_names_the_tool_and_the_place(serve, monkeypatch, path, tools, param, more):
+    served = served_with(serve, monkeypatch, LLAMA)
+    if path == "/v1/messages":
+        more = {"max_tokens": 3} | ({"tool_choice": {"type": "any"}} if more else {})
+    response = served.post(path, {"messages": [USER], "input": "Hi", "tools": tools, **more})
+    assert response.status_code == 400
+    wanted = f"`{param}` of g has keywords that cannot be enforced: /properties/tags/uniqueItems; .*`strict: false`"
+    assert re.search(wanted.replace("[", r"\["), response.json["error"]["message"])
 
 
 def test_a_tool_parser_may_be_set(serve, monkeypatch):

@@ -1,0 +1,489 @@
+"""What of a JSON schema a grammar enforces: the rest is put into keywords that llguidance has, or left out.
+
+The schemas come from clients: all work here is linear in their size, which text/grammar.py limits.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+Schema = dict[str, Any]
+Path = tuple[Any, ...]  # of what holds it, and its key there; () is the root. Texts would grow with the depth
+
+# JSON Schema's keywords by what they hold.
+ONE_SCHEMA = ("additionalProperties", "items", "additionalItems", "unevaluatedProperties", "unevaluatedItems")
+SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+NAMED_SCHEMAS = (
+    "properties",
+    "patternProperties",
+    "$defs",
+    "definitions",
+    "dependentSchemas",
+    "dependencies",
+)
+VALUES = ("const", "enum")
+ANNOTATIONS = {"title", "description", "default", "examples", "$comment", "deprecated"}
+COMBINING = {"allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "$dynamicRef", "$recursiveRef"}
+OPEN = {"patternProperties", "unevaluatedProperties"}  # say which other properties are allowed
+STRING_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+TYPES = {"null", "boolean", "number", "string", "array", "object"}  # integers are numbers
+BOUNDS = {"minimum": True, "exclusiveMinimum": True, "maximum": False, "exclusiveMaximum": False}
+LAST_BOUND = 2.0**63 - 2**10  # the last float64 below the end of int64, in which llguidance counts
+REGEX_TOKEN = re.compile(r"\\.|[\[\]]|\(\?<?[=!]", re.DOTALL)
+NOT_REGULAR = re.compile(r"\(\?|\\[1-9bBk<>]")  # of these: look-around, references to groups, ends of words
+LISTED = re.compile(r"\^(?:([\w -]+)|\((?:\?:)?([\w |-]+)\))\$")
+MAX_DEPENDENTS = 3  # names that others depend on: each doubles the alternatives
+MAX_DEPENDENT_PROPERTIES = 40  # of an object that has such names
+MAX_HOPS = 8  # from reference to reference
+MAX_LISTED = 100  # keywords, values or names in a schema that is looked at for every reference to it
+MAX_NAMES = 4_000  # characters of names that become a pattern
+MAX_PLACE = 200  # characters
+
+
+class Place(NamedTuple):
+    """A schema within another one; None: there is none at `path`."""
+
+    schema: Any
+    path: Path
+
+
+class Whole(NamedTuple):
+    """What the rules for one schema look up in the whole one."""
+
+    document: Schema
+    has_few_dependents: bool
+
+
+def enforceable(document: Schema) -> tuple[Schema, tuple[str, ...]]:
+    """The schema as a grammar enforces it, and what is left out: a JSON pointer to the first place of each
+    keyword. Changes `document`.
+
+    Whatever the result allows is valid by the rest of the schema, and all that can be said is kept. What it
+    has beyond llguidance's keywords is left to llguidance to reject.
+    """
+    places = _places(document)
+    for schema, _ in places:
+        _drop_meaningless(schema)
+    _close([schema for schema, _ in places])
+    dependents = sum(_count_dependents(schema) for schema, _ in places)
+    whole = Whole(document, dependents <= MAX_DEPENDENTS)
+    left_out: dict[str, str] = {}
+    for schema, path in places:
+        for rule in RULES:
+            for keyword in rule(schema, whole):
+                if keyword not in left_out:
+                    left_out[keyword] = f"{_pointer(path)}/{keyword}"
+    return document, tuple(left_out.values())
+
+
+def _places(document: Schema) -> list[Place]:
+    """The schemas that `document` is made of or refers to, each once, but those that are also something else:
+    a listed value, or names of properties."""
+    found = [Place(document, ())]
+    seen = {id(document)}
+    others: set[int] = set()
+    for schema, path in found:
+        others.update(id(value) for name in VALUES for value in _within(schema.get(name)))
+        others.update(id(schema[name]) for name in NAMED_SCHEMAS if name in schema)
+        for part in _parts(schema, path, document):
+            if isinstance(part.schema, dict) and id(part.schema) not in seen:
+                seen.add(id(part.schema))
+                found.append(part)
+    return [place for place in found if id(place.schema) not in others]
+
+
+def _parts(schema: Schema, path: Path, document: Schema) -> Iterator[Place]:
+    for keyword, value in schema.items():
+        place = (path, keyword)
+        if keyword == "$ref":
+            yield _referred(value, document)
+        if keyword in ONE_SCHEMA:
+            yield Place(value, place)
+        if keyword in SCHEMA_LISTS and isinstance(value, list):
+            yield from (Place(part, (place, n)) for n, part in enumerate(value))
+        if keyword in NAMED_SCHEMAS and isinstance(value, dict):
+            yield from (Place(part, (place, name)) for name, part in value.items())
+
+
+def _within(value: Any) -> Iterator[Any]:
+    """The value and all that it holds."""
+    waiting = [value]
+    for each in waiting:
+        yield each
+        if isinstance(each, (dict, list)):
+            waiting += each.values() if isinstance(each, dict) else each
+
+
+def _referred(reference: Any, document: Schema) -> Place:
+    """What a `$ref` within the document names; None where it names nothing by its place."""
+    found: Any = document
+    path: Path = ()
+    names = unquote(reference).split("/") if isinstance(reference, str) else [""]
+    if names[0] != "#":
+        return Place(None, path)
+    for part in names[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list):
+            found = found[int(key)] if key.isdecimal() and int(key[:9]) < len(found) else None
+        else:
+            found = found.get(key) if isinstance(found, dict) else None
+        path = (path, key)
+    return Place(found, path)
+
+
+def _resolved(schema: Any, document: Schema) -> Any:
+    """The schema that a plain reference leads to."""
+    for _ in range(MAX_HOPS):
+        if not isinstance(schema, dict) or schema.keys() - ANNOTATIONS != {"$ref"}:
+            break
+        schema = _referred(schema["$ref"], document).schema
+    return schema
+
+
+def _pointer(path: Path) -> str:
+    text = ""
+    while path and len(text) < MAX_PLACE:
+        path, key = path
+        text = "/" + str(key).replace("~", "~0").replace("/", "~1") + text
+    return text if len(text) <= MAX_PLACE else f"…{text[-MAX_PLACE:]}"
+
+
+def _drop_meaningless(schema: Schema) -> None:
+    """Null means absent. `additionalItems` alone says nothing, but llguidance overlooks `prefixItems` beside
+    it."""
+    for keyword in [name for name, value in schema.items() if value is None and name != "const"]:
+        del schema[keyword]
+    if not isinstance(schema.get("items"), list):
+        schema.pop("additionalItems", None)
+
+
+def _close(schemas: list[Schema]) -> None:
+    """Allows only the named properties, unless a schema says more about it: models go on inventing some."""
+    for each in schemas:
+        combines = not COMBINING.isdisjoint(each) or _has_schemas(each.get("dependencies"))
+        if "allOf" in each or (combines and ("properties" in each or "required" in each)):
+            return
+    for each in schemas:
+        named = each.get("properties")
+        required = each.get("required")
+        if not isinstance(named, dict) or not named or not OPEN.isdisjoint(each):
+            continue
+        if not isinstance(required, list) or named.keys() >= set(map(str, required)):
+            each.setdefault("additionalProperties", False)
+
+
+def _has_schemas(dependencies: Any) -> bool:
+    return isinstance(dependencies, dict) and any(isinstance(then, dict) for then in dependencies.values())
+
+
+def _types(schema: Any) -> set[str]:
+    """The types of the values that a schema allows, as far as its `type` says, or else its listed values."""
+    if not isinstance(schema, dict):
+        return set() if schema is False else TYPES
+    given = schema.get("type")
+    if given is None and (values := _values(schema)) is not None:
+        return {_type_of(value) for value in values}
+    if not isinstance(given, (str, list)):
+        return TYPES
+    names = {given} if isinstance(given, str) else set(map(str, given))
+    return names | {"number"} if "integer" in names else names
+
+
+def _type_of(value: Any) -> str:
+    kinds = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object"}
+    return kinds.get(type(value), "number")
+
+
+def _values(schema: Any) -> list[Any] | None:
+    """The only values that a schema allows; None: it lists none."""
+    if not isinstance(schema, dict):
+        return None
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) else None
+
+
+# Rules: each changes a schema so that its keywords can be enforced, and yields those that are left out.
+
+
+def _unsupported(schema: Schema, whole: Whole) -> Iterator[str]:
+    """Keywords that llguidance does not have."""
+    for keyword, (kind, is_said) in UNSUPPORTED.items():
+        if keyword not in schema:
+            continue
+        value = schema.pop(keyword)
+        if kind and kind not in _types(schema):
+            continue
+        if not is_said(schema, value, whole):
+            yield keyword
+    for keyword in COMPANIONS:
+        schema.pop(keyword, None)
+
+
+def _says_unevaluated(others: str) -> Callable[[Schema, Any, Whole], bool]:
+    """Without schemas that are combined, `unevaluatedX` says the same as `others`."""
+
+    def is_said(schema: Schema, value: Any, _: Whole) -> bool:
+        if value in (True, {}):
+            return True
+        if not COMBINING.isdisjoint(schema) or isinstance(schema.get("items"), list):
+            return False
+        schema.setdefault(others, value)
+        return True
+
+    return is_said
+
+
+def _says_names(schema: Schema, value: Any, whole: Whole) -> bool:
+    """`propertyNames` says the same as a pattern of additional properties, where no property has a name."""
+    value = _resolved(value, whole.document)
+    if value is True:
+        return True
+    if not isinstance(value, dict) or _is_long(value):
+        return False
+    said = {name: value[name] for name in value.keys() - ANNOTATIONS}
+    if said.pop("type", "string") != "string":
+        return False
+    if not said:
+        return True
+    names = _values(said)
+    pattern = said.get("pattern")
+    if names and all(isinstance(name, str) for name in names) and sum(map(len, names)) <= MAX_NAMES:
+        pattern = f"^(?:{'|'.join(map(re.escape, names))})$"
+    is_plain = len(said) == 1 and isinstance(pattern, str) and _is_regular(pattern)
+    if not is_plain or schema.get("properties") or "patternProperties" in schema:
+        return False
+    schema["patternProperties"] = {pattern: schema.get("additionalProperties", True)}
+    schema["additionalProperties"] = False
+    return True
+
+
+def _says_dependents(schema: Schema, value: Any, whole: Whole) -> bool:
+    """Of each name: it is absent, or what depends on it holds."""
+    if value == {}:
+        return True
+    conditions = schema.get("allOf", [])
+    properties = schema.get("properties", {})
+    if not isinstance(value, dict) or not isinstance(conditions, list) or not isinstance(properties, dict):
+        return False
+    if not whole.has_few_dependents or len(properties) > MAX_DEPENDENT_PROPERTIES:
+        return False
+    # llguidance has no combinations of references in a circle.
+    if any(isinstance(part, dict) and "$ref" in part for part in _within(value)):
+        return False
+    schema["allOf"] = [*conditions]
+    for name, then in value.items():
+        names, schemas = (then, []) if isinstance(then, list) else ([], [then])
+        follows = {"required": [name, *names], "allOf": schemas}
+        schema["allOf"].append({"anyOf": [{"properties": {name: False}}, follows]})
+    return True
+
+
+def _count_dependents(schema: Schema) -> int:
+    given = (schema.get(name) for name in ("dependencies", "dependentRequired", "dependentSchemas"))
+    return sum(len(names) for names in given if isinstance(names, dict))
+
+
+# The types to which keywords apply ("": any), and whether the schema says the same without them.
+UNSUPPORTED: dict[str, tuple[str, Callable[[Schema, Any, Whole], bool]]] = {
+    "unevaluatedProperties": ("object", _says_unevaluated("additionalProperties")),
+    "unevaluatedItems": ("array", _says_unevaluated("items")),
+    "propertyNames": ("object", _says_names),
+    "dependencies": ("object", _says_dependents),
+    "dependentRequired": ("object", _says_dependents),
+    "dependentSchemas": ("object", _says_dependents),
+    "uniqueItems": ("array", lambda schema, value, _: value is not True or schema.get("maxItems") in (0, 1)),
+    "contains": ("array", lambda schema, *_: schema.get("minContains") == 0 and "maxContains" not in schema),
+    "not": ("", lambda _schema, value, _: value is False),
+    "if": ("", lambda schema, *_: "then" not in schema and "else" not in schema),
+    "$dynamicRef": ("", lambda *_: False),
+    "$recursiveRef": ("", lambda *_: False),
+}
+# Which say nothing without one of these.
+COMPANIONS = ("then", "else", "minContains", "maxContains", "$dynamicAnchor", "$recursiveAnchor")
+
+
+def _is_regular(pattern: str) -> bool:
+    """Whether it has nothing that llguidance's regular expressions lack."""
+    in_class = False
+    for token in REGEX_TOKEN.findall(pattern):
+        if token in ("[", "]"):
+            in_class = token == "["
+        elif not in_class and NOT_REGULAR.match(token):
+            return False
+    return True
+
+
+def _strings(schema: Schema, _: Whole) -> Iterator[str]:
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str) and not _is_regular(pattern):
+        del schema["pattern"]
+        if "string" in _types(schema):
+            yield "pattern"
+    form = schema.get("format")
+    if isinstance(form, str) and form not in STRING_FORMATS:
+        del schema["format"]
+        if "string" in _types(schema):
+            yield "format"
+
+
+def _numbers(schema: Schema, _: Whole) -> Iterator[str]:
+    """Bounds and values as floats, in which llguidance reads them: never beyond what is given."""
+    for keyword, is_lower in BOUNDS.items():
+        if type(schema.get(keyword)) in (int, float):
+            schema[keyword] = _bound(schema[keyword], is_lower)
+    for keyword in VALUES:
+        values = _values({keyword: schema[keyword]}) if keyword in schema else None
+        exact = [value for value in values or [] if all(map(_is_exact, _within(value)))]
+        if values and not exact:
+            del schema[keyword]
+            yield keyword
+        elif keyword == "enum" and values:
+            schema[keyword] = exact
+
+
+def _bound(bound: int | float, is_lower: bool) -> int | float:
+    try:
+        near = float(bound)
+    except OverflowError:
+        near = math.inf if bound > 0 else -math.inf
+    if is_lower:
+        near = max(near if near >= bound else math.nextafter(near, math.inf), -LAST_BOUND)
+    else:
+        near = min(near if near <= bound else math.nextafter(near, -math.inf), LAST_BOUND)
+    return int(near) if near.is_integer() else near  # of which llguidance reads every digit
+
+
+def _is_exact(value: Any) -> bool:
+    """Whether llguidance takes a listed value for what it is."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return True
+    return abs(value) <= LAST_BOUND and float(value) == value
+
+
+def _irregular_patterns(schema: Schema, _: Whole) -> Iterator[str]:
+    patterns = schema.get("patternProperties")
+    for pattern in list(patterns) if isinstance(patterns, dict) else []:
+        if _is_regular(pattern):
+            continue
+        del patterns[pattern]
+        yield "patternProperties"
+        if "additionalProperties" in schema:  # which would be for the names of the pattern, too
+            del schema["additionalProperties"]
+            yield "additionalProperties"
+    if patterns == {}:
+        del schema["patternProperties"]
+
+
+def _exhausted_patterns(schema: Schema, _: Whole) -> Iterator[str]:
+    """After the properties of an object, llguidance allows a comma, though a pattern has no other name."""
+    patterns = schema.get("patternProperties")
+    named = schema.get("properties")
+    is_closed = any(schema.get(name) is False for name in ("additionalProperties", "unevaluatedProperties"))
+    if not isinstance(patterns, dict) or not isinstance(named, dict) or not is_closed:
+        return
+    for pattern in list(patterns):
+        names = _listed_names(pattern)
+        if not names or not names <= named.keys():
+            continue
+        said = patterns.pop(pattern)
+        if len(names) == 1:
+            (name,) = names
+            named[name] = {"allOf": [named[name], said]}
+        else:
+            yield "patternProperties"
+
+
+def _listed_names(pattern: str) -> set[str]:
+    """The names that a pattern lists, as in `^(a|b)$`; none: it may match others."""
+    listed = LISTED.fullmatch(pattern)
+    return set((listed[1] or listed[2]).split("|")) if listed else set()
+
+
+def _counts(schema: Schema, _: Whole) -> Iterator[str]:
+    """`minProperties` and `maxProperties`. llguidance counts either additional properties alone, or one that
+    may be missing; a name that is given twice counts as two."""
+    least = schema.get("minProperties", 0)
+    most = schema.get("maxProperties", math.inf)
+    if "object" not in _types(schema) or not all(isinstance(count, (int, float)) for count in (least, most)):
+        return
+    properties = schema.get("properties")
+    names = set(properties) if isinstance(properties, dict) else set()
+    required = _required_names(schema)
+    is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+    is_combined = not COMBINING.isdisjoint(schema)
+    if is_closed and most >= len(names | required):
+        schema.pop("maxProperties", None)
+        most = math.inf
+    more = least - len(required)
+    counts_additional = names <= required and not is_combined
+    counts_one = is_closed and not is_combined and more <= 1
+    if most < math.inf and not counts_additional and not (counts_one and most == len(required) + 1):
+        del schema["maxProperties"]
+        yield "maxProperties"
+    if counts_additional and more > 1:
+        yield "minProperties"  # though it is kept: it prevents empty objects
+    elif more > 0 and not counts_additional and not counts_one:
+        del schema["minProperties"]
+        yield "minProperties"
+
+
+def _one_of(schema: Schema, whole: Whole) -> Iterator[str]:
+    """llguidance takes `oneOf` for `anyOf`, which is the same where no value is allowed by two of them."""
+    options = schema.get("oneOf")
+    if isinstance(options, list) and not _are_exclusive(options, _types(schema), whole.document):
+        yield "oneOf"
+
+
+def _are_exclusive(options: list[Any], types: set[str], document: Schema) -> bool:
+    """Whether types, listed values, or a property that all require tell the options apart."""
+    options = [_resolved(option, document) for option in options]
+    if any(map(_is_long, options)):
+        return False
+    for kind in types:
+        rivals = [option for option in options if kind in _types(option)]
+        if len(rivals) < 2 or _differ(rivals):
+            continue
+        tags: set[str] = set()
+        if kind == "object":
+            tags = set.intersection(*(_required_names(option) for option in rivals))
+        if not any(_differ(_property(option, tag, document) for option in rivals) for tag in tags):
+            return False
+    return True
+
+
+def _required_names(schema: Any) -> set[str]:
+    required = schema.get("required") if isinstance(schema, dict) else None
+    return {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+
+
+def _is_long(schema: Any) -> bool:
+    """Whether it is too long to be looked at for every reference to it."""
+    if not isinstance(schema, dict):
+        return False
+    listed = (schema, schema.get("enum"), schema.get("required"))
+    return any(len(each) > MAX_LISTED for each in listed if isinstance(each, (dict, list)))
+
+
+def _property(schema: Schema, name: str, document: Schema) -> Any:
+    properties = schema.get("properties")
+    return _resolved(properties.get(name), document) if isinstance(properties, dict) else None
+
+
+def _differ(schemas: Iterable[Any]) -> bool:
+    """Whether all list their values, and no two the same."""
+    values: list[Any] = []
+    for schema in schemas:
+        if (listed := _values(schema)) is None or _is_long(schema):
+            return False
+        values += listed
+    is_plain = not any(isinstance(value, (dict, list)) for value in values)
+    return is_plain and len(set(values)) == len(values)
+
+
+# In this order: the values that stay listed show the types; which other properties are allowed follows from
+# the patterns that stay.
+RULES = (_numbers, _one_of, _irregular_patterns, _exhausted_patterns, _unsupported, _strings, _counts)
