@@ -3,6 +3,7 @@
 # make test          runs the tests
 # make test-fast     runs those that start no server, load no model and try no random examples
 # make test-families  serves every published family of docs/models.md through every API
+# make test-suites   runs others' test suites: OPENRESPONSES=, JSONSCHEMABENCH= and JSON_SCHEMA_TEST_SUITE= name their checkouts
 # make test-clients  runs the real clients against the real server: huggingface_hub, openai, boto3 and others
 # make test-neuron   runs transformers-neuronx on a simulator of its accelerator: TRANSFORMERS_NEURONX=/path/to/a/checkout
 # make ui            serves a Gradio page on port 7860 for a running server; URL=http://host:port
@@ -22,7 +23,7 @@
 # make lint          runs ruff, shellcheck and hadolint
 # make clean         removes the environments
 # make help          prints this list
-.PHONY: help run test test-fast test-families clients test-clients test-neuron ui test-ui test-open-webui ray test-ray bench peers plot soak attack first-run image docs lint clean
+.PHONY: help run test test-fast test-families test-suites clients test-clients test-neuron ui test-ui test-open-webui ray test-ray bench peers plot soak attack first-run image docs lint clean
 
 VENV := .venv
 FITS = -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' 2>/dev/null
@@ -89,6 +90,11 @@ test-fast: $(VENV)/test.installed
 # The marker `families` keeps all but one of each mechanism out of `make test`.
 test-families: $(VENV)/test.installed $(VENV)/templates/installed
 	"$(BIN)/python" -m pytest -m processes --numprocesses 2 --dist worksteal tests/published $(ARGS)
+
+# What is expected to fail, and why, is in tests/suites/expected.json.
+test-suites: export SUITES := $(AT)/suites/node_modules
+test-suites: $(VENV)/test.installed $(VENV)/published/installed $(VENV)/suites/installed
+	"$(BIN)/python" -m pytest -c tests/suites/pytest.ini tests/suites $(ARGS)
 
 clients: $(VENV)/run.installed
 	@$(MAKE) --silent --no-print-directory -j 3 $(CLIENTS:%=$(VENV)-clients/%.installed) \
@@ -217,6 +223,11 @@ $(VENV)/templates/installed: tests/package.json | $(VENV)/bin/python
 	@echo "Installing published chat templates into $(VENV)/templates (once)" >&2
 	@mkdir -p $(@D) && cp $< $(@D) && if cd $(@D) && npm install $(NPM_FLAGS) >/dev/null; then touch installed; \
 		else echo "npm cannot install them: tests of published chat templates are skipped" >&2; fi
+
+# A runner of TypeScript for Open Responses' tests.
+$(VENV)/suites/installed: tests/suites/package.json | $(VENV)/bin/python
+	@mkdir -p $(@D) && cp $< $(@D) && if cd $(@D) && npm install $(NPM_FLAGS) >/dev/null; then touch installed; \
+		else echo "npm cannot install tsx: Open Responses' tests are skipped" >&2; fi
 
 # Published models for tests that compare with transformers.
 $(VENV)/published/installed: tests/published.txt | $(VENV)/bin/python

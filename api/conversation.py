@@ -25,9 +25,11 @@ from api.tools import ToolPolicy, as_function, tool_policy
 from api.types import U32
 from text.grammar import GrammarError
 from text.output_parser import ParserConfig, complete_members
+from text.reasoning import Thinking
 from text.template import RESERVED, TemplateError
 
 OPENAI_TOP_LOGPROBS = 20  # OpenAI's own limit
+NEVER = -100.0  # the bias by which OpenAI bans a token
 PLAIN_ROLES = ("system", "user", "assistant", "tool")  # which template_capabilities.py has tried
 ROLES = (*PLAIN_ROLES, *ALIASES)
 PARTS = {
@@ -85,7 +87,7 @@ def prepare_chat(
     names: FieldNames = CHAT_FIELDS,
     found: Sequence[Json] = (),
 ) -> PreparedRequest:
-    """The prepared request with the grammar of its format, its tools and its thinking together.
+    """The prepared request of a chat.
 
     found: further tools that may be called, whose definitions stand in the messages; `names` has their paths
     after those of the others. Without others they are listed as well: a template says with the list how tools
@@ -96,27 +98,53 @@ def prepare_chat(
     prepared = _check(chat, served, names)
     tools = [*(chat.tools or []), *found]
     policy = tool_policy(tools, chat.tool_choice, chat.parallel_tool_calls, text.tools, names)
+    if tools and chat.tool_choice == "none":
+        prepared = _without_calls(prepared, served)
     if found and not chat.tools:
         chat = replace(chat, tools=tools)
     prompt = _prompt(chat, served, names)
     thinking = text.reasoning.thinking(prompt, _continued(chat.messages))
-    if prepared.grammar:
-        prepared = replace(prepared, grammar=text.reasoning.in_answer(prepared.grammar))
-    name, grammar = _grammar(prepared, policy)
     budget = _budget(chat, prepared, served)
+    prepared = _constrained(prepared, policy, thinking, budget, served, names)
+    prediction = _prediction(chat.prediction, served) if chat.prediction else []
+    parser_config = ParserConfig(policy, thinking)
+    return replace(prepared, prompt=prompt, parser_config=parser_config, prediction=prediction)
+
+
+def _constrained(
+    prepared: PreparedRequest,
+    policy: ToolPolicy | None,
+    thinking: Thinking | None,
+    budget: int | None,
+    served: Served,
+    names: FieldNames,
+) -> PreparedRequest:
+    """The request with the grammar of its format, its tools and its reasoning together."""
+    reasoning = served.text.reasoning
+    if prepared.grammar:
+        prepared = replace(prepared, grammar=reasoning.in_answer(prepared.grammar))
+    name, grammar = _grammar(prepared, policy)
     if thinking and (grammar or budget is not None):
         name = name if grammar else names.budget
         try:
-            grammar = text.reasoning.grammar(thinking, grammar, budget)
+            grammar = reasoning.grammar(thinking, grammar, budget)
         except GrammarError as error:
             raise invalid(name, str(error)) from None
     not_enforced = prepared.not_enforced + (policy.not_enforced(bool(prepared.grammar)) if policy else ())
     prepared = with_grammar(prepared, name, grammar, not_enforced, served.info)
     if name == "tool_choice":
         prepared = replace(prepared, grammar_name="tools")  # whose schemas may fail to compile
-    prediction = _prediction(chat.prediction, served) if chat.prediction else []
-    parser_config = ParserConfig(policy, thinking)
-    return replace(prepared, prompt=prompt, parser_config=parser_config, prediction=prediction)
+    return prepared
+
+
+def _without_calls(prepared: PreparedRequest, served: Served) -> PreparedRequest:
+    """The request without the marker of calls in its output, where that is a token by itself."""
+    tools = served.text.tools
+    marker = tools.token_id(tools.format.open) if tools.format and tools.format.open else None
+    if marker is None or served.info.sampling == "device":
+        return prepared
+    logit_bias = [*prepared.sampling.logit_bias, (marker, NEVER)]
+    return replace(prepared, sampling=replace(prepared.sampling, logit_bias=logit_bias))
 
 
 def _check_continuation(chat: ChatRequest) -> None:

@@ -15,7 +15,7 @@ from api.completions import CompletionRequest
 from api.conversation import ChatRequest
 from api.errors import ANTHROPIC, OPENAI, TGI, ErrorFormat
 from api.messages import CountRequest, MessagesRequest
-from api.responses import CompactRequest, ResponsesRequest
+from api.responses_types import CompactRequest, ResponsesRequest
 from api.tgi import GenerateRequest
 from api.tokenize import DetokenizeRequest
 from config import VERSION

@@ -19,7 +19,13 @@ from api.fields import Json
 from api.openai import ModelCard, ModelList
 from api.openapi import Route, openapi
 from api.prepared_request import Served
-from api.responses import CompactRequest, ResponsesRequest
+from api.responses_types import (
+    CompactedConversation,
+    CompactRequest,
+    InputTokens,
+    ResponsesRequest,
+    ResponsesResponse,
+)
 from api.server import Read, Server, json_response
 
 SAGEMAKER_ADAPTER = "X-Amzn-SageMaker-Adapter-Identifier"  # a header
@@ -164,7 +170,7 @@ ROUTES = (
         generates(responses.responses, renders=True),
         errors=(OPENAI,),
         bodies=(ResponsesRequest,),
-        responses=(responses.ResponsesResponse,),
+        responses=(ResponsesResponse,),
         events=(dict[str, Any],),
     ),
     Route(
@@ -173,7 +179,7 @@ ROUTES = (
         "A stored response",
         status.response,
         errors=(OPENAI,),
-        responses=(responses.ResponsesResponse,),
+        responses=(ResponsesResponse,),
         parameter=("path", "response_id"),
     ),
     Route(
@@ -192,7 +198,7 @@ ROUTES = (
         replies(responses.input_tokens),
         errors=(OPENAI,),
         bodies=(ResponsesRequest,),
-        responses=(responses.InputTokens,),
+        responses=(InputTokens,),
     ),
     Route(
         "POST",
@@ -201,7 +207,7 @@ ROUTES = (
         generates(responses.compact, renders=True),
         errors=(OPENAI,),
         bodies=(CompactRequest,),
-        responses=(responses.CompactedConversation,),
+        responses=(CompactedConversation,),
     ),
     Route(
         "POST",

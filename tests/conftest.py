@@ -23,7 +23,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # so does one below nohup
 settings.register_profile("brief", settings(), deadline=None, max_examples=50)
 settings.load_profile("brief")
 
-collect_ignore = ["clients", "ray_serve"]  # have environments of their own: `make test-clients`, `make test-ray`
+collect_ignore = ["clients", "ray_serve", "suites"]  # have targets of their own: `make test-clients` and so on
 
 
 def pytest_collection_modifyitems(items):

@@ -18,7 +18,7 @@ from api.completions import CompletionRequest
 from api.conversation import ChatRequest
 from api.fields import NEEDS_HOST
 from api.messages import MessagesRequest
-from api.responses import CompactRequest, ResponsesRequest
+from api.responses_types import CompactRequest, ResponsesRequest
 from api.routes import ROUTES
 from api.tgi import GenerateRequest, Parameters
 from api.types import SamplingOptions

@@ -12,7 +12,7 @@ from api.conversation import ChatRequest
 from api.errors import ApiError
 from api.fields import CHANGES_TEXT, HARMLESS_LOOKALIKES, NOT_SUPPORTED
 from api.messages import MessagesRequest
-from api.responses import ResponsesRequest
+from api.responses_types import ResponsesRequest
 from api.tgi import GenerateRequest, Parameters
 
 # The types whose names a client writes, with the shortest body of each; `Parameters` are a part of a native one.

@@ -13,7 +13,10 @@ from openai_api import whole as asked
 from api import fields as api_fields
 from api.client_tools import shell
 from api.reasoning import unseal
-from api.responses import SUMMARY, Conversation, ResponsesRequest, ResponsesTools, ResponsesWriter
+from api.responses import SUMMARY
+from api.responses_output import ResponsesWriter
+from api.responses_tools import ResponsesTools
+from api.responses_types import ResponsesRequest
 from api.tools import CUSTOM_INPUT
 
 BODY = {"input": "Hi", "max_output_tokens": 12, "temperature": 0}
@@ -50,7 +53,7 @@ def answered(text, finish_reason="eos_token", thinking="", **fields):
         body = {"input": "Hi", "tools": [WEATHER], "stream": streams} | fields
         (asked_for,) = answer_to("responses", body).requests
         request = api_fields.read(body, ResponsesRequest)
-        tools = ResponsesTools(request, Conversation([], []))
+        tools = ResponsesTools(request, [])
         return ResponsesWriter(with_thinking(asked_for, thinking), serving(), request, tools)
 
     whole, stream = (written(answer(streams), text, finish_reason) for streams in (False, True))

@@ -9,7 +9,7 @@ import openapi_spec_validator
 import pytest
 
 from api.openapi import EXAMPLES
-from api.responses import ResponsesRequest
+from api.responses_types import ResponsesRequest
 from api.routes import ROUTES, openapi_document
 from run import HERE
 

@@ -10,13 +10,16 @@ import tiny_tokenizers
 from asked import allows, serving
 from tool_calls import BOTH, CALLS, FORMATS, KINDS, NOW, PYTHON, TOOLS, WRITTEN, thinking_of, tokenizer_of, tool, use
 
+from api import chat
 from api.chat import ChatResponseWriter
-from api.conversation import ChatRequest
+from api.conversation import NEVER, ChatRequest
 from api.errors import ApiError
 from api.messages import MessagesRequest, MessagesResponseWriter, MessagesTools
 from api.prepared_request import PreparedRequest, TokenizedPrompt
 from api.response_writer import GeneratedSequence
-from api.responses import Conversation, ResponsesRequest, ResponsesTools, ResponsesWriter
+from api.responses_output import ResponsesWriter
+from api.responses_tools import ResponsesTools
+from api.responses_types import ResponsesRequest
 from api.tools import CUSTOM_INPUT, as_function, tool_policy
 from api.types import encode
 from protocol import Token
@@ -64,6 +67,20 @@ def test_a_tool_choice_says_whether_and_what_is_called(tools, choice, mode, name
 def test_nothing_is_called_without_tools_and_with_the_choice_none(tools, choice, model):
     assert tool_policy(tools, choice, None, model) is None
     assert use("hermes", tools, choice) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_calls_their_marker_is_not_generated_where_it_is_a_token(kind):
+    made = tokenizer_of(kind)
+    served = serving()
+    tools = ModelTools(use("hermes").format, made.token_to_id)
+    served = replace(served, text=served.text._replace(tools=tools))
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS}
+    marker = made.token_to_id("<tool_call>")
+    biases = {
+        choice: chat.chat(body | {"tool_choice": choice}, served).requests[0].sampling.logit_bias for choice in ("none", "auto")
+    }
+    assert biases == {"none": [] if kind == "text" else [(marker, NEVER)], "auto": []}
 
 
 def allowed(**more):
@@ -343,7 +360,7 @@ ONE_OF_TWO = {
 def test_a_cut_call_is_an_incomplete_item_of_a_response(name, tmp_path):
     def make(prepared, model, streams):
         request = ResponsesRequest(input="", stream=streams)
-        return ResponsesWriter(prepared, model, request, ResponsesTools(request, Conversation([], [])))
+        return ResponsesWriter(prepared, model, request, ResponsesTools(request, []))
 
     whole, events = dialect_answer(make, tmp_path, name, ONE_OF_TWO[name])
     (item,) = whole["output"]

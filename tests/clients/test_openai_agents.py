@@ -1,6 +1,7 @@
 """openai-agents with its default model class, which speaks the Responses API, and with the one for chat completions."""
 
 import asyncio
+import dataclasses
 
 import pytest
 from agents import Agent, ApplyPatchTool, ModelSettings, OpenAIProvider, RunConfig, Runner, function_tool
@@ -78,3 +79,17 @@ def test_a_patch_is_applied_where_the_client_is(config):
     called, returned, *_ = result.new_items
     assert [called.raw_item["operation"]["path"]] == editor.paths
     assert "Changed." in returned.output and result.final_output
+
+
+def test_five_turns_with_a_tool_keep_their_prefix(config):
+    config = dataclasses.replace(config, model_settings=dataclasses.replace(SETTINGS, max_tokens=30))
+    items = []
+    before = 0
+    for turn in range(5):
+        items.append({"role": "user", "content": f"{QUESTION} Turn {turn}."})
+        result = Runner.run_sync(CALLER, items, run_config=config, max_turns=3)
+        assert any(isinstance(item, ToolCallOutputItem) for item in result.new_items)
+        for response in result.raw_responses:
+            assert response.usage.input_tokens_details.cached_tokens >= before - 32
+            before = response.usage.input_tokens
+        items = result.to_input_list()
