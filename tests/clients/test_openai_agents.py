@@ -82,7 +82,7 @@ def test_a_patch_is_applied_where_the_client_is(config):
 
 
 def test_five_turns_with_a_tool_keep_their_prefix(config):
-    config = dataclasses.replace(config, model_settings=dataclasses.replace(SETTINGS, max_tokens=30))
+    config = dataclasses.replace(config, model_settings=dataclasses.replace(SETTINGS, max_tokens=100))
     items = []
     before = 0
     for turn in range(5):
