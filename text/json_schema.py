@@ -36,6 +36,7 @@ LAST_BOUND = 2.0**63 - 2**10  # the last float64 below the end of int64, in whic
 REGEX_TOKEN = re.compile(r"\\.|[\[\]]|\(\?<?[=!]", re.DOTALL)
 NOT_REGULAR = re.compile(r"\(\?|\\[1-9bBk<>]")  # of these: look-around, references to groups, ends of words
 LISTED = re.compile(r"\^(?:([\w -]+)|\((?:\?:)?([\w |-]+)\))\$")
+UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
 MAX_DEPENDENTS = 3  # names that others depend on: each doubles the alternatives
 MAX_DEPENDENT_PROPERTIES = 40  # of an object that has such names
 MAX_HOPS = 8  # from reference to reference
@@ -358,7 +359,10 @@ def _bound(bound: int | float, is_lower: bool) -> int | float:
 
 
 def _is_exact(value: Any) -> bool:
-    """Whether llguidance takes a listed value for what it is."""
+    """Whether llguidance takes a listed value for what it is. It leaves out characters that only \\u can
+    write, which text/grammar.py does not allow."""
+    if isinstance(value, str):
+        return not UNWRITABLE.search(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return True
     return abs(value) <= LAST_BOUND and float(value) == value

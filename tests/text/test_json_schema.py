@@ -121,6 +121,7 @@ LEFT_OUT = [
     ({"oneOf": [TAGGED[0], TAGGED[0]]}, ["/oneOf"], '{"kind": "a"}'),
     ({"allOf": [AB], "unevaluatedProperties": False}, ["/unevaluatedProperties"], '{"c": 1}'),
     ({"const": BIG}, ["/const"], str(BIG)),
+    ({"const": "a\0b"}, ["/const"], '"ab"'),
     ({"$ref": "#/types/a~1b", "types": {"a/b": {"type": "string", "format": "url"}}}, ["/types/a~1b/format"], '"x"'),
     ({"anyOf": [{"properties": {"a b": {"items": [{"not": {}}]}}}]}, ["/anyOf/0/properties/a b/items/0/not"], '{"a b": [1]}'),
     ({"items": {"not": {}}, "$defs": {"x": {"not": {}}}}, ["/items/not"], "[1]"),  # the first place of each keyword
