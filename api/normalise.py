@@ -50,7 +50,14 @@ def adapt_to_template(
         messages = _with_calls_apart(messages)
     if capabilities.calls and not capabilities.user_after_result:
         messages = _with_answers(messages)
-    return messages
+    return [_with_thinking(message) for message in messages]
+
+
+def _with_thinking(message: TemplateMessage) -> TemplateMessage:
+    """gpt-oss' template has a name of its own for reasoning, and rejects it beside content."""
+    if "reasoning_content" not in message or message["content"]:
+        return message
+    return message | {"thinking": message["reasoning_content"]}
 
 
 def _with_known_role(message: TemplateMessage, capabilities: TemplateCapabilities) -> TemplateMessage:

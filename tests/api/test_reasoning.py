@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 import pytest
+import templates
 from asked import ON_DEVICE, USER, record_renders, serving
 
 from api import chat, messages, responses
 from api.reasoning import MAX_UNSEALED, seal, unseal
 from text.reasoning import THINK, ModelReasoning
 from text.template import ChatTemplate
+from text.template_capabilities import TemplateCapabilities
 
 CLOSE_ID = 7
 
@@ -133,3 +135,16 @@ def test_sealed_reasoning_is_earlier_reasoning(dialect, history, monkeypatch):
     MAKE[dialect](BODIES[dialect] | history, serving())
     (((_, answer, _), _options),) = rendered
     assert answer["reasoning_content"] == "Hm."
+
+
+def test_reasoning_before_a_call_is_in_the_prompt_of_gpt_oss():
+    template = templates.collected("gpt-oss")
+    if template is None:
+        pytest.skip("the published templates are not installed")
+    served = serving()
+    text = served.text._replace(template=template, capabilities=TemplateCapabilities.of(template))
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    calling = {"role": "assistant", "content": "", "reasoning_content": "Quokka", "tool_calls": [call]}
+    body = {"messages": [USER, calling, {"role": "tool", "tool_call_id": "call_1", "content": "sun"}]}
+    made = chat.chat(body, replace(served, text=text))
+    assert "<|channel|>analysis<|message|>Quokka<|end|>" in made.requests[0].prompt
