@@ -57,7 +57,7 @@ test("OpenAI's provider refers to the items of earlier turns, also of those with
     const tools = { getWeather: tool({ description: "Returns the weather.", inputSchema, execute: async () => "sunny" }) };
     const prepareStep = ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? "required" : "none" });
     const messages = [];
-    for (const turn of [1, 2, 3]) {
+    for (const turn of [1, 2, 3, 4, 5]) {
         messages.push({ role: "user", content: QUESTION });
         const request = { model, messages, tools, prepareStep, stopWhen: stepCountIs(2), maxOutputTokens: 60, maxRetries: 0 };
         const result = await generateText({ ...request, providerOptions: { openai: { parallelToolCalls: false } } });
