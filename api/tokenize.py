@@ -65,8 +65,10 @@ class TokenizeResponse(Struct):
 
 
 class TokenPiece(Struct):
+    """`piece` is a text, or the bytes of a part of a character."""
+
     id: int
-    piece: str
+    piece: str | list[int]
 
 
 class ContentTokens(Struct):
@@ -126,7 +128,17 @@ def _content(data: Json, served: Served) -> ContentTokens:
     ids = _ids(tokenizer.escape(request.content), tokenizer, bool(request.add_special))
     if not request.with_pieces:
         return ContentTokens(ids)
-    return ContentTokens([TokenPiece(*each) for each in zip(ids, prompt_texts(tokenizer, ids))])
+    return ContentTokens([TokenPiece(token_id, _piece(token_id, tokenizer)) for token_id in ids])
+
+
+def _piece(token_id: int, tokenizer: Tokenizer) -> str | list[int]:
+    exact = tokenizer.piece_bytes(token_id)
+    if exact is None:
+        return tokenizer.token_text(token_id)
+    try:
+        return exact.decode()
+    except UnicodeDecodeError:
+        return list(exact)
 
 
 TOKENIZE = {"inputs": _inputs, "prompt": _prompt, "messages": _messages, "content": _content}

@@ -54,6 +54,8 @@ def test_llama_cpps_body_is_read(served):
     assert whole(served, "/tokenize", {"content": "Hi"}) == {"tokens": ids}
     pieces = [{"id": i, "piece": piece} for i, piece in zip(ids, "Hi")]
     assert whole(served, "/tokenize", {"content": "Hi", "with_pieces": True}) == {"tokens": pieces}
+    split = whole(served, "/tokenize", {"content": "é", "with_pieces": True})["tokens"]
+    assert [each["piece"] for each in split] == [[0xC3], [0xA9]]
     assert "`parse_special`" in served.post("/tokenize", {"content": "Hi", "parse_special": False}).json["error"]
 
 
