@@ -143,8 +143,8 @@ def _without_calls(prepared: PreparedRequest, served: Served) -> PreparedRequest
     marker = tools.token_id(tools.format.open) if tools.format and tools.format.open else None
     if marker is None or served.info.sampling == "device":
         return prepared
-    logit_bias = [*prepared.sampling.logit_bias, (marker, NEVER)]
-    return replace(prepared, sampling=replace(prepared.sampling, logit_bias=logit_bias))
+    biases = dict(prepared.sampling.logit_bias) | {marker: NEVER}
+    return replace(prepared, sampling=replace(prepared.sampling, logit_bias=list(biases.items())))
 
 
 def _check_continuation(chat: ChatRequest) -> None:

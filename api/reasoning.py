@@ -6,8 +6,6 @@ The models' formats are in text/reasoning.py.
 from __future__ import annotations
 
 import base64
-import binascii
-import zlib
 from collections.abc import Collection
 from typing import Any
 
@@ -16,7 +14,6 @@ NEAREST = {"minimal": "low", "xhigh": "high", "max": "high"}
 ON = {"enable_thinking": True, "thinking": True}
 OFF = {"enable_thinking": False, "thinking": False}
 SEAL = "v1."
-MAX_UNSEALED = 1_000_000  # characters; sealed text comes from clients
 
 
 def template_variables(effort: str | None, template_words: Collection[str]) -> dict[str, Any]:
@@ -33,8 +30,9 @@ def template_variables(effort: str | None, template_words: Collection[str]) -> d
 
 
 def seal(text: str) -> str:
-    """Reasoning in an opaque form without a secret, which any replica can read."""
-    return SEAL + base64.b64encode(zlib.compress(text.encode())).decode()
+    """Reasoning in an opaque form without a secret, which any replica can read. It is not compressed: a
+    client could send a short one that grows without bound."""
+    return SEAL + base64.b64encode(text.encode()).decode()
 
 
 def unseal(sealed: Any) -> str:
@@ -42,7 +40,6 @@ def unseal(sealed: Any) -> str:
     if not isinstance(sealed, str) or not sealed.startswith(SEAL):
         return ""
     try:
-        compressed = base64.b64decode(sealed.removeprefix(SEAL), validate=True)
-        return zlib.decompressobj().decompress(compressed, MAX_UNSEALED).decode(errors="ignore")
-    except (binascii.Error, ValueError, zlib.error):
+        return base64.b64decode(sealed.removeprefix(SEAL), validate=True).decode()
+    except ValueError:
         return ""

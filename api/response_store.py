@@ -46,7 +46,7 @@ def response_id(key: str) -> str:
 
 
 def new_key() -> str:
-    """The part of a response's id and of its items' ids that nobody can guess."""
+    """The random part of a response's id and of the ids of its items."""
     return secrets.token_hex(16)
 
 

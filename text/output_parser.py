@@ -388,7 +388,7 @@ class OutputParser:
         found = yield from self._expect(*(f"{name}(" for name in self._calls.names))
         begins = len(self._undecided)
         try:
-            arguments = yield from self._brackets(depth=1, quotes="\"'")
+            arguments = yield from self._python_arguments()
         except _Truncated:
             if self._keeps_truncated:
                 self._begin(found[:-1], _truncated_json(self._undecided[begins:]))
@@ -560,9 +560,10 @@ class OutputParser:
                 return _text_of(found.group())
             yield from self._more()
 
-    def _brackets(self, depth: int = 0, quotes: str = '"') -> Generator[None, None, str]:
-        """Reads up to the bracket that closes all; `depth` are open before."""
+    def _python_arguments(self) -> Generator[None, None, str]:
+        """Reads up to the bracket that closes the call."""
         text = ""
+        depth = 1
         quote = ""  # the one that is open
         is_escaped = False
         while True:
@@ -572,7 +573,7 @@ class OutputParser:
                     if character == quote and not is_escaped:
                         quote = ""
                     is_escaped = character == "\\" and not is_escaped
-                elif character in quotes:
+                elif character in "\"'":
                     quote = character
                 else:
                     depth += (character in "{[(") - (character in "}])")

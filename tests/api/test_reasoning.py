@@ -7,7 +7,7 @@ import templates
 from asked import ON_DEVICE, USER, record_renders, serving
 
 from api import chat, messages, responses
-from api.reasoning import MAX_UNSEALED, seal, unseal
+from api.reasoning import seal, unseal
 from text.reasoning import THINK, ModelReasoning
 from text.template import ChatTemplate
 from text.template_capabilities import TemplateCapabilities
@@ -105,13 +105,13 @@ def test_sealed_reasoning_is_opaque_and_can_be_read_back(text):
     assert unseal(sealed) == text
 
 
-@pytest.mark.parametrize("sealed", [None, 5, "", "gAAAA", "v1.", "v1.!!", "v1.aGk=", seal("Hm")[:-6]])
+@pytest.mark.parametrize("sealed", [None, 5, "", "gAAAA", "v1.!!", "v1.SG0", "v1.//8=", "v2.SG0=", "v1.é"])
 def test_what_another_server_sealed_is_skipped(sealed):
-    assert unseal(sealed) in ("", "H", "Hm")
+    assert unseal(sealed) == ""
 
 
-def test_sealed_text_that_grows_without_bound_is_cut():
-    assert len(unseal(seal("a" * 10 * MAX_UNSEALED))) == MAX_UNSEALED
+def test_sealed_text_is_never_shorter_than_what_it_becomes():
+    assert len(seal("a" * 100_000)) >= 100_000
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_a_response_is_stored_unless_the_request_or_the_setting_says_no(client, 
     assert not (tmp_path / "none").exists()
 
 
-def test_ids_cannot_be_guessed_from_the_id_of_the_request(client):
+def test_ids_do_not_follow_from_the_id_of_the_request(client):
     answers = [client.ask(CALL, tools=TOOLS) for _ in range(2)]  # written() gives both the same x-request-id
     ids = [id for answer in answers for id in (answer["id"], answer["output"][0]["id"])]
     assert len(set(ids)) == 4
