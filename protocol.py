@@ -18,6 +18,7 @@ HEARTBEAT_S = 0.25
 SILENCE_S = 20 * HEARTBEAT_S  # a worker that is silent for that long is not running
 MAX_LOGIT_BIAS = 1024  # tokens; more would take longer than a decode step
 MAX_GRAMMAR = 500_000  # characters
+MAX_IMAGE_TOKENS = 2**16 - 1  # of one image
 
 
 class SamplingParameter(NamedTuple):
@@ -78,6 +79,23 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
     prediction: list[int] = []  # the output that the client expects, as draft tokens
 
 
+class Image(msgspec.Struct, frozen=True, gc=False):
+    """A preprocessed image (text/images.py). In prompts its tokens are the negative numbers `ids`: each one
+    finds its embedding in the worker by itself (models/encoder_cache.py), so that prefix caching and chunked
+    prefill treat it as any other token."""
+
+    key: int  # 46 bits: a keyed hash of the file and of how it is preprocessed
+    tokens: int  # at most MAX_IMAGE_TOKENS
+    shape: tuple[int, int, int]  # tiles; height and width of each in pixels
+    pixels: bytes  # uint8 RGB [tiles, height, width, 3]
+    canvas: tuple[int, ...] = ()  # how the tiles lie in the image, for families that need it
+
+    @property
+    def ids(self) -> range:
+        first = -1 - (self.key << 16)
+        return range(first, first - self.tokens, -1)
+
+
 class Generate(GenerateOptions, frozen=True):
     """Continue `prompt`. `id` is random, 63 bits, unique among all API server processes."""
 
@@ -93,6 +111,7 @@ class SubmitRequests(msgspec.Struct, tag="submit", frozen=True):
     rejected."""
 
     generates: list[Generate]
+    images: list[Image] = []  # of all prompts, each once
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
@@ -213,6 +232,7 @@ class ModelInfo(msgspec.Struct, tag="model_info", frozen=True):
     prompt_logprobs: bool = True  # whether log-probabilities of prompts are available
     sampling: str = "host"  # or "device": token ids only, no log-probabilities
     quantize: str | None = None  # or "int8", "int4"
+    reads_images: bool = False
     # Of requests on /v1 routes, by the names of `SamplingParams`.
     sampling_defaults: dict[str, int | float] = {}
     stop_strings: list[str] = []  # that also end the completions of such requests
