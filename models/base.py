@@ -17,6 +17,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from models.encoder_cache import EncoderCache
+
 logger = logging.getLogger("model")
 
 PROGRESS_S = 10.0
@@ -88,6 +90,8 @@ class StaticBatchModel(Protocol):
     # cost more than they save.
     max_draft_rows: int
     verify_length: int
+    # Of a model that reads images: the embeddings that image tokens (negative ids) in chunks stand for.
+    encoder_cache: EncoderCache | None
 
     def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:
         """Runs the chunks, at most one a slot, and extends the KV cache of their slots; no other slot
@@ -112,6 +116,14 @@ class StaticBatchModel(Protocol):
 
     def return_token_ids(self, ids: bool) -> None:
         """Whether the next `forward` returns SampledIds or logits. Only where `sampling` is "hybrid"."""
+
+    def encode_image(
+        self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
+    ) -> np.ndarray | None:
+        """The embeddings of an image, float32 [tokens, width], of its tiles, uint8 RGB [tiles, height, width,
+        3], and how they lie in it (protocol.py: Image). Runs one tile at a time; returns None once
+        `is_cancelled` says so between two of them. Called from one thread, also while `forward` runs. Only
+        where there is an `encoder_cache`."""
 
 
 def check_length_limit(model: str, limit: int | None, length: int) -> None:

@@ -47,6 +47,7 @@ class NeuronModel:
     supports_chunked_prefill = False
     supports_prefix_copy = False
     prompt_budget = None
+    encoder_cache = None
 
     def __init__(
         self, build: BuildPlan, work_dir: Path, announce: Callable[[str], None] = lambda phase: None

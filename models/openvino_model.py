@@ -83,6 +83,7 @@ class OpenVinoModel:
     supports_prompt_logits = True
     prefix_granularity = 1
     supports_prefix_copy = True
+    encoder_cache = None
     max_draft_rows = verify_length = VERIFY_TOKENS
 
     def __init__(

@@ -271,6 +271,7 @@ class TorchModel:
     prefill_chunk = 128  # fixed boundaries: the last bits of a token's logits may depend on its chunk
     prefix_granularity = prefill_chunk
     supports_prefix_copy = True
+    encoder_cache = None
 
     def __init__(self, config: Config, folder: Path, device: str):
         if config.quantize:

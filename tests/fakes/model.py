@@ -49,7 +49,7 @@ class FakeModel:
 
     engine = device = "fake"
     dtype = "float32"
-    quantize = prompt_budget = None
+    quantize = prompt_budget = encoder_cache = None
 
     def __init__(
         self,

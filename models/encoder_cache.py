@@ -1,0 +1,91 @@
+"""Image embeddings, by the key of their image.
+
+In prompts the tokens of an image are negative numbers that name the key and a number within the image
+(protocol.py: Image). So an engine finds the embedding of each token here, whatever part of a prompt it runs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+import numpy as np
+
+ENCODER_CACHE_BYTES = 256 << 20
+TOKEN_BITS = 16  # of an id, for the number of the token within its image; the other ones are the key
+
+
+class EncoderCache:
+    """Least recently used embeddings are evicted beyond `limit_bytes`; those of pinned keys never are.
+    Thread-safe."""
+
+    def __init__(self, width: int, limit_bytes: int = ENCODER_CACHE_BYTES):
+        """`width`: of an embedding, in numbers."""
+        self.width = width
+        self.limit_bytes = limit_bytes
+        self.nbytes = 0
+        self._entries: OrderedDict[int, np.ndarray] = OrderedDict()  # the least recently used first
+        self._pins: Counter[int] = Counter()
+        self._lock = threading.Lock()
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._entries
+
+    def bytes_of(self, tokens: int) -> int:
+        """The memory that the embeddings of so many tokens take."""
+        return tokens * self.width * np.dtype(np.float32).itemsize
+
+    def add(self, key: int, embeddings: np.ndarray) -> None:
+        """Adds the embeddings of an image: float32 [tokens, width]."""
+        assert embeddings.shape[1:] == (self.width,) and embeddings.dtype == np.float32
+        with self._lock:
+            if key not in self._entries:
+                self._entries[key] = embeddings
+                self.nbytes += embeddings.nbytes
+                self._evict()
+
+    def pin(self, keys: Iterable[int]) -> None:
+        """Keeps the embeddings of these keys, also those that are yet to be added, until as many calls of
+        `unpin`."""
+        with self._lock:
+            for key in keys:
+                self._pins[key] += 1
+                if key in self._entries:
+                    self._entries.move_to_end(key)
+
+    def unpin(self, keys: Iterable[int]) -> None:
+        with self._lock:
+            for key in keys:
+                self._pins[key] -= 1
+                if not self._pins[key]:
+                    del self._pins[key]
+            self._evict()
+
+    def resolve(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Prompt ids, int64 [n], as a model reads them: the ids with 0 for image tokens; the embeddings of
+        these, float32 [image tokens, width]; their places in `ids`, int64 [image tokens]. Raises KeyError for
+        an image that is not in the cache."""
+        places = np.flatnonzero(ids < 0)
+        embeddings = np.empty((len(places), self.width), np.float32)
+        if not len(places):
+            return ids, embeddings, places
+        keys, numbers = split_ids(ids[places])
+        with self._lock:
+            for key in np.unique(keys).tolist():
+                rows = keys == key
+                embeddings[rows] = self._entries[key][numbers[rows]]
+        return np.maximum(ids, 0), embeddings, places
+
+    def _evict(self) -> None:
+        for key in list(self._entries):
+            if self.nbytes <= self.limit_bytes:
+                return
+            if key not in self._pins:
+                self.nbytes -= self._entries.pop(key).nbytes
+
+
+def split_ids(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The keys, and the numbers within their images, of image token ids (negative, int64)."""
+    flat = -1 - ids
+    return flat >> TOKEN_BITS, flat & ((1 << TOKEN_BITS) - 1)
