@@ -26,6 +26,20 @@ CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq
 ORIGINAL_LENGTH = "original_max_position_embeddings"  # before rope was scaled
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # rope types whose positions depend on the longest sequence
 
+# Vision-language models whose images are read; of others, the text part is served.
+VISION_FAMILIES = ("idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "smolvlm")
+# The names in LAYOUTS of text/image_layouts.py (tested).
+IMAGE_PROCESSORS = (
+    "CLIPImageProcessor",
+    "SiglipImageProcessor",
+    "LlavaNextImageProcessor",
+    "LlavaOnevisionImageProcessor",
+    "Idefics3ImageProcessor",
+    "SmolVLMImageProcessor",
+    "PixtralImageProcessor",
+    "GotOcr2ImageProcessor",
+)
+
 # Parameters of transformers' generation that this server does not support, and their values without effect.
 UNSUPPORTED_GENERATION: dict[str, tuple[Any, ...]] = {
     "bad_words_ids": ([],),
@@ -64,6 +78,29 @@ class Manifest:
     is_compiled: bool = False  # for Neuron
     config_json: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # all of it
     generation_config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    # The fields of preprocessor_config.json and processor_config.json, in one.
+    processor_config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def image_processor(self) -> str:
+        """The class of the image processor; "Fast" and "Pil" name the library that it uses."""
+        given = str(self.processor_config.get("image_processor_type") or "")
+        return given.removesuffix("Fast").removesuffix("Pil")
+
+    @property
+    def reads_images(self) -> bool:
+        return self.model_type in VISION_FAMILIES and self.image_processor in IMAGE_PROCESSORS
+
+    @property
+    def why_no_images(self) -> str:
+        """Why only the text of a family that reads images is served, for the log; "": there is no such
+        reason."""
+        if self.model_type not in VISION_FAMILIES or self.reads_images:
+            return ""
+        if self.image_processor:
+            return f"its image_processor_type {self.image_processor} is not supported"
+        files = "preprocessor_config.json or processor_config.json"
+        return f"its folder has no {files} that says how images are preprocessed (image_processor_type)"
 
     @property
     def stop_strings(self) -> list[str]:
@@ -152,7 +189,16 @@ class Manifest:
             is_compiled="neuron" in config,
             config_json=config,
             generation_config=generation_config,
+            processor_config=_processor_config(folder),
         )
+
+
+def _processor_config(folder: Path) -> dict[str, Any]:
+    """transformers 5 writes one file for the whole processor; earlier versions wrote one for images and one
+    for the rest."""
+    processor = read_json(folder / "processor_config.json")
+    image_processor = processor.pop("image_processor", None) or {}
+    return read_json(folder / "preprocessor_config.json") | image_processor | processor
 
 
 def _eos_ids(config: dict[str, Any]) -> list[int]:

@@ -1,4 +1,5 @@
-"""Text of clients that looks like special tokens, encoded as text (--escape-special-tokens).
+"""Text of clients that looks like special tokens, encoded as text: all of them with --escape-special-tokens,
+image tokens always.
 
 A special token never begins in an escaped text: the character that would begin it is replaced by a lone
 surrogate, which no client can send and which templates take for any other character. What then still looks
@@ -19,19 +20,26 @@ from typing import Any
 
 import tokenizers
 
+# Surrogates that stand for images in the content of a message (text/template.py). A template may move images,
+# and so join the texts around them.
+IMAGES = re.compile("([\ud800-\udbff]+)")
+
 
 class Escaping:
     """For one model's tokenizer. `tokenizer` encodes texts that `to_encodable` returned; `ids` are those of
-    the model."""
+    the model. Of the special tokens, those in `escaped_ids` are not for clients."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, special_ids: frozenset[int]):
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, special_ids: frozenset[int], escaped_ids: frozenset[int]
+    ):
         added = tokenizer.get_added_tokens_decoder()
         special = {token.content: token_id for token_id, token in added.items() if token_id in special_ids}
+        escaped = [name for name, token_id in special.items() if token_id in escaped_ids]
         self._added = re.compile(f"({_any_of([token.content for token in added.values()])})")
-        self._beginning = re.compile(f"(?={_any_of(list(special))}).", re.DOTALL)
-        self._prefixes = {name[:length] for name in special for length in range(1, len(name))}
-        self._longest = max(map(len, special), default=0)
-        beginnings = sorted({name[0] for name in special})
+        self._beginning = re.compile(f"(?={_any_of(escaped)}).", re.DOTALL)
+        self._prefixes = {name[:length] for name in escaped for length in range(1, len(name))}
+        self._longest = max(map(len, escaped), default=0)
+        beginnings = sorted({name[0] for name in escaped})
         self._surrogates = {character: chr(0xDC00 + n) for n, character in enumerate(beginnings)}
         self._characters = {ord(surrogate): character for character, surrogate in self._surrogates.items()}
         self._aliases = {name: secrets.token_hex(16) for name in special}
@@ -53,16 +61,19 @@ class Escaping:
     def escape(self, value: Any) -> Any:
         """A text, or JSON of several, in which no special token begins. Raises RecursionError."""
         if isinstance(value, str):
-            text = self._escape_whole(value)
-            for at in range(max(0, len(text) - self._longest), len(text)):  # what follows may complete it
-                if text[at:] in self._prefixes:
-                    text = text[:at] + self._surrogates[text[at]] + text[at + 1 :]
-            return text
+            return "".join(map(self._escape_text, IMAGES.split(value)))
         if isinstance(value, dict):
             return {self._escape_whole(name): self.escape(item) for name, item in value.items()}
         if isinstance(value, list):
             return [self.escape(item) for item in value]
         return value
+
+    def _escape_text(self, text: str) -> str:
+        text = self._escape_whole(text)
+        for at in range(max(0, len(text) - self._longest), len(text)):  # what follows may complete it
+            if text[at:] in self._prefixes:
+                text = text[:at] + self._surrogates[text[at]] + text[at + 1 :]
+        return text
 
     def _escape_whole(self, text: str) -> str:
         return self._beginning.sub(lambda found: self._surrogates[found[0]], text)

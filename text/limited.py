@@ -3,10 +3,11 @@ can make expensive.
 
 `SandboxedFunction` is the parent's side: a request goes to an idle child, and a child that exceeded a limit
 is replaced. It names the function as `module:maker`; `maker(*setup)` runs once in each child and returns the
-function, which takes a JSON value and returns a text, or raises `Refused`.
+function, which takes a JSON value and returns a text or bytes, or raises `Refused`.
 
 A child reads requests from its standard input until that ends, each as four bytes of length and JSON. It
-writes for each whether it was rejected (a byte), four bytes of length, and the text or the reason in UTF-8.
+writes for each whether it was rejected (a byte), four bytes of length, and the result or the reason, texts in
+UTF-8.
 """
 
 from __future__ import annotations
@@ -76,6 +77,10 @@ class SandboxedFunction:
         self._idle.append(_Child(self._arguments))
 
     def __call__(self, request: Any) -> str:
+        """The result of a function that returns a text. Raises what `call_bytes` raises."""
+        return _as_text(self.call_bytes(request))
+
+    def call_bytes(self, request: Any) -> bytes:
         """Raises Refused, LimitExceeded, and RecursionError for a request that is nested too deeply."""
         written = json.dumps(request).encode()  # raises before a child is taken
         child = self._take()
@@ -85,10 +90,10 @@ class SandboxedFunction:
             self.start()
             raise LimitExceeded(self._reasons.get(code, f"ended its process (code {code})"))
         self._idle.append(child)
-        is_refused, text = answer
+        is_refused, result = answer
         if is_refused:
-            raise Refused(text)
-        return text
+            raise Refused(_as_text(result))
+        return result
 
     def _take(self) -> _Child:
         """An idle child, or a new one."""
@@ -129,14 +134,14 @@ class _Child:
         self._close()
         return False
 
-    def ask(self, request: bytes) -> tuple[bool, str] | None:
-        """Whether the request is rejected, and the text or the reason; None: the child has ended."""
+    def ask(self, request: bytes) -> tuple[bool, bytes] | None:
+        """Whether the request is rejected, and the result or the reason; None: the child has ended."""
         unsent = memoryview(len(request).to_bytes(4, "big") + request)
         try:
             while unsent:
                 unsent = unsent[posix.write(self._requests, unsent) :]
             is_refused, length = struct.unpack(">?I", self._read(5))
-            return is_refused, self._read(length).decode("utf-8", "surrogatepass")
+            return is_refused, self._read(length)
         except (BrokenPipeError, EOFError):
             return None
 
@@ -157,6 +162,10 @@ class _Child:
     def _close(self) -> None:
         posix.close(self._requests)
         posix.close(self._answers)
+
+
+def _as_text(result: bytes) -> str:
+    return result.decode("utf-8", "surrogatepass")
 
 
 def _limit(kind: int, most: int) -> None:
@@ -184,13 +193,13 @@ def serve(requests: BinaryIO, answers: BinaryIO, maker: str, setup: str, limits:
         signal.setitimer(signal.ITIMER_PROF, cpu_s)  # SIGPROF ends it; RLIMIT_CPU counts whole seconds
         is_refused = False
         try:
-            text = function(request)
+            result = function(request)
         except Refused as error:
             is_refused = True
-            text = str(error)
+            result = str(error)
         signal.setitimer(signal.ITIMER_PROF, 0)  # reading the next request is not part of it
         signal.setitimer(signal.ITIMER_REAL, 0)
-        data = text.encode("utf-8", "surrogatepass")
+        data = result.encode("utf-8", "surrogatepass") if isinstance(result, str) else result
         answers.write(struct.pack(">?I", is_refused, len(data)) + data)
         answers.flush()
 

@@ -44,6 +44,23 @@ class TemplateError(Exception):
     """A chat that the model's template cannot write; the message is for the client."""
 
 
+# With one of the next 256 characters it stands for an image in the content of a message. No client can write
+# lone surrogates, and those of text/escaping.py are others.
+IMAGE = "\ud800"
+FIRST_IMAGE = 0xD900
+IMAGE_MARK = re.compile(f"{IMAGE}([{chr(FIRST_IMAGE)}-{chr(FIRST_IMAGE + 255)}])")
+
+
+def image_mark(number: int) -> str:
+    """What stands in the content of a message for the image with this number, below 256."""
+    return IMAGE + chr(FIRST_IMAGE + number)
+
+
+def images_of(text: str) -> list[int]:
+    """The numbers of the images in a text, in their order."""
+    return [ord(number) - FIRST_IMAGE for number in IMAGE_MARK.findall(text)]
+
+
 class ChatTemplate:
     """How a model wants its chats written: a Jinja template, and the special tokens that it may name.
 
@@ -128,6 +145,23 @@ class ChatTemplate:
             raise TemplateError(f"this model's chat template {reason}")
         return text.replace(marker, "")  # the template may have printed it before
 
+    @functools.cached_property
+    def takes_parts(self) -> bool:
+        """Whether a content has to be a list of parts: some templates of vision-language models leave out a
+        content that is a text, without an error."""
+        if "image" not in self.words:
+            return False
+        word = "Quokka"  # which no template writes by itself
+        contents = (word, [{"type": "text", "text": word}])
+        is_text_written, is_part_written = (self._writes(content, word) for content in contents)
+        return is_part_written and not is_text_written
+
+    def _writes(self, content: Any, word: str) -> bool:
+        try:
+            return word in self._run({"messages": [{"role": "user", "content": content}]})
+        except TemplateError:
+            return False
+
     def _write(
         self,
         messages: list[dict],
@@ -136,13 +170,16 @@ class ChatTemplate:
         add_generation_prompt: bool,
     ) -> str:
         chat = {
-            "messages": messages,
+            "messages": [_in_parts(message, self.takes_parts) for message in messages],
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
+        return self._run({**(options or {}), **self._special_tokens, **chat})
+
+    def _run(self, variables: dict[str, Any]) -> str:
         try:
-            return rendered([self.source, {**(options or {}), **self._special_tokens, **chat}])
+            return rendered([self.source, variables])
         except Refused as error:
             raise TemplateError(str(error)) from None
         except LimitExceeded as error:
@@ -222,6 +259,21 @@ def renderer(most_characters: int) -> Callable[[list], str]:
 
 # The template is a program; its work depends on the messages.
 rendered = SandboxedFunction("text.template:renderer", [4_000_000], cpu_s=1.0, memory_bytes=256 * 2**20)
+
+
+def _in_parts(message: dict[str, Any], takes_parts: bool) -> dict[str, Any]:
+    """The message with its content as a list of parts, where it has images or the template takes only
+    those."""
+    content = message.get("content")
+    if not isinstance(content, str) or not (takes_parts or images_of(content)):
+        return message
+    parts = []
+    for n, piece in enumerate(IMAGE_MARK.split(content)):
+        if n % 2:
+            parts.append({"type": "image"})
+        elif piece:
+            parts.append({"type": "text", "text": piece})
+    return message | {"content": parts or [{"type": "text", "text": ""}]}
 
 
 def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import math
 import re
 import string
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,10 +49,16 @@ class Tokenizer:
 
     Raises ConfigError when `tokenizer_dir` holds none that can be read. `eos_token_ids` are left out of the
     text, as are the tokens that the tokenizer calls special. With `escapes`, `escape` keeps what clients
-    write from becoming special tokens.
+    write from becoming special tokens; without, from becoming the tokens `reserved`.
     """
 
-    def __init__(self, tokenizer_dir: str | Path, eos_token_ids: Iterable[int] = (), escapes: bool = False):
+    def __init__(
+        self,
+        tokenizer_dir: str | Path,
+        eos_token_ids: Iterable[int] = (),
+        escapes: bool = False,
+        reserved: Collection[int] = (),
+    ):
         self._tokenizer = _read(Path(tokenizer_dir) / "tokenizer.json")
         # Both return None for what the vocabulary does not have.
         self.id_to_token = self._tokenizer.id_to_token
@@ -60,7 +66,11 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         special = (token_id for token_id, token in added.items() if token.special)
         self.special_ids = frozenset([*special, *eos_token_ids])
-        self._escaping = Escaping(self._tokenizer, self.special_ids) if escapes else None
+        special_ids = self.special_ids.union(reserved)
+        escaped_ids = special_ids if escapes else frozenset(reserved)
+        self._escaping = None
+        if escapes or escaped_ids:
+            self._escaping = Escaping(self._tokenizer, special_ids, escaped_ids)
         kinds = _decoder_kinds(self._tokenizer)
         # A token is a run of bytes, and nothing else changes the text.
         self.is_byte_level = kinds == ["ByteLevel"]

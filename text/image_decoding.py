@@ -1,0 +1,78 @@
+"""The child process that decodes the images of clients with Pillow and cuts them into tiles (images.py has
+the other end)."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+from PIL import GifImagePlugin, Image, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+
+from manifest import Manifest
+from text.image_layouts import read_layout
+from text.limited import Refused
+
+# By content, whatever the client calls it; Pillow has decoders for many more.
+DECODERS = (
+    PngImagePlugin.PngImageFile,
+    JpegImagePlugin.JpegImageFile,
+    WebPImagePlugin.WebPImageFile,
+    GifImagePlugin.GifImageFile,
+)
+FORMATS = [decoder.format for decoder in DECODERS]
+MAX_PIXELS = 50_000_000
+MAX_RATIO = 200  # of the longer side to the shorter
+# Pillow refuses images of more than twice as many pixels, as soon as it has read the size.
+Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2
+
+
+def preprocessor(model_dir: str, overrides: dict[str, Any]) -> Callable[[list], bytes]:
+    """What the child does with [a file in base64, further overrides]: a line of JSON with text, tokens, shape
+    and canvas (`PreprocessedImage` has them), and the pixels. Raises Refused."""
+    manifest = Manifest.read(model_dir)
+
+    def preprocess(request: list) -> bytes:
+        data, further = request
+        image = decode(base64.b64decode(data))
+        made = read_layout(manifest, overrides | further)(image)
+        width, height = made.tiles[0].size
+        about = [made.text, made.tokens, (len(made.tiles), height, width), made.canvas]
+        return b"\n".join([json.dumps(about).encode(), b"".join(tile.tobytes() for tile in made.tiles)])
+
+    return preprocess
+
+
+def decode(data: bytes) -> Image.Image:
+    """An image as people see it: its first frame, upright, in RGB. Raises Refused."""
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)  # reads the header
+        if max(image.size) > MAX_RATIO * min(image.size):
+            width, height = image.size
+            raise Refused(f"has {width} x {height} pixels; a side may be at most {MAX_RATIO} times the other")
+        image.load()
+        ImageOps.exif_transpose(image, in_place=True)
+        return _in_rgb(image)
+    except (Refused, MemoryError):
+        raise
+    except Image.DecompressionBombError:
+        raise Refused(f"has more than {MAX_PIXELS:,} pixels") from None
+    except Image.UnidentifiedImageError:
+        raise Refused("is not a PNG, JPEG, WebP or GIF image") from None
+    except Exception:  # a damaged file makes decoders fail in every way
+        raise Refused("cannot be decoded: the file is damaged or truncated") from None
+
+
+def _in_rgb(image: Image.Image) -> Image.Image:
+    if (
+        image.has_transparency_data
+    ):  # on white, as viewers show it; `convert` would show the colours behind it
+        image = image.convert("RGBA")
+        background = Image.new("RGB", image.size, "white")
+        background.paste(image, mask=image)
+        return background
+    if image.mode.startswith("I"):  # 16 bits of grey, which `convert` would clip to white
+        image = image.convert("I").point(lambda grey: grey * (1 / 257) + 0.5).convert("L")
+    return image if image.mode == "RGB" else image.convert("RGB")

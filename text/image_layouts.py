@@ -1,0 +1,310 @@
+"""How the images of each vision-language family become tiles for its vision tower, and the text that stands
+for them in a prompt.
+
+An image layout is a row of LAYOUTS. The tiles equal those of transformers' image processors for Pillow to the
+byte. Layouts call methods of Pillow's images, but this file does not import Pillow: API server processes
+import it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from manifest import Manifest, whole
+from run import ConfigError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+BICUBIC = 3  # the number of a resampling filter in preprocessor files
+
+
+class Tiles(NamedTuple):
+    """An image as the model reads it."""
+
+    tiles: list[Image]  # RGB, all of one size
+    tokens: int  # how many image tokens are in the text
+    text: str  # what stands in the prompt in the place of the placeholder
+    # Of `AnyResolution`: rows and columns of the grid of patches, the rows of padding above and below, the
+    # columns on the left and right, and the rows and columns that the rest is scaled down to (0: not scaled).
+    canvas: tuple[int, ...] = ()
+
+
+class Facts(dict):
+    """The fields of a model's preprocessor files and configuration."""
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """A positive whole number, which may stand in an object: {"height": 384, "width": 384}. Raises
+        ConfigError."""
+        value = self.get(name)
+        if isinstance(value, dict) and len(edges := set(value.values()) - {None}) == 1:
+            value = edges.pop()
+        number = default if value is None else whole(value)
+        if number is None or number < 1:
+            example = f'a positive whole number, or an object such as {{"longest_edge": {default or 1024}}}'
+            raise ConfigError(f"preprocessor_config.json: `{name}` must be {example}; given: {value!r}")
+        return number
+
+
+class Layout:
+    """What all layouts share. Raises ConfigError where the facts lack what it needs."""
+
+    image_token = "<image>"
+    resample = BICUBIC
+    options: ClassVar[tuple[str, ...]] = ()  # the fields that --mm-processor-kwargs may set
+    one_tile: ClassVar[dict[str, Any]] = {}  # values of these for `detail: "low"`
+
+    def __init__(self, facts: Facts):
+        self.token = str(facts.get("image_token") or self.image_token)
+        self._filter = facts.number("resample", self.resample)
+
+    def __call__(self, image: Image) -> Tiles:
+        """image: RGB, upright."""
+        raise NotImplementedError
+
+    def _resized(self, image: Image, width: int, height: int) -> Image:
+        return image if image.size == (width, height) else image.resize((width, height), self._filter)
+
+
+class Square(Layout):
+    """LLaVA with SigLIP: the image is one tile, whatever its form."""
+
+    def __init__(self, facts: Facts):
+        super().__init__(facts)
+        self._side = facts.number("size")
+        self._tokens = (self._side // facts.number("patch_size")) ** 2
+
+    def __call__(self, image: Image) -> Tiles:
+        return Tiles([self._resized(image, self._side, self._side)], self._tokens, self.token * self._tokens)
+
+
+class CenterCrop(Layout):
+    """LLaVA-1.5: one tile out of the middle of the image, whose short side is scaled to `size`."""
+
+    def __init__(self, facts: Facts):
+        super().__init__(facts)
+        self._edge = facts.number("size")
+        self._side = facts.number("crop_size")
+        self._tokens = (self._side // facts.number("patch_size")) ** 2
+
+    def __call__(self, image: Image) -> Tiles:
+        long = int(self._edge * max(image.size) / min(image.size))
+        width, height = (self._edge, long) if image.width <= image.height else (long, self._edge)
+        left = (width - self._side) // 2
+        top = (height - self._side) // 2
+        box = (left, top, left + self._side, top + self._side)
+        return Tiles([self._resized(image, width, height).crop(box)], self._tokens, self.token * self._tokens)
+
+
+class AnyResolution(Layout):
+    """LLaVA-NeXT, Granite Vision, LLaVA-OneVision: the whole image, and the tiles of the canvas that fits it
+    best."""
+
+    options = ("image_grid_pinpoints",)
+
+    def __init__(self, facts: Facts):
+        super().__init__(facts)
+        self._side = facts.number("size")
+        self._patches = self._side // facts.number("patch_size")  # along a side of a tile
+        self._canvases = _sizes(facts.get("image_grid_pinpoints"), self._side)
+        # A larger grid of patches is scaled down: "anyres_max_9" allows as many as nine tiles have.
+        limit = re.fullmatch(r"anyres_max_(\d+)", str(facts.get("vision_aspect_ratio")))
+        self._max_patches = int(limit[1]) * self._patches**2 if limit else math.inf
+
+    def __call__(self, image: Image) -> Tiles:
+        height, width = self._best_canvas(image)
+        if width / image.width < height / image.height:
+            new_width = width
+            new_height = min(math.ceil(image.height * (width / image.width)), height)
+        else:
+            new_width = min(math.ceil(image.width * (height / image.height)), width)
+            new_height = height
+        left = (width - new_width) // 2
+        top = (height - new_height) // 2
+        # What is outside of the image is black.
+        canvas = self._resized(image, new_width, new_height).crop((-left, -top, width - left, height - top))
+        tiles = [self._resized(image, self._side, self._side), *_cut(canvas, self._side)]
+        packing = self._packing(image, height, width)
+        rows, columns, above, left, new_rows, new_columns = packing
+        if not new_rows:
+            new_rows, new_columns = rows - 2 * above, columns - 2 * left
+        tokens = self._patches**2 + new_rows * (new_columns + 1)  # each row ends with a newline's embedding
+        return Tiles(tiles, tokens, self.token * tokens, packing)
+
+    def _best_canvas(self, image: Image) -> tuple[int, int]:
+        """Height and width of the canvas that keeps most of the image's pixels; of equal ones the
+        smallest."""
+
+        def fit(size: tuple[int, int]) -> tuple[int, int]:
+            height, width = size
+            scale = min(width / image.width, height / image.height)
+            scaled = int(image.width * scale) * int(image.height * scale)
+            kept = min(scaled, image.width * image.height)
+            return kept, kept - width * height
+
+        return max(self._canvases, key=fit)
+
+    def _packing(self, image: Image, height: int, width: int) -> tuple[int, ...]:
+        """`Tiles.canvas`. The rounding is that of transformers' models."""
+        rows = self._patches * (height // self._side)
+        columns = self._patches * (width // self._side)
+        above = left = new_rows = new_columns = 0
+        if image.width / image.height > columns / rows:
+            above = (rows - int(round(image.height * (columns / image.width), 7))) // 2
+        else:
+            left = (columns - int(round(image.width * (rows / image.height), 7))) // 2
+        kept = (rows - 2 * above, columns - 2 * left)
+        ratio = math.sqrt(kept[0] * kept[1] / self._max_patches)
+        if ratio > 1.1:
+            new_rows, new_columns = int(kept[0] // ratio), int(kept[1] // ratio)
+        return rows, columns, above, left, new_rows, new_columns
+
+
+class RowsAndColumns(Layout):
+    """Idefics3, SmolVLM: the long side is scaled to `size`, also up; tiles with the names of their places,
+    and the whole image."""
+
+    resample = 1  # Lanczos
+    options = ("size", "do_image_splitting")
+    one_tile: ClassVar = {"do_image_splitting": False}
+
+    def __init__(self, facts: Facts):
+        super().__init__(facts)
+        self._longest = facts.number("size")
+        self._side = facts.number("max_image_size")
+        self._is_split = facts.get("do_image_splitting") is not False
+        self._tokens = facts.number("image_seq_len", 169)
+
+    def __call__(self, image: Image) -> Tiles:
+        width, height = _scaled(image, self._longest)
+        image = self._resized(image, max(width + width % 2, 1), max(height + height % 2, 1))
+        tiles = []
+        if self._is_split:
+            longest = math.ceil(max(image.size) / self._side) * self._side
+            width, height = (math.ceil(edge / self._side) * self._side for edge in _scaled(image, longest))
+            image = self._resized(image, width, height)
+            tiles = _cut(image, self._side)
+        if len(tiles) < 2:
+            tiles = []
+        columns = image.width // self._side
+        text = ""
+        for n in range(len(tiles)):
+            place = f"row_{n // columns + 1}_col_{n % columns + 1}"
+            text += self._tile(place) + "\n" * (n % columns == columns - 1)
+        if tiles:
+            text += "\n"
+        tiles.append(self._resized(image, self._side, self._side))
+        text += self._tile("global-img") + "<fake_token_around_image>"
+        return Tiles(tiles, self._tokens * len(tiles), text)
+
+    def _tile(self, name: str) -> str:
+        return f"<fake_token_around_image><{name}>{self.token * self._tokens}"
+
+
+class Lines(Layout):
+    """Pixtral, Mistral Small 3: one tile in the form of the image, with a token at the end of each line."""
+
+    image_token = "[IMG]"
+    options = ("size",)
+
+    def __init__(self, facts: Facts):
+        super().__init__(facts)
+        self._longest = facts.number("size")
+        self._patch = facts.number("patch_size") * facts.number("spatial_merge_size", 1)
+        self._break = str(facts.get("image_break_token") or "[IMG_BREAK]")
+        self._end = str(facts.get("image_end_token") or "[IMG_END]")
+
+    def __call__(self, image: Image) -> Tiles:
+        ratio = max(1, image.height / self._longest, image.width / self._longest)
+        columns = math.ceil(int(image.width / ratio) / self._patch) or 1
+        rows = math.ceil(int(image.height / ratio) / self._patch) or 1
+        tile = self._resized(image, columns * self._patch, rows * self._patch)
+        text = self._break.join([self.token * columns] * rows) + self._end
+        return Tiles([tile], rows * columns, text)
+
+
+class Grid(Layout):
+    """InternVL: the grid of at most `max_patches` tiles whose form is nearest to that of the image, and the
+    whole image where there are several."""
+
+    image_token = "<IMG_CONTEXT>"
+    options = ("min_patches", "max_patches")
+    one_tile: ClassVar = {"min_patches": 1, "max_patches": 1}
+
+    def __init__(self, facts: Facts):
+        super().__init__(facts)
+        self._side = facts.number("size")
+        least = facts.number("min_patches", 1)
+        most = facts.number("max_patches", 12)
+        self._tokens = facts.number("image_seq_length", 256)
+        edges = range(1, most + 1)
+        grids = [(columns, rows) for columns in edges for rows in edges if least <= columns * rows <= most]
+        self._grids = sorted(grids, key=math.prod)  # the order decides between equally near ones
+
+    def __call__(self, image: Image) -> Tiles:
+        columns, rows = self._nearest(image)
+        tiles = _cut(self._resized(image, columns * self._side, rows * self._side), self._side)
+        if len(tiles) > 1:
+            tiles.append(self._resized(image, self._side, self._side))
+        tokens = self._tokens * len(tiles)
+        return Tiles(tiles, tokens, f"<img>{self.token * tokens}</img>")
+
+    def _nearest(self, image: Image) -> tuple[int, int]:
+        best = (1, 1)
+        least = math.inf
+        for columns, rows in self._grids:
+            difference = abs(image.width / image.height - columns / rows)
+            is_filled = image.width * image.height > 0.5 * self._side**2 * columns * rows
+            if difference < least or (difference == least and is_filled):
+                best = (columns, rows)
+                least = difference
+        return best
+
+
+# By the `image_processor_type` of a model's preprocessor file, without "Fast".
+LAYOUTS: dict[str, type[Layout]] = {
+    "CLIPImageProcessor": CenterCrop,
+    "SiglipImageProcessor": Square,
+    "LlavaNextImageProcessor": AnyResolution,
+    "LlavaOnevisionImageProcessor": AnyResolution,
+    "Idefics3ImageProcessor": RowsAndColumns,
+    "SmolVLMImageProcessor": RowsAndColumns,
+    "PixtralImageProcessor": Lines,
+    "GotOcr2ImageProcessor": Grid,
+}
+
+
+def read_layout(manifest: Manifest, overrides: dict[str, Any]) -> Layout:
+    """The layout of a model that reads images; `overrides` take the place of its preprocessor file's fields.
+    Raises ConfigError."""
+    vision_config = manifest.config_json.get("vision_config") or {}
+    facts = {**vision_config, **manifest.config_json, **manifest.processor_config, **overrides}
+    return LAYOUTS[manifest.image_processor](Facts(facts))
+
+
+def _cut(image: Image, side: int) -> list[Image]:
+    """Row by row."""
+    corners = [(x, y) for y in range(0, image.height, side) for x in range(0, image.width, side)]
+    return [image.crop((x, y, x + side, y + side)) for x, y in corners]
+
+
+def _scaled(image: Image, longest: int) -> tuple[int, int]:
+    """Width and height with a long side of `longest`."""
+    ratio = image.width / image.height
+    return (longest, int(longest / ratio)) if ratio >= 1 else (int(longest * ratio), longest)
+
+
+def _sizes(given: Any, side: int) -> list[tuple[int, int]]:
+    """Pairs of height and width. Raises ConfigError."""
+    pairs = given if isinstance(given, list) else []
+    sizes = [tuple(map(whole, pair)) for pair in pairs if isinstance(pair, list) and len(pair) == 2]
+    if (
+        not sizes
+        or len(sizes) < len(pairs)
+        or any(not edge or edge % side for size in sizes for edge in size)
+    ):
+        detail = f"must be a list of pairs [height, width] of multiples of {side}"
+        raise ConfigError(f"preprocessor_config.json: `image_grid_pinpoints` {detail}")
+    return sizes

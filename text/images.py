@@ -1,0 +1,80 @@
+"""The images of clients become pixels for the model's vision tower, and text that stands for them in prompts.
+
+Clients can make decoding expensive, and decoders have had security holes: a child process with limits on time
+and memory does it (limited.py, image_decoding.py). This process does not import Pillow.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import secrets
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from manifest import Manifest
+from run import ConfigError
+from text.image_layouts import read_layout
+from text.limited import SandboxedFunction
+
+CPU_S = 5.0  # for one image; 12 megapixels take half a second
+MEMORY_BYTES = 768 * 2**20  # the largest image takes three copies of 200 MB
+KEY_BITS = 46
+# All API server processes give a file the same key, so this is made before they are forked. With it, no client
+# can search for a file that has the key of another one.
+SECRET = secrets.token_bytes(16)
+
+
+class PreprocessedImage(NamedTuple):
+    text: str  # what stands in a prompt in the place of the placeholder
+    tokens: int  # how many image tokens are in it
+    shape: tuple[int, int, int]  # tiles; height and width of each in pixels
+    canvas: tuple[int, ...]  # of Tiles in image_layouts.py
+    pixels: bytes  # uint8 RGB [tiles, height, width, 3]
+    key: int  # KEY_BITS of a hash of the file and of how it is preprocessed
+
+
+class ImagePreprocessor:
+    """How the served model reads images. Safe to share between threads; each has a child for itself."""
+
+    def __init__(self, model_dir: Path, manifest: Manifest, overrides: dict[str, Any]):
+        layout = read_layout(manifest, overrides)
+        if unknown := overrides.keys() - layout.options:
+            known = f"for this model: {', '.join(layout.options) or 'none'}"
+            raise ConfigError(f"--mm-processor-kwargs: {min(unknown)} is not a supported field; {known}")
+        self.token = layout.token  # the text of an image token
+        self.placeholder = layout.token  # what the chat template writes for an image
+        config = manifest.config_json
+        self.token_id = config.get("image_token_id", config.get("image_token_index"))
+        self._one_tile = layout.one_tile
+        self._overrides = overrides
+        setup = [str(model_dir), overrides]
+        self._preprocess = SandboxedFunction(
+            "text.image_decoding:preprocessor", setup, cpu_s=CPU_S, memory_bytes=MEMORY_BYTES
+        )
+        self._preprocess.start()
+
+    @classmethod
+    def load(cls, model_dir: str | Path, overrides: dict[str, Any] | None = None) -> ImagePreprocessor:
+        """For a model folder whose manifest says that it reads images. `overrides` take the place of fields
+        of its preprocessor_config.json. Raises ConfigError."""
+        return cls(Path(model_dir), Manifest.read(model_dir), overrides or {})
+
+    def __call__(self, data: bytes, low_detail: bool = False) -> PreprocessedImage:
+        """data: a file. low_detail: one tile, where the family can. Raises Refused and LimitExceeded, whose
+        texts follow on the name of the image."""
+        options = self._one_tile if low_detail else {}
+        answer = self._preprocess.call_bytes([base64.b64encode(data).decode(), options])
+        about, _newline, pixels = answer.partition(b"\n")
+        text, tokens, shape, canvas = json.loads(about)
+        key = hashlib.blake2b(data, key=SECRET, digest_size=8)
+        key.update(json.dumps([self._overrides, options]).encode())
+        return PreprocessedImage(
+            text=text,
+            tokens=tokens,
+            shape=tuple(shape),
+            canvas=tuple(canvas),
+            pixels=pixels,
+            key=int.from_bytes(key.digest(), "big") >> (64 - KEY_BITS),
+        )
