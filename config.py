@@ -86,6 +86,8 @@ THINK_PARSERS = (
     "qwen3",
     "step3",
 )
+# The `options` of LAYOUTS in text/image_layouts.py (tested).
+MM_PROCESSOR_FIELDS = ("size", "do_image_splitting", "min_patches", "max_patches", "image_grid_pinpoints")
 MAX_COUNT = 10**9  # of a setting that is a whole number
 MAX_NUMBER = 10**6  # of any other
 MAX_TOP_TOKENS = 10_000  # of `max_top_n_tokens`
@@ -267,13 +269,17 @@ def _collector(value: str) -> str:
     return value.rstrip("/").removesuffix("/v1/traces") + "/v1/traces"
 
 
-def _template_options(value: str) -> str:
+def _json_object(value: str, names: Sequence[str] | None = None) -> str:
+    """names: the members that it may have; None: any."""
     try:
-        options = json.loads(value)
+        members = json.loads(value)
     except ValueError:
-        options = None
-    if not isinstance(options, dict):
+        members = None
+    if not isinstance(members, dict):
         raise ValueError("must be a JSON object")
+    for name in members:
+        if names is not None and name not in names:
+            raise ValueError(f"{name!r} is not a supported field; supported: {', '.join(names)}")
     return value
 
 
@@ -367,7 +373,16 @@ class Config:
         "CHAT_TEMPLATE_KWARGS",
         'Variables for the chat template, as a JSON object, such as {"enable_thinking": false}. Those of a '
         "request take precedence.",
-        parse=_template_options,
+        parse=_json_object,
+    )
+    mm_processor_kwargs: str | None = setting(
+        None,
+        "MM_PROCESSOR_KWARGS",
+        "Fields of the model's preprocessor_config.json to override, as a JSON object, such as "
+        '{"size": {"longest_edge": 1024}} for fewer tokens of an image. Supported are size and '
+        "do_image_splitting (Idefics3, SmolVLM), size (Pixtral, Mistral Small 3), min_patches and "
+        "max_patches (InternVL), image_grid_pinpoints (LLaVA-NeXT, LLaVA-OneVision).",
+        parse=functools.partial(_json_object, names=MM_PROCESSOR_FIELDS),
     )
     escape_special_tokens: bool = setting(
         False,
@@ -735,6 +750,10 @@ class Config:
     @property
     def template_options(self) -> dict[str, Any]:
         return json.loads(self.chat_template_kwargs) if self.chat_template_kwargs else {}
+
+    @property
+    def mm_processor_options(self) -> dict[str, Any]:
+        return json.loads(self.mm_processor_kwargs) if self.mm_processor_kwargs else {}
 
     @property
     def adapter_id(self) -> str | None:

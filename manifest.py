@@ -88,6 +88,12 @@ class Manifest:
         return given.removesuffix("Fast").removesuffix("Pil")
 
     @property
+    def image_token_id(self) -> int | None:
+        """The token that stands in a prompt for each embedding of an image."""
+        config = self.config_json
+        return whole(config.get("image_token_id", config.get("image_token_index")))
+
+    @property
     def reads_images(self) -> bool:
         return self.model_type in VISION_FAMILIES and self.image_processor in IMAGE_PROCESSORS
 
@@ -198,7 +204,8 @@ def _processor_config(folder: Path) -> dict[str, Any]:
     for the rest."""
     processor = read_json(folder / "processor_config.json")
     image_processor = processor.pop("image_processor", None) or {}
-    return read_json(folder / "preprocessor_config.json") | image_processor | processor
+    fields = read_json(folder / "preprocessor_config.json") | image_processor | processor
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _eos_ids(config: dict[str, Any]) -> list[int]:

@@ -77,9 +77,8 @@ def check_tokenizer(config: Config, folder: Path, scratch: Path) -> TokenizerFac
     """Finds or converts the tokenizer of a model, and has `text/tokenizer.py` try it out. Raises
     ConfigError."""
     tokenizer_dir = tokenizer_folder(config, folder, scratch)
-    arguments = ["text.tokenizer", str(folder), str(tokenizer_dir)]
-    if config.tokenizer_config_path:
-        arguments.append(config.tokenizer_config_path)
+    settings = [config.tokenizer_config_path or "", config.mm_processor_kwargs or "{}"]
+    arguments = ["text.tokenizer", str(folder), str(tokenizer_dir), *settings]
     return TokenizerFacts(tokenizer_dir, **json.loads(_output(arguments, "")))
 
 

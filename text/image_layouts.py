@@ -18,6 +18,7 @@ from run import ConfigError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+SOURCES = "preprocessor_config.json or --mm-processor-kwargs"
 BICUBIC = 3  # the number of a resampling filter in preprocessor files
 
 
@@ -44,7 +45,7 @@ class Facts(dict):
         number = default if value is None else whole(value)
         if number is None or number < 1:
             example = f'a positive whole number, or an object such as {{"longest_edge": {default or 1024}}}'
-            raise ConfigError(f"preprocessor_config.json: `{name}` must be {example}; given: {value!r}")
+            raise ConfigError(f"{SOURCES}: `{name}` must be {example}; given: {value!r}")
         return number
 
 
@@ -279,9 +280,13 @@ LAYOUTS: dict[str, type[Layout]] = {
 def read_layout(manifest: Manifest, overrides: dict[str, Any]) -> Layout:
     """The layout of a model that reads images; `overrides` take the place of its preprocessor file's fields.
     Raises ConfigError."""
+    layout = LAYOUTS[manifest.image_processor]
+    if unknown := overrides.keys() - layout.options:
+        supported = f"the fields that this model supports: {', '.join(layout.options) or 'none'}"
+        raise ConfigError(f"--mm-processor-kwargs (MM_PROCESSOR_KWARGS): {min(unknown)}; {supported}")
     vision_config = manifest.config_json.get("vision_config") or {}
     facts = {**vision_config, **manifest.config_json, **manifest.processor_config, **overrides}
-    return LAYOUTS[manifest.image_processor](Facts(facts))
+    return layout(Facts(facts))
 
 
 def _cut(image: Image, side: int) -> list[Image]:
@@ -306,5 +311,5 @@ def _sizes(given: Any, side: int) -> list[tuple[int, int]]:
         or any(not edge or edge % side for size in sizes for edge in size)
     ):
         detail = f"must be a list of pairs [height, width] of multiples of {side}"
-        raise ConfigError(f"preprocessor_config.json: `image_grid_pinpoints` {detail}")
+        raise ConfigError(f"{SOURCES}: `image_grid_pinpoints` {detail}")
     return sizes

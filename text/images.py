@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from manifest import Manifest
-from run import ConfigError
 from text.image_layouts import read_layout
 from text.limited import SandboxedFunction
 
 CPU_S = 5.0  # for one image; 12 megapixels take half a second
 MEMORY_BYTES = 768 * 2**20  # the largest image takes three copies of 200 MB
 KEY_BITS = 46
-# All API server processes give a file the same key, so this is made before they are forked. With it, no client
-# can search for a file that has the key of another one.
+# All API server processes give a file the same key, so this is made before they are forked. With it, no
+# client can search for a file that has the key of another one.
 SECRET = secrets.token_bytes(16)
 
 
@@ -40,13 +39,9 @@ class ImagePreprocessor:
 
     def __init__(self, model_dir: Path, manifest: Manifest, overrides: dict[str, Any]):
         layout = read_layout(manifest, overrides)
-        if unknown := overrides.keys() - layout.options:
-            known = f"for this model: {', '.join(layout.options) or 'none'}"
-            raise ConfigError(f"--mm-processor-kwargs: {min(unknown)} is not a supported field; {known}")
         self.token = layout.token  # the text of an image token
         self.placeholder = layout.token  # what the chat template writes for an image
-        config = manifest.config_json
-        self.token_id = config.get("image_token_id", config.get("image_token_index"))
+        self.token_id = manifest.image_token_id
         self._one_tile = layout.one_tile
         self._overrides = overrides
         setup = [str(model_dir), overrides]

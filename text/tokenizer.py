@@ -4,7 +4,7 @@ in stream.py.
 Rests on the bare `tokenizers.Tokenizer`, which many threads may share because nothing here changes it after
 loading.
 
-    python -m text.tokenizer MODEL_FOLDER TOKENIZER_FOLDER [TOKENIZER_CONFIG]
+    python -m text.tokenizer MODEL_FOLDER TOKENIZER_FOLDER [TOKENIZER_CONFIG [MM_PROCESSOR_KWARGS]]
 
 runs at startup, in a process of its own, and prints what the worker needs of a tokenizer that it does not
 load: the EOS ids that the model's files name, and the largest id of ordinary text. A file that cannot be read
@@ -27,9 +27,10 @@ from typing import Any, TypeVar
 
 import tokenizers
 
-from manifest import read_json
+from manifest import Manifest, read_json
 from run import ConfigError
 from text.escaping import Escaping, utf8_bytes
+from text.image_layouts import read_layout
 from text.template import ChatTemplate
 
 # End-of-turn tokens that some chat checkpoints leave out of their list of EOS ids, so that their outputs
@@ -215,16 +216,23 @@ def _no_panic() -> Iterator[None]:
         raise ValueError("the tokenizer cannot process this text") from None
 
 
-def check(folder: Path, tokenizer_dir: Path, tokenizer_config_path: str | None = None) -> dict[str, Any]:
+def check(
+    folder: Path,
+    tokenizer_dir: Path,
+    tokenizer_config_path: str | None = None,
+    mm_processor_kwargs: str | None = None,
+) -> dict[str, Any]:
     """The EOS ids that the files of a model's tokenizer name, and the largest id of ordinary text
     (TokenizerFacts).
 
-    Raises ConfigError for a tokenizer that does not work, and for files of a chat template that cannot be
-    read.
+    Raises ConfigError for a tokenizer that does not work, for files of a chat template that cannot be read
+    and, with `mm_processor_kwargs`, for an image processor that does not fit.
     """
     ChatTemplate.load(folder, tokenizer_config_path)
     tokenizer = Tokenizer(tokenizer_dir)
     path = tokenizer_dir / "tokenizer.json"
+    if mm_processor_kwargs:
+        _check_images(folder, tokenizer, json.loads(mm_processor_kwargs))
     try:
         ids = tokenizer.encode(string.printable)
     except ValueError as error:
@@ -240,6 +248,20 @@ def check(folder: Path, tokenizer_dir: Path, tokenizer_config_path: str | None =
         if token_id is not None and (name == eos or token_id in tokenizer.special_ids):
             eos_ids.append(token_id)
     return {"eos_token_ids": eos_ids, "largest_id": max(ids)}
+
+
+def _check_images(folder: Path, tokenizer: Tokenizer, overrides: dict[str, Any]) -> None:
+    manifest = Manifest.read(folder)
+    if manifest.reads_images:
+        token = read_layout(manifest, overrides).token
+        token_id = tokenizer.token_to_id(token)
+        if token_id is None or token_id != manifest.image_token_id:
+            tokens = f"{manifest.image_token_id} in config.json and {token_id} in tokenizer.json"
+            raise ConfigError(f"{folder}: the image token {token} is {tokens}")
+    elif overrides:
+        raise ConfigError(
+            "--mm-processor-kwargs (MM_PROCESSOR_KWARGS): this model reads no images; leave it out"
+        )
 
 
 if __name__ == "__main__":
