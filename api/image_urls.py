@@ -1,20 +1,40 @@
 """Images by URL: decodes `data:` URLs, and fetches http and https URLs of the hosts that the operator names.
 
-Raises ImageUrlErrors, whose messages follow the name of a field; does not decode images. Runs in greenlets:
-its sockets are gevent's.
+Raises ImageUrlErrors, whose messages follow the name of a field; does not decode images. Fetches run in
+greenlets: the sockets are gevent's.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Sequence
+import contextlib
+import functools
+import http.client
+import io
+import ipaddress
+import string
+from collections.abc import Container
+from typing import NamedTuple
+from urllib.parse import quote, urljoin, urlsplit
 
-MAX_BYTES = 20_000_000  # of an image file
+import gevent
+from gevent import socket, ssl
+from gevent.lock import BoundedSemaphore
+
+MAX_BYTES = 20_000_000  # of an image file, and of what a server sends for it
+MAX_SECONDS = 10.0  # for a URL, with its redirects
+CONNECT_SECONDS = 3.0  # to one address: a host may have others
+MAX_REDIRECTS = 3
+PORTS = {"http": 80, "https": 443}
+PIECE = 65_536  # bytes
+YIELD_S = 1e-6  # sleep(0) lets other greenlets run, but does not look for input each time
+UNICAST = ipaddress.ip_network("2000::/3")
+FETCHES = BoundedSemaphore(8)  # at a time, in an API server process: each may hold MAX_BYTES
 
 
 class ImageUrlError(Exception):
-    """The URL is rejected, or its image cannot be had; the message says why, as in "has no base64 data"."""
+    """The URL is rejected, or its image cannot be had; the message says why, as in "has no data"."""
 
 
 def read_data_url(url: str) -> bytes:
@@ -28,7 +48,7 @@ def read_data_url(url: str) -> bytes:
 def read_base64(data: str) -> bytes:
     """The file whose base64 (RFC 4648, section 4) is `data`."""
     if len(data) * 3 // 4 > MAX_BYTES + 2:
-        raise too_large()
+        raise _too_large()
     try:
         file = base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):  # ValueError: characters that are not ASCII
@@ -37,14 +57,177 @@ def read_base64(data: str) -> bytes:
     if not file:
         raise ImageUrlError("has no data")
     if len(file) > MAX_BYTES:
-        raise too_large()
+        raise _too_large()
     return file
 
 
-def fetch_image(url: str, domains: Sequence[str]) -> bytes:
-    """The file that an http or https URL of one of `domains` leads to."""
-    raise ImageUrlError("names a host that this server does not fetch images from (--allowed-media-domains)")
+def fetch_image(url: str, domains: Container[str]) -> bytes:
+    """The file that an http or https URL leads to.
+
+    `domains` is what the operator allows (`--allowed-media-domains`): hosts, with a port where it is not the
+    scheme's. All addresses of a host must be public, or be in `domains` themselves.
+    """
+    too_slow = ImageUrlError(f"takes longer than {MAX_SECONDS:g} s to fetch")
+    with gevent.Timeout(MAX_SECONDS, too_slow), FETCHES:
+        for _ in range(1 + MAX_REDIRECTS):
+            place = _Place.of(url)
+            if not place.is_in(domains):
+                raise ImageUrlError(
+                    f"names the host {place.authority[:100]}, from which this server does not fetch images "
+                    "(--allowed-media-domains); send the image as a `data:` URL"
+                )
+            with contextlib.closing(_connect(place, domains)) as sock:
+                file, url = _get(place, sock)
+            if file is not None:
+                return file
+    raise ImageUrlError(f"redirects more than {MAX_REDIRECTS} times")
 
 
-def too_large() -> ImageUrlError:
+class _Place(NamedTuple):
+    """What a URL names. A host is a name, or an address without brackets."""
+
+    url: str
+    scheme: str
+    host: str
+    port: int
+    target: str  # path and query
+
+    @classmethod
+    def of(cls, url: str) -> _Place:
+        # So nothing in it ends a line, and a host that is not ASCII has percent signs, as no allowed one has.
+        url = quote(url, safe=string.punctuation, errors="replace")
+        try:
+            parts = urlsplit(url)
+            port = PORTS.get(parts.scheme) if parts.port is None else parts.port
+            host = parts.hostname
+        except ValueError:
+            raise ImageUrlError("is not a valid URL") from None
+        if parts.scheme not in PORTS or not host:
+            raise ImageUrlError("must be an http, https or `data:` URL")
+        if "@" in parts.netloc:
+            raise ImageUrlError("must have no user name or password in it")
+        query = f"?{parts.query}" if parts.query else ""
+        return cls(url, parts.scheme, host, port, (parts.path or "/") + query)
+
+    @property
+    def authority(self) -> str:
+        """The host as the operator writes it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == PORTS[self.scheme] else f"{host}:{self.port}"
+
+    def is_in(self, domains: Container[str]) -> bool:
+        return self.authority in domains
+
+
+def _connect(place: _Place, domains: Container[str]) -> socket.socket:
+    """Connects to one of the addresses that were checked: another look-up might give others."""
+    try:
+        found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        raise ImageUrlError("names a host that is not found") from None
+    addresses = list(dict.fromkeys(ipaddress.ip_address(address[0]) for *_, address in found))
+    for address in addresses:
+        if not (_is_public(address) or place._replace(host=str(address)).is_in(domains)):
+            raise ImageUrlError("leads to an address that is not public")
+    for address in addresses:
+        with contextlib.suppress(OSError):
+            return _open(place, str(address))
+    raise ImageUrlError("names a host that cannot be reached")
+
+
+def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    if address.version == 4:
+        return address.is_global and not address.is_multicast
+    embeds_ipv4 = address.sixtofour or address.teredo  # a mapped one is not in UNICAST
+    return address.is_global and address in UNICAST and not embeds_ipv4
+
+
+def _open(place: _Place, address: str) -> socket.socket:
+    """Raises OSError."""
+    sock = socket.create_connection((address, place.port), CONNECT_SECONDS)
+    sock.settimeout(None)  # MAX_SECONDS are for all of it
+    try:
+        if place.scheme == "https":
+            sock = _tls().wrap_socket(sock, server_hostname=place.host, do_handshake_on_connect=False)
+            sock.do_handshake()  # by itself, so that a timeout closes the socket
+    except ssl.SSLCertVerificationError as error:
+        sock.close()
+        what = f"names a host whose certificate is not valid: {error.verify_message}"
+        raise ImageUrlError(what) from None
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    """Verifies certificates, and names in them."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_default_certs()
+    return context
+
+
+class _Stream(io.RawIOBase):
+    """A connected socket for http.client, which reads at most MAX_BYTES from it: body, headers and interim
+    responses together."""
+
+    def __init__(self, sock: socket.socket):
+        self._sock = sock
+        self._left = MAX_BYTES
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self, PIECE)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        gevent.sleep(YIELD_S)  # a fast server must not keep the event loop to itself, nor escape the timeout
+        count = self._sock.recv_into(buffer)
+        self._left -= count
+        if self._left < 0:
+            raise _too_large()
+        return count
+
+    def sendall(self, data: bytes) -> None:
+        self._sock.sendall(data)
+
+    def close(self) -> None:
+        """Nothing: http.client closes its socket before it has read a response that ends with it."""
+
+
+def _get(place: _Place, sock: socket.socket) -> tuple[bytes | None, str]:
+    """The file, or None and the URL that the response redirects to."""
+    connection = http.client.HTTPConnection(place.host, place.port)
+    connection.sock = _Stream(sock)  # so it opens none of its own
+    headers = {
+        "Host": place.authority,
+        "User-Agent": "neuron-textgen",
+        "Accept": "image/*",
+        "Accept-Encoding": "identity",
+        "Connection": "close",
+    }
+    try:
+        connection.request("GET", place.target, headers=headers)
+        response = connection.getresponse()
+        if response.status in (301, 302, 303, 307, 308) and (location := response.getheader("Location")):
+            return None, urljoin(place.url, location)
+        if response.status != 200:
+            raise ImageUrlError(f"is answered with status {response.status}")
+        if response.getheader("Content-Encoding", "identity").lower() != "identity":
+            raise ImageUrlError("is answered with compressed data (Content-Encoding)")
+        if (response.length or 0) > MAX_BYTES:
+            raise _too_large()
+        file = bytearray()
+        while piece := response.read(PIECE):
+            file += piece
+        if response.length:
+            raise ImageUrlError("is answered with fewer bytes than announced (Content-Length)")
+        return bytes(file), ""
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise ImageUrlError(f"cannot be fetched: {type(error).__name__}") from None
+
+
+def _too_large() -> ImageUrlError:
     return ImageUrlError(f"has more than the {MAX_BYTES} bytes that an image may have")
