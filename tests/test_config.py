@@ -28,6 +28,7 @@ VALUES = {
     "huggingface_hub_cache": [("/data", "/data"), ("cache", os.path.abspath("cache"))],
     "tokenizer_config_path": [(str(HERE / "README.md"), str(HERE / "README.md")), (__file__, __file__)],
     "chat_template_kwargs": [('{"a": 1}', '{"a": 1}'), ("{}", "{}")],
+    "mm_processor_kwargs": [('{"size": 9}', '{"size": 9}'), ("{}", "{}")],
     "tool_parser": [("hermes", "hermes"), ("glm47", "glm45")],
     "reasoning_parser": [("think", "think"), ("qwen3", "think")],
     "device": [("cpu", "cpu"), ("Neuron", "neuron")],

@@ -30,6 +30,7 @@ ONLY_IN = {
     "tokenizers": "text models.gguf",
     "llguidance": "text.grammar",
     "jinja2": "text",
+    "PIL": "text.image_decoding",
     "prometheus_client": "engine.metrics",
     "sqlite3": "api.response_store",
     "opentelemetry": "api.tracing",
@@ -80,7 +81,7 @@ def loaded_by(statement, *modules):
 
 
 def test_a_web_process_loads_neither_torch_nor_numpy():
-    assert loaded_by("import web", "torch", "transformers", "numpy", "numba", "openvino") == []
+    assert loaded_by("import web", "torch", "transformers", "numpy", "numba", "openvino", "PIL") == []
 
 
 def test_a_worker_on_a_cpu_loads_neither_torch_nor_transformers():

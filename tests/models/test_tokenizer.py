@@ -150,6 +150,7 @@ def test_the_check_finds_the_largest_id_of_ordinary_text(tmp_path, config):
     tokenizer = tiny_tokenizers.byte_level()
     tokenizer.add_special_tokens(["<never in text>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     most = tokenizer.token_to_id("<never in text>")
     assert 90 < check_tokenizer(config, tmp_path, tmp_path).largest_id < most
 
