@@ -30,7 +30,7 @@ ONLY_IN = {
     "tokenizers": "text models.gguf",
     "llguidance": "text.grammar",
     "jinja2": "text",
-    "PIL": "text.image_decoding",
+    "PIL": "text.image_decoding text.image_layouts",
     "prometheus_client": "engine.metrics",
     "sqlite3": "api.response_store",
     "opentelemetry": "api.tracing",

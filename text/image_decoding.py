@@ -53,7 +53,7 @@ def decode(data: bytes) -> Image.Image:
             width, height = image.size
             raise Refused(f"has {width} x {height} pixels; a side may be at most {MAX_RATIO} times the other")
         image.load()
-        ImageOps.exif_transpose(image, in_place=True)
+        _turn_upright(image)
         return _in_rgb(image)
     except (Refused, MemoryError):
         raise
@@ -63,6 +63,15 @@ def decode(data: bytes) -> Image.Image:
         raise Refused("is not a PNG, JPEG, WebP or GIF image") from None
     except Exception:  # a damaged file makes decoders fail in every way
         raise Refused("cannot be decoded: the file is damaged or truncated") from None
+
+
+def _turn_upright(image: Image.Image) -> None:
+    try:
+        ImageOps.exif_transpose(image, in_place=True)
+    except MemoryError:
+        raise
+    except Exception:  # damaged EXIF data, which other programs ignore
+        pass
 
 
 def _in_rgb(image: Image.Image) -> Image.Image:

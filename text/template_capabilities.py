@@ -1,4 +1,5 @@
-"""What a chat template supports: system messages, consecutive messages of one role, tool calls and results.
+"""What a chat template supports: system messages, consecutive messages of one role, tool calls and results,
+images.
 
 Templates differ, and most silently leave out what they do not support. So each is tried with short chats,
 once, when it is loaded: the chat's words have to be in the prompt, in their order.
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from text.template import ChatTemplate, TemplateError
+from text.template import ChatTemplate, TemplateError, image_mark
 
 # Words that no template writes by itself.
 FIRST, SECOND, THIRD, FOURTH, FIFTH = "Quokka", "Wombat", "Numbat", "Dingo", "Bilby"
@@ -31,10 +32,15 @@ class TemplateCapabilities:
     text_of_calls: bool = True  # the content of a message that has calls
     several_calls: bool = True  # in one message
     user_after_result: bool = True  # a user message right after a tool result
+    images: bool = False  # in user messages
+    images_in_results: bool = False  # in tool results
 
     @classmethod
-    def of(cls, template: ChatTemplate) -> TemplateCapabilities:
-        """Raises nothing: a template that cannot write the simplest chat fails the first request."""
+    def of(cls, template: ChatTemplate, placeholder: str = "") -> TemplateCapabilities:
+        """placeholder: what a template writes for an image; "": the model reads none.
+
+        Raises nothing: a template that cannot write the simplest chat fails the first request.
+        """
         if not _writes(template, [USER]):
             return cls()
         system = {"role": "system", "content": FIRST}
@@ -74,7 +80,21 @@ class TemplateCapabilities:
             text_of_calls=_writes(for_tools, [USER, calling | {"content": FIFTH}, result], tools),
             several_calls=_writes(for_tools, [USER, both, *results], tools),
             user_after_result=_writes(for_tools, [USER, calling, result, end | {"content": FIFTH}], tools),
+            images=_writes_image(template, [_with_image(USER)], placeholder),
+            images_in_results=calls
+            and _writes_image(for_tools, [USER, calling, _with_image(result)], placeholder),
         )
+
+
+def _with_image(message: dict[str, Any]) -> dict[str, Any]:
+    return message | {"content": message["content"] + image_mark(0)}
+
+
+def _writes_image(template: ChatTemplate, messages: list[dict[str, Any]], placeholder: str) -> bool:
+    try:
+        return bool(placeholder) and template.render(messages).count(placeholder) == 1
+    except TemplateError:
+        return False
 
 
 def _writes_role(template: ChatTemplate, role: str) -> bool:
