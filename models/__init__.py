@@ -91,9 +91,8 @@ def prepare(config: Config) -> Prepared:
         raise ModelError(f"{needed}; the image for CPUs has it")
     config, folder, sha = fetch_source(dataclasses.replace(config, device=device))
     manifest = Manifest.read(folder)
-    if manifest.config_json.keys() & {"vision_config", "audio_config"} and not manifest.reads_images:
-        reason = f": {manifest.why_no_images}" if manifest.why_no_images else ""
-        logger.info("%s: only the text part of this model is served%s", config.model_name, reason)
+    if manifest.config_json.keys() & {"vision_config", "audio_config"}:
+        logger.info("%s: only the text part of this model is served", config.model_name)
     if device == "neuron":
         from models.neuron_build import BuildPlan
 

@@ -17,9 +17,16 @@ DESCRIBED_FIRST = "// {{ t.function.description }} {{ t.function.name }}"
 OF_CALLS = {"calls", "text_of_calls", "several_calls", "user_after_result"}
 
 
-def missing(source):
+IMAGES = {"images", "images_in_results"}
+PARTS = (  # in the place of a content
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}"
+)
+
+
+def missing(source, placeholder=""):
     """The capabilities that a template has not."""
-    found = TemplateCapabilities.of(ChatTemplate(source, {}))
+    found = TemplateCapabilities.of(ChatTemplate(source, {}), placeholder)
     return {field.name for field in fields(found) if not getattr(found, field.name)}
 
 
@@ -77,7 +84,25 @@ def without(condition, source=FULL):
     ],
 )  # fmt: skip
 def test_what_a_template_loses_or_refuses_is_found(source, expected):
-    assert missing(source) == expected
+    assert missing(source) == expected | IMAGES
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (FULL.replace("{{ m.content }}", PARTS), set()),
+        (FULL.replace("{{ m.content }}", PARTS.replace("<image>", "<other>")), IMAGES),
+        (FULL, IMAGES),  # prints a list of parts
+        (without("m.content is not string", FULL), IMAGES),
+        (
+            FULL.replace("{{ m.content }}", "{% if m.role == 'tool' %}{{ m.content }}{% else %}" + PARTS + "{% endif %}"),
+            {"images_in_results"},
+        ),
+        (PLAIN.replace("{{ m.content }}", PARTS), {"images_in_results"}),  # results become user messages
+    ],
+)  # fmt: skip
+def test_a_template_that_writes_images_is_found_by_its_placeholder(source, expected):
+    assert missing(source, "<image>") & IMAGES == expected
 
 
 @pytest.mark.parametrize("source", ["", "{{ raise_exception('no') }}", "{{ 1 / 0 }}"])

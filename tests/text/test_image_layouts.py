@@ -1,0 +1,193 @@
+"""Tiles and image tokens of each family are those of transformers' image processors."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+import warnings
+
+import numpy as np
+import pytest
+from image_files import noise, save_preprocessor
+from vision_models import FAMILIES
+
+from config import MM_PROCESSOR_FIELDS
+from manifest import IMAGE_PROCESSORS
+from run import ConfigError
+from text.image_layouts import LAYOUTS, read_layout
+
+# Of transformers: the module of the processor, and what that passes to the image processor.
+PROCESSORS = {
+    "granite_vision": ("llava_next", {}),
+    "smolvlm": ("smolvlm", {"return_row_col_info": True}),
+    "idefics3": ("idefics3", {"return_row_col_info": True}),
+    "mistral3": ("pixtral", {"patch_size": 28}),
+    "internvl": ("internvl", {"crop_to_patches": True}),
+}
+SIZES = 6
+every_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+def sizes(count):
+    """Images of all forms: thin ones, icons, some as large as a screen."""
+    draw = random.Random(count)
+    while count:
+        width, height = (int(2 ** draw.uniform(3.2, 10.8)) for _ in range(2))
+        if max(width, height) < 40 * min(width, height):
+            count -= 1
+            yield width, height
+
+
+@pytest.mark.models
+@every_family
+def test_tiles_and_text_are_those_of_transformers(name, tmp_path, monkeypatch):
+    from transformers import AutoImageProcessor
+    from transformers.models.pixtral import image_processing_pil_pixtral
+
+    # The processor's module imports the other one, which needs torchvision.
+    monkeypatch.setitem(sys.modules, "transformers.models.pixtral.image_processing_pixtral", image_processing_pil_pixtral)
+
+    manifest = save_preprocessor(name, tmp_path)
+    layout = read_layout(manifest, {})
+    module, options = PROCESSORS.get(name, (name, {}))
+    with warnings.catch_warnings(action="ignore"):
+        processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    written = text_of_transformers(module, FAMILIES[name]().processor, processor, layout.token)
+    mean, deviation = (np.array(manifest.processor_config[field], np.float32) for field in ("image_mean", "image_std"))
+    for size in sizes(SIZES):
+        made = layout(noise(*size))
+        outputs = processor(images=[noise(*size)], return_tensors="np", **options)
+        assert made.text == written(outputs), size
+        assert made.text.count(layout.token) == made.tokens
+        values = np.asarray(outputs["pixel_values"], np.float32)
+        values = values.reshape(-1, *values.shape[-3:]).transpose(0, 2, 3, 1)
+        expected = np.rint((values * deviation + mean) * 255)
+        assert np.array_equal(np.stack([np.asarray(tile) for tile in made.tiles]), expected), size
+
+
+def text_of_transformers(module, fields, image_processor, image_token):
+    """A function from the outputs of the image processor. The processor cannot be made without torchvision."""
+    kind = getattr(importlib.import_module(f"transformers.models.{module}.processing_{module}"), fields["processor_class"])
+    processor = kind.__new__(kind)
+    vars(processor).update(
+        {"num_additional_image_tokens": 0, "fake_image_token": "<fake_token_around_image>", "global_image_tag": "<global-img>"}
+        | {
+            "global_image_token": "<global-img>",
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "spatial_merge_size": 1,
+        }
+        | fields
+        | {"image_processor": image_processor, "image_token": image_token}
+    )
+    return lambda outputs: processor.replace_image_token(outputs | {"batch_num_images": [1]}, 0)
+
+
+# By transformers' processors and models; the tokens for which images are 512 x 512, 1536 x 1024, 333 x 777, 64 x 48.
+TOKENS = {
+    "llava": (576, 576, 576, 576),
+    "llava_next": (2928, 2144, 1976, 1368),
+    "granite_vision": (3699, 5157, 2493, 1317),
+    "llava_onevision": (3699, 8686, 2493, 1317),
+    "smolvlm": (1088, 832, 576, 832),
+    "idefics3": (2873, 2197, 1521, 2197),
+    "pixtral": (1024, 2752, 1029, 12),
+    "mistral3": (361, 2035, 336, 6),
+    "internvl": (256, 1792, 2816, 3328),
+}
+
+
+@every_family
+def test_an_image_takes_as_many_tokens_as_in_transformers(name, tmp_path):
+    layout = read_layout(save_preprocessor(name, tmp_path), {})
+    found = [layout(noise(*size)).tokens for size in ((512, 512), (1536, 1024), (333, 777), (64, 48))]
+    assert tuple(found) == TOKENS[name]
+
+
+def test_both_forms_of_preprocessor_files_say_the_same(tmp_path):
+    for name in FAMILIES:
+        layouts = []
+        for nested in (False, True):
+            folder = tmp_path / f"{name}{nested}"
+            folder.mkdir()
+            layouts.append(vars(read_layout(save_preprocessor(name, folder, nested), {})))
+        assert layouts[0] == layouts[1]
+
+
+@pytest.mark.models
+def test_siglip_scales_an_image_to_a_square(tmp_path):
+    from transformers import AutoImageProcessor
+
+    siglip = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 384, "width": 384}, "do_center_crop": False}
+    layout = read_layout(save_preprocessor("llava", tmp_path, **siglip), {})
+    processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil", do_rescale=False, do_normalize=False)
+    made = layout(noise(500, 300))
+    expected = processor(images=[noise(500, 300)], return_tensors="np")["pixel_values"][0].transpose(1, 2, 0)
+    assert np.array_equal(np.asarray(made.tiles[0]), expected)
+    assert made.tokens == 729
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "text"),
+    [
+        ("smolvlm", [(512, 512)], "<fake_token_around_image><global-img>" + 64 * "<image>" + "<fake_token_around_image>"),
+        ("idefics3", [(364, 364)], "<fake_token_around_image><global-img>" + 169 * "<image>" + "<fake_token_around_image>"),
+        ("internvl", [(448, 448)], "<img>" + 256 * "<IMG_CONTEXT>" + "</img>"),
+    ],
+)
+def test_low_detail_is_one_tile_of_the_whole_image(name, shape, text, tmp_path):
+    manifest = save_preprocessor(name, tmp_path)
+    made = read_layout(manifest, read_layout(manifest, {}).one_tile)(noise(900, 1200))
+    assert ([tile.size for tile in made.tiles], made.text) == (shape, text)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "tokens"),
+    [
+        ("smolvlm", {"size": {"longest_edge": 1024}}, 5 * 64),
+        ("smolvlm", {"size": 512}, 64),
+        ("pixtral", {"size": {"longest_edge": 256}}, 16 * 16),
+        ("internvl", {"max_patches": 4}, 5 * 256),
+        ("internvl", {"min_patches": 9, "max_patches": 9}, 10 * 256),
+        ("llava_next", {"image_grid_pinpoints": [[336, 336]]}, 576 + 24 * 25),
+    ],
+)
+def test_options_change_what_the_files_say(name, overrides, tokens, tmp_path):
+    assert read_layout(save_preprocessor(name, tmp_path), overrides)(noise(1000, 1000)).tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "what"),
+    [
+        ("llava", {"size": 224}, r"size; the fields that this model supports: none$"),
+        ("smolvlm", {"max_patches": 4}, r"max_patches; the fields that this model supports: size, do_image_splitting$"),
+        ("smolvlm", {"size": {"longest_edge": 0}}, r"`size` must be a positive whole number, .* given: 0$"),
+        ("pixtral", {"size": {"height": 600, "width": 400}}, r"`size` must be a positive whole number, .* 'width': 400}$"),
+        ("internvl", {"max_patches": "4"}, r"`max_patches` must be a positive whole number.* given: '4'$"),
+        ("internvl", {"max_patches": True}, r"`max_patches` must be a positive whole number"),
+        *(
+            (
+                "llava_next",
+                {"image_grid_pinpoints": wrong},
+                r"`image_grid_pinpoints` must be a list of pairs \[height, width\] of ",
+            )
+            for wrong in ([], 336, [336, 672], [[336, 600]], [[336]], [[0, 336]], [["336", "336"]], [[336, 672], {}])
+        ),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_in_one_line(name, overrides, what, tmp_path):
+    with pytest.raises(ConfigError, match=what) as refused:
+        read_layout(save_preprocessor(name, tmp_path), overrides)
+    assert "\n" not in str(refused.value)
+
+
+def test_files_that_lack_a_size_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"^preprocessor_config\.json or .*: `crop_size` must be .* given: None$"):
+        read_layout(save_preprocessor("llava", tmp_path, crop_size=None), {})
+
+
+def test_the_tables_of_layouts_and_of_their_options_are_complete():
+    assert set(LAYOUTS) == set(IMAGE_PROCESSORS)
+    assert {option for layout in LAYOUTS.values() for option in layout.options} == set(MM_PROCESSOR_FIELDS)
+    assert all(layout.one_tile.keys() <= set(layout.options) for layout in LAYOUTS.values())

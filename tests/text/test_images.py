@@ -1,0 +1,118 @@
+"""Images of clients are preprocessed in child processes, and are known by keys."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from image_files import noise, png, save_preprocessor, saved, turned
+from PIL import Image
+
+import text.images
+from run import HERE, ConfigError
+from text.images import ImagePreprocessor
+from text.limited import LimitExceeded, Refused
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(name, **overrides):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        save_preprocessor(name, folder)
+        return ImagePreprocessor.load(folder, overrides)
+
+    return load
+
+
+def test_an_image_is_its_tiles_and_what_stands_for_it_in_a_prompt(load):
+    preprocess = load("llava_next")
+    assert (preprocess.token, preprocess.placeholder, preprocess.token_id) == ("<image>", "<image>", 7)
+    left = Image.new("RGB", (800, 400), (255, 0, 0))
+    left.paste((0, 0, 255), (400, 0, 800, 400))
+    image = preprocess(saved(left, "PNG", exif=turned()))  # red above, blue below
+    assert image.text == "<image>" * image.tokens
+    assert (image.shape, image.canvas, image.tokens) == ((3, 336, 336), (48, 24, 0, 0, 0, 0), 576 + 48 * 25)
+    whole, above, below = (image.pixels[n : n + 336 * 336 * 3] for n in range(0, len(image.pixels), 336 * 336 * 3))
+    assert (above[:3], below[-3:]) == (b"\xff\0\0", b"\0\0\xff")
+    assert (whole[:3], whole[-3:]) == (b"\xff\0\0", b"\0\0\xff")
+
+
+def test_a_key_is_of_the_file_and_of_how_it_is_read(load):
+    data = saved(noise(40, 30), "PNG")
+    preprocess = load("internvl")
+    keys = [preprocess(data).key, preprocess(data, True).key, preprocess(saved(noise(40, 30, 1), "PNG")).key]
+    keys.append(load("internvl", max_patches=3)(data).key)
+    assert len(set(keys)) == 4
+    assert all(2**40 < key < 2**46 for key in keys)  # with random bits in front
+    assert preprocess(data).key == load("internvl")(data).key == keys[0]
+
+
+def test_low_detail_changes_nothing_where_a_family_has_no_other(load):
+    data = saved(noise(400, 300), "PNG")
+    preprocess = load("pixtral")
+    assert preprocess(data, True) == preprocess(data)
+
+
+def test_processes_that_are_forked_agree_on_keys_and_others_do_not(load, monkeypatch):
+    preprocess = load("llava")
+    data = saved(noise(40, 30), "PNG")
+    key = preprocess(data).key
+    code = "import os, text.images; os.fork(); os.write(1, text.images.SECRET.hex().encode() + b'\\n')"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, check=True)
+    first, second = ran.stdout.split()
+    assert first == second
+    monkeypatch.setattr(text.images, "SECRET", bytes.fromhex(first))
+    assert preprocess(data).key != key
+
+
+def test_what_is_wrong_with_a_file_follows_on_its_name(load):
+    preprocess = load("llava")
+    with pytest.raises(Refused, match=r"^is not a PNG, JPEG, WebP or GIF image$"):
+        preprocess(b"hello")
+    assert preprocess(saved(noise(9, 9), "PNG")).tokens == 576
+
+
+def test_an_image_that_takes_too_much_ends_its_child_alone(load, monkeypatch):
+    large = png(7000, 7000)
+    monkeypatch.setattr(text.images, "CPU_S", 0.2)
+    with pytest.raises(LimitExceeded, match=r"^takes longer than 0\.2 s of processor time$"):
+        load("llava")(large)
+    monkeypatch.undo()
+    monkeypatch.setattr(text.images, "MEMORY_BYTES", 128 * 2**20)
+    preprocess = load("llava")
+    with pytest.raises(LimitExceeded, match=r"^needs more than 128 MiB of memory$"):
+        preprocess(large)
+    assert preprocess(saved(noise(9, 9), "PNG")).tokens == 576
+
+
+def test_the_largest_image_fits_into_the_limits(load):
+    assert load("llava")(png(7000, 7000, alpha=True)).pixels == b"\xff" * (336 * 336 * 3)
+
+
+def test_twenty_bombs_at_once_are_refused_and_an_image_beside_them_is_read(load):
+    preprocess = load("llava")
+    with ThreadPoolExecutor(2) as threads:  # as many as an API server process has
+        bombs = [threads.submit(preprocess, png(9000, 9000)) for _ in range(20)]
+        image = threads.submit(preprocess, saved(noise(9, 9), "PNG"))
+    assert {str(bomb.exception()) for bomb in bombs} == {"has more than 50,000,000 pixels"}
+    assert image.result().tokens == 576
+
+
+def test_a_folder_that_does_not_fit_is_refused_before_a_child_is_started(load, monkeypatch):
+    monkeypatch.setattr("text.images.SandboxedFunction", None)
+    with pytest.raises(ConfigError, match="max_patches"):
+        load("llava", max_patches=3)
+
+
+def test_the_child_is_there_before_the_first_image_and_has_imported_pillow(load):
+    preprocess = load("llava")
+    (child,) = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()[-1:]
+    assert preprocess(saved(noise(9, 9), "PNG")).tokens == 576
+    assert "PIL/_imaging." in Path(f"/proc/{child}/maps").read_text()
