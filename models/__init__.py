@@ -91,7 +91,7 @@ def prepare(config: Config) -> Prepared:
         raise ModelError(f"{needed}; the image for CPUs has it")
     config, folder, sha = fetch_source(dataclasses.replace(config, device=device))
     manifest = Manifest.read(folder)
-    if manifest.config_json.keys() & {"vision_config", "audio_config"}:
+    if manifest.config_json.keys() & {"vision_config", "audio_config"} and not manifest.reads_images:
         logger.info("%s: only the text part of this model is served", config.model_name)
     if device == "neuron":
         from models.neuron_build import BuildPlan

@@ -135,6 +135,11 @@ def check_length_limit(model: str, limit: int | None, length: int) -> None:
         )
 
 
+def warn_text_only(model: str, fault: str) -> None:
+    """Of a model that reads images, whose vision tower is not served."""
+    logger.warning("%s: only the text part of this model is served, without images: %s", model, fault)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory could not be allocated: torch and OpenVINO raise a RuntimeError for it, too."""
     return isinstance(error, MemoryError) or bool(OUT_OF_MEMORY.search(str(error)))

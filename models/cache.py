@@ -4,7 +4,8 @@ An entry is a folder named by a key: a hash of everything its contents depend on
 folder and renamed, so a visible entry is complete. `openvino_model.py` and `tokenizer.py` look for an entry
 before they convert. This file reads only the `entry.json` of an entry, and imports neither numpy nor torch.
 
-    FOLDER/model-<key>/        entry.json, and model.xml and model.bin of OpenVINO where the model converts
+    FOLDER/model-<key>/        entry.json, and model.xml and model.bin of OpenVINO where the model converts;
+                               vision.xml and vision.bin where it reads images
     FOLDER/tokenizer-<key>/    entry.json, tokenizer.json
     FOLDER/lock                held while something is converted: one conversion at a time
 """
@@ -48,6 +49,8 @@ NNCF = "nncf==3.4.0"
 # not used. CONVERTER_VERSION is for models and tokenizers, READERS for checkpoints of gguf.py, lora.py and
 # dequantize.py.
 CONVERTER_VERSION = 5
+# The same for models that read images, whose entries hold a vision tower as well.
+VISION_VERSION = 1
 READERS = {"gguf": 2, "lora": 2, "dequantize": 1}
 
 
@@ -198,6 +201,8 @@ def model_key(config: Config, folder: Path, manifest: Manifest) -> str | None:
     versions = [installed(package) for package in ("openvino", "transformers", "torch")]
     compressed = [config.quantize, NNCF] if config.quantize else None
     depends_on = [checkpoint, config.dtype, compressed, code is not None, versions, CONVERTER_VERSION]
+    if manifest.reads_images:
+        depends_on += [dict(manifest.processor_config), VISION_VERSION]
     return f"model-{digest(depends_on)}"
 
 

@@ -53,14 +53,17 @@ from models.machine import usable_threads
 
 # Before openvino, which it keeps from loading its telemetry.
 from models.openvino_model import (
+    IMAGE_INPUTS,
     PLACEHOLDER,
     SHIPPED,
     OpenVinoModel,
+    VisionEncoder,
     check_quantizer,
     read_graph,
     with_dtype,
 )
-from models.torch_model import has_experts, load_pretrained, reference_logits
+from models.torch_model import VisionCheck, has_experts, load_pretrained, reference_logits
+from models.vision import VisionTower
 from run import HERE, ConfigError, die_with_parent
 
 import openvino as ov  # isort: skip
@@ -145,7 +148,10 @@ ALL_ATTENTION_FUNCTIONS.register(PLACEHOLDERS, _attend)
 
 class _Flat(torch.nn.Module):
     """input_ids, position_ids: int64 [tokens] of all chunks; keep: int64 [rows], which tokens' logits are
-    returned."""
+    returned; image_embeddings: float32 [image tokens, width], image_places: int64 [image tokens], the places
+    of these among the tokens, for models that read images."""
+
+    inputs = ("input_ids", "position_ids", "keep")
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
@@ -154,6 +160,20 @@ class _Flat(torch.nn.Module):
     def forward(self, input_ids, position_ids, keep):
         return self.model(
             input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, logits_to_keep=keep
+        ).logits[0]
+
+
+class _FlatWithImages(_Flat):
+    inputs = (*_Flat.inputs, *IMAGE_INPUTS)
+
+    def forward(self, input_ids, position_ids, keep, image_embeddings, image_places):
+        embedded = self.model.get_input_embeddings()(input_ids)
+        embedded = embedded.index_copy(0, image_places, image_embeddings.to(embedded.dtype))
+        return self.model(
+            inputs_embeds=embedded[None],
+            position_ids=position_ids[None],
+            use_cache=False,
+            logits_to_keep=keep,
         ).logits[0]
 
 
@@ -169,7 +189,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
     needed = SPARE_BYTES + stored * (2 if dtype == "float32" else 1)
     if shutil.disk_usage(target).free < needed:
         raise OSError(f"{target} has no room for {needed / 1e9:.1f} GB")
-    steps = Steps(config)
+    steps = Steps(config, manifest)
     steps.begin(f"loading {stored / 1e9:.1f} GB of weights")
     model = load_pretrained(config, folder, "cpu")
     text_config = model.config.get_text_config()
@@ -187,12 +207,15 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         positions = facts["max_total_tokens"] or manifest.max_positions or config.max_total_tokens
         steps.begin("computing logits to compare with")
         check = Check(model.float(), positions, folder)
+        if manifest.reads_images:
+            steps.begin("converting the vision tower")
+            facts |= _convert_vision(model, manifest, target, dtype)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype))
         facts["reference"] = check.stored
         steps.begin("tracing")
-        graph = trace(model)
-        _save(graph, target)
+        graph = trace(model, with_images="newline" in facts)
+        _save(graph, target / "model.xml")
         del model
         gc.collect()
         steps.begin("comparing logits")
@@ -217,20 +240,52 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         write_entry(target, facts)
 
 
+def _convert_vision(model: torch.nn.Module, manifest: Manifest, target: Path, dtype: str) -> dict[str, Any]:
+    """Writes the vision tower of a model, in float32, into `target`. Returns the facts of the entry: the
+    embedding after each row of a canvas, or why the model is served without images."""
+    path = target / "vision.xml"
+    try:
+        tower = VisionTower(manifest.config_json, manifest.processor_config, model.state_dict()).eval()
+        check = VisionCheck(model, tower)
+        newline = None if tower.newline is None else tower.newline.tolist()
+        # float16 holds more digits than bfloat16; the comparison finds numbers that it does not hold.
+        _save(_trace_vision(tower, check.tiles[:1]), path, compress_to_fp16=dtype != "float32")
+        encoder = VisionEncoder(path, newline, {"INFERENCE_PRECISION_HINT": "f32"})
+        fault = check.find_fault(encoder.encode(check.tiles, check.canvas, lambda: False), "float32")
+    except Exception as error:
+        if isinstance(error, (ModelError, OSError)) or is_out_of_memory(error):
+            raise
+        logger.debug("the vision tower is not converted", exc_info=True)
+        fault = named(error.__cause__ or error)
+    if fault is None:
+        return {"newline": newline}
+    for each in target.glob("vision.*"):
+        each.unlink()
+    return {"vision_fault": fault}
+
+
+def _trace_vision(tower: VisionTower, tile: np.ndarray) -> ov.Model:
+    with torch.no_grad():
+        graph = ov.convert_model(tower, example_input=torch.from_numpy(tile))
+    side = tower.tile_side or -1
+    graph.reshape(ov.PartialShape([1, side, side, 3]))
+    return graph
+
+
 class Steps:
     """Logs the steps of a conversion, and how many there are."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, manifest: Manifest):
         self._name = config.model_name
         self._number = 0
-        self._total = 5 if config.quantize else 4
+        self._total = 4 + bool(config.quantize) + manifest.reads_images
 
     def begin(self, what: str) -> None:
         self._number += 1
         logger.info("Converting %s, step %d of %d: %s", self._name, self._number, self._total, what)
 
 
-def trace(model: torch.nn.Module) -> ov.Model:
+def trace(model: torch.nn.Module, with_images: bool = False) -> ov.Model:
     """A graph with placeholders. Changes the torch model, which cannot be used afterwards."""
     model.requires_grad_(False).set_attn_implementation(PLACEHOLDERS)
     # The other implementations do not convert, or break where an expert has no token.
@@ -247,12 +302,17 @@ def trace(model: torch.nn.Module) -> ov.Model:
         # 16-bit constants in a float32 graph; else the angles are computed in 16 bits, too.
         if model.dtype != torch.float32:
             getattr(patch_model, "__make_16bit_traceable")(model)
+        flat = _Flat(model)
         example = (ids, ids, ids[2:4])
+        if with_images:
+            flat = _FlatWithImages(model)
+            width = model.get_input_embeddings().weight.shape[1]
+            example += (torch.zeros(2, width), ids[1:3])
         modules = {
             placeholder: ModuleExtension(placeholder, placeholder.name) for placeholder in placeholders
         }
         traced = TorchScriptPythonDecoder(
-            _Flat(model),
+            flat,
             example_input=example,
             module_extensions=modules,
             trace_kwargs={"check_trace": False},
@@ -261,9 +321,10 @@ def trace(model: torch.nn.Module) -> ov.Model:
             ConversionExtension(placeholder.name, placeholder.in_graph) for placeholder in placeholders
         ]
         graph = ov.convert_model(traced, example_input=example, extension=in_graph)
-    for name, port in zip(("input_ids", "position_ids", "keep"), graph.inputs):
-        port.get_node().set_element_type(ov.Type.i64)
-        port.get_node().set_partial_shape(ov.PartialShape([-1]))
+    for name, port in zip(flat.inputs, graph.inputs):
+        is_embedding = name == IMAGE_INPUTS[0]
+        port.get_node().set_element_type(ov.Type.f32 if is_embedding else ov.Type.i64)
+        port.get_node().set_partial_shape(ov.PartialShape([-1, width] if is_embedding else [-1]))
         port.get_tensor().set_names({name})
     graph.validate_nodes_and_infer_types()
     return graph
@@ -367,7 +428,7 @@ def _compress(graph: ov.Model, config: Config, check: Check, target: Path, facts
         ways = [{"mode": modes.INT4_SYM, "group_size": INT4_GROUP, "ratio": share} for share in INT4_SHARES]
     for way in ways:
         # A copy: compression cannot be undone.
-        _save(nncf.compress_weights(graph.clone(), **way), target)
+        _save(nncf.compress_weights(graph.clone(), **way), target / "model.xml")
         fault = check.fault_on_text(target, facts)
         if fault is None:
             if way.get("ratio", 1.0) < 1:
@@ -380,11 +441,11 @@ def _compress(graph: ov.Model, config: Config, check: Check, target: Path, facts
     )
 
 
-def _save(graph: ov.Model, target: Path) -> None:
+def _save(graph: ov.Model, path: Path, compress_to_fp16: bool = False) -> None:
     try:
-        ov.save_model(graph, target / "model.xml", compress_to_fp16=False)
+        ov.save_model(graph, path, compress_to_fp16=compress_to_fp16)
     except RuntimeError as error:
-        raise OSError(f"{target} cannot be written: {first_line(error)}") from None
+        raise OSError(f"{path.parent} cannot be written: {first_line(error)}") from None
 
 
 def main(arguments: list[str]) -> int:

@@ -44,6 +44,7 @@ from models.base import (  # noqa: E402
     is_out_of_memory,
     named,
     progress_logged,
+    warn_text_only,
 )
 from models.cache import (  # noqa: E402
     NNCF,
@@ -54,6 +55,8 @@ from models.cache import (  # noqa: E402
     run_converter,
     write_refusal,
 )
+from models.encoder_cache import EncoderCache  # noqa: E402
+from models.image_layout import arrange  # noqa: E402
 from models.machine import usable_threads  # noqa: E402
 from run import HERE, ConfigError  # noqa: E402
 
@@ -69,6 +72,7 @@ VERIFY_TOKENS = 16
 SHIPPED = HERE / "demo" / "converted"
 PLACEHOLDER = "paged_attention "  # then a JSON object, which `convert.py` writes
 WORTH_COMPRESSING = 100_000_000  # bytes of weights
+IMAGE_INPUTS = ("image_embeddings", "image_places")  # of graphs of models that read images
 BATCH_INPUTS = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
 
 
@@ -83,7 +87,7 @@ class OpenVinoModel:
     supports_prompt_logits = True
     prefix_granularity = 1
     supports_prefix_copy = True
-    encoder_cache = None
+    encoder_cache: EncoderCache | None = None
     max_draft_rows = verify_length = VERIFY_TOKENS
 
     def __init__(
@@ -118,8 +122,12 @@ class OpenVinoModel:
             "INFERENCE_PRECISION_HINT": precision,  # both default to less precise types on some CPUs
             "KV_CACHE_PRECISION": precision,
         }
+        self._settings = settings
         compiled = core.compile_model(graph, "CPU", settings)
         self._request = compiled.create_infer_request()
+        for port in compiled.inputs:
+            if port.get_any_name() == IMAGE_INPUTS[0]:
+                self.encoder_cache = EncoderCache(width=port.get_partial_shape()[1].get_length())
         blocks = math.ceil(max_total_tokens / BLOCK)
         # The blocks of each slot, and of the padding row.
         self._blocks = np.arange((slots + 1) * blocks, dtype=np.int32).reshape(slots + 1, blocks)
@@ -146,6 +154,14 @@ class OpenVinoModel:
         for cache in self._kv_cache:
             cache[self._blocks[target, :blocks]] = cache[self._blocks[source, :blocks]]
 
+    def load_vision(self, path: Path, newline: Sequence[float] | None) -> None:
+        self._vision = VisionEncoder(path, newline, self._settings)
+
+    def encode_image(
+        self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
+    ) -> np.ndarray | None:
+        return self._vision.encode(pixels, canvas, is_cancelled)
+
     def _infer(self, pieces: list[tuple[int, Sequence[int], int, int]], shift: int) -> np.ndarray:
         """Runs (slot, tokens, begin, how many of the last tokens' logits to return) in one call."""
         if len(pieces) == len(pieces[0][1]) == 1:
@@ -164,11 +180,17 @@ class OpenVinoModel:
             keep += range(len(ids) - wanted, len(ids))
             starts.append(len(ids))
             blocks.append(self._blocks[slot, : math.ceil(end / BLOCK)])
+        token_ids = np.array(ids, np.int64)
+        images = {}
+        if self.encoder_cache:
+            token_ids, *found = self.encoder_cache.resolve(token_ids)
+            images = dict(zip(IMAGE_INPUTS, found))
         rows = len(keep)
         # A matrix product of one row sums in another order than one of several rows.
         keep += [0] * (2 - rows)
         inputs = {
-            "input_ids": np.array(ids, np.int64),
+            "input_ids": token_ids,
+            **images,
             "position_ids": np.array(positions, np.int64),
             "keep": np.array(keep, np.int64),
             "past_lens": np.array([begin for _slot, _tokens, begin, _wanted in pieces], np.int32),
@@ -181,6 +203,28 @@ class OpenVinoModel:
             self._request.set_tensor(name, ov.Tensor(array))
         self._request.infer()  # without the interpreter's lock
         return self._request.get_output_tensor(0).data[:rows].copy()
+
+
+class VisionEncoder:
+    """A converted vision tower. `newline`: the embedding after each row of a canvas."""
+
+    def __init__(self, path: Path, newline: Sequence[float] | None, settings: dict[str, Any]):
+        self._request = ov.Core().compile_model(path, "CPU", settings).create_infer_request()
+        self._newline = None if newline is None else np.array(newline, np.float32)
+
+    def encode(
+        self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
+    ) -> np.ndarray | None:
+        """As `encode_image` of StaticBatchModel."""
+        features = []
+        for tile in pixels:
+            if is_cancelled():
+                return None
+            self._request.infer(
+                [ov.Tensor(np.ascontiguousarray(tile[None]))]
+            )  # without the interpreter's lock
+            features.append(self._request.get_output_tensor(0).data.copy())
+        return arrange(np.stack(features), canvas, self._newline)
 
 
 def _threads_taken(core: ov.Core, settings: dict[str, Any]) -> int:
@@ -369,6 +413,10 @@ def _load_entry(config: Config, entry: Path) -> StaticBatchModel:
         model = OpenVinoModel(read_graph(entry / "model.xml"), facts, slots, config.max_total_tokens, threads)
         model.max_input_tokens = config.max_input_tokens
         _compare(model, facts)
+        if model.encoder_cache:
+            model.load_vision(entry / "vision.xml", facts["newline"])
+        elif fault := facts.get("vision_fault"):
+            warn_text_only(config.model_name, fault)
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -13,22 +13,26 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from transformers import AutoModelForImageTextToText
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from config import DEFAULT_BATCH_SIZE, Config
-from manifest import check_weights
+from manifest import Manifest, check_weights
 from models.accuracy import find_fault
 from models.architecture import read_architecture, with_version_of_code
-from models.base import Chunk, DeviceLost, ModelError, first_line, reported_as
+from models.base import Chunk, DeviceLost, ModelError, first_line, named, reported_as, warn_text_only
+from models.encoder_cache import EncoderCache
+from models.image_layout import Canvas, arrange
 from models.machine import usable_threads
+from models.vision import VisionTower
 
 logger = logging.getLogger("model")
 
@@ -37,6 +41,8 @@ STATIC_BATCH = "static_batch"  # the name of an attention function of transforme
 SAMPLE_TOKENS = 12
 SAMPLE_CHUNK = 5
 SAMPLE_STEPS = 4
+# Largest difference of an image embedding, as a share of the largest number.
+VISION_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.02}
 
 
 def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Module:
@@ -67,7 +73,16 @@ def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Modul
         raise ModelError(
             f"{folder} holds {name} in the shape {list(found)}, where its config.json says {list(expected)}"
         )
+    if architecture.auto_class is AutoModelForImageTextToText:
+        _scale_logits(model)
     return model.to(device).eval()
+
+
+def _scale_logits(model: torch.nn.Module) -> None:
+    """transformers scales Granite's logits in its text model alone, not in LlavaNext."""
+    scaling = getattr(model.config.get_text_config(), "logits_scaling", None)
+    if scaling and model.config.model_type == "llava_next":
+        model.get_output_embeddings().register_forward_hook(lambda _head, _inputs, logits: logits / scaling)
 
 
 def reference_logits(model: torch.nn.Module, ids: Sequence[int], begin: int = 0) -> np.ndarray:
@@ -88,6 +103,47 @@ def reference_logits(model: torch.nn.Module, ids: Sequence[int], begin: int = 0)
             "need another --dtype (DTYPE)"
         )
     return logits
+
+
+class VisionCheck:
+    """Random tiles of an image, and the embeddings that transformers computes for it."""
+
+    def __init__(self, model: torch.nn.Module, tower: VisionTower):
+        """`model` as `load_pretrained` returns it."""
+        config = model.config
+        sizes = {}
+        count = 1
+        self.canvas: tuple[int, ...] = ()
+        height = tower.tile_side or 4 * tower.token_side
+        width = tower.tile_side or 6 * tower.token_side
+        if tower.newline is not None:  # an image that fills a canvas
+            image = config.image_grid_pinpoints[0]
+            rows, columns = (side // height for side in image)
+            count = 1 + rows * columns
+            patches = height // config.vision_config.patch_size
+            self.canvas = Canvas(rows * patches, columns * patches, 0, 0, 0, 0)
+            sizes["image_sizes"] = torch.tensor([image], device=model.device)
+        elif not tower.tile_side:
+            sizes["image_sizes"] = torch.tensor([[height, width]], device=model.device)
+        self.tiles = np.random.default_rng(0).integers(0, 256, (count, height, width, 3), np.uint8)
+        values = tower.normalize(torch.from_numpy(self.tiles).to(model.device)).to(model.dtype)
+        if self.canvas or config.model_type in ("idefics3", "smolvlm"):
+            values = values[None]  # of one image
+        with torch.inference_mode():
+            found = model.get_image_features(pixel_values=values, **sizes).pooler_output
+        embeddings = torch.cat([each.flatten(0, -2) for each in found])
+        self.embeddings = embeddings.float().cpu().numpy()
+
+    def find_fault(self, found: np.ndarray, dtype: str) -> str | None:
+        """How embeddings exceed the allowed difference, as a part of a log line, or None."""
+        if found.shape != self.embeddings.shape:
+            return (
+                f"it makes {len(found)} tokens of an image, where transformers makes {len(self.embeddings)}"
+            )
+        error = np.abs(found - self.embeddings).max() / np.abs(self.embeddings).max()
+        if error <= VISION_TOLERANCE[dtype]:
+            return None
+        return f"its image embeddings differ from those of transformers by {error:.2g} times the largest"
 
 
 def has_experts(model: torch.nn.Module) -> bool:
@@ -293,6 +349,7 @@ class TorchModel:
         self._kind = self._model.config.model_type
         self.vocab_size = self._model.config.get_text_config().vocab_size
         self.dtype = str(self._model.dtype).removeprefix("torch.")
+        self._load_vision(Manifest.read(folder))
         self._batches_rows = True
         self._mask_is_given = False
         self._profiler: torch.profiler.profile | None = None
@@ -319,6 +376,36 @@ class TorchModel:
             self._profiler.step()
         return logits
 
+    @torch.inference_mode()
+    def encode_image(
+        self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
+    ) -> np.ndarray | None:
+        features = []
+        for tile in pixels:
+            if is_cancelled():
+                return None
+            features.append(self._vision(torch.from_numpy(tile[None]).to(self.device)).cpu().numpy())
+        newline = self._vision.newline
+        return arrange(np.stack(features), canvas, None if newline is None else newline.float().cpu().numpy())
+
+    def _load_vision(self, manifest: Manifest) -> None:
+        """Sets `encoder_cache` where the model reads images, and its tower computes what that of transformers
+        does."""
+        if not manifest.reads_images:
+            return
+        try:
+            tensors = self._model.state_dict()  # shared, not copied
+            self._vision = VisionTower(manifest.config_json, manifest.processor_config, tensors).to(self.device)
+            check = VisionCheck(self._model, self._vision)
+            fault = check.find_fault(self.encode_image(check.tiles, check.canvas, lambda: False), self.dtype)
+        except Exception as error:
+            logger.debug("no vision tower", exc_info=True)
+            fault = named(error)
+        if fault:
+            warn_text_only(self._kind, fault)
+        else:
+            self.encoder_cache = EncoderCache(check.embeddings.shape[1])
+
     def start_profile(self, path: str, wait: int, warmup: int, active: int) -> None:
         """Writes torch.profiler's Chrome trace of `active` calls of `forward` to `path`, after `wait` +
         `warmup` others; at exit, what there is."""
@@ -344,8 +431,11 @@ class TorchModel:
         cache = self._cache
         all_logits = any(chunk.all_logits or chunk.verify for chunk in chunks)
         ids, positions = cache.start(chunks, is_step, self.device)
+        tokens = {"input_ids": ids}
+        if any(min(chunk.tokens) < 0 for chunk in chunks):  # of images
+            tokens = {"inputs_embeds": self._embed(ids)}
         out = self._model(
-            input_ids=ids,
+            **tokens,
             position_ids=positions,
             past_key_values=cache,
             attention_mask=cache.mask(None, self._model.dtype) if self._mask_is_given else None,
@@ -359,6 +449,13 @@ class TorchModel:
         if not all_logits:
             logits = logits[-len(chunks) :]  # not every family supports logits_to_keep
         return logits.float().cpu().numpy()
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """The embeddings of tokens and image tokens, [rows, q, width], of their ids [rows, q]."""
+        text, embeddings, places = self.encoder_cache.resolve(ids.flatten().cpu().numpy())
+        embedded = self._model.get_input_embeddings()(torch.from_numpy(text).to(self.device))
+        embedded[torch.from_numpy(places).to(self.device)] = torch.from_numpy(embeddings).to(embedded)
+        return embedded.unflatten(0, ids.shape)
 
     def _make_cache(self, rows: int) -> None:
         self._cache = _SlotCache(rows, self.max_total_tokens)

@@ -86,9 +86,9 @@ def converter():
 
     trace = models.convert.trace
 
-    def trace_and_restore(model):
+    def trace_and_restore(*args, **options):
         try:
-            return trace(model)
+            return trace(*args, **options)
         finally:  # a 16-bit model's trace leaves a torch.bmm that computes nothing
             models.convert.patch_model._unpatch_torch_functions()
 

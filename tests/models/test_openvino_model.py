@@ -205,11 +205,11 @@ def test_a_rope_that_is_wrong_from_a_position_on_is_found(tmp_path, converter, m
     config = settings(edit_config(folder, max_position_embeddings=8192))
     trace = converter.trace
 
-    def trace_wrong(model):
+    def trace_wrong(model, **options):
         rope = model.model.rotary_emb
         rotate = rope.forward
         rope.forward = lambda states, position_ids: rotate(states, position_ids.clamp(max=last_right))
-        return trace(model)
+        return trace(model, **options)
 
     monkeypatch.setattr(converter, "trace", trace_wrong)
     converter.convert(config, folder, tmp_path)

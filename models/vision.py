@@ -1,0 +1,311 @@
+"""Vision towers and their projectors in plain torch, from the tensors of a checkpoint.
+
+CLIP, SigLIP, InternViT and Pixtral, as LLaVA, Idefics 3, InternVL and Mistral Small 3 use them.
+
+Needs no transformers, whose classes differ between the versions of the engines. `convert.py` traces a tower
+into an OpenVINO graph and compares it with transformers; `torch_model.py` runs it. `image_layout.py` puts the
+tiles of an image together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor, nn
+
+# Where checkpoints have the parts: transformers renamed them more than once. The longer names come first.
+TOWERS = (
+    "model.vision_tower.vision_model.",
+    "vision_tower.vision_model.",
+    "model.vision_tower.",
+    "vision_tower.",
+    "model.vision_model.",
+)
+PROJECTORS = ("model.multi_modal_projector.", "multi_modal_projector.", "model.connector.")
+NEWLINES = ("model.image_newline", "image_newline")
+
+# What a config.json leaves out has the defaults of transformers' configuration classes. Here those of the
+# whole model, by its model_type: which layer's output the projector reads (None: that of the whole tower),
+# and whether it reads all of that or ("default") all but the first token.
+SELECTED = {
+    "llava": (-2, "default"),
+    "llava_next": (-2, "default"),
+    "llava_onevision": (-1, "full"),
+    "mistral3": (-1, "full"),
+    "internvl": (-1, "default"),
+    "idefics3": (None, "full"),
+    "smolvlm": (None, "full"),
+}
+# And those of the tower: heads, activation, epsilon of the norms.
+CLIP = (12, "quick_gelu", 1e-5)
+SIGLIP = (12, "gelu_pytorch_tanh", 1e-6)
+IDEFICS = (16, "gelu_pytorch_tanh", 1e-6)
+INTERNVIT = (16, "gelu", 1e-6)
+PIXTRAL = (16, "gelu", 1e-5)
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "silu": F.silu,
+}
+
+
+class VisionTower(nn.Module):
+    """Reads a tile, uint8 RGB [1, height, width, 3], and returns the embeddings of its tokens, float32
+    [tokens, width of the language model].
+
+    config: the checkpoint's config.json; preprocessor: how its images become values, of its
+    preprocessor_config.json; tensors: by their names
+    in the checkpoint, or those of transformers' model. Raises KeyError for a part that is missing.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], preprocessor: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ):
+        super().__init__()
+        self._config = config
+        self._kind = kind = config["model_type"]
+        self._tower = tower = _Tensors(tensors, TOWERS)
+        self._projector = _Tensors(tensors, PROJECTORS)
+        newline = next((tensors[name] for name in NEWLINES if name in tensors), None)
+        self.register_buffer("newline", newline)  # [width]: the embedding after each row of a canvas
+        self._is_pixtral = "patch_conv.weight" in tower
+        self._is_internvit = "embeddings.cls_token" in tower
+        # Their names in CLIP and SigLIP; InternViT and Pixtral have others.
+        self._patches = "embeddings.patch_embedding"
+        self._first_token = "embeddings.class_embedding"
+        self._positions = "embeddings.position_embedding.weight"
+        self._layers = "encoder.layers"
+        self._final_norm = "post_layernorm"
+        if self._is_pixtral:
+            self._patches = "patch_conv"
+            self._layers = "transformer.layers"
+            defaults = PIXTRAL
+        elif self._is_internvit:
+            self._patches = "embeddings.patch_embeddings.projection"
+            self._first_token = "embeddings.cls_token"
+            self._positions = "embeddings.position_embeddings"
+            self._layers = "encoder.layer"
+            self._final_norm = "layernorm"
+            defaults = INTERNVIT
+        elif "pre_layrnorm.weight" in tower:
+            defaults = CLIP
+        else:
+            defaults = IDEFICS if kind in ("idefics3", "smolvlm") else SIGLIP
+        vision = config["vision_config"]
+        heads, activation, epsilon = defaults
+        self._heads = vision.get("num_attention_heads", heads)
+        self._activation = ACTIVATIONS[vision.get("hidden_act", activation)]
+        self._epsilon = epsilon if self._is_pixtral else vision.get("layer_norm_eps", epsilon)
+        self._uses_rms = vision.get("norm_type") == "rms_norm"
+        self._layer_count = vision.get("num_hidden_layers", tower.count(self._layers))
+        self._patch_side = tower[f"{self._patches}.weight"].shape[-1]
+        # Pixels of a tile's side; None: tiles have any size, a multiple of `token_side`.
+        side = None if self._is_pixtral else vision["image_size"]
+        self.tile_side: int | None = side[0] if isinstance(side, list) else side
+        self.token_side = self._patch_side * config.get("spatial_merge_size", 1)
+        layer, strategy = SELECTED[kind]
+        self._selected = config.get("vision_feature_layer", layer) if layer else None
+        self._drops_first = config.get("vision_feature_select_strategy", strategy) == "default"
+        if layer is None or kind == "mistral3":
+            self._drops_first = False
+        scale, shift = _normalization(preprocessor)
+        self.register_buffer("scale", scale)
+        self.register_buffer("shift", shift)
+
+    def forward(self, tile: Tensor) -> Tensor:
+        name = self._patches
+        patches = self._tower[f"{name}.weight"]
+        values = self.normalize(tile).to(patches.dtype)
+        grid = F.conv2d(values, patches, self._tower.get(f"{name}.bias"), stride=self._patch_side)
+        rows, columns = grid.shape[2], grid.shape[3]
+        x = grid.flatten(2).transpose(1, 2)
+        features = self._pixtral(x, rows, columns) if self._is_pixtral else self._transformer(x)
+        if self._drops_first:
+            features = features[:, 1:]
+        return self._project(features[0], rows, columns).float()
+
+    def normalize(self, tiles: Tensor) -> Tensor:
+        """The values of pixels, uint8 [tiles, height, width, 3] -> float32 [tiles, 3, height, width]."""
+        return (tiles.float() * self.scale - self.shift).permute(0, 3, 1, 2)
+
+    # The towers. x: [1, patches, width]; the result: [1, tokens, width], or that of several layers, joined.
+
+    def _transformer(self, x: Tensor) -> Tensor:
+        tower = self._tower
+        if self._first_token in tower:
+            x = torch.cat([tower[self._first_token].view(1, 1, -1), x], 1)
+        x = x + tower[self._positions]
+        if "pre_layrnorm.weight" in tower:  # its name in CLIP
+            x = tower.layer_norm(x, "pre_layrnorm", self._epsilon)
+        reads_all = self._selected is None or (self._is_internvit and self._selected == -1)
+        states = self._states(x, -1 if reads_all else self._selected, self._layer)
+        if reads_all and f"{self._final_norm}.weight" in tower:
+            states = tower.layer_norm(states, self._final_norm, self._epsilon)
+        return states
+
+    def _pixtral(self, x: Tensor, rows: int, columns: int) -> Tensor:
+        width = x.shape[-1] // self._heads
+        vision = self._config["vision_config"]
+        theta = (vision.get("rope_parameters") or vision).get("rope_theta", 10_000.0)
+        frequencies = theta ** -(torch.arange(0, width, 2, device=x.device).float() / width)
+        y = torch.arange(rows, device=x.device).float()[:, None, None] * frequencies[::2]
+        z = torch.arange(columns, device=x.device).float()[None, :, None] * frequencies[1::2]
+        shape = (rows, columns, width // 4)
+        angles = torch.cat([y.expand(shape), z.expand(shape)] * 2, -1).flatten(0, 1)
+        rotation = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+        def layer(x: Tensor, n: int) -> Tensor:
+            return self._pixtral_layer(x, n, rotation)
+
+        return self._states(self._tower.rms_norm(x, "ln_pre", self._epsilon), self._selected, layer)
+
+    def _states(self, x: Tensor, selected: int | list[int], layer: Any) -> Tensor:
+        """Runs the layers, and joins the selected states: 0 is that before the first one."""
+        count = self._layer_count
+        wanted = [n % (count + 1) for n in (selected if isinstance(selected, list) else [selected])]
+        states = [x]
+        for n in range(max(wanted)):
+            states.append(layer(states[-1], n))
+        return torch.cat([states[n] for n in wanted], -1)
+
+    def _layer(self, x: Tensor, n: int) -> Tensor:
+        tower = self._tower
+        at = f"{self._layers}.{n}"
+        if self._is_internvit:
+            norms = ("layernorm_before", "layernorm_after")
+            attention, out = "attention", "projection_layer"
+            scales = (tower[f"{at}.lambda_1"], tower[f"{at}.lambda_2"])
+        else:
+            norms = ("layer_norm1", "layer_norm2")
+            attention, out = "self_attn", "out_proj"
+            scales = (1, 1)
+        normed = self._norm(x, f"{at}.{norms[0]}")
+        x = x + scales[0] * self._attend(normed, f"{at}.{attention}", out)
+        hidden = tower.linear(self._norm(x, f"{at}.{norms[1]}"), f"{at}.mlp.fc1")
+        return x + scales[1] * tower.linear(self._activation(hidden), f"{at}.mlp.fc2")
+
+    def _pixtral_layer(self, x: Tensor, n: int, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        tower = self._tower
+        at = f"{self._layers}.{n}"
+        normed = tower.rms_norm(x, f"{at}.attention_norm", self._epsilon)
+        x = x + self._attend(normed, f"{at}.attention", "o_proj", rotation)
+        normed = tower.rms_norm(x, f"{at}.ffn_norm", self._epsilon)
+        gate = self._activation(tower.linear(normed, f"{at}.feed_forward.gate_proj"))
+        up = tower.linear(normed, f"{at}.feed_forward.up_proj")
+        return x + tower.linear(gate * up, f"{at}.feed_forward.down_proj")
+
+    def _attend(self, x: Tensor, at: str, out: str, rotation: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        tower = self._tower
+        query, key, value = (tower.linear(x, f"{at}.{name}_proj") for name in "qkv")
+        if f"{at}.q_norm.weight" in tower:
+            query = tower.rms_norm(query, f"{at}.q_norm", 1e-6)
+            key = tower.rms_norm(key, f"{at}.k_norm", 1e-6)
+        heads = [each.unflatten(-1, (self._heads, -1)).transpose(1, 2) for each in (query, key, value)]
+        if rotation:
+            heads[:2] = (_rotate(each, *rotation) for each in heads[:2])
+        attended = F.scaled_dot_product_attention(*heads)
+        return tower.linear(attended.transpose(1, 2).flatten(2), f"{at}.{out}")
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        norm = self._tower.rms_norm if self._uses_rms else self._tower.layer_norm
+        return norm(x, name, self._epsilon)
+
+    # The projectors. x: [patches, width]
+
+    def _project(self, x: Tensor, rows: int, columns: int) -> Tensor:
+        projector = self._projector
+        config = self._config
+        if self._kind in ("idefics3", "smolvlm"):
+            joined = _join(x, rows, columns, config.get("scale_factor", 2)).flatten(1)
+            return projector.linear(joined, "modality_projection.proj")
+        if self._kind == "internvl":
+            joined = _join(x, rows, columns, round(1 / config.get("downsample_ratio", 0.5))).flatten(1)
+            x = projector.layer_norm(joined, "layer_norm", 1e-5)
+        if self._kind == "mistral3":
+            x = projector.rms_norm(x, "norm", config["text_config"].get("rms_norm_eps", 1e-6))
+            joined = _join(x, rows, columns, config.get("spatial_merge_size", 2))
+            x = projector.linear(joined.transpose(1, 2).flatten(1), "patch_merger.merging_layer")
+        activation = ACTIVATIONS[config.get("projector_hidden_act", "gelu")]
+        return projector.linear(activation(projector.linear(x, "linear_1")), "linear_2")
+
+
+class _Tensors(nn.Module):
+    """The tensors below the first of some prefixes that there is, by the rest of their dotted names; and the
+    layers that are made of them."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], prefixes: Iterable[str]):
+        super().__init__()
+        for prefix in prefixes:
+            names = [name for name in tensors if name.startswith(prefix)]
+            if names:
+                break
+        else:
+            raise KeyError(f"the checkpoint has no tensor {'..., '.join(prefixes)}...")
+        for name in names:
+            self.register_buffer(name.removeprefix(prefix).replace(".", "/"), tensors[name])
+
+    def get(self, name: str) -> Tensor | None:
+        return self._buffers.get(name.replace(".", "/"))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._buffers[name.replace(".", "/")]
+
+    def __contains__(self, name: str) -> bool:
+        return self.get(name) is not None
+
+    def count(self, layers: str) -> int:
+        """How many layers there are below a name."""
+        begin = layers.replace(".", "/") + "/"
+        return len(
+            {name.removeprefix(begin).split("/")[0] for name in self._buffers if name.startswith(begin)}
+        )
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self[f"{name}.weight"], self.get(f"{name}.bias"))
+
+    def layer_norm(self, x: Tensor, name: str, epsilon: float) -> Tensor:
+        weight = self[f"{name}.weight"]
+        return F.layer_norm(x, weight.shape, weight, self.get(f"{name}.bias"), epsilon)
+
+    def rms_norm(self, x: Tensor, name: str, epsilon: float) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+        return self[f"{name}.weight"] * wide.to(x.dtype)
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of the vision tower, the projector and the row ends of a checkpoint, by their names."""
+    tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                if name.startswith((*TOWERS, *PROJECTORS, *NEWLINES)):
+                    tensors[name] = file.get_tensor(name)
+    return tensors
+
+
+def _normalization(preprocessor: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """What pixels of 0 to 255 are multiplied by, and what is then subtracted, for each color."""
+    factor = preprocessor.get("rescale_factor", 1 / 255) if preprocessor.get("do_rescale", True) else 1.0
+    if not preprocessor.get("do_normalize", True):
+        return torch.full((3,), factor), torch.zeros(3)
+    mean, deviation = torch.tensor([preprocessor["image_mean"], preprocessor["image_std"]])
+    return factor / deviation, mean / deviation
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def _join(x: Tensor, rows: int, columns: int, by: int) -> Tensor:
+    """by x by neighbors of a grid of patches, [rows * columns, width], become a token: [tokens, by * by,
+    width]."""
+    grid = x.view(rows // by, by, columns // by, by, x.shape[-1])
+    return grid.transpose(1, 2).reshape(-1, by * by, x.shape[-1])
