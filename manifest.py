@@ -188,10 +188,11 @@ class Manifest:
                 )
         lengths = [text_config.get(name) for name in CONTEXT_LENGTHS]
         generation_config = read_json(folder / "generation_config.json")
+        eos_ids = [*_eos_ids(config), *_eos_ids(generation_config)]
         return cls(
             model_type=config["model_type"],
             max_positions=next((n for n in map(whole, lengths) if n and n > 0), None),
-            eos_token_ids=tuple(dict.fromkeys([*_eos_ids(config), *_eos_ids(generation_config)])),
+            eos_token_ids=tuple(dict.fromkeys(eos_ids or _eos_ids(text_config))),
             is_compiled="neuron" in config,
             config_json=config,
             generation_config=generation_config,

@@ -92,7 +92,8 @@ def prepare(config: Config) -> Prepared:
     config, folder, sha = fetch_source(dataclasses.replace(config, device=device))
     manifest = Manifest.read(folder)
     if manifest.config_json.keys() & {"vision_config", "audio_config"} and not manifest.reads_images:
-        logger.info("%s: only the text part of this model is served", config.model_name)
+        why = manifest.why_no_images and f": {manifest.why_no_images}"
+        logger.info("%s: only the text part of this model is served%s", config.model_name, why)
     if device == "neuron":
         from models.neuron_build import BuildPlan
 

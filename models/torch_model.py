@@ -395,8 +395,9 @@ class TorchModel:
             return
         try:
             tensors = self._model.state_dict()  # shared, not copied
-            self._vision = VisionTower(manifest.config_json, manifest.processor_config, tensors).to(self.device)
-            check = VisionCheck(self._model, self._vision)
+            tower = VisionTower(manifest.config_json, manifest.processor_config, tensors)
+            self._vision = tower.to(self.device)
+            check = VisionCheck(self._model, tower)
             fault = check.find_fault(self.encode_image(check.tiles, check.canvas, lambda: False), self.dtype)
         except Exception as error:
             logger.debug("no vision tower", exc_info=True)

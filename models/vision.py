@@ -59,9 +59,9 @@ class VisionTower(nn.Module):
     """Reads a tile, uint8 RGB [1, height, width, 3], and returns the embeddings of its tokens, float32
     [tokens, width of the language model].
 
-    config: the checkpoint's config.json; preprocessor: how its images become values, of its
-    preprocessor_config.json; tensors: by their names
-    in the checkpoint, or those of transformers' model. Raises KeyError for a part that is missing.
+    config: the checkpoint's config.json; preprocessor: its `processor_config` (manifest.py), for how pixels
+    are normalized; tensors: by their names in the checkpoint, or those of transformers' model. Raises
+    KeyError for a part that is missing.
     """
 
     def __init__(

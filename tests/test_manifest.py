@@ -49,6 +49,9 @@ def test_a_manifest_is_read_from_both_files(model, monkeypatch):
         ({"eos_token_id": [2, 3]}, {"eos_token_id": [4, 3]}, (2, 3, 4)),
         ({"eos_token_id": "</s>"}, {"eos_token_id": [4, None, "x"]}, (4,)),
         ({"eos_token_id": 2.0}, {"eos_token_id": [[3], [4.0]]}, (2, 3, 4)),
+        ({"text_config": {"eos_token_id": 5}}, {}, (5,)),  # a vision-language model's
+        ({"text_config": {"eos_token_id": 5}, "eos_token_id": 2}, {}, (2,)),
+        ({"text_config": {"eos_token_id": 5}}, {"eos_token_id": 3}, (3,)),
     ],
 )
 def test_every_eos_id_that_either_file_names_counts(model, in_config, in_generation_config, eos_token_ids):

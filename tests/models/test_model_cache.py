@@ -166,7 +166,7 @@ def test_a_damaged_entry_is_converted_anew_with_one_warning(config, copies, capl
 
 
 def test_a_model_that_does_not_convert_is_not_tried_again(config, converter, conversions, monkeypatch, caplog):
-    def fail(model):
+    def fail(model, **options):
         raise RuntimeError("Exception from somewhere:\nNo conversion rule for aten::frobnicate\n")
 
     monkeypatch.setattr(converter, "trace", fail)
@@ -258,7 +258,7 @@ OUT_OF_MEMORY = [
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=str)
 def test_a_converter_that_runs_out_of_memory_says_so_by_its_exit_code(checkpoint, converter, tmp_path, monkeypatch, error):
-    def fill_memory(model):
+    def fill_memory(model, **options):
         raise error
 
     monkeypatch.setattr(converter, "trace", fill_memory)
@@ -281,7 +281,7 @@ def test_a_model_that_fails_at_its_first_start_is_not_converted_again(config, co
 def test_quantized_weights_that_do_not_convert_are_refused_without_another_conversion(
     config, converter, conversions, monkeypatch
 ):
-    def fail(model):
+    def fail(model, **options):
         raise RuntimeError("no rule")
 
     monkeypatch.setattr(converter, "trace", fail)
