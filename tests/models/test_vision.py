@@ -12,13 +12,13 @@ import pytest
 import torch
 import transformers
 import vision_models
-from tiny_models import settings
+from tiny_models import MARGIN, run, settings
 from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
 
 from manifest import Manifest
 from models import openvino_model
-from models.base import Chunk
 from models.image_layout import Canvas
+from models.torch_model import TorchModel
 from protocol import Image
 
 pytestmark = [pytest.mark.models, pytest.mark.usefixtures("conversions"), pytest.mark.filterwarnings("ignore")]
@@ -118,33 +118,35 @@ def visions(tmp_path_factory):
     return Zoo(tmp_path_factory.mktemp("visions"))
 
 
-def serve(folder, **changes):
-    config = settings(folder, 3000, **{"max_batch_size": 4, "threads": 2} | changes)
+def serve(folder, engine="openvino", **changes):
+    config = settings(folder, 3000, **{"max_batch_size": 4, "threads": 2, "dtype": "float32"} | changes)
+    if engine == "torch":
+        return TorchModel(config, folder, "cpu")
     return openvino_model.load(config, folder, Manifest.read(folder), lambda phase: None)
 
 
-def show(model, picture):
-    """As the worker does before a request enters the queue."""
+def encode(model, picture):
+    """Adds an image to the model's cache, as the worker does before a request enters the queue."""
     image = picture.image
-    if image.key not in model.encoder_cache:
-        model.encoder_cache.add(image.key, model.encode_image(picture.tiles, image.canvas, lambda: False))
+    model.encoder_cache.add(image.key, model.encode_image(picture.tiles, image.canvas, lambda: False))
 
 
-def finish(model, slot, logits, length):
-    """Greedy."""
-    tokens = [int(logits.argmax())]
-    while len(tokens) < NEW_TOKENS:
-        logits = model.forward([Chunk(slot, tokens[-1:], length + len(tokens) - 1)])
-        tokens.append(int(logits.argmax()))
-    return tokens
-
-
+@pytest.mark.parametrize("engine", ["openvino", "torch"])
 @pytest.mark.parametrize("family", vision_models.FAMILIES)
-def test_a_prompt_with_an_image_is_continued_as_by_transformers(visions, caplog, family):
-    model, prompt = serve(visions.folder(family)), visions.prompt(family)
-    assert model.engine == "openvino" and not caplog.text
-    show(model, visions.picture(family))
-    expected, lead = visions.text(family, tuple(prompt))
-    whole = finish(model, 0, model.forward([Chunk(0, prompt, 0)]), len(prompt))
-    print(family, len(prompt), expected, lead)
-    assert whole == expected
+def test_images_are_read_as_by_transformers_alone_and_in_any_schedule_to_the_last_bit(visions, caplog, family, engine):
+    model = serve(visions.folder(family), engine)
+    assert model.engine == engine and not caplog.text
+    for seed in (0, 1):
+        encode(model, visions.picture(family, seed))
+    first, other = visions.prompt(family), visions.prompt(family, 1)
+    prompts = [first, [*first[:-4], 50, 60], other, first[:40], QUESTION * 4]
+    alone = [run(model, [prompt], new_tokens=NEW_TOKENS)[0] for prompt in prompts]
+    expected, lead = visions.text(family, tuple(first))
+    assert lead > MARGIN and alone[0].tokens == expected
+    assert not np.array_equal(alone[0].logits, alone[2].logits)
+    for seed, chunk in enumerate((None, 41) if engine == "openvino" else (None,)):
+        together = run(model, prompts * 2, seed, prefill_chunk=chunk, new_tokens=NEW_TOKENS)
+        assert sum(sequence.tokens == own.tokens for sequence, own in zip(together, alone * 2)) > 3
+        for sequence, own in zip(together, alone * 2):
+            assert sequence.tokens == own.tokens[: len(sequence.tokens)]
+            assert np.array_equal(sequence.logits, own.logits[: len(sequence.logits)])
