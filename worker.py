@@ -27,6 +27,7 @@ from config import Config
 from engine import sampling
 from engine.admission import Admission
 from engine.defaults import sampling_defaults
+from engine.image_encoding import ImageEncoder
 from engine.link import ForLoop, Link, PeerLost
 from engine.metrics import Metrics
 from engine.ngram_proposer import NgramProposer
@@ -78,11 +79,16 @@ class Worker:
         self.steps = 0  # decode steps
         self.stopping = False  # running requests are ended, too
         self._eos_token_ids = deps.eos_token_ids
+        self._encoder_cache = model.encoder_cache
         self._samples_on_host = model.sampling != "device"
         self._verifies = deps.limits.verify_length > 1
         self._preparation: Preparation | None = None
-        if deps.grammars:
-            self._preparation = Preparation(deps.grammars, wake=deps.link.interrupt)
+        wake = deps.link.interrupt
+        images = None
+        if self._encoder_cache:
+            images = ImageEncoder(model, deps.admission, deps.metrics, wake)
+        if deps.grammars or images:
+            self._preparation = Preparation(deps.grammars, images, deps.metrics, wake)
         self._runner = StepRunner(model)
         self._timer = StepTimer()
         self._progress_at = 0.0  # when the device last finished a step, or was given one after being idle
@@ -120,6 +126,8 @@ class Worker:
             for request in self.requests:
                 self.requests.end(request, "draining")
         finally:
+            if self._preparation:
+                self._preparation.close()
             self.outputs.close()
 
     def step(self) -> None:
@@ -205,6 +213,7 @@ class Worker:
             "batch_current_size": busy,
             "batch_current_max_tokens": self.scheduler.max_tokens,
             "last_step_age_seconds": time.monotonic() - self._progress_at if busy else 0.0,
+            "encoder_cache_bytes": self._encoder_cache.nbytes if self._encoder_cache else 0,
         }
 
     def _report(self, limit_s: float | None = None) -> None:
@@ -233,8 +242,11 @@ class Worker:
         if not self.requests:
             self._progress_at = time.monotonic()
         group = RequestGroup()
+        if message.images:
+            self._preparation.add_images(message.images)
+        images = {image.key: image.tokens for image in message.images}
         for generate in message.generates:
-            request = self.requests.add(peer, generate, group)
+            request = self.requests.add(peer, generate, group, images)
             if self.draining:
                 self.requests.end(request, "draining")
                 continue
@@ -245,7 +257,7 @@ class Worker:
                 self.requests.end(request, "failed", "the request cannot be run")
 
     def _queue(self, request: Request) -> None:
-        """Adds the request to the scheduler; one with a grammar when it is prepared."""
+        """Adds the request to the scheduler; one with a grammar or images when it is prepared."""
         generate = request.generate
         if self._samples_on_host:
             request.sampler = SamplerState(
@@ -253,13 +265,12 @@ class Worker:
             )
         if self._verifies:
             request.proposer = NgramProposer(generate.prompt, generate.prediction, request.max_new_tokens)
-        if not generate.grammar:
-            self.scheduler.add(request)
-        else:
+        if generate.grammar or request.images:
             self._preparation.add(request)
+        else:
+            self.scheduler.add(request)
 
     def _take_prepared(self, prepared: Prepared) -> None:
-        self.metrics.series("grammar_compile_duration").observe(prepared.seconds)
         if prepared.error:
             self.requests.end(prepared.request, "failed", prepared.error)
         else:

@@ -1,8 +1,10 @@
-"""Admission control: the limit of running and waiting requests, and draining."""
+"""Admission control: the limits of running and waiting requests and of their images, and draining."""
 
 from __future__ import annotations
 
 import threading
+
+MAX_PIXEL_BYTES = 512 << 20  # of images that wait for the encoder
 
 
 class Admission:
@@ -11,6 +13,7 @@ class Admission:
     def __init__(self, limit: int):
         self.limit = limit
         self.count = 0
+        self.pixel_bytes = 0
         self.is_draining = False
         self._lock = threading.Lock()
 
@@ -18,19 +21,27 @@ class Admission:
     def is_full(self) -> bool:
         return self.count >= self.limit
 
-    def admit(self, count: int) -> str | None:
-        """None: all requests of an HTTP request are admitted. Else the reason of the `End` for each."""
+    def admit(self, count: int, pixel_bytes: int = 0) -> str | None:
+        """None: all requests of an HTTP request are admitted, with their images. Else the reason of the `End`
+        for each."""
         if self.is_draining:
             return "draining"
         with self._lock:
             if self.count + count > self.limit:
                 return "overloaded"
+            if self.pixel_bytes and self.pixel_bytes + pixel_bytes > MAX_PIXEL_BYTES:
+                return "overloaded"
             self.count += count
+            self.pixel_bytes += pixel_bytes
         return None
 
     def release(self) -> None:
         with self._lock:
             self.count -= 1
+
+    def release_pixels(self, pixel_bytes: int) -> None:
+        with self._lock:
+            self.pixel_bytes -= pixel_bytes
 
     def drain(self) -> None:
         """Stops admitting. May be called from a signal handler."""

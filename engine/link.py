@@ -208,7 +208,8 @@ class Link:
 
     def _admit(self, peer: bytes, message: SubmitRequests) -> None:
         """Rejects at once what exceeds the limit."""
-        if reason := self._admission.admit(len(message.generates)):
+        pixel_bytes = sum(len(image.pixels) for image in message.images)
+        if reason := self._admission.admit(len(message.generates), pixel_bytes):
             for generate in message.generates:
                 self._send(peer, End(generate.id, reason))
             return

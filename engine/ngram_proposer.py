@@ -27,7 +27,7 @@ class NgramProposer:
         self._prediction = list(prediction)
         self._begin = len(prediction) + len(prompt)  # of the generated tokens
         self._end = self._begin
-        self._tokens = np.empty(self._begin + max_new_tokens, np.int32)
+        self._tokens = np.empty(self._begin + max_new_tokens, np.int64)
         self._tokens[: len(prediction)] = prediction
         self._tokens[len(prediction) : self._begin] = prompt
         self._length = INITIAL_DRAFT_TOKENS
@@ -45,7 +45,10 @@ class NgramProposer:
         if most <= 0 or self._pause:
             return []
         begin = self._find()
-        return self._tokens[begin : min(begin + most, begin + self._length, self._end)].tolist()
+        draft_tokens = self._tokens[begin : min(begin + most, begin + self._length, self._end)]
+        if (draft_tokens < 0).any():  # image tokens, which are never generated
+            draft_tokens = draft_tokens[: int((draft_tokens < 0).argmax())]
+        return draft_tokens.tolist()
 
     def record_acceptance(self, draft_tokens: int, accepted: int) -> None:
         """Records how many of the last draft tokens were accepted."""

@@ -1,4 +1,4 @@
-"""What must be ready before a request may wait for a slot: its grammar, which a thread compiles.
+"""What must be ready before a request may wait for a slot: its grammar and the embeddings of its images.
 
 A request in preparation counts as waiting: for the limit of requests, its waiting time and the metrics.
 """
@@ -6,15 +6,17 @@ A request in preparation counts as waiting: for the limit of requests, its waiti
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
+from engine.image_encoding import ImageEncoder
+from engine.metrics import Metrics
 from engine.request import Request, State
+from protocol import Image
 from text.grammar import GrammarError, Grammars
 
 logger = logging.getLogger("worker")
@@ -31,22 +33,32 @@ class Prepared(NamedTuple):
 
     request: Request
     error: str
-    seconds: float
 
 
 class Preparation:
-    """Prepares requests in a thread, in the order of arrival. `wake` is called there when `drain` has
-    something."""
+    """Prepares requests in the order of arrival: their grammars in one thread, their images in another.
 
-    def __init__(self, grammars: Grammars, wake: Callable[[], None]):
+    `wake` is called when `drain` has something. `grammars` is None with on-device sampling, `images` for a
+    model that reads text only.
+    """
+
+    def __init__(
+        self,
+        grammars: Grammars | None,
+        images: ImageEncoder | None,
+        metrics: Metrics,
+        wake: Callable[[], None],
+    ):
         self._grammars = grammars
+        self._images = images
+        self._metrics = metrics
         self._wake = wake
-        self._waiting: deque[Request] = deque()  # for memory for their grammars
-        self._held: list[Request] = []  # requests whose grammars take memory, until they end
-        self._prepared: queue.SimpleQueue[Prepared] = queue.SimpleQueue()
-        self._thread = ThreadPoolExecutor(1, "worker-preparation")
+        self._waiting: deque[Request] = deque()  # for memory for what they need
+        self._held: list[Request] = []  # requests that take memory, until they end
+        self._compiling: dict[Request, Future[str]] = {}
+        self._compiler = ThreadPoolExecutor(1, "worker-preparation")
         before = threading.stack_size(STACK_BYTES)
-        self._thread.submit(int).result()  # starts it
+        self._compiler.submit(int).result()  # starts the thread
         threading.stack_size(before)
 
     @property
@@ -54,42 +66,96 @@ class Preparation:
         """The requests that are not ready yet."""
         return [request for request in (*self._held, *self._waiting) if request.state is State.PREPARING]
 
+    def add_images(self, images: Iterable[Image]) -> None:
+        """Takes the images of requests that are added next."""
+        self._images.add(images)
+
     def add(self, request: Request) -> None:
         request.state = State.PREPARING
         self._waiting.append(request)
+        if request.images:
+            self._images.pin(request.images)
         self.start()
 
     def start(self) -> None:
-        """Prepares as many requests as there is memory for. To be called before the loop waits for
-        messages."""
-        self._held = [request for request in self._held if request.state is not State.ENDED]
-        characters = sum(len(request.generate.grammar) for request in self._held)
-        while self._waiting:
-            characters += len(self._waiting[0].generate.grammar)
-            if self._held and characters > MAX_COMPILED_CHARACTERS:
-                return
-            request = self._waiting.popleft()
-            self._held.append(request)
-            self._thread.submit(self._prepare, request)
+        """Prepares as many requests as there is memory for, and frees that of requests that have ended. To be
+        called before the loop waits for messages."""
+        self._held = self._without_ended(self._held)
+        self._waiting = deque(self._without_ended(self._waiting))
+        while self._waiting and self._fits(self._waiting[0]):
+            self._held.append(self._waiting.popleft())
+        if self._images:
+            self._images.retain({key for request in self.requests for key in request.images})
+        for request in self._held:
+            if request.state is State.PREPARING:
+                self._prepare(request)
 
     def drain(self) -> list[Prepared]:
-        """What has been prepared since the last call, without requests that ended meanwhile."""
+        """The requests whose preparation has ended, but for those that ended meanwhile. The caller adds them
+        to the scheduler, or ends them."""
+        failed = {request: job.result() for request, job in self._compiling.items() if job.done()}
+        for request in failed:
+            del self._compiling[request]
+        failed_images = self._images.drain_errors() if self._images else {}
         prepared = []
-        while not self._prepared.empty():
-            prepared.append(self._prepared.get())
-        return [each for each in prepared if each.request.state is State.PREPARING]
+        for request in self._held:
+            if request.state is not State.PREPARING:
+                continue
+            errors = [failed.get(request), *(failed_images.get(key) for key in request.images)]
+            error = next(filter(None, errors), "")
+            if error or self._is_ready(request):
+                prepared.append(Prepared(request, error))
+        return prepared
+
+    def close(self) -> None:
+        """Ends the threads after what they make now."""
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+        if self._images:
+            self._images.close()
+
+    def _without_ended(self, requests: Iterable[Request]) -> list[Request]:
+        going = []
+        for request in requests:
+            if request.state is not State.ENDED:
+                going.append(request)
+            elif request.images:
+                self._images.unpin(request.images)
+        return going
+
+    def _fits(self, request: Request) -> bool:
+        """Whether there is memory for a request beside those that are held. A request alone always fits."""
+        characters = sum(len(held.generate.grammar) for held in self._held)
+        if characters and characters + len(request.generate.grammar) > MAX_COMPILED_CHARACTERS:
+            return False
+        tokens = {key: tokens for held in self._held for key, tokens in held.images.items()}
+        return not (tokens and request.images) or self._images.fit({**tokens, **request.images})
+
+    def _is_ready(self, request: Request) -> bool:
+        is_compiled = request.matcher is not None or not request.generate.grammar
+        return is_compiled and (not request.images or self._images.has(request.images))
 
     def _prepare(self, request: Request) -> None:
-        if request.state is State.ENDED:  # do not delay the others
+        if self._is_ready(request):  # all of it was in the encoder cache
+            self._wake()
             return
+        if request.images:
+            self._images.start(request.images)
+        if request.generate.grammar and request.matcher is None and request not in self._compiling:
+            self._compiling[request] = self._compiler.submit(self._compile, request)
+            self._compiling[request].add_done_callback(lambda _job: self._wake())
+
+    def _compile(self, request: Request) -> str:
+        """Runs in the thread. Returns why it failed."""
+        if request.state is State.ENDED:  # do not delay the others
+            return ""
         started_at = time.monotonic()
-        error = ""
         try:
             request.matcher = self._grammars.matcher(request.generate.grammar)
         except GrammarError as reason:
-            error = f"the grammar {reason}"
+            return f"the grammar {reason}"
         except BaseException:  # panics of llguidance are no Exceptions
             logger.exception("the grammar of request %s cannot be compiled", request.generate.request_id)
-            error = "the grammar cannot be compiled"
-        self._prepared.put(Prepared(request, error, time.monotonic() - started_at))
-        self._wake()
+            return "the grammar cannot be compiled"
+        finally:
+            self._metrics.series("grammar_compile_duration").observe(time.monotonic() - started_at)
+        return ""

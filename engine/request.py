@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.ngram_proposer import NgramProposer
@@ -19,7 +19,7 @@ class State(enum.Enum):
     """How far a request has come; each state follows the one before it, or is left for the end."""
 
     RECEIVED = enum.auto()
-    PREPARING = enum.auto()  # only with a grammar: preparation.py compiles it
+    PREPARING = enum.auto()  # only with a grammar or images (preparation.py)
     WAITING = enum.auto()  # for a slot
     PREFILLING = enum.auto()  # it has a slot, and parts of its prompt have to run
     RUNNING = enum.auto()  # each step generates its next token
@@ -43,6 +43,7 @@ class Request:
     peer: bytes = b""  # the API server process that it came from
     group: RequestGroup = field(default_factory=RequestGroup)
     eos_token_ids: Collection[int] = ()
+    images: Mapping[int, int] = field(default_factory=dict)  # key → tokens
     sampler: SamplerState | None = None  # None with on-device sampling
     matcher: Matcher | None = None  # with constrained decoding
     proposer: NgramProposer | None = None  # with speculative decoding

@@ -7,6 +7,7 @@ message is sent by outputs.py.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from engine.admission import Admission
 from engine.outputs import Publisher
@@ -47,8 +48,8 @@ class Requests:
     def of_peer(self, peer: bytes) -> list[Request]:
         return [request for request in self if request.peer == peer]
 
-    def add(self, peer: bytes, generate: Generate, group: RequestGroup) -> Request:
-        """A new request, which the caller adds to the scheduler."""
+    def add(self, peer: bytes, generate: Generate, group: RequestGroup, images: Mapping[int, int]) -> Request:
+        """A new request, which the caller adds to the scheduler. `images`: key → tokens."""
         now = time.monotonic()
         request = Request(
             generate=generate,
@@ -56,6 +57,7 @@ class Requests:
             arrived_at=generate.sent_at or now,
             peer=peer,
             group=group,
+            images=images,
             eos_token_ids=() if generate.ignore_eos else self._eos_token_ids,
         )
         self._by_id[generate.id] = request

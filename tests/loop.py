@@ -116,10 +116,13 @@ class Driven:
         for message in messages:
             if isinstance(message, Generate):
                 message = SubmitRequests([message])
-            if isinstance(message, SubmitRequests) and (reason := self.admission.admit(len(message.generates))):
+            if isinstance(message, SubmitRequests) and (reason := self._admit(message)):
                 self.wire.sent += [(peer, End(generate.id, reason)) for generate in message.generates]
             else:
                 self.wire.arrivals.append((peer, message))
+
+    def _admit(self, message):
+        return self.admission.admit(len(message.generates), sum(len(image.pixels) for image in message.images))
 
     def step(self, times=1):
         for _ in range(times):
@@ -135,6 +138,13 @@ class Driven:
             self.step()
             at_most -= 1
             assert at_most, "requests are left over"
+
+    def run_until_running(self, *requests, at_most=500):
+        """Steps until these requests generate."""
+        while not set(requests) <= set(self.running):
+            self.step()
+            at_most -= 1
+            assert at_most, f"requests {requests} do not run"
 
     def each_call(self, action):
         """Calls `action(chunks)` before each call of the model from now on."""

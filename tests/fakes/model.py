@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from models.base import Chunk, SampledIds
+from models.encoder_cache import EncoderCache, split_ids
+from protocol import Image
 
 VOCABULARY = 50
 EOS = 0
@@ -129,3 +131,46 @@ class FakeModel:
         best = np.argsort(-row)[: top_k or self.vocab_size]
         weights = np.exp((row[best] - row.max()) / temperature)
         return int(np.random.default_rng().choice(best, p=weights / weights.sum()))
+
+
+EMBEDDING = 2  # numbers
+
+
+def image(key: int, tokens: int = 3, tiles: int = 2) -> Image:
+    """An image that `ImageModel` reads."""
+    return Image(key, tokens, (tiles, 1, 1), bytes([key % 251] * 3 * tiles), (tokens,))
+
+
+class ImageModel(FakeModel):
+    """Reads images, too. A chunk fails where an image token has no embedding, or one of another image or place."""
+
+    def __init__(self, cached_tokens: int = 1000, **options):
+        super().__init__(**options)
+        self.encoder_cache = EncoderCache(EMBEDDING, 4 * EMBEDDING * cached_tokens)
+        self.encoded: list[int] = []  # what the pixels of each tile were, in order
+        self.damaged: set[int] = set()  # such pixels cannot be encoded
+        self.may_encode = threading.Event()  # cleared: the encoder stops before its next tile
+        self.may_encode.set()
+        self.began = threading.Semaphore(0)  # a tile
+
+    def encode_image(self, pixels, canvas, is_cancelled):
+        for tile in pixels:
+            self.began.release()
+            while not self.may_encode.wait(0.002):
+                if is_cancelled():
+                    break
+            if is_cancelled():
+                return None
+            if tile[0, 0, 0] in self.damaged:
+                raise RuntimeError("on purpose")
+            self.encoded.append(int(tile[0, 0, 0]))
+        numbers = np.arange(canvas[0], dtype=np.float32)
+        return np.stack([np.full_like(numbers, pixels[0, 0, 0, 0]), numbers], axis=1)
+
+    def forward(self, chunks: Sequence[Chunk]) -> np.ndarray | SampledIds:
+        for chunk in chunks:
+            tokens = np.array(chunk.tokens, np.int64)
+            _ids, embeddings, places = self.encoder_cache.resolve(tokens)
+            keys, numbers = split_ids(tokens[places])
+            assert (embeddings == np.stack([keys % 251, numbers], axis=1)).all()
+        return super().forward(chunks)

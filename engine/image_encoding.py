@@ -1,0 +1,109 @@
+"""The images of requests: a thread encodes each one once, into the model's encoder cache.
+
+Embeddings are pinned for as long as a request wants them, pixels are kept until they are encoded.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from engine.admission import Admission
+from engine.metrics import Metrics
+from models.base import StaticBatchModel
+from protocol import Image
+
+logger = logging.getLogger("worker")
+
+
+class ImageEncoder:
+    """Encodes images in the order of arrival. `wake` is called when one is done. Only the loop's thread calls
+    its methods."""
+
+    def __init__(
+        self, model: StaticBatchModel, admission: Admission, metrics: Metrics, wake: Callable[[], None]
+    ):
+        self._model = model
+        self._cache = model.encoder_cache
+        self._admission = admission
+        self._metrics = metrics
+        self._wake = wake
+        self._images: dict[int, Image] = {}  # that are not encoded yet, by key
+        self._wanted: Collection[int] = frozenset()  # keys
+        self._jobs: dict[int, Future[str]] = {}
+        self._thread = ThreadPoolExecutor(1, "worker-images")
+
+    def add(self, images: Iterable[Image]) -> None:
+        """Takes the images of a message. Requests that want them must `pin` them before the next `retain`."""
+        for image in images:
+            self._metrics.series("images").inc()
+            if image.key in self._cache:
+                self._metrics.series("encoder_cache_hits").inc()
+            if image.key in self._images:
+                self._admission.release_pixels(len(image.pixels))
+            else:
+                self._images[image.key] = image
+
+    def pin(self, keys: Iterable[int]) -> None:
+        self._cache.pin(keys)
+
+    def unpin(self, keys: Iterable[int]) -> None:
+        self._cache.unpin(keys)
+
+    def fit(self, tokens: Mapping[int, int]) -> bool:
+        """Whether the embeddings of these images, key → tokens, fit into the encoder cache together."""
+        return self._cache.bytes_of(sum(tokens.values())) <= self._cache.limit_bytes
+
+    def has(self, keys: Iterable[int]) -> bool:
+        """Whether all these images are encoded."""
+        return all(key in self._cache for key in keys)
+
+    def retain(self, keys: Collection[int]) -> None:
+        """Keeps the pixels of these images alone, unless they are encoded, and cancels the encoding of
+        others."""
+        self._wanted = keys
+        for key in [key for key in self._images if key not in keys or key in self._cache]:
+            self._admission.release_pixels(len(self._images.pop(key).pixels))
+
+    def start(self, keys: Iterable[int]) -> None:
+        """Encodes those of these images that are not encoded yet."""
+        for key in keys:
+            if key not in self._cache and key not in self._jobs:
+                self._jobs[key] = self._thread.submit(self._encode, key)
+                self._jobs[key].add_done_callback(lambda _job: self._wake())
+
+    def drain_errors(self) -> dict[int, str]:
+        """The images that could not be encoded since the last call, by key."""
+        done = {key: job.result() for key, job in self._jobs.items() if job.done()}
+        for key in done:
+            del self._jobs[key]
+        return {key: error for key, error in done.items() if error}
+
+    def close(self) -> None:
+        """Ends the thread after the tile that it encodes."""
+        self._wanted = frozenset()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _encode(self, key: int) -> str:
+        """Runs in the thread. Returns why it failed; an image that no request wants any more is left out."""
+        image = self._images.get(key)
+        if image is None:
+            return ""
+        started_at = time.monotonic()
+        try:
+            pixels = np.frombuffer(image.pixels, np.uint8).reshape(*image.shape, 3)
+            embeddings = self._model.encode_image(pixels, image.canvas, lambda: key not in self._wanted)
+            if embeddings is None:
+                return ""
+            if len(embeddings) != image.tokens:
+                raise ValueError(f"{image.tokens} image tokens have {len(embeddings)} embeddings")
+            self._cache.add(key, embeddings)
+        except Exception:
+            logger.exception("an image of %s tiles cannot be encoded", image.shape[0])
+            return "the image cannot be encoded"
+        self._metrics.series("image_encode_duration").observe(time.monotonic() - started_at)
+        return ""
