@@ -399,6 +399,7 @@ class Startup:
             prompt_logprobs=model.supports_prompt_logits,
             sampling=model.sampling,
             quantize=model.quantize,
+            reads_images=model.encoder_cache is not None,
             sampling_defaults=sampling_defaults(prepared.manifest, model.sampling) if has_defaults else {},
             stop_strings=prepared.manifest.stop_strings if has_defaults else [],
         )
@@ -414,6 +415,11 @@ class Startup:
             model.max_input_tokens,
             eos_token_ids,
         )
+        if model.encoder_cache:
+            logger.info(
+                "It reads images; embeddings of recent ones take up to %d MiB (encoder cache)",
+                model.encoder_cache.limit_bytes >> 20,
+            )
 
 
 def scheduler_config(config: Config, model: StaticBatchModel) -> SchedulerConfig:

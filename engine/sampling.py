@@ -50,7 +50,8 @@ class SamplerState:
         self.stream = np.array([parameters.seed or 0], np.uint64)  # state of SplitMix64: one number a token
         self._seen: np.ndarray | None = None
         if parameters.repetition_penalty != 1.0:
-            self._seen = np.unique([token for token in prompt if token >= 0])  # without image tokens
+            seen = np.unique(np.array(prompt, np.int64))
+            self._seen = seen[seen >= 0]  # without image tokens
         self._counts_tokens = parameters.frequency_penalty != 0.0 or parameters.presence_penalty != 0.0
         self._counts: dict[int, int] = {}
         self._banned = np.array(list(banned), np.int64)

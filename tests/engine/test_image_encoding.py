@@ -261,6 +261,19 @@ def test_a_request_fails_by_its_grammar_while_its_image_is_encoded():
     assert is_clean(driven)
 
 
+def test_images_and_their_embeddings_are_in_the_metrics():
+    driven = driven_with()
+    driven.arrive(asks(1, image(5), image(6)))
+    driven.run()
+    driven.arrive(asks(2, image(5), image(7), n=2))
+    driven.run()
+    text = driven.worker.metrics.render().decode()
+    found = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")}
+    cached_bytes = driven.model.encoder_cache.bytes_of(9)
+    assert (found["tgi_images"], found["tgi_encoder_cache_hits"], found["tgi_encoder_cache_bytes"]) == (4, 1, cached_bytes)
+    assert found["tgi_image_encode_duration_count"] == 3
+
+
 @pytest.mark.parametrize("engine", ["supports_chunked_prefill", "chunks"])
 def test_a_prefix_is_reused_up_to_the_first_token_of_another_image(engine):
     driven = driven_with(prefix_granularity=2, **ENGINES[engine])

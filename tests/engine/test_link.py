@@ -13,10 +13,12 @@ from engine.admission import Admission
 from engine.link import Link, PeerLost
 from engine.metrics import Metrics
 from protocol import (
+    MAX_IMAGE_TOKENS,
     Cancel,
     End,
     Generate,
     Hello,
+    Image,
     MetricsRequest,
     MetricsText,
     ModelInfo,
@@ -283,6 +285,20 @@ def test_a_refusal_is_sent_at_once_while_the_loop_reads_nothing(worker, connect,
     web.send(SubmitRequests([Generate(3, [1], 1)]))
     assert [web.next(End), web.next(End)] == [End(1, "overloaded"), End(2, "overloaded")]
     assert [message for _, message in receive(worker, 2)] == [Hello(1, False), SubmitRequests([Generate(3, [1], 1)])]
+
+
+def test_a_request_whose_images_find_no_room_is_refused_at_once(worker, connect, admission, monkeypatch):
+    monkeypatch.setattr("engine.admission.MAX_PIXEL_BYTES", 25)
+    web = connect()
+    image = Image(2**46 - 1, MAX_IMAGE_TOKENS, (1, 2, 2), bytes(12))
+    for number in (1, 2, 3, 4):
+        web.send(SubmitRequests([Generate(number, list(image.ids)[-2:], 1)], [image]))
+    assert [web.next(End), web.next(End)] == [End(3, "overloaded"), End(4, "overloaded")]
+    _hello, (_peer, message), _second = receive(worker, 3)
+    assert message.images == [image] and message.generates[0].prompt == [2 - 2**62, 1 - 2**62]
+    admission.release_pixels(12)
+    web.send(SubmitRequests([Generate(5, [1], 1)], [image]))
+    assert receive(worker, 1)
 
 
 def test_web_processes_learn_at_once_that_there_is_no_more_room(worker, connect, admission):

@@ -31,6 +31,12 @@ def test_a_text_that_repeats_itself_is_guessed_as_far_as_it_goes():
     assert lookup([1, 2, 3], [1, 2]).propose(10) == [3, 1, 2]
 
 
+def test_image_tokens_are_found_again_and_end_the_draft():
+    image = [-1 - (2**45 << 16) - n for n in range(3)]
+    assert lookup([1, 2, 3, *image, 4], [1, 2]).propose(5) == [3]
+    assert lookup([1, 2, *image, 4], [1, 2]).propose(5) == []
+
+
 @pytest.mark.parametrize("generated", [[5], [9, 8], [2]])
 def test_one_equal_token_is_chance(generated):
     assert lookup([1, 2, 3, 4], generated).propose(4) == []

@@ -232,6 +232,9 @@ def test_greedy_penalties_count_the_prompt_or_the_generated_tokens_as_their_apis
     logits = [2.0, 1.9, -1.0]
     assert steps(logits, SamplerState(SamplingParams(repetition_penalty=1.5), [0]), 1) == [1]
     assert steps(logits, SamplerState(SamplingParams(repetition_penalty=1.5), [2]), 1) == [0]
+    image = [-3, -1 - (2**45 << 16)]  # its tokens are none of the vocabulary
+    assert steps(logits, SamplerState(SamplingParams(repetition_penalty=1.5), [*image, 2]), 1) == [0]
+    assert steps(logits, SamplerState(SamplingParams(repetition_penalty=1.5), image), 1) == [0]
     assert steps(logits, SamplerState(SamplingParams(frequency_penalty=2.0), [0, 0, 0]), 1) == [0]
     assert steps([-1.0, -1.2], SamplerState(SamplingParams(repetition_penalty=1.5), [0]), 1) == [1]  # negative logits, too
     assert steps(logits, SamplerState(SamplingParams(repetition_penalty=0.5), [1]), 1) == [1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 import zlib
 from collections.abc import Sequence
 
@@ -156,9 +157,9 @@ class ImageModel(FakeModel):
     def encode_image(self, pixels, canvas, is_cancelled):
         for tile in pixels:
             self.began.release()
-            while not self.may_encode.wait(0.002):
-                if is_cancelled():
-                    break
+            deadline = time.monotonic() + 20  # the thread of a failed test ends, too
+            while not self.may_encode.wait(0.002) and not is_cancelled():
+                assert time.monotonic() < deadline
             if is_cancelled():
                 return None
             if tile[0, 0, 0] in self.damaged:
