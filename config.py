@@ -91,6 +91,9 @@ MM_PROCESSOR_FIELDS = ("size", "do_image_splitting", "min_patches", "max_patches
 MAX_COUNT = 10**9  # of a setting that is a whole number
 MAX_NUMBER = 10**6  # of any other
 MAX_TOP_TOKENS = 10_000  # of `max_top_n_tokens`
+# The default --payload-limit, in bytes.
+TEXT_PAYLOAD = 2_000_000
+IMAGE_PAYLOAD = 32_000_000
 
 # Options of transformers-neuronx's NeuronConfig that change the speed and not the output, with their values.
 NEURON_CONFIG = {
@@ -289,6 +292,33 @@ def _origins(value: str) -> str:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
             raise ValueError(f"{origin!r} is not an origin; one looks like https://example.com")
     return ",".join(origins)
+
+
+# The last label begins with a letter: 127.1 is another spelling of an address.
+HOST_NAME = re.compile(r"([a-z0-9_]([a-z0-9_-]*[a-z0-9_])?\.)*[a-z]([a-z0-9-]*[a-z0-9])?")
+
+
+def _domains(value: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_domain(domain) for domain in value.lower().replace(",", " ").split()))
+
+
+def _domain(value: str) -> str:
+    """A host as URLs write it, with a port or without."""
+    host, _colon, port = value.rpartition(":")
+    if whole := _host(value):
+        return whole
+    if _host(host) and port.isdecimal() and 0 < int(port) < 65536:
+        return f"{_host(host)}:{int(port)}"
+    raise ValueError(f"{value!r} is not a host; one looks like upload.wikimedia.org or 10.0.0.5:9000")
+
+
+def _host(value: str) -> str:
+    """A name, or an address, IPv6 in brackets; "" for what is neither."""
+    try:
+        address = ipaddress.ip_address(value.strip("[]"))
+    except ValueError:
+        return value if HOST_NAME.fullmatch(value) else ""
+    return f"[{address}]" if address.version == 6 else str(address)
 
 
 PARSERS = {"str": str, "int": _whole, "float": _positive, "bool": _switch}  # by the type of a field
@@ -639,10 +669,20 @@ class Config:
     web_concurrency: int = setting(
         2, "WEB_CONCURRENCY", "API server processes (HTTP, tokenizing, streaming)."
     )
-    payload_limit: int = setting(
-        2_000_000,
+    payload_limit: int | None = setting(
+        None,
         "PAYLOAD_LIMIT",
         "Largest request body, in bytes; a larger one is rejected with 413.",
+        shown=f"{TEXT_PAYLOAD}; {IMAGE_PAYLOAD} for models that read images",
+    )
+    allowed_media_domains: tuple[str, ...] = setting(
+        (),
+        "ALLOWED_MEDIA_DOMAINS",
+        "Hosts that the server may fetch images from, for image URLs in requests, separated by commas or "
+        "spaces; the flag may be repeated. Names match exactly and must lead to public addresses; name a "
+        "private address, too. A port that is not the scheme's is part of a host, as in 10.0.0.5:9000.",
+        parse=_domains,
+        shown="no image is fetched",
     )
     response_store_size: int = setting(
         64,
@@ -824,6 +864,10 @@ class Config:
             return min(slots, self.max_batch_total_tokens // length)
         return slots
 
+    def body_limit(self, reads_images: bool) -> int:
+        """`payload_limit`, or its default for the model."""
+        return self.payload_limit or (IMAGE_PAYLOAD if reads_images else TEXT_PAYLOAD)
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
 
@@ -854,7 +898,8 @@ IN_SHELL = (
     "json_output",
 )
 SETTINGS = {"--" + entry.name.replace("_", "-"): entry for entry in dataclasses.fields(Config)}
-REPEATABLE = ("--cors-allow-origin", "--neuron-config")  # flags whose values make a list
+# Flags whose values make a list.
+REPEATABLE = ("--allowed-media-domains", "--cors-allow-origin", "--neuron-config")
 DISABLED_VALUES = ("0", "false", "none", "off")  # values that disable a setting
 
 
@@ -935,10 +980,14 @@ class _Parser(argparse.ArgumentParser):
         for flag, entry in SETTINGS.items():
             about = entry.metadata
             value: dict[str, Any] = {"metavar": "X"}
+            action = "append"
             if entry.type == "bool":
                 value = {"nargs": "?", "const": "true", "metavar": "true|false"}
+            if flag in REPEATABLE:
+                value = {"nargs": "+", "metavar": "X"}
+                action = "extend"
             text = f"{about['help']} Default: {about['shown']}. [{', '.join(about['names'])}]"
-            self.add_argument(flag, *about["flags"], dest=flag, action="append", help=text, **value)
+            self.add_argument(flag, *about["flags"], dest=flag, action=action, help=text, **value)
         for name in COMPATIBILITY_ALIASES:
             if name.startswith("-"):
                 self.add_argument(name, dest=name, action="extend", nargs="*", help=argparse.SUPPRESS)

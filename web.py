@@ -57,8 +57,6 @@ def create_app(config: Config, engine: EngineClient, store: ResponseStore) -> Fl
     app = Flask("neuron-textgen", static_folder=files, static_url_path="/page")
     if config.root_path:
         app.wsgi_app = RootPathMiddleware(app, config.root_path)
-    # Werkzeug truncates a chunked body here without an error.
-    app.config["MAX_CONTENT_LENGTH"] = config.payload_limit + 1
     # The pages at /docs, and a redirect to them without a host, because a request's Host header may name any.
     app.register_blueprint(get_swaggerui_blueprint(DOCS.rstrip("/"), f"..{DOCUMENT}"))
     app.add_url_rule(DOCS.rstrip("/"), "docs", lambda: redirect(request.script_root + DOCS))
@@ -247,7 +245,7 @@ class ErrorHandlers:
             what = f"{request.path} does not support {request.method}"
             return ApiError(405, "method_not_allowed", what)
         if error.code == 413:
-            return errors.too_large(self._process.config.payload_limit)
+            return errors.too_large(self._process.payload_limit)
         return ApiError(error.code or 500, "http", error.description or error.name)
 
 

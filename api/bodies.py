@@ -19,11 +19,15 @@ from werkzeug.exceptions import ClientDisconnected
 
 from api import errors
 from api.errors import ApiError
-from config import Config
+from config import TEXT_PAYLOAD
 
 BODY_PIECE = 16_384  # bytes; in chunks of a byte they take 0.1 s
+COMPRESSED_PIECE = 2048  # bytes; makes at most 2 MB
 YIELD_S = 1e-6  # sleep(0) lets other greenlets run, but does not look for input each time
-HELD_LIMIT = 32_000_000  # bytes of bodies that arrive or are being prepared, in an API server process
+# Bytes of bodies that arrive or are being prepared, in an API server process. Where bodies may be long, as
+# those with images, this is for the short ones, and so many of the longest fit in addition.
+HELD_LIMIT = 32_000_000
+LONGEST_BODIES = 4
 DISCARD_S = 1.0
 # By `Content-Encoding`, the window bits of zlib that read it; servers disagree whether deflate has a header.
 ENCODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
@@ -39,69 +43,83 @@ TRIM_S = 1.0
 class Bodies:
     """Reads request bodies."""
 
-    def __init__(self, config: Config):
-        self._config = config
+    def __init__(self, client_timeout_s: float):
+        self._client_timeout_s = client_timeout_s
         self._held_bytes = 0
         self._trim = gevent.spawn(_return_free_memory)  # the last one
 
     @contextlib.contextmanager
-    def read(self) -> Iterator[bytearray]:
-        """The body of the current request, which counts as held until the block is left. Raises ApiError."""
+    def read(self, limit: int) -> Iterator[bytearray]:
+        """The body of the current request, of at most `limit` bytes, which counts as held until the block is
+        left. Raises ApiError."""
         body = bytearray()
+        inflated = bytearray()
         try:
             encoding = _content_encoding()
-            self._receive(body)
-            if encoding != "identity":
-                self._inflate(body, encoding)
-            yield body
+            self._receive(body, limit)
+            if encoding == "identity":
+                yield body
+            else:
+                self._inflate(body, encoding, inflated, limit)
+                yield inflated
         finally:
-            self._held_bytes -= len(body)
-            if len(body) > LONG_BODY and self._trim.ready():
+            size = len(body) + len(inflated)
+            self._held_bytes -= size
+            if size > LONG_BODY and self._trim.ready():
                 self._trim = gevent.spawn_later(TRIM_S, _return_free_memory)
 
-    def _receive(self, body: bytearray) -> None:
+    def _receive(self, body: bytearray, limit: int) -> None:
+        request.max_content_length = limit + 1  # werkzeug truncates a chunked body here without an error
         reader = getattr(request.environ["wsgi.input"], "reader", None)
         if hasattr(reader, "limit_trailer_section"):
             reader.limit_trailer_section = TRAILER_LIMIT
-        timeout_s = self._config.client_timeout
+        timeout_s = self._client_timeout_s
         try:
             with gevent.Timeout(timeout_s):
                 while piece := request.stream.read(BODY_PIECE):
-                    body += piece
-                    self._held_bytes += len(piece)
-                    if self._held_bytes > max(HELD_LIMIT, self._config.payload_limit):
-                        what = "Too many long requests at a time"
-                        raise ApiError(503, "unavailable", what, retry_after_s=1)
-                    gevent.sleep(YIELD_S)  # a body that arrives fast must not keep the event loop to itself
+                    self._add(piece, body, limit)
         except gevent.Timeout:
             _end_input()
-            limit = f"the request did not arrive within --client-timeout (CLIENT_TIMEOUT) {timeout_s:g} s"
-            raise ApiError(408, "timeout", limit) from None
+            what = f"the request did not arrive within --client-timeout (CLIENT_TIMEOUT) {timeout_s:g} s"
+            raise ApiError(408, "timeout", what) from None
         except ParseException as error:  # malformed chunks
             raise ApiError(400, "validation", f"Failed to read the request body: {error}") from None
         except OSError:
             raise ClientDisconnected from None
-        if len(body) > self._config.payload_limit:
-            raise errors.too_large(self._config.payload_limit)
+        if len(body) > limit:
+            raise errors.too_large(limit)
 
-    def _inflate(self, body: bytearray, encoding: str) -> None:
-        """Replaces a compressed body, of any size when inflated, by the text in it. Raises ApiError."""
-        limit = self._config.payload_limit
+    def _add(self, piece: bytes, body: bytearray, limit: int) -> None:
+        """Adds to a body. Raises ApiError (503) when all bodies together have too many bytes."""
+        body += piece
+        self._held_bytes += len(piece)
+        most = HELD_LIMIT
+        if limit > TEXT_PAYLOAD:
+            most = max(HELD_LIMIT, LONGEST_BODIES * limit)
+            if len(body) <= TEXT_PAYLOAD:
+                most += HELD_LIMIT
+        if self._held_bytes > most:
+            raise ApiError(503, "unavailable", "Too many long requests at a time", retry_after_s=1)
+        gevent.sleep(YIELD_S)  # a body that arrives fast must not keep the event loop to itself
+
+    def _inflate(self, body: bytearray, encoding: str, inflated: bytearray, limit: int) -> None:
+        """Adds the text in a compressed body, of any size when inflated, to `inflated`. Raises ApiError."""
         window_bits = ENCODINGS[encoding]
         if encoding == "deflate" and not _has_zlib_header(body):
             window_bits = WITHOUT_HEADER
         inflater = zlib.decompressobj(window_bits)
-        try:
-            text = inflater.decompress(body, limit + 1)
-        except zlib.error as error:
-            raise ApiError(400, "validation", f"Failed to decompress the request body: {error}") from None
-        if len(text) > limit:
-            raise errors.too_large(limit)
+        for begin in range(0, len(body), COMPRESSED_PIECE):
+            piece = body[begin : begin + COMPRESSED_PIECE]
+            try:
+                text = inflater.decompress(piece, limit + 1)
+            except zlib.error as error:
+                raise ApiError(400, "validation", f"Failed to decompress the request body: {error}") from None
+            self._add(text, inflated, limit)
+            if len(inflated) > limit:
+                raise errors.too_large(limit)
         if not inflater.eof or inflater.unused_data:
             what = "data follows its end" if inflater.eof else "it is truncated"
             raise ApiError(400, "validation", f"Failed to decompress the request body: {what}")
-        self._held_bytes += len(text) - len(body)
-        body[:] = text
 
 
 def _content_encoding() -> str:

@@ -205,7 +205,6 @@ def _get(place: _Place, sock: socket.socket) -> tuple[bytes | None, str]:
         "Host": place.authority,
         "User-Agent": "neuron-textgen",
         "Accept": "image/*",
-        "Accept-Encoding": "identity",
         "Connection": "close",
     }
     try:

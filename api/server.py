@@ -74,7 +74,7 @@ class Server:
         self.config = config
         self.engine = engine
         self._store = store
-        self._bodies = Bodies(config)
+        self._bodies = Bodies(config.client_timeout)
         self._threads = TextThreads(config.max_concurrent_requests)
         self._watch = ConnectionMonitor()
         self._tracer: Tracer | None = None
@@ -92,13 +92,18 @@ class Server:
     @property
     def responses(self) -> OwnedResponses:
         """The stored responses of the API key of the request."""
-        return OwnedResponses(self._store, g.api_key, self.config.payload_limit)
+        return OwnedResponses(self._store, g.api_key, self.payload_limit)
+
+    @property
+    def payload_limit(self) -> int:
+        """Bytes of the largest request body, once the model is known."""
+        return self.config.body_limit(self.engine.info.reads_images)
 
     def reply(self, make: Callable[[Json, Served], Any]) -> Response:
         """A response without generated text to a JSON body."""
         served = self.served
         check_is_json()
-        with self._bodies.read() as body:
+        with self._bodies.read(self.payload_limit) as body:
             return json_response(self._threads.run(lambda: make(fields.parse(body), served)))
 
     def generate(self, read: Read, renders: bool = False, deadline_s: float | None = None) -> Response:
@@ -131,7 +136,7 @@ class Server:
         renders: bool = False,
         deadline_s: float | None = None,
     ) -> Response:
-        with self._bodies.read() as body:
+        with self._bodies.read(self.payload_limit) as body:
             prepare = functools.partial(_prepared, lambda: read(body), served)
             is_long = renders or len(body) >= LONG_TEXT
             writer, prompts = self._threads.run(prepare) if is_long else prepare()

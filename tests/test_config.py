@@ -65,6 +65,10 @@ VALUES = {
     "root_path": [("/serve", "/serve"), ("/a/b.c/", "/a/b.c")],
     "api_key_file": [(str(path), str(path)) for path in KEY_FILES],
     "cors_allow_origin": [("https://a.example", "https://a.example"), ("http://b.example:80", "http://b.example:80")],
+    "allowed_media_domains": [
+        ("upload.wikimedia.org, 10.0.0.5:09000 A.example", ("upload.wikimedia.org", "10.0.0.5:9000", "a.example")),
+        ("::1,[0::1]:80,xn--bcher-kva.example:443", ("[::1]", "[::1]:80", "xn--bcher-kva.example:443")),
+    ],
     "compute_type": [("inf2", "inf2"), ("cpu", "cpu")],
     "log_level": [("debug", "debug"), ("WARNING", "warn")],
 }
@@ -210,6 +214,18 @@ def test_origins_and_options_of_the_library_may_be_given_in_a_list_and_by_repeat
     assert of("--neuron-config", options[1], "--neuron-config", options[0]).neuron_config == options
 
 
+def test_several_media_domains_are_given_as_for_vllm():
+    several = of("--allowed-media-domains", "a.example", "b.example", "--port", "80")
+    assert (several.allowed_media_domains, several.port) == (("a.example", "b.example"), 80)
+    assert Config.from_json(several.to_json()) == several
+
+
+def test_the_largest_body_follows_from_the_model_unless_it_is_set():
+    assert (of().body_limit(reads_images=False), of().body_limit(reads_images=True)) == (2_000_000, 32_000_000)
+    for reads_images in (True, False):
+        assert of(PAYLOAD_LIMIT="5000").body_limit(reads_images) == 5000
+
+
 def test_a_switch_needs_no_value_and_takes_the_usual_words():
     assert of("--json-output", "--port", "9000") == of("--json-output", "true", "--port=9000")
     for words, meant in ((("1", "yes", "TRUE"), True), (("0", "no", "False"), False)):
@@ -249,12 +265,13 @@ def test_what_resembles_no_flag_is_refused_without_a_guess(typed):
 def test_a_value_that_is_missing_empty_or_given_twice_is_refused(flag, entry):
     value = VALUES[entry.name][0][0]
     assert refusal(f"{flag}=") == f"{flag} needs a value"
-    if entry.name not in ("cors_allow_origin", "neuron_config"):
+    if flag not in config.REPEATABLE:
         assert refusal(flag, value, f"{flag}={value}") == f"{flag} is given twice"
     if entry.type != "bool":
         assert refusal(flag, "") == f"{flag} needs a value"
         for argv in ([flag], [flag, "--json-output"]):
-            assert flag in refusal(*argv) and "expected one argument" in refusal(*argv)
+            least = "at least one" if flag in config.REPEATABLE else "one"
+            assert flag in refusal(*argv) and f"expected {least} argument" in refusal(*argv)
 
 
 WHOLE_NUMBERS = dict.fromkeys(("many", "2.5", "1e3", "0x10", "5 GB"), "must be a whole number")
@@ -262,6 +279,8 @@ COUNT = WHOLE_NUMBERS | dict.fromkeys(("0", "-1"), "must be at least 1") | {"9" 
 POSITIVE = dict.fromkeys(("soon", "5s", "0", "-1", "inf", "nan", "1e999", "1e20"), "must be a positive number, at most 1000000")
 BY_KIND = {"int": COUNT, "int | None": COUNT, "float": POSITIVE, "float | None": POSITIVE}
 BY_KIND["bool"] = {"maybe": "must be one of true, false"}
+NO_HOSTS = ("*", "*.a.example", "https://a.example", "a.example/", "user@a.example", "bücher.example", "a..b", "-a.example")
+NO_HOSTS += ("127.1", "2130706433", "0x7f.0.0.1", "0177.0.0.1", "a.example:0", "a.example:65536", "a.example:")
 WRONG = {entry.name: BY_KIND[entry.type] for entry in SETTINGS.values() if entry.type in BY_KIND}
 WRONG |= {
     "max_total_tokens": WHOLE_NUMBERS | dict.fromkeys(("1", "0", "-1"), "must be at least 2"),
@@ -302,6 +321,9 @@ WRONG |= {
         "localhost:4318": "must be the URL of a collector, such as http://localhost:4318",
         "http://": "must be the URL of a collector, such as http://localhost:4318",
         "http://host:4317": "port 4317 is for OTLP over gRPC; traces are sent over HTTP, for which collectors use port 4318",
+    },
+    "allowed_media_domains": {
+        value: f"{value!r} is not a host; one looks like upload.wikimedia.org or 10.0.0.5:9000" for value in NO_HOSTS
     },
     "log_level": {"loud": "must be one of error, warn, info, debug"},
 }

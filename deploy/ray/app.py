@@ -29,7 +29,7 @@ OWN_ARGUMENTS = {"min-replicas": "1", "max-replicas": "2", "cpus": "1"}
 DEFAULTS = {
     "max-batch-size": "4",
     "graceful-termination-timeout": "25",
-    "payload-limit": "2000000",
+    "payload-limit": "32000000",
     "client-timeout": "75",
 }
 TARGET_LOAD = (

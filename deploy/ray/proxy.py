@@ -89,7 +89,7 @@ class Proxy:
 
     async def _body(self, receive: Callable) -> bytes:
         """The request's body; of one above the server's limit just enough for the server to refuse it."""
-        body = b""
+        body = bytearray()
         while len(body) <= self._payload_limit:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -97,7 +97,7 @@ class Proxy:
             body += message.get("body", b"")
             if not message.get("more_body"):
                 break
-        return body
+        return bytes(body)
 
     async def _request(
         self, method: str, path: str, target: str, headers: list, body: bytes

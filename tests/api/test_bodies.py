@@ -2,14 +2,21 @@
 
 import gzip
 import io
+import itertools
 import json
+import time
 import tracemalloc
 import zlib
 
+import gevent.event
+import msgspec
 import pytest
+from flask import Flask
 from gunicorn.http.errors import InvalidChunkSize
 from served import LIMITS
 from werkzeug.exceptions import ClientDisconnected
+
+from api import bodies
 
 SMALL = {"inputs": "Hi", "parameters": {"max_new_tokens": 1}}
 
@@ -89,6 +96,117 @@ def test_a_body_that_inflates_without_bound_takes_no_memory(served):
     finally:
         tracemalloc.stop()
     assert peak < 2 * 2**20
+
+
+def reading_images(served):
+    served.seen.info = msgspec.structs.replace(served.seen.info, reads_images=True)
+    return served
+
+
+@pytest.mark.parametrize(("given", "text", "images"), [(None, 2_000_000, 32_000_000), (5000, 5000, 5000)])
+def test_a_body_may_be_longer_where_the_model_reads_images_unless_the_limit_is_set(serve, monkeypatch, given, text, images):
+    monkeypatch.setattr(bodies, "DISCARD_S", 0.01)
+    served = serve(payload_limit=given).get_ready()
+    body = json.dumps(SMALL).encode()
+    for most in (text, images):
+        assert served.post("/generate", body.ljust(most)).status_code == 200
+        for excess in (1, 1000):
+            refused = served.post("/generate", body.ljust(most + excess))
+            assert refused.status_code == 413 and f"at most {most} bytes" in refused.json["error"]
+            assert chunked(served, io.BytesIO(body.ljust(most + excess))).status_code == 413
+        assert chunked(served, SlowBody(10**12, rest=None)).status_code == 413
+        reading_images(served)
+
+
+class SlowBody(io.RawIOBase):
+    """A request body that has arrived up to `size` bytes, and whose rest, the end, comes once the event is set."""
+
+    def __init__(self, size, rest):
+        self._left = size
+        self._rest = rest
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        if not self._left:
+            self._rest.wait()
+            return 0
+        count = min(len(buffer), self._left)
+        buffer[:count] = b" " * count
+        self._left -= count
+        return count
+
+
+@pytest.fixture
+def hold(served, monkeypatch):
+    """Sends bodies of which only so many bytes come, until the end of the test. Short ones have at most 1000."""
+    monkeypatch.setattr(bodies, "HELD_LIMIT", 8000)
+    monkeypatch.setattr(bodies, "TEXT_PAYLOAD", 1000)
+    monkeypatch.setattr(bodies, "DISCARD_S", 0.01)
+    rest = gevent.event.Event()
+    sent = []
+
+    def send(size):
+        sent.append(gevent.spawn(chunked, served, SlowBody(size, rest)))
+        gevent.sleep(0.05)
+        return sent[-1]
+
+    yield send
+    rest.set()
+    gevent.joinall(sent, raise_error=True)
+
+
+def test_bodies_that_never_end_are_held_up_to_a_bound_which_leaves_room_for_short_ones(hold, served):
+    """The limits here: 5000 bytes a body, four of which are held."""
+    assert not any(hold(4900).ready() for _ in range(4))
+    for _ in range(3):
+        assert hold(4900).get().status_code == 503
+    assert not any(hold(900).ready() for _ in range(9))
+    assert served.post("/generate", SMALL).status_code == 200
+    assert hold(900).get().status_code == 503
+    refused = served.post("/generate", b" " * 2000)
+    assert (refused.status_code, refused.json["error"]) == (503, "Too many long requests at a time")
+    assert refused.headers["Retry-After"] == "1"
+
+
+def test_an_inflated_body_counts_as_held(hold, served):
+    assert not any(hold(4900).ready() for _ in range(4))
+    assert len(BOMB) < 100 and compressed(served, "gzip", BOMB).status_code == 503
+
+
+def test_what_a_request_held_is_given_back(hold, served):
+    for _ in range(9):
+        assert compressed(served, "gzip", BOMB).status_code == 400  # it is no JSON
+        assert served.post("/generate", b" " * 4900).status_code == 400
+
+
+BOMB = gzip.compress(b" " * 4900)
+
+
+def test_a_long_body_inflates_while_other_greenlets_run():
+    body = gzip.compress(b" " * 30_000_000)
+    options = {"method": "POST", "data": body, "headers": {"Content-Encoding": "gzip"}}
+    turns = []
+
+    def tick():
+        while True:
+            turns.append(time.monotonic())
+            gevent.sleep(0)
+
+    def longest_share():
+        """Of the time that it takes, the longest part without a turn for others."""
+        turns.clear()
+        with Flask("test").test_request_context(**options), bodies.Bodies(75.0).read(32_000_000) as inflated:
+            assert len(inflated) == 30_000_000
+            turns.append(time.monotonic())
+        return max(later - turn for turn, later in itertools.pairwise(turns)) / (turns[-1] - turns[0])
+
+    ticks = gevent.spawn(tick)
+    try:
+        assert min(longest_share() for _ in range(5)) < 0.4
+    finally:
+        ticks.kill()
 
 
 def chunked(served, body):

@@ -107,6 +107,13 @@ def test_an_image_is_fetched_by_address_and_by_name(host, names):
     assert head[0] == "GET /a.png HTTP/1.1" and f"Host: {by_name}" in head and "Accept-Encoding: identity" in head
 
 
+def test_the_port_of_the_scheme_is_not_named(host, monkeypatch):
+    monkeypatch.setitem(image_urls.PORTS, "http", host.port)
+    for port in ("", f":{host.port}"):
+        assert fetch_image(f"http://127.0.0.1{port}/a.png", ["127.0.0.1"]) == PNG
+        assert b"\r\nHost: 127.0.0.1\r\n" in host.requests[-1]
+
+
 def test_a_url_with_other_characters_is_percent_encoded_and_cannot_add_headers(host):
     by_address = f"127.0.0.1:{host.port}"
     host.answers["/%C3%84%20b%2F.png?q=%0D%0AX-Evil:%201"] = response(PNG)
@@ -189,6 +196,7 @@ PRIVATE = [
     "::ffff:127.0.0.1",
     "::ffff:169.254.169.254",
     "64:ff9b::7f00:1",
+    "2001:db8::1",
     "2002:7f00:1::",
     "2001:0:7f00:1::",
     "fe80::1%lo",
