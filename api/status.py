@@ -102,7 +102,9 @@ def root(server: Server) -> Response:
 def _page(server: Server) -> Response:
     data = ""
     if server.engine.phase == "ready":
+        info = server.engine.info
         chats = "true" if server.engine.text.template else "false"
-        data = f' data-model="{html.escape(server.engine.info.model_name)}" data-chats="{chats}"'
+        images = "true" if info.reads_images and server.engine.text.template else "false"
+        data = f' data-model="{html.escape(info.model_name)}" data-chats="{chats}" data-images="{images}"'
     text = PAGE.read_text().replace("<body>", f"<body{data}>")
     return Response(text, mimetype="text/html", headers={"Content-Security-Policy": PAGE_POLICY})

@@ -2,29 +2,31 @@
 
 import { add, addProblem, chats, cut, messages, paint, scrollToEnd } from "./conversation.js";
 import { at } from "./dom.js";
+import { getImages, imagesAreRead, setImages } from "./images.js";
 import { generate } from "./server.js";
 import { load, save } from "./storage.js";
 
 const LABEL = chats ? "Message" : "Text to continue";
+const NOTHING = { content: "", images: [] };
 const prompt = at("prompt");
 let running = null; // the AbortController of the request in flight
 let ended = Promise.resolve(); // once the last request is over
 let edited = null; // the index of the message that the text in the field replaces
-let draft = ""; // what was in the field before it
+let draft = NOTHING; // what was in the field before it
 let isLeaving = false; // for another page, or to load this one again
 
-/** Requests a response to `text` as the message at `index`. Without one, restores what was there. */
-async function ask(text, index) {
+/** Requests a response to {content, images} as the message at `index`. Without one, restores what was there. */
+async function ask({ content, images }, index) {
   const before = messages.slice(index);
   cut(index);
-  add({ role: "user", content: text });
+  add({ role: "user", content, images });
   scrollToEnd();
   keep();
   const plain = !chats || at("schema").value.trim() !== "";
   const answer = { role: "assistant", content: "", reasoning: "", thought: "", plain, figures: "" };
   running = new AbortController();
   showRunning(true);
-  const problem = await receive(answer, request(text), running.signal);
+  const problem = await receive(answer, request(content), running.signal);
   running = null;
   showRunning(false);
   const isAnswered = messages.includes(answer);
@@ -32,7 +34,7 @@ async function ask(text, index) {
     cut(index);
     before.forEach(add);
   }
-  if (problem || !isAnswered) hold(text, index);
+  if (problem || !isAnswered) hold({ content, images }, index);
   if (problem) addProblem(problem, () => at("form").requestSubmit());
   keep();
 }
@@ -98,10 +100,18 @@ function showStatus(text) {
 
 function request(text) {
   if (!chats) return ["v1/completions", { ...parameters(), prompt: text }];
-  const asked = messages.map(({ role, content }) => ({ role, content }));
+  const asked = messages.map(({ role, content, images }) => ({ role, content: parts(content, images) }));
   const system = at("system").value.trim();
   if (system) asked.unshift({ role: "system", content: system });
   return ["v1/chat/completions", { ...parameters(), messages: asked }];
+}
+
+/** The content of a message: a text, or images and the text. */
+function parts(text, images) {
+  if (!images?.length) return text;
+  const content = images.map((url) => ({ type: "image_url", image_url: { url } }));
+  if (text) content.push({ type: "text", text });
+  return content;
 }
 
 function parameters() {
@@ -133,13 +143,16 @@ function schemaIsValid() {
 
 // The field: a new message, or an earlier one that is sent again in place of what follows it.
 
-function submit() {
-  const text = prompt.value;
-  if (!text.trim() || !isReady()) return;
+async function submit() {
+  await imagesAreRead();
+  const message = written();
+  if (!(message.content.trim() || message.images.length) || !isReady()) return;
   const index = edited ?? messages.length;
   release();
-  ended = ask(text, index);
+  ended = ask(message, index);
 }
+
+const written = () => ({ content: prompt.value, images: getImages() });
 
 function isReady() {
   if (running) return false;
@@ -149,17 +162,22 @@ function isReady() {
   return false;
 }
 
-/** Puts a text into the field, to be sent as the message at `index`. */
-function hold(text, index) {
-  if (edited === null) draft = prompt.value;
-  prompt.value = text;
+/** Puts a message into the field, to be sent as the one at `index`. */
+function hold(message, index) {
+  if (edited === null) draft = written();
+  show(message);
   setEdited(index < messages.length ? index : null);
 }
 
 function release() {
-  prompt.value = draft;
-  draft = "";
+  show(draft);
+  draft = NOTHING;
   setEdited(null);
+}
+
+function show({ content, images }) {
+  prompt.value = content;
+  setImages(images ?? []);
 }
 
 function setEdited(index) {
@@ -180,7 +198,10 @@ async function startAnew() {
 
 function keep() {
   if (isLeaving) return; // the browser ends the request, and its partial response is kept already
-  save(at("keep").checked ? { system: at("system").value, messages } : { keep: false });
+  if (!at("keep").checked) return save({ keep: false });
+  const system = at("system").value;
+  if (save({ system, messages })) return;
+  save({ system, messages: messages.map((message) => ({ ...message, images: [] })) }); // a browser keeps 5 MB
 }
 
 function restore() {
@@ -191,7 +212,7 @@ function restore() {
   const last = messages.at(-1);
   if (last?.role === "user") { // the page was left before its response began
     cut(messages.length - 1);
-    hold(last.content, messages.length);
+    hold(last, messages.length);
   }
 }
 
@@ -214,11 +235,11 @@ at("cancel").addEventListener("click", () => {
 });
 at("clear").addEventListener("click", startAnew);
 at("chat").addEventListener("edit", ({ detail: index }) => {
-  hold(messages[index].content, index);
+  hold(messages[index], index);
   prompt.focus();
 });
 at("chat").addEventListener("regenerate", ({ detail: index }) => {
-  if (isReady()) ended = ask(messages[index - 1].content, index - 1);
+  if (isReady()) ended = ask(messages[index - 1], index - 1);
 });
 at("keep").addEventListener("change", keep);
 at("system").addEventListener("change", keep);

@@ -1,6 +1,7 @@
 // The conversation on the screen: an article for each message, in the same order, and after them a problem.
 
 import { at, button, copyButton, element } from "./dom.js";
+import { thumbnail } from "./images.js";
 import { show } from "./markdown.js";
 
 const chat = at("chat");
@@ -10,7 +11,7 @@ const TITLES = chats
   : { user: "Text", assistant: "Continuation", error: "Error" };
 let follows = true; // the view is at the end, and stays there
 
-/** All that the articles show: {role, content}, of a response also {reasoning, thought, plain, figures}. */
+/** All that the articles show: {role, content, images}, of a response also {reasoning, thought, plain, figures}. */
 export const messages = [];
 
 /** Returns the message's article, for `paint`. */
@@ -19,6 +20,7 @@ export function add(message) {
   const copy = copyButton(() => message.content);
   const article = element("article", { className: message.role }, element("h2", {}, TITLES[message.role]));
   if (message.role === "user") {
+    article.append(element("div", { className: "images" }, ...(message.images ?? []).map(thumbnail)));
     article.append(text, actions(copy, changeButton("Edit", message)));
   } else {
     const figures = element("span", { className: "figures" });

@@ -10,10 +10,12 @@ export function load() {
   }
 }
 
+/** Whether it is kept. */
 export function save(value) {
   try {
     localStorage.setItem(NAME, JSON.stringify(value));
+    return true;
   } catch {
-    // The conversation goes on without it.
+    return false; // the conversation goes on without it
   }
 }

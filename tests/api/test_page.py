@@ -1,12 +1,15 @@
 """The pages for people, in a real browser (Debian's chromium): against the real server with the demonstration model, and
 against one whose answers the test writes."""
 
+import base64
+import io
 import json
 import time
 
 import pytest
 from chat_page import Page, chromium, webdriver
 from fakes.chat_server import ChatServer
+from PIL import Image
 from processes import Server, wait_until
 
 pytestmark = pytest.mark.processes
@@ -344,3 +347,205 @@ def test_everything_has_a_name_and_its_own_place_for_the_keyboard(chat):
     assert label.rect["y"] + label.rect["height"] < prompt.rect["y"] - chat.script(ring, prompt)
     loaded = chat.script("return performance.getEntriesByType('resource').map(entry => entry.name)")
     assert [url for url in loaded if not url.startswith(chat.url.removesuffix("page.html"))] == []
+
+
+@pytest.fixture
+def seeing(browser, scripted):
+    """As `chat`, of a model that reads images."""
+    page = Page(browser, scripted.url_with_images, scripted.answers)
+    yield page
+    assert page.violations() == []
+
+
+THUMBNAILS = "#images img"
+
+
+@pytest.fixture
+def picture(tmp_path):
+    """Makes files of images, by their width and height."""
+
+    def make(width, height, name="a.png", **options):
+        path = tmp_path / name
+        image = Image.new("RGB", (width, height), "teal")
+        image.paste("orange", (0, 0, width // 2, height // 2))  # the upper left quarter
+        image.save(path, **options)
+        return path
+
+    return make
+
+
+def data_url(path, media_type="image/png"):
+    return f"data:{media_type};base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def content(url, text):
+    return [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
+
+
+def sent(url):
+    """The image that the page has made."""
+    head, _, data = url.partition(",")
+    return head, Image.open(io.BytesIO(base64.b64decode(data)))
+
+
+# Events that a user's paste and drop make, with files of these media types and data: URLs.
+GIVE = """
+const [selector, type, files, text] = arguments;
+const data = new DataTransfer();
+for (const [name, media, base64] of files) {
+  data.items.add(new File([Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0))], name, {type: media}));
+}
+if (text) data.setData("text/plain", text);
+const options = {bubbles: true, cancelable: true, clipboardData: data, dataTransfer: data};
+const event = type === "paste" ? new ClipboardEvent(type, options) : new DragEvent(type, options);
+document.querySelector(selector).dispatchEvent(event);
+return event.defaultPrevented;
+"""
+
+
+def give(page, selector, event, *paths, text="", media_type="image/png"):
+    """Whether the page takes the files."""
+    files = [(path.name, media_type, base64.b64encode(path.read_bytes()).decode()) for path in paths]
+    return page.script(GIVE, selector, event, files, text)
+
+
+def exchange(page, text, answer="ok"):
+    """A message and its answer. Returns the messages that were sent."""
+    page.ask(text)
+    given = page.next_answer()
+    given.write(answer)
+    given.end()
+    page.wait_for_end()
+    return given.body["messages"]
+
+
+def test_an_image_is_sent_with_the_message_and_stays_in_the_conversation(seeing, picture):
+    path = picture(40, 20)
+    seeing.find("#file")[0].send_keys(str(path))
+    seeing.wait_for(THUMBNAILS)
+    first = {"role": "user", "content": content(data_url(path), "What is this?")}
+    assert exchange(seeing, "What is this?") == [first]
+    assert seeing.find(THUMBNAILS) == []
+    (shown,) = seeing.find("article.user img")
+    assert seeing.script("return [arguments[0].naturalWidth, arguments[0].alt]", shown) == [40, "Image 1"]
+    assert exchange(seeing, "And now?") == [
+        first,
+        {"role": "assistant", "content": "ok"},
+        {"role": "user", "content": "And now?"},
+    ]
+
+
+def test_images_are_pasted_and_dropped_removed_and_sent_without_a_text(seeing, picture):
+    one, other = picture(10, 10, "one.png"), picture(20, 20, "other.png")
+    assert give(seeing, "#prompt", "paste", one)
+    assert give(seeing, "#chat", "dragover", other)
+    assert give(seeing, "#chat", "drop", other, one)
+    seeing.wait_for_texts("#images button", ["Remove"] * 3)
+    first, *_ = seeing.find("#images button")
+    assert first.accessible_name == "Remove image 1"
+    first.send_keys(webdriver.Keys.ENTER)
+    seeing.wait_for_texts("#images button", ["Remove"] * 2)
+    assert seeing.browser.switch_to.active_element.get_attribute("id") == "prompt"
+    seeing.click("Send")
+    answer = seeing.next_answer()
+    answer.end()
+    seeing.wait_for_end()
+    assert answer.asked == [[content(data_url(path), "")[0] for path in (other, one)]]
+
+
+def test_a_text_that_is_pasted_with_an_image_of_it_stays_a_text(seeing, picture):
+    assert not give(seeing, "#prompt", "paste", picture(10, 10), text="words")
+    assert not give(seeing, "#prompt", "paste", text="words")
+    assert exchange(seeing, "Hello") == [{"role": "user", "content": "Hello"}]
+
+
+def test_a_large_image_is_scaled_down_and_upright(seeing, picture):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter to the right
+    seeing.find("#file")[0].send_keys(str(picture(3000, 1500, "large.jpg", exif=exif)))
+    seeing.wait_for(THUMBNAILS)
+    seeing.find("#file")[0].send_keys(str(picture(4, 2100, "tall.png")))
+    seeing.wait_for_texts("#images button", ["Remove"] * 2)
+    (message,) = exchange(seeing, "Which?")
+    (head, image), (tall_head, tall) = (sent(part["image_url"]["url"]) for part in message["content"][:2])
+    assert (head, image.size, tall_head, tall.size) == (
+        "data:image/jpeg;base64",
+        (1024, 2048),
+        "data:image/png;base64",
+        (4, 2048),
+    )
+    red, _green, blue = image.convert("RGB").getpixel((900, 100))
+    assert red > 200 and blue < 50  # orange: the quarter is at the upper right
+
+
+def test_other_formats_become_png_and_what_is_no_image_is_named(seeing, picture, tmp_path):
+    seeing.find("#file")[0].send_keys(str(picture(10, 10, "a.bmp")))
+    seeing.wait_for(THUMBNAILS)
+    (tmp_path / "notes.png").write_text("no image")
+    seeing.find("#file")[0].send_keys(str(tmp_path / "notes.png"))
+    seeing.wait_for_texts("#image-error", ["notes.png is not an image that this browser can read."])
+    (message,) = exchange(seeing, "Which?")
+    assert sent(message["content"][0]["image_url"]["url"])[0] == "data:image/png;base64" and len(message["content"]) == 2
+
+
+def test_an_image_waits_in_the_field_with_its_text_after_an_error_and_while_another_message_is_edited(seeing, picture):
+    path = picture(10, 10)
+    give(seeing, "#prompt", "paste", path)
+    seeing.wait_for(THUMBNAILS)
+    seeing.ask("What?")
+    seeing.next_answer().refuse(400, "no")
+    seeing.wait_for_texts(PROBLEM, ["no (400)"])
+    assert seeing.field == "What?" and len(seeing.find(THUMBNAILS)) == 1
+    seeing.click("Retry")
+    answer = seeing.next_answer()
+    answer.write("A square")
+    answer.end()
+    seeing.wait_for_end()
+    assert answer.asked == [content(data_url(path), "What?")] and seeing.find(THUMBNAILS) == []
+    seeing.find(".edit")[0].click()
+    assert len(seeing.find(THUMBNAILS)) == 1
+    seeing.click("Cancel")
+    assert seeing.find(THUMBNAILS) == []
+    seeing.click("Regenerate")
+    answer = seeing.next_answer()
+    answer.end()
+    assert answer.asked == [content(data_url(path), "What?")]
+
+
+def test_images_survive_a_reload_unless_they_are_too_large_for_the_browser(seeing, picture, tmp_path):
+    give(seeing, "#prompt", "paste", picture(10, 10))
+    seeing.wait_for(THUMBNAILS)
+    exchange(seeing, "small")
+    seeing.browser.refresh()
+    assert len(seeing.find("article.user img")) == 1
+    noise = Image.effect_noise((2000, 1200), 200)
+    Image.merge("RGB", [noise, noise.rotate(90), noise.rotate(180)]).save(tmp_path / "noise.png")
+    seeing.find("#file")[0].send_keys(str(tmp_path / "noise.png"))
+    seeing.wait_for(THUMBNAILS)
+    exchange(seeing, "large")
+    seeing.browser.refresh()
+    assert seeing.texts(OWN) == ["small", "large"] and seeing.find("article.user img") == []
+
+
+def test_a_model_that_reads_no_images_is_offered_none(chat, picture):
+    assert not chat.find("#add-image")[0].is_displayed()
+    assert not give(chat, "#prompt", "paste", picture(10, 10))
+    assert chat.exchange("Hello", "1") == ["Hello"]
+
+
+def test_images_have_names_and_a_place_on_a_small_screen(seeing, picture):
+    small = {"width": 360, "height": 760, "deviceScaleFactor": 1, "mobile": False}
+    seeing.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", small)
+    try:
+        for size in ((900, 300), (300, 900), (200, 200), (1200, 100)):
+            give(seeing, "#prompt", "paste", picture(*size))
+        seeing.wait_for_texts("#images button", ["Remove"] * 4)
+        shown = [control for control in seeing.find("button, img, #images") if control.is_displayed()]
+        assert [control.get_attribute("outerHTML") for control in shown if not control.accessible_name] == []
+        views = "[document.documentElement, document.querySelector('#chat')]"
+        assert seeing.script(f"return {views}.filter(view => view.scrollWidth > view.clientWidth)") == []
+        assert seeing.script("return document.documentElement.scrollHeight") == 760
+        exchange(seeing, "What are these?", "Four")
+        assert seeing.script(f"return {views}.filter(view => view.scrollWidth > view.clientWidth)") == []
+    finally:
+        seeing.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -1,5 +1,6 @@
 """Health, metrics and the page: what a web process tells of itself while the worker boots, hangs or is gone."""
 
+import msgspec
 import pytest
 from served import wait_until
 
@@ -40,15 +41,17 @@ def test_without_a_worker_there_are_no_metrics_and_it_is_told(booting):
     assert booting.client.get("/metrics").status_code == 503
 
 
-@pytest.mark.parametrize("is_chat", [True, False])
-def test_the_page_knows_the_model_and_whether_it_has_a_chat_template(booting, is_chat):
+@pytest.mark.parametrize(("is_chat", "reads_images"), [(True, False), (False, False), (True, True), (False, True)])
+def test_the_page_knows_the_model_and_whether_it_has_chats_and_reads_images_there(booting, is_chat, reads_images):
     if not is_chat:
         (booting.folder / "chat_template.jinja").unlink()
     browser = {"Accept": "text/html"}
     assert "<body>" in booting.client.get("/", headers=browser).get_data(as_text=True), "it is not known yet"
     booting.get_ready()
+    booting.seen.info = msgspec.structs.replace(booting.seen.info, reads_images=reads_images)
     shown = booting.client.get("/", headers=browser).get_data(as_text=True)
-    assert f'<body data-model="m" data-chats="{str(is_chat).lower()}">' in shown
+    images = is_chat and reads_images
+    assert f'<body data-model="m" data-chats="{str(is_chat).lower()}" data-images="{str(images).lower()}">' in shown
 
 
 def test_the_page_loads_nothing_from_elsewhere_and_can_be_left_out(serve):

@@ -7,7 +7,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 from api.status import PAGE, PAGE_POLICY
 
-WITHOUT_CHATS = "without-chats.html"
+# Pages of other models: what the server says about them.
+VARIANTS = {"without-chats.html": 'data-chats="false"', "with-images.html": 'data-chats="true" data-images="true"'}
 
 
 class Answer:
@@ -51,7 +52,7 @@ class ChatServer(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}/page.html"
-        self.url_without_chats = f"http://127.0.0.1:{self.server_port}/{WITHOUT_CHATS}"
+        self.url_without_chats, self.url_with_images = (f"http://127.0.0.1:{self.server_port}/{name}" for name in VARIANTS)
         self.answers = queue.Queue()  # to the requests, as they come
 
     def __enter__(self):
@@ -72,12 +73,13 @@ class Handler(SimpleHTTPRequestHandler):
         super().end_headers()
 
     def do_GET(self):
-        if not self.path.endswith(WITHOUT_CHATS):
+        name = self.path.strip("/")
+        if name not in VARIANTS:
             return super().do_GET()
         self.send_response(200)
         self.send_header("Content-Type", "text/html")
         self.end_headers()
-        self.wfile.write(PAGE.read_bytes().replace(b"<body>", b'<body data-chats="false">'))
+        self.wfile.write(PAGE.read_bytes().replace(b"<body>", f"<body {VARIANTS[name]}>".encode()))
 
     def do_POST(self):
         answer = Answer(self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
