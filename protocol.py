@@ -237,6 +237,10 @@ class ModelInfo(msgspec.Struct, tag="model_info", frozen=True):
     sampling_defaults: dict[str, int | float] = {}
     stop_strings: list[str] = []  # that also end the completions of such requests
 
+    @property
+    def input_modalities(self) -> list[str]:
+        return ["text", "image"] if self.reads_images else ["text"]
+
 
 class MetricsText(msgspec.Struct, tag="metrics", frozen=True):
     """Worker → web: all metrics, in Prometheus' text format."""

@@ -13,10 +13,12 @@ from typing import Any, Generic, TypeVar
 
 from api.errors import invalid
 from api.fields import Json, require
+from api.images import DETAILS, NO_IMAGES, RequestImages
+from text.template import images_of
 
 logger = logging.getLogger("web")
 # In the place of what the model cannot read, so that a session with an image goes on.
-IMAGE_OMITTED = "[{kind} omitted: this server reads text only]"
+OMITTED = "[{kind} omitted: this server reads {readable} only]"
 KINDS = {str: "a string", dict: "an object", list: "a list"}
 
 V = TypeVar("V", str, Json, list)
@@ -28,10 +30,15 @@ class ContentReader(Generic[M]):
 
     types: the readable fields of each type, in their order, or a function of this reader, the part's path in
     the request and the part. A name that ends with `?` is optional. A field is a text, a part, or a list of
-    them.
+    them. images: those of the request, which are marks in its texts.
     """
 
-    def __init__(self, types: Mapping[str, str | Callable[[Any, str, Json], str | M | None]]):
+    def __init__(
+        self,
+        types: Mapping[str, str | Callable[[Any, str, Json], str | M | None]],
+        images: RequestImages = NO_IMAGES,
+    ):
+        self.images = images
         self._types = types
         self._skipped: set[str] = set()
 
@@ -75,7 +82,16 @@ class ContentReader(Generic[M]):
 
     def text(self, path: str, content: Any, between: str = "\n") -> str:
         """The text of `content`. Raises ApiError."""
-        return between.join(part for _kind, part in self.parts(path, content) if isinstance(part, str))
+        text = ""
+        for _kind, part in self.parts(path, content):
+            if isinstance(part, str):
+                text = joined(text, part, between)
+        return text
+
+    def omission(self, kind: str) -> str:
+        """The note in the place of what the model cannot read."""
+        readable = "text and images" if self.images.are_read else "text"
+        return OMITTED.format(kind=kind, readable=readable)
 
     def log_skipped(self) -> None:
         if self._skipped:
@@ -95,4 +111,32 @@ def needed(path: str, part: Json, name: str, kind: type[V] | None = None) -> V:
 
 def omitted(kind: str) -> Callable[[ContentReader, str, Json], str]:
     """A reader that leaves a note."""
-    return lambda _reader, _path, _part: IMAGE_OMITTED.format(kind=kind)
+    return lambda reader, _path, _part: reader.omission(kind)
+
+
+def image(reader: ContentReader, path: str, part: Json) -> str:
+    """A part with an `image_url`: a text, or an object with a `url`."""
+    if not reader.images.are_read:
+        return reader.omission("image")
+    no_files = "is not supported: this server stores no files; send the image as `image_url`"
+    require(part.get("file_id") is None, f"{path}.file_id", no_files)
+    given = needed(path, part, "image_url")
+    place = f"{path}.image_url"
+    detail = part.get("detail")
+    detail_place = f"{path}.detail"
+    if isinstance(given, dict):
+        detail = given.get("detail", detail)
+        detail_place = f"{place}.detail"
+        given = needed(place, given, "url")
+        place = f"{place}.url"
+    require(isinstance(given, str), place, "must be a string")
+    known = f"must be one of {', '.join(DETAILS)}"
+    require(detail is None or detail in DETAILS, detail_place, known, given=str(detail)[:40])
+    return reader.images.add(place, given, detail)
+
+
+def joined(one: str, other: str, between: str) -> str:
+    """Two texts, with `between` unless one is empty or they meet at an image."""
+    if not one or not other or images_of(one[-2:]) or images_of(other[:2]):
+        return one + other
+    return one + between + other

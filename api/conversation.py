@@ -14,19 +14,20 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from api import formats
-from api.content import ContentReader, needed, omitted
+from api.content import ContentReader, image, needed, omitted
 from api.errors import ApiError, invalid
-from api.fields import CHAT_FIELDS, FieldNames, Json, check_ids, check_top_n, require
+from api.fields import CHAT_FIELDS, WITH_IMAGES, FieldNames, Json, check_ids, check_top_n, require
+from api.images import RequestImages
 from api.normalise import ALIASES, adapt_to_template
 from api.openai import OpenAIRequest, check_openai
-from api.prepared_request import PreparedRequest, Served, with_grammar
+from api.prepared_request import PreparedRequest, Served, with_grammar, with_images
 from api.reasoning import template_variables
 from api.tools import ToolPolicy, as_function, tool_policy
 from api.types import U32
 from text.grammar import GrammarError
 from text.output_parser import ParserConfig, complete_members
 from text.reasoning import Thinking
-from text.template import RESERVED, TemplateError
+from text.template import IMAGE_MARK, RESERVED, TemplateError, images_of
 
 OPENAI_TOP_LOGPROBS = 20  # OpenAI's own limit
 NEVER = -100.0  # the bias by which OpenAI bans a token
@@ -35,7 +36,7 @@ ROLES = (*PLAIN_ROLES, *ALIASES)
 PARTS = {
     "text": "text",
     "refusal": "refusal",
-    "image_url": omitted("image"),
+    "image_url": image,
     "input_audio": omitted("audio"),
     "file": omitted("file"),
 }
@@ -102,13 +103,14 @@ def prepare_chat(
         prepared = _without_calls(prepared, served)
     if found and not chat.tools:
         chat = replace(chat, tools=tools)
-    prompt = _prompt(chat, served, names)
+    prompt, order = _prompt(chat, served, names)
+    require(not (order and prepared.prompt_logprobs), "prompt_logprobs", WITH_IMAGES)
     thinking = text.reasoning.thinking(prompt, _continued(chat.messages))
     budget = _budget(chat, prepared, served)
     prepared = _constrained(prepared, policy, thinking, budget, served, names)
     prediction = _prediction(chat.prediction, served) if chat.prediction else []
-    parser_config = ParserConfig(policy, thinking)
-    return replace(prepared, prompt=prompt, parser_config=parser_config, prediction=prediction)
+    prepared = replace(prepared, parser_config=ParserConfig(policy, thinking), prediction=prediction)
+    return with_images(prepared, prompt, order, served)
 
 
 def _constrained(
@@ -223,8 +225,9 @@ def _check(chat: ChatRequest, served: Served, names: FieldNames) -> PreparedRequ
     return with_grammar(prepared, *formats.of_openai(chat, names), served.info)
 
 
-def _prompt(chat: ChatRequest, served: Served, names: FieldNames) -> str:
-    """The text that the model's chat template makes of the messages and tools."""
+def _prompt(chat: ChatRequest, served: Served, names: FieldNames) -> tuple[str, list[int]]:
+    """The text that the model's chat template makes of the messages and tools, and the numbers of the images
+    in it."""
     template = served.text.template
     escape = served.text.tokenizer.escape
     if template is None:
@@ -233,7 +236,7 @@ def _prompt(chat: ChatRequest, served: Served, names: FieldNames) -> str:
     options = _template_options(chat, served)
     if chat.tools or any(message.tool_calls or message.role == "tool" for message in chat.messages):
         template = template.for_tools
-    messages = _messages(chat.messages, template.words, names)
+    messages = _messages(chat.messages, template.words, names, served.images)
     tools: list[Json] | None = None
     if chat.tools and (chat.tool_choice != "none" or capabilities.tools):
         tools = [as_function(tool) for tool in chat.tools]
@@ -246,10 +249,11 @@ def _prompt(chat: ChatRequest, served: Served, names: FieldNames) -> str:
         # A template's error may repeat the client's own words.
         raise ApiError(422, "template_error", "Template error: ", quoted=str(error)) from None
     for message in escaped:
-        is_written = message["role"] in PLAIN_ROLES or message["content"].strip() in prompt
+        texts = IMAGE_MARK.split(message["content"])[::2]
+        is_written = message["role"] in PLAIN_ROLES or all(text.strip() in prompt for text in texts)
         detail = "has a role that the model's chat template leaves out"
         require(is_written, names.prompt, detail, given=message["role"])
-    return prompt
+    return prompt, [number for message in escaped for number in images_of(message["content"])]
 
 
 def _template_options(chat: ChatRequest, served: Served) -> dict[str, Any]:
@@ -269,7 +273,7 @@ def _template_options(chat: ChatRequest, served: Served) -> dict[str, Any]:
 
 
 def _messages(
-    messages: list[Message], template_words: Collection[str], names: FieldNames
+    messages: list[Message], template_words: Collection[str], names: FieldNames, images: RequestImages
 ) -> list[dict[str, Any]]:
     """Messages as a chat template reads them, the content of each as one text. Raises ApiError.
 
@@ -281,7 +285,7 @@ def _messages(
         is_known = message.role in ROLES or message.role in template_words
         detail = f"must be one of {', '.join(ROLES)}, or another role that the model's chat template names"
         require(is_known, f"{names.message(n)}.role", detail, given=message.role[:40])
-    reader = ContentReader(PARTS)
+    reader = ContentReader(PARTS, images)
     written = [_message(reader, names.message(n), message) for n, message in enumerate(messages)]
     reader.log_skipped()
     return written
@@ -347,8 +351,16 @@ def arguments_of(path: str, given: Any) -> dict[str, Any]:
             read = json.loads(text)
         except (ValueError, RecursionError):
             read = complete_members(text) if text.startswith("{") else text
+        if "\\u" in text:
+            read = _without_surrogates(read)
     if read is None:
         return {}
     detail = "must be a JSON object: the arguments of a tool call by their names"
     require(isinstance(read, dict), path, detail, given=given[:40] if isinstance(given, str) else None)
     return read
+
+
+def _without_surrogates(read: Any) -> Any:
+    """JSON with question marks in the place of halves of surrogate pairs, which only its escapes can have:
+    in a prompt they would stand for images."""
+    return json.loads(json.dumps(read, ensure_ascii=False).encode("utf-8", "replace"))

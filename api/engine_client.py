@@ -14,7 +14,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gevent
@@ -25,14 +25,26 @@ from gevent.queue import Empty, SimpleQueue
 from gunicorn.arbiter import Arbiter
 
 import protocol
-from protocol import HEARTBEAT_S, SILENCE_S, End, Generate, MetricsText, ModelInfo, PromptDone, Status, Token
+from protocol import (
+    HEARTBEAT_S,
+    SILENCE_S,
+    End,
+    Generate,
+    Image,
+    MetricsText,
+    ModelInfo,
+    PromptDone,
+    Status,
+    Token,
+)
 
 logger = logging.getLogger("engine_client")
 
 METRICS_TIMEOUT_S = 2.0
 FIRST_MESSAGE_S = 1.0  # a running worker answers a new process within milliseconds
 LOADING_S = 30.0  # the largest tokenizers load in about two seconds
-MAX_MESSAGE_BYTES = 64_000_000  # of one HTTP request: both processes hold it in memory
+# Of one HTTP request, beside the pixels of its images: both processes hold it in memory.
+MAX_MESSAGE_BYTES = 64_000_000
 UNREADABLE = "the worker's message cannot be read"
 
 
@@ -146,13 +158,14 @@ class EngineClient:
     def wait_for_text(self) -> None:
         self._has_text.wait()
 
-    def submit(self, generates: list[Generate], messages: SimpleQueue) -> None:
-        """Sends requests, of which all are accepted or none. Lists of their messages are put into `messages`.
+    def submit(self, generates: list[Generate], messages: SimpleQueue, images: Sequence[Image] = ()) -> None:
+        """Sends requests, of which all are accepted or none, and the images of their prompts. Lists of their
+        messages are put into `messages`.
 
         Raises TooLarge, and sends nothing.
         """
-        body = protocol.encode(protocol.SubmitRequests(generates))
-        if len(body) > MAX_MESSAGE_BYTES:
+        body = protocol.encode(protocol.SubmitRequests(generates, list(images)))
+        if len(body) - sum(len(image.pixels) for image in images) > MAX_MESSAGE_BYTES:
             raise TooLarge
         for generate in generates:
             self._queues[generate.id] = messages
@@ -306,11 +319,11 @@ class InFlightRequest:
     """What one HTTP request has running in the worker: one Generate for each sequence. `close` is
     idempotent."""
 
-    def __init__(self, engine: EngineClient, generates: list[Generate]):
+    def __init__(self, engine: EngineClient, generates: list[Generate], images: Sequence[Image] = ()):
         self._engine = engine
         self._ids = [generate.id for generate in generates]
         self._messages = SimpleQueue()
-        engine.submit(generates, self._messages)
+        engine.submit(generates, self._messages, images)
 
     def receive(self) -> list[PromptDone | Token | End]:
         """The messages that have arrived since the last call; waits for the first one. Empty after `wake`.

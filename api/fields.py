@@ -78,6 +78,7 @@ SAME_MEANING = {
     },
 }
 HARMLESS_LOOKALIKES = {"mode", "models"}  # harmless fields of other servers that look misspelled
+WITH_IMAGES = "is not supported in a request with images"
 NEEDS_HOST = "needs --sampling host or hybrid (SAMPLING): this server samples on the device"
 NO_PROMPT_LOGITS = "is not supported here: it needs chunked prefill, and --sampling host or hybrid (SAMPLING)"
 

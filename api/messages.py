@@ -15,10 +15,11 @@ from msgspec import UNSET, Struct, UnsetType
 
 from api import client_tools, fields
 from api.client_tools import Definition
-from api.content import IMAGE_OMITTED, ContentReader, needed, omitted
+from api.content import ContentReader, joined, needed
 from api.conversation import ChatRequest, Message, prepare_chat
 from api.errors import ANTHROPIC, ApiError, invalid, named_event
-from api.fields import FieldNames, Json
+from api.fields import FieldNames, Json, require
+from api.images import RequestImages
 from api.prepared_request import PreparedRequest, Served, ids_of
 from api.reasoning import ON, seal, unseal
 from api.response_writer import GeneratedSequence, ResponseWriter
@@ -151,7 +152,7 @@ class AnthropicModelList(Struct):
 def messages(data: Json, served: Served) -> ResponseWriter:
     request = fields.read(data, MessagesRequest)
     tools = MessagesTools(request)
-    chat, names = _chat_of(request, tools)
+    chat, names = _chat_of(request, tools, served.images)
     chat.max_completion_tokens = request.max_tokens
     chat.stop = request.stop_sequences
     chat.temperature = request.temperature
@@ -163,13 +164,15 @@ def messages(data: Json, served: Served) -> ResponseWriter:
 def count_tokens(data: Json, served: Served) -> TokenCount:
     request = fields.read(data, CountRequest)
     tools = MessagesTools(request)
-    chat, names = _chat_of(request, tools)
+    chat, names = _chat_of(request, tools, served.images)
     return TokenCount(len(ids_of(prepare_chat(chat, served, names, tools.found), served)))
 
 
-def _chat_of(request: CountRequest, tools: MessagesTools) -> tuple[ChatRequest, FieldNames]:
+def _chat_of(
+    request: CountRequest, tools: MessagesTools, images: RequestImages
+) -> tuple[ChatRequest, FieldNames]:
     """The chat of a request, without limits and sampling. Raises ApiError."""
-    reader = BlockReader(tools)
+    reader = BlockReader(tools, images)
     paths: list[str] = []
     messages: list[Message] = []
     if request.system:
@@ -333,8 +336,8 @@ class MessagesTools:
 class BlockReader(ContentReader[Message]):
     """Reads the blocks of a request: texts, and messages with thoughts, a call or its result."""
 
-    def __init__(self, tools: MessagesTools):
-        super().__init__(BLOCKS)
+    def __init__(self, tools: MessagesTools, images: RequestImages):
+        super().__init__(BLOCKS, images)
         self.tools = tools
 
     def messages(self, path: str, role: str, content: str | list[dict[str, Any]]) -> Iterator[Message]:
@@ -363,7 +366,7 @@ def _appended(message: Message, kind: str, text: str) -> str:
     is_text = kind in ("", "text")
     if message.role == "assistant":
         return (message.content or "") + (text if is_text else f"\n{text}\n")
-    return text if message.content is None else f"{message.content}\n{text}"
+    return joined(message.content or "", text, "\n")
 
 
 def _thoughts(reader: BlockReader, path: str, block: Json) -> Message:
@@ -388,11 +391,23 @@ def _result(reader: BlockReader, path: str, block: Json) -> Message:
     return Message("tool", text, tool_call_id=needed(path, block, "tool_use_id", str))
 
 
+def _image(reader: BlockReader, path: str, block: Json) -> str:
+    if not reader.images.are_read:
+        return reader.omission("image")
+    source = needed(path, block, "source", dict)
+    path = f"{path}.source"
+    kind = needed(path, source, "type", str)
+    if kind == "base64":
+        return reader.images.add_base64(f"{path}.data", needed(path, source, "data", str))
+    require(kind == "url", f"{path}.type", "must be base64 or url: no files are stored here", given=kind[:40])
+    return reader.images.add(f"{path}.url", needed(path, source, "url", str))
+
+
 def _document(reader: BlockReader, path: str, block: Json) -> str:
     source = needed(path, block, "source", dict)
     readable = {"text": "data", "content": "content"}.get(needed(f"{path}.source", source, "type", str))
     if readable is None:
-        return IMAGE_OMITTED.format(kind="document")
+        return reader.omission("document")
     head = reader.fields(path, block, "title? context?")
     return "\n".join(filter(None, [head, reader.fields(f"{path}.source", source, readable)]))
 
@@ -434,7 +449,7 @@ BLOCKS = {
     "thinking": _thoughts,
     "tool_use": _call,
     "tool_result": _result,
-    "image": omitted("image"),
+    "image": _image,
     "document": _document,
     "search_result": "title? source? content",
     "compaction": "content?",

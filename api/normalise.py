@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from text.template import image_mark, images_of
 from text.template_capabilities import TemplateCapabilities
 
 TemplateMessage = dict[str, Any]
@@ -20,6 +21,7 @@ ALIASES = {"developer": "system", "function": "tool", "ctx": "user", "msg": "use
 SYSTEM_ROLES = ("system", "developer")
 HEARD_ROLES = ("user", "tool")  # of what the assistant answers
 APART = "\n\n"  # between texts that become one message
+IMAGE_APART = "[image]"  # in the place of an image that is in a message of its own
 TOOLS_PROMPT = """You may call these functions. Each line describes one as JSON:
 <tools>
 {tools}
@@ -43,6 +45,7 @@ def adapt_to_template(
     if tools and not capabilities.tools:
         functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
         messages = [{"role": "system", "content": TOOLS_PROMPT.format(tools=functions)}, *messages]
+    messages = _with_images_apart(messages, capabilities)
     messages = _merged(_with_system(messages, capabilities), capabilities)
     if capabilities.calls and not capabilities.text_of_calls:
         messages = _with_text_apart(messages, capabilities)
@@ -81,6 +84,34 @@ def _in_text(message: TemplateMessage) -> TemplateMessage:
         texts.append(f"<tool_call>\n{json.dumps(written, ensure_ascii=False)}\n</tool_call>")
     kept = {name: value for name, value in message.items() if name != "tool_calls"}
     return kept | {"content": "\n".join(texts)}
+
+
+def _with_images_apart(
+    messages: list[TemplateMessage], capabilities: TemplateCapabilities
+) -> list[TemplateMessage]:
+    """The images in messages of a role in which the template writes none as a user message: behind them and
+    the results of tools and system messages that follow, or in front of an assistant's message that is
+    continued."""
+    apart: list[TemplateMessage] = []
+    marks = ""  # of images that wait for their place
+    for n, message in enumerate(messages):
+        role = message["role"]
+        if marks and role not in ("tool", *SYSTEM_ROLES):
+            apart.append({"role": "user", "content": marks})
+            marks = ""
+        if role not in capabilities.image_roles:
+            for number in images_of(message["content"]):
+                mark = image_mark(number)
+                message = message | {"content": message["content"].replace(mark, IMAGE_APART)}
+                marks += mark
+        is_continued = role == "assistant" and n == len(messages) - 1
+        if marks and is_continued:
+            apart.append({"role": "user", "content": marks})
+            marks = ""
+        apart.append(message)
+    if marks:
+        apart.append({"role": "user", "content": marks})
+    return apart
 
 
 def _with_system(

@@ -111,6 +111,13 @@ class OpenAIResponse(Struct):
     system_fingerprint: str
 
 
+class Architecture(Struct):
+    """OpenRouter's name for what a model reads and writes."""
+
+    input_modalities: list[str]
+    output_modalities: list[str]
+
+
 class ModelCard(Struct):
     """An entry of `GET /v1/models`."""
 
@@ -119,10 +126,12 @@ class ModelCard(Struct):
     created: int
     owned_by: str
     max_model_len: int
+    architecture: Architecture
 
     @classmethod
     def of(cls, info: ModelInfo) -> ModelCard:
-        return cls(info.model_name, "model", 0, info.model_name, info.max_total_tokens)
+        architecture = Architecture(info.input_modalities, ["text"])
+        return cls(info.model_name, "model", 0, info.model_name, info.max_total_tokens, architecture)
 
 
 class ModelList(Struct):

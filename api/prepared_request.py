@@ -6,19 +6,23 @@ against the context length.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
 from api.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid
 from api.fields import NEEDS_HOST, check_ids, require
+from api.images import RequestImages
 from api.response_store import OwnedResponses
 from api.types import U64_MAX
 from config import Config
-from protocol import MAX_GRAMMAR, GenerateOptions, ModelInfo, SamplingParams
+from protocol import MAX_GRAMMAR, GenerateOptions, Image, ModelInfo, SamplingParams
 from text.grammar import GrammarChecker
+from text.images import ImagePreprocessor
 from text.output_parser import ParserConfig
 from text.reasoning import ModelReasoning
 from text.template import ChatTemplate
@@ -29,8 +33,10 @@ from text.tool_formats import AS_TEXT, ModelTools
 
 
 class ModelText(NamedTuple):
-    """The served model's tokenizer and chat template, and what they say about grammars, tools and
-    reasoning."""
+    """The served model's tokenizer and chat template, and what they say about grammars, tools and reasoning.
+
+    images: None: the model reads text only.
+    """
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
@@ -38,6 +44,7 @@ class ModelText(NamedTuple):
     tools: ModelTools
     capabilities: TemplateCapabilities
     reasoning: ModelReasoning
+    images: ImagePreprocessor | None = None
 
     @property
     def tools_note(self) -> str:
@@ -52,23 +59,31 @@ class ModelText(NamedTuple):
     @classmethod
     def load(cls, info: ModelInfo, config: Config) -> ModelText:
         template = ChatTemplate.load(info.model_dir, config.tokenizer_config_path)
-        capabilities = TemplateCapabilities.of(template) if template else TemplateCapabilities()
+        images = None
+        if info.reads_images:
+            images = ImagePreprocessor.load(info.model_dir, config.mm_processor_options)
+        capabilities = TemplateCapabilities()
+        if template:
+            capabilities = TemplateCapabilities.of(template, images.placeholder if images else "")
         grammars = GrammarChecker(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
-        tokenizer = Tokenizer(info.tokenizer_dir, info.eos_token_ids, config.escape_special_tokens)
+        escapes = config.escape_special_tokens
+        reserved = [images.token_id] if images else []
+        tokenizer = Tokenizer(info.tokenizer_dir, info.eos_token_ids, escapes, reserved)
         tools = model_tools(template, capabilities.tools, tokenizer, config.tool_parser)
         reasoning = ModelReasoning.of(template, tokenizer, config.reasoning_parser)
-        return cls(tokenizer, template, grammars, tools, capabilities, reasoning)
+        return cls(tokenizer, template, grammars, tools, capabilities, reasoning, images)
 
 
 @dataclass(frozen=True)
 class Served:
-    """What requests are checked against: the settings, the served model and its text, and the stored
-    responses of the client."""
+    """What a request is checked against: the settings, the served model and its text, the stored responses of
+    the client, and the request's images."""
 
     config: Config
     info: ModelInfo
     text: ModelText
     responses: OwnedResponses
+    images: RequestImages = field(default_factory=RequestImages)
 
 
 class PreparedRequest(GenerateOptions, frozen=True):
@@ -90,10 +105,14 @@ class PreparedRequest(GenerateOptions, frozen=True):
     # OpenAI's and Anthropic's: `max_new_tokens` is clamped to the rest of the context.
     clamps_max_tokens: bool = False
     parser_config: ParserConfig = ParserConfig()  # which parts the text of a chat has
+    images: list[Image] = msgspec.field(default_factory=list)  # emptied when the worker has them
+    image_tokens: int = 0  # of all of them
+    image_characters: int = 0  # that the prompt has for these tokens
 
     @property
     def characters(self) -> int:
-        return len(self.prompt) if isinstance(self.prompt, str) else 0
+        """Those that the client and the template wrote."""
+        return len(self.prompt) - self.image_characters if isinstance(self.prompt, str) else 0
 
     def sampling_of(self, sequence: int) -> SamplingParams:
         """Each sequence has a random stream of its own, which follows from the request's seed."""
@@ -126,6 +145,19 @@ def with_grammar(
     return replace(prepared, grammar=grammar, grammar_name=name, not_enforced=not_enforced)
 
 
+def with_images(prepared: PreparedRequest, prompt: str, order: list[int], served: Served) -> PreparedRequest:
+    """The request with this prompt, in which the images of the request with these numbers have placeholders.
+    Raises ApiError and ImagesNeeded."""
+    expanded, images, characters = served.images.expand(prompt, order, prepared.prompt_name)
+    return replace(
+        prepared,
+        prompt=expanded,
+        images=images,
+        image_tokens=sum(image.tokens for image in images),
+        image_characters=characters,
+    )
+
+
 def prompts_of(requests: list[PreparedRequest], served: Served) -> list[TokenizedPrompt]:
     """The prompts of a request in token ids. Raises ApiError for what cannot run."""
     asked = sum(prepared.sequences for prepared in requests)
@@ -137,7 +169,8 @@ def prompts_of(requests: list[PreparedRequest], served: Served) -> list[Tokenize
 
 
 def ids_of(prepared: PreparedRequest, served: Served) -> list[int]:
-    """The tokens of a prompt. Raises ApiError for a text that cannot be tokenized, or is far too long."""
+    """The tokens of a prompt, with the model's image token for each token of an image. Raises ApiError for a
+    text that cannot be tokenized, or is far too long."""
     if not isinstance(prepared.prompt, str):
         return prepared.prompt
     tokenizer = served.text.tokenizer
@@ -151,9 +184,20 @@ def ids_of(prepared: PreparedRequest, served: Served) -> list[int]:
         )
     text = prepared.prompt if prepared.is_escaped else tokenizer.escape(prepared.prompt)
     try:
-        return tokenizer.encode(text, prepared.add_special_tokens)
+        ids = tokenizer.encode(text, prepared.add_special_tokens)
     except Exception as error:
         raise invalid(None, f"tokenizer error: {error}") from None
+    if prepared.image_tokens:
+        detail = "has the model's own token for images in its text, which cannot be beside images"
+        is_image = ids.count(served.text.images.token_id) == prepared.image_tokens
+        require(is_image, prepared.prompt_name, detail)
+    return ids
+
+
+def with_image_ids(ids: list[int], images: list[Image], token_id: int) -> list[int]:
+    """The tokens as the worker knows them: the ids of the images in the places of the model's image token."""
+    following = itertools.chain.from_iterable(image.ids for image in images)
+    return [next(following) if i == token_id else i for i in ids]
 
 
 def _fit(prepared: PreparedRequest, ids: list[int], info: ModelInfo) -> TokenizedPrompt:
@@ -169,7 +213,8 @@ def _fit(prepared: PreparedRequest, ids: list[int], info: ModelInfo) -> Tokenize
     if prepared.clamps_max_tokens:
         most = min(most, context_length - length)
     elif length + most > context_length and prepared.max_new_tokens is not None:
-        tokens = f"{length} `{prepared.prompt_name}` tokens and {most} `{prepared.limit_name}`"
+        of_images = _of_images(prepared)
+        tokens = f"{length} `{prepared.prompt_name}` tokens{of_images} and {most} `{prepared.limit_name}`"
         limit = f"tokens + `{prepared.limit_name}` must be <= {context_length} (--max-total-tokens raises it)"
         detail = f"{limit}. Given: {tokens}"
         raise invalid(prepared.prompt_name, detail, CONTEXT_LENGTH_EXCEEDED)
@@ -183,6 +228,7 @@ def _fit(prepared: PreparedRequest, ids: list[int], info: ModelInfo) -> Tokenize
 
 def _too_many_tokens(prepared: PreparedRequest, given: str, info: ModelInfo) -> ApiError:
     limit = f"must have at most {info.max_input_tokens} tokens"
+    given += _of_images(prepared)
     if not prepared.clamps_max_tokens:
         detail = f"{limit} (--max-input-tokens raises it). Given: {given}"
         return invalid(prepared.prompt_name, detail, CONTEXT_LENGTH_EXCEEDED)
@@ -192,3 +238,11 @@ def _too_many_tokens(prepared: PreparedRequest, given: str, info: ModelInfo) -> 
     return ApiError(
         400, CONTEXT_LENGTH_EXCEEDED, what, code=CONTEXT_LENGTH_EXCEEDED, param=prepared.prompt_name
     )
+
+
+def _of_images(prepared: PreparedRequest) -> str:
+    """How many of a prompt's tokens are of images, for error messages."""
+    if not prepared.images:
+        return ""
+    images = "1 image" if len(prepared.images) == 1 else f"{len(prepared.images)} images"
+    return f" ({prepared.image_tokens} of them for {images})"

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from api import fields
-from api.content import ContentReader, needed, omitted
+from api.content import ContentReader, image, needed, omitted
 from api.conversation import ChatRequest, Message, arguments_of, prepare_chat
 from api.errors import invalid
 from api.fields import FieldNames, Json
+from api.images import RequestImages
 from api.prepared_request import PreparedRequest, Served, ids_of
 from api.reasoning import unseal
 from api.response_store import OwnedResponses
@@ -81,7 +82,7 @@ def _prepare(
             raise invalid(name, why)
     if request.truncation not in (None, "disabled", "auto"):
         raise invalid("truncation", "must be auto or disabled", given=request.truncation[:40])
-    paths, messages = _messages(request, conversation, tools)
+    paths, messages = _messages(request, conversation, tools, served.images)
     chat = ChatRequest(
         messages=messages,
         max_completion_tokens=request.max_output_tokens,
@@ -140,10 +141,10 @@ class Conversation(NamedTuple):
 
 
 def _messages(
-    request: ResponsesRequest, conversation: Conversation, tools: ResponsesTools
+    request: ResponsesRequest, conversation: Conversation, tools: ResponsesTools, images: RequestImages
 ) -> tuple[list[str], list[Message]]:
     """The messages of the chat and the path of each in the request."""
-    reader = ItemReader(tools)
+    reader = ItemReader(tools, images)
     paths: list[str] = []
     messages: list[Message] = []
     if request.instructions:
@@ -196,8 +197,8 @@ def _joined(one: Message, other: Message) -> Message:
 class ItemReader(ContentReader[Message]):
     """Reads the items of a request and their parts: messages, and texts."""
 
-    def __init__(self, tools: ResponsesTools):
-        super().__init__(ITEMS)
+    def __init__(self, tools: ResponsesTools, images: RequestImages):
+        super().__init__(ITEMS, images)
         self.tools = tools
 
 
@@ -324,7 +325,8 @@ ITEMS = {
     "additional_tools": _additional_tools,
     **dict.fromkeys(["input_text", "output_text", "text", "summary_text", "reasoning_text"], "text"),
     "refusal": "refusal",
-    **dict.fromkeys(["input_image", "computer_screenshot", "image"], omitted("image")),
+    **dict.fromkeys(["input_image", "computer_screenshot"], image),
+    "image": omitted("image"),  # that a tool made which OpenAI ran
     "input_file": omitted("file"),
     "input_audio": omitted("audio"),
     # The results of tools that OpenAI ran.

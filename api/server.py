@@ -9,18 +9,21 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import gevent
 from flask import Response, g, request
 from gevent.threadpool import ThreadPool
+from werkzeug.exceptions import ClientDisconnected
 
 from api import errors, fields
 from api.bodies import Bodies, charset_of_text, check_is_json
 from api.engine_client import ClientGone, EngineClient, attempt
 from api.errors import CLIENT_CLOSED_REQUEST, in_shape
 from api.fields import Json
-from api.prepared_request import Served, TokenizedPrompt, prompts_of
+from api.images import ImageLoader, ImagesNeeded, RequestImages
+from api.prepared_request import PreparedRequest, Served, TokenizedPrompt, prompts_of
 from api.response_store import OwnedResponses, ResponseStore
 from api.response_writer import ResponseWriter
 from api.stream import ActiveRequest, Arrival, Connection, ConnectionMonitor, EventStream, timing_headers
@@ -40,6 +43,7 @@ OVERLOAD_RECHECK_S = 0.1
 MAX_NOT_ENFORCED = 10  # keywords in the header
 
 Read = Callable[[Json, Served], ResponseWriter]  # of an API: from a body to the writer of its response
+T = TypeVar("T")
 
 
 class TextThreads:
@@ -76,6 +80,8 @@ class Server:
         self._store = store
         self._bodies = Bodies(config.client_timeout)
         self._threads = TextThreads(config.max_concurrent_requests)
+        image_threads = TextThreads(config.max_concurrent_requests)
+        self._images = ImageLoader(image_threads.run, config.allowed_media_domains)
         self._watch = ConnectionMonitor()
         self._tracer: Tracer | None = None
         if config.otlp_endpoint:
@@ -87,7 +93,9 @@ class Server:
         self.engine.wait_while_loading()
         if self.engine.phase != "ready":
             raise errors.not_ready(self.engine.phase)
-        return Served(self.config, self.engine.info, self.engine.text, self.responses)
+        text = self.engine.text
+        images = RequestImages(text.images, self._images)
+        return Served(self.config, self.engine.info, text, self.responses, images)
 
     @property
     def responses(self) -> OwnedResponses:
@@ -103,8 +111,8 @@ class Server:
         """A response without generated text to a JSON body."""
         served = self.served
         check_is_json()
-        with self._bodies.read(self.payload_limit) as body:
-            return json_response(self._threads.run(lambda: make(fields.parse(body), served)))
+        with self._bodies.read(self.payload_limit) as body, served.images:
+            return json_response(self._read(lambda served: make(fields.parse(body), served), served))
 
     def generate(self, read: Read, renders: bool = False, deadline_s: float | None = None) -> Response:
         """Generates what the JSON body of the request asks for.
@@ -114,33 +122,54 @@ class Server:
         """
         served = self._begin()
         check_is_json()
-        return self._generate(lambda body: read(fields.parse(body), served), served, renders, deadline_s)
+        parse = fields.parse
+        return self._generate(lambda body, served: read(parse(body), served), served, renders, deadline_s)
 
     def generate_from_text(self, read: Read, deadline_s: float | None = None) -> Response:
         """Generates for a body that is the prompt itself, as plain text: `read` gets it as `inputs`."""
         served = self._begin()
         charset = charset_of_text()
         return self._generate(
-            lambda body: read(fields.parse_text(body, charset), served), served, deadline_s=deadline_s
+            lambda body, served: read(fields.parse_text(body, charset), served), served, deadline_s=deadline_s
         )
 
     def generate_from(self, read: Callable[[Served], ResponseWriter]) -> Response:
         """Generates for a request without a body."""
         served = self._begin()
-        return self._respond(*_prepared(lambda: read(served), served))
+        with served.images:
+            writer, prompts = self._read(functools.partial(_prepared, read), served, in_thread=False)
+            generation = self._submit(writer, prompts)
+        return self._respond(writer, generation)
 
     def _generate(
         self,
-        read: Callable[[bytes], ResponseWriter],
+        read: Callable[[bytes, Served], ResponseWriter],
         served: Served,
         renders: bool = False,
         deadline_s: float | None = None,
     ) -> Response:
-        with self._bodies.read(self.payload_limit) as body:
-            prepare = functools.partial(_prepared, lambda: read(body), served)
+        with self._bodies.read(self.payload_limit) as body, served.images:
+            prepare = functools.partial(_prepared, functools.partial(read, body))
             is_long = renders or len(body) >= LONG_TEXT
-            writer, prompts = self._threads.run(prepare) if is_long else prepare()
-        return self._respond(writer, prompts, deadline_s)
+            writer, prompts = self._read(prepare, served, in_thread=is_long)
+            generation = self._submit(writer, prompts, deadline_s)
+        return self._respond(writer, generation)
+
+    def _read(self, make: Callable[[Served], T], served: Served, in_thread: bool = True) -> T:
+        """`make(served)`, in a thread if that takes long. It is called again whenever the request's images
+        have been loaded: that is done here, so that it holds no thread for texts."""
+        while True:
+            call = functools.partial(make, served)
+            try:
+                return self._threads.run(call) if in_thread else call()
+            except ImagesNeeded:
+                served.images.load(self._check_client)
+                served.images.restart()
+                served = replace(served, responses=self.responses)
+
+    def _check_client(self) -> None:
+        if self._connection().is_lost:
+            raise ClientDisconnected
 
     def record_failure(self, status: int) -> None:
         """Adds a request that was not sent to the worker to the metrics and traces."""
@@ -163,18 +192,21 @@ class Server:
                 raise errors.overloaded()
         return served
 
-    def _respond(
+    def _submit(
         self, writer: ResponseWriter, prompts: list[TokenizedPrompt], deadline_s: float | None = None
-    ) -> Response:
+    ) -> ActiveRequest:
+        """Sends the prompts to the worker. Raises ApiError."""
         g.error_format = writer.error_format
         _log_changes(writer, prompts)
         self._check_grammars(prompts)
-        generation = self._start(writer, prompts, self.config.response_deadline or deadline_s)
+        return self._start(writer, prompts, self.config.response_deadline or deadline_s)
+
+    def _respond(self, writer: ResponseWriter, generation: ActiveRequest) -> Response:
         headers = {
             "x-compute-type": self.config.compute_type or self.engine.info.device,
-            "x-compute-characters": str(sum(prompt.prepared.characters for prompt in prompts)),
+            "x-compute-characters": str(sum(prepared.characters for prepared in writer.requests)),
         }
-        if keywords := {place.rpartition("/")[2] for place in _not_enforced(prompts)}:
+        if keywords := {place.rpartition("/")[2] for place in _not_enforced(writer.requests)}:
             headers["x-schema-not-enforced"] = ", ".join(sorted(keywords)[:MAX_NOT_ENFORCED])
         try:
             if writer.streams:
@@ -214,14 +246,16 @@ class Server:
     def _start(
         self, writer: ResponseWriter, prompts: list[TokenizedPrompt], deadline_s: float | None
     ) -> ActiveRequest:
-        asks_to_close = "close" in request.headers.get("Connection", "").lower()
-        is_last = request.environ["SERVER_PROTOCOL"] == "HTTP/1.0" or asks_to_close
-        connection = Connection(request.environ.get("gunicorn.socket"), input_may_end=is_last)
-        arrival = Arrival(g.request_id, g.started_at, connection, g.get("trace"))
+        arrival = Arrival(g.request_id, g.started_at, self._connection(), g.get("trace"))
         deadline_at = g.started_at + deadline_s if deadline_s and not writer.streams else float("inf")
         writer.request_id = g.request_id
         g.generation = ActiveRequest(self.engine, prompts, arrival, self._watch, deadline_at)
         return g.generation
+
+    def _connection(self) -> Connection:
+        asks_to_close = "close" in request.headers.get("Connection", "").lower()
+        is_last = request.environ["SERVER_PROTOCOL"] == "HTTP/1.0" or asks_to_close
+        return Connection(request.environ.get("gunicorn.socket"), input_may_end=is_last)
 
 
 def json_response(body: Any) -> Response:
@@ -235,10 +269,10 @@ def empty_response() -> Response:
 
 
 def _prepared(
-    read: Callable[[], ResponseWriter], served: Served
+    read: Callable[[Served], ResponseWriter], served: Served
 ) -> tuple[ResponseWriter, list[TokenizedPrompt]]:
     """The response writer and its prompts."""
-    writer = read()
+    writer = read(served)
     with in_shape(writer.error_format):
         return writer, prompts_of(writer.requests, served)
 
@@ -249,7 +283,7 @@ def _log_changes(writer: ResponseWriter, prompts: list[TokenizedPrompt]) -> None
     if writer.left_out:
         names = ", ".join(sorted(writer.left_out))
         logger.debug("left out tools that this server does not run: %s", names, extra={"fields": fields})
-    if places := _not_enforced(prompts):
+    if places := _not_enforced(writer.requests):
         logger.debug("not enforced of JSON schemas: %s", ", ".join(places), extra={"fields": fields})
     for prepared, _ids, most in prompts:
         if prepared.clamps_max_tokens and prepared.max_new_tokens and most < prepared.max_new_tokens:
@@ -257,9 +291,9 @@ def _log_changes(writer: ResponseWriter, prompts: list[TokenizedPrompt]) -> None
             logger.debug(words, prepared.limit_name, prepared.max_new_tokens, most, extra={"fields": fields})
 
 
-def _not_enforced(prompts: list[TokenizedPrompt]) -> list[str]:
+def _not_enforced(requests: list[PreparedRequest]) -> list[str]:
     """The places in JSON schemas whose keywords the output may violate."""
-    return list(dict.fromkeys(place for prompt in prompts for place in prompt.prepared.not_enforced))
+    return list(dict.fromkeys(place for prepared in requests for place in prepared.not_enforced))
 
 
 def _streamed(writer: ResponseWriter, generation: ActiveRequest, headers: dict[str, str]) -> Response:

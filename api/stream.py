@@ -23,7 +23,7 @@ from gevent.monkey import get_original
 from api import errors
 from api.engine_client import ClientGone, EngineClient, InFlightRequest, TooLarge
 from api.errors import CLIENT_CLOSED_REQUEST, ApiError
-from api.prepared_request import TokenizedPrompt
+from api.prepared_request import TokenizedPrompt, with_image_ids
 from api.response_writer import GeneratedSequence, ResponseWriter, first_of_prompts
 from api.tracing import Generated, RequestTrace
 from protocol import End, Generate, GenerateOptions, PromptDone, RequestStats, Token
@@ -116,13 +116,16 @@ class ActiveRequest:
         self._status = CLIENT_CLOSED_REQUEST
         self._unfinished: dict[int, GeneratedSequence] = {}
         generates = [generate for prompt in prompts for generate in self._generates(prompt)]
+        images = {image.key: image for prompt in prompts for image in prompt.prepared.images}
         try:
-            self._request = InFlightRequest(engine, generates)
+            self._request = InFlightRequest(engine, generates, list(images.values()))
         except TooLarge:
             tokens = sum(len(generate.prompt) for generate in generates)
             what = f"the request asks for {len(generates)} sequences whose prompts have {tokens} tokens "
             what += "altogether, too many to be sent at once; send several requests"
             raise errors.invalid(None, what) from None
+        for prompt in prompts:
+            prompt.prepared.images.clear()  # megabytes that only the worker needs
         tokens = sum(len(prompt.ids) for prompt in prompts)
         self._log("sent to the worker", sequences=len(generates), prompt_tokens=tokens)
         watch.add(self)
@@ -223,13 +226,16 @@ class ActiveRequest:
     def _generates(self, prompt: TokenizedPrompt) -> Iterator[Generate]:
         """The messages to the worker for one request, each with a sequence that waits for its tokens."""
         prepared = prompt.prepared
+        ids = prompt.ids
+        if prepared.images:
+            ids = with_image_ids(ids, prepared.images, self._engine.text.images.token_id)
         options = {name: getattr(prepared, name) for name in GenerateOptions.__struct_fields__}
         for number in range(prepared.sequences):
             sequence = GeneratedSequence(self._engine.text.tokenizer, prompt, number, len(self.sequences))
             options["sampling"] = sequence.sampling
             generate = Generate(
                 secrets.randbits(63),
-                prompt.ids,
+                ids,
                 prompt.max_new_tokens,
                 sent_at=self.sent_at,
                 request_id=self.arrival.request_id,

@@ -6,6 +6,7 @@ Source of the shapes: the HTTP API of Text Generation Inference 3.3.
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Annotated, Any
 
 import msgspec
@@ -14,11 +15,15 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from api import errors, fields, formats
 from api.errors import event
 from api.fields import Json, require
-from api.prepared_request import PreparedRequest, Served, with_grammar
+from api.prepared_request import PreparedRequest, Served, with_grammar, with_images
 from api.response_writer import GeneratedSequence, ResponseWriter, best_of, rounded
 from api.types import I32, U32, U64_MAX, AtLeastOne, Positive, SamplingFields
 from config import VERSION
 from text.stream import Piece
+from text.template import images_of
+
+# An image in a prompt, as TGI reads it. No text is read twice, whatever it repeats.
+IMAGE = re.compile(r"!\[\]\(((?:data:|https?://)[^)!]*(?:!(?!\[\]\()[^)!]*)*)\)")
 
 
 class Parameters(SamplingFields, kw_only=True):
@@ -130,6 +135,7 @@ class Info(Struct):
     stop_strings: list[str]
     tool_parser: str | None
     reasoning_parser: str | None
+    input_modalities: list[str]
 
     @classmethod
     def of(cls, served: Served) -> Info:
@@ -145,6 +151,7 @@ class Info(Struct):
             "validation_workers": served.config.web_concurrency,
             "tool_parser": text.tools.format.name if text.template and text.tools.format else None,
             "reasoning_parser": text.reasoning.format.name if text.reasoning.format else None,
+            "input_modalities": info.input_modalities,
             "router": "neuron-textgen",
             "version": VERSION,
         }
@@ -153,27 +160,23 @@ class Info(Struct):
 
 def generate(data: Json, served: Served) -> ResponseWriter:
     request = read(data)
-    return NativeResponseWriter(
-        [check(request, served, streams=False)], served, parameters=_parameters(request)
-    )
+    return NativeResponseWriter(check(request, served, streams=False), served, request)
 
 
 def generate_stream(data: Json, served: Served) -> ResponseWriter:
     request = read(data)
     prepared = check(request, served, streams=True)
-    return NativeResponseWriter([prepared], served, streams=True, parameters=_parameters(request))
+    return NativeResponseWriter(prepared, served, request, streams=True)
 
 
 def compat(data: Json, served: Served) -> ResponseWriter:
     """`POST /`: streams with `stream`, and returns the prompt unless `return_full_text` is false."""
     request = read(data)
-    parameters = _parameters(request)
-    if parameters.return_full_text is None:
-        parameters.return_full_text = True
+    request.parameters = _parameters(request)
+    if request.parameters.return_full_text is None:
+        request.parameters.return_full_text = True
     prepared = check(request, served, streams=bool(request.stream))
-    return NativeResponseWriter(
-        [prepared], served, streams=request.stream, parameters=parameters, in_list=True
-    )
+    return NativeResponseWriter(prepared, served, request, streams=request.stream, in_list=True)
 
 
 def read(data: Json) -> GenerateRequest:
@@ -218,10 +221,14 @@ def check(request: GenerateRequest, served: Served, streams: bool) -> PreparedRe
     require(p.truncate is None or 1 <= p.truncate <= most, "truncate", detail)
     gives_prompt = info.prompt_logprobs or not p.decoder_input_details
     require(gives_prompt, "decoder_input_details", fields.NO_PROMPT_LOGITS)
+    prompt, order = prompt_of(request.inputs, served)
+    require(not (order and p.truncate), "truncate", fields.WITH_IMAGES)
+    require(not (order and p.decoder_input_details), "decoder_input_details", fields.WITH_IMAGES)
     sampling = fields.sampling_of(p, samples, defaults={})
     fields.check_device(info, p, sampling, best_of=best_of > 1, top_n_tokens=p.top_n_tokens)
     prepared = PreparedRequest(
         prompt=request.inputs,
+        is_escaped=bool(order),
         sampling=sampling,
         sequences=best_of,
         max_new_tokens=p.max_new_tokens,
@@ -234,7 +241,23 @@ def check(request: GenerateRequest, served: Served, streams: bool) -> PreparedRe
         # The client gets single tokens, so an output that its grammar completes still gets its end.
         keep_eos=bool(p.details or p.decoder_input_details or p.top_n_tokens),
     )
-    return with_grammar(prepared, *formats.of_native(p.grammar), info)
+    prepared = with_grammar(prepared, *formats.of_native(p.grammar), info)
+    return with_images(prepared, prompt, order, served)
+
+
+def prompt_of(inputs: str, served: Served) -> tuple[str, list[int]]:
+    """The prompt, and the numbers of the images in it: then it has placeholders for them, and its text is
+    escaped. Raises ApiError."""
+    images = served.images
+    if not images.are_read:
+        return inputs, []
+    texts = IMAGE.split(inputs)
+    urls = texts[1::2]
+    if not urls:
+        return inputs, []
+    order = [images_of(images.add(f"inputs.images[{n}]", url))[0] for n, url in enumerate(urls)]
+    escape = served.text.tokenizer.escape
+    return images.preprocess.placeholder.join(map(escape, texts[::2])), order
 
 
 def _samples(p: Parameters) -> bool:
@@ -249,16 +272,16 @@ class NativeResponseWriter(ResponseWriter):
 
     def __init__(
         self,
-        requests: list[PreparedRequest],
+        prepared: PreparedRequest,
         served: Served,
+        request: GenerateRequest,
         streams: bool | None = False,
-        *,
-        parameters: Parameters,
         in_list: bool = False,
     ):
-        super().__init__(requests, served, streams)
+        super().__init__([prepared], served, streams)
+        parameters = _parameters(request)
         self._in_list = in_list
-        self._prefix = requests[0].prompt if parameters.return_full_text else ""
+        self._prefix = request.inputs if parameters.return_full_text else ""
         self._wants_details = bool(parameters.details or parameters.decoder_input_details)
         self._index = 0
 

@@ -99,7 +99,9 @@ def tokenize(data: Json, served: Served) -> Tokenized:
 
 def _inputs(data: Json, served: Served) -> list[SimpleToken]:
     tokenizer = served.text.tokenizer
-    return _tokens(tokenizer.escape(tgi.read(data).inputs), tokenizer, add_special_tokens=True)
+    prompt, order = tgi.prompt_of(tgi.read(data).inputs, served)
+    text, _images, _characters = served.images.expand(prompt, order, "inputs")
+    return _tokens(text if order else tokenizer.escape(text), tokenizer, add_special_tokens=True)
 
 
 def _prompt(data: Json, served: Served) -> TokenizeResponse:

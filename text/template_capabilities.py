@@ -32,14 +32,13 @@ class TemplateCapabilities:
     text_of_calls: bool = True  # the content of a message that has calls
     several_calls: bool = True  # in one message
     user_after_result: bool = True  # a user message right after a tool result
-    images: bool = False  # in user messages
-    images_in_results: bool = False  # in tool results
+    image_roles: frozenset[str] = frozenset()  # the roles of messages that may have images
 
     @classmethod
     def of(cls, template: ChatTemplate, placeholder: str = "") -> TemplateCapabilities:
-        """placeholder: what a template writes for an image; "": the model reads none.
+        """Raises nothing: a template that cannot write the simplest chat fails the first request.
 
-        Raises nothing: a template that cannot write the simplest chat fails the first request.
+        placeholder: what the template writes for an image; "": the model reads none.
         """
         if not _writes(template, [USER]):
             return cls()
@@ -67,6 +66,15 @@ class TemplateCapabilities:
         if takes_system and calls:
             takes_system = _writes(for_tools, [system | {"content": FIFTH}, USER, calling, result], tools)
         later_system = _writes(template, [USER, answer, system | {"content": THIRD}, end])
+        with_image = {
+            "user": [USER],
+            "system": [system, user],
+            "assistant": [USER, answer, end],
+            "tool": [USER, calling, result],
+        }
+        image_roles = (
+            role for role, chat in with_image.items() if _writes_image(for_tools, chat, role, placeholder)
+        )
         return cls(
             system=takes_system,
             several_system=_writes(template, [system, system | {"content": SECOND}, end]),
@@ -80,25 +88,27 @@ class TemplateCapabilities:
             text_of_calls=_writes(for_tools, [USER, calling | {"content": FIFTH}, result], tools),
             several_calls=_writes(for_tools, [USER, both, *results], tools),
             user_after_result=_writes(for_tools, [USER, calling, result, end | {"content": FIFTH}], tools),
-            images=_writes_image(template, [_with_image(USER)], placeholder),
-            images_in_results=calls
-            and _writes_image(for_tools, [USER, calling, _with_image(result)], placeholder),
+            image_roles=frozenset(image_roles),
         )
-
-
-def _with_image(message: dict[str, Any]) -> dict[str, Any]:
-    return message | {"content": message["content"] + image_mark(0)}
-
-
-def _writes_image(template: ChatTemplate, messages: list[dict[str, Any]], placeholder: str) -> bool:
-    try:
-        return bool(placeholder) and template.render(messages).count(placeholder) == 1
-    except TemplateError:
-        return False
 
 
 def _writes_role(template: ChatTemplate, role: str) -> bool:
     return _writes(template, [USER | {"role": role}, {"role": "user", "content": SECOND}])
+
+
+def _writes_image(
+    template: ChatTemplate, messages: list[dict[str, Any]], role: str, placeholder: str
+) -> bool:
+    """Whether the template writes an image in the message of this role, beside its text."""
+    (text,) = (message["content"] for message in messages if message["role"] == role)
+    with_image = [
+        message | {"content": text + image_mark(0)} if message["role"] == role else message
+        for message in messages
+    ]
+    # An image may be written before the text.
+    return bool(placeholder) and all(
+        _writes(template, with_image, words=(word,)) for word in (placeholder, text)
+    )
 
 
 def _writes(

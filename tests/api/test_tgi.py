@@ -330,5 +330,6 @@ def test_info_has_tgis_keys_and_the_limits_in_force(served):
             "stop_strings": [],
             "tool_parser": "hermes",
             "reasoning_parser": None,
+            "input_modalities": ["text"],
         },
     }

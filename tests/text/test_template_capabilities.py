@@ -17,17 +17,10 @@ DESCRIBED_FIRST = "// {{ t.function.description }} {{ t.function.name }}"
 OF_CALLS = {"calls", "text_of_calls", "several_calls", "user_after_result"}
 
 
-IMAGES = {"images", "images_in_results"}
-PARTS = (  # in the place of a content
-    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
-    "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}"
-)
-
-
 def missing(source, placeholder=""):
     """The capabilities that a template has not."""
-    found = TemplateCapabilities.of(ChatTemplate(source, {}), placeholder)
-    return {field.name for field in fields(found) if not getattr(found, field.name)}
+    found = TemplateCapabilities.of(ChatTemplate(source, {}))
+    return {field.name for field in fields(found) if getattr(found, field.name) is False}
 
 
 def without(condition, source=FULL):
@@ -84,27 +77,32 @@ def without(condition, source=FULL):
     ],
 )  # fmt: skip
 def test_what_a_template_loses_or_refuses_is_found(source, expected):
-    assert missing(source) == expected | IMAGES
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        (FULL.replace("{{ m.content }}", PARTS), set()),
-        (FULL.replace("{{ m.content }}", PARTS.replace("<image>", "<other>")), IMAGES),
-        (FULL, IMAGES),  # prints a list of parts
-        (without("m.content is not string", FULL), IMAGES),
-        (
-            FULL.replace("{{ m.content }}", "{% if m.role == 'tool' %}{{ m.content }}{% else %}" + PARTS + "{% endif %}"),
-            {"images_in_results"},
-        ),
-        (PLAIN.replace("{{ m.content }}", PARTS), {"images_in_results"}),  # results become user messages
-    ],
-)  # fmt: skip
-def test_a_template_that_writes_images_is_found_by_its_placeholder(source, expected):
-    assert missing(source, "<image>") & IMAGES == expected
+    assert missing(source) == expected
 
 
 @pytest.mark.parametrize("source", ["", "{{ raise_exception('no') }}", "{{ 1 / 0 }}"])
 def test_of_a_template_that_writes_no_chat_nothing_is_known(source):
     assert TemplateCapabilities.of(ChatTemplate(source, {})) == TemplateCapabilities()
+
+
+EACH_PART = "{% for p in m.content %}"
+IN_PARTS = (
+    "{% if m.content is string %}{{ m.content }}{% else %}" + EACH_PART + "{{ p.text or '<image>' }}{% endfor %}{% endif %}"
+)
+FIRST_THE_IMAGES = IN_PARTS.replace(EACH_PART, "{% for p in m.content if not p.text %}<image>{% endfor %}" + EACH_PART)
+FIRST_THE_IMAGES = FIRST_THE_IMAGES.replace("{{ p.text or '<image>' }}", "{{ p.text }}")
+
+
+@pytest.mark.parametrize(
+    ("source", "roles"),
+    [
+        (FULL, set()),  # which prints a list of parts as Python does
+        (FULL.replace("{{ m.content }}", IN_PARTS), {"system", "user", "assistant", "tool"}),
+        (FULL.replace("{{ m.content }}", FIRST_THE_IMAGES), {"system", "user", "assistant", "tool"}),
+        (without("m.role != 'user' and m.content is not string").replace("{{ m.content }}", IN_PARTS), {"user"}),
+        (FULL.replace("{{ m.content }}", IN_PARTS.replace("p.text or '<image>'", "'<image>' if not p.text")), set()),
+    ],
+)
+def test_the_roles_in_whose_messages_a_template_writes_images_are_found(source, roles):
+    assert TemplateCapabilities.of(ChatTemplate(source, {}), "<image>").image_roles == roles
+    assert TemplateCapabilities.of(ChatTemplate(source, {})).image_roles == set()

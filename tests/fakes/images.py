@@ -1,0 +1,30 @@
+"""Images without pixels: a file becomes as many tokens as it has bytes, in brackets."""
+
+import hashlib
+
+from fakes.tokenizer import VOCABULARY
+from text.images import PreprocessedImage
+from text.limited import LimitExceeded, Refused
+
+IMAGE = "<image>"
+IMAGE_ID = VOCABULARY  # the token after those of the plainest tokenizer
+
+
+class FakePreprocessor:
+    """`files` holds those that were preprocessed. A file that begins with "bad" is refused, one with "slow" exceeds a limit."""
+
+    placeholder = token = IMAGE
+    token_id = IMAGE_ID
+
+    def __init__(self):
+        self.files = []
+
+    def __call__(self, data, low_detail=False):
+        self.files.append(data)
+        if data.startswith(b"bad"):
+            raise Refused("is not an image that this server reads")
+        if data.startswith(b"slow"):
+            raise LimitExceeded("takes longer than 5 s of processor time")
+        tokens = 1 if low_detail else len(data)
+        key = int.from_bytes(hashlib.blake2b(data + bytes([low_detail]), digest_size=5).digest(), "big")
+        return PreprocessedImage(f"[{IMAGE * tokens}]", tokens, (1, 1, tokens), (), data, key)
