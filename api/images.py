@@ -7,6 +7,7 @@ that are not loaded it raises ImagesNeeded: then server.py loads them, and reads
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import time
@@ -30,7 +31,9 @@ MAX_IMAGES = 20  # of one request
 MAX_PIXEL_BYTES = 256_000_000  # of one request: about 20 images of 17 tiles of 512 x 512
 MAX_SECONDS = 20.0  # of preprocessing, for one request
 MAX_FETCHED = 2 * MAX_BYTES  # of one request, whose body says nothing about their size
-REQUESTS = 2  # that hold pixels at a time, in an API server process
+# In an API server process, how many requests may hold these at a time.
+WITH_PIXELS = 2
+WITH_FETCHED = 8
 DETAILS = ("low", "high", "auto", "original")
 
 
@@ -58,7 +61,8 @@ class ImageLoader:
     def __init__(self, run: Callable[[Callable[[], Any]], Any], domains: Sequence[str]):
         self.run = run
         self.domains = domains
-        self.turns = BoundedSemaphore(REQUESTS)
+        self.with_pixels = BoundedSemaphore(WITH_PIXELS)
+        self.with_fetched = BoundedSemaphore(WITH_FETCHED)
 
 
 class RequestImages:
@@ -74,7 +78,7 @@ class RequestImages:
         self._images: list[RequestImage] = []
         self._added = 0  # since the request was last read
         self._spent_s = 0.0
-        self._has_turn = False
+        self._holds_pixels = False
 
     @property
     def are_read(self) -> bool:
@@ -86,8 +90,8 @@ class RequestImages:
 
     def __exit__(self, *_error) -> None:
         self._images.clear()
-        if self._has_turn:
-            self._loader.turns.release()
+        if self._holds_pixels:
+            self._loader.with_pixels.release()
 
     def restart(self) -> None:
         """The request is read again, and has the same images in the same order."""
@@ -140,10 +144,12 @@ class RequestImages:
         check_client: called before each image; raises when the client has disconnected.
         """
         waiting = [image for image in self._images if image.read is None]
-        self._fetch([image for image in waiting if isinstance(image.source, str)])
-        if not self._has_turn:
-            self._loader.turns.acquire()
-            self._has_turn = True
+        remote = [image for image in waiting if isinstance(image.source, str)]
+        with self._loader.with_fetched if remote else contextlib.nullcontext():
+            self._fetch(remote)
+            if not self._holds_pixels:
+                self._loader.with_pixels.acquire()
+                self._holds_pixels = True
         for image in waiting:
             check_client()
             detail = f"is too much: the images of a request may take {MAX_SECONDS:g} s to preprocess"
@@ -176,10 +182,8 @@ class RequestImages:
         begin = time.monotonic()
         try:
             image.read = self.preprocess(image.source, image.is_low)
-        except Refused as error:
+        except (Refused, LimitExceeded) as error:
             raise invalid(image.path, str(error)) from None
-        except LimitExceeded as error:
-            raise invalid(image.path, f"has an image that {error}") from None
         image.source = b""
         return time.monotonic() - begin
 

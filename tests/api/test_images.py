@@ -1,9 +1,11 @@
 """Images in the requests of every API, with a preprocessor that makes a token of each byte of a file."""
 
 import base64
+import contextlib
 import functools
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -153,7 +155,7 @@ def test_an_image_stands_between_the_texts_around_it(asked, field):
     ("url", "sentence"),
     [
         (data_url(b"bad"), "is not an image that this server reads"),
-        (data_url(b"slow"), "has an image that takes longer than 5 s of processor time"),
+        (data_url(b"slow"), "takes longer than 5 s of processor time"),
         ("data:image/png;base64,", "has no data"),
         ("data:image/png;base64,????", "has data that is not base64"),
         ("data:image/png,x", "must be a `data:` URL in base64"),
@@ -639,3 +641,12 @@ def test_vertex_and_plain_text_take_images_too(seeing, submitted):
     response = seeing.client.post("/invocations", data=native["inputs"], content_type="text/plain")
     assert response.status_code == 200 and len(response.get_data()) >= 0
     assert [image.pixels for image in submitted[-1][1]] == [CAT]
+
+
+def test_a_request_that_is_over_makes_room_for_the_next():
+    loader = ImageLoader(lambda function: function(), ())
+    for file in (CAT, b"bad"):
+        served = replace(serving(), images=RequestImages(text(ALL_ROLES).images, loader))
+        with contextlib.suppress(ApiError):
+            loaded(chat.chat, chat_of(of_chat(data_url(file))), served)
+        assert loader.with_pixels.counter == 2
