@@ -275,10 +275,10 @@ def roomy(serve):
     served.info = msgspec.structs.replace(served.info, sampling_defaults={"top_k": 20, "temperature": 0.7, "typical_p": 0.9})
     submit = served.seen.submit
 
-    def submit_what_arrives_as_it_is(generates, messages):
-        sent = encode(SubmitRequests(generates))
+    def submit_what_arrives_as_it_is(generates, messages, images):
+        sent = encode(SubmitRequests(generates, images))
         assert encode(msgspec.msgpack.decode(sent, type=FromWeb)) == sent
-        submit(generates, messages)
+        submit(generates, messages, images)
 
     served.seen.submit = submit_what_arrives_as_it_is
     yield served.get_ready()

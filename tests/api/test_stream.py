@@ -63,7 +63,7 @@ def test_a_bug_in_the_middle_of_a_stream_is_an_event_and_ends_that_stream_alone(
 def started(served, monkeypatch):
     """A generation for the prompt "a", its id, and the queue for its messages, which the worker does not hear of."""
     sent = []
-    monkeypatch.setattr(served.seen, "submit", lambda generates, queue: sent.append((generates[0].id, queue)))
+    monkeypatch.setattr(served.seen, "submit", lambda generates, queue, images: sent.append((generates[0].id, queue)))
     arrival = generation.Arrival("an-id", time.monotonic(), generation.Connection(None, input_may_end=False))
     prompt = TokenizedPrompt(prepared("stream"), [97], 5)
     return generation.ActiveRequest(served.seen, [prompt], arrival, generation.ConnectionMonitor()), *sent[0]
