@@ -109,7 +109,7 @@ def prepare_chat(
     budget = _budget(chat, prepared, served)
     prepared = _constrained(prepared, policy, thinking, budget, served, names)
     prediction = _prediction(chat.prediction, served) if chat.prediction else []
-    prepared = replace(prepared, parser_config=ParserConfig(policy, thinking), prediction=prediction)
+    prepared = replace(prepared, prediction=prediction)
     return with_images(prepared, prompt, order, served)
 
 
@@ -121,11 +121,13 @@ def _constrained(
     served: Served,
     names: FieldNames,
 ) -> PreparedRequest:
-    """The request with the grammar of its format, its tools and its reasoning together."""
+    """The request with the grammar of its format, its tools and its reasoning together, and how its outputs
+    are parsed."""
     reasoning = served.text.reasoning
     if prepared.grammar:
         prepared = replace(prepared, grammar=reasoning.in_answer(prepared.grammar))
     name, grammar = _grammar(prepared, policy)
+    parser_config = ParserConfig(policy, thinking, enforces_calls=bool(grammar))
     if thinking and (grammar or budget is not None):
         name = name if grammar else names.budget
         try:
@@ -136,7 +138,7 @@ def _constrained(
     prepared = with_grammar(prepared, name, grammar, not_enforced, served.info)
     if name == "tool_choice":
         prepared = replace(prepared, grammar_name="tools")  # whose schemas may fail to compile
-    return prepared
+    return replace(prepared, parser_config=parser_config)
 
 
 def _without_calls(prepared: PreparedRequest, served: Served) -> PreparedRequest:

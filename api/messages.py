@@ -532,8 +532,7 @@ class MessagesResponseWriter(ResponseWriter):
         self._stop_sequences = request.stop_sequences or []
         self.left_out = tools.left_out
         self._toolsets = tools.toolsets
-        self._parser_config = prepared.parser_config
-        self._parser = self._parser_config.parser()
+        self._parser = prepared.parser_config.parser()
         self._omits_thinking = request.thinking is not None and request.thinking.display == "omitted"
         self._has_begun = False
         self._content: list[TextBlock | ThinkingBlock | ToolUseBlock] = []
@@ -542,7 +541,6 @@ class MessagesResponseWriter(ResponseWriter):
 
     def whole(self, sequences: list[GeneratedSequence]) -> MessagesResponse:
         (sequence,) = sequences
-        self._parser = self._parser_config.of_output(sequence.pieces, sequence.is_truncated).parser()
         for _event in self._read(sequence, sequence.pieces):
             pass
         response = self._response(sequence)

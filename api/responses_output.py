@@ -117,13 +117,13 @@ class ResponsesWriter(OpenAIResponseWriter):
         self._own_input = own_input
         self._stored = served.responses
         self._key = new_key()
-        self._parser_config = prepared.parser_config
         self._wants_logprobs = prepared.logprobs
-        self._parser = self._parser_config.parser()
+        self._parser = prepared.parser_config.parser()
         reasoning = request.reasoning or ReasoningConfig()
         self._wants_summary = bool(reasoning.summary or reasoning.generate_summary)
         self._wants_sealed = SEALED_REASONING in (request.include or [])
         self._events = 0
+        self._call = 0  # the index of the newest call
         self._arguments = ""  # of the newest call of a custom tool
         self._logprobs_read: list[TokenLogprob] = []  # of text that has not been written yet
         self._response = ResponsesResponse(
@@ -137,7 +137,6 @@ class ResponsesWriter(OpenAIResponseWriter):
 
     def whole(self, sequences: list[GeneratedSequence]) -> ResponsesResponse:
         (sequence,) = sequences
-        self._parser = self._parser_config.of_output(sequence.pieces, sequence.is_truncated).parser()
         for _ in self._read(sequence, sequence.pieces):
             pass
         return self._complete(sequences)
@@ -191,7 +190,7 @@ class ResponsesWriter(OpenAIResponseWriter):
                 yield from self._take(part)
             if self._newest is None:
                 yield from self._take(Content(""))  # clients expect a message
-            yield from self._end_item(is_truncated=sequence.is_truncated or self._parser.is_truncated)
+            yield from self._end_item(sequence.is_truncated)
 
     def _bytes(self, token_id: int, text: str, cut: int = 0) -> list[int]:
         return super()._bytes(token_id, text, cut) or []  # the interface has no null here
@@ -242,6 +241,7 @@ class ResponsesWriter(OpenAIResponseWriter):
             yield from self._begin_item("ctc", CustomToolCall, **named)
         else:
             yield from self._begin_item("fc", FunctionCall, **named)
+        self._call = part.index  # from here on: the item before it has ended with its own
 
     def _begin_item(self, prefix: str, kind: type[OutputItem], **fields: Any) -> Iterator[dict[str, Any]]:
         if self._newest:
@@ -253,7 +253,7 @@ class ResponsesWriter(OpenAIResponseWriter):
 
     def _end_item(self, is_truncated: bool = False) -> Iterator[dict[str, Any]]:
         item = self._newest
-        is_broken = isinstance(item, (FunctionCall, CustomToolCall, BuiltInCall)) and self._parser.failed
+        is_call = isinstance(item, (FunctionCall, CustomToolCall, BuiltInCall))
         if isinstance(item, BuiltInCall):
             yield from self._write_built_in(item)
         elif isinstance(item, CustomToolCall):
@@ -274,7 +274,7 @@ class ResponsesWriter(OpenAIResponseWriter):
             item.encrypted_content = seal(item.content[0].text)
         self._arguments = ""
         item.status = "completed"
-        if is_truncated or is_broken:
+        if is_truncated or (is_call and self._call >= self._parser.complete):
             # The status of a patch has no other value for it.
             item.status = "in_progress" if isinstance(item, ApplyPatchCall) else "incomplete"
         yield self._item_event("response.output_item.done", item=item)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import tempfile
@@ -22,7 +23,6 @@ from api.types import encode
 from config import Config
 from protocol import ModelInfo, Token
 from text.grammar import Grammars
-from text.output_parser import ParserConfig
 from text.reasoning import ModelReasoning
 from text.template import ChatTemplate
 from text.template_capabilities import TemplateCapabilities
@@ -149,7 +149,7 @@ def assert_invalid(error: ApiError, detail: str) -> None:
 
 def with_thinking(prepared, begin):
     """The prepared of a model whose reasoning begins so."""
-    parser_config = ParserConfig(prepared.parser_config.calls, thinking_of(begin))
+    parser_config = dataclasses.replace(prepared.parser_config, thinking=thinking_of(begin))
     return msgspec.structs.replace(prepared, parser_config=parser_config)
 
 

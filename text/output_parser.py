@@ -1,14 +1,14 @@
 """Parses a model's output while it grows, into content, reasoning and tool calls.
 
-An `OutputParser` reads one sequence. It holds back only what may be the beginning of a marker or of a call.
-The formats of tool calls are in tool_formats.py.
+An `OutputParser` reads one sequence. It holds back what may be the beginning of a marker, and a call until it
+is complete: what turns out to be no call is content, streamed or not. Calls that a grammar enforces are sent
+while they grow. The formats of tool calls are in tool_formats.py.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
-import dataclasses
 import functools
 import json
 import re
@@ -95,7 +95,7 @@ class ParserConfig:
 
     calls: AllowedCalls | None = None
     thinking: Thinking | None = None
-    keeps_calls: bool = False  # in the content, as the model wrote them
+    enforces_calls: bool = False  # by a grammar
 
     def parser(self) -> OutputParser:
         return OutputParser(self)
@@ -107,18 +107,9 @@ class ParserConfig:
         calls = self.calls.format.markers if self.calls else ()
         return frozenset((*calls, *thinks))
 
-    def of_output(self, pieces: Sequence[Piece], is_truncated: bool = False) -> ParserConfig:
-        """How a complete output is parsed: if one of its calls cannot be read, all of it is content, but for
-        the reasoning."""
-        parser = self.parser()
-        for piece in pieces:
-            parser.read(piece)
-        parser.finish(is_truncated)
-        return dataclasses.replace(self, keeps_calls=True) if parser.failed else self
-
     def whole(self, pieces: Sequence[Piece], is_truncated: bool = False) -> ParsedOutput:
         """The parts of a complete output. is_truncated: it ended at `max_tokens`."""
-        parser = self.of_output(pieces, is_truncated).parser()
+        parser = self.parser()
         parts = [part for piece in pieces for part in parser.read(piece)]
         parts += parser.finish(is_truncated)
 
@@ -144,7 +135,8 @@ class OutputParser:
 
     def __init__(self, parser_config: ParserConfig):
         self._markers = parser_config.markers
-        self._calls = None if parser_config.keeps_calls else parser_config.calls
+        self._calls = parser_config.calls
+        self._streams_calls = parser_config.enforces_calls
         self._thinking = parser_config.thinking
         self._is_thinking = self._thinking is not None and self._thinking.is_open
         self._buffer = ""  # text that is not read yet
@@ -154,13 +146,12 @@ class OutputParser:
         self._parts: list[OutputPart] = []
         self._ended = False
         self._begun = 0  # calls
-        self._complete = 0  # calls
+        self.complete = 0  # calls
         self._keeps_truncated = False  # a truncated call is a call, not content
-        self._earlier: dict[str, list[str]] = {}  # the arguments of complete calls, by function
+        self._earlier: list[tuple[str, str]] = []  # calls that may not be repeated
         self._called = ""  # the function of the newest call,
         self._arguments = ""  # and its arguments so far
-        self._held: CallBegin | None = None  # the newest call, while it equals an earlier one
-        self.failed = False  # something other than a call, which is content
+        self._held: CallBegin | None = None  # the newest call, while it is held back
         self.is_done = False  # nothing that follows is read
         self.reasoning_tokens = 0
         self._steps = self._read()
@@ -168,12 +159,12 @@ class OutputParser:
     @property
     def has_calls(self) -> bool:
         """Whether there are calls in the text, all of them complete."""
-        return 0 < self._begun == self._complete
+        return 0 < self._begun == self.complete
 
     @property
     def is_truncated(self) -> bool:
         """Whether the last call has only some of its arguments."""
-        return self._complete < self._begun
+        return self.complete < self._begun
 
     def read(self, piece: Piece) -> list[OutputPart]:
         """The parts that a token adds. Of special tokens only the markers have a text."""
@@ -227,13 +218,12 @@ class OutputParser:
         if self._calls:
             try:
                 yield from self._read_calls()
-                if self._complete and not self._buffer:
+                if self.complete and not self._buffer:
                     self._undecided = ""  # spaces after the last call
             except _Truncated:
                 self._end_truncated()
             except _NotACall:
-                self._release()
-                self.failed = True
+                self._take_back()
         while True:
             self._send(Content)
             if self._ended:
@@ -253,6 +243,7 @@ class OutputParser:
             yield from self._skip_spaces()
         else:
             self._unclosed = thinking.format.close
+            self._streams_calls = False  # in reasoning any text is allowed
             self._buffer = found + self._buffer
         self._is_thinking = False
         self._undecided = ""
@@ -277,15 +268,21 @@ class OutputParser:
 
     def _end_truncated(self) -> None:
         """The text ended within a call."""
-        self._release()
         requires_call = self._calls.requires_call
-        if requires_call and not self._begun and len(self._calls.names) == 1:
+        if not self._keeps_truncated or not (self._begun or requires_call):
+            self._take_back()
+            return
+        if not self._begun and len(self._calls.names) == 1:
             self._begin(self._calls.names[0])
-        if self._keeps_truncated and (self._begun or requires_call):
-            self._undecided = ""
-            self._buffer = ""
-        else:
-            self.failed = True
+        self._release()
+        self._undecided = ""
+        self._buffer = ""
+
+    def _take_back(self) -> None:
+        """What was held back of a call is content."""
+        if self._held:
+            self._held = None
+            self._begun -= 1
 
     def _read_calls(self) -> Generator[None, None, None]:
         """Calls after a marker or, if the format allows that, at the beginning of the text; other text is
@@ -337,14 +334,16 @@ class OutputParser:
     def _end_call(self) -> None:
         """The newest call is complete. One that repeats an earlier call is dropped: small models go on and
         on."""
-        if self._held and self._arguments in self._earlier[self._called]:
+        call = (self._called, self._arguments)
+        if call in self._earlier:
             self._held = None
             self._begun -= 1
             self.is_done = True
             return
         self._release()
-        self._earlier.setdefault(self._called, []).append(self._arguments)
-        self._complete += 1
+        if not self._calls.may_repeat:
+            self._earlier.append(call)
+        self.complete += 1
         self.is_done = not self._calls.parallel
 
     def _json_call(self, marked: bool) -> Generator[None, None, None]:
@@ -521,14 +520,10 @@ class OutputParser:
         if name not in self._calls.names:
             raise _NotACall
         call_id = secrets.token_hex(5)[:9] if self._calls.model.short_ids else f"call_{secrets.token_hex(12)}"
-        begin = CallBegin(self._begun, call_id, name)
+        self._held = CallBegin(self._begun, call_id, name)
         self._called = name
         self._arguments = ""
         self._begun += 1
-        if name in self._earlier and not self._calls.may_repeat:
-            self._held = begin
-        else:
-            self._parts.append(begin)
         self._send_arguments(arguments)
 
     def _json_object(self, opened: str = "", sends: bool = False) -> Generator[None, None, str]:
@@ -653,18 +648,26 @@ class OutputParser:
 
     def _send_arguments(self, text: str) -> None:
         self._arguments += text
-        self._undecided = ""
         if self._held is None:
+            self._undecided = ""
             if text:
                 self._parts.append(Arguments(self._begun - 1, text))
-        elif not any(earlier.startswith(self._arguments) for earlier in self._earlier[self._called]):
+        elif self._streams_calls and not self._may_repeat():
             self._release()
+
+    def _may_repeat(self) -> bool:
+        """Whether the newest call begins like an earlier one."""
+        return any(
+            name == self._called and arguments.startswith(self._arguments)
+            for name, arguments in self._earlier
+        )
 
     def _release(self) -> None:
         """Sends a call that was held back."""
         if self._held:
             self._parts.append(self._held)
             self._held = None
+            self._undecided = ""
             if self._arguments:
                 self._parts.append(Arguments(self._begun - 1, self._arguments))
 

@@ -786,14 +786,22 @@ def test_an_item_that_the_limit_of_tokens_cuts_is_incomplete_and_so_is_the_respo
     assert events[-1]["type"] == "response.incomplete"
 
 
-def test_a_call_that_cannot_be_read_is_content_and_in_a_stream_incomplete():
-    text = '<tool_call>\n{"name": "weather", "arguments": {"city":]}}'
-    whole, events = answered(text)
-    (message,) = whole["output"]
-    assert message["content"][0]["text"] == text
+BROKEN = '<tool_call>\n{"name": "weather", "arguments": {"city":]}}'
+
+
+def test_a_call_that_cannot_be_read_is_content():
+    whole, events = answered(BROKEN, tools=[WEATHER | {"strict": False}])
+    for output in (whole["output"], built(events), events[-1]["response"]["output"]):
+        (message,) = output
+        assert message["content"][0]["text"] == BROKEN
+
+
+def test_a_strict_call_that_breaks_off_is_incomplete_and_not_those_before_it():
+    whole, events = answered(CALLS[0] + BROKEN)
+    for output in (whole["output"], events[-1]["response"]["output"]):
+        kinds = [(item["type"], item["status"]) for item in output]
+        assert kinds == [("function_call", "completed"), ("function_call", "incomplete"), ("message", "completed")]
     assert built(events) == events[-1]["response"]["output"]
-    items = events[-1]["response"]["output"]
-    assert [item["status"] for item in items if item["type"] == "function_call"] == ["incomplete"]
 
 
 def test_log_probabilities_come_with_the_text_that_they_belong_to(served):

@@ -1,6 +1,7 @@
 """What the text of an answer is read as, while it grows: content, reasoning and calls of tools."""
 
 import json
+import random
 import re
 
 import pytest
@@ -52,6 +53,21 @@ def read(parser, text, size=None, is_truncated=False):
     return parts
 
 
+def joined(parts):
+    """The parts of a stream as a complete output: content, reasoning and calls."""
+    text = {kind: "".join(text for each, _, text in parts if each is kind) for kind in (Content, Reasoning)}
+    calls = [
+        (name, "".join(text for kind, at, text in parts if kind is Arguments and at == index))
+        for begin, index, name in parts
+        if begin is CallBegin
+    ]
+    return text[Content], text[Reasoning], calls
+
+
+def joined_whole(whole):
+    return whole.content, whole.reasoning, [(call.name, call.arguments) for call in whole.calls]
+
+
 JSON_IN_PYTHON = [("weather", {"city": "[)", "other": {"a": [True, None]}})]
 TWICE = [("now", {}), ("now", {"a": "}"})]
 
@@ -98,20 +114,56 @@ SNIPPETS += [marker for form in FORMS.values() for marker in form.markers]
     size=st.integers(1, 9),
     is_truncated=st.booleans(),
     choice=st.sampled_from(["auto", "required", "now"]),
+    enforces_calls=st.booleans(),
 )
-def test_any_text_gives_the_same_parts_however_it_is_split(name, snippets, thinking, parallel, size, is_truncated, choice):
-    parser_config, text = ParserConfig(use(name, parallel=parallel, choice=choice), thinking_of(thinking)), "".join(snippets)
+def test_any_text_gives_the_same_parts_however_it_is_split(
+    name, snippets, thinking, parallel, size, is_truncated, choice, enforces_calls
+):
+    parser_config = ParserConfig(use(name, parallel=parallel, choice=choice), thinking_of(thinking), enforces_calls)
+    text = "".join(snippets)
     parser = parser_config.parser()
     parts = read(parser, text, size, is_truncated)
     other = parser_config.parser()
     assert parts == read(other, text, None, is_truncated)
-    assert (parser.failed, parser.has_calls, parser.is_truncated) == (other.failed, other.has_calls, other.is_truncated)
+    assert (parser.complete, parser.has_calls, parser.is_truncated) == (other.complete, other.has_calls, other.is_truncated)
     whole = parsed(parser_config, text, is_truncated)
     complete = whole.calls[:-1] if whole.is_truncated else whole.calls
     assert all(isinstance(json.loads(call.arguments), dict) for call in complete)
-    assert other.failed or [call.name for call in whole.calls] == [name for kind, _, name in parts if kind is CallBegin]
-    if other.failed and not thinking:
+    assert joined_whole(whole) == joined(parts)
+    if not whole.calls and not thinking and choice == "auto":
         assert whole == ParsedOutput(text, "", [])
+
+
+ALMOST_RIGHT = 60  # for each format
+MISTAKES = "{}[]()\"',:=<>\\\n x1"
+CITIES = ["Bern", "Zü\nrich", "a}b", "[)", '<b> \\"x\\"', "{", "5"]
+
+
+def almost_right(name, chance):
+    """Two calls with a mistake or two."""
+    text = with_argument(name, value=chance.choice(CITIES)) + chance.choice(["", "\n", WRITTEN[name], " Done."])
+    for _ in range(chance.randint(1, 2)):
+        at = chance.randrange(len(text))
+        length = chance.choice([1, 1, 1, 2, 8])
+        kept = chance.choice(["", chance.choice(MISTAKES), text[at : at + length] * 2, text[at : at + length][::-1]])
+        text = text[:at] + kept + text[at + length :]
+    return text
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_almost_right_output_has_the_same_parts_streamed_and_whole(name):
+    chance = random.Random(name)
+    outcomes = set()
+    for _ in range(ALMOST_RIGHT):
+        text = almost_right(name, chance)
+        whole = parsed(ParserConfig(use(name)), text)
+        parser = ParserConfig(use(name)).parser()
+        assert joined(read(parser, text, chance.randint(1, 9))) == joined_whole(whole), text
+        assert all(isinstance(json.loads(call.arguments), dict) for call in whole.calls), text
+        assert parser.has_calls == bool(whole.calls) and not parser.is_truncated
+        assert whole.calls or whole.content == text
+        outcomes.add(bool(whole.calls))
+    assert outcomes == {True, False}
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", "weather"])
@@ -250,7 +302,7 @@ def test_calls_are_read_as_models_write_them(name, text, content, calls):
         ("hermes", "Hello"),
         ("hermes", "a <b> <tool_"),
         ("hermes", "The tag <tool_call> begins a call."),
-        ("hermes", WRITTEN["hermes"].replace("now", "then")),
+        ("hermes", CALLS["hermes"][1].replace("now", "then")),
         ("hermes", '<tool_call>{"name": "now"}</tool_call>'),
         ("hermes", '<tool_call>{"name": "now", "arguments": []}</tool_call>'),
         ("hermes", '<tool_call>{"name": "now", "arguments": {"a": NaN}}</tool_call>'),
@@ -273,7 +325,7 @@ def test_calls_are_read_as_models_write_them(name, text, content, calls):
         ("pythonic", "[now(a=" + "-" * 20000 + "1)]"),
         ("pythonic", "<|python_start|>"),
         ("qwen3_coder", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'),
-        ("qwen3_coder", WRITTEN["qwen3_coder"].replace("now", "then")),
+        ("qwen3_coder", CALLS["qwen3_coder"][1].replace("now", "then")),
         ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nBern"),
         ("qwen3_coder", "<tool_call>\n<function=weather>\nBern\n</function>"),
         ("qwen3_coder", f"<tool_call>\n<function=weather>\n<parameter={'x' * 2000}>1</parameter></function>"),
@@ -350,19 +402,26 @@ def test_a_call_of_gpt_oss_follows_its_other_messages(text, reasoning, content, 
     assert (whole.reasoning, whole.content, calls_of(whole)) == (reasoning, content, calls)
 
 
-def test_a_stream_gives_as_content_what_it_has_not_sent_as_a_call():
+@pytest.mark.parametrize("rest", ["\n<tool_call>nonsense", '\n<tool_call>{"name": "now", "arguments": {"a" 1}}'])
+def test_what_follows_a_call_and_is_none_is_content(rest):
     parser = ParserConfig(use()).parser()
-    text = CALLS["hermes"][0] + "\n<tool_call>nonsense"
-    assert read(parser, text, 1) == [
-        (CallBegin, 0, "weather"),
-        (Arguments, 0, '{"city": "Bern"}'),
-        (Content, None, "\n<tool_call>nonsense"),
-    ]
-    assert parser.failed and parser.has_calls
+    parts = [(CallBegin, 0, "weather"), (Arguments, 0, '{"city": "Bern"}'), (Content, None, rest)]
+    assert read(parser, CALLS["hermes"][0] + rest, 1) == parts
+    assert parser.has_calls
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_that_no_grammar_enforces_is_held_back_until_it_is_complete(name):
+    text = with_argument(name, value="Bern, " * 100)
+    parser = ParserConfig(use(name)).parser()
+    parts = [part for at, each in enumerate(text) for part in [*parser.push(each), at]]
+    first = next(at for at, part in enumerate(parts) if isinstance(part, CallBegin))
+    assert isinstance(parts[first + 1], Arguments) and json.loads(parts[first + 1].text) == {"city": "Bern, " * 100}
+    assert isinstance(parts[first + 2], int) and not any(isinstance(part, Arguments) for part in parts[first + 2 :])
 
 
 def test_nothing_is_held_back_that_cannot_belong_to_a_call():
-    parser = ParserConfig(use()).parser()
+    parser = ParserConfig(use(), enforces_calls=True).parser()
     assert parser.push("Hello <") == [Content("Hello ")]
     assert parser.push("b> <tool") == [Content("<b> ")]
     assert parser.push("_call>") == []
@@ -379,7 +438,7 @@ def test_nothing_is_held_back_that_cannot_belong_to_a_call():
 def test_what_follows_a_name_is_not_held_back_for_long():
     parser = ParserConfig(use("mistral_v11")).parser()
     assert parser.push("[TOOL_CALLS]now and then " + "x" * 900) == []
-    assert parser.push("x" * 100) and parser.failed
+    assert parser.push("x" * 100) == [Content("[TOOL_CALLS]now and then " + "x" * 1000)]
 
 
 @pytest.mark.parametrize("size", [1, None])
@@ -442,9 +501,10 @@ def test_what_follows_thinking_and_is_no_call_is_content():
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "mistral_v11"])
 def test_an_answer_whose_last_call_is_sent_and_does_not_end_is_not_one_of_calls(name):
     text = WRITTEN[name]
-    parser = ParserConfig(use(name)).parser()
-    read(parser, text[: text.rindex("{}") + 1])
-    assert parser.failed and not parser.has_calls
+    parser = ParserConfig(use(name), enforces_calls=True).parser()
+    parts = read(parser, text[: text.rindex("{}") + 1])
+    assert [each for kind, _, each in parts if kind is CallBegin] == ["weather", "now"]
+    assert not parser.has_calls and parser.complete == 1
 
 
 def call(arguments, end="}\n</tool_call>"):
@@ -511,24 +571,28 @@ def test_a_call_ends_the_reasoning_that_was_not_closed(kind):
     thinking = thinking_of("inside") if kind == "inside" else Thinking(is_open=True, close_id=7)
     whole = parsed(ParserConfig(use(), thinking), "Bern?\n" + WRITTEN["hermes"] + "\n</think>\n\nDone")
     assert (whole.reasoning, calls_of(whole), whole.content) == ("Bern?\n", BOTH, "\n\nDone")
+    broken = "<tool_call>" + '{"name": "now", "arguments": {"a" 1}}'  # which a grammar allows in reasoning
+    whole = parsed(ParserConfig(use(), thinking, enforces_calls=True), "Bern?\n" + broken)
+    assert (whole.reasoning, whole.calls, whole.content) == ("Bern?\n", [], broken)
 
 
+@pytest.mark.parametrize("enforces_calls", [False, True])
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "pythonic"])  # whose calls are in one list
-def test_a_call_that_repeats_an_earlier_one_ends_the_output(name):
+def test_a_call_that_repeats_an_earlier_one_ends_the_output(name, enforces_calls):
     text = WRITTEN[name] + WRITTEN[name]
     for size in (1, None):
-        parser = ParserConfig(use(name)).parser()
+        parser = ParserConfig(use(name), enforces_calls=enforces_calls).parser()
         parts = read(parser, text + "and more", size)
         assert [called for kind, _, called in parts if kind is CallBegin] == ["weather", "now"]
-        assert parser.is_done and parser.has_calls and not parser.failed
+        assert parser.is_done and parser.has_calls
         assert not any(kind is Content and written.strip() for kind, _, written in parts)
     assert len(parsed(ParserConfig(use(name, parallel=True)), text).calls) == (4 if use(name).parallel else 1)
 
 
 def test_a_call_that_begins_like_an_earlier_one_is_a_call():
     calls = [call('{"city": "Bern"}'), call('{"city": "Bern", "days": 2}'), call('{"city": "B"}')]
-    for size in (1, None):
-        parts = read(ParserConfig(use()).parser(), "".join(calls), size)
+    for size, enforces_calls in ((1, True), (1, False), (None, True)):
+        parts = read(ParserConfig(use(), enforces_calls=enforces_calls).parser(), "".join(calls), size)
         assert [written for kind, _, written in parts if kind is Arguments] == [
             '{"city": "Bern"}',
             '{"city": "Bern", "days": 2}',
