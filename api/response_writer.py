@@ -130,6 +130,11 @@ class ResponseWriter:
         self.streams = bool(streams)
         self.request_id = ""  # of the HTTP request; set before anything is written
 
+    @property
+    def lists_prompts(self) -> bool:
+        """Whether the response has the tokens of its prompts."""
+        return any(prepared.prompt_logprobs for prepared in self.requests)
+
     def whole(self, sequences: list[GeneratedSequence]) -> Struct | list:
         """The body, when all is generated. `sequences`: those of the first request, then of the second, and
         so on."""

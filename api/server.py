@@ -210,7 +210,7 @@ class Server:
             headers["x-schema-not-enforced"] = ", ".join(sorted(keywords)[:MAX_NOT_ENFORCED])
         try:
             if writer.streams:
-                return _streamed(writer, generation, headers)
+                return self._streamed(writer, generation, headers)
             return self._whole(writer, generation, headers)
         except ClientGone:
             return Response(status=CLIENT_CLOSED_REQUEST)  # for the metrics
@@ -222,11 +222,26 @@ class Server:
             def body() -> bytes:
                 return encode(writer.whole(generation.sequences))
 
-            # The tokens of a prompt of 30,000 take half a second to list.
-            lists_prompt = any(prepared.prompt_logprobs for prepared in writer.requests)
-            response = Response(self._threads.run(body) if lists_prompt else body(), mimetype=JSON)
+            response = Response(self._run(writer, body), mimetype=JSON)
             response.headers.extend(headers | timing_headers(generation))
             return response
+
+    def _streamed(
+        self, writer: ResponseWriter, generation: ActiveRequest, headers: dict[str, str]
+    ) -> Response:
+        """The response, once its status is certain."""
+        headers |= {
+            "Content-Type": writer.content_type,
+            "Cache-Control": "no-cache",
+            "X-Accel-Buffering": "no",
+        }
+        stream = EventStream(writer, generation, functools.partial(self._run, writer))
+        return Response(stream, headers=headers)
+
+    def _run(self, writer: ResponseWriter, write: Callable[[], bytes]) -> bytes:
+        """What a writer's function returns. A thread runs it if it may list the tokens of a prompt: 30,000
+        take half a second."""
+        return self._threads.run(write) if writer.lists_prompts else write()
 
     def _check_grammars(self, prompts: list[TokenizedPrompt]) -> None:
         grammars = self.engine.text.grammars
@@ -294,13 +309,3 @@ def _log_changes(writer: ResponseWriter, prompts: list[TokenizedPrompt]) -> None
 def _not_enforced(requests: list[PreparedRequest]) -> list[str]:
     """The places in JSON schemas whose keywords the output may violate."""
     return list(dict.fromkeys(place for prepared in requests for place in prepared.not_enforced))
-
-
-def _streamed(writer: ResponseWriter, generation: ActiveRequest, headers: dict[str, str]) -> Response:
-    """The response, once its status is certain."""
-    headers |= {
-        "Content-Type": writer.content_type,
-        "Cache-Control": "no-cache",
-        "X-Accel-Buffering": "no",
-    }
-    return Response(EventStream(writer, generation), headers=headers)

@@ -8,13 +8,14 @@ and ends sequences early: after a stop string, at a deadline, when the client di
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 import select
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import gevent
@@ -279,10 +280,19 @@ class EventStream:
     written.
     """
 
-    def __init__(self, writer: ResponseWriter, generation: ActiveRequest):
+    def __init__(
+        self,
+        writer: ResponseWriter,
+        generation: ActiveRequest,
+        run: Callable[[Callable[[], bytes]], bytes],
+    ):
         """Waits for the first text, or for KEEP_ALIVE_S: then the status is certain. Raises ApiError and
-        ClientGone."""
+        ClientGone.
+
+        run: runs what writes the events of a batch.
+        """
         self._writer = writer
+        self._run = run
         self._generation = generation
         self._batches = iter(generation)
         try:
@@ -323,7 +333,7 @@ class EventStream:
         written_at = self._generation.arrival.at
         batch: Batch | None = self._first
         while batch is not None:
-            data = b"".join(self._writer.events(sequence, pieces) for sequence, pieces in batch)
+            data = self._run(functools.partial(self._events_of, batch))
             now = time.monotonic()
             if not data and now - written_at >= KEEP_ALIVE_S:
                 data = self._writer.keep_alive
@@ -331,6 +341,9 @@ class EventStream:
                 written_at = now
                 yield data
             batch = next(self._batches, None)
+
+    def _events_of(self, batch: Batch) -> bytes:
+        return b"".join(self._writer.events(sequence, pieces) for sequence, pieces in batch)
 
 
 def timing_headers(generation: ActiveRequest) -> dict[str, str]:

@@ -100,7 +100,8 @@ def test_a_long_text_is_tokenized_while_others_are_answered(serve):
     assert max(gaps) < taken / 2, f"{max(gaps):.2f} of {taken:.2f} s nobody else could run"
 
 
-def test_the_tokens_of_a_prompt_are_listed_in_a_thread(served, monkeypatch):
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_tokens_of_a_prompt_are_listed_in_a_thread(served, monkeypatch, streams):
     threads = []
 
     def listed(tokenizer, ids):
@@ -108,8 +109,9 @@ def test_the_tokens_of_a_prompt_are_listed_in_a_thread(served, monkeypatch):
         return prompt_texts(tokenizer, ids)
 
     monkeypatch.setattr("api.response_writer.prompt_texts", listed)
-    body = {"prompt": "Hi", "max_tokens": 1, "echo": True, "logprobs": 1}
-    assert served.post("/v1/completions", body).status_code == 200
+    body = {"prompt": "Hi", "max_tokens": 1, "echo": True, "logprobs": 1, "stream": streams}
+    with served.post("/v1/completions", body) as response:
+        assert response.status_code == 200 and '"tokens":["H"' in response.get_data(as_text=True)
     assert threads and threading.get_native_id() not in threads
 
 
