@@ -41,6 +41,7 @@ TEXT_THREADS = 2
 # Before a 429: a client may know that a request has ended before the worker's report of it arrives here.
 OVERLOAD_RECHECK_S = 0.1
 MAX_NOT_ENFORCED = 10  # keywords in the header
+FIND_TOOL_S = 2.0  # for which of the tools a grammar cannot be used
 
 Read = Callable[[Json, Served], ResponseWriter]  # of an API: from a body to the writer of its response
 T = TypeVar("T")
@@ -244,19 +245,33 @@ class Server:
         return self._threads.run(write) if writer.lists_prompts else write()
 
     def _check_grammars(self, prompts: list[TokenizedPrompt]) -> None:
-        grammars = self.engine.text.grammars
-        names = {
-            prompt.prepared.grammar: prompt.prepared.grammar_name
-            for prompt in prompts
-            if prompt.prepared.grammar
-        }
-        for grammar, name in names.items():
-            if grammars.knows(grammar):
-                continue
+        given = {prompt.prepared.grammar: prompt.prepared for prompt in prompts if prompt.prepared.grammar}
+        for grammar, prepared in given.items():
             try:
-                self._threads.run(functools.partial(grammars.check, grammar))
+                self._check_grammar(grammar)
             except GrammarError as error:
-                raise errors.invalid(name, str(error)) from None
+                self._check_tools(prepared)
+                raise errors.invalid(prepared.grammar_name, str(error)) from None
+
+    def _check_grammar(self, grammar: str) -> None:
+        grammars = self.engine.text.grammars
+        if not grammars.knows(grammar):
+            self._threads.run(functools.partial(grammars.check, grammar))
+
+    def _check_tools(self, prepared: PreparedRequest) -> None:
+        """Raises ApiError for the first tool whose calls cannot be enforced, if it is found within
+        FIND_TOOL_S."""
+        policy = prepared.parser_config.calls
+        if policy is None:
+            return
+        ends_at = time.monotonic() + FIND_TOOL_S
+        for function, grammar in policy.alone(is_beside=prepared.grammar_name != "tools"):
+            try:
+                self._check_grammar(grammar)
+            except GrammarError as error:
+                raise errors.invalid(policy.paths[function.name], f"of {function.name} {error}") from None
+            if time.monotonic() > ends_at:
+                return
 
     def _start(
         self, writer: ResponseWriter, prompts: list[TokenizedPrompt], deadline_s: float | None

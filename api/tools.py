@@ -6,7 +6,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from api.errors import invalid
@@ -68,6 +69,15 @@ class ToolPolicy(AllowedCalls):
         if self.requires_call:
             raise invalid("tool_choice", f"cannot require a call together with `{name}`")
         return self._grammar("calls | body", grammar)
+
+    def alone(self, is_beside: bool) -> Iterator[tuple[Function, str]]:
+        """Each function whose calls a grammar enforces, and the grammar of its calls alone.
+
+        is_beside: see `not_enforced`.
+        """
+        for function in self.functions:
+            if self.requires_call or is_beside or function.is_strict:
+                yield function, replace(self, functions=[function])._grammar("calls")
 
     def _grammar(self, start: str, body: str = "") -> str:
         try:

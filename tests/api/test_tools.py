@@ -502,16 +502,31 @@ def test_a_model_without_a_place_for_tools_refuses_them_where_calls_are_not_read
     assert served.post("/v1/chat/completions", {"messages": [USER], "tools": TOOLS, "tool_choice": "none"}).status_code == 200
 
 
-def test_a_tool_whose_schema_cannot_be_enforced_is_refused_as_one_of_the_tools(serve, monkeypatch):
+REMOTE = {"type": "object", "properties": {"city": {"$ref": "https://example.com/schema"}}}
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "words"),
+    [
+        ({"tools": [SHORT, tool("g", REMOTE)], "tool_choice": "required"}, "tools[1].function.parameters", "of g cannot be"),
+        (
+            {"tools": [SHORT, tool("g", REMOTE)], "response_format": {"type": "json_object"}},
+            "tools[1].function.parameters",
+            "example.com",
+        ),
+        (
+            {"tools": [SHORT], "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": REMOTE}}},
+            "response_format.json_schema.schema",
+            "example.com",
+        ),
+        ({"tools": [tool("g", REMOTE), custom("regex", "(")]}, "tools[1].custom.format", "of note .* unclosed group"),
+    ],
+)
+def test_a_tool_whose_schema_does_not_compile_is_named(serve, monkeypatch, more, param, words):
     served = served_with(serve, monkeypatch, LLAMA)
-    parameters = {"type": "object", "properties": {"city": {"$ref": "https://example.com/schema"}}}
-    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
-    response = served.post("/v1/chat/completions", {"messages": [USER], "tools": tools, "tool_choice": "required"})
-    assert response.status_code == 400 and response.json["error"]["param"] == "tools"
-    assert "example.com" in response.json["error"]["message"]
-    response = served.post("/v1/chat/completions", {"messages": [USER], "tools": [custom("regex", "(")]})
-    assert response.status_code == 400 and response.json["error"]["param"] == "tools"
-    assert "unclosed group" in response.json["error"]["message"]
+    response = served.post("/v1/chat/completions", {"messages": [USER], **more})
+    assert (response.status_code, response.json["error"]["param"]) == (400, param)
+    assert re.search(words, response.json["error"]["message"])
 
 
 def test_a_custom_tool_of_a_chat_is_called_and_taken_back(serve, monkeypatch):
