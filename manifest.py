@@ -204,9 +204,11 @@ def _processor_config(folder: Path) -> dict[str, Any]:
     """transformers 5 writes one file for the whole processor; earlier versions wrote one for images and one
     for the rest."""
     processor = read_json(folder / "processor_config.json")
-    image_processor = processor.pop("image_processor", None) or {}
-    fields = read_json(folder / "preprocessor_config.json") | image_processor | processor
-    return {name: value for name, value in fields.items() if value is not None}
+    image_processor = processor.pop("image_processor", None)
+    if not isinstance(image_processor, dict):
+        image_processor = {}
+    files = (read_json(folder / "preprocessor_config.json"), image_processor, processor)
+    return {name: value for fields in files for name, value in fields.items() if value is not None}
 
 
 def _eos_ids(config: dict[str, Any]) -> list[int]:

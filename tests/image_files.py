@@ -12,11 +12,11 @@ from vision_models import FAMILIES
 from manifest import Manifest
 
 
-def save_preprocessor(name, folder, nested=False, **changes):
+def save_preprocessor(name, folder, nested=False, image_token_id=7, **changes):
     """The files of a family that say how images are read, in the form of transformers 5 if they are `nested`."""
     family = FAMILIES[name]()
     preprocessor, processor = family.preprocessor | changes, family.processor
-    config = family.config | {"text_config": {"model_type": "llama"}, "image_token_id": 7}
+    config = family.config | {"text_config": {"model_type": "llama"}, "image_token_id": image_token_id}
     (folder / "config.json").write_text(json.dumps(config))
     if nested:
         processor = processor | {"image_processor": preprocessor}

@@ -197,6 +197,22 @@ def test_space_around_a_value_of_the_environment_does_not_matter():
     assert of(DEVICE=" cpu\n", PORT=" 9000 ") == of(DEVICE="cpu", PORT="9000")
 
 
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("[]", "must be a JSON object"),
+        ("{", "must be a JSON object"),
+        (
+            '{"size": 9, "max_pixels": 9}',
+            "'max_pixels' is not a supported field; supported: size, do_image_splitting, min_patches",
+        ),
+    ],
+)
+def test_a_field_of_preprocessing_that_no_family_has_is_refused_with_those_there_are(given, why):
+    line = refusal("--mm-processor-kwargs", given)
+    assert line.startswith(f"--mm-processor-kwargs {given!r}: {why}")
+
+
 def test_a_hostname_variable_that_is_not_an_address_is_ignored_and_a_flag_must_be_one():
     for name in ("ip-10-0-0-1.ec2.internal", "a1b2c3d4e5f6", "localhost", "0.0.0.0.0"):
         assert of(HOSTNAME=name).hostname == "0.0.0.0"

@@ -1,6 +1,7 @@
 """What a model folder says, and how a broken one is refused: in one line, with exit code 2."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -36,6 +37,36 @@ def test_a_manifest_is_read_from_both_files(model, monkeypatch):
     monkeypatch.setenv("HOME", str(folder.parent))
     for written in (folder, str(folder), f"~/{folder.name}"):
         assert Manifest.read(written) == Manifest("llama", 4096, (2, 7, 9))
+
+
+CLIP = {"image_processor_type": "CLIPImageProcessorFast", "patch_size": 16, "size": {"shortest_edge": 336}}
+TYPE = "image_processor_type"
+
+
+@pytest.mark.parametrize(
+    ("kind", "files", "why"),
+    [
+        ("llava", {"preprocessor_config.json": CLIP}, None),
+        ("llava", {"preprocessor_config.json": CLIP, "processor_config.json": {"patch_size": None}}, None),
+        ("llava", {"processor_config.json": {"image_processor": CLIP}}, None),
+        ("llava", {}, f"its folder has no preprocessor_config.json or processor_config.json that .* preprocessed ({TYPE})"),
+        ("llava", {"preprocessor_config.json": {"size": 336}}, f"its folder has no .* ({TYPE})"),
+        ("llava", {"processor_config.json": {"image_processor": {TYPE: "My"}}}, f"its {TYPE} My is not supported"),
+        ("llama", {"preprocessor_config.json": CLIP}, ""),
+        ("gemma3", {"preprocessor_config.json": {TYPE: "Gemma3ImageProcessor"}}, ""),
+    ],
+)  # fmt: skip
+def test_whether_images_are_read_follows_from_the_family_and_its_image_processor(model, kind, files, why):
+    folder = model({"model_type": kind, "image_token_index": 5.0})
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    manifest = Manifest.read(folder)
+    assert manifest.reads_images == (why is None)
+    assert re.fullmatch(re.escape(why or "").replace(r"\.\*", ".*"), manifest.why_no_images)
+    assert manifest.image_token_id == 5
+    if why is None:
+        assert manifest.image_processor == "CLIPImageProcessor"
+        assert manifest.processor_config == CLIP
 
 
 @pytest.mark.parametrize(

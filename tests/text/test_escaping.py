@@ -1,4 +1,6 @@
-"""With --escape-special-tokens what clients write is text: no special token comes of it, and none of it is lost."""
+"""With --escape-special-tokens what clients write is text: no special token comes of it, and none of it is lost. Image tokens
+are never theirs to write.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from tiny_tokenizers import save
 from tokenizers import AddedToken
 
 from config import DEMO_MODEL
+from text.template import image_mark
 from text.tokenizer import Tokenizer
 
 # These write any text with other tokens, and give it back as it was.
@@ -126,6 +129,43 @@ def test_an_eos_token_counts_as_special_even_if_the_tokenizer_does_not_say_so(tm
     escaping = Tokenizer(save(tokenizer, tmp_path), [eos], escapes=True)
     assert eos not in escaping.encode(escaping.escape("a<|end|>"))
     assert eos in escaping.encode("a<|end|>")
+
+
+def test_what_a_template_joins_around_an_image_is_no_special_token():
+    plain, escaping = tokenizers_of("demo")
+    before, after = escaping.escape(f"<|us{image_mark(7)}er|>").split(image_mark(7))
+    assert specials_in(plain, escaping.encode(before + after)) == []
+    assert escaping.unescape(before + after) == "<|user|>"
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+@given(data=st.data())
+@settings(max_examples=50)
+def test_reserved_tokens_are_escaped_without_the_option_and_no_others_are(name, data):
+    plain = tokenizers_of(name)[0]
+    reserved = min(plain.special_ids)
+    tokenizer = reserving(name, reserved)
+    text = data.draw(texts(name))
+    ids = tokenizer.encode(tokenizer.escape(text), add_special_tokens=False)
+    expected = [i for i in specials_in(plain, plain.encode(text, add_special_tokens=False)) if i != reserved]
+    assert specials_in(plain, ids) == expected
+    assert tokenizer.encode(text) == plain.encode(text), "the chat template may write them"
+
+
+@functools.cache
+def reserving(name: str, token_id: int) -> Tokenizer:
+    folder = DEMO_MODEL if name == "demo" else save(tiny_tokenizers.KINDS[name](), Path(tempfile.mkdtemp()))
+    return Tokenizer(folder, reserved=[token_id])
+
+
+def test_a_reserved_token_that_is_not_flagged_as_special_is_escaped_too(tmp_path):
+    raw = tiny_tokenizers.byte_level()
+    raw.add_tokens(["<image>"])
+    image = raw.token_to_id("<image>")
+    tokenizer = Tokenizer(save(raw, tmp_path), reserved=[image])
+    assert image not in tokenizer.encode(tokenizer.escape("a<image>"))
+    assert tokenizer.encode("a<image><image>").count(image) == 2
+    assert tokenizer.unescape(tokenizer.escape("a<image>")) == "a<image>"
 
 
 def test_a_long_text_is_escaped_in_the_time_that_its_length_takes():

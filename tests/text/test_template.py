@@ -17,10 +17,11 @@ import tool_calls
 from fakes.tokenizer import byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vision_models import FAMILIES
 
 from config import DEMO_MODEL
 from run import HERE, ConfigError
-from text.template import ChatTemplate, TemplateError
+from text.template import ChatTemplate, TemplateError, image_mark, images_of
 
 PARTS = [" ", "  ", "\n", "\t", ".", "a", "b", "dog", " the", "é", "e\u0301", "ß", "ع", "€", "日", "𠀀", "😀", "👨‍👩‍👧"]
 ANY_TEXT = st.lists(st.sampled_from(PARTS), max_size=8).map("".join)
@@ -132,6 +133,66 @@ def test_an_answer_that_is_continued_ends_right_behind_what_it_says(template, co
     assert messages[-1]["content"] == content, "the caller's messages stay as they are"
     if template != TEMPLATES["for training"]:  # which has no generation prompt
         assert text.startswith(chat.render(messages[:-1]).rstrip())
+
+
+IMAGE, FIRST, SECOND = {"type": "image"}, image_mark(0), image_mark(1)
+SHOWN = [  # contents with marks, and the same in parts
+    [(f"{FIRST}What is this?", [IMAGE, "What is this?"])],
+    [(f"One {SECOND}two{FIRST}", ["One ", IMAGE, "two", IMAGE]), ("three", ["three"]), ("four", ["four"])],
+    [(f"{FIRST}{SECOND}", [IMAGE, IMAGE]), ("three", ["three"]), (image_mark(255), [IMAGE])],
+    [("One", ["One"]), ("", [""]), ("two", ["two"])],
+    [(FIRST, [IMAGE]), ("To be continued", ["To be continued"])],
+]
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("contents", SHOWN)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_chat_with_images_is_written_as_transformers_writes_it_in_parts(transformers_tokenizer, name, contents):
+    source = FAMILIES[name]().template
+    template = ChatTemplate(source, SPECIAL_TOKENS)
+    assert template.takes_parts == (name in ("llava", "llava_next", "llava_onevision", "smolvlm", "idefics3"))
+    messages, expected = [], []
+    for n, (content, parts) in enumerate(contents):
+        role = ("user", "assistant")[n % 2]
+        messages.append({"role": role, "content": content})
+        parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+        expected.append({"role": role, "content": parts if template.takes_parts or images_of(content) else content})
+    is_continued = messages[-1]["role"] == "assistant"
+    assert template.render(messages) == transformers_tokenizer.apply_chat_template(
+        expected,
+        chat_template=source,
+        tokenize=False,
+        add_generation_prompt=not is_continued,
+        continue_final_message=is_continued,
+    )
+
+
+def test_the_images_of_a_text_are_found_in_their_order():
+    assert images_of("".join(map(image_mark, (3, 0, 255, 0)))) == [3, 0, 255, 0]
+    assert images_of("text \udc00 \udcff 😀") == []
+
+
+def test_templates_of_texts_get_texts_and_their_messages_stay_as_they_are():
+    template = ChatTemplate(
+        "{{ 'image' }}{% for m in messages %}{{ m.content is string }}{{ m.content | length }}{% endfor %}", {}
+    )
+    messages = [
+        {"role": "user", "content": f"a{FIRST}"},
+        {"role": "user", "content": "Quokka"},
+        {"role": "user", "content": None},
+    ]
+    assert template.render(messages[:2]) == "imageFalse2True6"
+    assert messages[0] == {"role": "user", "content": f"a{FIRST}"}
+
+
+def test_whether_a_template_takes_parts_is_asked_of_those_alone_that_name_images(monkeypatch):
+    written = []
+    monkeypatch.setattr("text.template.rendered", lambda request: written.append(request) or "text")
+    ChatTemplate("{{ messages[0].content }}", {}).render([USER])
+    assert len(written) == 1
+    ChatTemplate("{{ 'image' }}{{ messages[0].content }}", {}).render([USER])
+    assert len(written) == 4
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)

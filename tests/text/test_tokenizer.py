@@ -12,6 +12,7 @@ import tiny_tokenizers
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from image_files import save_preprocessor
 from tiny_tokenizers import ALL, ANY_TEXT, REAL_TEXTS, Kind, any_ids, brief, kind_of, save
 
 from run import HERE, ConfigError
@@ -166,6 +167,30 @@ def test_a_tokenizer_that_turns_text_into_nothing_is_refused(tmp_path):
     folder = save(tokenizers.Tokenizer(tokenizers.models.BPE()), tmp_path)
     with pytest.raises(ConfigError, match="turns text into nothing"):
         check(folder, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "token_id", "kwargs", "why"),
+    [
+        ("pixtral", 4, '{"size": 512}', None),
+        ("pixtral", 4, '{"max_patches": 4}', r"max_patches; the fields that this model supports: size$"),
+        ("pixtral", 5, "{}", r"the image token \[IMG\] is 5 in config\.json and 4 in tokenizer\.json$"),
+        ("internvl", 4, "{}", r"the image token <IMG_CONTEXT> is 4 in config\.json and None in tokenizer\.json$"),
+        (None, 4, "{}", None),
+        (None, 4, '{"size": 512}', r"^--mm-processor-kwargs \(MM_PROCESSOR_KWARGS\): this model reads no images"),
+    ],
+)
+def test_what_says_how_images_are_read_must_fit_the_model(tmp_path, name, token_id, kwargs, why):
+    raw = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 1, "b": 2, "c": 3, "[IMG]": 4}, "[UNK]"))
+    save(raw, tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    if name:
+        save_preprocessor(name, tmp_path, image_token_id=token_id)
+    if why is None:
+        check(tmp_path, tmp_path, None, kwargs)
+        return
+    with pytest.raises(ConfigError, match=why):
+        check(tmp_path, tmp_path, None, kwargs)
 
 
 def test_as_a_process_it_prints_what_the_worker_must_know(tmp_path):
