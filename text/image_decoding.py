@@ -83,5 +83,5 @@ def _in_rgb(image: Image.Image) -> Image.Image:
         background.paste(image, mask=image)
         return background
     if image.mode.startswith("I"):  # 16 bits of grey, which `convert` would clip to white
-        image = image.convert("I").point(lambda grey: grey * (1 / 257) + 0.5).convert("L")
+        image = image.convert("I").point(lambda grey: grey * (1 / 256)).convert("L")
     return image if image.mode == "RGB" else image.convert("RGB")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import random
 import sys
 import warnings
 
@@ -25,18 +24,9 @@ PROCESSORS = {
     "mistral3": ("pixtral", {"patch_size": 28}),
     "internvl": ("internvl", {"crop_to_patches": True}),
 }
-SIZES = 6
+# An icon, a thin image, upright and wide ones, odd ones, one that LLaVA-OneVision scales down.
+SIZES = [(64, 48), (23, 200), (333, 777), (1536, 1024), (1201, 799), (1900, 1411)]
 every_family = pytest.mark.parametrize("name", FAMILIES)
-
-
-def sizes(count):
-    """Images of all forms: thin ones, icons, some as large as a screen."""
-    draw = random.Random(count)
-    while count:
-        width, height = (int(2 ** draw.uniform(3.2, 10.8)) for _ in range(2))
-        if max(width, height) < 40 * min(width, height):
-            count -= 1
-            yield width, height
 
 
 @pytest.mark.models
@@ -55,7 +45,7 @@ def test_tiles_and_text_are_those_of_transformers(name, tmp_path, monkeypatch):
         processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
     written = text_of_transformers(module, FAMILIES[name]().processor, processor, layout.token)
     mean, deviation = (np.array(manifest.processor_config[field], np.float32) for field in ("image_mean", "image_std"))
-    for size in sizes(SIZES):
+    for size in SIZES:
         made = layout(noise(*size))
         outputs = processor(images=[noise(*size)], return_tensors="np", **options)
         assert made.text == written(outputs), size
@@ -105,14 +95,18 @@ def test_an_image_takes_as_many_tokens_as_in_transformers(name, tmp_path):
     assert tuple(found) == TOKENS[name]
 
 
-def test_both_forms_of_preprocessor_files_say_the_same(tmp_path):
-    for name in FAMILIES:
-        layouts = []
-        for nested in (False, True):
-            folder = tmp_path / f"{name}{nested}"
-            folder.mkdir()
-            layouts.append(vars(read_layout(save_preprocessor(name, folder, nested), {})))
-        assert layouts[0] == layouts[1]
+@every_family
+def test_every_form_of_preprocessor_files_says_the_same(name, tmp_path):
+    layouts = []
+    for n, form in enumerate(({}, {"nested": True}, {"resample": None})):  # which each family has its own default for
+        (tmp_path / str(n)).mkdir()
+        layouts.append(vars(read_layout(save_preprocessor(name, tmp_path / str(n), **form), {})))
+    assert layouts[0] == layouts[1] == layouts[2]
+
+
+def test_of_the_canvases_that_keep_all_pixels_the_smallest_is_taken(tmp_path):
+    canvases = {"image_grid_pinpoints": [[672, 672], [336, 672], [336, 336], [1008, 336]]}
+    assert len(read_layout(save_preprocessor("llava_next", tmp_path), canvases)(noise(64, 48)).tiles) == 2
 
 
 @pytest.mark.models

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from image_files import noise, png, save_preprocessor, saved, turned
 from PIL import Image
+from processes import wait_until
 
 import text.images
 from run import HERE, ConfigError
@@ -112,7 +113,12 @@ def test_a_folder_that_does_not_fit_is_refused_before_a_child_is_started(load, m
 
 
 def test_the_child_is_there_before_the_first_image_and_has_imported_pillow(load):
+    def children():
+        return set(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
+
+    before = children()
     preprocess = load("llava")
-    (child,) = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()[-1:]
+    (child,) = children() - before
+    wait_until(lambda: "PIL/_imaging." in Path(f"/proc/{child}/maps").read_text(), "Pillow is imported")
     assert preprocess(saved(noise(9, 9), "PNG")).tokens == 576
-    assert "PIL/_imaging." in Path(f"/proc/{child}/maps").read_text()
+    assert children() - before == {child}
