@@ -45,9 +45,12 @@ def test_tiles_and_text_are_those_of_transformers(name, tmp_path, monkeypatch):
         processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
     written = text_of_transformers(module, FAMILIES[name]().processor, processor, layout.token)
     mean, deviation = (np.array(manifest.processor_config[field], np.float32) for field in ("image_mean", "image_std"))
-    for size in SIZES:
-        made = layout(noise(*size))
-        outputs = processor(images=[noise(*size)], return_tensors="np", **options)
+    cases = [(size, {}) for size in SIZES]
+    if layout.one_tile:
+        cases.append(((900, 1200), layout.one_tile))
+    for size, overrides in cases:
+        made = read_layout(manifest, overrides)(noise(*size))
+        outputs = processor(images=[noise(*size)], return_tensors="np", **options, **overrides)
         assert made.text == written(outputs), size
         assert made.text.count(layout.token) == made.tokens
         values = np.asarray(outputs["pixel_values"], np.float32)
