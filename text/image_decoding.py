@@ -75,13 +75,13 @@ def _turn_upright(image: Image.Image) -> None:
 
 
 def _in_rgb(image: Image.Image) -> Image.Image:
-    if (
-        image.has_transparency_data
-    ):  # on white, as viewers show it; `convert` would show the colours behind it
+    if image.has_transparency_data:
+        # On white, as viewers show it. `convert` alone would show the colors behind the transparency.
         image = image.convert("RGBA")
         background = Image.new("RGB", image.size, "white")
         background.paste(image, mask=image)
         return background
-    if image.mode.startswith("I"):  # 16 bits of grey, which `convert` would clip to white
+    if image.mode.startswith("I"):
+        # 16 bits of grey, of which `convert` alone would make white.
         image = image.convert("I").point(lambda grey: grey * (1 / 256)).convert("L")
     return image if image.mode == "RGB" else image.convert("RGB")
