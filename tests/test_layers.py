@@ -85,5 +85,5 @@ def test_a_web_process_loads_neither_torch_nor_numpy():
 
 
 def test_a_worker_on_a_cpu_loads_neither_torch_nor_transformers():
-    heavy = ("torch", "transformers", "flask", "tokenizers", "openvino")
+    heavy = ("torch", "transformers", "flask", "tokenizers", "PIL", "openvino")
     assert loaded_by("import worker, models.openvino_model", *heavy) == ["openvino"]
