@@ -1,10 +1,16 @@
-"""Of models that read images, the text is that of transformers' `generate` for the same tiles, on every engine and in any
-schedule; and what is served where the vision tower is not.
+"""Images are read as `transformers` reads them, on both engines, in any schedule, to the last bit; and what is served where a
+vision tower is not.
 
-The checkpoints are tiny, random, and in published shapes (`vision_models`).
+The checkpoints are tiny and random (`vision_models`), and their tiles smaller than published ones: those of published size
+take too long for every run.
 """
 
+import json
+import logging
+import subprocess
+import sys
 from functools import cache
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -12,19 +18,28 @@ import pytest
 import torch
 import transformers
 import vision_models
+from safetensors.torch import load_file, save_file
 from tiny_models import MARGIN, run, settings
 from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
+from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOnevisionModel
 
 from manifest import Manifest
-from models import openvino_model
-from models.image_layout import Canvas
+from models import openvino_model, vision
+from models.base import Chunk
+from models.cache import model_key
+from models.image_layout import Canvas, arrange
 from models.torch_model import TorchModel
+from models.vision import VisionTower, read_tensors
 from protocol import Image
+from run import HERE
 
 pytestmark = [pytest.mark.models, pytest.mark.usefixtures("conversions"), pytest.mark.filterwarnings("ignore")]
 
 NEW_TOKENS = 8
 QUESTION = [260, 40, 41, 290, 70, 81, 92]  # any ids of text
+CANVASES = ("llava_next", "granite_vision", "llava_onevision")
+BOTH = ("openvino", "torch")
+PUBLISHED = 1
 
 
 class Picture(NamedTuple):
@@ -34,65 +49,59 @@ class Picture(NamedTuple):
     tiles: np.ndarray
     inputs: dict[str, torch.Tensor]
 
-    @property
-    def ids(self):
-        return list(self.image.ids)
-
 
 class Zoo:
-    """For each family a checkpoint, transformers' model of it, and pictures, made when they are first needed."""
+    """For each family a checkpoint, transformers' model of it, and pictures; each made when it is first needed."""
 
     def __init__(self, root):
         self.root = root
-        self.folder = cache(lambda family: vision_models.make(family, root / family))
+        self.folder = cache(self._folder)
         self.reference = cache(self._reference)
         self.picture = cache(self._picture)
         self.text = cache(self._text)
 
-    def _reference(self, family):
-        model = transformers.AutoModelForImageTextToText.from_pretrained(self.folder(family), attn_implementation="eager")
-        return model.eval()
+    def _folder(self, family, shrink=None):
+        return vision_models.make(family, self.root / f"{family}-{shrink}", shrink or small(family))
 
-    def _picture(self, family, seed=0):
-        config = self.reference(family).config
-        preprocessor = Manifest.read(self.folder(family)).processor_config
-        tower, side = config.vision_config, config.vision_config.image_size
+    def _reference(self, family, shrink=None):
+        folder = self.folder(family, shrink)
+        return transformers.AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
+
+    def _picture(self, family, seed=0, shrink=None):
+        """Of random tiles. Those of canvases are wide or high, and have padding."""
+        model = self.reference(family, shrink)
+        side = model.config.vision_config.image_size
         side = side[0] if isinstance(side, list | tuple) else side
         inputs, canvas, shape = {}, (), (2, side, side)
         if family in ("pixtral", "mistral3"):
-            shape = (1, 4 * 28, 6 * 28) if family == "mistral3" else (1, 5 * 16, 7 * 16)
+            shape = {"pixtral": (1, 5 * 16, 7 * 16), "mistral3": (1, 4 * 28, 6 * 28)}[family]
             inputs["image_sizes"] = torch.tensor([shape[1:]])
-        elif family == "llava":
-            shape = (1, side, side)
-        elif hasattr(config, "image_grid_pinpoints"):
-            size = [(300, 500), (500, 300)][seed % 2]
-            canvas = canvas_of(size, config)
-            patches = side // tower.patch_size
+        elif family in CANVASES:
+            size = [(3 * side // 4, 5 * side // 4), (5 * side // 4, 3 * side // 4)][seed]
+            canvas = canvas_of(size, model.config)
+            patches = side // model.config.vision_config.patch_size
             shape = (1 + canvas.rows * canvas.columns // patches**2, side, side)
             inputs["image_sizes"] = torch.tensor([size])
         tiles = np.random.default_rng(seed).integers(0, 256, (*shape, 3), np.uint8)
-        mean, deviation = (torch.tensor(preprocessor[name]).view(3, 1, 1) for name in ("image_mean", "image_std"))
+        processor = Manifest.read(self.folder(family, shrink)).processor_config
+        mean, deviation = (torch.tensor(processor[name]).view(3, 1, 1) for name in ("image_mean", "image_std"))
         values = (torch.from_numpy(tiles).permute(0, 3, 1, 2) / 255 - mean) / deviation
-        batched = "image_grid_pinpoints" in preprocessor or family in ("smolvlm", "idefics3")
-        inputs["pixel_values"] = values[None] if batched else values
-        with torch.inference_mode():
-            features = self.reference(family).get_image_features(**inputs).pooler_output
-        tokens = sum(each.numel() for each in features) // features[0].shape[-1]
-        return Picture(Image(1000 + seed, tokens, shape, tiles.tobytes(), tuple(canvas)), tiles, inputs)
+        is_of_one_image = family in (*CANVASES, "smolvlm", "idefics3")
+        inputs["pixel_values"] = values[None] if is_of_one_image else values
+        image = Image(1000 + seed, len(features(model, inputs)), shape, tiles.tobytes(), tuple(canvas))
+        return Picture(image, tiles, inputs)
 
-    def prompt(self, family, seed=0):
-        return [1, 280, *self.picture(family, seed).ids, *QUESTION]
+    def prompt(self, family, seed=0, shrink=None):
+        return [1, 280, *self.picture(family, seed, shrink).image.ids, *QUESTION]
 
-    def _text(self, family, prompt):
-        """What transformers continues a prompt with, and the smallest lead of a token."""
-        model = self.reference(family)
-        seeds = sorted({(-1 - token >> 16) - 1000 for token in prompt if token < 0})
-        inputs = self.picture(family, *seeds).inputs if seeds else {}
+    def _text(self, family, shrink=None):
+        """What transformers continues the prompt with, and the smallest lead of a token."""
+        model, prompt = self.reference(family, shrink), self.prompt(family, 0, shrink)
         ids = torch.tensor([[model.config.image_token_id if token < 0 else token for token in prompt]])
         out = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            **inputs,
+            **self.picture(family, 0, shrink).inputs,
             do_sample=False,
             max_new_tokens=NEW_TOKENS,
             eos_token_id=None,
@@ -101,7 +110,18 @@ class Zoo:
             output_logits=True,
         )
         best, second = torch.stack(out.logits).topk(2).values.unbind(-1)
-        return out.sequences[0, len(prompt) :].tolist(), (best - second).min().item()
+        return out.sequences[0, len(prompt) :].tolist(), (best - second).min().item(), torch.cat(out.logits).numpy()
+
+
+def small(family):
+    """What the sides of tiles are divided by in most tests; transformers' SmolVLM needs 16 tokens of a tile."""
+    return 2 if family == "smolvlm" else 4
+
+
+def features(model, inputs):
+    with torch.inference_mode():
+        found = model.get_image_features(**inputs).pooler_output
+    return torch.cat([each.flatten(0, -2) for each in found]).numpy()
 
 
 def canvas_of(size, config):
@@ -119,7 +139,7 @@ def visions(tmp_path_factory):
 
 
 def serve(folder, engine="openvino", **changes):
-    config = settings(folder, 3000, **{"max_batch_size": 4, "threads": 2, "dtype": "float32"} | changes)
+    config = settings(folder, 3000, **{"max_batch_size": 4, "dtype": "float32"} | changes)
     if engine == "torch":
         return TorchModel(config, folder, "cpu")
     return openvino_model.load(config, folder, Manifest.read(folder), lambda phase: None)
@@ -131,22 +151,218 @@ def encode(model, picture):
     model.encoder_cache.add(image.key, model.encode_image(picture.tiles, image.canvas, lambda: False))
 
 
-@pytest.mark.parametrize("engine", ["openvino", "torch"])
+SIZES = [pytest.param(None, id="small"), pytest.param(PUBLISHED, id="published", marks=pytest.mark.families)]
+
+
+@pytest.mark.parametrize("engine", BOTH)
+@pytest.mark.parametrize("shrink", SIZES)
 @pytest.mark.parametrize("family", vision_models.FAMILIES)
-def test_images_are_read_as_by_transformers_alone_and_in_any_schedule_to_the_last_bit(visions, caplog, family, engine):
-    model = serve(visions.folder(family), engine)
+def test_images_are_read_as_by_transformers_alone_and_in_any_schedule_to_the_last_bit(visions, caplog, family, shrink, engine):
+    """In chunks, beside texts and other images, after prefixes of the same image and of another one."""
+    model = serve(visions.folder(family, shrink), engine)
     assert model.engine == engine and not caplog.text
     for seed in (0, 1):
-        encode(model, visions.picture(family, seed))
-    first, other = visions.prompt(family), visions.prompt(family, 1)
-    prompts = [first, [*first[:-4], 50, 60], other, first[:40], QUESTION * 4]
+        encode(model, visions.picture(family, seed, shrink))
+    first, other = visions.prompt(family, 0, shrink), visions.prompt(family, 1, shrink)
+    prompts = [first, [*first[:-4], 50, 60], other, first[:20], QUESTION * 4]
     alone = [run(model, [prompt], new_tokens=NEW_TOKENS)[0] for prompt in prompts]
-    expected, lead = visions.text(family, tuple(first))
+    expected, lead, _logits = visions.text(family, shrink)
     assert lead > MARGIN and alone[0].tokens == expected
     assert not np.array_equal(alone[0].logits, alone[2].logits)
-    for seed, chunk in enumerate((None, 41) if engine == "openvino" else (None,)):
+    for seed, chunk in enumerate((None, 19) if engine == "openvino" else (None,)):
         together = run(model, prompts * 2, seed, prefill_chunk=chunk, new_tokens=NEW_TOKENS)
         assert sum(sequence.tokens == own.tokens for sequence, own in zip(together, alone * 2)) > 3
         for sequence, own in zip(together, alone * 2):
             assert sequence.tokens == own.tokens[: len(sequence.tokens)]
             assert np.array_equal(sequence.logits, own.logits[: len(sequence.logits)])
+
+
+@pytest.mark.parametrize("engine", BOTH)
+def test_a_text_beside_an_image_is_the_text_of_a_step_without_one(visions, engine):
+    model = serve(visions.folder("llava_next"), engine)
+    encode(model, visions.picture("llava_next"))
+    image = visions.prompt("llava_next")
+    (alone,) = model.forward([Chunk(1, QUESTION, 0)])
+    if model.supports_chunked_prefill:
+        together = model.forward([Chunk(0, image, 0), Chunk(1, QUESTION, 0)])
+        assert np.array_equal(together[1], alone)
+    steps = [model.forward([Chunk(1, [3], len(QUESTION))])[0]]
+    model.forward([Chunk(0, image[:-1], 0)])
+    steps.append(model.forward([Chunk(0, [image[-1]], len(image) - 1), Chunk(1, [3], len(QUESTION))])[1])
+    model.forward([Chunk(0, image[:5], 0)])
+    steps.append(model.forward([Chunk(0, [image[5]], 5), Chunk(1, [3], len(QUESTION))])[1])  # an image token
+    assert np.array_equal(steps[0], steps[1]) and np.array_equal(steps[0], steps[2])
+
+
+@pytest.mark.parametrize("engine", BOTH)
+def test_an_image_has_the_same_embeddings_whenever_it_is_encoded(visions, engine):
+    model, picture = serve(visions.folder("smolvlm"), engine), visions.picture("smolvlm")
+    first, second = (model.encode_image(picture.tiles, (), lambda: False) for _ in range(2))
+    assert first.dtype == np.float32 and np.array_equal(first, second)
+    assert np.abs(first - features(visions.reference("smolvlm"), picture.inputs)).max() < 1e-4
+
+
+@pytest.mark.parametrize("engine", BOTH)
+def test_an_image_that_nobody_wants_any_more_is_encoded_to_its_next_tile_only(visions, engine):
+    model, picture = serve(visions.folder("smolvlm"), engine), visions.picture("smolvlm")
+    asked = []
+    tiles = np.concatenate([picture.tiles] * 3)
+    assert model.encode_image(tiles, (), lambda: bool(asked.append(None)) or len(asked) == 3) is None
+    assert len(asked) == 3
+
+
+NEARLY_TIED = 0.05  # of the range of the logits
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family in ("smolvlm", "mistral3") else pytest.param(family, marks=pytest.mark.families)
+        for family in vision_models.FAMILIES
+    ],
+)
+def test_bfloat16_changes_the_logits_little(visions, family):
+    """Those of random weights, which tolerate it less than trained ones: the best token is that of transformers in float32
+    unless several are nearly tied."""
+    model = serve(visions.folder(family), dtype="bfloat16", threads=2)
+    encode(model, visions.picture(family))
+    prompt = visions.prompt(family)
+    tokens, _lead, logits = visions.text(family)
+    logits = logits / getattr(visions.reference(family).config.get_text_config(), "logits_scaling", 1)
+    chunks = [Chunk(0, prompt, 0), *(Chunk(0, [token], len(prompt) + n) for n, token in enumerate(tokens[:-1]))]
+    found = np.concatenate([model.forward([chunk]) for chunk in chunks])
+    assert np.abs(found - logits).max() < NEARLY_TIED * np.ptp(logits)
+    best, second = np.sort(logits)[:, -1], np.sort(logits)[:, -2]
+    is_clear = best - second > NEARLY_TIED * np.ptp(logits)
+    assert (found.argmax(1) == tokens)[is_clear].all()
+
+
+@pytest.mark.parametrize("engine", BOTH)
+def test_the_logits_of_granite_are_scaled_as_in_its_text_model(visions, engine):
+    """transformers' LlavaNext leaves the scaling out: greedy texts are the same without it, sampled ones are not."""
+    folder, reference = visions.folder("granite_vision"), visions.reference("granite_vision")
+    text_model = transformers.GraniteForCausalLM(reference.config.get_text_config()).eval()
+    text_model.model.load_state_dict(reference.model.language_model.state_dict())
+    text_model.lm_head.load_state_dict(reference.lm_head.state_dict())
+    with torch.inference_mode():
+        expected = text_model(torch.tensor([QUESTION])).logits[0, -1].numpy()
+    (found,) = serve(folder, engine).forward([Chunk(0, QUESTION, 0)])
+    assert np.abs(found - expected).max() < 1e-4 * np.ptp(expected)
+
+
+RENAMED = {  # as transformers wrote them before 4.52, and since
+    "llava": [
+        {"vision_tower.": "vision_tower.vision_model."},
+        {"vision_tower.": "model.vision_tower.vision_model.", "multi_modal_projector.": "model.multi_modal_projector."},
+    ],
+    "llava_next": [
+        {"vision_tower.": "vision_tower.vision_model."},
+        {"vision_tower.": "model.vision_tower.", "multi_modal_projector.": "model.multi_modal_projector."}
+        | {"image_newline": "model.image_newline"},
+    ],
+    "internvl": [{"vision_tower.": "model.vision_tower.", "multi_modal_projector.": "model.multi_modal_projector."}],
+    "mistral3": [{"vision_tower.": "model.vision_tower.", "multi_modal_projector.": "model.multi_modal_projector."}],
+    "smolvlm": [{}],
+}
+
+
+@pytest.mark.parametrize("family", RENAMED)
+def test_a_tower_is_read_from_files_with_older_and_newer_names(visions, tmp_path, family):
+    folder, picture = visions.folder(family), visions.picture(family)
+    manifest, stored = Manifest.read(folder), load_file(folder / "model.safetensors")
+    expected = features(visions.reference(family), picture.inputs)
+    for renamed in ({}, *RENAMED[family]):
+        tensors = {}
+        for name, tensor in stored.items():
+            old = next((old for old in renamed if name.startswith(old)), "")
+            tensors[renamed.get(old, "") + name.removeprefix(old)] = tensor
+        save_file(tensors, tmp_path / "model.safetensors")
+        tower = VisionTower(manifest.config_json, manifest.processor_config, read_tensors(tmp_path))
+        found = np.stack([tower(torch.from_numpy(tile[None])).numpy() for tile in picture.tiles])
+        newline = None if tower.newline is None else tower.newline.numpy()
+        assert np.abs(arrange(found, picture.image.canvas, newline) - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize("size", [(768, 768), (500, 2000), (2000, 500), (2300, 2300), (1111, 999)])
+def test_a_canvas_is_arranged_and_scaled_down_as_by_transformers(size):
+    """LLaVA-OneVision's: beyond nine tiles' worth of patches it is scaled down."""
+    sides = [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)]
+    vision = SimpleNamespace(image_size=384, patch_size=14)
+    config = SimpleNamespace(vision_config=vision, image_grid_pinpoints=sides)
+    canvas = canvas_of(size, config)
+    random = torch.Generator().manual_seed(0)
+    tiles = torch.randn(1 + canvas.rows * canvas.columns // 27**2, 27**2, 3, generator=random)
+    newline = torch.randn(3, generator=random)
+    pack = LlavaOnevisionModel.pack_image_features
+    (expected,), _ = pack(SimpleNamespace(config=config), [tiles], [size], newline, "anyres_max_9")
+    rows, columns = canvas.rows - 2 * canvas.top, canvas.columns - 2 * canvas.left
+    ratio = (rows * columns / (9 * 27**2)) ** 0.5
+    if ratio > 1.1:
+        canvas = canvas._replace(scaled_rows=int(rows // ratio), scaled_columns=int(columns // ratio))
+    found = arrange(tiles.numpy(), tuple(canvas), newline.numpy())
+    assert found.shape == expected.shape and np.abs(found - expected.numpy()).max() < 1e-5
+
+
+@pytest.mark.parametrize("engine", BOTH)
+@pytest.mark.parametrize("fault", ["wrong", "missing"])
+def test_a_model_whose_tower_is_not_that_of_transformers_is_served_without_images(
+    visions, tmp_path, monkeypatch, caplog, engine, fault
+):
+    """One warning says why, at every startup."""
+    if fault == "wrong":
+        monkeypatch.setitem(vision.ACTIVATIONS, "quick_gelu", torch.tanh)
+        said = "its image embeddings differ from those of transformers by"
+    else:
+        monkeypatch.setattr("models.vision.TOWERS", ("elsewhere.",))
+        said = "KeyError: "
+    for _start in range(2):
+        caplog.clear()
+        model = serve(visions.folder("llava"), engine, model_cache=str(tmp_path))
+        assert (model.engine, model.encoder_cache) == (engine, None)
+        assert model.forward([Chunk(0, QUESTION, 0)]).shape == (1, model.vocab_size)
+        (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+        assert f"only the text part of this model is served, without images: {said}" in warning
+    assert not list(tmp_path.glob("*/vision.*"))
+
+
+def test_compressed_weights_read_images(visions, tmp_path):
+    model = serve(visions.folder("smolvlm"), quantize="int8")
+    encode(model, visions.picture("smolvlm"))
+    (found,) = model.forward([Chunk(0, visions.prompt("smolvlm"), 0)])
+    expected = visions.text("smolvlm")[2][0]
+    assert model.quantize == "int8" and np.abs(found - expected).max() < 0.1 * np.ptp(expected)
+
+
+def test_how_pixels_are_normalized_belongs_to_the_key_of_a_model_that_reads_images(visions, tmp_path):
+    folder = vision_models.make("llava", tmp_path / "llava")
+    config = settings(folder)
+    keys = [model_key(config, folder, Manifest.read(folder))]
+    path = folder / "preprocessor_config.json"
+    processor = json.loads(path.read_text())
+    for changes in ({"image_mean": [0.5, 0.5, 0.5]}, {"image_processor_type": "unknown"}, {"image_mean": [0.1, 0.5, 0.5]}):
+        processor |= changes
+        path.write_text(json.dumps(processor))
+        keys.append(model_key(config, folder, Manifest.read(folder)))
+    assert len(set(keys)) == 3 and keys[2] == keys[3]  # without images, it is that of the text
+
+
+def test_a_worker_reads_images_without_torch(visions, tmp_path):
+    folder = visions.folder("smolvlm")
+    config = settings(folder, 300)
+    openvino_model.load(config, folder, Manifest.read(folder), lambda phase: None)
+    code = """if True:
+    import sys
+    from pathlib import Path
+    from config import Config
+    from manifest import Manifest
+    from models import openvino_model
+    import numpy as np
+    config = Config.from_json(sys.argv[1])
+    folder = Path(config.model_id)
+    model = openvino_model.load(config, folder, Manifest.read(folder), lambda phase: None)
+    embeddings = model.encode_image(np.zeros((1, 256, 256, 3), np.uint8), (), lambda: False)
+    print(embeddings.shape, {"torch", "transformers", "PIL"} & sys.modules.keys())"""
+    printed = subprocess.run(
+        [sys.executable, "-c", code, config.to_json()], cwd=HERE, capture_output=True, text=True, check=True
+    ).stdout
+    assert printed == "(16, 48) set()\n"
