@@ -50,7 +50,7 @@ NNCF = "nncf==3.4.0"
 # dequantize.py.
 CONVERTER_VERSION = 5
 # The same for models that read images, whose entries hold a vision tower as well.
-VISION_VERSION = 1
+VISION_VERSION = 2
 READERS = {"gguf": 2, "lora": 2, "dequantize": 1}
 
 

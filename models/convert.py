@@ -84,6 +84,7 @@ INT4_GROUP = 32  # int4 weights that share a scale
 # The share of the linear layers that gets int4; the others get int8. The first that passes the check is used:
 # models of a few hundred million parameters do not tolerate int4 everywhere.
 INT4_SHARES = (1.0, 0.8, 0.5)
+SMALL_CONSTANT = 1024  # a vision tower's constants of fewer numbers stay as they are
 SPARE_BYTES = 50_000_000  # of the disk, for the graph without its weights
 
 
@@ -209,7 +210,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         check = Check(model.float(), positions, folder)
         if manifest.reads_images:
             steps.begin("converting the vision tower")
-            facts |= _convert_vision(model, manifest, target, dtype)
+            facts |= _convert_vision(model, manifest, target)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype))
         facts["reference"] = check.stored
@@ -240,7 +241,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         write_entry(target, facts)
 
 
-def _convert_vision(model: torch.nn.Module, manifest: Manifest, target: Path, dtype: str) -> dict[str, Any]:
+def _convert_vision(model: torch.nn.Module, manifest: Manifest, target: Path) -> dict[str, Any]:
     """Writes the vision tower of a model, in float32, into `target`. Returns the facts of the entry: the
     embedding after each row of a canvas, or why the model is served without images."""
     path = target / "vision.xml"
@@ -248,8 +249,7 @@ def _convert_vision(model: torch.nn.Module, manifest: Manifest, target: Path, dt
         tower = VisionTower(manifest.config_json, manifest.processor_config, model.state_dict()).eval()
         check = VisionCheck(model, tower)
         newline = None if tower.newline is None else tower.newline.tolist()
-        # float16 holds more digits than bfloat16; the comparison finds numbers that it does not hold.
-        _save(_trace_vision(tower, check.tiles[:1]), path, compress_to_fp16=dtype != "float32")
+        _save(_trace_vision(tower, check.tiles[:1]), path)
         encoder = VisionEncoder(path, newline, {"INFERENCE_PRECISION_HINT": "f32"})
         fault = check.find_fault(encoder.encode(check.tiles, check.canvas, lambda: False), "float32")
     except Exception as error:
@@ -269,7 +269,26 @@ def _trace_vision(tower: VisionTower, tile: np.ndarray) -> ov.Model:
         graph = ov.convert_model(tower, example_input=torch.from_numpy(tile))
     side = tower.tile_side or -1
     graph.reshape(ov.PartialShape([1, side, side, 3]))
+    _halve_weights(graph)
     return graph
+
+
+def _halve_weights(graph: ov.Model) -> None:
+    """Stores what is bfloat16 in the checkpoint as bfloat16. OpenVINO's own compression rounds everything,
+    also the angles of rotary positions."""
+    for node in graph.get_ordered_ops():
+        if node.get_type_name() != "Constant" or node.get_element_type() != ov.Type.f32:
+            continue
+        bits = node.get_data().view(np.uint32)
+        if bits.size < SMALL_CONSTANT or (bits & 0xFFFF).any():
+            continue
+        halves = ov.Tensor(
+            ov.Type.bf16, ov.Shape(list(bits.shape))
+        )  # owns its memory, unlike one of an array
+        halves.data.view(np.uint16)[:] = bits >> 16
+        stored = ops.constant(halves)
+        for reader in node.output(0).get_target_inputs():
+            reader.replace_source_output(ops.convert(stored, "f32").output(0))
 
 
 class Steps:
@@ -441,9 +460,9 @@ def _compress(graph: ov.Model, config: Config, check: Check, target: Path, facts
     )
 
 
-def _save(graph: ov.Model, path: Path, compress_to_fp16: bool = False) -> None:
+def _save(graph: ov.Model, path: Path) -> None:
     try:
-        ov.save_model(graph, path, compress_to_fp16=compress_to_fp16)
+        ov.save_model(graph, path, compress_to_fp16=False)
     except RuntimeError as error:
         raise OSError(f"{path.parent} cannot be written: {first_line(error)}") from None
 

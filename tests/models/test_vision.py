@@ -325,6 +325,21 @@ def test_a_model_whose_tower_is_not_that_of_transformers_is_served_without_image
     assert not list(tmp_path.glob("*/vision.*"))
 
 
+def test_a_tower_in_bfloat16_is_stored_so_and_loses_nothing(visions, tmp_path, converter):
+    folder, side = visions.folder("pixtral"), 30 * 16
+    converter.convert(settings(folder, dtype="bfloat16"), folder, tmp_path)
+    tiles = np.random.default_rng(0).integers(0, 256, (1, side, side, 3), np.uint8)
+    encoder = openvino_model.VisionEncoder(tmp_path / "vision.xml", None, {"INFERENCE_PRECISION_HINT": "f32"})
+    found = encoder.encode(tiles, (), lambda: False)
+    manifest = Manifest.read(folder)
+    tensors = {name: tensor.bfloat16().float() for name, tensor in read_tensors(folder).items()}
+    tower = VisionTower(manifest.config_json, manifest.processor_config, tensors)
+    expected = tower(torch.from_numpy(tiles)).numpy()
+    assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
+    stored = sum(tensor.nbytes for tensor in tensors.values())
+    assert (tmp_path / "vision.bin").stat().st_size < 0.6 * stored
+
+
 def test_compressed_weights_read_images(visions, tmp_path):
     model = serve(visions.folder("smolvlm"), quantize="int8")
     encode(model, visions.picture("smolvlm"))
