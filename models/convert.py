@@ -63,7 +63,7 @@ from models.openvino_model import (
     with_dtype,
 )
 from models.torch_model import VisionCheck, has_experts, load_pretrained, reference_logits
-from models.vision import VisionTower
+from models.vision import VisionTower, is_vision
 from run import HERE, ConfigError, die_with_parent
 
 import openvino as ov  # isort: skip
@@ -84,7 +84,6 @@ INT4_GROUP = 32  # int4 weights that share a scale
 # The share of the linear layers that gets int4; the others get int8. The first that passes the check is used:
 # models of a few hundred million parameters do not tolerate int4 everywhere.
 INT4_SHARES = (1.0, 0.8, 0.5)
-SMALL_CONSTANT = 1024  # a vision tower's constants of fewer numbers stay as they are
 SPARE_BYTES = 50_000_000  # of the disk, for the graph without its weights
 
 
@@ -210,7 +209,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         check = Check(model.float(), positions, folder)
         if manifest.reads_images:
             steps.begin("converting the vision tower")
-            facts |= _convert_vision(model, manifest, target)
+            facts |= _convert_vision(model, manifest, target, getattr(torch, dtype))
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype))
         facts["reference"] = check.stored
@@ -241,12 +240,17 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         write_entry(target, facts)
 
 
-def _convert_vision(model: torch.nn.Module, manifest: Manifest, target: Path) -> dict[str, Any]:
+def _convert_vision(
+    model: torch.nn.Module, manifest: Manifest, target: Path, dtype: torch.dtype
+) -> dict[str, Any]:
     """Writes the vision tower of a model, in float32, into `target`. Returns the facts of the entry: the
     embedding after each row of a canvas, or why the model is served without images."""
     path = target / "vision.xml"
     try:
-        tower = VisionTower(manifest.config_json, manifest.processor_config, model.state_dict()).eval()
+        # The numbers of a bfloat16 model are stored as such, and computed with in float32. (OpenVINO's own
+        # compression to float16 rounds everything, also the angles of rotary positions.)
+        tensors = {name: tensor.to(dtype) for name, tensor in model.state_dict().items() if is_vision(name)}
+        tower = VisionTower(manifest.config_json, manifest.processor_config, tensors, torch.float32)
         check = VisionCheck(model, tower)
         newline = None if tower.newline is None else tower.newline.tolist()
         _save(_trace_vision(tower, check.tiles[:1]), path)
@@ -269,26 +273,7 @@ def _trace_vision(tower: VisionTower, tile: np.ndarray) -> ov.Model:
         graph = ov.convert_model(tower, example_input=torch.from_numpy(tile))
     side = tower.tile_side or -1
     graph.reshape(ov.PartialShape([1, side, side, 3]))
-    _halve_weights(graph)
     return graph
-
-
-def _halve_weights(graph: ov.Model) -> None:
-    """Stores what is bfloat16 in the checkpoint as bfloat16. OpenVINO's own compression rounds everything,
-    also the angles of rotary positions."""
-    for node in graph.get_ordered_ops():
-        if node.get_type_name() != "Constant" or node.get_element_type() != ov.Type.f32:
-            continue
-        bits = node.get_data().view(np.uint32)
-        if bits.size < SMALL_CONSTANT or (bits & 0xFFFF).any():
-            continue
-        halves = ov.Tensor(
-            ov.Type.bf16, ov.Shape(list(bits.shape))
-        )  # owns its memory, unlike one of an array
-        halves.data.view(np.uint16)[:] = bits >> 16
-        stored = ops.constant(halves)
-        for reader in node.output(0).get_target_inputs():
-            reader.replace_source_output(ops.convert(stored, "f32").output(0))
 
 
 class Steps:

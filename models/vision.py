@@ -60,18 +60,22 @@ class VisionTower(nn.Module):
     [tokens, width of the language model].
 
     config: the checkpoint's config.json; preprocessor: its `processor_config` (manifest.py), for how pixels
-    are normalized; tensors: by their names in the checkpoint, or those of transformers' model. Raises
-    KeyError for a part that is missing.
+    are normalized; tensors: by their names in the checkpoint, or those of transformers' model; dtype: of the
+    arithmetic, if not that of the tensors. Raises KeyError for a part that is missing.
     """
 
     def __init__(
-        self, config: Mapping[str, Any], preprocessor: Mapping[str, Any], tensors: Mapping[str, Tensor]
+        self,
+        config: Mapping[str, Any],
+        preprocessor: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         self._config = config
         self._kind = kind = config["model_type"]
-        self._tower = tower = _Tensors(tensors, TOWERS)
-        self._projector = _Tensors(tensors, PROJECTORS)
+        self._tower = tower = _Tensors(tensors, TOWERS, dtype)
+        self._projector = _Tensors(tensors, PROJECTORS, dtype)
         newline = next((tensors[name] for name in NEWLINES if name in tensors), None)
         self.register_buffer("newline", newline)  # [width]: the embedding after each row of a canvas
         self._is_pixtral = "patch_conv.weight" in tower
@@ -239,8 +243,9 @@ class _Tensors(nn.Module):
     """The tensors below the first of some prefixes that there is, by the rest of their dotted names; and the
     layers that are made of them."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], prefixes: Iterable[str]):
+    def __init__(self, tensors: Mapping[str, Tensor], prefixes: Iterable[str], dtype: torch.dtype | None):
         super().__init__()
+        self._dtype = dtype
         for prefix in prefixes:
             names = [name for name in tensors if name.startswith(prefix)]
             if names:
@@ -251,13 +256,16 @@ class _Tensors(nn.Module):
             self.register_buffer(name.removeprefix(prefix).replace(".", "/"), tensors[name])
 
     def get(self, name: str) -> Tensor | None:
-        return self._buffers.get(name.replace(".", "/"))
+        if name not in self:
+            return None
+        return self[name]
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._buffers[name.replace(".", "/")]
+        tensor = self._buffers[name.replace(".", "/")]
+        return tensor if self._dtype is None else tensor.to(self._dtype)
 
     def __contains__(self, name: str) -> bool:
-        return self.get(name) is not None
+        return name.replace(".", "/") in self._buffers
 
     def count(self, layers: str) -> int:
         """How many layers there are below a name."""
@@ -279,13 +287,18 @@ class _Tensors(nn.Module):
         return self[f"{name}.weight"] * wide.to(x.dtype)
 
 
+def is_vision(name: str) -> bool:
+    """Whether a tensor belongs to the vision tower, the projector or the row ends."""
+    return name.startswith((*TOWERS, *PROJECTORS, *NEWLINES))
+
+
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of the vision tower, the projector and the row ends of a checkpoint, by their names."""
+    """The tensors of a checkpoint that `is_vision` names."""
     tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
-                if name.startswith((*TOWERS, *PROJECTORS, *NEWLINES)):
+                if is_vision(name):
                     tensors[name] = file.get_tensor(name)
     return tensors
 
