@@ -58,9 +58,10 @@ class OpenAIRequest(FormatFields, kw_only=True):
 
 
 class PromptTokensDetails(Struct):
-    """`cached_tokens` are from prefix caching."""
+    """`cached_tokens` are from prefix caching, `image_tokens` of images, if the request has any."""
 
     cached_tokens: int
+    image_tokens: int | UnsetType = UNSET
 
 
 class CompletionTokensDetails(Struct):
@@ -229,12 +230,15 @@ class OpenAIResponseWriter(ResponseWriter):
         first = first_of_prompts(sequences) or sequences[:1]  # the usage of one choice has its prompt, too
         prompt_tokens = sum(len(sequence.prompt) for sequence in first)
         completion_tokens = sum(sequence.tokens for sequence in sequences)
-        cached = PromptTokensDetails(sum(sequence.ran.cached for sequence in first if sequence.ran))
+        cached = sum(sequence.ran.cached for sequence in first if sequence.ran)
+        of_images = sum(sequence.prepared.image_tokens for sequence in first)
+        prompt_details = PromptTokensDetails(cached, of_images or UNSET)
         details = CompletionTokensDetails(
             accepted_prediction_tokens=sum(sequence.accepted_draft_tokens for sequence in sequences),
             reasoning_tokens=sum(sequence.reasoning_tokens for sequence in sequences),
         )
-        return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached, details)
+        total = prompt_tokens + completion_tokens
+        return Usage(prompt_tokens, completion_tokens, total, prompt_details, details)
 
     def _token_logprob(self, piece: Piece) -> TokenLogprob:
         top = piece.top[: self._top_n]

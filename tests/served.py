@@ -6,7 +6,7 @@ import time
 
 import gevent
 import msgspec
-from fakes.model import EOS, FakeModel, greedy
+from fakes.model import EOS, ImageModel, greedy
 from fakes.tokenizer import VOCABULARY, byte_tokenizer
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -35,7 +35,7 @@ TEMPLATE = (
 )
 
 
-class PausableModel(FakeModel):
+class PausableModel(ImageModel):
     """A model whose decode steps can be held up and whose next steps can fail."""
 
     def __init__(self, **settings):

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from asked import CONFIG, INFO, TEMPLATE
-from fakes.images import IMAGE, IMAGE_ID, FakePreprocessor
+from fakes.images import IMAGE, IMAGE_ID, FakePreprocessor, key_of
 from fakes.model import greedy
 from fakes.tokenizer import VOCABULARY, byte_tokenizer
 from openai_api import chunks
@@ -388,11 +388,11 @@ def test_a_request_has_at_most_so_many_images():
 
 
 def test_the_pixels_of_a_request_and_the_time_that_they_take_are_bounded(monkeypatch):
-    monkeypatch.setattr("api.images.MAX_PIXEL_BYTES", 6)
+    monkeypatch.setattr("api.images.MAX_PIXEL_BYTES", 11)
     body = chat_of(of_chat(data_url(CAT)), of_chat(data_url(DOG)))
     error = refused(chat.chat, body)
     assert error.param == "messages[0].content[1].image_url.url"
-    assert "may have 6 bytes of pixels. Given: 7" in str(error)
+    assert "may have 11 bytes of pixels. Given: 12" in str(error)
     monkeypatch.setattr("api.images.MAX_SECONDS", 0.0)
     error = refused(chat.chat, body)
     assert error.param == "messages[0].content[0].image_url.url"
@@ -486,7 +486,7 @@ def test_the_headers_count_the_characters_that_the_client_wrote():
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory):
-    served = Running(tmp_path_factory.mktemp("seeing"), payload_limit=20_000)
+    served = Running(tmp_path_factory.mktemp("seeing"), payload_limit=20_000, allowed_media_domains=("example.com",))
     image_tokenizer(served.folder)
     (served.folder / "chat_template.jinja").write_text(
         PARTS + SERVERS_TEMPLATE.replace("{{ m.content }}", "{{ parts(m.content) }}")
@@ -541,7 +541,7 @@ def test_a_response_follows_from_the_ids_of_the_image(seeing, submitted, route, 
     assert response.status_code == 200, response.json
     (((generate,), (image,)),) = submitted
     assert [i for i in generate.prompt if i < 0] == list(image.ids)
-    assert image.pixels == CAT
+    assert image.key == key_of(CAT)
     ids = greedy(generate.prompt, 5, VOCABULARY)
     text = seeing.tokenizer.decode([i for i in ids if i])
     prefix = body["inputs"] if route == "/" else ""
@@ -552,13 +552,22 @@ def test_a_response_follows_from_the_ids_of_the_image(seeing, submitted, route, 
     assert counts <= {len(generate.prompt)}
 
 
-def test_an_image_is_sent_once_for_all_sequences_and_not_kept(seeing, submitted):
+def test_an_image_is_sent_once_for_all_sequences_and_not_kept(seeing, submitted, monkeypatch):
     image = of_chat(data_url(CAT))
+    kept = []
+
+    def record(requests, served):
+        kept.extend(requests)
+        return prompts_of(requests, served)
+
+    monkeypatch.setattr("api.server.prompts_of", record)
     response = seeing.post("/v1/chat/completions", chat_of(image, image) | {"n": 2, "max_tokens": 2, "return_token_ids": True})
     ((generates, images),) = submitted
     assert len(generates) == 2 and len(images) == 1
     assert [i for i in generates[1].prompt if i < 0] == [*images[0].ids, *images[0].ids]
     assert response.json["prompt_token_ids"].count(IMAGE_ID) == 2 * len(CAT)
+    assert response.json["usage"]["prompt_tokens_details"]["image_tokens"] == 2 * len(CAT)
+    assert [prepared.images for prepared in kept] == [[]]
 
 
 def test_a_stream_has_the_ids_of_the_models_image_token(seeing, submitted):
@@ -585,9 +594,9 @@ def test_a_stored_response_keeps_its_image_and_its_url_is_fetched_again(seeing, 
         more = {"input": "c", "previous_response_id": first.json["id"], "max_output_tokens": 2}
         second = seeing.post("/v1/responses", more)
         assert second.status_code == 200, second.json
-        assert [image.pixels for _, (image,) in submitted[-2:]] == [CAT, CAT]
+        assert [image.key for _, (image,) in submitted[-2:]] == [key_of(CAT)] * 2
         assert submitted[-1][0][0].prompt[:9] == submitted[-2][0][0].prompt[:9]
-    assert fetched == [("https://example.com/cat.png", ())] * 2
+    assert fetched == [("https://example.com/cat.png", ("example.com",))] * 2
 
 
 def test_what_a_url_leads_to_is_bounded_in_all_and_fetched_once(seeing, monkeypatch):
@@ -624,6 +633,7 @@ def test_the_response_of_a_request_with_an_item_reference_is_read_twice_without_
 def test_counts_models_and_info_know_images(seeing):
     _, body = as_chat(data_url(CAT))
     assert seeing.post("/tokenize", body).json["tokens"].count(IMAGE_ID) == len(CAT)
+    assert IMAGE_ID not in seeing.post("/tokenize", {"prompt": IMAGE}).json["tokens"]
     (card,) = seeing.client.get("/v1/models").json["data"]
     assert card["architecture"] == {"input_modalities": ["text", "image"], "output_modalities": ["text"]}
     assert seeing.client.get("/info").json["input_modalities"] == ["text", "image"]
@@ -636,11 +646,11 @@ def test_vertex_and_plain_text_take_images_too(seeing, submitted):
     response = seeing.post("/vertex", {"instances": instances})
     assert response.status_code == 200, response.json
     ((generates, images),) = submitted
-    assert [image.pixels for image in images] == [CAT, DOG]
+    assert [image.key for image in images] == [key_of(CAT), key_of(DOG)]
     assert [len([i for i in generate.prompt if i < 0]) for generate in generates] == [3, 4]
     response = seeing.client.post("/invocations", data=native["inputs"], content_type="text/plain")
     assert response.status_code == 200 and len(response.get_data()) >= 0
-    assert [image.pixels for image in submitted[-1][1]] == [CAT]
+    assert [image.key for image in submitted[-1][1]] == [key_of(CAT)]
 
 
 def test_a_request_that_is_over_makes_room_for_the_next():

@@ -1,13 +1,18 @@
-"""Images without pixels: a file becomes as many tokens as it has bytes, in brackets."""
+"""Images without a picture: a file becomes as many tokens as it has bytes, in brackets."""
 
 import hashlib
 
+from fakes.model import image
 from fakes.tokenizer import VOCABULARY
 from text.images import PreprocessedImage
 from text.limited import LimitExceeded, Refused
 
 IMAGE = "<image>"
 IMAGE_ID = VOCABULARY  # the token after those of the plainest tokenizer
+
+
+def key_of(data, low_detail=False):
+    return int.from_bytes(hashlib.blake2b(data + bytes([low_detail]), digest_size=5).digest(), "big")
 
 
 class FakePreprocessor:
@@ -25,6 +30,5 @@ class FakePreprocessor:
             raise Refused("is not an image that this server reads")
         if data.startswith(b"slow"):
             raise LimitExceeded("takes longer than 5 s of processor time")
-        tokens = 1 if low_detail else len(data)
-        key = int.from_bytes(hashlib.blake2b(data + bytes([low_detail]), digest_size=5).digest(), "big")
-        return PreprocessedImage(f"[{IMAGE * tokens}]", tokens, (1, 1, tokens), (), data, key)
+        made = image(key_of(data, low_detail), 1 if low_detail else len(data))
+        return PreprocessedImage(f"[{IMAGE * made.tokens}]", made.tokens, made.shape, made.canvas, made.pixels, made.key)
