@@ -67,9 +67,12 @@ class TextThreads:
             result = self._threads.apply(attempt, (function,))
         finally:
             self._pending -= 1
-        if isinstance(result, BaseException):
+        if not isinstance(result, BaseException):
+            return result
+        try:
             raise result
-        return result
+        finally:
+            del result  # else it would keep this frame, and all that led to it, until garbage is collected
 
 
 class Server:

@@ -3,7 +3,9 @@
 import base64
 import contextlib
 import functools
+import gc
 import json
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from fakes.tokenizer import VOCABULARY, byte_tokenizer
 from openai_api import chunks
 from served import TEMPLATE as SERVERS_TEMPLATE
 from served import Served as Running
-from served import events
+from served import events, wait_until
 from tokenizers import AddedToken
 
 from api import chat, fields, messages, responses, tgi, tokenize
@@ -660,3 +662,25 @@ def test_a_request_that_is_over_makes_room_for_the_next():
         with contextlib.suppress(ApiError):
             loaded(chat.chat, chat_of(of_chat(data_url(file))), served)
         assert loader.with_pixels.counter == 2
+
+
+@pytest.mark.parametrize("files", [[CAT, DOG], [CAT, b"bad"], [CAT, b"x" * 70]], ids=["served", "refused", "too long"])
+def test_no_pixels_stay_in_memory_when_a_request_is_over(seeing, monkeypatch, files):
+    """Without the garbage collector, whose next full run may come much later."""
+    made = []
+    preprocess = FakePreprocessor.__call__
+
+    def record(self, data, low_detail=False):
+        read = preprocess(self, data, low_detail)
+        made.append(read.pixels)
+        return read
+
+    monkeypatch.setattr(FakePreprocessor, "__call__", record)
+    gc.disable()
+    try:
+        seeing.post("/v1/chat/completions", chat_of(*[of_chat(data_url(file)) for file in files]) | {"max_tokens": 1})
+        assert made
+        # The references are those of the list, the loop and the call.
+        wait_until(lambda: {sys.getrefcount(pixels) for pixels in made} == {3})
+    finally:
+        gc.enable()
