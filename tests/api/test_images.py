@@ -331,6 +331,39 @@ def test_images_of_other_roles_are_user_messages_where_the_template_writes_no_im
     assert prompt_of(chat.chat, continued, USERS_ALONE) == f"u:u;u:{B};a:[image]yes"
 
 
+SCREENSHOT = {"type": "computer_screenshot", "image_url": data_url(CAT)}
+COMPUTER = {"type": "computer_call", "call_id": "1", "actions": [{"type": "screenshot"}], "id": "c", "status": "completed"}
+FILE = {"type": "file", "file": {"file_id": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("make", "body", "words"),
+    [
+        (
+            responses.responses,
+            {"input": [COMPUTER, {"type": "computer_call_output", "call_id": "1", "output": SCREENSHOT}]},
+            f"t:{A}1;",
+        ),
+        (responses.responses, {"input": [SHOT]}, f"u:{A};"),
+        (responses.compact, {"model": "m", "input": [{"role": "user", "content": [SHOT]}]}, f"u:{A};"),
+        (
+            messages.messages,
+            {"max_tokens": 9, "system": [block(type="url", url=data_url(CAT)), {"type": "text", "text": "s"}], **chat_of()},
+            f"s:{A}s;",
+        ),
+        (
+            messages.messages,
+            {"max_tokens": 9}
+            | chat_of({"type": "document", "source": {"type": "content", "content": [block(type="url", url=data_url(CAT))]}}),
+            f"u:{A};",
+        ),
+        (chat.chat, chat_of(FILE, of_chat(data_url(CAT))), f"u:[file omitted: this server reads text and images only]{A};"),
+    ],
+)
+def test_images_are_read_wherever_a_request_has_them(make, body, words):
+    assert words in prompt_of(make, body)
+
+
 # What a model that reads text alone is asked
 
 
