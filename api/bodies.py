@@ -22,6 +22,7 @@ from api.errors import ApiError
 from config import TEXT_PAYLOAD
 
 BODY_PIECE = 16_384  # bytes; in chunks of a byte they take 0.1 s
+LONG_PIECE = 262_144  # of a body of known length, which is read five times as fast
 COMPRESSED_PIECE = 2048  # bytes; makes at most 2 MB
 YIELD_S = 1e-6  # sleep(0) lets other greenlets run, but does not look for input each time
 # Bytes of bodies that arrive or are being prepared, in an API server process. Where bodies may be long, as
@@ -76,7 +77,7 @@ class Bodies:
         timeout_s = self._client_timeout_s
         try:
             with gevent.Timeout(timeout_s):
-                while piece := request.stream.read(BODY_PIECE):
+                while piece := request.stream.read(_piece_size(body)):
                     self._add(piece, body, limit)
         except gevent.Timeout:
             _end_input()
@@ -136,6 +137,13 @@ def _content_encoding() -> str:
 def _has_zlib_header(body: bytes) -> bool:
     """RFC 1950, 2.2: the method deflate, and a checksum over two bytes."""
     return len(body) > 1 and body[0] & 15 == 8 and int.from_bytes(body[:2], "big") % 31 == 0
+
+
+def _piece_size(body: bytearray) -> int:
+    """How many bytes of the current request's body to wait for: at most as many as are counted already."""
+    if request.content_length is None:
+        return BODY_PIECE
+    return min(max(len(body), BODY_PIECE), LONG_PIECE)
 
 
 def check_is_json() -> None:
