@@ -177,8 +177,9 @@ def drain_body() -> None:
     gunicorn would read it in pieces of a kilobyte, each of which copies all that has arrived: a second for 2
     MB, during which the process serves no other request.
     """
+    size = BODY_PIECE if request.content_length is None else LONG_PIECE
     with contextlib.suppress(OSError, ParseException, ClientDisconnected), gevent.Timeout(DISCARD_S, False):
-        while request.environ["wsgi.input"].read(BODY_PIECE):
+        while request.environ["wsgi.input"].read(size):
             gevent.sleep(YIELD_S)
         return
     _end_input()
