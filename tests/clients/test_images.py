@@ -5,10 +5,8 @@ import contextlib
 import http.server
 import os
 import ssl
-import struct
 import subprocess
 import threading
-import zlib
 
 import anthropic
 import openai
@@ -17,20 +15,11 @@ from demo_server import ROOT, serving
 from huggingface_hub import InferenceClient
 from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
+from pictures import IMAGE_TOKENS, png
 
-IMAGE_TOKENS = 576  # of LLaVA, for an image of any size
 MODEL = "tiny-llava"
 QUESTION = "What is this?"
 LIMITS = {"model": MODEL, "max_tokens": 2}
-
-
-def png(width=64, height=48):
-    def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    rows = b"".join(b"\0" + bytes([y * 5, 99, 255 - y]) * width for y in range(height))
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 
 PNG = png()
