@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from manifest import VISION_FAMILIES
 from models import rope
 from models.base import named
 from models.checkpoint import legacy_config
@@ -362,6 +363,21 @@ class InternLM2(Family):
         return tensors
 
 
+# What transformers' classes have where the text_config of a vision-language model leaves out a size: all of
+# them SIZES, but for OTHER_SIZES.
+SIZES = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+OTHER_SIZES: dict[str, dict[str, int]] = {
+    "mistral": {"intermediate_size": 14336},
+    "qwen2": {"intermediate_size": 22016, "vocab_size": 151936},
+    "qwen3": {"intermediate_size": 22016, "vocab_size": 151936},
+}
+
 FAMILIES: dict[str, type[Family]] = {
     "llama": Llama,
     "code_llama": Llama,
@@ -381,13 +397,26 @@ FAMILIES: dict[str, type[Family]] = {
 }
 
 
+def text_config(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config.json of a model's text part: of a vision-language model the `text_config`, as if it were a
+    file of its own."""
+    text = config_json.get("text_config")
+    if config_json.get("model_type") not in VISION_FAMILIES or not isinstance(text, dict):
+        return config_json
+    kind = text.get("model_type")
+    dtypes = {name: config_json[name] for name in ("torch_dtype", "dtype") if config_json.get(name)}
+    return {**SIZES, **OTHER_SIZES.get(kind, {}), **text, **dtypes}
+
+
 def of(config_json: Mapping[str, Any]) -> Family:
-    """The family of a model by its config.json, which transformers 4 or 5 wrote.
+    """The family of a model by its config.json, which transformers 4 or 5 wrote; of a vision-language model
+    that of its text part.
 
     Raises ConfigError for an unsupported family or an invalid config.json, ModelError for an unsupported
     value.
     """
-    model_type = config_json.get("model_type")
+    text = text_config(config_json)
+    model_type = text.get("model_type")
     if model_type in NOT_ANY_MORE:
         raise ConfigError(
             f"{model_type} models are no longer supported on Neuron; "
@@ -397,7 +426,8 @@ def of(config_json: Mapping[str, Any]) -> Family:
         known = ", ".join(FAMILIES)
         raise ConfigError(f"model_type {model_type!r} is not supported on Neuron; these are: {known}")
     try:
-        family = FAMILIES[model_type](legacy_config(config_json))
+        family = FAMILIES[model_type](legacy_config(text))
+        family.is_nested = text is not config_json
         family.check()
         kinds = family.graph().kinds
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:

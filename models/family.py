@@ -65,6 +65,8 @@ class Family:
     }
     # Compiled graphs of another revision are not loaded: raise it with any change of what is computed.
     revision = 1
+    # It is the text part of a vision-language model, whose checkpoint names its tensors otherwise.
+    is_nested = False
     is_llama = False  # true where it only differs in a graph, biases or head_dim of its own
     experts = 0
     norms_per_layer = 2  # vectors of hidden_size

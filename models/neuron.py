@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from config import DEVICE_TOP_K
-from models.base import Chunk, DeviceLost, Logits, ModelError, SampledIds
+from models.base import Chunk, DeviceLost, Logits, ModelError, SampledIds, named, warn_text_only
+from models.encoder_cache import EncoderCache, split_ids
 from models.neuron_build import (
     GREEDY,
     BuildPlan,
@@ -24,6 +25,7 @@ from models.neuron_build import (
     is_device_error,
     load_model,
 )
+from models.vision import VisionTower, read_tensors
 
 logger = logging.getLogger("model")
 
@@ -47,7 +49,7 @@ class NeuronModel:
     supports_chunked_prefill = False
     supports_prefix_copy = False
     prompt_budget = None
-    encoder_cache = None
+    encoder_cache: EncoderCache | None = None
 
     def __init__(
         self, build: BuildPlan, work_dir: Path, announce: Callable[[str], None] = lambda phase: None
@@ -72,6 +74,7 @@ class NeuronModel:
         self._returns_ids = self.sampling == "device"
         self._held: dict[int, list[int]] = {}  # slot → the tokens in its KV cache
         self._drafts: dict[int, Sequence[int]] = {}  # slot → draft tokens after them, not yet accepted
+        self._pinned: dict[int, set[int]] = {}  # slot → the images in its KV cache, by key
         self.max_draft_rows = self.verify_length = 0
         self.prefill_chunk: int | None = None
         if self.sampling == "hybrid" and (problem := self._hybrid_problem()):
@@ -94,6 +97,22 @@ class NeuronModel:
         self._held.clear()
         self.prefix_granularity = self.prefill_chunk
         self.supports_prompt_logits = self.prefill_chunk is not None and self.sampling != "device"
+        if build.manifest.reads_images:
+            self._load_vision(build)
+
+    def _load_vision(self, build: BuildPlan) -> None:
+        """Reads images from now on. The vision tower runs on the host, as the lookup of embeddings does."""
+        manifest = build.manifest
+        try:
+            tensors = read_tensors(build.checkpoint())
+            self._vision = VisionTower(manifest.config_json, manifest.processor_config, tensors).float()
+        except Exception as error:
+            logger.debug("no vision tower", exc_info=True)
+            warn_text_only(build.config.model_name, named(error))
+            return
+        self.encoder_cache = EncoderCache(build.family.hidden)
+        text = self._model.chkpt_model.model
+        text.embed_tokens = HostEmbedding(text.embed_tokens, self.encoder_cache, build.family.embedding_scale)
 
     def _hybrid_problem(self) -> str | None:
         """Compares the id with the logits after the same prompt: what is wrong with the id, if anything."""
@@ -188,6 +207,12 @@ class NeuronModel:
                 self.forward([Chunk(0, prompt[:1], 2)])
         step = self.forward([Chunk(slot, prompt[:1], len(prompt))])
         return [_comparable(output), _comparable(step)]
+
+    def encode_image(
+        self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
+    ) -> np.ndarray | None:
+        """See StaticBatchModel."""
+        return self._vision.encode(pixels, canvas, is_cancelled)
 
     def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
         """See StaticBatchModel. Raises DeviceLost.
@@ -342,6 +367,7 @@ class NeuronModel:
         )
         assert begin <= len(held), f"slot {slot} holds {len(held)} positions, not {begin}"
         held = self._held[slot] = [*held[:begin], *tokens]
+        self._pin_images(slot, held)
         if begin:
             return self._extend_prefill(slot, held, begin if all_logits else end - 1, begin)
         first = held[:1] if all_logits else held
@@ -354,6 +380,18 @@ class NeuronModel:
         if len(first) == len(held):
             return output
         return torch.cat([output, self._extend_prefill(slot, held, 1, 1)])
+
+    def _pin_images(self, slot: int, held: list[int]) -> None:
+        """Keeps the embeddings of the images that a slot holds, also when their request has ended: its tokens
+        may run again, as fillers."""
+        if not self.encoder_cache:
+            return
+        tokens = np.array(held, np.int64)
+        keys, _numbers = split_ids(tokens[tokens < 0])
+        before = self._pinned.get(slot, set())
+        self._pinned[slot] = set(keys.tolist())
+        self.encoder_cache.pin(self._pinned[slot])
+        self.encoder_cache.unpin(before)
 
     def _extend_prefill(self, slot: int, held: list[int], first: int, begin: int) -> torch.Tensor:
         """Runs the tokens from position `begin` > 0 on: logits [len(held) - first, vocab] after those from
@@ -381,6 +419,24 @@ class NeuronModel:
             return program(*arrays, **options)
         except Exception as error:
             raise DeviceLost(explain(error)) from error
+
+
+class HostEmbedding(torch.nn.Module):
+    """The table of embeddings of transformers-neuronx, and those of images from the encoder cache. `scale`:
+    what the family multiplies embeddings by, which the table has already."""
+
+    def __init__(self, table: torch.nn.Module, cache: EncoderCache, scale: float):
+        super().__init__()
+        self._table = table
+        self._cache = cache
+        self._scale = scale
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids: int64 [n, q] → [n, q, hidden]."""
+        tokens, embeddings, places = self._cache.resolve(ids.flatten().numpy())
+        embedded = self._table(torch.from_numpy(tokens))
+        embedded[torch.from_numpy(places)] = torch.from_numpy(embeddings).to(embedded) * self._scale
+        return embedded.unflatten(0, ids.shape)
 
 
 def _comparable(output: Logits | SampledIds) -> np.ndarray | list[int]:

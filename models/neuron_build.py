@@ -86,10 +86,12 @@ class BuildPlan:
     config: Config  # with everything that was left open filled in
     compiled_config: CompiledConfig
     family: Family
-    legacy: dict[str, Any]  # the checkpoint's config.json under the names of transformers 4
+    # The config.json of the checkpoint, or of its text part, under the names of transformers 4.
+    legacy: dict[str, Any]
     folder: Path
     artifact: Artifact | None  # of a compiled model's folder; None: a plain checkpoint
     compile_workers: int
+    manifest: Manifest
 
     @classmethod
     def decide(cls, config: Config, folder: Path, manifest: Manifest) -> BuildPlan:
@@ -109,10 +111,15 @@ class BuildPlan:
                 config = artifact.with_optimum(config, found.optimum)
             config, compiled_config = _sized(shape, family, config)
             config = config.with_manifest(manifest)
+        if manifest.reads_images and plan.ON_DEVICE_EMBEDDING in compiled_config.neuron_config:
+            raise ConfigError(
+                f"--neuron-config {plan.ON_DEVICE_EMBEDDING} (NEURON_CONFIG) is not supported for models "
+                "that read images, whose embeddings the host looks up; leave it out"
+            )
         memory_workers = (host_memory() or 0) // plan.COMPILER_BYTES
         workers = config.compile_workers or max(1, min(os.cpu_count() or 1, memory_workers))
-        legacy = legacy_config(manifest.config_json)
-        return cls(config, compiled_config, family, legacy, folder, found, workers)
+        legacy = legacy_config(families.text_config(manifest.config_json))
+        return cls(config, compiled_config, family, legacy, folder, found, workers, manifest)
 
     def checkpoint(self) -> Path:
         """The folder with the weights, downloaded if necessary."""
@@ -313,7 +320,7 @@ def make(build: BuildPlan, work_dir: Path) -> Any:
 
 def _class_of(build: BuildPlan) -> Any:
     family = build.family
-    if family.neuronx_class and build.compiled_config.sampling != "hybrid":
+    if family.neuronx_class and not family.is_nested and build.compiled_config.sampling != "hybrid":
         return getattr(library(), family.neuronx_class)
     # Imported here: it needs transformers-neuronx, which only machines with a device have.
     from models.neuron_graph import class_of

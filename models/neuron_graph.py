@@ -11,6 +11,7 @@ Source: transformers-neuronx 0.13.322, llama/model.py, llama/hlo.py, decoder.py,
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,6 +47,15 @@ PLACES = {
     **{f"{name}.bias": f"attn_{place}_bias" for name, place in zip((Q, K, V, O), ("q", "k", "v", "out"))},
     "after_attention": "post_attn_ln_weight",
     "after_mlp": "post_mlp_ln_weight",
+}
+
+HEAD = "lm_head.weight"
+# How tensors of the text part of a vision-language model begin, and those of a model of its own.
+TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "model.text_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
 }
 
 
@@ -116,10 +126,13 @@ class FamilyForSampling(llama.LlamaForSampling):
 
     def load_state_dict_dir(self, folder: str) -> None:
         """The library asks each module for its tensors when it needs them, and drops them afterwards."""
-        if self.family.neuronx_class:
+        if self.family.neuronx_class and not self.family.is_nested:
             return super().load_state_dict_dir(folder)
         checkpoint = Checkpoint(Path(folder))
         family = self.family
+        if family.is_nested:  # its two configs may say different things
+            family = copy.copy(family)
+            family.is_tied = HEAD not in checkpoint
         model = self.chkpt_model
         self._checkpoint = checkpoint
 
@@ -234,25 +247,37 @@ def _interleave_qkv(
 
 
 class Checkpoint:
-    """The tensors of the safetensors files in a folder, by name."""
+    """The tensors of the safetensors files in a folder, by name; those of the text part of a vision-language
+    model by the names of a model of its own."""
 
     def __init__(self, folder: Path):
         """Raises ModelError where there are none."""
-        self._files: dict[str, Path] = {}
+        self._places: dict[str, tuple[Path, str]] = {}  # file, name in it
         for path in sorted(folder.glob("model*.safetensors")):
             with safe_open(path, "pt") as file:
-                self._files |= dict.fromkeys(file.keys(), path)
-        if not self._files:
+                self._places |= {_name_of_text(name): (path, name) for name in file.keys()}  # noqa: SIM118
+        if not self._places:
             raise ModelError(f"there is no model.safetensors, which this family of models needs, in {folder}")
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
     def __call__(self, name: str) -> torch.Tensor:
-        if name not in self._files:
+        if name not in self:
             raise ModelError(f"the checkpoint has no tensor {name}")
-        with safe_open(self._files[name], "pt") as file:
-            return file.get_tensor(name)
+        path, name_in_file = self._places[name]
+        with safe_open(path, "pt") as file:
+            return file.get_tensor(name_in_file)
 
     def in_layer(self, family: Family, number: int) -> Callable[[str], torch.Tensor]:
         return lambda name: self(f"{family.layer_prefix(number)}{name}")
+
+
+def _name_of_text(name: str) -> str:
+    for prefix, own in TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name
 
 
 class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):

@@ -30,7 +30,7 @@ from models.accuracy import find_fault
 from models.architecture import read_architecture, with_version_of_code
 from models.base import Chunk, DeviceLost, ModelError, first_line, named, reported_as, warn_text_only
 from models.encoder_cache import EncoderCache
-from models.image_layout import Canvas, arrange
+from models.image_layout import Canvas
 from models.machine import usable_threads
 from models.vision import VisionTower
 
@@ -376,17 +376,10 @@ class TorchModel:
             self._profiler.step()
         return logits
 
-    @torch.inference_mode()
     def encode_image(
         self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
     ) -> np.ndarray | None:
-        features = []
-        for tile in pixels:
-            if is_cancelled():
-                return None
-            features.append(self._vision(torch.from_numpy(tile[None]).to(self.device)).cpu().numpy())
-        newline = self._vision.newline
-        return arrange(np.stack(features), canvas, None if newline is None else newline.float().cpu().numpy())
+        return self._vision.encode(pixels, canvas, is_cancelled)
 
     def _load_vision(self, manifest: Manifest) -> None:
         """Sets `encoder_cache` where the model reads images, and its tower computes what that of transformers

@@ -8,14 +8,17 @@ tiles of an image together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
+
+from models.image_layout import arrange
 
 # Where checkpoints have the parts: transformers renamed them more than once. The longer names come first.
 TOWERS = (
@@ -133,6 +136,19 @@ class VisionTower(nn.Module):
         if self._drops_first:
             features = features[:, 1:]
         return self._project(features[0], rows, columns).float()
+
+    @torch.inference_mode()
+    def encode(
+        self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
+    ) -> np.ndarray | None:
+        """As `encode_image` of StaticBatchModel (base.py)."""
+        features = []
+        for tile in pixels:
+            if is_cancelled():
+                return None
+            features.append(self(torch.tensor(tile[None], device=self.scale.device)).cpu().numpy())
+        newline = None if self.newline is None else self.newline.float().cpu().numpy()
+        return arrange(np.stack(features), canvas, newline)
 
     def normalize(self, tiles: Tensor) -> Tensor:
         """The values of pixels, uint8 [tiles, height, width, 3] -> float32 [tiles, 3, height, width]."""

@@ -1,0 +1,19 @@
+"""python vision_references.py FOLDER FAMILY ...: tiny checkpoints that transformers 5 makes, an image for each, and how
+transformers continues a prompt with it (tests/models/test_vision.py)."""
+
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "models")]
+
+from test_vision import Zoo  # noqa: E402
+
+from protocol import encode  # noqa: E402
+
+root = Path(sys.argv[1])
+zoo = Zoo(root)
+for family in sys.argv[2:]:
+    prompt = zoo.prompt(family)
+    text, _lead = zoo.text(family, tuple(prompt))
+    (root / f"{family}.reference").write_bytes(encode((zoo.picture(family).image, prompt, text)))
