@@ -434,6 +434,9 @@ def of(config_json: Mapping[str, Any]) -> Family:
         raise ConfigError(
             f"config.json of this {model_type} model cannot be understood: {named(error)}"
         ) from None
+    if family.is_nested and family.experts:
+        kind = config_json["model_type"]
+        raise ConfigError(f"{kind} models whose text part is a {model_type} are not supported on Neuron")
     if kinds and len(kinds) != family.layers:
         raise ConfigError(
             f"config.json describes {len(kinds)} layers and num_hidden_layers is {family.layers}"

@@ -24,6 +24,7 @@ class Machine:
     # EC2 instance type; in a container with some of the devices still that of the whole machine.
     instance: str | None = None
     host_bytes: int | None = None  # the container's memory limit where it has one
+    host_cores: int | None = None  # physical ones of the host's processors
 
 
 def detect(root: str | Path = "/", environ: Mapping[str, str] = os.environ) -> Machine | None:

@@ -101,7 +101,7 @@ class BuildPlan:
         """
         library()
         family = families.of(manifest.config_json)
-        shape = plan.Shape.of(family)
+        shape = plan.Shape.from_config(manifest.config_json)
         found = Artifact.of(manifest.config_json, folder / "config.json")
         if found and found.compiled_config:
             compiled_config = found.compiled_config

@@ -23,7 +23,7 @@ from typing import Any
 
 import config as configuration
 from config import Config
-from manifest import read_json
+from manifest import VISION_FAMILIES, read_json
 from models import families
 from models.base import ModelError
 from models.family import Family
@@ -52,8 +52,61 @@ _DATA = json.loads(Path(__file__).with_name("plan.json").read_text(encoding="utf
 TP_DEGREES: dict[str, list[int]] = _DATA["tp_degrees"]  # by family
 _ROWS: list[dict[str, Any]] = _DATA["instances"]
 INSTANCES = {
-    row["name"]: Machine(row["cores"], row["family"], row["name"], row["host_gib"] * GIB) for row in _ROWS
+    row["name"]: Machine(row["cores"], row["family"], row["name"], row["host_gib"] * GIB, row["host_cores"])
+    for row in _ROWS
 }
+
+# What transformers' classes have where a vision_config leaves out a size, by the beginning of its model_type:
+# hidden_size, intermediate_size, num_hidden_layers, image_size, patch_size.
+TOWER_SIZES = {
+    "clip": (768, 3072, 12, 224, 32),
+    "siglip": (768, 3072, 12, 224, 16),
+    "idefics3": (1152, 3072, 12, 224, 32),
+    "smolvlm": (1152, 3072, 12, 224, 32),
+    "pixtral": (1024, 4096, 24, 1024, 16),
+    "internvl": (1024, 4096, 24, 448, 14),
+}
+# Estimates.
+HOST_FLOPS = 37e9  # of a host core in float32, a second
+TILE_CORES = 16  # that a tile keeps busy
+
+
+@dataclass(frozen=True)
+class Tower:
+    """The vision tower of a model that reads images, which runs on the host in float32."""
+
+    parameters: int  # with the projector
+    tile_flops: int  # floating-point operations for a tile of the largest size
+
+    @classmethod
+    def of(cls, config_json: Mapping[str, Any]) -> Tower | None:
+        """By a config.json; None for a model that reads text only."""
+        vision = config_json.get("vision_config")
+        if config_json.get("model_type") not in VISION_FAMILIES or not isinstance(vision, dict):
+            return None
+        kind = str(vision.get("model_type"))
+        sizes = next((sizes for name, sizes in TOWER_SIZES.items() if kind.startswith(name)), None)
+        if sizes is None:
+            return None
+        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "image_size", "patch_size")
+        given = [vision.get(name) or size for name, size in zip(names, sizes)]
+        hidden, intermediate, layers, side, patch = (n[0] if isinstance(n, list) else n for n in given)
+        matrices = 3 if kind == "pixtral" else 2  # of an MLP
+        layer = 4 * hidden * hidden + matrices * hidden * intermediate
+        patches = (side // patch) ** 2
+        width = families.text_config(config_json).get("hidden_size", hidden)
+        return cls(
+            parameters=layers * layer + hidden * width + width * width,
+            tile_flops=layers * (2 * patches * layer + 4 * patches * patches * hidden),
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        return 4 * self.parameters
+
+    def tile_s(self, machine: Machine) -> float:
+        """About how long a tile takes on a machine."""
+        return self.tile_flops / (HOST_FLOPS * min(TILE_CORES, machine.host_cores or 1))
 
 
 @dataclass(frozen=True)
@@ -75,11 +128,12 @@ class Shape:
     vectors: int  # norms and biases of a layer
     has_own_layers: bool = False  # neuron_graph.py builds its layers, not transformers-neuronx
     norms_all_heads: bool = False  # norms of queries and keys go over all heads
+    tower: Tower | None = None  # of a model that reads images
 
     @classmethod
     def from_config(cls, data: Mapping[str, Any]) -> Shape:
         """From the object in a config.json. Raises as `families.of` does."""
-        return cls.of(families.of(data))
+        return replace(cls.of(families.of(data)), tower=Tower.of(data))
 
     @classmethod
     def of(cls, family: Family) -> Shape:
@@ -121,9 +175,10 @@ class Shape:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory during loading: the checkpoint, and the embedding tables in float32
-        (T/llama/model.py:280-286)."""
-        return self.parameters * WIDTHS[self.dtype] + 4 * self.hidden * self.vocab
+        """Host memory during loading: the checkpoint, the embedding tables in float32
+        (T/llama/model.py:280-286), and the vision tower."""
+        tower = self.tower.host_bytes if self.tower else 0
+        return self.parameters * WIDTHS[self.dtype] + 4 * self.hidden * self.vocab + tower
 
     def memory_warning(self, machine: Machine) -> str | None:
         """One line where the machine's host memory looks too small to load the model, or to compile it."""
@@ -403,6 +458,10 @@ def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config)
     yield f"{name} ({shape.model_type}): {size}"
     memory = f"host memory to load it: {shape.host_bytes / GIB:.1f} GiB"
     yield f"served in {served}; context length: {shape.context_length}; {memory}"
+    if shape.tower:
+        tower = shape.tower
+        size = f"{tower.parameters:,} parameters, {tower.host_bytes / GIB:.1f} GiB of that memory in float32"
+        yield f"reads images, with the vision tower on the host: about {size}"
     useful = min(USEFUL_LENGTH, shape.context_length, config.max_total_tokens or USEFUL_LENGTH)
     recommended: list[tuple[int, int, int, str]] = []  # longest first, then smallest
     for machine in machines:
@@ -432,6 +491,8 @@ def _report_machine(sizing: Sizing, machine: Machine, config: Config) -> Iterato
     yield f"  {sizing}"
     if warning := shape.memory_warning(machine):
         yield f"  {warning}"
+    if shape.tower:
+        yield f"  an image takes about {shape.tower.tile_s(machine):.1f} s a tile on the host (estimate)"
     slots = range(1, (config.max_batch_size or MAX_BATCH_SIZE) + 1)
     lengths = [length for length in (1024, 2048, 4096, 8192, 16384) if length <= shape.context_length]
     largest = []

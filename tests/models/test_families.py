@@ -10,6 +10,7 @@ from models.base import ModelError
 from models.families import FAMILIES
 from models.family import LayerKind
 from models.plan import Shape
+from run import ConfigError
 
 LLAMA = {
     "model_type": "llama",
@@ -182,3 +183,29 @@ def test_parameters_are_those_of_the_model_that_transformers_makes(name):
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     assert Shape.from_config(config.to_dict()).parameters == sum(each.numel() for each in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["llava", "llava_next", "llava_onevision", "smolvlm", "idefics3", "mistral3", "internvl"])
+def test_a_vision_language_model_is_its_text_part(kind):
+    text = LLAMA | {"model_type": "qwen3", "head_dim": 16, "torch_dtype": "float32"}
+    family = families.of({"model_type": kind, "text_config": text, "dtype": "bfloat16", "vision_config": {}})
+    alone = families.of(text)
+    assert (family.is_nested, alone.is_nested) == (True, False)
+    assert (family.name, family.graph()) == (alone.name, alone.graph())  # the compiled graphs of one serve the other
+    assert family.dtype == "bfloat16"
+
+
+def test_sizes_that_a_text_config_leaves_out_are_those_of_transformers_classes():
+    config = {"model_type": "llava_next", "torch_dtype": "float16", "vision_config": {}}
+    text = {"model_type": "mistral", "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 32064}
+    family = families.of(config | {"text_config": text})
+    assert (family.layers, family.hidden, family.heads, family.kv_heads) == (32, 4096, 32, 8)
+    assert families.of(config | {"text_config": {"model_type": "qwen2"}}).intermediate == 22016
+    with pytest.raises(ConfigError, match="num_hidden_layers is None"):
+        families.of({"model_type": "llama"})
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_a_vision_language_model_of_other_positions_is_refused(kind):
+    with pytest.raises(ConfigError, match=f"model_type '{kind}' is not supported on Neuron"):
+        families.of({"model_type": kind, "text_config": LLAMA, "vision_config": {}})

@@ -1,7 +1,9 @@
 """Models that read images, on the real library: transformers' text, whatever else is in the batch, with the programs of a
 text model."""
 
+import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import NamedTuple
@@ -10,26 +12,20 @@ import msgspec
 import numpy as np
 import pytest
 from loop import Driven
+from safetensors.torch import load_file, save_file
 from test_server import as_float32, cores, refuse_to_compile, serve  # noqa: F401
+from transformers_neuronx import compiler
 
+from models import neuron_graph
 from models.base import Chunk
 from protocol import Generate, Image, SubmitRequests
-from run import HERE
+from run import HERE, ConfigError
 
 PYTHON = os.environ.get("SERVER_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="SERVER_PYTHON names no interpreter with transformers 5")
 
-FAMILIES = [
-    "llava",
-    "llava_next",
-    "granite_vision",
-    "llava_onevision",
-    "smolvlm",
-    "idefics3",
-    "pixtral",
-    "mistral3",
-    "internvl",
-]
+FAMILIES = ["llava", "llava_next", "granite_vision", "llava_onevision", "smolvlm", "idefics3", "pixtral", "mistral3"]
+FAMILIES += ["internvl"]
 POSITIONS = 2048
 TEXT = [1, 260, 40, 41, 290, 70, 81, 92]
 SETTINGS = {
@@ -83,7 +79,69 @@ def test_the_text_is_transformers_alone_beside_others_and_again(references, tmp_
     driven.run()
     assert driven.tokens[1] == driven.tokens[2]
     assert [driven.tokens[i] for i in (3, 4, 5)] == [reference.text] * 3
-    assert (driven.prompts[5].cached > 0) == bool(model.prefill_chunk)
+    assert (driven.prompts[5].cached > 0) == bool(model.prefill_chunk and len(reference.prompt) > model.prefill_chunk + 1)
+
+
+def test_the_compiled_graphs_of_the_text_model_serve_it(references, tmp_path, monkeypatch):
+    reference = references["llava"]
+    settings = SETTINGS["chunks"]
+    config = json.loads((reference.folder / "config.json").read_text())
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config["text_config"] | {"architectures": ["LlamaForCausalLM"]}))
+    tensors = load_file(reference.folder / "model.safetensors")
+    names = {name: neuron_graph._name_of_text(name) for name in tensors}
+    text = {own: tensors[name].contiguous() for name, own in names.items() if own.startswith(("model.layers", "model.norm"))}
+    text |= {own: tensors[name] for name, own in names.items() if own in ("model.embed_tokens.weight", "lm_head.weight")}
+    save_file(text, folder / "model.safetensors", {"format": "pt"})
+    served(reference._replace(folder=folder), tmp_path, **settings)
+    monkeypatch.setattr(compiler, "compile_hlo_module", refuse_to_compile)
+    driven = Driven(served=served(reference, tmp_path, **settings))
+    driven.arrive(asks(1, reference))
+    driven.run()
+    assert driven.tokens[1] == reference.text
+
+
+@pytest.mark.parametrize("family", ["llava", "internvl"])
+def test_the_head_is_that_of_the_checkpoint_whatever_its_two_configs_say_of_ties(references, tmp_path, family):
+    reference = references[family]
+    folder = shutil.copytree(reference.folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True  # and there is a head
+    (folder / "config.json").write_text(json.dumps(config))
+    driven = Driven(served=served(reference._replace(folder=folder), tmp_path, **SETTINGS["whole"]))
+    driven.arrive(asks(1, reference))
+    driven.run()
+    assert driven.tokens[1] == reference.text
+
+
+def test_embeddings_that_the_device_looks_up_are_refused_by_name(references, tmp_path):
+    named = r"--neuron-config on_device_embedding=true \(NEURON_CONFIG\) is not supported for models that read images"
+    with pytest.raises(ConfigError, match=named):
+        served(references["llava"], tmp_path, neuron_config=("on_device_embedding=true",))
+
+
+def test_an_image_of_an_idle_slot_keeps_its_embeddings(references, tmp_path):
+    """Its tokens run again where a step of the others needs the whole batch."""
+    reference = references["pixtral"]
+    model = served(reference, tmp_path, **SETTINGS["chunks"])
+    driven = Driven(served=model)
+    driven.arrive(asks(1, reference))
+    driven.run()
+    driven.worker._preparation.start()  # which frees what ended requests held
+    cache = model.encoder_cache
+    cache.limit_bytes = 0
+    cache.add(7, np.zeros((1, cache.width), np.float32))
+    assert reference.image.key in cache and 7 not in cache
+    driven.arrive(Generate(2, TEXT * 8, 30, ignore_eos=True, logprobs=False))
+    driven.run()
+    assert driven.ends[2] == "length"
+    for slot in range(3):
+        driven.arrive(Generate(10 + slot, [5 + slot, *TEXT], 3, ignore_eos=True, logprobs=False))
+    driven.run()
+    cache.pin([])
+    cache.unpin([])
+    assert reference.image.key not in cache
 
 
 def test_int8_runs_and_comes_close(references, tmp_path):
