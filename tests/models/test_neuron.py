@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from fakes.tokenizer import byte_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -37,6 +38,8 @@ from processes import Server, events
 
 import worker
 from models.base import Chunk, DeviceLost
+from models.encoder_cache import EncoderCache
+from models.neuron import HostEmbedding
 from protocol import Generate
 
 EXECUTION_ERROR = RuntimeError('nrt_execute status=1004 message="Execution error"')
@@ -406,3 +409,28 @@ def test_a_server_whose_device_samples_gives_concurrent_streams_their_own_texts(
         assert len({list(events(stream))[-1]["generated_text"] for stream in sampled}) == 2
         server.wait_idle()
         assert server.stop() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_image_tokens_are_looked_up_in_the_encoder_cache_and_scaled_as_the_table_is(dtype):
+    table = torch.nn.Embedding(5, 2, dtype=dtype)
+    cache = EncoderCache(2)
+    cache.add(3, np.array([[1, 2], [4, 8]], np.float32))
+    image = -1 - (3 << 16)
+    found = HostEmbedding(table, cache, scale=12.0)(torch.tensor([[4, image], [image - 1, 0]]))
+    assert found.dtype == dtype and found.shape == (2, 2, 2)
+    assert found[0, 0].equal(table.weight[4]) and found[1, 1].equal(table.weight[0])
+    assert found[0, 1].tolist() == [12, 24] and found[1, 0].tolist() == [48, 96]
+
+
+def test_a_slot_keeps_the_embeddings_of_its_images_until_another_prompt_takes_it(tmp_path):
+    model = load_chunks(tmp_path)
+    model.encoder_cache = cache = EncoderCache(2, limit_bytes=0)
+    image = -1 - (3 << 16)
+    model._pin_images(2, [1, image, image - 1, 4])
+    cache.add(3, np.zeros((2, 2), np.float32))
+    model._pin_images(2, [1, image, image - 1, 4, 5])
+    model._pin_images(1, [6])
+    assert 3 in cache
+    model._pin_images(2, [1, 7])
+    assert 3 not in cache

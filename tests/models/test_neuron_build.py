@@ -131,7 +131,12 @@ def test_a_library_that_reads_another_rotary_base_is_refused(tmp_path, monkeypat
         ),
         ({"rope_parameters": "x"}, {}, "config.json: rope_parameters is 'x' and should be an object"),
         ({"rope_scaling": ["x"]}, {}, "config.json: rope_scaling is ['x'] and should be an object"),
-        ({"model_type": "mistral3", "text_config": LLAMA}, {}, "model_type 'mistral3' is not supported on Neuron"),
+        ({"model_type": "qwen2_vl", "text_config": LLAMA}, {}, "model_type 'qwen2_vl' is not supported on Neuron"),
+        (
+            {"model_type": "mistral3", "text_config": FAMILIES["mixtral"]},
+            {},
+            "mistral3 models whose text part is a mixtral are not supported on Neuron",
+        ),
         ({}, {"tp_degree": 4}, "--tp-degree 4 (TP_DEGREE) needs more cores than the 2 that this process may use"),
     ],
 )
@@ -569,3 +574,14 @@ def test_a_device_that_fails_is_no_reason_to_compile_again(tmp_path, monkeypatch
     with pytest.raises(ModelError, match="too little memory"):
         load_chunks(tmp_path)
     assert "Chunked prefill is off" not in caplog.text
+
+
+def test_the_device_cannot_look_embeddings_up_for_a_model_that_reads_images(tmp_path):
+    folder = checkpoint(tmp_path / "model", {"model_type": "llava", "text_config": LLAMA, "vision_config": {}})
+    settings = {"tp_degree": 2, "max_total_tokens": WINDOW, "neuron_config": ("on_device_embedding=true",)}
+    assert decide(folder, **settings).family.is_nested  # of text alone, without files about images
+    (folder / "preprocessor_config.json").write_text('{"image_processor_type": "CLIPImageProcessor"}')
+    with pytest.raises(
+        ConfigError, match=r"on_device_embedding=true \(NEURON_CONFIG\) is not supported for models that read images"
+    ):
+        decide(folder, **settings)
