@@ -32,10 +32,11 @@ MAX_FIELDS = 256  # each unknown one is compared with all known ones, to find mi
 _NOT_SUPPORTED: list[tuple[Sequence[Any], str]] = [
     ([], "guided_grammar ebnf structural_tag allowed_token_ids logits_processors prompt_logprobs"),
     ([], "truncate_prompt_tokens max_length min_length chat_template documents max_tokens_to_sample"),
-    ([], "n_predict num_predict web_search_options"),
+    ([], "n_predict num_predict web_search_options logprob_token_ids prompt_embeds repetition_detection"),
     ([False], "ignore_eos_token ban_eos_token"),
     ([False], "watermark continue_final_message use_beam_search early_stopping"),
-    ([False], "include_stop_str_in_output return_token_ids"),
+    ([False], "include_stop_str_in_output return_token_ids return_tokens_as_token_ids return_token_offsets"),
+    ([False], "return_prompt_text return_assistant_tokens_mask enable_response_messages"),
     ([True], "add_generation_prompt skip_special_tokens spaces_between_special_tokens"),
     ([0], "no_repeat_ngram_size mirostat top_a epsilon_cutoff eta_cutoff dry_multiplier xtc_probability"),
     ([0], "dynatemp_range"),
