@@ -37,7 +37,7 @@ import logs
 import models
 from config import Config, parse
 from manifest import Manifest
-from models.accuracy import find_fault
+from models.accuracy import find_fault, kl_divergence
 from models.architecture import read_architecture
 from models.base import Chunk, ModelError, first_line, is_out_of_memory, named
 from models.cache import (
@@ -80,10 +80,14 @@ CHECK_TOKENS = CHUNK + 16
 SHORT_CHECK_TOKENS = 80  # crosses the edges of two blocks
 SHORT_CHECK_BEGINS = (0, 1, 3, 34, 67, 68, 70), (0, 35, 36, 37, 54, 55)  # of the chunks of two slots
 CHECK_WINDOW = 40  # longer sliding windows are shortened to this for the check, so that they slide in it
-INT4_GROUP = 32  # int4 weights that share a scale
-# The share of the linear layers that gets int4; the others get int8. The first that passes the check is used:
-# models of a few hundred million parameters do not tolerate int4 everywhere.
-INT4_SHARES = (1.0, 0.8, 0.5)
+# How many int4 weights, and how many activations, share a scale. The first that passes its check is used:
+# large groups are faster, small ones more accurate.
+GROUPS = (128, 64, 32)
+# The share of the linear layers that gets int4, with the smallest groups; the others get int8. Models of a
+# few hundred million parameters do not tolerate int4 everywhere.
+INT4_SHARES = (0.8, 0.5)
+# What the quantized activations may add to the divergence, in nats per token on average.
+MAX_ACTIVATION_KL = 0.02
 SPARE_BYTES = 50_000_000  # of the disk, for the graph without its weights
 
 
@@ -198,6 +202,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         "dtype": dtype,
         "quantize": config.quantize,
         "vocab_size": text_config.vocab_size,
+        "hidden_size": text_config.hidden_size,
         "max_total_tokens": manifest.length_limit,
         "has_experts": has_experts(model),
         "arithmetic": None,  # None: what the CPU has for the dtype
@@ -398,6 +403,20 @@ class Check:
         found = _prompt_logits(model, self.text)
         return find_fault(found, self.text_logits, model.precision, facts["has_experts"])
 
+    def activation_group(self, target: Path, facts: dict[str, Any], most: int) -> int:
+        """How many activations share a scale: the largest of GROUPS up to `most` that the model tolerates,
+        else the smallest."""
+
+        def logits_with(group: int) -> np.ndarray:
+            return _prompt_logits(self._model(target, facts | {"activation_group": group}), self.text)
+
+        exact = logits_with(0)
+        groups = [group for group in GROUPS if group <= most]
+        for group in groups[:-1]:
+            if kl_divergence(logits_with(group), exact).mean() <= MAX_ACTIVATION_KL:
+                return group
+        return groups[-1]
+
     def _model(self, target: Path, facts: dict[str, Any], longest_window: int | None = None) -> OpenVinoModel:
         graph = read_graph(target / "model.xml", longest_window)
         return OpenVinoModel(graph, facts, slots=3, max_total_tokens=len(self.ids), threads=usable_threads())
@@ -426,13 +445,10 @@ def _compress(graph: ov.Model, config: Config, check: Check, target: Path, facts
     import nncf
 
     logging.getLogger("nncf").setLevel(logging.ERROR)  # nncf.set_log_level would change our handlers as well
-    modes = nncf.CompressWeightsMode
-    ways = [{"mode": modes.INT8_ASYM}]
-    if config.quantize == "int4":
-        ways = [{"mode": modes.INT4_SYM, "group_size": INT4_GROUP, "ratio": share} for share in INT4_SHARES]
-    for way in ways:
+    for way in _ways_to_compress(config.quantize, facts["hidden_size"], nncf.CompressWeightsMode):
         # A copy: compression cannot be undone.
         _save(nncf.compress_weights(graph.clone(), **way), target / "model.xml")
+        facts["activation_group"] = check.activation_group(target, facts, way.get("group_size", GROUPS[0]))
         fault = check.fault_on_text(target, facts)
         if fault is None:
             if way.get("ratio", 1.0) < 1:
@@ -443,6 +459,16 @@ def _compress(graph: ov.Model, config: Config, check: Check, target: Path, facts
         f"--quantize {config.quantize} (QUANTIZE): {config.model_name} loses too much accuracy: {fault}; "
         f"leave it out{other}"
     )
+
+
+def _ways_to_compress(quantize: str, hidden_size: int, modes: Any) -> list[dict[str, Any]]:
+    """Arguments of nncf's `compress_weights`, the fastest and least accurate first."""
+    if quantize == "int8":
+        return [{"mode": modes.INT8_ASYM}]
+    # Layers of a width that the group does not divide would keep int8.
+    groups = [group for group in GROUPS if hidden_size % group == 0] or [GROUPS[-1]]
+    whole = [{"mode": modes.INT4_ASYM, "group_size": group} for group in groups]
+    return whole + [whole[-1] | {"ratio": share} for share in INT4_SHARES]
 
 
 def _save(graph: ov.Model, path: Path) -> None:

@@ -88,10 +88,12 @@ def test_one_to_all_rows_in_any_slots_change_no_bit(zoo, even, family, dtype):
         assert np.array_equal(found[-1:], alone)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_chunks_of_any_length_but_one_change_no_bit(even, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "quantize"), [("float32", None), ("bfloat16", None), ("bfloat16", "int8"), ("bfloat16", "int4")]
+)
+def test_chunks_of_any_length_but_one_change_no_bit(even, dtype, quantize):
     """On two threads. (A chunk of one token runs as a decode step does.)"""
-    model = serve(even, 300, threads=2, dtype=dtype, max_batch_size=4)
+    model = serve(even, 300, threads=2, dtype=dtype, quantize=quantize, max_batch_size=4)
     assert model.engine == "openvino"
     prompt = np.random.default_rng(0).integers(0, VOCABULARY, 290).tolist()
     whole = model.forward([Chunk(0, prompt[:256], 0, all_logits=True)])
@@ -316,13 +318,23 @@ def faults(converter, monkeypatch, *found):
 
 def test_int4_goes_into_fewer_layers_where_the_model_does_not_tolerate_it_in_all(wide, converter, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    faults(converter, monkeypatch, "too much", "too much", None)
+    faults(converter, monkeypatch, *["too much"] * 4, None)  # groups of 128, 64 and 32; 80 % and 50 % of the layers
     assert serve(wide, quantize="int4").quantize == "int4"
     assert "int4 in 50 % of the layers, int8 in the others" in caplog.text
 
 
+@pytest.mark.parametrize(("kind", "divergences", "group"), [("int8", [0.1, 0.01], 64), ("int8", [0.1, 0.1], 32), ("int4", [0.01], 128)])
+def test_as_many_activations_share_a_scale_as_the_model_tolerates(wide, converter, tmp_path, monkeypatch, kind, divergences, group):
+    left = list(divergences)
+    monkeypatch.setattr(converter, "kl_divergence", lambda *_: np.array([left.pop(0)]))
+    serve(wide, quantize=kind)
+    (entry,) = tmp_path.glob("cache/model-*")
+    assert read_entry(entry)["activation_group"] == group
+    assert not left
+
+
 def test_a_model_that_compression_changes_too_much_is_refused_with_the_figures_in_one_line(wide, converter, monkeypatch):
-    faults(converter, monkeypatch, "3 nats", "2 nats", "its KL divergence is 1.1 nats")
+    faults(converter, monkeypatch, *["2 nats"] * 4, "its KL divergence is 1.1 nats")
     with pytest.raises(ModelError) as refused:
         serve(wide, quantize="int4")
     rule = f"{wide} loses too much accuracy: its KL divergence is 1.1 nats"
