@@ -233,6 +233,8 @@ class ModelInfo(msgspec.Struct, tag="model_info", frozen=True):
     sampling: str = "host"  # or "device": token ids only, no log-probabilities
     quantize: str | None = None  # or "int8", "int4"
     reads_images: bool = False
+    kv_cache_dtype: str = ""
+    kv_bytes_per_token: int | None = None  # of all layers; None: unknown
     # Of requests on /v1 routes, by the names of `SamplingParams`.
     sampling_defaults: dict[str, int | float] = {}
     stop_strings: list[str] = []  # that also end the completions of such requests

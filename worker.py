@@ -400,6 +400,8 @@ class Startup:
             sampling=model.sampling,
             quantize=model.quantize,
             reads_images=model.encoder_cache is not None,
+            kv_cache_dtype=model.kv_cache_dtype,
+            kv_bytes_per_token=model.kv_bytes_per_token,
             sampling_defaults=sampling_defaults(prepared.manifest, model.sampling) if has_defaults else {},
             stop_strings=prepared.manifest.stop_strings if has_defaults else [],
         )
@@ -434,6 +436,7 @@ def scheduler_config(config: Config, model: StaticBatchModel) -> SchedulerConfig
         slots=model.batch_size,
         supports_chunked_prefill=model.supports_chunked_prefill,
         prefill_chunk=model.prefill_chunk,
+        chunk_granularity=model.chunk_granularity,
         prefix_granularity=model.prefix_granularity if config.prefix_reuse else None,
         supports_prefix_copy=model.supports_prefix_copy,
         max_batch_prefill_tokens=config.max_batch_prefill_tokens,

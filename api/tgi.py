@@ -131,6 +131,8 @@ class Info(Struct):
     eos_token_ids: list[int]
     sampling: str
     quantize: str | None
+    kv_cache_dtype: str
+    kv_bytes_per_token: int | None
     sampling_defaults: dict[str, int | float]
     stop_strings: list[str]
     tool_parser: str | None

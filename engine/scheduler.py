@@ -46,6 +46,7 @@ class SchedulerConfig:
     slots: int
     supports_chunked_prefill: bool = False
     prefill_chunk: int | None = None
+    chunk_granularity: int = 1
     prefix_granularity: int | None = None
     supports_prefix_copy: bool = False
     max_batch_prefill_tokens: int | None = None  # None: the constants above
@@ -314,8 +315,9 @@ class ChunkedPrefill:
 
         With more prompts than pairs of tokens, those that have waited longest for tokens get two each. No
         chunk of a longer prompt has one token: the model would round it as in a decode step. So a step may
-        exceed its budget by one token a prompt.
+        exceed its budget by one token a prompt, or by as many as the model's granularity asks for.
         """
+        granularity = self._limits.chunk_granularity
         chosen = self._choose(budget // 2, prefilling)
         # Rounding up and the second sort key keep requests of the same length first come, first served.
         limits = []
@@ -328,9 +330,10 @@ class ChunkedPrefill:
             budget = 0
         shares = []
         for served, (limit, left, request) in enumerate(limits):
-            tokens = min(limit, max(2, math.ceil(budget / (len(limits) - served))))
+            tokens = max(2, math.ceil(budget / (len(limits) - served)))
+            tokens = min(limit, math.ceil(tokens / granularity) * granularity)
             if left - tokens == 1:
-                tokens = left if left == limit else tokens - 1
+                tokens = left if left == limit else tokens - granularity
             shares.append((request, tokens))
             budget -= tokens
         return shares

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from config import Config
 from models.encoder_cache import EncoderCache
 
 logger = logging.getLogger("model")
@@ -70,6 +71,8 @@ class StaticBatchModel(Protocol):
     device: str  # "cpu", "cuda" or "neuron"
     dtype: str  # "float32", "bfloat16" or "float16"
     quantize: str | None  # "int8" or "int4" where the weights are compressed
+    kv_cache_dtype: str  # as `dtype`, or "u8"
+    kv_bytes_per_token: int | None  # of the KV cache; None: unknown
     batch_size: int  # slots
     max_total_tokens: int  # positions of a slot
     max_input_tokens: int  # longest prompt
@@ -81,6 +84,7 @@ class StaticBatchModel(Protocol):
     # One call may hold any mix of chunks; else either rows of one token each, or a single prompt chunk.
     supports_chunked_prefill: bool
     prefill_chunk: int | None  # longest prompt chunk in tokens; None: a prompt runs whole
+    chunk_granularity: int  # with chunked prefill all chunks of a prompt but its last are multiples of this
     # A prompt may continue what its slot holds at multiples of this position; None: nowhere.
     prefix_granularity: int | None
     supports_prefix_copy: bool  # whether `copy_prefix` is supported
@@ -138,6 +142,15 @@ def check_length_limit(model: str, limit: int | None, length: int) -> None:
 def warn_text_only(model: str, fault: str) -> None:
     """Of a model that reads images, whose vision tower is not served."""
     logger.warning("%s: only the text part of this model is served, without images: %s", model, fault)
+
+
+def refuse_kv_cache_dtype(config: Config, engine: str) -> None:
+    """Raises ModelError where `--kv-cache-dtype` is given for an engine that has one type alone."""
+    if config.kv_cache_dtype != "auto":
+        raise ModelError(
+            f"--kv-cache-dtype {config.kv_cache_dtype} (KV_CACHE_DTYPE) is for OpenVINO on CPUs, and "
+            f"{config.model_name} is served by {engine}; leave it out"
+        )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -50,6 +50,8 @@ class NeuronModel:
     supports_prefix_copy = False
     prompt_budget = None
     encoder_cache: EncoderCache | None = None
+    chunk_granularity = 1
+    kv_bytes_per_token = None
 
     def __init__(
         self, build: BuildPlan, work_dir: Path, announce: Callable[[str], None] = lambda phase: None
@@ -66,7 +68,7 @@ class NeuronModel:
         self.max_input_tokens = config.max_input_tokens
         self.max_total_tokens = config.max_total_tokens
         self.vocab_size = build.legacy["vocab_size"]
-        self.dtype = compiled_config.dtype
+        self.dtype = self.kv_cache_dtype = compiled_config.dtype
         self.quantize = compiled_config.quantize
         self.sampling = compiled_config.sampling
         self._position_buckets = compiled_config.position_buckets

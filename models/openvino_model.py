@@ -44,6 +44,7 @@ from models.base import (  # noqa: E402
     is_out_of_memory,
     named,
     progress_logged,
+    refuse_kv_cache_dtype,
     warn_text_only,
 )
 from models.cache import (  # noqa: E402
@@ -75,6 +76,7 @@ SHIPPED = HERE / "demo" / "converted"
 PLACEHOLDER = "paged_attention "  # then a JSON object, which `convert.py` writes
 WORTH_COMPRESSING = 100_000_000  # bytes of weights
 IMAGE_INPUTS = ("image_embeddings", "image_places")  # of graphs of models that read images
+PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "u8": "u8"}  # OpenVINO's names
 BATCH_INPUTS = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
 
 
@@ -87,13 +89,19 @@ class OpenVinoModel:
     supports_chunked_prefill = True
     prefill_chunk = 256
     supports_prompt_logits = True
-    prefix_granularity = 1
+    chunk_granularity = prefix_granularity = 1
     supports_prefix_copy = True
     encoder_cache: EncoderCache | None = None
     max_draft_rows = verify_length = VERIFY_TOKENS
 
     def __init__(
-        self, graph: ov.Model, facts: dict[str, Any], slots: int, max_total_tokens: int, threads: int
+        self,
+        graph: ov.Model,
+        facts: dict[str, Any],
+        slots: int,
+        max_total_tokens: int,
+        threads: int,
+        kv_cache_dtype: str = "auto",
     ):
         self.batch_size = slots
         self.max_total_tokens = max_total_tokens
@@ -110,28 +118,36 @@ class OpenVinoModel:
         self.threads = _threads_taken(core, settings)
         has_bfloat16 = "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         # On one thread OpenVINO's AMX kernel for MLPs divides by zero, half the threads: SIGFPE.
-        # Compressed weights are multiplied by quantized activations, which is faster than bfloat16, and on
-        # AMX, unlike bfloat16 there, batch-invariant.
-        is_bfloat16 = (
+        tolerates_bfloat16 = (
             has_bfloat16
             and self.dtype == "bfloat16"
-            and self.quantize is None
             and facts["arithmetic"] != "float32"
             and self.threads > 1
         )
+        # Compressed weights are multiplied by quantized activations, which is faster than bfloat16, and on
+        # AMX, unlike bfloat16 there, batch-invariant.
+        is_bfloat16 = tolerates_bfloat16 and self.quantize is None
         self.computed_in = "bfloat16" if is_bfloat16 else "float32"
-        self.precision = self.quantize or self.computed_in
+        self.kv_cache_dtype = self.computed_in if kv_cache_dtype == "auto" else kv_cache_dtype
+        if self.kv_cache_dtype not in (self.computed_in, "float32", "u8"):
+            raise ModelError(
+                f"--kv-cache-dtype {kv_cache_dtype} (KV_CACHE_DTYPE): {facts['model']} is computed in "
+                f"{self.computed_in}, for which OpenVINO has no such KV cache; give float32, u8 or auto"
+            )
+        if self.kv_cache_dtype == "u8":  # the scale of a block changes as the block fills
+            self.chunk_granularity = self.prefix_granularity = BLOCK
+        self.precision = self.quantize or ("u8" if self.kv_cache_dtype == "u8" else self.computed_in)
         has_fast_prompts = is_bfloat16 or (self.quantize is not None and has_bfloat16)
         self.prompt_budget = None if has_fast_prompts else FLOAT32_BUDGET
         self._max_call_tokens = math.inf if has_fast_prompts else FLOAT32_TOKENS
-        precision = "bf16" if is_bfloat16 else "f32"
-        settings |= {
-            "INFERENCE_PRECISION_HINT": precision,  # both default to less precise types on some CPUs
-            "KV_CACHE_PRECISION": precision,
+        settings |= {  # both default to less precise types on some CPUs
+            "INFERENCE_PRECISION_HINT": PRECISIONS[self.computed_in],
+            "KV_CACHE_PRECISION": PRECISIONS[self.kv_cache_dtype],
         }
         if self.quantize:
             settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = facts.get("activation_group", ACTIVATION_GROUP)
-        self._settings = settings
+        vision_precision = PRECISIONS["bfloat16" if tolerates_bfloat16 else "float32"]
+        self._vision_settings = settings | {"INFERENCE_PRECISION_HINT": vision_precision}
         compiled = core.compile_model(graph, "CPU", settings)
         self._request = compiled.create_infer_request()
         for port in compiled.inputs:
@@ -143,6 +159,7 @@ class OpenVinoModel:
         self._kv_cache = [  # openvino holds no reference to the arrays
             self._add_cache(port) for port in compiled.inputs if "_cache." in port.get_any_name()
         ]
+        self.kv_bytes_per_token = sum(cache.nbytes for cache in self._kv_cache) // (self._blocks.size * BLOCK)
 
     def _add_cache(self, port: ov.ConstOutput) -> np.ndarray:
         """An array for the keys or the values of a layer: [blocks, KV heads, BLOCK, head size in bytes]."""
@@ -154,7 +171,8 @@ class OpenVinoModel:
 
     def forward(self, chunks: Sequence[Chunk], shift: int = 0) -> np.ndarray:
         """`shift` is added to the positions that the model gets, for the check of a conversion."""
-        logits = [self._infer(call, shift) for call in split(chunks, self._max_call_tokens)]
+        calls = split(chunks, self._max_call_tokens, self.chunk_granularity)
+        logits = [self._infer(call, shift) for call in calls]
         return logits[0] if len(logits) == 1 else np.concatenate(logits)
 
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
@@ -164,7 +182,7 @@ class OpenVinoModel:
             cache[self._blocks[target, :blocks]] = cache[self._blocks[source, :blocks]]
 
     def load_vision(self, path: Path, newline: Sequence[float] | None) -> None:
-        self._vision = VisionEncoder(path, newline, self._settings)
+        self._vision = VisionEncoder(path, newline, self._vision_settings)
 
     def encode_image(
         self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
@@ -244,9 +262,11 @@ def _threads_taken(core: ov.Core, settings: dict[str, Any]) -> int:
     return smallest.get_property("INFERENCE_NUM_THREADS")
 
 
-def split(chunks: Sequence[Chunk], max_tokens: float) -> Iterator[list[tuple[int, Sequence[int], int, int]]]:
-    """Calls of at most `max_tokens` tokens. No piece of a longer chunk has one token: it would be rounded as
-    a decode step is."""
+def split(
+    chunks: Sequence[Chunk], max_tokens: float, granularity: int = 1
+) -> Iterator[list[tuple[int, Sequence[int], int, int]]]:
+    """Calls of at most `max_tokens` tokens. The pieces of a longer chunk, but its last, are multiples of
+    `granularity`. No piece has one token: it would be rounded as a decode step is."""
     call = []
     room = max_tokens
     for slot, tokens, begin, all_logits, verify in chunks:
@@ -257,7 +277,7 @@ def split(chunks: Sequence[Chunk], max_tokens: float) -> Iterator[list[tuple[int
         done = 0
         while done < len(tokens):
             left = len(tokens) - done
-            take = left if left <= room else min(room, left - 2)
+            take = left if left <= room else min(room, left - 2) // granularity * granularity
             if take < min(left, 2):
                 yield call
                 call = []
@@ -419,9 +439,19 @@ def _load_entry(config: Config, entry: Path) -> StaticBatchModel:
     slots = config.max_batch_size or DEFAULT_BATCH_SIZE
     threads = config.threads or usable_threads()
     try:
-        model = OpenVinoModel(read_graph(entry / "model.xml"), facts, slots, config.max_total_tokens, threads)
+        model = OpenVinoModel(
+            read_graph(entry / "model.xml"),
+            facts,
+            slots,
+            config.max_total_tokens,
+            threads,
+            config.kv_cache_dtype,
+        )
         model.max_input_tokens = config.max_input_tokens
         _compare(model, facts)
+        if model.kv_cache_dtype == "u8" and not config.speculate:
+            # Rejected draft tokens would have changed the scales of a block.
+            model.max_draft_rows = model.verify_length = 0
         if model.encoder_cache:
             model.load_vision(entry / "vision.xml", facts["newline"])
         elif fault := facts.get("vision_fault"):
@@ -434,11 +464,15 @@ def _load_entry(config: Config, entry: Path) -> StaticBatchModel:
             "lower --max-batch-size (MAX_BATCH_SIZE) or --max-total-tokens (MAX_TOTAL_TOKENS)"
         ) from None
     logger.info(
-        "OpenVINO: weights in %s, computed in %s, threads: %d",
+        "OpenVINO: weights in %s, computed in %s, threads: %d; KV cache in %s, %d bytes per token",
         model.quantize or model.dtype,
         model.computed_in,
         model.threads,
+        model.kv_cache_dtype,
+        model.kv_bytes_per_token,
     )
+    if model.quantize and model.kv_cache_dtype != "u8":
+        logger.info("--kv-cache-dtype u8 takes 30 %% of that memory")
     if not model.quantize and (entry / "model.bin").stat().st_size > WORTH_COMPRESSING:
         logger.info("--quantize int8 halves memory use and is faster")
     return model
@@ -463,6 +497,7 @@ def _compare(model: OpenVinoModel, facts: dict[str, Any]) -> None:
 def _load_torch(config: Config, manifest: Manifest, folder: Path, why: str) -> StaticBatchModel:
     from models.torch_model import TorchModel
 
+    refuse_kv_cache_dtype(config, "plain PyTorch")
     if config.quantize:
         raise ModelError(
             f"--quantize {config.quantize} (QUANTIZE): only plain PyTorch serves {config.model_name}, where "

@@ -326,6 +326,8 @@ class TorchModel:
     supports_prompt_logits = True
     prefill_chunk = 128  # fixed boundaries: the last bits of a token's logits may depend on its chunk
     prefix_granularity = prefill_chunk
+    chunk_granularity = 1
+    kv_bytes_per_token = None
     supports_prefix_copy = True
     encoder_cache = None
 
@@ -348,7 +350,7 @@ class TorchModel:
         self._model = load_pretrained(config, folder, device)
         self._kind = self._model.config.model_type
         self.vocab_size = self._model.config.get_text_config().vocab_size
-        self.dtype = str(self._model.dtype).removeprefix("torch.")
+        self.dtype = self.kv_cache_dtype = str(self._model.dtype).removeprefix("torch.")
         self._load_vision(Manifest.read(folder))
         self._batches_rows = True
         self._mask_is_given = False

@@ -92,6 +92,7 @@ class Driven:
         of_model = (
             "supports_chunked_prefill",
             "prefill_chunk",
+            "chunk_granularity",
             "prefix_granularity",
             "supports_prefix_copy",
             "max_draft_rows",

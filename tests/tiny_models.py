@@ -291,6 +291,7 @@ def run(
         slots=min(6, model.batch_size),
         supports_chunked_prefill=model.supports_chunked_prefill,
         prefill_chunk=chunk,
+        chunk_granularity=model.chunk_granularity,
         max_batch_prefill_tokens=budget,
         prefix_granularity=model.prefix_granularity and min(model.prefix_granularity, chunk),
         supports_prefix_copy=model.supports_prefix_copy,

@@ -251,6 +251,14 @@ def test_no_chunk_of_a_longer_prompt_has_a_single_token(length, parts):
     assert [prompt_tokens(run_step(scheduler)[0])[0] for _ in parts] == parts
 
 
+@pytest.mark.parametrize(("length", "parts"), [(9, [9]), (16, [8, 8]), (17, [8, 9]), (4, [4]), (3, [3]), (20, [8, 8, 4])])
+def test_chunks_end_at_multiples_of_the_models_granularity(length, parts):
+    scheduler = Scheduler(slots=2, max_batch_prefill_tokens=5, chunk_granularity=4, **MIXED)
+    running(scheduler, 1)
+    added(scheduler, request(length))
+    assert [prompt_tokens(run_step(scheduler)[0])[0] for _ in parts] == parts
+
+
 def test_a_step_exceeds_its_budget_by_a_token_for_each_prompt_rather_than_leave_one():
     scheduler = Scheduler(slots=4, max_batch_prefill_tokens=4, **MIXED)
     running(scheduler, 1)

@@ -52,7 +52,9 @@ class FakeModel:
 
     engine = device = "fake"
     dtype = "float32"
-    quantize = prompt_budget = encoder_cache = None
+    quantize = prompt_budget = encoder_cache = kv_bytes_per_token = None
+    kv_cache_dtype = "float32"
+    chunk_granularity = 1
 
     def __init__(
         self,

@@ -109,6 +109,49 @@ def test_chunks_of_any_length_but_one_change_no_bit(even, dtype, quantize):
             assert np.array_equal(np.concatenate(found), whole)
 
 
+@pytest.mark.parametrize(("dtype", "quantize"), [("float32", None), ("bfloat16", None), ("bfloat16", "int8")])
+def test_with_a_kv_cache_of_eight_bits_a_slot_generates_in_any_schedule_what_it_generates_alone(even, dtype, quantize):
+    """Prompts that begin alike, in chunks, with copied prefixes, beside others."""
+    model = serve(even, 300, threads=2, dtype=dtype, quantize=quantize, kv_cache_dtype="u8", max_batch_size=6)
+    assert (model.engine, model.kv_cache_dtype, model.verify_length) == ("openvino", "u8", 0)
+    ids = np.random.default_rng(0).integers(0, VOCABULARY, 280).tolist()
+    prompts = [ids[:length] for length in (270, 33, 97, 65, 200)] + [[*ids[:100], 5, *ids[150:200]], [7, 8]]
+    alone = [run(model, [prompt], new_tokens=12)[0] for prompt in prompts]
+    for seed, budget in enumerate((40, 100, None)):
+        together = run(model, prompts * 2, seed, budget=budget, new_tokens=12)
+        for sequence, own in zip(together, alone * 2):
+            assert sequence.tokens == own.tokens[: len(sequence.tokens)]
+            assert np.array_equal(sequence.logits, own.logits[: len(sequence.logits)])
+
+
+def test_a_kv_cache_of_eight_bits_is_smaller_and_close_to_the_exact_one(even):
+    ids = np.random.default_rng(0).integers(0, VOCABULARY, 290).tolist()
+    logits, sizes = [], []
+    for kind in ("auto", "u8"):
+        model = serve(even, 300, dtype="float32", kv_cache_dtype=kind, max_batch_size=1)
+        logits.append(model.forward([Chunk(0, ids[:256], 0, all_logits=True)]))
+        sizes.append(model.kv_bytes_per_token)
+    assert sizes[1] <= 0.32 * sizes[0]
+    assert sizes[0] == Manifest.read(even).kv_bytes
+    assert 0 < np.abs(logits[1] - logits[0]).max() < 0.02 * np.ptp(logits[0])
+
+
+@pytest.mark.parametrize("speculate", [None, 3])
+def test_a_kv_cache_of_eight_bits_speculates_only_if_it_is_asked_to(even, speculate):
+    model = serve(even, 300, kv_cache_dtype="u8", speculate=speculate)
+    assert bool(model.verify_length) == bool(speculate)
+
+
+def test_a_kv_cache_that_the_arithmetic_does_not_take_is_refused_by_name(even):
+    with pytest.raises(ModelError, match=r"^--kv-cache-dtype bfloat16 .* computed in float32, .* give float32, u8 or auto$"):
+        serve(even, dtype="float32", kv_cache_dtype="bfloat16")
+
+
+def test_plain_pytorch_has_one_type_of_kv_cache(zoo):
+    with pytest.raises(ModelError, match="^--kv-cache-dtype u8 .* is served by plain PyTorch; leave it out"):
+        serve(zoo.folder("gemma2"), kv_cache_dtype="u8")
+
+
 @pytest.mark.parametrize("quantize", [None, "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_draft_tokens_are_verified_as_in_single_steps_beside_other_rows(even, dtype, quantize):
