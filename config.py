@@ -462,8 +462,8 @@ class Config:
         "auto",
         "KV_CACHE_DTYPE",
         "Type of the KV cache on CPUs: auto (that of the arithmetic), float32, bfloat16 (where the model is "
-        "computed in it) or u8: eight bits, with a scale for every 32 tokens, which takes 30 % of float32's "
-        "memory and turns speculative decoding off unless --speculate is given.",
+        "computed in it) or u8: eight bits, with a scale for every 32 tokens, which takes less than a third of "
+        "float32's memory and turns speculative decoding off unless --speculate is given.",
         parse=_one_of("auto", "float32", "bfloat16", "u8"),
     )
     model_cache: str = setting(

@@ -34,6 +34,7 @@ VALUES = {
     "device": [("cpu", "cpu"), ("Neuron", "neuron")],
     "dtype": [("bf16", "bfloat16"), ("FP32", "float32")],
     "quantize": [("int8", "int8"), ("INT4", "int4")],
+    "kv_cache_dtype": [("u8", "u8"), ("Float32", "float32")],
     "model_cache": [("/data", "/data"), ("~/cache", os.path.expanduser("~/cache"))],
     "max_input_tokens": [("70", 70), ("90", 90)],
     "max_total_tokens": [("700", 700), ("900", 900)],
@@ -319,6 +320,7 @@ WRONG |= {
     ),
     "device": {"tpu": "must be one of auto, cpu, cuda, neuron"},
     "dtype": {"int3": "must be one of auto, float32, bfloat16, float16"},
+    "kv_cache_dtype": {"fp8": "must be one of auto, float32, bfloat16, u8"},
     "quantize": {"awq": "must be one of none, int8, int4"},
     **dict.fromkeys(
         ("max_waiting_tokens", "speculate", "response_store_size", "prof_waitstep", "prof_warmupstep", "prof_step"),

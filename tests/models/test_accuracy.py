@@ -7,7 +7,7 @@ from models.accuracy import MAX_KL_DIVERGENCE, find_fault
 
 EXPECTED = np.random.default_rng(0).normal(0, 3, (80, 300)).astype(np.float32)
 # How far rounding moves a logit, in each precision.
-ROUNDING = {"float32": 1e-5, "bfloat16": 0.1, "float16": 0.1, "int8": 0.2, "int4": 0.8}
+ROUNDING = {"float32": 1e-5, "bfloat16": 0.1, "float16": 0.1, "u8": 0.1, "int8": 0.2, "int4": 0.8}
 EVERY_SECOND = range(0, 80, 2)
 
 
