@@ -45,6 +45,7 @@ DEFAULT_MAX_TOTAL_TOKENS = 2048
 MEMORY_SHARE = 1 / 4
 KV_SHARE_OF_FLOAT32 = {"bfloat16": 0.5, "u8": 0.3}  # bytes of a KV cache; u8 with its scales
 DEFAULT_BATCH_SIZE = 4
+MAX_DEFAULT_PREFIX_SLOTS = 64  # a prompt is compared with what each of them holds
 DEVICE_TOP_K = 256  # largest top-k of on-device sampling
 # The names in FORMATS of text/tool_formats.py (tested).
 TOOL_PARSERS = (
@@ -462,8 +463,8 @@ class Config:
         "auto",
         "KV_CACHE_DTYPE",
         "Type of the KV cache on CPUs: auto (that of the arithmetic), float32, bfloat16 (where the model is "
-        "computed in it) or u8: eight bits, with a scale for every 32 tokens, which takes less than a third of "
-        "float32's memory and turns speculative decoding off unless --speculate is given.",
+        "computed in it) or u8: eight bits, with a scale for every 32 tokens, which takes less than a third "
+        "of float32's memory and turns speculative decoding off unless --speculate is given.",
         parse=_one_of("auto", "float32", "bfloat16", "u8"),
     )
     model_cache: str = setting(
@@ -612,6 +613,14 @@ class Config:
         "PREFIX_REUSE PREFIX_CACHING USE_PREFIX_CACHING",
         "Prefix caching across requests (a chat's next turn, a common system prompt). The time to first "
         "token may show that others used the same prefix.",
+    )
+    prefix_slots: int | None = setting(
+        None,
+        "PREFIX_SLOTS",
+        "Slots of the KV cache that hold prompts for prefix caching, on CPUs; at most --max-batch-size of "
+        "them run at a time. More of them keep more conversations.",
+        shown=f"as many as fit into a quarter of the memory, up to {MAX_DEFAULT_PREFIX_SLOTS}; at least "
+        "max_batch_size",
     )
     speculate: int | None = setting(
         None,
@@ -857,14 +866,29 @@ class Config:
         """`max_total_tokens` where it is not set."""
         longest = manifest.length_limit or manifest.max_positions or DEFAULT_MAX_TOTAL_TOKENS
         slots = self.max_batch_size or DEFAULT_BATCH_SIZE
-        fitting = DEFAULT_MAX_TOTAL_TOKENS
-        if memory_bytes and manifest.kv_bytes:
-            token_bytes = manifest.kv_bytes * KV_SHARE_OF_FLOAT32.get(self.kv_cache_dtype, 1)
-            fitting = int(memory_bytes * MEMORY_SHARE / token_bytes) // slots
+        fitting = self._fitting_tokens(manifest, memory_bytes)
+        fitting = fitting // slots if fitting else DEFAULT_MAX_TOTAL_TOKENS
         if self.max_batch_total_tokens:
             fitting = min(fitting, self.max_batch_total_tokens // slots)
         power = 1 << max(fitting, 1).bit_length() - 1
         return min(longest, max(power, DEFAULT_MAX_TOTAL_TOKENS))
+
+    def with_prefix_slots(self, manifest: Manifest, memory_bytes: int | None) -> Config:
+        """A copy whose unset `prefix_slots` comes from the memory; `with_manifest` comes before."""
+        slots = self.prefix_slots
+        if slots is None and self.prefix_reuse:
+            fitting = self._fitting_tokens(manifest, memory_bytes) or 0
+            if self.max_batch_total_tokens:
+                fitting = min(fitting, self.max_batch_total_tokens)
+            slots = min(fitting // self.max_total_tokens, MAX_DEFAULT_PREFIX_SLOTS)
+        return dataclasses.replace(self, prefix_slots=max(self.max_batch_size, slots or 0))
+
+    def _fitting_tokens(self, manifest: Manifest, memory_bytes: int | None) -> int | None:
+        """How many tokens the KV cache has room for; None: unknown."""
+        if not memory_bytes or not manifest.kv_bytes:
+            return None
+        token_bytes = manifest.kv_bytes * KV_SHARE_OF_FLOAT32.get(self.kv_cache_dtype, 1)
+        return int(memory_bytes * MEMORY_SHARE / token_bytes)
 
     def slots(self, length: int, default: int) -> int:
         """How many slots of `length` tokens `max_batch_size`, else `default`, and `max_batch_total_tokens`

@@ -434,6 +434,7 @@ def scheduler_config(config: Config, model: StaticBatchModel) -> SchedulerConfig
         )
     limits = SchedulerConfig(
         slots=model.batch_size,
+        prefix_slots=model.prefix_slots,
         supports_chunked_prefill=model.supports_chunked_prefill,
         prefill_chunk=model.prefill_chunk,
         chunk_granularity=model.chunk_granularity,

@@ -43,7 +43,8 @@ ALL_LOGITS_TOKENS = 64  # in one step: the logits after each of them are held in
 class SchedulerConfig:
     """What the model can run (see StaticBatchModel), and how the operator shares it out."""
 
-    slots: int
+    slots: int  # that run at a time
+    prefix_slots: int = 0  # all of them; 0: as many
     supports_chunked_prefill: bool = False
     prefill_chunk: int | None = None
     chunk_granularity: int = 1
@@ -117,13 +118,14 @@ class Scheduler:
         self._policy = (
             ChunkedPrefill(limits) if limits.supports_chunked_prefill else AlternatingPrefill(limits)
         )
-        self._slots = Slots(limits.slots, limits.prefix_granularity, limits.supports_prefix_copy)
+        self._total = limits.prefix_slots or limits.slots
+        self._slots = Slots(self._total, limits.prefix_granularity, limits.supports_prefix_copy)
         self._copies: list[SlotAssignment] = []  # of the next step
 
     @property
     def busy(self) -> int:
         """Occupied slots."""
-        return self._limits.slots - len(self._slots.free)
+        return self._total - len(self._slots.free)
 
     def add(self, request: Request) -> None:
         assert len(request.prompt) > 0 and request.max_new_tokens > 0
@@ -153,7 +155,7 @@ class Scheduler:
     def next(self, now: float) -> Step | None:
         """The next step, or None if there is nothing to run. `update` follows with the step's tokens."""
         self._assign_slots(now)
-        startable = len(self.prefilling) + min(len(self.waiting), len(self._slots.free))
+        startable = len(self.prefilling) + min(len(self.waiting), self._limits.slots - self.busy)
         rows, prompts = self._policy.next(self.running, self.prefilling, startable)
         if not rows and not prompts:
             return None
@@ -240,11 +242,11 @@ class Scheduler:
         return None
 
     def _assign_slots(self, now: float) -> None:
-        """Assigns free slots to the requests that have waited longest."""
+        """Assigns slots to the requests that have waited longest."""
         too_few_wait = self._policy.too_few_wait(len(self.waiting), len(self.running))
         if too_few_wait and not self._policy.has_waited:
             return
-        while self.waiting and self._slots.free:
+        while self.waiting and self.busy < self._limits.slots:
             request = self._next_waiting(now)
             request.exceeded_wait = too_few_wait
             request.group.has_started = True

@@ -1,9 +1,10 @@
 """The slots of a static batch: which are free, and which prompt tokens each one holds in its KV cache.
 
 Prefix caching: a slot keeps its contents when its request ends, so a request whose prompt begins with the
-same tokens (the next turn of a chat, a common system prompt) runs only the rest. Only tokens that ran as
-prompt chunks, with the boundaries of any prompt's chunks, count as cached: outputs must be bitwise the same
-in any slot. Generated tokens do not count, because a decode step rounds differently than a prompt chunk.
+same tokens (the next turn of a chat, a common system prompt) runs only the rest. There may be more slots than
+run at a time: they only keep prompts. Only tokens that ran as prompt chunks, with the boundaries of any
+prompt's chunks, count as cached: outputs must be bitwise the same in any slot. Generated tokens do not count,
+because a decode step rounds differently than a prompt chunk.
 """
 
 from __future__ import annotations

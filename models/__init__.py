@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from config import Config
 from manifest import SAFETENSORS, Manifest, check_weight_files
-from models.base import ModelError, StaticBatchModel, refuse_kv_cache_dtype
+from models.base import ModelError, StaticBatchModel, refuse_openvino_settings
 from models.fetch import fetch_weights
 from models.machine import host_memory
 from models.source import check_architecture, fetch_source
@@ -95,7 +95,7 @@ def prepare(config: Config) -> Prepared:
         why = manifest.why_no_images and f": {manifest.why_no_images}"
         logger.info("%s: only the text part of this model is served%s", config.model_name, why)
     if device != "cpu":
-        refuse_kv_cache_dtype(config, "transformers-neuronx" if device == "neuron" else "plain PyTorch")
+        refuse_openvino_settings(config, "transformers-neuronx" if device == "neuron" else "plain PyTorch")
     if device == "neuron":
         from models.neuron_build import BuildPlan
 

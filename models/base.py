@@ -73,7 +73,8 @@ class StaticBatchModel(Protocol):
     quantize: str | None  # "int8" or "int4" where the weights are compressed
     kv_cache_dtype: str  # as `dtype`, or "u8"
     kv_bytes_per_token: int | None  # of the KV cache; None: unknown
-    batch_size: int  # slots
+    batch_size: int  # slots that run at a time
+    prefix_slots: int  # all slots; those beyond `batch_size` only hold prompts for prefix caching
     max_total_tokens: int  # positions of a slot
     max_input_tokens: int  # longest prompt
     vocab_size: int
@@ -144,13 +145,15 @@ def warn_text_only(model: str, fault: str) -> None:
     logger.warning("%s: only the text part of this model is served, without images: %s", model, fault)
 
 
-def refuse_kv_cache_dtype(config: Config, engine: str) -> None:
-    """Raises ModelError where `--kv-cache-dtype` is given for an engine that has one type alone."""
-    if config.kv_cache_dtype != "auto":
-        raise ModelError(
-            f"--kv-cache-dtype {config.kv_cache_dtype} (KV_CACHE_DTYPE) is for OpenVINO on CPUs, and "
-            f"{config.model_name} is served by {engine}; leave it out"
-        )
+def refuse_openvino_settings(config: Config, engine: str) -> None:
+    """Raises ModelError where a setting of OpenVINO's KV cache is given, and another engine serves."""
+    for name, default in (("kv_cache_dtype", "auto"), ("prefix_slots", None)):
+        value = getattr(config, name)
+        if value != default:
+            raise ModelError(
+                f"--{name.replace('_', '-')} {value} ({name.upper()}) is for OpenVINO on CPUs, and "
+                f"{config.model_name} is served by {engine}; leave it out"
+            )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -51,6 +51,7 @@ NNCF = "nncf==3.4.0"
 CONVERTER_VERSION = 5
 # The same for models that read images, whose entries hold a vision tower as well.
 VISION_VERSION = 2
+INT4_VERSION = 2
 READERS = {"gguf": 2, "lora": 2, "dequantize": 1}
 
 
@@ -200,6 +201,8 @@ def model_key(config: Config, folder: Path, manifest: Manifest) -> str | None:
         checkpoint = identify(folder, ("config.json", "*.safetensors*", "*.py"))
     versions = [installed(package) for package in ("openvino", "transformers", "torch")]
     compressed = [config.quantize, NNCF] if config.quantize else None
+    if config.quantize == "int4":
+        compressed.append(INT4_VERSION)
     depends_on = [checkpoint, config.dtype, compressed, code is not None, versions, CONVERTER_VERSION]
     if manifest.reads_images:
         depends_on += [dict(manifest.processor_config), VISION_VERSION]

@@ -64,7 +64,7 @@ class NeuronModel:
         self._model, build = load_model(build, work_dir, announce)
         config = build.config
         compiled_config = build.compiled_config
-        self.batch_size = config.max_batch_size
+        self.batch_size = self.prefix_slots = config.max_batch_size
         self.max_input_tokens = config.max_input_tokens
         self.max_total_tokens = config.max_total_tokens
         self.vocab_size = build.legacy["vocab_size"]

@@ -44,7 +44,7 @@ from models.base import (  # noqa: E402
     is_out_of_memory,
     named,
     progress_logged,
-    refuse_kv_cache_dtype,
+    refuse_openvino_settings,
     warn_text_only,
 )
 from models.cache import (  # noqa: E402
@@ -58,7 +58,7 @@ from models.cache import (  # noqa: E402
 )
 from models.encoder_cache import EncoderCache  # noqa: E402
 from models.image_layout import arrange  # noqa: E402
-from models.machine import usable_threads  # noqa: E402
+from models.machine import host_memory, usable_threads  # noqa: E402
 from run import HERE, ConfigError  # noqa: E402
 
 logger = logging.getLogger("model")
@@ -102,8 +102,10 @@ class OpenVinoModel:
         max_total_tokens: int,
         threads: int,
         kv_cache_dtype: str = "auto",
+        prefix_slots: int = 0,
     ):
         self.batch_size = slots
+        self.prefix_slots = max(slots, prefix_slots)
         self.max_total_tokens = max_total_tokens
         self.max_input_tokens = max_total_tokens - 1
         self.vocab_size = facts["vocab_size"]
@@ -155,7 +157,8 @@ class OpenVinoModel:
                 self.encoder_cache = EncoderCache(width=port.get_partial_shape()[1].get_length())
         blocks = math.ceil(max_total_tokens / BLOCK)
         # The blocks of each slot, and of the padding row.
-        self._blocks = np.arange((slots + 1) * blocks, dtype=np.int32).reshape(slots + 1, blocks)
+        rows = self.prefix_slots + 1
+        self._blocks = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks)
         self._kv_cache = [  # openvino holds no reference to the arrays
             self._add_cache(port) for port in compiled.inputs if "_cache." in port.get_any_name()
         ]
@@ -193,7 +196,7 @@ class OpenVinoModel:
         """Runs (slot, tokens, begin, how many of the last tokens' logits to return) in one call."""
         if len(pieces) == len(pieces[0][1]) == 1:
             # A single row is rounded differently: add a padding row.
-            pieces = [*pieces, (self.batch_size, (0,), 0, 0)]
+            pieces = [*pieces, (self.prefix_slots, (0,), 0, 0)]
         ids = []
         positions = []
         keep = []
@@ -360,7 +363,7 @@ def load(
     Raises ModelError or ConfigError for what no engine can serve.
     """
     given = config
-    config = with_dtype(config, manifest)
+    config = with_dtype(config.with_prefix_slots(manifest, host_memory()), manifest)
     if config.dtype == "float16":
         why = "OpenVINO computes in float32 or bfloat16 on a CPU, not in float16"
         return _load_torch(given, manifest, folder, why)
@@ -446,6 +449,7 @@ def _load_entry(config: Config, entry: Path) -> StaticBatchModel:
             config.max_total_tokens,
             threads,
             config.kv_cache_dtype,
+            config.prefix_slots,
         )
         model.max_input_tokens = config.max_input_tokens
         _compare(model, facts)
@@ -464,12 +468,14 @@ def _load_entry(config: Config, entry: Path) -> StaticBatchModel:
             "lower --max-batch-size (MAX_BATCH_SIZE) or --max-total-tokens (MAX_TOTAL_TOKENS)"
         ) from None
     logger.info(
-        "OpenVINO: weights in %s, computed in %s, threads: %d; KV cache in %s, %d bytes per token",
+        "OpenVINO: weights in %s, computed in %s, threads: %d; KV cache in %s, %d bytes per token; "
+        "prefixes of %d requests are kept",
         model.quantize or model.dtype,
         model.computed_in,
         model.threads,
         model.kv_cache_dtype,
         model.kv_bytes_per_token,
+        model.prefix_slots,
     )
     if model.quantize and model.kv_cache_dtype != "u8":
         logger.info("--kv-cache-dtype u8 takes 30 %% of that memory")
@@ -497,7 +503,7 @@ def _compare(model: OpenVinoModel, facts: dict[str, Any]) -> None:
 def _load_torch(config: Config, manifest: Manifest, folder: Path, why: str) -> StaticBatchModel:
     from models.torch_model import TorchModel
 
-    refuse_kv_cache_dtype(config, "plain PyTorch")
+    refuse_openvino_settings(config, "plain PyTorch")
     if config.quantize:
         raise ModelError(
             f"--quantize {config.quantize} (QUANTIZE): only plain PyTorch serves {config.model_name}, where "

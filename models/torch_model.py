@@ -338,7 +338,7 @@ class TorchModel:
                 "where weights stay as they are; leave it out"
             )
         self.device = device
-        self.batch_size = config.max_batch_size or DEFAULT_BATCH_SIZE
+        self.batch_size = self.prefix_slots = config.max_batch_size or DEFAULT_BATCH_SIZE
         self.max_total_tokens = config.max_total_tokens
         self.max_input_tokens = config.max_input_tokens
         # OMP_NUM_THREADS is read by torch itself.

@@ -91,6 +91,7 @@ class Driven:
         self.admission = Admission(max_concurrent_requests)
         of_model = (
             "supports_chunked_prefill",
+            "prefix_slots",
             "prefill_chunk",
             "chunk_granularity",
             "prefix_granularity",

@@ -12,7 +12,7 @@ import pytest
 import settings_tables
 
 import config
-from config import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOTAL_TOKENS, DEMO_MODEL, SETTINGS, Config, parse
+from config import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOTAL_TOKENS, DEMO_MODEL, MAX_DEFAULT_PREFIX_SLOTS, SETTINGS, Config, parse
 from manifest import Manifest
 from run import HERE, ConfigError, socket_address
 
@@ -595,11 +595,33 @@ LONGROPE = {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddi
         ([], {"text_config": SHAPE}, 64 * GIB, 65_536),
         ([], {}, 64 * GIB, DEFAULT_MAX_TOTAL_TOKENS),
         ([], SHAPE, None, DEFAULT_MAX_TOTAL_TOKENS),
+        (["--kv-cache-dtype", "u8"], SHAPE, 64 * GIB, 131_072),
     ],
 )
 def test_the_context_length_is_the_models_where_a_quarter_of_the_memory_holds_it_in_all_slots(argv, facts, memory, total):
     manifest = Manifest("llama", 131_072, (), config_json=facts)
     assert of(*argv).with_manifest(manifest, memory).max_total_tokens == total
+
+
+@pytest.mark.parametrize(
+    ("argv", "memory", "slots"),
+    [
+        ([], 64 * GIB, 32),
+        (["--kv-cache-dtype", "u8"], 16 * GIB, 26),
+        ([], 1024 * GIB, MAX_DEFAULT_PREFIX_SLOTS),
+        ([], GIB, 4),  # at least those that run
+        ([], None, 4),
+        (["--max-batch-size", "50"], 64 * GIB, 50),
+        (["--prefix-slots", "7"], 64 * GIB, 7),
+        (["--prefix-slots", "2"], 64 * GIB, 4),
+        (["--prefix-reuse", "false"], 64 * GIB, 4),
+        (["--max-batch-total-tokens", "50000"], 64 * GIB, 6),
+    ],
+)
+def test_there_are_as_many_slots_for_prefixes_as_fit_into_a_quarter_of_the_memory(argv, memory, slots):
+    manifest = Manifest("llama", 131_072, (), config_json=SHAPE)
+    config = of("--max-total-tokens", "8192", *argv).with_manifest(manifest, memory)
+    assert config.with_prefix_slots(manifest, memory).prefix_slots == slots
 
 
 @pytest.mark.parametrize(

@@ -289,6 +289,7 @@ def run(
     chance, chunk = random.Random(seed), prefill_chunk or model.prefill_chunk
     limits = SchedulerConfig(
         slots=min(6, model.batch_size),
+        prefix_slots=model.prefix_slots,
         supports_chunked_prefill=model.supports_chunked_prefill,
         prefill_chunk=chunk,
         chunk_granularity=model.chunk_granularity,

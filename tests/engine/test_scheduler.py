@@ -399,6 +399,25 @@ def test_the_next_turn_of_a_chat_gets_the_slot_of_the_one_before_and_runs_only_t
     assert (second.cached, at) == (40, slot)
 
 
+@pytest.mark.parametrize(("prefix_slots", "cached"), [(12, 40), (4, 0)])
+def test_conversations_in_turn_keep_their_prefixes_where_there_are_slots_for_them(prefix_slots, cached):
+    scheduler = Scheduler(slots=4, prefix_slots=prefix_slots, prefix_granularity=1, supports_prefix_copy=True, **MIXED)
+    conversations = [[number] * 40 for number in range(100, 112)]
+    for first_turn in conversations:
+        finished(scheduler, first_turn)
+    assert [finished(scheduler, [*first_turn, 7, 8])[0].cached for first_turn in conversations] == [cached] * 12
+
+
+def test_of_more_slots_only_as_many_run_as_the_batch_has():
+    scheduler = Scheduler(slots=2, prefix_slots=5, prefix_granularity=1, **MIXED)
+    added(scheduler, *(request(3, own=3, most=4) for _ in range(9)))
+    most = 0
+    while scheduler.busy or scheduler.waiting:
+        step, _ = run_step(scheduler)
+        most = max(most, scheduler.busy, len(step.chunks))
+    assert most == 2
+
+
 def test_a_prompt_that_is_held_whole_runs_its_last_two_tokens_again():
     scheduler = Scheduler(slots=1, prefix_granularity=1, **MIXED)
     prompt = list(range(100, 140))

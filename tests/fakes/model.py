@@ -67,8 +67,10 @@ class FakeModel:
         prefix_granularity: int | None = None,
         supports_prefix_copy: bool = False,
         verify_length: int = 0,
+        prefix_slots: int = 0,
     ):
         self.batch_size, self.vocab_size, self.sampling = batch_size, vocab_size, sampling
+        self.prefix_slots = prefix_slots or batch_size
         self.supports_chunked_prefill, self.prefill_chunk = supports_chunked_prefill, prefill_chunk
         self.prefix_granularity, self.supports_prefix_copy = prefix_granularity, supports_prefix_copy
         self.verify_length, self.max_draft_rows = verify_length, verify_length * batch_size
@@ -77,7 +79,7 @@ class FakeModel:
         self.returns_ids = sampling == "device"
         self.device_sampling: dict[int, tuple[int, float, float]] = {}  # slot → top_k, top_p, temperature
         self.ready_slots: set[int] = set()  # `set_sampling` was called and no prompt has followed yet
-        self.cache: list[list[int]] = [[] for _ in range(batch_size)]
+        self.cache: list[list[int]] = [[] for _ in range(self.prefix_slots)]
         self.calls: list[list[Chunk]] = []
         self.failures: list[Exception] = []  # raised by the next calls
         self.nan_slots: set[int] = set()

@@ -142,13 +142,24 @@ def test_a_kv_cache_of_eight_bits_speculates_only_if_it_is_asked_to(even, specul
     assert bool(model.verify_length) == bool(speculate)
 
 
+def test_slots_beyond_the_batch_hold_prompts_and_change_no_bit(even):
+    model = serve(even, 300, threads=2, max_batch_size=2, prefix_slots=9)
+    assert (model.batch_size, model.prefix_slots) == (2, 9)
+    ids = np.random.default_rng(0).integers(0, VOCABULARY, 280).tolist()
+    prompts = [ids[begin : begin + 30] for begin in range(0, 270, 30)]
+    alone = [run(model, [prompt], new_tokens=5)[0] for prompt in prompts]
+    for sequence, own in zip(run(model, prompts * 3, 1, new_tokens=5), alone * 3):
+        assert sequence.tokens == own.tokens[: len(sequence.tokens)]
+        assert np.array_equal(sequence.logits, own.logits[: len(sequence.logits)])
+
+
 def test_a_kv_cache_that_the_arithmetic_does_not_take_is_refused_by_name(even):
     with pytest.raises(ModelError, match=r"^--kv-cache-dtype bfloat16 .* computed in float32, .* give float32, u8 or auto$"):
         serve(even, dtype="float32", kv_cache_dtype="bfloat16")
 
 
 def test_plain_pytorch_has_one_type_of_kv_cache(zoo):
-    with pytest.raises(ModelError, match="^--kv-cache-dtype u8 .* is served by plain PyTorch; leave it out"):
+    with pytest.raises(ModelError, match=r"^--kv-cache-dtype u8 .* is served by plain PyTorch; leave it out"):
         serve(zoo.folder("gemma2"), kv_cache_dtype="u8")
 
 
@@ -366,8 +377,12 @@ def test_int4_goes_into_fewer_layers_where_the_model_does_not_tolerate_it_in_all
     assert "int4 in 50 % of the layers, int8 in the others" in caplog.text
 
 
-@pytest.mark.parametrize(("kind", "divergences", "group"), [("int8", [0.1, 0.01], 64), ("int8", [0.1, 0.1], 32), ("int4", [0.01], 128)])
-def test_as_many_activations_share_a_scale_as_the_model_tolerates(wide, converter, tmp_path, monkeypatch, kind, divergences, group):
+@pytest.mark.parametrize(
+    ("kind", "divergences", "group"), [("int8", [0.1, 0.01], 64), ("int8", [0.1, 0.1], 32), ("int4", [0.01], 128)]
+)
+def test_as_many_activations_share_a_scale_as_the_model_tolerates(
+    wide, converter, tmp_path, monkeypatch, kind, divergences, group
+):
     left = list(divergences)
     monkeypatch.setattr(converter, "kl_divergence", lambda *_: np.array([left.pop(0)]))
     serve(wide, quantize=kind)
