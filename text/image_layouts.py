@@ -36,6 +36,11 @@ class Tiles(NamedTuple):
 class Facts(dict):
     """The fields of a model's preprocessor files and configuration."""
 
+    @property
+    def drops_first(self) -> bool:
+        """Whether LLaVA leaves out the tower's first output."""
+        return self.get("vision_feature_select_strategy", "default") == "default"
+
     def number(self, name: str, default: int | None = None) -> int:
         """A positive whole number, which may stand in an object: {"height": 384, "width": 384}. Raises
         ConfigError."""
@@ -75,7 +80,8 @@ class Square(Layout):
     def __init__(self, facts: Facts):
         super().__init__(facts)
         self._side = facts.number("size")
-        self._tokens = (self._side // facts.number("patch_size")) ** 2
+        # SigLIP has no class token: then it is the first patch that is left out.
+        self._tokens = (self._side // facts.number("patch_size")) ** 2 - facts.drops_first
 
     def __call__(self, image: Image) -> Tiles:
         return Tiles([self._resized(image, self._side, self._side)], self._tokens, self.token * self._tokens)
@@ -88,7 +94,8 @@ class CenterCrop(Layout):
         super().__init__(facts)
         self._edge = facts.number("size")
         self._side = facts.number("crop_size")
-        self._tokens = (self._side // facts.number("patch_size")) ** 2
+        # With CLIP's class token, where it is not left out.
+        self._tokens = (self._side // facts.number("patch_size")) ** 2 + 1 - facts.drops_first
 
     def __call__(self, image: Image) -> Tiles:
         long = int(self._edge * max(image.size) / min(image.size))

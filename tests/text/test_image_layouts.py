@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 import warnings
 
@@ -12,7 +13,7 @@ from image_files import noise, save_preprocessor
 from vision_models import FAMILIES
 
 from config import MM_PROCESSOR_FIELDS
-from manifest import IMAGE_PROCESSORS
+from manifest import IMAGE_PROCESSORS, Manifest
 from run import ConfigError
 from text.image_layouts import LAYOUTS, read_layout
 
@@ -122,7 +123,23 @@ def test_siglip_scales_an_image_to_a_square(tmp_path):
     made = layout(noise(500, 300))
     expected = processor(images=[noise(500, 300)], return_tensors="np")["pixel_values"][0].transpose(1, 2, 0)
     assert np.array_equal(np.asarray(made.tiles[0]), expected)
-    assert made.tokens == 729
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("strategy", ["default", "full"])
+@pytest.mark.parametrize(("processor", "class_tokens"), [("CLIPImageProcessor", 1), ("SiglipImageProcessor", 0)])
+def test_llava_counts_the_outputs_of_its_tower_that_it_selects(processor, class_tokens, strategy, tmp_path):
+    save_preprocessor("llava", tmp_path, image_processor_type=processor, size={"height": 336, "width": 336})
+    file = tmp_path / "processor_config.json"
+    fields = json.loads(file.read_text()) | {
+        "vision_feature_select_strategy": strategy,
+        "num_additional_image_tokens": class_tokens,
+    }
+    file.write_text(json.dumps(fields))
+    made = read_layout(Manifest.read(tmp_path), {})(noise(500, 300))
+    outputs = {"pixel_values": [np.asarray(made.tiles[0]).transpose(2, 0, 1)]}
+    assert made.text == text_of_transformers("llava", fields, None, "<image>")(outputs)
+    assert made.tokens == made.text.count("<image>")
 
 
 @pytest.mark.parametrize(
