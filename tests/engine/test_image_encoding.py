@@ -157,9 +157,9 @@ def test_an_image_with_another_number_of_embeddings_than_tokens_fails_before_a_s
 
 
 def test_embeddings_stay_for_as_long_as_a_request_wants_them_whatever_else_is_encoded():
-    driven = driven_with(cached_tokens=5, batch_size=4)
+    driven = driven_with(cached_tokens=5, batch_size=4, max_total_tokens=5000)
     cache = driven.model.encoder_cache
-    driven.arrive(asks(1, image(5, tokens=3), most=30, ignore_eos=True))
+    driven.arrive(asks(1, image(5, tokens=3), most=4000, ignore_eos=True))  # steps go on while images are encoded
     driven.run_until_running(1)
     for number, other in (2, image(6, tokens=2)), (3, image(7, tokens=2)):
         driven.arrive(asks(number, other))
@@ -167,6 +167,7 @@ def test_embeddings_stay_for_as_long_as_a_request_wants_them_whatever_else_is_en
             driven.step()
     assert driven.running == [1]
     assert (5 in cache, 6 in cache, 7 in cache) == (True, False, True)
+    driven.arrive(Cancel(1, "test"))
     driven.run()
     driven.arrive(asks(4, image(8, tokens=3)))
     driven.run()
