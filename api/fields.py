@@ -37,7 +37,7 @@ _NOT_SUPPORTED: list[tuple[Sequence[Any], str]] = [
     ([False], "watermark continue_final_message use_beam_search early_stopping"),
     ([False], "include_stop_str_in_output return_token_ids return_tokens_as_token_ids return_token_offsets"),
     ([False], "return_prompt_text return_assistant_tokens_mask enable_response_messages"),
-    ([True], "add_generation_prompt skip_special_tokens spaces_between_special_tokens"),
+    ([True], "add_generation_prompt skip_special_tokens spaces_between_special_tokens include_reasoning"),
     ([0], "no_repeat_ngram_size mirostat top_a epsilon_cutoff eta_cutoff dry_multiplier xtc_probability"),
     ([0], "dynatemp_range"),
     ([1], "num_beams length_penalty repeat_penalty tfs_z"),
