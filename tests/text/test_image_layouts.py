@@ -30,7 +30,16 @@ SIZES = [(64, 48), (23, 200), (333, 777), (1536, 1024), (1201, 799), (1650, 1411
 every_family = pytest.mark.parametrize("name", FAMILIES)
 
 
+@pytest.fixture
+def _same_transformers(monkeypatch):
+    """Its image processors import the package a second time, and put that into the place of the first."""
+    import transformers
+
+    monkeypatch.setitem(sys.modules, "transformers", transformers)
+
+
 @pytest.mark.models
+@pytest.mark.usefixtures("_same_transformers")
 @every_family
 def test_tiles_and_text_are_those_of_transformers(name, tmp_path, monkeypatch):
     from transformers import AutoImageProcessor
@@ -114,6 +123,7 @@ def test_of_the_canvases_that_keep_all_pixels_the_smallest_is_taken(tmp_path):
 
 
 @pytest.mark.models
+@pytest.mark.usefixtures("_same_transformers")
 def test_siglip_scales_an_image_to_a_square(tmp_path):
     from transformers import AutoImageProcessor
 
@@ -126,6 +136,7 @@ def test_siglip_scales_an_image_to_a_square(tmp_path):
 
 
 @pytest.mark.models
+@pytest.mark.usefixtures("_same_transformers")
 @pytest.mark.parametrize("strategy", ["default", "full"])
 @pytest.mark.parametrize(("processor", "class_tokens"), [("CLIPImageProcessor", 1), ("SiglipImageProcessor", 0)])
 def test_llava_counts_the_outputs_of_its_tower_that_it_selects(processor, class_tokens, strategy, tmp_path):
