@@ -881,7 +881,9 @@ class Config:
             if self.max_batch_total_tokens:
                 fitting = min(fitting, self.max_batch_total_tokens)
             slots = min(fitting // self.max_total_tokens, MAX_DEFAULT_PREFIX_SLOTS)
-        return dataclasses.replace(self, prefix_slots=max(self.max_batch_size, slots or 0))
+        return dataclasses.replace(
+            self, prefix_slots=max(self.max_batch_size or DEFAULT_BATCH_SIZE, slots or 0)
+        )
 
     def _fitting_tokens(self, manifest: Manifest, memory_bytes: int | None) -> int | None:
         """How many tokens the KV cache has room for; None: unknown."""

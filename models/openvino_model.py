@@ -449,7 +449,7 @@ def _load_entry(config: Config, entry: Path) -> StaticBatchModel:
             config.max_total_tokens,
             threads,
             config.kv_cache_dtype,
-            config.prefix_slots,
+            config.prefix_slots or 0,
         )
         model.max_input_tokens = config.max_input_tokens
         _compare(model, facts)
