@@ -141,7 +141,7 @@ def test_transformers_4_does_not_convert_what_transformers_5_wrote(tmp_path, mon
     given = tiny_models.save_sentencepiece(tmp_path) / "tokenizer_config.json"
     given.write_text(json.dumps(json.loads(given.read_text()) | written))
     models.tokenizer.main(tmp_path, tmp_path)
-    monkeypatch.setattr(transformers, "__version__", "4.48.3")
+    monkeypatch.setattr("transformers.__version__", "4.48.3")  # of the module that is imported now
     with pytest.raises(ModelError, match=r"was written by transformers 5; without tokenizer\.json the 4\.48\.3 of"):
         models.tokenizer.main(tmp_path, tmp_path)
 
