@@ -462,9 +462,9 @@ class Config:
     kv_cache_dtype: str = setting(
         "auto",
         "KV_CACHE_DTYPE",
-        "Type of the KV cache on CPUs: auto (that of the arithmetic), float32, bfloat16 (where the model is "
-        "computed in it) or u8: eight bits, with a scale for every 32 tokens, which takes less than a third "
-        "of float32's memory and turns speculative decoding off unless --speculate is given.",
+        "Type of the KV cache on CPUs: auto, which is float32 or bfloat16, as the model is computed, or u8: "
+        "eight bits, with a scale for every 32 tokens, which takes less than a third of float32's memory and "
+        "turns speculative decoding off unless --speculate is given.",
         parse=_one_of("auto", "float32", "bfloat16", "u8"),
     )
     model_cache: str = setting(
@@ -874,16 +874,27 @@ class Config:
         return min(longest, max(power, DEFAULT_MAX_TOTAL_TOKENS))
 
     def with_prefix_slots(self, manifest: Manifest, memory_bytes: int | None) -> Config:
-        """A copy whose unset `prefix_slots` comes from the memory; `with_manifest` comes before."""
+        """A copy whose unset `prefix_slots` comes from the memory; `with_manifest` comes before. Raises
+        ConfigError for fewer than run at a time."""
+        least = self.max_batch_size or DEFAULT_BATCH_SIZE
         slots = self.prefix_slots
-        if slots is None and self.prefix_reuse:
+        if slots and not self.prefix_reuse:
+            raise ConfigError(
+                f"--prefix-slots {slots} (PREFIX_SLOTS) needs prefix caching, which --prefix-reuse false "
+                "(PREFIX_REUSE) turns off; leave one of them out"
+            )
+        if slots is None:
             fitting = self._fitting_tokens(manifest, memory_bytes) or 0
             if self.max_batch_total_tokens:
                 fitting = min(fitting, self.max_batch_total_tokens)
             slots = min(fitting // self.max_total_tokens, MAX_DEFAULT_PREFIX_SLOTS)
-        return dataclasses.replace(
-            self, prefix_slots=max(self.max_batch_size or DEFAULT_BATCH_SIZE, slots or 0)
-        )
+            slots = max(slots if self.prefix_reuse else 0, least)
+        if slots < least:
+            raise ConfigError(
+                f"--prefix-slots {slots} (PREFIX_SLOTS) is less than the {least} requests that run at a "
+                "time; raise it, or lower --max-batch-size (MAX_BATCH_SIZE)"
+            )
+        return dataclasses.replace(self, prefix_slots=slots)
 
     def _fitting_tokens(self, manifest: Manifest, memory_bytes: int | None) -> int | None:
         """How many tokens the KV cache has room for; None: unknown."""

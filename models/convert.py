@@ -202,7 +202,6 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         "dtype": dtype,
         "quantize": config.quantize,
         "vocab_size": text_config.vocab_size,
-        "hidden_size": text_config.hidden_size,
         "max_total_tokens": manifest.length_limit,
         "has_experts": has_experts(model),
         "arithmetic": None,  # None: what the CPU has for the dtype
@@ -227,7 +226,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         check.refuse_faults(target, facts)
         if config.quantize:
             steps.begin(f"compressing to {config.quantize}, and comparing again")
-            _compress(graph, config, check, target, facts)
+            _compress(graph, config, text_config.hidden_size, check, target, facts)
         elif dtype == "bfloat16" and (fault := check.fault_on_text(target, facts)):
             logger.warning(
                 "%s does not tolerate arithmetic in bfloat16, and is computed in float32: %s",
@@ -439,13 +438,15 @@ def _prompt_logits(model: OpenVinoModel, ids: Sequence[int]) -> np.ndarray:
     return np.concatenate([model.forward([chunk]) for chunk in chunks])
 
 
-def _compress(graph: ov.Model, config: Config, check: Check, target: Path, facts: dict[str, Any]) -> None:
+def _compress(
+    graph: ov.Model, config: Config, hidden_size: int, check: Check, target: Path, facts: dict[str, Any]
+) -> None:
     """Saves the graph with compressed weights: those of linear layers and embeddings. Raises ModelError where
     the model loses too much accuracy."""
     import nncf
 
     logging.getLogger("nncf").setLevel(logging.ERROR)  # nncf.set_log_level would change our handlers as well
-    for way in _ways_to_compress(config.quantize, facts["hidden_size"], nncf.CompressWeightsMode):
+    for way in _ways_to_compress(config.quantize, hidden_size, nncf.CompressWeightsMode):
         # A copy: compression cannot be undone.
         _save(nncf.compress_weights(graph.clone(), **way), target / "model.xml")
         facts["activation_group"] = check.activation_group(target, facts, way.get("group_size", GROUPS[0]))

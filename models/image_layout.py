@@ -1,10 +1,12 @@
-"""How the tiles of an image become its tokens: the layouts of LLaVA-NeXT, Granite Vision and LLaVA-OneVision.
+"""How the tiles of an image become its embeddings, also in the layouts of LLaVA-NeXT, Granite Vision and
+LLaVA-OneVision.
 
 Uses numpy alone, so that a worker without torch can use it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +21,25 @@ class Canvas(NamedTuple):
     left: int
     scaled_rows: int  # of the image without its padding once it is scaled down; 0: it is not
     scaled_columns: int
+
+
+def encode(
+    tower: Callable[[np.ndarray], np.ndarray],
+    pixels: np.ndarray,
+    canvas: tuple[int, ...],
+    newline: np.ndarray | None,
+    is_cancelled: Callable[[], bool],
+) -> np.ndarray | None:
+    """As `encode_image` of StaticBatchModel (base.py).
+
+    tower: uint8 [1, height, width, 3] -> float32 [patches, width], an array that stays as it is.
+    """
+    features = []
+    for tile in pixels:
+        if is_cancelled():
+            return None
+        features.append(tower(tile[None]))
+    return arrange(np.stack(features), canvas, newline)
 
 
 def arrange(features: np.ndarray, canvas: tuple[int, ...], newline: np.ndarray | None) -> np.ndarray:

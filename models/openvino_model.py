@@ -57,7 +57,7 @@ from models.cache import (  # noqa: E402
     write_refusal,
 )
 from models.encoder_cache import EncoderCache  # noqa: E402
-from models.image_layout import arrange  # noqa: E402
+from models.image_layout import encode  # noqa: E402
 from models.machine import host_memory, usable_threads  # noqa: E402
 from run import HERE, ConfigError  # noqa: E402
 
@@ -118,39 +118,9 @@ class OpenVinoModel:
             "ENABLE_CPU_PINNING": False,  # other processes share the cores
         }
         self.threads = _threads_taken(core, settings)
-        has_bfloat16 = "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-        # On one thread OpenVINO's AMX kernel for MLPs divides by zero, half the threads: SIGFPE.
-        tolerates_bfloat16 = (
-            has_bfloat16
-            and self.dtype == "bfloat16"
-            and facts["arithmetic"] != "float32"
-            and self.threads > 1
-        )
-        # Compressed weights are multiplied by quantized activations, which is faster than bfloat16, and on
-        # AMX, unlike bfloat16 there, batch-invariant.
-        is_bfloat16 = tolerates_bfloat16 and self.quantize is None
-        self.computed_in = "bfloat16" if is_bfloat16 else "float32"
-        self.kv_cache_dtype = self.computed_in if kv_cache_dtype == "auto" else kv_cache_dtype
-        if self.kv_cache_dtype not in (self.computed_in, "float32", "u8"):
-            raise ModelError(
-                f"--kv-cache-dtype {kv_cache_dtype} (KV_CACHE_DTYPE): {facts['model']} is computed in "
-                f"{self.computed_in}, for which OpenVINO has no such KV cache; give float32, u8 or auto"
-            )
-        if self.kv_cache_dtype == "u8":  # the scale of a block changes as the block fills
-            self.chunk_granularity = self.prefix_granularity = BLOCK
-        self.precision = self.quantize or ("u8" if self.kv_cache_dtype == "u8" else self.computed_in)
-        has_fast_prompts = is_bfloat16 or (self.quantize is not None and has_bfloat16)
-        self.prompt_budget = None if has_fast_prompts else FLOAT32_BUDGET
-        self._max_call_tokens = math.inf if has_fast_prompts else FLOAT32_TOKENS
-        settings |= {  # both default to less precise types on some CPUs
-            "INFERENCE_PRECISION_HINT": PRECISIONS[self.computed_in],
-            "KV_CACHE_PRECISION": PRECISIONS[self.kv_cache_dtype],
-        }
-        if self.quantize:
-            settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = facts.get("activation_group", ACTIVATION_GROUP)
-        vision_precision = PRECISIONS["bfloat16" if tolerates_bfloat16 else "float32"]
-        self._vision_settings = settings | {"INFERENCE_PRECISION_HINT": vision_precision}
-        compiled = core.compile_model(graph, "CPU", settings)
+        self._settings = settings
+        precisions = self._choose_precisions(core, facts, kv_cache_dtype)
+        compiled = core.compile_model(graph, "CPU", settings | precisions)
         self._request = compiled.create_infer_request()
         for port in compiled.inputs:
             if port.get_any_name() == IMAGE_INPUTS[0]:
@@ -163,6 +133,43 @@ class OpenVinoModel:
             self._add_cache(port) for port in compiled.inputs if "_cache." in port.get_any_name()
         ]
         self.kv_bytes_per_token = sum(cache.nbytes for cache in self._kv_cache) // (self._blocks.size * BLOCK)
+
+    def _choose_precisions(self, core: ov.Core, facts: dict[str, Any], kv_cache_dtype: str) -> dict[str, Any]:
+        """OpenVINO's settings for the arithmetic and the KV cache. Sets what follows from them for calls.
+        Raises ModelError."""
+        has_bfloat16 = "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        # On one thread OpenVINO's AMX kernel for MLPs divides by zero, half the threads: SIGFPE.
+        tolerates_bfloat16 = (
+            has_bfloat16
+            and self.dtype == "bfloat16"
+            and facts["arithmetic"] != "float32"
+            and self.threads > 1
+        )
+        # Compressed weights are multiplied by quantized activations: at least as fast as bfloat16, and
+        # batch-invariant, which bfloat16 over compressed weights is not on AMX.
+        is_bfloat16 = tolerates_bfloat16 and self.quantize is None
+        self.computed_in = "bfloat16" if is_bfloat16 else "float32"
+        self.kv_cache_dtype = self.computed_in if kv_cache_dtype == "auto" else kv_cache_dtype
+        if self.kv_cache_dtype not in (self.computed_in, "u8"):
+            raise ModelError(
+                f"--kv-cache-dtype {kv_cache_dtype} (KV_CACHE_DTYPE): {facts['model']} is computed in "
+                f"{self.computed_in}, for which OpenVINO has no such KV cache; give {self.computed_in}, u8 or "
+                "auto"
+            )
+        if self.kv_cache_dtype == "u8":  # the scale of a block changes as the block fills
+            self.chunk_granularity = self.prefix_granularity = BLOCK
+        self.precision = self.quantize or ("u8" if self.kv_cache_dtype == "u8" else self.computed_in)
+        has_fast_prompts = is_bfloat16 or (self.quantize is not None and has_bfloat16)
+        self.prompt_budget = None if has_fast_prompts else FLOAT32_BUDGET
+        self._max_call_tokens = math.inf if has_fast_prompts else FLOAT32_TOKENS
+        settings: dict[str, Any] = {  # both default to less precise types on some CPUs
+            "INFERENCE_PRECISION_HINT": PRECISIONS[self.computed_in],
+            "KV_CACHE_PRECISION": PRECISIONS[self.kv_cache_dtype],
+        }
+        if self.quantize:
+            settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = facts.get("activation_group", ACTIVATION_GROUP)
+        self._vision_precision = PRECISIONS["bfloat16" if tolerates_bfloat16 else "float32"]
+        return settings
 
     def _add_cache(self, port: ov.ConstOutput) -> np.ndarray:
         """An array for the keys or the values of a layer: [blocks, KV heads, BLOCK, head size in bytes]."""
@@ -185,7 +192,8 @@ class OpenVinoModel:
             cache[self._blocks[target, :blocks]] = cache[self._blocks[source, :blocks]]
 
     def load_vision(self, path: Path, newline: Sequence[float] | None) -> None:
-        self._vision = VisionEncoder(path, newline, self._vision_settings)
+        precision = {"INFERENCE_PRECISION_HINT": self._vision_precision}
+        self._vision = VisionEncoder(path, newline, self._settings | precision)
 
     def encode_image(
         self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
@@ -246,15 +254,11 @@ class VisionEncoder:
         self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
     ) -> np.ndarray | None:
         """As `encode_image` of StaticBatchModel."""
-        features = []
-        for tile in pixels:
-            if is_cancelled():
-                return None
-            self._request.infer(
-                [ov.Tensor(np.ascontiguousarray(tile[None]))]
-            )  # without the interpreter's lock
-            features.append(self._request.get_output_tensor(0).data.copy())
-        return arrange(np.stack(features), canvas, self._newline)
+        return encode(self._run, pixels, canvas, self._newline, is_cancelled)
+
+    def _run(self, tile: np.ndarray) -> np.ndarray:
+        self._request.infer([ov.Tensor(np.ascontiguousarray(tile))])  # without the interpreter's lock
+        return self._request.get_output_tensor(0).data.copy()
 
 
 def _threads_taken(core: ov.Core, settings: dict[str, Any]) -> int:

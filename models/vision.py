@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from models.image_layout import arrange
+from models.image_layout import encode
 
 # Where checkpoints have the parts: transformers renamed them more than once. The longer names come first.
 TOWERS = (
@@ -142,13 +142,11 @@ class VisionTower(nn.Module):
         self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
     ) -> np.ndarray | None:
         """As `encode_image` of StaticBatchModel (base.py)."""
-        features = []
-        for tile in pixels:
-            if is_cancelled():
-                return None
-            features.append(self(torch.tensor(tile[None], device=self.scale.device)).cpu().numpy())
         newline = None if self.newline is None else self.newline.float().cpu().numpy()
-        return arrange(np.stack(features), canvas, newline)
+        return encode(self._run, pixels, canvas, newline, is_cancelled)
+
+    def _run(self, tile: np.ndarray) -> np.ndarray:
+        return self(torch.tensor(tile, device=self.scale.device)).cpu().numpy()
 
     def normalize(self, tiles: Tensor) -> Tensor:
         """The values of pixels, uint8 [tiles, height, width, 3] -> float32 [tiles, 3, height, width]."""

@@ -613,7 +613,6 @@ def test_the_context_length_is_the_models_where_a_quarter_of_the_memory_holds_it
         ([], None, 4),
         (["--max-batch-size", "50"], 64 * GIB, 50),
         (["--prefix-slots", "7"], 64 * GIB, 7),
-        (["--prefix-slots", "2"], 64 * GIB, 4),
         (["--prefix-reuse", "false"], 64 * GIB, 4),
         (["--max-batch-total-tokens", "50000"], 64 * GIB, 6),
     ],
@@ -622,6 +621,14 @@ def test_there_are_as_many_slots_for_prefixes_as_fit_into_a_quarter_of_the_memor
     manifest = Manifest("llama", 131_072, (), config_json=SHAPE)
     config = of("--max-total-tokens", "8192", *argv).with_manifest(manifest, memory)
     assert config.with_prefix_slots(manifest, memory).prefix_slots == slots
+
+
+def test_fewer_slots_for_prefixes_than_run_at_a_time_and_slots_without_prefix_caching_are_refused():
+    manifest = Manifest("llama", 131_072, (), config_json=SHAPE)
+    with pytest.raises(ConfigError, match=r"^--prefix-slots 2 \(PREFIX_SLOTS\) is less than the 4 requests that run"):
+        of("--prefix-slots", "2").with_manifest(manifest).with_prefix_slots(manifest, None)
+    with pytest.raises(ConfigError, match=r"^--prefix-slots 9 \(PREFIX_SLOTS\) needs prefix caching"):
+        of("--prefix-slots", "9", "--prefix-reuse", "false").with_manifest(manifest).with_prefix_slots(manifest, None)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import mcp_server
 import pytest
-from pictures import IMAGE_TOKENS, png
+from image_files import IMAGE_TOKENS, png
 from scripted_server import (
     KNOWS,
     PACKAGES,

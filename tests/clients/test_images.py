@@ -13,9 +13,9 @@ import openai
 import pytest
 from demo_server import ROOT, serving
 from huggingface_hub import InferenceClient
+from image_files import IMAGE_TOKENS, png
 from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
-from pictures import IMAGE_TOKENS, png
 
 MODEL = "tiny-llava"
 QUESTION = "What is this?"
@@ -75,7 +75,7 @@ def secure_host(certificate):
 
 
 @pytest.fixture
-def pictures(host):
+def image_url(host):
     """The URL of an image."""
     return f"http://{host}/a.png"
 
@@ -127,8 +127,8 @@ def asked(*parts):
     return [{"role": "user", "content": [*parts, {"type": "text", "text": QUESTION}]}]
 
 
-def test_openai_sends_images_in_chats(client, counts_image, pictures):
-    for parts in ([part(DATA_URL)], [part(DATA_URL, detail="low")], [part(pictures)], [part(DATA_URL), part(pictures)]):
+def test_openai_sends_images_in_chats(client, counts_image, image_url):
+    for parts in ([part(DATA_URL)], [part(DATA_URL, detail="low")], [part(image_url)], [part(DATA_URL), part(image_url)]):
         answer = client.chat.completions.create(**LIMITS, messages=asked(*parts))
         counts_image(answer.usage.prompt_tokens, len(parts))
         assert answer.choices[0].message.role == "assistant"
@@ -148,8 +148,8 @@ def test_openai_streams_and_finds_the_image_in_the_cache_in_the_next_turn(client
     assert usage.prompt_tokens_details.cached_tokens > IMAGE_TOKENS
 
 
-def test_openai_sends_images_to_the_responses_api(client, counts_image, pictures):
-    for url in (DATA_URL, pictures):
+def test_openai_sends_images_to_the_responses_api(client, counts_image, image_url):
+    for url in (DATA_URL, image_url):
         content = [{"type": "input_image", "image_url": url, "detail": "auto"}, {"type": "input_text", "text": QUESTION}]
         asked = [{"role": "user", "content": content}]
         answer = client.responses.create(model=MODEL, max_output_tokens=20, input=asked)
@@ -158,9 +158,9 @@ def test_openai_sends_images_to_the_responses_api(client, counts_image, pictures
         assert later.usage.input_tokens > answer.usage.input_tokens
 
 
-def test_a_host_that_is_not_named_and_what_is_no_image_are_refused_by_their_place(client, pictures):
+def test_a_host_that_is_not_named_and_what_is_no_image_are_refused_by_their_place(client, image_url):
     for url, words in (
-        (pictures.replace("127.0.0.1", "localhost"), "from which this server does not fetch images"),
+        (image_url.replace("127.0.0.1", "localhost"), "from which this server does not fetch images"),
         ("http://169.254.169.254/latest/meta-data", "from which this server does not fetch images"),
         (f"data:image/png;base64,{base64.b64encode(b'text').decode()}", "image"),
     ):
@@ -172,8 +172,8 @@ def test_a_host_that_is_not_named_and_what_is_no_image_are_refused_by_their_plac
 SOURCE = {"type": "base64", "media_type": "image/png", "data": BASE64}
 
 
-def test_anthropic_sends_images_and_counts_them(claude, counts_image, pictures):
-    for source in (SOURCE, {"type": "url", "url": pictures}):
+def test_anthropic_sends_images_and_counts_them(claude, counts_image, image_url):
+    for source in (SOURCE, {"type": "url", "url": image_url}):
         messages = asked({"type": "image", "source": source})
         usage = claude.messages.create(**LIMITS, messages=messages).usage
         counts_image(usage.input_tokens + usage.cache_read_input_tokens)
@@ -204,21 +204,21 @@ def test_langchain_sends_images(url, counts_image, is_responses, kind):
     counts_image(answer.usage_metadata["input_tokens"])
 
 
-def test_langchain_sends_an_image_by_its_url(url, counts_image, pictures):
+def test_langchain_sends_an_image_by_its_url(url, counts_image, image_url):
     chat = ChatOpenAI(model=MODEL, base_url=f"{url}/v1", api_key="none", max_tokens=2)
-    answer = chat.invoke([HumanMessage([{"type": "image", "url": pictures}, {"type": "text", "text": QUESTION}])])
+    answer = chat.invoke([HumanMessage([{"type": "image", "url": image_url}, {"type": "text", "text": QUESTION}])])
     counts_image(answer.usage_metadata["input_tokens"])
 
 
-def test_hugging_face_sends_images_in_chats(url, counts_image, pictures):
+def test_hugging_face_sends_images_in_chats(url, counts_image, image_url):
     client = InferenceClient(base_url=url)
-    for image in (DATA_URL, pictures):
+    for image in (DATA_URL, image_url):
         counts_image(client.chat_completion(asked(part(image)), max_tokens=2).usage.prompt_tokens)
 
 
-def test_hugging_face_sends_images_in_prompts(url, pictures):
+def test_hugging_face_sends_images_in_prompts(url, image_url):
     client = InferenceClient(base_url=url)
-    for image in (DATA_URL, pictures):
+    for image in (DATA_URL, image_url):
         prompt = f"![]({image}){QUESTION}"
         details = client.text_generation(prompt, max_new_tokens=2, details=True, decoder_input_details=False).details
         assert details.generated_tokens == 2

@@ -153,14 +153,19 @@ def test_slots_beyond_the_batch_hold_prompts_and_change_no_bit(even):
         assert np.array_equal(sequence.logits, own.logits[: len(sequence.logits)])
 
 
-def test_a_kv_cache_that_the_arithmetic_does_not_take_is_refused_by_name(even):
-    with pytest.raises(ModelError, match=r"^--kv-cache-dtype bfloat16 .* computed in float32, .* give float32, u8 or auto$"):
-        serve(even, dtype="float32", kv_cache_dtype="bfloat16")
+@pytest.mark.parametrize(("dtype", "other"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_a_kv_cache_that_the_arithmetic_does_not_take_is_refused_by_name(even, dtype, other):
+    with pytest.raises(ModelError, match=f"^--kv-cache-dtype {other} .* computed in {dtype}, .* give {dtype}, u8 or auto$"):
+        serve(even, dtype=dtype, threads=2, kv_cache_dtype=other)
 
 
-def test_plain_pytorch_has_one_type_of_kv_cache(zoo):
-    with pytest.raises(ModelError, match=r"^--kv-cache-dtype u8 .* is served by plain PyTorch; leave it out"):
-        serve(zoo.folder("gemma2"), kv_cache_dtype="u8")
+@pytest.mark.parametrize(
+    ("setting", "value", "flag"),
+    [("kv_cache_dtype", "u8", "--kv-cache-dtype u8"), ("prefix_slots", 99, "--prefix-slots 99")],
+)
+def test_settings_of_openvinos_kv_cache_are_refused_where_plain_pytorch_serves(zoo, setting, value, flag):
+    with pytest.raises(ModelError, match=f"^{flag} .* is served by plain PyTorch; leave it out"):
+        serve(zoo.folder("gemma2"), **{setting: value})
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
