@@ -153,8 +153,7 @@ class OpenVinoModel:
         if self.kv_cache_dtype not in (self.computed_in, "u8"):
             raise ModelError(
                 f"--kv-cache-dtype {kv_cache_dtype} (KV_CACHE_DTYPE): {facts['model']} is computed in "
-                f"{self.computed_in}, for which OpenVINO has no such KV cache; give {self.computed_in}, u8 or "
-                "auto"
+                f"{self.computed_in}, where OpenVINO has no such KV cache; give {self.computed_in}, u8 or auto"
             )
         if self.kv_cache_dtype == "u8":  # the scale of a block changes as the block fills
             self.chunk_granularity = self.prefix_granularity = BLOCK
