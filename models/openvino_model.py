@@ -152,8 +152,8 @@ class OpenVinoModel:
         self.kv_cache_dtype = self.computed_in if kv_cache_dtype == "auto" else kv_cache_dtype
         if self.kv_cache_dtype not in (self.computed_in, "u8"):
             raise ModelError(
-                f"--kv-cache-dtype {kv_cache_dtype} (KV_CACHE_DTYPE): {facts['model']} is computed in "
-                f"{self.computed_in}, where OpenVINO has no such KV cache; give {self.computed_in}, u8 or auto"
+                f"--kv-cache-dtype {kv_cache_dtype} (KV_CACHE_DTYPE): OpenVINO computes {facts['model']} in "
+                f"{self.computed_in}, which takes a KV cache in {self.computed_in} or u8; give auto or u8"
             )
         if self.kv_cache_dtype == "u8":  # the scale of a block changes as the block fills
             self.chunk_granularity = self.prefix_granularity = BLOCK
