@@ -145,8 +145,8 @@ class OpenVinoModel:
             and facts["arithmetic"] != "float32"
             and self.threads > 1
         )
-        # Compressed weights are multiplied by quantized activations: at least as fast as bfloat16, and
-        # batch-invariant, which bfloat16 over compressed weights is not on AMX.
+        # Compressed weights are multiplied by quantized activations: faster than bfloat16 in short contexts,
+        # and batch-invariant, which bfloat16 over compressed weights is not on AMX.
         is_bfloat16 = tolerates_bfloat16 and self.quantize is None
         self.computed_in = "bfloat16" if is_bfloat16 else "float32"
         self.kv_cache_dtype = self.computed_in if kv_cache_dtype == "auto" else kv_cache_dtype
