@@ -422,6 +422,8 @@ class Startup:
                 "It reads images; embeddings of recent ones take up to %d MiB (encoder cache)",
                 model.encoder_cache.limit_bytes >> 20,
             )
+        elif self._config.allowed_media_domains:
+            logger.info("--allowed-media-domains has no effect here: this model is served without images")
 
 
 def scheduler_config(config: Config, model: StaticBatchModel) -> SchedulerConfig:

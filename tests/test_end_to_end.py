@@ -182,8 +182,9 @@ def test_as_sagemaker_starts_it():
     """`serve` as argument, its names for the settings, its port, and no more."""
     port = str(free_port())
     settings = {"HF_MODEL_ID": str(DEMO_MODEL), "SM_NUM_GPUS": "1", "SAGEMAKER_BIND_TO_PORT": port, "PORT": port}
-    with Server(**settings) as server:
+    with Server(**settings, ALLOWED_MEDIA_DOMAINS="example.com") as server:
         server.wait_ready()
+        assert "--allowed-media-domains has no effect here" in server.log
         assert server.get("/ping") == (200, "")
         response = server.request("POST", "/invocations", {"inputs": QUESTIONS[0]})
         (answer,) = json.loads(response.read())
