@@ -462,9 +462,10 @@ class Config:
     kv_cache_dtype: str = setting(
         "auto",
         "KV_CACHE_DTYPE",
-        "Type of the KV cache on CPUs: auto, which is float32 or bfloat16, as the model is computed, or u8: "
-        "eight bits, with a scale for every 32 tokens, which takes less than a third of float32's memory and "
-        "turns speculative decoding off unless --speculate is given.",
+        "Type of the KV cache on CPUs: auto, which is bfloat16 where the model is and the CPU multiplies it, "
+        "else float32; float32, where the model is computed in it; or u8: eight bits, with a scale for every "
+        "32 tokens, which takes less than a third of float32's memory and turns speculative decoding off "
+        "unless --speculate is given.",
         parse=_one_of("auto", "float32", "bfloat16", "u8"),
     )
     model_cache: str = setting(

@@ -119,7 +119,7 @@ class OpenVinoModel:
         }
         self.threads = _threads_taken(core, settings)
         self._settings = settings
-        precisions = self._choose_precisions(core, facts, kv_cache_dtype)
+        precisions = self._choose_precisions(core, graph, facts, kv_cache_dtype)
         compiled = core.compile_model(graph, "CPU", settings | precisions)
         self._request = compiled.create_infer_request()
         for port in compiled.inputs:
@@ -134,9 +134,11 @@ class OpenVinoModel:
         ]
         self.kv_bytes_per_token = sum(cache.nbytes for cache in self._kv_cache) // (self._blocks.size * BLOCK)
 
-    def _choose_precisions(self, core: ov.Core, facts: dict[str, Any], kv_cache_dtype: str) -> dict[str, Any]:
-        """OpenVINO's settings for the arithmetic and the KV cache. Sets what follows from them for calls.
-        Raises ModelError."""
+    def _choose_precisions(
+        self, core: ov.Core, graph: ov.Model, facts: dict[str, Any], kv_cache_dtype: str
+    ) -> dict[str, Any]:
+        """OpenVINO's settings for the arithmetic and the KV cache. Sets what follows from them for calls and
+        in the graph. Raises ModelError."""
         has_bfloat16 = "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         # On one thread OpenVINO's AMX kernel for MLPs divides by zero, half the threads: SIGFPE.
         tolerates_bfloat16 = (
@@ -145,16 +147,20 @@ class OpenVinoModel:
             and facts["arithmetic"] != "float32"
             and self.threads > 1
         )
-        # Compressed weights are multiplied by quantized activations: faster than bfloat16 in short contexts,
-        # and batch-invariant, which bfloat16 over compressed weights is not on AMX.
+        # Compressed weights are multiplied by quantized activations, in float32: faster than bfloat16, and
+        # batch-invariant, which bfloat16 over compressed weights is not on AMX.
         is_bfloat16 = tolerates_bfloat16 and self.quantize is None
         self.computed_in = "bfloat16" if is_bfloat16 else "float32"
-        self.kv_cache_dtype = self.computed_in if kv_cache_dtype == "auto" else kv_cache_dtype
-        if self.kv_cache_dtype not in (self.computed_in, "u8"):
+        tolerated = "bfloat16" if tolerates_bfloat16 else "float32"
+        self.kv_cache_dtype = tolerated if kv_cache_dtype == "auto" else kv_cache_dtype
+        accepted = list(dict.fromkeys((tolerated, self.computed_in, "u8")))
+        if self.kv_cache_dtype not in accepted:
             raise ModelError(
                 f"--kv-cache-dtype {kv_cache_dtype} (KV_CACHE_DTYPE): OpenVINO computes {facts['model']} in "
-                f"{self.computed_in}, which takes a KV cache in {self.computed_in} or u8; give auto or u8"
+                f"{self.computed_in} here, which takes a KV cache in {' or '.join(accepted)}; give auto or u8"
             )
+        if self.kv_cache_dtype == "bfloat16" and not is_bfloat16:
+            _attend_in_bfloat16(graph)
         if self.kv_cache_dtype == "u8":  # the scale of a block changes as the block fills
             self.chunk_granularity = self.prefix_granularity = BLOCK
         self.precision = self.quantize or ("u8" if self.kv_cache_dtype == "u8" else self.computed_in)
@@ -347,6 +353,21 @@ def read_graph(path: Path, longest_window: int | None = None) -> ov.Model:
     return graph
 
 
+def _attend_in_bfloat16(graph: ov.Model) -> None:
+    """Attention and its KV cache in bfloat16, in a graph that is computed in float32."""
+    for node in graph.get_ordered_ops():
+        if not isinstance(node, PagedAttention):
+            continue
+        for operand in node.inputs()[:3]:  # query, key, value
+            narrowed = ops.convert(operand.get_source_output(), "bf16")
+            operand.replace_source_output(narrowed.output(0))
+        readers = node.output(0).get_target_inputs()
+        widened = ops.convert(node.output(0), "f32")
+        for reader in readers:
+            reader.replace_source_output(widened.output(0))
+    graph.validate_nodes_and_infer_types()
+
+
 def _parameter(name: str, shape: list[int], kind: ov.Type):
     parameter = ops.parameter(ov.PartialShape(shape), kind, name=name)
     parameter.output(0).get_tensor().set_names({name})
@@ -480,7 +501,7 @@ def _load_entry(config: Config, entry: Path) -> StaticBatchModel:
         model.kv_bytes_per_token,
         model.prefix_slots,
     )
-    if model.quantize and model.kv_cache_dtype != "u8":
+    if model.quantize and model.kv_cache_dtype == "float32":
         logger.info("--kv-cache-dtype u8 takes 30 %% of that memory")
     if not model.quantize and (entry / "model.bin").stat().st_size > WORTH_COMPRESSING:
         logger.info("--quantize int8 halves memory use and is faster")

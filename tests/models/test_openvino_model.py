@@ -109,11 +109,21 @@ def test_chunks_of_any_length_but_one_change_no_bit(even, dtype, quantize):
             assert np.array_equal(np.concatenate(found), whole)
 
 
-@pytest.mark.parametrize(("dtype", "quantize"), [("float32", None), ("bfloat16", None), ("bfloat16", "int8")])
-def test_with_a_kv_cache_of_eight_bits_a_slot_generates_in_any_schedule_what_it_generates_alone(even, dtype, quantize):
+@pytest.mark.parametrize(
+    ("kind", "dtype", "quantize"),
+    [
+        ("u8", "float32", None),
+        ("u8", "bfloat16", None),
+        ("u8", "bfloat16", "int8"),
+        ("auto", "bfloat16", "int8"),
+        ("float32", "bfloat16", "int8"),
+    ],
+)
+def test_with_a_kv_cache_of_any_type_a_slot_generates_in_any_schedule_what_it_generates_alone(even, kind, dtype, quantize):
     """Prompts that begin alike, in chunks, with copied prefixes, beside others."""
-    model = serve(even, 300, threads=2, dtype=dtype, quantize=quantize, kv_cache_dtype="u8", max_batch_size=6)
-    assert (model.engine, model.kv_cache_dtype, model.verify_length) == ("openvino", "u8", 0)
+    model = serve(even, 300, threads=2, dtype=dtype, quantize=quantize, kv_cache_dtype=kind, max_batch_size=6)
+    assert (model.engine, model.verify_length > 0) == ("openvino", kind != "u8")
+    assert kind in ("auto", model.kv_cache_dtype)
     ids = np.random.default_rng(0).integers(0, VOCABULARY, 280).tolist()
     prompts = [ids[:length] for length in (270, 33, 97, 65, 200)] + [[*ids[:100], 5, *ids[150:200]], [7, 8]]
     alone = [run(model, [prompt], new_tokens=12)[0] for prompt in prompts]
@@ -153,10 +163,20 @@ def test_slots_beyond_the_batch_hold_prompts_and_change_no_bit(even):
         assert np.array_equal(sequence.logits, own.logits[: len(sequence.logits)])
 
 
-@pytest.mark.parametrize(("dtype", "other"), [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_a_kv_cache_that_the_arithmetic_does_not_take_is_refused_by_name(even, dtype, other):
-    with pytest.raises(ModelError, match=f"^--kv-cache-dtype {other} .* in {dtype}, which takes a KV cache in {dtype} or u8; "):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_kv_cache_that_the_arithmetic_does_not_take_is_refused_by_name(even, dtype):
+    own = serve(even, dtype=dtype, threads=2).computed_in  # not every CPU multiplies bfloat16
+    other = "bfloat16" if own == "float32" else "float32"
+    refusal = f"^--kv-cache-dtype {other} .* in {own} here, which takes a KV cache in {own} or u8; "
+    with pytest.raises(ModelError, match=refusal):
         serve(even, dtype=dtype, threads=2, kv_cache_dtype=other)
+
+
+def test_compressed_weights_keep_the_kv_cache_in_the_type_of_the_checkpoint(even):
+    plain = serve(even, dtype="bfloat16", threads=2)
+    compressed = serve(even, dtype="bfloat16", threads=2, quantize="int8")
+    assert (compressed.computed_in, compressed.kv_cache_dtype) == ("float32", plain.kv_cache_dtype)
+    assert compressed.kv_bytes_per_token == plain.kv_bytes_per_token
 
 
 @pytest.mark.parametrize(
