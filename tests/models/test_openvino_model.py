@@ -211,6 +211,23 @@ def test_draft_tokens_are_verified_as_in_single_steps_beside_other_rows(even, dt
                 assert np.array_equal(found[: len(tokens)], steps)
 
 
+def test_steps_are_filled_up_where_more_rows_are_quicker_and_give_the_same_bits(even, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    prompt = np.random.default_rng(0).integers(0, VOCABULARY, 40).tolist()
+
+    def logits(seconds_of):
+        monkeypatch.setattr(openvino_model.OpenVinoModel, "_time_call", lambda self, rows: seconds_of(rows))
+        model = serve(even, 300, dtype="bfloat16", threads=2)
+        chunks = [Chunk(3, prompt, 0)], [Chunk(3, [5], 40)], [Chunk(3, [6], 41), Chunk(4, [7, 8], 0)]
+        found = [model.forward(each) for each in chunks]
+        is_filled = "filled up" in caplog.text
+        caplog.clear()
+        assert is_filled == (model.computed_in == "bfloat16" and seconds_of(4) < seconds_of(2))
+        return np.concatenate(found)
+
+    assert np.array_equal(logits(lambda rows: 1 / rows), logits(lambda rows: rows))
+
+
 def test_bfloat16_on_one_thread_is_computed_in_float32(even):
     """OpenVINO divides by zero there on a CPU with AMX."""
     model = serve(even, dtype="bfloat16", threads=1)
