@@ -49,9 +49,9 @@ NNCF = "nncf==3.4.0"
 # not used. CONVERTER_VERSION is for models and tokenizers, READERS for checkpoints of gguf.py, lora.py and
 # dequantize.py.
 CONVERTER_VERSION = 5
-# The same for models that read images, whose entries hold a vision tower as well, and for int4 weights.
+# The same for models that read images, whose entries hold a vision tower as well, and for compressed weights.
 VISION_VERSION = 2
-INT4_VERSION = 2
+COMPRESSION_VERSION = 3
 READERS = {"gguf": 2, "lora": 2, "dequantize": 1}
 
 
@@ -200,9 +200,7 @@ def model_key(config: Config, folder: Path, manifest: Manifest) -> str | None:
     if config.is_local:
         checkpoint = identify(folder, ("config.json", "*.safetensors*", "*.py"))
     versions = [installed(package) for package in ("openvino", "transformers", "torch")]
-    compressed = [config.quantize, NNCF] if config.quantize else None
-    if config.quantize == "int4":
-        compressed.append(INT4_VERSION)
+    compressed = [config.quantize, NNCF, COMPRESSION_VERSION] if config.quantize else None
     depends_on = [checkpoint, config.dtype, compressed, code is not None, versions, CONVERTER_VERSION]
     if manifest.reads_images:
         depends_on += [dict(manifest.processor_config), VISION_VERSION]

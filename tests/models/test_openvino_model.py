@@ -406,6 +406,23 @@ def wide(tmp_path):
     return save_checkpoint(tmp_path / "llama", config, spread=0.1)
 
 
+def test_compressed_linear_layers_of_one_input_are_merged_up_to_a_size_and_compute_the_same(
+    wide, converter, tmp_path, monkeypatch
+):
+    ids = np.random.default_rng(0).integers(0, VOCABULARY, 20).tolist()
+    found = {}
+    for most in (0, 768, 4096):  # query, key and value have 768 outputs together or fewer, gate and up 1,024
+        monkeypatch.setattr(converter, "MERGED_OUTPUTS", most)
+        cache = tmp_path / str(most)
+        model = serve(wide, quantize="int8", model_cache=str(cache))
+        (graph,) = cache.glob("model-*/model.xml")
+        products = sum(node.get_type_name() == "MatMul" for node in openvino_model.read_graph(graph).get_ops())
+        found[most] = products, model.forward([Chunk(0, ids, 0, all_logits=True)])
+    assert found[0][0] - found[768][0] == 2 and found[768][0] - found[4096][0] == 1
+    for _products, logits in found.values():
+        assert np.allclose(logits, found[0][1], atol=0.01 * np.ptp(logits))
+
+
 def faults(converter, monkeypatch, *found):
     """What the check of each attempt finds, in the place of its own."""
     left = list(found)
