@@ -462,6 +462,12 @@ def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config)
         tower = shape.tower
         size = f"{tower.parameters:,} parameters, {tower.host_bytes / GIB:.1f} GiB of that memory in float32"
         yield f"reads images, with the vision tower on the host: about {size}"
+    float32_kib = 2 * shape.layers * shape.kv_heads * shape.head_dim * WIDTHS["float32"] / 1024
+    sizes = [
+        f"{share * float32_kib:.1f} KiB in {dtype}"
+        for dtype, share in {"float32": 1, **configuration.KV_SHARE_OF_FLOAT32}.items()
+    ]
+    yield f"on a CPU, a token's KV cache takes {', '.join(sizes)} (--kv-cache-dtype)"
     useful = min(USEFUL_LENGTH, shape.context_length, config.max_total_tokens or USEFUL_LENGTH)
     recommended: list[tuple[int, int, int, str]] = []  # longest first, then smallest
     for machine in machines:

@@ -443,6 +443,12 @@ def test_plan_warns_where_a_model_that_can_be_loaded_cannot_be_compiled(run, fol
     assert "of host memory: " not in run("--model-id", model, "--instance", "inf2.8xlarge")[1]
 
 
+def test_plan_says_what_a_token_of_kv_cache_takes_on_a_cpu(run, folder):
+    output = " ".join(run("--model-id", folder("Llama-3-8B"))[1].split())
+    sizes = "256.0 KiB in float32, 128.0 KiB in bfloat16, 76.8 KiB in u8"  # 2 x 32 layers x 8 heads x 128 numbers
+    assert f"on a CPU, a token's KV cache takes {sizes} (--kv-cache-dtype)" in output
+
+
 def test_plan_recommends_nothing_below_a_useful_length():
     def recommendation(**settings):
         machines = [INSTANCES[name] for name in ("inf2.xlarge", "inf2.24xlarge")]  # 70B fits with a length of 1024
