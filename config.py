@@ -594,7 +594,7 @@ class Config:
         "MAX_BATCH_PREFILL_TOKENS",
         "Prompt tokens per decode step of the running requests. OpenVINO runs them in the same step; "
         "elsewhere they run before it, at least one prompt or chunk at a time.",
-        shown="with OpenVINO 32 in bfloat16 and 16 in float32, for each of up to four prompts; 128 elsewhere",
+        shown="with OpenVINO as many as take 150 ms, or a decode step if that is longer; 128 elsewhere",
     )
     waiting_served_ratio: float = setting(
         0.0,

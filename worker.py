@@ -175,6 +175,7 @@ class Worker:
         output = self._runner.run(step)
         if not output.failure:
             self._timer.record(step.prompt_tokens, output.ran_at - output.started_at)
+            self.scheduler.set_prompt_budget(self._timer.prompt_budget)
         return output
 
     def update(self, output: StepOutput) -> None:
@@ -443,7 +444,6 @@ def scheduler_config(config: Config, model: StaticBatchModel) -> SchedulerConfig
         prefix_granularity=model.prefix_granularity if config.prefix_reuse else None,
         supports_prefix_copy=model.supports_prefix_copy,
         max_batch_prefill_tokens=config.max_batch_prefill_tokens,
-        prompt_budget=model.prompt_budget,
         max_draft_rows=model.max_draft_rows,
         verify_length=model.verify_length
         if config.speculate is None
@@ -453,14 +453,19 @@ def scheduler_config(config: Config, model: StaticBatchModel) -> SchedulerConfig
         waiting_served_ratio=config.waiting_served_ratio,
         max_waiting_tokens=config.max_waiting_tokens,
     )
-    if limits.delays_running:
+    if model.supports_chunked_prefill:
+        most = StepTimer.MOST_TOKENS
+        default = f"as many as take {1000 * StepTimer.PROMPTS_S:.0f} ms, at most {most}"
+    else:
+        most = limits.tokens_per_decode
+        default = str(most)
+    if (config.max_batch_prefill_tokens or 0) > most:
         logger.warning(
             "--max-batch-prefill-tokens %d (MAX_BATCH_PREFILL_TOKENS): running requests may wait for "
             "that many prompt tokens before each of their own. Values made for TGI are too large here; leave "
-            "it unset (%d%s) unless time to first token matters more than inter-token latency",
+            "it unset (%s) unless time to first token matters more than inter-token latency",
             config.max_batch_prefill_tokens,
-            limits.default_budget,
-            " for each of up to four prompts" if model.supports_chunked_prefill else "",
+            default,
         )
     return limits
 

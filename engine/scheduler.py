@@ -27,10 +27,9 @@ from engine.request import Request, State
 from engine.slots import SlotAssignment, Slots
 from models.base import Chunk
 
-# Prompt tokens of a step with chunked prefill. A larger budget lowers the prompt's time to first token and
+# Prompt tokens of a step with chunked prefill. A larger budget lowers the prompts' time to first token and
 # raises the inter-token latency of the running requests.
-PREFILL_TOKENS_WITH_DECODE = 32  # while requests run; for each of up to MAX_PARALLEL_PREFILLS prompts
-MAX_PARALLEL_PREFILLS = 4  # the sooner many prompts are done, the more rows the steps have
+PREFILL_TOKENS_WITH_DECODE = 32  # while requests run, until `set_prompt_budget`
 PREFILL_TOKENS_ALONE = 256
 # Prompt tokens between two decode steps, without chunked prefill.
 PREFILL_TOKENS_PER_DECODE = 128  # while requests run
@@ -50,8 +49,7 @@ class SchedulerConfig:
     chunk_granularity: int = 1
     prefix_granularity: int | None = None
     supports_prefix_copy: bool = False
-    max_batch_prefill_tokens: int | None = None  # None: the constants above
-    prompt_budget: int | None = None  # of the engine, in place of PREFILL_TOKENS_WITH_DECODE
+    max_batch_prefill_tokens: int | None = None  # None: the constants above, and `set_prompt_budget`
     max_draft_rows: int = 0  # tokens of all rows of a step with draft tokens
     verify_length: int = 0  # of one of these rows
     max_queue_time_s: float = math.inf
@@ -69,18 +67,9 @@ class SchedulerConfig:
         return self.prefill_chunk or math.inf
 
     @property
-    def default_budget(self) -> int:
-        """Prompt tokens for a decode step if `max_batch_prefill_tokens` is not set: with chunked prefill of
-        each of up to MAX_PARALLEL_PREFILLS prompts, else of all."""
-        if self.supports_chunked_prefill:
-            return self.prompt_budget or PREFILL_TOKENS_WITH_DECODE
-        return min(PREFILL_TOKENS_PER_DECODE, self.prefill_chunk or PREFILL_TOKENS_PER_DECODE)
-
-    @property
-    def delays_running(self) -> bool:
-        """Whether the operator gave prompts more tokens of a step than any default does."""
-        most = self.default_budget * (MAX_PARALLEL_PREFILLS if self.supports_chunked_prefill else 1)
-        return (self.max_batch_prefill_tokens or 0) > most
+    def tokens_per_decode(self) -> float:
+        """Prompt tokens between two decode steps without chunked prefill, by default."""
+        return min(PREFILL_TOKENS_PER_DECODE, self.longest_chunk)
 
 
 class Step(NamedTuple):
@@ -131,6 +120,11 @@ class Scheduler:
         assert len(request.prompt) > 0 and request.max_new_tokens > 0
         request.state = State.WAITING
         self.waiting.append(request)
+
+    def set_prompt_budget(self, tokens: int) -> None:
+        """Sets how many prompt tokens a step has time for beside running requests. No effect without chunked
+        prefill, or with `max_batch_prefill_tokens`."""
+        self._policy.set_budget(tokens)
 
     def remove(self, request: Request) -> None:
         """Takes a cancelled or failed request out of its slot or of the queue, if it is there."""
@@ -294,10 +288,10 @@ class ChunkedPrefill:
 
     def __init__(self, limits: SchedulerConfig):
         self._limits = limits
-        given = limits.max_batch_prefill_tokens
-        self._budget_with_decode = given or limits.default_budget
-        self._max_parallel_prefills = 1 if given else MAX_PARALLEL_PREFILLS
-        self._budget_alone = max(PREFILL_TOKENS_ALONE, self._budget_with_decode)
+        self._budget_with_decode = limits.max_batch_prefill_tokens or PREFILL_TOKENS_WITH_DECODE
+
+    def set_budget(self, tokens: int) -> None:
+        self._budget_with_decode = self._limits.max_batch_prefill_tokens or tokens
 
     def too_few_wait(self, waiting: int, running: int) -> bool:
         """Never: a prompt does not interrupt decoding."""
@@ -309,8 +303,8 @@ class ChunkedPrefill:
     def next(
         self, running: list[Request], prefilling: list[Request], startable: int
     ) -> tuple[list[Request], Prompts]:
-        beside = self._budget_with_decode * min(len(prefilling), self._max_parallel_prefills)
-        return running, self._share(max(2, beside if running else self._budget_alone), prefilling)
+        budget = self._budget_with_decode if running else max(PREFILL_TOKENS_ALONE, self._budget_with_decode)
+        return running, self._share(max(2, budget), prefilling)
 
     def _share(self, budget: int, prefilling: list[Request]) -> Prompts:
         """How many tokens of each prompt run: an even share of the budget, and what shorter ones leave.
@@ -360,10 +354,13 @@ class AlternatingPrefill:
 
     def __init__(self, limits: SchedulerConfig):
         self._limits = limits
-        self._budget_with_decode = limits.max_batch_prefill_tokens or limits.default_budget
+        self._budget_with_decode = limits.max_batch_prefill_tokens or limits.tokens_per_decode
         self._budget_alone = max(MAX_PREFILL_TOKENS_PER_DECODE, self._budget_with_decode)
         self._prompt_tokens = 0  # since the last decode step
         self._steps_since_prompt = 0  # decode steps since the last prompt was finished
+
+    def set_budget(self, tokens: int) -> None:
+        """Nothing: chunks have a fixed length, and other prompts run whole."""
 
     def too_few_wait(self, waiting: int, running: int) -> bool:
         return waiting < int(running * self._limits.waiting_served_ratio)

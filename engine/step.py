@@ -20,7 +20,7 @@ from engine import sampling
 from engine.masks import Masks, MaskThread
 from engine.request import Request
 from engine.sampling import SamplingBatch, SamplingError
-from engine.scheduler import Step
+from engine.scheduler import PREFILL_TOKENS_WITH_DECODE, Step
 from models.base import Chunk, DeviceLost, Logits, SampledIds, StaticBatchModel
 from protocol import SAMPLING_PARAMETERS
 from text.grammar import GrammarError
@@ -228,12 +228,16 @@ def _message_of(error: Exception, request: Request) -> str:
 
 
 class StepTimer:
-    """How long a step may take before the device counts as stuck, learned from the steps so far."""
+    """What steps take, learned from those so far: how long one may take before the device counts as stuck,
+    and how many prompt tokens it has time for."""
 
     FACTOR = 20  # times the typical duration
     MINIMUM_S = 5.0  # a busy machine sometimes delays a step by that much
     FIRST_S = 100.0  # for the first step of a kind, plus a second for each of its tokens
     RECENT_STEPS = 9  # durations that the typical one, their median, is taken from
+    PROMPTS_S = 0.15  # of a step are for prompts, or as much as a decode step takes if that is longer
+    LEAST_TOKENS = 16  # of prompts; a step with fewer of them says little about the time of one
+    MOST_TOKENS = 512
 
     def __init__(self):
         self._decode_s: deque[float] = deque(maxlen=self.RECENT_STEPS)
@@ -244,9 +248,25 @@ class StepTimer:
         recent = self._prompt_token_s if prompt_tokens else self._decode_s
         if not recent:
             return self.FIRST_S + prompt_tokens
-        typical_s = sorted(recent)[len(recent) // 2]
-        return max(self.MINIMUM_S, self.FACTOR * typical_s * max(1, prompt_tokens))
+        typical_s = _median(self._decode_s) + prompt_tokens * _median(self._prompt_token_s)
+        return max(self.MINIMUM_S, self.FACTOR * typical_s)
+
+    @property
+    def prompt_budget(self) -> int:
+        """How many prompt tokens a step has time for beside running requests."""
+        if not self._prompt_token_s:
+            return PREFILL_TOKENS_WITH_DECODE
+        tokens = max(self.PROMPTS_S, _median(self._decode_s)) / _median(self._prompt_token_s)
+        return int(min(max(tokens, self.LEAST_TOKENS), self.MOST_TOKENS))
 
     def record(self, prompt_tokens: int, seconds: float) -> None:
-        recent = self._prompt_token_s if prompt_tokens else self._decode_s
-        recent.append(seconds / max(1, prompt_tokens))
+        if not prompt_tokens:
+            self._decode_s.append(seconds)
+        elif prompt_tokens >= self.LEAST_TOKENS or not self._prompt_token_s:
+            prompts_s = max(seconds - _median(self._decode_s), 1e-6)
+            self._prompt_token_s.append(prompts_s / prompt_tokens)
+
+
+def _median(recent: Sequence[float]) -> float:
+    """0 for none."""
+    return sorted(recent)[len(recent) // 2] if recent else 0.0

@@ -89,8 +89,6 @@ class StaticBatchModel(Protocol):
     # A prompt may continue what its slot holds at multiples of this position; None: nowhere.
     prefix_granularity: int | None
     supports_prefix_copy: bool  # whether `copy_prefix` is supported
-    # Prompt tokens per step with running requests, unless configured; None: the scheduler's constant.
-    prompt_budget: int | None
     # Tokens of all rows of a call with `verify`, and of one row; 0: not supported. More draft tokens would
     # cost more than they save.
     max_draft_rows: int

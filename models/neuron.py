@@ -48,7 +48,6 @@ class NeuronModel:
     device = "neuron"
     supports_chunked_prefill = False
     supports_prefix_copy = False
-    prompt_budget = None
     encoder_cache: EncoderCache | None = None
     chunk_granularity = 1
     kv_bytes_per_token = None

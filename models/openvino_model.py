@@ -65,8 +65,6 @@ from run import HERE, ConfigError  # noqa: E402
 logger = logging.getLogger("model")
 
 BLOCK = 32  # tokens of a KV cache block; PagedAttention on a CPU has no other size
-# Prompt tokens per step with running requests: a token takes twice as much of a step as in bfloat16.
-FLOAT32_BUDGET = 16
 FLOAT32_TOKENS = 64  # per call: from 65 or 81 rows on, oneDNN's AVX2 kernels sum in another order
 # Activations that share a scale where weights are compressed, for entries that do not say so. 0: exact.
 ACTIVATION_GROUP = 64
@@ -170,9 +168,8 @@ class OpenVinoModel:
         if self.kv_cache_dtype == "u8":  # the scale of a block changes as the block fills
             self.chunk_granularity = self.prefix_granularity = BLOCK
         self.precision = self.quantize or ("u8" if self.kv_cache_dtype == "u8" else self.computed_in)
-        has_fast_prompts = is_bfloat16 or (self.quantize is not None and has_bfloat16)
-        self.prompt_budget = None if has_fast_prompts else FLOAT32_BUDGET
-        self._max_call_tokens = math.inf if has_fast_prompts else FLOAT32_TOKENS
+        is_any_length_exact = is_bfloat16 or (self.quantize is not None and has_bfloat16)
+        self._max_call_tokens = math.inf if is_any_length_exact else FLOAT32_TOKENS
         settings: dict[str, Any] = {  # both default to less precise types on some CPUs
             "INFERENCE_PRECISION_HINT": PRECISIONS[self.computed_in],
             "KV_CACHE_PRECISION": PRECISIONS[self.kv_cache_dtype],

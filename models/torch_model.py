@@ -322,7 +322,6 @@ class TorchModel:
     sampling = "host"
     quantize = None
     supports_chunked_prefill = False
-    prompt_budget = None
     supports_prompt_logits = True
     prefill_chunk = 128  # fixed boundaries: the last bits of a token's logits may depend on its chunk
     prefix_granularity = prefill_chunk

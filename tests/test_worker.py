@@ -429,16 +429,14 @@ MIXES, CHUNKS, WHOLE = {"supports_chunked_prefill": True}, {"prefill_chunk": 64}
 @pytest.mark.parametrize(
     ("engine", "most", "default"),
     [
-        (MIXES, 128, "32 for each of up to four prompts"),
-        (MIXES | {"prompt_budget": 16}, 64, "16 for each of up to four prompts"),
+        (MIXES, 512, "as many as take 150 ms, at most 512"),
         (CHUNKS, 64, "64"),
         (WHOLE, 128, "128"),
     ],
-    ids=["mixed steps", "mixed steps in float32", "chunks", "whole prompts"],
+    ids=["mixed steps", "chunks", "whole prompts"],
 )
 def test_a_prefill_budget_above_every_default_is_advised_against(engine, most, default, caplog):
-    model = FakeModel(**{name: value for name, value in engine.items() if name != "prompt_budget"})
-    model.prompt_budget = engine.get("prompt_budget")
+    model = FakeModel(**engine)
     for fine in (None, 1, most):
         scheduler_config(Config(max_batch_prefill_tokens=fine), model)
     assert not caplog.records

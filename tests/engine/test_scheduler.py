@@ -204,14 +204,14 @@ def test_max_batch_prefill_tokens_sets_the_budget_beside_running_requests(budget
     assert prompt_tokens(run_step(scheduler)[0]) == [budget]
 
 
-@pytest.mark.parametrize("engine_budget", [None, 16])
-def test_each_of_up_to_four_prompts_has_its_own_budget_unless_one_is_set(engine_budget):
-    each = engine_budget or BESIDE
-    for prompts in (1, 2, 4, 6):
-        scheduler = Scheduler(slots=8, prompt_budget=engine_budget, **MIXED)
+@pytest.mark.parametrize(("engine", "expected"), [(MIXED, 50), (MIXED | {"max_batch_prefill_tokens": 8}, 8), (CHUNKED, 128)])
+def test_prompts_share_the_tokens_that_a_step_has_time_for_unless_a_setting_says_how_many(engine, expected):
+    for prompts in (1, 2, 4):
+        scheduler = Scheduler(slots=8, **engine)
         running(scheduler, 1)
+        scheduler.set_prompt_budget(50)
         added(scheduler, *(request(600) for _ in range(prompts)))
-        assert sum(prompt_tokens(run_step(scheduler)[0])) == each * min(prompts, 4)
+        assert sum(prompt_tokens(run_step(scheduler)[0])) == expected
 
 
 def test_with_more_prompts_than_pairs_of_tokens_those_that_waited_longest_for_tokens_come_first():
@@ -563,7 +563,6 @@ class Simulation:
         self.gate_is_open = self.supports_chunked_prefill or facts["waiting_served_ratio"] == 0
         self.max_waiting_tokens = facts["max_waiting_tokens"]
         self.beside = facts["max_batch_prefill_tokens"] or (BESIDE if self.supports_chunked_prefill else BETWEEN)
-        self.most_beside = 4 if self.supports_chunked_prefill and not facts["max_batch_prefill_tokens"] else 1
         self.alone = max(ALONE if self.supports_chunked_prefill else BETWEEN_MANY, self.beside)
         self.held = [[] for _ in range(self.slots)]  # the KV cache of each slot, as tokens
         self.accounts: list[Account] = []
@@ -707,7 +706,7 @@ class Simulation:
         tokens = sum(prompt_tokens(step))
         in_slots = [account for account in live if account.request.slot is not None and not account.tokens]
         if self.supports_chunked_prefill:
-            budget = max(2, self.beside * min(self.most_beside, len(in_slots)) if rows else self.alone)
+            budget = max(2, self.beside if rows else self.alone)
             given = [account for account in in_slots if account.request in step.requests]
             assert tokens <= budget + len(given)
             assert sum(len(chunk.tokens) for chunk in step.chunks if chunk.all_logits) <= KEEP_ALL

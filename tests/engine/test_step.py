@@ -154,4 +154,24 @@ def test_the_limit_of_a_step_follows_the_typical_duration():
         timer.record(0, 0.02)
     assert timer.limit_s(0) == StepTimer.MINIMUM_S
     timer.record(100, 10.0)
-    assert timer.limit_s(1000) == pytest.approx(2000), "ten times the tokens may take ten times as long"
+    assert timer.limit_s(1000) == pytest.approx(2000, rel=0.01), "ten times the tokens may take ten times as long"
+
+
+def test_a_step_has_time_for_as_many_prompt_tokens_as_take_150_ms_or_a_decode_step():
+    timer = StepTimer()
+    assert timer.prompt_budget == 32, "nothing is known of the device yet"
+    timer.record(0, 0.02)
+    timer.record(100, 0.02 + 0.1)
+    assert timer.prompt_budget == pytest.approx(150, abs=1)
+    timer.record(2, 0.03)
+    assert timer.prompt_budget == pytest.approx(150, abs=1), "two tokens say little about the time of one"
+    for _ in range(20):
+        timer.record(0, 0.5)
+        timer.record(100, 0.5 + 1.0)
+    assert timer.prompt_budget == pytest.approx(50, abs=1), "a decode step takes longer than that here"
+    for _ in range(20):
+        timer.record(100, 0.5)
+    assert timer.prompt_budget == 512
+    for _ in range(20):
+        timer.record(16, 60.0)
+    assert timer.prompt_budget == 16

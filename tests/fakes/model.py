@@ -52,7 +52,7 @@ class FakeModel:
 
     engine = device = "fake"
     dtype = "float32"
-    quantize = prompt_budget = encoder_cache = kv_bytes_per_token = None
+    quantize = encoder_cache = kv_bytes_per_token = None
     kv_cache_dtype = "float32"
     chunk_granularity = 1
 
