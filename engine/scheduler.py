@@ -6,11 +6,10 @@ for is in slots.py.
 
 Waiting requests take free slots first in, first out, unless `queue_threshold_s` lets shorter prompts go
 first. Several prompts are in progress at a time, so a short prompt does not wait for a long one to finish.
-Which of them run next, and with which decodes, is a policy: `ChunkedPrefill` or `AlternatingPrefill`. A
-waiting request with a free slot gets prompt tokens within this many steps:
-- chunked prefill: ceil(slots / pairs of prompt tokens in a step with decodes); `slots` for a request with
-  `all_logits`;
-- else 2 * slots, counted from the step at which `waiting_served_ratio` and `max_waiting_tokens` let it start.
+Which of them run next, and with which decodes, is a policy: `ChunkedPrefill` or `AlternatingPrefill`.
+- Chunked prefill: each step runs tokens of the prompt that came first, and of the shortest.
+- Else a waiting request with a free slot gets prompt tokens within 2 * slots steps, counted from the step at
+  which `waiting_served_ratio` and `max_waiting_tokens` let it start.
 """
 
 from __future__ import annotations
@@ -99,7 +98,8 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerConfig):
         self.waiting: deque[Request] = deque()
-        # Prompts in progress; the one that has waited longest for tokens comes first.
+        # Prompts in progress, in the order of arrival; without chunked prefill the one comes first that has
+        # waited longest for tokens.
         self.prefilling: list[Request] = []
         self.running: list[Request] = []  # requests that generate, slots ascending
         self.max_tokens = 0  # of the requests in slots: prompts and max_new_tokens
@@ -307,46 +307,37 @@ class ChunkedPrefill:
         return running, self._share(max(2, budget), prefilling)
 
     def _share(self, budget: int, prefilling: list[Request]) -> Prompts:
-        """How many tokens of each prompt run: an even share of the budget, and what shorter ones leave.
-
-        With more prompts than pairs of tokens, those that have waited longest for tokens get two each. No
-        chunk of a longer prompt has one token: the model would round it as in a decode step. So a step may
-        exceed its budget by one token a prompt, or by as many as the model's granularity asks for.
-        """
-        granularity = self._limits.chunk_granularity
-        chosen = self._choose(budget // 2, prefilling)
-        # Rounding up and the second sort key keep requests of the same length first come, first served.
-        limits = []
-        for request in chosen:
-            left = len(request.prompt) - request.prefilled
-            limit = min(left, self._limits.longest_chunk, ALL_LOGITS_TOKENS if request.all_logits else left)
-            limits.append((limit, left, request))
-        limits.sort(key=lambda entry: entry[:2])
-        if len(chosen) == budget // 2:
-            budget = 0
+        """How many tokens of each prompt run: of the first at least half of the budget, and then of those
+        with the fewest tokens left. So prompts of the same length run one after the other, which brings their
+        first tokens earlier than running them together, and none waits for ever."""
+        if not prefilling:
+            return []
+        first = prefilling[0]
+        reserved = self._chunk_tokens(first, budget // 2)
+        has_all_logits = first.all_logits
         shares = []
-        for served, (limit, left, request) in enumerate(limits):
-            tokens = max(2, math.ceil(budget / (len(limits) - served)))
-            tokens = min(limit, math.ceil(tokens / granularity) * granularity)
-            if left - tokens == 1:
-                tokens = left if left == limit else tokens - granularity
+        for request in sorted(prefilling, key=lambda each: len(each.prompt) - each.prefilled):
+            if request is first:
+                reserved = 0
+            elif budget - reserved < 2 or (request.all_logits and has_all_logits):
+                continue
+            tokens = self._chunk_tokens(request, budget - reserved)
             shares.append((request, tokens))
             budget -= tokens
+            has_all_logits |= request.all_logits
         return shares
 
-    def _choose(self, most: int, prefilling: list[Request]) -> list[Request]:
-        """The prompts that get tokens now, at most one with `all_logits`. They move behind the others."""
-        chosen: list[Request] = []
-        skipped: list[Request] = []
-        has_all_logits = False
-        for request in prefilling:
-            if len(chosen) == most or (request.all_logits and has_all_logits):
-                skipped.append(request)
-            else:
-                chosen.append(request)
-                has_all_logits |= request.all_logits
-        prefilling[:] = skipped + chosen
-        return chosen
+    def _chunk_tokens(self, request: Request, most: int) -> int:
+        """The tokens of a prompt's next chunk. It may have one more than `most`, or as many as the model's
+        granularity asks for. No chunk of a longer prompt has one token: the model would round it as in a
+        decode step."""
+        granularity = self._limits.chunk_granularity
+        left = len(request.prompt) - request.prefilled
+        limit = min(left, self._limits.longest_chunk, ALL_LOGITS_TOKENS if request.all_logits else left)
+        tokens = min(limit, math.ceil(max(2, most) / granularity) * granularity)
+        if left - tokens == 1:
+            tokens = left if left == limit else tokens - granularity
+        return tokens
 
 
 class AlternatingPrefill:
