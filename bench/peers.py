@@ -1,6 +1,6 @@
 """Servers side by side over HTTP: the same checkpoint, the same kind of prompts, turn by turn on one machine.
 
-    make peers          this server, and those of `PEERS` that are on the PATH, on SmolLM2-135M-Instruct
+    make peers          this server, and those of `PEERS` that are on the PATH, on a model of 1 B parameters, then on SmolLM2
 
     .venv/bin/python bench/peers.py --server 'ours=./entrypoint.sh serve --model-id {model} --port {port} --dtype bfloat16' \\
         --server 'vllm=/path/to/vllm serve {model} --port {port} --dtype bfloat16' [--concurrency 1 4 16] [--rounds 3]
@@ -8,8 +8,8 @@
 Each server is started while the others are stopped (SIGSTOP), is warmed up, and is stopped whenever it is not its turn. A round
 is a turn of each: for each concurrency that many streams at a time over OpenAI's /v1/completions, greedy, prompts of exactly
 128 tokens, none of them twice, completions of exactly 64. Tokens per second are generated tokens over the time from the first
-request to the last token, prompts included. Without --model and --gguf the checkpoint has SmolLM2-135M's shape, random weights,
-a tokenizer trained here, and no end-of-text token.
+request to the last token, prompts included. Without --model and --gguf the checkpoint has random weights in the shape that
+--shape names, a tokenizer trained here, and no end-of-text token.
 
 Owns how each server is started, the checkpoint, the prompts and the turns, which long_prompt.py and demo.py use as well.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import random
 import shlex
@@ -43,6 +44,12 @@ from bench import write
 SMOLLM2_135M = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
 SMOLLM2_135M |= {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "eos_token_id": None}
 SMOLLM2_135M |= {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}
+SHAPES = {  # of Llama
+    "135m": SMOLLM2_135M,
+    "1b": SMOLLM2_135M
+    | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+    | {"num_attention_heads": 32, "num_key_value_heads": 8},
+}
 
 OURS = (
     "PYTHON={python} {here}/entrypoint.sh serve --model-id {model} --hostname 127.0.0.1 --port {port}"
@@ -55,14 +62,17 @@ VLLM = (
 GENAI = "{genai_python} {here}/bench/genai.py {model} {port}"
 LLAMA_CPP = "llama-server --host 127.0.0.1 --port {port} --parallel 16 --ctx-size 16384 --model"
 PEERS = {  # servers with the same words after the comma are compared
-    "this server, bfloat16": f"{OURS} --dtype bfloat16",
-    "this server, int8": f"{OURS} --quantize int8",
-    "this server, int4": f"{OURS} --quantize int4",
+    "this server, bfloat16": f"{OURS} --dtype bfloat16 --speculate 0",
+    "this server, int8": f"{OURS} --quantize int8 --speculate 0",
+    "this server, int4": f"{OURS} --quantize int4 --speculate 0",
+    "this server, bfloat16, speculating": f"{OURS} --dtype bfloat16",
+    "this server, int8, speculating": f"{OURS} --quantize int8",
+    "this server, int4, speculating": f"{OURS} --quantize int4",
     "vLLM, bfloat16": f"{VLLM} --dtype bfloat16",
     "openvino-genai, int8": f"{GENAI} int8",
     "openvino-genai, int4": f"{GENAI} int4",
     "llama.cpp, int8": f"{LLAMA_CPP} {{q8_0}}",
-    "llama.cpp, int4": f"{LLAMA_CPP} {{gguf}}",
+    "llama.cpp, int4": f"{LLAMA_CPP} {{q4_0}}",
 }
 PROGRAMS = {"vLLM": ["vllm"], "openvino-genai": ["optimum-cli"], "llama.cpp": ["llama-server", "llama-quantize"]}
 
@@ -73,9 +83,9 @@ class Peer(NamedTuple):
     target: Target
 
 
-def save_checkpoint(folder: Path) -> Path:
-    """SmolLM2-135M's shape in bfloat16 with random weights, and a tokenizer of that size, trained on Python's library;
-    a folder with a model stays as it is."""
+def save_checkpoint(folder: Path, shape: str = "135m") -> Path:
+    """A shape in bfloat16 with random weights, and a tokenizer of that size, trained on Python's library; a folder with a
+    model stays as it is."""
     if (folder / "config.json").is_file():
         return folder
     import torch
@@ -91,31 +101,77 @@ def save_checkpoint(folder: Path) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMOLLM2_135M))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPES[shape]))
     model.to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 
-def read_gguf(file: Path, folder: Path) -> dict[str, Path]:
-    """The model of a GGUF file as what servers take: a checkpoint in bfloat16, the file itself, and, where llama.cpp is
-    installed, another one with its matrices in Q8_0."""
-    command = [sys.executable, "-m", "models.gguf", file.resolve(), "bfloat16", folder / "model"]
+def read_gguf(file: Path, folder: Path) -> Path:
+    """The model of a GGUF file as a checkpoint in bfloat16."""
+    command = [sys.executable, "-m", "models.gguf", file.resolve(), "bfloat16", folder]
     subprocess.run(command, cwd=HERE, env=os.environ | {"TQDM_DISABLE": "1"}, check=True)
-    if shutil.which("llama-quantize"):
-        command = ["llama-quantize", "--allow-requantize", file, folder / "q8_0.gguf", "Q8_0"]
+    return folder
+
+
+def write_ggufs(model: Path, folder: Path) -> dict[str, Path]:
+    """A Llama's checkpoint as GGUF files with its matrices in Q8_0 and in Q4_0."""
+    import gguf
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(model)
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    writer = gguf.GGUFWriter(folder / "bfloat16.gguf", "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    state = json.loads((model / "tokenizer.json").read_text())["model"]
+    tokens = sorted(state["vocab"], key=state["vocab"].get)
+    writer.add_token_list(tokens + [f"<unused {n}>" for n in range(len(tokens), config.vocab_size)])
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in state["merges"]])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    weights = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
+    for name, weight in weights.items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        # llama.cpp rotates neighbouring numbers of a head, transformers its halves.
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            count = heads if "q_proj" in name else kv_heads
+            weight = weight.reshape(count, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+        data = weight.contiguous().numpy()
+        kind = gguf.GGMLQuantizationType.F32 if data.ndim == 1 else gguf.GGMLQuantizationType.BF16
+        tensor = names.get_name(name, try_suffixes=(".weight",))
+        writer.add_tensor(tensor, gguf.quants.quantize(data, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    files = {}
+    for name in ("q8_0", "q4_0"):
+        files[name] = folder / f"{name}.gguf"
+        command = ["llama-quantize", folder / "bfloat16.gguf", files[name], name.upper()]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return {"model": folder / "model", "gguf": file, "q8_0": folder / "q8_0.gguf"}
+    return files
 
 
-def installed() -> dict[str, str]:
-    """The `PEERS` that can be started here; prints which cannot."""
+def installed(names: Sequence[str]) -> dict[str, str]:
+    """Those of `names` in `PEERS` that can be started here; prints which cannot."""
     missing = set()
     for name, programs in PROGRAMS.items():
         for program in programs:
             if not shutil.which(program):
                 print(f"{name} is not measured: no {program} on the PATH", file=sys.stderr)
                 missing.add(name)
-    return {name: command for name, command in PEERS.items() if name.partition(",")[0] not in missing}
+    return {name: PEERS[name] for name in names if name.partition(",")[0] not in missing}
 
 
 class Prompts:
@@ -215,7 +271,9 @@ def main() -> None:
     parser.add_argument("--server", action="append", help="NAME=COMMAND; {model} and {port} are filled in")
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", type=Path, help="a model folder with a tokenizer.json")
-    model.add_argument("--gguf", type=Path, help="a model in a GGUF file, which is served by all servers known here")
+    model.add_argument("--gguf", type=Path, help="a model in a GGUF file")
+    model.add_argument("--shape", choices=SHAPES, default="1b", help="of random weights")
+    parser.add_argument("--only", nargs="+", choices=PEERS, default=PEERS, metavar="NAME", help="of a server known here")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--requests", type=int, nargs="+", default=[4, 12, 32], help="of each concurrency, in a turn")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
@@ -224,23 +282,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "report", help="of the report, without the endings")
     parser.add_argument("--logs", type=Path, default=Path.cwd(), help="where the servers' logs go, NAME.log")
     args = parser.parse_args()
-    if not args.server and not args.gguf:
-        parser.error("--server or --gguf is needed")
-    commands = dict(each.split("=", 1) for each in args.server) if args.server else installed()
+    commands = dict(each.split("=", 1) for each in args.server) if args.server else installed(args.only)
     with tempfile.TemporaryDirectory(prefix="textgen-bench-") as scratch:
-        values = {"here": HERE, "python": sys.executable}
+        scratch = Path(scratch)
         if args.gguf:
-            values |= read_gguf(args.gguf, Path(scratch))
-            values["genai_python"] = Path(shutil.which("optimum-cli") or sys.executable).with_name("python")
+            model = read_gguf(args.gguf, scratch / "model")
         else:
-            values["model"] = save_checkpoint(args.model or Path(scratch))
-        model = values["model"]
+            model = save_checkpoint(args.model or scratch / "model", args.shape)
+        values = {"here": HERE, "python": sys.executable}
+        values["genai_python"] = Path(shutil.which("optimum-cli") or sys.executable).with_name("python")
+        if any("llama-server" in command for command in commands.values()):
+            values |= write_ggufs(model, scratch)
         prompts = Prompts(model, args.prompt)
         turns = Turns(lambda target: target.request(next(prompts), args.tokens), args.tokens, args.concurrency, args.requests)
         servers = []
         try:
             for name, command in commands.items():
-                server = start(command, log_path=args.logs / f"{name}.log", cache=Path(scratch) / "cache", **values)
+                server = start(command, model, log_path=args.logs / f"{name}.log", cache=scratch / "cache", **values)
                 servers.append(server)
                 server.wait_ready(log_text=None)
                 print(f"{name}: ready after {server.ready_s:.1f} s", file=sys.stderr)
@@ -251,6 +309,8 @@ def main() -> None:
         finally:
             for server in servers:
                 server.end()
+    for name, command in commands.items():
+        print(f"{name}: {command}")
     turns.report()
     print("\n".join(map(str, write(args.out, "Servers side by side on a CPU", turns.figures()))))
 
