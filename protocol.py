@@ -147,6 +147,8 @@ class RequestStats(msgspec.Struct, tag="request_stats", frozen=True):
     generated_tokens: int = 0
     accepted_draft_tokens: int = 0  # how many of the generated ones
     max_new_tokens: int = 0
+    longest_sequence: int = 0  # its generated tokens
+    finish_reason: str = "stop"  # or "length" if one of its sequences is truncated
 
 
 class MetricsRequest(msgspec.Struct, tag="metrics_request", frozen=True):

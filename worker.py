@@ -96,6 +96,8 @@ class Worker:
         self._address = deps.address
         self._ready_web_processes: set[int] = set()
         self.metrics.set_limits(model.batch_size, model.max_input_tokens, model.max_total_tokens)
+        self._cache_tokens = model.batch_size * model.max_total_tokens
+        self.metrics.set_cache(self._cache_tokens, model.kv_cache_dtype, deps.limits.prefix_granularity)
         self.metrics.watch(self.load)
 
     @property
@@ -207,14 +209,19 @@ class Worker:
     def load(self) -> dict[str, float]:
         """The gauges of /metrics. Called on the socket's thread."""
         busy = self.scheduler.busy
+        queued = self.queued
+        held_tokens = sum(request.held_tokens for request in self.requests)
         return {
             "ready": float(not self.draining),
-            "queue_size": self.queued,
+            "queue_size": queued,
             "slots_busy": busy,
             "batch_current_size": busy,
             "batch_current_max_tokens": self.scheduler.max_tokens,
             "last_step_age_seconds": time.monotonic() - self._progress_at if busy else 0.0,
             "encoder_cache_bytes": self._encoder_cache.nbytes if self._encoder_cache else 0,
+            "vllm:num_requests_running": busy,
+            "vllm:num_requests_waiting": queued,
+            "vllm:kv_cache_usage_perc": held_tokens / self._cache_tokens,
         }
 
     def _report(self, limit_s: float | None = None) -> None:
@@ -511,7 +518,7 @@ def main() -> int:
             "No model is named: serving the built-in demonstration model. "
             "Name one with --model-id or MODEL_ID."
         )
-    metrics = Metrics()
+    metrics = Metrics(config.model_name)
     admission = Admission(config.max_concurrent_requests)
     link = Link(socket_address(), metrics, admission)
     threading.excepthook = functools.partial(log_thread_failure, link)

@@ -222,6 +222,8 @@ class ActiveRequest:
             generated_tokens=sum(sequence.tokens for sequence in self.sequences),
             accepted_draft_tokens=sum(sequence.accepted_draft_tokens for sequence in self.sequences),
             max_new_tokens=sum(sequence.max_new_tokens for sequence in self.sequences),
+            longest_sequence=max(sequence.tokens for sequence in self.sequences),
+            finish_reason="length" if any(sequence.is_truncated for sequence in self.sequences) else "stop",
         )
 
     def _generates(self, prompt: TokenizedPrompt) -> Iterator[Generate]:

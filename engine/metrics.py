@@ -1,5 +1,5 @@
-"""The Prometheus registry of the whole server: TGI's metric names, types, labels and buckets, and further
-metrics.
+"""The Prometheus registry of the whole server: metrics with TGI's names, types, labels and buckets, further
+ones, and those of vLLM that gateways, dashboards and benchmarks read.
 
 It lives in the worker. The output thread counts steps from `StepOutput`s. API server processes send
 `RequestStats` for HTTP requests, and request the text when one of them is scraped. The socket's thread
@@ -105,26 +105,73 @@ METRICS = (
     ),
     (Counter, "client_disconnects", "Requests whose client disconnected before the end"),
 )
+# vLLM's names, types, labels and buckets, for tools that are made for it: the endpoint pickers of llm-d and
+# the Gateway API Inference Extension, AIPerf, Grafana dashboards. Columns as above; names are whole.
+VLLM_METRICS = (
+    (Gauge, "vllm:num_requests_running", "Requests with a slot"),
+    (Gauge, "vllm:num_requests_waiting", "Requests waiting for a slot"),
+    (Gauge, "vllm:kv_cache_usage_perc", "Tokens that running requests hold, of all slots' tokens: 0 to 1"),
+    (Counter, "vllm:prompt_tokens", "Prompt tokens that were prefilled or cached"),
+    (Counter, "vllm:generation_tokens", "Generated tokens"),
+    (Counter, "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache"),
+    (Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache"),
+    (
+        Counter,
+        "vllm:request_success",
+        "Generation requests that succeeded",
+        "finished_reason",
+        ("stop", "length"),
+    ),
+    (Histogram, "vllm:time_to_first_token_seconds", "Seconds from a request's arrival to its first token"),
+    (Histogram, "vllm:inter_token_latency_seconds", "Seconds between two steps with tokens of a sequence"),
+    (Histogram, "vllm:e2e_request_latency_seconds", "Seconds from arrival to last token, on success"),
+    (Histogram, "vllm:request_queue_time_seconds", "Seconds that a request waited for a slot, on success"),
+    (Histogram, "vllm:request_prefill_time_seconds", "Seconds from slot to first token, on success"),
+    (Histogram, "vllm:request_decode_time_seconds", "Seconds from first to last token, on success"),
+)
+MIN_BLOCK_SIZE = 16  # tokens; vLLM's default
+VLLM_ENGINE = "0"  # the label `engine`: its number among the data-parallel engines of a server
+
 DURATION_BUCKETS = list(itertools.accumulate([0.0001] + [1.5] * 35, operator.mul))[1:]
+LONG_BUCKETS = [0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80]
+REQUEST_BUCKETS = [0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60]
+REQUEST_BUCKETS += [120, 240, 480, 960, 1920, 7680]
+BUCKETS = {  # of histograms without DURATION_BUCKETS
+    "batch_next_size": range(1, 1025),
+    "vllm:time_to_first_token_seconds": (
+        [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, *LONG_BUCKETS, 160, 640, 2560]
+    ),
+    "vllm:inter_token_latency_seconds": (
+        [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, *LONG_BUCKETS]
+    ),
+    "vllm:e2e_request_latency_seconds": REQUEST_BUCKETS,
+    "vllm:request_queue_time_seconds": REQUEST_BUCKETS,
+    "vllm:request_prefill_time_seconds": REQUEST_BUCKETS,
+    "vllm:request_decode_time_seconds": REQUEST_BUCKETS,
+}
+LABEL_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 class Metrics:
     """Everything that /metrics shows. May be used from any thread."""
 
-    def __init__(self):
+    def __init__(self, model_name: str = ""):
+        self._model_name = model_name
         self._load: Callable[[], Mapping[str, float]] = dict
         self._tokens_at = 0.0  # when running requests last gained a token
         self._registry = CollectorRegistry()
         self._metrics: dict[str, Counter | Gauge | Histogram | Summary] = {}
-        for kind, name, about, *label in METRICS:
+        for kind, name, about, *label in METRICS + VLLM_METRICS:
             self._add(kind, name, about, *label)
         self._add(Gauge, "build_info", "1; the version of the server", "version", (VERSION,))
         self.series("build_info", VERSION).set(1)
         ProcessCollector(registry=self._registry)  # of the worker
 
     def series(self, name: str, *label: str | int) -> Counter | Gauge | Histogram | Summary:
-        """One metric by its name without "tgi_", with the value of its label if it has one."""
+        """One metric by its name, TGI's without "tgi_", with the value of its own label if it has one."""
         metric = self._metrics[name]
+        if name.startswith("vllm:"):
+            label = (self._model_name, VLLM_ENGINE, *label)
         return metric.labels(*label) if label else metric
 
     def set_limits(self, batch_size: int, max_input_tokens: int, max_total_tokens: int) -> None:
@@ -140,10 +187,34 @@ class Metrics:
             ("request_generated_tokens", "Tokens that a request generated, on success", max_total_tokens),
         ):
             self._add(Histogram, name, about, buckets=[longest / 100 * (i + 1) for i in range(100)])
+        powers = range(len(str(max_total_tokens)))
+        round_numbers = [digit * 10**power for power in powers for digit in (1, 2, 5)]
+        buckets = [number for number in round_numbers if number <= max_total_tokens]
+        for name, about in (
+            ("prompt", "Tokens of a request's prompt, on success"),
+            ("generation", "Tokens that a request generated, on success"),
+            ("max_num_generation", "Tokens of a request's longest sequence, on success"),
+        ):
+            self._add(Histogram, f"vllm:request_{name}_tokens", about, buckets=buckets)
+
+    def set_cache(self, tokens: int, dtype: str, prefix_granularity: int | None) -> None:
+        """Adds a description of the KV cache for those who read vLLM's: its `tokens` in blocks. Endpoint
+        pickers compare prompts block by block, so one block is the least that prefix caching reuses, and not
+        so small that they give up on long prompts. `prefix_granularity` is None without prefix caching."""
+        block_size = max(MIN_BLOCK_SIZE, prefix_granularity or 0)
+        labels = {
+            "block_size": block_size,
+            "num_gpu_blocks": tokens // block_size,
+            "cache_dtype": dtype,
+            "enable_prefix_caching": prefix_granularity is not None,
+            "engine": VLLM_ENGINE,
+        }
+        info = Gauge("vllm:cache_config_info", "1; the KV cache", labels, registry=self._registry)
+        info.labels(**labels).set(1)
 
     def watch(self, load: Callable[[], Mapping[str, float]]) -> None:
-        """Shows from now on what `load` returns: values of gauges by their names without "tgi_", as they are
-        when the metrics are rendered, on that thread."""
+        """Shows from now on what `load` returns: values of gauges by the names that `series` takes, as they
+        are when the metrics are rendered, on that thread."""
         self._load = load
 
     def record(self, stats: RequestStats) -> None:
@@ -157,6 +228,7 @@ class Metrics:
         self.series("request_count").inc()
         if stats.first_token_s is not None:
             self.series("request_time_to_first_token_duration").observe(stats.first_token_s)
+            self.series("vllm:time_to_first_token_seconds").observe(stats.first_token_s)
         if stats.input_tokens > 0:
             self.series("request_input_length").observe(stats.input_tokens)
             self.series("request_max_new_tokens").observe(stats.max_new_tokens)
@@ -178,7 +250,10 @@ class Metrics:
         self.series("batch_forward_duration", method).observe(output.ran_at - output.started_at)
         self.series("batch_decode_duration", method).observe(output.sampled_at - output.ran_at)
         self.series("batch_filter_duration", method).observe(output.done_at - output.sampled_at)
-        self.series("generated_tokens").inc(sum(map(len, output.tokens)))
+        generated = sum(map(len, output.tokens))
+        self.series("generated_tokens").inc(generated)
+        self.series("vllm:generation_tokens").inc(generated)
+        self.series("vllm:prompt_tokens").inc(step.prompt_tokens)
         self.series("speculation_draft_tokens").inc(output.draft_tokens)
         self.series("speculation_accepted_tokens").inc(output.accepted)
         if output.mask_s is not None:
@@ -191,17 +266,33 @@ class Metrics:
         if step.num_decodes or not step.running:  # no tokens come before the first ones
             self._tokens_at = output.done_at
         self._count_prompts(step)
+        self._count_latencies(output)
 
     def _count_prompts(self, step: Step) -> None:
         started = step.started
         if not started:
             return
-        self.series("prefix_cache_tokens").inc(sum(request.cached for request in started))
+        cached = sum(request.cached for request in started)
+        self.series("prefix_cache_tokens").inc(cached)
+        self.series("vllm:prefix_cache_hits").inc(cached)
+        self.series("vllm:prompt_tokens").inc(cached)
+        looked_up = [request.prompt for request in started if not request.all_logits]
+        self.series("vllm:prefix_cache_queries").inc(sum(map(len, looked_up)))
         self.series("batch_next_size").observe(len(started))
         if step.running:
             for request in started:
                 reason = "wait_exceeded" if request.exceeded_wait else "backpressure"
                 self.series("batch_concat", reason).inc()
+
+    def _count_latencies(self, output: StepOutput) -> None:
+        """Times each sequence by itself, as vLLM does; TGI's metric times the batch."""
+        latency = self.series("vllm:inter_token_latency_seconds")
+        for request, tokens in zip(output.step.requests, output.tokens):
+            if not tokens:
+                continue
+            if request.last_token_at:
+                latency.observe(output.done_at - request.last_token_at)
+            request.last_token_at = output.done_at
 
     def _count_success(self, stats: RequestStats) -> None:
         self.series("request_success").inc()
@@ -214,6 +305,17 @@ class Metrics:
         if stats.generated_tokens:
             seconds = stats.inference_s / stats.generated_tokens
             self.series("request_mean_time_per_token_duration").observe(seconds)
+        self.series("vllm:request_success", stats.finish_reason).inc()
+        self.series("vllm:e2e_request_latency_seconds").observe(stats.duration_s)
+        self.series("vllm:request_queue_time_seconds").observe(stats.queue_s)
+        self.series("vllm:request_prompt_tokens").observe(stats.input_tokens)
+        self.series("vllm:request_generation_tokens").observe(stats.generated_tokens)
+        self.series("vllm:request_max_num_generation_tokens").observe(stats.longest_sequence)
+        if stats.first_token_s is not None:
+            decode_s = stats.duration_s - stats.first_token_s
+            prefill_s = max(0.0, stats.inference_s - decode_s)
+            self.series("vllm:request_prefill_time_seconds").observe(prefill_s)
+            self.series("vllm:request_decode_time_seconds").observe(decode_s)
 
     def render(self) -> bytes:
         """Prometheus' text format. Not prometheus_client's, because TGI's counters do not end in `_total`."""
@@ -229,7 +331,9 @@ class Metrics:
                     continue
                 is_counter = metric.type == "counter" and is_ours
                 name = point.name.removesuffix("_total") if is_counter else point.name
-                labels = ",".join(f'{key}="{value}"' for key, value in point.labels.items())
+                labels = ",".join(
+                    f'{key}="{value.translate(LABEL_ESCAPES)}"' for key, value in point.labels.items()
+                )
                 braces = f"{{{labels}}}" if labels else ""
                 lines.append(f"{name}{braces} {floatToGoString(point.value)}")
         return "".join(f"{line}\n" for line in lines).encode()
@@ -243,9 +347,15 @@ class Metrics:
         values: Iterable = (),
         **options,
     ) -> None:
-        if kind is Histogram and "buckets" not in options:
-            options["buckets"] = range(1, 1025) if name == "batch_next_size" else DURATION_BUCKETS
+        if kind is Histogram:
+            options.setdefault("buckets", BUCKETS.get(name, DURATION_BUCKETS))
         labels = [label] if label else []
-        self._metrics[name] = metric = kind(f"tgi_{name}", about, labels, registry=self._registry, **options)
+        full_name = f"tgi_{name}"
+        if name.startswith("vllm:"):
+            labels = ["model_name", "engine", *labels]
+            full_name = name
+        self._metrics[name] = kind(full_name, about, labels, registry=self._registry, **options)
+        if not label:
+            self.series(name)
         for value in values:  # a rate would miss the first event of a series that starts with it
-            metric.labels(value)
+            self.series(name, value)

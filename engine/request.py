@@ -63,10 +63,16 @@ class Request:
     prompt_logprobs: list[float] = field(default_factory=list)
     prompt_top: list[list[tuple[int, float]]] = field(default_factory=list)
     has_ended: bool = False  # its terminal message has been sent
+    last_token_at: float = 0.0  # when the step of its last token was done
 
     @property
     def has_slot(self) -> bool:
         return self.state in (State.PREFILLING, State.RUNNING)
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens that its slot holds for it."""
+        return self.prefilled + self.generated if self.has_slot else 0
 
     @property
     def id(self) -> int:

@@ -1,19 +1,33 @@
-"""What /metrics shows: TGI's names, types and buckets; each request and each step counted once, with its times."""
+"""What /metrics shows: TGI's and vLLM's names, types and buckets; each request and each step counted once, with its times."""
 
+import random
 import threading
 
+import msgspec
 import pytest
 from fakes.model import EOS, greedy
-from loop import Driven, Wire
+from loop import Driven, Wire, on_every_engine
 from peer import Peer
 from prometheus_client.parser import text_string_to_metric_families
+from tiny_tokenizers import byte_level
 
 import worker
 from config import VERSION, Config
 from engine.admission import Admission
 from engine.link import Link, PeerLost
 from engine.metrics import Metrics
-from protocol import Cancel, Generate, MetricsRequest, MetricsText, RequestStats, Status, SubmitRequests
+from protocol import (
+    Cancel,
+    Generate,
+    MetricsRequest,
+    MetricsText,
+    RequestStats,
+    SamplingParams,
+    Status,
+    SubmitRequests,
+    Tokens,
+)
+from text.grammar import Grammars, of_regex
 
 WAIT_S = 20
 LASTING = next([a, 9] for a in range(50) if EOS not in greedy([a, 9], 30))  # a prompt whose text has no EOS token
@@ -77,7 +91,7 @@ def test_the_metrics_of_tgi_are_there_by_name_and_type():
     found = types(with_limits())
     expected = {f"tgi_{name}": kind for kind, names in TGI.items() for name in names.split()}
     assert expected.items() <= found.items()
-    assert all(name.startswith(("tgi_", "process_")) for name in found)
+    assert all(name.startswith(("tgi_", "vllm:", "process_")) for name in found)
 
 
 def test_the_version_and_the_process_are_there_under_prometheus_own_names():
@@ -90,7 +104,7 @@ def test_the_version_and_the_process_are_there_under_prometheus_own_names():
 def test_the_text_is_what_prometheus_reads():
     metrics = with_limits()
     families = list(text_string_to_metric_families(metrics.render().decode()))
-    shown = {name.replace("process_cpu_seconds_total", "process_cpu_seconds"): kind for name, kind in types(metrics).items()}
+    shown = {name.removesuffix("_total") if kind == "counter" else name: kind for name, kind in types(metrics).items()}
     assert {family.name: family.type for family in families} == shown
     assert all(family.documentation for family in families)
 
@@ -128,7 +142,8 @@ def test_buckets_are_tgis():
 
 def test_before_the_limits_are_known_everything_else_is_there():
     missing = set(types(with_limits())) - set(types(Metrics()))
-    assert missing == {"tgi_request_input_length", "tgi_request_generated_tokens", "tgi_request_max_new_tokens"}
+    of_tgi = {f"tgi_request_{name}" for name in ("input_length", "generated_tokens", "max_new_tokens")}
+    assert missing == of_tgi | {f"vllm:request_{name}_tokens" for name in ("prompt", "generation", "max_num_generation")}
 
 
 SUCCESS = RequestStats(
@@ -143,6 +158,8 @@ SUCCESS = RequestStats(
     generated_tokens=6,
     accepted_draft_tokens=2,
     max_new_tokens=20,
+    longest_sequence=4,
+    finish_reason="length",
 )
 
 
@@ -381,3 +398,228 @@ def test_prompt_tokens_that_a_slot_held_are_counted():
         driven.arrive(Generate(i, list(range(20)), 3))
         driven.run()
     assert samples(driven.worker.metrics)["tgi_prefix_cache_tokens",] == 18
+
+
+# vLLM's names
+
+
+REQUEST_S = "0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680 inf"
+VLLM = {  # as in vllm/v1/metrics/loggers.py of August 2026: the type, or a histogram's buckets with 400 tokens of context
+    "num_requests_running": "gauge",
+    "num_requests_waiting": "gauge",
+    "kv_cache_usage_perc": "gauge",
+    "prompt_tokens_total": "counter",
+    "generation_tokens_total": "counter",
+    "prefix_cache_queries_total": "counter",
+    "prefix_cache_hits_total": "counter",
+    "request_success_total": "counter",
+    "time_to_first_token_seconds": "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 640 "
+    "2560 inf",
+    "inter_token_latency_seconds": "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80 inf",
+    "e2e_request_latency_seconds": REQUEST_S,
+    "request_queue_time_seconds": REQUEST_S,
+    "request_prefill_time_seconds": REQUEST_S,
+    "request_decode_time_seconds": REQUEST_S,
+    "request_prompt_tokens": "1 2 5 10 20 50 100 200 inf",
+    "request_generation_tokens": "1 2 5 10 20 50 100 200 inf",
+    "request_max_num_generation_tokens": "1 2 5 10 20 50 100 200 inf",
+}
+MODEL = ("engine=0", "model_name=org/model")
+
+
+def vllm(metrics, *, buckets=False):
+    """The values under vLLM's names, without the prefix and the labels that all have."""
+    found = {}
+    for (name, *labels), value in samples(metrics, "vllm:").items():
+        if (buckets or "_bucket" not in name) and not name.endswith("_info"):
+            own = [label for label in labels if not label.startswith(("engine=", "model_name="))]
+            found[" ".join([name.removeprefix("vllm:"), *own])] = value
+    return found
+
+
+def test_metrics_of_vllm_have_its_types_labels_and_buckets_and_are_there_from_startup():
+    metrics = Metrics("org/model")
+    metrics.set_limits(4, 200, 400)
+    found = {name.removeprefix("vllm:"): kind for name, kind in types(metrics).items() if name.startswith("vllm:")}
+    assert found == {name: kind if kind in ("gauge", "counter") else "histogram" for name, kind in VLLM.items()}
+    series = samples(metrics, "vllm:")
+    assert set(series.values()) == {0}
+    labels = {
+        name: {key[1:] for key in series if key[0].startswith(f"vllm:{name}") and "_bucket" not in key[0]} for name in VLLM
+    }
+    reasons = {(MODEL[0], f"finished_reason={reason}", MODEL[1]) for reason in ("stop", "length")}
+    assert labels.pop("request_success_total") == reasons
+    assert all(of_all == {MODEL} for of_all in labels.values())
+    for name, of_vllm in VLLM.items():
+        if found[name] == "histogram":
+            infix = f"vllm:{name}_bucket"
+            shown = [key[2].removeprefix("le=") for key in series if key[0] == infix]
+            assert shown == [str(float(bound)).replace("inf", "+Inf") for bound in of_vllm.split()], name
+
+
+@pytest.mark.parametrize(("granularity", "block_size", "blocks"), [(None, 16, 25), (1, 16, 25), (128, 128, 3)])
+def test_the_kv_cache_is_described_in_blocks_that_prefix_caching_can_reuse(granularity, block_size, blocks):
+    metrics = Metrics("m")
+    metrics.set_cache(400, "bfloat16", granularity)
+    ((key, value),) = [item for item in samples(metrics, "vllm:").items() if item[0][0] == "vllm:cache_config_info"]
+    assert (dict(label.split("=") for label in key[1:]), value) == (
+        {
+            "block_size": str(block_size),
+            "num_gpu_blocks": str(blocks),
+            "cache_dtype": "bfloat16",
+            "enable_prefix_caching": str(granularity is not None),
+            "engine": "0",
+        },
+        1,
+    )
+
+
+@pytest.mark.parametrize("name", ['a"b', "C:\\models\\n", "two\nlines", "模型"])
+def test_any_name_of_a_model_is_a_label_that_prometheus_reads(name):
+    assert ("vllm:num_requests_running", "engine=0", f"model_name={name}") in samples(Metrics(name), "vllm:")
+
+
+def test_a_request_that_succeeds_is_counted_once_under_the_names_of_vllm():
+    metrics = with_limits()
+    metrics.record(msgspec.structs.replace(SUCCESS, inference_s=4.0 - 0.25 - 0.5))
+    counted = {name: value for name, value in vllm(metrics).items() if value}
+    assert counted.pop("request_success_total finished_reason=length") == 1
+    assert {name.removesuffix("_sum"): value for name, value in counted.items() if not name.endswith("_count")} == {
+        "time_to_first_token_seconds": 1.0,
+        "e2e_request_latency_seconds": 4.0,
+        "request_queue_time_seconds": 0.5,
+        "request_prefill_time_seconds": 0.25,
+        "request_decode_time_seconds": 3.0,
+        "request_prompt_tokens": 10,
+        "request_generation_tokens": 6,
+        "request_max_num_generation_tokens": 4,
+    }
+    assert {value for name, value in counted.items() if name.endswith("_count")} == {1}
+
+
+def test_a_request_that_fails_after_its_first_token_has_only_the_time_to_it_under_the_names_of_vllm():
+    metrics = with_limits()
+    metrics.record(RequestStats(499, "dropped", first_token_s=2.0, input_tokens=10, generated_tokens=3))
+    counted = {name: value for name, value in vllm(metrics).items() if value}
+    assert counted == {"time_to_first_token_seconds_sum": 2.0, "time_to_first_token_seconds_count": 1}
+
+
+class Truth:
+    """What a driven worker does, as the model and the API server processes see it. Times are those of `clock`."""
+
+    def __init__(self, driven, clock, chance):
+        self.prompt_tokens = self.queries = self.hits = self.generated = 0
+        self.latencies = []
+        self.held = {}  # request id → tokens in its slot
+        self._driven, self._clock, self._chance = driven, clock, chance
+        self._token_at = {}
+        driven.each_call(self._see_call)
+        send, driven.wire.send = driven.wire.send, lambda peer, message: (self._see_message(message), send(peer, message))
+
+    def _see_call(self, chunks):
+        if self._chance.random() < 0.01:
+            self._driven.model.failures.append(RuntimeError("on purpose"))
+            return
+        self._clock.pass_s(self._chance.choice([1 / 128, 1 / 16, 1 / 2, 3]))  # whose sums are exact
+        prompts = {request.slot: request for request in self._driven.worker.scheduler.prefilling}
+        for chunk in chunks:
+            if request := prompts.get(chunk.slot):
+                if request.id not in self.held:
+                    self.hits += chunk.begin
+                    self.queries += 0 if request.all_logits else len(request.prompt)
+                    self.prompt_tokens += chunk.begin
+                self.prompt_tokens += len(chunk.tokens)
+                self.held[request.id] = chunk.begin + len(chunk.tokens)
+
+    def _see_message(self, message):
+        tokens = message.tokens if isinstance(message, Tokens) else []
+        for request_id in {token.id for token in tokens}:
+            if request_id in self._token_at:
+                self.latencies.append(self._clock.now - self._token_at[request_id])
+            self._token_at[request_id] = self._clock.now
+        for token in tokens:
+            self.generated += 1
+            self.held[token.id] += 1
+
+    def gauges(self):
+        scheduler = self._driven.worker.scheduler
+        with_slot = [*scheduler.prefilling, *scheduler.running]
+        model = self._driven.model
+        held = sum(self.held.get(request.id, request.cached) for request in with_slot)
+        return {
+            "num_requests_running": len(with_slot),
+            "num_requests_waiting": self._driven.admission.count - len(with_slot),
+            "kv_cache_usage_perc": held / (model.batch_size * model.max_total_tokens),
+        }
+
+
+def requests_of_all_kinds(chance, vocab_size):
+    """Some with a common prefix, alone or several together, greedy or sampled, with draft tokens, with a grammar, …"""
+    common = [chance.randrange(1, 50) for _ in range(30)]
+    numbers = iter(range(500))
+    for first in numbers:
+        prompt = common[: chance.choice([0, 10, 30])] + [chance.randrange(1, 50) for _ in range(chance.choice([1, 5, 20]))]
+        wanted = {"prediction": greedy(prompt, 20, vocab_size)}
+        if chance.random() < 0.2:
+            wanted = {"sampling": SamplingParams(seed=first, temperature=1.5)}
+        kind = chance.choice(["plain", "plain", "logprobs", "prompt_logprobs", "grammar", "several"])
+        if kind == "grammar":
+            wanted["grammar"] = of_regex("[0-9]{3}-[a-z]{2}")
+        elif kind != "several":
+            wanted |= {"logprobs": kind == "logprobs", "prompt_logprobs": kind == "prompt_logprobs"}
+        ids = [first, *(next(numbers, first) for _ in range(2 * (kind == "several")))]
+        yield [Generate(number, prompt, chance.randrange(1, 25), **wanted) for number in dict.fromkeys(ids)]
+
+
+@on_every_engine
+def test_values_under_the_names_of_vllm_are_the_truth_under_any_load(engine, clock):
+    chance = random.Random(54)
+    tokenizer = byte_level()
+    vocab_size = tokenizer.get_vocab_size()
+    driven = Driven(
+        grammars=Grammars(tokenizer.to_str(), vocab_size, [EOS]),
+        vocab_size=vocab_size,
+        batch_size=6,
+        max_total_tokens=80,
+        prefix_granularity=1,
+        supports_prefix_copy=True,
+        verify_length=4,
+        max_queue_time_s=60,
+        max_concurrent_requests=25,
+        **engine,
+    )
+    truth = Truth(driven, clock, chance)
+    metrics = driven.worker.metrics
+    waiting = list(requests_of_all_kinds(chance, vocab_size))
+    seen = []
+    while waiting or not driven.worker.is_idle:
+        for _ in range(chance.choice([0] * 12 + [3, 8])):
+            if waiting:
+                driven.arrive(SubmitRequests(waiting.pop()))
+        if chance.random() < 0.3:
+            driven.arrive(Cancel(chance.randrange(500), "on purpose"))
+        driven.wire.interrupt()
+        driven.step()
+        if chance.random() < 0.1:
+            seen.append(truth.gauges())
+            found = vllm(metrics)
+            assert {name: found[name] for name in seen[-1]} == seen[-1]
+    found = vllm(metrics, buckets=True)
+    expected = {
+        **truth.gauges(),
+        "prompt_tokens_total": truth.prompt_tokens,
+        "generation_tokens_total": truth.generated,
+        "prefix_cache_queries_total": truth.queries,
+        "prefix_cache_hits_total": truth.hits,
+        "inter_token_latency_seconds_count": len(truth.latencies),
+        "inter_token_latency_seconds_sum": sum(truth.latencies),
+    }
+    for bound in VLLM["inter_token_latency_seconds"].split():
+        le = str(float(bound)).replace("inf", "+Inf")
+        within = [seconds for seconds in truth.latencies if seconds <= float(bound)]
+        expected[f"inter_token_latency_seconds_bucket le={le}"] = len(within)
+    assert {name: found[name] for name in expected} == expected
+    assert truth.hits > 500 and metrics.series("speculation_accepted_tokens")._value.get() > 20
+    assert {"cancelled", "overloaded", "failed", "length", "eos_token"} <= set(driven.ends.values())
+    for name in seen[0]:
+        assert len({gauges[name] for gauges in seen}) > 3, "the load changes"
