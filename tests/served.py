@@ -67,7 +67,7 @@ class Served:
             batch_size=slots, max_total_tokens=WINDOW, vocab_size=VOCABULARY, sampling=sampled_by, prefill_chunk=prefill_chunk
         )
         address = self.address = f"ipc://{folder}/worker.sock"
-        self.metrics = Metrics()
+        self.metrics = Metrics("m")
         self.admission = Admission(LIMITS["max_concurrent_requests"])
         self.link = Link(address, self.metrics, self.admission)
         parts = WorkerDeps(

@@ -133,6 +133,15 @@ def test_every_name_of_this_server_in_the_guide_exists():
                 assert name in FIELDS | words | elsewhere, name
 
 
+def test_the_table_of_metrics_of_vllm_is_that_of_the_code():
+    metrics = Metrics()
+    metrics.set_limits(1, 1, 2)
+    metrics.set_cache(100, "float32", None)
+    shown = re.findall(r"^# TYPE (vllm:\w+ \w+)", metrics.render().decode(), flags=re.MULTILINE)
+    rows = re.findall(r"^\| `(vllm:\w+)` \| (\w+) \|", (HERE / "docs" / "operations.md").read_text(), flags=re.MULTILINE)
+    assert sorted(" ".join(row) for row in rows) == sorted(shown)
+
+
 def test_the_table_of_settings_is_that_of_the_code():
     table = settings_tables.settings()
     how = "PYTHONPATH=. python tests/settings_tables.py prints the tables for docs/settings.md"

@@ -153,6 +153,36 @@ def test_every_request_for_text_is_counted_once(served):
     }
 
 
+def test_requests_for_text_have_under_the_names_of_vllm_what_their_responses_say(served):
+    usages = [
+        served.post("/v1/completions", body | {"temperature": 0}).json["usage"]
+        for body in (
+            {"prompt": "a", "max_tokens": 3, "ignore_eos": True},
+            {"prompt": ["a", "bcd"], "max_tokens": 5, "n": 2, "ignore_eos": True},
+            {"prompt": "a", "max_tokens": 20, "stop": [served.tokenizer.decode(served.expected("a", 2)[1:])]},
+        )
+    ]
+    assert usages[2]["completion_tokens"] < 20
+    served.wait_for_count("tgi_request_success_total", 3)
+    served.model.fail_next_prefill = True
+    served.post("/generate", {"inputs": "a"})
+    served.wait_for_count("tgi_request_count_total", 4)
+    seen = served.counts()
+    vllm = {name.removeprefix("vllm:").replace(",m,0", ""): value for name, value in seen.items() if name.startswith("vllm:")}
+    assert (vllm["request_success_total,length"], vllm["request_success_total,stop"]) == (2, 1)
+    assert vllm["generation_tokens_total"] == seen["tgi_generated_tokens_total"]
+    assert vllm["request_prompt_tokens_sum"] == sum(usage["prompt_tokens"] for usage in usages)
+    assert vllm["request_generation_tokens_sum"] == sum(usage["completion_tokens"] for usage in usages)
+    assert vllm["request_max_num_generation_tokens_sum"] == 3 + 5 + usages[2]["completion_tokens"]
+    times = ("request_queue_time", "request_prefill_time", "request_decode_time")
+    parts = [vllm[f"{name}_seconds_sum"] for name in times]
+    assert all(part >= 0 for part in parts)
+    whole = seen["tgi_request_duration_sum"] - seen["tgi_request_validation_duration_sum"]
+    assert vllm["e2e_request_latency_seconds_sum"] == seen["tgi_request_duration_sum"]
+    assert sum(parts) >= whole or sum(parts) == pytest.approx(whole)
+    assert {vllm[f"{name}_seconds_count"] for name in (*times, "e2e_request_latency", "time_to_first_token")} == {3}
+
+
 def test_what_is_no_request_for_text_is_not_counted_as_one(served):
     served.client.get("/health")
     served.client.get("/info")
