@@ -15,6 +15,16 @@ RUN { getent passwd 1000 >/dev/null \
         || useradd --uid 1000 --no-create-home --home-dir /data --shell /usr/sbin/nologin server; } \
     && install -d -o 1000 -g 0 -m 0775 /data
 
+# A newer runtime library and its collectives over SDK 2.25's, for hosts with driver 2.29 or later (docs/neuron.md):
+# make image ARGS="--build-arg NEURON_RUNTIME=2.33". From AWS's repository, which the base names.
+ARG NEURON_RUNTIME=""
+RUN if [ -n "$NEURON_RUNTIME" ]; then \
+        apt-get update \
+        && apt-get install -y --no-install-recommends \
+            "aws-neuronx-runtime-lib=$NEURON_RUNTIME.*" "aws-neuronx-collectives=$NEURON_RUNTIME.*" \
+        && rm -rf /var/lib/apt/lists/*; \
+    fi
+
 # The dependencies by themselves: this layer, the large one, is kept when only our code changes. On AWS's image
 # nothing that the SDK was tested with may move; pip stops where that cannot be. Elsewhere torch comes from
 # TORCH_INDEX (see the Makefile), or from PyPI where that is empty.

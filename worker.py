@@ -410,6 +410,7 @@ class Startup:
             reads_images=model.encoder_cache is not None,
             kv_cache_dtype=model.kv_cache_dtype,
             kv_bytes_per_token=model.kv_bytes_per_token,
+            neuron_versions=prepared.neuron_versions,
             sampling_defaults=sampling_defaults(prepared.manifest, model.sampling) if has_defaults else {},
             stop_strings=prepared.manifest.stop_strings if has_defaults else [],
         )

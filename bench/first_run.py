@@ -86,6 +86,18 @@ def packages(given: argparse.Namespace) -> dict[str, str]:
     return dict(re.findall(rf"^({PACKAGES})==(\S+)$", listed, re.MULTILINE))
 
 
+def checked_versions(given: argparse.Namespace) -> dict | None:
+    """The versions of driver and runtime library, read and compared by the image. None: they do not fit."""
+    command = [given.python, "-m", "models.neuron_driver"]
+    if not given.server:
+        command = ["docker", "run", "--rm", "-e", "PYTHONPATH=/app", "--entrypoint", "python3", given.image, *command[1:]]
+    ended = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    print(ended.stderr, end="", file=sys.stderr)
+    if ended.returncode == 2:
+        return None
+    return json.loads(ended.stdout) if ended.returncode == 0 else {}
+
+
 def started(given: argparse.Namespace, folder: Path, device: str, *flags: str) -> Server:
     port = free_port()
     filled = (given.server or IN_IMAGE[device]).format(port=port, **vars(given))
@@ -177,10 +189,10 @@ def failure(error: Exception) -> str:
     return without_paths(str(error).strip().splitlines()[-1])
 
 
-def report_of(given: argparse.Namespace) -> dict:
-    """The failure of one value of --sampling is part of the report."""
+def report_of(given: argparse.Namespace, runtime: str | None) -> dict:
+    """The failure of one value of --sampling is part of the report. `runtime`: the version of the image's library."""
     is_local = Path(given.model_id).exists()
-    report = {"model": "a local folder" if is_local else given.model_id, "machine": machine()}
+    report = {"model": "a local folder" if is_local else given.model_id, "machine": {**machine(), "runtime": runtime}}
     report["packages"] = packages(given)
     report["runs"] = runs = []
     answers = []
@@ -221,7 +233,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("first-run.json"))
     parser.set_defaults(python=sys.executable)
     given = parser.parse_args(argv)
-    report = report_of(given)
+    versions = checked_versions(given) if given.device == "neuron" else {}
+    if versions is None:  # the line that says so is printed
+        return 2
+    report = report_of(given, versions.get("runtime"))
     given.out.write_text(json.dumps(report, indent=1) + "\n")
     print(f"The report is {given.out}; docs/first-run.md says where to send it")
     return 1 if any("failed" in run for run in report["runs"]) else 0

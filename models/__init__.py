@@ -11,7 +11,7 @@ import dataclasses
 import importlib.util
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,8 @@ from config import Config
 from manifest import SAFETENSORS, Manifest, check_weight_files
 from models.base import ModelError, StaticBatchModel, refuse_openvino_settings
 from models.fetch import fetch_weights
-from models.machine import host_memory
+from models.machine import detect, host_memory
+from models.neuron_driver import Versions
 from models.source import check_architecture, fetch_source
 from run import run_dir
 
@@ -48,6 +49,7 @@ class Prepared:
     sha: str | None  # its commit on the hub; None: a local folder
     manifest: Manifest
     build: BuildPlan | None = None  # on Neuron: what to compile or to load
+    neuron_versions: dict[str, str | None] = field(default_factory=dict)  # as in ModelInfo
 
     def fetch_weights(self) -> None:
         """Downloads the weights of a model on the hub. Before that, raises ConfigError or ModelError for a
@@ -89,6 +91,10 @@ def prepare(config: Config) -> Prepared:
     if device == "cpu" and not importlib.util.find_spec("openvino"):
         needed = "--device cpu (DEVICE) needs the package openvino, which is not installed here"
         raise ModelError(f"{needed}; the image for CPUs has it")
+    if device == "neuron":
+        versions = Versions.read()
+        if versions.driver or detect():  # graphs may be compiled, or simulated, where there is no driver
+            versions.check()
     config, folder, sha = fetch_source(dataclasses.replace(config, device=device))
     manifest = Manifest.read(folder)
     if manifest.config_json.keys() & {"vision_config", "audio_config"} and not manifest.reads_images:
@@ -97,10 +103,17 @@ def prepare(config: Config) -> Prepared:
     if device != "cpu":
         refuse_openvino_settings(config, "transformers-neuronx" if device == "neuron" else "plain PyTorch")
     if device == "neuron":
-        from models.neuron_build import BuildPlan
+        from models.neuron_build import BuildPlan, compiler_version, library
 
         build = BuildPlan.decide(config, folder, manifest)
-        return Prepared(build.config, device, folder, sha, manifest, build)
+        neuron_versions = {
+            **versions._asdict(),
+            "compiler": compiler_version(),
+            "transformers_neuronx": str(library().__version__),
+        }
+        listed = ", ".join(f"{name} {version or 'unknown'}" for name, version in neuron_versions.items())
+        logger.info("Neuron versions: %s", listed)
+        return Prepared(build.config, device, folder, sha, manifest, build, neuron_versions)
     _refuse_neuron_settings(config, device)
     _refuse_by_config(manifest)
     if manifest.is_compiled:

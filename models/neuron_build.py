@@ -35,6 +35,7 @@ from models.checkpoint import legacy_config
 from models.family import Family
 from models.fetch import fetch_artifact, fetch_checkpoint, fetch_weights
 from models.machine import Machine, detect, host_memory, usable_cores
+from models.neuron_driver import Versions
 from run import ConfigError
 
 logger = logging.getLogger("model")
@@ -48,6 +49,7 @@ AMP = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 DEVICE_ERROR = "nrt_|neuron runtime|neuron device|cores are held"  # an error that the compiler does not cause
+INIT_ERROR = "nrt_init|could not be initialized"  # may be a driver that does not fit the runtime library
 NOT_ON_DEVICE = "cannot be loaded onto the device"
 MISSING = "a compiled graph of this model is missing; remove the folder and compile it again"
 # What errors of the runtime, the compiler and transformers-neuronx mean, by a pattern in lower case; the
@@ -69,10 +71,13 @@ MEANINGS = {
 def explain(error: BaseException) -> str:
     """One line: the error, and what it means where that is known."""
     text = f"{type(error).__name__}: {error}".lower()
+    reason = named(error)
+    if re.search(INIT_ERROR, text):
+        reason += f"; {Versions.read()}"
     for pattern, meaning in MEANINGS.items():
         if re.search(pattern, text):
-            return f"{meaning} ({named(error)})"
-    return named(error)
+            return f"{meaning} ({reason})"
+    return reason
 
 
 def is_device_error(error: BaseException) -> bool:
@@ -520,7 +525,8 @@ def _to_device(model: Any) -> None:
             if time.monotonic() > deadline:
                 raise ModelError(
                     f"the cores are held by another process, also after {CORES_WAIT_S:.0f} s "
-                    f"({first_line(error)}); stop it (neuron-ls), or set NEURON_RT_VISIBLE_CORES to others"
+                    f"({first_line(error)}; {Versions.read()}); stop it (neuron-ls), or set "
+                    "NEURON_RT_VISIBLE_CORES to others"
                 ) from None
         logger.warning("The NeuronCores are held by another process; trying again")
         time.sleep(CORES_RETRY_S)

@@ -314,7 +314,9 @@ def test_info_has_tgis_keys_and_the_limits_in_force(served):
     info = served.client.get("/info").json
     assert (info["max_total_tokens"], info["max_concurrent_requests"]) == (WINDOW, LIMITS["max_concurrent_requests"])
     config = replace(CONFIG, max_concurrent_requests=77, web_concurrency=3)
-    model = msgspec.structs.replace(INFO, quantize="int8", kv_cache_dtype="u8", kv_bytes_per_token=7)
+    model = msgspec.structs.replace(
+        INFO, quantize="int8", kv_cache_dtype="u8", kv_bytes_per_token=7, neuron_versions={"driver": None}
+    )
     assert json.loads(encode(Info.of(serving(model, config)))) == {
         **dict.fromkeys(["model_pipeline_tag", "sha", "docker_label"]),
         **{"model_id": "someone/model", "model_sha": "abc123", "model_device_type": "cpu", "model_dtype": "float32"},
@@ -328,6 +330,7 @@ def test_info_has_tgis_keys_and_the_limits_in_force(served):
             "quantize": "int8",
             "kv_cache_dtype": "u8",
             "kv_bytes_per_token": 7,
+            "neuron_versions": {"driver": None},
             "sampling_defaults": {},
             "stop_strings": [],
             "tool_parser": "hermes",

@@ -98,6 +98,19 @@ def test_a_first_run_on_a_device_tries_each_place_to_sample(tmp_path, monkeypatc
     assert all(each["step_ms"] >= 10 for run in runs for each in run["steps"]), "less than the simulated step"
 
 
+def test_a_first_run_starts_no_server_where_the_image_says_that_driver_and_runtime_library_do_not_fit(tmp_path, monkeypatch):
+    docker = tmp_path / "docker"
+    docker.write_text(f"#!/bin/sh\necho $@ >>{tmp_path}/calls\necho error: they do not fit >&2\nexit 2\n")
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    command = [sys.executable, "bench/first_run.py", "--model-id", "someone/model", "--out", str(tmp_path / "report.json")]
+    ended = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", "error: they do not fit\n")
+    (call,) = (tmp_path / "calls").read_text().splitlines()
+    assert call.endswith("-m models.neuron_driver")
+    assert not (tmp_path / "report.json").exists()
+
+
 def test_a_first_run_that_cannot_start_says_so_in_its_report_without_paths(tmp_path):
     words = ["--device", "cpu", "--server", "sh -c 'echo error: /home/ada/model is damaged; exit 2'"]
     words += ["--model-id", "someone/model", "--out", str(tmp_path / "report.json")]
