@@ -54,7 +54,7 @@ VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 CLIENTS := hub-0.36 hub-1 hub-2 openapi lm-eval aider
 hub-0.36 := test_hub.py test_text_generation.py
 hub-1 := test_hub.py test_instructor.py test_langchain.py test_litellm.py test_litellm_proxy.py
-hub-2 := test_anthropic.py test_hub.py test_images.py test_langchain_openai.py test_openai.py test_openai_agents.py test_openai_structured.py test_outlines.py \
+hub-2 := test_anthropic.py test_examples.py test_hub.py test_images.py test_langchain_openai.py test_openai.py test_openai_agents.py test_openai_structured.py test_outlines.py \
 	test_pydantic_ai.py test_sagemaker.py test_sagemaker_deploy.py test_smolagents.py test_unions.py
 openapi := test_agents.py test_openapi.py test_javascript.py
 lm-eval := test_lm_eval.py

@@ -106,5 +106,8 @@ def _page(server: Server) -> Response:
         chats = "true" if server.engine.text.template else "false"
         images = "true" if info.reads_images and server.engine.text.template else "false"
         data = f' data-model="{html.escape(info.model_name)}" data-chats="{chats}" data-images="{images}"'
+        data += f' data-context="{info.max_total_tokens}"'
+        if server.config.api_key or server.config.api_key_file:
+            data += ' data-key="true"'
     text = PAGE.read_text().replace("<body>", f"<body{data}>")
     return Response(text, mimetype="text/html", headers={"Content-Security-Policy": PAGE_POLICY})

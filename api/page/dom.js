@@ -14,6 +14,13 @@ export function button(label, onClick) {
   return made;
 }
 
+/** Code below its label and a button that copies it. */
+export function codeBlock(label, text) {
+  const head = element("div", {}, element("span", {}, label), copyButton(() => text));
+  const body = element("pre", { tabIndex: 0 }, element("code", {}, text)); // arrow keys scroll it
+  return element("div", { className: "code" }, head, body);
+}
+
 /** A button that copies what `text()` returns when it is pressed. */
 export function copyButton(text) {
   const made = button("Copy", async () => {

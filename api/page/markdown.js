@@ -1,6 +1,6 @@
 // Markdown as elements: the part of CommonMark that models write, and GitHub's tables. HTML stays text.
 
-import { copyButton, element } from "./dom.js";
+import { codeBlock, element } from "./dom.js";
 
 const FENCE = /^ *(`{3,}|~{3,}) *([^\s`]*)[^`]*$/;
 const HEADING = /^ {0,3}(#{1,6}) +(.*?)(?: +#+)? *$/;
@@ -57,9 +57,7 @@ function buildCode(lines) {
   const [, fence, language] = FENCE.exec(lines[0]);
   const end = lines.at(-1).trim() === fence ? -1 : lines.length;
   const text = lines.slice(1, end).join("\n");
-  const head = element("div", {}, element("span", {}, language), copyButton(() => text));
-  const body = element("pre", { tabIndex: 0 }, element("code", {}, text)); // arrow keys scroll it
-  return element("div", { className: "code" }, head, body);
+  return codeBlock(language, text);
 }
 
 function heading(line) {

@@ -1,9 +1,13 @@
 """The pages for people, in a real browser (Debian's chromium): against the real server with the demonstration model, and
 against one whose answers the test writes."""
 
+import ast
 import base64
 import io
 import json
+import shlex
+import shutil
+import subprocess
 import time
 
 import pytest
@@ -11,6 +15,8 @@ from chat_page import Page, chromium, webdriver
 from fakes.chat_server import ChatServer
 from PIL import Image
 from processes import Server, wait_until
+
+from run import HERE
 
 pytestmark = pytest.mark.processes
 
@@ -86,7 +92,7 @@ def test_the_settings_that_are_filled_in_reach_the_request_and_no_others(chat):
 
 
 def test_a_model_without_a_chat_template_continues_texts(browser, scripted):
-    page = Page(browser, scripted.url_without_chats, scripted.answers)
+    page = Page(browser, scripted.url_of["without-chats.html"], scripted.answers)
     assert page.texts("#prompt-label") == ["Text to continue"]
     assert not page.find("#system")[0].is_displayed()
     page.ask("Once upon")
@@ -148,6 +154,85 @@ def test_errors_of_the_server_are_shown_in_its_words(page):
 def test_without_the_key_the_page_opens_and_says_that_one_is_needed(page):
     page.ask("Hi", key="wrong")
     assert "API key" in page.wait_for(PROBLEM).text
+
+
+BLOCKS = "return [...document.querySelectorAll('#clients code')].map(code => code.textContent)"
+
+
+def connect(page):
+    """The notes of the dialog, and its blocks by label, with the address that the documents have."""
+    page.click("Connect")
+    page.wait_for("#connect[open]")
+    address = page.url.rpartition("/")[0]
+    blocks = [text.replace(address, "http://localhost:8080") for text in page.script(BLOCKS)]
+    return page.texts("#clients > p"), dict(zip(page.texts("#clients .code span"), blocks))
+
+
+def documented(document, heading):
+    section = (HERE / "docs" / document).read_text().split(f"\n## {heading}\n")[1]
+    return section.split("```")[1].partition("\n")[2].rstrip("\n")
+
+
+def test_the_lines_that_connect_a_client_are_those_of_the_documents_that_clients_are_tested_with(browser, scripted):
+    page = Page(browser, scripted.url_of["long-context.html"])
+    notes, blocks = connect(page)
+    assert notes == []
+    assert blocks == {
+        "Claude Code": documented("agents.md", "Claude Code"),
+        "Codex: ~/.codex/config.toml": documented("agents.md", "Codex"),
+        "opencode: opencode.json": documented("agents.md", "opencode"),
+        "Python, openai": documented("clients.md", "openai"),
+        "Python, anthropic": documented("clients.md", "anthropic"),
+        "curl": documented("clients.md", "curl"),
+    }
+    assert page.violations() == []
+
+
+def test_lines_that_connect_a_client_have_the_key_and_any_name_of_a_model_quoted(browser, scripted):
+    page = Page(browser, scripted.url_of["with-key.html"])
+    notes, blocks = connect(page)
+    name = 'it\'s "mine"'
+    assert notes[0].startswith("This server requires an API key: replace YOUR_KEY.") and len(notes) == 2
+    assert notes[1] == "Coding agents need a context length of 32768 tokens or more; this server has 4096."
+    shell = blocks["Claude Code"].removesuffix("claude") + 'printf %s= $ANTHROPIC_AUTH_TOKEN "$ANTHROPIC_MODEL"'
+    assert subprocess.run(["bash", "-c", shell], capture_output=True, text=True).stdout == f"YOUR_KEY={name}="
+    codex = blocks["Codex: ~/.codex/config.toml"]
+    assert f"model = {json.dumps(name)}\n" in codex and "model_context_window = 4096\n" in codex
+    assert codex.endswith('\nenv_key = "TEXTGEN_KEY"')
+    settings = json.loads(blocks["opencode: opencode.json"])
+    assert settings["model"] == f"textgen/{name}"
+    assert settings["provider"]["textgen"]["options"]["apiKey"] == "YOUR_KEY"
+    assert settings["provider"]["textgen"]["models"] == {name: {"name": name, "limit": {"context": 4096, "output": 2048}}}
+    for client in ("Python, openai", "Python, anthropic"):
+        words = {node.value for node in ast.walk(ast.parse(blocks[client])) if isinstance(node, ast.Constant)}
+        assert {name, "YOUR_KEY"} <= words
+    curl = shlex.split(blocks["curl"])
+    assert "Authorization: Bearer YOUR_KEY" in curl and json.loads(curl[-1])["model"] == name
+
+
+def test_a_model_without_a_chat_template_is_connected_by_completions_alone(browser, scripted):
+    notes, blocks = connect(Page(browser, scripted.url_of["without-chats.html"]))
+    assert notes == ["This model has no chat template: it completes texts."]
+    assert list(blocks) == ["curl"] and "http://localhost:8080/v1/completions" in blocks["curl"]
+
+
+def test_a_line_that_connects_is_copied_and_answered_by_this_server(page):
+    connect(page)
+    page.find("#clients .code:last-child button")[0].click()
+    page.wait_for_texts("#clients .code:last-child button", ["Copied"])
+    page.click("Close")
+    assert not page.find("#connect[open]")
+    page.find("#prompt")[0].send_keys(webdriver.Keys.CONTROL, "v")
+    if not shutil.which("curl"):
+        pytest.skip("needs curl")
+    command = page.field.replace("YOUR_KEY", KEY)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    answer = json.loads(done.stdout)
+    assert answer["model"] == "neuron-textgen/demo" and answer["choices"][0]["message"]["content"]
+
+
+def test_while_the_model_is_loading_there_is_nothing_to_connect_to(chat):
+    assert not chat.find("#open-connect")[0].is_displayed()
 
 
 def test_the_api_page_shows_the_routes(browser, server):
@@ -355,7 +440,7 @@ def test_everything_has_a_name_and_its_own_place_for_the_keyboard(chat):
 @pytest.fixture
 def seeing(browser, scripted):
     """As `chat`, of a model that reads images."""
-    page = Page(browser, scripted.url_with_images, scripted.answers)
+    page = Page(browser, scripted.url_of["with-images.html"], scripted.answers)
     yield page
     assert page.violations() == []
 

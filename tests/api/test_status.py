@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from served import wait_until
+from served import WINDOW, wait_until
 
 from config import VERSION
 
@@ -51,7 +51,17 @@ def test_the_page_knows_the_model_and_whether_it_has_chats_and_reads_images_ther
     booting.seen.info = msgspec.structs.replace(booting.seen.info, reads_images=reads_images)
     shown = booting.client.get("/", headers=browser).get_data(as_text=True)
     images = is_chat and reads_images
-    assert f'<body data-model="m" data-chats="{str(is_chat).lower()}" data-images="{str(images).lower()}">' in shown
+    chats = str(is_chat).lower()
+    expected = f'<body data-model="m" data-chats="{chats}" data-images="{str(images).lower()}" data-context="{WINDOW}">'
+    assert expected in shown
+
+
+@pytest.mark.parametrize("keys", [{"api_key": "secret"}, {"api_key_file": "keys"}])
+def test_the_page_knows_that_a_key_is_needed_and_not_which(serve, keys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "keys").write_text("secret\n")
+    shown = serve(**keys).get_ready().client.get("/", headers={"Accept": "text/html"}).get_data(as_text=True)
+    assert ' data-key="true">' in shown and "secret" not in shown
 
 
 def test_the_page_loads_nothing_from_elsewhere_and_can_be_left_out(serve):

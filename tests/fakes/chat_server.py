@@ -8,7 +8,12 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from api.status import PAGE, PAGE_POLICY
 
 # Pages of other models: what the server says about them.
-VARIANTS = {"without-chats.html": 'data-chats="false"', "with-images.html": 'data-chats="true" data-images="true"'}
+VARIANTS = {
+    "without-chats.html": 'data-chats="false" data-model="local" data-context="512"',
+    "with-images.html": 'data-chats="true" data-images="true"',
+    "long-context.html": 'data-chats="true" data-model="local" data-context="65536"',
+    "with-key.html": 'data-chats="true" data-model="it&#39;s &quot;mine&quot;" data-context="4096" data-key="true"',
+}
 
 
 class Answer:
@@ -52,7 +57,7 @@ class ChatServer(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}/page.html"
-        self.url_without_chats, self.url_with_images = (f"http://127.0.0.1:{self.server_port}/{name}" for name in VARIANTS)
+        self.url_of = {name: f"http://127.0.0.1:{self.server_port}/{name}" for name in VARIANTS}
         self.answers = queue.Queue()  # to the requests, as they come
 
     def __enter__(self):
