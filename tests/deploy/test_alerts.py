@@ -39,7 +39,7 @@ def test_every_metric_is_on_the_dashboard_or_named_as_left_out():
     families = set(re.findall(r"^# TYPE (\w+) ", exposed(), flags=re.MULTILINE))
     suffix = r"(?:_bucket|_sum|_count|_total)?\{"
     shown = {name for name in families if re.search(rf"\b{name}{suffix}", "".join(queries()))}
-    guide = (HERE / "docs" / "operations.md").read_text()
+    guide = (HERE / "docs" / "metrics.md").read_text()
     left_out = guide[guide.index("It leaves out") : guide.index("`deploy/prometheus-rules.yaml` has")]
     assert set(re.findall(r"`(\w+)`", left_out)) == families - shown
 
@@ -60,7 +60,7 @@ def test_each_alert_has_a_test_in_which_it_fires():
 
 
 def test_the_command_of_the_guide_makes_a_rule_for_the_operator_of_the_same_groups():
-    guide = (HERE / "docs" / "operations.md").read_text()
+    guide = (HERE / "docs" / "metrics.md").read_text()
     command = guide[guide.index("{ printf 'apiVersion") : guide.index(" | kubectl -n neuron-textgen apply -f -")]
     made = subprocess.run(["sh", "-c", command], cwd=HERE, capture_output=True, text=True, check=True).stdout
     rule = yaml.safe_load(made)
