@@ -627,7 +627,8 @@ class Config:
         None,
         "SPECULATE",
         "Maximum draft tokens per request and step for n-gram speculative decoding (0 = off). The output "
-        "stays the same.",
+        "stays the same on CPUs; on Neuron and GPUs rounding may change a choice between nearly equally "
+        "likely tokens.",
         parse=_from_0,
         shown="with OpenVINO up to 15, else 0",
     )
@@ -946,6 +947,18 @@ IN_SHELL = (
     "json_output",
 )
 SETTINGS = {"--" + entry.name.replace("_", "-"): entry for entry in dataclasses.fields(Config)}
+# The groups of --help and docs/settings.md: each begins with a setting and ends where the next one begins.
+GROUPS = {
+    "--model-id": "Model",
+    "--device": "Device and precision",
+    "--tp-degree": "Slots and context length",
+    "--prefill-buckets": "Neuron",
+    "--max-concurrent-requests": "Queue, prefill and caching",
+    "--max-client-batch-size": "Limits of a request",
+    "--hostname": "HTTP server",
+    "--startup-timeout": "Startup and shutdown",
+    "--otlp-endpoint": "Traces, profiles and logs",
+}
 # Flags whose values make a list.
 REPEATABLE = ("--allowed-media-domains", "--cors-allow-origin", "--neuron-config")
 DISABLED_VALUES = ("0", "false", "none", "off")  # values that disable a setting
@@ -1025,7 +1038,10 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(usage=USAGE, formatter_class=formatter, allow_abbrev=False)
         version = f"neuron-textgen {VERSION}"
         self.add_argument("-V", "--version", action="version", version=version, help="Print the version.")
+        group = self
         for flag, entry in SETTINGS.items():
+            if flag in GROUPS:
+                group = self.add_argument_group(GROUPS[flag])
             about = entry.metadata
             value: dict[str, Any] = {"metavar": "X"}
             action = "append"
@@ -1035,7 +1051,7 @@ class _Parser(argparse.ArgumentParser):
                 value = {"nargs": "+", "metavar": "X"}
                 action = "extend"
             text = f"{about['help']} Default: {about['shown']}. [{', '.join(about['names'])}]"
-            self.add_argument(flag, *about["flags"], dest=flag, action=action, help=text, **value)
+            group.add_argument(flag, *about["flags"], dest=flag, action=action, help=text, **value)
         for name in COMPATIBILITY_ALIASES:
             if name.startswith("-"):
                 self.add_argument(name, dest=name, action="extend", nargs="*", help=argparse.SUPPRESS)

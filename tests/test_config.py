@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -12,7 +13,16 @@ import pytest
 import settings_tables
 
 import config
-from config import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOTAL_TOKENS, DEMO_MODEL, MAX_DEFAULT_PREFIX_SLOTS, SETTINGS, Config, parse
+from config import (
+    DEFAULT_BATCH_SIZE,
+    DEFAULT_MAX_TOTAL_TOKENS,
+    DEMO_MODEL,
+    GROUPS,
+    MAX_DEFAULT_PREFIX_SLOTS,
+    SETTINGS,
+    Config,
+    parse,
+)
 from manifest import Manifest
 from run import HERE, ConfigError, socket_address
 
@@ -681,6 +691,8 @@ def test_the_help_names_every_setting_its_variables_its_meaning_and_its_default(
         assert "".join(text.split()) in words
     for default in ("Default:8080.", "Default:0.0.0.0.", "Default:false.", "Default:25.", "Default:max_total_tokens-1."):
         assert default in words
+    groups = re.findall(r"^(\S.*):$", shown.stdout, flags=re.MULTILINE)
+    assert groups == ["options", *GROUPS.values()] and set(GROUPS) < set(SETTINGS)
     assert str(DEMO_MODEL) not in words
     assert "--cuda-graphs" not in words
 

