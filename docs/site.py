@@ -12,8 +12,8 @@ from pathlib import Path, PurePosixPath
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
-OUTSIDE = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "bench/README.md", "demo/README.md"]
-OUTSIDE += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("deploy/*/README.md"))
+READMES = [ROOT / "bench" / "README.md", ROOT / "demo" / "README.md", *ROOT.glob("deploy/*/README.md")]
+OUTSIDE = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *READMES)]
 # Path in the repository → page of the site.
 PAGES = {path: "index.md" if path == "README.md" else path.replace("/README.md", ".md") for path in OUTSIDE}
 SOURCES = {page: path for path, page in PAGES.items()}

@@ -14,6 +14,7 @@ import metrics_table
 import neuron_tables
 import pytest
 import settings_tables
+import yaml
 
 import config
 from api.routes import openapi_document
@@ -205,11 +206,56 @@ def test_the_readme_starts_what_the_documents_start():
     assert len(blocks) == 2 and all(block in clients for block in blocks)
 
 
+def blocks():
+    """The blocks of code in all documents: (document, language, code)."""
+    for path in DOCUMENTS:
+        for language, code in re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), flags=re.DOTALL | re.MULTILINE):
+            yield str(path.relative_to(HERE)), language, code
+
+
+BLOCKS = list(blocks())
+COMMAND = re.compile(r"(make|sudo|docker|git|curl|kubectl|helm|pip|python3|export|cat|mkdir|[A-Z_]+=\S)")
+SHELL = [(document, code) for document, language, code in BLOCKS if language == "sh" or COMMAND.match(code)]
+
+
+def flags_in(words):
+    return set(re.findall(r"(?<!\S)--[a-z][\w-]*", words))
+
+
+def test_each_block_of_code_is_valid_in_its_language():
+    assert {language for _, language, _ in BLOCKS} <= {"", "sh", "python", "javascript", "json", "yaml", "toml"}
+    readers = {"python": ast.parse, "json": json.loads, "yaml": yaml.safe_load}
+    for _document, language, code in BLOCKS:
+        readers.get(language, str)(code)
+    for document, code in SHELL:
+        done = subprocess.run(["bash", "-n", "-c", code], capture_output=True, text=True)
+        assert done.returncode == 0, f"{document}: {done.stderr}"
+
+
+def test_the_commands_in_documents_name_targets_and_settings_that_exist():
+    targets = set(re.findall(r"^([a-z][\w-]*):", (HERE / "Makefile").read_text(), flags=re.MULTILINE))
+    used = {target for _, code in SHELL for target in re.findall(r"^(?:\S+=\S+ )*make ([a-z][\w-]*)", code, flags=re.MULTILINE)}
+    assert len(used) > 3 and used <= targets
+    image = r"neuron-textgen/neuron-textgen(?::\S+)?"
+    serves = re.compile(rf"(?:{image}|entrypoint\.sh serve) +(--[^#|&]*)|make run.*ARGS=\"(.*?)\"")
+    started = [(document, match) for document, code in SHELL for match in serves.findall(code.replace("\\\n", " "))]
+    assert len(started) > 4
+    assert [(document, match) for document, match in started if not flags_in(" ".join(match)) <= SETTINGS] == []
+
+
 def test_every_page_is_on_the_site():
     listed = set(re.findall(r"([\w/-]+\.md)$", (HERE / "mkdocs.yml").read_text(), flags=re.MULTILINE))
     pages = {path.name for path in HERE.glob("docs/*.md")}
     pages |= {f"deploy/{path.parent.name}.md" for path in HERE.glob("deploy/*/README.md")}
-    assert listed == pages | {"index.md", "bench.md", "demo.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md"}
+    assert listed == pages | {
+        "index.md",
+        "bench.md",
+        "demo.md",
+        "SECURITY.md",
+        "CONTRIBUTING.md",
+        "CODE_OF_CONDUCT.md",
+        "CHANGELOG.md",
+    }
 
 
 def test_the_errors_of_the_faq_are_those_of_the_code():

@@ -16,8 +16,18 @@ WORKFLOWS = {name: yaml.safe_load(text) for name, text in TEXTS.items()}
 STEPS = [step for workflow in WORKFLOWS.values() for job in workflow["jobs"].values() for step in job.get("steps", [])]
 
 
-def test_the_workflows_are_what_github_accepts():
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", *FOLDER.glob("*.yml")]
+@pytest.mark.parametrize(
+    ("schema", "files"),
+    [
+        ("github-workflows", "workflows/*.yml"),
+        ("github-issue-forms", "ISSUE_TEMPLATE/[!c]*.yml"),
+        ("github-issue-config", "ISSUE_TEMPLATE/config.yml"),
+    ],
+)
+def test_the_workflows_and_the_forms_of_issues_are_what_github_accepts(schema, files):
+    found = list(FOLDER.parent.glob(files))
+    assert found
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", *found]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -39,14 +49,19 @@ def test_actions_are_pinned_to_a_commit_and_credentials_are_not_kept():
     assert checkouts and not any(step["with"]["persist-credentials"] for step in checkouts)
 
 
-def test_a_tag_that_is_not_the_version_ends_the_release():
+def test_a_tag_that_is_not_the_version_or_has_no_date_ends_the_release(tmp_path):
     (step,) = [step for step in WORKFLOWS["release.yml"]["jobs"]["version"]["steps"] if "run" in step]
+    (tmp_path / "pyproject.toml").write_text((HERE / "pyproject.toml").read_text())
 
-    def run(tag):
-        return subprocess.run(["bash", "-e", "-c", step["run"]], cwd=HERE, env={"GITHUB_REF_NAME": tag}).returncode
+    def run(tag, date):
+        head = f"## {config.VERSION} ({date})"
+        changelog = re.sub(r"^## .*$", head, (HERE / "CHANGELOG.md").read_text(), count=1, flags=re.MULTILINE)
+        (tmp_path / "CHANGELOG.md").write_text(changelog)
+        return subprocess.run(["bash", "-e", "-c", step["run"]], cwd=tmp_path, env={"GITHUB_REF_NAME": tag}).returncode
 
-    assert run(f"v{config.VERSION}") == 0
-    assert run("v9.9.9") != 0
+    assert run(f"v{config.VERSION}", "December 2026") == 0
+    assert run(f"v{config.VERSION}", "Unreleased") != 0
+    assert run("v9.9.9", "December 2026") != 0
 
 
 BOTH = "linux/amd64,linux/arm64"
