@@ -1,6 +1,6 @@
 """The families of models that are supported on Neuron: a class for each.
 
-transformers-neuronx has classes for Llama and Mixtral only; the others are read as a Llama that differs
+transformers-neuronx's class for Llama serves them all: the others are read as a Llama that differs
 (`family.py`). A new one is a class and a row of FAMILIES here, and a row of
 tests/neuron_sim/test_families.py.
 
@@ -10,6 +10,7 @@ transformers-neuronx.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,10 +23,12 @@ from models.checkpoint import legacy_config
 from models.family import (
     DOWN,
     GATE,
+    MLP,
     NORM_BEFORE_ATTENTION,
     NORM_BEFORE_MLP,
     UP,
     ArchSpec,
+    Experts,
     Family,
     K,
     LayerKind,
@@ -55,33 +58,6 @@ class Mistral(Family):
 
     def windows(self) -> list[int | None]:
         return [self.config.get("sliding_window")] * self.layers
-
-
-class Mixtral(Family):
-    """By the class of transformers-neuronx, which scales no positions; its sliding attention is wrong."""
-
-    defaults: ClassVar = {
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "max_position_embeddings": 131072,
-        "rope_theta": 1e6,
-    }
-    supported_values: ClassVar = Family.supported_values | {
-        "attention_bias": (False,),
-        "rope_scaling": ("default",),
-    }
-    neuronx_class = "MixtralForSampling"
-    options: ClassVar = {}
-
-    def __init__(self, config: Mapping[str, Any]):
-        super().__init__(config)
-        self.experts = self._number("num_local_experts")
-        self.length = min(self.length, self._number("sliding_window", self.length))
-        if self.head_dim * self.heads != self.hidden:
-            raise ConfigError(
-                f"head_dim {self.head_dim} is not supported on Neuron: transformers-neuronx takes "
-                f"hidden_size / num_attention_heads, which is {self.hidden // self.heads} here"
-            )
 
 
 class Qwen2(Family):
@@ -334,6 +310,97 @@ class Olmo3(Olmo2):
         return replace(super().graph(), ropes=(everywhere, near), kinds=kinds)
 
 
+class Mixture(Family):
+    """A mixture of experts, of which all are computed."""
+
+    sizes: ClassVar = ("num_experts", "moe_intermediate_size")  # how many experts, and the columns of one
+    router = "mlp.gate.weight"
+    expert = "mlp.experts.{}."
+    names: ClassVar = {name: name.removeprefix("mlp.") for name in MLP}
+
+    def __init__(self, config: Mapping[str, Any]):
+        super().__init__(config)
+        count, columns, per_token = map(self._number, (*self.sizes, "num_experts_per_tok"))
+        self.experts = Experts(count, columns, per_token, bool(self.config["norm_topk_prob"]))
+        self.intermediate = count * columns
+
+    def layer(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        return super().layer(functools.partial(self._get_joined, get))
+
+    def _get_joined(self, get: Callable[[str], Tensor], name: str) -> Tensor:
+        """The matrices of all experts side by side, for the matrix of an MLP; other tensors as they are."""
+        matrix = name.removesuffix(".weight")
+        if matrix not in self.names:
+            return get(name)
+        import torch  # what calls this has it
+
+        theirs = f"{self.expert}{self.names[matrix]}.weight"
+        parts = [get(theirs.format(number)) for number in range(self.experts.count)]
+        return torch.cat(parts, dim=1 if matrix == DOWN else 0)
+
+    def extra_tensors(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        return super().extra_tensors(get) | {"router": get(self.router).T}
+
+
+class Qwen3Moe(Mixture, Qwen3):
+    """Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder-30B-A3B."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+    }
+    # Layers without experts are not supported.
+    supported_values: ClassVar = Qwen3.supported_values | {
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([],),
+    }
+
+    def windows(self) -> list[int | None]:
+        c = self.config
+        return [c["sliding_window"] if c.get("use_sliding_window") else None] * self.layers
+
+
+class Olmoe(Mixture):
+    """Norms of queries and keys go over all heads."""
+
+    defaults: ClassVar = {
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+    }
+    supported_values: ClassVar = Family.supported_values | {"clip_qkv": (None,)}
+    sizes = ("num_experts", "intermediate_size")
+
+    def graph(self) -> ArchSpec:
+        return replace(super().graph(), head_norms="all")
+
+    def extra_tensors(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        return super().extra_tensors(get) | _head_norms(self, get)
+
+
+class Mixtral(Mixture, Mistral):
+    defaults: ClassVar = {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-5,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    }
+    sizes = ("num_local_experts", "intermediate_size")
+    router = "block_sparse_moe.gate.weight"
+    expert = "block_sparse_moe.experts.{}."
+    names: ClassVar = {GATE: "w1", UP: "w3", DOWN: "w2"}
+
+
 class InternLM2(Family):
     """InternLM2 and 2.5: a matrix holds the queries, the key and the value of each key-value head."""
 
@@ -385,6 +452,7 @@ FAMILIES: dict[str, type[Family]] = {
     "mixtral": Mixtral,
     "qwen2": Qwen2,
     "qwen3": Qwen3,
+    "qwen3_moe": Qwen3Moe,
     "phi3": Phi3,
     "granite": Granite,
     "smollm3": SmolLM3,
@@ -393,6 +461,7 @@ FAMILIES: dict[str, type[Family]] = {
     "gemma3_text": Gemma3,
     "olmo2": Olmo2,
     "olmo3": Olmo3,
+    "olmoe": Olmoe,
     "internlm2": InternLM2,
 }
 
@@ -434,9 +503,6 @@ def of(config_json: Mapping[str, Any]) -> Family:
         raise ConfigError(
             f"config.json of this {model_type} model cannot be understood: {named(error)}"
         ) from None
-    if family.is_nested and family.experts:
-        kind = config_json["model_type"]
-        raise ConfigError(f"{kind} models whose text part is a {model_type} are not supported on Neuron")
     if kinds and len(kinds) != family.layers:
         raise ConfigError(
             f"config.json describes {len(kinds)} layers and num_hidden_layers is {family.layers}"

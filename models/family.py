@@ -9,6 +9,7 @@ Source: transformers 4.57, models/llama.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -35,6 +36,24 @@ class LayerKind:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The MLPs of a mixture of experts. All experts of a layer are side by side in one gate, one up and one
+    down matrix, and all are computed."""
+
+    count: int
+    columns: int  # of one expert, in gate and up
+    per_token: int
+    is_normalized: bool  # the weights of a token's experts sum to one
+
+    def pieces(self, tp_degree: int) -> int:
+        """Into how many pieces each expert is cut, so that each core holds whole pieces only."""
+        return tp_degree // math.gcd(self.count, tp_degree)
+
+    def fits(self, tp_degree: int) -> bool:
+        return self.columns % self.pieces(tp_degree) == 0
+
+
+@dataclass(frozen=True)
 class ArchSpec:
     """What layers compute beyond Llama's."""
 
@@ -45,6 +64,7 @@ class ArchSpec:
     activation: str = "silu"  # its name in transformers-neuronx
     attention_cap: float | None = None  # scores become cap * tanh(score / cap)
     logit_cap: float | None = None
+    experts: Experts | None = None  # None: a dense model
 
     @property
     def has_own_layers(self) -> bool:
@@ -68,7 +88,7 @@ class Family:
     # It is the text part of a vision-language model, whose checkpoint names its tensors otherwise.
     is_nested = False
     is_llama = False  # true where it only differs in a graph, biases or head_dim of its own
-    experts = 0
+    experts: Experts | None = None
     norms_per_layer = 2  # vectors of hidden_size
     query_scale = residual_scale = embedding_scale = head_scale = 1.0
 
@@ -158,7 +178,7 @@ class Family:
 
     def graph(self) -> ArchSpec:
         own = rope.scaled(self.config, self._rotated)
-        return ArchSpec(ropes=(own,) if own else (), kinds=self.kinds())
+        return ArchSpec(ropes=(own,) if own else (), kinds=self.kinds(), experts=self.experts)
 
     @property
     def _rotated(self) -> int:
@@ -181,13 +201,14 @@ class Family:
 
     @property
     def vectors(self) -> int:
-        """How many values of a layer are in norms and biases."""
+        """How many values of a layer are in norms, biases and the router: few, and copied to every core."""
         of_heads = self.heads * self.head_dim
         of_kv_heads = self.kv_heads * self.head_dim
         sizes = {Q: of_heads, K: of_kv_heads, V: of_kv_heads, O: self.hidden}
         norms = self.norms_per_layer * self.hidden
         heads = {None: 0, "each": 2 * self.head_dim, "all": of_heads + of_kv_heads}
-        return norms + sum(sizes[name] for name in self.biases) + heads[self.graph().head_norms]
+        router = self.hidden * self.experts.count if self.experts else 0
+        return norms + sum(sizes[name] for name in self.biases) + heads[self.graph().head_norms] + router
 
     # Tensors. `get` returns a tensor of the checkpoint by its name, in a layer without the layer's prefix.
 
@@ -218,7 +239,7 @@ class Family:
 
     def extra_tensors(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """The tensors of a layer that Llama's lacks: biases by the names of the checkpoint, q_norm, k_norm,
-        after_attention and after_mlp."""
+        after_attention, after_mlp and router [hidden, experts]."""
         return self._scaled({f"{name}.bias": get(f"{name}.bias") for name in self.biases})
 
     def _scaled(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

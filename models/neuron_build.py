@@ -216,7 +216,7 @@ def _sized(shape: plan.Shape, family: Family, config: Config) -> tuple[Config, C
         prefill_buckets=buckets(sizing.length, config.prefill_buckets, "--prefill-buckets"),
         position_buckets=buckets(sizing.length, position_buckets, "--position-buckets"),
         quantize=config.quantize,
-        sampling=config.sampling or ("host" if shape.experts else "hybrid"),
+        sampling=config.sampling or "hybrid",
         prefill_chunk=sizing.chunk,
         model_class=family.name,
         compiler_version=compiler_version(),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from transformers_neuronx.layers import attention, rotary
 from transformers_neuronx.llama import model as llama
 
 from models.base import ModelError
-from models.family import Family, K, LayerKind, O, Q, V
+from models.family import ArchSpec, Family, K, LayerKind, O, Q, V
 from models.rope import Rope
 
 # As they are before they are replaced.
@@ -39,7 +40,6 @@ LAYER_WEIGHTS = [
     *(f"mlp_{name}_{part}" for name in ("in", "out") for part in ("weight", "scales", "bias")),
     *("post_mlp_ln_weight", "post_mlp_ln_bias"),
     *(f"{name}_{part}" for name in ("in0", "in1", "out") for part in ("weight", "scales")),
-    *("q_norm", "k_norm"),  # added here
 ]
 OF_ATTENTION = [name for name in LAYER_WEIGHTS if name.startswith("attn_")]
 # Where a layer of transformers-neuronx keeps the tensors of `Family.extra_tensors`.
@@ -170,14 +170,28 @@ class FamilyForSampling(llama.LlamaForSampling):
     def _add_extra_tensors(self, layer: Any, to_neuron: Callable[[], None]) -> None:
         extra = self.family.extra_tensors(self._checkpoint.in_layer(self.family, layer.layer_num))
         dtype = self.chkpt_model.lm_head.weight.dtype
-        over_all_heads = self.family.graph().head_norms == "all"
+        graph = self.family.graph()
         for name, tensor in extra.items():
             if name in PLACES:
                 setattr(layer, PLACES[name], tensor.to(dtype) if name.endswith("bias") else tensor.float())
-        for name in ("q_norm", "k_norm"):
-            if name in extra:
-                layer.add_parameter(extra[name].float(), sharding=0 if over_all_heads else None)
+        if graph.experts:
+            pieces = graph.experts.pieces(self.config.tp_degree)
+            extra["expert_of"] = torch.eye(graph.experts.count).repeat_interleave(pieces, dim=1)
+        for name, sharding in _added_parameters(graph).items():
+            layer.add_parameter(extra[name].float(), sharding=sharding)
         to_neuron()
+
+
+def _added_parameters(graph: ArchSpec) -> dict[str, int | None]:
+    """What a layer has after LAYER_WEIGHTS, and the dimension that is split over the cores; None: each core
+    has all."""
+    added: dict[str, int | None] = {}
+    if graph.head_norms:
+        added |= dict.fromkeys(("q_norm", "k_norm"), 0 if graph.head_norms == "all" else None)
+    if graph.experts:
+        # `expert_of` [experts, pieces] has a 1 where a piece belongs to an expert.
+        added |= {"router": None, "expert_of": 1}
+    return added
 
 
 class HybridDecoder(decoder.DecoderLmHeadForSamplingNoEmbedding):
@@ -287,6 +301,7 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
     def __init__(self, family: Family, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
         self.graph = family.graph()
+        self._weights = [*LAYER_WEIGHTS, *_added_parameters(self.graph)]
         self._kinds = self.graph.kinds or (LayerKind(),) * family.layers
 
     def pre_layer(self, hidden: Any, cache_ids: Any, *arguments: Any, **options: Any) -> tuple[Any, ...]:
@@ -313,7 +328,7 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         last_token_id, _rope, cache_ids, start_ids, block_to_seq = arguments[:5]
         others = arguments[7:12]
         keys, values, *rest = arguments[12:]
-        weights = dict(zip(LAYER_WEIGHTS, rest))
+        weights = dict(zip(self._weights, rest))
         kind = next(self._next)
         before = self.graph.norms in ("before", "both")
         after = self.graph.norms in ("after", "both")
@@ -332,15 +347,50 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
                 *(weights[name] for name in OF_ATTENTION),
             )
         hidden = hlo.add(normed(inner, "post_attn_ln_weight", after), hidden)
+        before_mlp = normed(hidden, "pre_mlp_ln_weight", before)
         inner = hlo.gated_mlp_bsh(
-            normed(hidden, "pre_mlp_ln_weight", before),
+            before_mlp,
             *(weights[f"{name}_weight"] for name in ("in0", "in1", "out")),
             **{f"{name}_scales": weights[f"{name}_scales"] for name in ("in0", "in1", "out")},
-            activation_function=self.graph.activation,
+            activation_function=self._activation(before_mlp, weights),
             tp_degree=self.config.tp_degree,
             neuron_config=self.neuron_config,
         )
         return hlo.add(normed(inner, "post_mlp_ln_weight", after), hidden), keys, values
+
+    def _activation(self, hidden: Any, weights: dict[str, Any]) -> Any:
+        """The activation of the MLP for gates [tokens, columns of a core]; in a mixture of experts times the
+        weight of each column's expert."""
+        activation = hlo.get_activation(self.graph.activation)
+        if not self.graph.experts:
+            return activation
+        of_pieces = self._expert_weights(hidden, weights)
+        tokens, pieces = of_pieces.sizes
+
+        def weighted(gate: Any) -> Any:
+            active = activation(gate)
+            by_piece = (tokens, pieces, math.prod(gate.sizes[1:]) // pieces)
+            active = hlo.multiply(hlo.reshape(active, by_piece), hlo.broadcast(of_pieces, by_piece, [0, 1]))
+            return hlo.reshape(active, gate.sizes)
+
+        return weighted
+
+    def _expert_weights(self, hidden: Any, weights: dict[str, Any]) -> Any:
+        """The weight of each piece of an expert on this core for each token, 0 for most: [tokens, pieces]."""
+        experts = self.graph.experts
+        f32 = hidden.scribe.f32
+        *several, size = hidden.sizes
+        tokens = math.prod(several)
+        rows = hlo.cast(hlo.reshape(hidden, (tokens, size)), f32)
+        probabilities = hlo.softmax(_matrix_product(rows, hlo.cast(weights["router"], f32)), 1)
+        best, numbers = hlo.topk(probabilities, 1, k=experts.per_token)
+        if experts.is_normalized:
+            best = hlo.divide(best, hlo.broadcast(hlo.reduce_sum(best, 1), best.sizes, [0]))
+        sizes = (tokens, experts.per_token, experts.count)
+        is_expert = hlo.equal(hlo.broadcast(numbers, sizes, [0, 1]), hlo.iota(numbers.dtype, sizes, 2))
+        placed = hlo.multiply(hlo.broadcast(best, sizes, [0, 1]), hlo.cast(is_expert, f32))
+        of_pieces = _matrix_product(hlo.reduce_sum(placed, 1), hlo.cast(weights["expert_of"], f32))
+        return hlo.cast(of_pieces, hidden.dtype)
 
     def _norm(self, tensor: Any, weight: Any) -> Any:
         return hlo.rms_norm(
@@ -388,6 +438,12 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
 
     def ln_lm_head(self, *arguments: Any, **options: Any) -> Any:
         return _capped(super().ln_lm_head(*arguments, **options), self.graph.logit_cap)
+
+
+def _matrix_product(left: Any, right: Any) -> Any:
+    """[rows, n], [n, columns] → [rows, columns]."""
+    dimensions = {"lhs_contracting_dimensions": [1], "rhs_contracting_dimensions": [0]}
+    return hlo.dot_general(left, right, dimension_numbers=dimensions)
 
 
 def _capped(tensor: Any, cap: float | None) -> Any:

@@ -26,12 +26,13 @@ from config import Config
 from manifest import VISION_FAMILIES, read_json
 from models import families
 from models.base import ModelError
-from models.family import Family
+from models.family import Experts, Family
 from models.fetch import fetch
 from models.machine import GIB, Machine
 from models.quantization import Quantization, dequantized_config, written_dtype
 from run import ConfigError
 
+MAX_CORES = 32  # of the largest machine
 CORE_BYTES = 16 * GIB  # HBM of a NeuronCore-v2 (SDK@v2.25.0:general/arch/neuron-hardware/inf2-arch.rst:32-70)
 # The share of a core to fill. Compiled code, scratch, logits and the runtime need the rest: an estimate.
 HEADROOM = 0.8
@@ -118,16 +119,16 @@ class Shape:
     hidden: int
     heads: int
     kv_heads: int
-    intermediate: int  # of one expert
+    intermediate: int  # of all experts together
     vocab: int
-    experts: int  # 0 for a dense model
     context_length: int
     is_tied: bool  # the output matrix is the embedding table; Neuron keeps both
     dtype: str  # of the checkpoint
     head_dim: int
-    vectors: int  # norms and biases of a layer
+    vectors: int  # norms, biases and the router of a layer
     has_own_layers: bool = False  # neuron_graph.py builds its layers, not transformers-neuronx
     norms_all_heads: bool = False  # norms of queries and keys go over all heads
+    experts: Experts | None = None  # None: a dense model
     tower: Tower | None = None  # of a model that reads images
 
     @classmethod
@@ -145,7 +146,6 @@ class Shape:
             kv_heads=family.kv_heads,
             intermediate=family.intermediate,
             vocab=family.vocab,
-            experts=family.experts,
             context_length=family.length,
             is_tied=family.is_tied,
             dtype=family.dtype,
@@ -153,6 +153,7 @@ class Shape:
             vectors=family.vectors,
             has_own_layers=family.graph().has_own_layers,
             norms_all_heads=family.graph().head_norms == "all",
+            experts=family.experts,
         )
 
     def check_context_length(self, length: int | None) -> None:
@@ -169,7 +170,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        layer = self.matrix_parameters(tp_degree=1) + self.vector_parameters
+        layer = self.matrix_parameters(tp_degree=1) + self.vectors
         tables = self.vocab * (1 if self.is_tied else 2)
         return self.layers * layer + self.hidden * (tables + 1)  # 1: the last norm
 
@@ -193,13 +194,8 @@ class Shape:
     def matrix_parameters(self, tp_degree: int) -> int:
         """Parameters of a layer's attention and MLP matrices on all cores, padded for `tp_degree`."""
         attention = 2 * self.head_dim * sum(padded_heads(self.heads, self.kv_heads, tp_degree))
-        mlp = 3 * _round_up(self.intermediate * max(1, self.experts), tp_degree)
+        mlp = 3 * _round_up(self.intermediate, tp_degree)
         return self.hidden * (attention + mlp)
-
-    @property
-    def vector_parameters(self) -> int:
-        """Norms, biases and the router of one layer: few, and copied to every core."""
-        return self.vectors + self.hidden * self.experts
 
 
 def padded_heads(heads: int, kv_heads: int, tp_degree: int) -> tuple[int, int]:
@@ -259,7 +255,7 @@ class Sizing:
         shape = self.shape
         width = self._width
         matrices = shape.matrix_parameters(self.tp_degree) // self.tp_degree
-        layer = matrices * (1 if self.quantize else width) + shape.vector_parameters * width
+        layer = matrices * (1 if self.quantize else width) + shape.vectors * width
         tables = 2 if ON_DEVICE_EMBEDDING in self.neuron_config else 1
         return shape.layers * layer + shape.hidden * (tables * self._vocab + 1) * width
 
@@ -293,12 +289,6 @@ class Sizing:
         heads = self.shape.heads
         kv_heads = self.shape.kv_heads
         experts = self.shape.experts
-        columns = self.shape.intermediate
-        if experts and self.quantize:  # transformers-neuronx splits the scales differently from the experts
-            return (
-                f"--quantize {self.quantize} (QUANTIZE) is not supported for {self.shape.model_type} models "
-                "on Neuron; give none"
-            )
         shards = SHARD_OVER_SEQUENCE in self.neuron_config
         if shards and (kv_heads in (heads, tp_degree) or tp_degree % kv_heads):
             return (
@@ -311,17 +301,12 @@ class Sizing:
                 f"tp_degree {tp_degree} does not divide {heads} attention and {kv_heads} key-value heads, "
                 f"over all of which a norm goes; {math.gcd(heads, kv_heads)} would work"
             )
-        if experts and experts % tp_degree and tp_degree % experts:  # T/mixtral/config.py:61
+        if experts and not experts.fits(tp_degree):
+            possible = ", ".join(map(str, filter(experts.fits, allowed_tp_degrees(None, MAX_CORES))))
             return (
-                f"tp_degree {tp_degree} and {experts} experts: one has to divide the other; "
-                f"{experts} would work"
-            )
-        # transformers-neuronx pads the columns of all experts as one matrix: a remainder would shift them to
-        # the next expert's cores.
-        if experts and tp_degree > experts and columns % (tp_degree // experts):
-            return (
-                f"tp_degree {tp_degree} spreads each expert over {tp_degree // experts} cores, "
-                f"which does not divide its {columns} columns; {experts} would work"
+                f"tp_degree {tp_degree} cuts each of {experts.count} experts into "
+                f"{experts.pieces(tp_degree)} pieces, which does not divide its {experts.columns} columns; "
+                f"{possible} would work"
             )
         return None
 
@@ -333,7 +318,7 @@ class Sizing:
         free = HEADROOM * CORE_BYTES - self.weights_bytes - self.chunk_bytes
         slots = int(free * self.batch_size // self.kv_bytes)
         length = int(free * self.length // self.kv_bytes)
-        larger = [degree for degree in allowed_tp_degrees(None, 32) if degree > self.tp_degree]
+        larger = [degree for degree in allowed_tp_degrees(None, MAX_CORES) if degree > self.tp_degree]
         fitting = [degree for degree in larger if replace(self, tp_degree=degree).fits]
         here = [f"--tp-degree {degree}" for degree in fitting if degree in degrees]
         elsewhere = [f"a larger instance with --tp-degree {degree}" for degree in fitting]
@@ -423,17 +408,6 @@ def _prefill_chunk(shape: Shape, config: Config) -> int:
         )
     options = config.neuron_config or ()
     chunk = config.prefill_chunk
-    setting = f"--prefill-chunk {chunk} (PREFILL_CHUNK)"
-    of_llama = [
-        (chunk, setting, "give 0"),
-        (config.sampling in ("device", "hybrid"), f"--sampling {config.sampling} (SAMPLING)", "give host"),
-        (config.speculate, f"--speculate {config.speculate} (SPECULATE)", "give 0"),
-        (options, f"--neuron-config {','.join(options)} (NEURON_CONFIG)", "leave it out"),
-    ]
-    is_like_llama = not shape.experts
-    for is_given, flag, remedy in of_llama:
-        if is_given and not is_like_llama:
-            raise ConfigError(f"{flag} is not supported for {shape.model_type} models on Neuron; {remedy}")
     whole = [option for option in options if option in WHOLE_PROMPTS]
     if whole and shape.has_own_layers:
         raise ConfigError(
@@ -442,11 +416,12 @@ def _prefill_chunk(shape: Shape, config: Config) -> int:
         )
     if chunk and whole:
         raise ConfigError(
-            f"{setting} is not supported with --neuron-config {whole[0]} (NEURON_CONFIG) on Neuron; give 0"
+            f"--prefill-chunk {chunk} (PREFILL_CHUNK) is not supported with --neuron-config {whole[0]} "
+            "(NEURON_CONFIG) on Neuron; give 0"
         )
     if chunk is not None:
         return chunk
-    return PREFILL_CHUNK if is_like_llama and not whole else 0
+    return 0 if whole else PREFILL_CHUNK
 
 
 def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config) -> Iterator[str]:

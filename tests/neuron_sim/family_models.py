@@ -28,6 +28,8 @@ SMALL = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LONG = {"type": "longrope", "short_factor": [1.0 + 0.1 * n for n in range(6)], "long_factor": [4.0] * 6}
 SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+QWEN3_MOE = {"head_dim": 32, "moe_intermediate_size": 48, "norm_topk_prob": True, "num_experts": 8, "num_experts_per_tok": 2}
+MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e4, "sliding_window": None}
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 48, **SLIDING}
 
 MODELS = {
@@ -71,6 +73,18 @@ MODELS = {
     "olmo2": ("Olmo2Config", {}),
     "olmo3": ("Olmo3Config", {"rope_scaling": YARN, **SLIDING}),
     "internlm2": ("LlamaConfig", {}),
+    "qwen3_moe": ("Qwen3MoeConfig", QWEN3_MOE),
+    "qwen3_moe, not normalized": (
+        "Qwen3MoeConfig",
+        QWEN3_MOE | {"num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": False},
+    ),
+    "qwen3_moe, 128 experts": (
+        "Qwen3MoeConfig",
+        QWEN3_MOE | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 24},
+    ),
+    "olmoe": ("OlmoeConfig", {"intermediate_size": 48, "num_experts": 16, "num_experts_per_tok": 4}),
+    "mixtral": ("MixtralConfig", MIXTRAL),
+    "mixtral, window": ("MixtralConfig", MIXTRAL | {"sliding_window": 16}),
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 32}
@@ -80,7 +94,6 @@ PLAIN = {
     "llama, llama3": ("LlamaConfig", {"rope_theta": 500000.0, "rope_scaling": LLAMA3}),
     "llama, tied": ("LlamaConfig", {"tie_word_embeddings": True}),
     "mistral": ("MistralConfig", {"rope_theta": 1e6, "sliding_window": None}),
-    "mixtral": ("MixtralConfig", {"rope_theta": 1e4, "sliding_window": None, "num_local_experts": 4}),
 }
 
 

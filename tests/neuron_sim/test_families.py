@@ -67,7 +67,7 @@ def mean_error(found, expected):
 def test_a_family_has_transformers_logits(made, tmp_path, name, tp_degree, prefill_chunk):
     reference = made(name)
     settings = {"max_batch_size": 4, "tp_degree": tp_degree, "prefill_chunk": prefill_chunk}
-    if name in ("olmo2", "olmo3") and tp_degree == 8:
+    if name in ("olmo2", "olmo3", "olmoe") and tp_degree == 8:
         with pytest.raises(ConfigError, match=r"tp_degree 8 does not divide 4 attention and 2 key-value heads"):
             serve(reference, tmp_path, **settings)
         return
@@ -103,7 +103,7 @@ def test_random_arrivals_get_transformers_text(made, tmp_path, name, tp_degree, 
 
 # A model for each type, with which every field of its config.json is tried.
 TYPES = ["llama, head_dim", "mistral, window", "qwen2, windows", "qwen3", "phi3", "granite", "smollm3"]
-TYPES += ["gemma", "gemma2", "gemma3", "olmo2", "olmo3"]
+TYPES += ["gemma", "gemma2", "gemma3", "olmo2", "olmo3", "qwen3_moe", "olmoe", "mixtral, window"]
 ROPES = [{"rope_type": "linear", "factor": 4.0}, {"rope_type": "dynamic", "factor": 4.0}, YARN]
 ROPES += [LLAMA3]
 OTHERS = {
@@ -161,7 +161,7 @@ def test_bfloat16_is_no_further_from_float32_than_transformers_own(made, tmp_pat
     assert mean_error(ours, exact) < 1.1 * mean_error(theirs, exact)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "phi3", "gemma2"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "phi3", "gemma2", "qwen3_moe", "olmoe", "mixtral"])
 def test_a_family_is_compiled_and_served_from_the_artifact_in_int8(made, tmp_path, monkeypatch, name):
     reference, output = made(name), tmp_path / "compiled"
     words = ["--model-id", reference.folder, "--output", output, "--tp-degree", "2", "--dtype", "float32"]
