@@ -538,7 +538,7 @@ class Config:
     neuron_config: tuple[str, ...] | None = setting(
         None,
         "NEURON_CONFIG",
-        "transformers-neuronx options to compile with (not for Mixtral), as NAME=VALUE, separated by commas: "
+        "transformers-neuronx options to compile with, as NAME=VALUE, separated by commas: "
         f"{', '.join(NEURON_CONFIG)}. They do not change the output. The flag may be repeated.",
         parse=_neuron_config,
     )
@@ -548,7 +548,7 @@ class Config:
         "Chunked prefill on Neuron: prompt tokens between two decode steps of running requests (0 = off). "
         "Fixed at compile time.",
         parse=_chunk,
-        shown="128; for Mixtral 0",
+        shown="128",
     )
     compile_workers: int | None = setting(
         None,
@@ -568,7 +568,7 @@ class Config:
         "Host or on-device sampling: host; on Neuron also device, which rejects request parameters that only "
         "host supports, or hybrid, which uses the device in each step whose requests all allow it.",
         parse=_one_of("host", "device", "hybrid"),
-        shown="hybrid on Neuron (Mixtral: host), else host",
+        shown="hybrid on Neuron, else host",
     )
     max_concurrent_requests: int = setting(
         128,

@@ -321,6 +321,10 @@ class Mixture(Family):
     def __init__(self, config: Mapping[str, Any]):
         super().__init__(config)
         count, columns, per_token = map(self._number, (*self.sizes, "num_experts_per_tok"))
+        if per_token > count:
+            raise ConfigError(
+                f"config.json: num_experts_per_tok is {per_token} and there are {count} experts"
+            )
         self.experts = Experts(count, columns, per_token, bool(self.config["norm_topk_prob"]))
         self.intermediate = count * columns
 

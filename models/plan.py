@@ -49,6 +49,12 @@ SHARD_OVER_SEQUENCE = "shard_over_sequence=true"
 WHOLE_PROMPTS = (SHARD_OVER_SEQUENCE, "sequence_parallel_norm=true")
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
 
+# Estimates, from AWS's published figures of Llama 2 7B and Llama 3 70B with 24 cores: a decode step takes
+# LAYER_S a layer, and reads a core's weights at READ_BYTES_S; prompts reach 17% of a core's peak.
+LAYER_S = 139e-6
+READ_BYTES_S = 278e9
+PREFILL_FLOPS = 0.17 * 95e12
+
 _DATA = json.loads(Path(__file__).with_name("plan.json").read_text(encoding="utf-8"))
 TP_DEGREES: dict[str, list[int]] = _DATA["tp_degrees"]  # by family
 _ROWS: list[dict[str, Any]] = _DATA["instances"]
@@ -279,6 +285,15 @@ class Sizing:
         return self.chunk * self._vocab * self._width
 
     @property
+    def step_s(self) -> float:
+        """About how long a decode step takes, in which short sequences run."""
+        return self.shape.layers * LAYER_S + self.weights_bytes / READ_BYTES_S
+
+    def prompt_s(self, tokens: int) -> float:
+        """About how long a prompt takes, for which all experts are computed."""
+        return 2 * self.shape.parameters * tokens / (self.tp_degree * PREFILL_FLOPS)
+
+    @property
     def fits(self) -> bool:
         return self.unsupported is None and self.total_bytes <= HEADROOM * CORE_BYTES
 
@@ -474,6 +489,10 @@ def _report_machine(sizing: Sizing, machine: Machine, config: Config) -> Iterato
         yield f"  {warning}"
     if shape.tower:
         yield f"  an image takes about {shape.tower.tile_s(machine):.1f} s a tile on the host (estimate)"
+    if shape.experts:
+        step = f"a decode step takes about {1000 * sizing.step_s:.0f} ms"
+        prompt = f"a prompt of {USEFUL_LENGTH} tokens about {sizing.prompt_s(USEFUL_LENGTH):.2f} s"
+        yield f"  all {shape.experts.count} experts are computed for each token: {step}, {prompt} (estimates)"
     slots = range(1, (config.max_batch_size or MAX_BATCH_SIZE) + 1)
     lengths = [length for length in (1024, 2048, 4096, 8192, 16384) if length <= shape.context_length]
     largest = []

@@ -23,7 +23,13 @@ LLAMA = {
     "max_position_embeddings": 64,
 }
 FIELDS = [(name, field) for name, family in FAMILIES.items() for field in family.supported_values]
-OTHER = {bool: lambda value: not value, float: lambda value: 10 * value, str: lambda value: "something else"}
+OTHER = {
+    bool: lambda value: not value,
+    int: lambda value: value + 1,
+    list: lambda value: [*value, 1],
+    str: lambda value: "something else",
+    type(None): lambda value: 8.0,
+}
 
 
 def value_of(field, value):
@@ -55,7 +61,7 @@ def test_a_config_that_says_nothing_of_them_is_accepted(name):
 
 def test_the_librarys_own_class_serves_what_it_computes_and_ours_the_rest():
     assert of().name == of("mistral", sliding_window=None).name == "LlamaForSampling"
-    assert of("mixtral").name == "MixtralForSampling"
+    assert of("mixtral").name == "mixtral, revision 1"
     assert of("phi3").name == "phi3, revision 1" and of("granite").name == "granite, revision 1"
     assert of(attention_bias=True).name == of(head_dim=32).name == "llama, revision 1"
     assert of("mistral").name == "mistral, revision 1"  # transformers' default is a window

@@ -90,14 +90,42 @@ def test_a_library_that_reads_another_rotary_base_is_refused(tmp_path, monkeypat
     assert reason == "transformers-neuronx reads rope_theta 10000.0 where config.json has 500000.0; it needs transformers 4"
 
 
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 5}
+
+
 @pytest.mark.parametrize(
     ("config", "settings", "reason"),
     [
         ({"model_type": "falcon"}, {}, "model_type 'falcon' is not supported on Neuron; these are: llama, code_llama, mistral"),
         ({"model_type": "gpt2"}, {}, "gpt2 models are no longer supported on Neuron"),
-        ({"model_type": "mixtral", "head_dim": 16}, {}, "head_dim 16 is not supported on Neuron"),
         ({"mlp_bias": True}, {}, "mlp_bias is True and this server supports False for llama models on Neuron"),
-        ({"model_type": "mixtral", "sliding_window": 20}, {}, "24 (MAX_TOTAL_TOKENS) is more than the context length"),
+        ({"model_type": "gpt_oss"}, {}, "model_type 'gpt_oss' is not supported on Neuron"),
+        (
+            EXPERTS | {"decoder_sparse_step": 2},
+            {},
+            "config.json: decoder_sparse_step is 2 and this server supports 1 for qwen3_moe models on Neuron",
+        ),
+        (
+            EXPERTS | {"mlp_only_layers": [0]},
+            {},
+            "config.json: mlp_only_layers is [0] and this server supports [] for qwen3_moe models on Neuron",
+        ),
+        (EXPERTS | {"num_experts": 0}, {}, "config.json: num_experts is 0 and should be a positive whole number"),
+        (
+            EXPERTS | {"num_experts_per_tok": 4},
+            {},
+            "config.json: num_experts_per_tok is 4 and there are 3 experts",
+        ),
+        (
+            EXPERTS,
+            {"tp_degree": 2},
+            "tp_degree 2 cuts each of 3 experts into 2 pieces, which does not divide its 5 columns; 1 would work",
+        ),
+        (
+            {"model_type": "olmoe", "clip_qkv": 8.0},
+            {},
+            "config.json: clip_qkv is 8.0 and this server supports None for olmoe models on Neuron",
+        ),
         (
             {"model_type": "qwen3"},
             {"neuron_config": ("shard_over_sequence=true",)},
@@ -111,13 +139,6 @@ def test_a_library_that_reads_another_rotary_base_is_refused(tmp_path, monkeypat
         ({}, {"quantize": "int4"}, "--quantize int4 (QUANTIZE) is not supported on Neuron; give int8 or none"),
         ({}, {"prefill_buckets": (64,)}, "--prefill-buckets 64 is more than the limit of 24 tokens"),
         ({}, {"position_buckets": (64,)}, "--position-buckets 64 is more than the limit of 24 tokens"),
-        ({"model_type": "mixtral"}, {"sampling": "device"}, "--sampling device (SAMPLING) is not supported for mixtral models"),
-        ({"model_type": "mixtral"}, {"prefill_chunk": 4}, "--prefill-chunk 4 (PREFILL_CHUNK) is not supported for mixtral"),
-        (
-            {"model_type": "mixtral"},
-            {"neuron_config": ("on_device_embedding=true",)},
-            "--neuron-config on_device_embedding=true (NEURON_CONFIG) is not supported for mixtral models on Neuron",
-        ),
         (
             {"num_key_value_heads": 2},
             {"neuron_config": ("shard_over_sequence=true",), "tp_degree": 2},
@@ -132,11 +153,6 @@ def test_a_library_that_reads_another_rotary_base_is_refused(tmp_path, monkeypat
         ({"rope_parameters": "x"}, {}, "config.json: rope_parameters is 'x' and should be an object"),
         ({"rope_scaling": ["x"]}, {}, "config.json: rope_scaling is ['x'] and should be an object"),
         ({"model_type": "qwen2_vl", "text_config": LLAMA}, {}, "model_type 'qwen2_vl' is not supported on Neuron"),
-        (
-            {"model_type": "mistral3", "text_config": FAMILIES["mixtral"]},
-            {},
-            "mistral3 models whose text part is a mixtral are not supported on Neuron",
-        ),
         ({}, {"tp_degree": 4}, "--tp-degree 4 (TP_DEGREE) needs more cores than the 2 that this process may use"),
     ],
 )
@@ -160,11 +176,6 @@ def test_a_model_that_does_not_fit_is_refused_before_a_weight_is_read(tmp_path, 
     (tmp_path / "large" / "config.json").write_text(json.dumps(LLAMA | large | {"num_key_value_heads": 8}))
     with pytest.raises(ConfigError, match=r"does not fit on 2 cores: .* GiB.*--tp-degree 12 would fit"):
         serve(tmp_path / "large")
-
-
-def test_a_sliding_window_limits_the_length_that_is_chosen(tmp_path):
-    model = load(tmp_path, FAMILIES["mixtral"] | {"sliding_window": 20}, max_total_tokens=None, max_input_tokens=None)
-    assert model.max_total_tokens == 20
 
 
 @pytest.mark.parametrize(("window", "largest"), [(4096, 4096), (1000, 1000)])

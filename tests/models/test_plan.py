@@ -43,6 +43,12 @@ CONFIGS = {
     "Mistral-7B": llama(32, 4096, 32, 8, 14336, 32000, 32768) | MISTRAL,
     "Mixtral-8x7B": llama(32, 4096, 32, 8, 14336, 32000, 32768, num_local_experts=8) | {"model_type": "mixtral"},
 }
+QWEN3_MOE = {"model_type": "qwen3_moe", "head_dim": 128, "norm_topk_prob": True}
+CONFIGS |= {
+    "Qwen3-30B-A3B": llama(48, 2048, 32, 4, 6144, 151936, 40960, moe_intermediate_size=768) | QWEN3_MOE,
+    "Qwen3-235B-A22B": llama(94, 4096, 64, 4, 12288, 151936, 40960, moe_intermediate_size=1536) | QWEN3_MOE,
+    "OLMoE-1B-7B": llama(16, 2048, 16, 16, 1024, 50304, 4096) | {"model_type": "olmoe"},
+}
 SHAPES = {name: Shape.from_config(data) for name, data in CONFIGS.items()}
 shapes = st.sampled_from(list(SHAPES.values()))
 
@@ -62,6 +68,9 @@ def choose(shape, machine, **settings):
         "TinyLlama": 1_100_048_384,
         "Mistral-7B": 7_241_732_096,
         "Mixtral-8x7B": 46_702_792_704,
+        "Qwen3-30B-A3B": 30_532_122_624,
+        "Qwen3-235B-A22B": 235_093_634_560,
+        "OLMoE-1B-7B": 6_919_161_856,
     }.items(),
 )
 def test_parameters_are_counted_exactly(name, parameters):
@@ -163,11 +172,7 @@ def test_config_files_of_transformers_4_and_5_give_the_same_shape(name):
     new |= {"dtype": "bfloat16", "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
     assert Shape.from_config(new) == Shape.from_config(old) == SHAPES[name]
     nested = {"model_type": "mistral3", "text_config": new}
-    if name == "Mixtral-8x7B":  # the library reads the names of its own checkpoints alone
-        with pytest.raises(ConfigError, match="mistral3 models whose text part is a mixtral are not supported on Neuron"):
-            Shape.from_config(nested)
-    else:
-        assert Shape.from_config(nested) == SHAPES[name]
+    assert Shape.from_config(nested) == SHAPES[name]
 
 
 def test_missing_numbers_default_to_those_of_transformers():
@@ -193,7 +198,6 @@ def test_missing_numbers_default_to_those_of_transformers():
         ({"vocab_size": True}, ["vocab_size", "True"]),
         ({"num_attention_heads": 31}, ["31", "4096"]),
         ({"num_key_value_heads": 5}, ["5", "32"]),
-        ({"head_dim": 160, "model_type": "mixtral"}, ["160", "128"]),
         ({"rope_scaling": {"type": "yarn"}}, ["llama model cannot be understood", "'factor'"]),
         ({"model_type": "gemma3_text", "layer_types": ["full_attention"]}, ["describes 1 layers and num_hidden_layers is 32"]),
     ],
@@ -209,9 +213,9 @@ def test_a_config_that_cannot_be_served_is_refused_in_one_line(changes, words):
     [
         ("Llama-3-8B", 2, 32, None, ["weights 6.99 + KV cache 8.00 GiB", "80%", "size 23", "tokens 2944", "degree 4", "int8"]),
         ("Llama-2-70B", 8, 1, None, ["weights 16.00", "--tp-degree 16", "int8"]),
-        ("Mixtral-8x7B", 8, 1, "int8", ["--quantize int8 (QUANTIZE) is not supported for mixtral models on Neuron; give none"]),
-        ("Mixtral-8x7B", 12, 1, None, ["12", "8 experts", "8 would work"]),
-        ("Mixtral-8x7B", 24, 1, None, ["3 cores", "14336"]),
+        ("Mixtral-8x7B", 12, 1, None, ["12", "8 experts into 3 pieces", "14336", "; 1, 2, 4, 8, 16, 32 would work"]),
+        ("Mixtral-8x7B", 24, 1, None, ["24", "8 experts into 3 pieces", "14336", "; 1, 2, 4, 8, 16, 32 would work"]),
+        ("OLMoE-1B-7B", 12, 1, None, ["12", "16 attention and 16 key-value heads"]),
     ],
 )
 def test_what_does_not_fit_says_why_and_what_would(name, tp_degree, batch_size, quantize, words):
@@ -220,11 +224,6 @@ def test_what_does_not_fit_says_why_and_what_would(name, tp_degree, batch_size, 
     reason = sizing.reason(plan.allowed_tp_degrees(None, 32))
     assert [word for word in words if word not in reason] == []
     assert len(reason.splitlines()) == 1
-
-
-def test_int8_is_not_advised_for_a_mixtral_which_cannot_be_built_with_it():
-    reason = Sizing(SHAPES["Mixtral-8x7B"], 4, 1, 4096).reason([4, 8])
-    assert reason.endswith("; --tp-degree 8 would fit")
 
 
 def test_a_model_that_is_too_large_for_everything_says_so():
@@ -254,6 +253,30 @@ def test_the_chosen_sizes_for_a_machine(name, instance, chosen):
     sizing = choose(SHAPES[name], INSTANCES[instance])
     assert (sizing.tp_degree, sizing.batch_size, sizing.length) == chosen and sizing.fits
     assert str(sizing).startswith("tp_degree {}, batch size {}, context length {}: weights".format(*chosen))
+
+
+@pytest.mark.parametrize(
+    "name, instance, quantize, chosen, weights, kv, step_ms",
+    [
+        ("Qwen3-30B-A3B", "inf2.24xlarge", None, (12, 32, 4096), 4.8, 3.0, 25),
+        ("Qwen3-30B-A3B", "inf2.24xlarge", "int8", (12, 32, 4096), 2.4, 3.0, 16),
+        ("Qwen3-30B-A3B", "inf2.48xlarge", None, (24, 32, 4096), 2.4, 3.0, 16),
+        ("Qwen3-30B-A3B", "inf2.48xlarge", "int8", (24, 32, 4096), 1.2, 3.0, 11),
+        ("Qwen3-235B-A22B", "inf2.48xlarge", "int8", (24, 16, 4096), 9.3, 2.9, 49),
+        ("OLMoE-1B-7B", "inf2.xlarge", None, (2, 16, 4096), 6.4, 4.0, 27),
+        ("OLMoE-1B-7B", "inf2.xlarge", "int8", (2, 32, 4096), 3.2, 8.0, 15),
+    ],
+)
+def test_a_mixture_of_experts_is_sized_with_all_of_its_experts(name, instance, quantize, chosen, weights, kv, step_ms):
+    sizing = choose(SHAPES[name], INSTANCES[instance], quantize=quantize)
+    assert (sizing.tp_degree, sizing.batch_size, sizing.length) == chosen
+    assert (round(sizing.weights_bytes / GIB, 1), round(sizing.kv_bytes / GIB, 1)) == (weights, kv)
+    assert round(1000 * sizing.step_s) == step_ms
+
+
+@pytest.mark.parametrize("tp_degree, seconds", [(12, 0.65), (24, 0.32)])
+def test_a_prompt_pays_for_all_experts(tp_degree, seconds):
+    assert round(Sizing(SHAPES["Qwen3-30B-A3B"], tp_degree, 32, 4096).prompt_s(2048), 2) == seconds
 
 
 @given(
@@ -326,13 +349,11 @@ def test_a_length_is_halved_until_it_fits():
         ),
         ("Llama-3-8B", Machine(2), {"max_batch_size": 32, "max_total_tokens": 8192}, ["size 11", "tokens 2944"]),
         ("Llama-2-70B", Machine(24, "inf2"), {"tp_degree": 8}, ["24 cores", "; --tp-degree 12, or"]),
-        ("Mixtral-8x7B", Machine(24), {"quantize": "int8"}, ["--quantize int8 (QUANTIZE)", "mixtral models", "give none"]),
-        ("Mixtral-8x7B", Machine(24), {"sampling": "device"}, ["--sampling device (SAMPLING)", "mixtral models", "give host"]),
         (
             "Mixtral-8x7B",
             Machine(24),
-            {"neuron_config": ("on_device_embedding=true",)},
-            ["--neuron-config on_device_embedding=true (NEURON_CONFIG)", "mixtral models", "leave it out"],
+            {"neuron_config": ("sequence_parallel_norm=true",)},
+            ["--neuron-config sequence_parallel_norm=true (NEURON_CONFIG)", "mixtral models", "leave it out"],
         ),
         ("Llama-3-8B", Machine(2), {"tp_degree": 8}, ["tp_degree 8", "2 cores", "1, 2 would work"]),
         ("Llama-3-8B", Machine(32, "trn1"), {"tp_degree": 12}, ["trn1", "1, 2, 8, 16, 32"]),
@@ -345,15 +366,6 @@ def test_impossible_settings_are_refused_in_one_line(name, machine, settings, wo
         choose(SHAPES[name], machine, **settings)
     assert [word for word in words if word not in str(refused.value)] == []
     assert len(str(refused.value).splitlines()) == 1
-
-
-def test_the_window_of_a_mixtral_ends_where_its_attention_would_slide():
-    """`serve` applies the same limit: both read it here."""
-    sliding = CONFIGS["Mixtral-8x7B"] | {"sliding_window": 3000}
-    assert choose(Shape.from_config(sliding), INSTANCES["inf2.48xlarge"]).length == 3000
-    with pytest.raises(ConfigError, match=r"--max-total-tokens 3001 .* more than the context length .*, 3000"):
-        choose(Shape.from_config(sliding), INSTANCES["inf2.48xlarge"], max_total_tokens=3001)
-    assert SHAPES["Mixtral-8x7B"].context_length == 32768
 
 
 def test_any_even_tp_degree_may_be_set_on_inferentia2():
@@ -417,7 +429,7 @@ def run(capsys, monkeypatch):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_plan_prints_every_instance(run, folder, name):
-    code, output, errors = run("--model-id", folder(name))
+    code, output, errors = run("--model-id", folder(name), *(["--quantize", "int8"] if "235B" in name else []))
     assert (code, errors) == (0, "")
     assert all(instance in output for instance in INSTANCES)
     assert max(map(len, output.splitlines())) <= 100

@@ -21,7 +21,6 @@ from models import compile as verb
 from models.base import Chunk, ModelError
 from models.neuron import NeuronModel
 from models.neuron_build import BuildPlan
-from run import ConfigError
 
 PROMPT = [3, 100, 7, *[(5 * n) % 250 + 2 for n in range(30)]]
 WINDOW = 48
@@ -62,18 +61,12 @@ def error(model, expected):
         ("llama", {"tie_word_embeddings": True}),
         ("mistral", {"rope_theta": 500000.0}),
         ("mixtral", {"num_experts_per_tok": 3}),
-        ("mixtral", {"sliding_window": WINDOW}),
     ],
     ids=str,
 )
 def test_other_values_have_the_logits_of_transformers(tmp_path, family, values):
     expected = made(family, tmp_path / "model", **values)
     assert error(serve(expected, tmp_path), expected) < 0.01
-
-
-def test_mixtral_is_refused_beyond_its_sliding_window(tmp_path):
-    with pytest.raises(ConfigError, match=r"48 \(MAX_TOTAL_TOKENS\) is more than the context length"):
-        serve(made("mixtral", tmp_path / "model", sliding_window=32), tmp_path)
 
 
 def save(expected, form):

@@ -92,7 +92,7 @@ def assert_like(made, prompt, text):
 LIKE_LLAMA = itertools.product(["llama", "llama, grouped", "mistral"], [1, 2, 4], ["host", "device"])
 
 
-@pytest.mark.parametrize(("name", "tp_degree", "sampling"), [*LIKE_LLAMA, ("mixtral", 1, "host")])
+@pytest.mark.parametrize(("name", "tp_degree", "sampling"), LIKE_LLAMA)
 def test_requests_that_come_and_go_get_transformers_text(reference, tmp_path, name, tp_degree, sampling):  # noqa: F811
     made = reference(name)
     batch = Batch(serve(made, tmp_path, max_batch_size=3, tp_degree=tp_degree, sampling=sampling))

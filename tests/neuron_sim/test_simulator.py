@@ -119,7 +119,6 @@ def assert_alike(logits, expected):
         pytest.param("llama, grouped", {}, id="grouped query attention"),
         pytest.param("llama, grouped", {"tp_degree": 4}, id="more cores than key heads"),
         pytest.param("mistral", {"model_class": neuronx.MistralForSampling}, id="mistral"),
-        pytest.param("mixtral", {"model_class": neuronx.MixtralForSampling}, id="mixtral"),
     ],
 )
 def test_a_request_that_joins_late_and_the_one_it_joins_get_their_own_text(reference, name, settings):

@@ -20,6 +20,8 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 QWEN = {"vocab_size": 152064, "max_position_embeddings": 32768, "rope_theta": 1e6, "use_sliding_window": False}
 SMALL_QWEN = QWEN | {"vocab_size": 151936, "tie_word_embeddings": True}
 QWEN3 = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1e6}
+QWEN_MOE = {"decoder_sparse_step": 1, "mlp_only_layers": [], "output_router_logits": False, "router_aux_loss_coef": 0.001}
+QWEN3_MOE = QWEN3 | QWEN_MOE | {"norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8, "rms_norm_eps": 1e-6}
 LONGROPE = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144}
 GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "vocab_size": 49159, "tie_word_embeddings": True}
 GRANITE |= {"max_position_embeddings": 131072, "rope_theta": 1e7, "rms_norm_eps": 1e-5}
@@ -224,12 +226,22 @@ _MODELS = {
         sizes(4096, 14336, 32, 32, 8),
         mistral(32000, 32768, 1e6) | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
     ),
+    "Qwen/Qwen3-30B-A3B": (
+        30_532_122_624,
+        sizes(2048, 6144, 48, 32, 4),
+        of("qwen3_moe", QWEN3_MOE, moe_intermediate_size=768),
+    ),
+    "allenai/OLMoE-1B-7B-0924-Instruct": (
+        6_919_161_856,
+        sizes(2048, 1024, 16, 16, 16),
+        of("olmoe", {"vocab_size": 50304, "max_position_embeddings": 4096, "rope_theta": 10000.0, "rms_norm_eps": 1e-5})
+        | {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "clip_qkv": None},
+    ),
 }
 CONFIGS = {name: {**fields, **numbers, "torch_dtype": "bfloat16"} for name, (_count, numbers, fields) in _MODELS.items()}
 PARAMETERS = {name: count for name, (count, _numbers, _fields) in _MODELS.items()}
 
 LINEAR = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_value_head_dim": 128}
-QWEN_MOE = {"decoder_sparse_step": 1, "mlp_only_layers": [], "output_router_logits": False, "router_aux_loss_coef": 0.001}
 MLA = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 DEEPSEEK_YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
 DEEPSEEK = MLA | {"vocab_size": 102400, "max_position_embeddings": 163840, "rope_theta": 10000, "rms_norm_eps": 1e-6}
@@ -283,9 +295,6 @@ _OTHERS = {
         "vision_config": sizes(1024, 4096, 24, 16, 16) | PIXTRAL | {"hidden_act": "silu", "rope_theta": 1e4},
     },
     "Qwen/Qwen2-7B-Instruct": sizes(3584, 18944, 28, 28, 4) | of("qwen2", QWEN, sliding_window=131072, max_window_layers=28),
-    "Qwen/Qwen3-30B-A3B": sizes(2048, 6144, 48, 32, 4)
-    | of("qwen3_moe", QWEN3 | QWEN_MOE, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8)
-    | {"norm_topk_prob": True, "rms_norm_eps": 1e-6},
     "Qwen/Qwen1.5-MoE-A2.7B-Chat": sizes(2048, 5632, 24, 16, 16)
     | of("qwen2_moe", QWEN | QWEN_MOE, vocab_size=151936, max_position_embeddings=8192, moe_intermediate_size=1408)
     | {"shared_expert_intermediate_size": 5632, "num_experts": 60, "num_experts_per_tok": 4, "norm_topk_prob": False},
@@ -363,9 +372,6 @@ _OTHERS = {
     | {"num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_heads": 80, "layer_types": ["attention"] * 40},
     "allenai/OLMo-1.7-7B-hf": sizes(4096, 11008, 32, 32, 32)
     | of("olmo", {"vocab_size": 50304, "max_position_embeddings": 4096, "rope_theta": 10000.0, "clip_qkv": 8.0}),
-    "allenai/OLMoE-1B-7B-0924-Instruct": sizes(2048, 1024, 16, 16, 16)
-    | of("olmoe", {"vocab_size": 50304, "max_position_embeddings": 4096, "rope_theta": 10000.0, "rms_norm_eps": 1e-5})
-    | {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "clip_qkv": None},
     "bigcode/starcoder2-3b": sizes(3072, 12288, 30, 24, 2)
     | of("starcoder2", {"vocab_size": 49152, "max_position_embeddings": 16384, "rope_theta": 999999.4420358813})
     | {"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "use_bias": True, "sliding_window": 4096}

@@ -129,8 +129,4 @@ class MistralForSampling(LlamaForSampling):
     pass
 
 
-class MixtralForSampling(LlamaForSampling):
-    pass
-
-
 simulated.add_modules(__name__, LlamaForSampling)
