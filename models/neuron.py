@@ -69,6 +69,7 @@ class NeuronModel:
         self.vocab_size = build.legacy["vocab_size"]
         self.dtype = self.kv_cache_dtype = compiled_config.dtype
         self.quantize = compiled_config.quantize
+        self._has_experts = build.family.experts is not None
         self.sampling = compiled_config.sampling
         self._position_buckets = compiled_config.position_buckets
         self._slot_sampling = [GREEDY] * compiled_config.batch_size
@@ -157,17 +158,8 @@ class NeuronModel:
                     f"the compiled graph of prompt chunks fails ({error}); give --prefill-chunk 0"
                 ) from None
             return str(error)
-        whole = self._run_at_start(prompt, [0])
-        for found, expected in zip(chunked, whole):
-            if self._returns_ids:
-                if found != expected:
-                    return f"chunked prefill gives token {found}, prefill of the whole prompt {expected}"
-                continue
-            difference = np.abs(found - expected).max() / np.ptp(expected)
-            if not difference <= CHUNK_TOLERANCE[self.dtype]:  # not: NaN
-                share = f"{difference:.1%} of their range"
-                return f"the logits of chunked and whole prefill differ by {share}"
-        return None
+        difference = self._difference(chunked, self._run_at_start(prompt, [0]))
+        return difference and f"chunked and whole prefill give {difference}"
 
     def _verify_problem(self) -> str | None:
         """Verifies a draft token in the highest slot: how the results differ from two steps, if they do."""
@@ -187,16 +179,28 @@ class NeuronModel:
                 ) from None
             return str(error)
         if self._returns_ids:
-            found = output.ids.tolist()
-            expected = [token for (token,) in steps]
-            if found != expected:
-                return f"verification gives tokens {found}, decode steps {expected}"
-            return None
-        for n, expected in enumerate(steps):
-            difference = np.abs(_comparable(output[n : n + 1]) - expected).max() / np.ptp(expected)
-            if not difference <= CHUNK_TOLERANCE[self.dtype]:  # not: NaN
-                return f"the logits differ from those of single steps by {difference:.1%} of their range"
-        return None
+            verified = [[token] for token in output.ids.tolist()]
+        else:
+            verified = [_comparable(output[n : n + 1]) for n in range(len(tokens))]
+        difference = self._difference(verified, steps)
+        return difference and f"verification and decode steps give {difference}"
+
+    def _difference(
+        self, found: Sequence[np.ndarray | list[int]], expected: Sequence[np.ndarray | list[int]]
+    ) -> str | None:
+        """How results of two ways to run the same tokens differ, if more than by rounding. In a mixture of
+        experts rounding swaps experts that nearly tie, so one of the results may differ."""
+        faults = []
+        for row, wanted in zip(found, expected):
+            if self._returns_ids:
+                if row != wanted:
+                    faults.append(f"tokens {row} and {wanted}")
+                continue
+            share = np.abs(row - wanted).max() / np.ptp(wanted)
+            if not share <= CHUNK_TOLERANCE[self.dtype]:  # not: NaN
+                faults.append(f"logits that differ by {share:.1%} of their range")
+        may_differ = 1 if self._has_experts else 0
+        return faults[0] if len(faults) > may_differ else None
 
     def _run_at_start(self, prompt: list[int], begins: list[int]) -> list[np.ndarray | list[int]]:
         """What comes after a prompt whose chunks begin at `begins`, and after one more token."""

@@ -314,6 +314,32 @@ def test_a_device_that_fails_during_an_update_is_lost(tmp_path, monkeypatch):
         model.set_sampling(0, 5, 1.0, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("family", "rows", "kept"), [("llama", 0, True), ("llama", 1, False), ("mixtral", 1, True), ("mixtral", 2, False)]
+)
+def test_one_result_of_a_mixture_of_experts_may_differ_where_rounding_swaps_experts(tmp_path, monkeypatch, family, rows, kept):
+    real = device.LlamaForSampling.speculative_forward
+
+    def swapped(model, ids, positions, slots, speculation_length):
+        ids = ids.clone()
+        ids[:, 2 - rows :] += 1  # each of two rows is a function of the tokens up to it
+        return real(model, ids, positions, slots, speculation_length)
+
+    monkeypatch.setattr(device.LlamaForSampling, "speculative_forward", swapped)
+    model = load_chunks(tmp_path, config=FAMILIES[family], sampling="host", speculate=1, prefill_chunk=0)
+    assert (model.verify_length == 2) == kept
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_the_logits_after_a_chunk_of_a_mixture_of_experts_may_differ_alone(tmp_path, monkeypatch, family):
+    real = device.LlamaForSampling.speculative_forward
+    monkeypatch.setattr(
+        device.LlamaForSampling, "speculative_forward", lambda *given, **options: real(*given, **options).roll(1, 1)
+    )
+    model = load_chunks(tmp_path, config=FAMILIES[family], sampling="host")
+    assert (model.prefill_chunk == CHUNK) == (family == "mixtral")
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("settings", [{}, {"sampling": "host"}, {"prefill_chunk": 0}], ids=str)
 def test_a_model_whose_logits_are_no_numbers_is_refused_at_the_start(tmp_path, monkeypatch, caplog, settings, value):

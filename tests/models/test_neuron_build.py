@@ -382,6 +382,16 @@ def optimum(tmp_path, config=LLAMA, **section):
     return folder
 
 
+def test_a_mixtral_that_was_compiled_for_the_librarys_own_class_is_compiled_again(tmp_path):
+    output = compiled(tmp_path, config=FAMILIES["mixtral"])
+    config = json.loads((output / "config.json").read_text())
+    config["neuron"]["model_class"] = "MixtralForSampling"
+    (output / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError) as refused:
+        serve(output)
+    assert str(refused.value).endswith("compiled for MixtralForSampling, not mixtral, revision 1; compile it again")
+
+
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_a_folder_of_optimum_neuron_is_compiled_with_its_values_once(tmp_path, caplog, family):
     caplog.set_level("INFO")

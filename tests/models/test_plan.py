@@ -274,6 +274,15 @@ def test_a_mixture_of_experts_is_sized_with_all_of_its_experts(name, instance, q
     assert round(1000 * sizing.step_s) == step_ms
 
 
+def test_plan_says_what_a_step_and_a_prompt_of_a_mixture_of_experts_cost(run, folder):
+    _code, output, _errors = run("--model-id", folder("Qwen3-30B-A3B"), "--instance", "inf2.24xlarge")
+    assert (
+        "all 128 experts are computed for each token: a decode step takes about 25 ms, a prompt of 2048 tokens about "
+        "0.65 s (estimates)"
+    ) in " ".join(output.split())
+    assert "experts" not in run("--model-id", folder("Llama-3-8B"), "--instance", "inf2.24xlarge")[1]
+
+
 @pytest.mark.parametrize("tp_degree, seconds", [(12, 0.65), (24, 0.32)])
 def test_a_prompt_pays_for_all_experts(tp_degree, seconds):
     assert round(Sizing(SHAPES["Qwen3-30B-A3B"], tp_degree, 32, 4096).prompt_s(2048), 2) == seconds

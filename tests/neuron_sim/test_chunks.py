@@ -25,6 +25,9 @@ CONFIGS = {
         **SMALL, rope_theta=500000.0, rope_scaling=ROPE | {"original_max_position_embeddings": 16}
     ),
     "mistral": lambda: transformers.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=None, rope_theta=1e6),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SMALL, num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48
+    ),
     "mistral, sliding": lambda: transformers.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=WINDOW),
 }
 _made = {}
@@ -153,7 +156,7 @@ def test_rounding_in_16_bits_is_no_difference_at_the_start(made, tmp_path, dtype
 
 
 @pytest.mark.parametrize("wrong", ["slot", "position"])
-@pytest.mark.parametrize("made", ["llama, grouped"], indirect=True)
+@pytest.mark.parametrize("made", ["llama, grouped", "qwen3_moe"], indirect=True)
 def test_a_chunk_that_goes_to_the_wrong_place_is_noticed_at_the_start(made, tmp_path, monkeypatch, caplog, wrong):
     real = LlamaForSampling.speculative_forward
 
