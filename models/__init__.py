@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from config import Config
+from config import FP8, Config
 from manifest import SAFETENSORS, Manifest, check_weight_files
 from models.base import ModelError, StaticBatchModel, refuse_openvino_settings
 from models.fetch import fetch_weights
@@ -137,6 +137,8 @@ def _refuse_neuron_settings(config: Config, device: str) -> None:
     given = [
         f"--{name.replace('_', '-')} ({name.upper()})" for name in NEURON_SETTINGS if getattr(config, name)
     ]
+    if config.kv_cache_dtype == FP8:
+        given.append(f"--kv-cache-dtype {FP8} (KV_CACHE_DTYPE)")
     if config.sampling in ("device", "hybrid"):
         given.append(f"--sampling {config.sampling} (SAMPLING)")
     if given:

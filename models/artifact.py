@@ -85,6 +85,7 @@ class CompiledConfig:
     model_class: str | None = None  # None: an older manifest
     # Tokens of each slot in the graph that verifies draft tokens; 0: there is none, as in older manifests.
     verify_length: Annotated[int, msgspec.Meta(ge=0)] = 0
+    kv_cache_dtype: Literal["fp8_e4m3fn"] | None = None  # None: `dtype`, as in older manifests
 
     @property
     def max_total_tokens(self) -> int:
@@ -189,7 +190,7 @@ def with_compiled_config(config: Config, compiled_config: CompiledConfig, name: 
                 f"{_named(setting, given)} is more than the {limit} that {name} was compiled for; {remedy}"
             )
     binding = ("tp_degree", "dtype", "quantize", "sampling", "prefill_buckets", "position_buckets")
-    for setting in (*binding, "prefill_chunk", "neuron_config"):
+    for setting in (*binding, "prefill_chunk", "neuron_config", "kv_cache_dtype"):
         given = getattr(config, setting)
         compiled = getattr(compiled_config, setting)
         is_subset = isinstance(given, tuple) and set(given) <= set(compiled)  # the limits are always buckets
@@ -307,8 +308,9 @@ class Cache:
 def _values(compiled_config: CompiledConfig) -> dict[str, Any]:
     """Everything that the compiled graphs of a checkpoint depend on, as JSON keeps it."""
     values = dataclasses.asdict(compiled_config)
-    if not compiled_config.verify_length:
-        del values["verify_length"]  # as in older keys
+    for name in ("verify_length", "kv_cache_dtype"):
+        if not values[name]:
+            del values[name]  # as in older keys
     values["NEURON_CC_FLAGS"] = os.environ.get("NEURON_CC_FLAGS", "")
     for package in RUNTIME:
         values[package] = installed(package)

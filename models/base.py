@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from config import Config
+from config import FP8, Config
 from models.encoder_cache import EncoderCache
 
 logger = logging.getLogger("model")
@@ -71,7 +71,7 @@ class StaticBatchModel(Protocol):
     device: str  # "cpu", "cuda" or "neuron"
     dtype: str  # "float32", "bfloat16" or "float16"
     quantize: str | None  # "int8" or "int4" where the weights are compressed
-    kv_cache_dtype: str  # as `dtype`, or "u8"
+    kv_cache_dtype: str  # as `dtype`, "u8" or "fp8_e4m3fn"
     kv_bytes_per_token: int | None  # of the KV cache; None: unknown
     batch_size: int  # slots that run at a time
     prefix_slots: int  # all slots; those beyond `batch_size` only hold prompts for prefix caching
@@ -145,9 +145,9 @@ def warn_text_only(model: str, fault: str) -> None:
 
 def refuse_openvino_settings(config: Config, engine: str) -> None:
     """Raises ModelError where a setting of OpenVINO's KV cache is given, and another engine serves."""
-    for name, default in (("kv_cache_dtype", "auto"), ("prefix_slots", None)):
+    for name in ("kv_cache_dtype", "prefix_slots"):
         value = getattr(config, name)
-        if value != default:
+        if value not in (None, "auto", FP8):
             raise ModelError(
                 f"--{name.replace('_', '-')} {value} ({name.upper()}) is for OpenVINO on CPUs, and "
                 f"{config.model_name} is served by {engine}; leave it out"

@@ -67,7 +67,8 @@ class NeuronModel:
         self.max_input_tokens = config.max_input_tokens
         self.max_total_tokens = config.max_total_tokens
         self.vocab_size = build.legacy["vocab_size"]
-        self.dtype = self.kv_cache_dtype = compiled_config.dtype
+        self.dtype = compiled_config.dtype
+        self.kv_cache_dtype = compiled_config.kv_cache_dtype or self.dtype
         self.quantize = compiled_config.quantize
         self._has_experts = build.family.experts is not None
         self.sampling = compiled_config.sampling

@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from config import DEVICE_TOP_K, Config
+from config import DEVICE_TOP_K, FP8, Config
 from manifest import Manifest, check_weights
 from models import artifact, families, plan
 from models.artifact import Artifact, Cache, CompiledConfig, buckets
@@ -45,11 +46,15 @@ CORES_WAIT_S = 60.0
 CORES_RETRY_S = 2.0
 LOGITS_DTYPES = ("float32", "bfloat16")  # the host samples from these; others are cast to float32
 GREEDY = (1, 1.0, 1.0)  # top_k, top_p, temperature of a slot where the device samples
+FLAGS = "NEURON_CC_FLAGS"
+TENSORIZER_OPTIONS = "--internal-hlo2tensorizer-options"
+FP8_OPTION = "--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
 AMP = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 DEVICE_ERROR = "nrt_|neuron runtime|neuron device|cores are held"  # an error that the compiler does not cause
 INIT_ERROR = "nrt_init|could not be initialized"  # may be a driver that does not fit the runtime library
+NO_FP8 = "evrf051|f8e4m3"  # an error of the compiler
 NOT_ON_DEVICE = "cannot be loaded onto the device"
 MISSING = "a compiled graph of this model is missing; remove the folder and compile it again"
 # What errors of the runtime, the compiler and transformers-neuronx mean, by a pattern in lower case; the
@@ -65,6 +70,7 @@ MEANINGS = {
     "terminated abruptly": "the compiler ran out of host memory; "
     "give --compile-workers 1, or a larger machine",
     "filenotfounderror": MISSING,
+    NO_FP8: "this compiler does not support a KV cache in FP8; leave out --kv-cache-dtype (KV_CACHE_DTYPE)",
 }
 
 
@@ -216,6 +222,7 @@ def _sized(shape: plan.Shape, family: Family, config: Config) -> tuple[Config, C
         prefill_buckets=buckets(sizing.length, config.prefill_buckets, "--prefill-buckets"),
         position_buckets=buckets(sizing.length, position_buckets, "--position-buckets"),
         quantize=config.quantize,
+        kv_cache_dtype=FP8 if config.kv_cache_dtype == FP8 else None,
         sampling=config.sampling or "hybrid",
         prefill_chunk=sizing.chunk,
         model_class=family.name,
@@ -325,12 +332,14 @@ def make(build: BuildPlan, work_dir: Path) -> Any:
 
 def _class_of(build: BuildPlan) -> Any:
     family = build.family
-    if family.neuronx_class and not family.is_nested and build.compiled_config.sampling != "hybrid":
+    compiled_config = build.compiled_config
+    is_plain = compiled_config.sampling != "hybrid" and not compiled_config.kv_cache_dtype
+    if family.neuronx_class and not family.is_nested and is_plain:
         return getattr(library(), family.neuronx_class)
     # Imported here: it needs transformers-neuronx, which only machines with a device have.
     from models.neuron_graph import class_of
 
-    return class_of(family, build.compiled_config.sampling)
+    return class_of(family, compiled_config.sampling)
 
 
 def _config_json(build: BuildPlan) -> dict[str, Any]:
@@ -369,6 +378,12 @@ def _neuron_config(build: BuildPlan) -> Any:
     if compiled_config.quantize == "int8":
         options["quant"] = library().QuantizationConfig(
             quant_dtype="s8", dequant_dtype=AMP[compiled_config.dtype]
+        )
+    if compiled_config.kv_cache_dtype:
+        from transformers_neuronx.config import KVCacheQuantizationConfig
+
+        options["kv_cache_quant"] = KVCacheQuantizationConfig(
+            quant_dtype="f8e4m3fn", dequant_dtype=AMP[compiled_config.dtype]
         )
     for option in compiled_config.neuron_config:
         name, value = option.split("=")
@@ -426,7 +441,7 @@ def make_compiled(
                 _enable_several(model, way.compiled_config)
                 compile_(model)
         except ModelError as error:
-            if way is last or is_device_error(error):
+            if way is last or is_device_error(error) or re.search(NO_FP8, str(error).lower()):
                 raise
             first_error = first_error or error
             model = None
@@ -448,9 +463,35 @@ def _compiling(build: BuildPlan, failure: str) -> Iterator[None]:
         max(compiled_config.position_buckets),
         build.compile_workers,
     )
-    with progress_logged("compiling"), reported_as(failure, explain):
-        yield
+    flags = os.environ.get(FLAGS)
+    if compiled_config.kv_cache_dtype:
+        os.environ[FLAGS] = flags_for_fp8(flags or "")
+    try:
+        with progress_logged("compiling"), reported_as(failure, explain):
+            yield
+    finally:
+        os.environ.pop(FLAGS, None)
+        if flags is not None:
+            os.environ[FLAGS] = flags
     logger.info("Compiled in %.0f s", time.monotonic() - started_at)
+
+
+def flags_for_fp8(flags: str) -> str:
+    """NEURON_CC_FLAGS with the option that lets the compiler take e4m3fn, of which values up to 240 are the
+    device's e4m3."""
+    words = shlex.split(flags)
+    for place, word in enumerate(words):
+        name, _equals, options = word.partition("=")
+        if name == TENSORIZER_OPTIONS:
+            if not options and place + 1 < len(words):
+                options = words.pop(place + 1)
+            words.pop(place)
+            break
+    else:
+        options = ""
+    if FP8_OPTION not in options.split():
+        options = f"{options} {FP8_OPTION}".strip()
+    return shlex.join([*words, f"{TENSORIZER_OPTIONS}={options}"])
 
 
 def _cached(

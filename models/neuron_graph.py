@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,8 +21,9 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers_neuronx import decoder, hlo
+from transformers_neuronx import decoder, hlo, utils
 from transformers_neuronx.layers import attention, rotary
+from transformers_neuronx.llama import hlo as llama_hlo
 from transformers_neuronx.llama import model as llama
 
 from models.base import ModelError
@@ -31,6 +33,10 @@ from models.rope import Rope
 # As they are before they are replaced.
 LlamaConfig = llama.LlamaConfig
 interleave_qkv = decoder.interleave_qkv
+to_fp8 = hlo.quantize_kv_cache_direct_cast
+from_fp8 = hlo.dequantize_kv_cache_direct_cast
+
+FP8_MAX = 240.0  # the largest value of the device's e4m3; torch's and XLA's goes on to 448
 
 # The weights that transformers-neuronx hands to a layer, in its order.
 LAYER_WEIGHTS = [
@@ -302,10 +308,17 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         super().__init__(*arguments, **options)
         self.graph = family.graph()
         self._weights = [*LAYER_WEIGHTS, *_added_parameters(self.graph)]
+        # A norm makes keys small, whatever their bias.
+        self._stores_bare_keys = bool(
+            self.neuron_config.kv_cache_quant and K in family.biases and not self.graph.head_norms
+        )
         self._kinds = self.graph.kinds or (LayerKind(),) * family.layers
 
     def pre_layer(self, hidden: Any, cache_ids: Any, *arguments: Any, **options: Any) -> tuple[Any, ...]:
         values = list(super().pre_layer(hidden, cache_ids, *arguments, **options))
+        if self._stores_bare_keys:
+            positions = hlo.iota(hidden.scribe.s32, (1, self.n_positions), 1)
+            self._cached_sin_cos = self._rotation(positions, hidden.dtype)
         if self.graph.ropes:
             values[2] = [_sin_cos(cache_ids, hidden.dtype, rope) for rope in self.graph.ropes]
         if not self.graph.has_own_layers:
@@ -317,6 +330,19 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         self._masks = {each: _within(values[6], cache_ids, self._shown(each)) for each in windows}
         self._active = {each: _within_active(values[7], self._shown(each)) for each in windows}
         return tuple(values)
+
+    def _rotation(self, positions: Any, dtype: Any) -> tuple[Any, Any]:
+        """Sine and cosine of positions [1, tokens], where all layers have the same."""
+        if self.graph.ropes:
+            return _sin_cos(positions, dtype, self.graph.ropes[0])
+        return rotary.hlo_rotary_embedding(
+            dtype,
+            int(self.config.attention_head_size * self.config.rotary_percentage),
+            positions,
+            base=self.config.rope_theta,
+            interpolation_factor=self.config.position_interpolation_factor,
+            rope_scaling=self.config.rope_scaling,
+        )
 
     def _shown(self, window: int | None) -> int | None:
         """None for a sliding window that hides none of the positions of this graph."""
@@ -421,6 +447,34 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         with _replaced(rotary, rotate_half=rotate_half), _replaced(attention, **changed):
             yield
 
+    def attention(self, *arguments: Any, **options: Any) -> tuple[Any, Any, Any]:
+        if not self.neuron_config.kv_cache_quant:
+            return super().attention(*arguments, **options)
+        others = arguments[: -len(OF_ATTENTION)]
+        weights = dict(zip(OF_ATTENTION, arguments[len(others) :]))
+        cache = Fp8Cache(self.neuron_config)
+        if self._stores_bare_keys:
+            weights["attn_q_bias"], cache.key_bias = self._split_key_bias(weights["attn_q_bias"])
+            cache.cached_sin_cos = self._cached_sin_cos
+        with cache.replaced():
+            return super().attention(*others, *weights.values(), **options)
+
+    def _split_key_bias(self, bias: Any) -> tuple[Any, Any]:
+        """The bias of queries, keys and values on this core, side by side, without that of keys, and that of
+        keys: [kv heads, head_dim]."""
+        config = self.config
+        padded = utils.get_qkv_padding(
+            config.num_attention_heads, config.num_key_value_heads, config.tp_degree, self.neuron_config
+        )
+        kv_heads = padded[1] // config.tp_degree
+        size = kv_heads * config.attention_head_size
+        end = bias.sizes[0] - size
+        queries = hlo.slice_along(bias, 0, limit=end - size)
+        keys = hlo.slice_along(bias, 0, limit=end, start=end - size)
+        values = hlo.slice_along(bias, 0, limit=end + size, start=end)
+        others = hlo.concatenate([queries, hlo.full(0, bias.dtype, (size,)), values], 0)
+        return others, hlo.reshape(keys, (kv_heads, config.attention_head_size))
+
     def _norm_of_heads(self, tensor: Any, weight: Any) -> Any:
         tokens, slots, heads, size = sizes = tensor.sizes
         eps = self.config.rms_norm_eps
@@ -438,6 +492,74 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
 
     def ln_lm_head(self, *arguments: Any, **options: Any) -> Any:
         return _capped(super().ln_lm_head(*arguments, **options), self.graph.logit_cap)
+
+
+class Fp8Cache:
+    """The KV cache of an attention in FP8, without scales.
+
+    Keys and values of the running tokens are rounded as those in the cache, so a token's output does not
+    depend on whether the tokens before it run in the same call. Biases of keys may exceed FP8's range: they
+    are not stored, but added after the cache is read. Tensors are [tokens, slots, kv heads, head_dim].
+    """
+
+    key_bias: Any = None  # [kv heads, head_dim]
+    cached_sin_cos: tuple[Any, Any] | None = None  # of all positions in the cache
+
+    def __init__(self, neuron_config: Any):
+        self._config = neuron_config
+        self._project = attention.query_key_value
+        self._rotate = rotary.rotate_half
+        self._stored: dict[int, Any] = {}  # id of a key with its bias → the key without it
+        self._reads_keys = itertools.cycle((True, False))  # keys are read before values
+
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[None]:
+        with (
+            _replaced(
+                attention, query_key_value=self._query_key_value, quantize_kv_cache_direct_cast=self._write
+            ),
+            _replaced(rotary, rotate_half=self._rotate_half),
+            _replaced(
+                llama_hlo,
+                quantize_kv_cache_direct_cast=self._write,
+                dequantize_kv_cache_direct_cast=self._read,
+            ),
+        ):
+            yield
+
+    def _query_key_value(self, *arguments: Any, **options: Any) -> tuple[Any, Any, Any]:
+        query, key, value = self._project(*arguments, **options)
+        return query, key, self._rounded(value)
+
+    def _rotate_half(self, query: Any, key: Any, sin_cos: Any, *arguments: Any, **options: Any) -> Any:
+        query, key = self._rotate(query, key, sin_cos, *arguments, **options)
+        bare = self._rounded(key)
+        if self.key_bias is None:
+            return query, bare
+        self._rotation_options = (arguments, options)
+        key = hlo.add(bare, self._rotated_bias(bare.sizes, bare.dtype, sin_cos))
+        self._stored[id(key)] = bare
+        return query, key
+
+    def _rotated_bias(self, sizes: tuple[int, ...], dtype: Any, sin_cos: Any) -> Any:
+        arguments, options = self._rotation_options
+        bias = hlo.broadcast(hlo.cast(self.key_bias, dtype), sizes, [2, 3])
+        return self._rotate(bias, bias, sin_cos, *arguments, **options)[1]
+
+    def _rounded(self, tensor: Any) -> Any:
+        return from_fp8(self._write(tensor, self._config), self._config)
+
+    def _write(self, tensor: Any, config: Any) -> Any:
+        return to_fp8(hlo.clamp(self._stored.get(id(tensor), tensor), -FP8_MAX, FP8_MAX), config)
+
+    def _read(self, cached: Any, config: Any) -> Any:
+        tensor = from_fp8(cached, config)
+        if not next(self._reads_keys) or self.key_bias is None:
+            return tensor
+        positions, _slots, *head = tensor.sizes
+        bias = self._rotated_bias((positions, 1, *head), tensor.dtype, self.cached_sin_cos)
+        bias = hlo.reshape(bias, (positions, *head))
+        return hlo.add(tensor, hlo.broadcast(bias, tensor.sizes, [0, 2, 3]))
 
 
 def _matrix_product(left: Any, right: Any) -> Any:

@@ -11,6 +11,7 @@ aws-neuron-sdk at a tag."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import config as configuration
-from config import Config
+from config import FP8, Config
 from manifest import VISION_FAMILIES, read_json
 from models import families
 from models.base import ModelError
@@ -239,6 +240,7 @@ class Sizing:
     quantize: str | None = None  # int8: the matrices of the layers
     neuron_config: Sequence[str] = ()
     prefill_chunk: int = 0  # tokens of a prompt that run at a time; 0: all
+    kv_cache_dtype: str = "auto"
 
     @property
     def chunk(self) -> int:
@@ -273,7 +275,8 @@ class Sizing:
         if SHARD_OVER_SEQUENCE in self.neuron_config:  # T/llama/model.py:41-56, T/decoder.py:1794-1807
             positions = (positions + 128) // max(1, self.tp_degree // shape.kv_heads)
         heads = cached // self.tp_degree
-        return 2 * shape.layers * positions * self.batch_size * heads * shape.head_dim * self._width
+        width = 1 if self.kv_cache_dtype == FP8 else self._width
+        return 2 * shape.layers * positions * self.batch_size * heads * shape.head_dim * width
 
     @property
     def total_bytes(self) -> int:
@@ -305,6 +308,11 @@ class Sizing:
         kv_heads = self.shape.kv_heads
         experts = self.shape.experts
         shards = SHARD_OVER_SEQUENCE in self.neuron_config
+        if shards and self.kv_cache_dtype == FP8:
+            return (
+                f"--neuron-config {SHARD_OVER_SEQUENCE} (NEURON_CONFIG) is not supported with "
+                f"--kv-cache-dtype {FP8} (KV_CACHE_DTYPE); leave one of them out"
+            )
         if shards and (kv_heads in (heads, tp_degree) or tp_degree % kv_heads):
             return (
                 f"--neuron-config {SHARD_OVER_SEQUENCE} (NEURON_CONFIG) needs more heads than its {kv_heads} "
@@ -345,6 +353,8 @@ class Sizing:
         options += (here or elsewhere)[:1]
         if not self.quantize and replace(self, quantize="int8").fits:
             options.append("--quantize int8")
+        if self.kv_cache_dtype != FP8 and replace(self, kv_cache_dtype=FP8).fits:
+            options.append(f"--kv-cache-dtype {FP8}")
         advice = "no known machine is large enough"
         if options:
             advice = f"{', or '.join(options)} would fit"
@@ -352,7 +362,8 @@ class Sizing:
 
     def __str__(self) -> str:
         sizes = f"tp_degree {self.tp_degree}, batch size {self.batch_size}, context length {self.length}"
-        memory = f"weights {self.weights_bytes / GIB:.2f} + KV cache {self.kv_bytes / GIB:.2f} GiB"
+        fp8 = " (FP8)" if self.kv_cache_dtype == FP8 else ""
+        memory = f"weights {self.weights_bytes / GIB:.2f} + KV cache {self.kv_bytes / GIB:.2f} GiB{fp8}"
         return f"{sizes}: {memory}, {self.total_bytes / CORE_BYTES:.0%} of a core's {CORE_BYTES // GIB}"
 
 
@@ -380,6 +391,7 @@ def choose(shape: Shape, machine: Machine, config: Config) -> Sizing:
         "quantize": config.quantize,
         "neuron_config": config.neuron_config or (),
         "prefill_chunk": chunk,
+        "kv_cache_dtype": config.kv_cache_dtype,
     }
     sizings = [
         Sizing(shape, tp_degree, batch_size, length, **options)
@@ -489,6 +501,11 @@ def _report_machine(sizing: Sizing, machine: Machine, config: Config) -> Iterato
         yield f"  {warning}"
     if shape.tower:
         yield f"  an image takes about {shape.tower.tile_s(machine):.1f} s a tile on the host (estimate)"
+    with contextlib.suppress(ConfigError):  # not supported with it
+        smaller = choose(shape, machine, replace(config, kv_cache_dtype=FP8))
+        if smaller.batch_size * smaller.length > sizing.batch_size * sizing.length:
+            slots = f"batch size {smaller.batch_size}, context length {smaller.length}"
+            yield f"  with --kv-cache-dtype {FP8}: {slots} (not validated on hardware)"
     if shape.experts:
         step = f"a decode step takes about {1000 * sizing.step_s:.0f} ms"
         prompt = f"a prompt of {USEFUL_LENGTH} tokens about {sizing.prompt_s(USEFUL_LENGTH):.2f} s"
@@ -507,7 +524,7 @@ USAGE = """entrypoint.sh plan --model-id X [--instance TYPE] [flags]
 Shows what fits on which AWS Neuron machine. Only the model's config.json is read (without --model-id the
 demonstration model's). The flags are those of `serve` (entrypoint.sh --help lists them); these are used:
 --model-id --revision --max-total-tokens --max-batch-size --prefill-chunk --tp-degree --dtype --quantize
---sampling --neuron-config. Exit code 1: the model fits on none of the machines."""
+--sampling --neuron-config --kv-cache-dtype. Exit code 1: the model fits on none of the machines."""
 
 
 def main(argv: Sequence[str]) -> int:
