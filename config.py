@@ -198,7 +198,7 @@ def _switch(value: str) -> bool:
 def _quantize(value: str) -> str | None:
     if value.lower() == "fp8":
         raise ValueError(
-            "is not supported: give int8, which takes the same memory and has a fifth of the error (KL "
+            "not supported; give int8, which takes the same memory and has a fifth of the error (KL "
             "divergence 0.0034 instead of 0.0180)"
         )
     word = _one_of("none", "int8", "int4")(value)
@@ -208,12 +208,12 @@ def _quantize(value: str) -> str | None:
 def _kv_cache_dtype(value: str) -> str:
     if value.lower() == "fp8_e5m2":
         raise ValueError(
-            f"is not supported: give {FP8}, which has less than a third of the error (KL divergence 0.0086 "
+            f"not supported; give {FP8}, which has less than a third of the error (KL divergence 0.0086 "
             "instead of 0.0303)"
         )
     if value.lower() == "int8":
         raise ValueError(
-            f"is not supported: give u8 on CPUs and {FP8} on Neuron, where int8 has no scales (KL divergence "
+            f"not supported; give u8 on CPUs and {FP8} on Neuron, where int8 has no scales (KL divergence "
             "1.4 or more instead of 0.0086)"
         )
     return _one_of("auto", "float32", "bfloat16", "u8", FP8, aliases={"fp8": FP8, "fp8_e4m3": FP8})(value)

@@ -176,6 +176,7 @@ def test_smaller_limits_and_equal_values_are_accepted():
         ),
         ({"position_buckets": (256,)}, "--position-buckets 256 (POSITION_BUCKETS) contradicts /x"),
         ({"prefill_chunk": 128}, "--prefill-chunk 128 (PREFILL_CHUNK) contradicts /x, compiled for 0"),
+        ({"kv_cache_dtype": "fp8_e4m3fn"}, "--kv-cache-dtype fp8_e4m3fn (KV_CACHE_DTYPE) contradicts /x, compiled for none"),
     ],
     ids=str,
 )
@@ -219,6 +220,15 @@ def test_a_cache_finds_its_own_entries_and_nothing_else(tmp_path):
     assert (entry / "a.neff").read_text() == "a program"
     assert cache.find("other", PROGRAMS) is None
     assert cache.find("model", dataclasses.replace(PROGRAMS, batch_size=8)) is None
+
+
+def test_what_a_newer_version_added_changes_no_key_where_it_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.delenv("NEURON_CC_FLAGS", raising=False)
+    monkeypatch.setattr("models.artifact.installed", lambda package: None)
+    cache = Cache(tmp_path, 1.0)
+    assert cache.add("model", PROGRAMS, save_programs).name == "ae7bb255f0c8fef2b38b5409891decd8"
+    for added in ({"verify_length": 4}, {"kv_cache_dtype": "fp8_e4m3fn"}):
+        assert cache.find("model", dataclasses.replace(PROGRAMS, **added)) is None
 
 
 @pytest.mark.parametrize(

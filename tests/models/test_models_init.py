@@ -37,6 +37,7 @@ def test_cuda_is_refused_where_there_is_none():
         ("--prefill-chunk (PREFILL_CHUNK)", {"prefill_chunk": 128}),
         ("--compile-workers (COMPILE_WORKERS)", {"compile_workers": 1}),
         ("--sampling device (SAMPLING)", {"sampling": "device"}),
+        ("--kv-cache-dtype fp8_e4m3fn (KV_CACHE_DTYPE)", {"kv_cache_dtype": "fp8_e4m3fn"}),
     ],
 )
 def test_a_setting_for_neuron_is_refused_elsewhere_by_name(flag, setting):

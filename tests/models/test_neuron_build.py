@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import threading
 from pathlib import Path
@@ -45,6 +46,7 @@ INF2_XLARGE = Machine(2, "inf2", "inf2.xlarge", 16 << 30)
 OUT_OF_MEMORY = RuntimeError('nrt_tensor_allocate status=4 message="Allocation Failure"')
 NO_DEVICE = RuntimeError("The PyTorch Neuron Runtime could not be initialized: NRT:nrt_init Failed to initialize devices")
 HELD = RuntimeError("NRT:nrt_allocate_neuron_cores NeuronCore(s) not available - Requested:nc0-nc1 Available:0")
+FLAGS = "NEURON_CC_FLAGS"
 REFUSED = RuntimeError("neuronx-cc failed with exit code 70")
 
 
@@ -120,6 +122,11 @@ EXPERTS = {"model_type": "qwen3_moe", "num_experts": 3, "num_experts_per_tok": 1
             EXPERTS,
             {"tp_degree": 2},
             "tp_degree 2 cuts each of 3 experts into 2 pieces, which does not divide its 5 columns; 1 would work",
+        ),
+        (
+            {"num_key_value_heads": 1},
+            {"neuron_config": ("shard_over_sequence=true",), "tp_degree": 2, "kv_cache_dtype": "fp8_e4m3fn"},
+            "--neuron-config shard_over_sequence=true (NEURON_CONFIG) is not supported with --kv-cache-dtype fp8_e4m3fn",
         ),
         (
             {"model_type": "olmoe", "clip_qkv": 8.0},
@@ -531,6 +538,57 @@ def test_the_cache_of_programs_is_bounded(tmp_path, size_gb):
     for slots in (2, 3, 4):
         load(tmp_path, max_batch_size=slots, compile_cache_size=size_gb)
     assert len(list((tmp_path / "cache" / "neuron-textgen").glob("*/programs.json"))) == (3 if size_gb == 1.0 else 1)
+
+
+# A KV cache in FP8
+
+TENSORIZER, FP8 = "--internal-hlo2tensorizer-options", "--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", [f"{TENSORIZER}={FP8}"]),
+        ("-O1 --auto-cast=none", ["-O1", "--auto-cast=none", f"{TENSORIZER}={FP8}"]),
+        (f"{TENSORIZER}='--verify-hlo=true --x=2' -O1", ["-O1", f"{TENSORIZER}=--verify-hlo=true --x=2 {FP8}"]),
+        (f"{TENSORIZER} --a=1 -O1", ["-O1", f"{TENSORIZER}=--a=1 {FP8}"]),
+        (f"{TENSORIZER}={FP8}", [f"{TENSORIZER}={FP8}"]),
+    ],
+)
+def test_the_option_for_fp8_joins_the_flags_that_are_given(given, expected):
+    flags = neuron_build.flags_for_fp8(given)
+    assert shlex.split(flags) == expected
+    assert neuron_build.flags_for_fp8(flags) == flags
+
+
+@pytest.mark.parametrize("flags", [None, "-O1"])
+@pytest.mark.parametrize("sampling", ["host", "hybrid"])
+def test_the_compiler_has_the_option_for_fp8_only_while_it_compiles_for_it(tmp_path, monkeypatch, built, flags, sampling):  # noqa: F811
+    real = device.LlamaForSampling.to_neuron
+    seen = []
+    monkeypatch.setattr(device.LlamaForSampling, "to_neuron", lambda model: seen.append(os.environ.get(FLAGS)) or real(model))
+    if flags:
+        monkeypatch.setenv(FLAGS, flags)
+    model = load_chunks(tmp_path, kv_cache_dtype="fp8_e4m3fn", sampling=sampling)
+    assert (model.kv_cache_dtype, model.dtype, model.prefill_chunk) == ("fp8_e4m3fn", "bfloat16", CHUNK)
+    assert (built[-1].kv_cache_quant.quant_dtype, built[-1].kv_cache_quant.dequant_dtype) == ("f8e4m3fn", "bf16")
+    load_chunks(tmp_path, kv_cache_dtype="fp8_e4m3fn", sampling=sampling)  # of the cache
+    assert seen == [neuron_build.flags_for_fp8(flags or ""), flags] and os.environ.get(FLAGS) == flags
+    assert load_chunks(tmp_path, sampling=sampling).kv_cache_dtype == "bfloat16" and seen[-1] == flags
+    assert not hasattr(built[-1], "kv_cache_quant")
+
+
+def test_a_compiler_without_fp8_is_said_so_and_not_tried_without_other_parts(tmp_path, monkeypatch, built):  # noqa: F811
+    fail(monkeypatch, "to_neuron", RuntimeError("NCC_EVRF051 Data type F8E4M3FN is not supported on TRN1"))
+    with pytest.raises(ModelError, match=r"does not support a KV cache in FP8; leave out --kv-cache-dtype \(KV_CACHE_DTYPE\)"):
+        load_chunks(tmp_path, kv_cache_dtype="fp8_e4m3fn", speculate=3)
+    assert len(built) == 1
+
+
+def test_the_kv_cache_of_a_compiled_folder_is_fixed(tmp_path):
+    output = compiled(tmp_path, "--kv-cache-dtype", "fp8")
+    assert serve(output).kv_cache_dtype == serve(output, kv_cache_dtype="fp8_e4m3fn").kv_cache_dtype == "fp8_e4m3fn"
+    assert json.loads((output / "config.json").read_text())["neuron"]["kv_cache_dtype"] == "fp8_e4m3fn"
 
 
 # A compiler that fails on the graph of chunks

@@ -136,6 +136,35 @@ def test_memory_follows_the_dtype(dtype, factor):
     assert Sizing(shape, 2, 4, 2048, dtype).total_bytes == factor * Sizing(shape, 2, 4, 2048).total_bytes
 
 
+def test_a_cache_in_fp8_takes_a_byte_a_value():
+    plain, fp8 = (Sizing(SHAPES["Llama-3-8B"], 2, 16, 4096, kv_cache_dtype=kind) for kind in ("auto", "fp8_e4m3fn"))
+    assert (plain.weights_bytes, plain.kv_bytes) == (fp8.weights_bytes, 2 * fp8.kv_bytes)
+    assert fp8.kv_bytes == 2 * 32 * 4096 * 16 * 4 * 128
+    assert "KV cache 2.00 GiB (FP8), " in str(fp8) and "FP8" not in str(plain)
+
+
+@pytest.mark.parametrize(
+    "name, instance, settings, before, after",
+    [
+        ("Llama-3-8B", "inf2.8xlarge", {}, 16, 32),
+        ("Qwen3-30B-A3B", "inf2.24xlarge", {}, 32, 32),
+        ("Qwen3-235B-A22B", "inf2.48xlarge", {"quantize": "int8"}, 16, 32),
+        ("OLMoE-1B-7B", "inf2.xlarge", {}, 16, 32),
+    ],
+)
+def test_a_cache_in_fp8_doubles_the_slots_and_plan_says_so(name, instance, settings, before, after):
+    shape, machine = SHAPES[name], INSTANCES[instance]
+    assert choose(shape, machine, **settings).batch_size == before
+    assert choose(shape, machine, **settings, kv_cache_dtype="fp8_e4m3fn").batch_size == after
+    offered = f"  with --kv-cache-dtype fp8_e4m3fn: batch size {after}, context length 4096 (not validated on hardware)"
+    assert (offered in plan.report(name, shape, [machine], Config(model_id="x", **settings))) == (after > before)
+
+
+def test_a_refusal_names_fp8_where_it_would_fit():
+    reason = Sizing(SHAPES["Llama-3-8B"], 2, 32, 4096).reason([2])
+    assert reason.endswith(", or --quantize int8, or --kv-cache-dtype fp8_e4m3fn would fit")
+
+
 @given(shape=shapes, tp=st.sampled_from((1, 2, 4, 8, 12, 16, 24, 32)), batch=st.integers(1, 64), length=st.integers(1, 16384))
 def test_more_or_longer_slots_take_more_memory(shape, tp, batch, length):
     sizing = Sizing(shape, tp, batch, length)
@@ -159,9 +188,9 @@ def test_every_alternative_that_a_refusal_names_fits(shape, tp, batch, length):
         name, _, value = option.rpartition(" ")
         changed = {"tp_degree": tp, "batch_size": batch, "length": length, "quantize": None}
         field = {"--max-batch-size": "batch_size", "--max-total-tokens": "length", "--tp-degree": "tp_degree"}.get(
-            name, "quantize"
+            name, name[2:].replace("-", "_")
         )
-        changed[field] = value if value == "int8" else int(value)
+        changed[field] = int(value) if value.isdecimal() else value
         assert Sizing(shape, **changed).fits, option
 
 

@@ -179,6 +179,7 @@ def _logits(slots: int, vocab: int, eos_token_id: int) -> torch.Tensor:
 def add_modules(package: str, model: type) -> None:
     """What models/neuron_graph.py imports of the library, to change it; `model` is its class for Llama."""
     contents = {
+        "config": {"KVCacheQuantizationConfig": _Settings},
         "decoder": {
             "DecoderLmHeadForSamplingNoEmbedding": object,
             "DecoderProgramFullyUnrolled": object,
