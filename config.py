@@ -230,15 +230,33 @@ def _folder(value: str) -> str:
 
 
 def _adapter(value: str) -> str:
-    adapters = [adapter.strip() for adapter in value.split(",") if adapter.strip()]
-    if len(adapters) != 1:
-        raise ValueError(f"{len(adapters)} adapters are given, and one can be merged; run a server for each")
-    name, _, path = adapters[0].partition("=")
-    if not path and (name.startswith(("/", ".", "~")) or Path(name).is_dir()):
-        path = name
-    if path and not Path(path).expanduser().is_dir():
-        raise ValueError(f"there is no folder {path}")
-    return f"{name}={_folder(path)}" if path else name
+    """A LoRA adapter as its name, `=`, and its folder or its id on the hub."""
+    if value.lstrip().startswith("{"):
+        raise ValueError("must be name=folder, name=owner/adapter or owner/adapter, not JSON")
+    name, _, source = (part.strip() for part in value.partition("="))
+    source = source or name
+    is_folder = source.startswith(("/", ".", "~")) or "/" not in source or Path(source).is_dir()
+    if is_folder and not Path(source).expanduser().is_dir():
+        raise ValueError(f"there is no folder {source}")
+    if name == source:
+        name = name.partition("@")[0]
+    return f"{name}={_folder(source) if is_folder else source}"
+
+
+def _adapters(value: str) -> tuple[str, ...]:
+    adapters = tuple(_adapter(adapter) for adapter in value.split(",") if adapter.strip())
+    names = [adapter.partition("=")[0] for adapter in adapters]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two adapters have the name {name}; give one of them another, as name=folder")
+    return adapters
+
+
+def _one_adapter(value: str) -> str:
+    count = len(_adapters(value))
+    if count != 1:
+        raise ValueError(f"{count} adapters are given, and one can be merged; --lora-adapters serves several")
+    return _adapters(value)[0]
 
 
 def _ip(value: str) -> str:
@@ -379,15 +397,22 @@ class Config:
     served_model_name: str | None = setting(
         None,
         "SERVED_MODEL_NAME",
-        "The model's name in responses and in /v1/models. Requests may use any name.",
+        "The model's name in responses and in /v1/models. Without lora_adapters requests may use any name.",
         shown="model_id",
     )
-    lora_adapters: str | None = setting(
-        None,
+    lora_adapters: tuple[str, ...] = setting(
+        (),
         "LORA_ADAPTERS",
-        "LoRA adapter to merge into the model's weights, once: a hub id, also id@revision, a folder, or "
-        "name=folder.",
-        parse=_adapter,
+        "LoRA adapters that requests can choose by name, separated by commas: hub ids, also id@revision, "
+        "folders, or name=folder. Other requests get the model without an adapter. For CPUs and GPUs.",
+        parse=_adapters,
+        shown="none",
+    )
+    merge_lora: str | None = setting(
+        None,
+        "MERGE_LORA",
+        "LoRA adapter to merge into the model's weights, once, for all requests: as one of lora_adapters.",
+        parse=_one_adapter,
     )
     revision: str | None = setting(
         None,
@@ -827,6 +852,11 @@ class Config:
                 f"--max-batch-total-tokens {self.max_batch_total_tokens} (MAX_BATCH_TOTAL_TOKENS) is less "
                 f"than one slot of {total} tokens: raise it, or lower --max-total-tokens (MAX_TOTAL_TOKENS)"
             )
+        if self.model_name in self.adapters:
+            raise ConfigError(
+                f"--lora-adapters (LORA_ADAPTERS): {self.model_name} is the name of the model; give the "
+                "adapter another one, as name=folder"
+            )
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -837,9 +867,14 @@ class Config:
         return json.loads(self.mm_processor_kwargs) if self.mm_processor_kwargs else {}
 
     @property
-    def adapter_id(self) -> str | None:
-        """The name of the LoRA adapter for clients: what is in front of `=`, or the hub id."""
-        return re.split("[=@]", self.lora_adapters)[0] if self.lora_adapters else None
+    def adapters(self) -> dict[str, str]:
+        """The LoRA adapters that requests can choose: a folder or a hub id by the name for clients."""
+        return dict(adapter.split("=", 1) for adapter in self.lora_adapters)
+
+    @property
+    def merged_adapter(self) -> str | None:
+        """The name of the LoRA adapter that every request gets."""
+        return self.merge_lora.partition("=")[0] if self.merge_lora else None
 
     @property
     def is_demo(self) -> bool:
@@ -981,7 +1016,7 @@ GROUPS = {
     "--otlp-endpoint": "Traces, profiles and logs",
 }
 # Flags whose values make a list.
-REPEATABLE = ("--allowed-media-domains", "--cors-allow-origin", "--neuron-config")
+REPEATABLE = ("--allowed-media-domains", "--cors-allow-origin", "--lora-adapters", "--neuron-config")
 DISABLED_VALUES = ("0", "false", "none", "off")  # values that disable a setting
 
 

@@ -77,6 +77,7 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
     grammar: str = ""  # that constrains the output (text/grammar.py); "": none
     keep_eos: bool = False  # a completed grammar still gets an end-of-sequence token
     prediction: list[int] = []  # the output that the client expects, as draft tokens
+    adapter: str = ""  # the name of a LoRA adapter; "": none
 
 
 class Image(msgspec.Struct, frozen=True, gc=False):
@@ -149,6 +150,7 @@ class RequestStats(msgspec.Struct, tag="request_stats", frozen=True):
     max_new_tokens: int = 0
     longest_sequence: int = 0  # its generated tokens
     finish_reason: str = "stop"  # or "length" if one of its sequences is truncated
+    adapter: str = ""  # of the request
 
 
 class MetricsRequest(msgspec.Struct, tag="metrics_request", frozen=True):
@@ -242,6 +244,7 @@ class ModelInfo(msgspec.Struct, tag="model_info", frozen=True):
     # Of requests on /v1 routes, by the names of `SamplingParams`.
     sampling_defaults: dict[str, int | float] = {}
     stop_strings: list[str] = []  # that also end the completions of such requests
+    adapters: dict[str, str] = {}  # LoRA adapters by name: the folder or hub id of each
 
     @property
     def input_modalities(self) -> list[str]:

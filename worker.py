@@ -80,6 +80,7 @@ class Worker:
         self.stopping = False  # running requests are ended, too
         self._eos_token_ids = deps.eos_token_ids
         self._encoder_cache = model.encoder_cache
+        self._adapters = model.adapters
         self._samples_on_host = model.sampling != "device"
         self._verifies = deps.limits.verify_length > 1
         self._preparation: Preparation | None = None
@@ -171,7 +172,8 @@ class Worker:
 
     def run_step(self, step: Step) -> StepOutput:
         for request in step.started:
-            request.log("prompt begins", slot=request.slot, cached=request.cached)
+            adapter = {"adapter": request.generate.adapter} if request.adapter else {}
+            request.log("prompt begins", slot=request.slot, cached=request.cached, **adapter)
         self._report(self._timer.limit_s(step.prompt_tokens))
         self.outputs.flush()  # outputs of the last step, while this one runs
         output = self._runner.run(step)
@@ -267,6 +269,8 @@ class Worker:
     def _queue(self, request: Request) -> None:
         """Adds the request to the scheduler; one with a grammar or images when it is prepared."""
         generate = request.generate
+        if generate.adapter:
+            request.adapter = self._adapters.numbers[generate.adapter]
         if self._samples_on_host:
             request.sampler = SamplerState(
                 generate.sampling, generate.prompt, self._eos_token_ids, generate.min_new_tokens
@@ -308,6 +312,7 @@ class Startup:
 
     def __init__(self, config: Config, link: Link, admission: Admission, metrics: Metrics):
         self._config = config
+        self._adapter_sources = config.adapters
         self._link = link
         self._admission = admission
         self._metrics = metrics
@@ -413,6 +418,7 @@ class Startup:
             neuron_versions=prepared.neuron_versions,
             sampling_defaults=sampling_defaults(prepared.manifest, model.sampling) if has_defaults else {},
             stop_strings=prepared.manifest.stop_strings if has_defaults else [],
+            adapters=self._adapter_sources,
         )
         self._link.announce(info)
         logger.info(
@@ -426,6 +432,10 @@ class Startup:
             model.max_input_tokens,
             eos_token_ids,
         )
+        if model.adapters:
+            logger.info(
+                "LoRA adapters: %s; %.1f MB", ", ".join(model.adapters.numbers), model.adapters.nbytes / 1e6
+            )
         if model.encoder_cache:
             logger.info(
                 "It reads images; embeddings of recent ones take up to %d MiB (encoder cache)",

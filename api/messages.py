@@ -66,7 +66,7 @@ class CountRequest(Struct, kw_only=True):
     """Body of `POST /v1/messages/count_tokens`. `tools` are functions, or of the types in CLIENT_TOOLS."""
 
     messages: list[InputMessage]
-    model: str | None = None  # ignored: one model is served
+    model: str | None = None  # or a LoRA adapter; ignored where none are served
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: AnthropicToolChoice | None = None
@@ -185,6 +185,7 @@ def _chat_of(
     reader.log_skipped()
     choice = request.tool_choice or AnthropicToolChoice("auto")
     chat = ChatRequest(
+        model=request.model,
         messages=messages,
         tools=tools.listed or None,
         tool_choice=tools.choice(choice),
@@ -564,7 +565,7 @@ class MessagesResponseWriter(ResponseWriter):
     def _response(self, sequence: GeneratedSequence) -> MessagesResponse:
         return MessagesResponse(
             id=f"msg_{self.request_id}",
-            model=self.info.model_name,
+            model=self.model_name,
             usage=self._usage(sequence),
         )
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace
 
 from api.errors import OPENAI, ApiError, event
 from api.fields import (
@@ -48,7 +49,7 @@ class OpenAIRequest(FormatFields, kw_only=True):
     `return_token_ids`, `prompt_logprobs` and `structured_outputs` are vLLM's, `regex` and `json_schema` are
     SGLang's."""
 
-    model: str | None = None  # ignored: one model is served
+    model: str | None = None  # or a LoRA adapter; ignored where none are served
     max_tokens: U32 | None = None
     n: AtLeastOne | None = None
     stream: bool | None = None
@@ -128,11 +129,22 @@ class ModelCard(Struct):
     owned_by: str
     max_model_len: int
     architecture: Architecture
+    root: str | UnsetType = UNSET  # of a LoRA adapter: its folder or its id on the hub
+    parent: str | UnsetType = UNSET  # the model that it belongs to
 
     @classmethod
     def of(cls, info: ModelInfo) -> ModelCard:
         architecture = Architecture(info.input_modalities, ["text"])
         return cls(info.model_name, "model", 0, info.model_name, info.max_total_tokens, architecture)
+
+    @classmethod
+    def all_of(cls, info: ModelInfo) -> list[ModelCard]:
+        """Of the model and of its LoRA adapters."""
+        model = cls.of(info)
+        adapters = (
+            replace(model, id=name, root=source, parent=model.id) for name, source in info.adapters.items()
+        )
+        return [model, *adapters]
 
 
 class ModelList(Struct):
@@ -156,6 +168,7 @@ def check_openai(
     asked for.
     """
     info = served.info
+    adapter = served.adapter_of(request.model)
     most = served.config.max_client_batch_size
     n = 1 if request.n is None else request.n
     detail = f"must be > 0 and <= {most} (--max-client-batch-size raises it). Given: {n}"
@@ -196,6 +209,7 @@ def check_openai(
         prompt_name="prompt",
         limit_name="max_tokens",
         clamps_max_tokens=True,
+        adapter=adapter,
     )
 
 
@@ -281,7 +295,7 @@ class ChunkedResponseWriter(OpenAIResponseWriter):
             "id": f"{self.id_prefix}-{self.request_id}",
             "object": self.kind,
             "created": self._created,
-            "model": self.info.model_name,
+            "model": self.model_name,
             "system_fingerprint": f"{VERSION}-native",
         }
 

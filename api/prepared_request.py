@@ -6,6 +6,7 @@ against the context length.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from text.template_capabilities import TemplateCapabilities
 from text.tokenizer import Tokenizer
 from text.tool_detection import model_tools
 from text.tool_formats import AS_TEXT, ModelTools
+
+NAMES_OF_MODEL = ("tgi",)  # TGI's own for the model, whatever it is
 
 
 class ModelText(NamedTuple):
@@ -84,6 +87,25 @@ class Served:
     text: ModelText
     responses: OwnedResponses
     images: RequestImages = field(default_factory=RequestImages)
+    adapter: str = ""  # the LoRA adapter that a header or a path names, before any field; "": none
+
+    def adapter_of(self, model: str | None) -> str:
+        """The LoRA adapter that the field `model` of a request names; "": none. Where no adapters are served,
+        any model is the one that is. Raises ApiError (404)."""
+        if self.adapter or not self.info.adapters or model in (None, "", *NAMES_OF_MODEL):
+            return self.adapter
+        return self.with_adapter(model).adapter
+
+    def with_adapter(self, model: str) -> Served:
+        """For a request to this model or LoRA adapter. Raises ApiError (404)."""
+        if model == self.info.model_name:
+            return self
+        if model not in self.info.adapters:
+            served = ", ".join(map(repr, (self.info.model_name, *self.info.adapters)))
+            verb = "are" if self.info.adapters else "is"
+            what = f"The model {model[:80]!r} is not served here, {served} {verb}"
+            raise ApiError(404, "not_found", what, code="model_not_found")
+        return dataclasses.replace(self, adapter=model)
 
 
 class PreparedRequest(GenerateOptions, frozen=True):

@@ -61,6 +61,7 @@ def compact(data: Json, served: Served) -> ResponseWriter:
     """The model summarizes the conversation."""
     given = fields.read(data, CompactRequest)
     request = ResponsesRequest(
+        model=given.model,
         input=given.input,
         instructions=given.instructions,
         previous_response_id=given.previous_response_id,
@@ -84,6 +85,7 @@ def _prepare(
         raise invalid("truncation", "must be auto or disabled", given=request.truncation[:40])
     paths, messages = _messages(request, conversation, tools, served.images)
     chat = ChatRequest(
+        model=request.model,
         messages=messages,
         max_completion_tokens=request.max_output_tokens,
         logprobs=bool(request.top_logprobs) or LOGPROBS in (request.include or []),

@@ -132,7 +132,7 @@ class ResponsesWriter(OpenAIResponseWriter):
             object="response",
             created_at=int(time.time()),
             status="in_progress",
-            model=self.info.model_name,
+            model=self.model_name,
         )
 
     def whole(self, sequences: list[GeneratedSequence]) -> ResponsesResponse:

@@ -73,7 +73,7 @@ class ResponsesRequest(ResponsesFields, kw_only=True):
     """Body of `POST /v1/responses`. The items of `input` are of the types in ITEMS; others are skipped."""
 
     input: str | list[dict[str, Any]]
-    model: str | None = None  # ignored: one model is served
+    model: str | None = None  # or a LoRA adapter; ignored where none are served
     stream: bool | None = None
     include: list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -89,7 +89,7 @@ class InputTokens(Struct):
 class CompactRequest(Struct, kw_only=True):
     """Body of `POST /v1/responses/compact`."""
 
-    model: str  # ignored: one model is served
+    model: str  # or a LoRA adapter; ignored where none are served
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     previous_response_id: str | None = None

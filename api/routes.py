@@ -14,7 +14,7 @@ from flask import Response, request
 
 from api import chat, clouds, completions, messages, responses, status, tgi, tokenize
 from api.conversation import ChatRequest
-from api.errors import ANTHROPIC, OPENAI, TGI, ApiError, ErrorFormat
+from api.errors import ANTHROPIC, OPENAI, TGI, ErrorFormat
 from api.fields import Json
 from api.openai import ModelCard, ModelList
 from api.openapi import Route, openapi
@@ -41,19 +41,23 @@ def replies(make: Callable[[Json, Served], Any]) -> Callable[[Server], Response]
 
 
 def invocations(server: Server) -> Response:
-    if adapter := request.headers.get(SAGEMAKER_ADAPTER):
-        what = f"The adapter {adapter[:80]!r} is not served here (`{SAGEMAKER_ADAPTER}`)"
-        raise ApiError(404, "not_found", what, code="model_not_found")
+    adapter = request.headers.get(SAGEMAKER_ADAPTER)
     if request.mimetype != "text/plain":
-        return server.generate(clouds.invocations, renders=True, deadline_s=SAGEMAKER_DEADLINE_S)
+        read = of_adapter(clouds.invocations, adapter)
+        return server.generate(read, renders=True, deadline_s=SAGEMAKER_DEADLINE_S)
     best = request.accept_mimetypes.best_match(["text/plain", "application/json"])
-    read = tgi.compat if best == "application/json" else clouds.text
+    read = of_adapter(tgi.compat if best == "application/json" else clouds.text, adapter)
     return server.generate_from_text(read, deadline_s=SAGEMAKER_DEADLINE_S)
 
 
 def predictions(server: Server, name: str) -> Response:
-    status.card_of(name, server)
-    return server.generate_from_text(clouds.text)
+    return server.generate_from_text(of_adapter(clouds.text, name))
+
+
+def of_adapter(read: Read, name: str | None) -> Read:
+    """For requests to a LoRA adapter, or to the model itself, by its name beside the body; None: the body
+    says."""
+    return lambda data, served: read(data, served.with_adapter(name) if name else served)
 
 
 def infer(server: Server) -> Response:

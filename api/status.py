@@ -51,9 +51,9 @@ def metrics(server: Server) -> Response:
 def models(server: Server) -> Response:
     info = server.served.info
     if "anthropic-version" in request.headers:
-        card = AnthropicModelCard(info.model_name, info.model_name)
-        return json_response(AnthropicModelList([card], card.id, card.id))
-    return json_response(ModelList("list", [ModelCard.of(info)]))
+        cards = [AnthropicModelCard(name, name) for name in (info.model_name, *info.adapters)]
+        return json_response(AnthropicModelList(cards, cards[0].id, cards[-1].id))
+    return json_response(ModelList("list", ModelCard.all_of(info)))
 
 
 def model(server: Server, name: str) -> Response:
@@ -64,12 +64,10 @@ def model(server: Server, name: str) -> Response:
 
 
 def card_of(name: str, server: Server) -> ModelCard:
-    """The entry of the served model. Raises ApiError (404) for another name."""
-    card = ModelCard.of(server.served.info)
-    if name != card.id:
-        what = f"The model {name!r} is not served here, {card.id!r} is"
-        raise ApiError(404, "not_found", what, code="model_not_found")
-    return card
+    """The entry of the served model or of a LoRA adapter. Raises ApiError (404) for another name."""
+    served = server.served
+    served.with_adapter(name)
+    return next(card for card in ModelCard.all_of(served.info) if card.id == name)
 
 
 class DeletedResponse(Struct):

@@ -104,7 +104,8 @@ class ActiveRequest:
         deadline_at: float = float("inf"),
     ):
         self.arrival = arrival
-        self._model_name = engine.info.model_name
+        self._adapter = prompts[0].prepared.adapter
+        self._model_name = self._adapter or engine.info.model_name
         self.sent_at = time.monotonic()
         self.streams_at: float | None = None  # when its stream began
         self.sequences: list[GeneratedSequence] = []
@@ -128,7 +129,8 @@ class ActiveRequest:
         for prompt in prompts:
             prompt.prepared.images.clear()  # megabytes that only the worker needs
         tokens = sum(len(prompt.ids) for prompt in prompts)
-        self._log("sent to the worker", sequences=len(generates), prompt_tokens=tokens)
+        adapter = {"adapter": self._adapter} if self._adapter else {}
+        self._log("sent to the worker", sequences=len(generates), prompt_tokens=tokens, **adapter)
         watch.add(self)
 
     def __enter__(self) -> ActiveRequest:
@@ -224,6 +226,7 @@ class ActiveRequest:
             max_new_tokens=sum(sequence.max_new_tokens for sequence in self.sequences),
             longest_sequence=max(sequence.tokens for sequence in self.sequences),
             finish_reason="length" if any(sequence.is_truncated for sequence in self.sequences) else "stop",
+            adapter=self._adapter,
         )
 
     def _generates(self, prompt: TokenizedPrompt) -> Iterator[Generate]:

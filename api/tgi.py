@@ -139,6 +139,7 @@ class Info(Struct):
     tool_parser: str | None
     reasoning_parser: str | None
     input_modalities: list[str]
+    adapters: list[str]
 
     @classmethod
     def of(cls, served: Served) -> Info:
@@ -155,6 +156,7 @@ class Info(Struct):
             "tool_parser": text.tools.format.name if text.template and text.tools.format else None,
             "reasoning_parser": text.reasoning.format.name if text.reasoning.format else None,
             "input_modalities": info.input_modalities,
+            "adapters": list(info.adapters),
             "router": "neuron-textgen",
             "version": VERSION,
         }
@@ -207,10 +209,12 @@ def check(request: GenerateRequest, served: Served, streams: bool) -> PreparedRe
         require(config.max_best_of > 1, "best_of", "!= 1 is not allowed for this endpoint")
         fields.check_best_of(best_of, config)
         require(samples, "best_of", "> 1 needs sampling: set `do_sample` or `temperature`")
+    adapters = [*info.adapters, *filter(None, [config.merged_adapter])]
     detail = "is not supported: no adapter is served (--lora-adapters)"
-    if config.adapter_id:
-        detail = f"must be the served adapter {config.adapter_id!r} (--lora-adapters)"
-    require(p.adapter_id in (None, "", config.adapter_id), "adapter_id", detail, given=p.adapter_id)
+    if adapters:
+        detail = f"must be a served adapter: {', '.join(adapters)} (--lora-adapters)"
+    adapter = served.adapter or p.adapter_id or ""
+    require(adapter in ("", *adapters), "adapter_id", detail, given=adapter)
     require(p.temperature is None or p.temperature > 0, "temperature", "must be strictly positive")
     require(p.top_k is None or p.top_k > 0, "top_k", "must be strictly positive")
     fields.check_sampling(p)
@@ -243,6 +247,7 @@ def check(request: GenerateRequest, served: Served, streams: bool) -> PreparedRe
         prompt_logprobs=bool(p.decoder_input_details),
         # The client gets single tokens, so an output that its grammar completes still gets its end.
         keep_eos=bool(p.details or p.decoder_input_details or p.top_n_tokens),
+        adapter="" if adapter == config.merged_adapter else adapter,
     )
     prepared = with_grammar(prepared, *formats.of_native(p.grammar), info)
     return with_images(prepared, prompt, order, served)

@@ -53,6 +53,7 @@ METRICS = (
         "inter_token_latency_duration",
         "Seconds between a decode step's tokens and the previous step's",
     ),
+    (Counter, "adapter_requests", "Requests that chose a LoRA adapter", "adapter", ()),
     (Summary, "request_skipped_tokens", "Accepted draft tokens of a request, on success"),
     (Counter, "speculation_draft_tokens", "Verified draft tokens"),
     (Counter, "speculation_accepted_tokens", "Accepted draft tokens"),
@@ -226,6 +227,8 @@ class Metrics:
         if stats.outcome is None:
             return
         self.series("request_count").inc()
+        if stats.adapter:
+            self.series("adapter_requests", stats.adapter).inc()
         if stats.first_token_s is not None:
             self.series("request_time_to_first_token_duration").observe(stats.first_token_s)
             self.series("vllm:time_to_first_token_seconds").observe(stats.first_token_s)

@@ -44,6 +44,7 @@ class Request:
     group: RequestGroup = field(default_factory=RequestGroup)
     eos_token_ids: Collection[int] = ()
     images: Mapping[int, int] = field(default_factory=dict)  # key → tokens
+    adapter: int = 0  # the number of its LoRA adapter (models/adapters.py); 0: none
     sampler: SamplerState | None = None  # None with on-device sampling
     matcher: Matcher | None = None  # with constrained decoding
     proposer: NgramProposer | None = None  # with speculative decoding

@@ -164,7 +164,8 @@ class Scheduler:
                 request.started_at = now
             if end == len(request.prompt):
                 step.sample_indices.append(len(chunks))
-            chunks.append(Chunk(request.slot, request.prompt[begin:end], begin, request.all_logits))
+            tokens = request.prompt[begin:end]
+            chunks.append(Chunk(request.slot, tokens, begin, request.all_logits, adapter=request.adapter))
             step.requests.append(request)
         return step
 
@@ -244,7 +245,9 @@ class Scheduler:
             request = self._next_waiting(now)
             request.exceeded_wait = too_few_wait
             request.group.has_started = True
-            placement = self._slots.allocate(request.prompt, reuse=not request.all_logits)
+            placement = self._slots.allocate(
+                request.prompt, reuse=not request.all_logits, adapter=request.adapter
+            )
             request.slot = placement.slot
             request.cached = request.prefilled = placement.cached
             if placement.source != placement.slot:
@@ -275,7 +278,7 @@ class Scheduler:
 def _row(request: Request, draft_tokens: Sequence[int]) -> Chunk:
     tokens = (request.last_token, *draft_tokens)
     begin = len(request.prompt) + request.generated - 1
-    return Chunk(request.slot, tokens, begin, verify=len(tokens) > 1)
+    return Chunk(request.slot, tokens, begin, verify=len(tokens) > 1, adapter=request.adapter)
 
 
 Prompts = list[tuple[Request, int]]  # and how many tokens of each run

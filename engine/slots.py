@@ -1,7 +1,8 @@
 """The slots of a static batch: which are free, and which prompt tokens each one holds in its KV cache.
 
 Prefix caching: a slot keeps its contents when its request ends, so a request whose prompt begins with the
-same tokens (the next turn of a chat, a common system prompt) runs only the rest. There may be more slots than
+same tokens (the next turn of a chat, a common system prompt) runs only the rest, if both have the same LoRA
+adapter. There may be more slots than
 run at a time: they only keep prompts. Only tokens that ran as prompt chunks, with the boundaries of any
 prompt's chunks, count as cached: outputs must be bitwise the same in any slot. Generated tokens do not count,
 because a decode step rounds differently than a prompt chunk.
@@ -31,8 +32,9 @@ class Slots:
         self._prefix_granularity = prefix_granularity
         self._supports_copy = supports_prefix_copy
         self._held: list[list[int]] = [[] for _ in range(count)]
+        self._adapters = [0] * count  # with which each slot's contents were computed
 
-    def allocate(self, prompt: Sequence[int], reuse: bool = True) -> SlotAssignment:
+    def allocate(self, prompt: Sequence[int], reuse: bool = True, adapter: int = 0) -> SlotAssignment:
         """The free slot with the longest common prefix, else the least recently used one.
 
         A slot of which less than half would be used keeps its contents, for the conversation that they belong
@@ -43,7 +45,10 @@ class Slots:
         common = [0] * len(self._held)
         if step and reuse:
             head = prompt[: (len(prompt) - 2) // step * step]
-            common = [common_prefix(head, held) // step * step for held in self._held]
+            common = [
+                common_prefix(head, held) // step * step if computed_with == adapter else 0
+                for held, computed_with in zip(self._held, self._adapters)
+            ]
         spares = self._supports_copy or not all(self._held[slot] for slot in self.free)
 
         def reused(slot: int) -> int:
@@ -57,6 +62,7 @@ class Slots:
             source = max(range(len(common)), key=lambda other: (common[other], other == slot))
         self.free.remove(slot)
         self._held[slot] = list(prompt[: common[source]])
+        self._adapters[slot] = adapter
         return SlotAssignment(slot, common[source], source)
 
     def mark_cached(self, slot: int, tokens: Sequence[int], begin: int) -> None:

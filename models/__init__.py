@@ -95,6 +95,11 @@ def prepare(config: Config) -> Prepared:
         versions = Versions.read()
         if versions.driver or detect():  # graphs may be compiled, or simulated, where there is no driver
             versions.check()
+    if device == "neuron" and config.lora_adapters:
+        raise ModelError(
+            "--lora-adapters (LORA_ADAPTERS) is for CPUs and GPUs; "
+            "on Neuron --merge-lora (MERGE_LORA) merges one adapter into the model"
+        )
     config, folder, sha = fetch_source(dataclasses.replace(config, device=device))
     manifest = Manifest.read(folder)
     if manifest.config_json.keys() & {"vision_config", "audio_config"} and not manifest.reads_images:

@@ -13,12 +13,15 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from config import FP8, Config
 from models.encoder_cache import EncoderCache
+
+if TYPE_CHECKING:
+    from models.adapters import Adapters
 
 logger = logging.getLogger("model")
 
@@ -45,6 +48,7 @@ class Chunk(NamedTuple):
     begin: int  # position of tokens[0]; 0 starts a new sequence in the slot
     all_logits: bool = False  # return the logits after every token, for log-probabilities of prompts
     verify: bool = False  # the same, as decode steps would give them
+    adapter: int = 0  # the number of a LoRA adapter (adapters.py); 0: none
 
     @property
     def rows(self) -> int:
@@ -95,6 +99,7 @@ class StaticBatchModel(Protocol):
     verify_length: int
     # Of a model that reads images: the embeddings that image tokens (negative ids) in chunks stand for.
     encoder_cache: EncoderCache | None
+    adapters: Adapters | None  # that chunks may choose; None: none can be served
 
     def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:
         """Runs the chunks, at most one a slot, and extends the KV cache of their slots; no other slot

@@ -51,7 +51,7 @@ NNCF = "nncf==3.4.0"
 CONVERTER_VERSION = 5
 # The same for models that read images, whose entries hold a vision tower as well, and for compressed weights.
 VISION_VERSION = 2
-COMPRESSION_VERSION = 3
+COMPRESSION_VERSION = 4
 READERS = {"gguf": 2, "lora": 2, "dequantize": 1}
 
 

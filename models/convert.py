@@ -55,6 +55,7 @@ from models.machine import usable_threads
 # Before openvino, which it keeps from loading its telemetry.
 from models.openvino_model import (
     IMAGE_INPUTS,
+    MERGED,
     PLACEHOLDER,
     SHIPPED,
     OpenVinoModel,
@@ -494,6 +495,7 @@ def _merge(layers: Sequence[tuple[ov.Node, ov.Node]]) -> None:
     product = ops.matmul(first.input_value(0), weights, False, True)
     product.set_friendly_name(first.get_friendly_name())
     parts = ops.variadic_split(product, -1, list(map(len, rows)))
+    parts.set_friendly_name(MERGED + " ".join(node.get_friendly_name() for node, _weights in layers))
     for (node, _weights), part in zip(layers, parts.outputs()):
         node.output(0).replace(part)
 

@@ -75,12 +75,11 @@ def fetch_checkpoint(config: Config, model_id: str, revision: str | None) -> Pat
     return _with_weights(config, model_id, _download(config, model_id, revision, METADATA), WEIGHTS)
 
 
-def fetch_adapter(config: Config) -> Path:
-    """The folder of the LoRA adapter: a path behind its name, or a repository on the hub."""
-    _name, _, path = config.lora_adapters.partition("=")
-    if path:
-        return Path(path).expanduser()
-    repository, _, revision = config.lora_adapters.partition("@")
+def fetch_adapter(config: Config, source: str) -> Path:
+    """The folder of a LoRA adapter: `source`, where that is an absolute path, or a repository on the hub."""
+    if source.startswith("/"):
+        return Path(source)
+    repository, _, revision = source.partition("@")
     return _download(config, repository, revision or None, ADAPTER)
 
 

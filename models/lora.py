@@ -1,10 +1,11 @@
-"""A LoRA adapter is merged into the weights of its base model, once.
+"""A LoRA adapter is read as peft saves it: merged into the weights of its base model, or as low-rank updates.
 
 Reads the two files that peft saves, adapter_config.json and adapter_model.safetensors, and the base model's
 files one at a time. An adapter that needs more than the base model's own weights, or another way to merge it,
 is rejected by the name of its setting.
 
     python -m models.lora BASE ADAPTER TARGET     writes the merged checkpoint into the folder TARGET
+    python -m models.lora ADAPTER TARGET          writes its updates, which `adapters.py` reads
 
 Source: LoRA (arXiv:2106.09685), rank-stabilized scaling (arXiv:2312.03732), DoRA (arXiv:2402.09353), peft's
 names.
@@ -24,6 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from manifest import read_json
+from models.adapters import DOWN, UP, UPDATES
 from models.base import ModelError, reported_as
 from models.fetch import copy_metadata
 from run import ConfigError
@@ -56,6 +58,7 @@ class Adapter:
     """What an adapter trained. `names` are the tensors of the base model that it changes."""
 
     def __init__(self, folder: Path):
+        self._folder = folder
         self._config = read_json(folder / "adapter_config.json", required=True)
         for name, values in SUPPORTED.items():
             given = self._config.get(name)
@@ -82,6 +85,27 @@ class Adapter:
             magnitude = self._tensors[name.removesuffix(".weight") + MAGNITUDE].float()
             merged *= (magnitude / merged.norm(dim=1))[:, None]
         return merged.to(base.dtype).contiguous()
+
+    def updates(self) -> dict[str, torch.Tensor]:
+        """The low-rank update of each module in float32: `down` [rank, inputs], and `up` [rank, outputs],
+        which is scaled. Raises ModelError for an adapter that has more than these."""
+        others = {name for name in self._tensors if not name.endswith((A, B))}
+        others |= {name for name in self.names if name.endswith(EMBEDDINGS)}
+        modules = {name.removesuffix(A).removesuffix(B) for name in self._tensors.keys() - others}
+        others |= {module for module in modules if not {module + A, module + B} <= self._tensors.keys()}
+        if others:
+            raise ModelError(
+                f"{self._folder} holds {min(others)}, and requests can choose plain LoRA of linear layers "
+                "only; merge it with --merge-lora (MERGE_LORA)"
+            )
+        updates = {}
+        for module in sorted(modules):
+            updates[module + DOWN] = self._tensors[module + A].float()
+            updates[module + UP] = (self._tensors[module + B].float() * self._scale(module)).T
+        for name, tensor in updates.items():
+            if not tensor.isfinite().all():  # 0 times it is no number: it would reach every request of a step
+                raise ModelError(f"{self._folder} holds numbers of {name} that are NaN or infinite")
+        return {name: tensor.contiguous() for name, tensor in updates.items()}
 
     def _changes(self, name: str) -> Iterator[torch.Tensor]:
         """What is added to a weight, [out, in], or to a bias, [out]."""
@@ -153,8 +177,14 @@ def _check_fit(adapter: Adapter, base: Path, names: set[str]) -> None:
         )
 
 
+def extract(adapter_folder: Path, target: Path) -> None:
+    """Raises ModelError for an adapter that requests cannot choose."""
+    save_file(Adapter(adapter_folder).updates(), target / UPDATES)
+
+
 if __name__ == "__main__":
+    run = merge if len(sys.argv) == 4 else extract
     try:
-        merge(*map(Path, sys.argv[1:]))
+        run(*map(Path, sys.argv[1:]))
     except (ModelError, ConfigError) as error:
         sys.exit(str(error))

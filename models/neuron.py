@@ -49,6 +49,7 @@ class NeuronModel:
     supports_chunked_prefill = False
     supports_prefix_copy = False
     encoder_cache: EncoderCache | None = None
+    adapters = None  # a graph has none; --merge-lora merges one
     chunk_granularity = 1
     kv_bytes_per_token = None
 

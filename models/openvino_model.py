@@ -19,10 +19,11 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from openvino.op import _PagedAttentionExtension as PagedAttention  # noqa: E402
 from config import DEFAULT_BATCH_SIZE, Config  # noqa: E402
 from manifest import Manifest  # noqa: E402
 from models.accuracy import find_fault  # noqa: E402
+from models.adapters import Adapters, Updates, configured  # noqa: E402
 from models.base import (  # noqa: E402
     Chunk,
     ModelError,
@@ -77,6 +79,10 @@ WORTH_FILLING = 0.9  # of the time of the smaller call
 # The demonstration model in the image, converted when the image is built.
 SHIPPED = HERE / "demo" / "converted"
 PLACEHOLDER = "paged_attention "  # then a JSON object, which `convert.py` writes
+# The names of linear layers in a graph of a model; those of the head, which is outside of the layers, have no
+# dot. Layers that were merged into one product are the outputs of a node with this prefix and their names.
+LINEAR = re.compile(r"__module\.model\.(.+\..+)/(?:aten|ov_ext)::linear/MatMul")
+MERGED = "linear layers "
 WORTH_COMPRESSING = 100_000_000  # bytes of weights
 IMAGE_INPUTS = ("image_embeddings", "image_places")  # of graphs of models that read images
 PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "u8": "u8"}  # OpenVINO's names
@@ -95,6 +101,7 @@ class OpenVinoModel:
     chunk_granularity = prefix_granularity = 1
     supports_prefix_copy = True
     encoder_cache: EncoderCache | None = None
+    adapters: Adapters | None = None
     max_draft_rows = verify_length = VERIFY_TOKENS
 
     def __init__(
@@ -106,7 +113,9 @@ class OpenVinoModel:
         threads: int,
         kv_cache_dtype: str = "auto",
         prefix_slots: int = 0,
+        adapters: Mapping[str, Updates] | None = None,
     ):
+        """adapters: the LoRA adapters that chunks may choose, by name."""
         self.batch_size = slots
         self.prefix_slots = max(slots, prefix_slots)
         self.max_total_tokens = max_total_tokens
@@ -124,6 +133,8 @@ class OpenVinoModel:
         self._settings = settings
         self._least_rows = LEAST_ROWS
         precisions = self._choose_precisions(core, graph, facts, kv_cache_dtype)
+        if adapters:
+            self._add_adapters(graph, adapters)
         compiled = core.compile_model(graph, "CPU", settings | precisions)
         self._request = compiled.create_infer_request()
         for port in compiled.inputs:
@@ -137,6 +148,8 @@ class OpenVinoModel:
             self._add_cache(port) for port in compiled.inputs if "_cache." in port.get_any_name()
         ]
         self.kv_bytes_per_token = sum(cache.nbytes for cache in self._kv_cache) // (self._blocks.size * BLOCK)
+        self._columns: tuple[int, ...] = ()  # of the adapters that the graph has; () before it has any
+        self._select_adapters([])
 
     def _choose_precisions(
         self, core: ov.Core, graph: ov.Model, facts: dict[str, Any], kv_cache_dtype: str
@@ -187,10 +200,45 @@ class OpenVinoModel:
         self._request.set_tensor(port.get_any_name(), ov.Tensor(zeros, ov.Shape(shape), kind))
         return zeros
 
+    def _add_adapters(self, graph: ov.Model, adapters: Mapping[str, Updates]) -> None:
+        """Raises ModelError for adapters that do not fit the graph."""
+        self._adapter_type = ov.Type.bf16 if self.computed_in == "bfloat16" else ov.Type.f32
+        modules = {module for updates in adapters.values() for module in updates}
+        self.adapters = Adapters(add_adapters(graph, modules, self._adapter_type), self.computed_in)
+        for name, updates in adapters.items():
+            self.adapters.add(name, updates)
+
+    def _select_adapters(self, numbers: Iterable[int]) -> None:
+        """Gives the graph the weights from the first to the last of these adapters, as views, unless it has
+        them: that takes 10 ms for 30 layers."""
+        if self.adapters is None:
+            return
+        begin, end = self.adapters.columns_of(numbers)
+        if self._columns == (begin, end, self.adapters.version):
+            return
+        for module, pair in self.adapters.weights.items():
+            for name, array in zip(_adapter_inputs(module), pair):
+                shape = ov.Shape([1, end - begin, array.shape[1]])
+                self._request.set_tensor(name, ov.Tensor(array[begin:end], shape, self._adapter_type))
+        self._columns = (begin, end, self.adapters.version)
+
     def forward(self, chunks: Sequence[Chunk], shift: int = 0) -> np.ndarray:
         """`shift` is added to the positions that the model gets, for the check of a conversion."""
+        groups = self.adapters.groups([chunk.adapter for chunk in chunks]) if self.adapters else ()
+        if len(groups) <= 1:
+            return self._forward(chunks, shift)
+        logits_of = {}
+        for group in groups:
+            logits = self._forward([chunks[place] for place in group], shift)
+            ends = np.cumsum([chunks[place].rows for place in group])
+            logits_of |= zip(group, np.split(logits, ends[:-1]))
+        return np.concatenate([logits_of[place] for place in range(len(chunks))])
+
+    def _forward(self, chunks: Sequence[Chunk], shift: int) -> np.ndarray:
+        adapter_of = {chunk.slot: chunk.adapter for chunk in chunks}
+        self._select_adapters(adapter_of.values())
         calls = split(chunks, self._max_call_tokens, self.chunk_granularity)
-        logits = [self._infer(call, shift) for call in calls]
+        logits = [self._infer(call, shift, adapter_of) for call in calls]
         return logits[0] if len(logits) == 1 else np.concatenate(logits)
 
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
@@ -225,11 +273,17 @@ class OpenVinoModel:
     def _time_call(self, rows: int) -> float:
         """Seconds."""
         begun_at = time.perf_counter()
-        self._infer([(self.prefix_slots, (0,) * rows, 0, rows)], shift=0)
+        self._infer([(self.prefix_slots, (0,) * rows, 0, rows)], shift=0, adapter_of={})
         return time.perf_counter() - begun_at
 
-    def _infer(self, pieces: list[tuple[int, Sequence[int], int, int]], shift: int) -> np.ndarray:
-        """Runs (slot, tokens, begin, how many of the last tokens' logits to return) in one call."""
+    def _infer(
+        self,
+        pieces: list[tuple[int, Sequence[int], int, int]],
+        shift: int,
+        adapter_of: Mapping[int, int],
+    ) -> np.ndarray:
+        """Runs (slot, tokens, begin, how many of the last tokens' logits to return) in one call.
+        `adapter_of`: the adapters of slots."""
         missing = self._least_rows - sum(len(tokens) for _slot, tokens, _begin, _wanted in pieces)
         if missing > 0:
             pieces = [*pieces, (self.prefix_slots, (0,) * missing, 0, 0)]
@@ -264,6 +318,9 @@ class OpenVinoModel:
             "block_indices_begins": np.cumsum([0, *map(len, blocks)], dtype=np.int32),
             "max_context_len": np.array(max(positions) - shift + 1, np.int32),
         }
+        if self.adapters:
+            numbers = [adapter_of.get(slot, 0) for slot, tokens, _begin, _wanted in pieces for _ in tokens]
+            inputs["adapters"] = self.adapters.mask(numbers, self._columns[:2])
         for name, array in inputs.items():
             self._request.set_tensor(name, ov.Tensor(array))
         self._request.infer()  # without the interpreter's lock
@@ -303,7 +360,7 @@ def split(
     `granularity`. No piece has one token: it would be rounded as a decode step is."""
     call = []
     room = max_tokens
-    for slot, tokens, begin, all_logits, verify in chunks:
+    for slot, tokens, begin, all_logits, verify, _adapter in chunks:
         if verify:  # a row each: the tokens before it in the call are in the cache when it is computed
             call += [(slot, (token,), begin + n, 1) for n, token in enumerate(tokens)]
             room -= len(tokens)
@@ -373,6 +430,54 @@ def read_graph(path: Path, longest_window: int | None = None) -> ov.Model:
     graph.add_parameters(parameters)
     graph.validate_nodes_and_infer_types()
     return graph
+
+
+def add_adapters(graph: ov.Model, modules: Collection[str], kind: ov.Type) -> dict[str, tuple[int, int]]:
+    """Adds the updates of LoRA adapters to these linear layers, as inputs of the graph (adapters.py). Returns
+    the inputs and outputs of each layer that it found. kind: of the inputs."""
+    mask = _parameter("adapters", [-1, -1], ov.Type.f32)  # [tokens, columns]
+    parameters = [mask]
+    layers = {}
+    for module, (product, output) in _linear_layers(graph).items():
+        if module not in modules:
+            continue
+        given = product.input_value(0)
+        sizes = tuple(port.get_partial_shape()[2].get_length() for port in (given, output))
+        down, up = (
+            _parameter(name, [1, -1, size], kind) for name, size in zip(_adapter_inputs(module), sizes)
+        )
+        readers = output.get_target_inputs()
+        narrow = ops.matmul(given, ops.convert(down, "f32"), False, True)
+        update = ops.matmul(ops.multiply(narrow, mask), ops.convert(up, "f32"), False, False)
+        changed = ops.add(output, update)
+        for reader in readers:
+            reader.replace_source_output(changed.output(0))
+        parameters += (down, up)
+        layers[module] = sizes
+    graph.add_parameters(parameters)
+    graph.validate_nodes_and_infer_types()
+    return layers
+
+
+def _adapter_inputs(module: str) -> tuple[str, str]:
+    return f"adapters_down.{module}", f"adapters_up.{module}"
+
+
+def _linear_layers(graph: ov.Model) -> dict[str, tuple[ov.Node, ov.Output]]:
+    """The matrix product of each linear layer that computes [1, tokens, outputs], and its output, by the name
+    of its module in transformers."""
+    found = {}
+    for node in graph.get_ordered_ops():
+        names = [node.get_friendly_name()]
+        product = node
+        if names[0].startswith(MERGED):
+            names = names[0].removeprefix(MERGED).split()
+            product = node.input_value(0).get_node()
+        for name, output in zip(names, node.outputs()):
+            layer = LINEAR.fullmatch(name)
+            if layer and output.get_partial_shape().rank == 3:
+                found[layer[1]] = (product, output)
+    return found
 
 
 def _attend_in_bfloat16(graph: ov.Model) -> None:
@@ -496,6 +601,7 @@ def _load_entry(config: Config, entry: Path) -> StaticBatchModel:
             threads,
             config.kv_cache_dtype,
             config.prefix_slots or 0,
+            configured(config),
         )
         model.max_input_tokens = config.max_input_tokens
         _compare(model, facts)

@@ -1,4 +1,4 @@
-"""The checkpoint to serve, as a folder: from the hub or this machine, in GGUF, quantized, or with an adapter.
+"""The checkpoint to serve, as a folder: from the hub or this machine, in GGUF, quantized, or with adapters.
 
 What is not an ordinary checkpoint is converted into one, once, in the cache of converted models: a child
 process of `gguf.py`, `dequantize.py` or `lora.py` writes it, and every engine serves it as any other.
@@ -50,9 +50,9 @@ CHECKPOINT = ("*.json", "*.safetensors", "*.model")  # files that tell one base 
 
 
 def fetch_source(config: Config) -> tuple[Config, Path, str | None]:
-    """The settings with the resolved model, the checkpoint's folder (without the weights of a hub model), and
-    its commit on the hub: None for a local one, and for a GGUF file. `config` names the device.
-    Raises ConfigError and ModelError."""
+    """The settings with the resolved model and LoRA adapters, the checkpoint's folder (without the weights of
+    a hub model), and its commit on the hub: None for a local one, and for a GGUF file. `config` names the
+    device. Raises ConfigError and ModelError."""
     if config.model_id == TRIAL_MODEL:
         config = _trial_model(_with_quantize(config))
     if config.is_gguf:
@@ -69,9 +69,13 @@ def fetch_source(config: Config) -> tuple[Config, Path, str | None]:
     elif quantization := Quantization.read(folder):
         folder = _dequantized(config, folder, quantization)
         config = _with_source(config, str(folder))
-    if config.lora_adapters:
+    if config.merge_lora:
         folder = _merged(config, folder)
         config = _with_source(config, str(folder))
+    if config.lora_adapters:
+        folders = {name: read_adapter(config, name, source) for name, source in config.adapters.items()}
+        adapters = tuple(f"{name}={updates}" for name, updates in folders.items())
+        config = dataclasses.replace(config, lora_adapters=adapters)
     return config, folder, commit
 
 
@@ -207,13 +211,22 @@ def _dequantized(config: Config, folder: Path, quantization: Quantization) -> Pa
 
 def _merged(config: Config, base: Path) -> Path:
     """The checkpoint in `base` with the adapter merged into its weights."""
-    adapter = fetch_adapter(config)
+    name, source = config.merge_lora.split("=", 1)
+    adapter = fetch_adapter(config, source)
     if config.device != "neuron":
         check_architecture(config, base)
     base = fetch_weights(config, base, SAFETENSORS)
     identity = [identify(base, CHECKPOINT), identify(adapter, ("adapter_*",)), installed("safetensors")]
-    doing = f"merging {config.lora_adapters} into {config.model_name}"
+    doing = f"merging {name} into {config.model_name}"
     return _build_cached(config, "lora", identity, [str(base), str(adapter)], doing)
+
+
+def read_adapter(config: Config, name: str, source: str) -> Path:
+    """The folder with the updates of a LoRA adapter that requests can choose, for adapters.py. Raises
+    ModelError."""
+    adapter = fetch_adapter(config, source)
+    identity = [identify(adapter, ("adapter_*",)), installed("safetensors")]
+    return _build_cached(config, "lora", identity, [str(adapter)], f"reading the LoRA adapter {name}")
 
 
 def _build_cached(config: Config, module: str, identity: Any, arguments: list[str], doing: str) -> Path:

@@ -27,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from config import DEFAULT_BATCH_SIZE, Config
 from manifest import Manifest, check_weights
 from models.accuracy import find_fault
+from models.adapters import Adapters, configured
 from models.architecture import read_architecture, with_version_of_code
 from models.base import Chunk, DeviceLost, ModelError, first_line, named, reported_as, warn_text_only
 from models.encoder_cache import EncoderCache
@@ -329,6 +330,7 @@ class TorchModel:
     kv_bytes_per_token = None
     supports_prefix_copy = True
     encoder_cache = None
+    adapters: Adapters | None = None
 
     def __init__(self, config: Config, folder: Path, device: str):
         if config.quantize:
@@ -353,6 +355,7 @@ class TorchModel:
         self._load_vision(Manifest.read(folder))
         self._batches_rows = True
         self._mask_is_given = False
+        self._adapters_version = 0  # of those in `_updates`
         self._profiler: torch.profiler.profile | None = None
         random = torch.Generator().manual_seed(0)
         count = min(SAMPLE_TOKENS, self.max_input_tokens + 1)
@@ -361,6 +364,8 @@ class TorchModel:
         with reported_as(with_version_of_code(refusal, config, folder)):
             self._select_attention(ids)
             self._batch_invariant_rows(ids)
+        if config.lora_adapters:
+            self._add_adapters(config, ids)
 
     def forward(self, chunks: Sequence[Chunk]) -> np.ndarray:
         """One prompt chunk, or a decode step: one token of each slot with a live sequence. Returns float32
@@ -401,6 +406,52 @@ class TorchModel:
         else:
             self.encoder_cache = EncoderCache(check.embeddings.shape[1])
 
+    def _add_adapters(self, config: Config, ids: list[int]) -> None:
+        """Loads the LoRA adapters of the settings. Raises ModelError for one that does not fit."""
+        configured_adapters = configured(config)
+        modules = {module for updates in configured_adapters.values() for module in updates}
+        linear = {
+            name: layer
+            for name, layer in self._model.named_modules()
+            if name in modules and isinstance(layer, torch.nn.Linear)
+        }
+        self.adapters = Adapters(
+            {name: (layer.in_features, layer.out_features) for name, layer in linear.items()}
+        )
+        for name, layer in linear.items():
+            layer.register_forward_hook(functools.partial(self._add_update, name))
+        for name, updates in configured_adapters.items():
+            self.adapters.add(name, updates)
+            self.forward([Chunk(0, ids[:2], 0, adapter=self.adapters.numbers[name])])
+
+    def _select_adapters(self, numbers: Sequence[int]) -> None:
+        """For the next pass, whose rows have these adapters."""
+        if self._adapters_version != self.adapters.version:
+            self._adapters_version = self.adapters.version
+            self._updates = {
+                name: [torch.from_numpy(array).to(self.device) for array in pair]
+                for name, pair in self.adapters.weights.items()
+            }
+        of_row = torch.tensor(numbers, device=self.device)[:, None, None]
+        self._running = [
+            (slice(*self.adapters.columns_of([number])), (of_row == number).float())
+            for number in sorted(set(numbers) - {0})
+        ]
+
+    def _add_update(self, name: str, _layer: torch.nn.Module, inputs: tuple, output: torch.Tensor):
+        """A hook of a linear layer, [rows, q, inputs] -> [rows, q, outputs]. A product for each adapter: with
+        all columns in one, a library may sum them in another order, which changes the last bits."""
+        down, up = self._updates[name]
+        for columns, mask in self._running:
+            if inputs[0].dim() != 3 or len(inputs[0]) != len(mask):
+                raise ModelError(
+                    f"a LoRA adapter changes {name}, which does not run for every token; merge it with "
+                    "--merge-lora (MERGE_LORA), or leave it out"
+                )
+            narrow = inputs[0].to(down.dtype) @ down[columns].T * mask
+            output = output + (narrow @ up[columns]).to(output.dtype)
+        return output
+
     def start_profile(self, path: str, wait: int, warmup: int, active: int) -> None:
         """Writes torch.profiler's Chrome trace of `active` calls of `forward` to `path`, after `wait` +
         `warmup` others; at exit, what there is."""
@@ -425,6 +476,10 @@ class TorchModel:
     def _run(self, chunks: Sequence[Chunk], is_step: bool) -> np.ndarray:
         cache = self._cache
         all_logits = any(chunk.all_logits or chunk.verify for chunk in chunks)
+        if self.adapters:
+            adapter_of = {chunk.slot: chunk.adapter for chunk in chunks}
+            rows = range(cache.rows) if is_step else adapter_of
+            self._select_adapters([adapter_of.get(row, 0) for row in rows])
         ids, positions = cache.start(chunks, is_step, self.device)
         tokens = {"input_ids": ids}
         if any(min(chunk.tokens) < 0 for chunk in chunks):  # of images

@@ -58,13 +58,18 @@ class PausableModel(ImageModel):
 class Served:
     """An app, the worker behind it, and the model behind that."""
 
-    def __init__(self, folder, slots=2, prefill_chunk=None, **settings):
+    def __init__(self, folder, slots=2, prefill_chunk=None, adapters=(), **settings):
         self.folder = folder
         self.tokenizer = byte_tokenizer(folder)
         (folder / "chat_template.jinja").write_text(TEMPLATE)
         sampled_by = settings.get("sampling", "host")
         self.model = PausableModel(
-            batch_size=slots, max_total_tokens=WINDOW, vocab_size=VOCABULARY, sampling=sampled_by, prefill_chunk=prefill_chunk
+            batch_size=slots,
+            max_total_tokens=WINDOW,
+            vocab_size=VOCABULARY,
+            sampling=sampled_by,
+            prefill_chunk=prefill_chunk,
+            adapters=adapters,
         )
         address = self.address = f"ipc://{folder}/worker.sock"
         self.metrics = Metrics("m")
@@ -86,7 +91,8 @@ class Served:
         self.client = web.create_app(self.config, self.seen, self.store).test_client()
         limits = (VOCABULARY, [EOS], 2, WINDOW - 1, WINDOW)
         info = ModelInfo("m", None, str(folder), *limits, "fake", "float32", model_dir=str(folder), sampling=sampled_by)
-        self.info = msgspec.structs.replace(info, prompt_logprobs=self.model.supports_prompt_logits)
+        folders = {name: f"/adapters/{name}" for name in adapters}
+        self.info = msgspec.structs.replace(info, prompt_logprobs=self.model.supports_prompt_logits, adapters=folders)
         self.thread = threading.Thread(target=self.worker.run, daemon=True)
 
     def get_ready(self):
@@ -100,8 +106,8 @@ class Served:
         options.setdefault("content_type", "application/json")
         return self.client.post(route, data=body if isinstance(body, bytes) else json.dumps(body), **options)
 
-    def expected(self, text, most):
-        return greedy(self.tokenizer.encode(text).ids, most, VOCABULARY)
+    def expected(self, text, most, adapter=None):
+        return greedy(self.tokenizer.encode(text).ids, most, VOCABULARY, self.model.adapters.numbers[adapter] if adapter else 0)
 
     def counts(self):
         """The samples of all series by their name and labels, without the buckets of histograms."""

@@ -54,7 +54,11 @@ VALUES = {
     "prefill_buckets": [("7", (7,)), ("9, 8,9", (8, 9))],
     "generation_config": [("auto", "auto"), ("vllm", "none")],
     "served_model_name": [("mine", "mine"), ("a/b", "a/b")],
-    "lora_adapters": [("someone/adapter@v2", "someone/adapter@v2"), ("mine=/tmp", "mine=/tmp")],
+    "lora_adapters": [
+        ("someone/adapter@v2, own=/tmp", ("someone/adapter=someone/adapter@v2", "own=/tmp")),
+        ("b=c/d", ("b=c/d",)),
+    ],
+    "merge_lora": [("someone/adapter@v2", "someone/adapter=someone/adapter@v2"), ("mine=/tmp", "mine=/tmp")],
     "position_buckets": [("7", (7,)), ("9,8", (8, 9))],
     "prefill_chunk": [("0", 0), ("64", 64)],
     "sampling": [("host", "host"), ("device", "device")],
@@ -580,18 +584,39 @@ def test_what_is_left_open_is_taken_from_the_model(argv, window, total, longest_
 
 
 @pytest.mark.parametrize(
-    ("given", "adapter_id"),
-    [("someone/adapter@v2", "someone/adapter"), ("mine=/tmp", "mine"), ("someone/adapter", "someone/adapter")],
+    ("given", "name", "source"),
+    [
+        ("someone/adapter@v2", "someone/adapter", "someone/adapter@v2"),
+        ("mine=/tmp", "mine", "/tmp"),
+        ("someone/adapter", "someone/adapter", "someone/adapter"),
+        ("mine=someone/adapter@v2", "mine", "someone/adapter@v2"),
+        ("/tmp", "/tmp", "/tmp"),
+    ],
 )
-def test_an_adapter_has_the_name_that_requests_use(given, adapter_id):
-    assert of("--lora-adapters", given).adapter_id == adapter_id
+def test_an_adapter_has_the_name_that_requests_use(given, name, source):
+    assert of("--lora-adapters", given).adapters == {name: source}
+    assert of("--merge-lora", given).merged_adapter == name
 
 
-def test_more_than_one_adapter_and_a_missing_folder_are_refused():
-    assert "2 adapters are given, and one can be merged" in refusal("--lora-adapters", "a/b,c/d")
-    assert "there is no folder /nowhere" in refusal("--lora-adapters", "a=/nowhere")
-    assert "there is no folder /nowhere" in refusal("--lora-adapters", "/nowhere")
-    assert of("--lora-adapters", "/tmp").lora_adapters == "/tmp=/tmp"
+def test_several_adapters_are_served_and_one_is_merged():
+    assert list(of("--lora-adapters", "a/b", "c/d,mine=/tmp").adapters) == ["a/b", "c/d", "mine"]
+    assert list(of("--lora-modules", "a=/tmp", "b=c/d").adapters) == ["a", "b"]
+    assert "2 adapters are given, and one can be merged; --lora-adapters serves several" in refusal("--merge-lora", "a/b,c/d")
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ("a=/nowhere", "there is no folder /nowhere"),
+        ("/nowhere", "there is no folder /nowhere"),
+        ("nothing", "there is no folder nothing"),
+        ("a=b/c,a=d/e", "two adapters have the name a; give one of them another, as name=folder"),
+        ('{"name": "a", "path": "b/c"}', "must be name=folder, name=owner/adapter or owner/adapter, not JSON"),
+        ("ours=b/c", "ours is the name of the model; give the adapter another one, as name=folder"),
+    ],
+)
+def test_an_adapter_that_cannot_be_served_is_refused(given, reason):
+    assert reason in refusal("--lora-adapters", given, "--served-model-name", "ours")
 
 
 GIB = 1 << 30

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 from fakes.model import EOS, FakeModel, greedy
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop import ENGINES, Driven, on_every_engine
 
@@ -322,6 +322,37 @@ def test_whatever_happens_every_request_gets_one_terminal_message_and_nothing_le
         if driven.ends[i] in ("length", "eos_token"):
             assert driven.tokens[i] == expected
             assert len(driven.prompts[i].logprobs) == (len(prompt) - 1 if scored else 0)
+
+
+@settings(max_examples=300)
+@given(
+    st.sampled_from(list(REUSES)),
+    st.lists(st.tuples(arrivals, st.integers(0, 3), st.integers(0, 2)), min_size=3, max_size=12),
+    st.sampled_from([0, 4]),
+)
+def test_each_request_generates_with_its_own_adapter_in_any_schedule(engine, schedule, verify_length):
+    """Prompts of three texts, so that many begin as what a slot holds, of the same adapter or of another one."""
+    adapters = ["a", "b", "c"]
+    texts = [list(range(1, 20)), [*range(1, 9), 30, 31, 32], [7, 8] * 6]
+    driven = Driven(
+        batch_size=3, max_total_tokens=40, adapters=adapters, verify_length=verify_length, prefix_slots=5, **REUSES[engine]
+    )
+    expected = {}
+    for turn in range(24):
+        for i, ((arrives, own, most, scored, peer, cancelled), adapter, text) in enumerate(schedule):
+            if arrives == turn:
+                prompt = [*texts[text], *own[:3]]
+                expected[i] = greedy(prompt, min(most, 40 - len(prompt)), adapter=adapter)
+                name = adapters[adapter - 1] if adapter else ""
+                driven.arrive(Generate(i, prompt, most, prompt_logprobs=scored, adapter=name), peer=peer)
+            if cancelled == turn:
+                driven.arrive(Cancel(i, "test"), peer=peer)
+        driven.arrive(Cancel(10**9, "keeps the loop from waiting"))
+        driven.step()
+    driven.run()
+    for i, tokens in expected.items():
+        assert driven.tokens[i] == tokens[: len(driven.tokens[i])]
+        assert driven.ends[i] == "cancelled" or driven.tokens[i] == tokens
 
 
 # The process

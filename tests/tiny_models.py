@@ -278,7 +278,14 @@ def generate(model, ids: torch.Tensor) -> tuple[list[list[int]], list[float]]:
 
 
 def run(
-    model, prompts: list[list[int]], seed=0, prefill_chunk=None, budget=None, all_logits=False, new_tokens=None
+    model,
+    prompts: list[list[int]],
+    seed=0,
+    prefill_chunk=None,
+    budget=None,
+    all_logits=False,
+    new_tokens=None,
+    adapters: list[int] | None = None,
 ) -> list[Sequence]:
     """Runs all prompts for `new_tokens`, or to the end of the window, as the worker does, arriving at random times; some are
     cancelled on the way.
@@ -299,10 +306,10 @@ def run(
     )
     scheduler = Scheduler(limits)
     sequences = []
-    for prompt in prompts:
+    for prompt, adapter in zip(prompts, adapters or [0] * len(prompts)):
         most = new_tokens or model.max_total_tokens - len(prompt)
         generate = Generate(0, prompt, most, prompt_logprobs=all_logits)
-        sequences.append(Sequence(generate=generate, max_new_tokens=most, arrived_at=0.0))
+        sequences.append(Sequence(generate=generate, max_new_tokens=most, arrived_at=0.0, adapter=adapter))
     arriving = list(sequences)
     while arriving or scheduler.waiting or scheduler.busy:
         while arriving and chance.random() < 0.3:

@@ -59,10 +59,12 @@ LIMITS_OF = [  # field, what is just right, what is just wrong, the detail
 
 
 def test_the_served_adapter_may_be_named():
-    adapted = replace(CONFIG, lora_adapters="mine=/adapter")
-    assert isinstance(prepared(config=adapted, adapter_id="mine"), PreparedRequest)
-    error = refusal("native", INFO, adapted, adapter_id="other")
-    assert_invalid(error, "`adapter_id` must be the served adapter 'mine' (--lora-adapters). Given: 'other'")
+    merged, info = replace(CONFIG, merge_lora="merged=/adapter"), msgspec.structs.replace(INFO, adapters={"mine": "a/b"})
+    assert prepared(config=merged, adapter_id="merged").adapter == ""  # its weights are those of the model
+    assert prepared("native", info, merged, adapter_id="mine").adapter == "mine"
+    assert [prepared("native", info, adapter_id=none).adapter for none in (None, "")] == ["", ""]
+    error = refusal("native", info, merged, adapter_id="other")
+    assert_invalid(error, "`adapter_id` must be a served adapter: mine, merged (--lora-adapters). Given: 'other'")
 
 
 @pytest.mark.parametrize(("field", "right", "wrong", "detail"), LIMITS_OF)
@@ -336,5 +338,6 @@ def test_info_has_tgis_keys_and_the_limits_in_force(served):
             "tool_parser": "hermes",
             "reasoning_parser": None,
             "input_modalities": ["text"],
+            "adapters": [],
         },
     }

@@ -458,6 +458,21 @@ def test_a_common_system_prompt_is_copied_from_a_running_slot_where_the_model_ca
         assert step.copies == ([(1, 100, 0)] if copies else [])
 
 
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_prefix_belongs_to_the_adapter_that_it_was_computed_with(copies):
+    scheduler = Scheduler(slots=2, prefix_granularity=1, supports_prefix_copy=copies, **MIXED)
+    prompt = list(range(100, 200))
+    cached = []
+    for adapter in (1, 2, 0, 2, 1):
+        (each,) = added(scheduler, of_prompt([*prompt, len(cached), 8, 9], 1, adapter=adapter))
+        while not each.generated:
+            step, _ = run_step(scheduler)
+            assert [chunk.adapter for chunk in step.chunks] == [adapter]
+        cached.append(each.cached)
+    # Of two slots the one that was used longest ago is taken: by the third request that of the first.
+    assert cached == [0, 0, 0, 100, 0]
+
+
 def test_a_conversation_keeps_its_slot_from_a_prompt_that_shares_little_with_it():
     scheduler = Scheduler(slots=2, prefix_granularity=1, **MIXED)
     long = list(range(1000, 1200))

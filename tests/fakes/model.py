@@ -14,12 +14,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from models.adapters import Adapters
 from models.base import Chunk, SampledIds
 from models.encoder_cache import EncoderCache, split_ids
 from protocol import Image
 
 VOCABULARY = 50
 EOS = 0
+ADAPTER = {"layer": (np.ones((1, 1), np.float32), np.ones((1, 1), np.float32))}
 
 
 @functools.lru_cache(maxsize=10000)
@@ -28,9 +30,9 @@ def _logits(tokens: tuple[int, ...], vocabulary: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(vocabulary, np.float32) * 3
 
 
-def next_logits(tokens: Sequence[int], vocabulary: int = VOCABULARY) -> np.ndarray:
-    """The logits after `tokens`: float32 [vocab], a fixed function of all of them."""
-    return _logits(tuple(tokens), vocabulary)
+def next_logits(tokens: Sequence[int], vocabulary: int = VOCABULARY, adapter: int = 0) -> np.ndarray:
+    """The logits after `tokens`: float32 [vocab], a fixed function of all of them, and of the number of a LoRA adapter."""
+    return _logits((-adapter, *tokens) if adapter else tuple(tokens), vocabulary)
 
 
 def next_logprobs(tokens: Sequence[int], vocabulary: int = VOCABULARY) -> np.ndarray:
@@ -39,11 +41,11 @@ def next_logprobs(tokens: Sequence[int], vocabulary: int = VOCABULARY) -> np.nda
     return logits - np.log(np.exp(logits).sum())
 
 
-def greedy(prompt: list[int], max_new_tokens: int, vocabulary: int = VOCABULARY) -> list[int]:
+def greedy(prompt: list[int], max_new_tokens: int, vocabulary: int = VOCABULARY, adapter: int = 0) -> list[int]:
     """What a greedy request for `prompt` must generate."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < max_new_tokens and (len(tokens) == len(prompt) or tokens[-1] != EOS):
-        tokens.append(int(next_logits(tokens, vocabulary).argmax()))
+        tokens.append(int(next_logits(tokens, vocabulary, adapter).argmax()))
     return tokens[len(prompt) :]
 
 
@@ -68,6 +70,7 @@ class FakeModel:
         supports_prefix_copy: bool = False,
         verify_length: int = 0,
         prefix_slots: int = 0,
+        adapters: Sequence[str] = (),
     ):
         self.batch_size, self.vocab_size, self.sampling = batch_size, vocab_size, sampling
         self.prefix_slots = prefix_slots or batch_size
@@ -80,6 +83,10 @@ class FakeModel:
         self.device_sampling: dict[int, tuple[int, float, float]] = {}  # slot → top_k, top_p, temperature
         self.ready_slots: set[int] = set()  # `set_sampling` was called and no prompt has followed yet
         self.cache: list[list[int]] = [[] for _ in range(self.prefix_slots)]
+        self.adapters = Adapters({"layer": (1, 1)}) if adapters else None
+        for name in adapters:
+            self.adapters.add(name, ADAPTER)
+        self.computed_with = [0] * self.prefix_slots  # the adapter of what each slot holds
         self.calls: list[list[Chunk]] = []
         self.failures: list[Exception] = []  # raised by the next calls
         self.nan_slots: set[int] = set()
@@ -98,6 +105,7 @@ class FakeModel:
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
         assert self.supports_prefix_copy and tokens <= len(self.cache[source])
         self.cache[target] = self.cache[source][:tokens]
+        self.computed_with[target] = self.computed_with[source]
 
     def forward(self, chunks: Sequence[Chunk]) -> np.ndarray | SampledIds:
         slots = [chunk.slot for chunk in chunks]
@@ -117,11 +125,14 @@ class FakeModel:
             assert chunk.begin + len(tokens) <= self.max_total_tokens
             if self.sampling != "host" and chunk.begin == 0:
                 self.ready_slots.remove(slot)
+            assert chunk.begin == 0 or chunk.adapter == self.computed_with[slot], "a prefix belongs to an adapter"
+            assert not chunk.adapter or chunk.adapter in self.adapters.numbers.values()
+            self.computed_with[slot] = chunk.adapter
             before = self.cache[slot][: chunk.begin]
             self.cache[slot] = before + tokens
             ends = range(len(self.cache[slot]) + 1 - chunk.rows, len(self.cache[slot]) + 1)
             for end in ends:
-                logits = next_logits(self.cache[slot][:end], self.vocab_size)
+                logits = next_logits(self.cache[slot][:end], self.vocab_size, chunk.adapter)
                 rows.append(np.full_like(logits, np.nan) if slot in self.nan_slots else logits)
         if not self.returns_ids:
             return np.stack(rows)

@@ -323,7 +323,7 @@ def test_an_adapter_is_merged_into_the_dequantized_weights(plain, tmp_path, conf
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
     save_file({name.format("A"): torch.ones(4, 64), name.format("B"): torch.ones(64, 4)}, adapter / "adapter_model.safetensors")
     (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 4}')
-    prepared = models.prepare(config(folder, lora_adapters=f"mine={adapter}"))
+    prepared = models.prepare(config(folder, merge_lora=f"mine={adapter}"))
     (path,) = prepared.folder.glob("*.safetensors")
     expected = load_file(tmp_path / "reference" / "model.safetensors")[f"{Q_PROJ}weight"] + 4
     np.testing.assert_allclose(load_file(path)[f"{Q_PROJ}weight"], expected, rtol=1e-6)

@@ -140,7 +140,7 @@ def test_what_config_json_rules_out_is_refused_before_the_download(hub, config, 
 def test_the_base_of_an_adapter_is_refused_before_its_download(hub, config, tmp_path):
     hub.push("someone/adapter", {"adapter_config.json": b"{}", "adapter_model.safetensors": b""})
     hub.push("someone/model", files(FACTS, SHARDS, **{"config.json": b'{"model_type": "bloom"}'}))
-    given = replace(config, device="cpu", model_cache=str(tmp_path / "cache"), lora_adapters="someone/adapter")
+    given = replace(config, device="cpu", model_cache=str(tmp_path / "cache"), merge_lora="someone/adapter=someone/adapter")
     with pytest.raises(ConfigError, match="bloom models with ALiBi"):
         models.prepare(given)
     assert not set(SHARDS) & set(hub.fetched)

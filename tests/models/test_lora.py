@@ -160,7 +160,7 @@ def test_an_adapter_of_another_model_is_refused(base, tmp_path):
 
 
 def config_of(model_id, tmp_path, adapter):
-    return Config(model_id=str(model_id), device="cpu", model_cache=str(tmp_path / "cache"), lora_adapters=adapter)
+    return Config(model_id=str(model_id), device="cpu", model_cache=str(tmp_path / "cache"), merge_lora=adapter)
 
 
 def test_it_is_merged_once_and_again_when_the_adapter_changes(base, tmp_path, monkeypatch):
@@ -189,7 +189,7 @@ def test_an_adapter_and_its_base_come_from_the_hub(hub, base, tmp_path):
     expected = save_adapter(base, tmp_path / "adapter")
     hub.push("someone/base", base)
     hub.push("someone/adapter", tmp_path / "adapter", branch="v2")
-    prepared = models.prepare(config_of("someone/base", tmp_path, "someone/adapter@v2"))
+    prepared = models.prepare(config_of("someone/base", tmp_path, "mine=someone/adapter@v2"))
     np.testing.assert_allclose(logits(AutoModelForCausalLM.from_pretrained(prepared.folder)), expected, atol=1e-4)
     assert prepared.config.model_name == "someone/base"
     assert "README.md" not in hub.fetched
@@ -209,7 +209,7 @@ def test_a_failure_is_one_line_that_says_what_was_done(base, tmp_path):
     save_adapter(base, tmp_path / "adapter", init_lora_weights="pissa")
     with pytest.raises(ModelError) as refused:
         models.prepare(config_of(base, tmp_path, f"mine={tmp_path / 'adapter'}"))
-    assert "merging mine=" in str(refused.value) and "`init_lora_weights` is 'pissa'" in str(refused.value)
+    assert "merging mine into" in str(refused.value) and "`init_lora_weights` is 'pissa'" in str(refused.value)
     assert "\n" not in str(refused.value)
 
 

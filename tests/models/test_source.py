@@ -82,7 +82,7 @@ def test_a_folder_with_one_file_is_enough_and_the_next_start_has_it(file, config
 def test_an_entry_that_an_older_version_of_our_reader_wrote_is_not_used(file, checkpoint, config, tmp_path, monkeypatch, kind):
     monkeypatch.setattr(ours, "run_module", lambda *_, **_environ: None)
     (tmp_path / "adapter_config.json").touch()
-    given = config(file) if kind == "gguf" else config(checkpoint, lora_adapters=f"mine={tmp_path}")
+    given = config(file) if kind == "gguf" else config(checkpoint, merge_lora=f"mine={tmp_path}")
     monkeypatch.setitem(READERS, kind, READERS[kind] - 1)
     _config, older, _commit = ours.fetch_source(given)
     monkeypatch.undo()
@@ -131,7 +131,7 @@ def test_a_file_and_an_adapter_below_the_working_folder_are_served_with_the_bos_
     write_gguf(here / "tiny model.gguf", checkpoint, keys={"tokenizer.ggml.add_bos_token": True})
     save_adapter(here / "my adapter")
     here.chmod(0o555)
-    flags = ["--model-id", "tiny model.gguf", "--lora-adapters", "mine=my adapter", "--dtype", "float32"]
+    flags = ["--model-id", "tiny model.gguf", "--merge-lora", "mine=my adapter", "--dtype", "float32"]
     start = (str(HERE / "entrypoint.sh"), "serve")
     with Server(*flags, command=start, cwd=here, MODEL_CACHE=str(tmp_path / "cache")) as server:
         server.wait_ready()

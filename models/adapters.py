@@ -1,0 +1,140 @@
+"""LoRA adapters that requests choose: their low-rank updates, as every engine adds them to linear layers.
+
+All adapters lie one after the other along one dimension, the columns. For each token a linear layer computes
+
+    output + ((input · downᵀ) * mask) · up
+
+where `mask` is 1 in the columns of the token's adapter and 0 elsewhere. An engine computes the columns from
+the first to the last adapter that runs. The logits of a token do not depend on other adapters: zeros change
+no sum, and an adapter has a multiple of COLUMNS, and a product at most MAX_COLUMNS, because matrix libraries
+may sum others in another order.
+
+`lora.py` writes the files that are read here. This file imports neither torch nor openvino.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from config import Config
+from models.base import ModelError
+
+UPDATES = "updates.safetensors"
+DOWN, UP = ".down", ".up"  # endings of the names of its tensors
+COLUMNS = 16
+MAX_COLUMNS = 512
+
+# By the name of a module: down [rank, inputs] and up [rank, outputs], which is scaled; in float32.
+Updates = Mapping[str, tuple[np.ndarray, np.ndarray]]
+
+
+def read_updates(folder: Path) -> Updates:
+    tensors = load_file(folder / UPDATES)
+    modules = [name.removesuffix(DOWN) for name in tensors if name.endswith(DOWN)]
+    return {module: (tensors[module + DOWN], tensors[module + UP]) for module in modules}
+
+
+def configured(config: Config) -> dict[str, Updates]:
+    """The updates of each adapter by its name; `config` as `models.prepare` returns it."""
+    return {name: read_updates(Path(folder)) for name, folder in config.adapters.items()}
+
+
+class Adapters:
+    """The adapters of a model.
+
+    numbers: of each adapter by its name, for `Chunk.adapter`; none is used twice, and 0 is no adapter.
+    weights: `down` and `up` of all adapters by module, [columns, inputs] and [columns, outputs], in float32
+    or as the bit patterns of bfloat16; `version` changes with them.
+    """
+
+    def __init__(self, layers: Mapping[str, tuple[int, int]], dtype: str = "float32"):
+        """layers: the inputs and outputs of the linear layers that may have updates, by module."""
+        self.numbers: dict[str, int] = {}
+        self.version = 0
+        self._new_numbers = itertools.count(1)
+        self._set_columns(np.zeros(0, np.int64))
+        self._convert = _to_bfloat16 if dtype == "bfloat16" else np.asarray
+        nothing = self._convert(np.zeros((0, 0), np.float32))
+        self.weights = {
+            module: tuple(nothing.reshape(0, size) for size in sizes) for module, sizes in layers.items()
+        }
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for pair in self.weights.values() for array in pair)
+
+    def add(self, name: str, updates: Updates) -> None:
+        """Raises ModelError for updates that do not fit the model."""
+        for module, pair in updates.items():
+            self._check_fit(name, module, [array.shape[1] for array in pair])
+        rank = max(len(down) for down, _up in updates.values())
+        columns = -(-rank // COLUMNS) * COLUMNS
+        for module, present in self.weights.items():
+            new = [np.zeros((columns, array.shape[1]), np.float32) for array in present]
+            for padded, update in zip(new, updates.get(module, ())):
+                padded[: len(update)] = update
+            joined = (np.concatenate([old, self._convert(padded)]) for old, padded in zip(present, new))
+            self.weights[module] = tuple(joined)
+        self.numbers[name] = number = next(self._new_numbers)
+        self._set_columns(np.append(self._of_column, [number] * columns))
+
+    def remove(self, name: str) -> None:
+        begin, end = self.columns_of([self.numbers.pop(name)])
+        for module, pair in self.weights.items():
+            self.weights[module] = tuple(np.delete(array, slice(begin, end), 0) for array in pair)
+        self._set_columns(np.delete(self._of_column, slice(begin, end)))
+
+    def groups(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The places of `numbers` in groups that have at most MAX_COLUMNS, or one adapter."""
+        groups: list[list[int]] = [[]]
+        first = None
+        for place in sorted(range(len(numbers)), key=lambda place: numbers[place]):
+            if numbers[place]:
+                begin, end = self._places[numbers[place]]
+                first = begin if first is None else first
+                if end - first > MAX_COLUMNS and begin > first:
+                    groups.append([])
+                    first = begin
+            groups[-1].append(place)
+        return [sorted(group) for group in groups]
+
+    def columns_of(self, numbers: Iterable[int]) -> tuple[int, int]:
+        """Begin and end of the columns from the first to the last of these adapters."""
+        places = [self._places[number] for number in numbers if number]
+        return (min(places)[0], max(places)[1]) if places else (0, 0)
+
+    def mask(self, numbers: Sequence[int], columns: tuple[int, int]) -> np.ndarray:
+        """Of tokens with these adapters: float32 [tokens, columns]."""
+        return np.equal.outer(numbers, self._of_column[slice(*columns)]).astype(np.float32)
+
+    def _set_columns(self, numbers: np.ndarray) -> None:
+        """numbers: of the adapter that each column is of, ascending."""
+        self._of_column = numbers
+        begins = np.searchsorted(numbers, numbers)
+        ends = np.searchsorted(numbers, numbers, "right")
+        self._places = dict(zip(numbers.tolist(), zip(begins.tolist(), ends.tolist())))
+        self.version += 1
+
+    def _check_fit(self, name: str, module: str, sizes: list[int]) -> None:
+        if module not in self.weights:
+            raise ModelError(
+                f"the LoRA adapter {name} changes {module}, which is no linear layer of this model that "
+                "runs for every token; merge it with --merge-lora (MERGE_LORA), or leave it out"
+            )
+        expected = [array.shape[1] for array in self.weights[module]]
+        if sizes != expected:
+            raise ModelError(
+                f"the LoRA adapter {name} changes {module} from {sizes[0]} to {sizes[1]} numbers, and it has "
+                f"{expected[0]} and {expected[1]}: is this its base model?"
+            )
+
+
+def _to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """The bit patterns of the nearest bfloat16, uint16."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)

@@ -1,0 +1,155 @@
+"""A request gets the LoRA adapter that it names, in every API; an unknown name is refused in the API's own words."""
+
+import json
+import logging
+
+import pytest
+from openai_api import CHAT, COMPLETION, MESSAGES, PROMPT, RESPONSES, chunks, refusal, streamed_text, whole
+
+ADAPTERS = ("french", "owner/sql")
+ANTHROPIC = "/v1/messages"
+HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
+NATIVE = {"inputs": "Hi", "parameters": {"max_new_tokens": 8}}
+ANTHROPIC_MODELS = {"headers": {"anthropic-version": "2023-06-01"}}
+
+
+@pytest.fixture
+def served(serve):
+    return serve(adapters=ADAPTERS).get_ready()
+
+
+def native(served, adapter=None):
+    body = {"inputs": "Hi", "parameters": {"max_new_tokens": 8, "details": True, "adapter_id": adapter}}
+    return [token["id"] for token in whole(served, "/generate", body)["details"]["tokens"]]
+
+
+@pytest.mark.parametrize("adapter", [None, *ADAPTERS])
+def test_tgis_adapter_id_chooses_the_adapter(served, adapter):
+    assert native(served, adapter) == served.expected("Hi", 8, adapter)
+    assert native(served, "") == native(served) == served.expected("Hi", 8)
+
+
+def texts(served, route, body, of):
+    """By the name in `model`: the answer's own name for its model, and its text."""
+    found = {}
+    for name in ("m", *ADAPTERS):
+        answer = whole(served, route, body | {"model": name})
+        assert answer["model"] == name
+        found[name] = of(answer)
+    assert len(set(found.values())) == 3
+    assert of(whole(served, route, body)) == found["m"]
+    return found
+
+
+def test_every_api_takes_the_adapters_name_as_its_model_and_answers_with_it(served):
+    chats = texts(served, CHAT, MESSAGES, lambda answer: answer["choices"][0]["message"]["content"])
+    texts(served, COMPLETION, PROMPT, lambda answer: answer["choices"][0]["text"])
+    asked = {"input": "Hi", "max_output_tokens": 12, "temperature": 0}
+    responses = texts(served, RESPONSES, asked, lambda answer: answer["output"][0]["content"][0]["text"])
+    messages = texts(served, ANTHROPIC, MESSAGES, lambda answer: answer["content"][0]["text"])
+    assert chats == responses == messages
+    assert whole(served, CHAT, MESSAGES | {"model": "tgi"})["choices"][0]["message"]["content"] == chats["m"]
+    assert whole(served, CHAT, MESSAGES | {"model": "tgi"})["model"] == "m"
+
+
+def test_streams_and_several_choices_are_of_the_adapter(served):
+    body = MESSAGES | {"model": "french"}
+    stream = chunks(served, CHAT, body)
+    text = whole(served, CHAT, body)["choices"][0]["message"]["content"]
+    assert streamed_text(stream) == text and {chunk["model"] for chunk in stream} == {"french"}
+    choices = whole(served, CHAT, body | {"n": 3})["choices"]
+    assert [choice["message"]["content"] for choice in choices] == [text] * 3
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        (CHAT, MESSAGES),
+        (COMPLETION, PROMPT),
+        (RESPONSES, {"input": "Hi"}),
+        ("/v1/responses/input_tokens", {"input": "Hi"}),
+        ("/v1/responses/compact", {"input": "Hi"}),
+    ],
+)
+def test_an_unknown_model_is_refused_as_openai_does(served, route, body):
+    error = refusal(served, route, body | {"model": "German"}, 404)
+    assert (error["code"], error["type"]) == ("model_not_found", "invalid_request_error")
+    assert error["message"] == "The model 'German' is not served here, 'm', 'french', 'owner/sql' are"
+
+
+def test_an_unknown_model_is_refused_as_anthropic_does(served):
+    refused = served.post(ANTHROPIC, MESSAGES | {"model": "German"})
+    assert refused.status_code == 404 and refused.json["error"]["type"] == "not_found_error"
+    assert served.post("/v1/messages/count_tokens", {"messages": MESSAGES["messages"], "model": "German"}).status_code == 404
+
+
+def test_an_unknown_adapter_id_is_refused_as_any_wrong_value(served):
+    refused = served.post("/generate", {"inputs": "Hi", "parameters": {"adapter_id": "German"}})
+    assert refused.status_code == 422
+    assert (
+        "`adapter_id` must be a served adapter: french, owner/sql (--lora-adapters). Given: 'German'" in refused.json["error"]
+    )
+
+
+def test_sagemakers_header_chooses_the_adapter_before_the_body(served):
+    def invoked(body, adapter):
+        response = served.post("/invocations", body, headers={HEADER: adapter})
+        assert response.status_code == 200
+        return response.json
+
+    chat = whole(served, CHAT, MESSAGES | {"model": "french"})["choices"]
+    assert invoked(MESSAGES, "french")["choices"] == chat == invoked(MESSAGES | {"model": "owner/sql"}, "french")["choices"]
+    assert invoked(MESSAGES, "french")["model"] == "french"
+    assert invoked(PROMPT, "french")["choices"] == whole(served, COMPLETION, PROMPT | {"model": "french"})["choices"]
+    asked = NATIVE | {"parameters": {"max_new_tokens": 8, "adapter_id": "french"}}
+    assert invoked(NATIVE, "french")[0]["generated_text"] == whole(served, "/", asked)[0]["generated_text"]
+    json_of_text = {HEADER: "french", "Accept": "application/json"}
+    of_text = served.post("/invocations", b"Hi", content_type="text/plain", headers=json_of_text).json
+    assert of_text[0]["generated_text"].startswith(whole(served, "/", asked)[0]["generated_text"])
+    refused = served.post("/invocations", NATIVE, headers={HEADER: "German"})
+    assert refused.status_code == 404 and "'German' is not served here" in refused.json["error"]
+
+
+def test_torchserves_path_chooses_the_adapter(served):
+    def predicted(name):
+        return served.post(f"/predictions/{name}", b"Hi", content_type="text/plain").get_data(as_text=True)
+
+    assert len({predicted(name) for name in ("m", *ADAPTERS)}) == 3
+    assert served.post("/predictions/German", b"Hi", content_type="text/plain").status_code == 404
+
+
+def test_vertex_instances_choose_their_own_adapters(served):
+    instances = [{"inputs": "Hi", "parameters": {"max_new_tokens": 8, "adapter_id": name}} for name in ("", *ADAPTERS)]
+    predictions = whole(served, "/vertex", {"instances": instances})["predictions"]
+    assert len(set(predictions)) == 3
+
+
+def test_models_and_info_list_the_adapters(served):
+    listed = served.client.get("/v1/models").json["data"]
+    assert [card["id"] for card in listed] == ["m", *ADAPTERS]
+    assert [(card.get("root"), card.get("parent")) for card in listed] == [
+        (None, None),
+        ("/adapters/french", "m"),
+        ("/adapters/owner/sql", "m"),
+    ]
+    assert served.client.get("/v1/models/owner/sql").json == listed[2]
+    assert served.client.get("/v1/models/German").status_code == 404
+    anthropic = served.client.get("/v1/models", **ANTHROPIC_MODELS).json
+    assert [card["id"] for card in anthropic["data"]] == ["m", *ADAPTERS] and anthropic["last_id"] == "owner/sql"
+    assert served.client.get("/info").json["adapters"] == list(ADAPTERS)
+
+
+def test_metrics_and_logs_have_the_adapters_name(served, caplog):
+    caplog.set_level(logging.DEBUG)
+    whole(served, CHAT, MESSAGES | {"model": "french"})
+    whole(served, CHAT, MESSAGES)
+    served.wait_for_count("tgi_adapter_requests_total,french", 1)
+    assert sum("tgi_adapter_requests_total" in name for name in served.counts()) == 1
+    named = [record.message for record in caplog.records if getattr(record, "fields", {}).get("adapter") == "french"]
+    assert named == ["sent to the worker", "prompt begins"]
+
+
+def test_without_adapters_any_model_is_the_one_that_is_served(serve):
+    served = serve().get_ready()
+    assert whole(served, CHAT, MESSAGES | {"model": "gpt-4o"})["model"] == "m"
+    assert json.dumps(served.client.get("/v1/models").json).count("parent") == 0

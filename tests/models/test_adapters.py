@@ -1,0 +1,274 @@
+"""LoRA adapters that requests choose: on every engine the logits are those of peft, and depend on a row's own adapter alone."""
+
+import json
+import random
+from dataclasses import replace
+
+import numpy as np
+import peft
+import pytest
+import tiny_models
+import torch
+from safetensors.torch import save_file
+from tiny_models import POSITIONS, VOCABULARY, run, save_checkpoint, settings
+from transformers import AutoModelForCausalLM
+
+import models
+from models import source
+from models.accuracy import kl_divergence
+from models.adapters import read_updates
+from models.base import Chunk, ModelError
+from models.torch_model import TorchModel
+
+pytestmark = [
+    pytest.mark.models,
+    pytest.mark.usefixtures("conversions", "no_children"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+ALL = "all-linear"
+QV = {
+    "llama": ["q_proj", "v_proj"],
+    "qwen2": ["q_proj", "v_proj"],
+    "phi3": ["qkv_proj"],
+}
+ADAPTERS = {
+    "narrow": {"r": 1, "target_modules": None},  # None: those of QV
+    "seven": {"r": 7, "target_modules": ALL},
+    "scaled": {"r": 20, "target_modules": ALL, "use_rslora": True},
+    "wide": {"r": 64, "target_modules": ALL, "rank_pattern": {"o_proj": 5}},
+}
+IDS = np.random.default_rng(0).integers(0, VOCABULARY, 20).tolist()
+
+
+def save_adapter(base, folder, seed=1, scale=0.2, **given):
+    """A random adapter, as peft saves it; returns the logits of IDS with it."""
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(**{"lora_alpha": 8} | given))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name and parameter.dim() == 2:
+                spread = scale if "lora_B" in name else parameter.shape[1] ** -0.5
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
+        model.save_pretrained(folder)
+        return model.eval()(torch.tensor([IDS])).logits[0].numpy()
+
+
+class Adapted:
+    """A base model, adapters of it, and the logits that peft computes with them."""
+
+    def __init__(self, folder, family, config=None, spread=0.3, **save):
+        self.base = save_checkpoint(folder / "base", config or tiny_models.ALL[family](), spread=spread)
+        self.folder = folder
+        self.expected = {}
+        for seed, (name, given) in enumerate(ADAPTERS.items()):
+            given = given | {"target_modules": given["target_modules"] or QV[family]}
+            self.expected[name] = save_adapter(self.base, folder / name, seed, **given, **save)
+
+    def serve(self, engine, names=tuple(ADAPTERS), **changes):
+        return serve(engine, self.base, names, self.folder, **changes)
+
+    @property
+    def updates(self):
+        """The folder of the updates of each adapter."""
+        given = settings(self.base)
+        return {name: source.read_adapter(given, name, str(self.folder / name)) for name in ADAPTERS}
+
+
+def serve(engine, base, names, folder=None, **changes):
+    """A model with the adapters of these names in a folder."""
+    adapters = tuple(f"{name}={(folder or base.parent) / name}" for name in names)
+    changes = {"max_total_tokens": POSITIONS, "max_batch_size": 8, "lora_adapters": adapters} | changes
+    prepared = models.prepare(settings(base, **changes))
+    if engine == "torch":
+        return TorchModel(prepared.config, base, "cpu")
+    model = prepared.load(lambda phase: None)
+    assert model.engine == "openvino"
+    return model
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    made = {}
+
+    def make(family):
+        if family not in made:
+            made[family] = Adapted(tmp_path_factory.mktemp(family), family)
+        return made[family]
+
+    return make
+
+
+def chunks_of(model, names, tokens, begin):
+    """A chunk of a slot for each adapter; None is none."""
+    numbers = [name and model.adapters.numbers[name] for name in names]
+    return [Chunk(slot, tokens, begin, adapter=number or 0) for slot, number in enumerate(numbers)]
+
+
+def rows(model, names, steps=4):
+    """The logits of a prompt and of decode steps in which all rows run together, by name."""
+    found = {name: [] for name in names}
+    prompts = chunks_of(model, names, IDS[:-steps], 0)
+    calls = [prompts] if model.supports_chunked_prefill else [[chunk] for chunk in prompts]
+    for name, row in zip(names, np.concatenate([model.forward(call) for call in calls])):
+        found[name].append(row)
+    for step in range(steps):
+        position = len(IDS) - steps + step
+        logits = model.forward(chunks_of(model, names, IDS[position : position + 1], position))
+        for name, row in zip(names, logits):
+            found[name].append(row)
+    return {name: np.stack(logits) for name, logits in found.items()}
+
+
+@pytest.mark.parametrize("engine", ["openvino", "torch"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
+def test_each_row_has_the_logits_of_pefts_model_and_the_same_bits_in_any_company(adapted, family, engine):
+    made = adapted(family)
+    model = made.serve(engine)
+    names = [None, *ADAPTERS]
+    together = rows(model, names)
+    for name in ADAPTERS:
+        np.testing.assert_allclose(together[name], made.expected[name][-5:], atol=1e-4)
+        assert np.abs(together[name] - together[None]).max() > 0.1
+        assert np.array_equal(rows(model, [name])[name], together[name])
+    plain = rows(made.serve(engine, names=()), [None])
+    assert np.array_equal(plain[None], together[None])
+    others = made.serve(engine, names=["wide", "narrow"])
+    for name, logits in rows(others, [None, "narrow", "wide"]).items():
+        assert np.array_equal(logits, together[name])
+
+
+@pytest.fixture(scope="module")
+def even(tmp_path_factory):
+    """A model with sums as long as those of usual ones, whose layers of one input are merged when they are compressed."""
+    config = tiny_models.llama(hidden_size=768, intermediate_size=2048, num_hidden_layers=1, max_position_embeddings=300)
+    return Adapted(tmp_path_factory.mktemp("even"), "llama", config, spread=0.05, scale=0.05)
+
+
+@pytest.mark.parametrize(
+    ("engine", "dtype", "quantize"),
+    [
+        ("openvino", "float32", None),
+        ("openvino", "bfloat16", None),
+        ("openvino", "bfloat16", "int8"),
+        ("torch", "float32", None),
+    ],
+)
+def test_a_row_has_the_same_bits_wherever_its_adapter_lies(even, engine, dtype, quantize):
+    """Among so many that matrix products of all columns are summed in another order."""
+    model = even.serve(engine, dtype=dtype, quantize=quantize, threads=1 if engine == "torch" else 2, max_total_tokens=300)
+    names = [None, *ADAPTERS]
+    together = rows(model, names)
+    for name in ADAPTERS:
+        assert np.array_equal(rows(model, [name])[name], together[name])
+        assert kl_divergence(together[name], even.expected[name][-5:]).mean() < 0.01
+    updates = {name: read_updates(even.updates[name]) for name in ADAPTERS}
+    for number in range(12):
+        model.adapters.add(f"wide {number}", updates["wide"])
+        model.adapters.add(f"seven {number}", updates["seven"])
+    chance = random.Random(0)
+    added = list(model.adapters.numbers)
+    for _ in range(3):
+        some = chance.sample(added, 5)
+        for name, logits in rows(model, [None, *some]).items():
+            assert np.array_equal(logits, together[name and name.split()[0]])
+    for name in added[:9:4]:
+        model.adapters.remove(name)
+    for name, logits in rows(model, [None, *added[2:9:4]]).items():
+        assert np.array_equal(logits, together[name and name.split()[0]])
+
+
+@pytest.mark.parametrize("engine", ["openvino", "torch"])
+def test_in_any_schedule_a_request_generates_what_it_generates_alone(adapted, engine):
+    """With prefixes that slots hold, copies of them, and chunks of prompts; repeated prompts have other adapters."""
+    model = adapted("llama").serve(engine, prefix_slots=12 if engine == "openvino" else None)
+    chance = random.Random(0)
+    prompts = [IDS[:length] for length in (5, 12, 12, 17, 9, 20)] * 3
+    adapters = [chance.choice([0, *model.adapters.numbers.values()]) for _ in prompts]
+    alone = {(len(prompt), adapter): run(model, [prompt], adapters=[adapter])[0] for prompt, adapter in zip(prompts, adapters)}
+    for seed in range(4):
+        together = run(model, prompts, seed, budget=7, adapters=adapters)
+        assert sum(len(sequence.tokens) > 1 for sequence in together) > 10
+        for sequence, prompt, adapter in zip(together, prompts, adapters):
+            own = alone[len(prompt), adapter]
+            assert sequence.tokens == own.tokens[: len(sequence.tokens)]
+            assert np.array_equal(sequence.logits, own.logits[: len(sequence.logits)])
+
+
+def test_draft_tokens_of_several_adapters_are_verified_as_in_single_steps(adapted):
+    model = adapted("llama").serve("openvino")
+    names = ["seven", None, "wide"]
+    for chunk in chunks_of(model, names, IDS[:10], 0):
+        model.forward([chunk])
+    single = [model.forward(chunks_of(model, names, IDS[n : n + 1], n)) for n in (10, 11, 12)]
+    drafts = [chunk._replace(verify=True) for chunk in chunks_of(model, names, IDS[10:13], 10)]
+    assert np.array_equal(model.forward(drafts).reshape(3, 3, -1), np.stack(single, axis=1))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt2"])
+@pytest.mark.parametrize("engine", ["openvino", "torch"])
+def test_a_module_that_cannot_have_an_adapter_is_refused_by_name(tmp_path, family, engine):
+    base = save_checkpoint(tmp_path / "base", tiny_models.ALL[family]())
+    module = {"mixtral": "model.layers.0.mlp.experts.0.w1", "gpt2": "transformer.h.0.attn.c_attn"}[family]
+    write_adapter(tmp_path / "own", {module: (torch.ones(2, 48), torch.ones(144, 2))})
+    with pytest.raises(ModelError, match=rf"the LoRA adapter own changes {module}, which is no linear layer") as refused:
+        serve(engine, base, ["own"])
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("engine", ["openvino", "torch"])
+def test_an_adapter_of_a_model_of_another_size_is_refused(adapted, tmp_path, engine):
+    write_adapter(tmp_path / "own", {"model.layers.0.self_attn.q_proj": (torch.ones(2, 64), torch.ones(48, 2))})
+    with pytest.raises(ModelError, match=r"q_proj from 64 to 48 numbers, and it has 48 and 48: is this its base model\?"):
+        serve(engine, adapted("llama").base, ["own"], tmp_path)
+
+
+def write_adapter(folder, modules, **config):
+    """modules: A and B by name."""
+    folder.mkdir()
+    tensors = {}
+    for module, pair in modules.items():
+        tensors |= {f"base_model.model.{module}.lora_{kind}.weight": tensor for kind, tensor in zip("AB", pair)}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2} | config))
+
+
+@pytest.mark.parametrize("number", [torch.nan, -torch.inf])
+def test_weights_that_are_no_numbers_are_refused_because_they_would_reach_every_request(adapted, tmp_path, number):
+    up = torch.ones(48, 2)
+    up[3, 1] = number
+    write_adapter(tmp_path / "own", {"model.layers.0.self_attn.q_proj": (torch.ones(2, 48), up)})
+    with pytest.raises(ModelError, match=r"reading the LoRA adapter own failed: .*q_proj\.up that are NaN or infinite"):
+        serve("torch", adapted("llama").base, ["own"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "tensor"),
+    [
+        ({"use_dora": True, "target_modules": ["q_proj"]}, "lora_magnitude_vector"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["norm"]}, "layernorm"),
+        ({"target_modules": ["q_proj"], "lora_bias": True}, "lora_B.bias"),
+    ],
+)
+def test_what_is_more_than_plain_lora_is_refused_by_the_name_of_its_tensor(adapted, tmp_path, settings, tensor):
+    made = adapted("qwen2")
+    save_adapter(made.base, tmp_path / "own", **settings)
+    with pytest.raises(ModelError, match=rf"holds \S*{tensor}\S*, and requests can choose plain LoRA.* --merge-lora"):
+        serve("openvino", made.base, ["own"], tmp_path)
+
+
+def test_an_adapter_is_read_once_and_the_model_is_not_converted_again(adapted, conversions, monkeypatch):
+    made = adapted("llama")
+    made.serve("openvino", names=())
+    conversions.clear()
+    made.serve("openvino")
+    monkeypatch.setattr(source, "run_module", None)
+    made.serve("openvino")
+    assert conversions == []
+
+
+def test_on_neuron_adapters_by_request_are_refused_by_name(adapted):
+    made = adapted("llama")
+    with pytest.raises(ModelError, match=r"--lora-adapters \(LORA_ADAPTERS\) is for CPUs and GPUs; on Neuron --merge-lora"):
+        models.prepare(replace(settings(made.base, lora_adapters=("a=b/c",)), device="neuron"))
