@@ -1,0 +1,105 @@
+"""LoRA adapters through a real server of four processes: each request gets the text of the model with its own adapter."""
+
+import concurrent.futures
+import json
+
+import pytest
+import torch
+from processes import Server, wait_until
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from config import DEMO_MODEL
+
+pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore")]
+
+NAMES = ("french", "owner.sql", "third")
+QUESTION = "What is Deep Learning?"
+TOKENS = 12
+HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
+
+
+def made(folder, seed):
+    """Writes a random adapter of the demonstration model. Returns what that generates with it, in float32."""
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, layer in model.named_modules():
+        if folder and name.endswith(("q_proj", "v_proj", "gate_proj")):
+            down = torch.randn(4, layer.in_features, generator=generator) * layer.in_features**-0.5
+            up = torch.randn(layer.out_features, 4, generator=generator) * 0.2
+            layer.weight.data += 2 * up @ down
+            tensors |= {
+                f"base_model.model.{name}.lora_{kind}.weight": tensor.contiguous() for kind, tensor in zip("AB", (down, up))
+            }
+    if folder:
+        folder.mkdir()
+        save_file(tensors, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    ids = tokenizer(QUESTION, return_tensors="pt").input_ids
+    with torch.inference_mode():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS)
+    return out[0, ids.shape[1] :].tolist()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """Token ids by the adapter's name."""
+    texts = {name: made(name and folder / name, seed) for seed, name in enumerate(["", *NAMES])}
+    assert len(set(map(tuple, texts.values()))) == len(texts)
+    return texts
+
+
+@pytest.fixture(scope="module")
+def server(folder, expected):
+    adapters = ",".join(f"{name}={folder / name}" for name in NAMES)
+    with Server("--lora-adapters", adapters, "--web-concurrency", "2", "--log-level", "debug") as server:
+        yield server.wait_ready()
+        server.wait_idle()
+        assert server.stop() == 0
+
+
+def ids(server, adapter):
+    _status, answer = server.generate(QUESTION, max_new_tokens=TOKENS, details=True, adapter_id=adapter)
+    return [token["id"] for token in answer["details"]["tokens"]]
+
+
+def test_a_crowd_of_requests_with_all_adapters_gets_the_texts_of_each(server, expected):
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        asked = ["", *NAMES] * 6
+        for name, found in zip(asked, threads.map(lambda name: ids(server, name), asked)):
+            assert found == expected[name]
+    counts = [f'tgi_adapter_requests_total{{adapter="{name}"}} 6.0' for name in NAMES]
+    wait_until(lambda: all(count in server.get("/metrics")[1] for count in counts), "metrics of each adapter")
+    assert "LoRA adapters: french, owner.sql, third; " in server.log
+
+
+def test_every_api_answers_with_the_adapter_that_was_named(server):
+    def asked(path, body, **headers):
+        response = server.request("POST", path, body, **headers)
+        return response.status, json.loads(response.read())
+
+    chat = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": TOKENS, "temperature": 0}
+    whole = {name: server.post("/v1/chat/completions", chat | {"model": name}) for name in NAMES}
+    texts = {name: answer["choices"][0]["message"]["content"] for name, answer in whole.items()}
+    assert [answer["model"] for answer in whole.values()] == list(NAMES) and len(set(texts.values())) == 3
+    for name in NAMES:
+        several = server.post("/v1/chat/completions", chat | {"model": name, "n": 3})["choices"]
+        assert [choice["message"]["content"] for choice in several] == [texts[name]] * 3
+        message = server.post("/v1/messages", chat | {"model": name})
+        assert (message["model"], message["content"][0]["text"]) == (name, texts[name])
+        asked_of = {"input": QUESTION, "max_output_tokens": TOKENS, "temperature": 0, "model": name}
+        response = server.post("/v1/responses", asked_of)
+        assert (response["model"], response["output"][0]["content"][0]["text"]) == (name, texts[name])
+        status, invoked = asked("/invocations", chat, **{HEADER: name})
+        assert (status, invoked["model"], invoked["choices"][0]["message"]["content"]) == (200, name, texts[name])
+    assert asked("/v1/chat/completions", chat | {"model": "German"})[0] == 404
+    assert asked("/v1/messages", chat | {"model": "German"})[0] == 404
+    assert asked("/invocations", chat, **{HEADER: "German"})[0] == 404
+    assert asked("/generate", {"inputs": QUESTION, "parameters": {"adapter_id": "German"}})[0] == 422
