@@ -90,7 +90,15 @@ THINK_PARSERS = (
     "step3",
 )
 # The `options` of LAYOUTS in text/image_layouts.py (tested).
-MM_PROCESSOR_FIELDS = ("size", "do_image_splitting", "min_patches", "max_patches", "image_grid_pinpoints")
+MM_PROCESSOR_FIELDS = (
+    "size",
+    "min_pixels",
+    "max_pixels",
+    "do_image_splitting",
+    "min_patches",
+    "max_patches",
+    "image_grid_pinpoints",
+)
 MAX_COUNT = 10**9  # of a setting that is a whole number
 MAX_NUMBER = 10**6  # of any other
 MAX_TOP_TOKENS = 10_000  # of `max_top_n_tokens`
@@ -457,8 +465,9 @@ class Config:
         "MM_PROCESSOR_KWARGS",
         "Fields of the model's preprocessor_config.json to override, as a JSON object, such as "
         '{"size": {"longest_edge": 1024}} for fewer tokens of an image. Supported are size and '
-        "do_image_splitting (Idefics3, SmolVLM), size (Pixtral, Mistral Small 3), min_patches and "
-        "max_patches (InternVL), image_grid_pinpoints (LLaVA-NeXT, LLaVA-OneVision).",
+        "do_image_splitting (Idefics3, SmolVLM), size (Pixtral, Mistral Small 3), size, min_pixels and "
+        "max_pixels (Qwen2-VL, Qwen2.5-VL, Qwen3-VL), min_patches and max_patches (InternVL), "
+        "image_grid_pinpoints (LLaVA-NeXT, LLaVA-OneVision).",
         parse=functools.partial(_json_object, names=MM_PROCESSOR_FIELDS),
     )
     escape_special_tokens: bool = setting(

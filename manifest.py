@@ -27,7 +27,16 @@ ORIGINAL_LENGTH = "original_max_position_embeddings"  # before rope was scaled
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # rope types whose positions depend on the longest sequence
 
 # Vision-language models whose images are read; of others, the text part is served.
-VISION_FAMILIES = ("idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "smolvlm")
+NEURON_VISION_FAMILIES = (
+    "idefics3",
+    "internvl",
+    "llava",
+    "llava_next",
+    "llava_onevision",
+    "mistral3",
+    "smolvlm",
+)
+VISION_FAMILIES = (*NEURON_VISION_FAMILIES, "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
 # The names in LAYOUTS of text/image_layouts.py (tested).
 IMAGE_PROCESSORS = (
     "CLIPImageProcessor",
@@ -38,6 +47,7 @@ IMAGE_PROCESSORS = (
     "SmolVLMImageProcessor",
     "PixtralImageProcessor",
     "GotOcr2ImageProcessor",
+    "Qwen2VLImageProcessor",
 )
 
 # Parameters of transformers' generation that this server does not support, and their values without effect.

@@ -101,7 +101,7 @@ class ImageEncoder:
                 return ""
             if len(embeddings) != image.tokens:
                 raise ValueError(f"{image.tokens} image tokens have {len(embeddings)} embeddings")
-            self._cache.add(key, embeddings)
+            self._cache.add(key, embeddings, image.canvas)
         except Exception:
             logger.exception("an image of %s tiles cannot be encoded", image.shape[0])
             return "the image cannot be encoded"

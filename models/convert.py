@@ -64,8 +64,15 @@ from models.openvino_model import (
     read_graph,
     with_dtype,
 )
-from models.torch_model import VisionCheck, has_experts, load_pretrained, reference_logits
-from models.vision import VisionTower, is_vision
+from models.torch_model import (
+    VisionCheck,
+    embed,
+    has_experts,
+    has_grid_positions,
+    load_pretrained,
+    reference_logits,
+)
+from models.vision import VisionTower, is_vision, make_tower
 from run import HERE, ConfigError, die_with_parent
 
 import openvino as ov  # isort: skip
@@ -158,7 +165,8 @@ ALL_ATTENTION_FUNCTIONS.register(PLACEHOLDERS, _attend)
 class _Flat(torch.nn.Module):
     """input_ids, position_ids: int64 [tokens] of all chunks; keep: int64 [rows], which tokens' logits are
     returned; image_embeddings: float32 [image tokens, width], image_places: int64 [image tokens], the places
-    of these among the tokens, for models that read images."""
+    of these among the tokens, for models that read images. position_ids: [3, tokens] where
+    `has_grid_positions` says so."""
 
     inputs = ("input_ids", "position_ids", "keep")
 
@@ -176,11 +184,9 @@ class _FlatWithImages(_Flat):
     inputs = (*_Flat.inputs, *IMAGE_INPUTS)
 
     def forward(self, input_ids, position_ids, keep, image_embeddings, image_places):
-        embedded = self.model.get_input_embeddings()(input_ids)
-        embedded = embedded.index_copy(0, image_places, image_embeddings.to(embedded.dtype))
         return self.model(
-            inputs_embeds=embedded[None],
-            position_ids=position_ids[None],
+            **embed(self.model, input_ids[None], image_embeddings, image_places),
+            position_ids=position_ids.unsqueeze(-2),
             use_cache=False,
             logits_to_keep=keep,
         ).logits[0]
@@ -223,7 +229,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
             parameter.data = parameter.data.to(getattr(torch, dtype))
         facts["reference"] = check.stored
         steps.begin("tracing")
-        graph = trace(model, with_images="newline" in facts)
+        graph = trace(model, facts.get("image_width"))
         _save(graph, target / "model.xml")
         del model
         gc.collect()
@@ -253,13 +259,13 @@ def _convert_vision(
     model: torch.nn.Module, manifest: Manifest, target: Path, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Writes the vision tower of a model, in float32, into `target`. Returns the facts of the entry: the
-    embedding after each row of a canvas, or why the model is served without images."""
+    width of an embedding, the one after each row of a canvas, or why the model is served without images."""
     path = target / "vision.xml"
     try:
         # The numbers of a bfloat16 model are stored as such, and computed with in float32. (OpenVINO's own
         # compression to float16 rounds everything, also the angles of rotary positions.)
         tensors = {name: tensor.to(dtype) for name, tensor in model.state_dict().items() if is_vision(name)}
-        tower = VisionTower(manifest.config_json, manifest.processor_config, tensors, torch.float32)
+        tower = make_tower(manifest.config_json, manifest.processor_config, tensors, torch.float32)
         check = VisionCheck(model, tower)
         newline = None if tower.newline is None else tower.newline.tolist()
         _save(_trace_vision(tower, check.tiles[:1]), path)
@@ -271,7 +277,7 @@ def _convert_vision(
         logger.debug("the vision tower is not converted", exc_info=True)
         fault = named(error.__cause__ or error)
     if fault is None:
-        return {"newline": newline}
+        return {"newline": newline, "image_width": check.embeddings.shape[1]}
     for each in target.glob("vision.*"):
         each.unlink()
     return {"vision_fault": fault}
@@ -298,8 +304,9 @@ class Steps:
         logger.info("Converting %s, step %d of %d: %s", self._name, self._number, self._total, what)
 
 
-def trace(model: torch.nn.Module, with_images: bool = False) -> ov.Model:
-    """A graph with placeholders. Changes the torch model, which cannot be used afterwards."""
+def trace(model: torch.nn.Module, image_width: int | None = None) -> ov.Model:
+    """A graph with placeholders. `image_width`: of the embeddings of images, if the graph reads them. Changes
+    the torch model, which cannot be used afterwards."""
     model.requires_grad_(False).set_attn_implementation(PLACEHOLDERS)
     # The other implementations do not convert, or break where an expert has no token.
     model.set_experts_implementation("batched_mm")
@@ -317,10 +324,14 @@ def trace(model: torch.nn.Module, with_images: bool = False) -> ov.Model:
             getattr(patch_model, "__make_16bit_traceable")(model)
         flat = _Flat(model)
         example = (ids, ids, ids[2:4])
-        if with_images:
+        shapes = {name: [-1] for name in _FlatWithImages.inputs}
+        if image_width:
             flat = _FlatWithImages(model)
-            width = model.get_input_embeddings().weight.shape[1]
-            example += (torch.zeros(2, width), ids[1:3])
+            shapes["image_embeddings"] = [-1, image_width]
+            if has_grid_positions(model):
+                shapes["position_ids"] = [3, -1]
+                example = (ids, ids.repeat(3, 1), ids[2:4])
+            example += (torch.zeros(2, image_width), ids[1:3])
         modules = {
             placeholder: ModuleExtension(placeholder, placeholder.name) for placeholder in placeholders
         }
@@ -337,7 +348,7 @@ def trace(model: torch.nn.Module, with_images: bool = False) -> ov.Model:
     for name, port in zip(flat.inputs, graph.inputs):
         is_embedding = name == IMAGE_INPUTS[0]
         port.get_node().set_element_type(ov.Type.f32 if is_embedding else ov.Type.i64)
-        port.get_node().set_partial_shape(ov.PartialShape([-1, width] if is_embedding else [-1]))
+        port.get_node().set_partial_shape(ov.PartialShape(shapes[name]))
         port.get_tensor().set_names({name})
     graph.validate_nodes_and_infer_types()
     return graph

@@ -9,11 +9,17 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
 ENCODER_CACHE_BYTES = 256 << 20
 TOKEN_BITS = 16  # of an id, for the number of the token within its image; the other ones are the key
+
+
+class Entry(NamedTuple):
+    embeddings: np.ndarray  # float32 [tokens, width]
+    canvas: tuple[int, ...]  # of the image (protocol.py)
 
 
 class EncoderCache:
@@ -25,7 +31,7 @@ class EncoderCache:
         self.width = width
         self.limit_bytes = limit_bytes
         self.nbytes = 0
-        self._entries: OrderedDict[int, np.ndarray] = OrderedDict()  # the least recently used first
+        self._entries: OrderedDict[int, Entry] = OrderedDict()  # the least recently used first
         self._pins: Counter[int] = Counter()
         self._lock = threading.Lock()
 
@@ -36,12 +42,12 @@ class EncoderCache:
         """The memory that the embeddings of so many tokens take."""
         return tokens * self.width * np.dtype(np.float32).itemsize
 
-    def add(self, key: int, embeddings: np.ndarray) -> None:
-        """Adds the embeddings of an image: float32 [tokens, width]."""
+    def add(self, key: int, embeddings: np.ndarray, canvas: tuple[int, ...] = ()) -> None:
+        """Adds the embeddings of an image, float32 [tokens, width], and how its tiles lie in it."""
         assert embeddings.shape[1:] == (self.width,) and embeddings.dtype == np.float32
         with self._lock:
             if key not in self._entries:
-                self._entries[key] = embeddings
+                self._entries[key] = Entry(embeddings, canvas)
                 self.nbytes += embeddings.nbytes
                 self._evict()
 
@@ -74,15 +80,19 @@ class EncoderCache:
         with self._lock:
             for key in np.unique(keys).tolist():
                 rows = keys == key
-                embeddings[rows] = self._entries[key][numbers[rows]]
+                embeddings[rows] = self._entries[key].embeddings[numbers[rows]]
         return np.maximum(ids, 0), embeddings, places
+
+    def canvas_of(self, key: int) -> tuple[int, ...]:
+        """Raises KeyError for an image that is not in the cache."""
+        return self._entries[key].canvas
 
     def _evict(self) -> None:
         for key in list(self._entries):
             if self.nbytes <= self.limit_bytes:
                 return
             if key not in self._pins:
-                self.nbytes -= self._entries.pop(key).nbytes
+                self.nbytes -= self._entries.pop(key).embeddings.nbytes
 
 
 def split_ids(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

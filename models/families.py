@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from manifest import VISION_FAMILIES
+from manifest import NEURON_VISION_FAMILIES
 from models import rope
 from models.base import named
 from models.checkpoint import legacy_config
@@ -474,7 +474,7 @@ def text_config(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config.json of a model's text part: of a vision-language model the `text_config`, as if it were a
     file of its own."""
     text = config_json.get("text_config")
-    if config_json.get("model_type") not in VISION_FAMILIES or not isinstance(text, dict):
+    if config_json.get("model_type") not in NEURON_VISION_FAMILIES or not isinstance(text, dict):
         return config_json
     kind = text.get("model_type")
     dtypes = {name: config_json[name] for name in ("torch_dtype", "dtype") if config_json.get(name)}

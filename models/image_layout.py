@@ -45,11 +45,11 @@ def encode(
 def arrange(features: np.ndarray, canvas: tuple[int, ...], newline: np.ndarray | None) -> np.ndarray:
     """The embeddings of an image, [tokens, width], of those of its tiles, [tiles, patches, width].
 
-    Without a canvas they are those of the tiles, one after another. With one the first tile is the whole
-    image, and the others are put together, lose the padding, and get `newline` [width] after each row.
+    Without `newline` they are those of the tiles, one after another. Else the first tile is the whole image,
+    and the others are put together on a canvas, lose the padding, and get `newline` [width] after each row.
     """
     width = features.shape[-1]
-    if not canvas:
+    if newline is None:
         return features.reshape(-1, width)
     rows, columns, top, left, scaled_rows, scaled_columns = Canvas(*canvas)
     side = math.isqrt(features.shape[1])

@@ -25,7 +25,7 @@ from models.neuron_build import (
     is_device_error,
     load_model,
 )
-from models.vision import VisionTower, read_tensors
+from models.vision import make_tower, read_tensors
 
 logger = logging.getLogger("model")
 
@@ -109,7 +109,7 @@ class NeuronModel:
         manifest = build.manifest
         try:
             tensors = read_tensors(build.checkpoint())
-            self._vision = VisionTower(manifest.config_json, manifest.processor_config, tensors).float()
+            self._vision = make_tower(manifest.config_json, manifest.processor_config, tensors).float()
         except Exception as error:
             logger.debug("no vision tower", exc_info=True)
             warn_text_only(build.config.model_name, named(error))

@@ -60,6 +60,7 @@ from models.cache import (  # noqa: E402
     write_refusal,
 )
 from models.encoder_cache import EncoderCache  # noqa: E402
+from models.grid_positions import GridPositions  # noqa: E402
 from models.image_layout import encode  # noqa: E402
 from models.machine import host_memory, usable_threads  # noqa: E402
 from run import HERE, ConfigError  # noqa: E402
@@ -102,6 +103,7 @@ class OpenVinoModel:
     supports_prefix_copy = True
     encoder_cache: EncoderCache | None = None
     adapters: Adapters | None = None
+    _grid_positions: GridPositions | None = None
     max_draft_rows = verify_length = VERIFY_TOKENS
 
     def __init__(
@@ -137,12 +139,14 @@ class OpenVinoModel:
             self._add_adapters(graph, adapters)
         compiled = core.compile_model(graph, "CPU", settings | precisions)
         self._request = compiled.create_infer_request()
-        for port in compiled.inputs:
-            if port.get_any_name() == IMAGE_INPUTS[0]:
-                self.encoder_cache = EncoderCache(width=port.get_partial_shape()[1].get_length())
+        shapes = {port.get_any_name(): port.get_partial_shape() for port in compiled.inputs}
         blocks = math.ceil(max_total_tokens / BLOCK)
         # The blocks of each slot, and of the padding row.
         rows = self.prefix_slots + 1
+        if IMAGE_INPUTS[0] in shapes:
+            self.encoder_cache = EncoderCache(width=shapes[IMAGE_INPUTS[0]][1].get_length())
+            if len(shapes["position_ids"]) > 1:
+                self._grid_positions = GridPositions(rows, max_total_tokens, self.encoder_cache)
         self._blocks = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks)
         self._kv_cache = [  # openvino holds no reference to the arrays
             self._add_cache(port) for port in compiled.inputs if "_cache." in port.get_any_name()
@@ -246,6 +250,8 @@ class OpenVinoModel:
         blocks = math.ceil(tokens / BLOCK)
         for cache in self._kv_cache:
             cache[self._blocks[target, :blocks]] = cache[self._blocks[source, :blocks]]
+        if self._grid_positions:
+            self._grid_positions.copy(source, target, tokens)
 
     def load_vision(self, path: Path, newline: Sequence[float] | None) -> None:
         precision = {"INFERENCE_PRECISION_HINT": self._vision_precision}
@@ -289,14 +295,19 @@ class OpenVinoModel:
             pieces = [*pieces, (self.prefix_slots, (0,) * missing, 0, 0)]
         ids = []
         positions = []
+        longest = 0
         keep = []
         starts = [0]
         blocks = []
         for slot, tokens, begin, wanted in pieces:
             end = begin + len(tokens)
             assert 0 <= slot < len(self._blocks) and 0 <= begin < end <= self.max_total_tokens
+            longest = max(longest, end)
             ids += tokens
-            positions += range(begin + shift, end + shift)
+            if self._grid_positions:
+                positions.append(self._grid_positions.extend(slot, tokens, begin) + shift)
+            else:
+                positions.append(np.arange(begin + shift, end + shift))
             keep += range(len(ids) - wanted, len(ids))
             starts.append(len(ids))
             blocks.append(self._blocks[slot, : math.ceil(end / BLOCK)])
@@ -310,13 +321,13 @@ class OpenVinoModel:
         inputs = {
             "input_ids": token_ids,
             **images,
-            "position_ids": np.array(positions, np.int64),
+            "position_ids": np.concatenate(positions, -1),
             "keep": np.array(keep, np.int64),
             "past_lens": np.array([begin for _slot, _tokens, begin, _wanted in pieces], np.int32),
             "subsequence_begins": np.array(starts, np.int32),
             "block_indices": np.concatenate(blocks),
             "block_indices_begins": np.cumsum([0, *map(len, blocks)], dtype=np.int32),
-            "max_context_len": np.array(max(positions) - shift + 1, np.int32),
+            "max_context_len": np.array(longest, np.int32),
         }
         if self.adapters:
             numbers = [adapter_of.get(slot, 0) for slot, tokens, _begin, _wanted in pieces for _ in tokens]

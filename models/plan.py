@@ -24,7 +24,7 @@ from typing import Any
 
 import config as configuration
 from config import FP8, Config
-from manifest import VISION_FAMILIES, read_json
+from manifest import NEURON_VISION_FAMILIES, read_json
 from models import families
 from models.base import ModelError
 from models.family import Experts, Family
@@ -90,7 +90,7 @@ class Tower:
     def of(cls, config_json: Mapping[str, Any]) -> Tower | None:
         """By a config.json; None for a model that reads text only."""
         vision = config_json.get("vision_config")
-        if config_json.get("model_type") not in VISION_FAMILIES or not isinstance(vision, dict):
+        if config_json.get("model_type") not in NEURON_VISION_FAMILIES or not isinstance(vision, dict):
             return None
         kind = str(vision.get("model_type"))
         sizes = next((sizes for name, sizes in TOWER_SIZES.items() if kind.startswith(name)), None)

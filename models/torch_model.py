@@ -15,6 +15,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,9 +32,10 @@ from models.adapters import Adapters, configured
 from models.architecture import read_architecture, with_version_of_code
 from models.base import Chunk, DeviceLost, ModelError, first_line, named, reported_as, warn_text_only
 from models.encoder_cache import EncoderCache
+from models.grid_positions import GridPositions
 from models.image_layout import Canvas
 from models.machine import usable_threads
-from models.vision import VisionTower
+from models.vision import VisionTower, make_tower
 
 logger = logging.getLogger("model")
 
@@ -76,6 +78,7 @@ def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Modul
         )
     if architecture.auto_class is AutoModelForImageTextToText:
         _scale_logits(model)
+        _add_deepstack(model)
     return model.to(device).eval()
 
 
@@ -84,6 +87,40 @@ def _scale_logits(model: torch.nn.Module) -> None:
     scaling = getattr(model.config.get_text_config(), "logits_scaling", None)
     if scaling and model.config.model_type == "llava_next":
         model.get_output_embeddings().register_forward_hook(lambda _head, _inputs, logits: logits / scaling)
+
+
+def _add_deepstack(model: torch.nn.Module) -> None:
+    """Lets the first layers of Qwen3-VL's text model add the `deepstack` of `embed`. transformers' own way
+    selects tokens by a mask, which cannot be traced."""
+
+    def add(n: int, arguments: dict[str, Any], output: torch.Tensor) -> torch.Tensor:
+        return output + arguments["deepstack"][n] if "deepstack" in arguments else output
+
+    for n in range(len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))):
+        model.get_decoder().layers[n].register_forward_hook(
+            lambda _layer, _inputs, arguments, output, n=n: add(n, arguments, output), with_kwargs=True
+        )
+
+
+def embed(
+    model: torch.nn.Module, ids: torch.Tensor, embeddings: torch.Tensor, places: torch.Tensor
+) -> dict[str, Any]:
+    """What the model's forward takes in the place of `input_ids`. ids: int64 [rows, q]; embeddings: those of
+    images, [image tokens, width], with the width of DeepStack's added; places: int64 [image tokens], among
+    all tokens."""
+    embedded = model.get_input_embeddings()(ids.flatten())
+    shape = (*ids.shape, embedded.shape[1])
+    first, *others = embeddings.to(embedded.dtype).split(embedded.shape[1], 1)
+    arguments: dict[str, Any] = {"inputs_embeds": embedded.index_copy(0, places, first).view(shape)}
+    if others:
+        nothing = torch.zeros_like(embedded)
+        arguments["deepstack"] = [nothing.index_copy(0, places, each).view(shape) for each in others]
+    return arguments
+
+
+def has_grid_positions(model: torch.nn.Module) -> bool:
+    """Whether positions are three numbers (grid_positions.py)."""
+    return "mrope_section" in (getattr(model.config.get_text_config(), "rope_parameters", None) or {})
 
 
 def reference_logits(model: torch.nn.Module, ids: Sequence[int], begin: int = 0) -> np.ndarray:
@@ -124,15 +161,22 @@ class VisionCheck:
             patches = height // config.vision_config.patch_size
             self.canvas = Canvas(rows * patches, columns * patches, 0, 0, 0, 0)
             sizes["image_sizes"] = torch.tensor([image], device=model.device)
+        elif has_grid_positions(model):
+            self.canvas = (4, 6)
+            sizes["image_grid_thw"] = torch.tensor([[1, 8, 12]], device=model.device)
         elif not tower.tile_side:
             sizes["image_sizes"] = torch.tensor([[height, width]], device=model.device)
         self.tiles = np.random.default_rng(0).integers(0, 256, (count, height, width, 3), np.uint8)
         values = tower.normalize(torch.from_numpy(self.tiles).to(model.device)).to(model.dtype)
-        if self.canvas or config.model_type in ("idefics3", "smolvlm"):
+        if has_grid_positions(model):
+            values = _in_patches(values[0], height // 8)
+        elif self.canvas or config.model_type in ("idefics3", "smolvlm"):
             values = values[None]  # of one image
         with torch.inference_mode():
-            found = model.get_image_features(pixel_values=values, **sizes).pooler_output
-        embeddings = torch.cat([each.flatten(0, -2) for each in found])
+            found = model.get_image_features(pixel_values=values, **sizes)
+        embeddings = torch.cat([each.flatten(0, -2) for each in found.pooler_output])
+        for features in getattr(found, "deepstack_features", None) or ():
+            embeddings = torch.cat([embeddings, *features], -1)
         self.embeddings = embeddings.float().cpu().numpy()
 
     def find_fault(self, found: np.ndarray, dtype: str) -> str | None:
@@ -145,6 +189,14 @@ class VisionCheck:
         if error <= VISION_TOLERANCE[dtype]:
             return None
         return f"its image embeddings differ from those of transformers by {error:.2g} times the largest"
+
+
+def _in_patches(values: torch.Tensor, side: int) -> torch.Tensor:
+    """An image, [3, height, width], as transformers' Qwen models take it: a row for each patch, of two equal
+    frames, and the four of a token together."""
+    blocks = values.unflatten(2, (-1, 2, side)).unflatten(1, (-1, 2, side))
+    patches = blocks.permute(1, 4, 2, 5, 0, 3, 6).flatten(0, 3)
+    return patches.unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1)
 
 
 def has_experts(model: torch.nn.Module) -> bool:
@@ -331,6 +383,7 @@ class TorchModel:
     supports_prefix_copy = True
     encoder_cache = None
     adapters: Adapters | None = None
+    _grid_positions: GridPositions | None = None
 
     def __init__(self, config: Config, folder: Path, device: str):
         if config.quantize:
@@ -394,7 +447,7 @@ class TorchModel:
             return
         try:
             tensors = self._model.state_dict()  # shared, not copied
-            tower = VisionTower(manifest.config_json, manifest.processor_config, tensors)
+            tower = make_tower(manifest.config_json, manifest.processor_config, tensors)
             self._vision = tower.to(self.device)
             check = VisionCheck(self._model, tower)
             fault = check.find_fault(self.encode_image(check.tiles, check.canvas, lambda: False), self.dtype)
@@ -471,6 +524,8 @@ class TorchModel:
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
         self._cache.copy(source, target, tokens)
+        if self._grid_positions:
+            self._grid_positions.copy(source, target, tokens)
 
     @torch.inference_mode()
     def _run(self, chunks: Sequence[Chunk], is_step: bool) -> np.ndarray:
@@ -483,7 +538,9 @@ class TorchModel:
         ids, positions = cache.start(chunks, is_step, self.device)
         tokens = {"input_ids": ids}
         if any(min(chunk.tokens) < 0 for chunk in chunks):  # of images
-            tokens = {"inputs_embeds": self._embed(ids)}
+            tokens = self._embed(ids)
+        if self._grid_positions:
+            positions = self._in_grids(chunks, positions)
         out = self._model(
             **tokens,
             position_ids=positions,
@@ -500,15 +557,25 @@ class TorchModel:
             logits = logits[-len(chunks) :]  # not every family supports logits_to_keep
         return logits.float().cpu().numpy()
 
-    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """The embeddings of tokens and image tokens, [rows, q, width], of their ids [rows, q]."""
-        text, embeddings, places = self.encoder_cache.resolve(ids.flatten().cpu().numpy())
-        embedded = self._model.get_input_embeddings()(torch.from_numpy(text).to(self.device))
-        embedded[torch.from_numpy(places).to(self.device)] = torch.from_numpy(embeddings).to(embedded)
-        return embedded.unflatten(0, ids.shape)
+    def _embed(self, ids: torch.Tensor) -> dict[str, Any]:
+        """What the model's forward takes for ids, [rows, q], with tokens of images."""
+        arrays = self.encoder_cache.resolve(ids.flatten().cpu().numpy())
+        text, embeddings, places = (torch.from_numpy(array).to(self.device) for array in arrays)
+        return embed(self._model, text.view(ids.shape), embeddings, places)
+
+    def _in_grids(self, chunks: Sequence[Chunk], positions: torch.Tensor) -> torch.Tensor:
+        """int64 [rows, q] -> [3, rows, q]"""
+        positions = positions.repeat(3, 1, 1)
+        for chunk in chunks:
+            row = chunk.slot if self._cache.is_step else 0
+            found = self._grid_positions.extend(chunk.slot, chunk.tokens, chunk.begin)
+            positions[:, row, : len(chunk.tokens)] = torch.from_numpy(found).to(self.device)
+        return positions
 
     def _make_cache(self, rows: int) -> None:
         self._cache = _SlotCache(rows, self.max_total_tokens)
+        if self.encoder_cache and has_grid_positions(self._model):
+            self._grid_positions = GridPositions(rows, self.max_total_tokens, self.encoder_cache)
         for module in self._model.modules():
             module.slot_cache = self._cache  # for `_attend`: transformers does not pass the cache on to it
 

@@ -1,6 +1,7 @@
 """Vision towers and their projectors in plain torch, from the tensors of a checkpoint.
 
-CLIP, SigLIP, InternViT and Pixtral, as LLaVA, Idefics 3, InternVL and Mistral Small 3 use them.
+CLIP, SigLIP, InternViT and Pixtral, as LLaVA, Idefics 3, InternVL and Mistral Small 3 use them; and those of
+Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
 
 Needs no transformers, whose classes differ between the versions of the engines. `convert.py` traces a tower
 into an OpenVINO graph and compares it with transformers; `torch_model.py` runs it. `image_layout.py` puts the
@@ -8,7 +9,8 @@ tiles of an image together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ TOWERS = (
     "model.vision_tower.",
     "vision_tower.",
     "model.vision_model.",
+    "model.visual.",
+    "visual.",
 )
 PROJECTORS = ("model.multi_modal_projector.", "multi_modal_projector.", "model.connector.")
 NEWLINES = ("model.image_newline", "image_newline")
@@ -60,12 +64,16 @@ ACTIVATIONS = {
 
 class VisionTower(nn.Module):
     """Reads a tile, uint8 RGB [1, height, width, 3], and returns the embeddings of its tokens, float32
-    [tokens, width of the language model].
+    [tokens, width of the language model]. `make_tower` makes one.
 
     config: the checkpoint's config.json; preprocessor: its `processor_config` (manifest.py), for how pixels
     are normalized; tensors: by their names in the checkpoint, or those of transformers' model; dtype: of the
     arithmetic, if not that of the tensors. Raises KeyError for a part that is missing.
     """
+
+    # Pixels of a tile's side; None: tiles have any size, a multiple of `token_side`.
+    tile_side: int | None = None
+    token_side: int
 
     def __init__(
         self,
@@ -76,11 +84,44 @@ class VisionTower(nn.Module):
     ):
         super().__init__()
         self._config = config
-        self._kind = kind = config["model_type"]
-        self._tower = tower = _Tensors(tensors, TOWERS, dtype)
-        self._projector = _Tensors(tensors, PROJECTORS, dtype)
+        self._kind = config["model_type"]
+        self._tower = _Tensors(tensors, TOWERS, dtype)
         newline = next((tensors[name] for name in NEWLINES if name in tensors), None)
         self.register_buffer("newline", newline)  # [width]: the embedding after each row of a canvas
+        scale, shift = _normalization(preprocessor)
+        self.register_buffer("scale", scale)
+        self.register_buffer("shift", shift)
+
+    @torch.inference_mode()
+    def encode(
+        self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
+    ) -> np.ndarray | None:
+        """As `encode_image` of StaticBatchModel (base.py)."""
+        newline = None if self.newline is None else self.newline.float().cpu().numpy()
+        return encode(self._run, pixels, canvas, newline, is_cancelled)
+
+    def _run(self, tile: np.ndarray) -> np.ndarray:
+        return self(torch.tensor(tile, device=self.scale.device)).cpu().numpy()
+
+    def normalize(self, tiles: Tensor) -> Tensor:
+        """The values of pixels, uint8 [tiles, height, width, 3] -> float32 [tiles, 3, height, width]."""
+        return (tiles.float() * self.scale - self.shift).permute(0, 3, 1, 2)
+
+
+class ProjectedTower(VisionTower):
+    """A tower of transformers' vision models, whose output a projector reads."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        preprocessor: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(config, preprocessor, tensors, dtype)
+        kind = self._kind
+        tower = self._tower
+        self._projector = _Tensors(tensors, PROJECTORS, dtype)
         self._is_pixtral = "patch_conv.weight" in tower
         self._is_internvit = "embeddings.cls_token" in tower
         # Their names in CLIP and SigLIP; InternViT and Pixtral have others.
@@ -112,18 +153,14 @@ class VisionTower(nn.Module):
         self._uses_rms = vision.get("norm_type") == "rms_norm"
         self._layer_count = vision.get("num_hidden_layers", tower.count(self._layers))
         self._patch_side = tower[f"{self._patches}.weight"].shape[-1]
-        # Pixels of a tile's side; None: tiles have any size, a multiple of `token_side`.
         side = None if self._is_pixtral else vision["image_size"]
-        self.tile_side: int | None = side[0] if isinstance(side, list) else side
+        self.tile_side = side[0] if isinstance(side, list) else side
         self.token_side = self._patch_side * config.get("spatial_merge_size", 1)
         layer, strategy = SELECTED[kind]
         self._selected = config.get("vision_feature_layer", layer) if layer else None
         self._drops_first = config.get("vision_feature_select_strategy", strategy) == "default"
         if layer is None or kind == "mistral3":
             self._drops_first = False
-        scale, shift = _normalization(preprocessor)
-        self.register_buffer("scale", scale)
-        self.register_buffer("shift", shift)
 
     def forward(self, tile: Tensor) -> Tensor:
         name = self._patches
@@ -136,21 +173,6 @@ class VisionTower(nn.Module):
         if self._drops_first:
             features = features[:, 1:]
         return self._project(features[0], rows, columns).float()
-
-    @torch.inference_mode()
-    def encode(
-        self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
-    ) -> np.ndarray | None:
-        """As `encode_image` of StaticBatchModel (base.py)."""
-        newline = None if self.newline is None else self.newline.float().cpu().numpy()
-        return encode(self._run, pixels, canvas, newline, is_cancelled)
-
-    def _run(self, tile: np.ndarray) -> np.ndarray:
-        return self(torch.tensor(tile, device=self.scale.device)).cpu().numpy()
-
-    def normalize(self, tiles: Tensor) -> Tensor:
-        """The values of pixels, uint8 [tiles, height, width, 3] -> float32 [tiles, 3, height, width]."""
-        return (tiles.float() * self.scale - self.shift).permute(0, 3, 1, 2)
 
     # The towers. x: [1, patches, width]; the result: [1, tokens, width], or that of several layers, joined.
 
@@ -253,6 +275,153 @@ class VisionTower(nn.Module):
         return projector.linear(activation(projector.linear(x, "linear_1")), "linear_2")
 
 
+class QwenTower(VisionTower):
+    """That of Qwen2-VL, Qwen2.5-VL, some of whose layers attend within windows, and Qwen3-VL. There the
+    embeddings that the first layers of the language model add (DeepStack) follow on the others, so they have
+    [tokens, (1 + layers) * width] numbers."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        preprocessor: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(config, preprocessor, tensors, dtype)
+        vision = config["vision_config"]
+        self._heads = vision.get("num_heads", 16)
+        self._merge = vision.get("spatial_merge_size", 2)
+        self._patch_side = self._tower["patch_embed.proj.weight"].shape[-1]
+        self.token_side = self._patch_side * self._merge
+        self._layer_count = self._tower.count("blocks")
+        self._window = 0  # tokens along a side; 0: all layers attend to the whole image
+        self._deepstack: Sequence[int] = ()  # the layers whose outputs are read
+        # The names of a layer's MLP and of the merger's parts.
+        self._mlp_names = ("fc1", "fc2")
+        self._merger_names = ("ln_q", "mlp.0", "mlp.2")
+        activation = "quick_gelu"
+        if self._kind == "qwen2_5_vl":
+            activation = "silu"
+            self._window = vision.get("window_size", 112) // self.token_side
+            self._whole = vision.get("fullatt_block_indexes", (7, 15, 23, 31))
+        elif self._kind == "qwen3_vl":
+            activation = "gelu_pytorch_tanh"
+            self._mlp_names = ("linear_fc1", "linear_fc2")
+            self._merger_names = ("norm", *self._mlp_names)
+            self._deepstack = vision.get("deepstack_visual_indexes", (8, 16, 24))
+        self._activation = ACTIVATIONS[vision.get("hidden_act", activation)]
+
+    def forward(self, tile: Tensor) -> Tensor:
+        tower = self._tower
+        weight = tower["patch_embed.proj.weight"].sum(2)  # an image is a film of equal frames
+        values = self.normalize(tile).to(weight.dtype)
+        grid = F.conv2d(values, weight, tower.get("patch_embed.proj.bias"), stride=self._patch_side)
+        rows, columns = grid.shape[2], grid.shape[3]
+        if "pos_embed.weight" in tower:
+            table = tower["pos_embed.weight"].t()
+            side = math.isqrt(table.shape[1])
+            table = table.view(1, -1, side, side)
+            grid = grid + F.interpolate(table, size=(rows, columns), mode="bilinear", align_corners=True)
+        x = self._by_token(grid[0].permute(1, 2, 0))
+        rotation = self._rotation(rows, columns, x)
+        places = self._places(rows // self._merge, columns // self._merge) if self._window else None
+        deepstack = []
+        for n in range(self._layer_count):
+            at = f"blocks.{n}"
+            is_whole = places is None or n in self._whole
+            x = x + self._attend(self._norm(x, f"{at}.norm1"), at, rotation, None if is_whole else places)
+            x = x + self._mlp(self._norm(x, f"{at}.norm2"), f"{at}.mlp")
+            if n in self._deepstack:
+                merger = f"deepstack_merger_list.{len(deepstack)}"
+                deepstack.append(self._merged(self._joined(x), merger))
+        merged = self._merged(x, "merger")
+        return torch.cat([merged, *deepstack], -1).float()
+
+    def _by_token(self, grid: Tensor) -> Tensor:
+        """[rows, columns, width] -> [patches, width], those of a token together."""
+        merge = self._merge
+        rows, columns, width = grid.shape
+        blocks = grid.reshape(rows // merge, merge, columns // merge, merge, width)
+        return blocks.transpose(1, 2).reshape(-1, width)
+
+    def _rotation(self, rows: int, columns: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, [patches, 1, head size]."""
+        size = x.shape[-1] // self._heads // 2
+        frequencies = 10_000.0 ** -(torch.arange(0, size, 2, device=x.device).float() / size)
+        y = torch.arange(rows, device=x.device).float()[:, None, None] * frequencies
+        z = torch.arange(columns, device=x.device).float()[None, :, None] * frequencies
+        shape = (rows, columns, size // 2)
+        angles = self._by_token(torch.cat([y.expand(shape), z.expand(shape)] * 2, -1))[:, None]
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+    def _places(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        """Where patches lie in windows that all have the same size: int64 [patches]; and which of these
+        places have one: bool [windows, 1, 1, places]."""
+        side = self._window
+        device = self.scale.device
+        y = torch.arange(rows, device=device)[:, None]
+        x = torch.arange(columns, device=device)[None]
+        across = (columns + side - 1) // side
+        windows = (rows + side - 1) // side * across
+        token = (y // side * across + x // side) * side**2 + y % side * side + x % side
+        patches = self._merge**2
+        places = (token.reshape(-1, 1) * patches + torch.arange(patches, device=device)).flatten()
+        is_patch = torch.zeros(windows * side**2 * patches, device=device)
+        is_patch = is_patch.index_copy(0, places, torch.ones_like(places).float())
+        return places, is_patch.view(-1, 1, 1, side**2 * patches) > 0
+
+    def _attend(
+        self, x: Tensor, at: str, rotation: tuple[Tensor, Tensor], windows: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        joined = self._tower.linear(x, f"{at}.attn.qkv")
+        query, key, value = joined.view(-1, 3, self._heads, joined.shape[-1] // self._heads // 3).unbind(1)
+        heads = [_rotate(query, *rotation), _rotate(key, *rotation), value]  # [patches, heads, size]
+        if windows is None:
+            mask = None
+            heads = [each.transpose(0, 1)[None] for each in heads]
+        else:
+            places, mask = windows
+            heads = [_spread(each, places, mask) for each in heads]
+        attended = F.scaled_dot_product_attention(*heads, attn_mask=mask)
+        x = attended.transpose(1, 2).flatten(2).flatten(0, 1)
+        if windows is not None:
+            x = x[places]
+        return self._tower.linear(x, f"{at}.attn.proj")
+
+    def _mlp(self, x: Tensor, at: str) -> Tensor:
+        linear = self._tower.linear
+        if f"{at}.gate_proj.weight" in self._tower:
+            hidden = self._activation(linear(x, f"{at}.gate_proj")) * linear(x, f"{at}.up_proj")
+            return linear(hidden, f"{at}.down_proj")
+        first, second = self._mlp_names
+        return linear(self._activation(linear(x, f"{at}.{first}")), f"{at}.{second}")
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        has_bias = f"{name}.bias" in self._tower
+        return (self._tower.layer_norm if has_bias else self._tower.rms_norm)(x, name, 1e-6)
+
+    def _merged(self, x: Tensor, at: str) -> Tensor:
+        """[patches, width] -> [tokens, width of the language model]."""
+        norm, first, second = (f"{at}.{name}" for name in self._merger_names)
+        joined = self._joined(self._norm(x, norm))
+        return self._tower.linear(F.gelu(self._tower.linear(joined, first)), second)
+
+    def _joined(self, x: Tensor) -> Tensor:
+        """[patches, width] -> [tokens, width of all patches of a token]."""
+        return x.reshape(-1, self._merge**2 * self._tower["patch_embed.proj.weight"].shape[0])
+
+
+def make_tower(
+    config: Mapping[str, Any],
+    preprocessor: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype | None = None,
+) -> VisionTower:
+    """The tower of a model; the arguments are those of `VisionTower`."""
+    kind = QwenTower if config["model_type"].startswith("qwen") else ProjectedTower
+    return kind(config, preprocessor, tensors, dtype)
+
+
 class _Tensors(nn.Module):
     """The tensors below the first of some prefixes that there is, by the rest of their dotted names; and the
     layers that are made of them."""
@@ -329,6 +498,13 @@ def _normalization(preprocessor: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def _spread(x: Tensor, places: Tensor, is_patch: Tensor) -> Tensor:
+    """[patches, heads, size] -> [windows, heads, places, size], with zeros where a window has no patch."""
+    windows, size = is_patch.shape[0], is_patch.shape[-1]
+    zeros = x.new_zeros(windows * size, x.shape[1], x.shape[2])
+    return zeros.index_copy(0, places, x).view(windows, size, *x.shape[1:]).transpose(1, 2)
 
 
 def _join(x: Tensor, rows: int, columns: int, by: int) -> Tensor:

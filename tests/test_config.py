@@ -218,8 +218,8 @@ def test_space_around_a_value_of_the_environment_does_not_matter():
         ("[]", "must be a JSON object"),
         ("{", "must be a JSON object"),
         (
-            '{"size": 9, "max_pixels": 9}',
-            "'max_pixels' is not a supported field; supported: size, do_image_splitting, min_patches",
+            '{"size": 9, "max_tiles": 9}',
+            "'max_tiles' is not a supported field; supported: size, min_pixels, max_pixels, do_image_splitting",
         ),
     ],
 )

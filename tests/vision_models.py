@@ -51,6 +51,8 @@ IDEFICS_TOKENS = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", 
 IDEFICS_TOKENS += [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
 PIXTRAL_TOKENS = ["[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
 INTERNVL_TOKENS = ["<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>"]
+QWEN_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|im_start|>", "<|im_end|>"]
+MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 2, 2]}
 
 # In the published forms, in which each family writes its images, texts and turns. The first of these leaves out contents
 # that are plain strings; so do all that select parts by their type.
@@ -234,11 +236,48 @@ def internvl() -> Family:
     )
 
 
+def _qwen(kind: str, vision: dict[str, Any], text: dict[str, Any], preprocessor: dict[str, Any]) -> Family:
+    return Family(
+        "<|image_pad|>",
+        {"model_type": kind, "vision_config": vision},
+        {"model_type": f"{kind}_text"} | text,
+        {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "resample": 3} | CLIP_COLORS | preprocessor,
+        {"processor_class": f"{kind.title().replace('_Vl', 'VL').replace('2_5', '2_5_')}Processor"},
+        PLAIN.replace("PLACEHOLDER\\n", "<|vision_start|><|image_pad|><|vision_end|>"),
+        QWEN_TOKENS,
+    )
+
+
+def qwen2_vl() -> Family:
+    """A tile in the form of the image; positions of three numbers."""
+    vision = {"depth": 3, "embed_dim": 32, "hidden_size": 48, "mlp_ratio": 2, "num_heads": 2, "patch_size": 14}
+    bounds = {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 3136, "max_pixels": 12845056}
+    return _qwen("qwen2_vl", vision, {"rope_parameters": MROPE}, bounds)
+
+
+def qwen2_5_vl() -> Family:
+    """As Qwen2-VL; most layers of the tower attend within windows of 4 x 4 tokens."""
+    vision = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 48, "patch_size": 14}
+    vision |= {"fullatt_block_indexes": [1], "window_size": 112}
+    bounds = {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 3136, "max_pixels": 12845056}
+    return _qwen("qwen2_5_vl", vision, {"rope_parameters": MROPE}, bounds)
+
+
+def qwen3_vl() -> Family:
+    """As Qwen2-VL, with a table of positions; layers of the tower are added to those of the language model."""
+    vision = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 48, "patch_size": 16}
+    vision |= {"num_position_embeddings": 2304, "deepstack_visual_indexes": [0, 1]}
+    bounds = {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16}
+    bounds |= {"size": {"shortest_edge": 65536, "longest_edge": 16777216}} | SIGLIP_COLORS
+    return _qwen("qwen3_vl", vision, {"rope_parameters": MROPE | {"mrope_interleaved": True}}, bounds)
+
+
 FAMILIES: dict[str, Callable[[], Family]] = {
     family.__name__: family
     for family in (
         *(llava, llava_next, granite_vision, llava_onevision, smolvlm, idefics3),
         *(pixtral, mistral3, internvl),
+        *(qwen2_vl, qwen2_5_vl, qwen3_vl),
     )
 }
 
@@ -285,7 +324,7 @@ def make(name: str, folder: Path, shrink: int = 1) -> Path:
 
 
 def _shrink(config: dict[str, Any], by: int) -> None:
-    if config["vision_config"]["model_type"] == "pixtral":  # tiles of any size
+    if config["vision_config"].get("model_type", "pixtral") == "pixtral":  # tiles of any size
         return
     side = config["vision_config"]["image_size"]
     config["vision_config"]["image_size"] = [n // by for n in side] if isinstance(side, list) else side // by

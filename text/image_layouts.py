@@ -30,6 +30,7 @@ class Tiles(NamedTuple):
     text: str  # what stands in the prompt in the place of the placeholder
     # Of `AnyResolution`: rows and columns of the grid of patches, the rows of padding above and below, the
     # columns on the left and right, and the rows and columns that the rest is scaled down to (0: not scaled).
+    # Of `PixelBounds`: rows and columns of tokens.
     canvas: tuple[int, ...] = ()
 
 
@@ -60,7 +61,7 @@ class Layout:
     image_token = "<image>"
     resample = BICUBIC
     options: ClassVar[tuple[str, ...]] = ()  # the fields that --mm-processor-kwargs may set
-    one_tile: ClassVar[dict[str, Any]] = {}  # values of these for `detail: "low"`
+    one_tile: ClassVar[dict[str, Any]] = {}  # values of these for `detail: "low"`: one small tile
 
     def __init__(self, facts: Facts):
         self.token = str(facts.get("image_token") or self.image_token)
@@ -271,6 +272,39 @@ class Grid(Layout):
         return best
 
 
+class PixelBounds(Layout):
+    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: one tile in the form of the image, of so many pixels as it has, but no
+    fewer and no more than `size` says."""
+
+    image_token = "<|image_pad|>"
+    options = ("size", "min_pixels", "max_pixels")
+    one_tile: ClassVar = {"max_pixels": 512 * 512}
+
+    def __init__(self, facts: Facts):
+        super().__init__(facts)
+        self._side = facts.number("patch_size") * facts.number("merge_size", 2)
+        edges = facts.get("size") if isinstance(facts.get("size"), dict) else {}
+        given = {"min_pixels": edges.get("shortest_edge"), "max_pixels": edges.get("longest_edge")}
+        bounds = Facts(given | {name: facts[name] for name in given if facts.get(name) is not None})
+        self._most = bounds.number("max_pixels", 28 * 28 * 1280)
+        self._least = min(bounds.number("min_pixels", 56 * 56), self._most)
+
+    def __call__(self, image: Image) -> Tiles:
+        rows, columns = (round(edge / self._side) for edge in (image.height, image.width))
+        pixels = rows * columns * self._side**2
+        if pixels > self._most:
+            scale = math.sqrt(image.height * image.width / self._most)
+            rows, columns = (
+                max(1, math.floor(edge / scale / self._side)) for edge in (image.height, image.width)
+            )
+        elif pixels < self._least:
+            scale = math.sqrt(self._least / (image.height * image.width))
+            rows, columns = (math.ceil(edge * scale / self._side) for edge in (image.height, image.width))
+        tile = self._resized(image, columns * self._side, rows * self._side)
+        tokens = rows * columns
+        return Tiles([tile], tokens, self.token * tokens, (rows, columns))
+
+
 # By the `image_processor_type` of a model's preprocessor file, without "Fast".
 LAYOUTS: dict[str, type[Layout]] = {
     "CLIPImageProcessor": CenterCrop,
@@ -281,6 +315,7 @@ LAYOUTS: dict[str, type[Layout]] = {
     "SmolVLMImageProcessor": RowsAndColumns,
     "PixtralImageProcessor": Lines,
     "GotOcr2ImageProcessor": Grid,
+    "Qwen2VLImageProcessor": PixelBounds,
 }
 
 
@@ -292,8 +327,10 @@ def read_layout(manifest: Manifest, overrides: dict[str, Any]) -> Layout:
         supported = f"the fields that this model supports: {', '.join(layout.options) or 'none'}"
         raise ConfigError(f"--mm-processor-kwargs (MM_PROCESSOR_KWARGS): {min(unknown)}; {supported}")
     vision_config = manifest.config_json.get("vision_config") or {}
-    facts = {**vision_config, **manifest.config_json, **manifest.processor_config, **overrides}
-    return layout(Facts(facts))
+    facts = Facts({**vision_config, **manifest.config_json, **manifest.processor_config, **overrides})
+    if "size" in overrides:  # also in the place of these fields of older files
+        facts |= {name: overrides.get(name) for name in ("min_pixels", "max_pixels")}
+    return layout(facts)
 
 
 def _cut(image: Image, side: int) -> list[Image]:

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import MARGIN, run, settings
 from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
 from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOnevisionModel
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from manifest import Manifest
 from models import openvino_model, vision
@@ -29,7 +30,7 @@ from models.base import Chunk
 from models.cache import model_key
 from models.image_layout import Canvas, arrange
 from models.torch_model import TorchModel
-from models.vision import VisionTower, read_tensors
+from models.vision import make_tower, read_tensors
 from protocol import Image
 from run import HERE
 
@@ -38,6 +39,7 @@ pytestmark = [pytest.mark.models, pytest.mark.usefixtures("conversions"), pytest
 NEW_TOKENS = 8
 QUESTION = [260, 40, 41, 290, 70, 81, 92]  # any ids of text
 CANVASES = ("llava_next", "granite_vision", "llava_onevision")
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 BOTH = ("openvino", "torch")
 PUBLISHED = 1
 
@@ -70,7 +72,7 @@ class Zoo:
     def _picture(self, family, seed=0, shrink=None):
         """Of random tiles. Those of canvases are wide or high, and have padding."""
         model = self.reference(family, shrink)
-        side = model.config.vision_config.image_size
+        side = getattr(model.config.vision_config, "image_size", None)
         side = side[0] if isinstance(side, list | tuple) else side
         inputs, canvas, shape = {}, (), (2, side, side)
         if family in ("pixtral", "mistral3"):
@@ -82,26 +84,43 @@ class Zoo:
             patches = side // model.config.vision_config.patch_size
             shape = (1 + canvas.rows * canvas.columns // patches**2, side, side)
             inputs["image_sizes"] = torch.tensor([size])
+        elif family in QWEN:
+            canvas = [(5, 7), (8, 3)][seed]
+            patch = model.config.vision_config.patch_size
+            shape = (1, *(2 * patch * n for n in canvas))
+            inputs["image_grid_thw"] = torch.tensor([[1, *(2 * n for n in canvas)]])
         tiles = np.random.default_rng(seed).integers(0, 256, (*shape, 3), np.uint8)
         processor = Manifest.read(self.folder(family, shrink)).processor_config
         mean, deviation = (torch.tensor(processor[name]).view(3, 1, 1) for name in ("image_mean", "image_std"))
         values = (torch.from_numpy(tiles).permute(0, 3, 1, 2) / 255 - mean) / deviation
         is_of_one_image = family in (*CANVASES, "smolvlm", "idefics3")
         inputs["pixel_values"] = values[None] if is_of_one_image else values
+        if family in QWEN:
+            patches = Qwen2VLImageProcessorPil.patchify(None, values[0].numpy(), patch, 2, 2)[0]
+            inputs["pixel_values"] = torch.from_numpy(patches)
         image = Image(1000 + seed, len(features(model, inputs)), shape, tiles.tobytes(), tuple(canvas))
         return Picture(image, tiles, inputs)
 
     def prompt(self, family, seed=0, shrink=None):
         return [1, 280, *self.picture(family, seed, shrink).image.ids, *QUESTION]
 
-    def _text(self, family, shrink=None):
+    def of_two_images(self, family):
+        first, second = (self.picture(family, seed).image.ids for seed in (0, 1))
+        return [1, *first, 280, *second, *QUESTION]
+
+    def _text(self, family, shrink=None, has_two=False):
         """What transformers continues the prompt with, and the smallest lead of a token."""
-        model, prompt = self.reference(family, shrink), self.prompt(family, 0, shrink)
+        model = self.reference(family, shrink)
+        prompt = self.of_two_images(family) if has_two else self.prompt(family, 0, shrink)
+        inputs = [self.picture(family, seed, shrink).inputs for seed in range(1 + has_two)]
+        inputs = {name: torch.cat([each[name] for each in inputs]) for name in inputs[0]}
         ids = torch.tensor([[model.config.image_token_id if token < 0 else token for token in prompt]])
+        if family in QWEN:
+            inputs["mm_token_type_ids"] = torch.tensor([[int(token < 0) for token in prompt]])
         out = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            **self.picture(family, 0, shrink).inputs,
+            **inputs,
             do_sample=False,
             max_new_tokens=NEW_TOKENS,
             eos_token_id=None,
@@ -120,8 +139,10 @@ def small(family):
 
 def features(model, inputs):
     with torch.inference_mode():
-        found = model.get_image_features(**inputs).pooler_output
-    return torch.cat([each.flatten(0, -2) for each in found]).numpy()
+        found = model.get_image_features(**inputs)
+    embeddings = torch.cat([each.flatten(0, -2) for each in found.pooler_output])
+    deepstack = getattr(found, "deepstack_features", None) or ()
+    return torch.cat([embeddings, *(each for features in deepstack for each in features)], -1).numpy()
 
 
 def canvas_of(size, config):
@@ -148,7 +169,7 @@ def serve(folder, engine="openvino", **changes):
 def encode(model, picture):
     """Adds an image to the model's cache, as the worker does before a request enters the queue."""
     image = picture.image
-    model.encoder_cache.add(image.key, model.encode_image(picture.tiles, image.canvas, lambda: False))
+    model.encoder_cache.add(image.key, model.encode_image(picture.tiles, image.canvas, lambda: False), image.canvas)
 
 
 SIZES = [pytest.param(None, id="small"), pytest.param(PUBLISHED, id="published", marks=pytest.mark.families)]
@@ -175,6 +196,28 @@ def test_images_are_read_as_by_transformers_alone_and_in_any_schedule_to_the_las
         for sequence, own in zip(together, alone * 2):
             assert sequence.tokens == own.tokens[: len(sequence.tokens)]
             assert np.array_equal(sequence.logits, own.logits[: len(sequence.logits)])
+
+
+@pytest.mark.parametrize("engine", BOTH)
+@pytest.mark.parametrize("family", QWEN)
+def test_two_images_have_their_places_in_prefixes_that_are_copied_and_under_drafts(visions, family, engine):
+    model = serve(visions.folder(family), engine, speculate=3)
+    for seed in (0, 1):
+        encode(model, visions.picture(family, seed))
+    prompt = visions.of_two_images(family)
+    expected, lead, _logits = visions.text(family, None, True)
+    assert lead > MARGIN
+    logits = [model.forward([Chunk(0, prompt, 0)])[0]]
+    logits += [model.forward([Chunk(0, [token], len(prompt) + n)])[0] for n, token in enumerate(expected[:-1])]
+    assert [int(row.argmax()) for row in logits] == expected
+    for end in (len(prompt) - len(QUESTION), len(prompt) - len(QUESTION) - 5, 20):  # behind and within images
+        model.copy_prefix(0, 2, end)
+        (row,) = model.forward([Chunk(2, prompt[end:], end)])
+        assert int(row.argmax()) == expected[0] and np.abs(row - logits[0]).max() < 1e-4
+    wrong = [expected[0], *((token + 1) % model.vocab_size for token in expected[1:4])]
+    model.forward([Chunk(2, wrong, len(prompt), verify=True)])
+    found = model.forward([Chunk(2, expected[:4], len(prompt), verify=True)])
+    assert [int(row.argmax()) for row in found] == expected[1:5]
 
 
 @pytest.mark.parametrize("engine", BOTH)
@@ -274,7 +317,7 @@ def test_a_tower_is_read_from_files_with_older_and_newer_names(visions, tmp_path
             old = next((old for old in renamed if name.startswith(old)), "")
             tensors[renamed.get(old, "") + name.removeprefix(old)] = tensor
         save_file(tensors, tmp_path / "model.safetensors")
-        tower = VisionTower(manifest.config_json, manifest.processor_config, read_tensors(tmp_path))
+        tower = make_tower(manifest.config_json, manifest.processor_config, read_tensors(tmp_path))
         found = np.stack([tower(torch.from_numpy(tile[None])).numpy() for tile in picture.tiles])
         newline = None if tower.newline is None else tower.newline.numpy()
         assert np.abs(arrange(found, picture.image.canvas, newline) - expected).max() < 1e-4
@@ -329,7 +372,7 @@ def test_a_tower_in_bfloat16_is_stored_so_and_loses_nothing(visions, tmp_path, c
     found = encoder.encode(tiles, (), lambda: False)
     manifest = Manifest.read(folder)
     tensors = {name: tensor.bfloat16().float() for name, tensor in read_tensors(folder).items()}
-    tower = VisionTower(manifest.config_json, manifest.processor_config, tensors)
+    tower = make_tower(manifest.config_json, manifest.processor_config, tensors)
     expected = tower(torch.from_numpy(tiles)).numpy()
     assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
     stored = sum(tensor.nbytes for tensor in tensors.values())

@@ -10,6 +10,7 @@ import warnings
 import numpy as np
 import pytest
 from image_files import noise, save_preprocessor
+from PIL import Image
 from vision_models import FAMILIES
 
 from config import MM_PROCESSOR_FIELDS
@@ -25,6 +26,7 @@ PROCESSORS = {
     "mistral3": ("pixtral", {"patch_size": 28}),
     "internvl": ("internvl", {"crop_to_patches": True}),
 }
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 # An icon, a thin image, upright and wide ones, odd ones, one that LLaVA-OneVision scales down.
 SIZES = [(64, 48), (23, 200), (333, 777), (1536, 1024), (1201, 799), (1650, 1411)]
 every_family = pytest.mark.parametrize("name", FAMILIES)
@@ -39,6 +41,7 @@ def _same_transformers(monkeypatch):
 
 
 @pytest.mark.models
+@pytest.mark.filterwarnings("ignore:Passing `min_pixels`:FutureWarning")
 @pytest.mark.usefixtures("_same_transformers")
 @every_family
 def test_tiles_and_text_are_those_of_transformers(name, tmp_path, monkeypatch):
@@ -64,9 +67,21 @@ def test_tiles_and_text_are_those_of_transformers(name, tmp_path, monkeypatch):
         assert made.text == written(outputs), size
         assert made.text.count(layout.token) == made.tokens
         values = np.asarray(outputs["pixel_values"], np.float32)
+        if name in QWEN:
+            values = in_the_form_of_the_image(values, outputs["image_grid_thw"][0])
+            assert made.canvas == tuple(outputs["image_grid_thw"][0][1:] // 2)
         values = values.reshape(-1, *values.shape[-3:]).transpose(0, 2, 3, 1)
         expected = np.rint((values * deviation + mean) * 255)
         assert np.array_equal(np.stack([np.asarray(tile) for tile in made.tiles]), expected), size
+
+
+def in_the_form_of_the_image(patches, grid):
+    """Of patches, each of two equal frames, of which four by four make a token."""
+    _, rows, columns = grid
+    side = int((patches.shape[1] // 6) ** 0.5)
+    patches = patches.reshape(rows // 2, columns // 2, 2, 2, 3, 2, side, side)
+    assert np.array_equal(patches[..., 0, :, :], patches[..., 1, :, :])
+    return patches[..., 0, :, :].transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, rows * side, columns * side)
 
 
 def text_of_transformers(module, fields, image_processor, image_token):
@@ -98,6 +113,9 @@ TOKENS = {
     "pixtral": (1024, 2752, 1029, 12),
     "mistral3": (361, 2035, 336, 6),
     "internvl": (256, 1792, 2816, 3328),
+    "qwen2_vl": (324, 2035, 336, 4),
+    "qwen2_5_vl": (324, 2035, 336, 4),
+    "qwen3_vl": (256, 1536, 240, 70),
 }
 
 
@@ -106,6 +124,21 @@ def test_an_image_takes_as_many_tokens_as_in_transformers(name, tmp_path):
     layout = read_layout(save_preprocessor(name, tmp_path), {})
     found = [layout(noise(*size)).tokens for size in ((512, 512), (1536, 1024), (333, 777), (64, 48))]
     assert tuple(found) == TOKENS[name]
+
+
+@pytest.mark.models
+@pytest.mark.usefixtures("_same_transformers")
+@pytest.mark.parametrize("bounds", [{}, {"max_pixels": 200_704}, {"min_pixels": 200_704, "max_pixels": 1_003_520}])
+@pytest.mark.parametrize("name", QWEN)
+def test_bounds_give_images_of_all_sizes_as_many_tokens_as_in_transformers(name, bounds, tmp_path):
+    from transformers import AutoImageProcessor
+
+    layout = read_layout(save_preprocessor(name, tmp_path), bounds)
+    processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil", **bounds)
+    sizes = np.random.default_rng(0).integers(9, 1800, (60, 2)).tolist()
+    found = [layout(Image.new("RGB", size)).tokens for size in sizes]
+    assert found == [processor.get_number_of_image_patches(height, width) // 4 for width, height in sizes]
+    assert len(set(found)) > 12
 
 
 @every_family
@@ -159,6 +192,7 @@ def test_llava_counts_the_outputs_of_its_tower_that_it_selects(processor, class_
         ("smolvlm", [(512, 512)], "<fake_token_around_image><global-img>" + 64 * "<image>" + "<fake_token_around_image>"),
         ("idefics3", [(364, 364)], "<fake_token_around_image><global-img>" + 169 * "<image>" + "<fake_token_around_image>"),
         ("internvl", [(448, 448)], "<img>" + 256 * "<IMG_CONTEXT>" + "</img>"),
+        ("qwen2_5_vl", [(420, 588)], 15 * 21 * "<|image_pad|>"),
     ],
 )
 def test_low_detail_is_one_tile_of_the_whole_image(name, shape, text, tmp_path):
@@ -176,6 +210,11 @@ def test_low_detail_is_one_tile_of_the_whole_image(name, shape, text, tmp_path):
         ("internvl", {"max_patches": 4}, 5 * 256),
         ("internvl", {"min_patches": 9, "max_patches": 9}, 10 * 256),
         ("llava_next", {"image_grid_pinpoints": [[336, 336]]}, 576 + 24 * 25),
+        ("qwen2_vl", {"max_pixels": 10 * 10 * 28 * 28}, 100),
+        ("qwen2_vl", {"size": {"longest_edge": 10 * 10 * 28 * 28, "shortest_edge": 784}}, 100),
+        ("qwen3_vl", {"size": {"longest_edge": 2 * 10**6}, "max_pixels": 10 * 10 * 32 * 32}, 100),
+        ("qwen3_vl", {"min_pixels": 64 * 64 * 32 * 32}, 64 * 64),
+        ("qwen3_vl", {"min_pixels": 2000, "max_pixels": 1500}, 1),
     ],
 )
 def test_options_change_what_the_files_say(name, overrides, tokens, tmp_path):
@@ -190,6 +229,8 @@ def test_options_change_what_the_files_say(name, overrides, tokens, tmp_path):
         ("smolvlm", {"size": {"longest_edge": 0}}, r"`size` must be a positive whole number, .* given: 0$"),
         ("pixtral", {"size": {"height": 600, "width": 400}}, r"`size` must be a positive whole number, .* 'width': 400}$"),
         ("internvl", {"max_patches": "4"}, r"`max_patches` must be a positive whole number.* given: '4'$"),
+        ("qwen3_vl", {"max_pixels": -1}, r"`max_pixels` must be a positive whole number.* given: -1$"),
+        ("qwen3_vl", {"size": {"longest_edge": "9"}}, r"`max_pixels` must be a positive whole number.* given: '9'$"),
         ("internvl", {"max_patches": True}, r"`max_patches` must be a positive whole number"),
         *(
             (
