@@ -13,6 +13,7 @@ import families_table
 import metrics_table
 import neuron_tables
 import pytest
+import routes_pages
 import settings_tables
 import yaml
 
@@ -149,6 +150,11 @@ def test_the_table_of_settings_is_that_of_the_code():
     assert table in document, how
     assert document.endswith(settings_tables.other_names() + "\n"), how
     assert all(row.count("|") == 5 for row in table.splitlines() if row.startswith("|"))
+
+
+def test_the_page_of_routes_is_that_of_the_openapi_document():
+    how = "PYTHONPATH=. python tests/routes_pages.py --write writes docs/routes.md"
+    assert (HERE / "docs" / "routes.md").read_text() == routes_pages.page(), how
 
 
 def test_the_table_of_models_on_neuron_is_that_of_plan():

@@ -1,6 +1,8 @@
 """What /metrics shows: TGI's and vLLM's names, types and buckets; each request and each step counted once, with its times."""
 
 import random
+import shutil
+import subprocess
 import threading
 
 import msgspec
@@ -472,6 +474,16 @@ def test_the_kv_cache_is_described_in_blocks_that_prefix_caching_can_reuse(granu
         },
         1,
     )
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool (apt install prometheus)")
+def test_promtool_complains_of_metrics_of_vllm_for_nothing_but_the_colons_in_their_names():
+    metrics = Metrics("org/model")
+    metrics.set_limits(4, 200, 400)
+    metrics.set_cache(1600, "float32", 1)
+    done = subprocess.run(["promtool", "check", "metrics"], input=metrics.render(), capture_output=True, timeout=60)
+    complaints = [line for line in done.stderr.decode().splitlines() if line.startswith("vllm:")]
+    assert complaints and {line.partition(" ")[2] for line in complaints} == {"metric names should not contain ':'"}
 
 
 @pytest.mark.parametrize("name", ['a"b', "C:\\models\\n", "two\nlines", "模型"])
