@@ -161,7 +161,7 @@ attack: $(VENV)/run.installed
 
 # With the machine's python3: the server is in the image.
 first-run:
-	@python3 bench/first_run.py --model-id "$(or $(MODEL),Qwen/Qwen2.5-7B-Instruct)" $(if $(IMAGE_TO_RUN),--image $(IMAGE_TO_RUN)) $(ARGS)
+	@python3 bench/first_run.py $(MODEL:%=--model-id "%") $(if $(IMAGE_TO_RUN),--image $(IMAGE_TO_RUN)) $(ARGS)
 
 # docker if its daemon answers, else podman, which keeps health checks in Docker's format only.
 image: ENGINE := $(or $(ENGINE),$(shell for e in docker podman; do $$e info >/dev/null 2>&1 && { echo $$e; break; }; done))

@@ -1,10 +1,11 @@
 """A first run on a device: what a simulator cannot show, in one JSON report without names, addresses or keys.
 
-    python3 bench/first_run.py --model-id Qwen/Qwen2.5-7B-Instruct [--image IMAGE] [--out report.json]
+    python3 bench/first_run.py [--model-id Qwen/Qwen2.5-7B-Instruct] [--image IMAGE] [--out report.json]
 
-Starts the server of the image on the device once for each value of --sampling, each with its own compiled graphs, and on the
-CPU as a reference. Measures how long compiling and startup take, whether chunked prefill works, the steps of 1 stream and of a
-stream in every slot (from the server's own /metrics), and the outputs of ten prompts against those of the CPU.
+Starts the server of the image, for each model, on the device once for each value of --sampling, each with its own compiled
+graphs, and on the CPU as a reference. Measures how long compiling and startup take, whether chunked prefill works, the steps of
+1 stream and of a stream in every slot (from the server's own /metrics), the outputs of ten prompts against those of the CPU,
+and the token ids of 64 steps in all slots against those that the host sampled and against the CPU's.
 docs/first-run.md says what to do with the report. `--server COMMAND --device cpu` rehearses it on any machine, with the server
 of a checkout.
 
@@ -25,7 +26,9 @@ import sys
 import tempfile
 import urllib.request
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from launch import Server, free_port
@@ -43,6 +46,8 @@ from importlib.metadata import distributions
 for each in distributions():
     print(each.metadata["Name"] + "==" + each.version)
 """
+# Reported by users in 2026 as failing on Inferentia2 elsewhere: compilation, and garbage from on-device sampling with tp 2.
+MODELS = ["Qwen/Qwen2.5-1.5B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"]
 START_LIMIT_S = 3 * 3600.0
 TOKENS = 64
 CLOSE = 0.1  # lead in log-probability within which rounding may change the token
@@ -98,10 +103,10 @@ def checked_versions(given: argparse.Namespace) -> dict | None:
     return json.loads(ended.stdout) if ended.returncode == 0 else {}
 
 
-def started(given: argparse.Namespace, folder: Path, device: str, *flags: str) -> Server:
+def started(given: argparse.Namespace, model: str, folder: Path, device: str, *flags: str) -> Server:
     port = free_port()
     filled = (given.server or IN_IMAGE[device]).format(port=port, **vars(given))
-    command = [*shlex.split(filled), "--model-id", given.model_id, "--device", device, *flags]
+    command = [*shlex.split(filled), "--model-id", model, "--device", device, *flags]
     command += ["--max-total-tokens", str(given.max_total_tokens)]
     environment = {**os.environ, "PORT": str(port)}
     return Server(command, port, folder / "log", environment).wait_ready(limit_s=START_LIMIT_S)
@@ -136,6 +141,20 @@ def compared(ours: list[list[tuple[int, float]]], cpu: list[list[tuple[int, floa
     return counts
 
 
+def token_ids(server: Server) -> list[list[int]]:
+    """For each prompt the greedy token ids of TOKENS steps. All prompts are sent at a time: every slot generates."""
+    body = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        responses = list(pool.map(lambda prompt: post(server, "/v1/completions", {"prompt": prompt, **body}), PROMPTS))
+    return [response["choices"][0]["token_ids"] for response in responses]
+
+
+def compared_ids(ours: list[list[int]], others: list[list[int]]) -> dict:
+    """How many prompts have equal ids, and at which step those of the others differ first."""
+    differ = [[a == b for a, b in zip(here, there)].index(False) for here, there in zip(ours, others) if here != there]
+    return {"equal": len(ours) - len(differ), "differ_first_at_step": sorted(differ)}
+
+
 def step_sums(server: Server) -> dict[str, float]:
     with urllib.request.urlopen(server.url + "/metrics", timeout=60) as response:
         lines = response.read().decode()
@@ -163,11 +182,18 @@ def without_paths(text: str) -> str:
     return re.sub(r"(/[\w.@+-]+){2,}", "PATH", text)[:300]
 
 
-def measured(given: argparse.Namespace, folder: Path, *flags: str) -> tuple[dict, list[list[tuple[int, float]]]]:
+class Outputs(NamedTuple):
+    """What a server generates for PROMPTS."""
+
+    texts: list[list[tuple[int, float]]]
+    ids: list[list[int]]
+
+
+def measured(given: argparse.Namespace, model: str, folder: Path, *flags: str) -> tuple[dict, Outputs]:
     """One value of --sampling: two startups, the second with what the first has compiled."""
-    with started(given, folder, given.device, *flags) as server:
+    with started(given, model, folder, given.device, *flags) as server:
         first_s, log = server.ready_s, server.log
-    with started(given, folder, given.device, *flags) as server:
+    with started(given, model, folder, given.device, *flags) as server:
         with urllib.request.urlopen(server.url + "/info", timeout=60) as response:
             info = json.load(response)
         slots = info["max_batch_size"]
@@ -182,7 +208,8 @@ def measured(given: argparse.Namespace, folder: Path, *flags: str) -> tuple[dict
             "dtype": info["model_dtype"],
             "steps": [steps(server, streams) for streams in sorted({1, slots})],
         }
-        return found, texts(server) if "device" not in flags else []
+        has_logprobs = "device" not in flags
+        return found, Outputs(texts(server) if has_logprobs else [], token_ids(server))
 
 
 def failure(error: Exception) -> str:
@@ -190,39 +217,51 @@ def failure(error: Exception) -> str:
 
 
 def report_of(given: argparse.Namespace, runtime: str | None) -> dict:
-    """The failure of one value of --sampling is part of the report. `runtime`: the version of the image's library."""
-    is_local = Path(given.model_id).exists()
-    report = {"model": "a local folder" if is_local else given.model_id, "machine": {**machine(), "runtime": runtime}}
-    report["packages"] = packages(given)
-    report["runs"] = runs = []
-    answers = []
-    ways = [["--sampling", way] for way in ("host", "hybrid", "device")] if given.device == "neuron" else [[]]
+    """`runtime`: the version of the image's runtime library."""
+    report = {"machine": {**machine(), "runtime": runtime}, "packages": packages(given)}
     with tempfile.TemporaryDirectory(prefix="first-run-") as name:
-        for flags in ways:
-            try:
-                found, said = measured(given, Path(name), *flags)
-            except (RuntimeError, OSError) as error:
-                found, said = {"flags": flags, "failed": failure(error)}, []
-            runs.append(found)
-            answers.append(said)
-            print(json.dumps(found), flush=True)
-        if given.without_cpu:
-            return report
+        report["models"] = [report_of_model(given, model, Path(name)) for model in given.model_id]
+    return report
+
+
+def report_of_model(given: argparse.Namespace, model: str, folder: Path) -> dict:
+    """The failure of one value of --sampling is part of the report."""
+    report: dict = {"model": "a local folder" if Path(model).exists() else model}
+    report["runs"] = runs = []
+    outputs = {}  # by the place in `runs`
+    ways = [[]]
+    if given.device == "neuron":
+        ways = [["--sampling", way, "--tp-degree", str(given.tp_degree)] for way in ("host", "hybrid", "device")]
+    for flags in ways:
         try:
-            with started(given, Path(name), "cpu") as server:
-                expected = texts(server)
+            found, outputs[len(runs)] = measured(given, model, folder, *flags)
         except (RuntimeError, OSError) as error:
-            report["cpu_failed"] = failure(error)
-            return report
-    for found, said in zip(runs, answers):
-        if said:
-            found["texts"] = compared(said, expected)
+            found = {"flags": flags, "failed": failure(error)}
+        runs.append(found)
+        print(json.dumps(found), flush=True)
+    if 0 in outputs:
+        for place, said in outputs.items():
+            if place > 0:
+                runs[place]["ids_as_host"] = compared_ids(said.ids, outputs[0].ids)
+    if given.without_cpu:
+        return report
+    try:
+        with started(given, model, folder, "cpu") as server:
+            expected = Outputs(texts(server), token_ids(server))
+    except (RuntimeError, OSError) as error:
+        report["cpu_failed"] = failure(error)
+        return report
+    for place, said in outputs.items():
+        if said.texts:
+            runs[place]["texts"] = compared(said.texts, expected.texts)
+        runs[place]["ids_as_cpu"] = compared_ids(said.ids, expected.ids)
     return report
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model-id", required=True)
+    parser.add_argument("--model-id", nargs="+", default=MODELS, help=f"by default {' and '.join(MODELS)}")
+    parser.add_argument("--tp-degree", type=int, default=2, help="on a Neuron device")
     parser.add_argument("--image", default=IMAGE)
     parser.add_argument("--cpu-image", default=f"{IMAGE}:cpu", help="for the outputs of a CPU")
     parser.add_argument("--data", type=Path, default=Path("data").absolute(), help="the folder that is mounted on /data")
@@ -239,7 +278,7 @@ def main(argv: Sequence[str]) -> int:
     report = report_of(given, versions.get("runtime"))
     given.out.write_text(json.dumps(report, indent=1) + "\n")
     print(f"The report is {given.out}; docs/first-run.md says where to send it")
-    return 1 if any("failed" in run for run in report["runs"]) else 0
+    return 1 if any("failed" in run for model in report["models"] for run in model["runs"]) else 0
 
 
 if __name__ == "__main__":

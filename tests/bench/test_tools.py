@@ -73,11 +73,13 @@ def test_a_first_run_is_rehearsed_on_a_cpu_and_its_report_names_nobody(tmp_path,
     output_of("bench/first_run.py", "--model-id", str(HERE / "demo" / "model"), *words)
     text = (tmp_path / "report.json").read_text()
     report = json.loads(text)
-    (run,) = report["runs"]
+    (model,) = report["models"]
+    (run,) = model["runs"]
+    assert run["ids_as_cpu"] == {"equal": 10, "differ_first_at_step": []}
     assert run["texts"] == {"equal": 10, "part at a close choice": 0, "part at a clear choice": 0}
     assert [each["streams"] for each in run["steps"]] == [1, 2]
     assert all(each["step_ms"] > 0 and each["prompt_call_ms"] > 0 and each["tokens_per_s"] > 0 for each in run["steps"])
-    assert report["model"] == "a local folder" and report["packages"]["transformers"]
+    assert model["model"] == "a local folder" and report["packages"]["transformers"]
     for secret in (str(HERE), str(Path.home()), socket.gethostname(), getpass.getuser(), "127.0.0.1"):
         assert secret not in text
 
@@ -92,8 +94,11 @@ def test_a_first_run_on_a_device_tries_each_place_to_sample(tmp_path, monkeypatc
     server = "./entrypoint.sh serve --hostname 127.0.0.1 --port {port} --max-batch-size 2"
     words = ["--max-total-tokens", "512", "--without-cpu", "--server", server, "--out", str(tmp_path / "report.json")]
     output_of("bench/first_run.py", "--model-id", str(tmp_path / "model"), *words)
-    runs = json.loads((tmp_path / "report.json").read_text())["runs"]
+    (model,) = json.loads((tmp_path / "report.json").read_text())["models"]
+    runs = model["runs"]
     assert [run["flags"][1] for run in runs] == ["host", "hybrid", "device"]
+    same = [run.get("ids_as_host") for run in runs]  # this device's logits depend on the slot, so they need not be equal
+    assert same[0] is None and all(each["equal"] + len(each["differ_first_at_step"]) == 10 for each in same[1:])
     assert all(run["compiled_s"] and run["chunks_refused"] is None for run in runs)
     assert all(each["step_ms"] >= 10 for run in runs for each in run["steps"]), "less than the simulated step"
 
@@ -117,7 +122,17 @@ def test_a_first_run_that_cannot_start_says_so_in_its_report_without_paths(tmp_p
     command = [sys.executable, "bench/first_run.py", *words]
     assert subprocess.run(command, cwd=HERE, capture_output=True, timeout=60).returncode == 1
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["runs"][0]["failed"] == report["cpu_failed"] == "error: PATH is damaged"
+    (model,) = report["models"]
+    assert model["runs"][0]["failed"] == model["cpu_failed"] == "error: PATH is damaged"
+
+
+def test_ids_of_a_first_run_are_compared_step_by_step(monkeypatch):
+    monkeypatch.syspath_prepend(HERE / "bench")
+    from first_run import compared_ids
+
+    same = [[1, 2, 3], [4, 5, 6]]
+    assert compared_ids(same, same) == {"equal": 2, "differ_first_at_step": []}
+    assert compared_ids([*same, [7, 8, 9]], [[1, 2, 4], [4, 5, 6], [7, 0, 9]]) == {"equal": 1, "differ_first_at_step": [1, 2]}
 
 
 def test_an_attack_leaves_a_server_as_it_was():
