@@ -16,7 +16,7 @@
 # make plot          draws docs/throughput.svg from the results of make peers
 # make soak          runs mixed requests for ten minutes while API server processes are killed; MINUTES=1, URL=http://...
 # make attack        sends hostile requests and prints a table of results; NAMES="framing keys", URL=http://...
-# make first-run     measures a first run on a device and writes a report; MODEL=... (docs/first-run.md)
+# make first-run     measures a first run on a device and writes a report; MODEL=... names a model (docs/first-run.md)
 # make image         builds the container image for Inferentia2 and Trainium; make image DEVICE=cpu the one for CPUs, with
 #                    MODEL=smollm2 in it; DEVICE=cuda for NVIDIA's GPUs; PLATFORM=linux/arm64 for another processor
 # make docs          builds the documents as a site, in site/
