@@ -544,11 +544,13 @@ def main(argv: Sequence[str]) -> int:
             )
         folder, _commit = fetch(config, ["config.json"])
         data = read_json(folder / "config.json", required=True)
-        if Quantization.read(folder):
+        notices = []
+        if quantization := Quantization.read(folder):
             data = dequantized_config(data, written_dtype(config))
+            notices.append(quantization.notice(config))
         shape = Shape.from_config(data)
         machines = [machine for name, machine in INSTANCES.items() if options.instance in (None, name)]
-        for line in report(config.model_name, shape, machines, config):
+        for line in (*notices, *report(config.model_name, shape, machines, config)):
             indent = " " * (len(line) - len(line.lstrip()) + 4)
             print(textwrap.fill(line, 100, subsequent_indent=indent, break_on_hyphens=False))
         return 0 if any(_fits(shape, machine, config) for machine in machines) else 1

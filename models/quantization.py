@@ -52,6 +52,14 @@ class Quantization:
     method: str
     settings: Mapping[str, Any]
 
+    def notice(self, config: Config) -> str:
+        """How the checkpoint is served, and what would take less memory."""
+        served = f"is served dequantized, with the memory of {written_dtype(config)}"
+        hint = ""
+        if not config.quantize and config.device != "cuda":
+            hint = "; --quantize int8 (QUANTIZE) takes 1 byte a weight"
+        return f"{config.model_name} is quantized with {self.method} and {served}{hint}"
+
     @classmethod
     def read(cls, folder: Path) -> Quantization | None:
         """None where weights are not quantized. Raises ModelError for an unsupported format, ConfigError for

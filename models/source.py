@@ -190,16 +190,7 @@ def _from_gguf(config: Config, file: Path, commit: str | None) -> Path:
 def _dequantized(config: Config, folder: Path, quantization: Quantization) -> Path:
     """The checkpoint in `folder` with its weights dequantized: in bfloat16, or in what `dtype` says."""
     dtype = written_dtype(config)
-    hint = ""
-    if not config.quantize and config.device != "cuda":
-        hint = "; --quantize int8 (QUANTIZE) takes 1 byte a weight"
-    logger.info(
-        "%s is quantized with %s and is served dequantized, with the memory of %s%s",
-        config.model_name,
-        quantization.method,
-        dtype,
-        hint,
-    )
+    logger.info("%s", quantization.notice(config))
     if config.device != "neuron":
         check_architecture(config, folder)
     folder = fetch_weights(config, folder, SAFETENSORS)

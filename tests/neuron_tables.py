@@ -11,31 +11,39 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from published.configs import CONFIGS
 
-from config import Config
+from config import FP8, Config
 from models import plan
 from run import ConfigError
 
-HEAD = """| model | family | parameters | smallest Inferentia2 instance | tp_degree | slots of tokens |
-|---|---|---|---|---|---|"""
+HEAD = """| model | family | parameters | smallest Inferentia2 instance | tp_degree | slots of tokens | int8, FP8 KV cache |
+|---|---|---|---|---|---|---|"""
+SMALLER = {"quantize": "int8", "kv_cache_dtype": FP8}
 
 
-def smallest(name):
-    """(instance, sizing) for a published model."""
+def smallest(name, **settings):
+    """(instance, sizing) for a published model; None where it fits on no instance."""
     shape = plan.Shape.from_config(CONFIGS[name])
     for instance, machine in plan.INSTANCES.items():
         with contextlib.suppress(ConfigError):
-            sizing = plan.choose(shape, machine, Config(model_id=name))
+            sizing = plan.choose(shape, machine, Config(model_id=name, **settings))
             is_enough = shape.memory_warning(machine) is None and sizing.length >= plan.USEFUL_LENGTH
             if machine.family == "inf2" and is_enough:
                 return instance, sizing
-    raise AssertionError(f"{name} fits nowhere")
+    return None
+
+
+def slots(sizing):
+    return f"{sizing.batch_size} of {sizing.length:,}"
 
 
 def row(name):
-    instance, sizing = smallest(name)
-    size = f"{sizing.shape.parameters / 1e9:.1f} billion"
-    slots = f"{sizing.batch_size} of {sizing.length:,}"
-    return f"| {name} | {sizing.shape.model_type} | {size} | {instance} | {sizing.tp_degree} | {slots} |"
+    found = smallest(name)
+    instance, smaller = smallest(name, **SMALLER)
+    size = f"{smaller.shape.parameters / 1e9:.1f} billion"
+    columns = [name, smaller.shape.model_type, size, "none", "", ""]
+    if found:
+        columns[3:] = [found[0], str(found[1].tp_degree), slots(found[1])]
+    return f"| {' | '.join(columns)} | {instance} with {smaller.tp_degree}: {slots(smaller)} |"
 
 
 def table():

@@ -474,6 +474,16 @@ def test_plan_prints_every_instance(run, folder, name):
     assert "Recommended: " in output
 
 
+def test_plan_says_that_a_checkpoint_in_fp8_is_dequantized_and_what_takes_its_memory(run, folder):
+    path = folder("Llama-3-8B")
+    quantized = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (path / "config.json").write_text(json.dumps(CONFIGS["Llama-3-8B"] | quantized))
+    notice = f"{path} is quantized with fp8 and is served dequantized, with the memory of bfloat16"
+    output = " ".join(run("--model-id", path)[1].split())
+    assert output.startswith(f"{notice}; --quantize int8 (QUANTIZE) takes 1 byte a weight {path} (llama): ")
+    assert " ".join(run("--model-id", path, "--quantize", "int8")[1].split()).startswith(f"{notice} {path} (llama): ")
+
+
 @pytest.mark.parametrize(
     "name, instance",
     [
@@ -527,7 +537,9 @@ def test_plan_counts_two_bytes_for_each_weight_that_serve_dequantizes(run, folde
     plain = run(*argv)
     quantization = {"quantization_config": {"quant_method": "gptq", "bits": 4}, "torch_dtype": "float16"}
     (argv[1] / "config.json").write_text(json.dumps(CONFIGS["Llama-3-8B"] | quantization))
-    assert run(*argv) == plain and "8,030,261,248 parameters in bfloat16" in " ".join(plain[1].split())
+    code, output, errors = run(*argv)
+    assert (code, errors) == (plain[0], "") and output.endswith(plain[1])
+    assert "8,030,261,248 parameters in bfloat16" in " ".join(plain[1].split())
     assert "parameters in float32" in " ".join(run(*argv, "--dtype", "float32")[1].split())
 
 

@@ -154,6 +154,19 @@ def test_chunks_steps_and_draft_tokens_read_what_the_reference_rounds(tmp_path, 
     assert_same(verified(model, TOKENS), expected[13:])
 
 
+def test_values_beyond_the_range_of_the_device_are_clamped(tmp_path):
+    """The simulator's e4m3fn would go on to 448."""
+    reference = made("llama", tmp_path / "model")
+    with torch.no_grad():
+        for layer in reference.model.model.layers:
+            layer.self_attn.v_proj.weight *= 200
+            layer.self_attn.o_proj.weight /= 200
+    reference.model.save_pretrained(reference.folder)
+    model = serve(reference, tmp_path, **SETTINGS)
+    with rounding(reference):
+        assert_same(in_chunks(model, TOKENS), all_logits(reference, TOKENS))
+
+
 def test_a_prompt_that_fills_the_cache_of_one_slot_is_stored_without_biases(tmp_path):
     """It is the cache then, and no part of it is updated."""
     reference = made("qwen2", tmp_path / "model", 300.0)
@@ -166,8 +179,14 @@ def test_a_prompt_that_fills_the_cache_of_one_slot_is_stored_without_biases(tmp_
     assert_same(np.concatenate([as_float32(row) for row in rows]), expected[13:])
 
 
-@pytest.mark.parametrize("sampling", ["host", "hybrid", "device"])
-@pytest.mark.parametrize(("name", "key_bias"), [("llama", 0.0), ("qwen2", 80.0), ("gemma3", 0.0), ("olmoe", 0.0)])
+@pytest.mark.parametrize(
+    ("name", "key_bias", "sampling"),
+    [
+        *[("qwen2", 80.0, sampling) for sampling in ("host", "hybrid", "device")],
+        *[(name, 0.0, "hybrid") for name in ("llama", "gemma3", "qwen3_moe, 128 experts")],
+        ("mixtral, window", 0.0, "device"),
+    ],
+)
 def test_random_arrivals_get_the_text_of_the_reference(tmp_path, name, key_bias, sampling):
     """With draft tokens, chunks and prefixes."""
     reference = made(name, tmp_path / "model", key_bias)

@@ -231,6 +231,11 @@ _MODELS = {
         sizes(2048, 6144, 48, 32, 4),
         of("qwen3_moe", QWEN3_MOE, moe_intermediate_size=768),
     ),
+    "Qwen/Qwen3-235B-A22B": (
+        235_093_634_560,
+        sizes(4096, 12288, 94, 64, 4),
+        of("qwen3_moe", QWEN3_MOE, moe_intermediate_size=1536),
+    ),
     "allenai/OLMoE-1B-7B-0924-Instruct": (
         6_919_161_856,
         sizes(2048, 1024, 16, 16, 16),
