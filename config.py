@@ -422,6 +422,14 @@ class Config:
         "LoRA adapter to merge into the model's weights, once, for all requests: as one of lora_adapters.",
         parse=_one_adapter,
     )
+    lora_folder: str | None = setting(
+        None,
+        "LORA_FOLDER",
+        "Folder that LoRA adapters may be loaded from at run time, by paths below it; from the hub, too. "
+        "Needs an API key.",
+        parse=_folder,
+        shown="none is loaded at run time",
+    )
     revision: str | None = setting(
         None,
         "REVISION HF_MODEL_REVISION",

@@ -122,6 +122,15 @@ class Cancel(msgspec.Struct, tag="cancel", frozen=True):
     reason: str
 
 
+class AdapterChange(msgspec.Struct, tag="adapter_change", frozen=True):
+    """Web → worker: load the LoRA adapter `name` from `source`, or unload it without one. Answered by
+    `AdapterChanged` with the same `id`."""
+
+    id: int
+    name: str
+    source: str = ""  # a folder, or an id on the hub
+
+
 class Hello(msgspec.Struct, tag="hello", frozen=True):
     """Web → worker: an API server process has started; `ready` once it accepts requests."""
 
@@ -220,7 +229,7 @@ class Status(msgspec.Struct, tag="status", frozen=True):
 
 
 class ModelInfo(msgspec.Struct, tag="model_info", frozen=True):
-    """Worker → web: the model that is served. Limits are in tokens."""
+    """Worker → web: the model that is served. Limits are in tokens. Sent again when `adapters` change."""
 
     model_name: str
     model_sha: str | None
@@ -258,7 +267,14 @@ class MetricsText(msgspec.Struct, tag="metrics", frozen=True):
     text: bytes
 
 
-FromWeb = SubmitRequests | Cancel | Hello | RequestStats | MetricsRequest
-FromWorker = Tokens | End | Status | ModelInfo | MetricsText
+class AdapterChanged(msgspec.Struct, tag="adapter_changed", frozen=True):
+    """Worker → web: the end of an `AdapterChange`; `error` says why it failed."""
+
+    id: int
+    error: str = ""
+
+
+FromWeb = SubmitRequests | Cancel | AdapterChange | Hello | RequestStats | MetricsRequest
+FromWorker = Tokens | End | Status | ModelInfo | MetricsText | AdapterChanged
 
 encode = msgspec.msgpack.Encoder().encode

@@ -25,6 +25,7 @@ import logs
 import models
 from config import Config
 from engine import sampling
+from engine.adapter_changes import AdapterChanges
 from engine.admission import Admission
 from engine.defaults import sampling_defaults
 from engine.image_encoding import ImageEncoder
@@ -40,8 +41,9 @@ from engine.sampling import SamplerState
 from engine.scheduler import Scheduler, SchedulerConfig, Step
 from engine.step import StepOutput, StepRunner, StepTimer
 from models.base import DeviceLost, ModelError, StaticBatchModel
+from models.source import load_updates
 from models.tokenizer import TokenizerFacts, check_tokenizer, find_tokenizer
-from protocol import Cancel, Hello, ModelInfo, RequestStats, Status, SubmitRequests
+from protocol import AdapterChange, Cancel, Hello, ModelInfo, RequestStats, Status, SubmitRequests
 from run import ConfigError, die_with_parent, explained, run_dir, socket_address
 from text.grammar import Grammars
 
@@ -62,6 +64,7 @@ class WorkerDeps:
     profiler: Profiler | None = None
     web_processes: int = 0  # how many to wait for before logging "Connected"
     address: str = ""  # of the HTTP server, for the log
+    adapter_changes: AdapterChanges | None = None  # None: adapters stay as they are
     output_thread: Executor | None = None  # None: its own (see Publisher)
 
 
@@ -81,6 +84,7 @@ class Worker:
         self._eos_token_ids = deps.eos_token_ids
         self._encoder_cache = model.encoder_cache
         self._adapters = model.adapters
+        self._adapter_changes = deps.adapter_changes
         self._samples_on_host = model.sampling != "device"
         self._verifies = deps.limits.verify_length > 1
         self._preparation: Preparation | None = None
@@ -100,6 +104,8 @@ class Worker:
         self._cache_tokens = model.batch_size * model.max_total_tokens
         self.metrics.set_cache(self._cache_tokens, model.kv_cache_dtype, deps.limits.prefix_granularity)
         self.metrics.watch(self.load)
+        if self._adapters:
+            self.metrics.watch_adapters(model.batch_size, self.adapters_in_use)
 
     @property
     def draining(self) -> bool:
@@ -131,6 +137,8 @@ class Worker:
         finally:
             if self._preparation:
                 self._preparation.close()
+            if self._adapter_changes:
+                self._adapter_changes.close()
             self.outputs.close()
 
     def step(self) -> None:
@@ -145,6 +153,8 @@ class Worker:
 
     def receive(self) -> None:
         """Handles what arrived; waits for it when there is nothing else to do."""
+        if self._adapter_changes:
+            self._adapter_changes.apply(self.requests)
         has_nothing_to_run = not self.scheduler.busy and not self.scheduler.waiting
         if has_nothing_to_run:
             self._report()
@@ -226,6 +236,15 @@ class Worker:
             "vllm:kv_cache_usage_perc": held_tokens / self._cache_tokens,
         }
 
+    def adapters_in_use(self) -> tuple[set[str], set[str]]:
+        """The LoRA adapters of running and of waiting requests. Called on the socket's thread."""
+        running: set[str] = set()
+        waiting: set[str] = set()
+        for request in self.requests:
+            if request.adapter:
+                (running if request.has_slot else waiting).add(request.generate.adapter)
+        return running, waiting
+
     def _report(self, limit_s: float | None = None) -> None:
         """The status for the API server processes; `limit_s`: how long the step that starts now may take."""
         status = Status(
@@ -243,6 +262,8 @@ class Worker:
         elif isinstance(message, Cancel):
             if request := self.requests.get(message.id):  # None: it is over already
                 self.requests.end(request, "cancelled", log_reason=message.reason)
+        elif isinstance(message, AdapterChange):
+            self._adapter_changes.begin(peer, message)
         elif isinstance(message, PeerLost):
             self._cancel_all_of(peer)
         elif isinstance(message, Hello):
@@ -259,6 +280,9 @@ class Worker:
             request = self.requests.add(peer, generate, group, images)
             if self.draining:
                 self.requests.end(request, "draining")
+                continue
+            if generate.adapter and generate.adapter not in self._adapters.numbers:
+                self.requests.end(request, "failed", f"the LoRA adapter {generate.adapter} has been unloaded")
                 continue
             try:
                 self._queue(request)
@@ -342,7 +366,7 @@ class Startup:
         _check_vocabulary(tokenizer, model)
         named = [*prepared.manifest.eos_token_ids, *tokenizer.eos_token_ids]
         eos_token_ids = known_eos_ids(named, model.vocab_size)
-        self._announce(prepared, tokenizer, model, eos_token_ids)
+        info = self._announce(prepared, tokenizer, model, eos_token_ids)
         grammars = None
         if model.sampling != "device":
             grammars = Grammars.load(tokenizer.folder, model.vocab_size, eos_token_ids)
@@ -359,8 +383,14 @@ class Startup:
             profiler=profiler,
             web_processes=config.web_concurrency,
             address=config.address,
+            adapter_changes=self._adapter_changes(model, info),
         )
         return Worker(parts)
+
+    def _adapter_changes(self, model: StaticBatchModel, info: ModelInfo) -> AdapterChanges | None:
+        if not self._config.lora_folder:
+            return None
+        return AdapterChanges(model.adapters, functools.partial(load_updates, self._config), self._link, info)
 
     @contextlib.contextmanager
     def phase(self, name: str, what: str) -> Iterator[None]:
@@ -394,7 +424,7 @@ class Startup:
         tokenizer: TokenizerFacts,
         model: StaticBatchModel,
         eos_token_ids: list[int],
-    ) -> None:
+    ) -> ModelInfo:
         """Tells the API server processes and the log what is served."""
         has_defaults = self._config.generation_config != "none"
         info = ModelInfo(
@@ -434,7 +464,9 @@ class Startup:
         )
         if model.adapters:
             logger.info(
-                "LoRA adapters: %s; %.1f MB", ", ".join(model.adapters.numbers), model.adapters.nbytes / 1e6
+                "LoRA adapters: %s; %.1f MB",
+                ", ".join(model.adapters.numbers) or "none yet",
+                model.adapters.nbytes / 1e6,
             )
         if model.encoder_cache:
             logger.info(
@@ -443,6 +475,7 @@ class Startup:
             )
         elif self._config.allowed_media_domains:
             logger.info("--allowed-media-domains has no effect here: this model is served without images")
+        return info
 
 
 def scheduler_config(config: Config, model: StaticBatchModel) -> SchedulerConfig:

@@ -28,6 +28,8 @@ import protocol
 from protocol import (
     HEARTBEAT_S,
     SILENCE_S,
+    AdapterChange,
+    AdapterChanged,
     End,
     Generate,
     Image,
@@ -41,10 +43,12 @@ from protocol import (
 logger = logging.getLogger("engine_client")
 
 METRICS_TIMEOUT_S = 2.0
+ADAPTER_TIMEOUT_S = 600.0  # for a download, or for the requests that run with an adapter
 FIRST_MESSAGE_S = 1.0  # a running worker answers a new process within milliseconds
 LOADING_S = 30.0  # the largest tokenizers load in about two seconds
 # Of one HTTP request, beside the pixels of its images: both processes hold it in memory.
 MAX_MESSAGE_BYTES = 64_000_000
+ANSWERS = (End, MetricsText, AdapterChanged)  # messages after which none follows with the same id
 UNREADABLE = "the worker's message cannot be read"
 
 
@@ -187,19 +191,29 @@ class EngineClient:
     def metrics(self) -> bytes:
         """All metrics in Prometheus' text format. Raises EngineError when the worker does not answer in
         METRICS_TIMEOUT_S."""
-        request_id = secrets.randbits(63)
+        return self._ask(protocol.MetricsRequest(secrets.randbits(63)), METRICS_TIMEOUT_S).text
+
+    def change_adapter(self, name: str, source: str = "") -> str:
+        """Loads a LoRA adapter, or unloads it without a `source`. Returns why it failed, or "". Raises
+        EngineError."""
+        return self._ask(AdapterChange(secrets.randbits(63), name, source), ADAPTER_TIMEOUT_S).error
+
+    def _ask(
+        self, question: protocol.MetricsRequest | AdapterChange, timeout_s: float
+    ) -> MetricsText | AdapterChanged:
+        """The worker's answer. Raises EngineError."""
         replies = SimpleQueue()
-        self._queues[request_id] = replies
+        self._queues[question.id] = replies
         try:
             if not self._lost:
-                self._send(protocol.MetricsRequest(request_id))
-                (reply,) = replies.get(timeout=METRICS_TIMEOUT_S)
-                if isinstance(reply, MetricsText):
-                    return reply.text
+                self._send(question)
+                (reply,) = replies.get(timeout=timeout_s)
+                if not isinstance(reply, End):
+                    return reply
         except Empty:
             pass
         finally:
-            self._queues.pop(request_id, None)
+            self._queues.pop(question.id, None)
         raise EngineError("busy" if self.phase == "ready" else self.phase)
 
     def close(self) -> None:
@@ -249,21 +263,23 @@ class EngineClient:
     def _handle(self, message: protocol.FromWorker) -> None:
         if isinstance(message, protocol.Tokens):
             self._deliver([*message.prompts, *message.tokens])
-        elif isinstance(message, (End, MetricsText)):
+        elif isinstance(message, ANSWERS):
             self._deliver([message])
         elif isinstance(message, Status):
             self._status = message
             self._has_status.set()
             self._report_ready()
-        elif isinstance(message, ModelInfo) and self.info is None:
+        elif isinstance(message, ModelInfo):
+            is_first = self.info is None
             self.info = message
-            gevent.spawn(self._load)
+            if is_first:
+                gevent.spawn(self._load)
 
-    def _deliver(self, messages: list[PromptDone | Token | End | MetricsText]) -> None:
+    def _deliver(self, messages: list[PromptDone | Token | End | MetricsText | AdapterChanged]) -> None:
         """Each queue gets its messages of a step as one list."""
         by_queue: dict[SimpleQueue, list] = {}
         for message in messages:
-            is_last = isinstance(message, (End, MetricsText)) or (
+            is_last = isinstance(message, ANSWERS) or (
                 isinstance(message, Token) and message.finish_reason is not None
             )
             queue = self._queues.pop(message.id, None) if is_last else self._queues.get(message.id)

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from flask import Response
 
+from api.adapters import LoadAdapter, SageMakerAdapter, UnloadAdapter
 from api.clouds import VertexRequest
 from api.completions import CompletionRequest
 from api.conversation import ChatRequest
@@ -30,6 +31,9 @@ EXAMPLES = {
     MessagesRequest: {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 20},
     CountRequest: {"messages": [{"role": "user", "content": QUESTION}]},
     DetokenizeRequest: {"tokens": [1, 2, 3]},
+    LoadAdapter: {"lora_name": "french", "lora_path": "french"},
+    UnloadAdapter: {"lora_name": "french"},
+    SageMakerAdapter: {"name": "french", "src": "french"},
     VertexRequest: {"instances": [{"inputs": QUESTION, "parameters": {"max_new_tokens": 20}}]},
 }
 

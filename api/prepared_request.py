@@ -92,7 +92,8 @@ class Served:
     def adapter_of(self, model: str | None) -> str:
         """The LoRA adapter that the field `model` of a request names; "": none. Where no adapters are served,
         any model is the one that is. Raises ApiError (404)."""
-        if self.adapter or not self.info.adapters or model in (None, "", *NAMES_OF_MODEL):
+        has_adapters = self.info.adapters or self.config.lora_folder
+        if self.adapter or not has_adapters or model in (None, "", *NAMES_OF_MODEL):
             return self.adapter
         return self.with_adapter(model).adapter
 

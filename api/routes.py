@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from flask import Response, request
 
-from api import chat, clouds, completions, messages, responses, status, tgi, tokenize
+from api import adapters, chat, clouds, completions, messages, responses, status, tgi, tokenize
 from api.conversation import ChatRequest
 from api.errors import ANTHROPIC, OPENAI, TGI, ErrorFormat
 from api.fields import Json
@@ -248,6 +248,40 @@ ROUTES = (
         errors=(OPENAI, ANTHROPIC),
         responses=(ModelCard, messages.AnthropicModelCard),
         parameter=("path", "name"),
+    ),
+    Route(
+        "POST",
+        "/v1/load_lora_adapter",
+        "Load a LoRA adapter, as vLLM has it",
+        adapters.load,
+        errors=(OPENAI,),
+        bodies=(adapters.LoadAdapter,),
+        content_type="text/plain",
+    ),
+    Route(
+        "POST",
+        "/v1/unload_lora_adapter",
+        "Unload a LoRA adapter when no request uses it any more",
+        adapters.unload,
+        errors=(OPENAI,),
+        bodies=(adapters.UnloadAdapter,),
+        content_type="text/plain",
+    ),
+    Route(
+        "POST",
+        "/adapters",
+        "SageMaker: load a LoRA adapter",
+        adapters.register,
+        bodies=(adapters.SageMakerAdapter,),
+        content_type="text/plain",
+    ),
+    Route(
+        "DELETE",
+        "/adapters/{name}",
+        "SageMaker: unload a LoRA adapter",
+        adapters.unregister,
+        parameter=("path", "name"),
+        content_type="text/plain",
     ),
     Route(
         "POST",

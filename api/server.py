@@ -111,6 +111,13 @@ class Server:
         """Bytes of the largest request body, once the model is known."""
         return self.config.body_limit(self.engine.info.reads_images)
 
+    def read(self, kind: type[T]) -> T:
+        """The JSON body of the request, as `kind`. Raises ApiError."""
+        _served = self.served  # not before the model is ready
+        check_is_json()
+        with self._bodies.read(self.payload_limit) as body:
+            return fields.read(fields.parse(body), kind)
+
     def reply(self, make: Callable[[Json, Served], Any]) -> Response:
         """A response without generated text to a JSON body."""
         served = self.served

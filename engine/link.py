@@ -23,6 +23,7 @@ from engine.admission import Admission
 from engine.metrics import Metrics
 from protocol import (
     HEARTBEAT_S,
+    AdapterChange,
     Cancel,
     End,
     FromWeb,
@@ -47,7 +48,7 @@ class PeerLost(msgspec.Struct, frozen=True):
     """Put into the inbox when an API server process has ended. Never sent."""
 
 
-ForLoop = SubmitRequests | Cancel | Hello | PeerLost
+ForLoop = SubmitRequests | Cancel | AdapterChange | Hello | PeerLost
 
 
 class _Id(msgspec.Struct):

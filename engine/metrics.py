@@ -159,6 +159,7 @@ class Metrics:
     def __init__(self, model_name: str = ""):
         self._model_name = model_name
         self._load: Callable[[], Mapping[str, float]] = dict
+        self._refresh_adapters: Callable[[], object] = dict
         self._tokens_at = 0.0  # when running requests last gained a token
         self._registry = CollectorRegistry()
         self._metrics: dict[str, Counter | Gauge | Histogram | Summary] = {}
@@ -217,6 +218,20 @@ class Metrics:
         """Shows from now on what `load` returns: values of gauges by the names that `series` takes, as they
         are when the metrics are rendered, on that thread."""
         self._load = load
+
+    def watch_adapters(self, slots: int, adapters: Callable[[], tuple[set[str], set[str]]]) -> None:
+        """Shows from now on the LoRA adapters of running and of waiting requests, which `adapters` returns,
+        under vLLM's name: the gateways of Kubernetes' Inference Extension choose a replica by it."""
+        labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
+        about = "The LoRA adapters of running and waiting requests; the value is the time"
+        gauge = Gauge("vllm:lora_requests_info", about, labels, registry=self._registry)
+
+        def refresh() -> None:
+            gauge.clear()
+            of_state = (",".join(sorted(names)) for names in adapters())
+            gauge.labels(slots, *of_state).set_to_current_time()
+
+        self._refresh_adapters = refresh
 
     def record(self, stats: RequestStats) -> None:
         """Counts an HTTP request that has ended."""
@@ -324,6 +339,7 @@ class Metrics:
         """Prometheus' text format. Not prometheus_client's, because TGI's counters do not end in `_total`."""
         for name, value in self._load().items():
             self.series(name).set(value)
+        self._refresh_adapters()
         lines = []
         for metric in self._registry.collect():
             is_ours = metric.name.startswith("tgi_")

@@ -95,10 +95,16 @@ def prepare(config: Config) -> Prepared:
         versions = Versions.read()
         if versions.driver or detect():  # graphs may be compiled, or simulated, where there is no driver
             versions.check()
-    if device == "neuron" and config.lora_adapters:
+    for setting in ("lora_adapters", "lora_folder"):
+        if device == "neuron" and getattr(config, setting):
+            raise ModelError(
+                f"--{setting.replace('_', '-')} ({setting.upper()}) is for CPUs and GPUs; "
+                "on Neuron --merge-lora (MERGE_LORA) merges one adapter into the model"
+            )
+    if config.lora_folder and not (config.api_key or config.api_key_file):
         raise ModelError(
-            "--lora-adapters (LORA_ADAPTERS) is for CPUs and GPUs; "
-            "on Neuron --merge-lora (MERGE_LORA) merges one adapter into the model"
+            "--lora-folder (LORA_FOLDER) needs an API key: whoever has it can load adapters; give --api-key "
+            "(API_KEY) or --api-key-file (API_KEY_FILE)"
         )
     config, folder, sha = fetch_source(dataclasses.replace(config, device=device))
     manifest = Manifest.read(folder)

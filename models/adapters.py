@@ -83,8 +83,9 @@ class Adapters:
         self.numbers[name] = number = next(self._new_numbers)
         self._set_columns(np.append(self._of_column, [number] * columns))
 
-    def remove(self, name: str) -> None:
-        begin, end = self.columns_of([self.numbers.pop(name)])
+    def remove(self, number: int) -> None:
+        """Frees the weights of an adapter that no request uses; its name is not in `numbers` any more."""
+        begin, end = self.columns_of([number])
         for module, pair in self.weights.items():
             self.weights[module] = tuple(np.delete(array, slice(begin, end), 0) for array in pair)
         self._set_columns(np.delete(self._of_column, slice(begin, end)))

@@ -53,6 +53,7 @@ CONVERTER_VERSION = 5
 VISION_VERSION = 2
 COMPRESSION_VERSION = 4
 READERS = {"gguf": 2, "lora": 2, "dequantize": 1}
+HELD: set[Path] = set()  # the entries that this process keeps: an adapter may be loaded many times
 
 
 class NotConverted(Exception):
@@ -78,6 +79,9 @@ class ModelCache:
 
     def hold(self, key: str) -> None:
         """Keeps `evict`, of any process, from removing an entry as long as this process lives."""
+        if self.folder / key in HELD:
+            return
+        HELD.add(self.folder / key)
         with contextlib.suppress(OSError):  # a read-only cache
             lock = os.open((self.folder / key).with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(lock, fcntl.LOCK_SH)

@@ -116,8 +116,10 @@ class OpenVinoModel:
         kv_cache_dtype: str = "auto",
         prefix_slots: int = 0,
         adapters: Mapping[str, Updates] | None = None,
+        loads_adapters: bool = False,
     ):
-        """adapters: the LoRA adapters that chunks may choose, by name."""
+        """adapters: the LoRA adapters that chunks may choose, by name. loads_adapters: there may be others
+        later, of any linear layers."""
         self.batch_size = slots
         self.prefix_slots = max(slots, prefix_slots)
         self.max_total_tokens = max_total_tokens
@@ -135,8 +137,8 @@ class OpenVinoModel:
         self._settings = settings
         self._least_rows = LEAST_ROWS
         precisions = self._choose_precisions(core, graph, facts, kv_cache_dtype)
-        if adapters:
-            self._add_adapters(graph, adapters)
+        if adapters or loads_adapters:
+            self._add_adapters(graph, adapters or {}, loads_adapters)
         compiled = core.compile_model(graph, "CPU", settings | precisions)
         self._request = compiled.create_infer_request()
         shapes = {port.get_any_name(): port.get_partial_shape() for port in compiled.inputs}
@@ -204,10 +206,10 @@ class OpenVinoModel:
         self._request.set_tensor(port.get_any_name(), ov.Tensor(zeros, ov.Shape(shape), kind))
         return zeros
 
-    def _add_adapters(self, graph: ov.Model, adapters: Mapping[str, Updates]) -> None:
+    def _add_adapters(self, graph: ov.Model, adapters: Mapping[str, Updates], loads_adapters: bool) -> None:
         """Raises ModelError for adapters that do not fit the graph."""
         self._adapter_type = ov.Type.bf16 if self.computed_in == "bfloat16" else ov.Type.f32
-        modules = {module for updates in adapters.values() for module in updates}
+        modules = None if loads_adapters else {module for updates in adapters.values() for module in updates}
         self.adapters = Adapters(add_adapters(graph, modules, self._adapter_type), self.computed_in)
         for name, updates in adapters.items():
             self.adapters.add(name, updates)
@@ -443,14 +445,16 @@ def read_graph(path: Path, longest_window: int | None = None) -> ov.Model:
     return graph
 
 
-def add_adapters(graph: ov.Model, modules: Collection[str], kind: ov.Type) -> dict[str, tuple[int, int]]:
-    """Adds the updates of LoRA adapters to these linear layers, as inputs of the graph (adapters.py). Returns
-    the inputs and outputs of each layer that it found. kind: of the inputs."""
+def add_adapters(
+    graph: ov.Model, modules: Collection[str] | None, kind: ov.Type
+) -> dict[str, tuple[int, int]]:
+    """Adds the updates of LoRA adapters to these linear layers, or to all of them, as inputs of the graph
+    (adapters.py). Returns the inputs and outputs of each layer that it found. kind: of the inputs."""
     mask = _parameter("adapters", [-1, -1], ov.Type.f32)  # [tokens, columns]
     parameters = [mask]
     layers = {}
     for module, (product, output) in _linear_layers(graph).items():
-        if module not in modules:
+        if modules is not None and module not in modules:
             continue
         given = product.input_value(0)
         sizes = tuple(port.get_partial_shape()[2].get_length() for port in (given, output))
@@ -613,6 +617,7 @@ def _load_entry(config: Config, entry: Path) -> StaticBatchModel:
             config.kv_cache_dtype,
             config.prefix_slots or 0,
             configured(config),
+            config.lora_folder is not None,
         )
         model.max_input_tokens = config.max_input_tokens
         _compare(model, facts)

@@ -23,6 +23,7 @@ from packaging.version import Version
 
 from config import AUTO_QUANTIZE, TRIAL_MODEL, Config
 from manifest import SAFETENSORS
+from models.adapters import Updates, read_updates
 from models.base import ModelError, progress_logged, reported_as
 from models.cache import (
     NNCF,
@@ -218,6 +219,11 @@ def read_adapter(config: Config, name: str, source: str) -> Path:
     adapter = fetch_adapter(config, source)
     identity = [identify(adapter, ("adapter_*",)), installed("safetensors")]
     return _build_cached(config, "lora", identity, [str(adapter)], f"reading the LoRA adapter {name}")
+
+
+def load_updates(config: Config, name: str, source: str) -> Updates:
+    """The updates of a LoRA adapter that is loaded at run time. Raises ModelError and ConfigError."""
+    return read_updates(read_adapter(config, name, source))
 
 
 def _build_cached(config: Config, module: str, identity: Any, arguments: list[str], doing: str) -> Path:

@@ -417,7 +417,7 @@ class TorchModel:
         with reported_as(with_version_of_code(refusal, config, folder)):
             self._select_attention(ids)
             self._batch_invariant_rows(ids)
-        if config.lora_adapters:
+        if config.lora_adapters or config.lora_folder:
             self._add_adapters(config, ids)
 
     def forward(self, chunks: Sequence[Chunk]) -> np.ndarray:
@@ -461,21 +461,33 @@ class TorchModel:
 
     def _add_adapters(self, config: Config, ids: list[int]) -> None:
         """Loads the LoRA adapters of the settings. Raises ModelError for one that does not fit."""
-        configured_adapters = configured(config)
-        modules = {module for updates in configured_adapters.values() for module in updates}
-        linear = {
-            name: layer
-            for name, layer in self._model.named_modules()
-            if name in modules and isinstance(layer, torch.nn.Linear)
-        }
-        self.adapters = Adapters(
-            {name: (layer.in_features, layer.out_features) for name, layer in linear.items()}
-        )
-        for name, layer in linear.items():
+        given = configured(config)
+        modules = {module for updates in given.values() for module in updates}
+        layers = self._layers_of_every_token(ids)
+        if not config.lora_folder:  # there is nothing to load later
+            layers = {name: layer for name, layer in layers.items() if name in modules}
+        sizes = {name: (layer.in_features, layer.out_features) for name, layer in layers.items()}
+        self.adapters = Adapters(sizes)
+        for name, layer in layers.items():
             layer.register_forward_hook(functools.partial(self._add_update, name))
-        for name, updates in configured_adapters.items():
+        for name, updates in given.items():
             self.adapters.add(name, updates)
-            self.forward([Chunk(0, ids[:2], 0, adapter=self.adapters.numbers[name])])
+
+    def _layers_of_every_token(self, ids: list[int]) -> dict[str, torch.nn.Linear]:
+        """The linear layers that have an input [rows, q, inputs] of every token, by name: not experts."""
+        linear = {n: each for n, each in self._model.named_modules() if isinstance(each, torch.nn.Linear)}
+        names = {layer: name for name, layer in linear.items()}
+        found = {}
+
+        def see(layer: torch.nn.Module, inputs: tuple, _output: torch.Tensor) -> None:
+            if inputs[0].shape[:-1] == (1, 2):
+                found[names[layer]] = layer
+
+        hooks = [layer.register_forward_hook(see) for layer in linear.values()]
+        self.forward([Chunk(0, ids[:2], 0)])
+        for hook in hooks:
+            hook.remove()
+        return found
 
     def _select_adapters(self, numbers: Sequence[int]) -> None:
         """For the next pass, whose rows have these adapters."""
@@ -484,6 +496,7 @@ class TorchModel:
             self._updates = {
                 name: [torch.from_numpy(array).to(self.device) for array in pair]
                 for name, pair in self.adapters.weights.items()
+                if pair[1].any()  # some adapter changes it
             }
         of_row = torch.tensor(numbers, device=self.device)[:, None, None]
         self._running = [
@@ -494,13 +507,10 @@ class TorchModel:
     def _add_update(self, name: str, _layer: torch.nn.Module, inputs: tuple, output: torch.Tensor):
         """A hook of a linear layer, [rows, q, inputs] -> [rows, q, outputs]. A product for each adapter: with
         all columns in one, a library may sum them in another order, which changes the last bits."""
+        if not self._running or name not in self._updates:
+            return output
         down, up = self._updates[name]
         for columns, mask in self._running:
-            if inputs[0].dim() != 3 or len(inputs[0]) != len(mask):
-                raise ModelError(
-                    f"a LoRA adapter changes {name}, which does not run for every token; merge it with "
-                    "--merge-lora (MERGE_LORA), or leave it out"
-                )
             narrow = inputs[0].to(down.dtype) @ down[columns].T * mask
             output = output + (narrow @ up[columns]).to(output.dtype)
         return output

@@ -6,16 +6,20 @@ from collections import defaultdict
 import pytest
 from fakes.model import EOS, FakeModel
 
+from engine.adapter_changes import AdapterChanges
 from engine.admission import Admission
 from engine.metrics import Metrics
 from engine.scheduler import SchedulerConfig
-from protocol import End, Generate, Status, SubmitRequests, Tokens
+from protocol import End, Generate, ModelInfo, Status, SubmitRequests, Tokens
 from worker import Worker, WorkerDeps
 
 WAIT_S = 20
 ENGINES = {"supports_chunked_prefill": {"supports_chunked_prefill": True}, "chunks": {"prefill_chunk": 4}, "whole": {}}
 OPERATORS_LIMITS = ("max_batch_prefill_tokens", "max_queue_time_s", "waiting_served_ratio", "max_waiting_tokens")
 on_every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+
+
+MODEL = ModelInfo("m", None, "", 50, [EOS], 3, 39, 40, "fake", "float32", adapters={"a": "/a"})
 
 
 class Wire:
@@ -38,6 +42,9 @@ class Wire:
 
     def report(self, status):
         self.status = status
+
+    def announce(self, info):
+        self.info = info
 
     def interrupt(self):
         self.arrivals.append(None)
@@ -84,7 +91,7 @@ class Oracle:
 class Driven:
     """A worker on a fake model, driven step by step. `served` is in the place of the fake model."""
 
-    def __init__(self, max_concurrent_requests=100, web_processes=0, grammars=None, served=None, **model):
+    def __init__(self, max_concurrent_requests=100, web_processes=0, grammars=None, served=None, read_adapter=None, **model):
         self.wire, self.output_thread = Wire(), OutputThread()
         shared_out = {name: model.pop(name) for name in OPERATORS_LIMITS if name in model}
         self.model = served or FakeModel(**model)
@@ -100,6 +107,7 @@ class Driven:
             "verify_length",
         )
         facts = {name: getattr(self.model, name) for name in of_model}
+        changes = read_adapter and AdapterChanges(self.model.adapters, read_adapter, self.wire, MODEL)
         self.worker = Worker(
             WorkerDeps(
                 model=self.model,
@@ -111,6 +119,7 @@ class Driven:
                 grammars=grammars,
                 web_processes=web_processes,
                 output_thread=self.output_thread,
+                adapter_changes=changes,
             )
         )
 
@@ -187,6 +196,6 @@ class Driven:
                 assert item.id not in ends, "something follows the terminal message"
                 if isinstance(item, End):
                     ends[item.id] = item.reason
-                elif item.finish_reason:
+                elif getattr(item, "finish_reason", None):
                     ends[item.id] = item.finish_reason
         return ends

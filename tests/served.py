@@ -6,7 +6,7 @@ import time
 
 import gevent
 import msgspec
-from fakes.model import EOS, ImageModel, greedy
+from fakes.model import ADAPTER, EOS, ImageModel, greedy
 from fakes.tokenizer import VOCABULARY, byte_tokenizer
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -17,10 +17,12 @@ from api.prepared_request import ModelText
 from api.response_store import ResponseStore
 from config import Config
 from engine import sampling
+from engine.adapter_changes import AdapterChanges
 from engine.admission import Admission
 from engine.link import Link
 from engine.metrics import Metrics
 from engine.scheduler import SchedulerConfig
+from models.base import ModelError
 from protocol import ModelInfo
 from text.grammar import Grammars
 from worker import Worker, WorkerDeps
@@ -75,6 +77,11 @@ class Served:
         self.metrics = Metrics("m")
         self.admission = Admission(LIMITS["max_concurrent_requests"])
         self.link = Link(address, self.metrics, self.admission)
+        limits = (VOCABULARY, [EOS], 2, WINDOW - 1, WINDOW)
+        info = ModelInfo("m", None, str(folder), *limits, "fake", "float32", model_dir=str(folder), sampling=sampled_by)
+        folders = {name: f"/adapters/{name}" for name in adapters}
+        self.info = msgspec.structs.replace(info, prompt_logprobs=self.model.supports_prompt_logits, adapters=folders)
+        self.read = []  # the adapters that were loaded: name, source
         parts = WorkerDeps(
             model=self.model,
             limits=SchedulerConfig(slots=slots, prefill_chunk=prefill_chunk),
@@ -83,17 +90,20 @@ class Served:
             admission=self.admission,
             metrics=self.metrics,
             grammars=Grammars.load(folder, VOCABULARY, [EOS]),
+            adapter_changes=AdapterChanges(self.model.adapters, self.read_adapter, self.link, self.info) if adapters else None,
         )
         self.worker = Worker(parts)
         self.config = Config(**LIMITS | settings)
         self.seen = EngineClient(address, lambda info: ModelText.load(info, self.config))
         self.store = ResponseStore(folder / "responses", self.config.response_store_size << 20)
         self.client = web.create_app(self.config, self.seen, self.store).test_client()
-        limits = (VOCABULARY, [EOS], 2, WINDOW - 1, WINDOW)
-        info = ModelInfo("m", None, str(folder), *limits, "fake", "float32", model_dir=str(folder), sampling=sampled_by)
-        folders = {name: f"/adapters/{name}" for name in adapters}
-        self.info = msgspec.structs.replace(info, prompt_logprobs=self.model.supports_prompt_logits, adapters=folders)
         self.thread = threading.Thread(target=self.worker.run, daemon=True)
+
+    def read_adapter(self, name, source):
+        self.read.append((name, source))
+        if "damaged" in source:
+            raise ModelError("on purpose")
+        return ADAPTER
 
     def get_ready(self):
         sampling.compile_loops(["float32"])

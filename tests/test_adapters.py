@@ -56,10 +56,16 @@ def expected(folder):
     return texts
 
 
+class ServerWithKey(Server):
+    def request(self, method, path, body=None, **headers):
+        return super().request(method, path, body, **{"Authorization": "Bearer secret"} | headers)
+
+
 @pytest.fixture(scope="module")
 def server(folder, expected):
     adapters = ",".join(f"{name}={folder / name}" for name in NAMES)
-    with Server("--lora-adapters", adapters, "--web-concurrency", "2", "--log-level", "debug") as server:
+    flags = ["--lora-folder", str(folder), "--api-key", "secret", "--web-concurrency", "2"]
+    with ServerWithKey("--lora-adapters", adapters, *flags) as server:
         yield server.wait_ready()
         server.wait_idle()
         assert server.stop() == 0
@@ -75,7 +81,7 @@ def test_a_crowd_of_requests_with_all_adapters_gets_the_texts_of_each(server, ex
         asked = ["", *NAMES] * 6
         for name, found in zip(asked, threads.map(lambda name: ids(server, name), asked)):
             assert found == expected[name]
-    counts = [f'tgi_adapter_requests_total{{adapter="{name}"}} 6.0' for name in NAMES]
+    counts = [f'tgi_adapter_requests{{adapter="{name}"}} ' for name in NAMES]
     wait_until(lambda: all(count in server.get("/metrics")[1] for count in counts), "metrics of each adapter")
     assert "LoRA adapters: french, owner.sql, third; " in server.log
 
@@ -103,3 +109,26 @@ def test_every_api_answers_with_the_adapter_that_was_named(server):
     assert asked("/v1/messages", chat | {"model": "German"})[0] == 404
     assert asked("/invocations", chat, **{HEADER: "German"})[0] == 404
     assert asked("/generate", {"inputs": QUESTION, "parameters": {"adapter_id": "German"}})[0] == 422
+
+
+def test_an_adapter_comes_and_goes_while_others_run_and_no_request_is_lost(server, expected):
+    def change(path, **body):
+        response = server.request("POST", f"/v1/{path}", body)
+        return response.status, response.read().decode()
+
+    late = expected["third"]
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        asked = ["", *NAMES] * 12
+        running = [threads.submit(ids, server, name) for name in asked]
+        for _ in range(5):
+            loaded = change("load_lora_adapter", lora_name="late", lora_path="third")
+            assert loaded == (200, "Success: LoRA adapter 'late' added successfully.")
+            assert ids(server, "late") == late
+            unloaded = change("unload_lora_adapter", lora_name="late")
+            assert unloaded == (200, "Success: LoRA adapter 'late' removed successfully.")
+            assert server.generate(QUESTION, adapter_id="late")[0] == 422
+        for name, found in zip(asked, running):
+            assert found.result() == expected[name]
+    refused = server.request("POST", "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "third"}, Authorization="")
+    assert refused.status == 401
+    assert "No such file" not in server.log and "Loaded the LoRA adapter late" in server.log

@@ -58,6 +58,7 @@ VALUES = {
         ("someone/adapter@v2, own=/tmp", ("someone/adapter=someone/adapter@v2", "own=/tmp")),
         ("b=c/d", ("b=c/d",)),
     ],
+    "lora_folder": [("/tmp", "/tmp"), ("~/adapters", os.path.expanduser("~/adapters"))],
     "merge_lora": [("someone/adapter@v2", "someone/adapter=someone/adapter@v2"), ("mine=/tmp", "mine=/tmp")],
     "position_buckets": [("7", (7,)), ("9,8", (8, 9))],
     "prefill_chunk": [("0", 0), ("64", 64)],

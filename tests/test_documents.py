@@ -172,7 +172,7 @@ def test_the_table_of_families_is_that_of_their_suite():
 def test_the_readme_names_every_route_and_the_guide_no_other():
     routes = {*API["paths"], "/docs", "/api-doc/openapi.json"}
     table = README.split("## API\n")[1].split("\n## ")[0]
-    assert set(re.findall(r"`(?:GET|POST) (/[\w/.{}-]*)(?:\?[^`]*)?`", table)) == routes
+    assert set(re.findall(r"`(?:GET|POST|DELETE) (/[\w/.{}-]*)(?:\?[^`]*)?`", table)) == routes
     guide = {path for *_, here in ROWS for path in re.findall(r"`(?:GET |POST )?(/[\w/]+)`", here)}
     guide |= {path for _, names, here in ROWS if here.startswith("same") for path in names if path.startswith("/")}
     assert len(guide) > 10 and guide <= routes

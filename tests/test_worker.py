@@ -355,6 +355,22 @@ def test_each_request_generates_with_its_own_adapter_in_any_schedule(engine, sch
         assert driven.ends[i] == "cancelled" or driven.tokens[i] == tokens
 
 
+def test_gateways_learn_which_adapters_run_and_which_wait():
+    driven = Driven(batch_size=2, adapters=["a", "b", "c"])
+    driven.arrive(*(Generate(i, [5, 6], 30, adapter=name, ignore_eos=True) for i, name in enumerate(["a", "", "c", "b", "b"])))
+    driven.step(3)
+    (line,) = [
+        line for line in driven.worker.metrics.render().decode().splitlines() if line.startswith("vllm:lora_requests_info{")
+    ]
+    assert 'max_lora="2",running_lora_adapters="a",waiting_lora_adapters="b,c"' in line
+    driven.run()
+    (line,) = [
+        line for line in driven.worker.metrics.render().decode().splitlines() if line.startswith("vllm:lora_requests_info{")
+    ]
+    assert 'running_lora_adapters="",waiting_lora_adapters=""' in line
+    assert b"vllm:" not in Driven().worker.metrics.render()
+
+
 # The process
 
 PROCESS = """

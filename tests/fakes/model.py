@@ -126,7 +126,7 @@ class FakeModel:
             if self.sampling != "host" and chunk.begin == 0:
                 self.ready_slots.remove(slot)
             assert chunk.begin == 0 or chunk.adapter == self.computed_with[slot], "a prefix belongs to an adapter"
-            assert not chunk.adapter or chunk.adapter in self.adapters.numbers.values()
+            assert not chunk.adapter or self.adapters.columns_of([chunk.adapter]), "its weights are there"
             self.computed_with[slot] = chunk.adapter
             before = self.cache[slot][: chunk.begin]
             self.cache[slot] = before + tokens

@@ -1,0 +1,101 @@
+"""Routes that load and unload LoRA adapters at run time: vLLM's, and SageMaker's `/adapters`.
+
+They need `--lora-folder`, and load from below that folder, or from the hub.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import gevent
+from flask import Response
+from msgspec import Struct
+
+from api.errors import ApiError
+from api.fields import require
+from api.server import Server
+
+MAX_NAME = 200
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
+# The other API server processes know of a change by then.
+SPREAD_S = 0.1
+
+
+class LoadAdapter(Struct):
+    """Body of `POST /v1/load_lora_adapter`."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapter(Struct):
+    """Body of `POST /v1/unload_lora_adapter`."""
+
+    lora_name: str
+
+
+class SageMakerAdapter(Struct):
+    """Body of `POST /adapters`."""
+
+    name: str
+    src: str
+
+
+def load(server: Server) -> Response:
+    request = server.read(LoadAdapter)
+    source = _source_of(request.lora_path, "lora_path", server)
+    return _change(server, request.lora_name, "lora_name", source)
+
+
+def unload(server: Server) -> Response:
+    return _unload(server, server.read(UnloadAdapter).lora_name)
+
+
+def register(server: Server) -> Response:
+    request = server.read(SageMakerAdapter)
+    return _change(server, request.name, "name", _source_of(request.src, "src", server))
+
+
+def unregister(server: Server, name: str) -> Response:
+    return _unload(server, name)
+
+
+def _source_of(path: str, field: str, server: Server) -> str:
+    """The folder below `--lora-folder`, or the hub id, that a request names. Raises ApiError."""
+    _check_allowed(server)
+    root = Path(server.config.lora_folder).resolve()
+    folder = (root / path.removeprefix("file://")).resolve()
+    if folder.is_relative_to(root) and folder != root and folder.is_dir():
+        return str(folder)
+    is_hub_id = HUB_ID.fullmatch(path) and not path.startswith(".")
+    detail = "must be a folder below that of --lora-folder, or an id on the hub, owner/name[@revision]"
+    require(bool(is_hub_id), field, detail, given=path[:80])
+    return path
+
+
+def _change(server: Server, name: str, field: str, source: str) -> Response:
+    fits = 0 < len(name) <= MAX_NAME and name.isprintable() and name == name.strip()
+    require(fits, field, f"must be a name of at most {MAX_NAME} printable characters", given=name[:80])
+    return _answer(server.engine.change_adapter(name, source), f"LoRA adapter '{name}' added successfully.")
+
+
+def _unload(server: Server, name: str) -> Response:
+    _check_allowed(server)
+    if name not in server.served.info.adapters:
+        what = f"The LoRA adapter {name[:80]!r} is not loaded"
+        raise ApiError(404, "not_found", what, code="model_not_found")
+    return _answer(server.engine.change_adapter(name), f"LoRA adapter '{name}' removed successfully.")
+
+
+def _check_allowed(server: Server) -> None:
+    if not server.config.lora_folder:
+        what = "LoRA adapters cannot be changed at run time here: --lora-folder (LORA_FOLDER) allows it"
+        raise ApiError(403, "forbidden", what)
+
+
+def _answer(error: str, success: str) -> Response:
+    if error:
+        raise ApiError(400, "validation", f"The LoRA adapter cannot be changed: {error}")
+    gevent.sleep(SPREAD_S)
+    return Response(f"Success: {success}", mimetype="text/plain")

@@ -1,0 +1,105 @@
+"""Adapters are loaded and unloaded between steps, while requests run: none is lost, and each keeps its own adapter."""
+
+import random
+import threading
+import time
+
+import pytest
+from fakes.model import ADAPTER, greedy
+from loop import Driven
+
+from protocol import AdapterChange, AdapterChanged, Generate
+
+
+def driven(**options):
+    options = {"read_adapter": lambda _name, _source: ADAPTER, "adapters": ["a"], "max_total_tokens": 60} | options
+    return Driven(batch_size=3, **options)
+
+
+def answers(driven):
+    return {message.id: message.error for _peer, message in driven.wire.sent if isinstance(message, AdapterChanged)}
+
+
+def step_until(driven, holds):
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen"
+        driven.wire.interrupt()
+        driven.step()
+
+
+def test_an_adapter_is_read_while_steps_run_and_is_there_when_the_answer_comes():
+    may_read = threading.Event()
+
+    def read(_name, _source):
+        assert may_read.wait(20)
+        return ADAPTER
+
+    worker = driven(read_adapter=read)
+    worker.arrive(Generate(1, [5, 6], 40, ignore_eos=True), AdapterChange(7, "b", "/b"))
+    worker.step(5)
+    assert len(worker.tokens[1]) >= 4 and answers(worker) == {} and list(worker.model.adapters.numbers) == ["a"]
+    may_read.set()
+    step_until(worker, lambda: 7 in answers(worker))
+    assert answers(worker) == {7: ""} and worker.wire.info.adapters == {"a": "/a", "b": "/b"}
+    worker.arrive(Generate(2, [5, 6], 6, adapter="b"))
+    worker.run()
+    assert worker.tokens[2] == greedy([5, 6], 6, adapter=2)
+
+
+def test_unloading_waits_for_the_requests_that_run_and_new_ones_do_not_know_the_adapter():
+    worker = driven()
+    worker.arrive(Generate(1, [5, 6], 12, adapter="a", ignore_eos=True))
+    worker.step(3)
+    worker.arrive(AdapterChange(7, "a"), Generate(2, [5, 6], 6, adapter="a"))
+    worker.step()
+    assert answers(worker) == {} and worker.wire.info.adapters == {}
+    assert worker.ends == {2: "failed"}
+    worker.run()
+    step_until(worker, lambda: 7 in answers(worker))
+    assert worker.ends[1] == "length" and worker.tokens[1][:2] == greedy([5, 6], 2, adapter=1)
+    assert answers(worker) == {7: ""} and worker.model.adapters.nbytes == 0
+
+
+def test_a_name_that_is_served_or_being_loaded_is_refused_and_so_is_one_that_is_not():
+    worker = driven()
+    names = {1: ("a", "/x"), 2: ("m", "/x"), 3: ("b", "/x"), 4: ("b", "/y"), 5: ("c", "")}
+    worker.arrive(*(AdapterChange(number, *change) for number, change in names.items()))
+    worker.step()
+    step_until(worker, lambda: len(answers(worker)) == 5)
+    found = answers(worker)
+    assert found[3] == "" and found[5] == "the LoRA adapter c is not loaded"
+    assert all("is served already" in found[number] for number in (1, 2, 4))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("on purpose"), OSError("on purpose")])
+def test_a_failed_load_changes_nothing(error):
+    def fail(_name, _source):
+        raise error
+
+    worker = driven(read_adapter=fail)
+    worker.arrive(AdapterChange(1, "b", "/b"))
+    worker.step()
+    step_until(worker, lambda: answers(worker))
+    assert answers(worker) == {1: "it cannot be loaded: on purpose"} and list(worker.model.adapters.numbers) == ["a"]
+
+
+def test_fifty_loads_and_unloads_lose_no_request_and_mix_up_no_adapter():
+    worker = driven(supports_chunked_prefill=True, prefix_granularity=1, supports_prefix_copy=True)
+    chance = random.Random(0)
+    expected = {}
+    for turn in range(50):
+        worker.arrive(AdapterChange(1000 + turn, "b", "/b"))
+        step_until(worker, lambda turn=turn: 1000 + turn in answers(worker))
+        number = worker.model.adapters.numbers["b"]
+        for name, adapter in (("a", 1), ("b", number), ("", 0)):
+            request_id = len(expected) + 1
+            prompt = [1, 2, 3, 4, 5, 6, 7, chance.randrange(3)]
+            expected[request_id] = greedy(prompt, 5, adapter=adapter)
+            worker.arrive(Generate(request_id, prompt, 5, adapter=name))
+        worker.step(chance.randrange(4))
+        worker.arrive(AdapterChange(2000 + turn, "b"))
+        step_until(worker, lambda turn=turn: 2000 + turn in answers(worker))
+    worker.run()
+    assert {request_id: worker.tokens[request_id] for request_id in expected} == expected
+    assert set(worker.ends.values()) <= {"length", "eos_token"} and set(answers(worker).values()) == {""}
