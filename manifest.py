@@ -36,7 +36,7 @@ NEURON_VISION_FAMILIES = (
     "mistral3",
     "smolvlm",
 )
-VISION_FAMILIES = (*NEURON_VISION_FAMILIES, "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
+VISION_FAMILIES = (*NEURON_VISION_FAMILIES, "gemma3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
 # The names in LAYOUTS of text/image_layouts.py (tested).
 IMAGE_PROCESSORS = (
     "CLIPImageProcessor",
@@ -48,6 +48,7 @@ IMAGE_PROCESSORS = (
     "PixtralImageProcessor",
     "GotOcr2ImageProcessor",
     "Qwen2VLImageProcessor",
+    "Gemma3ImageProcessor",
 )
 
 # Parameters of transformers' generation that this server does not support, and their values without effect.
@@ -106,6 +107,11 @@ class Manifest:
     @property
     def reads_images(self) -> bool:
         return self.model_type in VISION_FAMILIES and self.image_processor in IMAGE_PROCESSORS
+
+    @property
+    def whole_images(self) -> bool:
+        """Whether the tokens of an image attend to each other, so that all of them must run in one call."""
+        return self.model_type == "gemma3" and self.reads_images
 
     @property
     def why_no_images(self) -> str:

@@ -494,6 +494,7 @@ def scheduler_config(config: Config, model: StaticBatchModel) -> SchedulerConfig
         chunk_granularity=model.chunk_granularity,
         prefix_granularity=model.prefix_granularity if config.prefix_reuse else None,
         supports_prefix_copy=model.supports_prefix_copy,
+        whole_images=model.whole_images,
         max_batch_prefill_tokens=config.max_batch_prefill_tokens,
         max_draft_rows=model.max_draft_rows,
         verify_length=model.verify_length

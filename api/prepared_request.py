@@ -70,7 +70,7 @@ class ModelText(NamedTuple):
             capabilities = TemplateCapabilities.of(template, images.placeholder if images else "")
         grammars = GrammarChecker(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
         escapes = config.escape_special_tokens
-        reserved = [images.token_id] if images else []
+        reserved = images.reserved_ids if images else set()
         tokenizer = Tokenizer(info.tokenizer_dir, info.eos_token_ids, escapes, reserved)
         tools = model_tools(template, capabilities.tools, tokenizer, config.tool_parser)
         reasoning = ModelReasoning.of(template, tokenizer, config.reasoning_parser)

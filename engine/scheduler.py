@@ -25,6 +25,7 @@ from typing import NamedTuple
 from engine.request import Request, State
 from engine.slots import SlotAssignment, Slots
 from models.base import Chunk
+from models.encoder_cache import cuts_image
 
 # Prompt tokens of a step with chunked prefill. A larger budget lowers the prompts' time to first token and
 # raises the inter-token latency of the running requests.
@@ -48,6 +49,7 @@ class SchedulerConfig:
     chunk_granularity: int = 1
     prefix_granularity: int | None = None
     supports_prefix_copy: bool = False
+    whole_images: bool = False
     max_batch_prefill_tokens: int | None = None  # None: the constants above, and `set_prompt_budget`
     max_draft_rows: int = 0  # tokens of all rows of a step with draft tokens
     verify_length: int = 0  # of one of these rows
@@ -108,7 +110,9 @@ class Scheduler:
             ChunkedPrefill(limits) if limits.supports_chunked_prefill else AlternatingPrefill(limits)
         )
         self._total = limits.prefix_slots or limits.slots
-        self._slots = Slots(self._total, limits.prefix_granularity, limits.supports_prefix_copy)
+        self._slots = Slots(
+            self._total, limits.prefix_granularity, limits.supports_prefix_copy, limits.whole_images
+        )
         self._copies: list[SlotAssignment] = []  # of the next step
 
     @property
@@ -159,7 +163,7 @@ class Scheduler:
         step = Step(chunks, list(rows), list(range(len(rows))), len(rows), copies, len(self.running))
         for request, tokens in prompts:
             begin = request.prefilled
-            end = begin + tokens
+            end = self._beyond_image(request.prompt, begin + tokens)
             if begin == request.cached:
                 request.started_at = now
             if end == len(request.prompt):
@@ -168,6 +172,15 @@ class Scheduler:
             chunks.append(Chunk(request.slot, tokens, begin, request.all_logits, adapter=request.adapter))
             step.requests.append(request)
         return step
+
+    def _beyond_image(self, prompt: Sequence[int], end: int) -> int:
+        """Where a chunk ends that is to end there: behind an image that a model reads whole."""
+        step = max(self._limits.chunk_granularity, self._limits.prefix_granularity or 1)
+        while self._limits.whole_images and end < len(prompt) and cuts_image(prompt, end):
+            end += step
+            if end >= len(prompt) - 1:  # no chunk of one token is left
+                return len(prompt)
+        return end
 
     def _propose_drafts(self, rows: list[Request]) -> list[list[int]]:
         """The draft tokens of each row. No row gets any if half of them or more have none, since these would

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from models.encoder_cache import cuts_image
+
 
 class SlotAssignment(NamedTuple):
     """The slot of a request, how many of its prompt tokens are cached, and in which slot; they have to be
@@ -26,11 +28,18 @@ class SlotAssignment(NamedTuple):
 class Slots:
     """Owns the free slots and their contents. Independent of requests: it sees only prompts."""
 
-    def __init__(self, count: int, prefix_granularity: int | None = None, supports_prefix_copy: bool = False):
-        """`prefix_granularity`, `supports_prefix_copy`: see StaticBatchModel."""
+    def __init__(
+        self,
+        count: int,
+        prefix_granularity: int | None = None,
+        supports_prefix_copy: bool = False,
+        whole_images: bool = False,
+    ):
+        """`prefix_granularity`, `supports_prefix_copy`, `whole_images`: see StaticBatchModel."""
         self.free = list(range(count))  # the least recently used first
         self._prefix_granularity = prefix_granularity
         self._supports_copy = supports_prefix_copy
+        self._whole_images = whole_images
         self._held: list[list[int]] = [[] for _ in range(count)]
         self._adapters = [0] * count  # with which each slot's contents were computed
 
@@ -46,7 +55,7 @@ class Slots:
         if step and reuse:
             head = prompt[: (len(prompt) - 2) // step * step]
             common = [
-                common_prefix(head, held) // step * step if computed_with == adapter else 0
+                self._reusable(prompt, common_prefix(head, held)) if computed_with == adapter else 0
                 for held, computed_with in zip(self._held, self._adapters)
             ]
         spares = self._supports_copy or not all(self._held[slot] for slot in self.free)
@@ -64,6 +73,13 @@ class Slots:
         self._held[slot] = list(prompt[: common[source]])
         self._adapters[slot] = adapter
         return SlotAssignment(slot, common[source], source)
+
+    def _reusable(self, prompt: Sequence[int], common: int) -> int:
+        """How many of the first `common` tokens of a prompt can be reused."""
+        common -= common % self._prefix_granularity
+        while self._whole_images and common and cuts_image(prompt, common):
+            common -= self._prefix_granularity
+        return common
 
     def mark_cached(self, slot: int, tokens: Sequence[int], begin: int) -> None:
         """A prompt chunk has run."""

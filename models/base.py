@@ -93,6 +93,8 @@ class StaticBatchModel(Protocol):
     # A prompt may continue what its slot holds at multiples of this position; None: nowhere.
     prefix_granularity: int | None
     supports_prefix_copy: bool  # whether `copy_prefix` is supported
+    # Whether a chunk must have all tokens of an image or none (`cuts_image`): they attend to each other.
+    whole_images: bool
     # Tokens of all rows of a call with `verify`, and of one row; 0: not supported. More draft tokens would
     # cost more than they save.
     max_draft_rows: int

@@ -229,7 +229,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
             parameter.data = parameter.data.to(getattr(torch, dtype))
         facts["reference"] = check.stored
         steps.begin("tracing")
-        graph = trace(model, facts.get("image_width"))
+        graph = trace(model, image_width=facts.get("image_width"))
         _save(graph, target / "model.xml")
         del model
         gc.collect()
@@ -277,7 +277,11 @@ def _convert_vision(
         logger.debug("the vision tower is not converted", exc_info=True)
         fault = named(error.__cause__ or error)
     if fault is None:
-        return {"newline": newline, "image_width": check.embeddings.shape[1]}
+        return {
+            "newline": newline,
+            "image_width": check.embeddings.shape[1],
+            "whole_images": manifest.whole_images,
+        }
     for each in target.glob("vision.*"):
         each.unlink()
     return {"vision_fault": fault}
@@ -433,7 +437,7 @@ class Check:
         return groups[-1]
 
     def _model(self, target: Path, facts: dict[str, Any], longest_window: int | None = None) -> OpenVinoModel:
-        graph = read_graph(target / "model.xml", longest_window)
+        graph = read_graph(target / "model.xml", facts.get("whole_images", False), longest_window)
         return OpenVinoModel(graph, facts, slots=3, max_total_tokens=len(self.ids), threads=usable_threads())
 
 

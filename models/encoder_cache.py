@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -93,6 +93,22 @@ class EncoderCache:
                 return
             if key not in self._pins:
                 self.nbytes -= self._entries.pop(key).embeddings.nbytes
+
+
+def split_at_images(ids: np.ndarray) -> list[np.ndarray]:
+    """The texts and images in a part of a prompt, int64 [n], one after another."""
+    is_image = ids < 0
+    is_edge = np.diff(is_image) | (np.diff(ids) != -1) & is_image[1:]
+    return np.split(ids, np.flatnonzero(is_edge) + 1)
+
+
+def cuts_image(prompt: Sequence[int], n: int) -> bool:
+    """Whether a cut before the n-th token, 0 < n < len(prompt), is within an image, or leaves a single token
+    of text between it and an image: the model would round that one as a decode step."""
+    before, after = prompt[n - 1], prompt[n]
+    if before < 0 and after < 0:
+        return after == before - 1
+    return before >= 0 > prompt[max(0, n - 2)] or after >= 0 > prompt[min(n + 1, len(prompt) - 1)]
 
 
 def split_ids(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from models.encoder_cache import EncoderCache, split_ids
+from models.encoder_cache import EncoderCache, split_at_images, split_ids
 
 
 class GridPositions:
@@ -24,10 +24,8 @@ class GridPositions:
         copied."""
         ids = np.array(tokens, np.int64)
         held = self._held[slot]
-        is_image = ids < 0
-        starts = (np.diff(is_image) | (np.diff(ids) != -1) & is_image[1:]).nonzero()[0] + 1
         at = begin
-        for part in np.split(ids, starts):  # texts and images
+        for part in split_at_images(ids):
             # An image takes as many positions as it has rows or columns; its last token has the largest.
             following = held[:, at - 1].max() + 1 if at else 0
             positions = held[:, at : at + len(part)]

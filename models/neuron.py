@@ -48,6 +48,7 @@ class NeuronModel:
     device = "neuron"
     supports_chunked_prefill = False
     supports_prefix_copy = False
+    whole_images = False
     encoder_cache: EncoderCache | None = None
     adapters = None  # a graph has none; --merge-lora merges one
     chunk_granularity = 1

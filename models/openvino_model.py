@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import itertools
 import json
 import logging
 import math
@@ -59,7 +60,7 @@ from models.cache import (  # noqa: E402
     run_converter,
     write_refusal,
 )
-from models.encoder_cache import EncoderCache  # noqa: E402
+from models.encoder_cache import EncoderCache, split_at_images  # noqa: E402
 from models.grid_positions import GridPositions  # noqa: E402
 from models.image_layout import encode  # noqa: E402
 from models.machine import host_memory, usable_threads  # noqa: E402
@@ -101,6 +102,7 @@ class OpenVinoModel:
     supports_prompt_logits = True
     chunk_granularity = prefix_granularity = 1
     supports_prefix_copy = True
+    whole_images = False
     encoder_cache: EncoderCache | None = None
     adapters: Adapters | None = None
     _grid_positions: GridPositions | None = None
@@ -147,6 +149,7 @@ class OpenVinoModel:
         rows = self.prefix_slots + 1
         if IMAGE_INPUTS[0] in shapes:
             self.encoder_cache = EncoderCache(width=shapes[IMAGE_INPUTS[0]][1].get_length())
+            self.whole_images = facts.get("whole_images", False)
             if len(shapes["position_ids"]) > 1:
                 self._grid_positions = GridPositions(rows, max_total_tokens, self.encoder_cache)
         self._blocks = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks)
@@ -243,7 +246,7 @@ class OpenVinoModel:
     def _forward(self, chunks: Sequence[Chunk], shift: int) -> np.ndarray:
         adapter_of = {chunk.slot: chunk.adapter for chunk in chunks}
         self._select_adapters(adapter_of.values())
-        calls = split(chunks, self._max_call_tokens, self.chunk_granularity)
+        calls = split(chunks, self._max_call_tokens, self.chunk_granularity, self.whole_images)
         logits = [self._infer(call, shift, adapter_of) for call in calls]
         return logits[0] if len(logits) == 1 else np.concatenate(logits)
 
@@ -318,6 +321,8 @@ class OpenVinoModel:
         if self.encoder_cache:
             token_ids, *found = self.encoder_cache.resolve(token_ids)
             images = dict(zip(IMAGE_INPUTS, found))
+            if self.whole_images:
+                images["token_type_ids"] = (np.array(ids) < 0).astype(np.int32)
         rows = len(keep)
         keep += [0] * (self._least_rows - rows)  # the head's matrix product, too, has so many rows
         inputs = {
@@ -367,10 +372,11 @@ def _threads_taken(core: ov.Core, settings: dict[str, Any]) -> int:
 
 
 def split(
-    chunks: Sequence[Chunk], max_tokens: float, granularity: int = 1
+    chunks: Sequence[Chunk], max_tokens: float, granularity: int = 1, whole_images: bool = False
 ) -> Iterator[list[tuple[int, Sequence[int], int, int]]]:
-    """Calls of at most `max_tokens` tokens. The pieces of a longer chunk, but its last, are multiples of
-    `granularity`. No piece has one token: it would be rounded as a decode step is."""
+    """Calls of at most `max_tokens` tokens. The pieces of a longer chunk, but its last, end at multiples of
+    `granularity`. No piece has one token: it would be rounded as a decode step is. With `whole_images` each
+    image is a call by itself, whatever its length, unless there is no limit."""
     call = []
     room = max_tokens
     for slot, tokens, begin, all_logits, verify, _adapter in chunks:
@@ -379,9 +385,25 @@ def split(
             room -= len(tokens)
             continue
         done = 0
+        is_cut = whole_images and max_tokens < math.inf and min(tokens) < 0
+        parts = split_at_images(np.array(tokens)) if is_cut else [tokens]
+        ends = list(itertools.accumulate(map(len, parts)))
         while done < len(tokens):
-            left = len(tokens) - done
-            take = left if left <= room else min(room, left - 2) // granularity * granularity
+            if done == ends[0]:
+                del ends[0]
+            if is_cut and tokens[done] < 0:
+                if call:
+                    yield call
+                yield [(slot, tokens[done : ends[0]], begin + done, int(ends[0] == len(tokens)))]
+                call = []
+                room = max_tokens
+                done = ends[0]
+                continue
+            left = ends[0] - done
+            take = left
+            if left > room:
+                take = min(room, left - 2)
+                take -= (begin + done + take) % granularity
             if take < min(left, 2):
                 yield call
                 call = []
@@ -391,18 +413,23 @@ def split(
             room -= take
             wanted = take if all_logits else int(done == len(tokens))
             call.append((slot, tokens[done - take : done], begin + done - take, wanted))
-    yield call
+    if call:
+        yield call
 
 
-def read_graph(path: Path, longest_window: int | None = None) -> ov.Model:
-    """Reads a converted graph and replaces its placeholders by PagedAttention. `longest_window` shortens
-    sliding windows."""
+def read_graph(path: Path, whole_images: bool = False, longest_window: int | None = None) -> ov.Model:
+    """Reads a converted graph and replaces its placeholders by PagedAttention. With `whole_images` it has
+    another input, which says which tokens attend to each other. `longest_window` shortens sliding windows."""
     graph = ov.Core().read_model(path)
     batch = {
         name: _parameter(name, [] if name == "max_context_len" else [-1], ov.Type.i32)
         for name in BATCH_INPUTS
     }
+    types = _constant([])
     parameters = list(batch.values())
+    if whole_images:
+        parameters.append(_parameter("token_type_ids", [-1], ov.Type.i32))
+        types = parameters[-1].output(0)
     for node in graph.get_ordered_ops():
         if not node.get_friendly_name().startswith(PLACEHOLDER):
             continue
@@ -428,8 +455,9 @@ def read_graph(path: Path, longest_window: int | None = None) -> ov.Model:
                 *(none, none, no_floats),  # rotation of cached blocks
                 *(no_floats, zero, zero),  # sparse attention: threshold, block size, stride
                 _constant(np.reshape(layer["sinks"], (1, -1, 1, 1)), np.float32),
-                *(zero, none, none, none, none),  # adaptive eviction
-                *(_constant([], np.uint8), none),  # token types
+                *(zero, none, none, none),  # adaptive eviction
+                types,  # 1: of an image
+                *(_constant([], np.uint8), none),
             ]
         )
         facts = attention.get_rt_info()
@@ -609,7 +637,7 @@ def _load_entry(config: Config, entry: Path) -> StaticBatchModel:
     threads = config.threads or usable_threads()
     try:
         model = OpenVinoModel(
-            read_graph(entry / "model.xml"),
+            read_graph(entry / "model.xml", facts.get("whole_images", False)),
             facts,
             slots,
             config.max_total_tokens,

@@ -31,7 +31,7 @@ from models.accuracy import find_fault
 from models.adapters import Adapters, configured
 from models.architecture import read_architecture, with_version_of_code
 from models.base import Chunk, DeviceLost, ModelError, first_line, named, reported_as, warn_text_only
-from models.encoder_cache import EncoderCache
+from models.encoder_cache import EncoderCache, split_at_images
 from models.grid_positions import GridPositions
 from models.image_layout import Canvas
 from models.machine import usable_threads
@@ -225,6 +225,7 @@ class _SlotCache(Cache):
         """Begins a pass. Returns its token ids and positions, int64 [rows, q]."""
         self.is_step = is_step
         self._masks: dict[int | None, torch.Tensor] = {}  # by sliding window
+        self._images: torch.Tensor | None = None
         # The end of each slot after this pass.
         self.ends = {chunk.slot: chunk.begin + len(chunk.tokens) for chunk in chunks}
         assert max(self.ends) < self.rows and max(self.ends.values()) <= self.slot_length
@@ -241,6 +242,12 @@ class _SlotCache(Cache):
         self._begins = begins.to(device)
         self._positions = positions.to(device)
         return ids.to(device), self._positions
+
+    def join_images(self, ids: torch.Tensor) -> None:
+        """Lets the tokens of each image in this pass, ids [1, q], attend to each other."""
+        parts = split_at_images(ids[0].cpu().numpy())
+        number_of = [np.full(len(part), n if part[0] < 0 else -1) for n, part in enumerate(parts)]
+        self._images = torch.from_numpy(np.concatenate(number_of)).to(ids.device)
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         """Part of transformers' cache protocol: stores the keys and values of this pass, [rows, kv heads, q,
@@ -282,6 +289,9 @@ class _SlotCache(Cache):
                 self.slot_length if self.is_step else max(self.ends.values()), device=position.device
             )
             allowed = (key <= position) & (key > position - (sliding_window or self.slot_length))
+            if self._images is not None:
+                same = (self._images[:, None] == self._images) & (self._images >= 0)
+                allowed[0, 0, :, -len(same) :] |= same
             zero = torch.zeros((), dtype=dtype, device=position.device)
             self._masks[sliding_window] = zero.where(allowed, torch.finfo(dtype).min)
         return self._masks[sliding_window]
@@ -383,6 +393,7 @@ class TorchModel:
     supports_prefix_copy = True
     encoder_cache = None
     adapters: Adapters | None = None
+    whole_images = False
     _grid_positions: GridPositions | None = None
 
     def __init__(self, config: Config, folder: Path, device: str):
@@ -458,6 +469,7 @@ class TorchModel:
             warn_text_only(self._kind, fault)
         else:
             self.encoder_cache = EncoderCache(check.embeddings.shape[1])
+            self.whole_images = manifest.whole_images
 
     def _add_adapters(self, config: Config, ids: list[int]) -> None:
         """Loads the LoRA adapters of the settings. Raises ModelError for one that does not fit."""
@@ -548,6 +560,8 @@ class TorchModel:
         ids, positions = cache.start(chunks, is_step, self.device)
         tokens = {"input_ids": ids}
         if any(min(chunk.tokens) < 0 for chunk in chunks):  # of images
+            if self.whole_images:
+                cache.join_images(ids)
             tokens = self._embed(ids)
         if self._grid_positions:
             positions = self._in_grids(chunks, positions)

@@ -1,7 +1,7 @@
 """Vision towers and their projectors in plain torch, from the tensors of a checkpoint.
 
-CLIP, SigLIP, InternViT and Pixtral, as LLaVA, Idefics 3, InternVL and Mistral Small 3 use them; and those of
-Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
+CLIP, SigLIP, InternViT and Pixtral, as LLaVA, Idefics 3, InternVL, Mistral Small 3 and Gemma 3 use them; and
+those of Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
 
 Needs no transformers, whose classes differ between the versions of the engines. `convert.py` traces a tower
 into an OpenVINO graph and compares it with transformers; `torch_model.py` runs it. `image_layout.py` puts the
@@ -46,6 +46,7 @@ SELECTED = {
     "internvl": (-1, "default"),
     "idefics3": (None, "full"),
     "smolvlm": (None, "full"),
+    "gemma3": (None, "full"),
 }
 # And those of the tower: heads, activation, epsilon of the norms.
 CLIP = (12, "quick_gelu", 1e-5)
@@ -264,6 +265,11 @@ class ProjectedTower(VisionTower):
         if self._kind in ("idefics3", "smolvlm"):
             joined = _join(x, rows, columns, config.get("scale_factor", 2)).flatten(1)
             return projector.linear(joined, "modality_projection.proj")
+        if self._kind == "gemma3":
+            side = math.isqrt(config.get("mm_tokens_per_image", 256))
+            pooled = F.avg_pool2d(x.t().view(1, -1, rows, columns), rows // side)
+            x = projector.rms_norm(pooled[0].flatten(1).t(), "mm_soft_emb_norm", self._epsilon, offset=1.0)
+            return x @ projector["mm_input_projection_weight"]
         if self._kind == "internvl":
             joined = _join(x, rows, columns, round(1 / config.get("downsample_ratio", 0.5))).flatten(1)
             x = projector.layer_norm(joined, "layer_norm", 1e-5)
@@ -464,10 +470,11 @@ class _Tensors(nn.Module):
         weight = self[f"{name}.weight"]
         return F.layer_norm(x, weight.shape, weight, self.get(f"{name}.bias"), epsilon)
 
-    def rms_norm(self, x: Tensor, name: str, epsilon: float) -> Tensor:
+    def rms_norm(self, x: Tensor, name: str, epsilon: float, offset: float = 0.0) -> Tensor:
+        """`offset` is added to the weights."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
-        return self[f"{name}.weight"] * wide.to(x.dtype)
+        return (self[f"{name}.weight"] + offset) * wide.to(x.dtype)
 
 
 def is_vision(name: str) -> bool:

@@ -17,6 +17,8 @@ def save_preprocessor(name, folder, nested=False, image_token_id=7, **changes):
     family = FAMILIES[name]()
     preprocessor, processor = family.preprocessor | changes, family.processor
     config = family.config | {"text_config": {"model_type": "llama"}, "image_token_id": image_token_id}
+    if name == "gemma3":
+        config["boi_token_index"] = 8
     (folder / "config.json").write_text(json.dumps(config))
     if nested:
         processor = processor | {"image_processor": preprocessor}

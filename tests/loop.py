@@ -103,6 +103,7 @@ class Driven:
             "chunk_granularity",
             "prefix_granularity",
             "supports_prefix_copy",
+            "whole_images",
             "max_draft_rows",
             "verify_length",
         )

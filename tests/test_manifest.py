@@ -53,7 +53,7 @@ TYPE = "image_processor_type"
         ("llava", {"preprocessor_config.json": {"size": 336}}, f"its folder has no .* ({TYPE})"),
         ("llava", {"processor_config.json": {"image_processor": {TYPE: "My"}}}, f"its {TYPE} My is not supported"),
         ("llama", {"preprocessor_config.json": CLIP}, ""),
-        ("gemma3", {"preprocessor_config.json": {TYPE: "Gemma3ImageProcessor"}}, ""),
+        ("paligemma", {"preprocessor_config.json": {TYPE: "SiglipImageProcessor"}}, ""),
     ],
 )  # fmt: skip
 def test_whether_images_are_read_follows_from_the_family_and_its_image_processor(model, kind, files, why):

@@ -303,6 +303,7 @@ def run(
         max_batch_prefill_tokens=budget,
         prefix_granularity=model.prefix_granularity and min(model.prefix_granularity, chunk),
         supports_prefix_copy=model.supports_prefix_copy,
+        whole_images=model.whole_images,
     )
     scheduler = Scheduler(limits)
     sequences = []

@@ -52,6 +52,7 @@ IDEFICS_TOKENS += [f"<row_{row}_col_{column}>" for row in range(1, 7) for column
 PIXTRAL_TOKENS = ["[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
 INTERNVL_TOKENS = ["<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>"]
 QWEN_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|im_start|>", "<|im_end|>"]
+GEMMA_TOKENS = ["<start_of_image>", "<image_soft_token>", "<end_of_image>", "<|im_start|>", "<|im_end|>"]
 MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 2, 2]}
 
 # In the published forms, in which each family writes its images, texts and turns. The first of these leaves out contents
@@ -272,12 +273,28 @@ def qwen3_vl() -> Family:
     return _qwen("qwen3_vl", vision, {"rope_parameters": MROPE | {"mrope_interleaved": True}}, bounds)
 
 
+def gemma3() -> Family:
+    """SigLIP of 896 pixels, whose patches are pooled; the tokens of an image attend to each other, in sliding windows, too."""
+    tokens = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
+    return Family(
+        "<image_soft_token>",
+        {"model_type": "gemma3", "mm_tokens_per_image": 256, "vision_config": TOWER | SIGLIP | {"image_size": 896}},
+        {"model_type": "gemma3_text", "sliding_window": 20, "query_pre_attn_scalar": 12}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+        {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 896, "width": 896}, "resample": 2} | SIGLIP_COLORS,
+        {"processor_class": "Gemma3Processor", "image_seq_length": 256},
+        PLAIN.replace("PLACEHOLDER\\n", "<start_of_image>"),
+        GEMMA_TOKENS,
+        tokens | {"extra_special_tokens": tokens},
+    )
+
+
 FAMILIES: dict[str, Callable[[], Family]] = {
     family.__name__: family
     for family in (
         *(llava, llava_next, granite_vision, llava_onevision, smolvlm, idefics3),
         *(pixtral, mistral3, internvl),
-        *(qwen2_vl, qwen2_5_vl, qwen3_vl),
+        *(qwen2_vl, qwen2_5_vl, qwen3_vl, gemma3),
     )
 }
 
@@ -293,6 +310,9 @@ def make(name: str, folder: Path, shrink: int = 1) -> Path:
     tokenizer = _tokenizer(family.special_tokens)
     image_id = tokenizer.convert_tokens_to_ids(family.placeholder)
     ids = {"image_token_id": image_id, "image_token_index": image_id}
+    for name, token in {"boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"}.items():
+        if token in family.special_tokens:
+            ids[name] = tokenizer.convert_tokens_to_ids(token)
     if "<video>" in family.special_tokens:
         ids["video_token_index"] = tokenizer.convert_tokens_to_ids("<video>")
     kind = family.config["model_type"]
@@ -328,6 +348,8 @@ def _shrink(config: dict[str, Any], by: int) -> None:
         return
     side = config["vision_config"]["image_size"]
     config["vision_config"]["image_size"] = [n // by for n in side] if isinstance(side, list) else side // by
+    if "mm_tokens_per_image" in config:  # 16 patches make one
+        config["mm_tokens_per_image"] //= by**2
     if "image_grid_pinpoints" in config:
         config["image_grid_pinpoints"] = [[n // by for n in size] for size in config["image_grid_pinpoints"]]
 

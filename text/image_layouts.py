@@ -59,6 +59,7 @@ class Layout:
     """What all layouts share. Raises ConfigError where the facts lack what it needs."""
 
     image_token = "<image>"
+    placeholder = ""  # what the chat template writes for an image, if not the image token
     resample = BICUBIC
     options: ClassVar[tuple[str, ...]] = ()  # the fields that --mm-processor-kwargs may set
     one_tile: ClassVar[dict[str, Any]] = {}  # values of these for `detail: "low"`: one small tile
@@ -272,6 +273,23 @@ class Grid(Layout):
         return best
 
 
+class Pooled(Layout):
+    """Gemma 3: the image is one tile, whatever its form, of which always as many tokens remain."""
+
+    image_token = "<image_soft_token>"
+    placeholder = "<start_of_image>"
+    resample = 2  # bilinear
+
+    def __init__(self, facts: Facts):
+        super().__init__(facts)
+        self._side = facts.number("size")
+        self._tokens = facts.number("image_seq_length", 256)
+
+    def __call__(self, image: Image) -> Tiles:
+        text = f"\n\n<start_of_image>{self.token * self._tokens}<end_of_image>\n\n"
+        return Tiles([self._resized(image, self._side, self._side)], self._tokens, text)
+
+
 class PixelBounds(Layout):
     """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: one tile in the form of the image, of so many pixels as it has, but no
     fewer and no more than `size` says."""
@@ -316,6 +334,7 @@ LAYOUTS: dict[str, type[Layout]] = {
     "PixtralImageProcessor": Lines,
     "GotOcr2ImageProcessor": Grid,
     "Qwen2VLImageProcessor": PixelBounds,
+    "Gemma3ImageProcessor": Pooled,
 }
 
 

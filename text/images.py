@@ -13,7 +13,7 @@ import secrets
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from manifest import Manifest
+from manifest import Manifest, whole
 from text.image_layouts import read_layout
 from text.limited import SandboxedFunction
 
@@ -40,8 +40,10 @@ class ImagePreprocessor:
     def __init__(self, model_dir: Path, manifest: Manifest, overrides: dict[str, Any]):
         layout = read_layout(manifest, overrides)
         self.token = layout.token  # the text of an image token
-        self.placeholder = layout.token  # what the chat template writes for an image
+        self.placeholder = layout.placeholder or layout.token  # what the chat template writes for an image
         self.token_id = manifest.image_token_id
+        # Clients must not write these.
+        self.reserved_ids = {self.token_id, whole(manifest.config_json.get("boi_token_index", self.token_id))}
         self._one_tile = layout.one_tile
         self._overrides = overrides
         setup = [str(model_dir), overrides]

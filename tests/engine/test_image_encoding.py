@@ -59,6 +59,7 @@ def test_a_request_about_an_image_gets_the_tokens_of_its_prompt(engine):
     assert driven.tokens[1] == expected(image(5))
     assert driven.tokens[2] == expected(image(6, tokens=9), image(2**46 - 1))
     assert is_clean(driven)
+    assert driven.model.encoder_cache.canvas_of(6) == image(6, tokens=9).canvas
 
 
 def test_others_generate_while_an_image_is_encoded_which_counts_as_waiting():

@@ -3,6 +3,7 @@
 The property tests keep their own account of what each request has been given and compare every step with it.
 """
 
+import itertools
 import math
 import random
 from collections import defaultdict
@@ -16,7 +17,7 @@ from engine import scheduler as scheduling
 from engine.request import Request, RequestGroup
 from engine.scheduler import SchedulerConfig
 from models.base import Chunk
-from protocol import Generate
+from protocol import Generate, Image
 
 EOS, OTHER = 0, 7
 BESIDE, ALONE, BETWEEN, BETWEEN_MANY, KEEP_ALL = 32, 256, 128, 2048, 64
@@ -471,6 +472,53 @@ def test_a_prefix_belongs_to_the_adapter_that_it_was_computed_with(copies):
         cached.append(each.cached)
     # Of two slots the one that was used longest ago is taken: by the third request that of the first.
     assert cached == [0, 0, 0, 100, 0]
+
+
+def image_ids(key, tokens):
+    return [*Image(key, tokens, (1, 1, 1), b"").ids]
+
+
+def pieces(prompt):
+    """Texts and images, as a model that reads images whole runs them."""
+    found = [[prompt[0]]]
+    for before, after in itertools.pairwise(prompt):
+        is_same = (before >= 0) == (after >= 0) and (after >= 0 or after == before - 1)
+        found[-1].append(after) if is_same else found.append([after])
+    return found
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        MIXED | {"prefix_granularity": 1, "supports_prefix_copy": True},
+        MIXED | {"prefix_granularity": 32, "chunk_granularity": 32, "supports_prefix_copy": True},
+        CHUNKED | {"prefix_granularity": 128, "supports_prefix_copy": True},
+        CHUNKED,
+    ],
+)
+def test_no_chunk_or_reused_prefix_cuts_an_image_or_leaves_one_token_of_text_beside_it(engine):
+    chance = random.Random(0)
+    scheduler = Scheduler(slots=2, whole_images=True, **engine)
+    sizes = (2, 5, 31, 33, 64, 256, 300)
+    starts = [[chance.choice((3, 4)) for _ in range(chance.choice(sizes))] for _ in range(2)]
+    reused = 0
+    for key in range(60):
+        prompt = [*chance.choice(starts)]
+        for n in range(chance.randrange(3)):
+            prompt += image_ids(1000 + key % 3 + 10 * n, chance.choice(sizes)) + [9] * chance.choice(sizes)
+        (each,) = added(scheduler, of_prompt(prompt, 1))
+        granularity = scheduler._limits.prefix_granularity or 1
+        while not each.generated:
+            step, _ = run_step(scheduler)
+            for chunk, owner in zip(step.chunks, step.requests):
+                if owner is each:
+                    end = chunk.begin + len(chunk.tokens)
+                    assert all(len(piece) > 1 for piece in pieces(chunk.tokens)), (chunk, prompt)
+                    assert end == len(prompt) or not engine.get("prefix_granularity") or end % granularity == 0
+                    for edge in (chunk.begin, end):
+                        assert edge in (0, len(prompt)) or prompt[edge] >= 0 or prompt[edge] != prompt[edge - 1] - 1
+        reused += each.cached > 0
+    assert reused or "prefix_granularity" not in engine
 
 
 def test_a_conversation_keeps_its_slot_from_a_prompt_that_shares_little_with_it():

@@ -20,6 +20,7 @@ class FakePreprocessor:
 
     placeholder = token = IMAGE
     token_id = IMAGE_ID
+    reserved_ids = frozenset([IMAGE_ID])
 
     def __init__(self):
         self.files = []

@@ -57,6 +57,7 @@ class FakeModel:
     quantize = encoder_cache = kv_bytes_per_token = None
     kv_cache_dtype = "float32"
     chunk_granularity = 1
+    whole_images = False
 
     def __init__(
         self,

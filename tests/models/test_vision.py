@@ -74,7 +74,7 @@ class Zoo:
         model = self.reference(family, shrink)
         side = getattr(model.config.vision_config, "image_size", None)
         side = side[0] if isinstance(side, list | tuple) else side
-        inputs, canvas, shape = {}, (), (2, side, side)
+        inputs, canvas, shape = {}, (), (1 if family == "gemma3" else 2, side, side)
         if family in ("pixtral", "mistral3"):
             shape = {"pixtral": (1, 5 * 16, 7 * 16), "mistral3": (1, 4 * 28, 6 * 28)}[family]
             inputs["image_sizes"] = torch.tensor([shape[1:]])
@@ -115,6 +115,8 @@ class Zoo:
         inputs = [self.picture(family, seed, shrink).inputs for seed in range(1 + has_two)]
         inputs = {name: torch.cat([each[name] for each in inputs]) for name in inputs[0]}
         ids = torch.tensor([[model.config.image_token_id if token < 0 else token for token in prompt]])
+        if family == "gemma3":
+            inputs["token_type_ids"] = torch.tensor([[int(token < 0) for token in prompt]])
         if family in QWEN:
             inputs["mm_token_type_ids"] = torch.tensor([[int(token < 0) for token in prompt]])
         out = model.generate(
@@ -198,8 +200,24 @@ def test_images_are_read_as_by_transformers_alone_and_in_any_schedule_to_the_las
             assert np.array_equal(sequence.logits, own.logits[: len(sequence.logits)])
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_images_are_read_in_any_schedule_to_the_last_bit_with_a_kv_cache_in_eight_bits(visions, family):
+    model = serve(visions.folder(family), kv_cache_dtype="u8")
+    for seed in (0, 1):
+        encode(model, visions.picture(family, seed))
+    first, other = visions.prompt(family, 0), visions.prompt(family, 1)
+    prompts = [first, [*first[:-4], *QUESTION * 5], [1, *QUESTION * 3, *other], visions.of_two_images(family), QUESTION * 9]
+    alone = [run(model, [prompt], new_tokens=NEW_TOKENS)[0] for prompt in prompts]
+    for seed, budget in enumerate((None, 33)):
+        together = run(model, prompts * 2, seed, budget=budget, new_tokens=NEW_TOKENS)
+        for sequence, own in zip(together, alone * 2):
+            assert np.array_equal(sequence.logits, own.logits[: len(sequence.logits)])
+    expected = visions.text(family)[2]
+    assert np.abs(alone[0].logits[0] - expected[0]).max() < 0.05 * np.ptp(expected[0])
+
+
 @pytest.mark.parametrize("engine", BOTH)
-@pytest.mark.parametrize("family", QWEN)
+@pytest.mark.parametrize("family", [*QWEN, "gemma3"])
 def test_two_images_have_their_places_in_prefixes_that_are_copied_and_under_drafts(visions, family, engine):
     model = serve(visions.folder(family), engine, speculate=3)
     for seed in (0, 1):
@@ -210,7 +228,10 @@ def test_two_images_have_their_places_in_prefixes_that_are_copied_and_under_draf
     logits = [model.forward([Chunk(0, prompt, 0)])[0]]
     logits += [model.forward([Chunk(0, [token], len(prompt) + n)])[0] for n, token in enumerate(expected[:-1])]
     assert [int(row.argmax()) for row in logits] == expected
-    for end in (len(prompt) - len(QUESTION), len(prompt) - len(QUESTION) - 5, 20):  # behind and within images
+    ends = [len(prompt) - len(QUESTION)]
+    if not model.whole_images:
+        ends += [ends[0] - 5, 20]  # within images
+    for end in ends:
         model.copy_prefix(0, 2, end)
         (row,) = model.forward([Chunk(2, prompt[end:], end)])
         assert int(row.argmax()) == expected[0] and np.abs(row - logits[0]).max() < 1e-4

@@ -96,6 +96,7 @@ def text_of_transformers(module, fields, image_processor, image_token):
             "end_image_token": "</img>",
             "spatial_merge_size": 1,
         }
+        | {"full_image_sequence": f"\n\n<start_of_image>{image_token * 256}<end_of_image>\n\n"}
         | fields
         | {"image_processor": image_processor, "image_token": image_token}
     )
@@ -116,6 +117,7 @@ TOKENS = {
     "qwen2_vl": (324, 2035, 336, 4),
     "qwen2_5_vl": (324, 2035, 336, 4),
     "qwen3_vl": (256, 1536, 240, 70),
+    "gemma3": (256, 256, 256, 256),
 }
 
 

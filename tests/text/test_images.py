@@ -45,6 +45,13 @@ def test_an_image_is_its_tiles_and_what_stands_for_it_in_a_prompt(load):
     assert (whole[:3], whole[-3:]) == (b"\xff\0\0", b"\0\0\xff")
 
 
+def test_what_a_template_writes_for_an_image_may_be_another_token_and_clients_may_write_neither(load, tmp_path):
+    preprocess = load("gemma3")
+    assert (preprocess.token, preprocess.placeholder) == ("<image_soft_token>", "<start_of_image>")
+    assert preprocess(saved(noise(40, 30), "PNG")).text.count(preprocess.placeholder) == 1
+    assert (preprocess.reserved_ids, load("llava").reserved_ids) == ({7, 8}, {7})
+
+
 def test_a_key_is_of_the_file_and_of_how_it_is_read(load):
     data = saved(noise(40, 30), "PNG")
     preprocess = load("internvl")
