@@ -74,6 +74,7 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None  # vLLM's
     prediction: Prediction | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
@@ -238,6 +239,7 @@ def _prompt(chat: ChatRequest, served: Served, names: FieldNames) -> tuple[str, 
     options = _template_options(chat, served)
     if chat.tools or any(message.tool_calls or message.role == "tool" for message in chat.messages):
         template = template.for_tools
+    served.images.set_options(chat.mm_processor_kwargs or {}, "mm_processor_kwargs")
     messages = _messages(chat.messages, template.words, names, served.images)
     tools: list[Json] | None = None
     if chat.tools and (chat.tool_choice != "none" or capabilities.tools):

@@ -62,8 +62,8 @@ _NAMES = (
     "temperature top_k top_p min_p typical_p repetition_penalty frequency_penalty presence_penalty seed "
     "best_of n do_sample stop stop_sequences logit_bias max_new_tokens max_tokens max_completion_tokens "
     "max_output_tokens min_tokens ignore_eos return_full_text truncate top_n_tokens echo tools tool_choice "
-    "chat_template_kwargs regex json_schema output_format system instructions parameters enable_thinking "
-    "add_special_tokens reasoning_effort thinking_token_budget thinking_budget_tokens"
+    "chat_template_kwargs mm_processor_kwargs regex json_schema output_format system instructions parameters "
+    "enable_thinking add_special_tokens reasoning_effort thinking_token_budget thinking_budget_tokens"
 )
 CHANGES_TEXT = {*_NAMES.split(), *_STRUCTURED_OUTPUT_FIELDS}
 _LIMITS = ["max_new_tokens", "max_output_tokens", "max_completion_tokens", "max_tokens"]

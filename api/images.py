@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,7 @@ class RequestImages:
         self.preprocess = preprocess
         self._loader = loader
         self._images: list[RequestImage] = []
+        self._options: Mapping[str, Any] = {}  # of the request, for all its images
         self._added = 0  # since the request was last read
         self._spent_s = 0.0
         self._holds_pixels = False
@@ -96,6 +97,17 @@ class RequestImages:
     def restart(self) -> None:
         """The request is read again, and has the same images in the same order."""
         self._added = 0
+
+    def set_options(self, options: Mapping[str, Any], name: str) -> None:
+        """Fields of the model's preprocessor to override for these images; name: of their field. Raises
+        ApiError."""
+        if not self.are_read:
+            return
+        supported = self.preprocess.options
+        detail = f"has a field that this model does not support; supported: {', '.join(supported) or 'none'}"
+        for option in options:
+            require(option in supported, name, detail, given=option[:40])
+        self._options = options
 
     def add(self, path: str, url: str, detail: Any = None) -> str:
         """The mark of the image of a `data:`, http or https URL. Raises ApiError."""
@@ -181,7 +193,7 @@ class RequestImages:
         """How many seconds it took."""
         begin = time.monotonic()
         try:
-            image.read = self.preprocess(image.source, image.is_low)
+            image.read = self.preprocess(image.source, image.is_low, self._options)
         except (Refused, LimitExceeded) as error:
             raise invalid(image.path, str(error)) from None
         image.source = b""

@@ -12,6 +12,7 @@ from typing import Any
 from PIL import GifImagePlugin, Image, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
 from manifest import Manifest
+from run import ConfigError
 from text.image_layouts import read_layout
 from text.limited import Refused
 
@@ -24,6 +25,7 @@ DECODERS = (
 )
 FORMATS = [decoder.format for decoder in DECODERS]
 MAX_PIXELS = 50_000_000
+MAX_TOKENS = 2**16 - 1  # MAX_IMAGE_TOKENS of protocol.py (tested)
 MAX_RATIO = 200  # of the longer side to the shorter
 # Pillow refuses images of more than twice as many pixels, as soon as it has read the size.
 Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2
@@ -37,7 +39,13 @@ def preprocessor(model_dir: str, overrides: dict[str, Any]) -> Callable[[list], 
     def preprocess(request: list) -> bytes:
         data, further = request
         image = decode(base64.b64decode(data))
-        made = read_layout(manifest, overrides | further)(image)
+        try:
+            layout = read_layout(manifest, overrides | further)
+        except ConfigError as error:
+            raise Refused(f"cannot be preprocessed: {error}") from None
+        made = layout(image)
+        if made.tokens > MAX_TOKENS:
+            raise Refused(f"makes {made.tokens} tokens; at most {MAX_TOKENS} are supported")
         width, height = made.tiles[0].size
         about = [made.text, made.tokens, (len(made.tiles), height, width), made.canvas]
         return b"\n".join([json.dumps(about).encode(), b"".join(tile.tobytes() for tile in made.tiles)])

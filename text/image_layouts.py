@@ -72,6 +72,10 @@ class Layout:
         """image: RGB, upright."""
         raise NotImplementedError
 
+    def bounds(self, tokens: int) -> dict[str, Any]:
+        """The options with which no image has more than so many tokens, if they differ from what is set."""
+        return {}
+
     def _resized(self, image: Image, width: int, height: int) -> Image:
         return image if image.size == (width, height) else image.resize((width, height), self._filter)
 
@@ -306,6 +310,10 @@ class PixelBounds(Layout):
         bounds = Facts(given | {name: facts[name] for name in given if facts.get(name) is not None})
         self._most = bounds.number("max_pixels", 28 * 28 * 1280)
         self._least = min(bounds.number("min_pixels", 56 * 56), self._most)
+
+    def bounds(self, tokens: int) -> dict[str, Any]:
+        most = tokens * self._side**2
+        return {"max_pixels": most} if most < self._most else {}
 
     def __call__(self, image: Image) -> Tiles:
         rows, columns = (round(edge / self._side) for edge in (image.height, image.width))

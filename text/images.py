@@ -9,14 +9,21 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import logging
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from manifest import Manifest, whole
 from text.image_layouts import read_layout
 from text.limited import SandboxedFunction
 
+logger = logging.getLogger("web")
+
+LARGEST_SHARE = 0.75  # of the longest prompt, for an image that can be scaled down
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 CPU_S = 5.0  # for one image; 12 megapixels take half a second
 MEMORY_BYTES = 768 * 2**20  # the largest image takes three copies of 200 MB
 KEY_BITS = 46
@@ -37,13 +44,17 @@ class PreprocessedImage(NamedTuple):
 class ImagePreprocessor:
     """How the served model reads images. Safe to share between threads; each has a child for itself."""
 
-    def __init__(self, model_dir: Path, manifest: Manifest, overrides: dict[str, Any]):
+    def __init__(self, model_dir: Path, manifest: Manifest, overrides: dict[str, Any], max_tokens: int):
         layout = read_layout(manifest, overrides)
+        if bounds := layout.bounds(int(max_tokens * LARGEST_SHARE)):
+            logger.debug("Larger images are scaled down to fit the context length: %s", bounds)
+            overrides = overrides | bounds
         self.token = layout.token  # the text of an image token
         self.placeholder = layout.placeholder or layout.token  # what the chat template writes for an image
         self.token_id = manifest.image_token_id
         # Clients must not write these.
         self.reserved_ids = {self.token_id, whole(manifest.config_json.get("boi_token_index", self.token_id))}
+        self.options = layout.options  # that a request may set
         self._one_tile = layout.one_tile
         self._overrides = overrides
         setup = [str(model_dir), overrides]
@@ -53,15 +64,17 @@ class ImagePreprocessor:
         self._preprocess.start()
 
     @classmethod
-    def load(cls, model_dir: str | Path, overrides: dict[str, Any] | None = None) -> ImagePreprocessor:
+    def load(cls, model_dir: str | Path, overrides: dict[str, Any], max_tokens: int) -> ImagePreprocessor:
         """For a model folder whose manifest says that it reads images. `overrides` take the place of fields
-        of its preprocessor_config.json. Raises ConfigError."""
-        return cls(Path(model_dir), Manifest.read(model_dir), overrides or {})
+        of its preprocessor_config.json; max_tokens: of the longest prompt. Raises ConfigError."""
+        return cls(Path(model_dir), Manifest.read(model_dir), overrides, max_tokens)
 
-    def __call__(self, data: bytes, low_detail: bool = False) -> PreprocessedImage:
-        """data: a file. low_detail: one tile, where the family can. Raises Refused and LimitExceeded, whose
-        texts follow on the name of the image."""
-        options = self._one_tile if low_detail else {}
+    def __call__(
+        self, data: bytes, low_detail: bool = False, options: Mapping[str, Any] = NO_OPTIONS
+    ) -> PreprocessedImage:
+        """data: a file. low_detail: one tile, where the family can. options: further overrides, of the names
+        in `self.options`. Raises Refused and LimitExceeded, whose texts follow on the name of the image."""
+        options = {**options, **(self._one_tile if low_detail else {})}
         answer = self._preprocess.call_bytes([base64.b64encode(data).decode(), options])
         about, _newline, pixels = answer.partition(b"\n")
         text, tokens, shape, canvas = json.loads(about)

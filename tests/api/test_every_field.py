@@ -108,6 +108,7 @@ VALUES = {
         "tool_choice": ({"tools": TOOLS}, "required"),
         "parallel_tool_calls": ({"tools": TOOLS, "max_tokens": 45} | SEVERAL, False),
         "chat_template_kwargs": ({}, {"greeting": "Ho"}),
+        "mm_processor_kwargs": ({}, {"max_pixels": 9}),
         "prediction": ({}, {"type": "content", "content": "Hi"}),
         "reasoning_effort": ({}, "none"),
         "continue_final_message": ({"messages": [USER, BEGUN]}, True),
@@ -186,7 +187,7 @@ TEXT_ALONE = ("details", "decoder_input_details", "top_n_tokens", "logprobs", "t
 TEXT_ALONE += ("return_token_ids", "prompt_logprobs")
 # They change the speed, what is stored, models that think, or nothing that does not happen anyway.
 UNSEEN = ("prediction", "store", "thinking_token_budget", "thinking_budget_tokens")
-UNSEEN += ("continue_final_message", "add_generation_prompt")
+UNSEEN += ("continue_final_message", "add_generation_prompt", "mm_processor_kwargs")
 EXCEPTIONS = {
     **{("/generate", "stream"): "ignored", ("/generate_stream", "stream"): "ignored"},
     **{("/generate_stream", "best_of"): "rejected", ("/generate_stream", "decoder_input_details"): "rejected"},

@@ -196,6 +196,16 @@ def test_a_part_has_its_url_in_an_object_or_by_itself(part, tokens):
     assert prompt_of(chat.chat, chat_of(part)) == f"u:[{IMAGE * tokens}];a:"
 
 
+def test_a_chat_overrides_how_its_images_are_preprocessed():
+    body = chat_of(of_chat(data_url(DOG)), of_chat(data_url(CAT)), of_chat(data_url(CAT), detail="low"))
+    written = prompt_of(chat.chat, body | {"mm_processor_kwargs": {"max_pixels": 2}})
+    assert written == f"u:[{IMAGE * 2}][{IMAGE * 2}][{IMAGE}];a:"
+    assert prompt_of(chat.chat, body | {"mm_processor_kwargs": {}}) == prompt_of(chat.chat, body)
+    error = refused(chat.chat, body | {"mm_processor_kwargs": {"max_pixels": 2, "size": 3}})
+    assert error.param == "mm_processor_kwargs"
+    assert "has a field that this model does not support; supported: max_pixels. Given: 'size'" in str(error)
+
+
 @pytest.mark.parametrize(
     ("part", "field", "sentence"),
     [
@@ -703,8 +713,8 @@ def test_no_pixels_stay_in_memory_when_a_request_is_over(seeing, monkeypatch, fi
     made = []
     preprocess = FakePreprocessor.__call__
 
-    def record(self, data, low_detail=False):
-        read = preprocess(self, data, low_detail)
+    def record(self, *arguments):
+        read = preprocess(self, *arguments)
         made.append(read.pixels)
         return read
 

@@ -1,6 +1,7 @@
 """Images without a picture: a file becomes as many tokens as it has bytes, in brackets."""
 
 import hashlib
+from types import MappingProxyType
 
 from fakes.model import image
 from fakes.tokenizer import VOCABULARY
@@ -21,15 +22,16 @@ class FakePreprocessor:
     placeholder = token = IMAGE
     token_id = IMAGE_ID
     reserved_ids = frozenset([IMAGE_ID])
+    options = ("max_pixels",)
 
     def __init__(self):
         self.files = []
 
-    def __call__(self, data, low_detail=False):
+    def __call__(self, data, low_detail=False, options=MappingProxyType({})):
         self.files.append(data)
         if data.startswith(b"bad"):
             raise Refused("is not an image that this server reads")
         if data.startswith(b"slow"):
             raise LimitExceeded("takes longer than 5 s of processor time")
-        made = image(key_of(data, low_detail), 1 if low_detail else len(data))
+        made = image(key_of(data, low_detail), 1 if low_detail else options.get("max_pixels", len(data)))
         return PreprocessedImage(f"[{IMAGE * made.tokens}]", made.tokens, made.shape, made.canvas, made.pixels, made.key)

@@ -174,6 +174,15 @@ def encode(model, picture):
     model.encoder_cache.add(image.key, model.encode_image(picture.tiles, image.canvas, lambda: False), image.canvas)
 
 
+def logits_scaling(reference):
+    """What transformers' LlavaNext leaves out."""
+    return getattr(reference.config.get_text_config(), "logits_scaling", 1)
+
+
+def is_close(found, expected):
+    return np.abs(np.stack(found) - expected).max() < 1e-4 * np.ptp(expected)
+
+
 SIZES = [pytest.param(None, id="small"), pytest.param(PUBLISHED, id="published", marks=pytest.mark.families)]
 
 
@@ -189,8 +198,9 @@ def test_images_are_read_as_by_transformers_alone_and_in_any_schedule_to_the_las
     first, other = visions.prompt(family, 0, shrink), visions.prompt(family, 1, shrink)
     prompts = [first, [*first[:-4], 50, 60], other, first[:20], QUESTION * 4]
     alone = [run(model, [prompt], new_tokens=NEW_TOKENS)[0] for prompt in prompts]
-    expected, lead, _logits = visions.text(family, shrink)
+    expected, lead, logits = visions.text(family, shrink)
     assert lead > MARGIN and alone[0].tokens == expected
+    assert is_close(alone[0].logits, logits / logits_scaling(visions.reference(family, shrink)))
     assert not np.array_equal(alone[0].logits, alone[2].logits)
     for seed, chunk in enumerate((None, 19) if engine == "openvino" else (None,)):
         together = run(model, prompts * 2, seed, prefill_chunk=chunk, new_tokens=NEW_TOKENS)
@@ -206,7 +216,7 @@ def test_images_are_read_in_any_schedule_to_the_last_bit_with_a_kv_cache_in_eigh
     for seed in (0, 1):
         encode(model, visions.picture(family, seed))
     first, other = visions.prompt(family, 0), visions.prompt(family, 1)
-    prompts = [first, [*first[:-4], *QUESTION * 5], [1, *QUESTION * 3, *other], visions.of_two_images(family), QUESTION * 9]
+    prompts = [first, [*first[:-4], *QUESTION * 13], [1, *QUESTION * 3, *other], visions.of_two_images(family), QUESTION * 9]
     alone = [run(model, [prompt], new_tokens=NEW_TOKENS)[0] for prompt in prompts]
     for seed, budget in enumerate((None, 33)):
         together = run(model, prompts * 2, seed, budget=budget, new_tokens=NEW_TOKENS)
@@ -223,11 +233,11 @@ def test_two_images_have_their_places_in_prefixes_that_are_copied_and_under_draf
     for seed in (0, 1):
         encode(model, visions.picture(family, seed))
     prompt = visions.of_two_images(family)
-    expected, lead, _logits = visions.text(family, None, True)
+    expected, lead, of_transformers = visions.text(family, None, True)
     assert lead > MARGIN
     logits = [model.forward([Chunk(0, prompt, 0)])[0]]
     logits += [model.forward([Chunk(0, [token], len(prompt) + n)])[0] for n, token in enumerate(expected[:-1])]
-    assert [int(row.argmax()) for row in logits] == expected
+    assert [int(row.argmax()) for row in logits] == expected and is_close(logits, of_transformers)
     ends = [len(prompt) - len(QUESTION)]
     if not model.whole_images:
         ends += [ends[0] - 5, 20]  # within images
@@ -289,7 +299,7 @@ def test_bfloat16_changes_the_logits_little(visions, family):
     encode(model, visions.picture(family))
     prompt = visions.prompt(family)
     tokens, _lead, logits = visions.text(family)
-    logits = logits / getattr(visions.reference(family).config.get_text_config(), "logits_scaling", 1)
+    logits = logits / logits_scaling(visions.reference(family))
     chunks = [Chunk(0, prompt, 0), *(Chunk(0, [token], len(prompt) + n) for n, token in enumerate(tokens[:-1]))]
     found = np.concatenate([model.forward([chunk]) for chunk in chunks])
     assert np.abs(found - logits).max() < NEARLY_TIED * np.ptp(logits)

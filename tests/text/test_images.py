@@ -14,6 +14,7 @@ from PIL import Image
 from processes import wait_until
 
 import text.images
+from protocol import MAX_IMAGE_TOKENS
 from run import HERE, ConfigError
 from text.images import ImagePreprocessor
 from text.limited import LimitExceeded, Refused
@@ -23,11 +24,11 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture
 def load(tmp_path):
-    def load(name, **overrides):
+    def load(name, max_tokens=10_000, **overrides):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         save_preprocessor(name, folder)
-        return ImagePreprocessor.load(folder, overrides)
+        return ImagePreprocessor.load(folder, overrides, max_tokens)
 
     return load
 
@@ -60,6 +61,32 @@ def test_a_key_is_of_the_file_and_of_how_it_is_read(load):
     assert len(set(keys)) == 4
     assert all(2**40 < key < 2**46 for key in keys)  # with random bits in front
     assert preprocess(data).key == load("internvl")(data).key == keys[0]
+
+
+def test_a_request_overrides_what_its_images_are_preprocessed_with(load):
+    data = saved(noise(560, 560), "PNG")
+    preprocess = load("qwen2_vl", max_pixels=300 * 784)
+    small = preprocess(data, options={"max_pixels": 100 * 784})
+    assert (preprocess(data).tokens, small.tokens) == (17 * 17, 100)
+    assert small.key != preprocess(data).key
+    assert preprocess(data, True, {"max_pixels": 10**9}).tokens == 18 * 18
+    with pytest.raises(Refused, match=r"^cannot be preprocessed: .*`max_pixels` must be a positive whole number.*'9'$"):
+        preprocess(data, options={"max_pixels": "9"})
+    with pytest.raises(Refused, match=rf"^makes 90000 tokens; at most {MAX_IMAGE_TOKENS} are supported$"):
+        preprocess(data, options={"min_pixels": 90_000 * 784, "max_pixels": 10**9})
+    with pytest.raises(LimitExceeded):
+        preprocess(data, options={"min_pixels": 10**12, "max_pixels": 10**12})
+
+
+def test_an_image_that_would_not_fit_the_context_is_scaled_down_where_the_family_can(load, caplog):
+    caplog.set_level("DEBUG", "web")
+    data = saved(noise(1400, 1400), "PNG")
+    assert load("qwen2_vl", max_tokens=30_000)(data).tokens == 2500
+    assert not caplog.text
+    assert load("qwen2_vl", max_tokens=4000)(data).tokens == 2500
+    assert 1900 < load("qwen2_vl", max_tokens=2600)(data).tokens <= 1950
+    assert "Larger images are scaled down to fit the context length: {'max_pixels': 1528800}" in caplog.text
+    assert load("llava", max_tokens=100)(data).tokens == 576
 
 
 def test_low_detail_changes_nothing_where_a_family_has_no_other(load):
