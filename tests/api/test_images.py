@@ -529,6 +529,18 @@ def test_the_headers_count_the_characters_that_the_client_wrote():
 # Through a server, whose worker gets the tokens of images as negative ids
 
 
+def test_a_client_cannot_write_what_a_template_writes_for_an_image_if_that_is_another_token(tmp_path, monkeypatch):
+    tokenizer = image_tokenizer(tmp_path)
+    tokenizer.add_special_tokens([AddedToken("<start>", special=True)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setattr(FakePreprocessor, "reserved_ids", {IMAGE_ID, IMAGE_ID + 1})
+    monkeypatch.setattr(ImagePreprocessor, "load", lambda *_: FakePreprocessor())
+    info = msgspec.structs.replace(SEEING, tokenizer_dir=str(tmp_path), model_dir=str(tmp_path), vocab_size=IMAGE_ID + 2)
+    read = ModelText.load(info, CONFIG).tokenizer
+    assert read.encode("<start>", False) == [IMAGE_ID + 1]
+    assert len(read.encode(read.escape("<start>"), False)) == len("<start>")
+
+
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory):
     served = Running(tmp_path_factory.mktemp("seeing"), payload_limit=20_000, allowed_media_domains=("example.com",))
