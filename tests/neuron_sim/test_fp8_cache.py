@@ -167,8 +167,7 @@ def test_values_beyond_the_range_of_the_device_are_clamped(tmp_path):
         assert_same(in_chunks(model, TOKENS), all_logits(reference, TOKENS))
 
 
-def test_a_prompt_that_fills_the_cache_of_one_slot_is_stored_without_biases(tmp_path):
-    """It is the cache then, and no part of it is updated."""
+def test_a_prompt_bucket_as_long_as_the_cache_of_the_only_slot_is_read_like_others(tmp_path):
     reference = made("qwen2", tmp_path / "model", 300.0)
     limits = {"max_total_tokens": 48, "max_input_tokens": 47, "max_batch_size": 1, "prefill_buckets": (48,)}
     model = serve(reference, tmp_path, **SETTINGS | limits | {"position_buckets": (48,), "prefill_chunk": 0})
