@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import models
 from models import source
 from models.accuracy import kl_divergence
-from models.adapters import read_updates
+from models.adapters import Adapters, read_updates
 from models.base import Chunk, ModelError
 from models.torch_model import TorchModel
 
@@ -272,3 +272,14 @@ def test_on_neuron_adapters_by_request_are_refused_by_name(adapted):
     made = adapted("llama")
     with pytest.raises(ModelError, match=r"--lora-adapters \(LORA_ADAPTERS\) is for CPUs and GPUs; on Neuron --merge-lora"):
         models.prepare(replace(settings(made.base, lora_adapters=("a=b/c",)), device="neuron"))
+
+
+def test_a_call_has_at_most_512_columns_or_one_adapter():
+    """Of more, matrix libraries sum the products of an adapter in an order that depends on where its columns lie."""
+    adapters = Adapters({"layer": (1, 1)})
+    for rank in (300, 16, 200, 600, 1):  # 304, 16, 208, 608 and 16 columns
+        adapters.add(f"of rank {rank}", {"layer": (np.ones((rank, 1), np.float32), np.ones((rank, 1), np.float32))})
+    assert adapters.groups([5, 0, 1, 2, 3, 4, 1]) == [[1, 2, 3, 6], [4], [5], [0]]
+    assert adapters.groups([0, 0]) == [[0, 1]] and adapters.groups([4, 4]) == [[0, 1]]
+    assert adapters.columns_of([3, 0, 2]) == (304, 528) and adapters.columns_of([0]) == (0, 0)
+    assert adapters.mask([0, 2], (304, 528)).sum(axis=1).tolist() == [0, 16]
