@@ -290,7 +290,7 @@ class NeuronModel:
         last = max(chunk.begin for chunk in chunks)
         ends = {slot: len(held) for slot, held in self._held.items() if 0 < len(held) <= last}
         begins = {slot: ends.get(slot, 1) for slot in range(self.batch_size)}
-        for slot, tokens, begin, _all_logits, _verify in chunks:
+        for slot, tokens, begin, *_ in chunks:
             assert begin == len(self._held[slot]) > 0 and len(tokens) <= length
             self._held[slot] += tokens
             begins[slot] = begin
@@ -302,7 +302,7 @@ class NeuronModel:
             rows.append(range(start, start + length))
         output = self._run_several(ids, rows, range(self.batch_size))
         columns = []  # of [tokens, slots]
-        for slot, tokens, begin, _all_logits, _verify in chunks:
+        for slot, tokens, begin, *_ in chunks:
             place = begin - begins[slot]
             columns += [(place + n) * self.batch_size + slot for n in range(len(tokens))]
             self._drafts[slot] = tokens[1:]
@@ -365,7 +365,7 @@ class NeuronModel:
     def _run_prompt(self, chunk: Chunk) -> torch.Tensor:
         """Logits [1, vocab] after the last token, with `all_logits` [len(tokens), vocab] after each; or ids
         [1, 1]."""
-        slot, tokens, begin, all_logits, _verify = chunk
+        slot, tokens, begin, all_logits, *_ = chunk
         held = self._held.get(slot, [])
         length = self.prefill_chunk or 0
         end = begin + len(tokens)
