@@ -512,7 +512,7 @@ def test_a_long_call_is_split_into_shorter_ones_that_leave_no_token_of_a_chunk_a
         assert 0 < sum(len(piece[1]) for piece in call) <= most
         for piece in call:
             found[piece[0]].append(piece)
-    for slot, tokens, begin, all_logits, _verify in chunks:
+    for slot, tokens, begin, all_logits, _verify, _adapter in chunks:
         assert [token for piece in found[slot] for token in piece[1]] == tokens
         assert [piece[2] for piece in found[slot]] == [begin + piece[1][0] for piece in found[slot]]
         assert min(len(piece[1]) for piece in found[slot]) >= min(2, len(tokens))
