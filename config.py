@@ -43,6 +43,7 @@ SAGEMAKER_MODEL = Path("/opt/ml/model")  # where SageMaker unpacks an endpoint's
 # all slots takes at most this share of the memory.
 DEFAULT_MAX_TOTAL_TOKENS = 2048
 MEMORY_SHARE = 1 / 4
+TGI_NAME = "tgi"  # TGI's own name for the model, whatever it is
 FP8 = "fp8_e4m3fn"  # of a KV cache
 KV_SHARE_OF_FLOAT32 = {"bfloat16": 0.5, "u8": 0.3}  # bytes of a KV cache; u8 with its scales
 DEFAULT_BATCH_SIZE = 4
@@ -405,7 +406,7 @@ class Config:
     served_model_name: str | None = setting(
         None,
         "SERVED_MODEL_NAME",
-        "The model's name in responses and in /v1/models. Without lora_adapters requests may use any name.",
+        "The model's name in responses and in /v1/models. Without lora_adapters and lora_folder requests may use any name.",
         shown="model_id",
     )
     lora_adapters: tuple[str, ...] = setting(
@@ -869,10 +870,10 @@ class Config:
                 f"--max-batch-total-tokens {self.max_batch_total_tokens} (MAX_BATCH_TOTAL_TOKENS) is less "
                 f"than one slot of {total} tokens: raise it, or lower --max-total-tokens (MAX_TOTAL_TOKENS)"
             )
-        if self.model_name in self.adapters:
+        if taken := self.adapters.keys() & self.names_of_model:
             raise ConfigError(
-                f"--lora-adapters (LORA_ADAPTERS): {self.model_name} is the name of the model; give the "
-                "adapter another one, as name=folder"
+                f"--lora-adapters (LORA_ADAPTERS): {min(taken)} is a name that requests have for the model; "
+                "give the adapter another one, as name=folder"
             )
 
     @property
@@ -892,6 +893,11 @@ class Config:
     def merged_adapter(self) -> str | None:
         """The name of the LoRA adapter that every request gets."""
         return self.merge_lora.partition("=")[0] if self.merge_lora else None
+
+    @property
+    def names_of_model(self) -> list[str]:
+        """What requests may call the model without an adapter of theirs."""
+        return [self.model_name, TGI_NAME]
 
     @property
     def is_demo(self) -> bool:

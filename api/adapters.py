@@ -5,6 +5,7 @@ They need `--lora-folder`, and load from below that folder, or from the hub.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -65,9 +66,10 @@ def _source_of(path: str, field: str, server: Server) -> str:
     """The folder below `--lora-folder`, or the hub id, that a request names. Raises ApiError."""
     _check_allowed(server)
     root = Path(server.config.lora_folder).resolve()
-    folder = (root / path.removeprefix("file://")).resolve()
-    if folder.is_relative_to(root) and folder != root and folder.is_dir():
-        return str(folder)
+    with contextlib.suppress(OSError, ValueError):  # of what no file can be named
+        folder = (root / path.removeprefix("file://")).resolve()
+        if folder.is_relative_to(root) and folder != root and folder.is_dir():
+            return str(folder)
     is_hub_id = HUB_ID.fullmatch(path) and not path.startswith(".")
     detail = "must be a folder below that of --lora-folder, or an id on the hub, owner/name[@revision]"
     require(bool(is_hub_id), field, detail, given=path[:80])
@@ -77,6 +79,8 @@ def _source_of(path: str, field: str, server: Server) -> str:
 def _change(server: Server, name: str, field: str, source: str) -> Response:
     fits = 0 < len(name) <= MAX_NAME and name.isprintable() and name == name.strip()
     require(fits, field, f"must be a name of at most {MAX_NAME} printable characters", given=name[:80])
+    is_free = name not in server.config.names_of_model
+    require(is_free, field, "must not be a name that requests have for the model itself", given=name)
     return _answer(server.engine.change_adapter(name, source), f"LoRA adapter '{name}' added successfully.")
 
 

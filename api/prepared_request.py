@@ -20,7 +20,7 @@ from api.fields import NEEDS_HOST, check_ids, require
 from api.images import RequestImages
 from api.response_store import OwnedResponses
 from api.types import U64_MAX
-from config import Config
+from config import TGI_NAME, Config
 from protocol import MAX_GRAMMAR, GenerateOptions, Image, ModelInfo, SamplingParams
 from text.grammar import GrammarChecker
 from text.images import ImagePreprocessor
@@ -31,8 +31,6 @@ from text.template_capabilities import TemplateCapabilities
 from text.tokenizer import Tokenizer
 from text.tool_detection import model_tools
 from text.tool_formats import AS_TEXT, ModelTools
-
-NAMES_OF_MODEL = ("tgi",)  # TGI's own for the model, whatever it is
 
 
 class ModelText(NamedTuple):
@@ -95,7 +93,7 @@ class Served:
         """The LoRA adapter that the field `model` of a request names; "": none. Where no adapters are served,
         any model is the one that is. Raises ApiError (404)."""
         has_adapters = self.info.adapters or self.config.lora_folder
-        if self.adapter or not has_adapters or model in (None, "", *NAMES_OF_MODEL):
+        if self.adapter or not has_adapters or model in (None, "", TGI_NAME):
             return self.adapter
         return self.with_adapter(model).adapter
 

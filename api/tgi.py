@@ -247,7 +247,7 @@ def check(request: GenerateRequest, served: Served, streams: bool) -> PreparedRe
         prompt_logprobs=bool(p.decoder_input_details),
         # The client gets single tokens, so an output that its grammar completes still gets its end.
         keep_eos=bool(p.details or p.decoder_input_details or p.top_n_tokens),
-        adapter="" if adapter == config.merged_adapter else adapter,
+        adapter="" if adapter == config.merged_adapter and adapter not in info.adapters else adapter,
     )
     prepared = with_grammar(prepared, *formats.of_native(p.grammar), info)
     return with_images(prepared, prompt, order, served)
@@ -257,6 +257,7 @@ def prompt_of(inputs: str, served: Served) -> tuple[str, list[int]]:
     """The prompt, and the numbers of the images in it: then it has placeholders for them, and its text is
     escaped. Raises ApiError."""
     images = served.images
+    images.set_options({}, "")  # those of a chat in the same body
     if not images.are_read:
         return inputs, []
     texts = IMAGE.split(inputs)

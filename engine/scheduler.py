@@ -320,7 +320,9 @@ class ChunkedPrefill:
         self, running: list[Request], prefilling: list[Request], startable: int
     ) -> tuple[list[Request], Prompts]:
         budget = self._budget_with_decode if running else max(PREFILL_TOKENS_ALONE, self._budget_with_decode)
-        return running, self._share(max(2, budget), prefilling)
+        # Where chunks are long, a second prompt has room beside the first one.
+        least = max(2, self._limits.chunk_granularity * min(2, len(prefilling)))
+        return running, self._share(max(least, budget), prefilling)
 
     def _share(self, budget: int, prefilling: list[Request]) -> Prompts:
         """How many tokens of each prompt run: of the first at least half of the budget, and then of those

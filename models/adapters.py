@@ -74,20 +74,24 @@ class Adapters:
             self._check_fit(name, module, [array.shape[1] for array in pair])
         rank = max(len(down) for down, _up in updates.values())
         columns = -(-rank // COLUMNS) * COLUMNS
+        weights = {}
         for module, present in self.weights.items():
             new = [np.zeros((columns, array.shape[1]), np.float32) for array in present]
             for padded, update in zip(new, updates.get(module, ())):
                 padded[: len(update)] = update
             joined = (np.concatenate([old, self._convert(padded)]) for old, padded in zip(present, new))
-            self.weights[module] = tuple(joined)
+            weights[module] = tuple(joined)
+        self.weights = weights
         self.numbers[name] = number = next(self._new_numbers)
         self._set_columns(np.append(self._of_column, [number] * columns))
 
     def remove(self, number: int) -> None:
         """Frees the weights of an adapter that no request uses; its name is not in `numbers` any more."""
         begin, end = self.columns_of([number])
-        for module, pair in self.weights.items():
-            self.weights[module] = tuple(np.delete(array, slice(begin, end), 0) for array in pair)
+        self.weights = {
+            module: tuple(np.delete(array, slice(begin, end), 0) for array in pair)
+            for module, pair in self.weights.items()
+        }
         self._set_columns(np.delete(self._of_column, slice(begin, end)))
 
     def groups(self, numbers: Sequence[int]) -> list[list[int]]:

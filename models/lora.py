@@ -51,6 +51,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (),
 }
 INSTEAD = "merge the trained model with peft (merge_and_unload) and serve what peft saves"
+LARGEST = 1e6  # of the numbers of an adapter that requests choose
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "lm_head.weight")
 
 
@@ -102,9 +103,14 @@ class Adapter:
         for module in sorted(modules):
             updates[module + DOWN] = self._tensors[module + A].float()
             updates[module + UP] = (self._tensors[module + B].float() * self._scale(module)).T
+        if not updates:
+            raise ModelError(f"{self._folder} holds no LoRA weights")
         for name, tensor in updates.items():
-            if not tensor.isfinite().all():  # 0 times it is no number: it would reach every request of a step
-                raise ModelError(f"{self._folder} holds numbers of {name} that are NaN or infinite")
+            # A product that is NaN or infinite would reach every request of a step: 0 times it is NaN.
+            if not (tensor.abs() < LARGEST).all():
+                raise ModelError(
+                    f"{self._folder} holds numbers of {name} that are NaN or {LARGEST:.0e} and more"
+                )
         return {name: tensor.contiguous() for name, tensor in updates.items()}
 
     def _changes(self, name: str) -> Iterator[torch.Tensor]:

@@ -504,12 +504,13 @@ class TorchModel:
     def _select_adapters(self, numbers: Sequence[int]) -> None:
         """For the next pass, whose rows have these adapters."""
         if self._adapters_version != self.adapters.version:
-            self._adapters_version = self.adapters.version
+            self._updates = {}  # frees their memory
             self._updates = {
                 name: [torch.from_numpy(array).to(self.device) for array in pair]
                 for name, pair in self.adapters.weights.items()
                 if pair[1].any()  # some adapter changes it
             }
+            self._adapters_version = self.adapters.version
         of_row = torch.tensor(numbers, device=self.device)[:, None, None]
         self._running = [
             (slice(*self.adapters.columns_of([number])), (of_row == number).float())

@@ -23,6 +23,7 @@ def text() -> str:
     metrics.set_limits(1, 1, 2)
     metrics.set_cache(100, "float32", None)
     metrics.series("startup_phase_seconds", "loading").set(1)
+    metrics.series("adapter_requests", "french").inc()
     return metrics.render().decode()
 
 

@@ -614,7 +614,8 @@ def test_several_adapters_are_served_and_one_is_merged():
         ("nothing", "there is no folder nothing"),
         ("a=b/c,a=d/e", "two adapters have the name a; give one of them another, as name=folder"),
         ('{"name": "a", "path": "b/c"}', "must be name=folder, name=owner/adapter or owner/adapter, not JSON"),
-        ("ours=b/c", "ours is the name of the model; give the adapter another one, as name=folder"),
+        ("ours=b/c", "ours is a name that requests have for the model; give the adapter another one, as name=folder"),
+        ("tgi=b/c", "tgi is a name that requests have for the model"),
     ],
 )
 def test_an_adapter_that_cannot_be_served_is_refused(given, reason):

@@ -201,7 +201,7 @@ def test_a_number_is_not_used_again_so_no_prefix_of_an_older_adapter_is(changing
     assert len(set(numbers)) == 3
 
 
-@pytest.mark.parametrize("path", ["../damaged", "/etc", "nothing", "", ".", "a/b/c", "owner/../../x"])
+@pytest.mark.parametrize("path", ["../damaged", "/etc", "nothing", "", ".", "a/b/c", "owner/../../x", "a\0b", "x" * 300])
 def test_a_path_outside_of_the_folder_is_refused(changing, path):
     refused = load(changing, path=path)
     assert refused.status_code == 400 and changing.read == []
@@ -213,6 +213,7 @@ def test_a_path_outside_of_the_folder_is_refused(changing, path):
     [
         ("french", "new", "french is served already: unload it, or give another name"),
         ("m", "new", "m is served already"),
+        ("tgi", "new", "`lora_name` must not be a name that requests have for the model itself"),
         ("late", "owner/damaged@v1", "The LoRA adapter cannot be changed: on purpose"),
         ("", "new", "`lora_name` must be a name of at most 200 printable characters"),
     ],

@@ -234,6 +234,14 @@ def test_the_first_prompt_gets_half_of_the_budget_and_the_shortest_the_rest():
     assert [prompt.prefilled for prompt in prompts] == [16, 0, 5, 11]
 
 
+def test_a_short_prompt_has_room_beside_a_long_one_where_a_chunk_takes_the_whole_budget():
+    scheduler = Scheduler(slots=4, max_batch_prefill_tokens=20, chunk_granularity=32, **MIXED)
+    running(scheduler, 1)
+    long, short = added(scheduler, request(1000), request(20))
+    run_step(scheduler)
+    assert long.prefilled and short.generated
+
+
 def test_a_prompt_with_all_logits_is_not_overtaken_by_a_shorter_one():
     scheduler = Scheduler(slots=3, **MIXED)
     running(scheduler, 1)

@@ -233,12 +233,18 @@ def write_adapter(folder, modules, **config):
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2} | config))
 
 
-@pytest.mark.parametrize("number", [torch.nan, -torch.inf])
-def test_weights_that_are_no_numbers_are_refused_because_they_would_reach_every_request(adapted, tmp_path, number):
+@pytest.mark.parametrize("number", [torch.nan, -torch.inf, 1e30])
+def test_weights_that_are_no_numbers_or_huge_are_refused_because_they_would_reach_every_request(adapted, tmp_path, number):
     up = torch.ones(48, 2)
     up[3, 1] = number
     write_adapter(tmp_path / "own", {"model.layers.0.self_attn.q_proj": (torch.ones(2, 48), up)})
-    with pytest.raises(ModelError, match=r"reading the LoRA adapter own failed: .*q_proj\.up that are NaN or infinite"):
+    with pytest.raises(ModelError, match=r"reading the LoRA adapter own failed: .*q_proj\.up that are NaN or 1e\+06 and more"):
+        serve("torch", adapted("llama").base, ["own"], tmp_path)
+
+
+def test_an_adapter_without_weights_is_refused(adapted, tmp_path):
+    write_adapter(tmp_path / "own", {})
+    with pytest.raises(ModelError, match=r"reading the LoRA adapter own failed: .* holds no LoRA weights"):
         serve("torch", adapted("llama").base, ["own"], tmp_path)
 
 

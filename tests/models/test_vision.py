@@ -308,6 +308,22 @@ def test_bfloat16_changes_the_logits_little(visions, family):
     assert (found.argmax(1) == tokens)[is_clear].all()
 
 
+def test_in_bfloat16_images_of_two_requests_that_meet_in_a_step_see_only_their_own(visions):
+    model = serve(visions.folder("gemma3"), dtype="bfloat16", threads=2)
+    encode(model, visions.picture("gemma3"))
+    prompt = visions.prompt("gemma3")
+    first = next(n for n, token in enumerate(prompt) if token < 0)
+    end = next(n for n, token in enumerate(prompt) if n > first and token >= 0)
+    model.forward([Chunk(0, prompt[:first], 0)])
+    model.forward([Chunk(0, prompt[first:end], first)])
+    expected = model.forward([Chunk(0, prompt[end:], end)])
+
+    model.forward([Chunk(1, prompt[:first], 0)])
+    model.forward([Chunk(0, prompt[:end], 0), Chunk(1, prompt[first:end], first)])
+    for slot in (0, 1):
+        assert np.array_equal(model.forward([Chunk(slot, prompt[end:], end)]), expected)
+
+
 @pytest.mark.parametrize("engine", BOTH)
 def test_the_logits_of_granite_are_scaled_as_in_its_text_model(visions, engine):
     """transformers' LlavaNext leaves the scaling out: greedy texts are the same without it, sampled ones are not."""

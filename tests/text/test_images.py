@@ -87,6 +87,8 @@ def test_an_image_that_would_not_fit_the_context_is_scaled_down_where_the_family
     assert 1900 < load("qwen2_vl", max_tokens=2600)(data).tokens <= 1950
     assert "Larger images are scaled down to fit the context length: {'max_pixels': 1528800}" in caplog.text
     assert load("llava", max_tokens=100)(data).tokens == 576
+    size = {"shortest_edge": 3136, "longest_edge": 100 * 784}
+    assert load("qwen2_vl", max_tokens=2600)(data, options={"size": size}).tokens <= 100
 
 
 def test_low_detail_changes_nothing_where_a_family_has_no_other(load):
