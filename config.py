@@ -406,7 +406,8 @@ class Config:
     served_model_name: str | None = setting(
         None,
         "SERVED_MODEL_NAME",
-        "The model's name in responses and in /v1/models. Without lora_adapters and lora_folder requests may use any name.",
+        "The model's name in responses and in /v1/models. Without lora_adapters and "
+        "lora_folder requests may use any name.",
         shown="model_id",
     )
     lora_adapters: tuple[str, ...] = setting(
