@@ -264,7 +264,8 @@ def assert_answered(response, route):
     answer = strict(body)
     if response.status_code == 200:
         return
-    assert response.status_code in (400, 413, 422), answer
+    is_switched_off = response.status_code == 403 and "adapter" in route
+    assert is_switched_off or response.status_code in (400, 413, 422), answer
     assert len(body) < LONGEST_ERROR
     assert_error(answer, SHAPES.get(route) or ({"openai"} if route.startswith("/v1/") else {"native"}))
 
