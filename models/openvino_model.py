@@ -211,9 +211,10 @@ class OpenVinoModel:
 
     def _add_adapters(self, graph: ov.Model, adapters: Mapping[str, Updates], loads_adapters: bool) -> None:
         """Raises ModelError for adapters that do not fit the graph."""
-        self._adapter_type = ov.Type.bf16 if self.computed_in == "bfloat16" else ov.Type.f32
+        dtype = "bfloat16" if self.quantize else self.computed_in
+        self._adapter_type = ov.Type.bf16 if dtype == "bfloat16" else ov.Type.f32
         modules = None if loads_adapters else {module for updates in adapters.values() for module in updates}
-        self.adapters = Adapters(add_adapters(graph, modules, self._adapter_type), self.computed_in)
+        self.adapters = Adapters(add_adapters(graph, modules, self._adapter_type), dtype)
         for name, updates in adapters.items():
             self.adapters.add(name, updates)
 
