@@ -103,8 +103,7 @@ class Served:
             return self
         if model not in self.info.adapters:
             served = ", ".join(map(repr, (self.info.model_name, *self.info.adapters)))
-            verb = "are" if self.info.adapters else "is"
-            what = f"The model {model[:80]!r} is not served here, {served} {verb}"
+            what = f"The model {model[:80]!r} is not served here; served: {served}"
             raise ApiError(404, "not_found", what, code="model_not_found")
         return dataclasses.replace(self, adapter=model)
 

@@ -74,7 +74,7 @@ def test_streams_and_several_choices_are_of_the_adapter(served):
 def test_an_unknown_model_is_refused_as_openai_does(served, route, body):
     error = refusal(served, route, body | {"model": "German"}, 404)
     assert (error["code"], error["type"]) == ("model_not_found", "invalid_request_error")
-    assert error["message"] == "The model 'German' is not served here, 'm', 'french', 'owner/sql' are"
+    assert error["message"] == "The model 'German' is not served here; served: 'm', 'french', 'owner/sql'"
 
 
 def test_an_unknown_model_is_refused_as_anthropic_does(served):

@@ -14,7 +14,7 @@ def predictions(served, *instances):
 
 def test_an_adapter_that_is_not_served_is_refused_by_name(served):
     refused = served.post("/invocations", MESSAGES, headers={"X-Amzn-SageMaker-Adapter-Identifier": "french"})
-    assert (refused.status_code, refused.json["error"]) == (404, "The model 'french' is not served here, 'm' is")
+    assert (refused.status_code, refused.json["error"]) == (404, "The model 'french' is not served here; served: 'm'")
 
 
 def test_an_invocation_is_whichever_request_it_looks_like(served):
@@ -87,7 +87,7 @@ def test_a_prompt_for_torchserve_needs_no_content_type_and_may_be_put(served):
 
 def test_the_model_of_a_prediction_is_the_one_that_is_served(served):
     response = served.client.post("/predictions/other", data=b"Hi", content_type="text/plain")
-    assert (response.status_code, response.json["error"]) == (404, "The model 'other' is not served here, 'm' is")
+    assert (response.status_code, response.json["error"]) == (404, "The model 'other' is not served here; served: 'm'")
 
 
 def test_a_client_that_accepts_json_alone_gets_the_native_answer_to_its_text(served):
