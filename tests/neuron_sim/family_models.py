@@ -82,7 +82,7 @@ MODELS = {
         "Qwen3MoeConfig",
         QWEN3_MOE | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 24},
     ),
-    "olmoe": ("OlmoeConfig", {"intermediate_size": 48, "num_experts": 16, "num_experts_per_tok": 4}),
+    "olmoe": ("OlmoeConfig", {"intermediate_size": 48, "num_experts": 16, "num_experts_per_tok": 4, "num_key_value_heads": 4}),
     "mixtral": ("MixtralConfig", MIXTRAL),
     "mixtral, window": ("MixtralConfig", MIXTRAL | {"sliding_window": 16}),
 }

@@ -15,14 +15,17 @@ from protocol import Generate
 @pytest.mark.parametrize(
     ("name", "tp_degree"),
     [
+        ("qwen3_moe", 4),
         ("qwen3_moe", 12),
+        ("qwen3_moe, 128 experts", 4),
         ("qwen3_moe, 128 experts", 12),
         ("qwen3_moe, not normalized", 4),
+        ("olmoe", 4),
         ("mixtral", 12),
         ("mixtral, window", 4),
     ],
 )
-def test_experts_are_cut_where_the_cores_do_not_divide_them(made, tmp_path, monkeypatch, name, tp_degree):  # noqa: F811
+def test_experts_are_split_over_cores(made, tmp_path, monkeypatch, name, tp_degree):  # noqa: F811
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-11")
     model = serve(made(name), tmp_path, max_batch_size=4, tp_degree=tp_degree, prefill_chunk=8)
     assert errors(served_logits(model), logits_of(made(name))).max() < LARGEST
