@@ -74,7 +74,7 @@ RAY := $(shell sed -n 's/^ray = \[\(.*\)\].*/\1/p' pyproject.toml | tr -d ',')
 help:
 	@sed -n '/^\.PHONY/q; s/^# //p; s/^#  */    /p' Makefile
 
-run: $(VENV)/$(if $(filter smollm2,$(MODEL)),quantize,run).installed
+run: $(VENV)/$(if $(filter smollm2,$(MODEL))$(findstring --quantize,$(ARGS)),quantize,run).installed
 	@PYTHON="$(BIN)/python" exec ./entrypoint.sh serve $(if $(MODEL),--model-id $(MODEL)) $(ARGS)
 
 # Three at a time on two processors: many tests start servers, and wait for them. A file runs in one process, which starts its

@@ -38,8 +38,8 @@ def made_and_run():
 
 
 def the_curl(what):
-    """The one command with these words."""
-    (command,) = [command for command in CURLS if what in command]
+    """The one command with these words, which may be on both pages."""
+    (command,) = {command for command in CURLS if what in command}
     return command
 
 
