@@ -1,4 +1,4 @@
-"""python tests/neuron_tables.py: the table of docs/neuron.md that says which published models run on Neuron, and where.
+"""python tests/neuron_tables.py: the table of docs/neuron-families.md, which published models run on Neuron, and where.
 
 A row is a model of published/configs.py; `plan` gives its machine: the smallest of Inferentia2 with room for slots of 2,048
 tokens."""

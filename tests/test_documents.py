@@ -15,11 +15,13 @@ import neuron_tables
 import pytest
 import routes_pages
 import settings_tables
+import sizing_table
 import yaml
 
 import config
 from api.routes import openapi_document
 from engine.metrics import Metrics
+from models import families
 from models.quantization import SUPPORTED
 from run import HERE
 
@@ -101,9 +103,9 @@ def test_a_start_command_of_another_server_means_what_the_guide_says(there, here
 
 
 def test_the_table_of_quantized_checkpoints_has_what_is_supported():
-    section = (HERE / "docs" / "cpu.md").read_text().split("\n## A quantized checkpoint\n")[1].split("\n## ")[0]
-    table = {cells[1].strip(" `"): cells[2:4] for cells in (line.split("|") for line in section.splitlines()) if len(cells) > 4}
-    assert set(table) == {"quant_method", "---", *SUPPORTED}
+    rows = (HERE / "docs" / "checkpoints.md").read_text().split("\n| `quant_method` |")[1].split("\n\n")[0].splitlines()[2:]
+    table = {cells[1].strip(" `"): cells[2:4] for cells in (line.split("|") for line in rows)}
+    assert set(table) == set(SUPPORTED)
     for method, settings in SUPPORTED.items():
         supported = {value for values in settings.values() for value in values if isinstance(value, str)}
         supported |= {f"{value} bits" for value in settings.get("bits", settings.get("num_bits", ()))}
@@ -158,8 +160,16 @@ def test_the_page_of_routes_is_that_of_the_openapi_document():
 
 
 def test_the_table_of_models_on_neuron_is_that_of_plan():
-    how = "python tests/neuron_tables.py prints the table for docs/neuron.md"
-    assert neuron_tables.table() in (HERE / "docs" / "neuron.md").read_text(), how
+    how = "python tests/neuron_tables.py prints the table for docs/neuron-families.md"
+    page = (HERE / "docs" / "neuron-families.md").read_text()
+    assert neuron_tables.table() in page, how
+    listed = re.findall(r"^\| (`.*?) \|", page.split("\n| family |")[1].split("\n\n")[0], flags=re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", " ".join(listed))) == set(families.FAMILIES)
+
+
+def test_the_examples_of_sizes_are_what_the_server_chooses():
+    how = "python tests/sizing_table.py --write puts the table into docs/memory.md"
+    assert f"\n{sizing_table.table()}\n" in (HERE / "docs" / "memory.md").read_text(), how
 
 
 def test_the_table_of_families_is_that_of_their_suite():

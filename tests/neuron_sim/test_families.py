@@ -220,7 +220,7 @@ def small(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_published_model_is_compiled_and_served_from_the_artifact(tmp_path, monkeypatch, name):
-    """With the tp_degree that docs/neuron.md gives for it."""
+    """With the tp_degree that docs/neuron-families.md gives for it."""
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-31")
     config = small(name)
     _instance, sizing = smallest(name) or smallest(name, **SMALLER)
