@@ -200,6 +200,8 @@ def test_autoscalers_read_metrics_that_exist():
     queries = rule["seriesQuery"] + rule["metricsQuery"], trigger["metadata"]["query"]
     for query in queries:
         assert metrics_in(query) == {"queue_size", "slots_busy", "slots_total"} <= {name for _, name, *_ in METRICS}
+    of_vllm = set(re.findall(r"`(vllm:num_\w+|vllm:\w+_perc)`", (FOLDER / "README.md").read_text()))
+    assert len(of_vllm) == 3 and of_vllm <= {name for _, name, *_ in VLLM_METRICS}
 
 
 def test_an_autoscaler_owns_the_number_of_replicas():
