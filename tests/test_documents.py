@@ -207,6 +207,16 @@ def test_the_readme_is_short_and_its_picture_is_small():
     assert pictures and all((HERE / picture).stat().st_size < 400_000 for picture in pictures)
 
 
+def test_the_figures_of_the_readme_are_means_of_those_in_bench():
+    tables = []
+    for text in (README, (HERE / "bench" / "README.md").read_text()):
+        rows = text.split("\n| streams | this server, int8 |")[1].split("\n\n")[0].splitlines()[2:]
+        tables.append([[[float(n) for n in cell.split(", ")] for cell in row.strip("| ").split(" | ")] for row in rows])
+    for (mean,), rounds in [pair for rows in zip(*tables) for pair in zip(*rows)]:
+        assert mean == pytest.approx(sum(rounds) / len(rounds), abs=0.06)
+    assert [len(rows) for rows in tables] == [3, 3]
+
+
 def test_the_readme_leads_to_every_page_that_a_reader_looks_for():
     wanted = ["quickstart", "inferentia2", "models", "api", "clients", "agents", "settings", "faq", "migrating", "comparison"]
     wanted = [f"docs/{page}.md" for page in (*wanted, "first-run", "architecture")]
