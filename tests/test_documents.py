@@ -322,15 +322,15 @@ def test_the_tables_of_replicas_are_what_the_simulation_and_the_published_figure
     monkeypatch.syspath_prepend(HERE / "bench")
     import replicas
 
-    operations = (HERE / "docs" / "operations.md").read_text()
+    page = (HERE / "docs" / "scaling.md").read_text()
     times, _figure = replicas.published(replicas.MODEL, replicas.INSTANCE)
     most = times.requests_per_s(replicas.TOKENS)
-    assert f"{most:.2f} requests/s or {most * replicas.TOKENS:.0f} tokens/s" in operations
+    assert f"{most:.2f} requests/s or {most * replicas.TOKENS:.0f} tokens/s" in re.sub(r"\s+", " ", page)
     of_times = f"prompts of 128 tokens {times.prompt_s * 1e3:g} ms, steps {times.step_s * 1e3:g} ms"
-    assert of_times in re.sub(r"\s+", " ", operations)
+    assert of_times in re.sub(r"\s+", " ", page)
     simulated = replicas.report_simulation(replicas.MODEL, replicas.INSTANCE, [2, 4], 0.8)
     rows = [*(row for row in simulated if re.match(r"\| \d", row)), *replicas.report_costs()]
-    assert len(rows) > 10 and [row for row in rows if row not in operations] == []
+    assert len(rows) > 10 and [row for row in rows if row not in page] == []
 
 
 def test_the_table_of_files_is_that_of_their_docstrings():
