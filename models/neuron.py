@@ -40,8 +40,9 @@ class NeuronModel:
     """A model on NeuronCores. Implements StaticBatchModel. One call at a time, from the thread that made it.
 
     Where `prefill_chunk` is set, a chunk at position 0 runs in the graph for whole prompts, and later ones in
-    a graph for one slot and `prefill_chunk` tokens, which transformers-neuronx has for speculation. Decode
-    steps of other slots then leave such a prompt, and the tokens in free slots, as they are.
+    a graph for one slot and `prefill_chunk` tokens, which transformers-neuronx has for speculation: its graph
+    of "window contexts" computes a chunk for every slot, with 32 slots 30 times the operations. Decode steps
+    of other slots then leave such a prompt, and the tokens in free slots, as they are.
     """
 
     engine = "neuron"
