@@ -217,6 +217,11 @@ def test_the_figures_of_the_readme_are_means_of_those_in_bench():
     assert [len(rows) for rows in tables] == [3, 3]
 
 
+def test_each_badge_of_the_readme_is_a_line():
+    """The site leaves these lines out: they show images of other hosts."""
+    assert README.count("[![") == len(re.findall(r"^\[!\[[^\]]+\]\(\S+\)\]\(\S+\)$", README, flags=re.MULTILINE))
+
+
 def test_the_readme_leads_to_every_page_that_a_reader_looks_for():
     wanted = ["quickstart", "inferentia2", "models", "api", "clients", "agents", "settings", "faq", "migrating", "comparison"]
     wanted = [f"docs/{page}.md" for page in (*wanted, "first-run", "architecture")]
