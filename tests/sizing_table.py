@@ -26,7 +26,8 @@ MODELS = (
     "mistralai/Mistral-Nemo-Instruct-2407",
     "Qwen/Qwen3-32B",
 )
-CONVERSION = 4, 6  # times the checkpoint, as docs/memory.md says
+CONVERSION_GB = 0.6
+CONVERSION = 3, 4  # times the checkpoint, as docs/memory.md says
 
 
 def row(name):
@@ -34,7 +35,7 @@ def row(name):
     longest = next(CONFIGS[name][key] for key in CONTEXT_LENGTHS if key in CONFIGS[name])
     manifest = Manifest(shape.model_type, longest, (), config_json=CONFIGS[name])
     billions = shape.parameters / 1e9
-    low, high = (2 * billions * times for times in CONVERSION)
+    low, high = (CONVERSION_GB + 2 * billions * times for times in CONVERSION)
     lengths = [f"{Config(model_id=name).with_manifest(manifest, memory * GIB).max_total_tokens:,}" for memory in (16, 64, 256)]
     cells = [
         name,
