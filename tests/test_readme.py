@@ -17,12 +17,12 @@ pytestmark = pytest.mark.processes
 README = (HERE / "README.md").read_text()
 QUICKSTART = (HERE / "docs" / "quickstart.md").read_text()
 CURLS = re.findall(r"```sh\n(curl .*?)```", README + QUICKSTART, flags=re.DOTALL)
-STORIES = (HERE / "docs" / "migrating.md").read_text().split("\n## From start to stop\n")[1]
+MIGRATING = "".join(path.read_text() for path in HERE.glob("docs/migrating/*.md"))
 
 
-def story_commands():
-    """What the guide's stories send to this server: in their last column, or in the one before where that is "the same"."""
-    for there, here in re.findall(r"^\| \w+ \| (.*) \| (.*) \|$", STORIES, flags=re.MULTILINE):
+def commands_of_the_guide():
+    """What its steps send to this server: in their last column, or in the one before where that is "the same"."""
+    for there, here in re.findall(r"^\| \w+ \| (.*) \| (.*) \|$", MIGRATING, flags=re.MULTILINE):
         same = there if here.startswith("the same") else ""
         yield from re.findall(r"`(curl [^`]*localhost:8080[^`]*)`", same + here)
 
@@ -87,10 +87,10 @@ def test_a_chat_is_answered(made_and_run):
     assert choice["finish_reason"] == "stop"
 
 
-def test_the_commands_of_the_migration_stories_are_answered(made_and_run, tmp_path, monkeypatch):
+def test_the_commands_of_the_guide_are_answered(made_and_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("sample_text.txt").write_text("Today the weather is really nice")
-    commands = set(story_commands())
+    commands = set(commands_of_the_guide())
     assert len(commands) > 10
     for command in commands:
         command = command.replace("/predictions/llama-2-13b", "/predictions/neuron-textgen/demo")

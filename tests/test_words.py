@@ -26,7 +26,7 @@ BANNED = {
     r"forced calls?": "required tool call",
 }
 WORDS = re.compile(rf"\b({'|'.join(BANNED)})\b", re.IGNORECASE)
-DOCUMENTS = [path for folder in (".", "bench", "docs", "deploy/*") for path in HERE.glob(f"{folder}/*.md")]
+DOCUMENTS = [path for folder in (".", "bench", "docs", "docs/*", "deploy/*") for path in HERE.glob(f"{folder}/*.md")]
 SOURCES = [path for folder in (".", "api", "text", "engine", "models") for path in sorted(HERE.glob(f"{folder}/*.py"))]
 
 
