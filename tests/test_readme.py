@@ -16,7 +16,9 @@ pytestmark = pytest.mark.processes
 
 README = (HERE / "README.md").read_text()
 QUICKSTART = (HERE / "docs" / "quickstart.md").read_text()
-CURLS = re.findall(r"```sh\n(curl .*?)```", README + QUICKSTART, flags=re.DOTALL)
+API = "".join(path.read_text() for path in HERE.glob("docs/api/*.md"))
+CURL = re.compile(r"```sh\n(curl .*?)```", re.DOTALL)
+CURLS = CURL.findall(README + QUICKSTART)
 MIGRATING = "".join(path.read_text() for path in HERE.glob("docs/migrating/*.md"))
 
 
@@ -57,7 +59,7 @@ def run(command, server):
 
 def test_each_command_with_curl_is_answered(made_and_run):
     assert len(CURLS) > 4
-    for command in CURLS:
+    for command in CURLS + CURL.findall(API):
         run(command.replace("curl ", "curl --fail "), made_and_run)
 
 
