@@ -14,57 +14,70 @@ HEAD = """# Routes
 
 Made from the server's OpenAPI document, which `GET /api-doc/openapi.json` returns and `GET /docs` shows, to try it out.
 [The API](api.md) says what each field does. Routes marked with 🔑 require the API key if the server has one.
+
+A stream consists of server-sent events: `data: ` with JSON, and an empty line. OpenAI's streams end with `data: [DONE]`; the
+events of `/v1/responses` and `/v1/messages` have names. [Types](#types) has the fields of the types.
 """
 API = openapi_document()
 
 
-def types_of(schema: dict) -> list[str]:
-    """The names of the types that a schema refers to."""
-    found = [schema["$ref"].rsplit("/", 1)[1]] if "$ref" in schema else []
-    parts = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
-    if "items" in schema:
-        parts.append(schema["items"])
-    for part in parts:
-        found += types_of(part)
-    return found
+TYPES = API["components"]["schemas"]
 
 
-def fields_of(schema: dict) -> list[str]:
-    """A line for each type, with its fields."""
-    lines = []
-    for name in types_of(schema):
-        fields = API["components"]["schemas"][name].get("properties", {})
-        if fields:
-            lines.append(f"- `{name}`: " + ", ".join(f"`{field}`" for field in fields))
-    return lines
+def named(schema: dict) -> list[str]:
+    """The types of the table that a schema refers to, as links; also those of a list and of the events of a stream."""
+    if "$ref" in schema:
+        name = schema["$ref"].rsplit("/", 1)[1]
+        return [f"[`{name}`](#{name.lower()})"]
+    if schema.get("type") == "array":
+        return [f"list of {link}" for link in named(schema.get("items", {}))]
+    parts = [*schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("properties", {}).values()]
+    parts += [schema.get("contentSchema"), schema.get("additionalProperties")]
+    return [link for part in parts if isinstance(part, dict) for link in named(part)]
+
+
+def content(what: str, media_type: str, schema: dict) -> list[str]:
+    """A line for what a body of this media type may be."""
+    links = ", or ".join(named(schema))
+    return [f"**{what}**, `{media_type}`" + (f": {links}" if links else ""), ""]
 
 
 def section(method: str, path: str, route: dict) -> list[str]:
     key = " 🔑" if route["security"] else ""
     lines = [f"## {method.upper()} {path}", "", f"{route['summary']}.{key}", ""]
-    body = route.get("requestBody", {}).get("content", {})
-    for media_type, content in body.items():
-        lines += [f"**Request**, `{media_type}`", "", *fields_of(content["schema"]), ""]
-        if "example" in content and media_type == "application/json":
-            lines += ["```json", json.dumps(content["example"], indent=2, ensure_ascii=False), "```", ""]
-    for media_type, content in route["responses"].get("200", {}).get("content", {}).items():
-        name = "Stream" if media_type == "text/event-stream" else "Response"
-        fields = fields_of(content.get("schema", {}))
-        if name == "Stream" and not fields:
-            fields = ["Server-sent events: `data: ` with JSON, and an empty line."]
-        lines += [f"**{name}**, `{media_type}`", "", *fields, ""]
+    for media_type, body in route.get("requestBody", {}).get("content", {}).items():
+        lines += content("Request", media_type, body["schema"])
+        if "example" in body and media_type == "application/json":
+            lines += ["```json", json.dumps(body["example"], indent=2, ensure_ascii=False), "```", ""]
+    for media_type, body in route["responses"].get("200", {}).get("content", {}).items():
+        what = "Stream" if media_type == "text/event-stream" else "Response"
+        lines += content(what, media_type, body.get("schema", {}))
     return lines
 
 
+def type_section(name: str) -> list[str]:
+    fields = []
+    for field, schema in TYPES[name].get("properties", {}).items():
+        links = " or ".join(named(schema))
+        fields.append(f"`{field}`" + (f" ({links})" if links else ""))
+    return [f"### {name}", "", ", ".join(fields), ""]
+
+
 def page() -> str:
-    lines = [HEAD]
+    routes: list[str] = []
     for path, methods in API["paths"].items():
         for method, route in methods.items():
-            lines += section(method, path, route)
-    text = "\n".join(lines)
-    while "\n\n\n" in text:
-        text = text.replace("\n\n\n", "\n\n")
-    return text.rstrip("\n") + "\n"
+            routes += section(method, path, route)
+    # The types that the routes name, then those that these name, and so on.
+    types: dict[str, list[str]] = {}
+    text = "\n".join(routes)
+    while more := {name for name in TYPES if name not in types and f"(#{name.lower()})" in text}:
+        types |= {name: type_section(name) for name in more}
+        text = "\n".join(line for name in more for line in types[name])
+    lines = [HEAD, *routes, "## Types", ""]
+    for name in sorted(types):
+        lines += types[name]
+    return "\n".join(lines).rstrip("\n") + "\n"
 
 
 if __name__ == "__main__":
