@@ -24,6 +24,7 @@ from engine.metrics import Metrics
 from models import families
 from models.quantization import SUPPORTED
 from run import HERE
+from text.tool_formats import FORMATS, AllowedCalls, Function, ModelTools, calls_grammar
 
 DOCUMENTS = [path for folder in (".", "bench", "demo", "docs", "docs/*", "deploy/*") for path in HERE.glob(f"{folder}/*.md")]
 README = (HERE / "README.md").read_text()
@@ -170,6 +171,21 @@ def test_the_table_of_families_is_that_of_their_suite():
     how = "python tests/families_table.py --write puts the table into docs/models.md"
     assert f"\n{table}\n" in (HERE / "docs" / "models.md").read_text(), how
     assert all(row.count("|") == 6 for row in table.splitlines())
+
+
+def test_the_page_about_tools_has_each_format_and_what_its_calls_enforce():
+    begin, formats, *_others = re.split(r"^## .*\n", (HERE / "docs" / "api" / "tools.md").read_text(), flags=re.MULTILINE)
+    assert set(re.findall(r"^\| `(\w+)` \|", formats, flags=re.MULTILINE)) == {form.name for form in FORMATS} | {"none"}
+    properties = {"word": {"type": "string", "pattern": "^(sun|rain)$"}, "number": {"type": "integer", "maximum": 3}}
+    function = Function("f", {"type": "object", "properties": properties}, True)
+    grammars = {}
+    for form in FORMATS:
+        calls = AllowedCalls(ModelTools(form), [function], "required", parallel=False)
+        grammars[form.name] = calls_grammar(calls, "calls")
+    rows = re.findall(r"^\| ((?:`\w+`, )+`\w+`) \|", begin, flags=re.MULTILINE)
+    in_tags, in_pairs = (set(re.findall(r"\w+", names)) for names in rows)
+    assert {name for name, grammar in grammars.items() if "sun|rain" not in grammar} == in_tags | in_pairs
+    assert {name for name, grammar in grammars.items() if "maximum" not in grammar} == in_pairs
 
 
 def test_the_readme_names_every_route_and_the_guide_no_other():
