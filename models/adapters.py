@@ -26,6 +26,7 @@ from models.base import ModelError
 
 UPDATES = "updates.safetensors"
 DOWN, UP = ".down", ".up"  # endings of the names of its tensors
+A, B = ".lora_A.weight", ".lora_B.weight"  # and of those that peft saves: [rank, inputs] and [outputs, rank]
 COLUMNS = 16
 MAX_COLUMNS = 512
 
@@ -42,6 +43,17 @@ def read_updates(folder: Path) -> Updates:
 def configured(config: Config) -> dict[str, Updates]:
     """The updates of each adapter by its name; `config` as `models.prepare` returns it."""
     return {name: read_updates(Path(folder)) for name, folder in config.adapters.items()}
+
+
+def count_numbers(adapters: Iterable[Mapping[str, Sequence[int]]]) -> int:
+    """The numbers in `Adapters.weights`, by the shapes of the tensors of each adapter, as peft saves it."""
+    columns = 0
+    sizes = {}  # of the layers that any adapter changes
+    for shapes in adapters:
+        columns += _columns(max((shape[0] for name, shape in shapes.items() if name.endswith(A)), default=0))
+        sizes |= {name: shape[1] for name, shape in shapes.items() if name.endswith(A)}
+        sizes |= {name: shape[0] for name, shape in shapes.items() if name.endswith(B)}
+    return columns * sum(sizes.values())
 
 
 class Adapters:
@@ -73,7 +85,7 @@ class Adapters:
         for module, pair in updates.items():
             self._check_fit(name, module, [array.shape[1] for array in pair])
         rank = max(len(down) for down, _up in updates.values())
-        columns = -(-rank // COLUMNS) * COLUMNS
+        columns = _columns(rank)
         weights = {}
         for module, present in self.weights.items():
             new = [np.zeros((columns, array.shape[1]), np.float32) for array in present]
@@ -137,6 +149,10 @@ class Adapters:
                 f"the LoRA adapter {name} changes {module} from {sizes[0]} to {sizes[1]} numbers, and it has "
                 f"{expected[0]} and {expected[1]}: is this its base model?"
             )
+
+
+def _columns(rank: int) -> int:
+    return -(-rank // COLUMNS) * COLUMNS
 
 
 def _to_bfloat16(values: np.ndarray) -> np.ndarray:

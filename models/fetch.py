@@ -2,7 +2,8 @@
 each.
 
 `fetch` gives the worker a folder with everything but the weights, `fetch_weights` adds those; `plan` needs
-only config.json. Works with huggingface_hub 0.36 and 2.x, needs no torch, and does not look into the files.
+only config.json, and the shapes of LoRA adapters. Works with huggingface_hub 0.36 and 2.x, needs no torch,
+and looks into no other file.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from safetensors import safe_open
 
 from config import Config
 from manifest import WEIGHTS
@@ -81,6 +84,22 @@ def fetch_adapter(config: Config, source: str) -> Path:
         return Path(source)
     repository, _, revision = source.partition("@")
     return _download(config, repository, revision or None, ADAPTER)
+
+
+def adapter_shapes(source: str) -> dict[str, list[int]]:
+    """The shapes of the tensors of a LoRA adapter by name; nothing else is read. Raises ModelError."""
+    file = ADAPTER[1]
+    if source.startswith("/"):
+        path = Path(source, file)
+        with reported_as(f"{path} cannot be read"), safe_open(path, "numpy") as tensors:
+            return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    from huggingface_hub import HfApi
+
+    repository, _, revision = source.partition("@")
+    with _hub_errors(repository, revision or None):
+        hub = HfApi(token=_token())
+        header = hub.parse_safetensors_file_metadata(repository, file, revision=revision or None)
+    return {name: tensor.shape for name, tensor in header.tensors.items()}
 
 
 def copy_metadata(folder: Path, target: Path) -> None:

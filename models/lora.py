@@ -25,13 +25,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from manifest import read_json
-from models.adapters import DOWN, UP, UPDATES
+from models.adapters import DOWN, UP, UPDATES, A, B
 from models.base import ModelError, reported_as
 from models.fetch import copy_metadata
 from run import ConfigError
 
 PREFIX = "base_model.model."
-A, B = ".lora_A.weight", ".lora_B.weight"
 BIAS = ".lora_B.bias"
 MAGNITUDE = ".lora_magnitude_vector"
 # The tensor of the base model that each of them changes.

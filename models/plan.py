@@ -26,9 +26,10 @@ import config as configuration
 from config import FP8, Config
 from manifest import NEURON_VISION_FAMILIES, read_json
 from models import families
+from models.adapters import count_numbers
 from models.base import ModelError
 from models.family import Experts, Family
-from models.fetch import fetch
+from models.fetch import adapter_shapes, fetch
 from models.machine import GIB, Machine
 from models.quantization import Quantization, dequantized_config, written_dtype
 from run import ConfigError
@@ -524,7 +525,8 @@ USAGE = """entrypoint.sh plan --model-id X [--instance TYPE] [flags]
 Shows what fits on which AWS Neuron machine. Only the model's config.json is read (without --model-id the
 demonstration model's). The flags are those of `serve` (entrypoint.sh --help lists them); these are used:
 --model-id --revision --max-total-tokens --max-batch-size --prefill-chunk --tp-degree --dtype --quantize
---sampling --neuron-config --kv-cache-dtype. Exit code 1: the model fits on none of the machines."""
+--sampling --neuron-config --kv-cache-dtype --lora-adapters.
+Exit code 1: the model fits on none of the machines."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -548,6 +550,8 @@ def main(argv: Sequence[str]) -> int:
         if quantization := Quantization.read(folder):
             data = dequantized_config(data, written_dtype(config))
             notices.append(quantization.notice(config))
+        if config.lora_adapters:
+            notices.append(_describe_adapters(config))
         shape = Shape.from_config(data)
         machines = [machine for name, machine in INSTANCES.items() if options.instance in (None, name)]
         for line in (*notices, *report(config.model_name, shape, machines, config)):
@@ -557,6 +561,15 @@ def main(argv: Sequence[str]) -> int:
     except (argparse.ArgumentError, ConfigError, ModelError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _describe_adapters(config: Config) -> str:
+    numbers = count_numbers(map(adapter_shapes, config.adapters.values()))
+    megabytes = [f"{WIDTHS[dtype] * numbers / 1e6:.1f} MB in {dtype}" for dtype in ("float32", "bfloat16")]
+    return (
+        f"LoRA adapters {', '.join(config.adapters)}: {', '.join(megabytes)} on a CPU; on Neuron none is "
+        "served by request, and --merge-lora (MERGE_LORA) merges one, which takes no memory"
+    )
 
 
 def _fits(shape: Shape, machine: Machine, config: Config) -> bool:
