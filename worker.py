@@ -122,6 +122,10 @@ class Worker:
         """There are no requests: all slots are free, and the queue is empty."""
         return not (self.requests or self.admission.count or self.scheduler.busy or self.scheduler.waiting)
 
+    @property
+    def is_loading_adapters(self) -> bool:
+        return self._adapter_changes is not None and self._adapter_changes.is_loading
+
     def run(self) -> None:
         """Serves until `stop`, or until everything is done after `drain`."""
         try:
@@ -573,13 +577,15 @@ def main() -> int:
         gc.freeze()
         signal.signal(signal.SIGTERM, lambda *_: worker.stop() if worker.draining else worker.drain())
         worker.run()
-        return 0
+        if not worker.is_loading_adapters:
+            return 0
+        code = 0
     except Exception as error:
         code = log_failure(error)
     finally:
         link.close()
         gc.freeze()  # saves most of a second at exit
-    # A normal exit would wait for threads that a failed startup has left running.
+    # A normal exit would wait for the threads of a failed startup, or of the download of an adapter.
     os._exit(code)
 
 

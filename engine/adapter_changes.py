@@ -35,6 +35,11 @@ class AdapterChanges:
         self._loading: list[tuple[bytes, AdapterChange, Future[Updates]]] = []
         self._unloading: list[tuple[bytes, AdapterChange, int]] = []  # with the number
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether an adapter is being downloaded or read, in threads that a normal exit would wait for."""
+        return bool(self._loading)
+
     def begin(self, peer: bytes, change: AdapterChange) -> None:
         """Begins a change that an API server process asks for."""
         loading = [other.name for _peer, other, _job in self._loading]

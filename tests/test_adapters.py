@@ -2,10 +2,12 @@
 
 import concurrent.futures
 import json
+import signal
 
 import pytest
 import torch
-from processes import Server, wait_until
+from fakes.hub import Hub
+from processes import WAIT_S, Server, wait_until
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -132,3 +134,19 @@ def test_an_adapter_comes_and_goes_while_others_run_and_no_request_is_lost(serve
     refused = server.request("POST", "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "third"}, Authorization="")
     assert refused.status == 401
     assert "No such file" not in server.log and "Loaded the LoRA adapter late" in server.log
+
+
+def test_a_server_stops_while_an_adapter_is_downloaded(tmp_path):
+    files = {"adapter_config.json": b"{}", "adapter_model.safetensors": bytes(1000)}
+    flags = ["--lora-folder", str(tmp_path), "--api-key", "secret", "--graceful-termination-timeout", "1000"]
+    with Hub() as hub, ServerWithKey(*flags, **hub.environment(tmp_path)) as server:
+        hub.push("someone/adapter", files)
+        hub.fail("adapter_model.safetensors", "hang", times=100)
+        server.wait_ready()
+        with concurrent.futures.ThreadPoolExecutor(1) as threads:
+            body = {"lora_name": "late", "lora_path": "someone/adapter"}
+            loading = threads.submit(server.request, "POST", "/v1/load_lora_adapter", body)
+            assert hub.hangs.wait(WAIT_S)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.wait_exit(30) == 0  # the hub hangs for longer
+            assert loading.result().status == 503
