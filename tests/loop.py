@@ -15,6 +15,11 @@ from worker import Worker, WorkerDeps
 
 WAIT_S = 20
 ENGINES = {"supports_chunked_prefill": {"supports_chunked_prefill": True}, "chunks": {"prefill_chunk": 4}, "whole": {}}
+REUSES = {  # engines that keep prefixes
+    "in place": {"supports_chunked_prefill": True, "prefix_granularity": 1},
+    "chunks": {"prefill_chunk": 4, "prefix_granularity": 4},
+}
+REUSES["copied"] = REUSES["in place"] | {"supports_prefix_copy": True}
 OPERATORS_LIMITS = ("max_batch_prefill_tokens", "max_queue_time_s", "waiting_served_ratio", "max_waiting_tokens")
 on_every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 

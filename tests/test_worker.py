@@ -10,7 +10,7 @@ import pytest
 from fakes.model import EOS, FakeModel, greedy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loop import ENGINES, Driven, on_every_engine
+from loop import ENGINES, REUSES, Driven, on_every_engine
 
 import worker
 from config import Config
@@ -119,13 +119,6 @@ def test_a_short_prompt_has_its_first_token_while_a_long_one_is_in_progress_and_
     driven.run()
     for i, prompt, most in (2, LONG, 3), (3, [7, 8, 9], 5):
         assert driven.tokens[i] == greedy(prompt, most)
-
-
-REUSES = {
-    "in place": {"supports_chunked_prefill": True, "prefix_granularity": 1},
-    "chunks": {"prefill_chunk": 4, "prefix_granularity": 4},
-}
-REUSES["copied"] = REUSES["in place"] | {"supports_prefix_copy": True}
 
 
 @pytest.mark.parametrize("engine", REUSES.values(), ids=REUSES)

@@ -8,10 +8,12 @@ from functools import cache
 from random import Random
 
 import jsonschema
+import numpy as np
 import pytest
-from fakes.model import EOS, greedy
+from adapter_schedules import check_schedule, vocabulary
+from fakes.model import EOS, FakeModel, greedy
 from llguidance import LLMatcher, LLParserLimits
-from loop import Driven, Oracle, on_every_engine
+from loop import REUSES, Driven, Oracle, on_every_engine
 from processes import wait_until
 from tiny_tokenizers import byte_level
 
@@ -23,6 +25,7 @@ from text.grammar import Grammars, Matcher, of_json_schema, of_regex
 PHONE = "[0-9]{3}-[a-z]{2}"
 WORDS = "[a-z]{1,30}"
 SCHEMAS = int(os.environ.get("SCHEMAS", 200))
+SCHEDULES = int(os.environ.get("SCHEDULES", 6))
 
 
 @cache
@@ -245,6 +248,19 @@ def random_schema(random, depth=0):
         },
         "format": lambda: {"type": "string", "format": random.choice(["date", "uuid", "ipv4", "int64"]), "maxLength": 40},
     }.get(kind, lambda: {"type": kind})()
+
+
+@pytest.mark.parametrize("engine", REUSES.values(), ids=REUSES)
+def test_in_any_schedule_a_request_with_an_adapter_generates_what_it_generates_alone(engine):
+    """With grammars and draft tokens, in mixed batches with others."""
+    counts = []
+    for seed in range(SCHEDULES):
+        size, _grammars = vocabulary()
+        names = ["a", "b", "c"]
+        model = FakeModel(vocab_size=size, adapters=names, max_total_tokens=50, prefix_slots=5, verify_length=4, **engine)
+        counts.append(check_schedule(model, seed, max_batch_prefill_tokens=Random(seed).choice([None, 5])))
+    accepted, held, finished = np.mean(counts, axis=0)
+    assert min(accepted, held, finished) > 2
 
 
 @pytest.mark.random_examples
