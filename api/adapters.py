@@ -46,7 +46,7 @@ class SageMakerAdapter(Struct):
 def load(server: Server) -> Response:
     request = server.read(LoadAdapter)
     source = _source_of(request.lora_path, "lora_path", server)
-    return _change(server, request.lora_name, "lora_name", source)
+    return _load(server, request.lora_name, "lora_name", source)
 
 
 def unload(server: Server) -> Response:
@@ -55,7 +55,7 @@ def unload(server: Server) -> Response:
 
 def register(server: Server) -> Response:
     request = server.read(SageMakerAdapter)
-    return _change(server, request.name, "name", _source_of(request.src, "src", server))
+    return _load(server, request.name, "name", _source_of(request.src, "src", server))
 
 
 def unregister(server: Server, name: str) -> Response:
@@ -76,7 +76,7 @@ def _source_of(path: str, field: str, server: Server) -> str:
     return path
 
 
-def _change(server: Server, name: str, field: str, source: str) -> Response:
+def _load(server: Server, name: str, field: str, source: str) -> Response:
     fits = 0 < len(name) <= MAX_NAME and name.isprintable() and name == name.strip()
     require(fits, field, f"must be a name of at most {MAX_NAME} printable characters", given=name[:80])
     is_free = name not in server.config.names_of_model

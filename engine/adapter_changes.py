@@ -7,7 +7,7 @@ new requests from then on; its weights are freed when the last request with it h
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from msgspec.structs import replace
@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from engine.link import Link
 from engine.request import Request
 from models.adapters import Adapters, Updates
-from models.base import ModelError
+from models.base import ModelError, named
 from protocol import AdapterChange, AdapterChanged, ModelInfo
 from run import ConfigError
 
@@ -32,7 +32,7 @@ class AdapterChanges:
         self._link = link
         self._info = info
         self._thread = ThreadPoolExecutor(1, "worker-adapters")
-        self._loading: list[tuple[bytes, AdapterChange, Future[Updates]]] = []
+        self._loading: list[tuple[bytes, AdapterChange, Future[Updates]]] = []  # read in this order
         self._unloading: list[tuple[bytes, AdapterChange, int]] = []  # with the number
 
     @property
@@ -42,34 +42,31 @@ class AdapterChanges:
 
     def begin(self, peer: bytes, change: AdapterChange) -> None:
         """Begins a change that an API server process asks for."""
+        numbers = self._adapters.numbers
         loading = [other.name for _peer, other, _job in self._loading]
-        if not change.source and change.name in self._adapters.numbers:
-            number = self._adapters.numbers.pop(change.name)
-            self._unloading.append((peer, change, number))
-            self._announce({name: at for name, at in self._info.adapters.items() if name != change.name})
-            self._link.interrupt()
-        elif not change.source:
-            self._end(peer, change, f"the LoRA adapter {change.name} is not loaded")
-        elif change.name in (self._info.model_name, *self._adapters.numbers, *loading):
+        if change.source and change.name in (*numbers, *loading):
             self._end(peer, change, f"{change.name} is served already: unload it, or give another name")
-        else:
+        elif change.source:
             job = self._thread.submit(self._read, change.name, change.source)
             self._loading.append((peer, change, job))
             job.add_done_callback(lambda _job: self._link.interrupt())
+        elif change.name in numbers:
+            self._unloading.append((peer, change, numbers.pop(change.name)))
+            self._announce({name: at for name, at in self._info.adapters.items() if name != change.name})
+            self._link.interrupt()
+        else:
+            self._end(peer, change, f"the LoRA adapter {change.name} is not loaded")
 
-    def apply(self, requests: Iterable[Request]) -> None:
+    def apply(self, requests: Collection[Request]) -> None:
         """Between two steps: adds what has been read, and frees what no request has any more."""
-        if not (self._loading or self._unloading):
-            return
-        for each in [each for each in self._loading if each[2].done()]:
-            self._loading.remove(each)
-            self._add(*each)
-        running = {request.adapter for request in requests}
-        for each in [each for each in self._unloading if each[2] not in running]:
-            self._unloading.remove(each)
+        while self._loading and self._loading[0][2].done():
+            self._add(*self._loading.pop(0))
+        for each in list(self._unloading):
             peer, change, number = each
-            self._adapters.remove(number)
-            self._end(peer, change)
+            if all(request.adapter != number for request in requests):
+                self._unloading.remove(each)
+                self._adapters.remove(number)
+                self._end(peer, change)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -81,7 +78,7 @@ class AdapterChanges:
             self._end(peer, change, str(error))
         except Exception as error:
             logger.exception("the LoRA adapter %s cannot be loaded", change.name)
-            self._end(peer, change, f"it cannot be loaded: {error}")
+            self._end(peer, change, f"it cannot be loaded: {named(error)}")
         else:
             self._announce({**self._info.adapters, change.name: change.source})
             self._end(peer, change)

@@ -160,7 +160,7 @@ def changing(serve, tmp_path):
     """A server whose adapters can be changed, with a folder `new` to load from."""
     (tmp_path / "adapters" / "new").mkdir(parents=True)
     (tmp_path / "damaged").mkdir()
-    return serve(adapters=ADAPTERS, lora_folder=str(tmp_path / "adapters")).get_ready()
+    return serve(adapters=ADAPTERS, lora_folder=str(tmp_path / "adapters"), served_model_name="m").get_ready()
 
 
 def load(served, name="late", path="new"):
@@ -212,7 +212,7 @@ def test_a_path_outside_of_the_folder_is_refused(changing, path):
     ("name", "path", "reason"),
     [
         ("french", "new", "french is served already: unload it, or give another name"),
-        ("m", "new", "m is served already"),
+        ("m", "new", "`lora_name` must not be a name that requests have for the model itself"),
         ("tgi", "new", "`lora_name` must not be a name that requests have for the model itself"),
         ("late", "owner/damaged@v1", "The LoRA adapter cannot be changed: on purpose"),
         ("", "new", "`lora_name` must be a name of at most 200 printable characters"),

@@ -63,13 +63,13 @@ def test_unloading_waits_for_the_requests_that_run_and_new_ones_do_not_know_the_
 
 def test_a_name_that_is_served_or_being_loaded_is_refused_and_so_is_one_that_is_not():
     worker = driven()
-    names = {1: ("a", "/x"), 2: ("m", "/x"), 3: ("b", "/x"), 4: ("b", "/y"), 5: ("c", "")}
+    names = {1: ("a", "/x"), 3: ("b", "/x"), 4: ("b", "/y"), 5: ("c", "")}
     worker.arrive(*(AdapterChange(number, *change) for number, change in names.items()))
     worker.step()
-    step_until(worker, lambda: len(answers(worker)) == 5)
+    step_until(worker, lambda: len(answers(worker)) == 4)
     found = answers(worker)
     assert found[3] == "" and found[5] == "the LoRA adapter c is not loaded"
-    assert all("is served already" in found[number] for number in (1, 2, 4))
+    assert all("is served already" in found[number] for number in (1, 4))
 
 
 @pytest.mark.parametrize("error", [RuntimeError("on purpose"), OSError("on purpose")])
@@ -81,7 +81,9 @@ def test_a_failed_load_changes_nothing(error):
     worker.arrive(AdapterChange(1, "b", "/b"))
     worker.step()
     step_until(worker, lambda: answers(worker))
-    assert answers(worker) == {1: "it cannot be loaded: on purpose"} and list(worker.model.adapters.numbers) == ["a"]
+    assert answers(worker) == {1: f"it cannot be loaded: {type(error).__name__}: on purpose"} and list(
+        worker.model.adapters.numbers
+    ) == ["a"]
 
 
 def test_fifty_loads_and_unloads_lose_no_request_and_mix_up_no_adapter():
