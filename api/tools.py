@@ -21,6 +21,7 @@ from text.tool_formats import (
     ModelTools,
     ParametersError,
     calls_grammar,
+    not_written,
 )
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
@@ -56,12 +57,16 @@ class ToolPolicy(AllowedCalls):
         return self._grammar("auto") if any(function.is_strict for function in self.functions) else ""
 
     def not_enforced(self, is_beside: bool) -> tuple[str, ...]:
-        """What the grammar leaves out of the functions' schemas (`left_out`); of strict ones it is an error.
+        """What the grammar leaves out of the functions' schemas. What no grammar enforces (`left_out`) is an
+        error in strict ones, so only what the format of calls cannot write is left.
 
         is_beside: beside another grammar, where also calls of functions that are not strict match.
         """
-        constrained = self.functions if self.requires_call or is_beside else []
-        return tuple(place for function in constrained for place in left_out(function.parameters))
+        places: list[str] = []
+        for function in self._constrained(is_beside):
+            places += left_out(function.parameters)
+            places += not_written(self.format, function)
+        return tuple(places)
 
     def grammar_beside(self, name: str, grammar: str) -> str:
         """The grammar of calls, or else of an output that `grammar` allows (of the field `name`). Raises
@@ -75,9 +80,12 @@ class ToolPolicy(AllowedCalls):
 
         is_beside: see `not_enforced`.
         """
-        for function in self.functions:
-            if self.requires_call or is_beside or function.is_strict:
-                yield function, replace(self, functions=[function])._grammar("calls")
+        for function in self._constrained(is_beside):
+            yield function, replace(self, functions=[function])._grammar("calls")
+
+    def _constrained(self, is_beside: bool) -> list[Function]:
+        is_all = self.requires_call or is_beside
+        return [function for function in self.functions if is_all or function.is_strict]
 
     def _grammar(self, start: str, body: str = "") -> str:
         try:

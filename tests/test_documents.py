@@ -24,7 +24,7 @@ from engine.metrics import Metrics
 from models import families
 from models.quantization import SUPPORTED
 from run import HERE
-from text.tool_formats import FORMATS, AllowedCalls, Function, ModelTools, calls_grammar
+from text.tool_formats import FORMATS, AllowedCalls, Function, ModelTools, calls_grammar, not_written
 
 DOCUMENTS = [path for folder in (".", "bench", "demo", "docs", "docs/*", "deploy/*") for path in HERE.glob(f"{folder}/*.md")]
 README = (HERE / "README.md").read_text()
@@ -186,6 +186,9 @@ def test_the_page_about_tools_has_each_format_and_what_its_calls_enforce():
     in_tags, in_pairs = (set(re.findall(r"\w+", names)) for names in rows)
     assert {name for name, grammar in grammars.items() if "sun|rain" not in grammar} == in_tags | in_pairs
     assert {name for name, grammar in grammars.items() if "maximum" not in grammar} == in_pairs
+    not_enforced = {form.name: set(not_written(form, function)) for form in FORMATS}
+    assert {name for name, places in not_enforced.items() if "/properties/word/pattern" in places} == in_tags | in_pairs
+    assert {name for name, places in not_enforced.items() if "/properties/number/maximum" in places} == in_pairs
 
 
 def test_the_readme_names_every_route_and_the_guide_no_other():

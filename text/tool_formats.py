@@ -13,7 +13,7 @@ import functools
 import json
 import keyword
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,8 @@ TYPES = {
     dict: "object",
 }
 DEFINITIONS = ("$defs", "definitions")
+# Of the schema of a function's parameters, in every format.
+ENFORCED_IN_CALLS = ("type", "properties", "required", "additionalProperties")
 ANNOTATIONS = ("title", "description", "default", "examples")  # which constrain nothing
 MOST_CALLS = (
     16  # side by side that are asked for: small models would repeat theirs up to the end of the context
@@ -539,6 +541,28 @@ def _call(rule: str, form: ToolFormat, function: Function, is_free: bool, lark: 
 def _takes_any(parameters: dict[str, Any]) -> bool:
     """Whether the schema names no properties and allows all."""
     return not parameters.get("properties") and parameters.get("additionalProperties") is not False
+
+
+def not_written(form: ToolFormat, function: Function) -> Iterator[str]:
+    """What the grammar of a call leaves out of the function's schema because the format does not write
+    arguments as JSON: JSON pointers."""
+    if not form.tags and form.syntax not in (Syntax.PYTHON, Syntax.GEMMA):
+        return
+    parameters = function.parameters
+    for key in parameters:
+        if key not in (*ENFORCED_IN_CALLS, *DEFINITIONS, *ANNOTATIONS):
+            yield f"/{key}"
+    for name, schema in parameters.get("properties", {}).items():
+        types = types_of(schema, parameters)
+        is_json = form.tags and types and "string" not in types
+        if is_json or not isinstance(schema, dict):
+            continue
+        lists_values = _values(schema) and (types == {"string"} or not form.tags)
+        is_literal = lists_values or form.tags or str(schema.get("type")) in LITERALS
+        enforced = [*(["enum", "const"] if lists_values else []), *(["type"] if is_literal else [])]
+        for key in schema:
+            if key not in (*enforced, *ANNOTATIONS):
+                yield f"/properties/{name}/{key}"
 
 
 def _xml_call(rule: str, tags: Tags, function: Function, takes_any: bool, lark: ToLark) -> list[str]:

@@ -563,6 +563,20 @@ def test_keywords_that_cannot_be_enforced_refuse_no_tool(serve, monkeypatch, pat
     assert response.headers.get("x-schema-not-enforced") == ("not, uniqueItems" if named == "both" else named)
 
 
+DATED = {
+    "minProperties": 1,
+    "properties": {"day": {"type": "string", "pattern": "^1"}, "hour": {"type": "integer", "maximum": 9}},
+}
+
+
+@pytest.mark.parametrize("more", [{"tools": [tool("f", DATED, strict=True)]}, {"tool_choice": "required"}])
+def test_a_format_that_does_not_write_json_names_what_it_does_not_enforce(serve, monkeypatch, more):
+    served = served_with(serve, monkeypatch, LLAMA, tool_parser="qwen3_coder")
+    body = {"messages": [USER], "max_tokens": 3, "tools": [tool("f", DATED)], **more}
+    response = served.post("/v1/chat/completions", body)
+    assert (response.status_code, response.headers.get("x-schema-not-enforced")) == (200, "minProperties, pattern")
+
+
 @pytest.mark.parametrize(
     ("path", "tools", "param"),
     [
