@@ -18,7 +18,7 @@ from api.fields import require
 from api.server import Server
 
 MAX_NAME = 200
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
+HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(@[\w./-]+)?", re.ASCII)
 # The other API server processes know of a change by then.
 SPREAD_S = 0.1
 
@@ -70,9 +70,8 @@ def _source_of(path: str, field: str, server: Server) -> str:
         folder = (root / path.removeprefix("file://")).resolve()
         if folder.is_relative_to(root) and folder != root and folder.is_dir():
             return str(folder)
-    is_hub_id = HUB_ID.fullmatch(path) and not path.startswith(".")
     detail = "must be a folder below that of --lora-folder, or an id on the hub, owner/name[@revision]"
-    require(bool(is_hub_id), field, detail, given=path[:80])
+    require(HUB_ID.fullmatch(path) is not None, field, detail, given=path[:80])
     return path
 
 

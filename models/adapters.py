@@ -118,7 +118,7 @@ class Adapters:
                     groups.append([])
                     first = begin
             groups[-1].append(place)
-        return [sorted(group) for group in groups]
+        return groups
 
     def columns_of(self, numbers: Iterable[int]) -> tuple[int, int]:
         """Begin and end of the columns from the first to the last of these adapters."""

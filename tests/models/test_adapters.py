@@ -356,7 +356,7 @@ def test_a_call_has_at_most_512_columns_or_one_adapter():
     adapters = Adapters({"layer": (1, 1)})
     for rank in (300, 16, 200, 600, 1):  # 304, 16, 208, 608 and 16 columns
         adapters.add(f"of rank {rank}", {"layer": (np.ones((rank, 1), np.float32), np.ones((rank, 1), np.float32))})
-    assert adapters.groups([5, 0, 1, 2, 3, 4, 1]) == [[1, 2, 3, 6], [4], [5], [0]]
+    assert adapters.groups([5, 0, 1, 2, 3, 4, 1]) == [[1, 2, 6, 3], [4], [5], [0]]
     assert adapters.groups([0, 0]) == [[0, 1]] and adapters.groups([4, 4]) == [[0, 1]]
     assert adapters.columns_of([3, 0, 2]) == (304, 528) and adapters.columns_of([0]) == (0, 0)
     assert adapters.mask([0, 2], (304, 528)).sum(axis=1).tolist() == [0, 16]
