@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -281,6 +281,16 @@ class ProjectedTower(VisionTower):
         return projector.linear(activation(projector.linear(x, "linear_1")), "linear_2")
 
 
+class _Attended(NamedTuple):
+    """Which patches attend to each other: those of a window, of several windows of one size or one of all."""
+
+    cos: Tensor  # of their rotary positions, [windows, places, head size]
+    sin: Tensor
+    source: Tensor | None = None  # which patch is at each place, int64 [windows * places]; None: in order
+    places: Tensor | None = None  # where each patch is, int64 [patches]
+    is_patch: Tensor | None = None  # whether there is one, bool [windows, 1, 1, places]; None: everywhere
+
+
 class QwenTower(VisionTower):
     """That of Qwen2-VL, Qwen2.5-VL, some of whose layers attend within windows, and Qwen3-VL. There the
     embeddings that the first layers of the language model add (DeepStack) follow on the others, so they have
@@ -329,13 +339,14 @@ class QwenTower(VisionTower):
             table = table.view(1, -1, side, side)
             grid = grid + F.interpolate(table, size=(rows, columns), mode="bilinear", align_corners=True)
         x = self._by_token(grid[0].permute(1, 2, 0))
-        rotation = self._rotation(rows, columns, x)
-        places = self._places(rows // self._merge, columns // self._merge) if self._window else None
+        cos, sin = self._rotation(rows, columns, x)
+        image = _Attended(cos[None], sin[None])
+        windows = self._windows(rows // self._merge, columns // self._merge, image) if self._window else image
         deepstack = []
         for n in range(self._layer_count):
             at = f"blocks.{n}"
-            is_whole = places is None or n in self._whole
-            x = x + self._attend(self._norm(x, f"{at}.norm1"), at, rotation, None if is_whole else places)
+            attended = windows if self._window and n not in self._whole else image
+            x = x + self._attend(self._norm(x, f"{at}.norm1"), at, attended)
             x = x + self._mlp(self._norm(x, f"{at}.norm2"), f"{at}.mlp")
             if n in self._deepstack:
                 merger = f"deepstack_merger_list.{len(deepstack)}"
@@ -351,47 +362,56 @@ class QwenTower(VisionTower):
         return blocks.transpose(1, 2).reshape(-1, width)
 
     def _rotation(self, rows: int, columns: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, [patches, 1, head size]."""
+        """Cosines and sines, [patches, head size]."""
         size = x.shape[-1] // self._heads // 2
         frequencies = 10_000.0 ** -(torch.arange(0, size, 2, device=x.device).float() / size)
         y = torch.arange(rows, device=x.device).float()[:, None, None] * frequencies
         z = torch.arange(columns, device=x.device).float()[None, :, None] * frequencies
         shape = (rows, columns, size // 2)
-        angles = self._by_token(torch.cat([y.expand(shape), z.expand(shape)] * 2, -1))[:, None]
+        angles = self._by_token(torch.cat([y.expand(shape), z.expand(shape)] * 2, -1))
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
-    def _places(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Where patches lie in windows that all have the same size: int64 [patches]; and which of these
-        places have one: bool [windows, 1, 1, places]."""
+    def _windows(self, rows: int, columns: int, image: _Attended) -> _Attended:
+        """The windows of an image of so many tokens. All have the same size: those at its edges have places
+        without a patch."""
         side = self._window
-        device = self.scale.device
-        y = torch.arange(rows, device=device)[:, None]
-        x = torch.arange(columns, device=device)[None]
-        across = (columns + side - 1) // side
-        windows = (rows + side - 1) // side * across
-        token = (y // side * across + x // side) * side**2 + y % side * side + x % side
         patches = self._merge**2
-        places = (token.reshape(-1, 1) * patches + torch.arange(patches, device=device)).flatten()
-        is_patch = torch.zeros(windows * side**2 * patches, device=device)
-        is_patch = is_patch.index_copy(0, places, torch.ones_like(places).float())
-        return places, is_patch.view(-1, 1, 1, side**2 * patches) > 0
+        size = side**2 * patches
+        across = (columns + side - 1) // side
+        count = (rows + side - 1) // side * across
+        # Whole numbers throughout: in bfloat16 larger ones than 256 would be rounded.
+        place = torch.arange(count * size, device=self.scale.device)
+        window, token = place // size, place % size // patches
+        y = window // across * side + token // side
+        x = window % across * side + token % side
+        is_patch = (y < rows) & (x < columns)
+        source = torch.where(is_patch, (y * columns + x) * patches + place % patches, 0)
+        patch = torch.arange(rows * columns * patches, device=self.scale.device)
+        y = patch // patches // columns
+        x = patch // patches % columns
+        token = y % side * side + x % side
+        places = (y // side * across + x // side) * size + token * patches + patch % patches
+        shape = (-1, size, image.cos.shape[-1])
+        return _Attended(
+            image.cos[0, source].view(shape),
+            image.sin[0, source].view(shape),
+            source,
+            places,
+            is_patch.view(-1, 1, 1, size),
+        )
 
-    def _attend(
-        self, x: Tensor, at: str, rotation: tuple[Tensor, Tensor], windows: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
+    def _attend(self, x: Tensor, at: str, within: _Attended) -> Tensor:
         joined = self._tower.linear(x, f"{at}.attn.qkv")
-        query, key, value = joined.view(-1, 3, self._heads, joined.shape[-1] // self._heads // 3).unbind(1)
-        heads = [_rotate(query, *rotation), _rotate(key, *rotation), value]  # [patches, heads, size]
-        if windows is None:
-            mask = None
-            heads = [each.transpose(0, 1)[None] for each in heads]
-        else:
-            places, mask = windows
-            heads = [_spread(each, places, mask) for each in heads]
-        attended = F.scaled_dot_product_attention(*heads, attn_mask=mask)
-        x = attended.transpose(1, 2).flatten(2).flatten(0, 1)
-        if windows is not None:
-            x = x[places]
+        width = joined.shape[-1] // 3
+        if within.source is not None:
+            joined = joined[within.source]
+        heads = joined.view(*within.cos.shape[:2], 3, self._heads, width // self._heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind()  # [windows, heads, places, size]
+        query, key = (_rotate(each, within.cos[:, None], within.sin[:, None]) for each in (query, key))
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=within.is_patch)
+        x = attended.transpose(1, 2).reshape(-1, width)
+        if within.places is not None:
+            x = x[within.places]
         return self._tower.linear(x, f"{at}.attn.proj")
 
     def _mlp(self, x: Tensor, at: str) -> Tensor:
@@ -505,13 +525,6 @@ def _normalization(preprocessor: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
-
-
-def _spread(x: Tensor, places: Tensor, is_patch: Tensor) -> Tensor:
-    """[patches, heads, size] -> [windows, heads, places, size], with zeros where a window has no patch."""
-    windows, size = is_patch.shape[0], is_patch.shape[-1]
-    zeros = x.new_zeros(windows * size, x.shape[1], x.shape[2])
-    return zeros.index_copy(0, places, x).view(windows, size, *x.shape[1:]).transpose(1, 2)
 
 
 def _join(x: Tensor, rows: int, columns: int, by: int) -> Tensor:
