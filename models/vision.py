@@ -198,7 +198,7 @@ class ProjectedTower(VisionTower):
         y = torch.arange(rows, device=x.device).float()[:, None, None] * frequencies[::2]
         z = torch.arange(columns, device=x.device).float()[None, :, None] * frequencies[1::2]
         shape = (rows, columns, width // 4)
-        angles = torch.cat([y.expand(shape), z.expand(shape)] * 2, -1).flatten(0, 1)
+        angles = torch.cat([y.expand(shape), z.expand(shape)] * 2, -1).flatten(0, 1)[None, None]
         rotation = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
         def layer(x: Tensor, n: int) -> Tensor:
@@ -284,7 +284,7 @@ class ProjectedTower(VisionTower):
 class _Attended(NamedTuple):
     """Which patches attend to each other: those of a window, of several windows of one size or one of all."""
 
-    cos: Tensor  # of their rotary positions, [windows, places, head size]
+    cos: Tensor  # of their rotary positions, [windows, 1, places, head size]
     sin: Tensor
     source: Tensor | None = None  # which patch is at each place, int64 [windows * places]; None: in order
     places: Tensor | None = None  # where each patch is, int64 [patches]
@@ -340,7 +340,7 @@ class QwenTower(VisionTower):
             grid = grid + F.interpolate(table, size=(rows, columns), mode="bilinear", align_corners=True)
         x = self._by_token(grid[0].permute(1, 2, 0))
         cos, sin = self._rotation(rows, columns, x)
-        image = _Attended(cos[None], sin[None])
+        image = _Attended(cos, sin)
         windows = self._windows(rows // self._merge, columns // self._merge, image) if self._window else image
         deepstack = []
         for n in range(self._layer_count):
@@ -362,13 +362,13 @@ class QwenTower(VisionTower):
         return blocks.transpose(1, 2).reshape(-1, width)
 
     def _rotation(self, rows: int, columns: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, [patches, head size]."""
+        """Cosines and sines, [1, 1, patches, head size]."""
         size = x.shape[-1] // self._heads // 2
         frequencies = 10_000.0 ** -(torch.arange(0, size, 2, device=x.device).float() / size)
         y = torch.arange(rows, device=x.device).float()[:, None, None] * frequencies
         z = torch.arange(columns, device=x.device).float()[None, :, None] * frequencies
         shape = (rows, columns, size // 2)
-        angles = self._by_token(torch.cat([y.expand(shape), z.expand(shape)] * 2, -1))
+        angles = self._by_token(torch.cat([y.expand(shape), z.expand(shape)] * 2, -1))[None, None]
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
     def _windows(self, rows: int, columns: int, image: _Attended) -> _Attended:
@@ -391,10 +391,10 @@ class QwenTower(VisionTower):
         x = patch // patches % columns
         token = y % side * side + x % side
         places = (y // side * across + x // side) * size + token * patches + patch % patches
-        shape = (-1, size, image.cos.shape[-1])
+        shape = (-1, 1, size, image.cos.shape[-1])
         return _Attended(
-            image.cos[0, source].view(shape),
-            image.sin[0, source].view(shape),
+            image.cos[0, 0, source].view(shape),
+            image.sin[0, 0, source].view(shape),
             source,
             places,
             is_patch.view(-1, 1, 1, size),
@@ -405,9 +405,11 @@ class QwenTower(VisionTower):
         width = joined.shape[-1] // 3
         if within.source is not None:
             joined = joined[within.source]
-        heads = joined.view(*within.cos.shape[:2], 3, self._heads, width // self._heads)
-        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind()  # [windows, heads, places, size]
-        query, key = (_rotate(each, within.cos[:, None], within.sin[:, None]) for each in (query, key))
+        windows, _, places, size = within.cos.shape
+        heads = joined.view(windows, places, 3, self._heads, size)
+        # [windows, heads, places, size]
+        query, key, value = (each.transpose(1, 2) for each in heads.unbind(2))
+        query, key = (_rotate(each, within.cos, within.sin) for each in (query, key))
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=within.is_patch)
         x = attended.transpose(1, 2).reshape(-1, width)
         if within.places is not None:
@@ -523,7 +525,9 @@ def _normalization(preprocessor: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
+    """x: [1 or windows, heads, patches, head size]; cos, sin: [1 or windows, 1, patches, head size]. In these
+    forms, with the axis given as 3, OpenVINO makes one operation of it."""
+    first, second = x.chunk(2, 3)
     return x * cos + torch.cat([-second, first], -1) * sin
 
 
