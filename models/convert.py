@@ -224,7 +224,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         check = Check(model.float(), positions, folder)
         if manifest.reads_images:
             steps.begin("converting the vision tower")
-            facts |= _convert_vision(model, manifest, target, getattr(torch, dtype))
+            facts |= _convert_vision(model, manifest, target, config)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype))
         facts["reference"] = check.stored
@@ -256,11 +256,14 @@ def convert(config: Config, folder: Path, target: Path) -> None:
 
 
 def _convert_vision(
-    model: torch.nn.Module, manifest: Manifest, target: Path, dtype: torch.dtype
+    model: torch.nn.Module, manifest: Manifest, target: Path, config: Config
 ) -> dict[str, Any]:
-    """Writes the vision tower of a model, in float32, into `target`. Returns the facts of the entry: the
-    width of an embedding, the one after each row of a canvas, or why the model is served without images."""
+    """Writes the vision tower of a model, in float32, into `target`; with --quantize in int8 where it
+    tolerates that. Returns the facts of the entry: the width of an embedding, the one after each row of a
+    canvas, how many activations of the tower share a scale, or why the model is served without images."""
     path = target / "vision.xml"
+    dtype = getattr(torch, config.dtype)
+    activation_group = 0
     try:
         # The numbers of a bfloat16 model are stored as such, and computed with in float32. (OpenVINO's own
         # compression to float16 rounds everything, also the angles of rotary positions.)
@@ -268,9 +271,11 @@ def _convert_vision(
         tower = make_tower(manifest.config_json, manifest.processor_config, tensors, torch.float32)
         check = VisionCheck(model, tower)
         newline = None if tower.newline is None else tower.newline.tolist()
-        _save(_trace_vision(tower, check.tiles[:1]), path)
-        encoder = VisionEncoder(path, newline, {"INFERENCE_PRECISION_HINT": "f32"})
-        fault = check.find_fault(encoder.encode(check.tiles, check.canvas, lambda: False), "float32")
+        graph = _trace_vision(tower, check.tiles[:1])
+        _save(graph, path)
+        fault = _vision_fault(path, check, newline, "float32")
+        if fault is None and config.quantize:
+            activation_group = _compress_vision(graph, path, check, newline)
     except Exception as error:
         if isinstance(error, (ModelError, OSError)) or is_out_of_memory(error):
             raise
@@ -279,12 +284,39 @@ def _convert_vision(
     if fault is None:
         return {
             "newline": newline,
+            "vision_activation_group": activation_group,
             "image_width": check.embeddings.shape[1],
             "whole_images": manifest.whole_images,
         }
     for each in target.glob("vision.*"):
         each.unlink()
     return {"vision_fault": fault}
+
+
+def _compress_vision(
+    graph: ov.Model, path: Path, check: VisionCheck, newline: Sequence[float] | None
+) -> int:
+    """Saves a vision tower with the weights of its linear layers in int8, unless its embeddings change too
+    much. Returns how many activations share a scale; 0: the tower stays as it is."""
+    import nncf
+
+    logging.getLogger("nncf").setLevel(logging.ERROR)
+    _save(nncf.compress_weights(graph.clone(), mode=nncf.CompressWeightsMode.INT8_ASYM), path)
+    for group in GROUPS:
+        fault = _vision_fault(path, check, newline, "int8", group)
+        if fault is None:
+            return group
+    logger.info("The vision tower is not compressed: in int8 %s", fault)
+    _save(graph, path)
+    return 0
+
+
+def _vision_fault(
+    path: Path, check: VisionCheck, newline: Sequence[float] | None, precision: str, group: int = 0
+) -> str | None:
+    settings = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": group}
+    encoder = VisionEncoder(path, newline, settings)
+    return check.find_fault(encoder.encode(check.tiles, check.canvas, lambda: False), precision)
 
 
 def _trace_vision(tower: VisionTower, tile: np.ndarray) -> ov.Model:

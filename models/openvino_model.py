@@ -259,8 +259,12 @@ class OpenVinoModel:
         if self._grid_positions:
             self._grid_positions.copy(source, target, tokens)
 
-    def load_vision(self, path: Path, newline: Sequence[float] | None) -> None:
-        precision = {"INFERENCE_PRECISION_HINT": self._vision_precision}
+    def load_vision(self, path: Path, newline: Sequence[float] | None, activation_group: int = 0) -> None:
+        """activation_group: how many activations share a scale where weights are compressed."""
+        precision = {
+            "INFERENCE_PRECISION_HINT": self._vision_precision,
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": activation_group,
+        }
         self._vision = VisionEncoder(path, newline, self._settings | precision)
 
     def encode_image(
@@ -655,7 +659,7 @@ def _load_entry(config: Config, entry: Path) -> StaticBatchModel:
             # Rejected draft tokens would have changed the scales of a block.
             model.max_draft_rows = model.verify_length = 0
         if model.encoder_cache:
-            model.load_vision(entry / "vision.xml", facts["newline"])
+            model.load_vision(entry / "vision.xml", facts["newline"], facts["vision_activation_group"])
         elif fault := facts.get("vision_fault"):
             warn_text_only(config.model_name, fault)
     except Exception as error:

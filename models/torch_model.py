@@ -45,7 +45,7 @@ SAMPLE_TOKENS = 12
 SAMPLE_CHUNK = 5
 SAMPLE_STEPS = 4
 # Largest difference of an image embedding, as a share of the largest number.
-VISION_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.03}
+VISION_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.03, "int8": 0.1}
 
 
 def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Module:

@@ -25,7 +25,7 @@ from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOn
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from manifest import Manifest
-from models import openvino_model, vision
+from models import openvino_model, torch_model, vision
 from models.base import Chunk
 from models.cache import model_key
 from models.image_layout import Canvas, arrange
@@ -426,12 +426,46 @@ def test_a_tower_in_bfloat16_is_stored_so_and_loses_nothing(visions, tmp_path, c
     assert (tmp_path / "vision.bin").stat().st_size < 0.6 * stored
 
 
-def test_compressed_weights_read_images(visions, tmp_path):
-    model = serve(visions.folder("smolvlm"), quantize="int8")
-    encode(model, visions.picture("smolvlm"))
-    (found,) = model.forward([Chunk(0, visions.prompt("smolvlm"), 0)])
-    expected = visions.text("smolvlm")[2][0]
+@pytest.mark.parametrize("family", ["smolvlm", "qwen2_5_vl"])
+def test_compressed_weights_read_images_also_those_of_the_vision_tower(visions, tmp_path, family):
+    model = serve(visions.folder(family), quantize="int8", model_cache=str(tmp_path / "int8"))
+    serve(visions.folder(family), model_cache=str(tmp_path / "whole"))
+    encode(model, visions.picture(family))
+    (found,) = model.forward([Chunk(0, visions.prompt(family), 0)])
+    expected = visions.text(family)[2][0]
     assert model.quantize == "int8" and np.abs(found - expected).max() < 0.1 * np.ptp(expected)
+    assert tower_bytes(tmp_path / "int8") < 0.6 * tower_bytes(tmp_path / "whole")
+
+
+def tower_bytes(cache):
+    (path,) = cache.glob("*/vision.bin")
+    return path.stat().st_size
+
+
+def test_a_vision_tower_that_does_not_tolerate_int8_stays_as_it_is(visions, tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(torch_model.VISION_TOLERANCE, "int8", 1e-5)
+    picture = visions.picture("smolvlm")
+    caplog.set_level(logging.INFO)
+    model = serve(visions.folder("smolvlm"), quantize="int8", model_cache=str(tmp_path))
+    found = model.encode_image(picture.tiles, (), lambda: False)
+    assert model.quantize == "int8" and np.abs(found - features(visions.reference("smolvlm"), picture.inputs)).max() < 1e-4
+    assert "The vision tower is not compressed: in int8 its image embeddings differ" in caplog.text
+
+
+@pytest.mark.parametrize("precision", ["f32", "bf16"])
+def test_the_windows_of_a_large_image_are_those_of_transformers(visions, tmp_path, converter, precision):
+    """bfloat16 has no whole numbers between 256 and 258, and this image has 1,248 patches."""
+    folder, rows, columns = visions.folder("qwen2_5_vl"), 13, 24
+    converter.convert(settings(folder), folder, tmp_path)
+    tiles = np.random.default_rng(0).integers(0, 256, (1, rows * 28, columns * 28, 3), np.uint8)
+    encoder = openvino_model.VisionEncoder(tmp_path / "vision.xml", None, {"INFERENCE_PRECISION_HINT": precision})
+    found = encoder.encode(tiles, (rows, columns), lambda: False)
+    mean, deviation = (torch.tensor(vision_models.CLIP_COLORS[name]).view(3, 1, 1) for name in ("image_mean", "image_std"))
+    values = (torch.from_numpy(tiles[0]).permute(2, 0, 1) / 255 - mean) / deviation
+    patches = torch.from_numpy(Qwen2VLImageProcessorPil.patchify(None, values.numpy(), 14, 2, 2)[0])
+    inputs = {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, 2 * rows, 2 * columns]])}
+    expected = features(visions.reference("qwen2_5_vl"), inputs)
+    assert np.abs(found - expected).max() < {"f32": 1e-4, "bf16": 0.05}[precision] * np.abs(expected).max()
 
 
 def test_how_pixels_are_normalized_belongs_to_the_key_of_a_model_that_reads_images(visions, tmp_path):
