@@ -33,7 +33,8 @@ Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2
 
 def preprocessor(model_dir: str, overrides: dict[str, Any]) -> Callable[[list], bytes]:
     """What the child does with [a file in base64, further overrides]: a line of JSON with text, tokens, shape
-    and canvas (`PreprocessedImage` has them), and the pixels. Raises Refused."""
+    and canvas (`PreprocessedImage` has them) and the image's own width and height, and the pixels. Raises
+    Refused."""
     manifest = Manifest.read(model_dir)
 
     def preprocess(request: list) -> bytes:
@@ -47,7 +48,7 @@ def preprocessor(model_dir: str, overrides: dict[str, Any]) -> Callable[[list], 
         if made.tokens > MAX_TOKENS:
             raise Refused(f"makes {made.tokens} tokens; at most {MAX_TOKENS} are supported")
         width, height = made.tiles[0].size
-        about = [made.text, made.tokens, (len(made.tiles), height, width), made.canvas]
+        about = [made.text, made.tokens, (len(made.tiles), height, width), made.canvas, image.size]
         return b"\n".join([json.dumps(about).encode(), b"".join(tile.tobytes() for tile in made.tiles)])
 
     return preprocess

@@ -23,6 +23,7 @@ from text.limited import SandboxedFunction
 logger = logging.getLogger("web")
 
 LARGEST_SHARE = 0.75  # of the longest prompt, for an image that can be scaled down
+MOST_TOKENS = 4096  # of such an image, unless the settings say otherwise: more take minutes on a CPU
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 CPU_S = 5.0  # for one image; 12 megapixels take half a second
 MEMORY_BYTES = 768 * 2**20  # the largest image takes three copies of 200 MB
@@ -46,8 +47,11 @@ class ImagePreprocessor:
 
     def __init__(self, model_dir: Path, manifest: Manifest, overrides: dict[str, Any], max_tokens: int):
         layout = read_layout(manifest, overrides)
-        if bounds := layout.bounds(int(max_tokens * LARGEST_SHARE)):
-            logger.debug("Larger images are scaled down to fit the context length: %s", bounds)
+        most = int(max_tokens * LARGEST_SHARE)
+        if not overrides.keys() & {"size", "max_pixels"}:
+            most = min(most, MOST_TOKENS)
+        if bounds := layout.bounds(most):
+            logger.debug("Images of more than %d tokens are scaled down: %s", most, bounds)
             overrides = overrides | bounds
         self.token = layout.token  # the text of an image token
         self.placeholder = layout.placeholder or layout.token  # what the chat template writes for an image
@@ -79,7 +83,11 @@ class ImagePreprocessor:
             options = {name: None for name in ("min_pixels", "max_pixels") if name in self.options} | options
         answer = self._preprocess.call_bytes([base64.b64encode(data).decode(), options])
         about, _newline, pixels = answer.partition(b"\n")
-        text, tokens, shape, canvas = json.loads(about)
+        text, tokens, shape, canvas, size = json.loads(about)
+        if "max_pixels" in self.options and shape[1] < size[1] and shape[2] < size[0]:
+            logger.debug(
+                "An image of %d x %d pixels is scaled down to %d x %d: %d tokens", *size, *shape[:0:-1], tokens
+            )
         key = hashlib.blake2b(data, key=SECRET, digest_size=8)
         key.update(json.dumps([self._overrides, options]).encode())
         return PreprocessedImage(

@@ -82,13 +82,22 @@ def test_an_image_that_would_not_fit_the_context_is_scaled_down_where_the_family
     caplog.set_level("DEBUG", "web")
     data = saved(noise(1400, 1400), "PNG")
     assert load("qwen2_vl", max_tokens=30_000)(data).tokens == 2500
-    assert not caplog.text
+    assert "is scaled down" not in caplog.text
     assert load("qwen2_vl", max_tokens=4000)(data).tokens == 2500
-    assert 1900 < load("qwen2_vl", max_tokens=2600)(data).tokens <= 1950
-    assert "Larger images are scaled down to fit the context length: {'max_pixels': 1528800}" in caplog.text
+    assert 1900 < (tokens := load("qwen2_vl", max_tokens=2600)(data).tokens) <= 1950
+    assert "Images of more than 1950 tokens are scaled down: {'max_pixels': 1528800}" in caplog.text
+    assert f"An image of 1400 x 1400 pixels is scaled down to 1232 x 1232: {tokens} tokens" in caplog.text
     assert load("llava", max_tokens=100)(data).tokens == 576
     size = {"shortest_edge": 3136, "longest_edge": 100 * 784}
     assert load("qwen2_vl", max_tokens=2600)(data, options={"size": size}).tokens <= 100
+
+
+def test_a_large_image_is_scaled_down_to_what_a_cpu_encodes_in_less_than_minutes_unless_the_settings_allow_more(load):
+    data = saved(noise(2600, 2600), "JPEG")
+    assert 4000 < load("qwen2_5_vl", max_tokens=30_000)(data).tokens <= 4096
+    assert load("qwen2_5_vl", max_tokens=30_000, max_pixels=10**8)(data).tokens == 93 * 93
+    assert 4000 < load("qwen2_5_vl", max_tokens=30_000, min_pixels=784)(data).tokens <= 4096
+    assert load("qwen2_5_vl", max_tokens=30_000)(data, options={"max_pixels": 5000 * 784}).tokens > 4096
 
 
 def test_low_detail_changes_nothing_where_a_family_has_no_other(load):
