@@ -36,7 +36,7 @@ NEURON_VISION_FAMILIES = (
     "mistral3",
     "smolvlm",
 )
-VISION_FAMILIES = (*NEURON_VISION_FAMILIES, "gemma3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
+VISION_FAMILIES = (*NEURON_VISION_FAMILIES, "gemma3", "lighton_ocr", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
 # The names in LAYOUTS of text/image_layouts.py (tested).
 IMAGE_PROCESSORS = (
     "CLIPImageProcessor",

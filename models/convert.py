@@ -293,9 +293,7 @@ def _convert_vision(
     return {"vision_fault": fault}
 
 
-def _compress_vision(
-    graph: ov.Model, path: Path, check: VisionCheck, newline: Sequence[float] | None
-) -> int:
+def _compress_vision(graph: ov.Model, path: Path, check: VisionCheck, newline: Sequence[float] | None) -> int:
     """Saves a vision tower with the weights of its linear layers in int8, unless its embeddings change too
     much. Returns how many activations share a scale; 0: the tower stays as it is."""
     import nncf

@@ -1,7 +1,7 @@
 """Vision towers and their projectors in plain torch, from the tensors of a checkpoint.
 
-CLIP, SigLIP, InternViT and Pixtral, as LLaVA, Idefics 3, InternVL, Mistral Small 3 and Gemma 3 use them; and
-those of Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
+CLIP, SigLIP, InternViT and Pixtral, as LLaVA, Idefics 3, InternVL, Mistral Small 3, LightOnOCR and Gemma 3
+use them; and those of Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
 
 Needs no transformers, whose classes differ between the versions of the engines. `convert.py` traces a tower
 into an OpenVINO graph and compares it with transformers; `torch_model.py` runs it. `image_layout.py` puts the
@@ -31,8 +31,16 @@ TOWERS = (
     "model.vision_model.",
     "model.visual.",
     "visual.",
+    "model.vision_encoder.",
+    "vision_encoder.",
 )
-PROJECTORS = ("model.multi_modal_projector.", "multi_modal_projector.", "model.connector.")
+PROJECTORS = (
+    "model.multi_modal_projector.",
+    "multi_modal_projector.",
+    "model.connector.",
+    "model.vision_projection.",
+    "vision_projection.",
+)
 NEWLINES = ("model.image_newline", "image_newline")
 
 # What a config.json leaves out has the defaults of transformers' configuration classes. Here those of the
@@ -43,6 +51,7 @@ SELECTED = {
     "llava_next": (-2, "default"),
     "llava_onevision": (-1, "full"),
     "mistral3": (-1, "full"),
+    "lighton_ocr": (-1, "full"),
     "internvl": (-1, "default"),
     "idefics3": (None, "full"),
     "smolvlm": (None, "full"),
@@ -156,11 +165,13 @@ class ProjectedTower(VisionTower):
         self._patch_side = tower[f"{self._patches}.weight"].shape[-1]
         side = None if self._is_pixtral else vision["image_size"]
         self.tile_side = side[0] if isinstance(side, list) else side
-        self.token_side = self._patch_side * config.get("spatial_merge_size", 1)
+        self._merges_pixtral = kind in ("mistral3", "lighton_ocr")
+        self._merge = config.get("spatial_merge_size", 2) if self._merges_pixtral else 1
+        self.token_side = self._patch_side * self._merge
         layer, strategy = SELECTED[kind]
         self._selected = config.get("vision_feature_layer", layer) if layer else None
         self._drops_first = config.get("vision_feature_select_strategy", strategy) == "default"
-        if layer is None or kind == "mistral3":
+        if layer is None or self._merges_pixtral:
             self._drops_first = False
 
     def forward(self, tile: Tensor) -> Tensor:
@@ -273,9 +284,9 @@ class ProjectedTower(VisionTower):
         if self._kind == "internvl":
             joined = _join(x, rows, columns, round(1 / config.get("downsample_ratio", 0.5))).flatten(1)
             x = projector.layer_norm(joined, "layer_norm", 1e-5)
-        if self._kind == "mistral3":
+        if self._merges_pixtral:
             x = projector.rms_norm(x, "norm", config["text_config"].get("rms_norm_eps", 1e-6))
-            joined = _join(x, rows, columns, config.get("spatial_merge_size", 2))
+            joined = _join(x, rows, columns, self._merge)
             x = projector.linear(joined.transpose(1, 2).flatten(1), "patch_merger.merging_layer")
         activation = ACTIVATIONS[config.get("projector_hidden_act", "gelu")]
         return projector.linear(activation(projector.linear(x, "linear_1")), "linear_2")
@@ -533,6 +544,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _join(x: Tensor, rows: int, columns: int, by: int) -> Tensor:
     """by x by neighbors of a grid of patches, [rows * columns, width], become a token: [tokens, by * by,
-    width]."""
-    grid = x.view(rows // by, by, columns // by, by, x.shape[-1])
+    width]. What is left of a row or column of them is dropped."""
+    grid = x.view(rows, columns, -1)[: rows // by * by, : columns // by * by]
+    grid = grid.reshape(rows // by, by, columns // by, by, x.shape[-1])
     return grid.transpose(1, 2).reshape(-1, by * by, x.shape[-1])

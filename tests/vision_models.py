@@ -218,6 +218,19 @@ def mistral3() -> Family:
     )
 
 
+def lighton_ocr() -> Family:
+    """Pixtral's tower, 4 patches joined into a token, without ends of lines, and Qwen3's text model."""
+    return mistral3()._replace(
+        placeholder="<|image_pad|>",
+        config={"model_type": "lighton_ocr", "vision_config": TOWER | PIXTRAL | {"image_size": 1540, "patch_size": 14}}
+        | {"spatial_merge_size": 2},
+        text={"model_type": "qwen3"},
+        processor={"processor_class": "LightOnOcrProcessor", "patch_size": 14, "spatial_merge_size": 2},
+        template=PLAIN.replace("PLACEHOLDER\\n", "<|image_pad|>"),
+        special_tokens=QWEN_TOKENS,
+    )
+
+
 def internvl() -> Family:
     """InternVL3 in transformers' form: 1 to 12 tiles of 448 pixels, and a small copy of the image."""
     tokens = {"start_image_token": "<img>", "end_image_token": "</img>"}
@@ -293,7 +306,7 @@ FAMILIES: dict[str, Callable[[], Family]] = {
     family.__name__: family
     for family in (
         *(llava, llava_next, granite_vision, llava_onevision, smolvlm, idefics3),
-        *(pixtral, mistral3, internvl),
+        *(pixtral, mistral3, lighton_ocr, internvl),
         *(qwen2_vl, qwen2_5_vl, qwen3_vl, gemma3),
     )
 }

@@ -331,6 +331,30 @@ class PixelBounds(Layout):
         return Tiles([tile], tokens, self.token * tokens, (rows, columns))
 
 
+class Blocks(Layout):
+    """LightOnOCR: as `Lines`, of whole tokens only and without ends of lines."""
+
+    image_token = "<|image_pad|>"
+    options = ("size",)
+
+    def __init__(self, facts: Facts):
+        super().__init__(facts)
+        self._longest = facts.number("size")
+        self._patch = facts.number("patch_size")
+        self._merge = facts.number("spatial_merge_size", 2)
+
+    def __call__(self, image: Image) -> Tiles:
+        ratio = max(1, image.height / self._longest, image.width / self._longest)
+        # At least a token, also for an icon of which transformers would make none.
+        rows, columns = (
+            max(math.ceil(int(edge / ratio) / self._patch), self._merge)
+            for edge in (image.height, image.width)
+        )
+        tile = self._resized(image, columns * self._patch, rows * self._patch)
+        tokens = rows // self._merge * (columns // self._merge)
+        return Tiles([tile], tokens, self.token * tokens)
+
+
 # By the `image_processor_type` of a model's preprocessor file, without "Fast".
 LAYOUTS: dict[str, type[Layout]] = {
     "CLIPImageProcessor": CenterCrop,
@@ -350,6 +374,8 @@ def read_layout(manifest: Manifest, overrides: dict[str, Any]) -> Layout:
     """The layout of a model that reads images; `overrides` take the place of its preprocessor file's fields.
     Raises ConfigError."""
     layout = LAYOUTS[manifest.image_processor]
+    if manifest.model_type == "lighton_ocr":  # with Pixtral's image processor
+        layout = Blocks
     if unknown := overrides.keys() - layout.options:
         supported = f"the fields that this model supports: {', '.join(layout.options) or 'none'}"
         raise ConfigError(f"--mm-processor-kwargs (MM_PROCESSOR_KWARGS): {min(unknown)}; {supported}")

@@ -86,7 +86,10 @@ class ImagePreprocessor:
         text, tokens, shape, canvas, size = json.loads(about)
         if "max_pixels" in self.options and shape[1] < size[1] and shape[2] < size[0]:
             logger.debug(
-                "An image of %d x %d pixels is scaled down to %d x %d: %d tokens", *size, *shape[:0:-1], tokens
+                "An image of %d x %d pixels is scaled down to %d x %d: %d tokens",
+                *size,
+                *shape[:0:-1],
+                tokens,
             )
         key = hashlib.blake2b(data, key=SECRET, digest_size=8)
         key.update(json.dumps([self._overrides, options]).encode())

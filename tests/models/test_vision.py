@@ -39,6 +39,7 @@ pytestmark = [pytest.mark.models, pytest.mark.usefixtures("conversions"), pytest
 NEW_TOKENS = 8
 QUESTION = [260, 40, 41, 290, 70, 81, 92]  # any ids of text
 CANVASES = ("llava_next", "granite_vision", "llava_onevision")
+LINES = {"pixtral": (5 * 16, 7 * 16), "mistral3": (4 * 28, 6 * 28), "lighton_ocr": (9 * 14, 7 * 14)}  # with rests
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 BOTH = ("openvino", "torch")
 PUBLISHED = 1
@@ -75,8 +76,8 @@ class Zoo:
         side = getattr(model.config.vision_config, "image_size", None)
         side = side[0] if isinstance(side, list | tuple) else side
         inputs, canvas, shape = {}, (), (1 if family == "gemma3" else 2, side, side)
-        if family in ("pixtral", "mistral3"):
-            shape = {"pixtral": (1, 5 * 16, 7 * 16), "mistral3": (1, 4 * 28, 6 * 28)}[family]
+        if family in LINES:
+            shape = (1, *LINES[family])
             inputs["image_sizes"] = torch.tensor([shape[1:]])
         elif family in CANVASES:
             size = [(3 * side // 4, 5 * side // 4), (5 * side // 4, 3 * side // 4)][seed]

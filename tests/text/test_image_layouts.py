@@ -95,6 +95,7 @@ def text_of_transformers(module, fields, image_processor, image_token):
             "start_image_token": "<img>",
             "end_image_token": "</img>",
             "spatial_merge_size": 1,
+            "effective_patch_size": 28,
         }
         | {"full_image_sequence": f"\n\n<start_of_image>{image_token * 256}<end_of_image>\n\n"}
         | fields
@@ -113,6 +114,7 @@ TOKENS = {
     "idefics3": (2873, 2197, 1521, 2197),
     "pixtral": (1024, 2752, 1029, 12),
     "mistral3": (361, 2035, 336, 6),
+    "lighton_ocr": (324, 2035, 336, 4),
     "internvl": (256, 1792, 2816, 3328),
     "qwen2_vl": (324, 2035, 336, 4),
     "qwen2_5_vl": (324, 2035, 336, 4),
