@@ -28,6 +28,8 @@ UNSUPPORTED = {
     "xglm": "attention code of its own",
     "xlstm": "recurrent layers",
 }
+# Models that only read the text in images, whose vision towers vision.py lacks.
+OCR_MODELS = {"glm_ocr": "GLM-OCR", "paddleocr_vl": "PaddleOCR-VL"}
 
 
 class Architecture(NamedTuple):
@@ -44,6 +46,11 @@ def read_architecture(config: Config, folder: Path) -> Architecture:
     manifest = Manifest.read(folder)
     kind = manifest.model_type
     has_code = "auto_map" in manifest.config_json
+    if kind in OCR_MODELS:
+        raise ModelError(
+            f"{OCR_MODELS[kind]} ({kind}) only reads text in images, and its vision tower is not supported; "
+            "LightOnOCR is"
+        )
     if kind not in transformers.CONFIG_MAPPING and has_code and not config.trust_remote_code:
         raise ModelError(
             f"{kind} models come with Python code; --trust-remote-code (TRUST_REMOTE_CODE) runs it"

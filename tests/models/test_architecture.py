@@ -152,3 +152,9 @@ def test_code_that_fails_when_it_runs_is_called_that_too(tmp_path, version, is_n
 def test_code_that_runs_is_served(tmp_path, architecture):
     folder = with_code(tmp_path)
     assert read(folder, architecture, trust_remote_code=True).config.vocab_size == VOCABULARY
+
+
+@pytest.mark.parametrize(("kind", "name"), [("glm_ocr", "GLM-OCR"), ("paddleocr_vl", "PaddleOCR-VL")])
+def test_a_model_that_only_reads_images_is_refused_by_name_where_its_tower_is_not_supported(tmp_path, architecture, kind, name):
+    line = refusal(write_config(tmp_path, model_type=kind), architecture)
+    assert line == (f"{name} ({kind}) only reads text in images, and its vision tower is not supported; LightOnOCR is")
