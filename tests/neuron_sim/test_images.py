@@ -36,7 +36,7 @@ SETTINGS = {
 
 
 class Reference(NamedTuple):
-    folder: Path
+    folder: str
     image: Image
     prompt: list[int]
     text: list[int]
@@ -47,8 +47,8 @@ def references(tmp_path_factory):
     folder = tmp_path_factory.mktemp("visions")
     script = HERE / "tests/neuron_sim/vision_references.py"
     subprocess.run([PYTHON, "-I", script, folder, *FAMILIES], check=True, timeout=600)
-    read = msgspec.msgpack.Decoder(tuple[Image, list[int], list[int]]).decode
-    return {family: Reference(folder / family, *read((folder / f"{family}.reference").read_bytes())) for family in FAMILIES}
+    read = msgspec.msgpack.Decoder(Reference).decode
+    return {family: read((folder / f"{family}.reference").read_bytes()) for family in FAMILIES}
 
 
 def served(reference, tmp_path, **settings):
@@ -85,11 +85,11 @@ def test_the_text_is_transformers_alone_beside_others_and_again(references, tmp_
 def test_the_compiled_graphs_of_the_text_model_serve_it(references, tmp_path, monkeypatch):
     reference = references["llava"]
     settings = SETTINGS["chunks"]
-    config = json.loads((reference.folder / "config.json").read_text())
+    config = json.loads(Path(reference.folder, "config.json").read_text())
     folder = tmp_path / "text"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config["text_config"] | {"architectures": ["LlamaForCausalLM"]}))
-    tensors = load_file(reference.folder / "model.safetensors")
+    tensors = load_file(Path(reference.folder, "model.safetensors"))
     names = {name: neuron_graph._name_of_text(name) for name in tensors}
     text = {own: tensors[name].contiguous() for name, own in names.items() if own.startswith(("model.layers", "model.norm"))}
     text |= {own: tensors[name] for name, own in names.items() if own in ("model.embed_tokens.weight", "lm_head.weight")}

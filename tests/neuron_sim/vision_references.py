@@ -15,5 +15,5 @@ root = Path(sys.argv[1])
 zoo = Zoo(root)
 for family in sys.argv[2:]:
     prompt = zoo.prompt(family)
-    text, _lead = zoo.text(family, tuple(prompt))
-    (root / f"{family}.reference").write_bytes(encode((zoo.picture(family).image, prompt, text)))
+    text, _lead, _logits = zoo.text(family)
+    (root / f"{family}.reference").write_bytes(encode((str(zoo.folder(family)), zoo.picture(family).image, prompt, text)))
