@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from manifest import NEURON_VISION_FAMILIES
+from manifest import NEURON_VISION_FAMILIES, ORIGINAL_LENGTH
 from models import rope
 from models.base import named
 from models.checkpoint import legacy_config
@@ -317,6 +317,7 @@ class Mixture(Family):
     router = "mlp.gate.weight"
     expert = "mlp.experts.{}."
     names: ClassVar = {name: name.removeprefix("mlp.") for name in MLP}
+    has_biases = False
 
     def __init__(self, config: Mapping[str, Any]):
         super().__init__(config)
@@ -325,7 +326,8 @@ class Mixture(Family):
             raise ConfigError(
                 f"config.json: num_experts_per_tok is {per_token} and there are {count} experts"
             )
-        self.experts = Experts(count, columns, per_token, bool(self.config["norm_topk_prob"]))
+        is_normalized = bool(self.config["norm_topk_prob"])
+        self.experts = Experts(count, columns, per_token, is_normalized, self.has_biases)
         self.intermediate = count * columns
 
     def layer(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
@@ -405,6 +407,54 @@ class Mixtral(Mixture, Mistral):
     names: ClassVar = {GATE: "w1", UP: "w3", DOWN: "w2"}
 
 
+class GptOss(Mixture):
+    """gpt-oss-20b and 120b: sinks, sliding windows in every second layer, experts with biases."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rope_theta": 150000.0,
+        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False, ORIGINAL_LENGTH: 4096},
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+    }
+    supported_values: ClassVar = Family.supported_values | {"swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)}
+    sizes = ("num_local_experts", "intermediate_size")
+    router = "mlp.router.weight"
+    has_biases = True
+
+    def graph(self) -> ArchSpec:
+        return replace(super().graph(), has_sinks=True, swiglu_limit=7.0)
+
+    def windows(self) -> list[int | None]:
+        return _patterned(self, 2)
+
+    def _get_joined(self, get: Callable[[str], Tensor], name: str) -> Tensor:
+        """Gate and up take turns in [experts, hidden, 2 * columns]; down is [experts, columns, hidden]."""
+        matrix = name.removesuffix(".weight")
+        if matrix == DOWN:
+            return get("mlp.experts.down_proj").flatten(0, 1).T
+        if matrix not in MLP:
+            return get(name)
+        columns = get("mlp.experts.gate_up_proj")[..., MLP.index(matrix) :: 2]
+        return columns.transpose(1, 2).flatten(0, 1)
+
+    def extra_tensors(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        gate_and_up = get("mlp.experts.gate_up_proj_bias")
+        return super().extra_tensors(get) | {
+            "sinks": get("self_attn.sinks"),
+            "router_bias": get("mlp.router.bias"),
+            "gate_bias": gate_and_up[:, ::2].flatten(),
+            "up_bias": gate_and_up[:, 1::2].flatten(),
+            "down_bias": get("mlp.experts.down_proj_bias"),
+        }
+
+
 class InternLM2(Family):
     """InternLM2 and 2.5: a matrix holds the queries, the key and the value of each key-value head."""
 
@@ -466,6 +516,7 @@ FAMILIES: dict[str, type[Family]] = {
     "olmo2": Olmo2,
     "olmo3": Olmo3,
     "olmoe": Olmoe,
+    "gpt_oss": GptOss,
     "internlm2": InternLM2,
 }
 

@@ -44,6 +44,7 @@ class Experts:
     columns: int  # of one expert, in gate and up
     per_token: int
     is_normalized: bool  # the weights of a token's experts sum to one
+    has_biases: bool = False  # of the router and of each expert's gate, up and down
 
     def pieces(self, tp_degree: int) -> int:
         """Into how many pieces each expert is cut, so that each core holds whole pieces only."""
@@ -64,6 +65,8 @@ class ArchSpec:
     activation: str = "silu"  # its name in transformers-neuronx
     attention_cap: float | None = None  # scores become cap * tanh(score / cap)
     logit_cap: float | None = None
+    has_sinks: bool = False  # each head's softmax has one more logit, of a value of zeros
+    swiglu_limit: float | None = None  # of gate and up; None: the activation of the gate times up
     experts: Experts | None = None  # None: a dense model
 
     @property
@@ -208,7 +211,11 @@ class Family:
         norms = self.norms_per_layer * self.hidden
         heads = {None: 0, "each": 2 * self.head_dim, "all": of_heads + of_kv_heads}
         router = self.hidden * self.experts.count if self.experts else 0
-        return norms + sum(sizes[name] for name in self.biases) + heads[self.graph().head_norms] + router
+        if self.experts and self.experts.has_biases:
+            router += self.experts.count * (1 + 2 * self.experts.columns + self.hidden)
+        sinks = self.heads if self.graph().has_sinks else 0
+        biases = sum(sizes[name] for name in self.biases)
+        return norms + biases + sinks + heads[self.graph().head_norms] + router
 
     # Tensors. `get` returns a tensor of the checkpoint by its name, in a layer without the layer's prefix.
 
@@ -239,7 +246,8 @@ class Family:
 
     def extra_tensors(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """The tensors of a layer that Llama's lacks: biases by the names of the checkpoint, q_norm, k_norm,
-        after_attention, after_mlp and router [hidden, experts]."""
+        after_attention, after_mlp and router [hidden, experts]; sinks [heads]; router_bias [experts],
+        gate_bias and up_bias [experts * columns], down_bias [experts, hidden]."""
         return self._scaled({f"{name}.bias": get(f"{name}.bias") for name in self.biases})
 
     def _scaled(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

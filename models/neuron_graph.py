@@ -33,6 +33,7 @@ from models.rope import Rope
 # As they are before they are replaced.
 LlamaConfig = llama.LlamaConfig
 interleave_qkv = decoder.interleave_qkv
+multiply = hlo.multiply
 to_fp8 = hlo.quantize_kv_cache_direct_cast
 from_fp8 = hlo.dequantize_kv_cache_direct_cast
 
@@ -183,9 +184,21 @@ class FamilyForSampling(llama.LlamaForSampling):
         if graph.experts:
             pieces = graph.experts.pieces(self.config.tp_degree)
             extra["expert_of"] = torch.eye(graph.experts.count).repeat_interleave(pieces, dim=1)
+        if graph.has_sinks:
+            extra["sinks"] = self._of_padded_heads(extra["sinks"])
         for name, sharding in _added_parameters(graph).items():
             layer.add_parameter(extra[name].float(), sharding=sharding)
         to_neuron()
+
+    def _of_padded_heads(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of heads, with zeros where transformers-neuronx adds heads: after those of each key-value
+        head where several cores share it, else after all."""
+        heads = self.config.num_attention_heads
+        kv_heads = self.config.num_key_value_heads
+        added = -heads % self.config.tp_degree
+        is_shared = heads != kv_heads and self.config.tp_degree % kv_heads == 0 and added % kv_heads == 0
+        groups = kv_heads if is_shared else 1
+        return torch.nn.functional.pad(values.view(groups, -1), (0, added // groups)).flatten()
 
 
 def _added_parameters(graph: ArchSpec) -> dict[str, int | None]:
@@ -197,6 +210,10 @@ def _added_parameters(graph: ArchSpec) -> dict[str, int | None]:
     if graph.experts:
         # `expert_of` [experts, pieces] has a 1 where a piece belongs to an expert.
         added |= {"router": None, "expert_of": 1}
+    if graph.experts and graph.experts.has_biases:
+        added |= {"router_bias": None, "gate_bias": 0, "up_bias": 0, "down_bias": None}
+    if graph.has_sinks:
+        added["sinks"] = 0
     return added
 
 
@@ -373,50 +390,70 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
                 *(weights[name] for name in OF_ATTENTION),
             )
         hidden = hlo.add(normed(inner, "post_attn_ln_weight", after), hidden)
-        before_mlp = normed(hidden, "pre_mlp_ln_weight", before)
-        inner = hlo.gated_mlp_bsh(
-            before_mlp,
-            *(weights[f"{name}_weight"] for name in ("in0", "in1", "out")),
-            **{f"{name}_scales": weights[f"{name}_scales"] for name in ("in0", "in1", "out")},
-            activation_function=self._activation(before_mlp, weights),
-            tp_degree=self.config.tp_degree,
-            neuron_config=self.neuron_config,
-        )
+        inner = self._mlp(normed(hidden, "pre_mlp_ln_weight", before), weights)
         return hlo.add(normed(inner, "post_mlp_ln_weight", after), hidden), keys, values
 
-    def _activation(self, hidden: Any, weights: dict[str, Any]) -> Any:
+    def _mlp(self, hidden: Any, weights: dict[str, Any]) -> Any:
+        limit = self.graph.swiglu_limit
+        of_pieces = None
+        options = {f"{name}_scales": weights[f"{name}_scales"] for name in ("in0", "in1", "out")}
+        if self.graph.experts:
+            of_experts = self._expert_weights(hidden, weights)
+            of_pieces = _matrix_product(of_experts, hlo.cast(weights["expert_of"], of_experts.dtype))
+            of_pieces = hlo.cast(of_pieces, hidden.dtype)
+        if "gate_bias" in weights:
+            options["in0_bias"] = hlo.cast(weights["gate_bias"], hidden.dtype)
+            options["in1_bias"] = hlo.cast(weights["up_bias"], hidden.dtype)
+        with _replaced(hlo, multiply=functools.partial(_gated, limit=limit) if limit else multiply):
+            output = hlo.gated_mlp_bsh(
+                hidden,
+                *(weights[f"{name}_weight"] for name in ("in0", "in1", "out")),
+                **options,
+                activation_function=self._activation(of_pieces),
+                tp_degree=self.config.tp_degree,
+                neuron_config=self.neuron_config,
+            )
+        if "down_bias" not in weights:
+            return output
+        bias = _matrix_product(of_experts, hlo.cast(weights["down_bias"], of_experts.dtype))
+        return hlo.add(output, hlo.cast(hlo.reshape(bias, output.sizes), output.dtype))
+
+    def _activation(self, of_pieces: Any) -> Any:
         """The activation of the MLP for gates [tokens, columns of a core]; in a mixture of experts times the
-        weight of each column's expert."""
+        weight of each column's expert. `of_pieces` [tokens, pieces]: the weights of the pieces on a core."""
         activation = hlo.get_activation(self.graph.activation)
-        if not self.graph.experts:
+        if limit := self.graph.swiglu_limit:
+            activation = functools.partial(_swish, limit=limit)
+        if of_pieces is None:
             return activation
-        of_pieces = self._expert_weights(hidden, weights)
         tokens, pieces = of_pieces.sizes
 
         def weighted(gate: Any) -> Any:
             active = activation(gate)
             by_piece = (tokens, pieces, math.prod(gate.sizes[1:]) // pieces)
-            active = hlo.multiply(hlo.reshape(active, by_piece), hlo.broadcast(of_pieces, by_piece, [0, 1]))
+            active = multiply(hlo.reshape(active, by_piece), hlo.broadcast(of_pieces, by_piece, [0, 1]))
             return hlo.reshape(active, gate.sizes)
 
         return weighted
 
     def _expert_weights(self, hidden: Any, weights: dict[str, Any]) -> Any:
-        """The weight of each piece of an expert on this core for each token, 0 for most: [tokens, pieces]."""
+        """The weight of each expert for each token, 0 for most: float32 [tokens, experts]."""
         experts = self.graph.experts
         f32 = hidden.scribe.f32
         *several, size = hidden.sizes
         tokens = math.prod(several)
         rows = hlo.cast(hlo.reshape(hidden, (tokens, size)), f32)
-        probabilities = hlo.softmax(_matrix_product(rows, hlo.cast(weights["router"], f32)), 1)
+        logits = _matrix_product(rows, hlo.cast(weights["router"], f32))
+        if "router_bias" in weights:
+            logits = hlo.add(logits, hlo.broadcast(weights["router_bias"], logits.sizes, [1]))
+        probabilities = hlo.softmax(logits, 1)
         best, numbers = hlo.topk(probabilities, 1, k=experts.per_token)
         if experts.is_normalized:
             best = hlo.divide(best, hlo.broadcast(hlo.reduce_sum(best, 1), best.sizes, [0]))
         sizes = (tokens, experts.per_token, experts.count)
         is_expert = hlo.equal(hlo.broadcast(numbers, sizes, [0, 1]), hlo.iota(numbers.dtype, sizes, 2))
         placed = hlo.multiply(hlo.broadcast(best, sizes, [0, 1]), hlo.cast(is_expert, f32))
-        of_pieces = _matrix_product(hlo.reduce_sum(placed, 1), hlo.cast(weights["expert_of"], f32))
-        return hlo.cast(of_pieces, hidden.dtype)
+        return hlo.reduce_sum(placed, 1)
 
     def _norm(self, tensor: Any, weight: Any) -> Any:
         return hlo.rms_norm(
@@ -430,7 +467,7 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
     @contextlib.contextmanager
     def _attention_of(self, kind: LayerKind, weights: dict[str, Any]) -> Iterator[None]:
         """Gives transformers-neuronx's attention what this layer has: norms of queries and keys, no
-        positions, capped scores. Its kernel for long prompts supports neither caps nor sliding windows."""
+        positions, capped scores, sinks. Its kernel for long prompts has no caps, sliding windows, sinks."""
         turn = rotary.rotate_half
         score = attention.score
         cap = self.graph.attention_cap
@@ -442,7 +479,11 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
             return (query, key) if kind.rope is None else turn(query, key, *arguments, **options)
 
         changed = {"score": lambda *arguments, **options: _capped(score(*arguments, **options), cap)}
-        if cap or self._shown(kind.window):
+        if self.graph.has_sinks:
+            with_sinks = functools.partial(_with_sinks, weights["sinks"])
+            changed["context"] = functools.partial(with_sinks, attention.context, 2)
+            changed["context_combined"] = functools.partial(with_sinks, attention.context_combined, 1)
+        if cap or self.graph.has_sinks or self._shown(kind.window):
             changed["flash_attention"] = lambda query, key, value: None
         with _replaced(rotary, rotate_half=rotate_half), _replaced(attention, **changed):
             yield
@@ -573,6 +614,29 @@ def _capped(tensor: Any, cap: float | None) -> Any:
         return tensor
     tensor = hlo.divide(tensor, float(cap))
     return hlo.multiply(tensor.dtype[tensor.sizes].Tanh(tensor), float(cap))
+
+
+def _swish(gate: Any, limit: float) -> Any:
+    gate = hlo.clamp(gate, maximum=limit)
+    return multiply(gate, gate.dtype[gate.sizes].Logistic(multiply(gate, 1.702)))
+
+
+def _gated(active: Any, up: Any, limit: float) -> Any:
+    return multiply(active, hlo.add(hlo.clamp(up, -limit, limit), 1.0))
+
+
+def _with_sinks(sinks: Any, context: Callable[..., Any], count: int, *arguments: Any, **options: Any) -> Any:
+    """What `context` makes of its first `count` arguments, scores [slots, heads, tokens, positions], if their
+    softmax has the sink of each head as one more logit: [tokens, slots, heads, head_dim]."""
+    f32 = sinks.scribe.f32
+    scores = [hlo.cast(each, f32) for each in arguments[:count]]
+    largest = functools.reduce(hlo.maximum, (hlo.reduce_max(each, 3) for each in scores))
+    shifted = [hlo.subtract(each, hlo.broadcast(largest, each.sizes, [0, 1, 2])) for each in scores]
+    others = functools.reduce(hlo.add, (hlo.reduce_sum(hlo.exp(each), 3) for each in shifted))
+    sink = hlo.exp(hlo.subtract(hlo.broadcast(hlo.cast(sinks, f32), largest.sizes, [1]), largest))
+    share = hlo.permute(hlo.divide(others, hlo.add(others, sink)), [2, 0, 1])
+    output = context(*arguments, **options)
+    return multiply(output, hlo.broadcast(hlo.cast(share, output.dtype), output.sizes, [0, 1, 2]))
 
 
 def _sin_cos(positions: Any, dtype: Any, rope: Rope) -> tuple[Any, Any]:

@@ -101,7 +101,11 @@ EXPERTS = {"model_type": "qwen3_moe", "num_experts": 3, "num_experts_per_tok": 1
         ({"model_type": "falcon"}, {}, "model_type 'falcon' is not supported on Neuron; these are: llama, code_llama, mistral"),
         ({"model_type": "gpt2"}, {}, "gpt2 models are no longer supported on Neuron"),
         ({"mlp_bias": True}, {}, "mlp_bias is True and this server supports False for llama models on Neuron"),
-        ({"model_type": "gpt_oss"}, {}, "model_type 'gpt_oss' is not supported on Neuron"),
+        (
+            EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 3, "swiglu_limit": 5.0},
+            {},
+            "config.json: swiglu_limit is 5.0 and this server supports 7.0 for gpt_oss models on Neuron",
+        ),
         (
             EXPERTS | {"decoder_sparse_step": 2},
             {},

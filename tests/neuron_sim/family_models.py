@@ -30,6 +30,7 @@ LONG = {"type": "longrope", "short_factor": [1.0 + 0.1 * n for n in range(6)], "
 SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 QWEN3_MOE = {"head_dim": 32, "moe_intermediate_size": 48, "norm_topk_prob": True, "num_experts": 8, "num_experts_per_tok": 2}
 MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e4, "sliding_window": None}
+GPT_OSS = {"head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 2, "rope_scaling": YARN | {"truncate": False}}
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 48, **SLIDING}
 
 MODELS = {
@@ -83,6 +84,7 @@ MODELS = {
         QWEN3_MOE | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 24},
     ),
     "olmoe": ("OlmoeConfig", {"intermediate_size": 48, "num_experts": 16, "num_experts_per_tok": 4, "num_key_value_heads": 4}),
+    "gpt_oss": ("GptOssConfig", GPT_OSS | SLIDING),
     "mixtral": ("MixtralConfig", MIXTRAL),
     "mixtral, window": ("MixtralConfig", MIXTRAL | {"sliding_window": 16}),
 }
@@ -132,8 +134,8 @@ class Made(Reference):
         super().__init__(config, folder)
         with torch.no_grad():
             for key, parameter in self.model.named_parameters():
-                if key.endswith("bias"):
-                    parameter.normal_(0, 0.3)
+                if key.endswith(("bias", "sinks")):
+                    parameter.normal_(0, 4 if "gate_up_proj" in key else 0.3)  # gpt-oss' reach the limit
                 if "norm" in key:
                     parameter.add_(torch.randn_like(parameter) * 0.2)
         self.model.save_pretrained(folder)

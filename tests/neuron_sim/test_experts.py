@@ -21,6 +21,8 @@ from protocol import Generate
         ("qwen3_moe, 128 experts", 12),
         ("qwen3_moe, not normalized", 4),
         ("olmoe", 4),
+        ("gpt_oss", 4),
+        ("gpt_oss", 12),
         ("mixtral", 12),
         ("mixtral, window", 4),
     ],
@@ -31,7 +33,15 @@ def test_experts_are_split_over_cores(made, tmp_path, monkeypatch, name, tp_degr
     assert errors(served_logits(model), logits_of(made(name))).max() < LARGEST
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe, 128 experts", "olmoe", "mixtral"])
+def test_sinks_stay_with_their_heads_where_heads_are_added_at_the_end(tmp_path, monkeypatch):
+    """Not after those of each key-value head, as in the test above."""
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-11")
+    reference = Made.named("gpt_oss", tmp_path / "model", num_attention_heads=16, num_key_value_heads=8)
+    model = serve(reference, tmp_path, max_batch_size=4, tp_degree=12, prefill_chunk=8)
+    assert errors(served_logits(model), logits_of(reference)).max() < LARGEST
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe, 128 experts", "olmoe", "gpt_oss", "mixtral"])
 def test_draft_tokens_and_prefixes_change_no_text(made, tmp_path, name):  # noqa: F811
     reference = made(name)
     model = serve(reference, tmp_path, max_batch_size=4, tp_degree=2, prefill_chunk=8, speculate=5, position_buckets=(16,))
@@ -53,9 +63,12 @@ def test_draft_tokens_and_prefixes_change_no_text(made, tmp_path, name):  # noqa
         assert_like(reference, again, [*again, *driven.tokens[n]])
 
 
-def test_options_of_the_library_and_int8_change_no_text(tmp_path):
-    sizes = {"hidden_size": 256, "moe_intermediate_size": 128}  # tiles have 128 values
-    reference = Made.named("qwen3_moe", tmp_path / "model", **sizes)
+# Tiles have 128 values.
+@pytest.mark.parametrize(
+    ("name", "columns"), [("qwen3_moe", {"moe_intermediate_size": 128}), ("gpt_oss", {"intermediate_size": 128})]
+)
+def test_options_of_the_library_and_int8_change_no_text(tmp_path, name, columns):
+    reference = Made.named(name, tmp_path / "model", hidden_size=256, **columns)
     options = ("weight_tiling=true", "collectives_layout=BSH", "on_device_embedding=true")
     settings = {"tp_degree": 2, "prefill_chunk": 8, "quantize": "int8", "neuron_config": options}
     model = serve(reference, tmp_path, max_batch_size=4, **settings)

@@ -17,6 +17,7 @@ from test_families import rounded_to_int8
 from test_server import WINDOW, as_float32, cores, refuse_to_compile, serve  # noqa: F401
 from test_speculation import texts_of
 from test_transformers5 import NO_PYTHON, PYTHON
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers_neuronx import compiler
 
@@ -38,7 +39,7 @@ def rounded(tensor):
     return tensor.clamp(-240, 240).to(torch.float8_e4m3fn).float()
 
 
-def attend(module, query, key, value, mask, scaling=None, sliding_window=None, softcap=None, **_options):
+def attend(module, query, key, value, mask, scaling=None, sliding_window=None, softcap=None, s_aux=None, **_options):
     """The eager attention with rounded keys, their rotated biases left out, and values: [slots, heads, tokens, head_dim]."""
     group = query.shape[1] // key.shape[1]
     tokens, size = key.shape[2:]
@@ -46,8 +47,10 @@ def attend(module, query, key, value, mask, scaling=None, sliding_window=None, s
     if module.k_proj.bias is not None and not hasattr(module, "k_norm"):
         half = size // 2
         each = module.k_proj.bias.view(-1, 1, size).expand(-1, tokens, -1)
-        angles = torch.arange(tokens)[:, None] / module.config.rope_theta ** (torch.arange(0, size, 2) / size)
-        sin, cos = (torch.cat([values, values], 1) for values in (angles.sin(), angles.cos()))
+        kind = (module.config.rope_scaling or {}).get("rope_type", "default")
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](module.config, "cpu")
+        angles = torch.arange(tokens)[:, None] * frequencies
+        sin, cos = (torch.cat([values, values], 1) * factor for values in (angles.sin(), angles.cos()))
         bias = each * cos + torch.cat([-each[..., half:], each[..., :half]], -1) * sin
     key, value = (t.repeat_interleave(group, 1) for t in (rounded(key - bias) + bias, rounded(value)))
     scores = query @ key.transpose(2, 3) * scaling
@@ -56,7 +59,9 @@ def attend(module, query, key, value, mask, scaling=None, sliding_window=None, s
     distance = torch.arange(tokens)[:, None] - torch.arange(tokens)[None]
     window = sliding_window or getattr(module, "sliding_window", None) or tokens
     scores = scores.masked_fill((distance < 0) | (distance >= window), float("-inf"))
-    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+    if s_aux is not None:  # gpt-oss' sinks
+        scores = torch.cat([scores, s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    return (scores.softmax(-1)[..., :tokens] @ value).transpose(1, 2).contiguous(), None
 
 
 ALL_ATTENTION_FUNCTIONS.register("rounded", attend)
@@ -121,9 +126,9 @@ def made(name, folder, key_bias=0.0):
     if key_bias:
         with torch.no_grad():
             for layer in reference.model.model.layers:
-                bias = layer.self_attn.k_proj.bias.view(2, 16)
-                bias[:, 7] += key_bias
-                bias[:, 15] -= key_bias
+                bias = layer.self_attn.k_proj.bias.view(2, -1)
+                bias[:, bias.shape[1] // 2 - 1] += key_bias
+                bias[:, -1] -= key_bias
         reference.model.save_pretrained(folder)
     return reference
 
@@ -139,6 +144,7 @@ def made(name, folder, key_bias=0.0):
         ("qwen3", 0.0),
         ("gemma3", 0.0),
         ("qwen3_moe, 128 experts", 0.0),
+        ("gpt_oss", 80.0),
     ],
 )
 def test_chunks_steps_and_draft_tokens_read_what_the_reference_rounds(tmp_path, name, key_bias, tp_degree):
@@ -182,7 +188,7 @@ def test_a_prompt_bucket_as_long_as_the_cache_of_the_only_slot_is_read_like_othe
     ("name", "key_bias", "sampling"),
     [
         *[("qwen2", 80.0, sampling) for sampling in ("host", "hybrid", "device")],
-        *[(name, 0.0, "hybrid") for name in ("llama", "gemma3", "qwen3_moe, 128 experts")],
+        *[(name, 0.0, "hybrid") for name in ("llama", "gemma3", "qwen3_moe, 128 experts", "gpt_oss")],
         ("mixtral, window", 0.0, "device"),
     ],
 )

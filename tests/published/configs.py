@@ -31,6 +31,11 @@ GEMMA2 |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 GEMMA3 = {"vocab_size": 262144, "head_dim": 256, "max_position_embeddings": 32768, "sliding_window": 512}
 GEMMA3 |= {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "rope_local_base_freq": 10000}
 GEMMA3 |= {"rope_theta": 1e6, "sliding_window_pattern": 6}
+GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+GPT_OSS = {"vocab_size": 201088, "head_dim": 64, "max_position_embeddings": 131072, "rope_theta": 150000, "rms_norm_eps": 1e-5}
+GPT_OSS |= {"rope_scaling": GPT_OSS_YARN | {"original_max_position_embeddings": 4096}, "initial_context_length": 4096}
+GPT_OSS |= {"attention_bias": True, "num_experts_per_tok": 4, "experts_per_token": 4, "sliding_window": 128}
+GPT_OSS |= {"swiglu_limit": 7.0, "eos_token_id": 200002, "pad_token_id": 199999}
 OLMO2 = {"vocab_size": 100352, "max_position_embeddings": 4096, "rope_theta": 500000, "rms_norm_eps": 1e-6}
 INTERNLM2 = {"vocab_size": 92544, "max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "bias": False}
 INTERNLM2 |= {"rope_scaling": {"type": "dynamic", "factor": 2.0}, **code("internlm2", "InternLM2")}
@@ -241,6 +246,16 @@ _MODELS = {
         sizes(2048, 1024, 16, 16, 16),
         of("olmoe", {"vocab_size": 50304, "max_position_embeddings": 4096, "rope_theta": 10000.0, "rms_norm_eps": 1e-5})
         | {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "clip_qkv": None},
+    ),
+    "unsloth/gpt-oss-20b-BF16": (
+        20_914_757_184,
+        sizes(2880, 2880, 24, 64, 8),
+        of("gpt_oss", GPT_OSS, num_local_experts=32, layer_types=["sliding_attention", "full_attention"] * 12),
+    ),
+    "unsloth/gpt-oss-120b-BF16": (
+        116_829_156_672,
+        sizes(2880, 2880, 36, 64, 8),
+        of("gpt_oss", GPT_OSS, num_local_experts=128, layer_types=["sliding_attention", "full_attention"] * 18),
     ),
 }
 CONFIGS = {name: {**fields, **numbers, "torch_dtype": "bfloat16"} for name, (_count, numbers, fields) in _MODELS.items()}
@@ -473,12 +488,6 @@ _OTHERS = {
     | {"ffn_hidden_size": 16384, "new_decoder_architecture": True, "max_position_embeddings": 8192, "rope_theta": 500042.0},
     "tiiuae/falcon-rw-1b": of("falcon", FALCON, hidden_size=2048, num_hidden_layers=24, num_attention_heads=32, alibi=True)
     | {"vocab_size": 50304, "multi_query": False, "parallel_attn": False, "new_decoder_architecture": False, "bias": True},
-    "unsloth/gpt-oss-20b-BF16": sizes(2880, 2880, 24, 64, 8)
-    | of("gpt_oss", {"vocab_size": 201088, "head_dim": 64, "max_position_embeddings": 131072, "rope_theta": 150000})
-    | {"attention_bias": True, "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4}
-    | {"layer_types": ["sliding_attention", "full_attention"] * 12, "sliding_window": 128, "swiglu_limit": 7.0}
-    | {"rope_scaling": DEEPSEEK_YARN | {"factor": 32.0, "rope_type": "yarn", "truncate": False}, "rms_norm_eps": 1e-5}
-    | {"initial_context_length": 4096, "eos_token_id": 200002, "pad_token_id": 199999},
     "baidu/ERNIE-4.5-0.3B-PT": sizes(1024, 3072, 18, 16, 2)
     | of("ernie4_5", {"vocab_size": 103424, "head_dim": 128, "max_position_embeddings": 131072, "rope_theta": 500000.0})
     | {"rms_norm_eps": 1e-5, "use_bias": False, "tie_word_embeddings": True}

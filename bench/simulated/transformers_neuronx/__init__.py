@@ -185,7 +185,7 @@ def add_modules(package: str, model: type) -> None:
             "DecoderProgramFullyUnrolled": object,
             "interleave_qkv": None,
         },
-        "hlo": {"quantize_kv_cache_direct_cast": None, "dequantize_kv_cache_direct_cast": None},
+        "hlo": {"multiply": None, "quantize_kv_cache_direct_cast": None, "dequantize_kv_cache_direct_cast": None},
         "utils": {},
         "layers": {},
         "layers.attention": {},
