@@ -227,6 +227,19 @@ def quantize(plain, folder, layout, key="quantization_config", **changes):
     return write(plain, folder, stored, reference, **{key: quantization} | changes)
 
 
+def quantize_experts(plain, folder):
+    """The same for a gpt-oss whose experts are in MXFP4."""
+    stored, reference = {}, {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        stored[name] = reference[name] = tensor
+        if name.endswith(("gate_up_proj", "down_proj")):
+            parts, values = mxfp4(tensor.shape)
+            del stored[name]
+            stored |= {name + ending: part for ending, part in parts.items()}
+            reference[name] = torch.from_numpy(values)
+    return write(plain, folder, stored, reference, quantization_config={"quant_method": "mxfp4"})
+
+
 def write(plain, folder, stored, reference, **changes):
     for target in (folder, folder.with_name("reference")):
         target.mkdir(parents=True)

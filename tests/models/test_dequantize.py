@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from processes import Server
-from quantized import LAYOUTS, bnb_4bit, ct_packed, mxfp4, quantize, write
+from quantized import LAYOUTS, bnb_4bit, ct_packed, quantize, quantize_experts, write
 from safetensors.torch import load_file, save_file
 from tiny_models import GROUPED, POSITIONS, VOCABULARY, edit_config, llama, references, run, save_checkpoint
 from tokenizers import Tokenizer
@@ -108,14 +108,8 @@ def gpt_oss(tmp_path_factory):
     root = tmp_path_factory.mktemp("gpt-oss")
     config = transformers.GptOssConfig(**GROUPED | SIZES | {"intermediate_size": 32}, num_local_experts=4)
     plain = save_checkpoint(root / "plain", config, dtype=torch.bfloat16)
-    stored = reference = load_file(plain / "model.safetensors")
-    for name in [name for name in reference if name.endswith(("gate_up_proj", "down_proj"))]:
-        parts, values = mxfp4(reference[name].shape)
-        stored = {other: tensor for other, tensor in stored.items() if other != name}
-        stored |= {name + ending: tensor for ending, tensor in parts.items()}
-        reference = reference | {name: torch.from_numpy(values)}
-    write(plain, root / "quantized", stored, reference, quantization_config={"quant_method": "mxfp4"})
-    return root / "quantized", reference
+    folder = quantize_experts(plain, root / "quantized")
+    return folder, load_file(root / "reference" / "model.safetensors")
 
 
 def test_the_experts_of_gpt_oss_are_those_that_codes_and_exponents_stand_for(gpt_oss, tmp_path):

@@ -26,6 +26,7 @@ FIELDS = [(name, field) for name, family in FAMILIES.items() for field in family
 OTHER = {
     bool: lambda value: not value,
     int: lambda value: value + 1,
+    float: lambda value: value + 1,
     list: lambda value: [*value, 1],
     str: lambda value: "something else",
     type(None): lambda value: 8.0,
@@ -55,7 +56,8 @@ def test_a_value_that_is_not_computed_is_refused_by_its_name(name, field):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_config_that_says_nothing_of_them_is_accepted(name):
     family = of(name)
-    nothing = dict.fromkeys(set(family.supported_values))
+    # But null is no rope_scaling, and gpt-oss' default is one.
+    nothing = dict.fromkeys(set(family.supported_values) - set(family.defaults))
     assert of(name, **nothing).graph() == family.graph()
 
 
@@ -75,10 +77,18 @@ def test_the_librarys_own_class_serves_what_it_computes_and_ours_the_rest():
         ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3}, [None, None, None, 8]),
         ("gemma2", {"sliding_window": 8}, [8, None, 8, None]),
         ("gemma3_text", {"sliding_window": 8, "sliding_window_pattern": 3}, [8, 8, None, 8]),
+        ("gpt_oss", {}, [128, None, 128, None]),
     ],
 )
 def test_windows_are_those_of_the_layers(model_type, fields, windows):
     assert [kind.window for kind in of(model_type, **fields).graph().kinds] == windows
+
+
+def test_the_positions_of_gpt_oss_are_scaled_unless_config_json_says_otherwise():
+    scaling = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+    assert of("gpt_oss").graph().ropes == of("gpt_oss", rope_scaling=scaling).graph().ropes != ()
+    assert of("gpt_oss", rope_scaling=None).graph().ropes == ()
+    assert of("gpt_oss", rope_parameters={"rope_type": "default", "rope_theta": 1e4}).graph().ropes == ()
 
 
 def test_layers_without_positions_are_told_apart():

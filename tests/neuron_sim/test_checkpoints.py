@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from quantized import quantize
+from quantized import quantize, quantize_experts
 from test_server import Batch, as_float32, assert_like, cores, serve  # noqa: F401
 from test_simulator import ARCHITECTURES, SMALL, VOCABULARY, Reference, reference  # noqa: F401
 from transformers_neuronx.layers import attention
@@ -29,6 +29,7 @@ FAMILIES = {
     "llama": (transformers.LlamaConfig, GATED),
     "mistral": (transformers.MistralConfig, GATED | {"sliding_window": None}),
     "mixtral": (transformers.MixtralConfig, GATED | {"num_local_experts": 4}),
+    "gpt_oss": (transformers.GptOssConfig, GATED | {"head_dim": 32, "num_local_experts": 4}),
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
@@ -93,14 +94,18 @@ def test_checkpoints_of_older_forms_are_served_and_compiled(tmp_path, form, fami
     assert error(NeuronModel(build, Path(tempfile.mkdtemp(dir=tmp_path))), expected) < 0.01
 
 
-@pytest.mark.parametrize(("family", "layout"), [("llama", "gptq with g_idx"), ("llama", "fp8 in blocks"), ("mixtral", "awq")])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("llama", "gptq with g_idx"), ("llama", "fp8 in blocks"), ("mixtral", "awq"), ("gpt_oss", "mxfp4")],
+)
 def test_a_quantized_checkpoint_is_served_and_compiled_dequantized(tmp_path, monkeypatch, family, layout):
     def load(prepared):
         monkeypatch.setenv("NEURON_TEXTGEN_RUN_DIR", tempfile.mkdtemp(dir=tmp_path))
         return prepared.load(lambda phase: None)
 
     expected = made(family, tmp_path / "model")
-    folder = quantize(Path(expected.folder), tmp_path / "quantized", layout)
+    plain, folder = Path(expected.folder), tmp_path / "quantized"
+    quantize_experts(plain, folder) if layout == "mxfp4" else quantize(plain, folder, layout)
     expected.model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "reference").eval()
     settings = {"dtype": "float32", "tp_degree": 1, "max_total_tokens": WINDOW, "model_cache": str(tmp_path / "models")}
     prepared = models.prepare(Config(model_id=str(folder), device="neuron", **settings))
