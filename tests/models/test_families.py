@@ -177,6 +177,10 @@ def test_windows_of_olmo_3_have_the_base_that_config_files_of_transformers_5_nam
     assert of("olmo3", rope_theta=5e5).graph().ropes == (rope.plain(5e5, 16), rope.plain(5e5, 16))
 
 
+def test_experts_of_qwen3_moe_are_counted_as_either_transformers_names_them():
+    assert of("qwen3_moe", num_experts=16).experts == of("qwen3_moe", num_local_experts=16).experts
+
+
 def test_phi_4_mini_of_transformers_5_turns_three_quarters_of_a_head():
     positions = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
     assert of("phi3", rope_parameters=positions).as_llama()["rotary_percentage"] == 0.75
