@@ -77,7 +77,7 @@ def enforceable(document: Schema) -> tuple[Schema, tuple[str, ...]]:
         for rule in RULES:
             for keyword in rule(schema, whole):
                 if keyword not in left_out:
-                    left_out[keyword] = f"{_pointer(path)}/{keyword}"
+                    left_out[keyword] = f"{pointer(path)}/{keyword}"
     return document, tuple(left_out.values())
 
 
@@ -145,7 +145,8 @@ def _resolved(schema: Any, document: Schema) -> Any:
     return schema
 
 
-def _pointer(path: Path) -> str:
+def pointer(path: Path) -> str:
+    """A JSON pointer, or the end of a long one."""
     text = ""
     while path and len(text) < MAX_PLACE:
         path, key = path

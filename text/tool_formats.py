@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from text.grammar import GrammarError, json_rule, lark_string, of_rules
+from text.json_schema import pointer
 
 DEEPSEEK_CALLS = "<｜tool▁calls▁begin｜>"
 DEEPSEEK_CALLS_END = "<｜tool▁calls▁end｜>"
@@ -47,8 +48,16 @@ TYPES = {
     dict: "object",
 }
 DEFINITIONS = ("$defs", "definitions")
-# Of the schema of a function's parameters, in every format.
-ENFORCED_IN_CALLS = ("type", "properties", "required", "additionalProperties")
+# JSON Schema's keywords that say what is valid, but for those of definitions.
+CONSTRAINTS = {
+    *("type", "enum", "const", "anyOf", "oneOf", "allOf", "not", "if", "$ref"),
+    *("minLength", "maxLength", "pattern", "format"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    *("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains"),
+    *("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
+    *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
+    *("unevaluatedItems", "unevaluatedProperties"),
+}
 ANNOTATIONS = ("title", "description", "default", "examples")  # which constrain nothing
 MOST_CALLS = (
     16  # side by side that are asked for: small models would repeat theirs up to the end of the context
@@ -549,20 +558,36 @@ def not_written(form: ToolFormat, function: Function) -> Iterator[str]:
     if not form.tags and form.syntax not in (Syntax.PYTHON, Syntax.GEMMA):
         return
     parameters = function.parameters
-    for key in parameters:
-        if key not in (*ENFORCED_IN_CALLS, *DEFINITIONS, *ANNOTATIONS):
-            yield f"/{key}"
-    for name, schema in parameters.get("properties", {}).items():
-        types = types_of(schema, parameters)
-        is_json = form.tags and types and "string" not in types
-        if is_json or not isinstance(schema, dict):
-            continue
-        lists_values = _values(schema) and (types == {"string"} or not form.tags)
-        is_literal = lists_values or form.tags or str(schema.get("type")) in LITERALS
-        enforced = [*(["enum", "const"] if lists_values else []), *(["type"] if is_literal else [])]
-        for key in schema:
-            if key not in (*enforced, *ANNOTATIONS):
-                yield f"/properties/{name}/{key}"
+    properties = parameters.get("properties", {})
+    enforced = {"type", "properties"}
+    required = parameters.get("required")
+    if not isinstance(required, list) or all(name in [*properties] for name in required):
+        enforced.add("required")
+    if properties or not isinstance(parameters.get("additionalProperties"), dict):
+        enforced.add("additionalProperties")
+    yield from _constraints(parameters, enforced, "")
+    for name, schema in properties.items():
+        enforced = _written_keywords(form, schema, parameters)
+        yield from _constraints(schema, enforced, pointer((((), "properties"), name)))
+
+
+def _written_keywords(form: ToolFormat, schema: Any, parameters: dict[str, Any]) -> set[str]:
+    """The keywords of a property that the grammar of a call enforces."""
+    if not form.tags:
+        if _values(schema):
+            return {"type", "enum", "const"}
+        is_literal = isinstance(schema, dict) and str(schema.get("type")) in LITERALS
+        return {"type"} if is_literal else set()
+    types = types_of(schema, parameters)
+    if types and "string" not in types:
+        return CONSTRAINTS  # written as JSON
+    return {"type", "enum", "const"} if types == {"string"} else {"type"}
+
+
+def _constraints(schema: Any, enforced: set[str], place: str) -> Iterator[str]:
+    for name in schema if isinstance(schema, dict) else ():
+        if name in CONSTRAINTS - enforced:
+            yield f"{place}/{name}"
 
 
 def _xml_call(rule: str, tags: Tags, function: Function, takes_any: bool, lark: ToLark) -> list[str]:
@@ -615,22 +640,29 @@ def _xml_value(rule: str, schema: Any, parameters: dict[str, Any], tags: Tags, l
     return [f"{rule}: ws {rule}_json ws {end}", f"{rule}_json: {json_rule(constrained, ' ?')}"]
 
 
-def types_of(schema: Any, parameters: dict[str, Any], depth: int = 0) -> set[str]:
+def types_of(
+    schema: Any, parameters: dict[str, Any], depth: int = 0, known: dict[str, set[str]] | None = None
+) -> set[str]:
     """JSON Schema's names of the types that a property may have; none: it does not say.
 
     parameters: the schema of all of them, which has the definitions that `schema` may name.
+    known: the types of definitions: each is looked at once, however often it is named.
     """
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return set()
+    known = {} if known is None else known
     if isinstance(given := schema.get("type"), (str, list)):
         return {given} if isinstance(given, str) else set(map(str, given))
     if values := _values(schema):
         return {TYPES[type(value)] for value in values}
     if isinstance(path := schema.get("$ref"), str):
-        return types_of(_definition(path, parameters), parameters, depth + 1)
+        if path not in known:
+            known[path] = set()
+            known[path] = types_of(_definition(path, parameters), parameters, depth + 1, known)
+        return known[path]
     for name in ("anyOf", "oneOf", "allOf"):
         if isinstance(options := schema.get(name), list):
-            found = [types_of(option, parameters, depth + 1) for option in options]
+            found = [types_of(option, parameters, depth + 1, known) for option in options]
             return set().union(*found) if all(found) else set()
     return {"object"} if "properties" in schema else set()
 

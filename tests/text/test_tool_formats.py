@@ -325,3 +325,24 @@ def test_a_tool_whose_name_begins_with_that_of_another_is_called_by_its_own(name
         written = with_argument(name, function=called)
         assert Judge(tokenizer, found.grammar).allows(written)
         assert [call.name for call in parsed(ParserConfig(found), written).calls] == [called]
+
+
+PLACES = [
+    ({"additionalProperties": {"type": "integer"}, "required": ["a"]}, ["/additionalProperties", "/required"]),
+    ({"properties": {"a": {"type": "string"}}, "required": ["b"]}, ["/required"]),
+    ({"properties": {"a/b": {"type": "string", "format": "date"}}, "required": ["a/b"]}, ["/properties/a~1b/format"]),
+    ({"properties": {"a": {"enum": ["x"]}}, "additionalProperties": False, "title": "T", "$comment": "c"}, []),
+]
+
+
+@pytest.mark.parametrize("name", ["glm45", "gemma4"])
+@pytest.mark.parametrize(("parameters", "places"), PLACES)
+def test_what_a_call_that_is_not_json_does_not_enforce_is_named(name, parameters, places):
+    function = tool_formats.Function("f", {"type": "object"} | parameters)
+    assert sorted(tool_formats.not_written(use(name).format, function)) == places
+
+
+def test_definitions_that_name_each_other_many_times_are_looked_at_once():
+    many = [{"$ref": "#/$defs/X"}] * 300
+    parameters = {"properties": {"a": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"anyOf": many}}}
+    assert tool_formats.types_of(parameters["properties"]["a"], parameters) == set()
