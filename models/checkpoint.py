@@ -25,8 +25,8 @@ def legacy_config(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = legacy.pop("rope_parameters", None)
     if rope is not None:
         legacy |= _legacy_rope(rope)
-    if "num_local_experts" in legacy:  # how 5 names Qwen3-MoE's num_experts
-        legacy.setdefault("num_experts", legacy["num_local_experts"])
+    if legacy.get("num_experts") is None and "num_local_experts" in legacy:  # how 5 names Qwen3-MoE's
+        legacy["num_experts"] = legacy["num_local_experts"]
     if "dtype" in legacy:
         legacy["torch_dtype"] = legacy.pop("dtype")
     if not legacy.get("quantization_config"):  # transformers 4.48 fails on null

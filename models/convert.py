@@ -57,6 +57,7 @@ from models.openvino_model import (
     IMAGE_INPUTS,
     MERGED,
     PLACEHOLDER,
+    PRECISIONS,
     SHIPPED,
     OpenVinoModel,
     VisionEncoder,
@@ -263,7 +264,6 @@ def _convert_vision(
     canvas, how many activations of the tower share a scale, or why the model is served without images."""
     path = target / "vision.xml"
     dtype = getattr(torch, config.dtype)
-    activation_group = 0
     try:
         # The numbers of a bfloat16 model are stored as such, and computed with in float32. (OpenVINO's own
         # compression to float16 rounds everything, also the angles of rotary positions.)
@@ -274,8 +274,6 @@ def _convert_vision(
         graph = _trace_vision(tower, check.tiles[:1])
         _save(graph, path)
         fault = _vision_fault(path, check, newline, "float32")
-        if fault is None and config.quantize:
-            activation_group = _compress_vision(graph, path, check, newline)
     except Exception as error:
         if isinstance(error, (ModelError, OSError)) or is_out_of_memory(error):
             raise
@@ -284,7 +282,7 @@ def _convert_vision(
     if fault is None:
         return {
             "newline": newline,
-            "vision_activation_group": activation_group,
+            "vision_activation_group": _compress_vision(graph, path, check, newline, config),
             "image_width": check.embeddings.shape[1],
             "whole_images": manifest.whole_images,
         }
@@ -293,26 +291,40 @@ def _convert_vision(
     return {"vision_fault": fault}
 
 
-def _compress_vision(graph: ov.Model, path: Path, check: VisionCheck, newline: Sequence[float] | None) -> int:
-    """Saves a vision tower with the weights of its linear layers in int8, unless its embeddings change too
-    much. Returns how many activations share a scale; 0: the tower stays as it is."""
+def _compress_vision(
+    graph: ov.Model, path: Path, check: VisionCheck, newline: Sequence[float] | None, config: Config
+) -> int:
+    """With --quantize, saves a vision tower with the weights of its linear layers in int8, unless its
+    embeddings change too much. Returns how many activations share a scale; 0: the tower stays as it is."""
+    if not config.quantize:
+        return 0
     import nncf
 
     logging.getLogger("nncf").setLevel(logging.ERROR)
-    _save(nncf.compress_weights(graph.clone(), mode=nncf.CompressWeightsMode.INT8_ASYM), path)
-    for group in GROUPS:
-        fault = _vision_fault(path, check, newline, "int8", group)
-        if fault is None:
-            return group
+    try:
+        _save(nncf.compress_weights(graph.clone(), mode=nncf.CompressWeightsMode.INT8_ASYM), path)
+        for group in GROUPS:
+            fault = _vision_fault(path, check, newline, "int8", config.dtype, group)
+            if fault is None:
+                return group
+    except Exception as error:
+        if isinstance(error, (ModelError, OSError)) or is_out_of_memory(error):
+            raise
+        fault = named(error)
     logger.info("The vision tower is not compressed: in int8 %s", fault)
     _save(graph, path)
     return 0
 
 
 def _vision_fault(
-    path: Path, check: VisionCheck, newline: Sequence[float] | None, precision: str, group: int = 0
+    path: Path,
+    check: VisionCheck,
+    newline: Sequence[float] | None,
+    precision: str,
+    computed_in: str = "float32",
+    group: int = 0,
 ) -> str | None:
-    settings = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": group}
+    settings = {"INFERENCE_PRECISION_HINT": PRECISIONS[computed_in], "DYNAMIC_QUANTIZATION_GROUP_SIZE": group}
     encoder = VisionEncoder(path, newline, settings)
     return check.find_fault(encoder.encode(check.tiles, check.canvas, lambda: False), precision)
 

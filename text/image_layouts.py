@@ -312,7 +312,7 @@ class PixelBounds(Layout):
         self._least = min(bounds.number("min_pixels", 56 * 56), self._most)
 
     def bounds(self, tokens: int) -> dict[str, Any]:
-        most = tokens * self._side**2
+        most = max(tokens * self._side**2, self._least)
         return {"max_pixels": most} if most < self._most else {}
 
     def __call__(self, image: Image) -> Tiles:

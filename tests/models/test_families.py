@@ -178,7 +178,9 @@ def test_windows_of_olmo_3_have_the_base_that_config_files_of_transformers_5_nam
 
 
 def test_experts_of_qwen3_moe_are_counted_as_either_transformers_names_them():
-    assert of("qwen3_moe", num_experts=16).experts == of("qwen3_moe", num_local_experts=16).experts
+    expected = of("qwen3_moe", num_experts=16).experts
+    assert of("qwen3_moe", num_local_experts=16).experts == expected
+    assert of("qwen3_moe", num_local_experts=16, num_experts=None).experts == expected
 
 
 def test_phi_4_mini_of_transformers_5_turns_three_quarters_of_a_head():

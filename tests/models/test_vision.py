@@ -24,8 +24,9 @@ from transformers.models.llava_next.modeling_llava_next import get_anyres_image_
 from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOnevisionModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from config import Config
 from manifest import Manifest
-from models import openvino_model, torch_model, vision
+from models import convert, openvino_model, torch_model, vision
 from models.base import Chunk
 from models.cache import model_key
 from models.image_layout import Canvas, arrange
@@ -451,6 +452,22 @@ def test_a_vision_tower_that_does_not_tolerate_int8_stays_as_it_is(visions, tmp_
     found = model.encode_image(picture.tiles, (), lambda: False)
     assert model.quantize == "int8" and np.abs(found - features(visions.reference("smolvlm"), picture.inputs)).max() < 1e-4
     assert "The vision tower is not compressed: in int8 its image embeddings differ" in caplog.text
+
+
+def test_a_vision_tower_that_cannot_be_compressed_is_served_as_it_is(visions, tmp_path, monkeypatch, caplog):
+    nncf = pytest.importorskip("nncf", reason='pip install "nncf==3.4.0"')
+
+    def fail(*_arguments, **_options):
+        raise RuntimeError("no kernel for this tower")
+
+    monkeypatch.setattr(nncf, "compress_weights", fail)
+    path = tmp_path / "vision.xml"
+    manifest = Manifest.read(visions.folder("smolvlm"))
+    caplog.set_level(logging.INFO)
+    config = Config(model_id=str(visions.folder("smolvlm")), dtype="float32", quantize="int8")
+    facts = convert._convert_vision(visions.reference("smolvlm"), manifest, tmp_path, config)
+    assert (facts["vision_activation_group"], path.exists()) == (0, True)
+    assert "The vision tower is not compressed: in int8 RuntimeError: no kernel for this tower" in caplog.text
 
 
 @pytest.mark.parametrize("precision", ["f32", "bf16"])

@@ -97,6 +97,7 @@ def test_a_large_image_is_scaled_down_to_what_a_cpu_encodes_in_less_than_minutes
     assert 4000 < load("qwen2_5_vl", max_tokens=30_000)(data).tokens <= 4096
     assert load("qwen2_5_vl", max_tokens=30_000, max_pixels=10**8)(data).tokens == 93 * 93
     assert 4000 < load("qwen2_5_vl", max_tokens=30_000, min_pixels=784)(data).tokens <= 4096
+    assert load("qwen2_5_vl", max_tokens=30_000, min_pixels=5000 * 784)(data).tokens == 70 * 70
     assert load("qwen2_5_vl", max_tokens=30_000)(data, options={"max_pixels": 5000 * 784}).tokens > 4096
 
 
