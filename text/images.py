@@ -23,7 +23,7 @@ from text.limited import SandboxedFunction
 logger = logging.getLogger("web")
 
 LARGEST_SHARE = 0.75  # of the longest prompt, for an image that can be scaled down
-MOST_TOKENS = 4096  # of such an image, unless the settings say otherwise: more take minutes on a CPU
+MOST_TOKENS = 4096  # of such an image, unless the settings say otherwise: attention grows with its square
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 CPU_S = 5.0  # for one image; 12 megapixels take half a second
 MEMORY_BYTES = 768 * 2**20  # the largest image takes three copies of 200 MB
