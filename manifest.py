@@ -36,7 +36,16 @@ NEURON_VISION_FAMILIES = (
     "mistral3",
     "smolvlm",
 )
-VISION_FAMILIES = (*NEURON_VISION_FAMILIES, "gemma3", "lighton_ocr", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
+VISION_FAMILIES = (
+    *NEURON_VISION_FAMILIES,
+    "gemma3",
+    "glm_ocr",
+    "lighton_ocr",
+    "paddleocr_vl",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_vl",
+)
 # The names in LAYOUTS of text/image_layouts.py (tested).
 IMAGE_PROCESSORS = (
     "CLIPImageProcessor",
@@ -49,6 +58,8 @@ IMAGE_PROCESSORS = (
     "GotOcr2ImageProcessor",
     "Qwen2VLImageProcessor",
     "Gemma3ImageProcessor",
+    "Glm46VImageProcessor",
+    "PaddleOCRVLImageProcessor",
 )
 
 # Parameters of transformers' generation that this server does not support, and their values without effect.

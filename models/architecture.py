@@ -28,8 +28,6 @@ UNSUPPORTED = {
     "xglm": "attention code of its own",
     "xlstm": "recurrent layers",
 }
-# Models that only read the text in images, whose vision towers vision.py lacks.
-OCR_MODELS = {"glm_ocr": "GLM-OCR", "paddleocr_vl": "PaddleOCR-VL"}
 
 
 class Architecture(NamedTuple):
@@ -46,11 +44,6 @@ def read_architecture(config: Config, folder: Path) -> Architecture:
     manifest = Manifest.read(folder)
     kind = manifest.model_type
     has_code = "auto_map" in manifest.config_json
-    if kind in OCR_MODELS:
-        raise ModelError(
-            f"{OCR_MODELS[kind]} ({kind}) only reads text in images, and its vision tower is not supported; "
-            "LightOnOCR is"
-        )
     if kind not in transformers.CONFIG_MAPPING and has_code and not config.trust_remote_code:
         raise ModelError(
             f"{kind} models come with Python code; --trust-remote-code (TRUST_REMOTE_CODE) runs it"
@@ -84,10 +77,12 @@ def with_version_of_code(failure: str, config: Config, folder: Path) -> str:
 def _auto_class(hf_config) -> type:
     """The class of transformers that loads a model; of one that reads images, with its vision tower."""
     if not hf_config.is_encoder_decoder:
+        reads_images = type(hf_config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         has_code = "AutoModelForCausalLM" in getattr(hf_config, "auto_map", {})
-        if has_code or type(hf_config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        # PaddleOCR-VL comes with code, too, and is loaded as transformers has it.
+        if (has_code and not reads_images) or type(hf_config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
             return AutoModelForCausalLM
-        if type(hf_config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        if reads_images:
             return AutoModelForImageTextToText
     raise ModelError(
         f"{hf_config.model_type} models do not continue text token by token (no causal language model); "

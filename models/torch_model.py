@@ -169,7 +169,7 @@ class VisionCheck:
         self.tiles = np.random.default_rng(0).integers(0, 256, (count, height, width, 3), np.uint8)
         values = tower.normalize(torch.from_numpy(self.tiles).to(model.device)).to(model.dtype)
         if has_grid_positions(model):
-            values = _in_patches(values[0], height // 8)
+            values = _in_patches(values[0], height // 8, config.model_type)
         elif self.canvas or config.model_type in ("idefics3", "smolvlm"):
             values = values[None]  # of one image
         with torch.inference_mode():
@@ -191,9 +191,11 @@ class VisionCheck:
         return f"its image embeddings differ from those of transformers by {error:.2g} times the largest"
 
 
-def _in_patches(values: torch.Tensor, side: int) -> torch.Tensor:
+def _in_patches(values: torch.Tensor, side: int, kind: str) -> torch.Tensor:
     """An image, [3, height, width], as transformers' Qwen models take it: a row for each patch, of two equal
-    frames, and the four of a token together."""
+    frames, and the four of a token together. PaddleOCR-VL takes [patches, 3, side, side], row by row."""
+    if kind == "paddleocr_vl":
+        return values.unflatten(2, (-1, side)).unflatten(1, (-1, side)).permute(1, 3, 0, 2, 4).flatten(0, 1)
     blocks = values.unflatten(2, (-1, 2, side)).unflatten(1, (-1, 2, side))
     patches = blocks.permute(1, 4, 2, 5, 0, 3, 6).flatten(0, 3)
     return patches.unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1)

@@ -1,7 +1,7 @@
 """Vision towers and their projectors in plain torch, from the tensors of a checkpoint.
 
-CLIP, SigLIP, InternViT and Pixtral, as LLaVA, Idefics 3, InternVL, Mistral Small 3, LightOnOCR and Gemma 3
-use them; and those of Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
+CLIP, SigLIP, InternViT and Pixtral, as LLaVA, Idefics 3, InternVL, Mistral Small 3, LightOnOCR, Gemma 3 and
+PaddleOCR-VL use them; and those of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and GLM-OCR.
 
 Needs no transformers, whose classes differ between the versions of the engines. `convert.py` traces a tower
 into an OpenVINO graph and compares it with transformers; `torch_model.py` runs it. `image_layout.py` puts the
@@ -29,6 +29,7 @@ TOWERS = (
     "model.vision_tower.",
     "vision_tower.",
     "model.vision_model.",
+    "model.visual.vision_model.",
     "model.visual.",
     "visual.",
     "model.vision_encoder.",
@@ -38,6 +39,7 @@ PROJECTORS = (
     "model.multi_modal_projector.",
     "multi_modal_projector.",
     "model.connector.",
+    "model.projector.",
     "model.vision_projection.",
     "vision_projection.",
 )
@@ -56,11 +58,12 @@ SELECTED = {
     "idefics3": (None, "full"),
     "smolvlm": (None, "full"),
     "gemma3": (None, "full"),
+    "paddleocr_vl": (None, "full"),
 }
 # And those of the tower: heads, activation, epsilon of the norms.
 CLIP = (12, "quick_gelu", 1e-5)
 SIGLIP = (12, "gelu_pytorch_tanh", 1e-6)
-IDEFICS = (16, "gelu_pytorch_tanh", 1e-6)
+IDEFICS = (16, "gelu_pytorch_tanh", 1e-6)  # and PaddleOCR-VL
 INTERNVIT = (16, "gelu", 1e-6)
 PIXTRAL = (16, "gelu", 1e-5)
 
@@ -154,7 +157,7 @@ class ProjectedTower(VisionTower):
         elif "pre_layrnorm.weight" in tower:
             defaults = CLIP
         else:
-            defaults = IDEFICS if kind in ("idefics3", "smolvlm") else SIGLIP
+            defaults = IDEFICS if kind in ("idefics3", "smolvlm", "paddleocr_vl") else SIGLIP
         vision = config["vision_config"]
         heads, activation, epsilon = defaults
         self._heads = vision.get("num_attention_heads", heads)
@@ -175,16 +178,20 @@ class ProjectedTower(VisionTower):
             self._drops_first = False
 
     def forward(self, tile: Tensor) -> Tensor:
-        name = self._patches
-        patches = self._tower[f"{name}.weight"]
-        values = self.normalize(tile).to(patches.dtype)
-        grid = F.conv2d(values, patches, self._tower.get(f"{name}.bias"), stride=self._patch_side)
+        grid = self._grid(tile)
         rows, columns = grid.shape[2], grid.shape[3]
         x = grid.flatten(2).transpose(1, 2)
         features = self._pixtral(x, rows, columns) if self._is_pixtral else self._transformer(x)
         if self._drops_first:
             features = features[:, 1:]
         return self._project(features[0], rows, columns).float()
+
+    def _grid(self, tile: Tensor) -> Tensor:
+        """The patches of a tile, [1, width, rows, columns]."""
+        name = self._patches
+        patches = self._tower[f"{name}.weight"]
+        values = self.normalize(tile).to(patches.dtype)
+        return F.conv2d(values, patches, self._tower.get(f"{name}.bias"), stride=self._patch_side)
 
     # The towers. x: [1, patches, width]; the result: [1, tokens, width], or that of several layers, joined.
 
@@ -202,20 +209,23 @@ class ProjectedTower(VisionTower):
         return states
 
     def _pixtral(self, x: Tensor, rows: int, columns: int) -> Tensor:
-        width = x.shape[-1] // self._heads
-        vision = self._config["vision_config"]
-        theta = (vision.get("rope_parameters") or vision).get("rope_theta", 10_000.0)
-        frequencies = theta ** -(torch.arange(0, width, 2, device=x.device).float() / width)
-        y = torch.arange(rows, device=x.device).float()[:, None, None] * frequencies[::2]
-        z = torch.arange(columns, device=x.device).float()[None, :, None] * frequencies[1::2]
-        shape = (rows, columns, width // 4)
-        angles = torch.cat([y.expand(shape), z.expand(shape)] * 2, -1).flatten(0, 1)[None, None]
-        rotation = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        rotation = self._rotation(x, rows, columns)
 
         def layer(x: Tensor, n: int) -> Tensor:
             return self._pixtral_layer(x, n, rotation)
 
         return self._states(self._tower.rms_norm(x, "ln_pre", self._epsilon), self._selected, layer)
+
+    def _rotation(self, x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, [1, 1, patches, head size]."""
+        width = x.shape[-1] // self._heads
+        vision = self._config["vision_config"]
+        theta = (vision.get("rope_parameters") or vision).get("rope_theta", 10_000.0)
+        frequencies = theta ** -(torch.arange(0, width, 2, device=x.device).float() / width)
+        down = frequencies[::2]
+        across = frequencies[1::2] if self._is_pixtral else down
+        angles = _angles(rows, columns, down, across).flatten(0, 1)[None, None]
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
     def _states(self, x: Tensor, selected: int | list[int], layer: Any) -> Tensor:
         """Runs the layers, and joins the selected states: 0 is that before the first one."""
@@ -226,7 +236,7 @@ class ProjectedTower(VisionTower):
             states.append(layer(states[-1], n))
         return torch.cat([states[n] for n in wanted], -1)
 
-    def _layer(self, x: Tensor, n: int) -> Tensor:
+    def _layer(self, x: Tensor, n: int, rotation: tuple[Tensor, Tensor] | None = None) -> Tensor:
         tower = self._tower
         at = f"{self._layers}.{n}"
         if self._is_internvit:
@@ -238,7 +248,7 @@ class ProjectedTower(VisionTower):
             attention, out = "self_attn", "out_proj"
             scales = (1, 1)
         normed = self._norm(x, f"{at}.{norms[0]}")
-        x = x + scales[0] * self._attend(normed, f"{at}.{attention}", out)
+        x = x + scales[0] * self._attend(normed, f"{at}.{attention}", out, rotation)
         hidden = tower.linear(self._norm(x, f"{at}.{norms[1]}"), f"{at}.mlp.fc1")
         return x + scales[1] * tower.linear(self._activation(hidden), f"{at}.mlp.fc2")
 
@@ -292,6 +302,30 @@ class ProjectedTower(VisionTower):
         return projector.linear(activation(projector.linear(x, "linear_1")), "linear_2")
 
 
+class PaddleTower(ProjectedTower):
+    """That of PaddleOCR-VL: SigLIP over an image of any size, for which its table of positions is scaled. It
+    has rotary positions, too."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.tile_side = None
+        self._merge = self._config["vision_config"].get("spatial_merge_size", 2)
+        self.token_side = self._patch_side * self._merge
+
+    def forward(self, tile: Tensor) -> Tensor:
+        grid = self._grid(tile)
+        rows, columns = grid.shape[2], grid.shape[3]
+        # With corners aligned, as in transformers 5.20; the code that comes with the model does not do so.
+        x = grid + _scaled_positions(self._tower[self._positions], rows, columns)
+        x = x.flatten(2).transpose(1, 2)
+        rotation = self._rotation(x, rows, columns)
+        for n in range(self._layer_count):
+            x = self._layer(x, n, rotation)
+        x = self._tower.layer_norm(x[0], self._final_norm, self._epsilon)
+        x = self._projector.layer_norm(x, "pre_norm", 1e-5)
+        return self._project(_join(x, rows, columns, self._merge).flatten(1), rows, columns).float()
+
+
 class _Attended(NamedTuple):
     """Which patches attend to each other: those of a window, of several windows of one size or one of all."""
 
@@ -321,6 +355,7 @@ class QwenTower(VisionTower):
         self._patch_side = self._tower["patch_embed.proj.weight"].shape[-1]
         self.token_side = self._patch_side * self._merge
         self._layer_count = self._tower.count("blocks")
+        self._epsilon = 1e-6  # of the norms
         self._window = 0  # tokens along a side; 0: all layers attend to the whole image
         self._deepstack: Sequence[int] = ()  # the layers whose outputs are read
         # The names of a layer's MLP and of the merger's parts.
@@ -336,6 +371,9 @@ class QwenTower(VisionTower):
             self._mlp_names = ("linear_fc1", "linear_fc2")
             self._merger_names = ("norm", *self._mlp_names)
             self._deepstack = vision.get("deepstack_visual_indexes", (8, 16, 24))
+        elif self._kind == "glm_ocr":
+            activation = "silu"
+            self._epsilon = vision.get("rms_norm_eps", 1e-5)
         self._activation = ACTIVATIONS[vision.get("hidden_act", activation)]
 
     def forward(self, tile: Tensor) -> Tensor:
@@ -345,10 +383,7 @@ class QwenTower(VisionTower):
         grid = F.conv2d(values, weight, tower.get("patch_embed.proj.bias"), stride=self._patch_side)
         rows, columns = grid.shape[2], grid.shape[3]
         if "pos_embed.weight" in tower:
-            table = tower["pos_embed.weight"].t()
-            side = math.isqrt(table.shape[1])
-            table = table.view(1, -1, side, side)
-            grid = grid + F.interpolate(table, size=(rows, columns), mode="bilinear", align_corners=True)
+            grid = grid + _scaled_positions(tower["pos_embed.weight"], rows, columns)
         x = self._by_token(grid[0].permute(1, 2, 0))
         cos, sin = self._rotation(rows, columns, x)
         image = _Attended(cos, sin)
@@ -376,10 +411,7 @@ class QwenTower(VisionTower):
         """Cosines and sines, [1, 1, patches, head size]."""
         size = x.shape[-1] // self._heads // 2
         frequencies = 10_000.0 ** -(torch.arange(0, size, 2, device=x.device).float() / size)
-        y = torch.arange(rows, device=x.device).float()[:, None, None] * frequencies
-        z = torch.arange(columns, device=x.device).float()[None, :, None] * frequencies
-        shape = (rows, columns, size // 2)
-        angles = self._by_token(torch.cat([y.expand(shape), z.expand(shape)] * 2, -1))[None, None]
+        angles = self._by_token(_angles(rows, columns, frequencies, frequencies))[None, None]
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
     def _windows(self, rows: int, columns: int, image: _Attended) -> _Attended:
@@ -420,6 +452,9 @@ class QwenTower(VisionTower):
         heads = joined.view(windows, places, 3, self._heads, size)
         # [windows, heads, places, size]
         query, key, value = (each.transpose(1, 2) for each in heads.unbind(2))
+        if f"{at}.attn.q_norm.weight" in self._tower:
+            query = self._norm(query, f"{at}.attn.q_norm")
+            key = self._norm(key, f"{at}.attn.k_norm")
         query, key = (_rotate(each, within.cos, within.sin) for each in (query, key))
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=within.is_patch)
         x = attended.transpose(1, 2).reshape(-1, width)
@@ -437,7 +472,7 @@ class QwenTower(VisionTower):
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         has_bias = f"{name}.bias" in self._tower
-        return (self._tower.layer_norm if has_bias else self._tower.rms_norm)(x, name, 1e-6)
+        return (self._tower.layer_norm if has_bias else self._tower.rms_norm)(x, name, self._epsilon)
 
     def _merged(self, x: Tensor, at: str) -> Tensor:
         """[patches, width] -> [tokens, width of the language model]."""
@@ -450,6 +485,17 @@ class QwenTower(VisionTower):
         return x.reshape(-1, self._merge**2 * self._tower["patch_embed.proj.weight"].shape[0])
 
 
+class GlmTower(QwenTower):
+    """That of GLM-OCR: a convolution makes a token of its patches, and a gated MLP follows."""
+
+    def _merged(self, x: Tensor, at: str) -> Tensor:
+        tower = self._tower
+        weight = tower["downsample.weight"].permute(0, 2, 3, 1).flatten(1)  # in the order of `_joined`
+        x = F.linear(self._joined(self._norm(x, "post_layernorm")), weight, tower["downsample.bias"])
+        x = tower.layer_norm(tower.linear(x, f"{at}.proj"), f"{at}.post_projection_norm", 1e-5)
+        return self._mlp(F.gelu(x), at)
+
+
 def make_tower(
     config: Mapping[str, Any],
     preprocessor: Mapping[str, Any],
@@ -457,8 +503,11 @@ def make_tower(
     dtype: torch.dtype | None = None,
 ) -> VisionTower:
     """The tower of a model; the arguments are those of `VisionTower`."""
-    kind = QwenTower if config["model_type"].startswith("qwen") else ProjectedTower
-    return kind(config, preprocessor, tensors, dtype)
+    kind = config["model_type"]
+    tower = {"glm_ocr": GlmTower, "paddleocr_vl": PaddleTower}.get(kind, ProjectedTower)
+    if kind.startswith("qwen"):
+        tower = QwenTower
+    return tower(config, preprocessor, tensors, dtype)
 
 
 class _Tensors(nn.Module):
@@ -533,6 +582,23 @@ def _normalization(preprocessor: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         return torch.full((3,), factor), torch.zeros(3)
     mean, deviation = torch.tensor([preprocessor["image_mean"], preprocessor["image_std"]])
     return factor / deviation, mean / deviation
+
+
+def _scaled_positions(table: Tensor, rows: int, columns: int) -> Tensor:
+    """A table of learned positions in a square, [positions, width], for a grid of patches: [1, width, rows,
+    columns]."""
+    side = math.isqrt(table.shape[0])
+    square = table.t().view(1, -1, side, side)
+    return F.interpolate(square, size=(rows, columns), mode="bilinear", align_corners=True)
+
+
+def _angles(rows: int, columns: int, down: Tensor, across: Tensor) -> Tensor:
+    """The angles of rotary positions in a grid of patches, [rows, columns, head size], of the frequencies of
+    rows and columns, [head size / 4]."""
+    y = torch.arange(rows, device=down.device).float()[:, None, None] * down
+    z = torch.arange(columns, device=down.device).float()[None, :, None] * across
+    shape = (rows, columns, down.shape[0])
+    return torch.cat([y.expand(shape), z.expand(shape)] * 2, -1)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -52,6 +52,8 @@ IDEFICS_TOKENS += [f"<row_{row}_col_{column}>" for row in range(1, 7) for column
 PIXTRAL_TOKENS = ["[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
 INTERNVL_TOKENS = ["<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>"]
 QWEN_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|im_start|>", "<|im_end|>"]
+GLM_TOKENS = ["[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|begin_of_image|>", "<|image|>", "<|end_of_image|>"]
+PADDLE_TOKENS = ["<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>"]
 GEMMA_TOKENS = ["<start_of_image>", "<image_soft_token>", "<end_of_image>", "<|im_start|>", "<|im_end|>"]
 MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 2, 2]}
 
@@ -85,6 +87,18 @@ INSTRUCT = """{{ bos_token }}{% for message in messages %}{% if message['role'] 
 {% if part['type'] == 'text' %}{{ part['text'] }}{% elif part['type'] == 'image' %}{{ '[IMG]' }}\
 {% else %}{{ raise_exception('Unrecognized content type!') }}{% endif %}{% endfor %}{% endif %}{{ '[/INST]' }}\
 {% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}"""
+
+GLM = """[gMASK]<sop>{% for message in messages %}{{ '\\n<|' + message['role'] + '|>\\n' }}\
+{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}\
+{% if part['type'] == 'image' %}{{ '<|begin_of_image|><|image|><|end_of_image|>' }}\
+{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ '\\n<|assistant|>\\n' }}{% endif %}"""
+PADDLE = """{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ 'User: ' }}\
+{% for part in message['content'] %}{% if part['type'] == 'image' %}\
+{{ '<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>' }}{% endif %}{% endfor %}{% for part in message['content'] %}\
+{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{{ '\\n' }}{% elif message['role'] == 'assistant' %}\
+{{ 'Assistant:\\n' }}{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}\
+{% endfor %}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:\\n' }}{% endif %}"""
 
 
 class Family(NamedTuple):
@@ -286,6 +300,39 @@ def qwen3_vl() -> Family:
     return _qwen("qwen3_vl", vision, {"rope_parameters": MROPE | {"mrope_interleaved": True}}, bounds)
 
 
+def glm_ocr() -> Family:
+    """As Qwen2-VL, with norms of heads and a convolution for the patches of a token, whose bounds count two frames."""
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 48, "patch_size": 14}
+    return Family(
+        "<|image|>",
+        {"model_type": "glm_ocr", "vision_config": vision},
+        {"model_type": "glm_ocr_text", "rope_parameters": MROPE | {"mrope_section": [1, 2, 3], "partial_rotary_factor": 1.0}},
+        {"image_processor_type": "Glm46VImageProcessor", "size": {"shortest_edge": 12544, "longest_edge": 9633792}}
+        | {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "resample": 3}
+        | CLIP_COLORS,
+        {"processor_class": "Glm46VProcessor"},
+        GLM,
+        GLM_TOKENS,
+    )
+
+
+def paddleocr_vl() -> Family:
+    """SigLIP for images of any size, whose positions are scaled and rotary as well; ERNIE 4.5 with three positions."""
+    return Family(
+        "<|IMAGE_PLACEHOLDER|>",
+        {"model_type": "paddleocr_vl", "tie_word_embeddings": False}
+        | {"vision_config": TOWER | {"model_type": "paddleocr_vl", "image_size": 384, "patch_size": 14}},
+        {"model_type": "paddleocr_vl_text", "rope_parameters": MROPE | {"mrope_section": [1, 2, 3]}}
+        | {"tie_word_embeddings": False},
+        {"image_processor_type": "PaddleOCRVLImageProcessor", "min_pixels": 147384, "max_pixels": 2822400}
+        | {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 1, "resample": 3}
+        | SIGLIP_COLORS,
+        {"processor_class": "PaddleOCRVLProcessor"},
+        PADDLE,
+        PADDLE_TOKENS,
+    )
+
+
 def gemma3() -> Family:
     """SigLIP of 896 pixels, whose patches are pooled; the tokens of an image attend to each other, in sliding windows, too."""
     tokens = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
@@ -307,7 +354,7 @@ FAMILIES: dict[str, Callable[[], Family]] = {
     for family in (
         *(llava, llava_next, granite_vision, llava_onevision, smolvlm, idefics3),
         *(pixtral, mistral3, lighton_ocr, internvl),
-        *(qwen2_vl, qwen2_5_vl, qwen3_vl, gemma3),
+        *(qwen2_vl, qwen2_5_vl, qwen3_vl, glm_ocr, paddleocr_vl, gemma3),
     )
 }
 

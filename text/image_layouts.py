@@ -301,34 +301,74 @@ class PixelBounds(Layout):
     image_token = "<|image_pad|>"
     options = ("size", "min_pixels", "max_pixels")
     one_tile: ClassVar = {"max_pixels": 512 * 512}
+    least = 56 * 56  # pixels, where no file says it
+    most = 28 * 28 * 1280
 
     def __init__(self, facts: Facts):
         super().__init__(facts)
+        self._frames = 1  # how often the bounds count a pixel
         self._side = facts.number("patch_size") * facts.number("merge_size", 2)
         edges = facts.get("size") if isinstance(facts.get("size"), dict) else {}
         given = {"min_pixels": edges.get("shortest_edge"), "max_pixels": edges.get("longest_edge")}
         bounds = Facts(given | {name: facts[name] for name in given if facts.get(name) is not None})
-        self._most = bounds.number("max_pixels", 28 * 28 * 1280)
-        self._least = min(bounds.number("min_pixels", 56 * 56), self._most)
+        self._most = bounds.number("max_pixels", self.most)
+        self._least = min(bounds.number("min_pixels", self.least), self._most)
 
     def bounds(self, tokens: int) -> dict[str, Any]:
-        most = max(tokens * self._side**2, self._least)
+        most = max(tokens * self._frames * self._side**2, self._least)
         return {"max_pixels": most} if most < self._most else {}
 
     def __call__(self, image: Image) -> Tiles:
-        rows, columns = (round(edge / self._side) for edge in (image.height, image.width))
-        pixels = rows * columns * self._side**2
+        edges = self._edges(image)
+        rows, columns = (round(edge / self._side) for edge in edges)
+        pixels = self._frames * rows * columns * self._side**2
         if pixels > self._most:
-            scale = math.sqrt(image.height * image.width / self._most)
-            rows, columns = (
-                max(1, math.floor(edge / scale / self._side)) for edge in (image.height, image.width)
-            )
+            scale = math.sqrt(self._frames * math.prod(edges) / self._most)
+            rows, columns = (max(1, math.floor(edge / scale / self._side)) for edge in edges)
         elif pixels < self._least:
-            scale = math.sqrt(self._least / (image.height * image.width))
-            rows, columns = (math.ceil(edge * scale / self._side) for edge in (image.height, image.width))
+            scale = math.sqrt(self._least / (self._frames * math.prod(edges)))
+            rows, columns = (math.ceil(edge * scale / self._side) for edge in edges)
         tile = self._resized(image, columns * self._side, rows * self._side)
         tokens = rows * columns
         return Tiles([tile], tokens, self.token * tokens, (rows, columns))
+
+    def _edges(self, image: Image) -> tuple[int, int]:
+        """The height and width that are scaled."""
+        return image.height, image.width
+
+
+class FrameBounds(PixelBounds):
+    """GLM-OCR: as `PixelBounds`, but the bounds count each pixel once for each of the frames of a patch. An
+    image that is narrower than a token is first scaled up."""
+
+    image_token = "<|image|>"
+    one_tile: ClassVar = {"max_pixels": 2 * 512 * 512}
+    least = 112 * 112
+    most = 28 * 28 * 15_000
+
+    def __init__(self, facts: Facts):
+        super().__init__(facts)
+        self._frames = facts.number("temporal_patch_size", 2)
+
+    def _edges(self, image: Image) -> tuple[int, int]:
+        scale = max(1, self._side / image.height, self._side / image.width)
+        return int(image.height * scale), int(image.width * scale)
+
+
+class UpscaledBounds(PixelBounds):
+    """PaddleOCR-VL: as `PixelBounds`. An image that is narrower than a token is first scaled up."""
+
+    image_token = "<|IMAGE_PLACEHOLDER|>"
+    least = 384 * 384
+    most = 1536 * 1536
+
+    def _edges(self, image: Image) -> tuple[int, int]:
+        height, width = image.height, image.width
+        if height < self._side:
+            height, width = self._side, round(width * self._side / height)
+        if width < self._side:
+            height, width = round(height * self._side / width), self._side
+        return height, width
 
 
 class Blocks(Layout):
@@ -367,6 +407,8 @@ LAYOUTS: dict[str, type[Layout]] = {
     "GotOcr2ImageProcessor": Grid,
     "Qwen2VLImageProcessor": PixelBounds,
     "Gemma3ImageProcessor": Pooled,
+    "Glm46VImageProcessor": FrameBounds,
+    "PaddleOCRVLImageProcessor": UpscaledBounds,
 }
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import transformers
+from published.configs import OTHERS
 from safetensors.torch import load_file
 from tiny_models import POSITIONS, VOCABULARY, save_checkpoint
 
@@ -154,7 +155,10 @@ def test_code_that_runs_is_served(tmp_path, architecture):
     assert read(folder, architecture, trust_remote_code=True).config.vocab_size == VOCABULARY
 
 
-@pytest.mark.parametrize(("kind", "name"), [("glm_ocr", "GLM-OCR"), ("paddleocr_vl", "PaddleOCR-VL")])
-def test_a_model_that_only_reads_images_is_refused_by_name_where_its_tower_is_not_supported(tmp_path, architecture, kind, name):
-    line = refusal(write_config(tmp_path, model_type=kind), architecture)
-    assert line == (f"{name} ({kind}) only reads text in images, and its vision tower is not supported; LightOnOCR is")
+def test_a_model_that_reads_images_and_comes_with_code_is_loaded_as_transformers_has_it(tmp_path, architecture):
+    """In PaddleOCR-VL's published form, whose text part is not a part of its own."""
+    published = OTHERS["PaddlePaddle/PaddleOCR-VL"]
+    assert "AutoModelForCausalLM" in published["auto_map"]
+    found = read(write_config(tmp_path, **published), architecture)
+    assert found.auto_class is transformers.AutoModelForImageTextToText
+    assert found.config.get_text_config().rope_parameters["mrope_section"] == [16, 24, 24]

@@ -227,7 +227,10 @@ def test_sizes_that_a_text_config_leaves_out_are_those_of_transformers_classes()
         families.of({"model_type": "llama"})
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "lighton_ocr", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+OTHER_POSITIONS = ["gemma3", "glm_ocr", "lighton_ocr", "paddleocr_vl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+
+
+@pytest.mark.parametrize("kind", OTHER_POSITIONS)
 def test_a_vision_language_model_of_other_positions_is_refused(kind):
     with pytest.raises(ConfigError, match=f"model_type '{kind}' is not supported on Neuron"):
         families.of({"model_type": kind, "text_config": LLAMA, "vision_config": {}})

@@ -7,6 +7,7 @@ take too long for every run.
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -22,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import MARGIN, run, settings
 from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
 from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOnevisionModel
+from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from config import Config
@@ -41,7 +43,7 @@ NEW_TOKENS = 8
 QUESTION = [260, 40, 41, 290, 70, 81, 92]  # any ids of text
 CANVASES = ("llava_next", "granite_vision", "llava_onevision")
 LINES = {"pixtral": (5 * 16, 7 * 16), "mistral3": (4 * 28, 6 * 28), "lighton_ocr": (9 * 14, 7 * 14)}  # with rests
-QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm_ocr", "paddleocr_vl")  # of positions of three numbers
 BOTH = ("openvino", "torch")
 PUBLISHED = 1
 
@@ -86,7 +88,7 @@ class Zoo:
             patches = side // model.config.vision_config.patch_size
             shape = (1 + canvas.rows * canvas.columns // patches**2, side, side)
             inputs["image_sizes"] = torch.tensor([size])
-        elif family in QWEN:
+        elif family in GRIDS:
             canvas = [(5, 7), (8, 3)][seed]
             patch = model.config.vision_config.patch_size
             shape = (1, *(2 * patch * n for n in canvas))
@@ -97,9 +99,9 @@ class Zoo:
         values = (torch.from_numpy(tiles).permute(0, 3, 1, 2) / 255 - mean) / deviation
         is_of_one_image = family in (*CANVASES, "smolvlm", "idefics3")
         inputs["pixel_values"] = values[None] if is_of_one_image else values
-        if family in QWEN:
-            patches = Qwen2VLImageProcessorPil.patchify(None, values[0].numpy(), patch, 2, 2)[0]
-            inputs["pixel_values"] = torch.from_numpy(patches)
+        if family in GRIDS:
+            kind, frames = (PaddleOCRVLImageProcessorPil, 1) if family == "paddleocr_vl" else (Qwen2VLImageProcessorPil, 2)
+            inputs["pixel_values"] = torch.from_numpy(kind.patchify(None, values[0].numpy(), patch, 2, frames)[0])
         image = Image(1000 + seed, len(features(model, inputs)), shape, tiles.tobytes(), tuple(canvas))
         return Picture(image, tiles, inputs)
 
@@ -119,7 +121,7 @@ class Zoo:
         ids = torch.tensor([[model.config.image_token_id if token < 0 else token for token in prompt]])
         if family == "gemma3":
             inputs["token_type_ids"] = torch.tensor([[int(token < 0) for token in prompt]])
-        if family in QWEN:
+        if family in GRIDS:
             inputs["mm_token_type_ids"] = torch.tensor([[int(token < 0) for token in prompt]])
         out = model.generate(
             input_ids=ids,
@@ -193,7 +195,9 @@ SIZES = [pytest.param(None, id="small"), pytest.param(PUBLISHED, id="published",
 @pytest.mark.parametrize("family", vision_models.FAMILIES)
 def test_images_are_read_as_by_transformers_alone_and_in_any_schedule_to_the_last_bit(visions, caplog, family, shrink, engine):
     """In chunks, beside texts and other images, after prefixes of the same image and of another one."""
-    model = serve(visions.folder(family, shrink), engine)
+    folder = visions.folder(family, shrink)
+    caplog.clear()  # of what transformers says of a config that it makes
+    model = serve(folder, engine)
     assert model.engine == engine and not caplog.text
     for seed in (0, 1):
         encode(model, visions.picture(family, seed, shrink))
@@ -229,7 +233,7 @@ def test_images_are_read_in_any_schedule_to_the_last_bit_with_a_kv_cache_in_eigh
 
 
 @pytest.mark.parametrize("engine", BOTH)
-@pytest.mark.parametrize("family", [*QWEN, "gemma3"])
+@pytest.mark.parametrize("family", [*GRIDS, "gemma3"])
 def test_two_images_have_their_places_in_prefixes_that_are_copied_and_under_drafts(visions, family, engine):
     model = serve(visions.folder(family), engine, speculate=3)
     for seed in (0, 1):
@@ -370,6 +374,29 @@ def test_a_tower_is_read_from_files_with_older_and_newer_names(visions, tmp_path
         found = np.stack([tower(torch.from_numpy(tile[None])).numpy() for tile in picture.tiles])
         newline = None if tower.newline is None else tower.newline.numpy()
         assert np.abs(arrange(found, picture.image.canvas, newline) - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize("engine", BOTH)
+def test_paddleocr_vl_is_read_from_files_as_they_are_published(visions, tmp_path, engine):
+    """The text part of config.json is not a part of its own, which transformers takes for tied embeddings; the weights have
+    those of a tower's parts that are not used."""
+    shutil.copytree(visions.folder("paddleocr_vl"), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = config.pop("text_config")
+    text["rope_scaling"] = {"type": "default", **text.pop("rope_parameters")}
+    text["rope_theta"] = text["rope_scaling"].pop("rope_theta")
+    (tmp_path / "config.json").write_text(
+        json.dumps(text | config | {"vision_config": config["vision_config"] | {"model_type": "paddleocr_vl"}})
+    )
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert {"lm_head.weight", "model.embed_tokens.weight", "mlp_AR.pre_norm.weight"} < tensors.keys()
+    tensors["visual.vision_model.embeddings.packing_position_embedding.weight"] = torch.zeros(9, 32)
+    tensors["visual.vision_model.head.probe"] = torch.zeros(1, 1, 32)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    model = serve(tmp_path, engine)
+    encode(model, visions.picture("paddleocr_vl"))
+    (found,) = model.forward([Chunk(0, visions.prompt("paddleocr_vl"), 0)])
+    assert is_close([found], visions.text("paddleocr_vl")[2][:1])
 
 
 @pytest.mark.parametrize("size", [(768, 768), (500, 2000), (2000, 500), (2300, 2300), (1111, 999)])

@@ -347,6 +347,27 @@ _OTHERS = {
         "vision_config": of("qwen3_vl", QWEN_VISION, depth=27, hidden_size=1152, intermediate_size=4304, out_hidden_size=4096)
         | {"patch_size": 16, "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24]},
     },
+    "zai-org/GLM-OCR": {
+        **{"model_type": "glm_ocr", "image_start_token_id": 59256, "image_end_token_id": 59257},
+        **{"image_token_id": 59280, "video_token_id": 59281, "video_start_token_id": 59258, "video_end_token_id": 59259},
+        "text_config": sizes(1536, 4608, 16, 16, 8)
+        | of("glm_ocr_text", {"vocab_size": 59392, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5})
+        | {"eos_token_id": [59246, 59253], "pad_token_id": 59246, "attention_bias": False, "num_nextn_predict_layers": 1}
+        | {"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24], "partial_rotary_factor": 1.0}}
+        | {"tie_word_embeddings": False},
+        "vision_config": of("glm_ocr_vision", {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2})
+        | {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "out_hidden_size": 1536}
+        | {"hidden_act": "silu", "attention_bias": True, "image_size": 336, "rms_norm_eps": 1e-5},
+    },
+    "PaddlePaddle/PaddleOCR-VL": sizes(1024, 3072, 18, 16, 2)
+    | of("paddleocr_vl", {"vocab_size": 103424, "head_dim": 128, "max_position_embeddings": 131072, "rope_theta": 500000})
+    | {"rope_scaling": {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"}, "rms_norm_eps": 1e-5}
+    | {"image_token_id": 100295, "vision_start_token_id": 101305, "vision_end_token_id": 101306, "use_bias": False}
+    | {"tie_word_embeddings": False, **code("paddleocr_vl", "PaddleOCRVL", "ForConditionalGeneration")}
+    | {
+        "vision_config": sizes(1152, 4304, 27, 16, 16)
+        | of("paddleocr_vl", {"image_size": 384, "patch_size": 14, "spatial_merge_size": 2, "layer_norm_eps": 1e-6})
+    },
     "google/gemma-3-4b-it": {
         **{"model_type": "gemma3", "mm_tokens_per_image": 256, "eos_token_id": [1, 106]},
         **{"boi_token_index": 255999, "eoi_token_index": 256000, "image_token_index": 262144},

@@ -193,6 +193,8 @@ FAMILIES = [
     refused("T5", "google-t5/t5-small", "encoder-decoder"),
     # Others of transformers.
     served("Qwen2-VL", "Qwen/Qwen2-VL-7B-Instruct"),
+    served("GLM-OCR", "zai-org/GLM-OCR"),
+    served("PaddleOCR-VL", "PaddlePaddle/PaddleOCR-VL"),
     served("SmolVLM", "HuggingFaceTB/SmolVLM-256M-Instruct"),
     served("Helium", "kyutai/helium-1-2b"),
     served("Persimmon", "adept/persimmon-8b-chat"),

@@ -25,8 +25,10 @@ PROCESSORS = {
     "idefics3": ("idefics3", {"return_row_col_info": True}),
     "mistral3": ("pixtral", {"patch_size": 28}),
     "internvl": ("internvl", {"crop_to_patches": True}),
+    "glm_ocr": ("glm46v", {}),
 }
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+GRIDS = (*QWEN, "glm_ocr", "paddleocr_vl")
 # An icon, a thin image, upright and wide ones, odd ones, one that LLaVA-OneVision scales down.
 SIZES = [(64, 48), (23, 200), (333, 777), (1536, 1024), (1201, 799), (1650, 1411)]
 every_family = pytest.mark.parametrize("name", FAMILIES)
@@ -63,11 +65,12 @@ def test_tiles_and_text_are_those_of_transformers(name, tmp_path, monkeypatch):
         cases.append(((900, 1200), layout.one_tile))
     for size, overrides in cases:
         made = read_layout(manifest, overrides)(noise(*size))
-        outputs = processor(images=[noise(*size)], return_tensors="np", **options, **overrides)
+        named = named_by_transformers(name, overrides)
+        outputs = processor(images=[noise(*size)], return_tensors="np", **options, **named)
         assert made.text == written(outputs), size
         assert made.text.count(layout.token) == made.tokens
         values = np.asarray(outputs["pixel_values"], np.float32)
-        if name in QWEN:
+        if name in GRIDS:
             values = in_the_form_of_the_image(values, outputs["image_grid_thw"][0])
             assert made.canvas == tuple(outputs["image_grid_thw"][0][1:] // 2)
         values = values.reshape(-1, *values.shape[-3:]).transpose(0, 2, 3, 1)
@@ -75,9 +78,20 @@ def test_tiles_and_text_are_those_of_transformers(name, tmp_path, monkeypatch):
         assert np.array_equal(np.stack([np.asarray(tile) for tile in made.tiles]), expected), size
 
 
+def named_by_transformers(name, bounds):
+    """GLM-OCR's image processor has no other names for the bounds than those in `size`."""
+    if name != "glm_ocr" or not bounds:
+        return bounds
+    return {"size": {"shortest_edge": bounds.get("min_pixels", 12544), "longest_edge": bounds.get("max_pixels", 9633792)}}
+
+
 def in_the_form_of_the_image(patches, grid):
-    """Of patches, each of two equal frames, of which four by four make a token."""
+    """Of patches, each of two equal frames, of which four by four make a token; of PaddleOCR-VL's, row by row."""
     _, rows, columns = grid
+    if patches.ndim == 4:
+        side = patches.shape[-1]
+        patches = patches.reshape(rows, columns, 3, side, side)
+        return patches.transpose(2, 0, 3, 1, 4).reshape(3, rows * side, columns * side)
     side = int((patches.shape[1] // 6) ** 0.5)
     patches = patches.reshape(rows // 2, columns // 2, 2, 2, 3, 2, side, side)
     assert np.array_equal(patches[..., 0, :, :], patches[..., 1, :, :])
@@ -119,6 +133,8 @@ TOKENS = {
     "qwen2_vl": (324, 2035, 336, 4),
     "qwen2_5_vl": (324, 2035, 336, 4),
     "qwen3_vl": (256, 1536, 240, 70),
+    "glm_ocr": (324, 2035, 336, 12),
+    "paddleocr_vl": (324, 2035, 336, 192),
     "gemma3": (256, 256, 256, 256),
 }
 
@@ -133,16 +149,34 @@ def test_an_image_takes_as_many_tokens_as_in_transformers(name, tmp_path):
 @pytest.mark.models
 @pytest.mark.usefixtures("_same_transformers")
 @pytest.mark.parametrize("bounds", [{}, {"max_pixels": 200_704}, {"min_pixels": 200_704, "max_pixels": 1_003_520}])
-@pytest.mark.parametrize("name", QWEN)
+@pytest.mark.parametrize("name", GRIDS)
 def test_bounds_give_images_of_all_sizes_as_many_tokens_as_in_transformers(name, bounds, tmp_path):
     from transformers import AutoImageProcessor
 
     layout = read_layout(save_preprocessor(name, tmp_path), bounds)
-    processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil", **bounds)
+    processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil", **named_by_transformers(name, bounds))
     sizes = np.random.default_rng(0).integers(9, 1800, (60, 2)).tolist()
+    sizes += [[9, 13], [13, 9], [10, 1501], [1501, 10], [27, 27], [28, 19]]
     found = [layout(Image.new("RGB", size)).tokens for size in sizes]
     assert found == [processor.get_number_of_image_patches(height, width) // 4 for width, height in sizes]
     assert len(set(found)) > 12
+
+
+@pytest.mark.models
+@pytest.mark.usefixtures("_same_transformers")
+@pytest.mark.parametrize("name", ["qwen2_vl", "glm_ocr", "paddleocr_vl"])
+def test_files_without_bounds_have_those_of_transformers(name, tmp_path):
+    from transformers import AutoImageProcessor
+
+    save_preprocessor(name, tmp_path)
+    path = tmp_path / "preprocessor_config.json"
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps({field: fields[field] for field in fields.keys() - {"size", "min_pixels", "max_pixels"}}))
+    layout = read_layout(Manifest.read(tmp_path), {})
+    processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    for width, height in [(30, 40), (300, 200), (5000, 4000)]:
+        expected = processor.get_number_of_image_patches(height, width) // 4
+        assert layout(Image.new("RGB", (width, height))).tokens == expected
 
 
 @every_family
