@@ -475,9 +475,9 @@ class Config:
         "MM_PROCESSOR_KWARGS",
         "Fields of the model's preprocessor_config.json to override, as a JSON object, such as "
         '{"size": {"longest_edge": 1024}} for fewer tokens of an image. Supported are size and '
-        "do_image_splitting (Idefics3, SmolVLM), size (Pixtral, Mistral Small 3), size, min_pixels and "
-        "max_pixels (Qwen2-VL, Qwen2.5-VL, Qwen3-VL), min_patches and max_patches (InternVL), "
-        "image_grid_pinpoints (LLaVA-NeXT, LLaVA-OneVision).",
+        "do_image_splitting (Idefics3, SmolVLM), size (Pixtral, Mistral Small 3, LightOnOCR), size, "
+        "min_pixels and max_pixels (Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-OCR, PaddleOCR-VL), min_patches and "
+        "max_patches (InternVL), image_grid_pinpoints (LLaVA-NeXT, LLaVA-OneVision).",
         parse=functools.partial(_json_object, names=MM_PROCESSOR_FIELDS),
     )
     escape_special_tokens: bool = setting(
