@@ -73,7 +73,7 @@ def load_in_bfloat16(smollm2, quantize, max_total_tokens):
 
 @pytest.mark.parametrize(("quantize", "most"), [(None, 0.02), ("int8", 0.05)])
 def test_a_published_model_bears_bfloat16_and_int8(smollm2, quantize, most):
-    """Along the answer in float32, token by token: a greedy text of its own would depend on how a processor rounds near ties."""
+    """Along the answer in float32, token by token: greedy texts differ where a processor rounds near ties otherwise."""
     prompt = smollm2.tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=True)["input_ids"]
     tokens, expected = smollm2.continued(tuple(prompt))
     assert smollm2.tokenizer.decode(tokens).startswith("The capital of France is Paris")
