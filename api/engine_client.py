@@ -46,6 +46,7 @@ METRICS_TIMEOUT_S = 2.0
 ADAPTER_TIMEOUT_S = 600.0  # for a download, or for the requests that run with an adapter
 FIRST_MESSAGE_S = 1.0  # a running worker answers a new process within milliseconds
 LOADING_S = 30.0  # the largest tokenizers load in about two seconds
+SPREAD_S = 0.1  # the worker's news reaches all API server processes within a few milliseconds
 # Of one HTTP request, beside the pixels of its images: both processes hold it in memory.
 MAX_MESSAGE_BYTES = 64_000_000
 ANSWERS = (End, MetricsText, AdapterChanged)  # messages after which none follows with the same id
@@ -99,6 +100,7 @@ class EngineClient:
         self._stuck_s = 0.0
         self._reported_ready = False
         self._has_status = Event()
+        self._has_been_ready = Event()  # the worker
         self._has_text = Event()
         self._decoder = msgspec.msgpack.Decoder(protocol.FromWorker)
         # None: cancelled, but the worker has not confirmed it yet.
@@ -146,8 +148,9 @@ class EngineClient:
         return 0 < self._status.due_at < now or now - self._heard_at > SILENCE_S
 
     def wait_while_loading(self) -> None:
-        """Waits for the tokenizer if the worker is ready: another process may have said so."""
-        if self._status and self._status.phase == "ready":
+        """Waits for the tokenizer if the worker is ready, and a moment for the news that it is: a client may
+        have it already from another process."""
+        if self._has_been_ready.wait(SPREAD_S):
             self._has_text.wait(LOADING_S)
 
     def wait_until_known(self) -> None:
@@ -268,6 +271,8 @@ class EngineClient:
         elif isinstance(message, Status):
             self._status = message
             self._has_status.set()
+            if message.phase == "ready":
+                self._has_been_ready.set()
             self._report_ready()
         elif isinstance(message, ModelInfo):
             is_first = self.info is None

@@ -38,6 +38,7 @@ def live(_server: Server) -> Response:
 
 
 def health(server: Server) -> Response:
+    server.engine.wait_while_loading()
     phase = server.engine.phase
     if phase != "ready":
         raise ApiError(503, "healthcheck", "unhealthy", retry_after_s=5, phase=phase)

@@ -1,5 +1,6 @@
 """The worker as a web process sees it, with the test in the place of the worker."""
 
+import functools
 import threading
 
 import gevent
@@ -61,15 +62,17 @@ def test_a_new_web_process_accepts_nothing_before_it_can_serve_what_the_worker_a
         newcomer.close()
 
 
-def test_a_request_to_a_web_process_that_still_loads_the_tokenizer_waits_for_it(served):
+@pytest.mark.parametrize("path", ["/generate", "/health", "/ping", "/"])
+def test_a_request_to_a_web_process_that_still_loads_the_tokenizer_waits_for_it(served, path):
     """Another web process has said that the server is ready."""
     may_load = threading.Event()
     newcomer = EngineClient(served.address, lambda info: may_load.wait(WAIT_S) and ModelText.load(info, served.config))
     client = web.create_app(served.config, newcomer, served.store).test_client()
     body = {"inputs": "Hello", "parameters": {"max_new_tokens": 1}}
+    ask = functools.partial(client.post, json=body) if path == "/generate" else client.get
     try:
         wait_until(lambda: newcomer.phase == "loading")
-        asking = gevent.spawn(client.post, "/generate", json=body)
+        asking = gevent.spawn(ask, path)
         gevent.sleep(0.1)
         assert not asking.ready()
         may_load.set()
@@ -77,6 +80,17 @@ def test_a_request_to_a_web_process_that_still_loads_the_tokenizer_waits_for_it(
     finally:
         may_load.set()
         newcomer.close()
+
+
+@pytest.mark.parametrize("path", ["/info", "/health"])
+def test_a_request_waits_a_moment_for_the_news_that_the_worker_is_ready(booting, monkeypatch, path):
+    """Another web process has had it, and has told the client."""
+    monkeypatch.setattr(engine_client, "SPREAD_S", WAIT_S)
+    wait_until(lambda: booting.seen.phase == "starting")
+    asking = gevent.spawn(booting.client.get, path)
+    gevent.sleep(0)
+    booting.get_ready()
+    assert asking.get(timeout=WAIT_S).status_code == 200
 
 
 def test_a_text_that_cannot_be_loaded_ends_the_process_with_one_line(served, caplog):
