@@ -203,8 +203,8 @@ class Tokens(msgspec.Struct, tag="tokens", frozen=True):
 class End(msgspec.Struct, tag="end", frozen=True):
     """Worker → web: the request `id` ends without a (further) token.
 
-    `reason`: "cancelled", "overloaded" or "draining" (rejected at once), or "failed" with a `message` that a
-    client may read.
+    `reason`: "cancelled", "overloaded" or "draining" (rejected at once), or, with a `message` that a client
+    may read, "unknown_adapter" (rejected at once) or "failed".
     """
 
     id: int

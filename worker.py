@@ -286,7 +286,8 @@ class Worker:
                 self.requests.end(request, "draining")
                 continue
             if generate.adapter and generate.adapter not in self._adapters.numbers:
-                self.requests.end(request, "failed", f"the LoRA adapter {generate.adapter} has been unloaded")
+                what = f"The LoRA adapter {generate.adapter!r} has been unloaded"
+                self.requests.end(request, "unknown_adapter", what)
                 continue
             try:
                 self._queue(request)

@@ -13,6 +13,7 @@ import gevent
 from flask import Response
 from msgspec import Struct
 
+from api import errors
 from api.errors import ApiError
 from api.fields import require
 from api.server import Server
@@ -86,8 +87,7 @@ def _load(server: Server, name: str, field: str, source: str) -> Response:
 def _unload(server: Server, name: str) -> Response:
     _check_allowed(server)
     if name not in server.served.info.adapters:
-        what = f"The LoRA adapter {name[:80]!r} is not loaded"
-        raise ApiError(404, "not_found", what, code="model_not_found")
+        raise errors.unknown_model(f"The LoRA adapter {name[:80]!r} is not loaded")
     return _answer(server.engine.change_adapter(name), f"LoRA adapter '{name}' removed successfully.")
 
 

@@ -177,6 +177,10 @@ def invalid(param: str | None, detail: str, code: str | None = None, given: str 
     return ApiError(422, "validation", text, code=code, param=param, quoted=quoted)
 
 
+def unknown_model(text: str) -> ApiError:
+    return ApiError(404, "not_found", text, code="model_not_found")
+
+
 def overloaded() -> ApiError:
     return ApiError(429, "overloaded", "Model is overloaded", retry_after_s=1, code="rate_limit_exceeded")
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from api.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid
+from api.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid, unknown_model
 from api.fields import NEEDS_HOST, check_ids, require
 from api.images import RequestImages
 from api.response_store import OwnedResponses
@@ -104,7 +104,7 @@ class Served:
         if model not in self.info.adapters:
             served = ", ".join(map(repr, (self.info.model_name, *self.info.adapters)))
             what = f"The model {model[:80]!r} is not served here; served: {served}"
-            raise ApiError(404, "not_found", what, code="model_not_found")
+            raise unknown_model(what)
         return dataclasses.replace(self, adapter=model)
 
 

@@ -376,6 +376,8 @@ def timing_headers(generation: ActiveRequest) -> dict[str, str]:
 def end_error(reason: str, message: str = "") -> ApiError:
     if reason == "overloaded":
         return errors.overloaded()
+    if reason == "unknown_adapter":
+        return errors.unknown_model(message)
     if reason == "failed":
         return ApiError(424, "generation", f"Request failed during generation: {message}")
     if reason == "cancelled":

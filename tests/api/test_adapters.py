@@ -236,3 +236,31 @@ def test_with_the_setting_an_unknown_model_is_refused_before_any_adapter_is_load
         assert unload(changing, name).status_code == 200
     refusal(changing, CHAT, MESSAGES | {"model": "german"}, 404)
     assert whole(changing, CHAT, MESSAGES | {"model": "m"})["model"] == "m"
+
+
+OF_ANTHROPIC = ("type", "not_found_error")
+OF_OPENAI = ("code", "model_not_found")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("route", "body", "name", "value"),
+    [
+        (CHAT, MESSAGES | {"model": "french"}, *OF_OPENAI),
+        (COMPLETION, PROMPT | {"model": "french"}, *OF_OPENAI),
+        (RESPONSES, {"input": "Hi", "model": "french"}, *OF_OPENAI),
+        (ANTHROPIC, MESSAGES | {"model": "french"}, *OF_ANTHROPIC),
+        ("/", {"inputs": "Hi", "parameters": {"adapter_id": "french"}}, "error_type", "not_found"),
+    ],
+)
+def test_an_adapter_that_is_unloaded_before_the_worker_has_the_request_is_an_unknown_one(
+    changing, route, body, name, value, stream
+):
+    """The API server process does not know of it yet."""
+    del changing.model.adapters.numbers["french"]
+    refused = changing.post(route, body | {"stream": stream})
+    assert refused.status_code == 404
+    error = refused.json["error"] if route != "/" else refused.json
+    assert error[name] == value
+    assert "The LoRA adapter 'french' has been unloaded" in refused.text
+    changing.assert_idle()

@@ -54,7 +54,7 @@ def test_unloading_waits_for_the_requests_that_run_and_new_ones_do_not_know_the_
     worker.arrive(AdapterChange(7, "a"), Generate(2, [5, 6], 6, adapter="a"))
     worker.step()
     assert answers(worker) == {} and worker.wire.info.adapters == {}
-    assert worker.ends == {2: "failed"}
+    assert worker.ends == {2: "unknown_adapter"}
     worker.run()
     step_until(worker, lambda: 7 in answers(worker))
     assert worker.ends[1] == "length" and worker.tokens[1][:2] == greedy([5, 6], 2, adapter=1)
