@@ -86,20 +86,27 @@ def fetch_adapter(config: Config, source: str) -> Path:
     return _download(config, repository, revision or None, ADAPTER)
 
 
-def adapter_shapes(source: str) -> dict[str, list[int]]:
-    """The shapes of the tensors of a LoRA adapter by name; nothing else is read. Raises ModelError."""
+def adapter_shapes(config: Config, source: str) -> dict[str, list[int]]:
+    """The shapes of the tensors of a LoRA adapter by name; nothing else is read: of a file on the hub that is
+    not in the cache, its header. Raises ModelError."""
     file = ADAPTER[1]
     if source.startswith("/"):
-        path = Path(source, file)
-        with reported_as(f"{path} cannot be read"), safe_open(path, "numpy") as tensors:
-            return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
-    from huggingface_hub import HfApi
+        return _shapes_in(Path(source, file))
+    from huggingface_hub import HfApi, try_to_load_from_cache
 
     repository, _, revision = source.partition("@")
     with _hub_errors(repository, revision or None):
+        cached = try_to_load_from_cache(repository, file, config.huggingface_hub_cache, revision or None)
+        if isinstance(cached, str):
+            return _shapes_in(Path(cached))
         hub = HfApi(token=_token())
         header = hub.parse_safetensors_file_metadata(repository, file, revision=revision or None)
     return {name: tensor.shape for name, tensor in header.tensors.items()}
+
+
+def _shapes_in(path: Path) -> dict[str, list[int]]:
+    with reported_as(f"{path} cannot be read"), safe_open(path, "numpy") as tensors:
+        return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
 
 
 def copy_metadata(folder: Path, target: Path) -> None:

@@ -564,7 +564,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _describe_adapters(config: Config) -> str:
-    numbers = count_numbers(map(adapter_shapes, config.adapters.values()))
+    numbers = count_numbers(adapter_shapes(config, source) for source in config.adapters.values())
     megabytes = [f"{WIDTHS[dtype] * numbers / 1e6:.1f} MB in {dtype}" for dtype in ("float32", "bfloat16")]
     return (
         f"LoRA adapters {', '.join(config.adapters)}: {', '.join(megabytes)} on a CPU; on Neuron none is "

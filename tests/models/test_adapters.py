@@ -18,6 +18,7 @@ from tiny_models import POSITIONS, VOCABULARY, run, save_checkpoint, settings
 from transformers import AutoModelForCausalLM
 
 import models
+from config import Config
 from models import source
 from models.accuracy import kl_divergence
 from models.adapters import Adapters, count_numbers, read_updates
@@ -272,7 +273,7 @@ def test_draft_tokens_of_several_adapters_are_verified_as_in_single_steps(adapte
 def test_the_memory_of_adapters_is_known_from_their_shapes(adapted):
     made = adapted("llama")
     for names in (["narrow"], ["narrow", "wide"], list(ADAPTERS)):
-        numbers = count_numbers(adapter_shapes(str(made.folder / name)) for name in names)
+        numbers = count_numbers(adapter_shapes(Config(), str(made.folder / name)) for name in names)
         assert 4 * numbers == made.serve("openvino", names).adapters.nbytes
 
 

@@ -6,12 +6,15 @@ import sys
 
 import numpy as np
 import pytest
+from fakes.hub import forget_connections
+from huggingface_hub import constants
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from config import Config
 from models import plan
+from models.fetch import fetch_adapter
 from models.machine import GIB, Machine
 from models.plan import INSTANCES, Shape, Sizing, padded_heads
 from run import HERE, ConfigError
@@ -534,6 +537,22 @@ def test_plan_counts_the_memory_of_adapters_from_folders_and_from_the_hub(run, f
     for broken in (tmp_path, "someone/c"):
         code, output, errors = run(*options, f"a={broken}")
         assert (code, output) == (2, "") and errors.startswith("error: ") and len(errors.splitlines()) == 1
+
+
+@pytest.mark.parametrize("is_offline", [True, False], ids=["HF_HUB_OFFLINE", "no network"])
+def test_plan_needs_no_network_for_a_model_and_adapters_that_are_in_the_cache(run, tmp_path, hub, monkeypatch, is_offline):
+    save_adapter(tmp_path / "b", {"q_proj": (16, 4096, 4096)})
+    hub.push("someone/model", {"config.json": json.dumps(CONFIGS["Llama-3-8B"]).encode()})
+    hub.push("someone/b", tmp_path / "b", tag="v1")
+    options = ["--model-id", "someone/model", "--instance", "inf2.xlarge", "--lora-adapters", "someone/b,c=someone/b@v1"]
+    online = run(*options)
+    for source in ("someone/b", "someone/b@v1"):
+        fetch_adapter(Config(), source)
+    hub.close()
+    forget_connections()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+    assert online[0] == 0 and "LoRA adapters someone/b, c: 1.0 MB in float32" in online[1]
+    assert run(*options) == online
 
 
 def test_plan_recommends_nothing_below_a_useful_length():
