@@ -6,9 +6,11 @@ Embeddings are pinned for as long as a request wants them, pixels are kept until
 from __future__ import annotations
 
 import logging
+import queue
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -21,8 +23,8 @@ logger = logging.getLogger("worker")
 
 
 class ImageEncoder:
-    """Encodes images in the order of arrival. `wake` is called when one is done. Only the loop's thread calls
-    its methods."""
+    """Encodes images, of each request in turn: one with a single image does not wait for all those of another
+    one. `wake` is called when an image is done. Only the loop's thread calls its methods."""
 
     def __init__(
         self, model: StaticBatchModel, admission: Admission, metrics: Metrics, wake: Callable[[], None]
@@ -34,7 +36,9 @@ class ImageEncoder:
         self._wake = wake
         self._images: dict[int, Image] = {}  # that are not encoded yet, by key
         self._wanted: Collection[int] = frozenset()  # keys
-        self._jobs: dict[int, Future[str]] = {}
+        self._pending: set[int] = set()  # keys, from `start` to `drain_errors`
+        self._turns: deque[deque[int]] = deque()  # keys that each request waits for; the first one is next
+        self._done: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()  # key, error
         self._thread = ThreadPoolExecutor(1, "worker-images")
 
     def add(self, images: Iterable[Image]) -> None:
@@ -70,26 +74,40 @@ class ImageEncoder:
             self._admission.release_pixels(len(self._images.pop(key).pixels))
 
     def start(self, keys: Iterable[int]) -> None:
-        """Encodes those of these images that are not encoded yet."""
-        for key in keys:
-            if key not in self._cache and key not in self._jobs:
-                self._jobs[key] = self._thread.submit(self._encode, key)
-                self._jobs[key].add_done_callback(lambda _job: self._wake())
+        """Encodes those of these images of a request that are not encoded yet."""
+        new = [key for key in keys if key not in self._cache and key not in self._pending]
+        if new:
+            self._pending.update(new)
+            self._turns.append(deque(new))
+        for _ in new:
+            self._thread.submit(self._encode_next)
 
     def drain_errors(self) -> dict[int, str]:
         """The images that could not be encoded since the last call, by key."""
-        done = {key: job.result() for key, job in self._jobs.items() if job.done()}
-        for key in done:
-            del self._jobs[key]
-        return {key: error for key, error in done.items() if error}
+        errors = {}
+        while not self._done.empty():
+            key, error = self._done.get()
+            self._pending.discard(key)
+            if error:
+                errors[key] = error
+        return errors
 
     def close(self) -> None:
         """Ends the thread after the tile that it encodes."""
         self._wanted = frozenset()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
+    def _encode_next(self) -> None:
+        """Runs in the thread. The other images of the request wait behind those that arrive meanwhile."""
+        keys = self._turns.popleft()
+        key = keys.popleft()
+        self._done.put((key, self._encode(key)))
+        if keys:
+            self._turns.append(keys)
+        self._wake()
+
     def _encode(self, key: int) -> str:
-        """Runs in the thread. Returns why it failed; an image that no request wants any more is left out."""
+        """Returns why it failed; an image that no request wants any more is left out."""
         image = self._images.get(key)
         if image is None:
             return ""

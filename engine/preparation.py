@@ -36,7 +36,8 @@ class Prepared(NamedTuple):
 
 
 class Preparation:
-    """Prepares requests in the order of arrival: their grammars in one thread, their images in another.
+    """Prepares requests: their grammars in one thread, in the order of arrival, their images in another, of
+    each request in turn.
 
     `wake` is called when `drain` has something. `grammars` is None with on-device sampling, `images` for a
     model that reads text only.

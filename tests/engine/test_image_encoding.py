@@ -94,6 +94,22 @@ def test_requests_with_the_same_image_wait_for_one_encoding_and_later_ones_find_
     assert is_clean(driven)
 
 
+def test_a_request_waits_for_one_image_of_another_one_and_requests_with_many_take_turns():
+    driven = driven_with(cached_tokens=100)
+    driven.model.may_encode.clear()
+    driven.arrive(asks(1, *(image(10 + n) for n in range(4))))
+    driven.step()
+    assert driven.model.began.acquire(timeout=WAIT_S)  # of its first image
+    driven.arrive(asks(2, image(50)), asks(3, *(image(30 + n) for n in range(3))))
+    driven.step()
+    driven.model.may_encode.set()
+    driven.run()
+    order = list(dict.fromkeys(driven.model.encoded))
+    assert order == [10, 50, 30, 11, 31, 12, 32, 13]
+    assert driven.tokens[1] == expected(*(image(10 + n) for n in range(4))) and driven.tokens[2] == expected(image(50))
+    assert is_clean(driven)
+
+
 @pytest.mark.parametrize("how", ["cancel", "web process gone"])
 def test_encoding_ends_at_the_next_tile_once_no_request_wants_the_image(how):
     driven = driven_with()
