@@ -97,6 +97,7 @@ class EngineClient:
         self._status: Status | None = None
         self._lost: str | None = None  # "dead" or "stuck" once the worker is given up
         self._heard_at = self._beat_at = time.monotonic()
+        self._silent_s = 0.0  # since then, of the time that this process itself has run
         self._stuck_s = 0.0
         self._reported_ready = False
         self._has_status = Event()
@@ -141,11 +142,11 @@ class EngineClient:
 
     @property
     def _is_stuck(self) -> bool:
-        """Whether a step takes many times longer than usual, or the worker sends nothing at all."""
+        """Whether a step takes many times longer than usual, or the worker sends nothing at all. While this
+        process itself does not run, messages of the worker wait: that is no sign of either."""
         if self._status is None or self._status.phase not in ("ready", "draining"):
             return False  # a startup may take long, and be silent
-        now = time.monotonic()
-        return 0 < self._status.due_at < now or now - self._heard_at > SILENCE_S
+        return 0 < self._status.due_at < self._heard_at or self._silent_s > SILENCE_S
 
     def wait_while_loading(self) -> None:
         """Waits for the tokenizer if the worker is ready, and a moment for the news that it is: a client may
@@ -239,6 +240,7 @@ class EngineClient:
     def _read(self, flags: int = 0) -> None:
         body = self._dealer.recv(flags)
         self._heard_at = time.monotonic()
+        self._silent_s = 0.0
         try:
             message = self._decoder.decode(body)
         except ValueError as error:
@@ -319,6 +321,7 @@ class EngineClient:
             # At most two beats are counted: when this process itself was stopped, the worker may be well.
             passed_s = min(now - self._beat_at, 2 * HEARTBEAT_S)
             self._beat_at = now
+            self._silent_s += passed_s
             was_stuck = self._stuck_s > 0
             is_stuck = self._is_stuck
             self._stuck_s = self._stuck_s + passed_s if is_stuck else 0.0

@@ -2,6 +2,8 @@
 
 import functools
 import threading
+import time
+from types import SimpleNamespace
 
 import gevent
 import msgspec
@@ -14,7 +16,7 @@ import web
 from api import engine_client
 from api.engine_client import EngineClient
 from api.prepared_request import ModelText
-from protocol import Cancel, End, FromWeb, Generate, SubmitRequests, Token, Tokens
+from protocol import Cancel, End, FromWeb, Generate, ModelInfo, Status, SubmitRequests, Token, Tokens
 
 
 @pytest.fixture
@@ -44,6 +46,33 @@ def test_a_message_that_cannot_be_decoded_ends_the_open_requests_with_an_error(w
     assert isinstance(msgspec.msgpack.decode(router.recv_multipart()[1], type=FromWeb), SubmitRequests)
     router.send_multipart([peer, msgspec.msgpack.encode(Tokens([Token(2, 7, None)]))])
     assert messages.get(timeout=WAIT_S) == [Token(2, 7, None)]
+
+
+def test_a_web_process_that_did_not_run_for_a_while_does_not_take_the_worker_for_stuck(worker, monkeypatch, tmp_path):
+    """The worker's messages of that time have arrived, and nobody has read them yet."""
+    router, _peer, _client = worker
+    offset_s = 0.0
+    now = time.monotonic
+    monkeypatch.setattr(engine_client, "time", SimpleNamespace(monotonic=lambda: now() + offset_s))
+    client = EngineClient(f"ipc://{tmp_path}/worker.sock", lambda info: "text")
+    try:
+        peer, _hello = router.recv_multipart()
+
+        def tell(message):
+            router.send_multipart([peer, msgspec.msgpack.encode(message)])
+
+        step = Status("ready", due_at=now() + 30)
+        tell(step)
+        tell(ModelInfo("m", None, "folder", 9, [0], 2, 9, 10, "cpu", "float32"))
+        wait_until(lambda: client.phase == "ready")
+        offset_s = 60
+        assert client.phase == "ready"
+        tell(step)  # a heartbeat: the step is still running
+        wait_until(lambda: client.phase == "stuck")
+        tell(Status("ready", due_at=now() + 90))
+        wait_until(lambda: client.phase == "ready")
+    finally:
+        client.close()
 
 
 def test_a_new_web_process_accepts_nothing_before_it_can_serve_what_the_worker_accepts(served, monkeypatch):
