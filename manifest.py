@@ -24,7 +24,8 @@ COMPUTED = 100_000_000  # parameters that need no file, such as tables of positi
 LFS_POINTER = b"version https://git-lfs"
 CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 ORIGINAL_LENGTH = "original_max_position_embeddings"  # before rope was scaled
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # rope types whose positions depend on the longest sequence
+SU = "su"  # the rope type longrope in Phi-3's first files
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", SU)  # whose positions depend on the longest sequence
 
 # Vision-language models whose images are read; of others, the text part is served.
 NEURON_VISION_FAMILIES = (

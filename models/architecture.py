@@ -14,7 +14,8 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from config import Config
-from manifest import Manifest
+from manifest import SU, Manifest
+from models import rope
 from models.base import ModelError, check_length_limit, reported_as
 
 # By the names of layers in config classes; "global" is GPT-Neo's.
@@ -50,7 +51,7 @@ def read_architecture(config: Config, folder: Path) -> Architecture:
         )
     transformers.utils.logging.set_verbosity_error()
     with reported_as(with_version_of_code(f"{folder} cannot be read as a model", config, folder)):
-        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+        hf_config = _read_config(config, folder, manifest)
         auto_class = _auto_class(hf_config)
         _refuse_layers(manifest, hf_config.get_text_config())
         if config.max_total_tokens:
@@ -62,6 +63,21 @@ def read_architecture(config: Config, folder: Path) -> Architecture:
             )
     parameters = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
     return Architecture(hf_config, auto_class, parameters)
+
+
+def _read_config(config: Config, folder: Path, manifest: Manifest) -> transformers.PretrainedConfig:
+    """transformers' config of a model; of a longrope with the name and the factor that it needs, and that
+    published files do not have."""
+    given = manifest.config_json
+    kind = manifest.model_type
+    scaling = given.get("rope_scaling") or {}
+    is_built_in = kind in transformers.CONFIG_MAPPING and not config.trust_remote_code
+    is_lacking = SU in (scaling.get("rope_type"), scaling.get("type")) or kind == "minicpm3"
+    if is_built_in and is_lacking and rope.kind(given) == "longrope":
+        factor = given["max_position_embeddings"] / rope.original_length(given)
+        longrope = {"factor": factor, **scaling, "rope_type": "longrope"}
+        return transformers.CONFIG_MAPPING[kind].from_dict({**given, "rope_scaling": longrope})
+    return AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
 
 
 def with_version_of_code(failure: str, config: Config, folder: Path) -> str:

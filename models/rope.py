@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from manifest import ORIGINAL_LENGTH
+from manifest import ORIGINAL_LENGTH, SU
 
 NEURONX_ROPE_TYPES = ("default", "llama3")  # computed by transformers-neuronx
 SCALED = ("linear", "dynamic", "yarn", "longrope")  # computed here
@@ -27,7 +27,7 @@ def kind(config: Mapping[str, Any]) -> str:
     """The rope_type of a config.json, under the names of transformers 4."""
     scaling = config.get("rope_scaling") or {}
     found = scaling.get("rope_type", scaling.get("type", "default"))
-    return "longrope" if found == "su" else found  # the name in Phi-3's first files
+    return "longrope" if found == SU else found
 
 
 def scaled(config: Mapping[str, Any], size: int) -> Rope | None:

@@ -19,8 +19,6 @@ HEAD = "| `model_type` | models | CPU | CUDA | Neuron |\n|---|---|---|---|---|"
 NAMES = {OPENVINO: "OpenVINO", TORCH: "PyTorch"}
 REASONS = {
     CODE: "Python code of its own; `--trust-remote-code` runs it",
-    "rope_parameters": "rope type `su`, which transformers no longer reads",
-    "KeyError: 'factor'": "transformers asks for a `factor` that its `rope_scaling` does not have",
     "encoder-decoder": "an encoder-decoder",
 }
 

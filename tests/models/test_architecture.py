@@ -51,6 +51,21 @@ def test_the_parameters_of_a_model_are_counted_without_its_weights(zoo, architec
     assert stored <= read(zoo.folder(family), architecture).parameters < stored + 1000  # buffers are not stored
 
 
+@pytest.mark.parametrize("kind", ["phi3", "minicpm3"])
+@pytest.mark.parametrize("name", ["su", "longrope"])
+def test_a_longrope_is_known_by_its_first_name_and_needs_no_factor(tmp_path, architecture, kind, name):
+    """As in the files that Phi-3-mini-128k and MiniCPM3-4B were published with."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+    sizes |= {"num_key_value_heads": 4, "qk_rope_head_dim": 16, "pad_token_id": None}
+    rope = {"type": name, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    lengths = {"max_position_embeddings": 128, "original_max_position_embeddings": 32}
+    folder = write_config(tmp_path, model_type=kind, rope_scaling=rope, **sizes, **lengths)
+    found = read(folder, architecture, max_total_tokens=32).config.rope_parameters
+    assert found["rope_type"] == "longrope" and found["original_max_position_embeddings"] == 32
+    assert found.get("factor", 4.0) == 4.0  # where it is said
+    assert "32" in refusal(folder, architecture, max_total_tokens=33)
+
+
 @pytest.mark.parametrize(
     ("kind", "facts", "why"),
     [

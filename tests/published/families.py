@@ -112,10 +112,9 @@ FAMILIES = [
     served("Phi-2", "microsoft/phi-2"),
     served("Phi-3 4K", "microsoft/Phi-3-mini-4k-instruct"),
     served("Phi-3.5 mini", "microsoft/Phi-3.5-mini-instruct"),
-    refused(
+    served(
         "Phi-3 128K, first revision",
         "microsoft/Phi-3.5-mini-instruct",
-        "rope_parameters",
         rope_scaling={**of_hub("microsoft/Phi-3.5-mini-instruct")[0]["rope_scaling"], "type": "su"},
     ),
     served("Phi-3.5 MoE", "microsoft/Phi-3.5-MoE-instruct"),
@@ -154,7 +153,7 @@ FAMILIES = [
     refused("InternLM 2.5", "internlm/internlm2_5-7b-chat", CODE),
     refused("Baichuan 2", "baichuan-inc/Baichuan2-7B-Chat", CODE),
     refused("MiniCPM", "openbmb/MiniCPM-2B-sft-bf16", CODE),
-    refused("MiniCPM3", "openbmb/MiniCPM3-4B", "KeyError: 'factor'"),
+    served("MiniCPM3", "openbmb/MiniCPM3-4B"),
     served("Falcon 7B", "tiiuae/falcon-7b-instruct", TORCH),
     served("Falcon 2 11B", "tiiuae/falcon-11B", TORCH),
     refused("Falcon RW", "tiiuae/falcon-rw-1b", "ALiBi"),

@@ -20,6 +20,7 @@ from templates import FOLDER as TOKENIZERS
 from tokenizers import Tokenizer
 
 from config import DEMO_MODEL
+from manifest import ORIGINAL_LENGTH
 from published.families import Family
 
 # The largest values of fields; multi-head attention has four heads of 16.
@@ -80,9 +81,19 @@ def small(config: dict[str, Any], vocabulary: int | None) -> dict[str, Any]:
     return reduced if vocabulary is None else with_ids(reduced, vocabulary)
 
 
+def known(config: dict[str, Any]) -> transformers.PretrainedConfig:
+    """transformers' own. It no longer knows the first name of longropes, and MiniCPM3's class asks for their factor."""
+    rope = config.get("rope_scaling") or {}
+    if "long_factor" in rope:
+        original = config.get(ORIGINAL_LENGTH) or rope[ORIGINAL_LENGTH]
+        known_rope = rope | {"type": "longrope", "factor": config["max_position_embeddings"] / original}
+        config = config | {"rope_scaling": known_rope}
+    return transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+
+
 def _few_layers(config: dict[str, Any]) -> int:
     """Four, or as many as show each kind of layer, twice where some share keys with others."""
-    text = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).get_text_config()
+    text = known(config).get_text_config()
     kinds = getattr(text, "layer_types", None) or []
     seen = max(map(kinds.index, set(kinds)), default=0) + 1
     return max(4, 2 * seen if getattr(text, "num_kv_shared_layers", 0) else seen)
@@ -205,10 +216,9 @@ def write(folder: Path, family: Family) -> Path:
     lent = tokenizer.get_vocab_size() if tokenizer_folder(model) == Path(DEMO_MODEL) else None
     config = {"architectures": [architecture(config)]} | small(config, lent)
     _write(folder / "config.json", config)
-    known = transformers.AutoConfig.from_pretrained(folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(family.seed)
-        network = getattr(transformers, config["architectures"][0])(known).float()
+        network = getattr(transformers, config["architectures"][0])(known(config)).float()
         _randomize(network)
     # An EOS of the library's default would be written beside the model, and warnings about sampling.
     network.generation_config = transformers.GenerationConfig()

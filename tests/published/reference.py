@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 import transformers
 
+from published.folders import known
+
 TOKENS = 16
 CLEAR = 5e-5  # a smaller lead of the best token, as a share of the largest logit, may turn with the order of additions
 
@@ -40,11 +42,11 @@ class Reference:
                 setattr(self.tokenizer, name, token if isinstance(token, str) else token["content"])
         template = folder / "chat_template.jinja"  # a base model has none
         self.tokenizer.chat_template = template.read_text() if template.is_file() else written.get("chat_template")
-        config = transformers.AutoConfig.from_pretrained(folder)
+        config = known(json.loads((folder / "config.json").read_text()))
         is_text = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
         auto = transformers.AutoModelForCausalLM if is_text else transformers.AutoModelForImageTextToText
         # Eager, because the faster attention leaves Gemma 2's softcaps out.
-        self.model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        self.model = auto.from_pretrained(folder, config=config, dtype=torch.float32, attn_implementation="eager").eval()
         self.model.generation_config = transformers.GenerationConfig()
         self.continued = functools.cache(self._continued)
 
