@@ -14,14 +14,13 @@ from flask import Response
 from msgspec import Struct
 
 from api import errors
+from api.engine_client import SPREAD_S
 from api.errors import ApiError
 from api.fields import require
 from api.server import Server
 
 MAX_NAME = 200
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(@[\w./-]+)?", re.ASCII)
-# The other API server processes know of a change by then.
-SPREAD_S = 0.1
 
 
 class LoadAdapter(Struct):
@@ -100,5 +99,5 @@ def _check_allowed(server: Server) -> None:
 def _answer(error: str, success: str) -> Response:
     if error:
         raise ApiError(400, "validation", f"The LoRA adapter cannot be changed: {error}")
-    gevent.sleep(SPREAD_S)
+    gevent.sleep(SPREAD_S)  # the other API server processes know of the change by then
     return Response(f"Success: {success}", mimetype="text/plain")
