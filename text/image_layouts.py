@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 SOURCES = "preprocessor_config.json or --mm-processor-kwargs"
 BICUBIC = 3  # the number of a resampling filter in preprocessor files
+# Of Qwen's models; files of transformers 4 have the last two.
+SIZE_FIELDS = {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}
 
 
 class Tiles(NamedTuple):
@@ -46,13 +48,22 @@ class Facts(dict):
         """A positive whole number, which may stand in an object: {"height": 384, "width": 384}. Raises
         ConfigError."""
         value = self.get(name)
-        if isinstance(value, dict) and len(edges := set(value.values()) - {None}) == 1:
-            value = edges.pop()
+        if isinstance(value, dict):
+            edges = [edge for edge in value.values() if edge is not None]
+            if edges and edges.count(edges[0]) == len(edges):
+                value = edges[0]
         number = default if value is None else whole(value)
         if number is None or number < 1:
             example = f'a positive whole number, or an object such as {{"longest_edge": {default or 1024}}}'
-            raise ConfigError(f"{SOURCES}: `{name}` must be {example}; given: {value!r}")
+            raise ConfigError(f"{SOURCES}: `{name}` must be {example}; given: {repr(value)[:100]}")
         return number
+
+    def flag(self, name: str) -> bool:
+        """True if it is not given. Raises ConfigError."""
+        value = self.get(name)
+        if not (value is None or isinstance(value, bool)):
+            raise ConfigError(f"{SOURCES}: `{name}` must be true or false; given: {repr(value)[:100]}")
+        return value is not False
 
 
 class Layout:
@@ -188,7 +199,7 @@ class RowsAndColumns(Layout):
         super().__init__(facts)
         self._longest = facts.number("size")
         self._side = facts.number("max_image_size")
-        self._is_split = facts.get("do_image_splitting") is not False
+        self._is_split = facts.flag("do_image_splitting")
         self._tokens = facts.number("image_seq_len", 169)
 
     def __call__(self, image: Image) -> Tiles:
@@ -308,8 +319,14 @@ class PixelBounds(Layout):
         super().__init__(facts)
         self._frames = 1  # how often the bounds count a pixel
         self._side = facts.number("patch_size") * facts.number("merge_size", 2)
-        edges = facts.get("size") if isinstance(facts.get("size"), dict) else {}
-        given = {"min_pixels": edges.get("shortest_edge"), "max_pixels": edges.get("longest_edge")}
+        edges = facts.get("size") or {}
+        if not isinstance(edges, dict) or (edges and not edges.keys() & SIZE_FIELDS):
+            example = 'an object such as {"shortest_edge": 3136, "longest_edge": 1003520} (pixels)'
+            raise ConfigError(f"{SOURCES}: `size` must be {example}; given: {repr(edges)[:100]}")
+        given = {
+            "min_pixels": edges.get("shortest_edge", edges.get("min_pixels")),
+            "max_pixels": edges.get("longest_edge", edges.get("max_pixels")),
+        }
         bounds = Facts(given | {name: facts[name] for name in given if facts.get(name) is not None})
         self._most = bounds.number("max_pixels", self.most)
         self._least = min(bounds.number("min_pixels", self.least), self._most)

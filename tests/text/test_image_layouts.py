@@ -250,6 +250,7 @@ def test_low_detail_is_one_tile_of_the_whole_image(name, shape, text, tmp_path):
         ("llava_next", {"image_grid_pinpoints": [[336, 336]]}, 576 + 24 * 25),
         ("qwen2_vl", {"max_pixels": 10 * 10 * 28 * 28}, 100),
         ("qwen2_vl", {"size": {"longest_edge": 10 * 10 * 28 * 28, "shortest_edge": 784}}, 100),
+        ("qwen2_vl", {"size": {"max_pixels": 10 * 10 * 28 * 28, "min_pixels": 784}}, 100),
         ("qwen3_vl", {"size": {"longest_edge": 2 * 10**6}, "max_pixels": 10 * 10 * 32 * 32}, 100),
         ("qwen3_vl", {"min_pixels": 64 * 64 * 32 * 32}, 64 * 64),
         ("qwen3_vl", {"min_pixels": 2000, "max_pixels": 1500}, 1),
@@ -270,6 +271,12 @@ def test_options_change_what_the_files_say(name, overrides, tokens, tmp_path):
         ("qwen3_vl", {"max_pixels": -1}, r"`max_pixels` must be a positive whole number.* given: -1$"),
         ("qwen3_vl", {"size": {"longest_edge": "9"}}, r"`max_pixels` must be a positive whole number.* given: '9'$"),
         ("internvl", {"max_patches": True}, r"`max_patches` must be a positive whole number"),
+        ("qwen3_vl", {"max_pixels": {"a": [1]}}, r"`max_pixels` must be a positive whole number.* given: \[1\]$"),
+        ("qwen3_vl", {"max_pixels": "9" * 10**6}, r"`max_pixels` must be a positive whole number.* given: '9{99}$"),
+        ("qwen2_vl", {"size": 1000}, r"`size` must be an object such as {\"shortest_edge\": 3136, .* given: 1000$"),
+        ("qwen2_vl", {"size": [1, 2]}, r"`size` must be an object .* given: \[1, 2\]$"),
+        ("qwen2_vl", {"size": {"height": 9, "width": 9}}, r"`size` must be an object .* given: {'height': 9, 'width': 9}$"),
+        ("smolvlm", {"do_image_splitting": 0}, r"`do_image_splitting` must be true or false; given: 0$"),
         *(
             (
                 "llava_next",
