@@ -41,10 +41,11 @@ def preprocessor(model_dir: str, overrides: dict[str, Any]) -> Callable[[list], 
         data, further = request
         image = decode(base64.b64decode(data))
         try:
-            layout = read_layout(manifest, overrides | further)
+            made = read_layout(manifest, overrides | further)(image)
         except ConfigError as error:
             raise Refused(f"cannot be preprocessed: {error}") from None
-        made = layout(image)
+        except (ArithmeticError, ValueError):  # of numbers that Pillow cannot take
+            raise Refused("cannot be preprocessed: the options make it too large") from None
         if made.tokens > MAX_TOKENS:
             raise Refused(f"makes {made.tokens} tokens; at most {MAX_TOKENS} are supported")
         width, height = made.tiles[0].size

@@ -76,6 +76,9 @@ def test_a_request_overrides_what_its_images_are_preprocessed_with(load):
         preprocess(data, options={"min_pixels": 90_000 * 784, "max_pixels": 10**9})
     with pytest.raises(LimitExceeded):
         preprocess(data, options={"min_pixels": 10**12, "max_pixels": 10**12})
+    for name, options in {"qwen2_vl": {"min_pixels": 10**40, "max_pixels": 10**40}, "smolvlm": {"size": 10**400}}.items():
+        with pytest.raises(Refused, match=r"^cannot be preprocessed: the options make it too large$"):
+            load(name)(data, options=options)
 
 
 def test_an_image_that_would_not_fit_the_context_is_scaled_down_where_the_family_can(load, caplog):
