@@ -364,6 +364,8 @@ class VisionEncoder:
         return encode(self._run, pixels, canvas, self._newline, is_cancelled)
 
     def _run(self, tile: np.ndarray) -> np.ndarray:
+        # To its end: after InferRequest.cancel() OpenVINO 2026.4 computes tiles of another size with stale
+        # shapes, also in new requests of the compiled graph.
         self._request.infer([ov.Tensor(np.ascontiguousarray(tile))])  # without the interpreter's lock
         return self._request.get_output_tensor(0).data.copy()
 
