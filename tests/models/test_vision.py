@@ -29,6 +29,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from config import Config
 from manifest import Manifest
 from models import convert, openvino_model, torch_model, vision
+from models.accuracy import find_fault, kl_divergence
 from models.base import Chunk
 from models.cache import model_key
 from models.image_layout import Canvas, arrange
@@ -292,26 +293,69 @@ def test_an_image_that_nobody_wants_any_more_is_encoded_to_its_next_tile_only(vi
 
 
 NEARLY_TIED = 0.05  # of the range of the logits
+IN_BFLOAT16 = [
+    family if family in ("smolvlm", *QWEN, "gemma3") else pytest.param(family, marks=pytest.mark.families)
+    for family in vision_models.FAMILIES
+]
 
 
-@pytest.mark.parametrize(
-    "family",
-    [family if family == "smolvlm" else pytest.param(family, marks=pytest.mark.families) for family in vision_models.FAMILIES],
-)
+def in_bfloat16(visions, family, **changes):
+    """A model that has both pictures. Where the CPU multiplies no bfloat16, it is computed in float32."""
+    model = serve(visions.folder(family), dtype="bfloat16", threads=2, **changes)
+    for seed in (0, 1):
+        encode(model, visions.picture(family, seed))
+    return model
+
+
+def one_by_one(prompt, tokens, slot=0):
+    """The calls of a prompt that goes on with these tokens; their logits choose each of them."""
+    return [Chunk(slot, prompt, 0), *(Chunk(slot, [token], len(prompt) + n) for n, token in enumerate(tokens[:-1]))]
+
+
+@pytest.mark.parametrize("family", IN_BFLOAT16)
 def test_bfloat16_changes_the_logits_little(visions, family):
-    """Those of random weights, which tolerate it less than trained ones: the best token is that of transformers in float32
+    """By less than conversions may, and so little that the image counts; the best token is that of transformers in float32
     unless several are nearly tied."""
-    model = serve(visions.folder(family), dtype="bfloat16", threads=2)
-    encode(model, visions.picture(family))
-    prompt = visions.prompt(family)
+    model = in_bfloat16(visions, family)
     tokens, _lead, logits = visions.text(family)
     logits = logits / logits_scaling(visions.reference(family))
-    chunks = [Chunk(0, prompt, 0), *(Chunk(0, [token], len(prompt) + n) for n, token in enumerate(tokens[:-1]))]
-    found = np.concatenate([model.forward([chunk]) for chunk in chunks])
+    found = np.concatenate([model.forward([chunk]) for chunk in one_by_one(visions.prompt(family), tokens)])
+    assert find_fault(found, logits, "bfloat16", has_experts=False) is None
     assert np.abs(found - logits).max() < NEARLY_TIED * np.ptp(logits)
     best, second = np.sort(logits)[:, -1], np.sort(logits)[:, -2]
     is_clear = best - second > NEARLY_TIED * np.ptp(logits)
     assert (found.argmax(1) == tokens)[is_clear].all()
+    other = np.concatenate([model.forward([chunk]) for chunk in one_by_one(visions.prompt(family, 1), tokens)])
+    assert kl_divergence(other, logits).mean() > 10 * kl_divergence(found, logits).mean()
+
+
+@pytest.mark.parametrize("family", IN_BFLOAT16)
+def test_in_bfloat16_images_are_read_in_any_schedule_to_the_last_bit(visions, family):
+    """In chunks, beside texts and other images, after prefixes of the same image and of another one, two in a prompt."""
+    model = in_bfloat16(visions, family)
+    first, other = visions.prompt(family, 0), visions.prompt(family, 1)
+    prompts = [first, [*first[:-4], 50, 60], other, first[:20], QUESTION * 4, visions.of_two_images(family)]
+    alone = [run(model, [prompt], new_tokens=NEW_TOKENS)[0] for prompt in prompts]
+    for seed, chunk in enumerate((None, 19, 64)):
+        for sequence, own in zip(run(model, prompts * 2, seed, prefill_chunk=chunk, new_tokens=NEW_TOKENS), alone * 2):
+            assert np.array_equal(sequence.logits, own.logits[: len(sequence.logits)])
+
+
+@pytest.mark.parametrize("family", IN_BFLOAT16)
+def test_in_bfloat16_copied_prefixes_of_images_and_drafts_behind_them_change_no_bit(visions, family):
+    model = in_bfloat16(visions, family, speculate=3)
+    prompt = visions.of_two_images(family)
+    tokens = QUESTION[:NEW_TOKENS]
+    expected = [model.forward([chunk])[0] for chunk in one_by_one(prompt, tokens)]
+    ends = [len(prompt) - len(QUESTION)]
+    if not model.whole_images:
+        ends += [ends[0] - 5, 20]  # within images
+    for end in ends:
+        model.copy_prefix(0, 2, end)
+        assert np.array_equal(model.forward([Chunk(2, prompt[end:], end)])[0], expected[0])
+    wrong = [tokens[0], *(token + 1 for token in tokens[1:4])]
+    model.forward([Chunk(2, wrong, len(prompt), verify=True)])
+    assert np.array_equal(model.forward([Chunk(2, tokens[:4], len(prompt), verify=True)]), expected[1:5])
 
 
 def test_in_bfloat16_images_of_two_requests_that_meet_in_a_step_see_only_their_own(visions):
