@@ -39,6 +39,10 @@ PARTS = {
     "image_url": image,
     "input_audio": omitted("audio"),
     "file": omitted("file"),
+    # The Responses API's names, which clients mix in, and vLLM reads.
+    "input_text": "text",
+    "output_text": "text",
+    "input_image": image,
 }
 
 

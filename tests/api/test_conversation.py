@@ -33,6 +33,8 @@ def prompt_of(*messages):
         ([{"role": "developer", "content": "a"}, {"role": "ctx", "content": "b"}], "s:a;u:b;a:"),
         ([{"role": "tool", "content": "a", "tool_call_id": "1"}], "t:a1;a:"),
         ([{"role": "user", "content": [{"type": "image_url"}, {"type": "x"}]}], f"u:{UNSEEN};a:"),
+        ([{"role": "user", "content": [{"type": "input_text", "text": "H"}, {"type": "output_text", "text": "i"}]}], "u:Hi;a:"),
+        ([{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}], f"u:{UNSEEN};a:"),
         ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "No"}]}, USER], "a:No;u:Hi;a:"),
         ([{"role": "assistant", "content": None, "refusal": "No"}, USER], "a:No;u:Hi;a:"),
         ([{"role": "assistant", "reasoning_content": "Hm."}, USER], "a:;u:Hi;a:"),  # truncated before its text
