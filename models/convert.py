@@ -66,6 +66,7 @@ from models.openvino_model import (
     with_dtype,
 )
 from models.torch_model import (
+    InFloat32,
     VisionCheck,
     embed,
     has_experts,
@@ -101,6 +102,7 @@ MAX_ACTIVATION_KL = 0.02
 # Linear layers of one input become one where they have at most so many outputs together: dividing the result
 # costs prompts more than large layers gain.
 MERGED_OUTPUTS = 4096
+WHOLE = "model.whole"  # the files of the graph whose weights are being compressed
 SPARE_BYTES = 50_000_000  # of the disk, for the graph without its weights
 
 
@@ -201,8 +203,10 @@ def convert(config: Config, folder: Path, target: Path) -> None:
     dtype = config.dtype
     check_quantizer(config)
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    # float32 takes twice the bytes of a 16-bit checkpoint.
-    needed = SPARE_BYTES + stored * (2 if dtype == "float32" else 1)
+    copies = 2.0 if dtype == "float32" else 1.0  # float32 takes twice the bytes of a 16-bit checkpoint
+    if config.quantize:
+        copies += 0.6  # the compressed weights, beside the others until they are checked
+    needed = SPARE_BYTES + copies * stored
     if shutil.disk_usage(target).free < needed:
         raise OSError(f"{target} has no room for {needed / 1e9:.1f} GB")
     steps = Steps(config, manifest)
@@ -222,23 +226,24 @@ def convert(config: Config, folder: Path, target: Path) -> None:
     try:
         positions = facts["max_total_tokens"] or manifest.max_positions or config.max_total_tokens
         steps.begin("computing logits to compare with")
-        check = Check(model.float(), positions, folder)
+        with InFloat32(getattr(torch, dtype)):
+            check = Check(model, positions, folder)
         if manifest.reads_images:
             steps.begin("converting the vision tower")
             facts |= _convert_vision(model, manifest, target, config)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(getattr(torch, dtype))
+        _set_types(model, getattr(torch, dtype))
         facts["reference"] = check.stored
         steps.begin("tracing")
-        graph = trace(model, image_width=facts.get("image_width"))
-        _save(graph, target / "model.xml")
+        _save(trace(model, image_width=facts.get("image_width")), target / "model.xml")
+        for parameter in model.parameters():
+            parameter.data = torch.empty(0)  # PyTorch never frees modules that were traced
         del model
         gc.collect()
         steps.begin("comparing logits")
         check.refuse_faults(target, facts)
         if config.quantize:
             steps.begin(f"compressing to {config.quantize}, and comparing again")
-            _compress(graph, config, text_config.hidden_size, check, target, facts)
+            _compress(config, text_config.hidden_size, check, target, facts)
         elif dtype == "bfloat16" and (fault := check.fault_on_text(target, facts)):
             logger.warning(
                 "%s does not tolerate arithmetic in bfloat16, and is computed in float32: %s",
@@ -256,6 +261,15 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         write_entry(target, facts)
 
 
+def _set_types(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """All weights have `dtype` in the graph, and what is computed with beside them is float32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.float()
+
+
 def _convert_vision(
     model: torch.nn.Module, manifest: Manifest, target: Path, config: Config
 ) -> dict[str, Any]:
@@ -269,7 +283,8 @@ def _convert_vision(
         # compression to float16 rounds everything, also the angles of rotary positions.)
         tensors = {name: tensor.to(dtype) for name, tensor in model.state_dict().items() if is_vision(name)}
         tower = make_tower(manifest.config_json, manifest.processor_config, tensors, torch.float32)
-        check = VisionCheck(model, tower)
+        with InFloat32(dtype):
+            check = VisionCheck(model, tower)
         newline = None if tower.newline is None else tower.newline.tolist()
         graph = _trace_vision(tower, check.tiles[:1])
         _save(graph, path)
@@ -500,23 +515,28 @@ def _prompt_logits(model: OpenVinoModel, ids: Sequence[int]) -> np.ndarray:
     return np.concatenate([model.forward([chunk]) for chunk in chunks])
 
 
-def _compress(
-    graph: ov.Model, config: Config, hidden_size: int, check: Check, target: Path, facts: dict[str, Any]
-) -> None:
-    """Saves the graph with compressed weights: those of linear layers and embeddings. Raises ModelError where
-    the model loses too much accuracy."""
+def _compress(config: Config, hidden_size: int, check: Check, target: Path, facts: dict[str, Any]) -> None:
+    """Compresses the weights of the saved graph: those of linear layers and embeddings. Raises ModelError
+    where the model loses too much accuracy."""
     import nncf
 
     logging.getLogger("nncf").setLevel(logging.ERROR)  # nncf.set_log_level would change our handlers as well
-    _merge_linear_layers(graph)
+    for ending in ("xml", "bin"):
+        (target / f"model.{ending}").rename(target / f"{WHOLE}.{ending}")
     for way in _ways_to_compress(config.quantize, hidden_size, nncf.CompressWeightsMode):
-        # A copy: compression cannot be undone.
-        _save(nncf.compress_weights(graph.clone(), **way), target / "model.xml")
+        # Read anew, because compression cannot be undone. Its weights are pages of the file, which the kernel
+        # drops when memory is short.
+        graph = ov.Core().read_model(target / f"{WHOLE}.xml")
+        _merge_linear_layers(graph)
+        _save(nncf.compress_weights(graph, **way), target / "model.xml")
+        del graph
         facts["activation_group"] = check.activation_group(target, facts, way.get("group_size", GROUPS[0]))
         fault = check.fault_on_text(target, facts)
         if fault is None:
             if way.get("ratio", 1.0) < 1:
                 logger.info("int4 in %.0f %% of the layers, int8 in the others", 100 * way["ratio"])
+            for path in target.glob(f"{WHOLE}.*"):
+                path.unlink()
             return
     other = ", or use int8" if config.quantize == "int4" else ""
     raise ModelError(

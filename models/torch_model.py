@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForImageTextToText
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -44,6 +45,8 @@ STATIC_BATCH = "static_batch"  # the name of an attention function of transforme
 SAMPLE_TOKENS = 12
 SAMPLE_CHUNK = 5
 SAMPLE_STEPS = 4
+# Functions of PyTorch that read a few rows of a tensor, or none of its numbers.
+READS_FEW = {"__get__", "__getitem__", "embedding", "size", "dim"}
 # Largest difference of an image embedding, as a share of the largest number.
 VISION_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.03, "int8": 0.1}
 
@@ -141,6 +144,32 @@ def reference_logits(model: torch.nn.Module, ids: Sequence[int], begin: int = 0)
             "need another --dtype (DTYPE)"
         )
     return logits
+
+
+class InFloat32(TorchFunctionMode):
+    """While it is active, a model of `dtype` computes what it would after `model.float()`, without float32
+    copies of all its weights: each function of PyTorch gets what it reads converted, and what it creates is
+    float32."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function.__name__ not in READS_FEW:
+            args = self._widen(args)
+            kwargs = {name: self._widen(value) for name, value in kwargs.items()}
+        return self._widen(function(*args, **kwargs))
+
+    def _widen(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dtype == self._dtype:
+            return value.float()
+        if value is self._dtype:
+            return torch.float32
+        if type(value) in (list, tuple):
+            return type(value)(map(self._widen, value))
+        return value
 
 
 class VisionCheck:
