@@ -444,6 +444,21 @@ def test_attention_that_a_checkpoint_names_is_not_loaded(tmp_path, name):
     assert np.isfinite(models.torch_model.reference_logits(model, [1, 2, 3])).all()
 
 
+@pytest.mark.parametrize("family", tiny_models.ALL)
+def test_a_model_computes_in_float32_what_its_float32_copy_does_to_the_last_bit_and_stays_as_it_is(tmp_path, family):
+    folder = save_checkpoint(tmp_path, tiny_models.ALL[family](), dtype=torch.bfloat16)
+    model = models.torch_model.load_pretrained(settings(folder, dtype="bfloat16"), folder, "cpu")
+    stored = [parameter.dtype for parameter in model.parameters()]
+    prompts = ([*range(1, 12)], 0), ([*range(1, 6)], 3)
+    with models.torch_model.InFloat32(torch.bfloat16):
+        found = [models.torch_model.reference_logits(model, *prompt) for prompt in prompts]
+    assert torch.bfloat16 in stored and [parameter.dtype for parameter in model.parameters()] == stored
+    rounded = models.torch_model.reference_logits(model, *prompts[0])
+    model.float()
+    assert all(np.array_equal(one, models.torch_model.reference_logits(model, *prompt)) for one, prompt in zip(found, prompts))
+    assert not np.array_equal(found[0], rounded)
+
+
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_compressed_weights_are_refused(zoo, quantize):
     message = refusal(zoo.folder("llama"), quantize=quantize)
