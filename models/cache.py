@@ -233,8 +233,8 @@ def run_converter(arguments: list[str], config: Config) -> None:
         if error.code in (OUT_OF_MEMORY, -signal.SIGKILL):
             how = "ran out of memory" if error.code == OUT_OF_MEMORY else "was killed (SIGKILL)"
             raise ConfigError(
-                f"the conversion of {config.model_name} {how}: it needs 4 to 6 times the checkpoint's size; "
-                "add memory, or convert it on a larger machine (python -m models.convert --ahead) into the "
+                f"the conversion of {config.model_name} {how}: it needs 1 GB and 1.2 to 2 times the "
+                "checkpoint; add memory, or convert it on a larger machine (python -m models.convert --ahead) into the "
                 "same --model-cache (MODEL_CACHE)"
             ) from None
         if -error.code in CRASHES:

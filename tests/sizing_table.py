@@ -26,8 +26,8 @@ MODELS = (
     "mistralai/Mistral-Nemo-Instruct-2407",
     "Qwen/Qwen3-32B",
 )
-CONVERSION_GB = 0.6
-CONVERSION = 3, 4  # times the checkpoint, as docs/memory.md says
+CONVERSION_GB = 1
+CONVERSION = 2, 1.2  # times the checkpoint, as docs/memory.md says: in bfloat16, int8
 
 
 def row(name):
@@ -35,13 +35,13 @@ def row(name):
     longest = next(CONFIGS[name][key] for key in CONTEXT_LENGTHS if key in CONFIGS[name])
     manifest = Manifest(shape.model_type, longest, (), config_json=CONFIGS[name])
     billions = shape.parameters / 1e9
-    low, high = (CONVERSION_GB + 2 * billions * times for times in CONVERSION)
+    whole, compressed = (CONVERSION_GB + 2 * billions * times for times in CONVERSION)
     lengths = [f"{Config(model_id=name).with_manifest(manifest, memory * GIB).max_total_tokens:,}" for memory in (16, 64, 256)]
     cells = [
         name,
         f"{billions:.1f} billion",
         f"{2 * billions:.1f} / {billions:.1f} GB",
-        f"{low:.0f} to {high:.0f} GB",
+        f"{whole:.0f} / {compressed:.0f} GB",
         f"{manifest.kv_bytes / 2 * 1000 / 1e6:.0f} MB",
         " / ".join(lengths),
     ]

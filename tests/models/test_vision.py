@@ -294,7 +294,7 @@ def test_an_image_that_nobody_wants_any_more_is_encoded_to_its_next_tile_only(vi
 
 NEARLY_TIED = 0.05  # of the range of the logits
 IN_BFLOAT16 = [
-    family if family in ("smolvlm", *QWEN, "gemma3") else pytest.param(family, marks=pytest.mark.families)
+    family if family in ("smolvlm", *GRIDS, "gemma3") else pytest.param(family, marks=pytest.mark.families)
     for family in vision_models.FAMILIES
 ]
 
