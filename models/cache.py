@@ -234,8 +234,8 @@ def run_converter(arguments: list[str], config: Config) -> None:
             how = "ran out of memory" if error.code == OUT_OF_MEMORY else "was killed (SIGKILL)"
             raise ConfigError(
                 f"the conversion of {config.model_name} {how}: it needs 1 GB and 1.2 to 2 times the "
-                "checkpoint; add memory, or convert it on a larger machine (python -m models.convert --ahead) into the "
-                "same --model-cache (MODEL_CACHE)"
+                "checkpoint's size; add memory, or convert it on a larger machine (python -m models.convert "
+                "--ahead) into the same --model-cache (MODEL_CACHE)"
             ) from None
         if -error.code in CRASHES:
             crash = signal.Signals(-error.code).name
