@@ -71,7 +71,8 @@ def _read_config(config: Config, folder: Path, manifest: Manifest) -> transforme
     given = manifest.config_json
     kind = manifest.model_type
     scaling = given.get("rope_scaling") or {}
-    is_built_in = kind in transformers.CONFIG_MAPPING and not config.trust_remote_code
+    runs_code = config.trust_remote_code and "auto_map" in given
+    is_built_in = kind in transformers.CONFIG_MAPPING and not runs_code
     is_lacking = SU in (scaling.get("rope_type"), scaling.get("type")) or kind == "minicpm3"
     if is_built_in and is_lacking and rope.kind(given) == "longrope":
         factor = given["max_position_embeddings"] / rope.original_length(given)
@@ -87,7 +88,10 @@ def with_version_of_code(failure: str, config: Config, folder: Path) -> str:
     if not (config.trust_remote_code and written.get("auto_map")) or str(version).startswith("5."):
         return failure
     here = transformers.__version__
-    return f"{failure}: its Python code is for transformers {version or 4}, and this server has {here}"
+    why = f"its Python code is for transformers {version or 4}, and this server has {here}"
+    if written.get("model_type") in transformers.CONFIG_MAPPING:
+        why += " (which has this family built in: leave --trust-remote-code out)"
+    return f"{failure}: {why}"
 
 
 def _auto_class(hf_config) -> type:

@@ -51,16 +51,17 @@ def test_the_parameters_of_a_model_are_counted_without_its_weights(zoo, architec
     assert stored <= read(zoo.folder(family), architecture).parameters < stored + 1000  # buffers are not stored
 
 
+@pytest.mark.parametrize("trusted", [False, True])
 @pytest.mark.parametrize("kind", ["phi3", "minicpm3"])
 @pytest.mark.parametrize("name", ["su", "longrope"])
-def test_a_longrope_is_known_by_its_first_name_and_needs_no_factor(tmp_path, architecture, kind, name):
+def test_a_longrope_is_known_by_its_first_name_and_needs_no_factor(tmp_path, architecture, kind, name, trusted):
     """As in the files that Phi-3-mini-128k and MiniCPM3-4B were published with."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
     sizes |= {"num_key_value_heads": 4, "qk_rope_head_dim": 16, "pad_token_id": None}
     rope = {"type": name, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     lengths = {"max_position_embeddings": 128, "original_max_position_embeddings": 32}
     folder = write_config(tmp_path, model_type=kind, rope_scaling=rope, **sizes, **lengths)
-    found = read(folder, architecture, max_total_tokens=32).config.rope_parameters
+    found = read(folder, architecture, max_total_tokens=32, trust_remote_code=trusted).config.rope_parameters
     assert found["rope_type"] == "longrope" and found["original_max_position_embeddings"] == 32
     assert found.get("factor", 4.0) == 4.0  # where it is said
     assert "32" in refusal(folder, architecture, max_total_tokens=33)
@@ -150,7 +151,15 @@ GONE = "from transformers.utils import is_gone_since_version_5\n"
 def test_code_that_was_written_for_an_older_transformers_is_called_that(tmp_path, architecture, broken):
     line = refusal(with_code(tmp_path, **broken), architecture, trust_remote_code=True)
     assert f"its Python code is for transformers 4.37.0, and this server has {transformers.__version__}: " in line
-    assert "is_gone_since_version_5" in line
+    assert "is_gone_since_version_5" in line and "--trust-remote-code" not in line
+
+
+def test_code_that_fails_and_that_transformers_does_not_need_is_called_that(tmp_path, architecture):
+    """As PaddleOCR-VL's, which guides for other servers run with --trust-remote-code."""
+    folder = write_config(tmp_path, **OTHERS["PaddlePaddle/PaddleOCR-VL"])
+    (folder / "configuration_paddleocr_vl.py").write_text(GONE)
+    line = refusal(folder, architecture, trust_remote_code=True)
+    assert "(which has this family built in: leave --trust-remote-code out)" in line and "is_gone_since_version_5" in line
 
 
 @pytest.mark.parametrize(("version", "is_named"), [("4.37.0", True), (None, True), ("5.1.0", False)])
