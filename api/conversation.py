@@ -43,6 +43,7 @@ PARTS = {
     "input_text": "text",
     "output_text": "text",
     "input_image": image,
+    "input_file": omitted("file"),
 }
 
 

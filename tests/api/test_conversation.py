@@ -35,6 +35,7 @@ def prompt_of(*messages):
         ([{"role": "user", "content": [{"type": "image_url"}, {"type": "x"}]}], f"u:{UNSEEN};a:"),
         ([{"role": "user", "content": [{"type": "input_text", "text": "H"}, {"type": "output_text", "text": "i"}]}], "u:Hi;a:"),
         ([{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}], f"u:{UNSEEN};a:"),
+        ([{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}], f"u:{UNSEEN.replace('image', 'file', 1)};a:"),
         ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "No"}]}, USER], "a:No;u:Hi;a:"),
         ([{"role": "assistant", "content": None, "refusal": "No"}, USER], "a:No;u:Hi;a:"),
         ([{"role": "assistant", "reasoning_content": "Hm."}, USER], "a:;u:Hi;a:"),  # truncated before its text
