@@ -205,7 +205,7 @@ HOSTILE = {
 def test_a_hostile_schema_costs_little(schema):
     started_at = time.thread_time()
     left_out(schema)
-    assert time.thread_time() - started_at < 0.5
+    assert time.thread_time() - started_at < 2  # 0.1 to 0.4 on an idle processor; minutes where work is repeated
     with contextlib.suppress(GrammarError):
         checker().check(of_json_schema(schema))
 

@@ -151,7 +151,8 @@ SHOWN = [  # contents with marks, and the same in parts
 def test_a_chat_with_images_is_written_as_transformers_writes_it_in_parts(transformers_tokenizer, name, contents):
     source = FAMILIES[name]().template
     template = ChatTemplate(source, SPECIAL_TOKENS)
-    assert template.takes_parts == (name in ("llava", "llava_next", "llava_onevision", "smolvlm", "idefics3"))
+    in_parts = ("llava", "llava_next", "llava_onevision", "smolvlm", "idefics3", "paddleocr_vl")
+    assert template.takes_parts == (name in in_parts)
     messages, expected = [], []
     for n, (content, parts) in enumerate(contents):
         role = ("user", "assistant")[n % 2]
