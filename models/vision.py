@@ -496,6 +496,15 @@ class GlmTower(QwenTower):
         return self._mlp(F.gelu(x), at)
 
 
+TOWER_CLASSES = {
+    "qwen2_vl": QwenTower,
+    "qwen2_5_vl": QwenTower,
+    "qwen3_vl": QwenTower,
+    "glm_ocr": GlmTower,
+    "paddleocr_vl": PaddleTower,
+}
+
+
 def make_tower(
     config: Mapping[str, Any],
     preprocessor: Mapping[str, Any],
@@ -503,11 +512,8 @@ def make_tower(
     dtype: torch.dtype | None = None,
 ) -> VisionTower:
     """The tower of a model; the arguments are those of `VisionTower`."""
-    kind = config["model_type"]
-    tower = {"glm_ocr": GlmTower, "paddleocr_vl": PaddleTower}.get(kind, ProjectedTower)
-    if kind.startswith("qwen"):
-        tower = QwenTower
-    return tower(config, preprocessor, tensors, dtype)
+    kind = TOWER_CLASSES.get(config["model_type"], ProjectedTower)
+    return kind(config, preprocessor, tensors, dtype)
 
 
 class _Tensors(nn.Module):
