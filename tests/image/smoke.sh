@@ -170,7 +170,8 @@ start ""
 ready http://127.0.0.1/health
 say "ready $((SECONDS - begin)) s after its start"
 has '"model_id":"smollm2"' "$(ask http://127.0.0.1/info)"
-has '"content":"The capital of France is Paris' "$(ask http://127.0.0.1/v1/chat/completions -H 'Content-Type: application/json' \
-    -d '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 20, "temperature": 0}')"
+# A question that int8 answers alike on every processor: the next best words are far less likely.
+has '"content":"Deep Learning is a' "$(ask http://127.0.0.1/v1/chat/completions -H 'Content-Type: application/json' \
+    -d '{"messages": [{"role": "user", "content": "What is Deep Learning?"}], "max_tokens": 20, "temperature": 0}')"
 stop
 say "the image with smollm2 answers without a network"
