@@ -50,8 +50,9 @@ IMAGE := ghcr.io/neuron-textgen/neuron-textgen
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 # The clients do not fit into one environment. The packages of each name are in tests/clients/requirements-NAME.txt, its
-# tests are below. JavaScript clients are in tests/clients/package.json, coding agents in agents.json.
-CLIENTS := hub-0.36 hub-1 hub-2 openapi lm-eval aider
+# tests are below; those that take long come first. JavaScript clients are in tests/clients/package.json, coding agents in
+# agents.json.
+CLIENTS := openapi hub-2 hub-1 aider lm-eval hub-0.36
 hub-0.36 := test_hub.py test_text_generation.py
 hub-1 := test_hub.py test_instructor.py test_langchain.py test_litellm.py test_litellm_proxy.py
 hub-2 := test_anthropic.py test_examples.py test_hub.py test_images.py test_langchain_openai.py test_openai.py test_openai_agents.py test_openai_structured.py test_outlines.py \
@@ -77,10 +78,10 @@ help:
 run: $(VENV)/$(if $(filter smollm2,$(MODEL))$(findstring --quantize,$(ARGS)),quantize,run).installed
 	@PYTHON="$(BIN)/python" exec ./entrypoint.sh serve $(if $(MODEL),--model-id $(MODEL)) $(ARGS)
 
-# Three at a time on two processors: many tests start servers, and wait for them. A file runs in one process, which starts its
+# Four at a time on two processors: many tests start servers, and wait for them. A file runs in one process, which starts its
 # server and converts its models once; those that take long are the first (tests/conftest.py).
 test: $(VENV)/test.installed $(VENV)/templates/installed $(VENV)/published/installed
-	"$(BIN)/python" -m pytest --numprocesses $(or $(TESTS_AT_A_TIME),3) --dist loadfile --no-loadscope-reorder $(ARGS)
+	"$(BIN)/python" -m pytest --numprocesses $(or $(TESTS_AT_A_TIME),4) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Files without a fast test are not imported either: torch and transformers take seconds.
 test-fast: $(VENV)/test.installed
@@ -88,8 +89,9 @@ test-fast: $(VENV)/test.installed
 		$(addprefix --ignore=,$(shell grep -lE '^(pytestmark = .*|    pytest\.)mark\.(processes|models)' -r tests --include=test_*.py)) $(ARGS)
 
 # The marker `families` keeps all but one of each mechanism out of `make test`.
-test-families: $(VENV)/test.installed $(VENV)/templates/installed
-	"$(BIN)/python" -m pytest -m processes --numprocesses 2 --dist worksteal tests/published $(ARGS)
+test-families: $(VENV)/test.installed $(VENV)/templates/installed $(VENV)/published/installed
+	"$(BIN)/python" -m pytest -m "families or processes" --numprocesses 2 --dist worksteal tests/published \
+		tests/models/test_published.py tests/models/test_vision.py $(ARGS)
 
 # What is expected to fail, and why, is in tests/suites/expected.json.
 test-suites: export SUITES := $(AT)/suites/node_modules
@@ -103,9 +105,9 @@ clients: $(VENV)/run.installed
 test-clients: export SERVER_PYTHON := $(BIN)/python
 test-clients: export NODE_PATH := $(AT)-clients/javascript/node_modules
 test-clients: export AGENTS := $(AT)-clients/agents/node_modules
-# Two environments at a time: clients and servers wait for each other. What they print comes when they have ended.
+# Three environments at a time: clients and servers wait for each other. What they print comes when they have ended.
 test-clients: clients
-	@$(MAKE) --silent --no-print-directory -j 2 --output-sync=target --keep-going $(CLIENTS:%=test-clients-%)
+	@$(MAKE) --silent --no-print-directory -j 3 --output-sync=target --keep-going $(CLIENTS:%=test-clients-%)
 
 $(CLIENTS:%=test-clients-%): test-clients-%:
 	@echo "$*:" && $(VENV)-clients/$*/bin/python -m pytest -c tests/clients/pytest.ini $(addprefix tests/clients/,$($*)) $(ARGS)
