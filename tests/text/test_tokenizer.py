@@ -110,6 +110,26 @@ def test_threads_may_share_a_tokenizer():
     assert wrong == []
 
 
+@pytest.mark.parametrize(
+    ("config", "adds_bos"),
+    [
+        ({"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True, "bos_token": "<s>"}, True),
+        ({"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": {"content": "<s>"}}, True),
+        ({"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": False, "bos_token": "<s>"}, False),
+        ({"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True, "bos_token": None}, False),
+        ({"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True, "bos_token": "<unheard>"}, False),
+        ({"tokenizer_class": "Qwen2Tokenizer", "add_bos_token": True, "bos_token": "<s>"}, False),
+    ],
+)
+def test_a_text_begins_with_bos_where_tokenizer_config_says_so(tmp_path, config, adds_bos):
+    """tokenizer.json says nothing of it in DeepSeek's models, of which transformers 4 has a class that does it."""
+    folder = save(tiny_tokenizers.byte_level(), tmp_path, **config)
+    tokenizer = Tokenizer(folder)
+    plain = tokenizer.encode("dog", add_special_tokens=False)
+    assert tokenizer.encode("dog") == [tokenizer.token_to_id("<s>")] * adds_bos + plain
+    assert [token_id for token_id, *_ in tokenizer.spans("dog")] == tokenizer.encode("dog")
+
+
 def test_encoding_adds_special_tokens_unless_told_otherwise():
     kind = kind_of("llama")
     assert kind.tokenizer.encode("dog") == [kind.id("<s>"), *kind.ids("dog")]
