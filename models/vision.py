@@ -315,8 +315,8 @@ class PaddleTower(ProjectedTower):
     def forward(self, tile: Tensor) -> Tensor:
         grid = self._grid(tile)
         rows, columns = grid.shape[2], grid.shape[3]
-        # With corners aligned, as in transformers 5.20; the code that comes with the model does not do so.
-        x = grid + _scaled_positions(self._tower[self._positions], rows, columns)
+        # transformers 5.20 aligns the corners; the code that trained the model and comes with it does not.
+        x = grid + _scaled_positions(self._tower[self._positions], rows, columns, align_corners=False)
         x = x.flatten(2).transpose(1, 2)
         rotation = self._rotation(x, rows, columns)
         for n in range(self._layer_count):
@@ -383,7 +383,7 @@ class QwenTower(VisionTower):
         grid = F.conv2d(values, weight, tower.get("patch_embed.proj.bias"), stride=self._patch_side)
         rows, columns = grid.shape[2], grid.shape[3]
         if "pos_embed.weight" in tower:
-            grid = grid + _scaled_positions(tower["pos_embed.weight"], rows, columns)
+            grid = grid + _scaled_positions(tower["pos_embed.weight"], rows, columns, align_corners=True)
         x = self._by_token(grid[0].permute(1, 2, 0))
         cos, sin = self._rotation(rows, columns, x)
         image = _Attended(cos, sin)
@@ -590,12 +590,12 @@ def _normalization(preprocessor: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     return factor / deviation, mean / deviation
 
 
-def _scaled_positions(table: Tensor, rows: int, columns: int) -> Tensor:
+def _scaled_positions(table: Tensor, rows: int, columns: int, align_corners: bool) -> Tensor:
     """A table of learned positions in a square, [positions, width], for a grid of patches: [1, width, rows,
     columns]."""
     side = math.isqrt(table.shape[0])
     square = table.t().view(1, -1, side, side)
-    return F.interpolate(square, size=(rows, columns), mode="bilinear", align_corners=True)
+    return F.interpolate(square, size=(rows, columns), mode="bilinear", align_corners=align_corners)
 
 
 def _angles(rows: int, columns: int, down: Tensor, across: Tensor) -> Tensor:
