@@ -37,6 +37,14 @@ NEURON_SETTINGS = (
     "neuron_config",
     "compile_workers",
 )
+# How the classes of classifiers, reward models and encoders end.
+NO_GENERATION = (
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMaskedLM",
+    "RewardModel",
+)
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,7 @@ def prepare(config: Config) -> Prepared:
         logger.info("%s: only the text part of this model is served%s", config.model_name, why)
     if device != "cpu":
         refuse_openvino_settings(config, "transformers-neuronx" if device == "neuron" else "plain PyTorch")
+    _refuse_by_config(manifest)
     if device == "neuron":
         from models.neuron_build import BuildPlan, compiler_version, library
 
@@ -126,7 +135,6 @@ def prepare(config: Config) -> Prepared:
         logger.info("Neuron versions: %s", listed)
         return Prepared(build.config, device, folder, sha, manifest, build, neuron_versions)
     _refuse_neuron_settings(config, device)
-    _refuse_by_config(manifest)
     if manifest.is_compiled:
         raise ModelError(
             f"{config.model_name} is compiled for Neuron, and this server runs on {device}; "
@@ -161,6 +169,10 @@ def _refuse_by_config(manifest: Manifest) -> None:
     kind = manifest.config_json.get("model_type")
     if manifest.config_json.get("is_encoder_decoder"):
         raise ModelError(f"{kind} models are encoder-decoder models; only decoder-only models are supported")
+    for name in manifest.config_json.get("architectures") or ():
+        # With tied embeddings such a model would load, and write nonsense.
+        if str(name).endswith(NO_GENERATION):
+            raise ModelError(f"this model is a {name} (architectures in config.json), which generates no text")
 
 
 def choose_device(wanted: str) -> str:

@@ -121,5 +121,9 @@ def _refuse_layers(manifest: Manifest, text_config) -> None:
         unknown.append(UNSUPPORTED["bloom"])
     if kind in UNSUPPORTED:
         unknown.append(UNSUPPORTED[kind])
+    is_encoder = type(text_config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not text_config.is_decoder
+    # True: EmbeddingGemma's and PaliGemma's; "vision": among the tokens of an image.
+    if is_encoder or getattr(text_config, "use_bidirectional_attention", None) is True:
+        unknown.append("attention in both directions")
     if unknown:
         raise ModelError(f"{kind} models with {unknown[0]} are not supported on a static batch")

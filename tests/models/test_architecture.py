@@ -90,6 +90,10 @@ def test_a_longrope_is_known_by_its_first_name_and_needs_no_factor(tmp_path, arc
         ("rwkv", {}, "recurrent layers"),
         ("openai-gpt", {}, "layers without a KV cache"),
         ("xglm", {}, "attention code of its own"),
+        ("bert", {}, "attention in both directions"),
+        ("xlm-roberta", {}, "attention in both directions"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "attention in both directions"),  # EmbeddingGemma
+        ("paligemma", {"text_config": {"model_type": "gemma2"}, "vision_config": {}}, "attention in both directions"),
     ],
 )
 def test_a_family_whose_state_or_attention_slots_cannot_share_is_refused_by_name(tmp_path, architecture, kind, facts, why):

@@ -54,6 +54,10 @@ def test_a_model_is_not_split_elsewhere_and_one_shard_is_no_split():
     ("facts", "said"),
     [
         ({"model_type": "t5", "is_encoder_decoder": True}, "t5 models are encoder-decoder models"),
+        (
+            {"model_type": "qwen3", "architectures": ["Qwen3ForSequenceClassification"], "tie_word_embeddings": True},
+            r"^this model is a Qwen3ForSequenceClassification \(architectures in config\.json\), which generates no text$",
+        ),
     ],
 )
 def test_what_config_json_rules_out_is_refused_before_a_weight_is_read(tmp_path, facts, said):
