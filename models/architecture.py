@@ -29,6 +29,9 @@ UNSUPPORTED = {
     "xglm": "attention code of its own",
     "xlstm": "recurrent layers",
 }
+# Families whose text part is loaded without the rest: Gemma 3n's vision tower needs the package timm.
+TEXT_ALONE = ("gemma3n",)
+OF_TEXT = {r"^model\.language_model\.": "model."}
 
 
 class Architecture(NamedTuple):
@@ -37,6 +40,7 @@ class Architecture(NamedTuple):
     config: transformers.PretrainedConfig
     auto_class: type
     parameters: int  # with the numbers in buffers
+    key_mapping: dict[str, str] | None  # of names in the checkpoint to those of the class, where they differ
 
 
 def read_architecture(config: Config, folder: Path) -> Architecture:
@@ -52,6 +56,8 @@ def read_architecture(config: Config, folder: Path) -> Architecture:
     transformers.utils.logging.set_verbosity_error()
     with reported_as(with_version_of_code(f"{folder} cannot be read as a model", config, folder)):
         hf_config = _read_config(config, folder, manifest)
+        if kind in TEXT_ALONE:
+            hf_config = hf_config.get_text_config()
         auto_class = _auto_class(hf_config)
         _refuse_layers(manifest, hf_config.get_text_config())
         if config.max_total_tokens:
@@ -62,7 +68,7 @@ def read_architecture(config: Config, folder: Path) -> Architecture:
                 hf_config, attn_implementation="eager", trust_remote_code=config.trust_remote_code
             )
     parameters = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
-    return Architecture(hf_config, auto_class, parameters)
+    return Architecture(hf_config, auto_class, parameters, OF_TEXT if kind in TEXT_ALONE else None)
 
 
 def _read_config(config: Config, folder: Path, manifest: Manifest) -> transformers.PretrainedConfig:

@@ -65,6 +65,7 @@ def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Modul
         model, report = architecture.auto_class.from_pretrained(
             folder,
             config=architecture.config,
+            key_mapping=architecture.key_mapping,
             dtype=config.dtype,
             attn_implementation="eager",
             trust_remote_code=config.trust_remote_code,

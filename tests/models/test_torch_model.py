@@ -10,6 +10,7 @@ import os
 import random
 import re
 import resource
+import shutil
 from functools import cache
 from pathlib import Path
 
@@ -308,6 +309,22 @@ def test_variants_of_llama_give_the_tokens_of_transformers(tmp_path, changes):
     folder = save_checkpoint(tmp_path, tiny_models.llama(**changes))
     (reference,) = references(folder, [5])
     assert continued(serve(folder), reference) == reference.tokens
+
+
+def test_gemma_3n_is_served_as_it_is_published_without_its_towers(tmp_path):
+    """Its vision tower needs the package timm."""
+    text = folders.write(tmp_path / "text", next(family for family in FAMILIES if family.name == "Gemma 3n, text"))
+    published = tmp_path / "published"
+    shutil.copytree(text, published)
+    weights = load_file(text / "model.safetensors")
+    weights = {re.sub("^model", "model.language_model", name): weight for name, weight in weights.items()}
+    weights |= {f"model.{name}.weight": torch.zeros(1) for name in ("vision_tower.timm_model.conv_stem", "audio_tower.norm")}
+    save_file(weights, published / "model.safetensors", {"format": "pt"})
+    towers = {"vision_config": {"architecture": "mobilenetv5_300m_enc"}, "audio_config": {}}
+    config = {"model_type": "gemma3n", "text_config": json.loads((text / "config.json").read_text()), **towers}
+    (published / "config.json").write_text(json.dumps(config))
+    expected, found = (serve(folder).forward([Chunk(0, [5, 6, 7, 8, 9], 0)]) for folder in (text, published))
+    assert np.array_equal(found, expected)
 
 
 def test_a_device_error_that_every_later_call_would_meet_is_the_loss_of_the_device(zoo, monkeypatch):
