@@ -267,13 +267,25 @@ def read_json(path: Path, required: bool = False) -> dict[str, Any]:
         data = json.loads(text)
     except FileNotFoundError:
         if required:
-            raise ConfigError(f"{path.parent} is not a model folder: it has no {path.name}") from None
+            missing = f"it has no {path.name}{_instead_of_config(path)}"
+            raise ConfigError(f"{path.parent} is not a model folder: {missing}") from None
         return {}
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, or no JSON
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path} should hold a JSON object, not {type(data).__name__}")
     return data
+
+
+def _instead_of_config(path: Path) -> str:
+    """What a folder without config.json holds, as the end of a sentence; "": nothing that is known."""
+    folder = path.parent
+    if path.name == "config.json" and (folder / "adapter_config.json").exists():
+        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path") or "its base model"
+        return f"; it is a LoRA adapter: give --model-id {base}, and the adapter with --lora-adapters"
+    if path.name == "config.json" and (folder / "params.json").exists():
+        return " but params.json, Mistral's own format; give the same model in transformers' format"
+    return ""
 
 
 def has_gguf(path: Path) -> bool:
@@ -308,7 +320,8 @@ def check_weight_files(folder: Path) -> None:
         if missing:
             raise ConfigError(f"{folder} lacks {len(missing)} of its weight files, {missing[0]} among them")
         return
-    other = next((path.name for path in [*found, *folder.glob("*.bin")]), None)
+    others = [*found, *folder.glob("*.bin"), *sorted(folder.glob("*.gguf"))]
+    other = next((path.name for path in others), None)
     if other is None:
         raise ConfigError(f"{folder} holds no weights (model.safetensors)")
     remedy = "rename it"
@@ -318,6 +331,8 @@ def check_weight_files(folder: Path) -> None:
         remedy = "it has Mistral's own format; download the files of transformers' format, too"
     elif other.endswith(".bin"):
         remedy = "it is pickled, which is not read; save the model with transformers' save_pretrained"
+    elif other.endswith(".gguf"):
+        remedy = f"name the file, --model-id {folder / other}"
     raise ConfigError(f"{folder} holds no model.safetensors, but {other}: {remedy}")
 
 

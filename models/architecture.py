@@ -23,6 +23,7 @@ LAYERS = ("full_attention", "sliding_attention", "global")
 # What families have whose config does not name its layers.
 UNSUPPORTED = {
     "bloom": "ALiBi (attention biased by distance)",
+    "diffusion_gemma": "diffusion of many tokens at a time",
     "openai-gpt": "layers without a KV cache",
     "recurrent_gemma": "recurrent layers",
     "rwkv": "recurrent layers",

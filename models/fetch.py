@@ -48,7 +48,7 @@ def fetch(config: Config, files: Sequence[str] = METADATA) -> tuple[Path, str | 
     if file:
         folder = _download(config, repository, config.revision, [file])
         if not (folder / file).is_file():
-            raise ModelError(f"{repository} holds no file {file}")
+            raise ModelError(f"{repository} holds no file {file}{_gguf_hint(config, repository)}")
         return folder / file, folder.name
     patterns = [*files, "*.py"] if config.trust_remote_code else files
     folder = _download(config, repository, config.revision, patterns)
@@ -130,7 +130,17 @@ def _with_weights(config: Config, model_id: str, folder: Path, formats: Sequence
         if any(folder.glob(pattern)):
             return folder
     offline = ", not in the cache, and HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else ""
-    raise ModelError(f"{model_id} holds no weights: there is no {' and no '.join(formats)}{offline}")
+    reason = f"there is no {' and no '.join(formats)}{offline or _gguf_hint(config, model_id)}"
+    raise ModelError(f"{model_id} holds no weights: {reason}")
+
+
+def _gguf_hint(config: Config, repository: str) -> str:
+    """How to name a GGUF file of a repository on the hub, as the end of a sentence; "": it has none."""
+    try:
+        names = list_files(dataclasses.replace(config, model_id=repository), ".gguf")
+    except ModelError:
+        return ""
+    return f"; for a GGUF file name it: --model-id {repository}:{min(names)}" if names else ""
 
 
 def _download(config: Config, model_id: str, revision: str | None, patterns: Sequence[str]) -> Path:

@@ -119,6 +119,27 @@ def test_a_folder_that_is_not_there_or_holds_no_model_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "content", "hint"),
+    [
+        ("params.json", "{}", " but params.json, Mistral's own format; give the same model in transformers' format"),
+        (
+            "adapter_config.json",
+            '{"base_model_name_or_path": "someone/base"}',
+            "; it is a LoRA adapter: give --model-id someone/base, and the adapter with --lora-adapters",
+        ),
+        (
+            "adapter_config.json",
+            "{}",
+            "; it is a LoRA adapter: give --model-id its base model, and the adapter with --lora-adapters",
+        ),
+    ],
+)
+def test_a_folder_without_config_json_is_called_what_it_is(tmp_path, name, content, hint):
+    (tmp_path / name).write_text(content)
+    assert refusal(tmp_path) == f"{tmp_path} is not a model folder: it has no config.json{hint}"
+
+
+@pytest.mark.parametrize(
     ("content", "words"),
     [
         (b"", "cannot be read as JSON"),
@@ -178,6 +199,7 @@ IS_POINTER = "is a git-lfs pointer, not the file: run `git lfs pull` in its repo
             "holds no model.safetensors, but model-1-of-2.safetensors: model.safetensors.index.json is",
         ),
         (["pytorch_model.bin"], "holds no model.safetensors, but pytorch_model.bin: it is pickled, which is not read; "),
+        (["q4.gguf", "q8.gguf"], "holds no model.safetensors, but q4.gguf: name the file, --model-id "),
         (["model.safetensors", "consolidated.safetensors"], None),
         (["1.safetensors", "2.safetensors", "model.safetensors.index.json"], None),
         (["2.safetensors", "model.safetensors.index.json"], "lacks 1 of its weight files, 1.safetensors among them"),

@@ -90,6 +90,7 @@ def test_a_longrope_is_known_by_its_first_name_and_needs_no_factor(tmp_path, arc
         ("rwkv", {}, "recurrent layers"),
         ("openai-gpt", {}, "layers without a KV cache"),
         ("xglm", {}, "attention code of its own"),
+        ("diffusion_gemma", {}, "diffusion of many tokens at a time"),
         ("bert", {}, "attention in both directions"),
         ("xlm-roberta", {}, "attention in both directions"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "attention in both directions"),  # EmbeddingGemma

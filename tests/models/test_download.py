@@ -185,6 +185,12 @@ def test_a_model_without_weights_is_refused_by_name(hub, config):
     assert refusal(config) == f"someone/model holds no weights: {missing}"
 
 
+def test_files_in_gguf_beside_a_config_json_are_named(hub, config):
+    """As in repositories of unsloth."""
+    hub.push("someone/model", files(FACTS, ["model-Q4_K_M.gguf", "model-BF16.gguf"]))
+    assert refusal(config).endswith("; for a GGUF file name it: --model-id someone/model:model-BF16.gguf")
+
+
 def test_the_weights_are_of_the_commit_that_the_facts_are_of(hub, config):
     hub.push("someone/model", files(FACTS, **{"model.safetensors": b"old"}))
     folder, _commit = fetch(config)

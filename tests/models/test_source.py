@@ -176,7 +176,8 @@ def test_on_the_hub_a_file_that_is_missing_and_one_of_several_are_named(hub, con
     hub.push("someone/model", {"a.gguf": b"1", "b.gguf": b"2"})
     with pytest.raises(ConfigError, match=r"holds 2 GGUF files; name one: --model-id someone/model:a\.gguf"):
         models.prepare(config("someone/model"))
-    with pytest.raises(ModelError, match=r"someone/model holds no file c\.gguf"):
+    name_one = r"; for a GGUF file name it: --model-id someone/model:a\.gguf$"
+    with pytest.raises(ModelError, match=r"someone/model holds no file c\.gguf" + name_one):
         models.prepare(config("someone/model:c.gguf"))
     assert hub.fetched == []
 
