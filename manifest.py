@@ -27,6 +27,32 @@ ORIGINAL_LENGTH = "original_max_position_embeddings"  # before rope was scaled
 SU = "su"  # the rope type longrope in Phi-3's first files
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", SU)  # whose positions depend on the longest sequence
 
+# What transformers' classes have where the text_config of a vision-language model leaves out what is read here,
+# such as that of Gemma 3 4B its context length.
+TEXT_DEFAULTS: dict[str, dict[str, int]] = {
+    "gemma3_text": {
+        "max_position_embeddings": 131072,
+        "hidden_size": 2304,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+    },
+    "llama": {
+        "max_position_embeddings": 2048,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "mistral": {
+        "max_position_embeddings": 131072,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+}
+
 # Vision-language models whose images are read; of others, the text part is served.
 NEURON_VISION_FAMILIES = (
     "idefics3",
@@ -156,7 +182,7 @@ class Manifest:
     @property
     def text_config(self) -> Mapping[str, Any]:
         """The text part of a vision-language model's config.json."""
-        return self.config_json.get("text_config") or self.config_json
+        return _text_config(self.config_json)
 
     @property
     def length_limit(self) -> int | None:
@@ -214,7 +240,7 @@ class Manifest:
                 raise ConfigError(
                     f"{folder / 'config.json'}: {dtype}; write a type's name, such as 'bfloat16'"
                 )
-        lengths = [text_config.get(name) for name in CONTEXT_LENGTHS]
+        lengths = [_text_config(config).get(name) for name in CONTEXT_LENGTHS]
         generation_config = read_json(folder / "generation_config.json")
         eos_ids = [*_eos_ids(config), *_eos_ids(generation_config)]
         return cls(
@@ -226,6 +252,13 @@ class Manifest:
             generation_config=generation_config,
             processor_config=_processor_config(folder),
         )
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = config.get("text_config")
+    if not text:
+        return config
+    return {**TEXT_DEFAULTS.get(text.get("model_type"), {}), **text}
 
 
 def _processor_config(folder: Path) -> dict[str, Any]:

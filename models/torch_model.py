@@ -100,7 +100,8 @@ def _add_deepstack(model: torch.nn.Module) -> None:
     def add(n: int, arguments: dict[str, Any], output: torch.Tensor) -> torch.Tensor:
         return output + arguments["deepstack"][n] if "deepstack" in arguments else output
 
-    for n in range(len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))):
+    vision_config = getattr(model.config, "vision_config", None)  # a family of text has none
+    for n in range(len(getattr(vision_config, "deepstack_visual_indexes", ()))):
         model.get_decoder().layers[n].register_forward_hook(
             lambda _layer, _inputs, arguments, output, n=n: add(n, arguments, output), with_kwargs=True
         )

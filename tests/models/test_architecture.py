@@ -10,7 +10,9 @@ from published.configs import OTHERS
 from safetensors.torch import load_file
 from tiny_models import POSITIONS, VOCABULARY, save_checkpoint
 
+import manifest
 from config import Config
+from manifest import Manifest
 from models.base import ModelError
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]  # of torch and transformers
@@ -110,6 +112,22 @@ def test_what_is_no_causal_language_model_is_refused(tmp_path, architecture, kin
 
 def test_an_unknown_model_type_is_refused_by_name(tmp_path, architecture):
     assert "llama7000" in refusal(write_config(tmp_path, model_type="llama7000"), architecture)
+
+
+@pytest.mark.parametrize("kind", manifest.TEXT_DEFAULTS)
+def test_what_a_text_config_leaves_out_is_read_as_transformers_reads_it(tmp_path, kind):
+    config = transformers.CONFIG_MAPPING[kind]()
+    assert {name: getattr(config, name) for name in manifest.TEXT_DEFAULTS[kind]} == manifest.TEXT_DEFAULTS[kind]
+    nested, own = (tmp_path / name for name in ("nested", "own"))
+    for folder, facts in (
+        (nested, {"model_type": "llava", "text_config": {"model_type": kind}}),
+        (own, {name: value for name, value in config.to_dict().items() if name not in ("dtype", "torch_dtype")}),
+    ):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(facts))
+    found, expected = Manifest.read(nested), Manifest.read(own)
+    assert found.kv_bytes == expected.kv_bytes and found.max_positions == expected.max_positions
+    assert found.kv_bytes and found.max_positions
 
 
 def test_attention_in_chunks_is_served_within_one_chunk(zoo, architecture):
