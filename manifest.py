@@ -27,8 +27,8 @@ ORIGINAL_LENGTH = "original_max_position_embeddings"  # before rope was scaled
 SU = "su"  # the rope type longrope in Phi-3's first files
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", SU)  # whose positions depend on the longest sequence
 
-# What transformers' classes have where the text_config of a vision-language model leaves out what is read here,
-# such as that of Gemma 3 4B its context length.
+# What transformers' classes have where the text_config of a vision-language model leaves out what is read
+# here, such as that of Gemma 3 4B its context length.
 TEXT_DEFAULTS: dict[str, dict[str, int]] = {
     "gemma3_text": {
         "max_position_embeddings": 131072,

@@ -172,7 +172,7 @@ def _refuse_by_config(manifest: Manifest) -> None:
     for name in manifest.config_json.get("architectures") or ():
         # With tied embeddings such a model would load, and write nonsense.
         if str(name).endswith(NO_GENERATION):
-            raise ModelError(f"this model is a {name} (architectures in config.json), which generates no text")
+            raise ModelError(f"{name} (architectures in config.json) generates no text; nothing to serve")
 
 
 def choose_device(wanted: str) -> str:

@@ -140,7 +140,9 @@ def _gguf_hint(config: Config, repository: str) -> str:
         names = list_files(dataclasses.replace(config, model_id=repository), ".gguf")
     except ModelError:
         return ""
-    return f"; for a GGUF file name it: --model-id {repository}:{min(names)}" if names else ""
+    # Without the part that reads images.
+    models = [name for name in names if not Path(name).name.startswith("mmproj")]
+    return f"; for a GGUF file name it: --model-id {repository}:{min(models)}" if models else ""
 
 
 def _download(config: Config, model_id: str, revision: str | None, patterns: Sequence[str]) -> Path:

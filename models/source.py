@@ -56,6 +56,7 @@ def fetch_source(config: Config) -> tuple[Config, Path, str | None]:
     device. Raises ConfigError and ModelError."""
     if config.model_id == TRIAL_MODEL:
         config = _trial_model(_with_quantize(config))
+    config = _with_file_of_tag(config)
     if config.is_gguf:
         _check_gguf_packages(config.model_id)  # before a download
     folder, commit = fetch(config)
@@ -141,6 +142,20 @@ def _share_of_trial(folder: Path) -> str:
             size += file.stat().st_size
     done = size / 1e6
     return f": {done:.0f} of {TRIAL_MB} MB ({100 * done / TRIAL_MB:.0f} %)"
+
+
+def _with_file_of_tag(config: Config) -> Config:
+    """The settings with the file that `owner/name:Q4_K_M` means, as llama.cpp, Ollama and vLLM write it."""
+    repository, _, tag = config.model_id.partition(":")
+    if not tag or config.is_local or config.is_gguf:
+        return config
+    names = list_files(dataclasses.replace(config, model_id=repository), ".gguf")
+    ending = re.compile(rf"(?!mmproj).*[-._]{re.escape(tag)}\.gguf", re.IGNORECASE)
+    found = [name for name in names if ending.fullmatch(Path(name).name)]
+    if len(found) != 1:
+        return config
+    logger.info("%s is %s", config.model_id, found[0])
+    return _with_source(config, f"{repository}:{found[0]}")
 
 
 def _name_of_file(config: Config, folder: Path) -> str | None:

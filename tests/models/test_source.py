@@ -172,6 +172,19 @@ def test_on_the_hub_one_file_is_fetched(hub, file, config, model_id):
     prepared.fetch_weights()
 
 
+@pytest.mark.parametrize("tag", ["Q4_K_M", "q4_k_m", "UD-Q4_K_M"])
+def test_on_the_hub_a_file_is_found_by_its_quantization(hub, file, config, tag):
+    """As llama.cpp, Ollama and vLLM name it, and the hub's own page; of images, it has another file."""
+    ours = "model-UD-Q4_K_M.gguf"
+    others = dict.fromkeys(["model-Q4_K_S.gguf", "mmproj-Q4_K_M.gguf", "config.json"], b"1")
+    hub.push("someone/model", {ours: file.read_bytes(), **others})
+    prepared = models.prepare(config(f"someone/model:{tag}"))
+    assert hub.fetched == [ours]
+    assert prepared.config.model_name == f"someone/model:{tag}"
+    with pytest.raises(ModelError, match=r"holds no file Q3; for a GGUF file name it: --model-id someone/model:model"):
+        models.prepare(config("someone/model:Q3"))
+
+
 def test_on_the_hub_a_file_that_is_missing_and_one_of_several_are_named(hub, config):
     hub.push("someone/model", {"a.gguf": b"1", "b.gguf": b"2"})
     with pytest.raises(ConfigError, match=r"holds 2 GGUF files; name one: --model-id someone/model:a\.gguf"):
