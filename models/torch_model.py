@@ -83,6 +83,7 @@ def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Modul
     if architecture.auto_class is AutoModelForImageTextToText:
         _scale_logits(model)
         _add_deepstack(model)
+        _place_as_trained(model)
     return model.to(device).eval()
 
 
@@ -105,6 +106,13 @@ def _add_deepstack(model: torch.nn.Module) -> None:
         model.get_decoder().layers[n].register_forward_hook(
             lambda _layer, _inputs, arguments, output, n=n: add(n, arguments, output), with_kwargs=True
         )
+
+
+def _place_as_trained(model: torch.nn.Module) -> None:
+    """PaddleOCR-VL was trained with positions that are interpolated without aligned corners, as in
+    transformers 5.0, vLLM and the code on the hub; transformers 5.20 aligns them."""
+    if model.config.model_type == "paddleocr_vl":
+        model.model.visual.vision_model.embeddings.interpolation_align_corners = False
 
 
 def embed(

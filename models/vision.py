@@ -315,7 +315,7 @@ class PaddleTower(ProjectedTower):
     def forward(self, tile: Tensor) -> Tensor:
         grid = self._grid(tile)
         rows, columns = grid.shape[2], grid.shape[3]
-        # transformers 5.20 aligns the corners; the code that trained the model and comes with it does not.
+        # See `_place_as_trained` in torch_model.py.
         x = grid + _scaled_positions(self._tower[self._positions], rows, columns, align_corners=False)
         x = x.flatten(2).transpose(1, 2)
         rotation = self._rotation(x, rows, columns)
