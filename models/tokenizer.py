@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from packaging.version import Version
-from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from config import Config
 from manifest import read_json, refuse_lfs_pointer
@@ -105,25 +103,13 @@ def main(folder: Path, target: Path) -> None:
         )
     with reported_as(f"{folder} cannot be read for its tokenizer"):
         if found == TEKKEN:
-            tokenizer = _from_tekken(folder / TEKKEN)
+            from transformers.integrations.mistral import convert_tekken_tokenizer
+
+            tokenizer = convert_tekken_tokenizer(str(folder / TEKKEN))
+            tokenizer.add_bos_token = True  # transformers leaves it to mistral-common
         else:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                folder, trust_remote_code=False
-            ).backend_tokenizer
-        tokenizer.save(str(target / FAST))
-
-
-def _from_tekken(file: Path) -> Tokenizer:
-    from transformers.integrations.mistral import convert_tekken_tokenizer
-
-    tokenizer = convert_tekken_tokenizer(str(file)).backend_tokenizer
-    # transformers leaves it to mistral-common to begin a text with BOS.
-    tokenizer.post_processor = TemplateProcessing(
-        single=["<s>", "$A"],
-        pair=["<s>", "$A", "$B:1"],
-        special_tokens=[("<s>", tokenizer.token_to_id("<s>"))],
-    )
-    return tokenizer
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer.backend_tokenizer.save(str(target / FAST))
 
 
 def _is_written_by_5(folder: Path) -> bool:
