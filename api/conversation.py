@@ -16,7 +16,16 @@ from msgspec.structs import replace
 from api import formats
 from api.content import ContentReader, image, needed, omitted
 from api.errors import ApiError, invalid
-from api.fields import CHAT_FIELDS, WITH_IMAGES, FieldNames, Json, check_ids, check_top_n, require
+from api.fields import (
+    CHAT_FIELDS,
+    WITH_IMAGES,
+    FieldNames,
+    Json,
+    check_ids,
+    check_top_n,
+    require,
+    without_surrogates,
+)
 from api.images import RequestImages
 from api.normalise import ALIASES, adapt_to_template
 from api.openai import OpenAIRequest, check_openai
@@ -361,15 +370,9 @@ def arguments_of(path: str, given: Any) -> dict[str, Any]:
         except (ValueError, RecursionError):
             read = complete_members(text) if text.startswith("{") else text
         if "\\u" in text:
-            read = _without_surrogates(read)
+            read = json.loads(without_surrogates(read))
     if read is None:
         return {}
     detail = "must be a JSON object: the arguments of a tool call by their names"
     require(isinstance(read, dict), path, detail, given=given[:40] if isinstance(given, str) else None)
     return read
-
-
-def _without_surrogates(read: Any) -> Any:
-    """JSON with question marks in the place of halves of surrogate pairs, which only its escapes can have:
-    in a prompt they would stand for images."""
-    return json.loads(json.dumps(read, ensure_ascii=False).encode("utf-8", "replace"))

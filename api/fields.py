@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -122,9 +123,27 @@ def parse(body: bytes) -> Json:
     except msgspec.ValidationError as error:  # JSON, but a number that no float or integer holds
         raise errors.wrong_type(str(error).partition(" - at ")[0]) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        what = f"Failed to parse the request body as JSON: {error}"
-        raise ApiError(400, "validation", what) from None
+        data = _mended(body)
+        if data is None:
+            what = f"Failed to parse the request body as JSON: {error}"
+            raise ApiError(400, "validation", what) from None
     return as_object(data)
+
+
+def _mended(body: bytes) -> Any:
+    """The JSON of a body that only halves of surrogate pairs make invalid; None if anything else does.
+
+    Agents cut long texts within an emoji, and send that text again with every later request.
+    """
+    with contextlib.suppress(msgspec.DecodeError, ValueError, RecursionError):
+        return msgspec.json.decode(without_surrogates(json.loads(body.decode())))
+    return None
+
+
+def without_surrogates(read: Any) -> bytes:
+    """Read JSON, written with question marks in the place of halves of surrogate pairs, which only its
+    escapes can have: in a prompt they would stand for images."""
+    return json.dumps(read, ensure_ascii=False).encode("utf-8", "replace")
 
 
 def parse_text(body: bytes, charset: str) -> Json:

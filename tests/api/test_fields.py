@@ -51,8 +51,9 @@ def read(kind, **given):
         b'{"inputs":"a\nb"}',
         b'{"inputs":"\xff"}',
         b'{"inputs":"\xed\xa0\x80"}',
-        b'{"inputs":"\\ud800"}',
-        b'{"inputs":"\\udc00\\ud800"}',
+        b'{"inputs":"\\ud800",}',
+        b'{"inputs":"\\ud800","seed":NaN}',
+        b'{"inputs":"\\ud800","seed":1e999}',
         b'{"inputs":"\\x41"}',
         b'\xef\xbb\xbf{"inputs":"a"}',
         b'{"inputs":"a","parameters":{"temperature":NaN}}',
@@ -66,6 +67,21 @@ def test_what_is_no_json_is_answered_with_400(body):
     error = refusal_of("native", body)
     assert (error.status, error.error_type, error.param) == (400, "validation", None)
     assert str(error).startswith("Failed to parse the request body as JSON: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        (b"see \\ud83d... more", "see ?... more"),
+        (b"\\udc00\\ud800", "??"),
+        (b"\\ud83d\\ud83d\\ude00\\ude00", "?\U0001f600?"),
+        (b"\\\\ud83d \\ud83d \\u00e9", "\\ud83d ? \u00e9"),
+    ],
+)
+def test_half_of_a_surrogate_pair_ends_no_session(text, read):
+    """An agent that cuts a tool's output within an emoji sends it again with every later request."""
+    assert fields.parse(b'{"inputs":"%b"}' % text) == {"inputs": read}
+    assert fields.parse(b'{"%b":1}' % text) == {read: 1}
 
 
 @pytest.mark.parametrize(

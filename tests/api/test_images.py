@@ -411,10 +411,10 @@ def test_what_clients_write_cannot_become_an_image_or_its_token():
     assert prompt.ids.count(IMAGE_ID) == len(CAT)
 
 
-@pytest.mark.parametrize("text", [b'"\\ud800\\ud900"', b'"\xed\xa0\x80\xed\xa4\x80"'])
-def test_no_body_has_half_a_surrogate_pair(text):
+def test_no_body_has_half_a_surrogate_pair():
+    assert fields.parse(b'{"inputs": "\\ud800\\ud900"}') == {"inputs": "??"}
     with pytest.raises(ApiError) as error:
-        fields.parse(b'{"messages": [{"role": "user", "content": %b}]}' % text)
+        fields.parse(b'{"inputs": "\xed\xa0\x80\xed\xa4\x80"}')
     assert error.value.status == 400
 
 
