@@ -6,8 +6,11 @@ the response.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from api import fields
 from api.content import ContentReader, image, needed, omitted
@@ -19,7 +22,7 @@ from api.prepared_request import PreparedRequest, Served, ids_of
 from api.reasoning import unseal
 from api.response_store import OwnedResponses
 from api.response_writer import ResponseWriter
-from api.responses_output import CompactionWriter, ResponsesWriter
+from api.responses_output import CompactingWriter, CompactionWriter, ResponsesWriter
 from api.responses_tools import BUILT_IN, ResponsesTools
 from api.responses_types import CompactRequest, InputTokens, ReasoningConfig, ResponsesRequest
 from api.tools import ADDED_TOOLS
@@ -37,6 +40,8 @@ SUMMARIZE = (
 )
 MAX_SUMMARY_TOKENS = 1_000
 SUMMARY = "Summary of the conversation so far:\n{}"
+TRIGGER = "compaction_trigger"
+CIPHERTEXT = re.compile(r"[\w+/=-]{100,}", re.ASCII)
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -44,10 +49,31 @@ def responses(data: Json, served: Served) -> ResponseWriter:
     request = fields.read(data, ResponsesRequest)
     conversation = Conversation.of(request, served.responses)
     tools = ResponsesTools(request, conversation.items)
+    if conversation.own and conversation.own[-1].get("type") == TRIGGER:
+        return _triggered(request, conversation, tools, served)
     prepared = _prepare(request, conversation, tools, served)
     request.store = request.store is not False and served.responses.is_on
     own_input = encode(conversation.own) if request.store else b""
     return ResponsesWriter(prepared, served, request, tools, own_input)
+
+
+def _triggered(
+    request: ResponsesRequest, conversation: Conversation, tools: ResponsesTools, served: Served
+) -> ResponseWriter:
+    """`compact` within a conversation: with its tools, so that its prefix is cached. It is not stored."""
+    conversation.own[-1] = {"role": "user", "content": SUMMARIZE}
+    asked = replace(
+        request,
+        text=None,
+        tool_choice="none",
+        top_logprobs=None,
+        reasoning=ReasoningConfig("none"),
+        max_output_tokens=MAX_SUMMARY_TOKENS,
+        temperature=0,
+    )
+    prepared = _prepare(asked, conversation, tools, served)
+    request.store = False
+    return CompactingWriter(prepared, served, request, tools)
 
 
 def input_tokens(data: Json, served: Served) -> InputTokens:
@@ -128,7 +154,7 @@ class Conversation(NamedTuple):
         if isinstance(request.input, str):
             return cls(before, [{"role": "user", "content": request.input}])
         own: list[Json] = []
-        for i, item in enumerate(request.input):
+        for i, item in enumerate(request.input or ()):
             path = f"input[{i}]"
             if _kind(path, item) == "item_reference":
                 item = stored.item(f"{path}.id", needed(path, item, "id", str))
@@ -221,6 +247,20 @@ def _compaction(_reader: ItemReader, _path: str, item: Json) -> Message | None:
     return Message("user", SUMMARY.format(summary)) if summary else None
 
 
+def _agent_message(reader: ItemReader, path: str, item: Json) -> Message | None:
+    """What an agent of the client wrote to the one whose conversation this is."""
+    text = reader.text(f"{path}.content", item.get("content") or "", "")
+    author = reader.fields(path, item, "author?")
+    return Message("user", f"Message from {author or 'an agent'}:\n{text}") if text else None
+
+
+def _not_encrypted(reader: ItemReader, path: str, part: Json) -> str:
+    """Clients send the messages of agents in it as the model wrote them; only OpenAI's server encrypts
+    them."""
+    text = reader.fields(path, part, "encrypted_content?")
+    return "" if CIPHERTEXT.fullmatch(text) else text
+
+
 def _function_call(reader: ItemReader, path: str, item: Json) -> Message:
     return _call(reader, path, item, arguments_of(f"{path}.arguments", item.get("arguments")))
 
@@ -308,6 +348,8 @@ def _file_search(reader: ItemReader, path: str, item: Json) -> str:
 # The readable types of items, and of what is in them.
 ITEMS = {
     "message": _message,
+    "agent_message": _agent_message,
+    "encrypted_content": _not_encrypted,
     "reasoning": _reasoning,
     "compaction": _compaction,
     "function_call": _function_call,

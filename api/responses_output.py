@@ -323,6 +323,29 @@ def _without_logprobs(item: OutputItem) -> OutputItem:
     return replace(item, content=[replace(part, logprobs=[]) for part in item.content])
 
 
+class CompactingWriter(ResponsesWriter):
+    """A response to a `compaction_trigger`: its one item is the summary of the conversation."""
+
+    _summary = ""
+
+    def _complete(self, sequences: list[GeneratedSequence]) -> ResponsesResponse:
+        response = super()._complete(sequences)
+        response.status = "completed"  # `max_output_tokens` was not the client's
+        response.incomplete_details = None
+        return response
+
+    def _take(self, part: output_parser.OutputPart) -> Iterator[dict[str, Any]]:
+        if isinstance(part, Content):
+            self._summary += part.text
+        yield from ()
+
+    def _end_item(self, is_truncated: bool = False) -> Iterator[dict[str, Any]]:
+        item = Compaction(item_id("cmp", self._key, 0), seal(self._summary))
+        self._response.output.append(item)
+        yield self._item_event("response.output_item.added", item=item)
+        yield self._item_event("response.output_item.done", item=item)
+
+
 class CompactionWriter(OpenAIResponseWriter):
     """The output is a summary of the conversation, which a later request has in place of its items."""
 

@@ -72,7 +72,7 @@ class ResponsesFields(SamplingOptions, kw_only=True):
 class ResponsesRequest(ResponsesFields, kw_only=True):
     """Body of `POST /v1/responses`. The items of `input` are of the types in ITEMS; others are skipped."""
 
-    input: str | list[dict[str, Any]]
+    input: str | list[dict[str, Any]] | None = None
     model: str | None = None  # or a LoRA adapter; ignored where none are served
     stream: bool | None = None
     include: list[str] | None = None
@@ -90,7 +90,7 @@ class CompactRequest(Struct, kw_only=True):
     """Body of `POST /v1/responses/compact`."""
 
     model: str  # or a LoRA adapter; ignored where none are served
-    input: str | list[dict[str, Any]]
+    input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     prompt_cache_key: str | None = None
@@ -191,6 +191,7 @@ AnyOutputItem = (
     | ApplyPatchCall
     | ToolSearchCall
     | ComputerCall
+    | Compaction
 )
 
 

@@ -98,7 +98,7 @@ FUNCTION = {"name": "weather", "arguments": '{"city":"Oslo"}'}
 CALLS_OF = {name: {"id": name, "type": "function", "function": FUNCTION} for name in ("call_1", "call_2")}
 SYSTEM = {"role": "system", "content": "Be brief"}
 SKIPPED = ["web_search_call", "image_generation_call", "mcp_list_tools"]
-SKIPPED += ["mcp_approval_request", "mcp_approval_response", "compaction_trigger", "a type of next year"]
+SKIPPED += ["mcp_approval_request", "mcp_approval_response", "configuration_update", "a type of next year"]
 # Items of tools that OpenAI ran, as far as they have no text.
 SILENT = [
     "file_search_call",
@@ -301,6 +301,25 @@ CHATS = [  # a request, and the chat that it is
         },
         {"messages": [{"role": "assistant", "content": text} for text in ("a.md\nNine", f"1\n2\n{UNSEEN}", "3", "4")]},
     ),
+    # A task for a sub-agent of Codex: its text is where OpenAI's server would encrypt it.
+    (
+        {
+            "input": [
+                {
+                    "type": "agent_message",
+                    "author": "/root",
+                    "recipient": "/root/a",
+                    "content": [
+                        {"type": "input_text", "text": "NEW_TASK: "},
+                        {"type": "encrypted_content", "encrypted_content": "Count files"},
+                        {"type": "encrypted_content", "encrypted_content": "gAAAAA" * 20},
+                    ],
+                },
+                {"type": "agent_message", "content": []},
+            ]
+        },
+        {"messages": [{"role": "user", "content": "Message from /root:\nNEW_TASK: Count files"}]},
+    ),
     ({"tools": HOSTED}, {}),
     ({"tools": [*HOSTED, WEATHER]}, NESTED_TOOLS),
     ({"tools": [{"type": "namespace", "name": "mcp", "tools": [WEATHER]}]}, NESTED_TOOLS),
@@ -339,6 +358,12 @@ def test_an_item_of_another_type_is_skipped_whatever_it_holds(kind, caplog):
     given = prepared("responses", input=[item, {"role": "user", "content": [item, *PARTS]}, item])
     assert given.prompt == prepared("responses", input="Hi").prompt
     assert caplog.messages == [f"skipped parts of the conversation that this server does not read: {kind}"]
+
+
+def test_a_request_may_have_its_text_elsewhere_than_in_its_input():
+    given = prepared("responses", input=None, instructions="Be brief")
+    assert given.prompt == "s:Be brief;a:"
+    assert str(refusal("responses", input=None)).endswith("`input` cannot be empty")
 
 
 def test_a_request_of_skipped_items_only_says_what_it_needs():
@@ -456,8 +481,32 @@ def test_a_compacted_conversation_is_a_summary_in_later_requests(served):
     assert prepared("responses", input=[item, USER]).prompt == f"u:{SUMMARY.format(summary)};u:Hi;a:"
     foreign = {"type": "compaction", "encrypted_content": "gAAAA"}
     assert prepared("responses", input=[foreign, USER]).prompt == "u:Hi;a:"
+    shorter = served.post(f"{RESPONSES}/compact", {"model": "m", "previous_response_id": whole(served, BODY)["id"]}).json
+    assert unseal(shorter["output"][0]["encrypted_content"])
     missing = served.post(f"{RESPONSES}/compact", {"input": "Hi"})
     assert (missing.status_code, missing.json["error"]["param"]) == (400, "model")
+
+
+def test_a_trigger_at_the_end_of_a_conversation_compacts_it(served):
+    """As Codex asks for it: the response has a summary of the conversation, and nothing else."""
+    items = [USER, {"role": "assistant", "content": "Ho"}, {"type": "compaction_trigger"}]
+    body = {"input": items, "tools": [WEATHER], "temperature": 1, "max_output_tokens": 2, "store": True}
+    compacted = served.post(f"{RESPONSES}/compact", {"model": "m", "input": items[:2]}).json
+    answer = whole(served, body)
+    (item,) = answer["output"]
+    assert unseal(item["encrypted_content"]) == unseal(compacted["output"][0]["encrypted_content"])
+    assert (answer["status"], answer["incomplete_details"], answer["store"]) == ("completed", None, False)
+    created, begun, added, done, completed = stream(served, body)
+    assert [event["type"].removeprefix("response.") for event in (created, begun, added, done, completed)] == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "output_item.done",
+        "completed",
+    ]
+    assert added["item"] == done["item"] and completed["response"]["output"] == [done["item"]]
+    assert done["item"] | {"id": item["id"]} == item
+    assert prepared("responses", input=[item, USER]).prompt.startswith(f"u:{SUMMARY.format('')[:-1]}")
 
 
 def test_sampling_fields_of_chats_are_there_too():
