@@ -39,6 +39,9 @@ def prompt_of(*messages):
         ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "No"}]}, USER], "a:No;u:Hi;a:"),
         ([{"role": "assistant", "content": None, "refusal": "No"}, USER], "a:No;u:Hi;a:"),
         ([{"role": "assistant", "reasoning_content": "Hm."}, USER], "a:;u:Hi;a:"),  # truncated before its text
+        ([{"role": "assistant", "audio": {"id": "audio_1"}}, USER], "a:;u:Hi;a:"),
+        ([{"role": "tool", "tool_call_id": "1"}], "t:1;a:"),  # a tool that returned nothing
+        ([{"role": "function", "content": None, "name": "n"}], "t:nn;a:"),
         ([{"role": "function", "content": "a", "name": "n"}], "t:ann;a:"),  # the result of a `function_call`
         ([{"role": "ipython", "content": "a"}], "i:a;a:"),  # the template has the word in quotes
         ([USER, ASSISTANT], "u:Hi;a:Well "),  # which is continued, with its spaces
