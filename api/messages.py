@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace
 
 from api import client_tools, fields
 from api.client_tools import Definition
@@ -24,7 +25,7 @@ from api.prepared_request import PreparedRequest, Served, ids_of
 from api.reasoning import ON, seal, unseal
 from api.response_writer import GeneratedSequence, ResponseWriter
 from api.tools import ADDED_TOOLS, definitions
-from api.types import U32, AtLeastOne, NotNegative, Share
+from api.types import U32, NotNegative, Share
 from text import output_parser
 from text.output_parser import Arguments, CallBegin, Content, Reasoning
 from text.stream import Piece
@@ -77,15 +78,17 @@ class CountRequest(Struct, kw_only=True):
 
 
 class MessagesRequest(CountRequest, kw_only=True):
-    """Body of `POST /v1/messages`."""
+    """Body of `POST /v1/messages`. `compaction` and a `thread` that goes on are not supported."""
 
-    max_tokens: AtLeastOne
+    max_tokens: U32
     stop_sequences: list[str] | None = None
     temperature: NotNegative | None = None
     top_p: Share | None = None
     top_k: U32 | None = None
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
+    compaction: dict[str, Any] | None = None
+    thread: dict[str, Any] | None = None
 
 
 class TextBlock(Struct, tag="text"):
@@ -151,14 +154,20 @@ class AnthropicModelList(Struct):
 
 def messages(data: Json, served: Served) -> ResponseWriter:
     request = fields.read(data, MessagesRequest)
+    require(not request.compaction, "compaction", "is not supported")
+    goes_on = bool(request.thread) and request.thread.get("type") != "create"
+    require(not goes_on, "thread", "cannot go on: no messages are stored here; send all of them")
     tools = MessagesTools(request)
     chat, names = _chat_of(request, tools, served.images)
-    chat.max_completion_tokens = request.max_tokens
+    chat.max_completion_tokens = request.max_tokens or None
     chat.stop = request.stop_sequences
     chat.temperature = request.temperature
     chat.top_p = request.top_p
     chat.top_k = request.top_k
-    return MessagesResponseWriter(prepare_chat(chat, served, names, tools.found), served, request, tools)
+    prepared = prepare_chat(chat, served, names, tools.found)
+    if request.max_tokens == 0:  # for prefix caching alone
+        prepared = replace(prepared, max_new_tokens=0)
+    return MessagesResponseWriter(prepared, served, request, tools)
 
 
 def count_tokens(data: Json, served: Served) -> TokenCount:

@@ -177,6 +177,8 @@ class ResponsesTools:
         defers = self._defers and item["type"] != "tool_search_output"
         described: set[str | None] = {None}
         for where, namespace, tool in _flat(path, item.get("tools")):
+            if not isinstance(tool.get("type"), str):
+                raise invalid(f"{where}.type", "is missing, or is not a string")
             client_tool = _client_tool(namespace, tool)
             if _is_hosted(tool):
                 self.left_out.add(client_tool.kind[:40])

@@ -177,6 +177,8 @@ VALUES = {
         "chat_template_kwargs": ({}, {"greeting": "Ho"}),
         "mcp_servers": ({}, [{"type": "url", "url": "https://example.com", "name": "x"}]),
         "metadata": ({}, {"user_id": "x"}),
+        "compaction": ({}, {"type": "summarize"}),
+        "thread": ({}, {"type": "continue", "previous_message_id": "x"}),
     },
 }
 UNTYPED = ({}, "something")  # of fields that the documents name and no type has: they are rejected, or ignored

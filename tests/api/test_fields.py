@@ -30,7 +30,7 @@ FIELDS = {name for kind in KINDS for name in kind.__struct_fields__}
 SILENT = """inputs parameters messages prompt input instances instructions text conversation model stream stream_options details
 decoder_input_details logprobs top_logprobs suffix user metadata store service_tier background reasoning include truncation
 parallel_tool_calls previous_response_id max_tool_calls prediction
-system thinking output_config mcp_servers safety_identifier prompt_cache_key"""
+system thinking output_config mcp_servers safety_identifier prompt_cache_key compaction thread"""
 
 
 def read(kind, **given):

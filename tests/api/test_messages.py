@@ -293,7 +293,8 @@ def test_omitted_thinking_is_in_the_signature_only():
 
 
 REFUSED = {
-    "max_tokens": {"max_tokens": 0},
+    "compaction": {"compaction": {"type": "summarize"}},
+    "thread": {"thread": {"type": "continue", "previous_message_id": "msg_1"}},
     "temperature": {"temperature": -1},
     "stop_sequences": {"stop_sequences": list("abcde")},
     "messages": {"messages": []},
@@ -552,6 +553,14 @@ def test_a_message_says_what_a_chat_says(served):
     assert of_stream == message
 
 
+def test_a_message_of_no_tokens_runs_its_prompt_for_later_requests(served):
+    warmed = whole(served, max_tokens=0)
+    assert (warmed["content"], warmed["stop_reason"]) == ([], "max_tokens")
+    assert warmed["usage"] == whole(served, max_tokens=1)["usage"] | {"output_tokens": 0}
+    assert built(stream(served, max_tokens=0))["content"] == []
+    assert whole(served, thread={"type": "create"}, max_tokens=1)["content"]
+
+
 def test_a_stop_sequence_ends_a_message_in_front_of_it_and_is_named(served):
     text = whole(served)["content"][0]["text"]
     stop = text[3:5]
@@ -577,7 +586,7 @@ def test_a_limit_beyond_the_window_is_cut_and_the_log_says_so_and_which_tools_ar
 @pytest.mark.parametrize(
     ("send", "status", "kind", "words"),
     [
-        (lambda post: post(ROUTE, BODY | {"max_tokens": 0}), 400, "invalid_request_error", "`max_tokens`"),
+        (lambda post: post(ROUTE, BODY | {"max_tokens": -1}), 400, "invalid_request_error", "max_tokens: Expected"),
         (lambda post: post(ROUTE, {"messages": [USER]}), 400, "invalid_request_error", "`max_tokens`"),
         (lambda post: post(ROUTE, b"{"), 400, "invalid_request_error", "JSON"),
         (lambda post: post(ROUTE, BODY, content_type="text/plain"), 400, "invalid_request_error", "application/json"),

@@ -392,6 +392,7 @@ REFUSED = {
     "input[0]": {"input": [{"type": "shell_call", "call_id": "x"}]},
     "input[0].action": {"input": [{"type": "shell_call", "call_id": "x", "action": "ls"}]},
     "input[0].output[0]": {"input": [{"type": "shell_call_output", "call_id": "x", "output": [{"stdout": "x"}]}]},
+    "tools[0].type": {"tools": [{"name": "weather", "parameters": {"type": "object"}}]},
     "input[0].tools[0].name": {"input": [{"type": "additional_tools", "tools": [{"type": "function"}]}, USER]},
     "input[1].id": {"input": [CALL, {"id": "msg_1"}]},
     "conversation": "conv_1",

@@ -138,7 +138,7 @@ def test_the_one_model_is_listed_and_found_by_its_name(client):
     ("wrong", "words"),
     [
         ({"extra_body": {"temperature": -1}}, "`temperature`"),
-        ({"max_tokens": 0}, "`max_tokens`"),
+        ({"max_tokens": -1}, "max_tokens: Expected `int` >= 0"),
         ({"messages": [{"role": "user", "content": "Why? " * 2000}]}, "[Pp]rompt is too long.* --max-total-tokens"),
         ({"tools": [SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}}, "`tool_choice.name`"),
     ],
