@@ -73,6 +73,7 @@ class CountRequest(Struct, kw_only=True):
     tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None  # `output_config.format`, as LiteLLM sends it
     mcp_servers: list[dict[str, Any]] | None = None  # whose tools would run at Anthropic's
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -193,13 +194,14 @@ def _chat_of(
             messages.append(message)
     reader.log_skipped()
     choice = request.tool_choice or AnthropicToolChoice("auto")
+    format_name, response_format = _response_format(request)
     chat = ChatRequest(
         model=request.model,
         messages=messages,
         tools=tools.listed or None,
         tool_choice=tools.choice(choice),
         parallel_tool_calls=_negated(choice.disable_parallel_tool_use),
-        response_format=_response_format(request.output_config),
+        response_format=response_format,
         reasoning_effort=_effort(request),
         thinking_token_budget=request.thinking.budget_tokens if request.thinking else None,
         chat_template_kwargs=_template_options(request),
@@ -210,7 +212,7 @@ def _chat_of(
         limit="max_tokens",
         stop="stop_sequences",
         budget="thinking.budget_tokens",
-        format="output_config.format",
+        format=format_name,
         schema="",
         nests_tools=False,
         parameters=".input_schema",
@@ -501,13 +503,16 @@ def _function(path: str, tool: Json) -> Json:
     return function
 
 
-def _response_format(config: OutputConfig | None) -> dict[str, Any] | None:
-    given = config.format if config else None
+def _response_format(request: CountRequest) -> tuple[str, dict[str, Any] | None]:
+    """The name of the field that has the format, and the format in a chat's form."""
+    given = request.output_config.format if request.output_config else None
+    name = "output_config.format" if given else "output_format"
+    given = given or request.output_format
     if not given:
-        return None
+        return name, None
     if given.get("type") != "json_schema" or given.get("schema") is None:
-        raise invalid("output_config.format", "must have the type json_schema and a `schema`")
-    return {"type": "json_schema", "json_schema": {"schema": given["schema"]}}
+        raise invalid(name, "must have the type json_schema and a `schema`")
+    return name, {"type": "json_schema", "json_schema": {"schema": given["schema"]}}
 
 
 def _negated(value: bool | None) -> bool | None:

@@ -174,6 +174,7 @@ VALUES = {
         "tool_choice": ({"tools": TYPES}, {"type": "any"}),
         "thinking": ({}, {"type": "enabled", "budget_tokens": 5}),
         "output_config": ({}, {"format": {"type": "json_schema", "schema": ARRAY}}),
+        "output_format": ({}, {"type": "json_schema", "schema": ARRAY}),
         "chat_template_kwargs": ({}, {"greeting": "Ho"}),
         "mcp_servers": ({}, [{"type": "url", "url": "https://example.com", "name": "x"}]),
         "metadata": ({}, {"user_id": "x"}),

@@ -210,7 +210,7 @@ def test_a_field_of_another_dialect_that_would_change_the_text_is_refused_by_nam
         (ResponsesRequest, "max_tokens", "; use `max_output_tokens`"),
         (ResponsesRequest, "response_format", "; use `text`"),
         (MessagesRequest, "stop", "; use `stop_sequences`"),
-        (MessagesRequest, "output_format", "; use `output_config`"),
+        (ChatRequest, "output_format", "; use `response_format`"),
     ],
 )
 def test_the_refusal_of_another_apis_field_names_what_to_use(kind, name, meant):

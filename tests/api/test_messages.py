@@ -228,6 +228,11 @@ CHATS = [  # a request, and the chat that it is
         {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"}},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
     ),
+    # As LiteLLM sends it.
+    (
+        {"output_format": {"type": "json_schema", "schema": SCHEMA}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+    ),
     ({"stop_sequences": ["a", "b"]}, {"stop": ["a", "b"]}),
     ({"top_k": 0}, {}),
     (
@@ -320,6 +325,8 @@ REFUSED = {
     "tool_choice": {"tools": [SEARCH], "tool_choice": {"type": "any"}},
     "tool_choice.name": {"tools": [SEARCH, WEATHER], "tool_choice": {"type": "tool", "name": "web_search"}},
     "output_config.format": {"output_config": {"format": {"type": "xml"}}},
+    "output_format": {"output_format": {"type": "xml"}},
+    "output_format.schema": {"output_format": {"type": "json_schema", "schema": 5}},
     "output_config.format.schema": {"output_config": {"format": {"type": "json_schema", "schema": 5}}},
     "chat_template_kwargs": {"chat_template_kwargs": {"messages": []}},
 }
