@@ -69,8 +69,13 @@ export NUMBA_CACHE_DIR=${NUMBA_CACHE_DIR:-$model_cache/numba}
 mkfifo "$run_dir/idle" && exec 9<>"$run_dir/idle" || exit 1
 pause() { read -r -t "$1" -u 9; }
 
-# Sets `now`, in milliseconds, without starting a process. The decimal point in EPOCHREALTIME is the locale's.
-clock() { now=$((${EPOCHREALTIME//[!0-9]/} / 1000)); }
+# Sets `now`, in milliseconds, without starting a process. Unlike bash's own clock, this one is never set: many a
+# machine gets the time of day while the server starts.
+clock() {
+    local uptime rest
+    read -r uptime rest </proc/uptime
+    now=$((10#${uptime/./} * 10)) # it has hundredths of a second
+}
 clock
 boot_deadline=$((now + startup_timeout_ms))
 

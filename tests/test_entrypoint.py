@@ -66,6 +66,32 @@ def test_a_boot_that_takes_too_long_ends_with_1_after_the_time_that_was_given(st
         assert server.log.splitlines()[-1] == words
 
 
+def test_a_clock_that_is_set_meanwhile_ends_neither_a_start_nor_the_time_to_finish(start, tmp_path):
+    """Bash's own clock jumps by up to nine hours at each command of the script."""
+    jumps = tmp_path / "jumps"
+    (tmp_path / "jump").write_text(f"""
+        unset EPOCHREALTIME
+        set -T
+        trap 'EPOCHREALTIME=$RANDOM.000000; [ $BASHPID != $$ ] || echo >>{shlex.quote(str(jumps))}' DEBUG
+    """)
+
+    def wait_for_jumps(many=100):
+        jumps.write_text("")
+        wait_until(lambda: len(jumps.read_text()) > many, "jumps of the clock")
+
+    worker = 'until [ -e "$TMPDIR/may_start" ]; do sleep 0.05; done' + STUBBORN
+    with start(worker, "--graceful-termination-timeout", "1000", BASH_ENV=str(tmp_path / "jump")) as server:
+        wait_until(lambda: server.pids("worker.py"), "the worker")
+        wait_for_jumps()
+        (server.tmp / "may_start").touch()
+        wait_until((server.tmp / "is_running").exists, "the end of the start")
+        server.process.send_signal(signal.SIGTERM)
+        wait_until((server.tmp / "signals").exists, "the signal to stop")
+        wait_for_jumps()
+        assert len((server.tmp / "signals").read_text().split()) == 1
+        assert server.stop() == 0
+
+
 @pytest.fixture
 def checkout(tmp_path):
     """The files of the server in a folder with a blank in its name, without an environment."""
