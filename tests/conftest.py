@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         places[item.path] = min(place(item), places.get(item.path, 2))
     items.sort(key=lambda item: places[item.path])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_temporary_folder(tmp_path_factory):
+    """What nobody removes is below pytest's own folder: pytest-xdist ends its processes without `atexit`."""
+    tempfile.tempdir = str(tmp_path_factory.mktemp("tmp"))
 
 
 @pytest.fixture

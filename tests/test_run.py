@@ -19,7 +19,7 @@ SOON_S = 20  # for what takes less than a second on a machine with nothing else 
 @pytest.fixture
 def short_path():
     """A folder whose path leaves room for the name of a socket; pytest's own may not."""
-    with tempfile.TemporaryDirectory(prefix="textgen-") as name:
+    with tempfile.TemporaryDirectory(prefix="textgen-", dir="/tmp") as name:
         yield Path(name)
 
 
