@@ -10,7 +10,6 @@
 # served (one line says why). Nothing survives: no process, no socket file.
 # shellcheck disable=SC2154 # settings.sh sets these variables
 set -u
-set -m # a process group for each child: Ctrl-C reaches only this script, which ends them in order
 
 here=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 # TGI's images set it; without the package hf_transfer, every download would fail.
@@ -58,8 +57,9 @@ trap 'stops=$((stops + 1))' TERM INT HUP
 exec 7>"$run_dir/lock.new" && flock 7 && mv "$run_dir/lock.new" "$run_dir/lock"
 export NEURON_TEXTGEN_RUN_DIR=$run_dir
 export NEURON_TEXTGEN_PARENT=$$ # see run.py
-# Writes config.json, which the processes read, and settings.sh, which this script reads.
-"$python" "$here/config.py" "$@" || exit $?
+# Writes config.json, which the processes read, and settings.sh, which this script reads. Ctrl-C reaches both, and is
+# left to this script.
+(trap '' INT && exec "$python" "$here/config.py" "$@") || exit $?
 source "$run_dir/settings.sh"
 export NUMBA_CACHE_DIR=${NUMBA_CACHE_DIR:-$model_cache/numba}
 (umask 077 && mkdir -p "$NUMBA_CACHE_DIR") 2>/dev/null # numba would let the group write to the model cache
@@ -79,6 +79,7 @@ clock() {
 clock
 boot_deadline=$((now + startup_timeout_ms))
 
+set -m # a process group for each child: Ctrl-C reaches only this script, which ends them in order
 exec 8>&2 2>/dev/null # bash's own messages about ended children stay out of the log, which is 8
 "$python" "$here/worker.py" 2>&8 8>&- 9<&- &
 worker=$!

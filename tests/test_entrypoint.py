@@ -189,6 +189,31 @@ def test_a_stop_before_the_server_is_ready_ends_it_at_once(start, since, stop):
         assert server.log.splitlines()[-1].endswith("entrypoint: Stopped")
 
 
+# Runs a command in a terminal, in which SIGINT presses Ctrl-C.
+TERMINAL = """
+import contextlib, os, pty, signal, sys
+pid, terminal = pty.fork()
+if not pid:
+    os.execv(sys.argv[1], sys.argv[1:])
+signal.signal(signal.SIGINT, lambda *_: os.write(terminal, b"\\x03"))
+with contextlib.suppress(OSError):  # at its end
+    while piece := os.read(terminal, 1024):
+        os.write(1, piece)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("since", ["lock", "config.json", "idle", "deaf"])
+def test_ctrl_c_before_the_server_is_ready_ends_it_at_once_and_without_a_traceback(start, since):
+    command = (sys.executable, "-c", TERMINAL, "./entrypoint.sh")
+    with start(DEAF, command=command) as server:
+        wait_until(lambda: server.run_dir and (server.run_dir / since).exists(), since)
+        server.process.send_signal(signal.SIGINT)
+        assert server.wait_exit(seconds=10) == 0
+        first, *_others, last = server.log.splitlines()
+        assert "config: Starting" in first and last.endswith("entrypoint: Stopped")
+
+
 # Writes the time of each SIGTERM, and ends at the second one.
 STUBBORN = """
     trap 'date +%s.%N >>"$TMPDIR/signals"; [ "$(wc -l <"$TMPDIR/signals")" -lt 2 ] || exit 0' TERM
