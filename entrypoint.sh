@@ -11,12 +11,21 @@
 # shellcheck disable=SC2154 # settings.sh sets these variables
 set -u
 
+stops=0 # signals to stop so far; bash runs no trap inside a trap, so the handler only counts
+trap 'stops=$((stops + 1))' TERM INT HUP # first of all: process 1 of a container gets no signal without a handler
+# Runs a command of a second. Ctrl-C at a terminal reaches it, too, and is left to this script.
+run_through_ctrl_c() { (trap '' INT && exec "$@"); }
+
 here=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 # TGI's images set it; without the package hf_transfer, every download would fail.
 unset HF_HUB_ENABLE_HF_TRANSFER
 python=${PYTHON:-$here/.venv/bin/python} # which `make run` makes
 [ -n "${PYTHON:-}" ] || [ -x "$python" ] || python=python3
-"$python" -c 'import importlib.util as i, sys; sys.exit(not (i.find_spec("msgspec") and i.find_spec("gevent")))' || {
+run_through_ctrl_c "$python" -c '
+import sys
+from importlib.util import find_spec
+sys.exit(not (find_spec("msgspec") and find_spec("gevent")))
+' || {
     echo "error: $python lacks what the server needs; \`make run\` in $here installs it" >&2
     exit 2
 }
@@ -51,15 +60,12 @@ run_dir=$(mktemp -d "${TMPDIR:-/tmp}/neuron-textgen.XXXXXXXX" 2>&1) || {
 }
 # A child that a signal ends before its exec runs this trap, too.
 trap '[ "$BASHPID" != $$ ] || rm -rf "$run_dir"' EXIT
-stops=0 # signals to stop so far; bash runs no trap inside a trap, so the handler only counts
-trap 'stops=$((stops + 1))' TERM INT HUP
 # The lock has its final name only when it is locked.
 exec 7>"$run_dir/lock.new" && flock 7 && mv "$run_dir/lock.new" "$run_dir/lock"
 export NEURON_TEXTGEN_RUN_DIR=$run_dir
 export NEURON_TEXTGEN_PARENT=$$ # see run.py
-# Writes config.json, which the processes read, and settings.sh, which this script reads. Ctrl-C reaches both, and is
-# left to this script.
-(trap '' INT && exec "$python" "$here/config.py" "$@") || exit $?
+# Writes config.json, which the processes read, and settings.sh, which this script reads.
+run_through_ctrl_c "$python" "$here/config.py" "$@" || exit $?
 source "$run_dir/settings.sh"
 export NUMBA_CACHE_DIR=${NUMBA_CACHE_DIR:-$model_cache/numba}
 (umask 077 && mkdir -p "$NUMBA_CACHE_DIR") 2>/dev/null # numba would let the group write to the model cache

@@ -15,9 +15,11 @@ from processes import Server, wait_until
 
 from run import HERE
 
-# In place of Python: the real config.py, and processes of the two other kinds that do what a test asks for.
+# In place of Python: the real config.py, and processes of the two other kinds that do what a test asks for. The check of the
+# environment waits for the file MAY_START.
 PYTHON = """#!/usr/bin/env bash
 case $1 in
+    -c) touch "$TMPDIR/is_checked"; until [ -e "${{MAY_START:-/}}" ]; do sleep 0.02; done ;;
     *config.py) exec {python} "$@" ;;
     *worker.py) {worker} ;;
     *web.py) exec sleep 60 ;;
@@ -185,6 +187,16 @@ def test_a_stop_before_the_server_is_ready_ends_it_at_once(start, since, stop):
     with start(DEAF) as server:
         wait_until(lambda: server.run_dir and (server.run_dir / since).exists(), since)
         server.process.send_signal(stop)
+        assert server.wait_exit(seconds=10) == 0
+        assert server.log.splitlines()[-1].endswith("entrypoint: Stopped")
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_stop_in_the_first_moment_is_not_lost(start, tmp_path, stop):
+    with start(DEAF, MAY_START=str(tmp_path / "may_start")) as server:
+        wait_until((server.tmp / "is_checked").exists, "the first command")
+        server.process.send_signal(stop)
+        (tmp_path / "may_start").touch()
         assert server.wait_exit(seconds=10) == 0
         assert server.log.splitlines()[-1].endswith("entrypoint: Stopped")
 
