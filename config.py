@@ -1222,8 +1222,11 @@ def load() -> Config:
 def listen(config: Config) -> socket.socket:
     """The listening socket. Raises ConfigError if its address cannot be used."""
     family = socket.AF_INET6 if ":" in config.hostname else socket.AF_INET
+    is_dual = config.hostname == "::" and socket.has_dualstack_ipv6()  # IPv4, too, as in TGI
     try:
-        return socket.create_server((config.hostname, config.port), family=family, backlog=2048)
+        return socket.create_server(
+            (config.hostname, config.port), family=family, backlog=2048, dualstack_ipv6=is_dual
+        )
     except OSError as error:
         raise ConfigError(
             f"port {config.port} of {config.hostname} cannot be used: {os.strerror(error.errno)};"

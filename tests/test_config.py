@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 
@@ -794,3 +795,12 @@ def test_a_tool_parser_may_have_vllms_name(theirs, ours):
 @pytest.mark.parametrize("word", ["fp8_e4m3fn", "fp8_e4m3", "fp8"])
 def test_names_that_tgi_and_vllm_have_for_a_kv_cache_in_fp8_mean_the_same(word):
     assert of("--kv-cache-dtype", word).kv_cache_dtype == of(KV_CACHE_DTYPE=word).kv_cache_dtype == "fp8_e4m3fn"
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_all_addresses_of_ipv6_are_those_of_ipv4_too():
+    with config.listen(Config(hostname="::", port=0)) as listener:
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, listener.getsockname()[1])).close()
+    with config.listen(Config(hostname="::1", port=0)) as listener, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", listener.getsockname()[1]))
