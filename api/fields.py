@@ -27,6 +27,8 @@ T = TypeVar("T", bound=Struct)
 V = TypeVar("V")
 Json = dict[str, Any]
 
+# Characters: whether text may yet become one is found in time that grows with its square.
+MAX_STOP = 1_000
 MAX_FIELDS = 256  # each unknown one is compared with all known ones, to find misspelled ones
 # Fields of TGI, OpenAI and other servers that would change the output and are not supported: the values that
 # they may have, which change nothing, and their names.
@@ -260,6 +262,9 @@ def check_stop(stop: list[str], config: Config, name: str = "stop") -> None:
     most = config.max_stop_sequences
     detail = f"supports up to {most} stop sequences (--max-stop-sequences raises it). Given: {len(stop)}"
     require(len(stop) <= most, name, detail)
+    longest = max(map(len, stop), default=0)
+    detail = f"may have at most {MAX_STOP} characters in a stop sequence. Given: {longest}"
+    require(longest <= MAX_STOP, name, detail)
 
 
 def check_top_n(n: int | None, name: str, most: int) -> None:

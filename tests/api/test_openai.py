@@ -27,6 +27,7 @@ LIMITS = [  # field, what is just right, what is just wrong, the detail
     ("repetition_penalty", [0.1, 2], [0, -1], "must be strictly positive"),
     ("n", [1, 4], [0, 5], "must be > 0 and <= 4 (--max-client-batch-size raises it). Given: "),
     ("stop", ["a", ["a"] * 4], [["a"] * 5], "supports up to 4 stop sequences (--max-stop-sequences raises it). Given: 5"),
+    ("stop", ["x" * 1000], ["x" * 1001], "may have at most 1000 characters in a stop sequence. Given: 1001"),
     ("min_tokens", [0, 9], [10], "must be <= the maximum of tokens to generate. Given: 10 and 9"),
     ("logit_bias", [{}, {"0": -100, "256": 100}], [{"1": 101}], "must be >= -100 and <= 100. Given: 101"),
     ("logit_bias", [{}], [{str(n): 1 for n in range(MAX_LOGIT_BIAS + 1)}], f"takes up to {MAX_LOGIT_BIAS} tokens. Given: "),
