@@ -15,6 +15,9 @@ import numpy as np
 
 MIN_NGRAM = 2  # tokens; shorter copies are chance
 MAX_NGRAM = 16  # most tokens of a copy that are compared
+# Most copies of the last token that are compared, the latest ones: a text may consist of it, and every
+# running request waits for this.
+MAX_COPIES = 10_000
 INITIAL_DRAFT_TOKENS = 4
 MAX_PAUSE = 64  # tokens
 
@@ -65,7 +68,7 @@ class NgramProposer:
         generated = self._end - self._begin
         if generated < MIN_NGRAM and tokens[self._begin :].tolist() == self._prediction[:generated]:
             return generated
-        found = np.flatnonzero(tokens[:-1] == tokens[-1])
+        found = np.flatnonzero(tokens[:-1] == tokens[-1])[-MAX_COPIES:]
         length = 1
         while length < MAX_NGRAM:
             longer = found[found >= length]

@@ -8,7 +8,7 @@ from fakes.model import EOS, VOCABULARY, greedy
 from loop import ENGINES, Driven, Oracle
 
 import worker
-from engine.ngram_proposer import INITIAL_DRAFT_TOKENS, MAX_PAUSE, NgramProposer
+from engine.ngram_proposer import INITIAL_DRAFT_TOKENS, MAX_COPIES, MAX_PAUSE, NgramProposer
 from protocol import Cancel, Generate, SamplingParams
 
 
@@ -25,6 +25,11 @@ def test_what_followed_the_last_tokens_before_is_guessed():
 def test_the_longest_earlier_copy_counts_and_of_equal_ones_the_latest():
     assert lookup([7, 1, 2, 3, 8, 1, 2, 4], [7, 1, 2]).propose(1) == [3]
     assert lookup([1, 2, 3, 1, 2, 4, 9], [1, 2]).propose(1) == [4]
+
+
+@pytest.mark.parametrize(("others", "draft"), [(MAX_COPIES - 1, [5]), (MAX_COPIES, [])])
+def test_of_a_token_that_a_text_is_full_of_only_the_latest_copies_are_compared(others, draft):
+    assert lookup([9, 7, 5, *[8, 7] * others], [9, 7]).propose(1) == draft
 
 
 def test_a_text_that_repeats_itself_is_guessed_as_far_as_it_goes():
