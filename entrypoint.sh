@@ -152,13 +152,16 @@ elif [ "$stops" -gt 0 ]; then
     deadline=$((now + graceful_termination_timeout_ms))
     kill -TERM "$worker"
     wait_for "$worker" "$graceful_termination_timeout_ms" 1
-    kill -TERM "$worker"
-    wait_for "$worker" 5000
+    for _ in {1..10}; do # two signals at once are one to the worker
+        running "$worker" || break
+        kill -TERM "$worker"
+        wait_for "$worker" 500
+    done
     kill -KILL -- "-$worker" # if it still runs; the API server processes then answer open requests with an error
     kill -TERM "$web" # which lets clients read open responses to their end
     clock
-    left=$((deadline - now))
-    wait_for "$web" $((left > 2000 ? left : 2000)) 1
+    wait_for "$web" $((deadline - now - 2000)) 1
+    wait_for "$web" 2000
     log INFO "Stopped"
     finish 0
 fi

@@ -577,18 +577,21 @@ def fail_step(server):
     server.fault.write_text("step")
 
 
-@pytest.mark.parametrize("how", ["the end of the grace", "a second SIGTERM", "a device that hangs"])
-def test_streams_that_do_not_end_after_sigterm_end_with_an_error(start, how):
-    with start("--graceful-termination-timeout", "60" if how == "a second SIGTERM" else "1") as server:
+@pytest.mark.parametrize("hangs", [False, True], ids=["", "a device that hangs"])
+@pytest.mark.parametrize("how", ["the end of the grace", "a second SIGTERM", "two signals at once"])
+def test_streams_that_do_not_end_after_sigterm_end_with_an_error(start, how, hangs):
+    with start("--graceful-termination-timeout", "1" if how == "the end of the grace" else "60") as server:
         server.wait_ready()
         streams = [send(server, COMPLETIONS, endless()) for _ in range(6)]
         wait_until(lambda: server.status().steps > 0 and server.status().queued == 2, "all are there, and four run")
-        if how == "a device that hangs":
+        if hangs:
             hang_step(server)
         server.process.send_signal(signal.SIGTERM)
         if how == "a second SIGTERM":
             wait_until(lambda: server.get("/health")[0] == 503, "the first signal has its effect")
             server.process.send_signal(signal.SIGTERM)
+        if how == "two signals at once":
+            server.process.send_signal(signal.SIGINT)
         answers = [answer(stream) for stream in streams]
         assert sorted(status for status, _, _ in answers) == [200] * 4 + [503] * 2
         assert all(b'"error"' in last_word(body) for _, _, body in answers)
