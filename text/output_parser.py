@@ -238,7 +238,7 @@ class OutputParser:
             self._is_thinking = True
         self._undecided = ""
         closes = "" if thinking.close_id is not None else thinking.format.close
-        found = yield from self._reasoning(closes)
+        found = yield from self._until(Reasoning, self._ends_of_reasoning(closes))
         if found == closes:
             yield from self._skip_spaces()
         else:
@@ -248,23 +248,12 @@ class OutputParser:
         self._is_thinking = False
         self._undecided = ""
 
-    def _reasoning(self, close: str) -> Generator[None, None, str]:
-        """Sends the reasoning, and reads what ends it: `close` ("": the token that `read` knows) or, if calls
-        are allowed, their marker, which is returned."""
+    def _ends_of_reasoning(self, close: str) -> list[str]:
+        """What ends reasoning: `close` ("": the token that `read` knows) or, if calls are allowed, their
+        marker."""
         form = self._calls.format if self._calls else None
-        markers = [close] if close else []
-        markers += [form.open, *form.also_open] if form else []
-        while True:
-            parts = [self._buffer.partition(marker) for marker in markers]
-            before, found, _rest = min(parts, key=lambda part: len(part[0]), default=(self._buffer, "", ""))
-            is_closed = self._ended or not self._is_thinking
-            held = "" if found or is_closed else stop_begun(before, markers)
-            self._send(Reasoning, len(before) - len(held))
-            if found:
-                self._take(len(found))
-            if found or is_closed:
-                return found
-            yield
+        markers = [form.open, *form.also_open] if form else []
+        return [close, *markers] if close else markers
 
     def _end_truncated(self) -> None:
         """The text ended within a call."""
@@ -291,8 +280,8 @@ class OutputParser:
         yield from self._skip_spaces()
         follows = self._begins_implicitly()
         marked = not follows
-        forced = self._calls.requires_call
-        while follows or (yield from self._until(form.open, Content, forced, form.also_open)):
+        markers = [form.open, *form.also_open]
+        while follows or (yield from self._until(Content, markers, self._calls.requires_call)):
             if form.first:
                 yield from self._skip(form.first)
             yield from self._call(marked)
@@ -582,31 +571,27 @@ class OutputParser:
             yield from self._more()
 
     def _until(
-        self,
-        marker: str,
-        kind: type[Content] | type[Reasoning] = Content,
-        may_be_truncated: bool = False,
-        others: Sequence[str] = (),
-    ) -> Generator[None, None, bool]:
-        """Sends the text up to the marker, or one of the others, and reads that; False when it never comes.
-        A marker may end with another, and not have it elsewhere.
+        self, kind: type[Content] | type[Reasoning], markers: Sequence[str], may_be_truncated: bool = False
+    ) -> Generator[None, None, str]:
+        """Sends the text up to one of the markers, and reads that; "" when none comes. A marker may end with
+        another, and not have it elsewhere. Reasoning also ends at the token that `read` knows.
 
-        may_be_truncated: a beginning of the marker at the end of the text is not part of the text.
+        may_be_truncated: a beginning of a marker at the end of the text is not part of the text.
         """
-        markers = (marker, *others)
         while True:
-            parts = [self._buffer.partition(each) for each in markers]
-            before, found, _rest = min(parts, key=lambda part: len(part[0]))
+            parts = [self._buffer.partition(marker) for marker in markers]
+            before, found, _rest = min(parts, key=lambda part: len(part[0]), default=(self._buffer, "", ""))
             held = "" if found else stop_begun(before, markers)
-            if self._ended and held and may_be_truncated:
+            is_end = self._ended or (kind is Reasoning and not self._is_thinking)
+            if is_end and held and may_be_truncated:
                 raise _Truncated
-            if self._ended:
+            if is_end:
                 held = ""
             self._send(kind, len(before) - len(held))
             if found:
                 self._take(len(found))
-            if found or self._ended:
-                return bool(found)
+            if found or is_end:
+                return found
             yield
 
     def _skip(self, *markers: str) -> Generator[None, None, str]:
@@ -630,16 +615,11 @@ class OutputParser:
             raise _Truncated if is_begun else _NotACall
         return found
 
-    def _skip_spaces(self) -> Generator[None, None, bool]:
-        """Reads spaces; returns whether anything follows."""
-        return (yield from self._strip(None))
-
-    def _strip(self, characters: str | None) -> Generator[None, None, bool]:
-        while True:
-            self._take(len(self._buffer) - len(self._buffer.lstrip(characters)))
-            if self._buffer or self._ended:
-                return bool(self._buffer)
+    def _skip_spaces(self) -> Generator[None, None, None]:
+        while not self._ended and not self._buffer.lstrip():
+            self._take(len(self._buffer))
             yield
+        self._take(len(self._buffer) - len(self._buffer.lstrip()))
 
     def _more(self) -> Generator[None, None, None]:
         if self._ended:
