@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -68,15 +68,16 @@ class SampledIds(NamedTuple):
 Logits = np.ndarray
 
 
-class StaticBatchModel(Protocol):
-    """What the worker runs. One call at a time, from one thread."""
+class StaticBatchModel:
+    """What the worker runs. One call at a time, from one thread. Attributes without a value are set by each
+    engine."""
 
     engine: str  # "openvino", "torch" or "neuron"
     device: str  # "cpu", "cuda" or "neuron"
     dtype: str  # "float32", "bfloat16" or "float16"
-    quantize: str | None  # "int8" or "int4" where the weights are compressed
+    quantize: str | None = None  # "int8" or "int4" where the weights are compressed
     kv_cache_dtype: str  # as `dtype`, "u8" or "fp8_e4m3fn"
-    kv_bytes_per_token: int | None  # of the KV cache; None: unknown
+    kv_bytes_per_token: int | None = None  # of the KV cache; None: unknown
     batch_size: int  # slots that run at a time
     prefix_slots: int  # all slots; those beyond `batch_size` only hold prompts for prefix caching
     max_total_tokens: int  # positions of a slot
@@ -85,23 +86,24 @@ class StaticBatchModel(Protocol):
     supports_prompt_logits: bool  # whether `Chunk.all_logits` is supported
     # "host"; "device": `forward` returns SampledIds, and `set_sampling` comes before each prompt; "hybrid":
     # either, as `return_token_ids` says.
-    sampling: str
+    sampling: str = "host"
     # One call may hold any mix of chunks; else either rows of one token each, or a single prompt chunk.
-    supports_chunked_prefill: bool
-    prefill_chunk: int | None  # longest prompt chunk in tokens; None: a prompt runs whole
-    chunk_granularity: int  # with chunked prefill all chunks of a prompt but its last are multiples of this
+    supports_chunked_prefill: bool = False
+    prefill_chunk: int | None = None  # longest prompt chunk in tokens; None: a prompt runs whole
+    # With chunked prefill all chunks of a prompt but its last are multiples of this.
+    chunk_granularity: int = 1
     # A prompt may continue what its slot holds at multiples of this position; None: nowhere.
     prefix_granularity: int | None
-    supports_prefix_copy: bool  # whether `copy_prefix` is supported
+    supports_prefix_copy: bool = False  # whether `copy_prefix` is supported
     # Whether a chunk must have all tokens of an image or none (`cuts_image`): they attend to each other.
-    whole_images: bool
+    whole_images: bool = False
     # Tokens of all rows of a call with `verify`, and of one row; 0: not supported. More draft tokens would
     # cost more than they save.
-    max_draft_rows: int
-    verify_length: int
+    max_draft_rows: int = 0
+    verify_length: int = 0
     # Of a model that reads images: the embeddings that image tokens (negative ids) in chunks stand for.
-    encoder_cache: EncoderCache | None
-    adapters: Adapters | None  # that chunks may choose; None: none can be served
+    encoder_cache: EncoderCache | None = None
+    adapters: Adapters | None = None  # that chunks may choose; None: none can be served
 
     def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:
         """Runs the chunks, at most one a slot, and extends the KV cache of their slots; no other slot
@@ -133,7 +135,8 @@ class StaticBatchModel(Protocol):
         """The embeddings of an image, float32 [tokens, width], of its tiles, uint8 RGB [tiles, height, width,
         3], and how they lie in it (protocol.py: Image). Runs one tile at a time; returns None once
         `is_cancelled` says so between two of them. Called from one thread, also while `forward` runs. Only
-        where there is an `encoder_cache`."""
+        where there is an `encoder_cache`: then the engine has set `_vision`."""
+        return self._vision.encode(pixels, canvas, is_cancelled)
 
 
 def check_length_limit(model: str, limit: int | None, length: int) -> None:

@@ -15,7 +15,16 @@ import numpy as np
 import torch
 
 from config import DEVICE_TOP_K
-from models.base import Chunk, DeviceLost, Logits, ModelError, SampledIds, named, warn_text_only
+from models.base import (
+    Chunk,
+    DeviceLost,
+    Logits,
+    ModelError,
+    SampledIds,
+    StaticBatchModel,
+    named,
+    warn_text_only,
+)
 from models.encoder_cache import EncoderCache, split_ids
 from models.neuron_build import (
     GREEDY,
@@ -36,8 +45,8 @@ MAX_TEMPERATURE = 10000.0
 CHUNK_TOLERANCE = {"float32": 0.01, "bfloat16": 0.05, "float16": 0.05}
 
 
-class NeuronModel:
-    """A model on NeuronCores. Implements StaticBatchModel. One call at a time, from the thread that made it.
+class NeuronModel(StaticBatchModel):
+    """A model on NeuronCores. One call at a time, from the thread that made it.
 
     Where `prefill_chunk` is set, a chunk at position 0 runs in the graph for whole prompts, and later ones in
     a graph for one slot and `prefill_chunk` tokens, which transformers-neuronx has for speculation: its graph
@@ -47,13 +56,6 @@ class NeuronModel:
 
     engine = "neuron"
     device = "neuron"
-    supports_chunked_prefill = False
-    supports_prefix_copy = False
-    whole_images = False
-    encoder_cache: EncoderCache | None = None
-    adapters = None  # a graph has none; --merge-lora merges one
-    chunk_granularity = 1
-    kv_bytes_per_token = None
 
     def __init__(
         self, build: BuildPlan, work_dir: Path, announce: Callable[[str], None] = lambda phase: None
@@ -81,8 +83,6 @@ class NeuronModel:
         self._held: dict[int, list[int]] = {}  # slot → the tokens in its KV cache
         self._drafts: dict[int, Sequence[int]] = {}  # slot → draft tokens after them, not yet accepted
         self._pinned: dict[int, set[int]] = {}  # slot → the images in its KV cache, by key
-        self.max_draft_rows = self.verify_length = 0
-        self.prefill_chunk: int | None = None
         if self.sampling == "hybrid" and (problem := self._hybrid_problem()):
             logger.warning("On-device sampling is off (--sampling): %s", problem)
             self.return_token_ids(False)
@@ -217,14 +217,8 @@ class NeuronModel:
         step = self.forward([Chunk(slot, prompt[:1], len(prompt))])
         return [_comparable(output), _comparable(step)]
 
-    def encode_image(
-        self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
-    ) -> np.ndarray | None:
-        """See StaticBatchModel."""
-        return self._vision.encode(pixels, canvas, is_cancelled)
-
     def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
-        """See StaticBatchModel. Raises DeviceLost.
+        """Raises DeviceLost.
 
         The device samples in the model's own dtype, among DEVICE_TOP_K tokens at most. It gives a filtered
         token a logit of -30000 after the temperature, which bounds the temperature from below; float16 bounds
@@ -244,14 +238,13 @@ class NeuronModel:
             raise DeviceLost(explain(error)) from error
 
     def return_token_ids(self, ids: bool) -> None:
-        """See StaticBatchModel."""
         assert self.sampling == "hybrid"
         self._returns_ids = ids
         self._model.return_token_ids(ids)
 
     def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:
-        """See StaticBatchModel. A call has one prompt or prompt chunk, or one token of every live slot, in
-        ascending order of the slots."""
+        """A call has one prompt or prompt chunk, or one token of every live slot, in ascending order of the
+        slots."""
         for chunk in chunks:
             self._commit_accepted(chunk)
         first = chunks[0]

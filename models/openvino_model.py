@@ -1,5 +1,4 @@
-"""Decoder-only models on a CPU, through OpenVINO. `OpenVinoModel` implements StaticBatchModel; `load` picks
-the engine.
+"""Decoder-only models on a CPU, through OpenVINO. `load` picks the engine.
 
 A model is converted once (`convert.py`, in a child process) and kept in the cache (`cache.py`) as an OpenVINO
 graph whose attention layers are placeholders. Here the graph is read, the placeholders become PagedAttention,
@@ -91,20 +90,16 @@ PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "u8": "u8"}  # OpenVINO's na
 BATCH_INPUTS = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
 
 
-class OpenVinoModel:
+class OpenVinoModel(StaticBatchModel):
     """A converted model and its KV cache. `graph` comes from `read_graph`; `facts` is its `entry.json`."""
 
     engine = "openvino"
     device = "cpu"
-    sampling = "host"
     supports_chunked_prefill = True
     prefill_chunk = 256
     supports_prompt_logits = True
-    chunk_granularity = prefix_granularity = 1
+    prefix_granularity = 1
     supports_prefix_copy = True
-    whole_images = False
-    encoder_cache: EncoderCache | None = None
-    adapters: Adapters | None = None
     _grid_positions: GridPositions | None = None
     max_draft_rows = verify_length = VERIFY_TOKENS
 
@@ -266,11 +261,6 @@ class OpenVinoModel:
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": activation_group,
         }
         self._vision = VisionEncoder(path, newline, self._settings | precision)
-
-    def encode_image(
-        self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
-    ) -> np.ndarray | None:
-        return self._vision.encode(pixels, canvas, is_cancelled)
 
     def find_quick_rows(self) -> None:
         """Measures whether small calls are quicker with more rows."""

@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,16 @@ from manifest import Manifest, check_weights
 from models.accuracy import find_fault
 from models.adapters import Adapters, configured
 from models.architecture import read_architecture, with_version_of_code
-from models.base import Chunk, DeviceLost, ModelError, first_line, named, reported_as, warn_text_only
+from models.base import (
+    Chunk,
+    DeviceLost,
+    ModelError,
+    StaticBatchModel,
+    first_line,
+    named,
+    reported_as,
+    warn_text_only,
+)
 from models.encoder_cache import EncoderCache, split_at_images
 from models.grid_positions import GridPositions
 from models.image_layout import Canvas
@@ -416,25 +425,17 @@ def _scaled_dot_product(
 ALL_ATTENTION_FUNCTIONS.register(STATIC_BATCH, _attend)
 
 
-class TorchModel:
-    """A decoder-only model of `transformers` on a CPU or a CUDA GPU. Implements StaticBatchModel.
+class TorchModel(StaticBatchModel):
+    """A decoder-only model of `transformers` on a CPU or a CUDA GPU.
 
     Raises ModelError for what cannot be served; at startup the logits are compared with transformers' own.
     """
 
     engine = "torch"
-    sampling = "host"
-    quantize = None
-    supports_chunked_prefill = False
     supports_prompt_logits = True
     prefill_chunk = 128  # fixed boundaries: the last bits of a token's logits may depend on its chunk
     prefix_granularity = prefill_chunk
-    chunk_granularity = 1
-    kv_bytes_per_token = None
     supports_prefix_copy = True
-    encoder_cache = None
-    adapters: Adapters | None = None
-    whole_images = False
     _grid_positions: GridPositions | None = None
 
     def __init__(self, config: Config, folder: Path, device: str):
@@ -486,11 +487,6 @@ class TorchModel:
         if self._profiler:
             self._profiler.step()
         return logits
-
-    def encode_image(
-        self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
-    ) -> np.ndarray | None:
-        return self._vision.encode(pixels, canvas, is_cancelled)
 
     def _load_vision(self, manifest: Manifest) -> None:
         """Sets `encoder_cache` where the model reads images, and its tower computes what that of transformers

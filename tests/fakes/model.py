@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from models.adapters import Adapters
-from models.base import Chunk, SampledIds
+from models.base import Chunk, SampledIds, StaticBatchModel
 from models.encoder_cache import EncoderCache, split_ids
 from protocol import Image
 
@@ -49,15 +49,11 @@ def greedy(prompt: list[int], max_new_tokens: int, vocabulary: int = VOCABULARY,
     return tokens[len(prompt) :]
 
 
-class FakeModel:
-    """Implements StaticBatchModel. `calls` holds the chunks of every call so far."""
+class FakeModel(StaticBatchModel):
+    """`calls` holds the chunks of every call so far."""
 
     engine = device = "fake"
-    dtype = "float32"
-    quantize = encoder_cache = kv_bytes_per_token = None
-    kv_cache_dtype = "float32"
-    chunk_granularity = 1
-    whole_images = False
+    dtype = kv_cache_dtype = "float32"
 
     def __init__(
         self,
