@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -30,11 +30,14 @@ from models.family import (
     ArchSpec,
     Experts,
     Family,
+    GetTensor,
     K,
     LayerKind,
     O,
     Q,
+    Tensors,
     V,
+    Windows,
 )
 from run import ConfigError
 
@@ -56,7 +59,7 @@ class Mistral(Family):
     defaults: ClassVar = {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072}
     supported_values: ClassVar = Family.supported_values | {"attention_bias": (False,)}
 
-    def windows(self) -> list[int | None]:
+    def windows(self) -> Windows:
         return [self.config.get("sliding_window")] * self.layers
 
 
@@ -71,7 +74,7 @@ class Qwen2(Family):
     }
     biases = (Q, K, V)
 
-    def windows(self) -> list[int | None]:
+    def windows(self) -> Windows:
         c = self.config
         window = c["sliding_window"] if c.get("use_sliding_window") else None
         if types := c.get("layer_types"):
@@ -79,11 +82,11 @@ class Qwen2(Family):
         return [window if n >= c["max_window_layers"] else None for n in range(self.layers)]
 
 
-def _windows(layer_types: list[str], window: int | None) -> list[int | None]:
+def _windows(layer_types: list[str], window: int | None) -> Windows:
     return [window if each == "sliding_attention" else None for each in layer_types]
 
 
-def _patterned(family: Family, pattern: int) -> list[int | None]:
+def _patterned(family: Family, pattern: int) -> Windows:
     """Where config.json does not name the types, the last of every `pattern` layers has full attention."""
     every = range(1, family.layers + 1)
     types = ["sliding_attention" if n % pattern else "full_attention" for n in every]
@@ -97,11 +100,11 @@ class Qwen3(Qwen2):
     def graph(self) -> ArchSpec:
         return replace(super().graph(), head_norms="each")
 
-    def extra_tensors(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def extra_tensors(self, get: GetTensor) -> Tensors:
         return super().extra_tensors(get) | _head_norms(self, get)
 
 
-def _head_norms(family: Family, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+def _head_norms(family: Family, get: GetTensor) -> Tensors:
     return {name: family.norm(get(f"self_attn.{name}.weight")) for name in ("q_norm", "k_norm")}
 
 
@@ -116,10 +119,10 @@ class Phi3(Family):
     supported_values: ClassVar = Family.supported_values | {"rope_scaling": ("default", "longrope")}
     biases = ()
 
-    def windows(self) -> list[int | None]:
+    def windows(self) -> Windows:
         return [self.config.get("sliding_window")] * self.layers
 
-    def layer(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def layer(self, get: GetTensor) -> Tensors:
         of_heads, of_kv_heads = (count * self.head_dim for count in (self.heads, self.kv_heads))
         attention = get("self_attn.qkv_proj.weight").split([of_heads, of_kv_heads, of_kv_heads])
         mlp = get("mlp.gate_up_proj.weight").chunk(2)
@@ -223,21 +226,21 @@ class Gemma2(Gemma):
             logit_cap=self.config.get("final_logit_softcapping"),
         )
 
-    def windows(self) -> list[int | None]:
+    def windows(self) -> Windows:
         pattern = self.config.get("sliding_window_pattern") or self.pattern
         return _patterned(self, pattern)
 
-    def norms_before(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def norms_before(self, get: GetTensor) -> Tensors:
         return {
             NORM_BEFORE_ATTENTION: self.norm(get("input_layernorm.weight")),
             NORM_BEFORE_MLP: self.norm(get("pre_feedforward_layernorm.weight")),
         }
 
-    def extra_tensors(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def extra_tensors(self, get: GetTensor) -> Tensors:
         return super().extra_tensors(get) | _norms_after(self, get)
 
 
-def _norms_after(family: Family, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+def _norms_after(family: Family, get: GetTensor) -> Tensors:
     return {
         "after_attention": family.norm(get("post_attention_layernorm.weight")),
         "after_mlp": family.norm(get("post_feedforward_layernorm.weight")),
@@ -269,7 +272,7 @@ class Gemma3(Gemma2):
         kinds = tuple(LayerKind(1 if window else 0, window) for window in self.windows())
         return replace(super().graph(), ropes=(everywhere, near), kinds=kinds, head_norms="each")
 
-    def extra_tensors(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def extra_tensors(self, get: GetTensor) -> Tensors:
         norms = _head_norms(self, get)
         norms["q_norm"] = norms["q_norm"] * self.query_norm_scale
         return super().extra_tensors(get) | norms
@@ -283,12 +286,12 @@ class Olmo2(Family):
     def graph(self) -> ArchSpec:
         return replace(super().graph(), head_norms="all", norms="after")
 
-    def norms_before(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def norms_before(self, get: GetTensor) -> Tensors:
         # The layer of transformers-neuronx needs them; they are not computed.
         unused = get("post_attention_layernorm.weight")
         return {NORM_BEFORE_ATTENTION: unused, NORM_BEFORE_MLP: unused}
 
-    def extra_tensors(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def extra_tensors(self, get: GetTensor) -> Tensors:
         return super().extra_tensors(get) | _head_norms(self, get) | _norms_after(self, get)
 
 
@@ -298,7 +301,7 @@ class Olmo3(Olmo2):
     defaults: ClassVar = Olmo2.defaults | {"sliding_window": 4096}
     supported_values: ClassVar = Olmo2.supported_values | TWO_ROPES
 
-    def windows(self) -> list[int | None]:
+    def windows(self) -> Windows:
         return _patterned(self, 4)
 
     def graph(self) -> ArchSpec:
@@ -330,10 +333,10 @@ class Mixture(Family):
         self.experts = Experts(count, columns, per_token, is_normalized, self.has_biases)
         self.intermediate = count * columns
 
-    def layer(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def layer(self, get: GetTensor) -> Tensors:
         return super().layer(functools.partial(self._get_joined, get))
 
-    def _get_joined(self, get: Callable[[str], Tensor], name: str) -> Tensor:
+    def _get_joined(self, get: GetTensor, name: str) -> Tensor:
         """The matrices of all experts side by side, for the matrix of an MLP; other tensors as they are."""
         matrix = name.removesuffix(".weight")
         if matrix not in self.names:
@@ -344,7 +347,7 @@ class Mixture(Family):
         parts = [get(theirs.format(number)) for number in range(self.experts.count)]
         return torch.cat(parts, dim=1 if matrix == DOWN else 0)
 
-    def extra_tensors(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def extra_tensors(self, get: GetTensor) -> Tensors:
         return super().extra_tensors(get) | {"router": get(self.router).T}
 
 
@@ -366,7 +369,7 @@ class Qwen3Moe(Mixture, Qwen3):
         "mlp_only_layers": ([],),
     }
 
-    def windows(self) -> list[int | None]:
+    def windows(self) -> Windows:
         c = self.config
         return [c["sliding_window"] if c.get("use_sliding_window") else None] * self.layers
 
@@ -387,7 +390,7 @@ class Olmoe(Mixture):
     def graph(self) -> ArchSpec:
         return replace(super().graph(), head_norms="all")
 
-    def extra_tensors(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def extra_tensors(self, get: GetTensor) -> Tensors:
         return super().extra_tensors(get) | _head_norms(self, get)
 
 
@@ -431,10 +434,10 @@ class GptOss(Mixture):
     def graph(self) -> ArchSpec:
         return replace(super().graph(), has_sinks=True, swiglu_limit=7.0)
 
-    def windows(self) -> list[int | None]:
+    def windows(self) -> Windows:
         return _patterned(self, 2)
 
-    def _get_joined(self, get: Callable[[str], Tensor], name: str) -> Tensor:
+    def _get_joined(self, get: GetTensor, name: str) -> Tensor:
         """Gate and up take turns in [experts, hidden, 2 * columns]; down is [experts, columns, hidden]."""
         matrix = name.removesuffix(".weight")
         if matrix == DOWN:
@@ -444,7 +447,7 @@ class GptOss(Mixture):
         columns = get("mlp.experts.gate_up_proj")[..., MLP.index(matrix) :: 2]
         return columns.transpose(1, 2).flatten(0, 1)
 
-    def extra_tensors(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def extra_tensors(self, get: GetTensor) -> Tensors:
         gate_and_up = get("mlp.experts.gate_up_proj_bias")
         return super().extra_tensors(get) | {
             "sinks": get("self_attn.sinks"),
@@ -467,13 +470,13 @@ class InternLM2(Family):
     }
     biases = ()
 
-    def embedding(self, get: Callable[[str], Tensor]) -> Tensor:
+    def embedding(self, get: GetTensor) -> Tensor:
         return get("model.tok_embeddings.weight")
 
-    def head(self, get: Callable[[str], Tensor]) -> Tensor:
+    def head(self, get: GetTensor) -> Tensor:
         return get("model.tok_embeddings.weight" if self.is_tied else "output.weight")
 
-    def layer(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def layer(self, get: GetTensor) -> Tensors:
         fused = get("attention.wqkv.weight")
         by_head = fused.view(self.kv_heads, -1, self.head_dim, self.hidden)
         parts = by_head.split([self.heads // self.kv_heads, 1, 1], dim=1)

@@ -29,6 +29,11 @@ NORM_BEFORE_ATTENTION = "input_layernorm.weight"
 NORM_BEFORE_MLP = "post_attention_layernorm.weight"  # Llama's name: it follows the attention
 
 
+GetTensor = Callable[[str], "Tensor"]  # a tensor of the checkpoint by its name
+Tensors = dict[str, "Tensor"]
+Windows = list[int | None]  # the sliding window of each layer
+
+
 @dataclass(frozen=True)
 class LayerKind:
     rope: int | None = 0  # which of the rotary positions; None: the layer has none
@@ -153,11 +158,6 @@ class Family:
         """The class that the graphs of this model are compiled from, with its revision."""
         return self.neuronx_class or f"{self.model_type}, revision {self.revision}"
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Options of transformers-neuronx's NeuronConfig."""
-        return {"attention_layout": "BSH", "fuse_qkv": True}
-
     def as_llama(self) -> dict[str, Any]:
         """The config.json of a Llama of these sizes, for transformers-neuronx."""
         c = self.config
@@ -193,8 +193,7 @@ class Family:
         windows = self.windows()
         return tuple(LayerKind(0, window) for window in windows) if any(windows) else ()
 
-    def windows(self) -> list[int | None]:
-        """The sliding window of each layer."""
+    def windows(self) -> Windows:
         return [None] * self.layers
 
     @property
@@ -217,40 +216,34 @@ class Family:
         biases = sum(sizes[name] for name in self.biases)
         return norms + biases + sinks + heads[self.graph().head_norms] + router
 
-    # Tensors. `get` returns a tensor of the checkpoint by its name, in a layer without the layer's prefix.
+    # Tensors. In a layer their names are without the layer's prefix.
 
-    def embedding(self, get: Callable[[str], Tensor]) -> Tensor:
+    def embedding(self, get: GetTensor) -> Tensor:
         return times(get("model.embed_tokens.weight"), self.embedding_scale)
 
-    def head(self, get: Callable[[str], Tensor]) -> Tensor:
+    def head(self, get: GetTensor) -> Tensor:
         name = "model.embed_tokens.weight" if self.is_tied else "lm_head.weight"
         return times(get(name), self.head_scale)
-
-    def final_norm(self, get: Callable[[str], Tensor]) -> Tensor:
-        return self.norm(get("model.norm.weight"))
 
     def norm(self, weight: Tensor) -> Tensor:
         """What a norm multiplies by."""
         return weight
 
-    def layer_prefix(self, number: int) -> str:
-        return f"model.layers.{number}."
-
-    def layer(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def layer(self, get: GetTensor) -> Tensors:
         """Matrices and norms of a layer under Llama's names."""
         matrices = {f"{name}.weight": get(f"{name}.weight") for name in (*ATTENTION, *MLP)}
         return self._scaled(matrices | self.norms_before(get))
 
-    def norms_before(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def norms_before(self, get: GetTensor) -> Tensors:
         return {name: self.norm(get(name)) for name in (NORM_BEFORE_ATTENTION, NORM_BEFORE_MLP)}
 
-    def extra_tensors(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def extra_tensors(self, get: GetTensor) -> Tensors:
         """The tensors of a layer that Llama's lacks: biases by the names of the checkpoint, q_norm, k_norm,
         after_attention, after_mlp and router [hidden, experts]; sinks [heads]; router_bias [experts],
         gate_bias and up_bias [experts * columns], down_bias [experts, hidden]."""
         return self._scaled({f"{name}.bias": get(f"{name}.bias") for name in self.biases})
 
-    def _scaled(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _scaled(self, tensors: Tensors) -> Tensors:
         """Multipliers of the model go into its matrices and biases."""
         scales = {Q: self.query_scale, O: self.residual_scale, DOWN: self.residual_scale}
         return {

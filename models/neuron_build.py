@@ -361,11 +361,14 @@ def _view_of(checkpoint: Path, config_json: dict[str, Any], view: Path) -> Path:
 def _neuron_config(build: BuildPlan) -> Any:
     """The NeuronConfig of transformers-neuronx."""
     compiled_config = build.compiled_config
-    options = dict(build.family.options)
-    options["compilation_worker_count"] = build.compile_workers
-    options["continuous_batching"] = library().ContinuousBatchingConfig(
-        batch_size_for_shared_caches=compiled_config.batch_size
-    )
+    options = {
+        "attention_layout": "BSH",
+        "fuse_qkv": True,
+        "compilation_worker_count": build.compile_workers,
+        "continuous_batching": library().ContinuousBatchingConfig(
+            batch_size_for_shared_caches=compiled_config.batch_size
+        ),
+    }
     # A cast of bfloat16 logits to float32 would take the host longer than sampling from them.
     options["cast_logits_dtype"] = (
         compiled_config.dtype if compiled_config.dtype in LOGITS_DTYPES else "float32"

@@ -27,7 +27,7 @@ from transformers_neuronx.llama import hlo as llama_hlo
 from transformers_neuronx.llama import model as llama
 
 from models.base import ModelError
-from models.family import ArchSpec, Family, K, LayerKind, O, Q, V
+from models.family import ArchSpec, Family, GetTensor, K, LayerKind, O, Q, Tensors, V
 from models.rope import Rope
 
 # As they are before they are replaced.
@@ -143,13 +143,13 @@ class FamilyForSampling(llama.LlamaForSampling):
         model = self.chkpt_model
         self._checkpoint = checkpoint
 
-        def fills(module: torch.nn.Module, read: Callable[[], dict[str, torch.Tensor]]) -> None:
+        def fills(module: torch.nn.Module, read: Callable[[], Tensors]) -> None:
             module.materialize = lambda: _fill(module, read())
 
         fills(model.model.embed_tokens, lambda: {"weight": family.embedding(checkpoint).float()})
         for number, layer in enumerate(model.model.layers):
-            fills(layer, functools.partial(family.layer, checkpoint.in_layer(family, number)))
-        fills(model.model.norm, lambda: {"weight": family.final_norm(checkpoint)})
+            fills(layer, functools.partial(family.layer, checkpoint.in_layer(number)))
+        fills(model.model.norm, lambda: {"weight": family.norm(checkpoint("model.norm.weight"))})
         fills(model.lm_head, lambda: {"weight": family.head(checkpoint)})
 
     def load_weights(self) -> None:
@@ -175,7 +175,7 @@ class FamilyForSampling(llama.LlamaForSampling):
             super().load_weights()
 
     def _add_extra_tensors(self, layer: Any, to_neuron: Callable[[], None]) -> None:
-        extra = self.family.extra_tensors(self._checkpoint.in_layer(self.family, layer.layer_num))
+        extra = self.family.extra_tensors(self._checkpoint.in_layer(layer.layer_num))
         dtype = self.chkpt_model.lm_head.weight.dtype
         graph = self.family.graph()
         for name, tensor in extra.items():
@@ -264,7 +264,7 @@ def _config(family: Family, *arguments: Any, **options: Any) -> Any:
     return config
 
 
-def _fill(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+def _fill(module: torch.nn.Module, tensors: Tensors) -> None:
     """Sets the parameters of a module; matrices get the dtype that transformers-neuronx gave them, norms
     float32."""
     for name, tensor in tensors.items():
@@ -306,8 +306,8 @@ class Checkpoint:
         with safe_open(path, "pt") as file:
             return file.get_tensor(name_in_file)
 
-    def in_layer(self, family: Family, number: int) -> Callable[[str], torch.Tensor]:
-        return lambda name: self(f"{family.layer_prefix(number)}{name}")
+    def in_layer(self, number: int) -> GetTensor:
+        return lambda name: self(f"model.layers.{number}.{name}")
 
 
 def _name_of_text(name: str) -> str:
