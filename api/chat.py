@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterator
-from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -167,7 +166,7 @@ class ChatResponseWriter(ChunkedResponseWriter):
         logprobs = self._logprobs(sequence.pieces)
         return ChatChoice(index, message, logprobs, reason, self._token_ids(sequence.pieces))
 
-    def _beside_choice(self, sequence: GeneratedSequence) -> dict[str, Any]:
+    def _beside_choice(self, sequence: GeneratedSequence) -> Json:
         if sequence in self._readers:
             return {}
         return {"prompt_token_ids": self._prompt_token_ids(sequence)}

@@ -60,11 +60,11 @@ class Message(Struct, omit_defaults=True):
     """One message of a chat. The parts of `content` (PARTS has their types) are joined."""
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[Json] | None = None
     refusal: str | None = None
     name: str | None = None
-    function_call: dict[str, Any] | None = None  # the older name of one call
-    tool_calls: list[dict[str, Any]] | None = None
+    function_call: Json | None = None  # the older name of one call
+    tool_calls: list[Json] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None  # of an earlier answer, for templates that write it
     reasoning: str | None = None  # the same
@@ -74,7 +74,7 @@ class Prediction(Struct):
     """The expected output, such as the file to edit. It changes the speed, never the text."""
 
     type: str
-    content: str | list[dict[str, Any]]
+    content: str | list[Json]
 
 
 class ChatRequest(OpenAIRequest, kw_only=True):
@@ -84,11 +84,11 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     max_completion_tokens: U32 | None = None
     logprobs: bool | None = None
     top_logprobs: U32 | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[Json] | None = None
+    tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    mm_processor_kwargs: dict[str, Any] | None = None  # vLLM's
+    chat_template_kwargs: Json | None = None
+    mm_processor_kwargs: Json | None = None  # vLLM's
     prediction: Prediction | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
@@ -274,7 +274,7 @@ def _prompt(chat: ChatRequest, served: Served, names: FieldNames) -> tuple[str, 
     return prompt, [number for message in escaped for number in images_of(message["content"])]
 
 
-def _template_options(chat: ChatRequest, served: Served) -> dict[str, Any]:
+def _template_options(chat: ChatRequest, served: Served) -> Json:
     """Variables for the template: of the server, of the request's reasoning effort, and of the request
     itself, the later ones before the others."""
     escape = served.text.tokenizer.escape
@@ -292,7 +292,7 @@ def _template_options(chat: ChatRequest, served: Served) -> dict[str, Any]:
 
 def _messages(
     messages: list[Message], template_words: Collection[str], names: FieldNames, images: RequestImages
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """Messages as a chat template reads them, the content of each as one text. Raises ApiError.
 
     A role is one of ROLES, or a word that the template has in quotes: templates may write any other next to
@@ -309,7 +309,7 @@ def _messages(
     return written
 
 
-def _message(reader: ContentReader, path: str, message: Message) -> dict[str, Any]:
+def _message(reader: ContentReader, path: str, message: Message) -> Json:
     content = message.content or message.refusal or message.content
     calls = _calls(path, message)
     thoughts = message.reasoning_content or message.reasoning
@@ -319,7 +319,7 @@ def _message(reader: ContentReader, path: str, message: Message) -> dict[str, An
     # OpenAI's types have null for audio of the assistant, and clients for a tool without a result.
     may_be_empty = bool(calls or thoughts) or ALIASES.get(message.role, message.role) in ("assistant", "tool")
     require(content is not None or may_be_empty, path, "needs `content`")
-    written: dict[str, Any] = {
+    written: Json = {
         "role": message.role,
         "content": reader.text(f"{path}.content", content or "", ""),
     }
@@ -334,10 +334,10 @@ def _message(reader: ContentReader, path: str, message: Message) -> dict[str, An
     return written
 
 
-def _calls(path: str, message: Message) -> list[tuple[str, dict[str, Any]]]:
+def _calls(path: str, message: Message) -> list[tuple[str, Json]]:
     """The calls of a message, each with the path of its function. A custom tool is a function of one
     text."""
-    calls: list[tuple[str, dict[str, Any]]] = []
+    calls: list[tuple[str, Json]] = []
     if message.function_call is not None:
         function_path = f"{path}.function_call"
         name = needed(function_path, message.function_call, "name", str)
@@ -353,7 +353,7 @@ def _calls(path: str, message: Message) -> list[tuple[str, dict[str, Any]]]:
     return calls
 
 
-def _with_arguments(path: str, call: dict[str, Any]) -> dict[str, Any]:
+def _with_arguments(path: str, call: Json) -> Json:
     """A tool call with its arguments as an object, which templates expect."""
     function = call.get("function")
     require(isinstance(function, dict), path, "is missing, or is not an object")
@@ -361,7 +361,7 @@ def _with_arguments(path: str, call: dict[str, Any]) -> dict[str, Any]:
     return call | {"function": function | {"arguments": arguments}}
 
 
-def arguments_of(path: str, given: Any) -> dict[str, Any]:
+def arguments_of(path: str, given: Any) -> Json:
     """The arguments of an earlier tool call, given as an object or as JSON in a string. Of JSON that
     `max_tokens` has truncated, the members that are complete. Raises ApiError for any other value."""
     read = given

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from api.errors import invalid
-from api.fields import CHAT_FIELDS, FieldNames
+from api.fields import CHAT_FIELDS, FieldNames, Json
 from api.types import JsonSchema, SamplingOptions
 from text.grammar import WHITESPACE, GrammarError, left_out, of_choice, of_json_schema, of_regex
 
@@ -54,7 +54,7 @@ class FormatFields(SamplingOptions, kw_only=True):
     """Sampling fields, and those for structured output of OpenAI, vLLM and SGLang, of which a request may
     have one."""
 
-    response_format: dict[str, Any] | None = None
+    response_format: Json | None = None
     structured_outputs: StructuredOutputs | None = None
     regex: str | None = None
     json_schema: JsonSchema | None = None
@@ -80,7 +80,7 @@ class Constraint(NamedTuple):
     not_enforced: tuple[str, ...] = ()
 
 
-def of_native(grammar: dict[str, Any] | None) -> Constraint:
+def of_native(grammar: Json | None) -> Constraint:
     """What TGI's `grammar` asks for. Raises ApiError."""
     return _grammar(_of_type("grammar", grammar), WHITESPACE)
 
@@ -106,7 +106,7 @@ def _whitespace(outputs: StructuredOutputs) -> str | None:
     return WHITESPACE if outputs.whitespace_pattern is None else outputs.whitespace_pattern
 
 
-def _of_type(name: str, given: dict[str, Any] | None, schema: str = "json_schema.") -> list[Format]:
+def _of_type(name: str, given: Json | None, schema: str = "json_schema.") -> list[Format]:
     """What the field `name`, which has a `type`, asks for: a list of one, or of none. schema: what stands for
     `json_schema.` in the API's paths."""
     kind = (given or {}).get("type")

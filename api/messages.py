@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
@@ -38,7 +38,7 @@ class InputMessage(Struct):
     """One message. The blocks of `content` are of the types in BLOCKS; others are skipped."""
 
     role: str
-    content: str | list[dict[str, Any]]
+    content: str | list[Json]
 
 
 class AnthropicToolChoice(Struct):
@@ -59,7 +59,7 @@ class ThinkingConfig(Struct):
 class OutputConfig(Struct):
     """`format` is a JSON schema; `effort` goes to the chat template."""
 
-    format: dict[str, Any] | None = None
+    format: Json | None = None
     effort: str | None = None
 
 
@@ -68,14 +68,14 @@ class CountRequest(Struct, kw_only=True):
 
     messages: list[InputMessage]
     model: str | None = None  # or a LoRA adapter; ignored where none are served
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    system: str | list[Json] | None = None
+    tools: list[Json] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    output_format: dict[str, Any] | None = None  # `output_config.format`, as LiteLLM sends it
-    mcp_servers: list[dict[str, Any]] | None = None  # whose tools would run at Anthropic's
-    chat_template_kwargs: dict[str, Any] | None = None
+    output_format: Json | None = None  # `output_config.format`, as LiteLLM sends it
+    mcp_servers: list[Json] | None = None  # whose tools would run at Anthropic's
+    chat_template_kwargs: Json | None = None
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -87,9 +87,9 @@ class MessagesRequest(CountRequest, kw_only=True):
     top_p: Share | None = None
     top_k: U32 | None = None
     stream: bool | None = None
-    metadata: dict[str, Any] | None = None
-    compaction: dict[str, Any] | None = None
-    thread: dict[str, Any] | None = None
+    metadata: Json | None = None
+    compaction: Json | None = None
+    thread: Json | None = None
 
 
 class TextBlock(Struct, tag="text"):
@@ -104,7 +104,7 @@ class ThinkingBlock(Struct, tag="thinking"):
 class ToolUseBlock(Struct, tag="tool_use"):
     id: str
     name: str
-    input: dict[str, Any] = {}
+    input: Json = {}
     toolset_name: str | UnsetType = UNSET
 
 
@@ -352,7 +352,7 @@ class BlockReader(ContentReader[Message]):
         super().__init__(BLOCKS, images)
         self.tools = tools
 
-    def messages(self, path: str, role: str, content: str | list[dict[str, Any]]) -> Iterator[Message]:
+    def messages(self, path: str, role: str, content: str | list[Json]) -> Iterator[Message]:
         """What one message of the request becomes: blocks that belong to another role stand apart."""
         begun = Message(role)
         is_alone = True
@@ -503,7 +503,7 @@ def _function(path: str, tool: Json) -> Json:
     return function
 
 
-def _response_format(request: CountRequest) -> tuple[str, dict[str, Any] | None]:
+def _response_format(request: CountRequest) -> tuple[str, Json | None]:
     """The name of the field that has the format, and the format in a chat's form."""
     given = request.output_config.format if request.output_config else None
     name = "output_config.format" if given else "output_format"
@@ -525,7 +525,7 @@ def _effort(request: CountRequest) -> str | None:
     return request.output_config.effort if request.output_config else None
 
 
-def _template_options(request: CountRequest) -> dict[str, Any]:
+def _template_options(request: CountRequest) -> Json:
     options = request.chat_template_kwargs or {}
     is_enabled = request.thinking is not None and request.thinking.type == "enabled"
     return ON | options if is_enabled else options
@@ -601,7 +601,7 @@ class MessagesResponseWriter(ResponseWriter):
             return "tool_use"
         return reason
 
-    def _read(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[dict[str, Any]]:
+    def _read(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[Json]:
         """The events that `pieces` add; each has to be used before the next one is made."""
         if not self._has_begun:
             self._has_begun = True
@@ -615,7 +615,7 @@ class MessagesResponseWriter(ResponseWriter):
                 yield from self._take(part)
             yield from self._end_block()
 
-    def _take(self, part: output_parser.OutputPart) -> Iterator[dict[str, Any]]:
+    def _take(self, part: output_parser.OutputPart) -> Iterator[Json]:
         newest = self._content[-1] if self._content else None
         if isinstance(part, CallBegin):
             is_toolset = part.name in self._toolsets
@@ -639,20 +639,20 @@ class MessagesResponseWriter(ResponseWriter):
             self._content[-1].text += part.text
             yield self._delta({"type": "text_delta", "text": part.text})
 
-    def _begin_block(self, block: TextBlock | ThinkingBlock | ToolUseBlock) -> Iterator[dict[str, Any]]:
+    def _begin_block(self, block: TextBlock | ThinkingBlock | ToolUseBlock) -> Iterator[Json]:
         yield from self._end_block()
         self._content.append(block)
         if isinstance(block, ToolUseBlock) and block.toolset_name is not UNSET:
             return  # it begins with the name of a member, which is one of its arguments
         yield self._block_start(block)
 
-    def _block_start(self, block: TextBlock | ThinkingBlock | ToolUseBlock) -> dict[str, Any]:
+    def _block_start(self, block: TextBlock | ThinkingBlock | ToolUseBlock) -> Json:
         return {"type": "content_block_start", "index": len(self._content) - 1, "content_block": block}
 
-    def _delta(self, delta: dict[str, str]) -> dict[str, Any]:
+    def _delta(self, delta: dict[str, str]) -> Json:
         return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}
 
-    def _end_block(self) -> Iterator[dict[str, Any]]:
+    def _end_block(self) -> Iterator[Json]:
         if not self._content:
             return
         newest = self._content[-1]
@@ -670,5 +670,5 @@ class MessagesResponseWriter(ResponseWriter):
         yield {"type": "content_block_stop", "index": len(self._content) - 1}
 
 
-def _event(event: dict[str, Any]) -> bytes:
+def _event(event: Json) -> bytes:
     return named_event(event["type"], event)

@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from api.fields import Json
 from text.template import image_mark, images_of
 from text.template_capabilities import TemplateCapabilities
 
-TemplateMessage = dict[str, Any]
+TemplateMessage = Json
 
 # Clients' own roles, and older names.
 ALIASES = {"developer": "system", "function": "tool", "ctx": "user", "msg": "user"}
@@ -35,7 +36,7 @@ The result of a call follows between <tool_response> and </tool_response>."""
 
 
 def adapt_to_template(
-    messages: list[TemplateMessage], tools: list[dict[str, Any]] | None, capabilities: TemplateCapabilities
+    messages: list[TemplateMessage], tools: list[Json] | None, capabilities: TemplateCapabilities
 ) -> list[TemplateMessage]:
     """The messages for a template with these capabilities. `tools` are written as text if it has no place for
     them."""

@@ -19,6 +19,7 @@ from api.fields import (
     CHAT_FIELDS,
     NO_PROMPT_LOGITS,
     FieldNames,
+    Json,
     check_device,
     check_ids,
     check_sampling,
@@ -290,7 +291,7 @@ class ChunkedResponseWriter(OpenAIResponseWriter):
         self._created = int(time.time())
 
     @functools.cached_property
-    def _envelope(self) -> dict[str, Any]:
+    def _envelope(self) -> Json:
         return {
             "id": f"{self.id_prefix}-{self.request_id}",
             "object": self.kind,
@@ -309,7 +310,7 @@ class ChunkedResponseWriter(OpenAIResponseWriter):
             beside = {}
         return chunks
 
-    def _beside_choice(self, sequence: GeneratedSequence) -> dict[str, Any]:
+    def _beside_choice(self, sequence: GeneratedSequence) -> Json:
         """Further fields of the next chunk."""
         return {}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 from flask import Response
@@ -15,6 +14,7 @@ from api.clouds import VertexRequest
 from api.completions import CompletionRequest
 from api.conversation import ChatRequest
 from api.errors import ANTHROPIC, OPENAI, TGI, ErrorFormat
+from api.fields import Json
 from api.messages import CountRequest, MessagesRequest
 from api.responses_types import CompactRequest, ResponsesRequest
 from api.tgi import GenerateRequest
@@ -69,14 +69,14 @@ class Route:
         return self.path.replace("{", "<path:").replace("}", ">")
 
 
-def openapi(routes: Sequence[Route]) -> dict[str, Any]:
+def openapi(routes: Sequence[Route]) -> Json:
     """The OpenAPI 3.1 document."""
     used = [kind for route in routes for kind in (*route.bodies, *route.responses, *route.events)]
     used += [shape.body_type for shape in (TGI, OPENAI, ANTHROPIC)]
     refs, components = msgspec.json.schema_components(used, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(used, refs))
 
-    def content(kinds: tuple) -> dict[str, Any]:
+    def content(kinds: tuple) -> Json:
         schemas = [schema_of[kind] for kind in kinds]
         return {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}
 
@@ -86,7 +86,7 @@ def openapi(routes: Sequence[Route]) -> dict[str, Any]:
         for field in component.get("properties", {}).values():
             if field.get("default", ...) is None:
                 del field["default"]  # client generators take a field with a default for a required one
-    paths: dict[str, Any] = {}
+    paths: Json = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, content)
     key = {"type": "http", "scheme": "bearer"}
@@ -102,20 +102,20 @@ def openapi(routes: Sequence[Route]) -> dict[str, Any]:
     }
 
 
-def _operation(route: Route, content: Callable[[tuple], dict[str, Any]]) -> dict[str, Any]:
+def _operation(route: Route, content: Callable[[tuple], Json]) -> Json:
     """`content` makes the description of a body that has one of several types."""
     ok = {"description": "OK"}
     if responses := _responses(route, content):
         ok["content"] = responses
     shapes = tuple(shape.body_type for shape in route.errors)
     error = {"description": "The error", "content": {"application/json": content(shapes)}}
-    operation: dict[str, Any] = {
+    operation: Json = {
         "operationId": re.sub(r"\W+", "_", f"{route.method.lower()}{route.path}").strip("_"),
         "summary": route.summary,
         "responses": {"200": ok, "4XX": error, "5XX": error},
         "security": [{"key": []}, {}] if route.needs_key else [],
     }
-    bodies: dict[str, Any] = {}
+    bodies: Json = {}
     if route.bodies:
         bodies["application/json"] = content(route.bodies) | {"example": EXAMPLES[route.bodies[0]]}
     if route.takes_text:
@@ -129,9 +129,9 @@ def _operation(route: Route, content: Callable[[tuple], dict[str, Any]]) -> dict
     return operation
 
 
-def _responses(route: Route, content: Callable[[tuple], dict[str, Any]]) -> dict[str, Any]:
+def _responses(route: Route, content: Callable[[tuple], Json]) -> Json:
     """The descriptions of a route's responses by their content type."""
-    responses: dict[str, Any] = {}
+    responses: Json = {}
     if route.responses:
         responses["application/json"] = content(route.responses)
     if route.events:

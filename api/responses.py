@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -383,7 +383,7 @@ ITEMS = {
 }
 
 
-def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
+def _response_format(given: Json | None) -> Json | None:
     """`text.format` in a chat's form, which has a JSON schema one level deeper."""
     if not given or given.get("type") != "json_schema":
         return given

@@ -14,6 +14,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from api.errors import OPENAI, ApiError, named_event
+from api.fields import Json
 from api.openai import OpenAIResponseWriter, TokenLogprob
 from api.prepared_request import PreparedRequest, Served
 from api.reasoning import seal
@@ -51,7 +52,7 @@ from text.stream import Piece
 SEALED_REASONING = "reasoning.encrypted_content"
 
 # The response's values of fields that the request leaves out.
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: Json = {
     "store": False,
     "background": False,
     "temperature": 1.0,
@@ -78,9 +79,9 @@ TEXTS = {
 }
 
 
-def _repeated(request: ResponsesRequest, defaults: dict[str, Any]) -> dict[str, Any]:
+def _repeated(request: ResponsesRequest, defaults: Json) -> Json:
     """The request's fields as its response has them: with defaults, and all keys that OpenAI's has."""
-    repeated: dict[str, Any] = {}
+    repeated: Json = {}
     for name in ResponsesFields.__struct_fields__:
         value = getattr(request, name)
         if name in NOT_REPEATED:
@@ -175,7 +176,7 @@ class ResponsesWriter(OpenAIResponseWriter):
             StoredResponse(response.id, previous_id, self._own_input, output, encode(response))
         )
 
-    def _read(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[dict[str, Any]]:
+    def _read(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[Json]:
         """The events that `pieces` add; each has to be used before the next one is made."""
         if not self._events:
             yield self._event("response.created", response=self._response)
@@ -199,7 +200,7 @@ class ResponsesWriter(OpenAIResponseWriter):
     def _newest(self) -> AnyOutputItem | None:
         return self._response.output[-1] if self._response.output else None
 
-    def _take(self, part: output_parser.OutputPart) -> Iterator[dict[str, Any]]:
+    def _take(self, part: output_parser.OutputPart) -> Iterator[Json]:
         logprobs = self._logprobs_read
         self._logprobs_read = []
         if isinstance(part, CallBegin):
@@ -230,7 +231,7 @@ class ResponsesWriter(OpenAIResponseWriter):
                 self._newest.summary[0].text += part.text
                 yield self._summary_event("text.delta", delta=part.text)
 
-    def _begin_call(self, part: CallBegin) -> Iterator[dict[str, Any]]:
+    def _begin_call(self, part: CallBegin) -> Iterator[Json]:
         tool = self._tools.of(part.name)
         named = {"call_id": part.id, "name": tool.name, "namespace": tool.namespace or UNSET}
         if tool.kind in BUILT_IN:
@@ -243,7 +244,7 @@ class ResponsesWriter(OpenAIResponseWriter):
             yield from self._begin_item("fc", FunctionCall, **named)
         self._call = part.index  # from here on: the item before it has ended with its own
 
-    def _begin_item(self, prefix: str, kind: type[OutputItem], **fields: Any) -> Iterator[dict[str, Any]]:
+    def _begin_item(self, prefix: str, kind: type[OutputItem], **fields: Any) -> Iterator[Json]:
         if self._newest:
             yield from self._end_item()
         item = kind(id=item_id(prefix, self._key, len(self._response.output)), **fields)
@@ -251,7 +252,7 @@ class ResponsesWriter(OpenAIResponseWriter):
         if not isinstance(item, BuiltInCall):  # clients expect its arguments from the beginning
             yield self._item_event("response.output_item.added", item=item)
 
-    def _end_item(self, is_truncated: bool = False) -> Iterator[dict[str, Any]]:
+    def _end_item(self, is_truncated: bool = False) -> Iterator[Json]:
         item = self._newest
         is_call = isinstance(item, (FunctionCall, CustomToolCall, BuiltInCall))
         if isinstance(item, BuiltInCall):
@@ -279,7 +280,7 @@ class ResponsesWriter(OpenAIResponseWriter):
             item.status = "in_progress" if isinstance(item, ApplyPatchCall) else "incomplete"
         yield self._item_event("response.output_item.done", item=item)
 
-    def _write_built_in(self, item: BuiltInCall) -> Iterator[dict[str, Any]]:
+    def _write_built_in(self, item: BuiltInCall) -> Iterator[Json]:
         """The beginning of an item whose arguments are complete."""
         arguments = output_parser.complete_members(self._arguments)
         setattr(item, self._built_in.field, self._built_in.written(arguments))
@@ -291,7 +292,7 @@ class ResponsesWriter(OpenAIResponseWriter):
             yield self._item_event(f"{kind}.delta", command_index=n, delta=command)
             yield self._item_event(f"{kind}.done", command_index=n, command=command)
 
-    def _text_event(self, what: str, logprobs: list[TokenLogprob], **text: str) -> dict[str, Any]:
+    def _text_event(self, what: str, logprobs: list[TokenLogprob], **text: str) -> Json:
         if isinstance(self._newest, OutputMessage):
             return self._item_event(
                 f"response.output_text.{what}", content_index=0, logprobs=logprobs, **text
@@ -303,15 +304,15 @@ class ResponsesWriter(OpenAIResponseWriter):
         """Whether the newest item is reasoning with a summary."""
         return self._wants_summary and isinstance(self._newest, OutputReasoning)
 
-    def _summary_event(self, what: str, **fields: Any) -> dict[str, Any]:
+    def _summary_event(self, what: str, **fields: Any) -> Json:
         return self._item_event(f"response.reasoning_summary_{what}", summary_index=0, **fields)
 
-    def _item_event(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def _item_event(self, kind: str, **fields: Any) -> Json:
         """An event of the newest item."""
         name = {} if "item" in fields else {"item_id": self._newest.id}
         return self._event(kind, output_index=len(self._response.output) - 1, **name, **fields)
 
-    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def _event(self, kind: str, **fields: Any) -> Json:
         self._events += 1
         return {"type": kind, "sequence_number": self._events - 1} | fields
 
@@ -361,5 +362,5 @@ class CompactionWriter(OpenAIResponseWriter):
         )
 
 
-def _encode(event: dict[str, Any]) -> bytes:
+def _encode(event: Json) -> bytes:
     return named_event(event["type"], event)

@@ -142,7 +142,7 @@ class ResponsesTools:
             return ""
         return definitions([tool for _path, tool in self._added(path, item)])
 
-    def choice(self, given: str | ResponsesToolChoice | None) -> str | dict[str, Any] | None:
+    def choice(self, given: str | ResponsesToolChoice | None) -> str | Json | None:
         """`tool_choice` in a chat's form."""
         if not isinstance(given, ResponsesToolChoice):
             return given

@@ -5,8 +5,6 @@ Source: OpenAI's API reference (responses).
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
@@ -19,7 +17,7 @@ class TextConfig(Struct, omit_defaults=True):
     """`text` of a Responses request; `format` is `response_format` of a chat, without the level
     `json_schema`."""
 
-    format: dict[str, Any] | None = None
+    format: Json | None = None
     verbosity: str | None = None
 
 
@@ -40,7 +38,7 @@ class ResponsesToolChoice(Struct, omit_defaults=True):
     type: str
     name: str | None = None
     mode: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Json] | None = None
 
 
 class ResponsesFields(SamplingOptions, kw_only=True):
@@ -51,7 +49,7 @@ class ResponsesFields(SamplingOptions, kw_only=True):
     max_output_tokens: AtLeastOne | None = None
     top_logprobs: U32 | None = None
     text: TextConfig | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Json] | None = None
     tool_choice: str | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None
@@ -64,19 +62,19 @@ class ResponsesFields(SamplingOptions, kw_only=True):
     store: bool | None = None
     background: bool | None = None
     previous_response_id: str | None = None
-    conversation: str | dict[str, Any] | None = None
-    prompt: dict[str, Any] | None = None
+    conversation: str | Json | None = None
+    prompt: Json | None = None
     max_tool_calls: U32 | None = None  # of tools that OpenAI runs
 
 
 class ResponsesRequest(ResponsesFields, kw_only=True):
     """Body of `POST /v1/responses`. The items of `input` are of the types in ITEMS; others are skipped."""
 
-    input: str | list[dict[str, Any]] | None = None
+    input: str | list[Json] | None = None
     model: str | None = None  # or a LoRA adapter; ignored where none are served
     stream: bool | None = None
     include: list[str] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Json | None = None
 
 
 class InputTokens(Struct):
@@ -90,7 +88,7 @@ class CompactRequest(Struct, kw_only=True):
     """Body of `POST /v1/responses/compact`."""
 
     model: str  # or a LoRA adapter; ignored where none are served
-    input: str | list[dict[str, Any]] | None = None
+    input: str | list[Json] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     prompt_cache_key: str | None = None
@@ -105,7 +103,7 @@ class Compaction(Struct, tag="compaction"):
 
 class OutputText(Struct, tag="output_text"):
     text: str = ""
-    annotations: list[dict[str, Any]] = []
+    annotations: list[Json] = []
     logprobs: list[TokenLogprob] = []
 
 

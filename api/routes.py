@@ -70,7 +70,7 @@ def info(server: Server) -> Response:
 
 
 @functools.cache
-def openapi_document() -> dict[str, Any]:
+def openapi_document() -> Json:
     """The OpenAPI document of the table."""
     return openapi(ROUTES)
 
@@ -175,7 +175,7 @@ ROUTES = (
         errors=(OPENAI,),
         bodies=(ResponsesRequest,),
         responses=(ResponsesResponse,),
-        events=(dict[str, Any],),
+        events=(Json,),
     ),
     Route(
         "GET",
@@ -221,7 +221,7 @@ ROUTES = (
         errors=(ANTHROPIC,),
         bodies=(messages.MessagesRequest,),
         responses=(messages.MessagesResponse,),
-        events=(dict[str, Any],),
+        events=(Json,),
     ),
     Route(
         "POST",
@@ -382,7 +382,7 @@ ROUTES = (
         "This document",
         serve_document,
         needs_key=False,
-        responses=(dict[str, Any],),
+        responses=(Json,),
     ),
 )
 BY_NAME = {route.name: route for route in ROUTES}

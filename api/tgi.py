@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -41,7 +41,7 @@ class Parameters(SamplingFields, kw_only=True):
     decoder_input_details: bool | None = None
     seed: Annotated[int, Meta(ge=0, extra_json_schema={"maximum": U64_MAX})] | None = None
     top_n_tokens: U32 | None = None
-    grammar: dict[str, Any] | None = None
+    grammar: Json | None = None
     adapter_id: str | None = None
 
 
@@ -322,7 +322,7 @@ class NativeResponseWriter(ResponseWriter):
             events.append(event(response))
         return b"".join(events)
 
-    def _finish(self, sequence: GeneratedSequence) -> dict[str, Any]:
+    def _finish(self, sequence: GeneratedSequence) -> Json:
         return {
             "finish_reason": sequence.finish_reason,
             "generated_tokens": sequence.tokens,
@@ -330,7 +330,7 @@ class NativeResponseWriter(ResponseWriter):
             "seed": sequence.sampling.seed if self.info.sampling != "device" else None,
         }
 
-    def _details(self, sequence: GeneratedSequence) -> dict[str, Any]:
+    def _details(self, sequence: GeneratedSequence) -> Json:
         details = self._finish(sequence)
         prompt = self._prompt_pieces(sequence) if sequence.prepared.prompt_logprobs else []
         details["prefill"] = [PrefillToken(piece.id, piece.text, rounded(piece.logprob)) for piece in prompt]

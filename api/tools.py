@@ -97,8 +97,8 @@ class ToolPolicy(AllowedCalls):
 
 
 def tool_policy(
-    tools: list[dict[str, Any]] | None,
-    tool_choice: str | dict[str, Any] | None,
+    tools: list[Json] | None,
+    tool_choice: str | Json | None,
     parallel_tool_calls: bool | None,
     model: ModelTools,
     names: FieldNames = CHAT_FIELDS,
@@ -221,9 +221,7 @@ def _named(tool: Any, path: str, names: FieldNames) -> tuple[str, str, Json]:
     return described["name"], path, described
 
 
-def _choice(
-    choice: str | dict[str, Any] | None, known: list[str], field_names: FieldNames
-) -> tuple[str, list[str]]:
+def _choice(choice: str | Json | None, known: list[str], field_names: FieldNames) -> tuple[str, list[str]]:
     """The mode that a `tool_choice` asks for (none, auto, required or named), and the names that may be
     called."""
     if choice is None or isinstance(choice, str):
