@@ -157,7 +157,7 @@ def _lengths(value: str) -> tuple[int, ...]:
 
 
 def _neuron_config(value: str) -> tuple[str, ...]:
-    given: dict[str, str] = {}
+    given = {}
     for option in value.split(","):
         name, _, written = option.strip().partition("=")
         if name not in NEURON_CONFIG:

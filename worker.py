@@ -242,8 +242,8 @@ class Worker:
 
     def adapters_in_use(self) -> tuple[set[str], set[str]]:
         """The LoRA adapters of running and of waiting requests. Called on the socket's thread."""
-        running: set[str] = set()
-        waiting: set[str] = set()
+        running = set()
+        waiting = set()
         for request in self.requests:
             if request.adapter:
                 (running if request.has_slot else waiting).add(request.generate.adapter)

@@ -227,7 +227,7 @@ class DeltaReader:
         return [*self._deltas(self.parser.finish(is_truncated)), *self._end_call()]
 
     def _deltas(self, parts: list[OutputPart]) -> list[Delta]:
-        deltas: list[Delta] = []
+        deltas = []
         for part in parts:
             if isinstance(part, Arguments) and self._call is not None:
                 self._arguments += part.text

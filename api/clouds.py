@@ -64,8 +64,8 @@ def text(data: Json, served: Served) -> ResponseWriter:
 
 
 def vertex(data: Json, served: Served) -> ResponseWriter:
-    requests: list[PreparedRequest] = []
-    prefixes: list[str] = []
+    requests = []
+    prefixes = []
     for instance in _instances(fields.read(data, VertexRequest), served):
         if isinstance(instance, ChatRequest):
             requests.append(prepare_chat(instance, served))

@@ -159,7 +159,7 @@ class CompletionResponseWriter(ChunkedResponseWriter):
         self._sent: dict[GeneratedSequence, int] = {}
 
     def whole(self, sequences: list[GeneratedSequence]) -> Struct:
-        choices: list[CompletionChoice] = []
+        choices = []
         for candidates in self._by_request(sequences):
             if len(candidates) > self._n:
                 candidates = sorted(candidates, key=lambda sequence: -sequence.mean_logprob)[: self._n]
@@ -237,7 +237,7 @@ class CompletionResponseWriter(ChunkedResponseWriter):
         token counts."""
         if piece.logprob is None:
             return None
-        top_logprobs: dict[str, float] = {}
+        top_logprobs = {}
         for token, logprob in [*piece.top[: self._top_n], (piece.id, piece.logprob)]:
             top_logprobs.setdefault(self._name(token), rounded(logprob))
         return top_logprobs

@@ -69,7 +69,7 @@ class ContentReader(Generic[M]):
     def fields(self, path: str, part: Json, names: str) -> str:
         """The text of these fields, a line each. Raises ApiError."""
         require(isinstance(part, dict), path, "must be an object")
-        texts: list[str] = []
+        texts = []
         for name in names.split():
             if name.endswith("?"):
                 name = name[:-1]

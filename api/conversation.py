@@ -337,7 +337,7 @@ def _message(reader: ContentReader, path: str, message: Message) -> Json:
 def _calls(path: str, message: Message) -> list[tuple[str, Json]]:
     """The calls of a message, each with the path of its function. A custom tool is a function of one
     text."""
-    calls: list[tuple[str, Json]] = []
+    calls = []
     if message.function_call is not None:
         function_path = f"{path}.function_call"
         name = needed(function_path, message.function_call, "name", str)

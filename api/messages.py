@@ -183,7 +183,7 @@ def _chat_of(
 ) -> tuple[ChatRequest, FieldNames]:
     """The chat of a request, without limits and sampling. Raises ApiError."""
     reader = BlockReader(tools, images)
-    paths: list[str] = []
+    paths = []
     messages: list[Message] = []
     if request.system:
         paths.append("system")
@@ -448,7 +448,7 @@ def _tool_removal(reader: BlockReader, path: str, block: Json) -> str:
 
 
 def _browser_state(reader: BlockReader, path: str, block: Json) -> str:
-    lines: list[str] = []
+    lines = []
     for i, tab in enumerate(needed(path, block, "tabs", list)):
         line = reader.fields(f"{path}.tabs[{i}]", tab, "title? url?").replace("\n", " ")
         lines.append(f"{line} (active)" if tab.get("active") else line)

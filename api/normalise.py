@@ -93,7 +93,7 @@ def _with_images_apart(
     """The images in messages of a role in which the template writes none as a user message: behind them and
     the results of tools and system messages that follow, or in front of an assistant's message that is
     continued."""
-    apart: list[TemplateMessage] = []
+    apart = []
     marks = ""  # of images that wait for their place
     for n, message in enumerate(messages):
         role = message["role"]
@@ -142,7 +142,7 @@ def _with_system(
 def _with_folded_system(messages: list[TemplateMessage]) -> list[TemplateMessage]:
     """System messages as part of the user message or tool result before them, else of the one after them,
     else as user messages."""
-    folded: list[TemplateMessage] = []
+    folded = []
     is_apart = False  # the last one has only the text of system messages
     for message in messages:
         role = message["role"]
@@ -164,7 +164,7 @@ def _with_folded_system(messages: list[TemplateMessage]) -> list[TemplateMessage
 def _merged(messages: list[TemplateMessage], capabilities: TemplateCapabilities) -> list[TemplateMessage]:
     """Consecutive messages of one role as one message, unless the template supports them."""
     apart = {"user": capabilities.users, "assistant": capabilities.assistants}
-    merged: list[TemplateMessage] = []
+    merged = []
     for message in messages:
         role = message["role"]
         if merged and merged[-1]["role"] == role and not apart.get(role, True):
@@ -181,7 +181,7 @@ def _with_text_apart(
     support two assistant messages in a row, all of a turn's text as one."""
     if not capabilities.assistants:
         return [message for turn in _turns(messages) for message in _with_one_text(turn)]
-    apart: list[TemplateMessage] = []
+    apart = []
     for message in messages:
         if _calls(message) and message["content"]:
             apart.append({"role": "assistant", "content": message["content"]})
@@ -210,7 +210,7 @@ def _with_one_text(turn: list[TemplateMessage]) -> list[TemplateMessage]:
     place = plain[-1] if plain else first_call
     answer = turn[place] if plain else {"role": "assistant"}
     text = APART.join(message["content"] for message in said)
-    written: list[TemplateMessage] = []
+    written = []
     for n, message in enumerate(turn):
         if n == place:
             written.append(answer | {"content": text})
@@ -227,8 +227,8 @@ def _calls(message: TemplateMessage) -> bool:
 
 def _with_calls_apart(messages: list[TemplateMessage]) -> list[TemplateMessage]:
     """The calls of a message as messages with one call each, in front of its result."""
-    apart: list[TemplateMessage] = []
-    waiting: list[TemplateMessage] = []  # further calls of a message
+    apart = []
+    waiting = []  # further calls of a message
     for message in messages:
         if message["role"] != "tool":
             apart += waiting
@@ -253,7 +253,7 @@ def _call_id(message: TemplateMessage) -> Any:
 
 def _with_answers(messages: list[TemplateMessage]) -> list[TemplateMessage]:
     """An empty assistant message between a tool result and a user's message, if the turn has no other."""
-    answered: list[TemplateMessage] = []
+    answered = []
     has_spoken = True
     for message in messages:
         role = message["role"]

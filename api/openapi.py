@@ -86,7 +86,7 @@ def openapi(routes: Sequence[Route]) -> Json:
         for field in component.get("properties", {}).values():
             if field.get("default", ...) is None:
                 del field["default"]  # client generators take a field with a default for a required one
-    paths: Json = {}
+    paths = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, content)
     key = {"type": "http", "scheme": "bearer"}
@@ -115,7 +115,7 @@ def _operation(route: Route, content: Callable[[tuple], Json]) -> Json:
         "responses": {"200": ok, "4XX": error, "5XX": error},
         "security": [{"key": []}, {}] if route.needs_key else [],
     }
-    bodies: Json = {}
+    bodies = {}
     if route.bodies:
         bodies["application/json"] = content(route.bodies) | {"example": EXAMPLES[route.bodies[0]]}
     if route.takes_text:
@@ -131,7 +131,7 @@ def _operation(route: Route, content: Callable[[tuple], Json]) -> Json:
 
 def _responses(route: Route, content: Callable[[tuple], Json]) -> Json:
     """The descriptions of a route's responses by their content type."""
-    responses: Json = {}
+    responses = {}
     if route.responses:
         responses["application/json"] = content(route.responses)
     if route.events:

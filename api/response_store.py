@@ -168,7 +168,7 @@ class OwnedResponses:
     def conversation(self, id: str) -> list[Json]:
         """The items of the response `id`, which the request continues, and of all those before it, the oldest
         first. Raises ApiError where one of them is not stored."""
-        turns: list[list[Json]] = []
+        turns = []
         next_id: str | None = id
         while next_id:
             stored = self._store.find(self._owner, next_id)

@@ -153,7 +153,7 @@ class Conversation(NamedTuple):
         before = stored.conversation(previous) if previous else []
         if isinstance(request.input, str):
             return cls(before, [{"role": "user", "content": request.input}])
-        own: list[Json] = []
+        own = []
         for i, item in enumerate(request.input or ()):
             path = f"input[{i}]"
             if _kind(path, item) == "item_reference":
@@ -173,8 +173,8 @@ def _messages(
 ) -> tuple[list[str], list[Message]]:
     """The messages of the chat and the path of each in the request."""
     reader = ItemReader(tools, images)
-    paths: list[str] = []
-    messages: list[Message] = []
+    paths = []
+    messages = []
     if request.instructions:
         paths.append("instructions")
         messages.append(Message("system", request.instructions))
@@ -311,7 +311,7 @@ def _local_shell_output(reader: ItemReader, path: str, item: Json) -> Message:
 
 
 def _shell_output(reader: ItemReader, path: str, item: Json) -> Message:
-    texts: list[str] = []
+    texts = []
     for i, chunk in enumerate(needed(path, item, "output", list)):
         where = f"{path}.output[{i}]"
         texts.append(reader.fields(where, chunk, "stdout? stderr?"))

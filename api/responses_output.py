@@ -81,7 +81,7 @@ TEXTS = {
 
 def _repeated(request: ResponsesRequest, defaults: Json) -> Json:
     """The request's fields as its response has them: with defaults, and all keys that OpenAI's has."""
-    repeated: Json = {}
+    repeated = {}
     for name in ResponsesFields.__struct_fields__:
         value = getattr(request, name)
         if name in NOT_REPEATED:

@@ -114,7 +114,7 @@ class ResponsesTools:
         self._name(offered)
         searches = [tool for _path, _namespace, tool in offered if tool.get("type") == "tool_search"]
         self._defers = not searches or any(map(_is_client_search, searches))
-        known: set[str] = set()
+        known = set()
         for path, item in given.items():
             for where, tool in self._added(path, item):
                 name = tool[tool["type"]].get("name", "")

@@ -62,7 +62,7 @@ class ToolPolicy(AllowedCalls):
 
         is_beside: beside another grammar, where also calls of functions that are not strict match.
         """
-        places: list[str] = []
+        places = []
         for function in self._constrained(is_beside):
             places += left_out(function.parameters)
             places += not_written(self.format, function)
@@ -104,8 +104,8 @@ def tool_policy(
     names: FieldNames = CHAT_FIELDS,
 ) -> ToolPolicy | None:
     """What a chat may call; None: nothing, or calls stay text. Raises ApiError."""
-    functions: dict[str, Function] = {}
-    paths: dict[str, str] = {}
+    functions = {}
+    paths = {}
     for n, tool in enumerate(tools or []):
         path, function = _function(names.tool(n), tool, names)
         name = function.name

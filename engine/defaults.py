@@ -17,8 +17,8 @@ def sampling_defaults(manifest: Manifest, sampled_on: str) -> dict[str, int | fl
 
     sampled_on: "host", "hybrid" or "device", which would reject requests with unsupported defaults.
     """
-    used: dict[str, int | float] = {}
-    host_only: list[str] = []
+    used = {}
+    host_only = []
     for name, parameter in SAMPLING_PARAMETERS.items():
         given = manifest.generation_config.get(name)
         if given is None:

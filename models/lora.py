@@ -152,7 +152,7 @@ def _of_module(pattern: Mapping[str, Any] | None, module: str, default: float) -
 def merge(base: Path, adapter_folder: Path, target: Path) -> None:
     """Raises ModelError for an adapter that does not fit the base model, or cannot be merged."""
     adapter = Adapter(adapter_folder)
-    names: set[str] = set()
+    names = set()
     copy_metadata(base, target)
     for file in sorted(base.glob("*.safetensors")):
         weights = {}

@@ -204,7 +204,7 @@ class FamilyForSampling(llama.LlamaForSampling):
 def _added_parameters(graph: ArchSpec) -> dict[str, int | None]:
     """What a layer has after LAYER_WEIGHTS, and the dimension that is split over the cores; None: each core
     has all."""
-    added: dict[str, int | None] = {}
+    added = {}
     if graph.head_norms:
         added |= dict.fromkeys(("q_norm", "k_norm"), 0 if graph.head_norms == "all" else None)
     if graph.experts:

@@ -72,7 +72,7 @@ def enforceable(document: Schema) -> tuple[Schema, tuple[str, ...]]:
     _close([schema for schema, _ in places])
     dependents = sum(_count_dependents(schema) for schema, _ in places)
     whole = Whole(document, dependents <= MAX_DEPENDENTS)
-    left_out: dict[str, str] = {}
+    left_out = {}
     for schema, path in places:
         for rule in RULES:
             for keyword in rule(schema, whole):
@@ -86,7 +86,7 @@ def _places(document: Schema) -> list[Place]:
     a listed value, or names of properties."""
     found = [Place(document, ())]
     seen = {id(document)}
-    others: set[int] = set()
+    others = set()
     for schema, path in found:
         others.update(id(value) for name in VALUES for value in _within(schema.get(name)))
         others.update(id(schema[name]) for name in NAMED_SCHEMAS if name in schema)
@@ -452,7 +452,7 @@ def _are_exclusive(options: list[Any], types: set[str], document: Schema) -> boo
         rivals = [option for option in options if kind in _types(option)]
         if len(rivals) < 2 or _differ(rivals):
             continue
-        tags: set[str] = set()
+        tags = set()
         if kind == "object":
             tags = set.intersection(*(_required_names(option) for option in rivals))
         if not any(_differ(_property(option, tag, document) for option in rivals) for tag in tags):
@@ -480,7 +480,7 @@ def _property(schema: Schema, name: str, document: Schema) -> Any:
 
 def _differ(schemas: Iterable[Any]) -> bool:
     """Whether all list their values, and no two the same."""
-    values: list[Any] = []
+    values = []
     for schema in schemas:
         if (listed := _values(schema)) is None or _is_long(schema):
             return False

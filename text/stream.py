@@ -272,7 +272,7 @@ class TextStream:
             is_gone = kept == 0
 
     def _release(self, everything: bool) -> list[Piece]:
-        released: list[Piece] = []
+        released = []
         held = None
         if self._detokenizer.holds_text:
             # Where a stop string may begin with that character, all of its bytes are held back.

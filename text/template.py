@@ -100,7 +100,7 @@ class ChatTemplate:
         )
         if not source:
             return None
-        special_tokens: dict[str, str] = {}
+        special_tokens = {}
         for name, token in [*read_json(folder / "special_tokens_map.json").items(), *config.items()]:
             token = token.get("content") if isinstance(token, dict) else token
             if name.endswith("_token") and isinstance(token, str):
@@ -290,7 +290,7 @@ def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
 
 def _with_named_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The ids of calls as Kimi's templates write them in the place of the functions' names."""
-    ids: dict[str, str] = {}
+    ids = {}
     number = 0
     changed = []
     for message in messages:
