@@ -21,7 +21,7 @@ class Admission:
     def is_full(self) -> bool:
         return self.count >= self.limit
 
-    def admit(self, count: int, pixel_bytes: int = 0) -> str | None:
+    def admit(self, count: int, pixel_bytes: int) -> str | None:
         """None: all requests of an HTTP request are admitted, with their images. Else the reason of the `End`
         for each."""
         if self.is_draining:

@@ -72,7 +72,7 @@ class Link:
 
     def __init__(self, address: str, metrics: Metrics, admission: Admission):
         self._status = Status("starting")  # as last reported; without `full`, which `_admission` knows
-        self._told: tuple[str, bool] | None = None  # the phase and `full` that were sent last
+        self._last_news: tuple[str, bool] | None = None  # the phase and `full` that were sent last
         self._metrics = metrics
         self._admission = admission
         self._model_info: ModelInfo | None = None
@@ -114,24 +114,21 @@ class Link:
         if is_news:
             os.eventfd_write(self._wake_fd, 1)
 
-    def send(self, peer: bytes, message: FromWorker) -> None:
-        self._post(peer, message)
+    def send(self, peer: bytes | None, message: FromWorker) -> None:
+        """Sends a message to one API server process, or to all of them (None)."""
+        self._outbox.put((peer, message))
+        os.eventfd_write(self._wake_fd, 1)
 
     def announce(self, info: ModelInfo) -> None:
         """Sends `info` to every connected API server process, and to each that connects later."""
         self._model_info = info
-        self._post(None, info)
+        self.send(None, info)
 
     def close(self) -> None:
         """Sends what is still in the outbox, then ends the thread. Idempotent."""
         self._closing.set()
         os.eventfd_write(self._wake_fd, 1)
         self.thread.join(timeout=5)
-
-    def _post(self, peer: bytes | None, message: FromWorker) -> None:
-        """Lets the socket's thread send a message to one API server process, or to all of them (None)."""
-        self._outbox.put((peer, message))
-        os.eventfd_write(self._wake_fd, 1)
 
     def _drain_outbox(self) -> Iterable[tuple[bytes | None, FromWorker]]:
         with contextlib.suppress(BlockingIOError):
@@ -151,8 +148,8 @@ class Link:
         poller.register(self._wake_fd, zmq.POLLIN)
         next_beat = next_metrics = 0.0
         while True:
-            next_turn = min(next_beat, next_metrics) if self._metrics_requests else next_beat
-            poller.poll(max(0.0, next_turn - time.monotonic()) * 1000)
+            next_at = min(next_beat, next_metrics) if self._metrics_requests else next_beat
+            poller.poll(max(0.0, next_at - time.monotonic()) * 1000)
             closing = self._closing.is_set()
             for peer, message in self._drain_outbox():
                 self._send_news()  # first: a client may send its next request as soon as it has its response
@@ -179,13 +176,13 @@ class Link:
             message = _decode(body)
         except ValueError as error:
             logger.error("a message from an API server process cannot be decoded: %s", error)
-            self._refuse_unreadable(peer, body)
+            self._reject_undecodable(peer, body)
         else:
             self._handle(peer, message)
         if is_new:  # after the message: `PeerLost` has to follow a process's last one
             self._welcome(peer)
 
-    def _refuse_unreadable(self, peer: bytes, body: bytes) -> None:
+    def _reject_undecodable(self, peer: bytes, body: bytes) -> None:
         """Ends the requests of a message that cannot be decoded: no client waits for a request that never
         runs."""
         with contextlib.suppress(ValueError):
@@ -224,8 +221,8 @@ class Link:
         """Sends the status if its phase or `full` is not what was sent last."""
         status = self._status_now()
         news = (status.phase, status.full)
-        if news != self._told:
-            self._told = news
+        if news != self._last_news:
+            self._last_news = news
             self._send(None, status)
 
     def _answer_metrics(self) -> None:

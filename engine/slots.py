@@ -30,9 +30,9 @@ class Slots:
     def __init__(
         self,
         count: int,
-        prefix_granularity: int | None = None,
-        supports_prefix_copy: bool = False,
-        whole_images: bool = False,
+        prefix_granularity: int | None,
+        supports_prefix_copy: bool,
+        whole_images: bool,
     ):
         """`prefix_granularity`, `supports_prefix_copy`, `whole_images`: see StaticBatchModel."""
         self.free = list(range(count))  # the least recently used first
@@ -42,7 +42,7 @@ class Slots:
         self._held: list[list[int]] = [[] for _ in range(count)]
         self._adapters = [0] * count  # with which each slot's contents were computed
 
-    def allocate(self, prompt: Sequence[int], reuse: bool = True, adapter: int = 0) -> SlotAssignment:
+    def allocate(self, prompt: Sequence[int], reuse: bool, adapter: int) -> SlotAssignment:
         """The free slot with the longest common prefix, else the least recently used one.
 
         A slot of which less than half would be used keeps its contents, for the conversation that they belong

@@ -43,7 +43,7 @@ CACHE = "/var/tmp/neuron-compile-cache"  # transformers-neuronx's default
 VOLATILE = ("_name_or_path", "architectures", "transformers_version", "torch_dtype", "neuron", "use_cache")
 
 
-def buckets(limit: int, given: Sequence[int] | None = None, flag: str = "") -> tuple[int, ...]:
+def buckets(limit: int, given: Sequence[int] | None, flag: str) -> tuple[int, ...]:
     """The lengths that graphs are compiled for: `given`, or powers of two from 128, from 2,048 on also
     halfway to the next; always with `limit` itself. A prompt or sequence runs in the smallest that holds it.
     Raises ConfigError for buckets above the limit."""

@@ -252,13 +252,18 @@ def convert(config: Config, folder: Path, target: Path) -> None:
             )
             facts["arithmetic"] = "float32"
     except Exception as error:
-        if isinstance(error, (ModelError, OSError)) or is_out_of_memory(error):
+        if _ends_conversion(error):
             raise
         logger.debug("not converted", exc_info=True)
         cause = error.__cause__ or error  # OpenVINO wraps what a model raises
         write_refusal(target, str(error) if type(error) is UnsupportedModel else named(cause))
     else:
         write_entry(target, facts)
+
+
+def _ends_conversion(error: Exception) -> bool:
+    """Whether an error says nothing about how the model converts: no entry is written for it."""
+    return isinstance(error, (ModelError, OSError)) or is_out_of_memory(error)
 
 
 def _set_types(model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -290,7 +295,7 @@ def _convert_vision(
         _save(graph, path)
         fault = _vision_fault(path, check, newline, "float32")
     except Exception as error:
-        if isinstance(error, (ModelError, OSError)) or is_out_of_memory(error):
+        if _ends_conversion(error):
             raise
         logger.debug("the vision tower is not converted", exc_info=True)
         fault = named(error.__cause__ or error)
@@ -323,7 +328,7 @@ def _compress_vision(
             if fault is None:
                 return group
     except Exception as error:
-        if isinstance(error, (ModelError, OSError)) or is_out_of_memory(error):
+        if _ends_conversion(error):
             raise
         fault = named(error)
     logger.info("The vision tower is not compressed: in int8 %s", fault)

@@ -83,21 +83,25 @@ class NeuronModel(StaticBatchModel):
         self._held: dict[int, list[int]] = {}  # slot → the tokens in its KV cache
         self._drafts: dict[int, Sequence[int]] = {}  # slot → draft tokens after them, not yet accepted
         self._pinned: dict[int, set[int]] = {}  # slot → the images in its KV cache, by key
-        if self.sampling == "hybrid" and (problem := self._hybrid_problem()):
-            logger.warning("On-device sampling is off (--sampling): %s", problem)
-            self.return_token_ids(False)
-            self.sampling = "host"
+        if self.sampling == "hybrid":
+            problem = self._problem(self._hybrid_problem, "hybrid sampling", "--sampling host")
+            if problem:
+                logger.warning("On-device sampling is off (--sampling): %s", problem)
+                self.return_token_ids(False)
+                self.sampling = "host"
         if self.sampling != "device":  # which returns only ids
             self._check_logits(config.model_name)
         if config.prefill_chunk != 0 and 0 < compiled_config.prefill_chunk < self.max_input_tokens:
             self.prefill_chunk = compiled_config.prefill_chunk
-            if problem := self._chunk_problem():
+            what = "the compiled graph of prompt chunks"
+            if problem := self._problem(self._chunk_problem, what, "--prefill-chunk 0"):
                 logger.warning("Chunked prefill is off (--prefill-chunk): %s", problem)
                 self.prefill_chunk = None
         if compiled_config.verify_length:
             self.verify_length = compiled_config.verify_length
             self.max_draft_rows = self.verify_length * self.batch_size
-            if problem := self._verify_problem():
+            what = "the compiled graph of draft tokens"
+            if problem := self._problem(self._verify_problem, what, "--speculate 0"):
                 logger.warning("Speculative decoding is off (--speculate): %s", problem)
                 self.max_draft_rows = self.verify_length = 0
         self._held.clear()
@@ -120,18 +124,22 @@ class NeuronModel(StaticBatchModel):
         text = self._model.chkpt_model.model
         text.embed_tokens = HostEmbedding(text.embed_tokens, self.encoder_cache, build.family.embedding_scale)
 
+    def _problem(self, check: Callable[[], str | None], what: str, remedy: str) -> str | None:
+        """What `check` finds, or why it cannot run. Raises ModelError for an error of the device itself."""
+        try:
+            return check()
+        except DeviceLost as error:
+            if is_device_error(error):
+                raise ModelError(f"{what} fails ({error}); give {remedy}") from None
+            return str(error)
+
     def _hybrid_problem(self) -> str | None:
         """Compares the id with the logits after the same prompt: what is wrong with the id, if anything."""
         chunk = Chunk(self.batch_size - 1, [1], 0)
-        try:
-            self.return_token_ids(True)
-            (token,) = _comparable(self.forward([chunk]))
-            self.return_token_ids(False)
-            logits = _comparable(self.forward([chunk]))
-        except DeviceLost as error:
-            if is_device_error(error):
-                raise ModelError(f"hybrid sampling fails ({error}); give --sampling host") from None
-            return str(error)
+        self.return_token_ids(True)
+        (token,) = _comparable(self.forward([chunk]))
+        self.return_token_ids(False)
+        logits = _comparable(self.forward([chunk]))
         if not 0 <= token < self.vocab_size or logits[token] < logits.max():  # not of NaN: see _check_logits
             return f"the device chose token {token}, not the most likely one, {logits.argmax()}"
         return None
@@ -154,14 +162,7 @@ class NeuronModel(StaticBatchModel):
         """
         length = min(self.prefill_chunk * 3 // 2 + 1, self.max_input_tokens)
         prompt = [(37 * (n % 50) + 5) % self.vocab_size for n in range(length)]
-        try:
-            chunked = self._run_at_start(prompt, [0, min(self.prefill_chunk, length - 2)])
-        except DeviceLost as error:
-            if is_device_error(error):
-                raise ModelError(
-                    f"the compiled graph of prompt chunks fails ({error}); give --prefill-chunk 0"
-                ) from None
-            return str(error)
+        chunked = self._run_at_start(prompt, [0, min(self.prefill_chunk, length - 2)])
         difference = self._difference(chunked, self._run_at_start(prompt, [0]))
         return difference and f"chunked and whole prefill give {difference}"
 
@@ -169,19 +170,12 @@ class NeuronModel(StaticBatchModel):
         """Verifies a draft token in the highest slot: how the results differ from two steps, if they do."""
         slot = self.batch_size - 1
         tokens = [5, 42]
-        steps = []
-        try:
-            self.forward([Chunk(slot, tokens, 0)])
-            for begin, token in enumerate(tokens, 2):
-                steps.append(_comparable(self.forward([Chunk(slot, [token], begin)])))
-            self.forward([Chunk(slot, tokens, 0)])
-            output = self.forward([Chunk(slot, tokens, 2, verify=True)])
-        except DeviceLost as error:
-            if is_device_error(error):
-                raise ModelError(
-                    f"the compiled graph of draft tokens fails ({error}); give --speculate 0"
-                ) from None
-            return str(error)
+        self.forward([Chunk(slot, tokens, 0)])
+        steps = [
+            _comparable(self.forward([Chunk(slot, [token], begin)])) for begin, token in enumerate(tokens, 2)
+        ]
+        self.forward([Chunk(slot, tokens, 0)])
+        output = self.forward([Chunk(slot, tokens, 2, verify=True)])
         if self._returns_ids:
             verified = [[token] for token in output.ids.tolist()]
         else:

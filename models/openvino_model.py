@@ -254,7 +254,7 @@ class OpenVinoModel(StaticBatchModel):
         if self._grid_positions:
             self._grid_positions.copy(source, target, tokens)
 
-    def load_vision(self, path: Path, newline: Sequence[float] | None, activation_group: int = 0) -> None:
+    def load_vision(self, path: Path, newline: Sequence[float] | None, activation_group: int) -> None:
         """activation_group: how many activations share a scale where weights are compressed."""
         precision = {
             "INFERENCE_PRECISION_HINT": self._vision_precision,

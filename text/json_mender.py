@@ -15,7 +15,7 @@ class JsonMender:
     closes the brackets that are open. Other mistakes stay.
     """
 
-    def __init__(self, opened: str = ""):
+    def __init__(self, opened: str):
         self._closing = [CLOSING[bracket] for bracket in opened]
         self._in_string = False
         self._is_escaped = False

@@ -57,7 +57,7 @@ class SandboxedFunction:
     def __init__(
         self,
         maker: str,
-        setup: Sequence[Any] = (),
+        setup: Sequence[Any],
         *,
         cpu_s: float,
         memory_bytes: int,

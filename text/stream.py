@@ -20,9 +20,7 @@ ALL_BYTES = 1_000_000  # more than any token has
 REPLACEMENT = "\ufffd"  # stands for bytes that are no character, or not a whole one yet
 
 
-def detokenizer_for(
-    tokenizer: Tokenizer, prompt: Sequence[int] = ()
-) -> ByteLevelDetokenizer | WindowDetokenizer:
+def detokenizer_for(tokenizer: Tokenizer, prompt: Sequence[int]) -> ByteLevelDetokenizer | WindowDetokenizer:
     """Text from token ids as they arrive: `push` returns the text that has become certain, `finish` the rest.
 
     All of it together is exactly what decoding prompt and tokens at once adds to the prompt's text. Text is
