@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 
 import logs
 from manifest import Manifest, has_gguf
-from run import HERE, ConfigError, check_limits, explained, run_dir
+from run import HERE, ConfigError, Json, check_limits, explained, run_dir
 
 VERSION = "0.2.0"  # the same as in pyproject.toml (tested)
 DEMO_MODEL = HERE / "demo" / "model"
@@ -878,11 +878,11 @@ class Config:
             )
 
     @property
-    def template_options(self) -> dict[str, Any]:
+    def template_options(self) -> Json:
         return json.loads(self.chat_template_kwargs) if self.chat_template_kwargs else {}
 
     @property
-    def mm_processor_options(self) -> dict[str, Any]:
+    def mm_processor_options(self) -> Json:
         return json.loads(self.mm_processor_kwargs) if self.mm_processor_kwargs else {}
 
     @property
@@ -1123,7 +1123,7 @@ class _Parser(argparse.ArgumentParser):
             if flag in GROUPS:
                 group = self.add_argument_group(GROUPS[flag])
             about = entry.metadata
-            value: dict[str, Any] = {"metavar": "X"}
+            value: Json = {"metavar": "X"}
             action = "append"
             if entry.type == "bool":
                 value = {"nargs": "?", "const": "true", "metavar": "true|false"}

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from run import ConfigError
+from run import ConfigError, Json
 
 SAFETENSORS = ("*.safetensors",)
 # A folder with a file for each tensor: save_pretrained_split of transformers-neuronx.
@@ -125,10 +125,10 @@ class Manifest:
     max_positions: int | None  # context length of the training, in tokens
     eos_token_ids: tuple[int, ...]
     is_compiled: bool = False  # for Neuron
-    config_json: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # all of it
-    generation_config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    config_json: Json = field(default_factory=dict, compare=False, repr=False)  # all of it
+    generation_config: Json = field(default_factory=dict, compare=False, repr=False)
     # The fields of preprocessor_config.json and processor_config.json, in one.
-    processor_config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    processor_config: Json = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def image_processor(self) -> str:
@@ -180,7 +180,7 @@ class Manifest:
         ]
 
     @property
-    def text_config(self) -> Mapping[str, Any]:
+    def text_config(self) -> Json:
         """The text part of a vision-language model's config.json."""
         return _text_config(self.config_json)
 
@@ -254,14 +254,14 @@ class Manifest:
         )
 
 
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _text_config(config: Json) -> Json:
     text = config.get("text_config")
     if not text:
         return config
     return {**TEXT_DEFAULTS.get(text.get("model_type"), {}), **text}
 
 
-def _processor_config(folder: Path) -> dict[str, Any]:
+def _processor_config(folder: Path) -> Json:
     """transformers 5 writes one file for the whole processor; earlier versions wrote one for images and one
     for the rest."""
     processor = read_json(folder / "processor_config.json")
@@ -272,7 +272,7 @@ def _processor_config(folder: Path) -> dict[str, Any]:
     return {name: value for fields in files for name, value in fields.items() if value is not None}
 
 
-def _eos_ids(config: dict[str, Any]) -> list[int]:
+def _eos_ids(config: Json) -> list[int]:
     return list(_token_ids(config.get("eos_token_id")))
 
 
@@ -292,7 +292,7 @@ def whole(value: Any) -> int | None:
     return value if type(value) is int else None
 
 
-def read_json(path: Path, required: bool = False) -> dict[str, Any]:
+def read_json(path: Path, required: bool = False) -> Json:
     """A JSON object from a model folder, or `{}` without the file. Raises ConfigError for anything else."""
     try:
         text = path.read_text(encoding="utf-8")

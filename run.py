@@ -13,6 +13,9 @@ import os
 import resource
 import signal
 from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]  # a JSON object, in annotations
 
 HERE = Path(__file__).resolve().parent
 

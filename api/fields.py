@@ -22,10 +22,10 @@ from api.errors import ApiError, invalid
 from api.types import U64_MAX, SamplingFields
 from config import DEVICE_TOP_K, Config
 from protocol import SAMPLING_PARAMETERS, ModelInfo, SamplingParameter, SamplingParams
+from run import Json
 
 T = TypeVar("T", bound=Struct)
 V = TypeVar("V")
-Json = dict[str, Any]
 
 # Characters: whether text may yet become one is found in time that grows with its square.
 MAX_STOP = 1_000

@@ -28,7 +28,7 @@ from packaging.version import Version
 from config import DTYPES, NEURON_CONFIG, Config
 from manifest import read_json
 from models.cache import digest, evict, installed, locked, mark_used, renamed_when_complete
-from run import ConfigError, check_private
+from run import ConfigError, Json, check_private
 
 logger = logging.getLogger("model")
 
@@ -128,7 +128,7 @@ class Artifact(NamedTuple):
     files: dict[str, tuple[int, str]] | None
 
     @classmethod
-    def of(cls, config_json: Mapping[str, Any], source: Path) -> Artifact | None:
+    def of(cls, config_json: Json, source: Path) -> Artifact | None:
         """What the object in `source`, a config.json, says; None where it is not that of a compiled model.
 
         Raises ConfigError for a section that is incomplete, or holds an unknown value or field: it may change
@@ -305,7 +305,7 @@ class Cache:
         return self.folder / digest([model, _values(compiled_config)])
 
 
-def _values(compiled_config: CompiledConfig) -> dict[str, Any]:
+def _values(compiled_config: CompiledConfig) -> Json:
     """Everything that the compiled graphs of a checkpoint depend on, as JSON keeps it."""
     values = dataclasses.asdict(compiled_config)
     for name in ("verify_length", "kv_cache_dtype"):
@@ -341,6 +341,6 @@ def verify_checksums(folder: Path, files: Mapping[str, tuple[int, str]]) -> str 
     return None
 
 
-def model_key(checkpoint_config: Mapping[str, Any]) -> str:
+def model_key(checkpoint_config: Json) -> str:
     """A digest of the fields of a checkpoint's config.json that its compiled graphs depend on."""
     return digest({name: value for name, value in checkpoint_config.items() if name not in VOLATILE})

@@ -30,7 +30,7 @@ from typing import Any
 from config import Config
 from manifest import Manifest
 from models.child import ChildError, run_module
-from run import ConfigError, check_private
+from run import ConfigError, Json, check_private
 
 logger = logging.getLogger("model")
 
@@ -243,7 +243,7 @@ def run_converter(arguments: list[str], config: Config) -> None:
         raise RuntimeError(f"the conversion ended with code {error.code}") from None
 
 
-def write_entry(folder: Path, facts: dict[str, Any]) -> None:
+def write_entry(folder: Path, facts: Json) -> None:
     (folder / ENTRY).write_text(json.dumps(facts))
 
 
@@ -255,7 +255,7 @@ def write_refusal(folder: Path, why: str) -> None:
     write_entry(folder, {"refused": why})
 
 
-def read_entry(folder: Path) -> dict[str, Any]:
+def read_entry(folder: Path) -> Json:
     return json.loads((folder / ENTRY).read_text())
 
 

@@ -5,13 +5,11 @@ transformers-neuronx."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from models.base import ModelError
+from run import Json
 
 
-def legacy_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def legacy_config(config: Json) -> Json:
     """A `config.json` as transformers 4 writes it; 5 renamed the dtype and what is said of rotary positions.
     What it leaves out stays out: each family has defaults of its own.
 
@@ -34,7 +32,7 @@ def legacy_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return legacy
 
 
-def _legacy_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
+def _legacy_rope(rope: Json) -> Json:
     fields = {}
     if isinstance(rope.get("full_attention"), dict):  # Gemma 3: sliding-window layers have their own
         near = rope.get("sliding_attention") or {}

@@ -75,7 +75,7 @@ from models.torch_model import (
     reference_logits,
 )
 from models.vision import VisionTower, is_vision, make_tower
-from run import HERE, ConfigError, die_with_parent
+from run import HERE, ConfigError, Json, die_with_parent
 
 import openvino as ov  # isort: skip
 from openvino import opset13 as ops  # isort: skip
@@ -114,7 +114,7 @@ class Placeholder(torch.nn.Module):
     """Stands for one layer's attention while the model is traced; returns any [tokens, width]. `facts`: what
     its name holds for `read_graph`. width: heads * value size."""
 
-    def __init__(self, facts: dict[str, Any], width: int):
+    def __init__(self, facts: Json, width: int):
         super().__init__()
         self.name = PLACEHOLDER + json.dumps(facts)
         self.width = width
@@ -213,7 +213,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
     steps.begin(f"loading {stored / 1e9:.1f} GB of weights")
     model = load_pretrained(config, folder, "cpu")
     text_config = model.config.get_text_config()
-    facts: dict[str, Any] = {
+    facts: Json = {
         "model": config.model_name,
         "dtype": dtype,
         "quantize": config.quantize,
@@ -275,9 +275,7 @@ def _set_types(model: torch.nn.Module, dtype: torch.dtype) -> None:
             buffer.data = buffer.data.float()
 
 
-def _convert_vision(
-    model: torch.nn.Module, manifest: Manifest, target: Path, config: Config
-) -> dict[str, Any]:
+def _convert_vision(model: torch.nn.Module, manifest: Manifest, target: Path, config: Config) -> Json:
     """Writes the vision tower of a model, in float32, into `target`; with --quantize in int8 where it
     tolerates that. Returns the facts of the entry: the width of an embedding, the one after each row of a
     canvas, how many activations of the tower share a scale, or why the model is served without images."""
@@ -451,7 +449,7 @@ class Check:
         if self.window:
             text_config.sliding_window = window
 
-    def refuse_faults(self, target: Path, facts: dict[str, Any]) -> None:
+    def refuse_faults(self, target: Path, facts: Json) -> None:
         """Runs the saved graph in float32: long and short chunks, one and two slots a call, at the first and
         at the last positions. Raises UnsupportedModel where one of these differs."""
         model = self._model(target, facts | {"arithmetic": "float32"}, self.window)
@@ -478,13 +476,13 @@ class Check:
             expected.append(self.logits[[end - 1 for _slot, (_begin, end) in running]])
         return np.concatenate(found), np.concatenate(expected)
 
-    def fault_on_text(self, target: Path, facts: dict[str, Any]) -> str | None:
+    def fault_on_text(self, target: Path, facts: Json) -> str | None:
         """Runs the saved graph as it will be served, over a text. Returns how it differs, or None."""
         model = self._model(target, facts)
         found = _prompt_logits(model, self.text)
         return find_fault(found, self.text_logits, model.precision, facts["has_experts"])
 
-    def activation_group(self, target: Path, facts: dict[str, Any], most: int) -> int:
+    def activation_group(self, target: Path, facts: Json, most: int) -> int:
         """How many activations share a scale: the largest of GROUPS up to `most` that the model tolerates,
         else the smallest."""
 
@@ -498,7 +496,7 @@ class Check:
                 return group
         return groups[-1]
 
-    def _model(self, target: Path, facts: dict[str, Any], longest_window: int | None = None) -> OpenVinoModel:
+    def _model(self, target: Path, facts: Json, longest_window: int | None = None) -> OpenVinoModel:
         graph = read_graph(target / "model.xml", facts.get("whole_images", False), longest_window)
         return OpenVinoModel(graph, facts, slots=3, max_total_tokens=len(self.ids), threads=usable_threads())
 
@@ -520,7 +518,7 @@ def _prompt_logits(model: OpenVinoModel, ids: Sequence[int]) -> np.ndarray:
     return np.concatenate([model.forward([chunk]) for chunk in chunks])
 
 
-def _compress(config: Config, hidden_size: int, check: Check, target: Path, facts: dict[str, Any]) -> None:
+def _compress(config: Config, hidden_size: int, check: Check, target: Path, facts: Json) -> None:
     """Compresses the weights of the saved graph: those of linear layers and embeddings. Raises ModelError
     where the model loses too much accuracy."""
     import nncf

@@ -30,7 +30,7 @@ from manifest import read_json
 from models.base import ModelError, reported_as
 from models.fetch import OTHER_FORMAT, copy_metadata
 from models.quantization import Quantization, dequantized_config, values_of
-from run import ConfigError
+from run import ConfigError, Json
 
 SHARD_BYTES = 2_000_000_000
 INDEX = "model.safetensors.index.json"
@@ -42,16 +42,15 @@ FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # a fourth bit is the sign
 FP4_BIAS = 127  # of the exponent that a block of mxfp4 shares
 
 Parts = Mapping[str, Tensor]  # the stored tensors of one weight
-Settings = Mapping[str, Any]  # the object in config.json
 
 
-def awq(parts: Parts, settings: Settings) -> Tensor:
+def awq(parts: Parts, settings: Json) -> Tensor:
     """`qweight` int32 [in, out / 8], `qzeros` int32 [groups, out / 8], `scales` [groups, out]."""
     weight, zeros = (_unpack(parts[name], 4, AWQ_ORDER).T for name in ("qweight", "qzeros"))
     return _scaled(weight, parts["scales"].T, zeros)
 
 
-def gptq(parts: Parts, settings: Settings) -> Tensor:
+def gptq(parts: Parts, settings: Json) -> Tensor:
     """`qweight` int32 [in * bits / 32, out], `qzeros` int32 [groups, out * bits / 32], `scales` [groups,
     out], `g_idx` int32 [in]: the group of each row."""
     scales = parts["scales"].T
@@ -62,7 +61,7 @@ def gptq(parts: Parts, settings: Settings) -> Tensor:
     return _scaled(_unpack(parts["qweight"].T, bits), scales, zeros, groups=parts.get("g_idx"))
 
 
-def bitsandbytes(parts: Parts, settings: Settings) -> Tensor:
+def bitsandbytes(parts: Parts, settings: Json) -> Tensor:
     """`weight` int8 [out, in] and `SCB` [out], the largest of each row; or two values in a byte, in blocks of
     a flat weight, whose largest values may be quantized as well."""
     weight = parts["weight"]
@@ -79,7 +78,7 @@ def bitsandbytes(parts: Parts, settings: Settings) -> Tensor:
     return (values * scales[: len(values)]).view(state["shape"])
 
 
-def compressed_tensors(parts: Parts, settings: Settings) -> Tensor:
+def compressed_tensors(parts: Parts, settings: Json) -> Tensor:
     """`weight` float8 or int8 [out, in], or `weight_packed` int32 [out, in * bits / 32]; `weight_scale` and
     `weight_zero_point`: one, or one for each row, group of columns or block; `weight_g_idx` int32 [in]: the
     group of each column."""
@@ -101,13 +100,13 @@ def compressed_tensors(parts: Parts, settings: Settings) -> Tensor:
     return _scaled(weight, parts["weight_scale"], zeros, groups, blocks)
 
 
-def fp8(parts: Parts, settings: Settings) -> Tensor:
+def fp8(parts: Parts, settings: Json) -> Tensor:
     """`weight` float8 [out, in], `weight_scale`: one, or one for each block."""
     blocks = settings.get("weight_block_size") or FP8_BLOCK
     return _scaled(parts["weight"], parts["weight_scale"], blocks=blocks)
 
 
-def mxfp4(parts: Parts, settings: Settings) -> Tensor:
+def mxfp4(parts: Parts, settings: Json) -> Tensor:
     """`blocks` uint8 [experts, out, in / 32, 16], `scales` uint8 [experts, out, in / 32]; the weight is
     [experts, in, out]."""
     codes = torch.stack([parts["blocks"] & 15, parts["blocks"] >> 4], -1).flatten(-2).int()
@@ -116,7 +115,7 @@ def mxfp4(parts: Parts, settings: Settings) -> Tensor:
 
 
 # How the stored tensors of a weight are named: the name of the weight, and the part.
-FORMATS: dict[str, tuple[Callable[[Parts, Settings], Tensor], str]] = {
+FORMATS: dict[str, tuple[Callable[[Parts, Json], Tensor], str]] = {
     "awq": (awq, r"(.+)\.(qweight|qzeros|scales)"),
     "bitsandbytes": (
         bitsandbytes,

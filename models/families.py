@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from manifest import NEURON_VISION_FAMILIES, ORIGINAL_LENGTH
 from models import rope
@@ -39,7 +38,7 @@ from models.family import (
     V,
     Windows,
 )
-from run import ConfigError
+from run import ConfigError, Json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,7 +140,7 @@ class Granite(Family):
         "attention_multiplier": 1.0,
     }
 
-    def __init__(self, config: Mapping[str, Any]):
+    def __init__(self, config: Json):
         super().__init__(config)
         self.embedding_scale = self.config["embedding_multiplier"]
         self.head_scale = 1 / self.config["logits_scaling"]
@@ -181,7 +180,7 @@ class Gemma(Family):
     }
     supported_values: ClassVar = Family.supported_values | {"hidden_act": ("gelu_pytorch_tanh",)}
 
-    def __init__(self, config: Mapping[str, Any]):
+    def __init__(self, config: Json):
         super().__init__(config)
         self.embedding_scale = math.sqrt(self.hidden)
 
@@ -214,7 +213,7 @@ class Gemma2(Gemma):
     norms_per_layer = 4
     pattern = 2
 
-    def __init__(self, config: Mapping[str, Any]):
+    def __init__(self, config: Json):
         super().__init__(config)
         self.query_scale = math.sqrt(self.head_dim / self.config["query_pre_attn_scalar"])
 
@@ -260,7 +259,7 @@ class Gemma3(Gemma2):
     supported_values: ClassVar = Gemma2.supported_values | TWO_ROPES
     pattern = 6
 
-    def __init__(self, config: Mapping[str, Any]):
+    def __init__(self, config: Json):
         super().__init__(config)
         self.query_norm_scale = self.query_scale  # the norm would undo it in the matrix
         self.query_scale = 1.0
@@ -322,7 +321,7 @@ class Mixture(Family):
     names: ClassVar = {name: name.removeprefix("mlp.") for name in MLP}
     has_biases = False
 
-    def __init__(self, config: Mapping[str, Any]):
+    def __init__(self, config: Json):
         super().__init__(config)
         count, columns, per_token = map(self._number, (*self.sizes, "num_experts_per_tok"))
         if per_token > count:
@@ -524,7 +523,7 @@ FAMILIES: dict[str, type[Family]] = {
 }
 
 
-def text_config(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config(config_json: Json) -> Json:
     """The config.json of a model's text part: of a vision-language model the `text_config`, as if it were a
     file of its own."""
     text = config_json.get("text_config")
@@ -535,7 +534,7 @@ def text_config(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**SIZES, **OTHER_SIZES.get(kind, {}), **text, **dtypes}
 
 
-def of(config_json: Mapping[str, Any]) -> Family:
+def of(config_json: Json) -> Family:
     """The family of a model by its config.json, which transformers 4 or 5 wrote; of a vision-language model
     that of its text part.
 

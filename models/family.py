@@ -10,7 +10,7 @@ Source: transformers 4.57, models/llama.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,7 +18,7 @@ from config import DTYPES
 from models import rope
 from models.base import ModelError
 from models.rope import Rope
-from run import ConfigError
+from run import ConfigError, Json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +83,7 @@ class ArchSpec:
 class Family:
     """What Llama is, unless a subclass says otherwise."""
 
-    defaults: ClassVar[dict[str, Any]] = {}  # transformers', of fields that a config.json may leave out
+    defaults: ClassVar[Json] = {}  # transformers', of fields that a config.json may leave out
     # Fields of config.json and the values that are supported. A field that is missing or null has
     # transformers' default, which is among them.
     supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -100,7 +100,7 @@ class Family:
     norms_per_layer = 2  # vectors of hidden_size
     query_scale = residual_scale = embedding_scale = head_scale = 1.0
 
-    def __init__(self, config: Mapping[str, Any]):
+    def __init__(self, config: Json):
         """`config` has the names of transformers 4. Raises ConfigError for numbers that are missing or
         contradict each other, ModelError for an unsupported value."""
         self.config = c = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, **self.defaults, **config}
@@ -158,7 +158,7 @@ class Family:
         """The class that the graphs of this model are compiled from, with its revision."""
         return self.neuronx_class or f"{self.model_type}, revision {self.revision}"
 
-    def as_llama(self) -> dict[str, Any]:
+    def as_llama(self) -> Json:
         """The config.json of a Llama of these sizes, for transformers-neuronx."""
         c = self.config
         return {

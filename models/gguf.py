@@ -25,6 +25,7 @@ from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_toke
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as SPLITS
 
 from models.base import ModelError, reported_as
+from run import Json
 
 # The keys that are read, for every architecture; any other could change what the model computes.
 KEYS = {
@@ -202,7 +203,7 @@ def _complete(config: Any, file: File) -> Any:
     return config
 
 
-def _rope(config: Any, file: File) -> dict[str, Any]:
+def _rope(config: Any, file: File) -> Json:
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     theta = file["rope.freq_base"] or 10000.0
     rope = {"rope_theta": theta}
@@ -232,7 +233,7 @@ def _rope(config: Any, file: File) -> dict[str, Any]:
     raise file.refusal(f"has rope scaling of the type {kind}, which cannot be read")
 
 
-def _yarn(file: File) -> dict[str, Any]:
+def _yarn(file: File) -> Json:
     given = {
         "attention_factor": file["rope.scaling.yarn_attn_factor"] or file["rope.scaling.attn_factor"],
         "beta_fast": file["rope.scaling.yarn_beta_fast"],
@@ -241,7 +242,7 @@ def _yarn(file: File) -> dict[str, Any]:
     return {"rope_type": "yarn"} | {name: value for name, value in given.items() if value is not None}
 
 
-def _llama3(theta: float, divisors: list[float], file: File) -> dict[str, Any]:
+def _llama3(theta: float, divisors: list[float], file: File) -> Json:
     """The kind of rope that divides the frequencies by these numbers: that of Llama 3.1, 3.2 and 3.3."""
     size, factor = len(divisors), max(divisors)
     waves = 2 * math.pi * theta ** (torch.arange(size, dtype=torch.float64) / size)
@@ -270,7 +271,7 @@ def _check_weights(model: Any, missing: list[str], file: File) -> None:
         raise file.refusal(f"holds {stored:,} parameters, of which {read:,} can be read")
 
 
-def _tokenizer(file: File) -> tuple[Tokenizer, dict[str, Any]]:
+def _tokenizer(file: File) -> tuple[Tokenizer, Json]:
     """The tokenizer, which splits text into words and adds BOS as llama.cpp does with this file; its special
     tokens and chat template, as transformers names them."""
     architecture, contents, special = get_gguf_tokenizer(str(file.path))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from manifest import read_json
 from models.adapters import DOWN, UP, UPDATES, A, B
 from models.base import ModelError, reported_as
 from models.fetch import copy_metadata
-from run import ConfigError
+from run import ConfigError, Json
 
 PREFIX = "base_model.model."
 BIAS = ".lora_B.bias"
@@ -141,7 +141,7 @@ def _changed_by(name: str) -> str:
     return name
 
 
-def _of_module(pattern: Mapping[str, Any] | None, module: str, default: float) -> float:
+def _of_module(pattern: Json | None, module: str, default: float) -> float:
     """peft's patterns: the end of a module's name as a regular expression, and its value."""
     for key, value in (pattern or {}).items():
         if re.fullmatch(rf"(.*\.)?({key})", module):

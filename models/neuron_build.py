@@ -37,7 +37,7 @@ from models.family import Family
 from models.fetch import fetch_artifact, fetch_checkpoint, fetch_weights
 from models.machine import Machine, detect, host_memory, usable_cores
 from models.neuron_driver import Versions
-from run import ConfigError
+from run import ConfigError, Json
 
 logger = logging.getLogger("model")
 
@@ -98,7 +98,7 @@ class BuildPlan:
     compiled_config: CompiledConfig
     family: Family
     # The config.json of the checkpoint, or of its text part, under the names of transformers 4.
-    legacy: dict[str, Any]
+    legacy: Json
     folder: Path
     artifact: Artifact | None  # of a compiled model's folder; None: a plain checkpoint
     compile_workers: int
@@ -342,12 +342,12 @@ def _class_of(build: BuildPlan) -> Any:
     return class_of(family, compiled_config.sampling)
 
 
-def _config_json(build: BuildPlan) -> dict[str, Any]:
+def _config_json(build: BuildPlan) -> Json:
     """The config.json of the folder that transformers-neuronx reads."""
     return build.legacy if build.family.neuronx_class else build.family.as_llama()
 
 
-def _view_of(checkpoint: Path, config_json: dict[str, Any], view: Path) -> Path:
+def _view_of(checkpoint: Path, config_json: Json, view: Path) -> Path:
     """A folder with the checkpoint's files and another config.json."""
     shutil.rmtree(view, ignore_errors=True)
     view.mkdir(parents=True)

@@ -63,7 +63,7 @@ from models.encoder_cache import EncoderCache, split_at_images  # noqa: E402
 from models.grid_positions import GridPositions  # noqa: E402
 from models.image_layout import encode  # noqa: E402
 from models.machine import host_memory, usable_threads  # noqa: E402
-from run import HERE, ConfigError  # noqa: E402
+from run import HERE, ConfigError, Json  # noqa: E402
 
 logger = logging.getLogger("model")
 
@@ -106,7 +106,7 @@ class OpenVinoModel(StaticBatchModel):
     def __init__(
         self,
         graph: ov.Model,
-        facts: dict[str, Any],
+        facts: Json,
         slots: int,
         max_total_tokens: int,
         threads: int,
@@ -155,9 +155,7 @@ class OpenVinoModel(StaticBatchModel):
         self._columns: tuple[int, ...] = ()  # of the adapters that the graph has; () before it has any
         self._select_adapters([])
 
-    def _choose_precisions(
-        self, core: ov.Core, graph: ov.Model, facts: dict[str, Any], kv_cache_dtype: str
-    ) -> dict[str, Any]:
+    def _choose_precisions(self, core: ov.Core, graph: ov.Model, facts: Json, kv_cache_dtype: str) -> Json:
         """OpenVINO's settings for the arithmetic and the KV cache. Sets what follows from them for calls and
         in the graph. Raises ModelError."""
         has_bfloat16 = "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
@@ -187,7 +185,7 @@ class OpenVinoModel(StaticBatchModel):
         self.precision = self.quantize or ("u8" if self.kv_cache_dtype == "u8" else self.computed_in)
         is_any_length_exact = is_bfloat16 or (self.quantize is not None and has_bfloat16)
         self._max_call_tokens = math.inf if is_any_length_exact else FLOAT32_TOKENS
-        settings: dict[str, Any] = {  # both default to less precise types on some CPUs
+        settings: Json = {  # both default to less precise types on some CPUs
             "INFERENCE_PRECISION_HINT": PRECISIONS[self.computed_in],
             "KV_CACHE_PRECISION": PRECISIONS[self.kv_cache_dtype],
         }
@@ -343,7 +341,7 @@ class OpenVinoModel(StaticBatchModel):
 class VisionEncoder:
     """A converted vision tower. `newline`: the embedding after each row of a canvas."""
 
-    def __init__(self, path: Path, newline: Sequence[float] | None, settings: dict[str, Any]):
+    def __init__(self, path: Path, newline: Sequence[float] | None, settings: Json):
         self._request = ov.Core().compile_model(path, "CPU", settings).create_infer_request()
         self._newline = None if newline is None else np.array(newline, np.float32)
 
@@ -360,7 +358,7 @@ class VisionEncoder:
         return self._request.get_output_tensor(0).data.copy()
 
 
-def _threads_taken(core: ov.Core, settings: dict[str, Any]) -> int:
+def _threads_taken(core: ov.Core, settings: Json) -> int:
     """How many threads a graph compiled with `settings` runs on: no more than there are cores. Only a
     compiled one says so."""
     number = ops.parameter([1], np.float32)
@@ -678,7 +676,7 @@ def _load_entry(config: Config, entry: Path) -> StaticBatchModel:
     return model
 
 
-def _compare(model: OpenVinoModel, facts: dict[str, Any]) -> None:
+def _compare(model: OpenVinoModel, facts: Json) -> None:
     """Runs a prompt and decode steps. Raises ValueError where one of these differs from what transformers
     computed."""
     reference = facts["reference"]

@@ -17,10 +17,9 @@ import math
 import os
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import config as configuration
 from config import FP8, Config
@@ -32,7 +31,7 @@ from models.family import Experts, Family
 from models.fetch import adapter_shapes, fetch
 from models.machine import GIB, Machine
 from models.quantization import Quantization, dequantized_config, written_dtype
-from run import ConfigError
+from run import ConfigError, Json
 
 MAX_CORES = 32  # of the largest machine
 CORE_BYTES = 16 * GIB  # HBM of a NeuronCore-v2 (SDK@v2.25.0:general/arch/neuron-hardware/inf2-arch.rst:32-70)
@@ -59,7 +58,7 @@ PREFILL_FLOPS = 0.17 * 95e12
 
 _DATA = json.loads(Path(__file__).with_name("plan.json").read_text(encoding="utf-8"))
 TP_DEGREES: dict[str, list[int]] = _DATA["tp_degrees"]  # by family
-_ROWS: list[dict[str, Any]] = _DATA["instances"]
+_ROWS: list[Json] = _DATA["instances"]
 INSTANCES = {
     row["name"]: Machine(row["cores"], row["family"], row["name"], row["host_gib"] * GIB, row["host_cores"])
     for row in _ROWS
@@ -88,7 +87,7 @@ class Tower:
     tile_flops: int  # floating-point operations for a tile of the largest size
 
     @classmethod
-    def of(cls, config_json: Mapping[str, Any]) -> Tower | None:
+    def of(cls, config_json: Json) -> Tower | None:
         """By a config.json; None for a model that reads text only."""
         vision = config_json.get("vision_config")
         if config_json.get("model_type") not in NEURON_VISION_FAMILIES or not isinstance(vision, dict):
@@ -140,7 +139,7 @@ class Shape:
     tower: Tower | None = None  # of a model that reads images
 
     @classmethod
-    def from_config(cls, data: Mapping[str, Any]) -> Shape:
+    def from_config(cls, data: Json) -> Shape:
         """From the object in a config.json. Raises as `families.of` does."""
         return replace(cls.of(families.of(data)), tower=Tower.of(data))
 

@@ -6,7 +6,7 @@ downloaded. `dequantize.py` does the arithmetic; this file does not import torch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from config import Config
 from manifest import read_json
 from models.base import ModelError
+from run import Json
 
 KEYS = ("quantization_config", "compression_config")  # the latter in older files of compressed-tensors
 MODELOPT = "hf_quant_config.json"  # older checkpoints of modelopt say it only here
@@ -50,7 +51,7 @@ class Quantization:
     """The quantization of a checkpoint that can be dequantized."""
 
     method: str
-    settings: Mapping[str, Any]
+    settings: Json
 
     def notice(self, config: Config) -> str:
         """How the checkpoint is served, and what would take less memory."""
@@ -88,7 +89,7 @@ class Quantization:
         return cls(method, settings)
 
 
-def values_of(settings: Mapping[str, Any], *names: str) -> Iterator[Any]:
+def values_of(settings: Json, *names: str) -> Iterator[Any]:
     """All values of these settings: compressed-tensors has one for each group of layers."""
     for name, value in settings.items():
         if name in names:
@@ -109,7 +110,7 @@ def written_dtype(config: Config) -> str:
     return "bfloat16" if config.dtype == "auto" else config.dtype
 
 
-def dequantized_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def dequantized_config(config: Json, dtype: str) -> Json:
     """The config.json of the dequantized checkpoint, whose weights are in `dtype`."""
     others = {name: value for name, value in config.items() if name not in (*KEYS, "dtype")}
     if isinstance(others.get("text_config"), dict):

@@ -5,11 +5,10 @@ Source: transformers 4.57, modeling_rope_utils.py. Imports no torch."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from manifest import ORIGINAL_LENGTH, SU
+from run import Json
 
 NEURONX_ROPE_TYPES = ("default", "llama3")  # computed by transformers-neuronx
 SCALED = ("linear", "dynamic", "yarn", "longrope")  # computed here
@@ -23,14 +22,14 @@ class Rope:
     factor: float = 1.0
 
 
-def kind(config: Mapping[str, Any]) -> str:
+def kind(config: Json) -> str:
     """The rope_type of a config.json, under the names of transformers 4."""
     scaling = config.get("rope_scaling") or {}
     found = scaling.get("rope_type", scaling.get("type", "default"))
     return "longrope" if found == SU else found
 
 
-def scaled(config: Mapping[str, Any], size: int) -> Rope | None:
+def scaled(config: Json, size: int) -> Rope | None:
     """The rotary positions of a config.json for the first `size` values of a head; None for those that
     transformers-neuronx computes. A longrope has the factors for prompts within the original length."""
     make = {"linear": _linear, "dynamic": _dynamic, "yarn": _yarn, "longrope": _longrope}.get(kind(config))
@@ -41,23 +40,23 @@ def plain(base: float, size: int) -> Rope:
     return Rope(tuple(base ** (-n / size) for n in range(0, size, 2)))
 
 
-def original_length(config: Mapping[str, Any]) -> int:
+def original_length(config: Json) -> int:
     """Positions before the scaling."""
     scaling = config.get("rope_scaling") or {}
     return config.get(ORIGINAL_LENGTH) or scaling.get(ORIGINAL_LENGTH) or config["max_position_embeddings"]
 
 
-def _linear(config: Mapping[str, Any], size: int) -> Rope:
+def _linear(config: Json, size: int) -> Rope:
     factor = config["rope_scaling"]["factor"]
     return Rope(tuple(each / factor for each in plain(config["rope_theta"], size).frequencies))
 
 
-def _dynamic(config: Mapping[str, Any], size: int) -> Rope:
+def _dynamic(config: Json, size: int) -> Rope:
     """Differs from the plain one only beyond the model's own context length, which no slot has."""
     return plain(config["rope_theta"], size)
 
 
-def _yarn(config: Mapping[str, Any], size: int) -> Rope:
+def _yarn(config: Json, size: int) -> Rope:
     """Frequencies that turn often within the original length stay, slow ones are divided by the factor, and
     those between are mixed."""
     scaling = config["rope_scaling"]
@@ -84,7 +83,7 @@ def _yarn(config: Mapping[str, Any], size: int) -> Rope:
     return Rope(tuple(mixed), scaling.get("attention_factor") or _yarn_factor(scaling))
 
 
-def _yarn_factor(scaling: Mapping[str, Any]) -> float:
+def _yarn_factor(scaling: Json) -> float:
     def grown(weight: float) -> float:
         return 1.0 if scaling["factor"] <= 1 else 0.1 * weight * math.log(scaling["factor"]) + 1.0
 
@@ -93,7 +92,7 @@ def _yarn_factor(scaling: Mapping[str, Any]) -> float:
     return grown(1.0)
 
 
-def _longrope(config: Mapping[str, Any], size: int) -> Rope:
+def _longrope(config: Json, size: int) -> Rope:
     scaling = config["rope_scaling"]
     length = original_length(config)
     factor = config["max_position_embeddings"] / length

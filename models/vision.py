@@ -21,6 +21,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from models.image_layout import encode
+from run import Json
 
 # Where checkpoints have the parts: transformers renamed them more than once. The longer names come first.
 TOWERS = (
@@ -90,8 +91,8 @@ class VisionTower(nn.Module):
 
     def __init__(
         self,
-        config: Mapping[str, Any],
-        preprocessor: Mapping[str, Any],
+        config: Json,
+        preprocessor: Json,
         tensors: Mapping[str, Tensor],
         dtype: torch.dtype | None = None,
     ):
@@ -126,8 +127,8 @@ class ProjectedTower(VisionTower):
 
     def __init__(
         self,
-        config: Mapping[str, Any],
-        preprocessor: Mapping[str, Any],
+        config: Json,
+        preprocessor: Json,
         tensors: Mapping[str, Tensor],
         dtype: torch.dtype | None = None,
     ):
@@ -343,8 +344,8 @@ class QwenTower(VisionTower):
 
     def __init__(
         self,
-        config: Mapping[str, Any],
-        preprocessor: Mapping[str, Any],
+        config: Json,
+        preprocessor: Json,
         tensors: Mapping[str, Tensor],
         dtype: torch.dtype | None = None,
     ):
@@ -506,8 +507,8 @@ TOWER_CLASSES = {
 
 
 def make_tower(
-    config: Mapping[str, Any],
-    preprocessor: Mapping[str, Any],
+    config: Json,
+    preprocessor: Json,
     tensors: Mapping[str, Tensor],
     dtype: torch.dtype | None = None,
 ) -> VisionTower:
@@ -581,7 +582,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _normalization(preprocessor: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def _normalization(preprocessor: Json) -> tuple[Tensor, Tensor]:
     """What pixels of 0 to 255 are multiplied by, and what is then subtracted, for each color."""
     factor = preprocessor.get("rescale_factor", 1 / 255) if preprocessor.get("do_rescale", True) else 1.0
     if not preprocessor.get("do_normalize", True):

@@ -18,6 +18,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from run import Json
 from text.json_schema import enforceable
 from text.limited import LimitExceeded, Refused, SandboxedFunction
 
@@ -88,7 +89,7 @@ def left_out(schema: Any) -> tuple[str, ...]:
     return _enforceable(schema)[1]
 
 
-def _enforceable(schema: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _enforceable(schema: Any) -> tuple[Json, tuple[str, ...]]:
     if not isinstance(schema, dict):
         raise GrammarError("must be a JSON schema, which is an object")
     try:

@@ -7,12 +7,11 @@ import base64
 import io
 import json
 from collections.abc import Callable
-from typing import Any
 
 from PIL import GifImagePlugin, Image, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
 from manifest import Manifest
-from run import ConfigError
+from run import ConfigError, Json
 from text.image_layouts import read_layout
 from text.limited import Refused
 
@@ -31,7 +30,7 @@ MAX_RATIO = 200  # of the longer side to the shorter
 Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2
 
 
-def preprocessor(model_dir: str, overrides: dict[str, Any]) -> Callable[[list], bytes]:
+def preprocessor(model_dir: str, overrides: Json) -> Callable[[list], bytes]:
     """What the child does with [a file in base64, further overrides]: a line of JSON with text, tokens, shape
     and canvas (`PreprocessedImage` has them) and the image's own width and height, and the pixels. Raises
     Refused."""

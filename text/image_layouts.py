@@ -13,7 +13,7 @@ import re
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from manifest import Manifest, whole
-from run import ConfigError
+from run import ConfigError, Json
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -73,7 +73,7 @@ class Layout:
     placeholder = ""  # what the chat template writes for an image, if not the image token
     resample = BICUBIC
     options: ClassVar[tuple[str, ...]] = ()  # the fields that --mm-processor-kwargs may set
-    one_tile: ClassVar[dict[str, Any]] = {}  # values of these for `detail: "low"`: one small tile
+    one_tile: ClassVar[Json] = {}  # values of these for `detail: "low"`: one small tile
 
     def __init__(self, facts: Facts):
         self.token = str(facts.get("image_token") or self.image_token)
@@ -83,7 +83,7 @@ class Layout:
         """image: RGB, upright."""
         raise NotImplementedError
 
-    def bounds(self, tokens: int) -> dict[str, Any]:
+    def bounds(self, tokens: int) -> Json:
         """The options with which no image has more than so many tokens, if they differ from what is set."""
         return {}
 
@@ -331,7 +331,7 @@ class PixelBounds(Layout):
         self._most = bounds.number("max_pixels", self.most)
         self._least = min(bounds.number("min_pixels", self.least), self._most)
 
-    def bounds(self, tokens: int) -> dict[str, Any]:
+    def bounds(self, tokens: int) -> Json:
         most = max(tokens * self._frames * self._side**2, self._least)
         return {"max_pixels": most} if most < self._most else {}
 
@@ -429,7 +429,7 @@ LAYOUTS: dict[str, type[Layout]] = {
 }
 
 
-def read_layout(manifest: Manifest, overrides: dict[str, Any]) -> Layout:
+def read_layout(manifest: Manifest, overrides: Json) -> Layout:
     """The layout of a model that reads images; `overrides` take the place of its preprocessor file's fields.
     Raises ConfigError."""
     layout = LAYOUTS[manifest.image_processor]

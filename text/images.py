@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from manifest import Manifest, whole
+from run import Json
 from text.image_layouts import read_layout
 from text.limited import SandboxedFunction
 
@@ -45,7 +46,7 @@ class PreprocessedImage(NamedTuple):
 class ImagePreprocessor:
     """How the served model reads images. Safe to share between threads; each has a child for itself."""
 
-    def __init__(self, model_dir: Path, manifest: Manifest, overrides: dict[str, Any], max_tokens: int):
+    def __init__(self, model_dir: Path, manifest: Manifest, overrides: Json, max_tokens: int):
         layout = read_layout(manifest, overrides)
         most = int(max_tokens * LARGEST_SHARE)
         if not overrides.keys() & {"size", "max_pixels"}:
@@ -68,7 +69,7 @@ class ImagePreprocessor:
         self._preprocess.start()
 
     @classmethod
-    def load(cls, model_dir: str | Path, overrides: dict[str, Any], max_tokens: int) -> ImagePreprocessor:
+    def load(cls, model_dir: str | Path, overrides: Json, max_tokens: int) -> ImagePreprocessor:
         """For a model folder whose manifest says that it reads images. `overrides` take the place of fields
         of its preprocessor_config.json; max_tokens: of the longest prompt. Raises ConfigError."""
         return cls(Path(model_dir), Manifest.read(model_dir), overrides, max_tokens)

@@ -17,10 +17,11 @@ import string
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
+from run import Json
 from text.json_mender import JsonMender
 from text.reasoning import Thinking
 from text.stream import Piece, stop_begun
@@ -729,7 +730,7 @@ def _truncated_json(text: str) -> str:
     return "{"
 
 
-def complete_members(arguments: str) -> dict[str, Any]:
+def complete_members(arguments: str) -> Json:
     """The arguments of a call as far as they can be read: `max_tokens` may have truncated them. What is
     nested more deeply than MAX_NESTING is not read."""
     closing = ""  # the brackets that are open, from the inside

@@ -22,7 +22,7 @@ import jinja2.nodes
 import jinja2.sandbox
 
 from manifest import read_json
-from run import ConfigError
+from run import ConfigError, Json
 from text.limited import LimitExceeded, Refused, SandboxedFunction
 
 ERROR_CHARACTERS = 2000  # of a message for clients, which a template may choose
@@ -177,7 +177,7 @@ class ChatTemplate:
         }
         return self._run({**(options or {}), **self._special_tokens, **chat})
 
-    def _run(self, variables: dict[str, Any]) -> str:
+    def _run(self, variables: Json) -> str:
         try:
             return rendered([self.source, variables])
         except Refused as error:
@@ -261,7 +261,7 @@ def renderer(most_characters: int) -> Callable[[list], str]:
 rendered = SandboxedFunction("text.template:renderer", [4_000_000], cpu_s=1.0, memory_bytes=256 * 2**20)
 
 
-def _in_parts(message: dict[str, Any], takes_parts: bool) -> dict[str, Any]:
+def _in_parts(message: Json, takes_parts: bool) -> Json:
     """The message with its content as a list of parts, where it has images or the template takes only
     those."""
     content = message.get("content")
@@ -276,7 +276,7 @@ def _in_parts(message: dict[str, Any], takes_parts: bool) -> dict[str, Any]:
     return message | {"content": parts or [{"type": "text", "text": ""}]}
 
 
-def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
+def _with_short_ids(message: Json) -> Json:
     """The ids of calls as Mistral's templates require them: 9 letters and digits."""
     message = dict(message)
     if "tool_call_id" in message:
@@ -288,7 +288,7 @@ def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _with_named_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_named_ids(messages: list[Json]) -> list[Json]:
     """The ids of calls as Kimi's templates write them in the place of the functions' names."""
     ids = {}
     number = 0
@@ -314,7 +314,7 @@ def _short_id(given: Any) -> str:
     return hashlib.sha256(str(given).encode()).hexdigest()[:9]
 
 
-def _template_in(config: dict[str, Any], name: str = "default") -> str | None:
+def _template_in(config: Json, name: str = "default") -> str | None:
     """The template called `name` of several with names; the only one is the default."""
     template = config.get("chat_template")
     if isinstance(template, list):

@@ -8,8 +8,8 @@ once, when it is loaded: the chat's words have to be in the prompt, in their ord
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from run import Json
 from text.template import ChatTemplate, TemplateError, image_mark
 
 # Words that no template writes by itself.
@@ -96,9 +96,7 @@ def _writes_role(template: ChatTemplate, role: str) -> bool:
     return _writes(template, [USER | {"role": role}, {"role": "user", "content": SECOND}])
 
 
-def _writes_image(
-    template: ChatTemplate, messages: list[dict[str, Any]], role: str, placeholder: str
-) -> bool:
+def _writes_image(template: ChatTemplate, messages: list[Json], role: str, placeholder: str) -> bool:
     """Whether the template writes an image in the message of this role, beside its text."""
     (text,) = (message["content"] for message in messages if message["role"] == role)
     with_image = [
@@ -113,8 +111,8 @@ def _writes_image(
 
 def _writes(
     template: ChatTemplate,
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None = None,
+    messages: list[Json],
+    tools: list[Json] | None = None,
     words: tuple[str, ...] | None = None,
 ) -> bool:
     """Whether the template writes these messages with all their `words`, in their order."""
@@ -132,7 +130,7 @@ def _writes(
     return True
 
 
-def _words(messages: list[dict[str, Any]]) -> list[str]:
+def _words(messages: list[Json]) -> list[str]:
     words = []
     for message in messages:
         if message["content"]:

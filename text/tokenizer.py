@@ -23,13 +23,13 @@ import string
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import tokenizers
 from tokenizers import pre_tokenizers, processors
 
 from manifest import Manifest, read_json
-from run import ConfigError
+from run import ConfigError, Json
 from text.escaping import Escaping, utf8_bytes
 from text.image_layouts import read_layout
 from text.template import ChatTemplate
@@ -264,7 +264,7 @@ def check(
     tokenizer_dir: Path,
     tokenizer_config_path: str | None = None,
     mm_processor_kwargs: str | None = None,
-) -> dict[str, Any]:
+) -> Json:
     """The EOS ids that the files of a model's tokenizer name, and the largest id of ordinary text
     (TokenizerFacts).
 
@@ -293,7 +293,7 @@ def check(
     return {"eos_token_ids": eos_ids, "largest_id": max(ids)}
 
 
-def _check_images(folder: Path, tokenizer: Tokenizer, overrides: dict[str, Any]) -> None:
+def _check_images(folder: Path, tokenizer: Tokenizer, overrides: Json) -> None:
     manifest = Manifest.read(folder)
     if manifest.reads_images:
         token = read_layout(manifest, overrides).token

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from run import Json
 from text.grammar import GrammarError, json_rule, lark_string, of_rules
 from text.json_schema import pointer
 
@@ -432,7 +433,7 @@ class Function:
     """A tool that may be called. `parameters`: the JSON schema of an object."""
 
     name: str
-    parameters: dict[str, Any]
+    parameters: Json
     is_strict: bool = False
 
 
@@ -455,7 +456,7 @@ class AllowedCalls:
     def names(self) -> list[str]:
         return [function.name for function in self.functions]
 
-    def parameters_of(self, name: str) -> dict[str, Any]:
+    def parameters_of(self, name: str) -> Json:
         return next(function.parameters for function in self.functions if function.name == name)
 
     @property
@@ -547,7 +548,7 @@ def _call(rule: str, form: ToolFormat, function: Function, is_free: bool, lark: 
     return [rf'{rule}: "{{" ws {members} ws "}}"', arguments]
 
 
-def _takes_any(parameters: dict[str, Any]) -> bool:
+def _takes_any(parameters: Json) -> bool:
     """Whether the schema names no properties and allows all."""
     return not parameters.get("properties") and parameters.get("additionalProperties") is not False
 
@@ -571,7 +572,7 @@ def not_written(form: ToolFormat, function: Function) -> Iterator[str]:
         yield from _constraints(schema, enforced, pointer((((), "properties"), name)))
 
 
-def _written_keywords(form: ToolFormat, schema: Any, parameters: dict[str, Any]) -> set[str]:
+def _written_keywords(form: ToolFormat, schema: Any, parameters: Json) -> set[str]:
     """The keywords of a property that the grammar of a call enforces."""
     if not form.tags:
         if _values(schema):
@@ -623,7 +624,7 @@ def _key(tags: Tags, name: str, lark: ToLark) -> str:
     return f"{lark(tags.key)} {name} {lark(tags.key_end)} {value}"
 
 
-def _xml_value(rule: str, schema: Any, parameters: dict[str, Any], tags: Tags, lark: ToLark) -> list[str]:
+def _xml_value(rule: str, schema: Any, parameters: Json, tags: Tags, lark: ToLark) -> list[str]:
     """A value and the tag after it: raw text if the schema allows text, otherwise JSON."""
     types = types_of(schema, parameters)
     values = _values(schema)
@@ -633,7 +634,7 @@ def _xml_value(rule: str, schema: Any, parameters: dict[str, Any], tags: Tags, l
         return [f"{rule}: {space} ({' | '.join(map(lark_string, values))}) {space} {end}"]
     if not types or "string" in types:
         return [f"{rule}: raw"]
-    definitions: dict[str, Any] = {}
+    definitions: Json = {}
     if "$ref" in json.dumps(schema):
         definitions = {name: parameters[name] for name in DEFINITIONS if name in parameters}
     constrained = definitions | {name: value for name, value in schema.items() if name not in ANNOTATIONS}
@@ -641,7 +642,7 @@ def _xml_value(rule: str, schema: Any, parameters: dict[str, Any], tags: Tags, l
 
 
 def types_of(
-    schema: Any, parameters: dict[str, Any], depth: int = 0, known: dict[str, set[str]] | None = None
+    schema: Any, parameters: Json, depth: int = 0, known: dict[str, set[str]] | None = None
 ) -> set[str]:
     """JSON Schema's names of the types that a property may have; none: it does not say.
 
@@ -667,7 +668,7 @@ def types_of(
     return {"object"} if "properties" in schema else set()
 
 
-def _definition(path: str, parameters: dict[str, Any]) -> Any:
+def _definition(path: str, parameters: Json) -> Any:
     found: Any = parameters
     for name in path.removeprefix("#/").split("/"):
         found = found.get(name) if isinstance(found, dict) else None
