@@ -76,6 +76,9 @@ ACTIVATIONS = {
 }
 
 
+Rotation = tuple[Tensor, Tensor]  # cosines and sines, [1, 1, patches, head size]
+
+
 class VisionTower(nn.Module):
     """Reads a tile, uint8 RGB [1, height, width, 3], and returns the embeddings of its tokens, float32
     [tokens, width of the language model]. `make_tower` makes one.
@@ -217,8 +220,7 @@ class ProjectedTower(VisionTower):
 
         return self._states(self._tower.rms_norm(x, "ln_pre", self._epsilon), self._selected, layer)
 
-    def _rotation(self, x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, [1, 1, patches, head size]."""
+    def _rotation(self, x: Tensor, rows: int, columns: int) -> Rotation:
         width = x.shape[-1] // self._heads
         vision = self._config["vision_config"]
         theta = (vision.get("rope_parameters") or vision).get("rope_theta", 10_000.0)
@@ -237,7 +239,7 @@ class ProjectedTower(VisionTower):
             states.append(layer(states[-1], n))
         return torch.cat([states[n] for n in wanted], -1)
 
-    def _layer(self, x: Tensor, n: int, rotation: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def _layer(self, x: Tensor, n: int, rotation: Rotation | None = None) -> Tensor:
         tower = self._tower
         at = f"{self._layers}.{n}"
         if self._is_internvit:
@@ -253,7 +255,7 @@ class ProjectedTower(VisionTower):
         hidden = tower.linear(self._norm(x, f"{at}.{norms[1]}"), f"{at}.mlp.fc1")
         return x + scales[1] * tower.linear(self._activation(hidden), f"{at}.mlp.fc2")
 
-    def _pixtral_layer(self, x: Tensor, n: int, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    def _pixtral_layer(self, x: Tensor, n: int, rotation: Rotation) -> Tensor:
         tower = self._tower
         at = f"{self._layers}.{n}"
         normed = tower.rms_norm(x, f"{at}.attention_norm", self._epsilon)
@@ -263,7 +265,7 @@ class ProjectedTower(VisionTower):
         up = tower.linear(normed, f"{at}.feed_forward.up_proj")
         return x + tower.linear(gate * up, f"{at}.feed_forward.down_proj")
 
-    def _attend(self, x: Tensor, at: str, out: str, rotation: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def _attend(self, x: Tensor, at: str, out: str, rotation: Rotation | None = None) -> Tensor:
         tower = self._tower
         query, key, value = (tower.linear(x, f"{at}.{name}_proj") for name in "qkv")
         if f"{at}.q_norm.weight" in tower:
@@ -342,15 +344,9 @@ class QwenTower(VisionTower):
     embeddings that the first layers of the language model add (DeepStack) follow on the others, so they have
     [tokens, (1 + layers) * width] numbers."""
 
-    def __init__(
-        self,
-        config: Json,
-        preprocessor: Json,
-        tensors: Mapping[str, Tensor],
-        dtype: torch.dtype | None = None,
-    ):
-        super().__init__(config, preprocessor, tensors, dtype)
-        vision = config["vision_config"]
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        vision = self._config["vision_config"]
         self._heads = vision.get("num_heads", 16)
         self._merge = vision.get("spatial_merge_size", 2)
         self._patch_side = self._tower["patch_embed.proj.weight"].shape[-1]
@@ -408,8 +404,7 @@ class QwenTower(VisionTower):
         blocks = grid.reshape(rows // merge, merge, columns // merge, merge, width)
         return blocks.transpose(1, 2).reshape(-1, width)
 
-    def _rotation(self, rows: int, columns: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, [1, 1, patches, head size]."""
+    def _rotation(self, rows: int, columns: int, x: Tensor) -> Rotation:
         size = x.shape[-1] // self._heads // 2
         frequencies = 10_000.0 ** -(torch.arange(0, size, 2, device=x.device).float() / size)
         angles = self._by_token(_angles(rows, columns, frequencies, frequencies))[None, None]

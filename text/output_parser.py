@@ -131,6 +131,11 @@ class ParserConfig:
         )
 
 
+# Generators that read from the parser's buffer, and yield when they need more text.
+Resumable = Generator[None, None, None]
+ResumableText = Generator[None, None, str]  # returns what it read
+
+
 class OutputParser:
     """Reads one sequence. How its text is split over calls of `push` makes no difference to its parts."""
 
@@ -211,9 +216,7 @@ class OutputParser:
         self._keeps_truncated = is_truncated or (self._calls is not None and self._calls.requires_call)
         return self.push(self._take_header() if self._header else "")
 
-    # Generators that read from the buffer, and yield when they need more text.
-
-    def _read(self) -> Generator[None, None, None]:
+    def _read(self) -> Resumable:
         if self._thinking:
             yield from self._think()
         if self._calls:
@@ -231,7 +234,7 @@ class OutputParser:
                 return
             yield
 
-    def _think(self) -> Generator[None, None, None]:
+    def _think(self) -> Resumable:
         thinking = self._thinking
         if not thinking.is_open:
             if not (yield from self._skip(thinking.format.open)):
@@ -274,7 +277,7 @@ class OutputParser:
             self._held = None
             self._begun -= 1
 
-    def _read_calls(self) -> Generator[None, None, None]:
+    def _read_calls(self) -> Resumable:
         """Calls after a marker or, if the format allows that, at the beginning of the text; other text is
         content."""
         form = self._calls.format
@@ -301,7 +304,7 @@ class OutputParser:
         implicit_start = self._calls.format.implicit_start
         return bool(implicit_start) and self._buffer.startswith(implicit_start)
 
-    def _call(self, marked: bool) -> Generator[None, None, None]:
+    def _call(self, marked: bool) -> Resumable:
         syntax = self._calls.format.syntax
         if syntax is Syntax.JSON:
             yield from self._json_call(marked)
@@ -336,7 +339,7 @@ class OutputParser:
         self.complete += 1
         self.is_done = not self._calls.parallel
 
-    def _json_call(self, marked: bool) -> Generator[None, None, None]:
+    def _json_call(self, marked: bool) -> Resumable:
         """A call as a JSON object. Its arguments are sent while they grow, unless their name comes before
         that of the tool."""
         heads = {
@@ -373,7 +376,7 @@ class OutputParser:
         else:
             raise _NotACall
 
-    def _python_call(self) -> Generator[None, None, None]:
+    def _python_call(self) -> Resumable:
         found = yield from self._expect(*(f"{name}(" for name in self._calls.names))
         begins = len(self._undecided)
         try:
@@ -384,7 +387,7 @@ class OutputParser:
             raise
         self._begin(found[:-1], _as_json(arguments))
 
-    def _named_call(self) -> Generator[None, None, None]:
+    def _named_call(self) -> Resumable:
         """A name, a separator and the arguments as JSON. The id that a model may write is not used."""
         form = self._calls.format
         if form.head:
@@ -402,7 +405,7 @@ class OutputParser:
         if form.tail:
             yield from self._skip(form.tail.lstrip())
 
-    def _xml_call(self, tags: Tags) -> Generator[None, None, None]:
+    def _xml_call(self, tags: Tags) -> Resumable:
         """A name, and each parameter in tags, whose value is raw text."""
         name = yield from self._function_name()
         if tags.name_end:
@@ -420,7 +423,7 @@ class OutputParser:
             yield from self._value(types_of(properties.get(key), schema), tags.value_end, tags.line_breaks)
         self._send_arguments("{}" if before == "{" else "}")
 
-    def _gemma_call(self) -> Generator[None, None, None]:
+    def _gemma_call(self) -> Resumable:
         """A name, and an object as in JSON, but for its keys, which have no quotes, and those of strings."""
         yield from self._expect("call:")
         name = yield from self._function_name()
@@ -455,7 +458,7 @@ class OutputParser:
                 read += written
         _check_object(read)
 
-    def _function_name(self) -> Generator[None, None, str]:
+    def _function_name(self) -> ResumableText:
         """Reads the name of a function, up to the first character that cannot be part of one."""
         yield from self._skip_spaces()
         while True:
@@ -467,7 +470,7 @@ class OutputParser:
                 raise _NotACall
             yield from self._more()
 
-    def _key(self, end: str) -> Generator[None, None, str]:
+    def _key(self, end: str) -> ResumableText:
         """Reads the name of a parameter, and the end of its tag."""
         while True:
             name, found, _rest = self._buffer.partition(end)
@@ -478,7 +481,7 @@ class OutputParser:
                 return name
             yield from self._more()
 
-    def _value(self, types: set[str], end: str, line_breaks: bool = False) -> Generator[None, None, None]:
+    def _value(self, types: set[str], end: str, line_breaks: bool = False) -> Resumable:
         """Reads the value of a parameter and the tag after it, and sends it as JSON: while it grows, where it
         can only be text. line_breaks: one belongs to each of the tags."""
         is_text = types == {"string"}
@@ -516,7 +519,7 @@ class OutputParser:
         self._begun += 1
         self._send_arguments(arguments)
 
-    def _json_object(self, opened: str = "", sends: bool = False) -> Generator[None, None, str]:
+    def _json_object(self, opened: str = "", sends: bool = False) -> ResumableText:
         """Reads a JSON object, or the rest of one whose brackets `opened` are open, and mends it. It ends at
         the latest where something other than JSON begins; the rest of one, at the end of the output."""
         mender = JsonMender(opened)
@@ -536,7 +539,7 @@ class OutputParser:
                 yield from self._more()
         return text
 
-    def _json_string(self) -> Generator[None, None, str]:
+    def _json_string(self) -> ResumableText:
         """Reads a JSON string, and returns its text."""
         while True:
             found = JSON_STRING.match(self._buffer)
@@ -545,7 +548,7 @@ class OutputParser:
                 return _text_of(found.group())
             yield from self._more()
 
-    def _python_arguments(self) -> Generator[None, None, str]:
+    def _python_arguments(self) -> ResumableText:
         """Reads up to the bracket that closes the call."""
         text = ""
         depth = 1
@@ -573,7 +576,7 @@ class OutputParser:
 
     def _until(
         self, kind: type[Content] | type[Reasoning], markers: Sequence[str], may_be_truncated: bool = False
-    ) -> Generator[None, None, str]:
+    ) -> ResumableText:
         """Sends the text up to one of the markers, and reads that; "" when none comes. A marker may end with
         another, and not have it elsewhere. Reasoning also ends at the token that `read` knows.
 
@@ -595,7 +598,7 @@ class OutputParser:
                 return found
             yield
 
-    def _skip(self, *markers: str) -> Generator[None, None, str]:
+    def _skip(self, *markers: str) -> ResumableText:
         """Reads spaces and the marker after them, which it returns; "" if there is none."""
         yield from self._skip_spaces()
         while True:
@@ -608,7 +611,7 @@ class OutputParser:
                 return ""
             yield
 
-    def _expect(self, *markers: str) -> Generator[None, None, str]:
+    def _expect(self, *markers: str) -> ResumableText:
         """Reads one of the markers, where nothing else can be."""
         found = yield from self._skip(*markers)
         if not found:
@@ -616,13 +619,13 @@ class OutputParser:
             raise _Truncated if is_begun else _NotACall
         return found
 
-    def _skip_spaces(self) -> Generator[None, None, None]:
+    def _skip_spaces(self) -> Resumable:
         while not self._ended and not self._buffer.lstrip():
             self._take(len(self._buffer))
             yield
         self._take(len(self._buffer) - len(self._buffer.lstrip()))
 
-    def _more(self) -> Generator[None, None, None]:
+    def _more(self) -> Resumable:
         if self._ended:
             raise _Truncated
         yield

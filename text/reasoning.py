@@ -6,13 +6,12 @@ An output may begin with reasoning, between two markers; the opening one may sta
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from text.grammar import GrammarError, of_rules
 from text.template import ChatTemplate
 from text.tokenizer import Tokenizer
-from text.tool_formats import terminals, up_to
+from text.tool_formats import TokenId, terminals, up_to
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class ModelReasoning:
     """How the served model writes its reasoning, detected in its chat template."""
 
     format: ReasoningFormat | None = None  # None: it writes none, or it stays part of the content
-    token_id: Callable[[str], int | None] = lambda _text: None  # of a text that is one token
+    token_id: TokenId = lambda _text: None
 
     @classmethod
     def of(cls, template: ChatTemplate | None, tokenizer: Tokenizer, parser: str | None) -> ModelReasoning:

@@ -89,6 +89,7 @@ GEMMA_LITERALS = [  # but for strings
 ]
 
 
+TokenId = Callable[[str], int | None]  # of a text that is one token
 ToLark = Callable[[str], str]  # writes a text with markers in Lark
 
 
@@ -422,7 +423,7 @@ class ModelTools:
     """The tool support of the served model's chat template, detected when it is loaded."""
 
     format: ToolFormat | None  # None: unknown
-    token_id: Callable[[str], int | None] = lambda _text: None  # of a text that is one token
+    token_id: TokenId = lambda _text: None
     parallel: bool = True  # calls in one message
     short_ids: bool = False  # of 9 letters and digits
     in_prompt: bool = False  # the template has no place for tools, so the system message describes them
@@ -612,7 +613,7 @@ def _xml_call(rule: str, tags: Tags, function: Function, takes_any: bool, lark: 
     return [f"{rule}: {begin} {' '.join(parts)} {lark(tags.end)}", *rules]
 
 
-def _any_parameter(tags: Tags, lark: ToLark, token_id: Callable[[str], int | None]) -> list[str]:
+def _any_parameter(tags: Tags, lark: ToLark, token_id: TokenId) -> list[str]:
     """The rules `parameter`, with any name and value, and `raw`, any text and the tag after it."""
     key = _key(tags, f"/{tags.key_pattern}/", lark)
     return [f"parameter: {key} raw ws", *up_to(tags.value_end, token_id, "raw", "RAW")]
@@ -713,22 +714,20 @@ def _values(schema: Any) -> list[Any]:
     return values if isinstance(values, list) else []
 
 
-def terminal(text: str, token_id: Callable[[str], int | None]) -> str:
+def terminal(text: str, token_id: TokenId) -> str:
     """A text in Lark. One that is a token by itself is written as its number: llguidance takes a string for
     other tokens."""
     number = token_id(text)
     return lark_string(text) if number is None else f"<[{number}]>"
 
 
-def terminals(text: str, markers: Iterable[str], token_id: Callable[[str], int | None]) -> str:
+def terminals(text: str, markers: Iterable[str], token_id: TokenId) -> str:
     """A text with markers in it, in Lark."""
     parts = re.split(f"({'|'.join(map(re.escape, markers))})", text)
     return " ".join(terminal(part, token_id) for part in parts if part)
 
 
-def up_to(
-    marker: str, token_id: Callable[[str], int | None], head: str = "head", text: str = "TEXT"
-) -> list[str]:
+def up_to(marker: str, token_id: TokenId, head: str = "head", text: str = "TEXT") -> list[str]:
     """The rules `head`, any text that ends with the marker, and `text`, any text without it."""
     if token_id(marker) is not None:  # which no regular expression matches
         return [rf"{text}: /(.|\n)*/", f"{head}: {text} {terminal(marker, token_id)}"]
