@@ -16,6 +16,7 @@ from text.template import image_mark, images_of
 from text.template_capabilities import TemplateCapabilities
 
 TemplateMessage = Json
+Messages = list[TemplateMessage]
 
 # Clients' own roles, and older names.
 ALIASES = {"developer": "system", "function": "tool", "ctx": "user", "msg": "user"}
@@ -36,8 +37,8 @@ The result of a call follows between <tool_response> and </tool_response>."""
 
 
 def adapt_to_template(
-    messages: list[TemplateMessage], tools: list[Json] | None, capabilities: TemplateCapabilities
-) -> list[TemplateMessage]:
+    messages: Messages, tools: list[Json] | None, capabilities: TemplateCapabilities
+) -> Messages:
     """The messages for a template with these capabilities. `tools` are written as text if it has no place for
     them."""
     messages = [_with_known_role(message, capabilities) for message in messages]
@@ -87,9 +88,7 @@ def _in_text(message: TemplateMessage) -> TemplateMessage:
     return kept | {"content": "\n".join(texts)}
 
 
-def _with_images_apart(
-    messages: list[TemplateMessage], capabilities: TemplateCapabilities
-) -> list[TemplateMessage]:
+def _with_images_apart(messages: Messages, capabilities: TemplateCapabilities) -> Messages:
     """The images in messages of a role in which the template writes none as a user message: behind them and
     the results of tools and system messages that follow, or in front of an assistant's message that is
     continued."""
@@ -115,9 +114,7 @@ def _with_images_apart(
     return apart
 
 
-def _with_system(
-    messages: list[TemplateMessage], capabilities: TemplateCapabilities
-) -> list[TemplateMessage]:
+def _with_system(messages: Messages, capabilities: TemplateCapabilities) -> Messages:
     """Leading system messages as the template takes them, or in the first user message; later ones where
     they are, or next to it: a chat that grows keeps its prefix, which may be cached."""
     begins = 0
@@ -139,7 +136,7 @@ def _with_system(
     return [{"role": "user", "content": text}, *others]
 
 
-def _with_folded_system(messages: list[TemplateMessage]) -> list[TemplateMessage]:
+def _with_folded_system(messages: Messages) -> Messages:
     """System messages as part of the user message or tool result before them, else of the one after them,
     else as user messages."""
     folded = []
@@ -161,7 +158,7 @@ def _with_folded_system(messages: list[TemplateMessage]) -> list[TemplateMessage
     return folded
 
 
-def _merged(messages: list[TemplateMessage], capabilities: TemplateCapabilities) -> list[TemplateMessage]:
+def _merged(messages: Messages, capabilities: TemplateCapabilities) -> Messages:
     """Consecutive messages of one role as one message, unless the template supports them."""
     apart = {"user": capabilities.users, "assistant": capabilities.assistants}
     merged = []
@@ -174,9 +171,7 @@ def _merged(messages: list[TemplateMessage], capabilities: TemplateCapabilities)
     return merged
 
 
-def _with_text_apart(
-    messages: list[TemplateMessage], capabilities: TemplateCapabilities
-) -> list[TemplateMessage]:
+def _with_text_apart(messages: Messages, capabilities: TemplateCapabilities) -> Messages:
     """The text of an assistant's messages with calls as messages in front of them; if the template does not
     support two assistant messages in a row, all of a turn's text as one."""
     if not capabilities.assistants:
@@ -190,9 +185,9 @@ def _with_text_apart(
     return apart
 
 
-def _turns(messages: list[TemplateMessage]) -> list[list[TemplateMessage]]:
+def _turns(messages: Messages) -> list[Messages]:
     """The messages in groups that each begin with a user's message."""
-    turns: list[list[TemplateMessage]] = [[]]
+    turns: list[Messages] = [[]]
     for message in messages:
         if message["role"] == "user":
             turns.append([])
@@ -200,7 +195,7 @@ def _turns(messages: list[TemplateMessage]) -> list[list[TemplateMessage]]:
     return turns
 
 
-def _with_one_text(turn: list[TemplateMessage]) -> list[TemplateMessage]:
+def _with_one_text(turn: Messages) -> Messages:
     """All text of the assistant in its last message without calls, or else in one before its calls."""
     said = [message for message in turn if message["role"] == "assistant" and message["content"]]
     first_call = next((n for n, message in enumerate(turn) if _calls(message)), None)
@@ -225,7 +220,7 @@ def _calls(message: TemplateMessage) -> bool:
     return message["role"] == "assistant" and bool(message.get("tool_calls"))
 
 
-def _with_calls_apart(messages: list[TemplateMessage]) -> list[TemplateMessage]:
+def _with_calls_apart(messages: Messages) -> Messages:
     """The calls of a message as messages with one call each, in front of its result."""
     apart = []
     waiting = []  # further calls of a message
@@ -251,7 +246,7 @@ def _call_id(message: TemplateMessage) -> Any:
     return message["tool_calls"][0].get("id")
 
 
-def _with_answers(messages: list[TemplateMessage]) -> list[TemplateMessage]:
+def _with_answers(messages: Messages) -> Messages:
     """An empty assistant message between a tool result and a user's message, if the turn has no other."""
     answered = []
     has_spoken = True

@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # openvino then uses its own stub: no usage data leaves the machine.
 sys.modules.setdefault("openvino_telemetry", None)
@@ -88,6 +88,15 @@ WORTH_COMPRESSING = 100_000_000  # bytes of weights
 IMAGE_INPUTS = ("image_embeddings", "image_places")  # of graphs of models that read images
 PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "u8": "u8"}  # OpenVINO's names
 BATCH_INPUTS = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
+
+
+class Segment(NamedTuple):
+    """Consecutive tokens of a slot in one call of the graph."""
+
+    slot: int
+    tokens: Sequence[int]
+    begin: int
+    rows: int  # how many of the last tokens' logits are returned
 
 
 class OpenVinoModel(StaticBatchModel):
@@ -277,27 +286,21 @@ class OpenVinoModel(StaticBatchModel):
     def _time_call(self, rows: int) -> float:
         """Seconds."""
         begun_at = time.perf_counter()
-        self._infer([(self.prefix_slots, (0,) * rows, 0, rows)], shift=0, adapter_of={})
+        self._infer([Segment(self.prefix_slots, (0,) * rows, 0, rows)], shift=0, adapter_of={})
         return time.perf_counter() - begun_at
 
-    def _infer(
-        self,
-        pieces: list[tuple[int, Sequence[int], int, int]],
-        shift: int,
-        adapter_of: Mapping[int, int],
-    ) -> np.ndarray:
-        """Runs (slot, tokens, begin, how many of the last tokens' logits to return) in one call.
-        `adapter_of`: the adapters of slots."""
-        missing = self._least_rows - sum(len(tokens) for _slot, tokens, _begin, _wanted in pieces)
+    def _infer(self, segments: list[Segment], shift: int, adapter_of: Mapping[int, int]) -> np.ndarray:
+        """Runs the segments in one call. `adapter_of`: the adapters of slots."""
+        missing = self._least_rows - sum(len(segment.tokens) for segment in segments)
         if missing > 0:
-            pieces = [*pieces, (self.prefix_slots, (0,) * missing, 0, 0)]
+            segments = [*segments, Segment(self.prefix_slots, (0,) * missing, 0, 0)]
         ids = []
         positions = []
         longest = 0
         keep = []
         starts = [0]
         blocks = []
-        for slot, tokens, begin, wanted in pieces:
+        for slot, tokens, begin, rows in segments:
             end = begin + len(tokens)
             assert 0 <= slot < len(self._blocks) and 0 <= begin < end <= self.max_total_tokens
             longest = max(longest, end)
@@ -306,7 +309,7 @@ class OpenVinoModel(StaticBatchModel):
                 positions.append(self._grid_positions.extend(slot, tokens, begin) + shift)
             else:
                 positions.append(np.arange(begin + shift, end + shift))
-            keep += range(len(ids) - wanted, len(ids))
+            keep += range(len(ids) - rows, len(ids))
             starts.append(len(ids))
             blocks.append(self._blocks[slot, : math.ceil(end / BLOCK)])
         token_ids = np.array(ids, np.int64)
@@ -316,26 +319,26 @@ class OpenVinoModel(StaticBatchModel):
             images = dict(zip(IMAGE_INPUTS, found))
             if self.whole_images:
                 images["token_type_ids"] = (np.array(ids) < 0).astype(np.int32)
-        rows = len(keep)
-        keep += [0] * (self._least_rows - rows)  # the head's matrix product, too, has so many rows
+        kept = len(keep)
+        keep += [0] * (self._least_rows - kept)  # the head's matrix product, too, has so many rows
         inputs = {
             "input_ids": token_ids,
             **images,
             "position_ids": np.concatenate(positions, -1),
             "keep": np.array(keep, np.int64),
-            "past_lens": np.array([begin for _slot, _tokens, begin, _wanted in pieces], np.int32),
+            "past_lens": np.array([segment.begin for segment in segments], np.int32),
             "subsequence_begins": np.array(starts, np.int32),
             "block_indices": np.concatenate(blocks),
             "block_indices_begins": np.cumsum([0, *map(len, blocks)], dtype=np.int32),
             "max_context_len": np.array(longest, np.int32),
         }
         if self.adapters:
-            numbers = [adapter_of.get(slot, 0) for slot, tokens, _begin, _wanted in pieces for _ in tokens]
+            numbers = [adapter_of.get(segment.slot, 0) for segment in segments for _ in segment.tokens]
             inputs["adapters"] = self.adapters.mask(numbers, self._columns[:2])
         for name, array in inputs.items():
             self._request.set_tensor(name, ov.Tensor(array))
         self._request.infer()  # without the interpreter's lock
-        return self._request.get_output_tensor(0).data[:rows].copy()
+        return self._request.get_output_tensor(0).data[:kept].copy()
 
 
 class VisionEncoder:
@@ -368,15 +371,15 @@ def _threads_taken(core: ov.Core, settings: Json) -> int:
 
 def split(
     chunks: Sequence[Chunk], max_tokens: float, granularity: int = 1, whole_images: bool = False
-) -> Iterator[list[tuple[int, Sequence[int], int, int]]]:
-    """Calls of at most `max_tokens` tokens. The pieces of a longer chunk, but its last, end at multiples of
-    `granularity`. No piece has one token: it would be rounded as a decode step is. With `whole_images` each
+) -> Iterator[list[Segment]]:
+    """Calls of at most `max_tokens` tokens. The segments of a longer chunk, but its last, end at multiples of
+    `granularity`. None has one token: it would be rounded as a decode step is. With `whole_images` each
     image is a call by itself, whatever its length, unless there is no limit."""
     call = []
     room = max_tokens
     for slot, tokens, begin, all_logits, verify, _adapter in chunks:
         if verify:  # a row each: the tokens before it in the call are in the cache when it is computed
-            call += [(slot, (token,), begin + n, 1) for n, token in enumerate(tokens)]
+            call += [Segment(slot, (token,), begin + n, 1) for n, token in enumerate(tokens)]
             room -= len(tokens)
             continue
         done = 0
@@ -389,7 +392,7 @@ def split(
             if is_cut and tokens[done] < 0:
                 if call:
                     yield call
-                yield [(slot, tokens[done : ends[0]], begin + done, int(ends[0] == len(tokens)))]
+                yield [Segment(slot, tokens[done : ends[0]], begin + done, int(ends[0] == len(tokens)))]
                 call = []
                 room = max_tokens
                 done = ends[0]
@@ -407,7 +410,7 @@ def split(
             done += take
             room -= take
             wanted = take if all_logits else int(done == len(tokens))
-            call.append((slot, tokens[done - take : done], begin + done - take, wanted))
+            call.append(Segment(slot, tokens[done - take : done], begin + done - take, wanted))
     if call:
         yield call
 
