@@ -33,7 +33,7 @@ from engine.link import ForLoop, Link, PeerLost
 from engine.metrics import Metrics
 from engine.ngram_proposer import NgramProposer
 from engine.outputs import Publisher
-from engine.preparation import Preparation, Prepared
+from engine.preparation import Preparation
 from engine.profiling import Profiler
 from engine.request import Request, RequestGroup
 from engine.requests import Requests
@@ -170,7 +170,10 @@ class Worker:
         for peer, message in self.link.receive(block=waits):
             self._handle(peer, message)
         for prepared in self._preparation.drain() if self._preparation else ():
-            self._take_prepared(prepared)
+            if prepared.error:
+                self.requests.end(prepared.request, "failed", prepared.error)
+            else:
+                self.scheduler.add(prepared.request)
         for request in self.outputs.drain_failed():
             self.requests.end(request, "failed")
 
@@ -310,12 +313,6 @@ class Worker:
             self._preparation.add(request)
         else:
             self.scheduler.add(request)
-
-    def _take_prepared(self, prepared: Prepared) -> None:
-        if prepared.error:
-            self.requests.end(prepared.request, "failed", prepared.error)
-        else:
-            self.scheduler.add(prepared.request)
 
     def _cancel_all_of(self, peer: bytes) -> None:
         """Cancels and counts the requests of an API server process that has ended."""

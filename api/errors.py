@@ -9,11 +9,11 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from msgspec import Struct
 
 from api.types import encode
+from run import Json
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 CLIENT_CLOSED_REQUEST = 499  # the status of a response to a client that has disconnected, in the metrics
@@ -156,14 +156,14 @@ def in_shape(shape: ErrorFormat) -> Iterator[None]:
         raise
 
 
-def event(body: Struct | dict[str, Any]) -> bytes:
+def event(body: Struct | Json) -> bytes:
     """A server-sent event."""
     return b"data: " + encode(body) + b"\n\n"
 
 
-def named_event(name: str, body: Struct | dict[str, Any]) -> bytes:
-    """A server-sent event that has a name."""
-    return f"event: {name}\n".encode() + event(body)
+def named_event(body: Json) -> bytes:
+    """A server-sent event whose name is its `type`."""
+    return f"event: {body['type']}\n".encode() + event(body)
 
 
 def invalid(param: str | None, detail: str, code: str | None = None, given: str | None = None) -> ApiError:

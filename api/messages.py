@@ -195,12 +195,13 @@ def _chat_of(
     reader.log_skipped()
     choice = request.tool_choice or AnthropicToolChoice("auto")
     format_name, response_format = _response_format(request)
+    is_single = choice.disable_parallel_tool_use
     chat = ChatRequest(
         model=request.model,
         messages=messages,
         tools=tools.listed or None,
         tool_choice=tools.choice(choice),
-        parallel_tool_calls=_negated(choice.disable_parallel_tool_use),
+        parallel_tool_calls=None if is_single is None else not is_single,
         response_format=response_format,
         reasoning_effort=_effort(request),
         thinking_token_budget=request.thinking.budget_tokens if request.thinking else None,
@@ -515,10 +516,6 @@ def _response_format(request: CountRequest) -> tuple[str, Json | None]:
     return name, {"type": "json_schema", "json_schema": {"schema": given["schema"]}}
 
 
-def _negated(value: bool | None) -> bool | None:
-    return None if value is None else not value
-
-
 def _effort(request: CountRequest) -> str | None:
     if request.thinking and request.thinking.type == "disabled":
         return "none"
@@ -565,13 +562,13 @@ class MessagesResponseWriter(ResponseWriter):
         return response
 
     def events(self, sequence: GeneratedSequence, pieces: list[Piece]) -> bytes:
-        return b"".join(_event(event) for event in self._read(sequence, pieces))
+        return b"".join(map(named_event, self._read(sequence, pieces)))
 
     def stream_end(self, sequences: list[GeneratedSequence]) -> bytes:
         (sequence,) = sequences
         delta = {"stop_reason": self._stop_reason(sequence), "stop_sequence": self._stop_sequence(sequence)}
         last = {"type": "message_delta", "delta": delta, "usage": self._usage(sequence)}
-        return _event(last) + _event({"type": "message_stop"})
+        return named_event(last) + named_event({"type": "message_stop"})
 
     def failure(self, error: ApiError) -> bytes:
         return b"event: error\n" + super().failure(error)
@@ -668,7 +665,3 @@ class MessagesResponseWriter(ResponseWriter):
             newest.signature = seal(self._thoughts)
             yield self._delta({"type": "signature_delta", "signature": newest.signature})
         yield {"type": "content_block_stop", "index": len(self._content) - 1}
-
-
-def _event(event: Json) -> bytes:
-    return named_event(event["type"], event)

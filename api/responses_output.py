@@ -144,16 +144,16 @@ class ResponsesWriter(OpenAIResponseWriter):
 
     def events(self, sequence: GeneratedSequence, pieces: list[Piece]) -> bytes:
         # One at a time: the next one changes what it holds.
-        return b"".join(map(_encode, self._read(sequence, pieces)))
+        return b"".join(map(named_event, self._read(sequence, pieces)))
 
     def stream_end(self, sequences: list[GeneratedSequence]) -> bytes:
         response = self._complete(sequences)
-        return _encode(self._event(f"response.{response.status}", response=response))
+        return named_event(self._event(f"response.{response.status}", response=response))
 
     def failure(self, error: ApiError) -> bytes:
         """OpenAI's clients look for `error`; the documented fields are there, too."""
         detail = msgspec.to_builtins(error.shaped(OPENAI).body(error).error)
-        return _encode(self._event("error", **detail | {"type": "error"}, error=detail))
+        return named_event(self._event("error", **detail | {"type": "error"}, error=detail))
 
     def _complete(self, sequences: list[GeneratedSequence]) -> ResponsesResponse:
         response = self._response
@@ -360,7 +360,3 @@ class CompactionWriter(OpenAIResponseWriter):
             output=[Compaction(item_id("cmp", key, 0), seal(read.content))],
             usage=ResponsesUsage.of(self._usage(sequences), read.reasoning_tokens),
         )
-
-
-def _encode(event: Json) -> bytes:
-    return named_event(event["type"], event)

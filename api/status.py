@@ -58,17 +58,12 @@ def models(server: Server) -> Response:
 
 
 def model(server: Server, name: str) -> Response:
-    card = card_of(name, server)
-    if "anthropic-version" in request.headers:
-        return json_response(AnthropicModelCard(card.id, card.id))
-    return json_response(card)
-
-
-def card_of(name: str, server: Server) -> ModelCard:
-    """The entry of the served model or of a LoRA adapter. Raises ApiError (404) for another name."""
+    """The served model, or a LoRA adapter. Raises ApiError (404) for another name."""
     served = server.served
     served.with_adapter(name)
-    return next(card for card in ModelCard.all_of(served.info) if card.id == name)
+    if "anthropic-version" in request.headers:
+        return json_response(AnthropicModelCard(name, name))
+    return json_response(next(card for card in ModelCard.all_of(served.info) if card.id == name))
 
 
 class DeletedResponse(Struct):
