@@ -36,7 +36,7 @@ class GeneratedSequence:
             tokenizer, prompt.ids, prepared.stop, prepared.keep_stop, prepared.min_new_tokens
         )
         self.pieces: list[Piece] = []  # all of them, for a response that is not streamed
-        self.ran: PromptDone | None = None  # None: the prompt has not been run
+        self.prompt_done: PromptDone | None = None  # None: the prompt has not been run
         self.finish_reason: str | None = None
         self.first_token_at: float | None = None
         self.finished_at = 0.0
@@ -62,11 +62,7 @@ class GeneratedSequence:
 
     @property
     def queue_s(self) -> float:
-        return self.ran.queued_s if self.ran else 0.0
-
-    def start(self, ran: PromptDone) -> None:
-        """Its prompt has been run."""
-        self.ran = ran
+        return self.prompt_done.queued_s if self.prompt_done else 0.0
 
     def take(self, token: Token) -> list[Piece]:
         """The pieces whose text has become certain with `token`."""
@@ -106,9 +102,6 @@ class GeneratedSequence:
         pieces = self.stream.finish()
         self._finish("stop_sequence" if self.stream.stopped else "length")
         return pieces
-
-    def keep(self, pieces: list[Piece]) -> None:
-        self.pieces += pieces
 
     def _finish(self, reason: str) -> None:
         self.finish_reason = reason
@@ -163,8 +156,8 @@ class ResponseWriter:
         ran."""
         ids = sequence.prompt
         texts = prompt_texts(self.tokenizer, ids)
-        logprobs = sequence.ran.logprobs if sequence.ran else []
-        tops = sequence.ran.top if sequence.ran else []
+        logprobs = sequence.prompt_done.logprobs if sequence.prompt_done else []
+        tops = sequence.prompt_done.top if sequence.prompt_done else []
         special_ids = self.tokenizer.special_ids
         return [
             Piece(i, text, logprob, i in special_ids, top or [])

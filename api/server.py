@@ -86,7 +86,7 @@ class Server:
         self._threads = TextThreads(config.max_concurrent_requests)
         image_threads = TextThreads(config.max_concurrent_requests)
         self._images = ImageLoader(image_threads.run, config.allowed_media_domains)
-        self._watch = ConnectionMonitor()
+        self._monitor = ConnectionMonitor()
         self._tracer: Tracer | None = None
         if config.otlp_endpoint:
             self._tracer = Tracer(config.otlp_endpoint, config.otlp_service_name)
@@ -289,7 +289,7 @@ class Server:
         arrival = Arrival(g.request_id, g.started_at, self._connection(), g.get("trace"))
         deadline_at = g.started_at + deadline_s if deadline_s and not writer.streams else float("inf")
         writer.request_id = g.request_id
-        g.generation = ActiveRequest(self.engine, prompts, arrival, self._watch, deadline_at)
+        g.generation = ActiveRequest(self.engine, prompts, arrival, self._monitor, deadline_at)
         return g.generation
 
     def _connection(self) -> Connection:

@@ -69,20 +69,14 @@ class ConnectionMonitor:
     """Polls all requests of this process: disconnects, deadlines, keep-alives."""
 
     def __init__(self):
-        self._generations: set[ActiveRequest] = set()
+        self.active: set[ActiveRequest] = set()
         gevent.spawn(self._run)
-
-    def add(self, generation: ActiveRequest) -> None:
-        self._generations.add(generation)
-
-    def discard(self, generation: ActiveRequest) -> None:
-        self._generations.discard(generation)
 
     def _run(self) -> None:
         while True:
             gevent.sleep(WATCH_S)
-            for generation in list(self._generations):
-                generation.poll()
+            for request in list(self.active):
+                request.poll()
 
 
 class ActiveRequest:
@@ -100,7 +94,7 @@ class ActiveRequest:
         engine: EngineClient,
         prompts: list[TokenizedPrompt],
         arrival: Arrival,
-        watch: ConnectionMonitor,
+        monitor: ConnectionMonitor,
         deadline_at: float = float("inf"),
     ):
         self.arrival = arrival
@@ -110,7 +104,7 @@ class ActiveRequest:
         self.streams_at: float | None = None  # when its stream began
         self.sequences: list[GeneratedSequence] = []
         self._engine = engine
-        self._watch = watch
+        self._monitor = monitor
         self._deadline_at = deadline_at
         self._received_at = self.sent_at
         self._is_closed = False
@@ -131,7 +125,7 @@ class ActiveRequest:
         tokens = sum(len(prompt.ids) for prompt in prompts)
         adapter = {"adapter": self._adapter} if self._adapter else {}
         self._log("sent to the worker", sequences=len(generates), prompt_tokens=tokens, **adapter)
-        watch.add(self)
+        monitor.active.add(self)
 
     def __enter__(self) -> ActiveRequest:
         return self
@@ -171,7 +165,7 @@ class ActiveRequest:
         """Generates all, for a response that is not streamed."""
         for batch in self:
             for sequence, pieces in batch:
-                sequence.keep(pieces)
+                sequence.pieces += pieces
 
     def poll(self) -> None:
         """Wakes the request when its client has disconnected, at its deadline, and for keep-alives."""
@@ -198,7 +192,7 @@ class ActiveRequest:
         if self._is_closed:
             return
         self._is_closed = True
-        self._watch.discard(self)
+        self._monitor.active.discard(self)
         self._request.close("client disconnected" if self._outcome == "dropped" else self._outcome)
         stats = self._stats()
         self._engine.record(stats)
@@ -258,7 +252,7 @@ class ActiveRequest:
         batch: dict[GeneratedSequence, list[Piece]],
     ) -> None:
         if isinstance(message, PromptDone):
-            sequence.start(message)
+            sequence.prompt_done = message
             return
         batch[sequence] += sequence.take(message)
         if sequence.finish_reason is not None:

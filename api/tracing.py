@@ -120,7 +120,7 @@ class RequestTrace:
                 # The worker sends the time in the queue with the first token: until then it is not known.
                 continue
             index = {"sequence": sequence.index}
-            cached = {"cached_tokens": sequence.ran.cached}
+            cached = {"cached_tokens": sequence.prompt_done.cached}
             queued_until = generated.sent_at + sequence.queue_s
             self._stage("queue", generated.sent_at, queued_until, index)
             self._stage("prefill", queued_until, sequence.first_token_at, index | cached)

@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -108,24 +108,24 @@ class Optimum:
     task: Literal["text-generation"] = "text-generation"
 
 
+Checksums = dict[str, tuple[int, str]]  # of files by name: size in bytes, SHA-256
+
+
 @dataclass(frozen=True)
 class Files:
     """What else the `neuron` section names: the weights, and the compiled graphs as they were saved."""
 
     checkpoint_id: str | None = None  # on the hub, with its commit; None: the weights are in the folder
     checkpoint_revision: str | None = None
-    # name → size in bytes, SHA-256; None: written by an older version
-    files: dict[str, tuple[int, str]] | None = None
+    files: Checksums | None = None  # None: written by an older version
 
 
-class Artifact(NamedTuple):
+@dataclass(frozen=True)
+class Artifact(Files):
     """What the `config.json` of a compiled model says."""
 
-    compiled_config: CompiledConfig | None
-    optimum: Optimum | None  # instead of `compiled_config`
-    checkpoint_id: str | None
-    checkpoint_revision: str | None
-    files: dict[str, tuple[int, str]] | None
+    compiled_config: CompiledConfig | None = None
+    optimum: Optimum | None = None  # instead of `compiled_config`
 
     @classmethod
     def of(cls, config_json: Json, source: Path) -> Artifact | None:
@@ -140,7 +140,7 @@ class Artifact(NamedTuple):
         try:
             named = dataclasses.astuple(msgspec.convert(section, Files))
             if "exporter" not in section:
-                return cls(None, msgspec.convert(section, Optimum), *named)
+                return cls(*named, optimum=msgspec.convert(section, Optimum))
             compiled_config = msgspec.convert(section, CompiledConfig)
             known = {field.name for table in (CompiledConfig, Files) for field in dataclasses.fields(table)}
             if unknown := sorted(section.keys() - known):
@@ -149,7 +149,7 @@ class Artifact(NamedTuple):
             raise ConfigError(
                 f"{source}: `neuron` cannot be served ({error}); compile the model again"
             ) from None
-        return cls(compiled_config, None, *named)
+        return cls(*named, compiled_config)
 
 
 def with_optimum(config: Config, optimum: Optimum) -> Config:
@@ -317,8 +317,7 @@ def _values(compiled_config: CompiledConfig) -> Json:
     return json.loads(json.dumps(values))
 
 
-def checksums(folder: Path) -> dict[str, tuple[int, str]]:
-    """The files of a folder: their size in bytes and SHA-256, by name."""
+def checksums(folder: Path) -> Checksums:
     return {str(path.relative_to(folder)): _facts(path) for path in folder.rglob("*") if path.is_file()}
 
 
@@ -327,7 +326,7 @@ def _facts(path: Path) -> tuple[int, str]:
     return len(content), hashlib.sha256(content).hexdigest()
 
 
-def verify_checksums(folder: Path, files: Mapping[str, tuple[int, str]]) -> str | None:
+def verify_checksums(folder: Path, files: Checksums) -> str | None:
     """The first file that is not as `checksums` saw it, and how it differs; None: there is none."""
     for name, (size, sha256) in files.items():
         path = folder / name

@@ -162,7 +162,7 @@ def written(answer, text, finish_reason):
     stream = b""
     for n, token in enumerate(ids, 1):
         pieces = sequence.take(Token(1, token, 0.0, [], finish_reason if n == len(ids) else None))
-        sequence.keep(pieces)
+        sequence.pieces += pieces
         if answer.streams:
             stream += answer.events(sequence, pieces)
         if sequence.finish_reason is not None:
