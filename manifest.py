@@ -296,7 +296,7 @@ def read_json(path: Path, required: bool = False) -> Json:
     """A JSON object from a model folder, or `{}` without the file. Raises ConfigError for anything else."""
     try:
         text = path.read_text(encoding="utf-8")
-        refuse_lfs_pointer(path)
+        reject_lfs_pointer(path)
         data = json.loads(text)
     except FileNotFoundError:
         if required:
@@ -328,7 +328,7 @@ def has_gguf(path: Path) -> bool:
     return not (path / "config.json").exists() and any(path.glob("*.gguf"))
 
 
-def refuse_lfs_pointer(path: Path) -> None:
+def reject_lfs_pointer(path: Path) -> None:
     """Raises ConfigError for the text that git-lfs replaces by the file, and where `path` cannot be read."""
     try:
         with path.open("rb") as file:
@@ -344,7 +344,7 @@ def check_weight_files(folder: Path) -> None:
     pointers to them."""
     found = sorted(folder.glob(*SAFETENSORS))
     for path in found:
-        refuse_lfs_pointer(path)
+        reject_lfs_pointer(path)
     if (folder / "model.safetensors").exists():
         return
     index = read_json(folder / "model.safetensors.index.json").get("weight_map")

@@ -196,10 +196,9 @@ class ErrorHandlers:
 
     def api_error(self, error: ApiError) -> Response:
         of_route = routes.error_format(request.endpoint, request.path, request.headers)
-        shape = error.shaped(g.get("error_format") or of_route)
         error.request_id = g.request_id
-        g.refusal = error.text[:200]
-        response = server.json_response(shape.body(error))
+        g.rejection = error.text[:200]
+        response = server.json_response(error.body(g.get("error_format") or of_route))
         response.status_code = error.status
         if error.retry_after_s is not None:
             response.headers["Retry-After"] = str(error.retry_after_s)
@@ -233,8 +232,8 @@ class ErrorHandlers:
         """Adds a failed request to the metrics; one that was sent to the worker does so itself."""
         if response.status_code >= 400 and "generation" not in g:
             self._process.record_failure(response.status_code)
-        if response.status_code < 500 and "refusal" in g:
-            fields = {"request_id": g.request_id, "status": response.status_code, "error": g.refusal}
+        if response.status_code < 500 and "rejection" in g:
+            fields = {"request_id": g.request_id, "status": response.status_code, "error": g.rejection}
             logger.info("request rejected", extra={"fields": fields, "is_limited": True})
         return response
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from api import chat, completions, errors, fields, tgi
 from api.conversation import ChatRequest, prepare_chat
-from api.errors import OPENAI, TGI, ApiError, in_shape
+from api.errors import OPENAI, TGI, ApiError, in_format
 from api.fields import Json, require
 from api.prepared_request import PreparedRequest, Served
 from api.response_writer import GeneratedSequence, ResponseWriter, best_of
@@ -52,8 +52,8 @@ class VertexResponse(Struct):
 
 def invocations(data: Json, served: Served) -> ResponseWriter:
     """A native, chat or completion request, answered in that API's format."""
-    read, shape = fields.choose(data, INVOCATIONS)
-    with in_shape(shape):
+    read, error_format = fields.choose(data, INVOCATIONS)
+    with in_format(error_format):
         return read(data, served)
 
 

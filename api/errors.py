@@ -66,7 +66,7 @@ class ApiError(Exception):
     phase: str | None = None  # of the worker, when it is not ready
     param: str | None = None
     quoted: str = ""
-    shape: ErrorFormat | None = None  # None: that of the request's route
+    format: ErrorFormat | None = None  # None: that of the request's route
     request_id: str | None = None
 
     def __str__(self) -> str:
@@ -87,12 +87,16 @@ class ApiError(Exception):
         }
         return labels.get(self.error_type, "validation" if self.status < 424 else "generation")
 
-    def shaped(self, shape: ErrorFormat) -> ErrorFormat:
-        """Gives the error a shape, and that shape's status, unless it has one already."""
-        if self.shape is None:
-            self.shape = shape
-            self.status = shape.statuses.get(self.status, self.status)
-        return self.shape
+    def set_format(self, error_format: ErrorFormat) -> None:
+        """Gives the error a format, and that format's status, unless it has one already."""
+        if self.format is None:
+            self.format = error_format
+            self.status = error_format.statuses.get(self.status, self.status)
+
+    def body(self, error_format: ErrorFormat) -> Struct:
+        """The body in the error's own format, else in this one."""
+        self.set_format(error_format)
+        return self.format.body(self)
 
 
 def _tgi_body(error: ApiError) -> ErrorBody:
@@ -146,13 +150,13 @@ ANTHROPIC = ErrorFormat(
 
 
 @contextlib.contextmanager
-def in_shape(shape: ErrorFormat) -> Iterator[None]:
-    """Errors of the block have this shape, unless they have one already, and not that of the request's
+def in_format(error_format: ErrorFormat) -> Iterator[None]:
+    """Errors of the block have this format, unless they have one already, and not that of the request's
     route."""
     try:
         yield
     except ApiError as error:
-        error.shaped(shape)
+        error.set_format(error_format)
         raise
 
 

@@ -24,7 +24,7 @@ from api.fields import require
 from api.image_urls import MAX_BYTES, ImageUrlError, fetch_image, read_base64, read_data_url
 from protocol import Image
 from text.images import ImagePreprocessor, PreprocessedImage
-from text.limited import LimitExceeded, Refused
+from text.limited import LimitExceeded, Rejected
 from text.template import image_mark
 
 MAX_IMAGES = 20  # of one request
@@ -194,7 +194,7 @@ class RequestImages:
         begin = time.monotonic()
         try:
             image.read = self.preprocess(image.source, image.is_low, self._options)
-        except (Refused, LimitExceeded) as error:
+        except (Rejected, LimitExceeded) as error:
             raise invalid(image.path, str(error)) from None
         image.source = b""
         return time.monotonic() - begin

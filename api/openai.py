@@ -258,19 +258,19 @@ class OpenAIResponseWriter(ResponseWriter):
     def _token_logprob(self, piece: Piece) -> TokenLogprob:
         top = piece.top[: self._top_n]
         top_logprobs = [self._top_logprob(token_id, logprob) for token_id, logprob in top]
-        exact = self._bytes(piece.id, piece.text, piece.cut)
+        exact = self._bytes(piece.id, piece.text, piece.trimmed)
         return TokenLogprob(piece.text, rounded(piece.logprob), exact, top_logprobs)
 
     def _top_logprob(self, token_id: int, logprob: float) -> TopLogprob:
         text = self.tokenizer.token_text(token_id)
         return TopLogprob(text, rounded(logprob), self._bytes(token_id, text))
 
-    def _bytes(self, token_id: int, text: str, cut: int = 0) -> list[int] | None:
+    def _bytes(self, token_id: int, text: str, trimmed: int = 0) -> list[int] | None:
         """The token's own bytes without those that a stop string took; without any, its text's bytes."""
         if token_id in self.tokenizer.special_ids:
             return None
         exact = self.tokenizer.piece_bytes(token_id)
-        return list(text.encode() if exact is None else exact[: max(0, len(exact) - cut)])
+        return list(text.encode() if exact is None else exact[: max(0, len(exact) - trimmed)])
 
 
 class ChunkedResponseWriter(OpenAIResponseWriter):

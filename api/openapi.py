@@ -72,7 +72,7 @@ class Route:
 def openapi(routes: Sequence[Route]) -> Json:
     """The OpenAPI 3.1 document."""
     used = [kind for route in routes for kind in (*route.bodies, *route.responses, *route.events)]
-    used += [shape.body_type for shape in (TGI, OPENAI, ANTHROPIC)]
+    used += [error_format.body_type for error_format in (TGI, OPENAI, ANTHROPIC)]
     refs, components = msgspec.json.schema_components(used, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(used, refs))
 
@@ -107,8 +107,8 @@ def _operation(route: Route, content: Callable[[tuple], Json]) -> Json:
     ok = {"description": "OK"}
     if responses := _responses(route, content):
         ok["content"] = responses
-    shapes = tuple(shape.body_type for shape in route.errors)
-    error = {"description": "The error", "content": {"application/json": content(shapes)}}
+    error_bodies = tuple(error_format.body_type for error_format in route.errors)
+    error = {"description": "The error", "content": {"application/json": content(error_bodies)}}
     operation: Json = {
         "operationId": re.sub(r"\W+", "_", f"{route.method.lower()}{route.path}").strip("_"),
         "summary": route.summary,

@@ -97,7 +97,7 @@ class GeneratedSequence:
             return False
         return self.tokens + 1 >= self.prepared.min_new_tokens
 
-    def cut(self) -> list[Piece]:
+    def truncate(self) -> list[Piece]:
         """Ends it at the deadline. Returns the text that was held back."""
         pieces = self.stream.finish()
         self._finish("stop_sequence" if self.stream.stopped else "length")
@@ -145,7 +145,7 @@ class ResponseWriter:
     def failure(self, error: ApiError) -> bytes:
         """The end of a stream with an error."""
         error.request_id = self.request_id
-        return event(error.shaped(self.error_format).body(error))
+        return event(error.body(self.error_format))
 
     def _by_request(self, sequences: list[GeneratedSequence]) -> list[list[GeneratedSequence]]:
         rest = iter(sequences)

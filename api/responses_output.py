@@ -152,7 +152,7 @@ class ResponsesWriter(OpenAIResponseWriter):
 
     def failure(self, error: ApiError) -> bytes:
         """OpenAI's clients look for `error`; the documented fields are there, too."""
-        detail = msgspec.to_builtins(error.shaped(OPENAI).body(error).error)
+        detail = msgspec.to_builtins(error.body(OPENAI).error)
         return named_event(self._event("error", **detail | {"type": "error"}, error=detail))
 
     def _complete(self, sequences: list[GeneratedSequence]) -> ResponsesResponse:
@@ -193,8 +193,8 @@ class ResponsesWriter(OpenAIResponseWriter):
                 yield from self._take(Content(""))  # clients expect a message
             yield from self._end_item(sequence.is_truncated)
 
-    def _bytes(self, token_id: int, text: str, cut: int = 0) -> list[int]:
-        return super()._bytes(token_id, text, cut) or []  # the interface has no null here
+    def _bytes(self, token_id: int, text: str, trimmed: int = 0) -> list[int]:
+        return super()._bytes(token_id, text, trimmed) or []  # the interface has no null here
 
     @property
     def _newest(self) -> AnyOutputItem | None:

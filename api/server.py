@@ -20,7 +20,7 @@ from werkzeug.exceptions import ClientDisconnected
 from api import errors, fields
 from api.bodies import Bodies, charset_of_text, check_is_json
 from api.engine_client import ClientGone, EngineClient, attempt
-from api.errors import CLIENT_CLOSED_REQUEST, in_shape
+from api.errors import CLIENT_CLOSED_REQUEST, in_format
 from api.fields import Json
 from api.images import ImageLoader, ImagesNeeded, RequestImages
 from api.prepared_request import PreparedRequest, Served, TokenizedPrompt, prompts_of
@@ -313,7 +313,7 @@ def _prepared(
 ) -> tuple[ResponseWriter, list[TokenizedPrompt]]:
     """The response writer and its prompts."""
     writer = read(served)
-    with in_shape(writer.error_format):
+    with in_format(writer.error_format):
         return writer, prompts_of(writer.requests, served)
 
 

@@ -149,7 +149,7 @@ class ActiveRequest:
                 elif sequence := self._unfinished.get(message.id):  # None: a token after a stop string
                     self._take(message, sequence, batch)
             if self._unfinished and not ends and self._received_at >= self._deadline_at:
-                self._cut(batch)
+                self._truncate(batch)
             if batch or not messages:  # a prefilled prompt does not yet begin the response
                 yield list(batch.items())
             for end in ends:
@@ -260,11 +260,11 @@ class ActiveRequest:
             if message.finish_reason is None:
                 self._engine.cancel(message.id, "stop sequence")
 
-    def _cut(self, batch: dict[GeneratedSequence, list[Piece]]) -> None:
+    def _truncate(self, batch: dict[GeneratedSequence, list[Piece]]) -> None:
         if self.first_token_at is None:
             raise errors.overloaded()  # it has only waited in the queue; a retry may be served
         for sequence in self._unfinished.values():
-            batch[sequence] += sequence.cut()
+            batch[sequence] += sequence.truncate()
         self._unfinished.clear()
         self._request.close("deadline")
 
@@ -315,8 +315,8 @@ class EventStream:
         try:
             yield from self._data()
             generation.succeed()
-            if closing := self._writer.stream_end(generation.sequences):
-                yield closing
+            if end := self._writer.stream_end(generation.sequences):
+                yield end
         except ClientGone:
             pass
         except ApiError as error:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from config import FP8, Config
 from manifest import SAFETENSORS, Manifest, check_weight_files
-from models.base import ModelError, StaticBatchModel, refuse_openvino_settings
+from models.base import ModelError, StaticBatchModel, reject_openvino_settings
 from models.fetch import fetch_weights
 from models.machine import detect, host_memory
 from models.neuron_driver import Versions
@@ -120,8 +120,8 @@ def prepare(config: Config) -> Prepared:
         why = manifest.why_no_images and f": {manifest.why_no_images}"
         logger.info("%s: only the text part of this model is served%s", config.model_name, why)
     if device != "cpu":
-        refuse_openvino_settings(config, "transformers-neuronx" if device == "neuron" else "plain PyTorch")
-    _refuse_by_config(manifest)
+        reject_openvino_settings(config, "transformers-neuronx" if device == "neuron" else "plain PyTorch")
+    _reject_by_config(manifest)
     if device == "neuron":
         from models.neuron_build import BuildPlan, compiler_version, library
 
@@ -134,7 +134,7 @@ def prepare(config: Config) -> Prepared:
         listed = ", ".join(f"{name} {version or 'unknown'}" for name, version in neuron_versions.items())
         logger.info("Neuron versions: %s", listed)
         return Prepared(build.config, device, folder, sha, manifest, build, neuron_versions)
-    _refuse_neuron_settings(config, device)
+    _reject_neuron_settings(config, device)
     if manifest.is_compiled:
         raise ModelError(
             f"{config.model_name} is compiled for Neuron, and this server runs on {device}; "
@@ -152,7 +152,7 @@ def _memory_bytes(device: str) -> int | None:
     return torch.cuda.mem_get_info()[1]
 
 
-def _refuse_neuron_settings(config: Config, device: str) -> None:
+def _reject_neuron_settings(config: Config, device: str) -> None:
     given = [
         f"--{name.replace('_', '-')} ({name.upper()})" for name in NEURON_SETTINGS if getattr(config, name)
     ]
@@ -164,7 +164,7 @@ def _refuse_neuron_settings(config: Config, device: str) -> None:
         raise ModelError(f"{given[0]} is for Neuron, and this server runs on {device}; leave it out")
 
 
-def _refuse_by_config(manifest: Manifest) -> None:
+def _reject_by_config(manifest: Manifest) -> None:
     """Raises ModelError for a model that no engine supports, before its weights are downloaded."""
     kind = manifest.config_json.get("model_type")
     if manifest.config_json.get("is_encoder_decoder"):

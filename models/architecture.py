@@ -60,7 +60,7 @@ def read_architecture(config: Config, folder: Path) -> Architecture:
         if kind in TEXT_ALONE:
             hf_config = hf_config.get_text_config()
         auto_class = _auto_class(hf_config)
-        _refuse_layers(manifest, hf_config.get_text_config())
+        _reject_layers(manifest, hf_config.get_text_config())
         if config.max_total_tokens:
             check_length_limit(config.model_name, manifest.length_limit, config.max_total_tokens)
         with torch.device("meta"):  # takes no memory
@@ -117,7 +117,7 @@ def _auto_class(hf_config) -> type:
     )
 
 
-def _refuse_layers(manifest: Manifest, text_config) -> None:
+def _reject_layers(manifest: Manifest, text_config) -> None:
     kind = manifest.model_type
     served = LAYERS
     if manifest.text_config.get("attention_chunk_size"):  # which `length_limit` keeps to one chunk

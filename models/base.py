@@ -153,7 +153,7 @@ def warn_text_only(model: str, fault: str) -> None:
     logger.warning("%s: only the text part of this model is served, without images: %s", model, fault)
 
 
-def refuse_openvino_settings(config: Config, engine: str) -> None:
+def reject_openvino_settings(config: Config, engine: str) -> None:
     """Raises ModelError where a setting of OpenVINO's KV cache is given, and another engine serves."""
     for name in ("kv_cache_dtype", "prefix_slots"):
         value = getattr(config, name)

@@ -247,7 +247,7 @@ def write_entry(folder: Path, facts: Json) -> None:
     (folder / ENTRY).write_text(json.dumps(facts))
 
 
-def write_refusal(folder: Path, why: str) -> None:
+def write_rejection(folder: Path, why: str) -> None:
     """Marks an entry as a model that does not convert. Its key holds the versions of OpenVINO and of the
     converter, so other versions try again."""
     for path in folder.glob("model.*"):

@@ -48,7 +48,7 @@ from models.cache import (
     model_key,
     renamed_when_complete,
     write_entry,
-    write_refusal,
+    write_rejection,
 )
 from models.machine import usable_threads
 
@@ -240,7 +240,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         del model
         gc.collect()
         steps.begin("comparing logits")
-        check.refuse_faults(target, facts)
+        check.reject_faults(target, facts)
         if config.quantize:
             steps.begin(f"compressing to {config.quantize}, and comparing again")
             _compress(config, text_config.hidden_size, check, target, facts)
@@ -256,7 +256,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
             raise
         logger.debug("not converted", exc_info=True)
         cause = error.__cause__ or error  # OpenVINO wraps what a model raises
-        write_refusal(target, str(error) if type(error) is UnsupportedModel else named(cause))
+        write_rejection(target, str(error) if type(error) is UnsupportedModel else named(cause))
     else:
         write_entry(target, facts)
 
@@ -449,7 +449,7 @@ class Check:
         if self.window:
             text_config.sliding_window = window
 
-    def refuse_faults(self, target: Path, facts: Json) -> None:
+    def reject_faults(self, target: Path, facts: Json) -> None:
         """Runs the saved graph in float32: long and short chunks, one and two slots a call, at the first and
         at the last positions. Raises UnsupportedModel where one of these differs."""
         model = self._model(target, facts | {"arithmetic": "float32"}, self.window)

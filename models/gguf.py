@@ -124,7 +124,7 @@ class File:
         """The value of a key of the architecture; None where the file has none."""
         return self._value(f"{self.architecture}.{name}")
 
-    def refusal(self, reason: str) -> ModelError:
+    def rejection(self, reason: str) -> ModelError:
         return ModelError(f"{self.path.name} {reason}; serve the checkpoint that it was made of")
 
     def tokenizer(self, name: str) -> Any:
@@ -151,7 +151,7 @@ def write_checkpoint(path: Path, dtype: str, target: Path) -> None:
     transformers.utils.logging.set_verbosity_error()
     with reported_as(f"{path.name} cannot be read as a model"):
         file = File(path)
-        _refuse_unknown(file)
+        _reject_unknown(file)
         where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
         config = _complete(transformers.AutoConfig.from_pretrained(**where), file)
         tokenizer, special = _tokenizer(file)
@@ -169,15 +169,15 @@ def write_checkpoint(path: Path, dtype: str, target: Path) -> None:
     tokenizer.save(str(target / "tokenizer.json"))
 
 
-def _refuse_unknown(file: File) -> None:
+def _reject_unknown(file: File) -> None:
     if file.architecture not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
-        raise file.refusal(f"is of the architecture {file.architecture}; {known} can be read")
+        raise file.rejection(f"is of the architecture {file.architecture}; {known} can be read")
     if unknown := file.unknown_keys():
         key = unknown[0]
-        raise file.refusal(f"has `{file.architecture}.{key}` {file[key]}, which cannot be read")
+        raise file.rejection(f"has `{file.architecture}.{key}` {file[key]}, which cannot be read")
     if file.architecture == "falcon" and file["attention.head_count_kv"] != 1:
-        raise file.refusal("is a Falcon with several key and value heads, which cannot be read")
+        raise file.rejection("is a Falcon with several key and value heads, which cannot be read")
 
 
 def _complete(config: Any, file: File) -> Any:
@@ -230,7 +230,7 @@ def _rope(config: Any, file: File) -> Json:
         return rope | {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
         return rope | _yarn(file) | {"factor": factor, "original_max_position_embeddings": original}
-    raise file.refusal(f"has rope scaling of the type {kind}, which cannot be read")
+    raise file.rejection(f"has rope scaling of the type {kind}, which cannot be read")
 
 
 def _yarn(file: File) -> Json:
@@ -250,25 +250,25 @@ def _llama3(theta: float, divisors: list[float], file: File) -> Json:
     unscaled = ((LLAMA3["original_max_position_embeddings"] / waves - low) / (high - low)).clamp(0, 1)
     expected = 1 / (unscaled + (1 - unscaled) / factor)
     if not torch.allclose(expected, torch.tensor(divisors).double(), rtol=1e-3):
-        raise file.refusal("has a rope_freqs.weight that is not Llama 3.1's")
+        raise file.rejection("has a rope_freqs.weight that is not Llama 3.1's")
     return {"rope_type": "llama3", "factor": factor} | LLAMA3
 
 
 def _check_weights(model: Any, missing: list[str], file: File) -> None:
     """Every weight of the model is in the file, in its shape, and the file has no other."""
     if missing:
-        raise file.refusal(f"lacks {len(missing)} of the model's weights, such as {missing[0]}")
+        raise file.rejection(f"lacks {len(missing)} of the model's weights, such as {missing[0]}")
     with torch.device("meta"):
         expected = transformers.AutoModelForCausalLM.from_config(model.config)
     for (name, weight), (_name, wanted) in zip(model.named_parameters(), expected.named_parameters()):
         if weight.squeeze().shape != wanted.squeeze().shape:
             found = f"in the shape {list(weight.shape)}, not {list(wanted.shape)}"
-            raise file.refusal(f"holds {name} {found}")
+            raise file.rejection(f"holds {name} {found}")
         weight.data = weight.data.reshape(wanted.shape)
     stored = sum(int(t.n_elements) for name, t in file.tensors.items() if not name.startswith("rope_f"))
     read = sum(weight.numel() for weight in model.parameters())
     if stored != read:
-        raise file.refusal(f"holds {stored:,} parameters, of which {read:,} can be read")
+        raise file.rejection(f"holds {stored:,} parameters, of which {read:,} can be read")
 
 
 def _tokenizer(file: File) -> tuple[Tokenizer, Json]:
@@ -329,7 +329,7 @@ def _pre_tokenizer(name: str, tokenizer: Tokenizer, file: File) -> pre_tokenizer
         split = pre_tokenizers.Split(Regex(SPLITS["qwen2"]), "isolated")
         bytes_alone = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         return pre_tokenizers.Sequence([split, bytes_alone])
-    raise file.refusal(f"has the pre-tokenizer {name}, which is not known")
+    raise file.rejection(f"has the pre-tokenizer {name}, which is not known")
 
 
 def _eos_ids(tokenizer: Tokenizer, file: File) -> list[int]:

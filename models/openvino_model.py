@@ -47,7 +47,7 @@ from models.base import (  # noqa: E402
     is_out_of_memory,
     named,
     progress_logged,
-    refuse_openvino_settings,
+    reject_openvino_settings,
     warn_text_only,
 )
 from models.cache import (  # noqa: E402
@@ -57,7 +57,7 @@ from models.cache import (  # noqa: E402
     model_key,
     read_entry,
     run_converter,
-    write_refusal,
+    write_rejection,
 )
 from models.encoder_cache import EncoderCache, split_at_images  # noqa: E402
 from models.grid_positions import GridPositions  # noqa: E402
@@ -570,7 +570,7 @@ def load(
             try:
                 run_converter([str(folder), str(target)], config)
             except NotConverted as crash:
-                write_refusal(target, str(crash))
+                write_rejection(target, str(crash))
 
     try:
         if entry := _find_entry(config, cache, key):
@@ -592,7 +592,7 @@ def load(
                 raise
             except Exception as error:
                 with contextlib.suppress(OSError):  # a read-only cache
-                    write_refusal(entry, named(error))
+                    write_rejection(entry, named(error))
                 raise NotConverted(named(error)) from error
     except (ConfigError, ModelError):
         raise
@@ -698,7 +698,7 @@ def _compare(model: OpenVinoModel, facts: Json) -> None:
 def _load_torch(config: Config, manifest: Manifest, folder: Path, why: str) -> StaticBatchModel:
     from models.torch_model import TorchModel
 
-    refuse_openvino_settings(config, "plain PyTorch")
+    reject_openvino_settings(config, "plain PyTorch")
     if config.quantize:
         raise ModelError(
             f"--quantize {config.quantize} (QUANTIZE): only plain PyTorch serves {config.model_name}, where "

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from packaging.version import Version
 
 from config import Config
-from manifest import read_json, refuse_lfs_pointer
+from manifest import read_json, reject_lfs_pointer
 from models.base import ModelError, reported_as
 from models.cache import ModelCache, tokenizer_key, write_entry
 from models.child import ChildError, run_module
@@ -44,7 +44,7 @@ def find_tokenizer(folder: Path) -> str:
     """The name of the tokenizer's file, FAST or one of SLOW. Raises ConfigError where there is none."""
     for name in (FAST, *SLOW):
         if (folder / name).exists():
-            refuse_lfs_pointer(folder / name)
+            reject_lfs_pointer(folder / name)
             return name
     raise ConfigError(
         f"{folder} holds no tokenizer (tokenizer.json, or one to convert: tokenizer.model, vocab.json)"

@@ -56,7 +56,7 @@ class Escaping:
             self._ids[self.tokenizer.token_to_id(alias)] = special[name]
         model = json.loads(as_json)["model"]
         unknown = (model.get("unk_id"), tokenizer.token_to_id(model.get("unk_token") or ""))
-        self._refused = special_ids.difference(unknown)  # any text may have the unknown token
+        self._rejected_ids = special_ids.difference(unknown)  # any text may have the unknown token
 
     def escape(self, value: Any) -> Any:
         """A text, or JSON of several, in which no special token begins. Raises RecursionError."""
@@ -98,9 +98,9 @@ class Escaping:
         """Raises ValueError where text became a special token all the same: the model's vocabulary has it as
         a word."""
         ids = encoding.ids
-        if not self._refused.isdisjoint(ids):
+        if not self._rejected_ids.isdisjoint(ids):
             for i, is_added in zip(ids, encoding.special_tokens_mask):
-                if i in self._refused and not is_added:
+                if i in self._rejected_ids and not is_added:
                     raise ValueError(
                         f"this tokenizer cannot encode {self.tokenizer.id_to_token(i)!r} as text"
                     )

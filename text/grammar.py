@@ -20,7 +20,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from run import Json
 from text.json_schema import enforceable
-from text.limited import LimitExceeded, Refused, SandboxedFunction
+from text.limited import LimitExceeded, Rejected, SandboxedFunction
 
 WHITESPACE = r"\n? {0,16}"  # between JSON tokens: the ways in which models write it, without endless spaces
 MAX_BYTES = 120_000
@@ -162,7 +162,7 @@ class GrammarChecker:
         """Raises GrammarError for a grammar that does not compile or exceeds the limits."""
         try:
             self._probe(grammar)
-        except Refused as error:
+        except Rejected as error:
             raise GrammarError(str(error)) from None
         except LimitExceeded as error:
             raise GrammarError(f"is too complex: it {error}") from None
@@ -190,7 +190,7 @@ def dry_run(tokenizer_dir: str, vocab_size: int, eos_token_ids: list[int]) -> Ca
             for choose in (_lowest, _highest):
                 _try_tokens(compiled.deep_copy(), choose, ends)
         except GrammarError as error:
-            raise Refused(str(error)) from None
+            raise Rejected(str(error)) from None
         return ""
 
     return run

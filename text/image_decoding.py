@@ -13,7 +13,7 @@ from PIL import GifImagePlugin, Image, ImageOps, JpegImagePlugin, PngImagePlugin
 from manifest import Manifest
 from run import ConfigError, Json
 from text.image_layouts import read_layout
-from text.limited import Refused
+from text.limited import Rejected
 
 # By content, whatever the client calls it; Pillow has decoders for many more.
 DECODERS = (
@@ -33,7 +33,7 @@ Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2
 def preprocessor(model_dir: str, overrides: Json) -> Callable[[list], bytes]:
     """What the child does with [a file in base64, further overrides]: a line of JSON with text, tokens, shape
     and canvas (`PreprocessedImage` has them) and the image's own width and height, and the pixels. Raises
-    Refused."""
+    Rejected."""
     manifest = Manifest.read(model_dir)
 
     def preprocess(request: list) -> bytes:
@@ -42,11 +42,11 @@ def preprocessor(model_dir: str, overrides: Json) -> Callable[[list], bytes]:
         try:
             made = read_layout(manifest, overrides | further)(image)
         except ConfigError as error:
-            raise Refused(f"cannot be preprocessed: {error}") from None
+            raise Rejected(f"cannot be preprocessed: {error}") from None
         except (ArithmeticError, ValueError):  # of numbers that Pillow cannot take
-            raise Refused("cannot be preprocessed: the options make it too large") from None
+            raise Rejected("cannot be preprocessed: the options make it too large") from None
         if made.tokens > MAX_TOKENS:
-            raise Refused(f"makes {made.tokens} tokens; at most {MAX_TOKENS} are supported")
+            raise Rejected(f"makes {made.tokens} tokens; at most {MAX_TOKENS} are supported")
         width, height = made.tiles[0].size
         about = [made.text, made.tokens, (len(made.tiles), height, width), made.canvas, image.size]
         return b"\n".join([json.dumps(about).encode(), b"".join(tile.tobytes() for tile in made.tiles)])
@@ -55,23 +55,25 @@ def preprocessor(model_dir: str, overrides: Json) -> Callable[[list], bytes]:
 
 
 def decode(data: bytes) -> Image.Image:
-    """An image as people see it: its first frame, upright, in RGB. Raises Refused."""
+    """An image as people see it: its first frame, upright, in RGB. Raises Rejected."""
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)  # reads the header
         if max(image.size) > MAX_RATIO * min(image.size):
             width, height = image.size
-            raise Refused(f"has {width} x {height} pixels; a side may be at most {MAX_RATIO} times the other")
+            raise Rejected(
+                f"has {width} x {height} pixels; a side may be at most {MAX_RATIO} times the other"
+            )
         image.load()
         _turn_upright(image)
         return _in_rgb(image)
-    except (Refused, MemoryError):
+    except (Rejected, MemoryError):
         raise
     except Image.DecompressionBombError:
-        raise Refused(f"has more than {MAX_PIXELS:,} pixels") from None
+        raise Rejected(f"has more than {MAX_PIXELS:,} pixels") from None
     except Image.UnidentifiedImageError:
-        raise Refused("is not a PNG, JPEG, WebP or GIF image") from None
+        raise Rejected("is not a PNG, JPEG, WebP or GIF image") from None
     except Exception:  # a damaged file makes decoders fail in every way
-        raise Refused("cannot be decoded: the file is damaged or truncated") from None
+        raise Rejected("cannot be decoded: the file is damaged or truncated") from None
 
 
 def _turn_upright(image: Image.Image) -> None:

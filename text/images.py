@@ -78,7 +78,7 @@ class ImagePreprocessor:
         self, data: bytes, low_detail: bool = False, options: Mapping[str, Any] = NO_OPTIONS
     ) -> PreprocessedImage:
         """data: a file. low_detail: one tile, where the family can. options: further overrides, of the names
-        in `self.options`. Raises Refused and LimitExceeded, whose texts follow on the name of the image."""
+        in `self.options`. Raises Rejected and LimitExceeded, whose texts follow on the name of the image."""
         options = {**options, **(self._one_tile if low_detail else {})}
         if "size" in options:  # it takes the place of these bounds
             options = {name: None for name in ("min_pixels", "max_pixels") if name in self.options} | options

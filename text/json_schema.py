@@ -52,8 +52,8 @@ class Place(NamedTuple):
     path: Path
 
 
-class Whole(NamedTuple):
-    """What the rules for one schema look up in the whole one."""
+class Context(NamedTuple):
+    """What the rules look up beyond the schema that they change."""
 
     document: Schema
     has_few_dependents: bool
@@ -71,11 +71,11 @@ def enforceable(document: Schema) -> tuple[Schema, tuple[str, ...]]:
         _drop_meaningless(schema)
     _close([schema for schema, _ in places])
     dependents = sum(_count_dependents(schema) for schema, _ in places)
-    whole = Whole(document, dependents <= MAX_DEPENDENTS)
+    context = Context(document, dependents <= MAX_DEPENDENTS)
     left_out = {}
     for schema, path in places:
         for rule in RULES:
-            for keyword in rule(schema, whole):
+            for keyword in rule(schema, context):
                 if keyword not in left_out:
                     left_out[keyword] = f"{pointer(path)}/{keyword}"
     return document, tuple(left_out.values())
@@ -211,7 +211,7 @@ def _values(schema: Any) -> list[Any] | None:
 # Rules: each changes a schema so that its keywords can be enforced, and yields those that are left out.
 
 
-def _unsupported(schema: Schema, whole: Whole) -> Iterator[str]:
+def _unsupported(schema: Schema, context: Context) -> Iterator[str]:
     """Keywords that llguidance does not have."""
     for keyword, (kind, is_said) in UNSUPPORTED.items():
         if keyword not in schema:
@@ -219,16 +219,16 @@ def _unsupported(schema: Schema, whole: Whole) -> Iterator[str]:
         value = schema.pop(keyword)
         if kind and kind not in _types(schema):
             continue
-        if not is_said(schema, value, whole):
+        if not is_said(schema, value, context):
             yield keyword
     for keyword in COMPANIONS:
         schema.pop(keyword, None)
 
 
-def _says_unevaluated(others: str) -> Callable[[Schema, Any, Whole], bool]:
+def _says_unevaluated(others: str) -> Callable[[Schema, Any, Context], bool]:
     """Without schemas that are combined, `unevaluatedX` says the same as `others`."""
 
-    def is_said(schema: Schema, value: Any, _: Whole) -> bool:
+    def is_said(schema: Schema, value: Any, _: Context) -> bool:
         if value in (True, {}):
             return True
         if not COMBINING.isdisjoint(schema) or isinstance(schema.get("items"), list):
@@ -239,9 +239,9 @@ def _says_unevaluated(others: str) -> Callable[[Schema, Any, Whole], bool]:
     return is_said
 
 
-def _says_names(schema: Schema, value: Any, whole: Whole) -> bool:
+def _says_names(schema: Schema, value: Any, context: Context) -> bool:
     """`propertyNames` says the same as a pattern of additional properties, where no property has a name."""
-    value = _resolved(value, whole.document)
+    value = _resolved(value, context.document)
     if value is True:
         return True
     if not isinstance(value, dict) or _is_long(value):
@@ -263,7 +263,7 @@ def _says_names(schema: Schema, value: Any, whole: Whole) -> bool:
     return True
 
 
-def _says_dependents(schema: Schema, value: Any, whole: Whole) -> bool:
+def _says_dependents(schema: Schema, value: Any, context: Context) -> bool:
     """Of each name: it is absent, or what depends on it holds."""
     if value == {}:
         return True
@@ -271,7 +271,7 @@ def _says_dependents(schema: Schema, value: Any, whole: Whole) -> bool:
     properties = schema.get("properties", {})
     if not isinstance(value, dict) or not isinstance(conditions, list) or not isinstance(properties, dict):
         return False
-    if not whole.has_few_dependents or len(properties) > MAX_DEPENDENT_PROPERTIES:
+    if not context.has_few_dependents or len(properties) > MAX_DEPENDENT_PROPERTIES:
         return False
     # llguidance has no combinations of references in a circle.
     if any(isinstance(part, dict) and "$ref" in part for part in _within(value)):
@@ -290,7 +290,7 @@ def _count_dependents(schema: Schema) -> int:
 
 
 # The types to which keywords apply ("": any), and whether the schema says the same without them.
-UNSUPPORTED: dict[str, tuple[str, Callable[[Schema, Any, Whole], bool]]] = {
+UNSUPPORTED: dict[str, tuple[str, Callable[[Schema, Any, Context], bool]]] = {
     "unevaluatedProperties": ("object", _says_unevaluated("additionalProperties")),
     "unevaluatedItems": ("array", _says_unevaluated("items")),
     "propertyNames": ("object", _says_names),
@@ -319,7 +319,7 @@ def _is_regular(pattern: str) -> bool:
     return True
 
 
-def _strings(schema: Schema, _: Whole) -> Iterator[str]:
+def _strings(schema: Schema, _: Context) -> Iterator[str]:
     pattern = schema.get("pattern")
     if isinstance(pattern, str) and not _is_regular(pattern):
         del schema["pattern"]
@@ -332,7 +332,7 @@ def _strings(schema: Schema, _: Whole) -> Iterator[str]:
             yield "format"
 
 
-def _numbers(schema: Schema, _: Whole) -> Iterator[str]:
+def _numbers(schema: Schema, _: Context) -> Iterator[str]:
     """Bounds and values as floats, in which llguidance reads them: never beyond what is given."""
     for keyword, is_lower in BOUNDS.items():
         if type(schema.get(keyword)) in (int, float):
@@ -369,7 +369,7 @@ def _is_exact(value: Any) -> bool:
     return abs(value) <= LAST_BOUND and float(value) == value
 
 
-def _irregular_patterns(schema: Schema, _: Whole) -> Iterator[str]:
+def _irregular_patterns(schema: Schema, _: Context) -> Iterator[str]:
     patterns = schema.get("patternProperties")
     for pattern in list(patterns) if isinstance(patterns, dict) else []:
         if _is_regular(pattern):
@@ -383,7 +383,7 @@ def _irregular_patterns(schema: Schema, _: Whole) -> Iterator[str]:
         del schema["patternProperties"]
 
 
-def _exhausted_patterns(schema: Schema, _: Whole) -> Iterator[str]:
+def _exhausted_patterns(schema: Schema, _: Context) -> Iterator[str]:
     """After the properties of an object, llguidance allows a comma, though a pattern has no other name."""
     patterns = schema.get("patternProperties")
     named = schema.get("properties")
@@ -408,7 +408,7 @@ def _listed_names(pattern: str) -> set[str]:
     return set((listed[1] or listed[2]).split("|")) if listed else set()
 
 
-def _counts(schema: Schema, _: Whole) -> Iterator[str]:
+def _counts(schema: Schema, _: Context) -> Iterator[str]:
     """`minProperties` and `maxProperties`. llguidance counts either additional properties alone, or one that
     may be missing; a name that is given twice counts as two."""
     least = schema.get("minProperties", 0)
@@ -436,10 +436,10 @@ def _counts(schema: Schema, _: Whole) -> Iterator[str]:
         yield "minProperties"
 
 
-def _one_of(schema: Schema, whole: Whole) -> Iterator[str]:
+def _one_of(schema: Schema, context: Context) -> Iterator[str]:
     """llguidance takes `oneOf` for `anyOf`, which is the same where no value is allowed by two of them."""
     options = schema.get("oneOf")
-    if isinstance(options, list) and not _are_exclusive(options, _types(schema), whole.document):
+    if isinstance(options, list) and not _are_exclusive(options, _types(schema), context.document):
         yield "oneOf"
 
 

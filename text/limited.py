@@ -3,7 +3,7 @@ can make expensive.
 
 `SandboxedFunction` is the parent's side: a request goes to an idle child, and a child that exceeded a limit
 is replaced. It names the function as `module:maker`; `maker(*setup)` runs once in each child and returns the
-function, which takes a JSON value and returns a text or bytes, or raises `Refused`.
+function, which takes a JSON value and returns a text or bytes, or raises `Rejected`.
 
 A child reads requests from its standard input until that ends, each as four bytes of length and JSON. It
 writes for each whether it was rejected (a byte), four bytes of length, and the result or the reason, texts in
@@ -38,7 +38,7 @@ ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "TZ", "NEU
 ONE_THREAD = {"MALLOC_ARENA_MAX": "1", "RAYON_NUM_THREADS": "1"}
 
 
-class Refused(Exception):
+class Rejected(Exception):
     """The function rejects a request; the message is for the client."""
 
 
@@ -81,7 +81,7 @@ class SandboxedFunction:
         return _as_text(self.call_bytes(request))
 
     def call_bytes(self, request: Any) -> bytes:
-        """Raises Refused, LimitExceeded, and RecursionError for a request that is nested too deeply."""
+        """Raises Rejected, LimitExceeded, and RecursionError for a request that is nested too deeply."""
         written = json.dumps(request).encode()  # raises before a child is taken
         child = self._take()
         answer = child.ask(written)
@@ -90,9 +90,9 @@ class SandboxedFunction:
             self.start()
             raise LimitExceeded(self._reasons.get(code, f"ended its process (code {code})"))
         self._idle.append(child)
-        is_refused, result = answer
-        if is_refused:
-            raise Refused(_as_text(result))
+        is_rejected, result = answer
+        if is_rejected:
+            raise Rejected(_as_text(result))
         return result
 
     def _take(self) -> _Child:
@@ -140,8 +140,8 @@ class _Child:
         try:
             while unsent:
                 unsent = unsent[posix.write(self._requests, unsent) :]
-            is_refused, length = struct.unpack(">?I", self._read(5))
-            return is_refused, self._read(length)
+            is_rejected, length = struct.unpack(">?I", self._read(5))
+            return is_rejected, self._read(length)
         except (BrokenPipeError, EOFError):
             return None
 
@@ -191,16 +191,16 @@ def serve(requests: BinaryIO, answers: BinaryIO, maker: str, setup: str, limits:
         request = json.loads(requests.read(int.from_bytes(header, "big")))
         signal.setitimer(signal.ITIMER_REAL, wall_s)
         signal.setitimer(signal.ITIMER_PROF, cpu_s)  # SIGPROF ends it; RLIMIT_CPU counts whole seconds
-        is_refused = False
+        is_rejected = False
         try:
             result = function(request)
-        except Refused as error:
-            is_refused = True
+        except Rejected as error:
+            is_rejected = True
             result = str(error)
         signal.setitimer(signal.ITIMER_PROF, 0)  # reading the next request is not part of it
         signal.setitimer(signal.ITIMER_REAL, 0)
         data = result.encode("utf-8", "surrogatepass") if isinstance(result, str) else result
-        answers.write(struct.pack(">?I", is_refused, len(data)) + data)
+        answers.write(struct.pack(">?I", is_rejected, len(data)) + data)
         answers.flush()
 
 

@@ -527,8 +527,8 @@ class OutputParser:
         while not mender.is_complete:
             mended, length = mender.push(self._buffer)
             self._take(length)
-            is_cut = bool(opened) and self._ended and not self._keeps_truncated and not self._buffer
-            if not mender.is_complete and (mender.is_stopped or is_cut):
+            ends_here = bool(opened) and self._ended and not self._keeps_truncated and not self._buffer
+            if not mender.is_complete and (mender.is_stopped or ends_here):
                 if not mender.may_close or not (text or mended or opened):
                     raise _NotACall
                 mended += mender.close()

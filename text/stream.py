@@ -144,7 +144,7 @@ class Piece:
     logprob: float | None
     special: bool
     top: list[tuple[int, float]] = field(default_factory=list)
-    cut: int = 0  # how many bytes of its end a stop string took
+    trimmed: int = 0  # how many bytes of its end a stop string took
 
 
 class TextStream:
@@ -251,9 +251,9 @@ class TextStream:
         self.stop = max((stop for stop in self._stops if recent.endswith(stop, 0, end)), key=len)
         if not self._keep_stop:
             end -= len(self.stop)
-        self._cut(len(recent) - end)
+        self._trim(len(recent) - end)
 
-    def _cut(self, excess: int) -> None:
+    def _trim(self, excess: int) -> None:
         """Takes that many characters off the end of the text, which no piece that was returned has a part
         in."""
         self._length -= excess
@@ -265,7 +265,7 @@ class TextStream:
                 continue
             kept = max(0, len(piece.text) - excess)
             excess -= len(piece.text) - kept
-            piece.cut = len(piece.text[kept:].encode()) or ALL_BYTES
+            piece.trimmed = len(piece.text[kept:].encode()) or ALL_BYTES
             piece.text = piece.text[:kept]
             is_gone = kept == 0
 

@@ -23,7 +23,7 @@ import jinja2.sandbox
 
 from manifest import read_json
 from run import ConfigError, Json
-from text.limited import LimitExceeded, Refused, SandboxedFunction
+from text.limited import LimitExceeded, Rejected, SandboxedFunction
 
 ERROR_CHARACTERS = 2000  # of a message for clients, which a template may choose
 WORD = re.compile(r"""(?<=['"])[A-Za-z][A-Za-z0-9_-]*(?=['"])""")
@@ -180,7 +180,7 @@ class ChatTemplate:
     def _run(self, variables: Json) -> str:
         try:
             return rendered([self.source, variables])
-        except Refused as error:
+        except Rejected as error:
             raise TemplateError(str(error)) from None
         except LimitExceeded as error:
             raise TemplateError(f"the model's chat template {error}") from None
@@ -237,7 +237,7 @@ _compiled = functools.lru_cache(8)(TemplateEnvironment().from_string)
 
 
 def renderer(most_characters: int) -> Callable[[list], str]:
-    """What a child process does: the text that a template's source makes of its variables. Raises Refused."""
+    """What a child process does: renders a template's source with its variables. Raises Rejected."""
 
     def render(request: list) -> str:
         source, variables = request
@@ -247,11 +247,11 @@ def renderer(most_characters: int) -> Callable[[list], str]:
             raise
         except jinja2.TemplateSyntaxError as error:
             reason = f"{error.message} (line {error.lineno})"
-            raise Refused(f"this model's chat template does not compile: {reason}") from None
+            raise Rejected(f"this model's chat template does not compile: {reason}") from None
         except Exception as error:  # a template is a program, which can fail in every way
-            raise Refused((str(error) or type(error).__name__)[:ERROR_CHARACTERS]) from None
+            raise Rejected((str(error) or type(error).__name__)[:ERROR_CHARACTERS]) from None
         if len(text) > most_characters:
-            raise Refused(f"the model's chat template writes more than {most_characters} characters")
+            raise Rejected(f"the model's chat template writes more than {most_characters} characters")
         return text
 
     return render

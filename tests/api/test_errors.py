@@ -4,7 +4,7 @@ import pytest
 from asked import as_openai, as_tgi
 
 from api import errors
-from api.errors import OPENAI, TGI, ApiError, in_shape
+from api.errors import OPENAI, TGI, ApiError, in_format
 from api.stream import end_error
 
 TOO_LARGE = "Failed to buffer the request body: length limit exceeded (at most 2000 bytes; --payload-limit raises it)"
@@ -46,6 +46,6 @@ def test_what_the_client_wrote_stands_behind_the_message_and_is_quoted():
 
 
 def test_the_innermost_dialect_decides_the_shape():
-    with pytest.raises(ApiError) as raised, in_shape(TGI), in_shape(OPENAI):
+    with pytest.raises(ApiError) as raised, in_format(TGI), in_format(OPENAI):
         raise errors.overloaded()
-    assert raised.value.shape is OPENAI
+    assert raised.value.format is OPENAI

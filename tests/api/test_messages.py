@@ -636,7 +636,7 @@ def test_an_error_has_anthropics_shape_type_and_status(served, send, status, kin
 )
 def test_what_the_server_cannot_do_has_anthropics_status(status, own, kind):
     error = ApiError(status, "x", "no")
-    assert error.shaped(ANTHROPIC).body(error).error.type == kind
+    assert error.body(ANTHROPIC).error.type == kind
     assert error.status == own
 
 

@@ -34,5 +34,5 @@ def test_a_sequence_that_is_cut_gives_what_was_held_back_for_a_stop_string():
     cut = sequence(stop="bcd")
     told = [piece for token in serving().text.tokenizer.encode("abc") for piece in cut.take(Token(1, token, -1.0))]
     assert "".join(piece.text for piece in told) == "a"
-    assert "".join(piece.text for piece in cut.cut()) == "bc"
+    assert "".join(piece.text for piece in cut.truncate()) == "bc"
     assert (cut.finish_reason, cut.stream.text) == ("length", "abc")

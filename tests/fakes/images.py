@@ -6,7 +6,7 @@ from types import MappingProxyType
 from fakes.model import image
 from fakes.tokenizer import VOCABULARY
 from text.images import PreprocessedImage
-from text.limited import LimitExceeded, Refused
+from text.limited import LimitExceeded, Rejected
 
 IMAGE = "<image>"
 IMAGE_ID = VOCABULARY  # the token after those of the plainest tokenizer
@@ -30,7 +30,7 @@ class FakePreprocessor:
     def __call__(self, data, low_detail=False, options=MappingProxyType({})):
         self.files.append(data)
         if data.startswith(b"bad"):
-            raise Refused("is not an image that this server reads")
+            raise Rejected("is not an image that this server reads")
         if data.startswith(b"slow"):
             raise LimitExceeded("takes longer than 5 s of processor time")
         made = image(key_of(data, low_detail), 1 if low_detail else options.get("max_pixels", len(data)))

@@ -11,7 +11,7 @@ from image_files import png, saved, turned
 from PIL import Image
 
 from text.image_decoding import decode
-from text.limited import Refused
+from text.limited import Rejected
 
 RED, WHITE, BLUE = (200, 30, 30), (255, 255, 255), (0, 0, 255)
 
@@ -95,7 +95,7 @@ REFUSED = {
 @pytest.mark.parametrize(("data", "reason"), REFUSED.values(), ids=REFUSED)
 def test_other_files_are_refused_in_a_sentence_at_once(data, reason):
     started_at = time.process_time()
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(Rejected) as refused:
         decode(data)
     assert str(refused.value) == reason
     assert time.process_time() - started_at < 0.2
@@ -112,6 +112,6 @@ def test_whatever_is_wrong_with_a_file_it_is_refused_and_no_decoder_fails():
             data[draw.randrange(min(len(data), draw.choice((40, 400, 10_000))))] = draw.randrange(256)
         try:
             assert decode(bytes(data)).mode == "RGB"
-        except Refused:
+        except Rejected:
             refused += 1
     assert 50 < refused < 300

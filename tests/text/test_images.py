@@ -17,7 +17,7 @@ import text.images
 from protocol import MAX_IMAGE_TOKENS
 from run import HERE, ConfigError
 from text.images import ImagePreprocessor
-from text.limited import LimitExceeded, Refused
+from text.limited import LimitExceeded, Rejected
 
 pytestmark = pytest.mark.processes
 
@@ -70,14 +70,14 @@ def test_a_request_overrides_what_its_images_are_preprocessed_with(load):
     assert (preprocess(data).tokens, small.tokens) == (17 * 17, 100)
     assert small.key != preprocess(data).key
     assert preprocess(data, True, {"max_pixels": 10**9}).tokens == 18 * 18
-    with pytest.raises(Refused, match=r"^cannot be preprocessed: .*`max_pixels` must be a positive whole number.*'9'$"):
+    with pytest.raises(Rejected, match=r"^cannot be preprocessed: .*`max_pixels` must be a positive whole number.*'9'$"):
         preprocess(data, options={"max_pixels": "9"})
-    with pytest.raises(Refused, match=rf"^makes 90000 tokens; at most {MAX_IMAGE_TOKENS} are supported$"):
+    with pytest.raises(Rejected, match=rf"^makes 90000 tokens; at most {MAX_IMAGE_TOKENS} are supported$"):
         preprocess(data, options={"min_pixels": 90_000 * 784, "max_pixels": 10**9})
     with pytest.raises(LimitExceeded):
         preprocess(data, options={"min_pixels": 10**12, "max_pixels": 10**12})
     for name, options in {"qwen2_vl": {"min_pixels": 10**40, "max_pixels": 10**40}, "smolvlm": {"size": 10**400}}.items():
-        with pytest.raises(Refused, match=r"^cannot be preprocessed: the options make it too large$"):
+        with pytest.raises(Rejected, match=r"^cannot be preprocessed: the options make it too large$"):
             load(name)(data, options=options)
 
 
@@ -124,7 +124,7 @@ def test_processes_that_are_forked_agree_on_keys_and_others_do_not(load, monkeyp
 
 def test_what_is_wrong_with_a_file_follows_on_its_name(load):
     preprocess = load("llava")
-    with pytest.raises(Refused, match=r"^is not a PNG, JPEG, WebP or GIF image$"):
+    with pytest.raises(Rejected, match=r"^is not a PNG, JPEG, WebP or GIF image$"):
         preprocess(b"hello")
     assert preprocess(saved(noise(9, 9), "PNG")).tokens == 576
 

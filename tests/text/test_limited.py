@@ -20,7 +20,7 @@ from processes import Server, wait_until
 
 from bench import hostile
 from run import HERE
-from text.limited import LimitExceeded, Refused, SandboxedFunction
+from text.limited import LimitExceeded, Rejected, SandboxedFunction
 
 pytestmark = pytest.mark.processes
 
@@ -65,7 +65,7 @@ def test_what_takes_all_time_or_memory_fails_and_nothing_else(template):
     variables = {"messages": [USER], "n": 1}
     assert render(["{{ messages[0].content }}", variables]) == USER["content"]
     cpu_s, before_kb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime, memory_kb()
-    with pytest.raises((LimitExceeded, Refused), match=LIMITS):
+    with pytest.raises((LimitExceeded, Rejected), match=LIMITS):
         render([template, variables])
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - cpu_s < 2
     assert memory_kb() - before_kb < 20_000
@@ -182,7 +182,7 @@ print(threads.apply(template.render, ([],)), len(seen) > 3, threads.apply(lambda
 def test_a_template_that_writes_too_much_is_refused():
     render, source = limited(characters=1000), "{{ text }}"
     assert render([source, {"text": "a" * 1000}])
-    with pytest.raises(Refused, match="more than 1000 characters"):
+    with pytest.raises(Rejected, match="more than 1000 characters"):
         render([source, {"text": "a" * 1001}])
 
 
