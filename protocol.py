@@ -182,8 +182,8 @@ class Token(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 class PromptDone(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The prompt of a request has been run, except for the `cached` tokens. `logprobs` are of its tokens from
-    the second on, if requested; `top` holds the `top_n_tokens` most likely (token id,
-    logprob) at each of these positions."""
+    the second on, if requested; `top` holds the `top_n_tokens` most likely (token id, logprob) at each of
+    these positions."""
 
     id: int
     queued_s: float

@@ -52,7 +52,7 @@ logger = logging.getLogger("worker")
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerDeps:
-    """What a worker works with."""
+    """What a `Worker` is made of."""
 
     model: StaticBatchModel
     limits: SchedulerConfig
@@ -274,7 +274,7 @@ class Worker:
         elif isinstance(message, PeerLost):
             self._cancel_all_of(peer)
         elif isinstance(message, Hello):
-            self._greet(message)
+            self._count_ready(message)
 
     def _add(self, peer: bytes, message: SubmitRequests) -> None:
         if not self.requests:
@@ -322,7 +322,7 @@ class Worker:
         for request in lost:
             self.requests.end(request, "cancelled", log_reason="server process lost")
 
-    def _greet(self, hello: Hello) -> None:
+    def _count_ready(self, hello: Hello) -> None:
         if hello.ready and self._web_processes:
             self._ready_web_processes.add(hello.pid)
             if len(self._ready_web_processes) >= self._web_processes:
@@ -354,17 +354,17 @@ class Startup:
             )
         profiler = Profiler.of(config, prepared.device)
         # Without `with`, which would wait for these threads if the model cannot be loaded.
-        aside = ThreadPoolExecutor(2)
+        background = ThreadPoolExecutor(2)
         compiling = None
         if config.sampling != "device":
             dtypes = ["float32", "bfloat16"] if prepared.device == "neuron" else ["float32"]
-            compiling = aside.submit(sampling.compile_loops, dtypes)
-        tokenizer_check = aside.submit(check_tokenizer, config, prepared.folder, run_dir())
+            compiling = background.submit(sampling.compile_loops, dtypes)
+        tokenizer_check = background.submit(check_tokenizer, config, prepared.folder, run_dir())
         model = self._load(prepared)
         if compiling:
             self._wait_for_loops(compiling)
         tokenizer = tokenizer_check.result()
-        aside.shutdown()
+        background.shutdown()
         _check_vocabulary(tokenizer, model)
         named = [*prepared.manifest.eos_token_ids, *tokenizer.eos_token_ids]
         eos_token_ids = known_eos_ids(named, model.vocab_size)
@@ -374,7 +374,7 @@ class Startup:
             grammars = Grammars.load(tokenizer.folder, model.vocab_size, eos_token_ids)
         if profiler:
             profiler.start(model)
-        parts = WorkerDeps(
+        deps = WorkerDeps(
             model=model,
             limits=scheduler_config(config, model),
             eos_token_ids=frozenset(eos_token_ids),
@@ -387,7 +387,7 @@ class Startup:
             address=config.address,
             adapter_changes=self._adapter_changes(model, info),
         )
-        return Worker(parts)
+        return Worker(deps)
 
     def _adapter_changes(self, model: StaticBatchModel, info: ModelInfo) -> AdapterChanges | None:
         if not self._config.lora_folder:
@@ -472,7 +472,7 @@ class Startup:
             )
         if model.encoder_cache:
             logger.info(
-                "It reads images; embeddings of recent ones take up to %d MiB (encoder cache)",
+                "Image input is supported; encoder cache: up to %d MiB",
                 model.encoder_cache.limit_bytes >> 20,
             )
         elif self._config.allowed_media_domains:

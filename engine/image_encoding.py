@@ -23,8 +23,8 @@ logger = logging.getLogger("worker")
 
 
 class ImageEncoder:
-    """Encodes images, of each request in turn: one with a single image does not wait for all those of another
-    one. `wake` is called when an image is done. Only the loop's thread calls its methods."""
+    """Encodes the images of requests round-robin: a request with one image does not wait for all images of
+    another one. `wake` is called when an image is done. Only the loop's thread calls its methods."""
 
     def __init__(
         self, model: StaticBatchModel, admission: Admission, metrics: Metrics, wake: Callable[[], None]
@@ -37,7 +37,7 @@ class ImageEncoder:
         self._images: dict[int, Image] = {}  # that are not encoded yet, by key
         self._wanted: Collection[int] = frozenset()  # keys
         self._pending: set[int] = set()  # keys, from `start` to `drain_errors`
-        self._turns: deque[deque[int]] = deque()  # keys that each request waits for; the first one is next
+        self._by_request: deque[deque[int]] = deque()  # keys; the first request is next
         self._done: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()  # key, error
         self._thread = ThreadPoolExecutor(1, "worker-images")
 
@@ -78,7 +78,7 @@ class ImageEncoder:
         new = [key for key in keys if key not in self._cache and key not in self._pending]
         if new:
             self._pending.update(new)
-            self._turns.append(deque(new))
+            self._by_request.append(deque(new))
         for _ in new:
             self._thread.submit(self._encode_next)
 
@@ -98,12 +98,12 @@ class ImageEncoder:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _encode_next(self) -> None:
-        """Runs in the thread. The other images of the request wait behind those that arrive meanwhile."""
-        keys = self._turns.popleft()
+        """Runs in the thread. The request's next image comes after those of the other requests."""
+        keys = self._by_request.popleft()
         key = keys.popleft()
         self._done.put((key, self._encode(key)))
         if keys:
-            self._turns.append(keys)
+            self._by_request.append(keys)
         self._wake()
 
     def _encode(self, key: int) -> str:

@@ -200,9 +200,9 @@ class Metrics:
             self._add(Histogram, f"vllm:request_{name}_tokens", about, buckets=buckets)
 
     def set_cache(self, tokens: int, dtype: str, prefix_granularity: int | None) -> None:
-        """Adds a description of the KV cache for those who read vLLM's: its `tokens` in blocks. Endpoint
-        pickers compare prompts block by block, so one block is the least that prefix caching reuses, and not
-        so small that they give up on long prompts. `prefix_granularity` is None without prefix caching."""
+        """Adds vLLM's description of the KV cache: its `tokens` in blocks. Endpoint pickers compare prompts
+        block by block, so one block is the least that prefix caching reuses, and not so small that they give
+        up on long prompts. `prefix_granularity` is None without prefix caching."""
         block_size = max(MIN_BLOCK_SIZE, prefix_granularity or 0)
         labels = {
             "block_size": block_size,

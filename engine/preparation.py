@@ -36,8 +36,8 @@ class Prepared(NamedTuple):
 
 
 class Preparation:
-    """Prepares requests: their grammars in one thread, in the order of arrival, their images in another, of
-    each request in turn.
+    """Prepares requests: their grammars in one thread, in the order of arrival, their images in another,
+    round-robin.
 
     `wake` is called when `drain` has something. `grammars` is None with on-device sampling, `images` for a
     model that reads text only.

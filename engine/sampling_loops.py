@@ -1,10 +1,10 @@
 """The loops of sampling.py, compiled by numba: over logits as they lie in memory, float32 or bfloat16, by row
 or by token.
 
-The loops are batch-invariant, bit for bit: sums have one fixed order. The logits are read
-once for the maxima of lanes of tokens. The k-th highest of these is at most the k-th highest logit, so only
-lanes that reach it are searched for the top k. Weights are float32 powers of 2. `BatchSamplingParams` has
-one array for each parameter of a batch.
+The loops are batch-invariant, bit for bit: sums have one fixed order. The logits are read once for the maxima
+of lanes of tokens. The k-th highest of these is at most the k-th highest logit, so only lanes that reach it
+are searched for the top k. Weights are float32 powers of 2. `BatchSamplingParams` has one array for each
+parameter of a batch.
 """
 
 from __future__ import annotations

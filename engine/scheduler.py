@@ -40,7 +40,7 @@ ALL_LOGITS_TOKENS = 64  # in one step: the logits after each of them are held in
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """What the model can run (see StaticBatchModel), and how the operator shares it out."""
+    """What the model can run (see StaticBatchModel), and the limits that the operator sets."""
 
     slots: int  # that run at a time
     prefix_slots: int = 0  # all of them; 0: as many
@@ -158,12 +158,12 @@ class Scheduler:
         if not rows and not prompts:
             return None
         draft_tokens = [] if prompts else self._propose_drafts(rows)
-        chunks = [_row(row, draft) for row, draft in zip_longest(rows, draft_tokens, fillvalue=())]
+        chunks = [_decode_chunk(row, draft) for row, draft in zip_longest(rows, draft_tokens, fillvalue=())]
         copies, self._copies = self._copies, []
         step = Step(chunks, list(rows), list(range(len(rows))), len(rows), copies, len(self.running))
         for request, tokens in prompts:
             begin = request.prefilled
-            end = self._beyond_image(request.prompt, begin + tokens)
+            end = self._past_image(request.prompt, begin + tokens)
             if begin == request.cached:
                 request.started_at = now
             if end == len(request.prompt):
@@ -173,8 +173,8 @@ class Scheduler:
             step.requests.append(request)
         return step
 
-    def _beyond_image(self, prompt: Sequence[int], end: int) -> int:
-        """Where a chunk ends that is to end there: behind an image that a model reads whole."""
+    def _past_image(self, prompt: Sequence[int], end: int) -> int:
+        """The end of a chunk that should end at `end`, moved past an image that must run in one call."""
         step = max(self._limits.chunk_granularity, self._limits.prefix_granularity or 1)
         while self._limits.whole_images and end < len(prompt) and cuts_image(prompt, end):
             end += step
@@ -288,7 +288,7 @@ class Scheduler:
         request.state = State.ENDED
 
 
-def _row(request: Request, draft_tokens: Sequence[int]) -> Chunk:
+def _decode_chunk(request: Request, draft_tokens: Sequence[int]) -> Chunk:
     tokens = (request.last_token, *draft_tokens)
     begin = len(request.prompt) + request.generated - 1
     return Chunk(request.slot, tokens, begin, verify=len(tokens) > 1, adapter=request.adapter)

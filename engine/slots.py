@@ -2,9 +2,9 @@
 
 Prefix caching: a slot keeps its contents when its request ends, so a request whose prompt begins with the
 same tokens (the next turn of a chat, a common system prompt) runs only the rest, if both have the same LoRA
-adapter. There may be more slots than run at a time: they only keep prompts. Only tokens that ran as prompt
-chunks, with the boundaries of any prompt's chunks, count as cached: outputs must be bitwise the same in any
-slot. Generated tokens do not count, because a decode step rounds differently than a prompt chunk.
+adapter. Slots beyond those that run at a time only hold prompts. Only tokens that ran as prompt chunks, with
+the boundaries of any prompt's chunks, count as cached: outputs must be bitwise the same in any slot.
+Generated tokens do not count, because a decode step rounds differently than a prompt chunk.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ logger = logging.getLogger("model")
 
 PROGRESS_S = 10.0
 # OpenVINO's messages begin with lines of its source code, and end with the reason.
-OPENVINO_PLACES = ("Exception from ", "Check '")
+OPENVINO_SOURCE_LINES = ("Exception from ", "Check '")
 OUT_OF_MEMORY = re.compile("bad_alloc|out of memory|allocate .*memory", re.IGNORECASE)
 
 
@@ -114,10 +114,10 @@ class StaticBatchModel:
         to rounding, see NeuronModel.) Returns one row of logits a chunk, after its last token, in the order
         of `chunks`; a chunk with `all_logits` or `verify` has one row a token. The result stays as it is when
         `forward` is called again. Rows are bitwise reproducible: they depend neither on the other chunks nor
-        on how a prompt was split into chunks where the scheduler follows
-        `supports_chunked_prefill` and `prefill_chunk`. Every slot with a live sequence must be in each call
-        of one-token rows, or of chunks with `verify`, where `supports_chunked_prefill` is false. Raises
-        DeviceLost when the process must be restarted; any other exception leaves the model usable."""
+        on how a prompt was split into chunks where the scheduler follows `supports_chunked_prefill` and
+        `prefill_chunk`. Every slot with a live sequence must be in each call of one-token rows, or of chunks
+        with `verify`, where `supports_chunked_prefill` is false. Raises DeviceLost when the process must be
+        restarted; any other exception leaves the model usable."""
 
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
         """Copies what slot `source` holds of its first `tokens` positions to slot `target`."""
@@ -172,7 +172,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def first_line(error: BaseException) -> str:
     """The first line that says what went wrong."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    if lines[0].startswith(OPENVINO_PLACES):
+    if lines[0].startswith(OPENVINO_SOURCE_LINES):
         return lines[-1]
     if lines[0].endswith(":"):  # the reason is in the next one
         return " ".join(lines[:2])

@@ -271,8 +271,8 @@ class NeuronModel(StaticBatchModel):
 
         The graph runs `verify_length` tokens of every slot. Fillers after a chunk write positions that are
         written again before anything attends to them. Near the end of a slot a row begins earlier, with
-        tokens that the slot holds. A free slot gets fillers after its tokens, or some of its tokens
-        again where fillers would need a longer graph. Slot 0 may not begin at 0: that would run a prompt.
+        tokens that the slot holds. A free slot gets fillers after its tokens, or some of its tokens again
+        where fillers would need a longer graph. Slot 0 may not begin at 0: that would run a prompt.
         """
         length = self.verify_length
         last = max(chunk.begin for chunk in chunks)

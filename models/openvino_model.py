@@ -73,10 +73,10 @@ FLOAT32_TOKENS = 64  # per call: from 65 or 81 rows on, oneDNN's AVX2 kernels su
 ACTIVATION_GROUP = 64
 # Rows of a call with draft tokens: 16 rows take about twice the time of one.
 VERIFY_TOKENS = 16
-# The rows that a smaller call is filled up to: a single one is rounded differently, and where bfloat16 has no
-# AMX, four rows can be quicker than fewer.
-LEAST_ROWS, QUICK_ROWS = 2, 4
-WORTH_FILLING = 0.9  # of the time of the smaller call
+# The rows that a smaller call is padded to: a single row is rounded differently, and where bfloat16 has no
+# AMX, four rows can be faster than fewer.
+MIN_ROWS, PADDED_ROWS = 2, 4
+PADDING_GAIN = 0.9  # of the time of the smaller call
 # The demonstration model in the image, converted when the image is built.
 SHIPPED = HERE / "demo" / "converted"
 PLACEHOLDER = "paged_attention "  # then a JSON object, which `convert.py` writes
@@ -141,7 +141,7 @@ class OpenVinoModel(StaticBatchModel):
         }
         self.threads = _threads_taken(core, settings)
         self._settings = settings
-        self._least_rows = LEAST_ROWS
+        self._min_rows = MIN_ROWS
         precisions = self._choose_precisions(core, graph, facts, kv_cache_dtype)
         if adapters or loads_adapters:
             self._add_adapters(graph, adapters or {}, loads_adapters)
@@ -269,17 +269,17 @@ class OpenVinoModel(StaticBatchModel):
         }
         self._vision = VisionEncoder(path, newline, self._settings | precision)
 
-    def find_quick_rows(self) -> None:
-        """Measures whether small calls are quicker with more rows."""
-        if self.computed_in != "bfloat16" or self.max_total_tokens < QUICK_ROWS:
+    def choose_padding(self) -> None:
+        """Measures whether small calls are faster with more rows."""
+        if self.computed_in != "bfloat16" or self.max_total_tokens < PADDED_ROWS:
             return
-        small, filled = (min(self._time_call(rows) for _ in range(3)) for rows in (LEAST_ROWS, QUICK_ROWS))
-        if filled < WORTH_FILLING * small:
-            self._least_rows = QUICK_ROWS
+        small, padded = (min(self._time_call(rows) for _ in range(3)) for rows in (MIN_ROWS, PADDED_ROWS))
+        if padded < PADDING_GAIN * small:
+            self._min_rows = PADDED_ROWS
             logger.info(
-                "Steps of fewer than %d rows are filled up: %.1f ms, not %.1f",
-                QUICK_ROWS,
-                1000 * filled,
+                "Steps are padded to %d rows: %.1f ms, not %.1f",
+                PADDED_ROWS,
+                1000 * padded,
                 1000 * small,
             )
 
@@ -291,7 +291,7 @@ class OpenVinoModel(StaticBatchModel):
 
     def _infer(self, segments: list[Segment], shift: int, adapter_of: Mapping[int, int]) -> np.ndarray:
         """Runs the segments in one call. `adapter_of`: the adapters of slots."""
-        missing = self._least_rows - sum(len(segment.tokens) for segment in segments)
+        missing = self._min_rows - sum(len(segment.tokens) for segment in segments)
         if missing > 0:
             segments = [*segments, Segment(self.prefix_slots, (0,) * missing, 0, 0)]
         ids = []
@@ -320,7 +320,7 @@ class OpenVinoModel(StaticBatchModel):
             if self.whole_images:
                 images["token_type_ids"] = (np.array(ids) < 0).astype(np.int32)
         kept = len(keep)
-        keep += [0] * (self._least_rows - kept)  # the head's matrix product, too, has so many rows
+        keep += [0] * (self._min_rows - kept)  # the head's matrix product, too, has so many rows
         inputs = {
             "input_ids": token_ids,
             **images,
@@ -647,7 +647,7 @@ def _load_entry(config: Config, entry: Path) -> StaticBatchModel:
         )
         model.max_input_tokens = config.max_input_tokens
         _compare(model, facts)
-        model.find_quick_rows()
+        model.choose_padding()
         if model.kv_cache_dtype == "u8" and not config.speculate:
             # Rejected draft tokens would have changed the scales of a block.
             model.max_draft_rows = model.verify_length = 0
@@ -664,7 +664,7 @@ def _load_entry(config: Config, entry: Path) -> StaticBatchModel:
         ) from None
     logger.info(
         "OpenVINO: weights in %s, computed in %s, threads: %d; KV cache in %s, %d bytes per token; "
-        "prefixes of %d requests are kept",
+        "prefix caching in %d slots",
         model.quantize or model.dtype,
         model.computed_in,
         model.threads,
