@@ -209,12 +209,7 @@ def check(request: GenerateRequest, served: Served, streams: bool) -> PreparedRe
         require(config.max_best_of > 1, "best_of", "!= 1 is not allowed for this endpoint")
         fields.check_best_of(best_of, config)
         require(samples, "best_of", "> 1 needs sampling: set `do_sample` or `temperature`")
-    adapters = [*info.adapters, *filter(None, [config.merged_adapter])]
-    detail = "is not supported: no adapter is served (--lora-adapters)"
-    if adapters:
-        detail = f"must be a served adapter: {', '.join(adapters)} (--lora-adapters)"
-    adapter = served.adapter or p.adapter_id or ""
-    require(adapter in ("", *adapters), "adapter_id", detail, given=adapter)
+    adapter = _adapter_of(p, served)
     require(p.temperature is None or p.temperature > 0, "temperature", "must be strictly positive")
     require(p.top_k is None or p.top_k > 0, "top_k", "must be strictly positive")
     fields.check_sampling(p)
@@ -247,10 +242,21 @@ def check(request: GenerateRequest, served: Served, streams: bool) -> PreparedRe
         prompt_logprobs=bool(p.decoder_input_details),
         # The client gets single tokens, so an output that its grammar completes still gets its end.
         keep_eos=bool(p.details or p.decoder_input_details or p.top_n_tokens),
-        adapter="" if adapter == config.merged_adapter and adapter not in info.adapters else adapter,
+        adapter=adapter,
     )
     prepared = with_grammar(prepared, *formats.of_native(p.grammar), info)
     return with_images(prepared, prompt, order, served)
+
+
+def _adapter_of(p: Parameters, served: Served) -> str:
+    """The adapter that the engine applies; "" for the one that is merged into the weights."""
+    adapters = [*served.info.adapters, *filter(None, [served.config.merged_adapter])]
+    detail = "is not supported: no adapter is served (--lora-adapters)"
+    if adapters:
+        detail = f"must be a served adapter: {', '.join(adapters)} (--lora-adapters)"
+    adapter = served.adapter or p.adapter_id or ""
+    require(adapter in ("", *adapters), "adapter_id", detail, given=adapter)
+    return adapter if adapter in served.info.adapters else ""
 
 
 def prompt_of(inputs: str, served: Served) -> tuple[str, list[int]]:

@@ -203,12 +203,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
     dtype = config.dtype
     check_quantizer(config)
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    copies = 2.0 if dtype == "float32" else 1.0  # float32 takes twice the bytes of a 16-bit checkpoint
-    if config.quantize:
-        copies += 0.6  # the compressed weights, beside the others until they are checked
-    needed = SPARE_BYTES + copies * stored
-    if shutil.disk_usage(target).free < needed:
-        raise OSError(f"{target} has no room for {needed / 1e9:.1f} GB")
+    _check_room(config, stored, target)
     steps = Steps(config, manifest)
     steps.begin(f"loading {stored / 1e9:.1f} GB of weights")
     model = load_pretrained(config, folder, "cpu")
@@ -259,6 +254,16 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         write_rejection(target, str(error) if type(error) is UnsupportedModel else named(cause))
     else:
         write_entry(target, facts)
+
+
+def _check_room(config: Config, stored: int, target: Path) -> None:
+    """Raises OSError where `target` has no room for the converted weights. stored: bytes of weights."""
+    copies = 2.0 if config.dtype == "float32" else 1.0  # float32 takes twice the bytes of a 16-bit checkpoint
+    if config.quantize:
+        copies += 0.6  # the compressed weights, beside the others until they are checked
+    needed = SPARE_BYTES + copies * stored
+    if shutil.disk_usage(target).free < needed:
+        raise OSError(f"{target} has no room for {needed / 1e9:.1f} GB")
 
 
 def _ends_conversion(error: Exception) -> bool:

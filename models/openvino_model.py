@@ -419,12 +419,11 @@ def read_graph(path: Path, whole_images: bool = False, longest_window: int | Non
     """Reads a converted graph and replaces its placeholders by PagedAttention. With `whole_images` it has
     another input, which says which tokens attend to each other. `longest_window` shortens sliding windows."""
     graph = ov.Core().read_model(path)
-    batch = {
-        name: _parameter(name, [] if name == "max_context_len" else [-1], ov.Type.i32)
-        for name in BATCH_INPUTS
-    }
+    parameters = [
+        _parameter(name, [] if name == "max_context_len" else [-1], ov.Type.i32) for name in BATCH_INPUTS
+    ]
+    batch = [parameter.output(0) for parameter in parameters]
     types = _constant([])
-    parameters = list(batch.values())
     if whole_images:
         parameters.append(_parameter("token_type_ids", [-1], ov.Type.i32))
         types = parameters[-1].output(0)
@@ -437,38 +436,48 @@ def read_graph(path: Path, whole_images: bool = False, longest_window: int | Non
             _parameter(f"{kind}_cache.{layer['index']}", [-1] * 4, ov.Type.dynamic)
             for kind in ("key", "value")
         ]
-        none = _constant([])
-        no_floats = _constant([], np.float32)
-        zero = _constant(0)
-        attention = PagedAttention(
-            [
-                *node.input_values(),  # query, key, value: [tokens, heads * head size]
-                *(cache.output(0) for cache in caches),
-                *(batch[name].output(0) for name in BATCH_INPUTS[:4]),
-                _constant(layer["scaling"], np.float32),
-                _constant(window),  # 0: no window
-                no_floats,  # ALiBi slopes
-                batch["max_context_len"].output(0),
-                none,  # score aggregation window
-                *(none, none, no_floats),  # rotation of cached blocks
-                *(no_floats, zero, zero),  # sparse attention: threshold, block size, stride
-                _constant(np.reshape(layer["sinks"], (1, -1, 1, 1)), np.float32),
-                *(zero, none, none, none),  # adaptive eviction
-                types,  # 1: of an image
-                *(_constant([], np.uint8), none),
-            ]
-        )
-        facts = attention.get_rt_info()
-        facts["k_head_size"] = layer["key_size"]
-        facts["v_head_size"] = layer["value_size"]
-        facts["num_k_heads"] = layer["kv_heads"]
-        facts["num_v_heads"] = layer["kv_heads"]
+        # Query, key, value: [tokens, heads * head size].
+        operands = [*node.input_values(), *(cache.output(0) for cache in caches)]
+        attention = _paged_attention(layer, window, operands, batch, types)
         (cut,) = node.output(0).get_target_inputs()  # the Slice that stands for attention's result
         cut.get_node().output(0).replace(attention.output(0))
         parameters += caches
     graph.add_parameters(parameters)
     graph.validate_nodes_and_infer_types()
     return graph
+
+
+def _paged_attention(
+    layer: Json, window: int, operands: list[ov.Output], batch: list[ov.Output], types: ov.Output
+) -> PagedAttention:
+    """operands: query, key, value, and both caches; batch: BATCH_INPUTS; types: 1 for a token of an image."""
+    *places, max_context_len = batch
+    none = _constant([])
+    no_floats = _constant([], np.float32)
+    zero = _constant(0)
+    attention = PagedAttention(
+        [
+            *operands,
+            *places,
+            _constant(layer["scaling"], np.float32),
+            _constant(window),  # 0: no window
+            no_floats,  # ALiBi slopes
+            max_context_len,
+            none,  # score aggregation window
+            *(none, none, no_floats),  # rotation of cached blocks
+            *(no_floats, zero, zero),  # sparse attention: threshold, block size, stride
+            _constant(np.reshape(layer["sinks"], (1, -1, 1, 1)), np.float32),
+            *(zero, none, none, none),  # adaptive eviction
+            types,
+            *(_constant([], np.uint8), none),
+        ]
+    )
+    facts = attention.get_rt_info()
+    facts["k_head_size"] = layer["key_size"]
+    facts["v_head_size"] = layer["value_size"]
+    facts["num_k_heads"] = layer["kv_heads"]
+    facts["num_v_heads"] = layer["kv_heads"]
+    return attention
 
 
 def add_adapters(
