@@ -95,16 +95,7 @@ def _patterned(family: Family, pattern: int) -> Windows:
 class Qwen3(Qwen2):
     defaults: ClassVar = Qwen2.defaults | {"head_dim": 128}
     biases = Family.biases
-
-    def graph(self) -> ArchSpec:
-        return replace(super().graph(), head_norms="each")
-
-    def extra_tensors(self, get: GetTensor) -> Tensors:
-        return super().extra_tensors(get) | _head_norms(self, get)
-
-
-def _head_norms(family: Family, get: GetTensor) -> Tensors:
-    return {name: family.norm(get(f"self_attn.{name}.weight")) for name in ("q_norm", "k_norm")}
+    head_norms = "each"
 
 
 class Phi3(Family):
@@ -210,7 +201,7 @@ class Gemma2(Gemma):
         "hidden_activation": ("gelu_pytorch_tanh",),
         "use_bidirectional_attention": (False,),
     }
-    norms_per_layer = 4
+    norms = "both"
     pattern = 2
 
     def __init__(self, config: Json):
@@ -220,7 +211,6 @@ class Gemma2(Gemma):
     def graph(self) -> ArchSpec:
         return replace(
             super().graph(),
-            norms="both",
             attention_cap=self.config.get("attn_logit_softcapping"),
             logit_cap=self.config.get("final_logit_softcapping"),
         )
@@ -235,15 +225,14 @@ class Gemma2(Gemma):
             NORM_BEFORE_MLP: self.norm(get("pre_feedforward_layernorm.weight")),
         }
 
-    def extra_tensors(self, get: GetTensor) -> Tensors:
-        return super().extra_tensors(get) | _norms_after(self, get)
 
-
-def _norms_after(family: Family, get: GetTensor) -> Tensors:
-    return {
-        "after_attention": family.norm(get("post_attention_layernorm.weight")),
-        "after_mlp": family.norm(get("post_feedforward_layernorm.weight")),
-    }
+def _with_two_ropes(family: Family, graph: ArchSpec, near_base: float) -> ArchSpec:
+    """Layers with a sliding window get positions of this base, which are not scaled."""
+    c = family.config
+    everywhere = rope.scaled(c, family.head_dim) or rope.plain(c["rope_theta"], family.head_dim)
+    near = rope.plain(near_base, family.head_dim)
+    kinds = tuple(LayerKind(1 if window else 0, window) for window in family.windows())
+    return replace(graph, ropes=(everywhere, near), kinds=kinds)
 
 
 class Gemma3(Gemma2):
@@ -257,6 +246,7 @@ class Gemma3(Gemma2):
         "attn_logit_softcapping": None,
     }
     supported_values: ClassVar = Gemma2.supported_values | TWO_ROPES
+    head_norms = "each"
     pattern = 6
 
     def __init__(self, config: Json):
@@ -265,33 +255,25 @@ class Gemma3(Gemma2):
         self.query_scale = 1.0
 
     def graph(self) -> ArchSpec:
-        c = self.config
-        everywhere = rope.scaled(c, self.head_dim) or rope.plain(c["rope_theta"], self.head_dim)
-        near = rope.plain(c["rope_local_base_freq"], self.head_dim)
-        kinds = tuple(LayerKind(1 if window else 0, window) for window in self.windows())
-        return replace(super().graph(), ropes=(everywhere, near), kinds=kinds, head_norms="each")
+        return _with_two_ropes(self, super().graph(), self.config["rope_local_base_freq"])
 
     def extra_tensors(self, get: GetTensor) -> Tensors:
-        norms = _head_norms(self, get)
-        norms["q_norm"] = norms["q_norm"] * self.query_norm_scale
-        return super().extra_tensors(get) | norms
+        extra = super().extra_tensors(get)
+        extra["q_norm"] = extra["q_norm"] * self.query_norm_scale
+        return extra
 
 
 class Olmo2(Family):
     """Norms come after attention and MLP; those of queries and keys go over all heads."""
 
     defaults: ClassVar = {"rms_norm_eps": 1e-5}
-
-    def graph(self) -> ArchSpec:
-        return replace(super().graph(), head_norms="all", norms="after")
+    head_norms = "all"
+    norms = "after"
 
     def norms_before(self, get: GetTensor) -> Tensors:
         # The layer of transformers-neuronx needs them; they are not computed.
         unused = get("post_attention_layernorm.weight")
         return {NORM_BEFORE_ATTENTION: unused, NORM_BEFORE_MLP: unused}
-
-    def extra_tensors(self, get: GetTensor) -> Tensors:
-        return super().extra_tensors(get) | _head_norms(self, get) | _norms_after(self, get)
 
 
 class Olmo3(Olmo2):
@@ -304,12 +286,9 @@ class Olmo3(Olmo2):
         return _patterned(self, 4)
 
     def graph(self) -> ArchSpec:
-        c = self.config
-        everywhere = rope.scaled(c, self.head_dim) or rope.plain(c["rope_theta"], self.head_dim)
         # Files of transformers 5 name a base for each kind of layer, those of 4 one for all.
-        near = rope.plain(c.get("rope_local_base_freq", c["rope_theta"]), self.head_dim)
-        kinds = tuple(LayerKind(1 if window else 0, window) for window in self.windows())
-        return replace(super().graph(), ropes=(everywhere, near), kinds=kinds)
+        near_base = self.config.get("rope_local_base_freq", self.config["rope_theta"])
+        return _with_two_ropes(self, super().graph(), near_base)
 
 
 class Mixture(Family):
@@ -385,12 +364,7 @@ class Olmoe(Mixture):
     }
     supported_values: ClassVar = Family.supported_values | {"clip_qkv": (None,)}
     sizes = ("num_experts", "intermediate_size")
-
-    def graph(self) -> ArchSpec:
-        return replace(super().graph(), head_norms="all")
-
-    def extra_tensors(self, get: GetTensor) -> Tensors:
-        return super().extra_tensors(get) | _head_norms(self, get)
+    head_norms = "all"
 
 
 class Mixtral(Mixture, Mistral):

@@ -97,7 +97,8 @@ class Family:
     is_nested = False
     is_llama = False  # true where it only differs in a graph, biases or head_dim of its own
     experts: Experts | None = None
-    norms_per_layer = 2  # vectors of hidden_size
+    head_norms: str | None = None  # this and the next as in ArchSpec
+    norms = "before"
     query_scale = residual_scale = embedding_scale = head_scale = 1.0
 
     def __init__(self, config: Json):
@@ -181,7 +182,13 @@ class Family:
 
     def graph(self) -> ArchSpec:
         own = rope.scaled(self.config, self._rotated)
-        return ArchSpec(ropes=(own,) if own else (), kinds=self.kinds(), experts=self.experts)
+        return ArchSpec(
+            ropes=(own,) if own else (),
+            kinds=self.kinds(),
+            head_norms=self.head_norms,
+            norms=self.norms,
+            experts=self.experts,
+        )
 
     @property
     def _rotated(self) -> int:
@@ -207,14 +214,14 @@ class Family:
         of_heads = self.heads * self.head_dim
         of_kv_heads = self.kv_heads * self.head_dim
         sizes = {Q: of_heads, K: of_kv_heads, V: of_kv_heads, O: self.hidden}
-        norms = self.norms_per_layer * self.hidden
+        norms = (4 if self.norms == "both" else 2) * self.hidden
         heads = {None: 0, "each": 2 * self.head_dim, "all": of_heads + of_kv_heads}
         router = self.hidden * self.experts.count if self.experts else 0
         if self.experts and self.experts.has_biases:
             router += self.experts.count * (1 + 2 * self.experts.columns + self.hidden)
         sinks = self.heads if self.graph().has_sinks else 0
         biases = sum(sizes[name] for name in self.biases)
-        return norms + biases + sinks + heads[self.graph().head_norms] + router
+        return norms + biases + sinks + heads[self.head_norms] + router
 
     # Tensors. In a layer their names are without the layer's prefix.
 
@@ -241,7 +248,13 @@ class Family:
         """The tensors of a layer that Llama's lacks: biases by the names of the checkpoint, q_norm, k_norm,
         after_attention, after_mlp and router [hidden, experts]; sinks [heads]; router_bias [experts],
         gate_bias and up_bias [experts * columns], down_bias [experts, hidden]."""
-        return self._scaled({f"{name}.bias": get(f"{name}.bias") for name in self.biases})
+        extra = self._scaled({f"{name}.bias": get(f"{name}.bias") for name in self.biases})
+        if self.head_norms:
+            extra |= {name: self.norm(get(f"self_attn.{name}.weight")) for name in ("q_norm", "k_norm")}
+        if self.norms != "before":
+            extra["after_attention"] = self.norm(get("post_attention_layernorm.weight"))
+            extra["after_mlp"] = self.norm(get("post_feedforward_layernorm.weight"))
+        return extra
 
     def _scaled(self, tensors: Tensors) -> Tensors:
         """Multipliers of the model go into its matrices and biases."""

@@ -159,7 +159,7 @@ class Shape:
             head_dim=family.head_dim,
             vectors=family.vectors,
             has_own_layers=family.graph().has_own_layers,
-            norms_all_heads=family.graph().head_norms == "all",
+            norms_all_heads=family.head_norms == "all",
             experts=family.experts,
         )
 
