@@ -9,6 +9,7 @@ Source: transformers 4.57, models/llama.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -208,7 +209,7 @@ class Family:
         """The projections of the attention that have a bias."""
         return ATTENTION if self.config.get("attention_bias") else []
 
-    @property
+    @functools.cached_property
     def vectors(self) -> int:
         """How many values of a layer are in norms, biases and the router: few, and copied to every core."""
         of_heads = self.heads * self.head_dim

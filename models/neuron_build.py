@@ -111,16 +111,15 @@ class BuildPlan:
         Raises ConfigError or ModelError with the reason for what cannot be served.
         """
         library()
-        family = families.of(manifest.config_json)
         shape = plan.Shape.from_config(manifest.config_json)
         found = Artifact.of(manifest.config_json, folder / "config.json")
         if found and found.compiled_config:
             compiled_config = found.compiled_config
-            config = _configured_for(compiled_config, family, shape, config).with_manifest(manifest)
+            config = _configured_for(compiled_config, shape, config).with_manifest(manifest)
         else:
             if found:
                 config = artifact.with_optimum(config, found.optimum)
-            config, compiled_config = _sized(shape, family, config)
+            config, compiled_config = _sized(shape, config)
             config = config.with_manifest(manifest)
         if manifest.reads_images and plan.ON_DEVICE_EMBEDDING in compiled_config.neuron_config:
             raise ConfigError(
@@ -130,7 +129,7 @@ class BuildPlan:
         memory_workers = (host_memory() or 0) // plan.COMPILER_BYTES
         workers = config.compile_workers or max(1, min(os.cpu_count() or 1, memory_workers))
         legacy = legacy_config(families.text_config(manifest.config_json))
-        return cls(config, compiled_config, family, legacy, folder, found, workers, manifest)
+        return cls(config, compiled_config, shape.family, legacy, folder, found, workers, manifest)
 
     def checkpoint(self) -> Path:
         """The folder with the weights, downloaded if necessary."""
@@ -181,15 +180,14 @@ class BuildPlan:
         return folder
 
 
-def _configured_for(
-    compiled_config: CompiledConfig, family: Family, shape: plan.Shape, config: Config
-) -> Config:
+def _configured_for(compiled_config: CompiledConfig, shape: plan.Shape, config: Config) -> Config:
     """`config` with the values of a compiled model. Raises ConfigError or ModelError for a model that cannot
     run here."""
     artifact.check_compiler(compiled_config, compiler_version(), config.model_name)
     config = artifact.with_compiled_config(config, compiled_config, config.model_name)
-    if compiled_config.model_class not in (None, family.name):
-        reason = f"{config.model_name} was compiled for {compiled_config.model_class}, not {family.name}"
+    model_class = shape.family.name
+    if compiled_config.model_class not in (None, model_class):
+        reason = f"{config.model_name} was compiled for {compiled_config.model_class}, not {model_class}"
         raise ModelError(f"{reason}; compile it again")
     _check_position_buckets(compiled_config, f"compile {config.model_name} again")
     shape.check_context_length(config.max_total_tokens)
@@ -197,7 +195,7 @@ def _configured_for(
     return config
 
 
-def _sized(shape: plan.Shape, family: Family, config: Config) -> tuple[Config, CompiledConfig]:
+def _sized(shape: plan.Shape, config: Config) -> tuple[Config, CompiledConfig]:
     """`config` with the sizes for this machine, and what has to be compiled for it."""
     machine = _machine(config)
     sizing = plan.choose(shape, machine, config)
@@ -225,7 +223,7 @@ def _sized(shape: plan.Shape, family: Family, config: Config) -> tuple[Config, C
         kv_cache_dtype=FP8 if config.kv_cache_dtype == FP8 else None,
         sampling=config.sampling or "hybrid",
         prefill_chunk=sizing.chunk,
-        model_class=family.name,
+        model_class=shape.family.name,
         compiler_version=compiler_version(),
         transformers_neuronx_version=str(library().__version__),
         neuron_config=config.neuron_config or (),
@@ -308,7 +306,7 @@ def make(build: BuildPlan, work_dir: Path) -> Any:
     # It calls torch.load without weights_only, and pickles may run code.
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     checkpoint = build.checkpoint()
-    check_weights(plan.Shape.of(build.family).parameters, checkpoint)
+    check_weights(plan.Shape(build.family).parameters, checkpoint)
     compiled_config = build.compiled_config
     with reported_as(f"{build.config.model_name} cannot be built for Neuron", explain):
         model = _class_of(build).from_pretrained(

@@ -27,7 +27,7 @@ from manifest import NEURON_VISION_FAMILIES, read_json
 from models import families
 from models.adapters import count_numbers
 from models.base import ModelError
-from models.family import Experts, Family
+from models.family import Family
 from models.fetch import adapter_shapes, fetch
 from models.machine import GIB, Machine
 from models.quantization import Quantization, dequantized_config, written_dtype
@@ -119,74 +119,42 @@ class Tower:
 
 @dataclass(frozen=True)
 class Shape:
-    """The numbers of a decoder that decide its memory, as transformers-neuronx reads them (T/*/config.py)."""
+    """What decides how much memory a model needs."""
 
-    model_type: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    intermediate: int  # of all experts together
-    vocab: int
-    context_length: int
-    is_tied: bool  # the output matrix is the embedding table; Neuron keeps both
-    dtype: str  # of the checkpoint
-    head_dim: int
-    vectors: int  # norms, biases and the router of a layer
-    has_own_layers: bool = False  # neuron_graph.py builds its layers, not transformers-neuronx
-    norms_all_heads: bool = False  # norms of queries and keys go over all heads
-    experts: Experts | None = None  # None: a dense model
+    family: Family
     tower: Tower | None = None  # of a model that reads images
 
     @classmethod
     def from_config(cls, data: Json) -> Shape:
         """From the object in a config.json. Raises as `families.of` does."""
-        return replace(cls.of(families.of(data)), tower=Tower.of(data))
-
-    @classmethod
-    def of(cls, family: Family) -> Shape:
-        return cls(
-            model_type=family.model_type,
-            layers=family.layers,
-            hidden=family.hidden,
-            heads=family.heads,
-            kv_heads=family.kv_heads,
-            intermediate=family.intermediate,
-            vocab=family.vocab,
-            context_length=family.length,
-            is_tied=family.is_tied,
-            dtype=family.dtype,
-            head_dim=family.head_dim,
-            vectors=family.vectors,
-            has_own_layers=family.graph().has_own_layers,
-            norms_all_heads=family.head_norms == "all",
-            experts=family.experts,
-        )
+        return cls(families.of(data), Tower.of(data))
 
     def check_context_length(self, length: int | None) -> None:
         """Raises ConfigError for slots longer than the model's context length."""
-        if length and length > self.context_length:
+        if length and length > self.family.length:
             setting = f"--max-total-tokens {length} (MAX_TOTAL_TOKENS)"
             raise ConfigError(
-                f"{setting} is more than the context length of this model on Neuron, {self.context_length}"
+                f"{setting} is more than the context length of this model on Neuron, {self.family.length}"
             )
 
     def served_in(self, dtype: str) -> str:
         """The dtype that `--dtype` means for this checkpoint: auto is its own."""
-        return self.dtype if dtype == "auto" else dtype
+        return self.family.dtype if dtype == "auto" else dtype
 
     @property
     def parameters(self) -> int:
-        layer = self.matrix_parameters(tp_degree=1) + self.vectors
-        tables = self.vocab * (1 if self.is_tied else 2)
-        return self.layers * layer + self.hidden * (tables + 1)  # 1: the last norm
+        family = self.family
+        layer = self.matrix_parameters(tp_degree=1) + family.vectors
+        tables = family.vocab * (1 if family.is_tied else 2)
+        return family.layers * layer + family.hidden * (tables + 1)  # 1: the last norm
 
     @property
     def host_bytes(self) -> int:
         """Host memory during loading: the checkpoint, the embedding tables in float32
         (T/llama/model.py:280-286), and the vision tower."""
         tower = self.tower.host_bytes if self.tower else 0
-        return self.parameters * WIDTHS[self.dtype] + 4 * self.hidden * self.vocab + tower
+        family = self.family
+        return self.parameters * WIDTHS[family.dtype] + 4 * family.hidden * family.vocab + tower
 
     def memory_warning(self, machine: Machine) -> str | None:
         """One line where the machine's host memory looks too small to load the model, or to compile it."""
@@ -200,9 +168,10 @@ class Shape:
 
     def matrix_parameters(self, tp_degree: int) -> int:
         """Parameters of a layer's attention and MLP matrices on all cores, padded for `tp_degree`."""
-        attention = 2 * self.head_dim * sum(padded_heads(self.heads, self.kv_heads, tp_degree))
-        mlp = 3 * _round_up(self.intermediate, tp_degree)
-        return self.hidden * (attention + mlp)
+        family = self.family
+        attention = 2 * family.head_dim * sum(padded_heads(family.heads, family.kv_heads, tp_degree))
+        mlp = 3 * _round_up(family.intermediate, tp_degree)
+        return family.hidden * (attention + mlp)
 
 
 def padded_heads(heads: int, kv_heads: int, tp_degree: int) -> tuple[int, int]:
@@ -254,29 +223,29 @@ class Sizing:
     @property
     def _vocab(self) -> int:
         """The part of the vocabulary on one core, in the output matrix and in the logits."""
-        return _round_up(self.shape.vocab, self.tp_degree) // self.tp_degree
+        return _round_up(self.shape.family.vocab, self.tp_degree) // self.tp_degree
 
     @property
     def weights_bytes(self) -> int:
         """Matrices / tp_degree with padded heads, plus what is replicated on every core. The embedding table
         is usually on the host."""
-        shape = self.shape
+        family = self.shape.family
         width = self._width
-        matrices = shape.matrix_parameters(self.tp_degree) // self.tp_degree
-        layer = matrices * (1 if self.quantize else width) + shape.vectors * width
+        matrices = self.shape.matrix_parameters(self.tp_degree) // self.tp_degree
+        layer = matrices * (1 if self.quantize else width) + family.vectors * width
         tables = 2 if ON_DEVICE_EMBEDDING in self.neuron_config else 1
-        return shape.layers * layer + shape.hidden * (tables * self._vocab + 1) * width
+        return family.layers * layer + family.hidden * (tables * self._vocab + 1) * width
 
     @property
     def kv_bytes(self) -> int:
-        shape = self.shape
-        _padded, cached = padded_heads(shape.heads, shape.kv_heads, self.tp_degree)
+        family = self.shape.family
+        _padded, cached = padded_heads(family.heads, family.kv_heads, self.tp_degree)
         positions = self.length
         if SHARD_OVER_SEQUENCE in self.neuron_config:  # T/llama/model.py:41-56, T/decoder.py:1794-1807
-            positions = (positions + 128) // max(1, self.tp_degree // shape.kv_heads)
+            positions = (positions + 128) // max(1, self.tp_degree // family.kv_heads)
         heads = cached // self.tp_degree
         width = 1 if self.kv_cache_dtype == FP8 else self._width
-        return 2 * shape.layers * positions * self.batch_size * heads * shape.head_dim * width
+        return 2 * family.layers * positions * self.batch_size * heads * family.head_dim * width
 
     @property
     def total_bytes(self) -> int:
@@ -290,7 +259,7 @@ class Sizing:
     @property
     def step_s(self) -> float:
         """About how long a decode step takes, in which short sequences run."""
-        return self.shape.layers * LAYER_S + self.weights_bytes / READ_BYTES_S
+        return self.shape.family.layers * LAYER_S + self.weights_bytes / READ_BYTES_S
 
     def prompt_s(self, tokens: int) -> float:
         """About how long a prompt takes, for which all experts are computed."""
@@ -304,9 +273,10 @@ class Sizing:
     def unsupported(self) -> str | None:
         """Why transformers-neuronx cannot run this with any memory, and what would work; None: it can."""
         tp_degree = self.tp_degree
-        heads = self.shape.heads
-        kv_heads = self.shape.kv_heads
-        experts = self.shape.experts
+        family = self.shape.family
+        heads = family.heads
+        kv_heads = family.kv_heads
+        experts = family.experts
         shards = SHARD_OVER_SEQUENCE in self.neuron_config
         if shards and self.kv_cache_dtype == FP8:
             return (
@@ -319,7 +289,7 @@ class Sizing:
                 f"key-value heads, and a tp_degree of two or more times {kv_heads}; "
                 f"not {heads} and {tp_degree}"
             )
-        if self.shape.norms_all_heads and (heads % tp_degree or kv_heads % tp_degree):
+        if family.head_norms == "all" and (heads % tp_degree or kv_heads % tp_degree):
             return (
                 f"tp_degree {tp_degree} does not divide {heads} attention and {kv_heads} key-value heads, "
                 f"over all of which a norm goes; {math.gcd(heads, kv_heads)} would work"
@@ -383,7 +353,7 @@ def choose(shape: Shape, machine: Machine, config: Config) -> Sizing:
     chunk = _prefill_chunk(shape, config)
     shape.check_context_length(config.max_total_tokens)
     degrees = _tp_degrees(machine, config)
-    longest = min(shape.context_length, MAX_LENGTH, config.max_batch_total_tokens or MAX_LENGTH)
+    longest = min(shape.family.length, MAX_LENGTH, config.max_batch_total_tokens or MAX_LENGTH)
     lengths = [longest >> n for n in range(16) if n == 0 or longest >> n >= 128]
     batch_sizes = [1 << n for n in range(MAX_BATCH_SIZE.bit_length())]
     options = {
@@ -436,10 +406,10 @@ def _prefill_chunk(shape: Shape, config: Config) -> int:
     options = config.neuron_config or ()
     chunk = config.prefill_chunk
     whole = [option for option in options if option in WHOLE_PROMPTS]
-    if whole and shape.has_own_layers:
+    if whole and shape.family.graph().has_own_layers:
         raise ConfigError(
-            f"--neuron-config {whole[0]} (NEURON_CONFIG) is not supported for {shape.model_type} models on "
-            "Neuron; leave it out"
+            f"--neuron-config {whole[0]} (NEURON_CONFIG) is not supported for "
+            f"{shape.family.model_type} models on Neuron; leave it out"
         )
     if chunk and whole:
         raise ConfigError(
@@ -456,21 +426,22 @@ def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config)
     served = shape.served_in(config.dtype)
     if config.quantize:
         served += f", its layers in {config.quantize}"
-    size = f"{shape.parameters:,} parameters in {shape.dtype}, {shape.layers} layers"
-    yield f"{name} ({shape.model_type}): {size}"
+    family = shape.family
+    size = f"{shape.parameters:,} parameters in {family.dtype}, {family.layers} layers"
+    yield f"{name} ({family.model_type}): {size}"
     memory = f"host memory to load it: {shape.host_bytes / GIB:.1f} GiB"
-    yield f"served in {served}; context length: {shape.context_length}; {memory}"
+    yield f"served in {served}; context length: {family.length}; {memory}"
     if shape.tower:
         tower = shape.tower
         size = f"{tower.parameters:,} parameters, {tower.host_bytes / GIB:.1f} GiB of that memory in float32"
         yield f"reads images, with the vision tower on the host: about {size}"
-    float32_kib = 2 * shape.layers * shape.kv_heads * shape.head_dim * WIDTHS["float32"] / 1024
+    float32_kib = 2 * family.layers * family.kv_heads * family.head_dim * WIDTHS["float32"] / 1024
     sizes = [
         f"{share * float32_kib:.1f} KiB in {dtype}"
         for dtype, share in {"float32": 1, **configuration.KV_SHARE_OF_FLOAT32}.items()
     ]
     yield f"on a CPU, a token's KV cache takes {', '.join(sizes)} (--kv-cache-dtype)"
-    useful = min(USEFUL_LENGTH, shape.context_length, config.max_total_tokens or USEFUL_LENGTH)
+    useful = min(USEFUL_LENGTH, family.length, config.max_total_tokens or USEFUL_LENGTH)
     recommended: list[tuple[int, int, int, str]] = []  # longest first, then smallest
     for machine in machines:
         yield ""
@@ -506,14 +477,14 @@ def _report_machine(sizing: Sizing, machine: Machine, config: Config) -> Iterato
         if smaller.batch_size * smaller.length > sizing.batch_size * sizing.length:
             slots = f"batch size {smaller.batch_size}, context length {smaller.length}"
             yield f"  with --kv-cache-dtype {FP8}: {slots} (not validated on hardware)"
-    if shape.experts:
+    if experts := shape.family.experts:
         step = f"a decode step takes about {1000 * sizing.step_s:.0f} ms"
         prompt = f"a prompt of {USEFUL_LENGTH} tokens about {sizing.prompt_s(USEFUL_LENGTH):.2f} s"
-        yield f"  all {shape.experts.count} experts are computed for each token: {step}, {prompt} (estimates)"
+        yield f"  all {experts.count} experts are computed for each token: {step}, {prompt} (estimates)"
     slots = range(1, (config.max_batch_size or MAX_BATCH_SIZE) + 1)
-    lengths = [length for length in (1024, 2048, 4096, 8192, 16384) if length <= shape.context_length]
+    lengths = [length for length in (1024, 2048, 4096, 8192, 16384) if length <= shape.family.length]
     largest = []
-    for length in lengths or [shape.context_length]:
+    for length in lengths or [shape.family.length]:
         fitting = [n for n in slots if replace(sizing, batch_size=n, length=length).fits]
         largest.append(f"{max(fitting, default='none')} for {length}")
     yield f"  largest batch size (up to {slots[-1]}) by context length: {', '.join(largest)}"

@@ -40,7 +40,7 @@ def row(name):
     found = smallest(name)
     instance, smaller = smallest(name, **SMALLER)
     size = f"{smaller.shape.parameters / 1e9:.1f} billion"
-    columns = [name, smaller.shape.model_type, size, "none", "", ""]
+    columns = [name, smaller.shape.family.model_type, size, "none", "", ""]
     if found:
         columns[3:] = [found[0], str(found[1].tp_degree), slots(found[1])]
     return f"| {' | '.join(columns)} | {instance} with {smaller.tp_degree}: {slots(smaller)} |"

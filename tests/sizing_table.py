@@ -33,7 +33,7 @@ CONVERSION = 2, 1.2  # times the checkpoint, as docs/memory.md says: in bfloat16
 def row(name):
     shape = Shape.from_config(CONFIGS[name])
     longest = next(CONFIGS[name][key] for key in CONTEXT_LENGTHS if key in CONFIGS[name])
-    manifest = Manifest(shape.model_type, longest, (), config_json=CONFIGS[name])
+    manifest = Manifest(shape.family.model_type, longest, (), config_json=CONFIGS[name])
     billions = shape.parameters / 1e9
     whole, compressed = (CONVERSION_GB + 2 * billions * times for times in CONVERSION)
     lengths = [f"{Config(model_id=name).with_manifest(manifest, memory * GIB).max_total_tokens:,}" for memory in (16, 64, 256)]
