@@ -196,7 +196,7 @@ def _budget(chat: ChatRequest, prepared: PreparedRequest, served: Served) -> int
 
 
 def _prediction(given: Prediction, served: Served) -> list[int]:
-    """Its tokens, at most the context length."""
+    """The tokens of a predicted output, at most the context length."""
     require(given.type == "content", "prediction.type", "must be `content`", given=given.type)
     text = ContentReader(PARTS).text("prediction.content", given.content, "")
     tokenizer = served.text.tokenizer

@@ -276,7 +276,7 @@ class MessagesTools:
 
     @property
     def paths(self) -> list[str]:
-        """Those of the tools that are listed, then of those that are found."""
+        """The paths of the tools that are listed, then of those that are found."""
         return [*self._listed_paths, *(path for path, _form in self._found.values())]
 
     def add(self, name: str) -> str:
@@ -291,7 +291,7 @@ class MessagesTools:
         return definitions([form])
 
     def define(self, path: str, tool: Json) -> str:
-        """The same for a tool that is defined here."""
+        """As `add`, for a tool that is defined here."""
         form = self._know(path, tool)
         return self.add(form["function"]["name"]) if form else ""
 

@@ -94,7 +94,7 @@ class TokenLogprob(TopLogprob):
 
 
 class PromptLogprob(Struct):
-    """Of a token of the prompt; `rank` counts from 1, null below the requested ones."""
+    """The log-probability of a token of the prompt; `rank` counts from 1, null below the requested ones."""
 
     logprob: float
     rank: int | None

@@ -133,7 +133,7 @@ class PreparedRequest(GenerateOptions, frozen=True):
 
     @property
     def characters(self) -> int:
-        """Those that the client and the template wrote."""
+        """How many characters the client and the template wrote."""
         return len(self.prompt) - self.image_characters if isinstance(self.prompt, str) else 0
 
     def sampling_of(self, sequence: int) -> SamplingParams:

@@ -17,7 +17,7 @@ from run import HERE
 
 PAGE = HERE / "api" / "page.html"
 PAGE_FILES = HERE / "api" / "page"  # what it loads
-# It loads nothing from elsewhere, sends nothing elsewhere, and its scripts cannot write HTML.
+# The page loads nothing from elsewhere, sends nothing elsewhere, and its scripts cannot write HTML.
 PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "

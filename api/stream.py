@@ -42,7 +42,7 @@ class Connection:
     `input_may_end`: then only a broken connection does."""
 
     def __init__(self, client: socket.socket | None, input_may_end: bool):
-        # It does not wait; gevent's own cannot see the end of the input.
+        # Not gevent's, which cannot see the end of the input; this one is called without waiting.
         self._poll = get_original("select", "poll")()
         if client is not None:
             events = select.POLLHUP | select.POLLERR

@@ -126,7 +126,7 @@ class Adapters:
         return (min(places)[0], max(places)[1]) if places else (0, 0)
 
     def mask(self, numbers: Sequence[int], columns: tuple[int, int]) -> np.ndarray:
-        """Of tokens with these adapters: float32 [tokens, columns]."""
+        """1 in the columns of the adapter of each token, else 0: float32 [tokens, columns]."""
         return np.equal.outer(numbers, self._of_column[slice(*columns)]).astype(np.float32)
 
     def _set_columns(self, numbers: np.ndarray) -> None:

@@ -149,7 +149,7 @@ def check_length_limit(model: str, limit: int | None, length: int) -> None:
 
 
 def warn_text_only(model: str, fault: str) -> None:
-    """Of a model that reads images, whose vision tower is not served."""
+    """For a model that reads images and whose vision tower is not served."""
     logger.warning("%s: only the text part of this model is served, without images: %s", model, fault)
 
 

@@ -49,7 +49,7 @@ NNCF = "nncf==3.4.0"
 # not used. CONVERTER_VERSION is for models and tokenizers, READERS for checkpoints of gguf.py, lora.py and
 # dequantize.py.
 CONVERTER_VERSION = 5
-# The same for models that read images, whose entries hold a vision tower as well, and for compressed weights.
+# These are for models that read images, whose entries hold a vision tower as well, and compressed weights.
 VISION_VERSION = 3
 COMPRESSION_VERSION = 4
 READERS = {"gguf": 2, "lora": 2, "dequantize": 1}

@@ -193,7 +193,7 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Of all weights, but for a few in float32."""
+        """The size of all weights, but for a few in float32."""
         bits = min([*values_of(self._quantization.settings, "bits", "num_bits")], default=4)
         packed = {"I32": 32 // bits, "U8": 2}  # values in one that is stored
 

@@ -51,7 +51,6 @@ TENSORIZER_OPTIONS = "--internal-hlo2tensorizer-options"
 FP8_OPTION = "--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
 AMP = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
-
 DEVICE_ERROR = "nrt_|neuron runtime|neuron device|cores are held"  # an error that the compiler does not cause
 INIT_ERROR = "nrt_init|could not be initialized"  # may be a driver that does not fit the runtime library
 NO_FP8 = "evrf051|f8e4m3"  # an error of the compiler

@@ -218,7 +218,7 @@ def _added_parameters(graph: ArchSpec) -> dict[str, int | None]:
 
 
 class HybridDecoder(decoder.DecoderLmHeadForSamplingNoEmbedding):
-    """Its graphs return ids and logits, in place of the two outputs that `log_softmax_scores` is for."""
+    """The decoder whose graphs return ids and logits, in place of the outputs of `log_softmax_scores`."""
 
     post_layer_builder = None  # transformers-neuronx passes it on
 
@@ -664,7 +664,7 @@ def _within(mask: Any, positions: Any, window: int | None) -> Any:
 
 
 def _within_active(mask: Any, window: int | None) -> Any:
-    """The same between the tokens of one call, [slots, tokens, tokens]."""
+    """As `_within`, between the tokens of one call: [slots, tokens, tokens]."""
     if not window or mask is None or len(mask.sizes) < 3:
         return mask
     s32 = mask.scribe.s32

@@ -75,7 +75,6 @@ ACTIVATIONS = {
     "silu": F.silu,
 }
 
-
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, [1, 1, patches, head size]
 
 
@@ -306,8 +305,8 @@ class ProjectedTower(VisionTower):
 
 
 class PaddleTower(ProjectedTower):
-    """That of PaddleOCR-VL: SigLIP over an image of any size, for which its table of positions is scaled. It
-    has rotary positions, too."""
+    """The tower of PaddleOCR-VL: SigLIP over an image of any size, for which its table of positions is
+    scaled, with rotary positions as well."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
@@ -340,9 +339,9 @@ class _Attended(NamedTuple):
 
 
 class QwenTower(VisionTower):
-    """That of Qwen2-VL, Qwen2.5-VL, some of whose layers attend within windows, and Qwen3-VL. There the
-    embeddings that the first layers of the language model add (DeepStack) follow on the others, so they have
-    [tokens, (1 + layers) * width] numbers."""
+    """The tower of Qwen2-VL, of Qwen2.5-VL, some of whose layers attend within windows, and of Qwen3-VL. In
+    Qwen3-VL the embeddings that the first layers of the language model add (DeepStack) follow on the others:
+    [tokens, (1 + layers) * width]."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
@@ -482,7 +481,7 @@ class QwenTower(VisionTower):
 
 
 class GlmTower(QwenTower):
-    """That of GLM-OCR: a convolution makes a token of its patches, and a gated MLP follows."""
+    """The tower of GLM-OCR: a convolution makes a token of its patches, and a gated MLP follows."""
 
     def _merged(self, x: Tensor, at: str) -> Tensor:
         tower = self._tower
