@@ -18,7 +18,7 @@ from run import ConfigError, Json
 SAFETENSORS = ("*.safetensors",)
 # A folder with a file for each tensor: save_pretrained_split of transformers-neuronx.
 SPLIT_WEIGHTS = "pytorch_model.bin"
-# In this order; the latter two are pickled.
+# The first of these that a checkpoint has is read; the latter two are pickled.
 WEIGHTS = (*SAFETENSORS, f"{SPLIT_WEIGHTS}/*", "pytorch_model*.bin")
 COMPUTED = 100_000_000  # parameters that need no file, such as tables of positions
 LFS_POINTER = b"version https://git-lfs"

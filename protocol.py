@@ -248,9 +248,9 @@ class ModelInfo(msgspec.Struct, tag="model_info", frozen=True):
     reads_images: bool = False
     kv_cache_dtype: str = ""
     kv_bytes_per_token: int | None = None  # of all layers; None: unknown
-    # On Neuron, of driver, runtime, compiler and transformers_neuronx; None: unknown.
+    # On Neuron the versions of driver, runtime, compiler and transformers_neuronx; None: unknown.
     neuron_versions: dict[str, str | None] = {}
-    # Of requests on /v1 routes, by the names of `SamplingParams`.
+    # For requests on /v1 routes, by the names of `SamplingParams`.
     sampling_defaults: dict[str, int | float] = {}
     stop_strings: list[str] = []  # that also end the completions of such requests
     adapters: dict[str, str] = {}  # LoRA adapters by name: the folder or hub id of each

@@ -30,7 +30,7 @@ YIELD_S = 1e-6  # sleep(0) lets other greenlets run, but does not look for input
 HELD_LIMIT = 32_000_000
 LONGEST_BODIES = 4
 DISCARD_S = 1.0
-# By `Content-Encoding`, the window bits of zlib that read it; servers disagree whether deflate has a header.
+# The window bits of zlib for each `Content-Encoding`; servers disagree whether deflate has a header.
 ENCODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 WITHOUT_HEADER = -15
 CHARSETS = ("utf-8", "us-ascii", "iso-8859-1")  # of plain text

@@ -26,7 +26,7 @@ INVOCATIONS = {
     "messages": (chat.chat, OPENAI),
     "prompt": (completions.completion, OPENAI),
 }
-# Not for Vertex, which returns texts.
+# Fields that are not supported on Vertex, which returns texts.
 ONLY_TEXT = (
     "stream",
     "details",

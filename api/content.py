@@ -17,7 +17,7 @@ from api.images import DETAILS, NO_IMAGES, RequestImages
 from text.template import images_of
 
 logger = logging.getLogger("web")
-# In the place of what the model cannot read, so that a session with an image goes on.
+# Replaces what the model cannot read, so that a session with an image goes on.
 OMITTED = "[{kind} omitted: this server reads {readable} only]"
 KINDS = {str: "a string", dict: "an object", list: "a list"}
 

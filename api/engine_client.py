@@ -47,7 +47,7 @@ ADAPTER_TIMEOUT_S = 600.0  # for a download, or for the requests that run with a
 FIRST_MESSAGE_S = 1.0  # a running worker answers a new process within milliseconds
 LOADING_S = 30.0  # the largest tokenizers load in about two seconds
 SPREAD_S = 0.1  # the worker's news reaches all API server processes within a few milliseconds
-# Of one HTTP request, beside the pixels of its images: both processes hold it in memory.
+# The limit for one HTTP request without the pixels of its images: both processes hold it in memory.
 MAX_MESSAGE_BYTES = 64_000_000
 ANSWERS = (End, MetricsText, AdapterChanged)  # messages after which none follows with the same id
 UNREADABLE = "the worker's message cannot be read"
@@ -104,7 +104,7 @@ class EngineClient:
         self._has_been_ready = Event()  # the worker
         self._has_text = Event()
         self._decoder = msgspec.msgpack.Decoder(protocol.FromWorker)
-        # None: cancelled, but the worker has not confirmed it yet.
+        # By request id; None: cancelled, but the worker has not confirmed it yet.
         self._queues: dict[int, SimpleQueue | None] = {}
         self._context = zmq.Context()
         self._dealer = self._context.socket(zmq.DEALER)

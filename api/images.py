@@ -31,7 +31,7 @@ MAX_IMAGES = 20  # of one request
 MAX_PIXEL_BYTES = 256_000_000  # of one request: about 20 images of 17 tiles of 512 x 512
 MAX_SECONDS = 20.0  # of preprocessing, for one request
 MAX_FETCHED = 2 * MAX_BYTES  # of one request, whose body says nothing about their size
-# In an API server process, how many requests may hold these at a time.
+# How many requests of an API server process may hold pixels, or fetched files, at a time.
 WITH_PIXELS = 2
 WITH_FETCHED = 8
 DETAILS = ("low", "high", "auto", "original")

@@ -232,7 +232,7 @@ class ClientTool(NamedTuple):
     toolset: str = ""
 
 
-# By type, without the date that follows it.
+# The tools by type, without the date that follows it.
 CLIENT_TOOLS = {
     "bash": ClientTool(client_tools.bash),
     "text_editor": ClientTool(client_tools.text_editor),

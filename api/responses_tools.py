@@ -57,7 +57,7 @@ class BuiltIn(NamedTuple):
         return {name: written[name] for name in order if name in written}
 
 
-# By type, which is also the name of the function.
+# The tools by type, which is also the name of the function.
 BUILT_IN = {
     "shell": BuiltIn(
         client_tools.shell,

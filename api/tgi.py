@@ -237,7 +237,7 @@ def check(request: GenerateRequest, served: Served, streams: bool) -> PreparedRe
         stop=p.stop or [],
         truncate=p.truncate,
         top_n_tokens=p.top_n_tokens or 0,
-        # With host sampling always, as in TGI.
+        # Always with host sampling, as in TGI.
         logprobs=bool(info.sampling == "host" or p.details or best_of > 1 or p.top_n_tokens),
         prompt_logprobs=bool(p.decoder_input_details),
         # The client gets single tokens, so an output that its grammar completes still gets its end.

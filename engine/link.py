@@ -87,7 +87,7 @@ class Link:
         # Unlimited: an API server process that is stopped for a while misses nothing. Its queue is bounded by
         # what its requests may generate, and gunicorn ends a process that stays stopped.
         self._socket.sndhwm = 0
-        # Else a message to a disconnected peer is dropped without an error.
+        # Without this a message to a disconnected peer is dropped without an error.
         self._socket.router_mandatory = True
         self._socket.linger = 1000
         self._socket.bind(address)

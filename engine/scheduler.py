@@ -33,7 +33,7 @@ PREFILL_TOKENS_WITH_DECODE = 32  # while requests run, until `set_prompt_budget`
 PREFILL_TOKENS_ALONE = 256
 # Prompt tokens between two decode steps, without chunked prefill.
 PREFILL_TOKENS_PER_DECODE = 128  # while requests run
-# Of whole prompts, while more of them have or can have a slot than requests run.
+# The same while more whole prompts have or can have a slot than requests run.
 MAX_PREFILL_TOKENS_PER_DECODE = 2048
 ALL_LOGITS_TOKENS = 64  # in one step: the logits after each of them are held in memory
 
@@ -60,7 +60,7 @@ class SchedulerConfig:
     max_waiting_tokens: int = 20  # decode steps
 
     def __post_init__(self):
-        # Else chunks of one token cannot be avoided.
+        # With less, chunks of one token could not be avoided.
         assert self.prefill_chunk is None or self.prefill_chunk > 2
 
     @property

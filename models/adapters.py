@@ -30,7 +30,7 @@ A, B = ".lora_A.weight", ".lora_B.weight"  # and of those that peft saves: [rank
 COLUMNS = 16
 MAX_COLUMNS = 512
 
-# By the name of a module: down [rank, inputs] and up [rank, outputs], which is scaled; in float32.
+# Matrices by the name of a module: down [rank, inputs] and up [rank, outputs], which is scaled; in float32.
 Updates = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 

@@ -18,7 +18,7 @@ from manifest import SU, Manifest
 from models import rope
 from models.base import ModelError, check_length_limit, reported_as
 
-# By the names of layers in config classes; "global" is GPT-Neo's.
+# The supported types of layers, by their names in config classes; "global" is GPT-Neo's.
 LAYERS = ("full_attention", "sliding_attention", "global")
 # What families have whose config does not name its layers.
 UNSUPPORTED = {

@@ -90,7 +90,7 @@ class StaticBatchModel:
     # One call may hold any mix of chunks; else either rows of one token each, or a single prompt chunk.
     supports_chunked_prefill: bool = False
     prefill_chunk: int | None = None  # longest prompt chunk in tokens; None: a prompt runs whole
-    # With chunked prefill all chunks of a prompt but its last are multiples of this.
+    # With chunked prefill the lengths of all chunks of a prompt but its last are multiples of this.
     chunk_granularity: int = 1
     # A prompt may continue what its slot holds at multiples of this position; None: nowhere.
     prefix_granularity: int | None
@@ -101,7 +101,7 @@ class StaticBatchModel:
     # cost more than they save.
     max_draft_rows: int = 0
     verify_length: int = 0
-    # Of a model that reads images: the embeddings that image tokens (negative ids) in chunks stand for.
+    # For a model that reads images: the embeddings that image tokens (negative ids) in chunks stand for.
     encoder_cache: EncoderCache | None = None
     adapters: Adapters | None = None  # that chunks may choose; None: none can be served
 

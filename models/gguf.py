@@ -165,7 +165,7 @@ def write_checkpoint(path: Path, dtype: str, target: Path) -> None:
     model.generation_config.eos_token_id = _eos_ids(tokenizer, file)
     model.save_pretrained(target)
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(target)
-    # As it is: save_pretrained would add tokens of its own.
+    # The file is replaced: save_pretrained adds tokens of its own.
     tokenizer.save(str(target / "tokenizer.json"))
 
 

@@ -30,7 +30,7 @@ from models.base import ModelError
 from models.family import ArchSpec, Family, GetTensor, K, LayerKind, O, Q, Tensors, V
 from models.rope import Rope
 
-# As they are before they are replaced.
+# The functions of transformers-neuronx that are replaced below.
 LlamaConfig = llama.LlamaConfig
 interleave_qkv = decoder.interleave_qkv
 multiply = hlo.multiply

@@ -61,7 +61,7 @@ SELECTED = {
     "gemma3": (None, "full"),
     "paddleocr_vl": (None, "full"),
 }
-# And those of the tower: heads, activation, epsilon of the norms.
+# The defaults of the tower: heads, activation, epsilon of the norms.
 CLIP = (12, "quick_gelu", 1e-5)
 SIGLIP = (12, "gelu_pytorch_tanh", 1e-6)
 IDEFICS = (16, "gelu_pytorch_tanh", 1e-6)  # and PaddleOCR-VL

@@ -15,7 +15,7 @@ from run import ConfigError, Json
 from text.image_layouts import read_layout
 from text.limited import Rejected
 
-# By content, whatever the client calls it; Pillow has decoders for many more.
+# A format is found by content, whatever the client calls it; Pillow has decoders for many more.
 DECODERS = (
     PngImagePlugin.PngImageFile,
     JpegImagePlugin.JpegImageFile,

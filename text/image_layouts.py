@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SOURCES = "preprocessor_config.json or --mm-processor-kwargs"
 BICUBIC = 3  # the number of a resampling filter in preprocessor files
-# Of Qwen's models; files of transformers 4 have the last two.
+# Fields of Qwen's models; files of transformers 4 have the last two.
 SIZE_FIELDS = {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}
 
 
@@ -30,9 +30,9 @@ class Tiles(NamedTuple):
     tiles: list[Image]  # RGB, all of one size
     tokens: int  # how many image tokens are in the text
     text: str  # what stands in the prompt in the place of the placeholder
-    # Of `AnyResolution`: rows and columns of the grid of patches, the rows of padding above and below, the
+    # With `AnyResolution`: rows and columns of the grid of patches, the rows of padding above and below, the
     # columns on the left and right, and the rows and columns that the rest is scaled down to (0: not scaled).
-    # Of `PixelBounds`: rows and columns of tokens.
+    # With `PixelBounds`: rows and columns of tokens.
     canvas: tuple[int, ...] = ()
 
 
@@ -412,7 +412,7 @@ class Blocks(Layout):
         return Tiles([tile], tokens, self.token * tokens)
 
 
-# By the `image_processor_type` of a model's preprocessor file, without "Fast".
+# The layouts by the `image_processor_type` of a model's preprocessor file, without "Fast".
 LAYOUTS: dict[str, type[Layout]] = {
     "CLIPImageProcessor": CenterCrop,
     "SiglipImageProcessor": Square,

@@ -264,7 +264,7 @@ def _says_names(schema: Schema, value: Any, context: Context) -> bool:
 
 
 def _says_dependents(schema: Schema, value: Any, context: Context) -> bool:
-    """Of each name: it is absent, or what depends on it holds."""
+    """For each name: it is absent, or what depends on it holds."""
     if value == {}:
         return True
     conditions = schema.get("allOf", [])
@@ -489,6 +489,6 @@ def _differ(schemas: Iterable[Any]) -> bool:
     return is_plain and len(set(values)) == len(values)
 
 
-# In this order: the values that stay listed show the types; which other properties are allowed follows from
-# the patterns that stay.
+# The order matters: the values that stay listed show the types; which other properties are allowed follows
+# from the patterns that stay.
 RULES = (_numbers, _one_of, _irregular_patterns, _exhausted_patterns, _unsupported, _strings, _counts)

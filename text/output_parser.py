@@ -739,8 +739,8 @@ def complete_members(arguments: str) -> Json:
     closing = ""  # the brackets that are open, from the inside
     in_string = False
     is_escaped = False
-    # Of values or keys, and the brackets that are open there. The last may be a key's, the one before it a
-    # comma's.
+    # Where values or keys end, and the brackets that are open there. The last may be after a key, the one
+    # before it at a comma.
     ends: deque[tuple[int, str]] = deque(maxlen=3)
     for at, character in enumerate(arguments):
         if in_string:

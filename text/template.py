@@ -44,8 +44,8 @@ class TemplateError(Exception):
     """A chat that the model's template cannot write; the message is for the client."""
 
 
-# With one of the next 256 characters it stands for an image in the content of a message. No client can write
-# lone surrogates, and those of text/escaping.py are others.
+# Followed by one of 256 characters from FIRST_IMAGE on, this stands for an image in the content of a message.
+# No client can write lone surrogates, and those of text/escaping.py are others.
 IMAGE = "\ud800"
 FIRST_IMAGE = 0xD900
 IMAGE_MARK = re.compile(f"{IMAGE}([{chr(FIRST_IMAGE)}-{chr(FIRST_IMAGE + 255)}])")
