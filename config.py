@@ -231,10 +231,10 @@ def _kv_cache_dtype(value: str) -> str:
 def _file(value: str) -> str:
     if not Path(value).expanduser().is_file():
         raise ValueError("there is no such file")
-    return _folder(value)
+    return _absolute_path(value)
 
 
-def _folder(value: str) -> str:
+def _absolute_path(value: str) -> str:
     return str(Path(value).expanduser().absolute())
 
 
@@ -249,7 +249,7 @@ def _adapter(value: str) -> str:
         raise ValueError(f"there is no folder {source}")
     if name == source:
         name = name.partition("@")[0]
-    return f"{name}={_folder(source) if is_folder else source}"
+    return f"{name}={_absolute_path(source) if is_folder else source}"
 
 
 def _adapters(value: str) -> tuple[str, ...]:
@@ -286,7 +286,7 @@ def _key(value: str) -> str:
 
 
 def _key_file(value: str) -> str:
-    path = str(Path(value).expanduser().absolute())
+    path = _absolute_path(value)
     try:
         keys_of(path)
     except OSError as error:
@@ -429,7 +429,7 @@ class Config:
         "LORA_FOLDER",
         "Folder that LoRA adapters may be loaded from at run time, by paths below it; from the hub, too. "
         "Needs an API key.",
-        parse=_folder,
+        parse=_absolute_path,
         shown="none is loaded at run time",
     )
     revision: str | None = setting(
@@ -441,7 +441,7 @@ class Config:
         None,
         "HUGGINGFACE_HUB_CACHE HF_HUB_CACHE",
         "Folder for downloaded models.",
-        parse=_folder,
+        parse=_absolute_path,
         shown="that of huggingface_hub",
     )
     trust_remote_code: bool = setting(
@@ -538,7 +538,7 @@ class Config:
         "MODEL_CACHE",
         "Folder for models converted for CPUs and for compiled sampling loops. Other users must not be able "
         "to write to it.",
-        parse=_folder,
+        parse=_absolute_path,
         shown="~/.cache/neuron-textgen",
     )
     model_cache_size: float = setting(
@@ -828,7 +828,7 @@ class Config:
         None,
         "PROFILE PROF_PATH",
         "Folder for a trace of the worker's steps.",
-        parse=_folder,
+        parse=_absolute_path,
         shown="/tmp/profile with PROF_STEP, else no trace",
     )
     prof_waitstep: int = setting(0, "PROF_WAITSTEP", "Steps to run before the trace begins.", parse=_from_0)
@@ -1055,9 +1055,8 @@ class CompatibilityAlias(NamedTuple):
 
 def _read_aliases() -> Iterator[tuple[str, CompatibilityAlias]]:
     """`NAME=1` in the file names the neutral value 1."""
-    for effect, table in json.loads(
-        (HERE / "compatibility_aliases.json").read_text(encoding="utf-8")
-    ).items():
+    tables = json.loads((HERE / "compatibility_aliases.json").read_text(encoding="utf-8"))
+    for effect, table in tables.items():
         for names, text in table.items():
             for name in names.split():
                 name, _, neutral = name.partition("=")
@@ -1208,7 +1207,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
 def _with_absolute_path(config: Config) -> Config:
     """Makes a local model's path absolute, because child processes have other working folders. Clients see
     the name that was given."""
-    path = _folder(config.model_id)
+    path = _absolute_path(config.model_id)
     if not config.is_local or path == config.model_id:
         return config
     return dataclasses.replace(config, model_id=path, served_model_name=config.model_name)
