@@ -335,12 +335,12 @@ class CompactingWriter(ResponsesWriter):
         response.incomplete_details = None
         return response
 
-    def _take(self, part: output_parser.OutputPart) -> Iterator[dict[str, Any]]:
+    def _take(self, part: output_parser.OutputPart) -> Iterator[Json]:
         if isinstance(part, Content):
             self._summary += part.text
         yield from ()
 
-    def _end_item(self, is_truncated: bool = False) -> Iterator[dict[str, Any]]:
+    def _end_item(self, is_truncated: bool = False) -> Iterator[Json]:
         item = Compaction(item_id("cmp", self._key, 0), seal(self._summary))
         self._response.output.append(item)
         yield self._item_event("response.output_item.added", item=item)

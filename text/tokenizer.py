@@ -213,7 +213,7 @@ def _split_as_trained(tokenizer: tokenizers.Tokenizer) -> None:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, byte_level])
 
 
-def _begin_with_bos(tokenizer: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+def _begin_with_bos(tokenizer: tokenizers.Tokenizer, config: Json) -> None:
     """Lets a tokenizer add the BOS token that its tokenizer_config.json asks for."""
     bos = config.get("bos_token")
     if isinstance(bos, dict):
