@@ -366,13 +366,11 @@ def arguments_of(path: str, given: Any) -> Json:
     `max_tokens` has truncated, the members that are complete. Raises ApiError for any other value."""
     read = given
     if isinstance(given, str):
-        text = given.strip() or "null"
+        text = without_surrogates(given.strip().encode()).decode() or "null"
         try:
             read = json.loads(text)
         except (ValueError, RecursionError):
             read = complete_members(text) if text.startswith("{") else text
-        if "\\u" in text:
-            read = json.loads(without_surrogates(read))
     if read is None:
         return {}
     detail = "must be a JSON object: the arguments of a tool call by their names"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json
+import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +27,10 @@ from run import Json
 T = TypeVar("T", bound=Struct)
 V = TypeVar("V")
 
+# An escape in JSON: two for a surrogate pair, half of one, or any other.
+ESCAPE = re.compile(
+    rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.", re.DOTALL
+)
 # Characters: whether text may yet become one is found in time that grows with its square.
 MAX_STOP = 1_000
 MAX_FIELDS = 256  # each unknown one is compared with all known ones, to find misspelled ones
@@ -123,30 +127,25 @@ def parse(body: bytes) -> Json:
     object."""
     try:
         data = msgspec.json.decode(body)
-    except msgspec.ValidationError as error:  # JSON, but a number that no float or integer holds
-        raise errors.wrong_type(str(error).partition(" - at ")[0]) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        data = _mended(body)
-        if data is None:
-            what = f"Failed to parse the request body as JSON: {error}"
-            raise ApiError(400, "validation", what) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        data = _decode(without_surrogates(body))
     return as_object(data)
 
 
-def _mended(body: bytes) -> Any:
-    """The JSON of a body that only halves of surrogate pairs make invalid; None if anything else does.
+def _decode(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except msgspec.ValidationError as error:  # JSON, but a number that no float or integer holds
+        raise errors.wrong_type(str(error).partition(" - at ")[0]) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        what = f"Failed to parse the request body as JSON: {error}"
+        raise ApiError(400, "validation", what) from None
 
-    Agents cut long texts within an emoji, and send that text again with every later request.
-    """
-    with contextlib.suppress(msgspec.DecodeError, ValueError, RecursionError):
-        return msgspec.json.decode(without_surrogates(json.loads(body.decode())))
-    return None
 
-
-def without_surrogates(read: Any) -> bytes:
-    """Read JSON, written with question marks in the place of halves of surrogate pairs, which only its
-    escapes can have: in a prompt they would stand for images."""
-    return json.dumps(read, ensure_ascii=False).encode("utf-8", "replace")
+def without_surrogates(text: bytes) -> bytes:
+    """JSON with a question mark in the place of each escape that is half of a surrogate pair: no text can
+    hold one. Agents cut long texts within an emoji, and send that text again with every later request."""
+    return ESCAPE.sub(lambda escape: b"?" if escape["half"] else escape[0], text)
 
 
 def parse_text(body: bytes, charset: str) -> Json:

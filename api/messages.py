@@ -79,7 +79,7 @@ class CountRequest(Struct, kw_only=True):
 
 
 class MessagesRequest(CountRequest, kw_only=True):
-    """Body of `POST /v1/messages`. `compaction` and a `thread` that goes on are not supported."""
+    """Body of `POST /v1/messages`. `compaction` and a continued `thread` are not supported."""
 
     max_tokens: U32
     stop_sequences: list[str] | None = None
@@ -156,8 +156,8 @@ class AnthropicModelList(Struct):
 def messages(data: Json, served: Served) -> ResponseWriter:
     request = fields.read(data, MessagesRequest)
     require(not request.compaction, "compaction", "is not supported")
-    goes_on = bool(request.thread) and request.thread.get("type") != "create"
-    require(not goes_on, "thread", "cannot go on: no messages are stored here; send all of them")
+    continues = bool(request.thread) and request.thread.get("type") != "create"
+    require(not continues, "thread", "cannot be continued: no messages are stored here; send all of them")
     tools = MessagesTools(request)
     chat, names = _chat_of(request, tools, served.images)
     chat.max_completion_tokens = request.max_tokens or None

@@ -6,23 +6,20 @@ the response.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from typing import NamedTuple
-
-from msgspec.structs import replace
+from typing import Any, NamedTuple
 
 from api import fields
 from api.content import ContentReader, image, needed, omitted
 from api.conversation import ChatRequest, Message, arguments_of, prepare_chat
 from api.errors import invalid
-from api.fields import FieldNames, Json
+from api.fields import FieldNames, Json, require
 from api.images import RequestImages
 from api.prepared_request import PreparedRequest, Served, ids_of
 from api.reasoning import unseal
 from api.response_store import OwnedResponses
 from api.response_writer import ResponseWriter
-from api.responses_output import CompactingWriter, CompactionWriter, ResponsesWriter
+from api.responses_output import CompactionWriter, ResponsesWriter, TriggeredCompactionWriter
 from api.responses_tools import BUILT_IN, ResponsesTools
 from api.responses_types import CompactRequest, InputTokens, ReasoningConfig, ResponsesRequest
 from api.tools import ADDED_TOOLS
@@ -41,12 +38,12 @@ SUMMARIZE = (
 MAX_SUMMARY_TOKENS = 1_000
 SUMMARY = "Summary of the conversation so far:\n{}"
 TRIGGER = "compaction_trigger"
-CIPHERTEXT = re.compile(r"[\w+/=-]{100,}", re.ASCII)
+CIPHERTEXT = "gAAAA"  # begins what OpenAI's server encrypts
 LOGPROBS = "message.output_text.logprobs"
 
 
 def responses(data: Json, served: Served) -> ResponseWriter:
-    request = fields.read(data, ResponsesRequest)
+    request = _read(data)
     conversation = Conversation.of(request, served.responses)
     tools = ResponsesTools(request, conversation.items)
     if conversation.own and conversation.own[-1].get("type") == TRIGGER:
@@ -61,23 +58,17 @@ def _triggered(
     request: ResponsesRequest, conversation: Conversation, tools: ResponsesTools, served: Served
 ) -> ResponseWriter:
     """`compact` within a conversation: with its tools, so that its prefix is cached. It is not stored."""
-    conversation.own[-1] = {"role": "user", "content": SUMMARIZE}
-    asked = replace(
-        request,
-        text=None,
-        tool_choice="none",
-        top_logprobs=None,
-        reasoning=ReasoningConfig("none"),
-        max_output_tokens=MAX_SUMMARY_TOKENS,
-        temperature=0,
-    )
-    prepared = _prepare(asked, conversation, tools, served)
+    conversation.own.pop()
+    more = {"stream": request.stream, "chat_template_kwargs": request.chat_template_kwargs}
+    summary_request = _summary_request(request, tools=request.tools, tool_choice="none", **more)
+    _ask_for_summary(conversation)
+    prepared = _prepare(summary_request, conversation, tools, served)
     request.store = False
-    return CompactingWriter(prepared, served, request, tools)
+    return TriggeredCompactionWriter(prepared, served, request, tools)
 
 
 def input_tokens(data: Json, served: Served) -> InputTokens:
-    request = fields.read(data, ResponsesRequest)
+    request = _read(data)
     conversation = Conversation.of(request, served.responses)
     prepared = _prepare(request, conversation, ResponsesTools(request, conversation.items), served)
     return InputTokens(len(ids_of(prepared, served)))
@@ -85,8 +76,15 @@ def input_tokens(data: Json, served: Served) -> InputTokens:
 
 def compact(data: Json, served: Served) -> ResponseWriter:
     """The model summarizes the conversation."""
-    given = fields.read(data, CompactRequest)
-    request = ResponsesRequest(
+    request = _summary_request(fields.read(data, CompactRequest))
+    conversation = Conversation.of(request, served.responses)
+    _ask_for_summary(conversation)
+    prepared = _prepare(request, conversation, ResponsesTools(request, conversation.items), served)
+    return CompactionWriter([prepared], served)
+
+
+def _summary_request(given: CompactRequest | ResponsesRequest, **more: Any) -> ResponsesRequest:
+    return ResponsesRequest(
         model=given.model,
         input=given.input,
         instructions=given.instructions,
@@ -94,21 +92,29 @@ def compact(data: Json, served: Served) -> ResponseWriter:
         reasoning=ReasoningConfig("none"),
         max_output_tokens=MAX_SUMMARY_TOKENS,
         temperature=0,
+        **more,
     )
-    conversation = Conversation.of(request, served.responses)
+
+
+def _ask_for_summary(conversation: Conversation) -> None:
+    """Raises ApiError for a conversation without items."""
+    require(conversation.items, "input", "has no conversation to summarize")
     conversation.own.append({"role": "user", "content": SUMMARIZE})
-    prepared = _prepare(request, conversation, ResponsesTools(request, conversation.items), served)
-    return CompactionWriter([prepared], served)
 
 
-def _prepare(
-    request: ResponsesRequest, conversation: Conversation, tools: ResponsesTools, served: Served
-) -> PreparedRequest:
+def _read(data: Json) -> ResponsesRequest:
+    request = fields.read(data, ResponsesRequest)
     for name, why in REJECTED_FIELDS.items():
         if getattr(request, name):
             raise invalid(name, why)
     if request.truncation not in (None, "disabled", "auto"):
         raise invalid("truncation", "must be auto or disabled", given=request.truncation[:40])
+    return request
+
+
+def _prepare(
+    request: ResponsesRequest, conversation: Conversation, tools: ResponsesTools, served: Served
+) -> PreparedRequest:
     paths, messages = _messages(request, conversation, tools, served.images)
     chat = ChatRequest(
         model=request.model,
@@ -248,17 +254,17 @@ def _compaction(_reader: ItemReader, _path: str, item: Json) -> Message | None:
 
 
 def _agent_message(reader: ItemReader, path: str, item: Json) -> Message | None:
-    """What an agent of the client wrote to the one whose conversation this is."""
+    """A message that another agent of the same client wrote to this one."""
     text = reader.text(f"{path}.content", item.get("content") or "", "")
     author = reader.fields(path, item, "author?")
     return Message("user", f"Message from {author or 'an agent'}:\n{text}") if text else None
 
 
 def _not_encrypted(reader: ItemReader, path: str, part: Json) -> str:
-    """Clients send the messages of agents in it as the model wrote them; only OpenAI's server encrypts
-    them."""
+    """Clients send the message of an agent in this part as the model wrote it, unless OpenAI's server has
+    encrypted it."""
     text = reader.fields(path, part, "encrypted_content?")
-    return "" if CIPHERTEXT.fullmatch(text) else text
+    return "" if text.startswith(CIPHERTEXT) else text
 
 
 def _function_call(reader: ItemReader, path: str, item: Json) -> Message:

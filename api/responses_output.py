@@ -324,15 +324,34 @@ def _without_logprobs(item: OutputItem) -> OutputItem:
     return replace(item, content=[replace(part, logprobs=[]) for part in item.content])
 
 
-class CompactingWriter(ResponsesWriter):
+def _compaction(key: str, summary: str) -> Compaction:
+    """Raises ApiError for a blank summary, with which the whole conversation would be lost."""
+    if not summary.strip():
+        raise ApiError(424, "generation", "The model wrote no summary of the conversation")
+    return Compaction(item_id("cmp", key, 0), seal(summary))
+
+
+class TriggeredCompactionWriter(ResponsesWriter):
     """A response to a `compaction_trigger`: its one item is the summary of the conversation."""
 
     _summary = ""
 
+    def stream_end(self, sequences: list[GeneratedSequence]) -> bytes:
+        response = self._complete(sequences)
+        item = self._newest
+        events = [
+            self._item_event("response.output_item.added", item=item),
+            self._item_event("response.output_item.done", item=item),
+            self._event("response.completed", response=response),
+        ]
+        return b"".join(map(named_event, events))
+
     def _complete(self, sequences: list[GeneratedSequence]) -> ResponsesResponse:
+        item = _compaction(self._key, self._summary)
         response = super()._complete(sequences)
         response.status = "completed"  # `max_output_tokens` was not the client's
         response.incomplete_details = None
+        response.output.append(item)
         return response
 
     def _take(self, part: output_parser.OutputPart) -> Iterator[Json]:
@@ -341,10 +360,7 @@ class CompactingWriter(ResponsesWriter):
         yield from ()
 
     def _end_item(self, is_truncated: bool = False) -> Iterator[Json]:
-        item = Compaction(item_id("cmp", self._key, 0), seal(self._summary))
-        self._response.output.append(item)
-        yield self._item_event("response.output_item.added", item=item)
-        yield self._item_event("response.output_item.done", item=item)
+        yield from ()
 
 
 class CompactionWriter(OpenAIResponseWriter):
@@ -357,6 +373,6 @@ class CompactionWriter(OpenAIResponseWriter):
         return CompactedConversation(
             id=response_id(key),
             created_at=int(time.time()),
-            output=[Compaction(item_id("cmp", key, 0), seal(read.content))],
+            output=[_compaction(key, read.content)],
             usage=ResponsesUsage.of(self._usage(sequences), read.reasoning_tokens),
         )

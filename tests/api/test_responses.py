@@ -11,6 +11,7 @@ from openai_api import CHAT, MESSAGES, RESPONSES
 from openai_api import whole as asked
 
 from api import fields as api_fields
+from api import responses
 from api.client_tools import shell
 from api.reasoning import unseal
 from api.responses import SUMMARY
@@ -492,6 +493,7 @@ def test_a_trigger_at_the_end_of_a_conversation_compacts_it(served):
     """As Codex asks for it: the response has a summary of the conversation, and nothing else."""
     items = [USER, {"role": "assistant", "content": "Ho"}, {"type": "compaction_trigger"}]
     body = {"input": items, "tools": [WEATHER], "temperature": 1, "max_output_tokens": 2, "store": True}
+    body |= {"stop": ["e", "a"], "min_tokens": 2000, "ignore_eos": True, "logit_bias": {"7": 100}}
     compacted = served.post(f"{RESPONSES}/compact", {"model": "m", "input": items[:2]}).json
     answer = whole(served, body)
     (item,) = answer["output"]
@@ -508,6 +510,29 @@ def test_a_trigger_at_the_end_of_a_conversation_compacts_it(served):
     assert added["item"] == done["item"] and completed["response"]["output"] == [done["item"]]
     assert done["item"] | {"id": item["id"]} == item
     assert prepared("responses", input=[item, USER]).prompt.startswith(f"u:{SUMMARY.format('')[:-1]}")
+
+
+@pytest.mark.parametrize("body", [{"model": "m"}, {"model": "m", "input": []}])
+def test_nothing_is_not_summarized(served, body):
+    trigger = {"input": [*body.get("input", []), {"type": "compaction_trigger"}]}
+    for refused in (served.post(f"{RESPONSES}/compact", body), served.post(RESPONSES, trigger)):
+        assert (refused.status_code, refused.json["error"]["param"]) == (400, "input")
+        assert "has no conversation to summarize" in refused.json["error"]["message"]
+
+
+def test_a_blank_summary_is_an_error(served, monkeypatch):
+    """As the item that stands for the conversation it would lose all of it."""
+    monkeypatch.setattr(responses, "MAX_SUMMARY_TOKENS", 1)
+
+    def is_blank(text):
+        return not served.tokenizer.decode(served.expected(f"u:{text};u:Sum up;a:", 1)).strip()
+
+    text = next(text for text in map(str, range(10_000)) if is_blank(text))
+    failed = served.post(f"{RESPONSES}/compact", {"model": "m", "input": text})
+    assert failed.status_code == 424 and "wrote no summary" in failed.json["error"]["message"]
+    body = {"input": [{"role": "user", "content": text}, {"type": "compaction_trigger"}]}
+    assert served.post(RESPONSES, body).status_code == 424
+    assert stream(served, body)[-1]["type"] == "error"
 
 
 def test_sampling_fields_of_chats_are_there_too():
