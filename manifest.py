@@ -27,8 +27,8 @@ ORIGINAL_LENGTH = "original_max_position_embeddings"  # before rope was scaled
 SU = "su"  # the rope type longrope in Phi-3's first files
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", SU)  # whose positions depend on the longest sequence
 
-# What transformers' classes have where the text_config of a vision-language model leaves out what is read
-# here, such as that of Gemma 3 4B its context length.
+# Values of transformers' classes for keys that a vision-language model's text_config may leave out, such as
+# Gemma 3 4B's context length.
 TEXT_DEFAULTS: dict[str, dict[str, int]] = {
     "gemma3_text": {
         "max_position_embeddings": 131072,
@@ -358,14 +358,16 @@ def check_weight_files(folder: Path) -> None:
     if other is None:
         raise ConfigError(f"{folder} holds no weights (model.safetensors)")
     remedy = "rename it"
-    if "-of-" in other:
+    if other.endswith(".gguf"):
+        remedy = f"name the file, --model-id {folder / other}"
+        if "-of-" in other:
+            remedy = "merge the files of the model with llama.cpp's gguf-split"
+    elif "-of-" in other:
         remedy = "model.safetensors.index.json is missing"
     elif other.startswith("consolidated"):
         remedy = "it has Mistral's own format; download the files of transformers' format, too"
     elif other.endswith(".bin"):
         remedy = "it is pickled, which is not read; save the model with transformers' save_pretrained"
-    elif other.endswith(".gguf"):
-        remedy = f"name the file, --model-id {folder / other}"
     raise ConfigError(f"{folder} holds no model.safetensors, but {other}: {remedy}")
 
 

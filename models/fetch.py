@@ -13,9 +13,10 @@ import dataclasses
 import functools
 import logging
 import os
+import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from safetensors import safe_open
@@ -29,6 +30,10 @@ TEMPLATES = "additional_chat_templates"  # a folder: further chat templates, suc
 ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
 OTHER_FORMAT = "consolidated"  # begins the names of Mistral's own files, which hold the same weights
 OTHER_FORMATS = ["*/*", f"{OTHER_FORMAT}*"]  # as subfolders do
+GGUF = re.compile(r".*\.gguf")
+IMAGE_READER = "mmproj"  # begins the name of a GGUF file with the part of a model that reads images
+SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")  # one of several files of a model
+CANDIDATES = 4  # files that an error names
 STATUSES = {
     401: "the hub rejects the token: give a valid one in HF_TOKEN, or none for a public model",
     403: "the hub denies access: give a token with read access in HF_TOKEN",
@@ -48,7 +53,7 @@ def fetch(config: Config, files: Sequence[str] = METADATA) -> tuple[Path, str | 
     if file:
         folder = _download(config, repository, config.revision, [file])
         if not (folder / file).is_file():
-            raise ModelError(f"{repository} holds no file {file}{_gguf_hint(config, repository)}")
+            raise ModelError(f"{repository} holds no file {file}{gguf_hint(config, repository)}")
         return folder / file, folder.name
     patterns = [*files, "*.py"] if config.trust_remote_code else files
     folder = _download(config, repository, config.revision, patterns)
@@ -56,13 +61,28 @@ def fetch(config: Config, files: Sequence[str] = METADATA) -> tuple[Path, str | 
     return folder, folder.name
 
 
-def list_files(config: Config, ending: str) -> list[str]:
-    """The files of a model on the hub with this ending. Raises ModelError."""
+def list_files(config: Config, repository: str, pattern: re.Pattern[str]) -> list[str]:
+    """The files of a model on the hub whose names without folders match; where the hub does not say, those in
+    the cache. Raises ModelError."""
+    try:
+        return _matching(_files_on_hub(config, repository), pattern)
+    except ModelError:
+        folder = _download(config, repository, config.revision, [])  # its copy in the cache
+        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
+        if found := _matching(names, pattern):
+            return found
+        raise
+
+
+def _files_on_hub(config: Config, repository: str) -> list[str]:
     from huggingface_hub import HfApi
 
-    with _hub_errors(config.model_id, config.revision):
-        names = HfApi(token=_token()).list_repo_files(config.model_id, revision=config.revision)
-    return [name for name in names if name.endswith(ending)]
+    with _hub_errors(repository, config.revision):
+        return HfApi(token=_token()).list_repo_files(repository, revision=config.revision)
+
+
+def _matching(names: Iterable[str], pattern: re.Pattern[str]) -> list[str]:
+    return sorted(name for name in names if pattern.fullmatch(Path(name).name))
 
 
 def fetch_weights(config: Config, folder: Path, formats: Sequence[str] = WEIGHTS) -> Path:
@@ -130,19 +150,25 @@ def _with_weights(config: Config, model_id: str, folder: Path, formats: Sequence
         if any(folder.glob(pattern)):
             return folder
     offline = ", not in the cache, and HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else ""
-    reason = f"there is no {' and no '.join(formats)}{offline or _gguf_hint(config, model_id)}"
+    reason = f"there is no {' and no '.join(formats)}{offline or gguf_hint(config, model_id)}"
     raise ModelError(f"{model_id} holds no weights: {reason}")
 
 
-def _gguf_hint(config: Config, repository: str) -> str:
-    """How to name a GGUF file of a repository on the hub, as the end of a sentence; "": it has none."""
+def gguf_hint(config: Config, repository: str, pattern: re.Pattern[str] = GGUF) -> str:
+    """How to name a GGUF file of a model on the hub, as the end of a sentence; "": none can be served."""
     try:
-        names = list_files(dataclasses.replace(config, model_id=repository), ".gguf")
+        names = list_files(config, repository, pattern)
     except ModelError:
         return ""
-    # Without the part that reads images.
-    models = [name for name in names if not Path(name).name.startswith("mmproj")]
-    return f"; for a GGUF file name it: --model-id {repository}:{min(models)}" if models else ""
+    unserved = re.compile(rf"(^|/){IMAGE_READER}|{SPLIT.pattern}")
+    models = [name for name in names if not unserved.search(name)]
+    if not models:
+        return ""
+    hint = f"; for a GGUF file name it: --model-id {repository}:{models[0]}"
+    others = models[1:CANDIDATES]
+    if len(models) > CANDIDATES:
+        others.append(f"{len(models) - CANDIDATES} more")
+    return f"{hint}; there are also {', '.join(others)}" if others else hint
 
 
 def _download(config: Config, model_id: str, revision: str | None, patterns: Sequence[str]) -> Path:

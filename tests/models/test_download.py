@@ -187,8 +187,9 @@ def test_a_model_without_weights_is_refused_by_name(hub, config):
 
 def test_files_in_gguf_beside_a_config_json_are_named(hub, config):
     """As in repositories of unsloth."""
-    hub.push("someone/model", files(FACTS, ["model-Q4_K_M.gguf", "model-BF16.gguf"]))
-    assert refusal(config).endswith("; for a GGUF file name it: --model-id someone/model:model-BF16.gguf")
+    hub.push("someone/model", files(FACTS, ["model-Q4_K_M.gguf", "model-Q8_0.gguf", "model-BF16-00001-of-00002.gguf"]))
+    hint = "; for a GGUF file name it: --model-id someone/model:model-Q4_K_M.gguf; there are also model-Q8_0.gguf"
+    assert refusal(config).endswith(hint)
 
 
 def test_the_weights_are_of_the_commit_that_the_facts_are_of(hub, config):

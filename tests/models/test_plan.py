@@ -476,6 +476,12 @@ def run(capsys, monkeypatch):
     return run
 
 
+@pytest.mark.parametrize("model_id", ["someone/model:model.gguf", "someone/model:Q4_K_M"])
+def test_a_gguf_file_is_refused_with_what_to_give_instead(run, model_id):
+    why = "plan reads a config.json; give the checkpoint that the GGUF file was made from"
+    assert run("--model-id", model_id) == (2, "", f"error: {why}\n")
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_plan_prints_every_instance(run, folder, name):
     code, output, errors = run("--model-id", folder(name), *(["--quantize", "int8"] if "235B" in name else []))

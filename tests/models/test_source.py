@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+from fakes.hub import forget_connections
 from ggufs import write_gguf
+from huggingface_hub import constants
 from processes import Server
 from safetensors.torch import save_file
 from tiny_models import llama, save_checkpoint
@@ -100,6 +102,13 @@ def test_of_several_files_one_has_to_be_named(file, config, tmp_path):
     assert str(refused.value) == f"{tmp_path} holds 2 GGUF files; name one: --model-id {tmp_path}/a.gguf"
 
 
+def test_a_part_of_a_model_is_no_file_to_name(config, tmp_path):
+    for name in ("a-00001-of-00002.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match=r"holds 2 GGUF files; name one: --model-id .*/b\.gguf$"):
+        models.prepare(config(tmp_path))
+
+
 def test_a_part_of_a_model_is_refused(config, tmp_path):
     part = tmp_path / "model-00001-of-00002.gguf"
     part.write_bytes(b"GGUF")
@@ -181,15 +190,56 @@ def test_on_the_hub_a_file_is_found_by_its_quantization(hub, file, config, tag):
     prepared = models.prepare(config(f"someone/model:{tag}"))
     assert hub.fetched == [ours]
     assert prepared.config.model_name == f"someone/model:{tag}"
-    with pytest.raises(ModelError, match=r"holds no file Q3; for a GGUF file name it: --model-id someone/model:model"):
-        models.prepare(config("someone/model:Q3"))
+
+
+@pytest.mark.parametrize(
+    ("tag", "why"),
+    [
+        ("Q3", "no GGUF file whose name ends in Q3; for a GGUF file name it: --model-id "
+         "someone/model:a-Q4_0.gguf; there are also b-Q4_0.gguf, c-Q5.gguf, c-Q6.gguf, 1 more"),
+        ("q4_0", "2 GGUF files whose names end in q4_0; for a GGUF file name it: --model-id "
+         "someone/model:a-Q4_0.gguf; there are also b-Q4_0.gguf"),
+    ],
+)  # fmt: skip
+def test_for_a_quantization_of_no_or_several_files_those_that_can_be_named_are_listed(hub, config, tag, why):
+    names = ["BF16/a-BF16-00001-of-00002.gguf", "a-Q4_0.gguf", "b-Q4_0.gguf", "c-Q5.gguf", "c-Q6.gguf", "c-Q8.gguf"]
+    hub.push("someone/model", dict.fromkeys([*names, "mmproj-Q4_0.gguf", "config.json"], b"1"))
+    with pytest.raises(ModelError) as refused:
+        models.prepare(config(f"someone/model:{tag}"))
+    assert str(refused.value) == f"someone/model holds {why}"
+    assert hub.fetched == []
+
+
+@pytest.mark.parametrize("name", ["BF16/a-BF16-00001-of-00002.gguf", "BF16"])
+def test_on_the_hub_a_part_of_a_model_is_refused_before_it_is_fetched(hub, config, name):
+    hub.push("someone/model", {f"BF16/a-BF16-0000{part}-of-00002.gguf": b"1" for part in (1, 2)})
+    with pytest.raises(ModelError, match=r"BF16/a-BF16-00001-of-00002\.gguf is one of several files of a model; merge them"):
+        models.prepare(config(f"someone/model:{name}"))
+    assert hub.fetched == []
+
+
+@pytest.mark.parametrize("is_down", [False, True], ids=["offline", "down"])
+@pytest.mark.parametrize("model_id", ["someone/model:Q4_K_M", "someone/model"])
+def test_a_file_in_the_cache_of_the_hub_is_served_without_the_hub(hub, file, config, monkeypatch, model_id, is_down):
+    """As docs/faq.md promises after the first start."""
+    hub.push("someone/model", {"tiny-Q4_K_M.gguf": file.read_bytes(), "README.md": b"#"})
+    first = models.prepare(config(model_id))
+    if is_down:
+        hub.close()
+    else:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    forget_connections()
+    second = models.prepare(config(model_id))
+    assert (second.folder, second.config.model_name) == (first.folder, model_id)
+    with pytest.raises(ModelError, match="someone/model cannot be downloaded: "):
+        models.prepare(config("someone/model:Q8_0"))
 
 
 def test_on_the_hub_a_file_that_is_missing_and_one_of_several_are_named(hub, config):
     hub.push("someone/model", {"a.gguf": b"1", "b.gguf": b"2"})
     with pytest.raises(ConfigError, match=r"holds 2 GGUF files; name one: --model-id someone/model:a\.gguf"):
         models.prepare(config("someone/model"))
-    name_one = r"; for a GGUF file name it: --model-id someone/model:a\.gguf$"
+    name_one = r"; for a GGUF file name it: --model-id someone/model:a\.gguf; there are also b\.gguf$"
     with pytest.raises(ModelError, match=r"someone/model holds no file c\.gguf" + name_one):
         models.prepare(config("someone/model:c.gguf"))
     assert hub.fetched == []
