@@ -32,7 +32,7 @@ UNSUPPORTED = {
 }
 # Families whose text part is loaded without the rest: Gemma 3n's vision tower needs the package timm.
 TEXT_ALONE = ("gemma3n",)
-OF_TEXT = {r"^model\.language_model\.": "model."}
+TEXT_KEY_MAPPING = {r"^model\.language_model\.": "model."}
 
 
 class Architecture(NamedTuple):
@@ -69,7 +69,7 @@ def read_architecture(config: Config, folder: Path) -> Architecture:
                 hf_config, attn_implementation="eager", trust_remote_code=config.trust_remote_code
             )
     parameters = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
-    return Architecture(hf_config, auto_class, parameters, OF_TEXT if kind in TEXT_ALONE else None)
+    return Architecture(hf_config, auto_class, parameters, TEXT_KEY_MAPPING if kind in TEXT_ALONE else None)
 
 
 def _read_config(config: Config, folder: Path, manifest: Manifest) -> transformers.PretrainedConfig:

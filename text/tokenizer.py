@@ -218,8 +218,8 @@ def _begin_with_bos(tokenizer: tokenizers.Tokenizer, config: Json) -> None:
     bos = config.get("bos_token")
     if isinstance(bos, dict):
         bos = bos.get("content")
-    has_say = str(config.get("tokenizer_class")).removesuffix("Fast") in ADD_BOS
-    if not (has_say and config.get("add_bos_token") is True and isinstance(bos, str)):
+    class_adds_bos = str(config.get("tokenizer_class")).removesuffix("Fast") in ADD_BOS
+    if not (class_adds_bos and config.get("add_bos_token") is True and isinstance(bos, str)):
         return
     token_id = tokenizer.token_to_id(bos)
     if token_id is not None and token_id not in tokenizer.encode("").ids:
