@@ -13,19 +13,21 @@ set -u
 
 stops=0 # signals to stop so far; bash runs no trap inside a trap, so the handler only counts
 trap 'stops=$((stops + 1))' TERM INT HUP # first of all: process 1 of a container gets no signal without a handler
-# Runs a command of a second. Ctrl-C at a terminal reaches it, too, and is left to this script.
-run_through_ctrl_c() { (trap '' INT && exec "$@"); }
+# For a subshell: a signal to stop does not end its command, which would then look like one that failed. Ctrl-C, a
+# closed terminal and `kill` of the process group send the signal to the command as well; this script acts on it
+# when the command has ended.
+ignore_stops() { trap '' TERM INT HUP; }
 
-here=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
+here=$(ignore_stops && cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 # TGI's images set it; without the package hf_transfer, every download would fail.
 unset HF_HUB_ENABLE_HF_TRANSFER
 python=${PYTHON:-$here/.venv/bin/python} # which `make run` makes
 [ -n "${PYTHON:-}" ] || [ -x "$python" ] || python=python3
-run_through_ctrl_c "$python" -c '
+(ignore_stops && exec "$python" -c '
 import sys
 from importlib.util import find_spec
 sys.exit(not (find_spec("msgspec") and find_spec("gevent")))
-' || {
+') || {
     echo "error: $python lacks what the server needs; \`make run\` in $here installs it" >&2
     exit 2
 }
@@ -39,6 +41,7 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 ' "$here" "$@"
 }
 
+[ "$stops" -eq 0 ] || exit 0 # a program that replaces this script would not know of the signal
 case ${1:-} in
     serve) shift ;;
     compile) run_module models.compile "${@:2}" ;;
@@ -54,7 +57,7 @@ for lock in "${TMPDIR:-/tmp}"/neuron-textgen.*/lock; do
     folder=${lock%/lock}
     [ -O "$folder" ] && [ ! -L "$folder" ] && [ -f "$lock" ] && flock -n "$lock" rm -rf "$folder"
 done
-run_dir=$(mktemp -d "${TMPDIR:-/tmp}/neuron-textgen.XXXXXXXX" 2>&1) || {
+run_dir=$(ignore_stops && mktemp -d "${TMPDIR:-/tmp}/neuron-textgen.XXXXXXXX" 2>&1) || {
     echo "error: ${run_dir#mktemp: }; name another folder with TMPDIR" >&2
     exit 2
 }
@@ -65,14 +68,14 @@ exec 7>"$run_dir/lock.new" && flock 7 && mv "$run_dir/lock.new" "$run_dir/lock"
 export NEURON_TEXTGEN_RUN_DIR=$run_dir
 export NEURON_TEXTGEN_PARENT=$$ # see run.py
 # Writes config.json, which the processes read, and settings.sh, which this script reads.
-run_through_ctrl_c "$python" "$here/config.py" "$@" || exit $?
+(ignore_stops && exec "$python" "$here/config.py" "$@") || exit $?
 source "$run_dir/settings.sh"
 export NUMBA_CACHE_DIR=${NUMBA_CACHE_DIR:-$model_cache/numba}
 (umask 077 && mkdir -p "$NUMBA_CACHE_DIR") 2>/dev/null # numba would let the group write to the model cache
 
 # Nothing is written to this pipe: reading from it with a timeout sleeps without starting a process. `wait -n`
 # would wake at the end of a child and at a signal, but a signal at the wrong moment makes it miss both.
-mkfifo "$run_dir/idle" && exec 9<>"$run_dir/idle" || exit 1
+(ignore_stops && exec mkfifo "$run_dir/idle") && exec 9<>"$run_dir/idle" || exit 1
 pause() { read -r -t "$1" -u 9; }
 
 # Sets `now`, in milliseconds, without starting a process. Unlike bash's own clock, this one is never set: many a

@@ -16,10 +16,12 @@ from processes import Server, wait_until
 from run import HERE
 
 # In place of Python: the real config.py, and processes of the two other kinds that do what a test asks for. The check of the
-# environment waits for the file MAY_START.
+# environment waits for the file MAY_START. The call that has the word SIGNALLED first sends $STOP to the process group.
 PYTHON = """#!/usr/bin/env bash
+[[ $1 != *"${{SIGNALLED:-nothing}}" ]] || kill -"$STOP" 0
 case $1 in
-    -c) touch "$TMPDIR/is_checked"; until [ -e "${{MAY_START:-/}}" ]; do sleep 0.02; done ;;
+    -c) [[ $2 != *runpy* ]] || exec sleep 60 # compile or plan
+        touch "$TMPDIR/is_checked"; until [ -e "${{MAY_START:-/}}" ]; do sleep 0.02; done ;;
     *config.py) exec {python} "$@" ;;
     *worker.py) {worker} ;;
     *web.py) exec sleep 60 ;;
@@ -191,14 +193,29 @@ def test_a_stop_before_the_server_is_ready_ends_it_at_once(start, since, stop):
         assert server.log.splitlines()[-1].endswith("entrypoint: Stopped")
 
 
+@pytest.mark.parametrize("subcommand", ["serve", "compile", "plan", "--help"])
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_stop_in_the_first_moment_is_not_lost(start, tmp_path, stop):
-    with start(DEAF, MAY_START=str(tmp_path / "may_start")) as server:
+def test_a_stop_in_the_first_moment_is_not_lost(start, tmp_path, subcommand, stop):
+    command = ("./entrypoint.sh", subcommand)
+    with start(DEAF, command=command, MAY_START=str(tmp_path / "may_start")) as server:
         wait_until((server.tmp / "is_checked").exists, "the first command")
         server.process.send_signal(stop)
         (tmp_path / "may_start").touch()
         assert server.wait_exit(seconds=10) == 0
-        assert server.log.splitlines()[-1].endswith("entrypoint: Stopped")
+        assert server.log == ""
+
+
+@pytest.mark.parametrize("during", ["readlink", "-c", "mktemp", "config.py", "mkfifo"])
+@pytest.mark.parametrize("stop", ["TERM", "HUP", "INT"])
+def test_a_stop_of_the_whole_process_group_in_the_first_second_is_no_error(start, tmp_path, during, stop):
+    for command in ("readlink", "mktemp", "mkfifo"):
+        signalling = f'[ {command} != "$SIGNALLED" ] || kill -"$STOP" 0'
+        (tmp_path / command).write_text(f'#!/bin/sh\n{signalling}\nexec {shutil.which(command)} "$@"\n')
+        (tmp_path / command).chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    with start(DEAF, PATH=path, SIGNALLED=during, STOP=stop) as server:
+        assert server.wait_exit(seconds=10) == 0
+        assert "error" not in server.log and len(server.log.splitlines()) <= 2  # "Starting" and "Stopped"
 
 
 # Runs a command in a terminal, in which SIGINT presses Ctrl-C.
