@@ -409,6 +409,13 @@ def test_a_device_that_fails_in_a_chunk_at_the_start_ends_it_with_the_setting_to
     assert message.startswith("the compiled graph of prompt chunks fails") and message.endswith("give --prefill-chunk 0")
 
 
+@pytest.mark.parametrize("error", [EXECUTION_ERROR, RuntimeError("1th input shape mismatch")])
+def test_a_device_that_fails_at_the_start_in_the_prompt_that_chunks_are_compared_with_is_lost(tmp_path, monkeypatch, error):
+    fail(monkeypatch, "__call__", error, lambda model, ids, *_: ids.shape[1] > CHUNK)
+    with pytest.raises(DeviceLost, match=str(error)):
+        load_chunks(tmp_path)
+
+
 # The whole server
 
 
