@@ -22,6 +22,8 @@ from models.encoder_cache import EncoderCache
 
 if TYPE_CHECKING:
     from models.adapters import Adapters
+    from models.openvino_model import VisionEncoder
+    from models.vision import VisionTower
 
 logger = logging.getLogger("model")
 
@@ -103,6 +105,7 @@ class StaticBatchModel:
     verify_length: int = 0
     # For a model that reads images: the embeddings that image tokens (negative ids) in chunks stand for.
     encoder_cache: EncoderCache | None = None
+    _vision: VisionTower | VisionEncoder  # set where there is an `encoder_cache`
     adapters: Adapters | None = None  # that chunks may choose; None: none can be served
 
     def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:
@@ -118,16 +121,20 @@ class StaticBatchModel:
         `prefill_chunk`. Every slot with a live sequence must be in each call of one-token rows, or of chunks
         with `verify`, where `supports_chunked_prefill` is false. Raises DeviceLost when the process must be
         restarted; any other exception leaves the model usable."""
+        raise NotImplementedError
 
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
         """Copies what slot `source` holds of its first `tokens` positions to slot `target`."""
+        raise NotImplementedError
 
     def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
         """How the device samples for `slot` from its next prompt on. Not where `sampling` is "host". top_k 1
         is greedy, 0 is off."""
+        raise NotImplementedError
 
     def return_token_ids(self, ids: bool) -> None:
         """Whether the next `forward` returns SampledIds or logits. Only where `sampling` is "hybrid"."""
+        raise NotImplementedError
 
     def encode_image(
         self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
@@ -135,7 +142,7 @@ class StaticBatchModel:
         """The embeddings of an image, float32 [tokens, width], of its tiles, uint8 RGB [tiles, height, width,
         3], and how they lie in it (protocol.py: Image). Runs one tile at a time; returns None once
         `is_cancelled` says so between two of them. Called from one thread, also while `forward` runs. Only
-        where there is an `encoder_cache`: then the engine has set `_vision`."""
+        where there is an `encoder_cache`."""
         return self._vision.encode(pixels, canvas, is_cancelled)
 
 

@@ -11,7 +11,7 @@ import pytest
 import config
 import models
 from config import DEMO_MODEL, Config
-from models.base import ModelError
+from models.base import ModelError, StaticBatchModel
 from run import HERE, ConfigError
 
 
@@ -123,3 +123,12 @@ def test_a_cpu_without_openvino_as_in_the_image_for_neuron_is_refused_in_one_lin
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "openvino" else object())
     said = refusal(device="cpu")
     assert said.startswith("--device cpu (DEVICE) needs the package openvino") and said.endswith("the image for CPUs has it")
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [("forward", [[]]), ("copy_prefix", [0, 1, 2]), ("set_sampling", [0, 1, 1.0, 1.0]), ("return_token_ids", [True])],
+)
+def test_a_call_that_an_engine_does_not_implement_fails(method, arguments):
+    with pytest.raises(NotImplementedError):
+        getattr(StaticBatchModel(), method)(*arguments)
