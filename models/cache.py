@@ -50,7 +50,7 @@ NNCF = "nncf==3.4.0"
 # dequantize.py.
 CONVERTER_VERSION = 5
 # These are for models that read images, whose entries hold a vision tower as well, and compressed weights.
-VISION_VERSION = 3
+VISION_VERSION = 4
 COMPRESSION_VERSION = 4
 READERS = {"gguf": 2, "lora": 2, "dequantize": 1}
 HELD: set[Path] = set()  # the entries that this process keeps: an adapter may be loaded many times
