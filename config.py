@@ -703,7 +703,11 @@ class Config:
         "Maximum prompts per request (`/v1/completions`, `/vertex`), and maximum `n` of each.",
     )
     max_best_of: int = setting(2, "MAX_BEST_OF", "Maximum `best_of`.")
-    max_stop_sequences: int = setting(4, "MAX_STOP_SEQUENCES", "Maximum stop sequences of a request.")
+    max_stop_sequences: int = setting(
+        4,
+        "MAX_STOP_SEQUENCES",
+        "Maximum stop sequences of a request; each has at most 1,000 characters.",
+    )
     max_top_n_tokens: int = setting(
         5,
         "MAX_TOP_N_TOKENS",
@@ -713,8 +717,8 @@ class Config:
     hostname: str = setting(
         "0.0.0.0",
         "HOSTNAME",
-        "IP address to listen on. A HOSTNAME variable that is not an IP address, as containers and shells "
-        "set it, is ignored.",
+        "IP address to listen on; `::` listens on IPv4, too. A HOSTNAME variable that is not an IP address, "
+        "as containers and shells set it, is ignored.",
         parse=_ip,
     )
     port: int = setting(

@@ -450,7 +450,8 @@ def read_graph(path: Path, whole_images: bool = False, longest_window: int | Non
 def _paged_attention(
     layer: Json, window: int, operands: list[ov.Output], batch: list[ov.Output], types: ov.Output
 ) -> PagedAttention:
-    """operands: query, key, value, and both caches; batch: BATCH_INPUTS; types: 1 for a token of an image."""
+    """The attention of a layer. `operands` are query, key, value and both caches, `batch` has the inputs
+    BATCH_INPUTS, and `types` is 1 for each token of an image."""
     *places, max_context_len = batch
     none = _constant([])
     no_floats = _constant([], np.float32)
