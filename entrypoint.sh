@@ -6,8 +6,8 @@
 #   entrypoint.sh compile [flags]     compiles a model into a folder (compile --help)
 #   entrypoint.sh plan [flags]        shows what fits on Inferentia2 and Trainium (plan --help)
 #
-# Exit code: 0 after SIGTERM, SIGINT or SIGHUP, 1 when a process died, 2 for a configuration or model that cannot be
-# served (one line says why). Nothing survives: no process, no socket file.
+# Exit code of serve: 0 after SIGTERM, SIGINT or SIGHUP, 1 when a process died, 2 for a configuration or model that
+# cannot be served (one line says why). Nothing survives: no process, no socket file.
 # shellcheck disable=SC2154 # settings.sh sets these variables
 set -u
 
@@ -34,6 +34,7 @@ sys.exit(not (find_spec("msgspec") and find_spec("gevent")))
 
 # Runs a module of this folder as a program; the caller's folder is not on Python's path.
 run_module() {
+    [ "$stops" -eq 0 ] || exit 143 # as SIGTERM ends the module itself, which does not know of an earlier one
     exec "$python" -c '
 import runpy, sys
 sys.path[0] = sys.argv.pop(1)
@@ -41,12 +42,12 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 ' "$here" "$@"
 }
 
-[ "$stops" -eq 0 ] || exit 0 # a program that replaces this script would not know of the signal
 case ${1:-} in
     serve) shift ;;
     compile) run_module models.compile "${@:2}" ;;
     plan) run_module models.plan "${@:2}" ;;
 esac
+[ "$stops" -eq 0 ] || exit 0
 for argument in "$@"; do
     case $argument in -h | --help | -V | --version) exec "$python" "$here/config.py" "$argument" ;; esac
 done

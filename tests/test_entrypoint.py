@@ -193,15 +193,16 @@ def test_a_stop_before_the_server_is_ready_ends_it_at_once(start, since, stop):
         assert server.log.splitlines()[-1].endswith("entrypoint: Stopped")
 
 
-@pytest.mark.parametrize("subcommand", ["serve", "compile", "plan", "--help"])
+@pytest.mark.parametrize(("subcommand", "code"), [("serve", 0), ("--help", 0), ("compile", 143), ("plan", 143)])
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_stop_in_the_first_moment_is_not_lost(start, tmp_path, subcommand, stop):
+def test_a_stop_in_the_first_moment_is_not_lost(start, tmp_path, subcommand, code, stop):
+    """What would follow a `compile` that succeeded must not begin: compile … && serve."""
     command = ("./entrypoint.sh", subcommand)
     with start(DEAF, command=command, MAY_START=str(tmp_path / "may_start")) as server:
         wait_until((server.tmp / "is_checked").exists, "the first command")
         server.process.send_signal(stop)
         (tmp_path / "may_start").touch()
-        assert server.wait_exit(seconds=10) == 0
+        assert server.wait_exit(seconds=10) == code
         assert server.log == ""
 
 
