@@ -105,9 +105,9 @@ clients: $(VENV)/run.installed
 test-clients: export SERVER_PYTHON := $(BIN)/python
 test-clients: export NODE_PATH := $(AT)-clients/javascript/node_modules
 test-clients: export AGENTS := $(AT)-clients/agents/node_modules
-# Three environments at a time: clients and servers wait for each other. What they print comes when they have ended.
+# Two environments at a time: clients and servers wait for each other. What they print comes when they have ended.
 test-clients: clients
-	@$(MAKE) --silent --no-print-directory -j 3 --output-sync=target --keep-going $(CLIENTS:%=test-clients-%)
+	@$(MAKE) --silent --no-print-directory -j 2 --output-sync=target --keep-going $(CLIENTS:%=test-clients-%)
 
 $(CLIENTS:%=test-clients-%): test-clients-%:
 	@echo "$*:" && $(VENV)-clients/$*/bin/python -m pytest -c tests/clients/pytest.ini $(addprefix tests/clients/,$($*)) $(ARGS)

@@ -77,7 +77,8 @@ def list_files(config: Config, repository: str, pattern: re.Pattern[str]) -> lis
 def _files_on_hub(config: Config, repository: str) -> list[str]:
     from huggingface_hub import HfApi
 
-    with _hub_errors(repository, config.revision):  # `list_repo_files` would try for 23 s where the hub is down
+    with _hub_errors(repository, config.revision):
+        # `list_repo_files` would try for 23 s where the hub is down.
         info = HfApi(token=_token()).model_info(repository, revision=config.revision)
     return [file.rfilename for file in info.siblings]
 
