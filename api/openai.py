@@ -140,7 +140,7 @@ class ModelCard(Struct):
 
     @classmethod
     def all_of(cls, info: ModelInfo) -> list[ModelCard]:
-        """Of the model and of its LoRA adapters."""
+        """The cards of the model and of its LoRA adapters."""
         model = cls.of(info)
         adapters = (
             replace(model, id=name, root=source, parent=model.id) for name, source in info.adapters.items()
