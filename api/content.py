@@ -62,7 +62,7 @@ class ContentReader(Generic[M]):
         """One part as what its type is. Raises ApiError."""
         reader = self._types.get(kind)
         if reader is None:
-            self._skipped.add(kind[:40])
+            self.skip(kind)
             return None
         return self.fields(path, part, reader) if isinstance(reader, str) else reader(self, path, part)
 
@@ -92,6 +92,10 @@ class ContentReader(Generic[M]):
         """The note in the place of what the model cannot read."""
         readable = "text and images" if self.images.are_read else "text"
         return OMITTED.format(kind=kind, readable=readable)
+
+    def skip(self, kind: str) -> None:
+        """Leaves out a part of this type."""
+        self._skipped.add(kind[:40])
 
     def log_skipped(self) -> None:
         if self._skipped:

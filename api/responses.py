@@ -264,7 +264,10 @@ def _not_encrypted(reader: ItemReader, path: str, part: Json) -> str:
     """Clients send the message of an agent in this part as the model wrote it, unless OpenAI's server has
     encrypted it."""
     text = reader.fields(path, part, "encrypted_content?")
-    return "" if text.startswith(CIPHERTEXT) else text
+    if text.startswith(CIPHERTEXT):
+        reader.skip("encrypted_content")
+        return ""
+    return text
 
 
 def _function_call(reader: ItemReader, path: str, item: Json) -> Message:

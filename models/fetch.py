@@ -80,7 +80,7 @@ def _files_on_hub(config: Config, repository: str) -> list[str]:
     with _hub_errors(repository, config.revision):
         # `list_repo_files` would try for 23 s where the hub is down.
         info = HfApi(token=_token()).model_info(repository, revision=config.revision)
-    return [file.rfilename for file in info.siblings]
+    return [file.rfilename for file in info.siblings or ()]
 
 
 def _matching(names: Iterable[str], pattern: re.Pattern[str]) -> list[str]:

@@ -124,13 +124,11 @@ class NeuronModel(StaticBatchModel):
         text.embed_tokens = HostEmbedding(text.embed_tokens, self.encoder_cache, build.family.embedding_scale)
 
     def _problem(self, check: Callable[[], str | None], what: str, remedy: str) -> str | None:
-        """What `check` finds, or why it cannot run. Raises ModelError for an error of the device itself."""
+        """What `check` finds, or why it cannot run. Raises ModelError."""
         try:
             return check()
         except DeviceLost as error:
-            if is_device_error(error):
-                raise ModelError(f"{what} fails ({error}); give {remedy}") from None
-            return str(error)
+            return _reason(error, what, remedy)
 
     def _hybrid_problem(self) -> str | None:
         """Compares the id with the logits after the same prompt: what is wrong with the id, if anything."""
@@ -161,13 +159,10 @@ class NeuronModel(StaticBatchModel):
         """
         length = min(self.prefill_chunk * 3 // 2 + 1, self.max_input_tokens)
         prompt = [(37 * (n % 50) + 5) % self.vocab_size for n in range(length)]
-        chunked = []
-
-        def run_chunks() -> None:
-            chunked[:] = self._run_at_start(prompt, [0, min(self.prefill_chunk, length - 2)])
-
-        if problem := self._problem(run_chunks, "the compiled graph of prompt chunks", "--prefill-chunk 0"):
-            return problem
+        try:
+            chunked = self._run_at_start(prompt, [0, min(self.prefill_chunk, length - 2)])
+        except DeviceLost as error:
+            return _reason(error, "the compiled graph of prompt chunks", "--prefill-chunk 0")
         # An error of the whole prompt is not one of the graph of chunks: without chunks it would fail, too.
         difference = self._difference(chunked, self._run_at_start(prompt, [0]))
         return difference and f"chunked and whole prefill give {difference}"
@@ -439,6 +434,13 @@ class HostEmbedding(torch.nn.Module):
         embedded = self._table(torch.from_numpy(tokens))
         embedded[torch.from_numpy(places)] = torch.from_numpy(embeddings).to(embedded) * self._scale
         return embedded.unflatten(0, ids.shape)
+
+
+def _reason(error: DeviceLost, what: str, remedy: str) -> str:
+    """Why a check at startup cannot run. Raises ModelError for an error of the device itself."""
+    if is_device_error(error):
+        raise ModelError(f"{what} fails ({error}); give {remedy}") from None
+    return str(error)
 
 
 def _comparable(output: Logits | SampledIds) -> np.ndarray | list[int]:

@@ -512,6 +512,13 @@ def test_a_trigger_at_the_end_of_a_conversation_compacts_it(served):
     assert prepared("responses", input=[item, USER]).prompt.startswith(f"u:{SUMMARY.format('')[:-1]}")
 
 
+def test_what_only_openai_can_decrypt_is_skipped_with_a_debug_line(caplog):
+    caplog.set_level(logging.DEBUG)
+    parts = [{"type": "input_text", "text": "Hi"}, {"type": "encrypted_content", "encrypted_content": "gAAAAAB"}]
+    assert "Hi" in prepared("responses", input=[{"type": "agent_message", "content": parts}]).prompt
+    assert "does not read: encrypted_content" in caplog.text
+
+
 @pytest.mark.parametrize("body", [{"model": "m"}, {"model": "m", "input": []}])
 def test_nothing_is_not_summarized(served, body):
     trigger = {"input": [*body.get("input", []), {"type": "compaction_trigger"}]}
