@@ -251,12 +251,13 @@ $(VENV)-clients/javascript.installed: tests/clients/package.json
 		mkdir -p $(VENV)-clients/javascript && cp $< $(VENV)-clients/javascript && cd $(VENV)-clients/javascript \
 		&& npm install $(NPM_FLAGS) >/dev/null && touch ../javascript.installed
 
-# lm-eval also runs the model itself, with the server's torch and transformers.
+# lm-eval also runs the model itself, with the server's torch and transformers: by pip, as uv does not read server.pth and would
+# install another torch.
 $(VENV)-clients/%.installed: tests/clients/requirements-%.txt | $(VENV)/bin/python
 	@echo "Installing the clients of $* into $(VENV)-clients (once)" >&2
 	@"$(BIN)/python" -m venv --clear $(VENV)-clients/$*
 	@$(if $(filter lm-eval,$*),$(call PURELIB,$(BIN)) >"$$($(call PURELIB,$(VENV)-clients/$*/bin))/server.pth")
-	@$(subst $(BIN),$(VENV)-clients/$*/bin,$(PIP)) $(NO_COMPILE) $(PYTEST) -r $<
+	@$(subst $(BIN),$(VENV)-clients/$*/bin,$(if $(filter lm-eval,$*),$(ONLY_PIP) --no-compile,$(PIP) $(NO_COMPILE))) $(PYTEST) -r $<
 	@touch $@
 
 $(VENV)-ui/ui.installed: pyproject.toml | $(VENV)/bin/python
