@@ -5,10 +5,12 @@ import re
 import shutil
 
 import pytest
+from boot import boot
 from processes import Server
 
 from config import DEMO_MODEL
 from manifest import Manifest, check_weight_files, check_weights
+from models.base import ModelError
 from run import ConfigError
 
 
@@ -273,11 +275,16 @@ def without_tokenizer_and_weights(folder):
     leads_nowhere("model.safetensors")(folder)
 
 
-@pytest.mark.processes
+@pytest.fixture
+def demo(tmp_path):
+    """A copy of the demonstration model."""
+    return shutil.copytree(DEMO_MODEL, tmp_path / "model")
+
+
+@pytest.mark.models
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
-        (in_config(vocab_size="2048"), "vocab_size': TypeError: Field 'vocab_size' expected int, got str"),
         (is_folder("model.safetensors"), "model.safetensors cannot be read: Is a directory"),
         (leads_nowhere("model.safetensors"), "model.safetensors cannot be read: No such file or directory"),
         (is_folder("tokenizer.json"), "tokenizer.json cannot be read: Is a directory"),
@@ -286,26 +293,29 @@ def without_tokenizer_and_weights(folder):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_start_with_a_broken_folder_ends_with_2_and_one_line(tmp_path, broken, words):
-    folder = tmp_path / "model"
-    shutil.copytree(DEMO_MODEL, folder)
-    broken(folder)
-    with Server("--model-id", str(folder), LOG_LEVEL="warn") as server:
-        assert server.wait_exit() == 2
-        (line,) = server.log.splitlines()
-    assert words in line and str(folder) in line
+def test_a_broken_folder_ends_a_start_with_one_line(tmp_path, demo, caplog, broken, words):
+    broken(demo)
+    with pytest.raises((ConfigError, ModelError)) as refused:
+        boot(tmp_path, "--model-id", str(demo))
+    (line,) = str(refused.value).splitlines()
+    assert words in line and str(demo) in line
+    assert not [record for record in caplog.records if record.levelname != "INFO"]
 
 
 @pytest.mark.processes
-def test_ids_beyond_the_vocabulary_do_not_keep_a_model_from_being_served(tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(DEMO_MODEL, folder)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [999_999, 10**30, -1]}))
-    with Server("--model-id", str(folder)) as server:
-        server.wait_ready()
-        assert server.generate("A fox", max_new_tokens=2)[0] == 200
-        assert server.log.count("Ignoring EOS ids") == 1
-        assert server.stop() == 0
+def test_what_the_process_that_converts_a_model_refuses_ends_the_server_with_2_and_one_line(demo):
+    in_config(vocab_size="2048")(demo)
+    with Server("--model-id", str(demo), LOG_LEVEL="warn") as server:
+        assert server.wait_exit() == 2
+        (line,) = server.log.splitlines()
+    assert "vocab_size': TypeError: Field 'vocab_size' expected int, got str" in line and str(demo) in line
+
+
+@pytest.mark.models
+def test_ids_beyond_the_vocabulary_do_not_keep_a_model_from_being_served(tmp_path, demo, caplog):
+    (demo / "generation_config.json").write_text(json.dumps({"eos_token_id": [999_999, 10**30, -1, 7]}))
+    assert boot(tmp_path, "--model-id", str(demo)).eos_token_ids == [0, 7]
+    assert caplog.text.count("Ignoring EOS ids") == 1
 
 
 @pytest.mark.parametrize(("name", "kind"), [("model", "folder"), ("model.gguf", "file")])
