@@ -32,11 +32,11 @@ def free_port():
             return port
 
 
-def wait_until(holds, what, seconds=WAIT_S):
+def wait_until(holds, what, seconds=WAIT_S, pause_s=0.02):
     deadline = time.monotonic() + seconds
     while not (found := holds()):
         assert time.monotonic() < deadline, f"{what}: did not happen"
-        time.sleep(0.02)
+        time.sleep(pause_s)
     return found
 
 

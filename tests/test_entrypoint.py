@@ -262,3 +262,23 @@ def test_running_requests_have_the_time_that_was_given_after_a_signal_to_stop(st
     assert second - first >= 0.5
     assert "Stopping; running requests have 0.6 s to finish, " in lines[-2]["fields"]["message"]
     assert all(re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["timestamp"]) for line in lines)
+
+
+@pytest.mark.parametrize("is_at_once", [True, False], ids=["at once", "after the first"])
+def test_a_second_signal_to_stop_ends_running_requests_before_their_time(start, is_at_once):
+    with start(STUBBORN, "--graceful-termination-timeout", "1000") as server:
+        wait_until((server.tmp / "is_running").exists, "the worker")
+        server.process.send_signal(signal.SIGTERM)
+        if not is_at_once:
+            wait_until((server.tmp / "signals").exists, "the first signal")
+        assert server.stop(signal.SIGINT) == 0
+        assert len((server.tmp / "signals").read_text().split()) == 2
+        assert "Stopping; running requests have 1000 s to finish, " in server.log
+
+
+def test_ctrl_c_reaches_the_worker_as_a_signal_to_stop(start):
+    command = (sys.executable, "-c", TERMINAL, "./entrypoint.sh", "--graceful-termination-timeout", "0.6")
+    with start(STUBBORN, command=command) as server:
+        wait_until((server.tmp / "is_running").exists, "the worker")
+        assert server.stop(signal.SIGINT) == 0
+        assert len((server.tmp / "signals").read_text().split()) == 2
