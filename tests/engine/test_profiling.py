@@ -28,14 +28,19 @@ def slices(trace):
 
 
 @pytest.mark.processes
-def test_the_phases_of_the_steps_that_were_asked_for_are_written_once(tmp_path):
+def test_the_phases_of_the_steps_that_were_asked_for_are_written_once_and_neuron_writes_its_own_profile(tmp_path):
+    """The runtime's own profile is switched on before the model is loaded."""
     steps = {"PROF_WAITSTEP": "2", "PROF_WARMUPSTEP": "1", "PROF_STEP": "4"}
-    with Server("--profile", str(tmp_path / "new" / "folder"), **steps) as server:
+    environment = {"PYTHONPATH": SIMULATED, "NEURON_COMPILE_CACHE_URL": str(tmp_path / "cache")}
+    limits = ("--device", "neuron", "--max-total-tokens", "60", "--max-batch-size", "2")
+    with Server("--profile", str(tmp_path / "new" / "folder"), *limits, **environment, **steps) as server:
         server.wait_ready()
         server.generate("What is Deep Learning?", max_new_tokens=20)
         wait_until(lambda: "Wrote the trace of 4 steps to" in server.log, "the trace")
         assert server.stop() == 0
-        assert server.log.count("Wrote the trace") == 1
+        log = server.log
+    assert log.count("Wrote the trace") == 1
+    assert log.index("The Neuron runtime records its own profile into") < log.index("Loading weights")
     (trace,) = traces(tmp_path / "new" / "folder", "worker")
     events = slices(trace)
     assert [event["name"] for event in events] == PHASES * 4
@@ -60,20 +65,6 @@ def test_a_server_that_stops_before_all_steps_ran_writes_what_there_is_with_torc
     assert [len(forward["args"]["slots"]) for forward in forwards] == [1] * count
     assert [forward["args"]["prompt_tokens"] > 0 for forward in forwards] == [True] + [False] * (count - 1)
     assert "aten::linear" in {event["name"] for event in slices(torch_trace)}
-
-
-@pytest.mark.processes
-def test_on_neuron_the_runtimes_own_profile_is_switched_on_before_the_model_is_loaded(tmp_path):
-    environment = {"PYTHONPATH": SIMULATED, "NEURON_COMPILE_CACHE_URL": str(tmp_path / "cache")}
-    limits = ("--device", "neuron", "--max-total-tokens", "60", "--max-batch-size", "2")
-    folder = tmp_path / "profile"
-    with Server("--profile", str(folder), *limits, **environment) as server:
-        server.wait_ready()
-        server.generate("Hello", max_new_tokens=6)
-        assert server.stop() == 0
-        log = server.log
-    assert log.index("The Neuron runtime records its own profile into") < log.index("Loading weights")
-    assert len(traces(folder, "worker")) == 1
 
 
 def test_the_neuron_runtime_is_given_the_folder_unless_its_variables_are_set(tmp_path, monkeypatch):
