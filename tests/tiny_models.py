@@ -11,10 +11,11 @@ import io
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 
+import made
 import numpy as np
 import tokenizers
 import torch
@@ -24,6 +25,7 @@ from config import Config
 from engine.request import Request
 from engine.scheduler import Scheduler, SchedulerConfig
 from manifest import Manifest
+from models.cache import digest
 from protocol import Generate
 
 VOCABULARY = 97
@@ -198,6 +200,17 @@ def save_checkpoint(folder: Path, config, model_class=None, dtype=torch.float32,
     return folder
 
 
+def made_checkpoint(config, change: Callable[[Path], object] = lambda folder: None, **options) -> Path:
+    """The same, made once (made.py); its parent is its own. `change` changes the files, and has a name for what it does."""
+    name = digest([config.to_json_string(use_diff=False), str(sorted(options.items())), change.__name__])
+
+    def make(folder: Path) -> None:
+        save_checkpoint(folder, config, **options)
+        change(folder)
+
+    return made.once(f"{config.model_type}-{name}", make)
+
+
 def auto_class(config):
     is_causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     return transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForImageTextToText
@@ -232,12 +245,20 @@ class Sequence(Request):
 
 
 class Zoo:
-    """One checkpoint per family, and what it must generate; each made when it is first needed."""
+    """One checkpoint per family, and what it must generate; each made once, when it is first needed."""
 
-    def __init__(self, root: Path):
-        self.root = root
-        self.folder = cache(lambda family: save_checkpoint(root / family, ALL[family]()))
-        self.references = cache(lambda family: references(self.folder(family)))
+    def __init__(self):
+        self.folder = cache(self._folder)
+        self.references = cache(self._references)
+
+    def _folder(self, family: str) -> Path:
+        return made_checkpoint(ALL[family]())
+
+    def _references(self, family: str) -> list[Reference]:
+        folder = self.folder(family)
+        name = f"references/{folder.parent.name}"
+        found = made.value(name, lambda: [asdict(each) for each in references(folder)])
+        return [Reference(**each) for each in found]
 
 
 def reference_model(folder, **changes):

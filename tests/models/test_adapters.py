@@ -7,14 +7,13 @@ import random
 from dataclasses import replace
 
 import numpy as np
-import peft
 import pytest
 import tiny_models
 import torch
 from adapter_schedules import check_schedule, vocabulary
 from published.weights import CACHE, Published
 from safetensors.torch import save_file
-from tiny_models import POSITIONS, VOCABULARY, run, save_checkpoint, settings
+from tiny_models import POSITIONS, VOCABULARY, made_checkpoint, run, save_checkpoint, settings
 from transformers import AutoModelForCausalLM
 
 import models
@@ -51,6 +50,8 @@ PROMPT, NEW_TOKENS = IDS[:12], 8
 
 def save_adapter(base, folder, seed=1, scale=0.2, **given):
     """A random adapter, as peft saves it; returns peft's model."""
+    import peft  # takes seconds
+
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(**{"lora_alpha": 8} | given))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -86,9 +87,8 @@ class Adapted:
     """A base model, adapters of it, and the logits and the texts that peft computes with them."""
 
     def __init__(self, folder, family, config=None, spread=0.3, **save):
-        self.base = save_checkpoint(folder / "base", config or tiny_models.ALL[family](), spread=spread)
-        if family == "qwen2":
-            give_biases(self.base)
+        change = {"change": give_biases} if family == "qwen2" else {}
+        self.base = made_checkpoint(config or tiny_models.ALL[family](), spread=spread, **change)
         self.folder = folder
         self.expected = {}
         self.continued = {}

@@ -5,7 +5,6 @@ import json
 import re
 
 import numpy as np
-import peft
 import pytest
 import torch
 from tiny_models import edit_config, llama, qwen2, save_checkpoint
@@ -27,6 +26,8 @@ def base(tmp_path_factory):
 
 def save_adapter(base, folder, **settings):
     """An adapter with random weights, as peft saves it. Returns the logits of the model that peft merged."""
+    import peft  # takes seconds
+
     settings = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj", "down_proj"]} | settings
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(**settings))
     generator = torch.Generator().manual_seed(1)

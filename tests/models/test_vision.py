@@ -14,6 +14,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import made
 import numpy as np
 import pytest
 import torch
@@ -60,15 +61,15 @@ class Picture(NamedTuple):
 class Zoo:
     """For each family a checkpoint, transformers' model of it, and pictures; each made when it is first needed."""
 
-    def __init__(self, root):
-        self.root = root
+    def __init__(self):
         self.folder = cache(self._folder)
         self.reference = cache(self._reference)
         self.picture = cache(self._picture)
         self.text = cache(self._text)
 
     def _folder(self, family, shrink=None):
-        return vision_models.make(family, self.root / f"{family}-{shrink}", shrink or small(family))
+        by = shrink or small(family)
+        return made.once(f"vision/{family}-{by}", lambda folder: vision_models.make(family, folder, by))
 
     def _reference(self, family, shrink=None):
         folder = self.folder(family, shrink)
@@ -165,8 +166,8 @@ def canvas_of(size, config):
 
 
 @pytest.fixture(scope="session")
-def visions(tmp_path_factory):
-    return Zoo(tmp_path_factory.mktemp("visions"))
+def visions():
+    return Zoo()
 
 
 def serve(folder, engine="openvino", **changes):
@@ -503,14 +504,15 @@ def test_a_tower_in_bfloat16_is_stored_so_and_loses_nothing(visions, tmp_path, c
 
 
 @pytest.mark.parametrize("family", ["smolvlm", "qwen2_5_vl"])
-def test_compressed_weights_read_images_also_those_of_the_vision_tower(visions, tmp_path, family):
-    model = serve(visions.folder(family), quantize="int8", model_cache=str(tmp_path / "int8"))
-    serve(visions.folder(family), model_cache=str(tmp_path / "whole"))
+def test_compressed_weights_read_images_also_those_of_the_vision_tower(visions, family):
+    folder = visions.folder(family)
+    model = serve(folder, quantize="int8", model_cache=str(folder.with_name("int8")))
+    serve(folder, model_cache=str(folder.with_name("float32")))
     encode(model, visions.picture(family))
     (found,) = model.forward([Chunk(0, visions.prompt(family), 0)])
     expected = visions.text(family)[2][0]
     assert model.quantize == "int8" and np.abs(found - expected).max() < 0.1 * np.ptp(expected)
-    assert tower_bytes(tmp_path / "int8") < 0.6 * tower_bytes(tmp_path / "whole")
+    assert tower_bytes(folder.with_name("int8")) < 0.6 * tower_bytes(folder.with_name("float32"))
 
 
 def tower_bytes(cache):

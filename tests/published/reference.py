@@ -6,9 +6,12 @@ import functools
 import json
 from pathlib import Path
 
+import made
+import numpy as np
 import torch
 import transformers
 
+from models.cache import digest
 from published.folders import known
 
 TOKENS = 16
@@ -29,7 +32,7 @@ class PresencePenalty(transformers.LogitsProcessor):
 
 
 class Reference:
-    """The tokenizer, the chat template and the model of a folder."""
+    """The tokenizer, the chat template and the model of a folder, which is made once (made.py): so is what it is continued with."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -44,13 +47,17 @@ class Reference:
             self.tokenizer.add_bos_token = True
         template = folder / "chat_template.jinja"  # a base model has none
         self.tokenizer.chat_template = template.read_text() if template.is_file() else written.get("chat_template")
-        config = known(json.loads((folder / "config.json").read_text()))
+        self.continued = functools.cache(self._continued)
+
+    @functools.cached_property
+    def model(self) -> transformers.PreTrainedModel:
+        config = known(json.loads((self.folder / "config.json").read_text()))
         is_text = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
         auto = transformers.AutoModelForCausalLM if is_text else transformers.AutoModelForImageTextToText
         # Eager, because the faster attention leaves Gemma 2's softcaps out.
-        self.model = auto.from_pretrained(folder, config=config, dtype=torch.float32, attn_implementation="eager").eval()
-        self.model.generation_config = transformers.GenerationConfig()
-        self.continued = functools.cache(self._continued)
+        model = auto.from_pretrained(self.folder, config=config, dtype=torch.float32, attn_implementation="eager").eval()
+        model.generation_config = transformers.GenerationConfig()
+        return model
 
     def ids(self, prompt: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(prompt)["input_ids"])
@@ -58,9 +65,19 @@ class Reference:
     def chat_ids(self, messages: list[dict]) -> tuple[int, ...]:
         return tuple(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
 
-    def _continued(self, ids, tokens=TOKENS, repetition_penalty=1.0, presence_penalty=0.0):
+    def _continued(self, ids, tokens=TOKENS, **penalties):
         """What transformers continues a prompt with, up to the first token that does not lead clearly, and the
         log-probabilities of every token there: float32 [tokens, vocabulary]."""
+        name = digest([str(self.folder), list(ids), tokens, penalties])
+
+        def make(folder: Path) -> None:
+            found, logprobs = self._generate(ids, tokens, **penalties)
+            np.savez(folder / "continued.npz", tokens=found, logprobs=logprobs)
+
+        with np.load(made.once(f"continued/{name}", make) / "continued.npz") as kept:
+            return kept["tokens"].tolist(), kept["logprobs"]
+
+    def _generate(self, ids, tokens, repetition_penalty=1.0, presence_penalty=0.0):
         ids = torch.tensor([ids])
         out = self.model.generate(
             ids,

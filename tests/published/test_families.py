@@ -4,6 +4,7 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import made
 import pytest
 from processes import Server
 from tiny_models import run, settings
@@ -76,6 +77,12 @@ TEXTS = {
 GENERATE = {"do_sample": False, "max_new_tokens": TOKENS, "details": True}
 
 
+def written(family):
+    """The folder of a family, made once."""
+    lent = folders.tokenizer_folder(family.model).parent.name
+    return made.once(f"published/{family.id}-{lent}", lambda folder: folders.write(folder, family))
+
+
 def load(folder, record, dtype):
     """The model as a first startup loads it; converted in this process, into the cache of `start`."""
     started_at = time.monotonic()
@@ -141,15 +148,14 @@ def ask(server, api, is_streamed):
 
 @pytest.mark.parametrize("family", rows(SERVED, SAMPLES_IN_16_BITS))
 @pytest.mark.usefixtures("conversions")
-def test_a_family_is_served_in_the_type_of_its_checkpoint_by_the_engine_of_its_row(tmp_path, record_property, family):
-    folder = folders.write(tmp_path / "model", family)
-    assert load(folder, record_property, "auto").engine == family.default_engine
+def test_a_family_is_served_in_the_type_of_its_checkpoint_by_the_engine_of_its_row(record_property, family):
+    assert load(written(family), record_property, "auto").engine == family.default_engine
 
 
 @pytest.mark.parametrize("family", rows(SERVED))
 @pytest.mark.usefixtures("conversions")
-def test_a_family_is_served_and_its_texts_are_those_of_transformers(tmp_path, record_property, family):
-    folder = folders.write(tmp_path / "model", family)
+def test_a_family_is_served_and_its_texts_are_those_of_transformers(record_property, family):
+    folder = written(family)
     reference = Reference(folder)
     short, long, chat = reference.ids(SHORT), reference.ids(LONG), reference.chat_ids(CHAT)
     assert load(folder, record_property, "float32").engine == family.engine
