@@ -32,7 +32,8 @@ class PresencePenalty(transformers.LogitsProcessor):
 
 
 class Reference:
-    """The tokenizer, the chat template and the model of a folder, which is made once (made.py): so is what it is continued with."""
+    """The tokenizer, the chat template and the model of a folder. What it continues a prompt with is made once (made.py), so the
+    folder is, too."""
 
     def __init__(self, folder: Path):
         self.folder = folder
