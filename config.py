@@ -1143,6 +1143,11 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
+@functools.cache
+def _parser() -> _Parser:
+    return _Parser()
+
+
 def _given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
     """The values of all flags and variables, by name (`--port`, `PORT`). An empty variable counts as
     unset."""
@@ -1153,7 +1158,7 @@ def _given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
         ipaddress.ip_address(given.get("HOSTNAME", ""))
     except ValueError:
         given.pop("HOSTNAME", None)  # the machine's name
-    options, unknown = _Parser().parse_known_args(argv)
+    options, unknown = _parser().parse_known_args(argv)
     if unknown:
         flag = unknown[0].partition("=")[0]
         nearest = difflib.get_close_matches(flag, SETTINGS, n=1)
