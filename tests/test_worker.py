@@ -487,6 +487,11 @@ def test_a_prefill_budget_above_every_default_is_advised_against(engine, most, d
     assert f"leave it unset ({default}) unless" in record.getMessage()
 
 
+def test_requests_wait_as_long_as_max_queue_time_allows():
+    assert scheduler_config(Config(max_queue_time=0.5), FakeModel()).max_queue_time_s == 0.5
+    assert scheduler_config(Config(), FakeModel()).max_queue_time_s == float("inf")
+
+
 def test_eos_ids_that_the_model_does_not_have_are_ignored_with_one_warning(caplog):
     assert worker.known_eos_ids([2, 10**30, -1, 2, 99, 100], 100) == [2, 99]
     (record,) = caplog.records
