@@ -2,7 +2,7 @@
 #                    settings come as variables: PORT=8081 ARGS="--max-batch-size 8"
 # make test          runs the tests
 # make test-fast     runs those that start no server, load no model and try no random examples
-# make test-families  serves every published family of docs/models.md through every API
+# make test-families  serves every published family of docs/models.md through every API; properties with 300 random examples
 # make test-suites   runs others' test suites: OPENRESPONSES=, JSONSCHEMABENCH= and JSON_SCHEMA_TEST_SUITE= name their checkouts
 # make test-clients  runs the real clients against the real server: huggingface_hub, openai, boto3 and others
 # make test-neuron   runs transformers-neuronx on a simulator of its accelerator: TRANSFORMERS_NEURONX=/path/to/a/checkout
@@ -25,6 +25,8 @@
 # make help          prints this list
 .PHONY: help run test test-fast test-families test-suites clients test-clients test-neuron ui test-ui test-open-webui ray test-ray bench peers plot soak attack first-run image docs lint clean
 
+# Each of the many processes of a run would compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 FITS = -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' 2>/dev/null
 # The python3 of the machine if it is 3.10 to 3.14, else one of those by name.
@@ -92,6 +94,8 @@ test-fast: $(VENV)/test.installed
 test-families: $(VENV)/test.installed $(VENV)/templates/installed $(VENV)/published/installed
 	"$(BIN)/python" -m pytest -m "families or processes" --numprocesses 2 --dist worksteal tests/published \
 		tests/models/test_published.py tests/models/test_vision.py $(ARGS)
+	RANDOM_EXAMPLES=$(or $(RANDOM_EXAMPLES),300) "$(BIN)/python" -m pytest -m "hypothesis or random_examples" --numprocesses 2 \
+		--timeout 0 $(ARGS) || test $$? = 5 # ARGS name no such test
 
 # What is expected to fail, and why, is in tests/suites/expected.json.
 test-suites: export SUITES := $(AT)/suites/node_modules
