@@ -32,8 +32,7 @@ class PresencePenalty(transformers.LogitsProcessor):
 
 
 class Reference:
-    """The tokenizer, the chat template and the model of a folder. What it continues a prompt with is made once (made.py), so the
-    folder is, too."""
+    """The tokenizer, the chat template and the model of a folder that is made once (made.py): so are its continuations."""
 
     def __init__(self, folder: Path):
         self.folder = folder
