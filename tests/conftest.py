@@ -1,12 +1,13 @@
 """Fixtures for several files. Torch gets one thread everywhere: spinning threads would take cores from the servers."""
 
+import gc
 import os
 import signal
 import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 # Compiled sampling loops are shared with the servers (processes.py) and with later runs. The servers take no cache that a
@@ -20,9 +21,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # so does one below nohup with SIGHUP
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# An example takes as long as it takes: the first one may wait for a compiler.
-settings.register_profile("brief", settings(), deadline=None, max_examples=50)
-settings.load_profile("brief")
+# RANDOM_EXAMPLES is how many random examples each property is tried with, also where a test draws them itself. An example
+# takes as long as it takes: the first one may wait for a compiler.
+EXAMPLES = int(os.environ.get("RANDOM_EXAMPLES", 20))
+settings.register_profile("ours", deadline=None, max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ours")
 
 collect_ignore = ["clients", "ray_serve", "suites"]  # have targets of their own: `make test-clients` and so on
 
@@ -40,6 +43,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         places[item.path] = min(place(item), places.get(item.path, 2))
     items.sort(key=lambda item: places[item.path])
+
+
+def pytest_collection_finish():
+    """What is there now stays: the garbage collector need not look at it again and again, which takes a tenth of the time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -80,10 +89,10 @@ def served(booting):
 
 
 @pytest.fixture(scope="session")
-def zoo(tmp_path_factory):
+def zoo():
     from tiny_models import Zoo
 
-    return Zoo(tmp_path_factory.mktemp("zoo"))
+    return Zoo()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """Whatever anybody sends: HTTP bodies and texts.
 
-A few seconds of it run with the other tests, always the same cases. FUZZ_CASES=10000 runs as many new ones in each test.
+A few seconds of it run with the other tests, always the same cases. RANDOM_EXAMPLES=10000 runs as many new ones in each test.
 """
 
 import json
@@ -18,17 +18,12 @@ from protocol import FromWeb, SubmitRequests, encode
 from text.stream import TextStream, detokenizer_for, prompt_texts
 from text.tokenizer import Tokenizer
 
-NEW_CASES = int(os.environ.get("FUZZ_CASES", "0"))
 LONGEST_ERROR = 1000  # bytes: a client's own words are not sent back to it in full
-pytestmark = [pytest.mark.timeout(0 if NEW_CASES else 180), pytest.mark.hypothesis]
-
-
-def fuzz(cases):
-    return settings(
-        max_examples=NEW_CASES or cases,
-        derandomize=not NEW_CASES,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
-    )
+pytestmark = pytest.mark.hypothesis
+fuzz = settings(
+    derandomize="RANDOM_EXAMPLES" not in os.environ,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 
 
 # JSON, and what looks like it, as text: so that it may say what no Python value says.
@@ -288,7 +283,7 @@ def roomy(serve):
 
 @pytest.mark.parametrize("route", POSTS)
 def test_any_body_is_answered_or_refused_as_documented(roomy, route):
-    @fuzz(50)
+    @fuzz
     @given(body=posts(POSTS[route]))
     def any_body(body):
         assert_answered(roomy.post(route, body), route)
@@ -328,7 +323,7 @@ UNICODE = st.one_of(
 def test_any_text_becomes_tokens_that_stand_where_they_say_and_text_again(tokenizers, name):
     tokenizer = tokenizers[name]
 
-    @fuzz(20)
+    @fuzz
     @given(text=UNICODE, add_special_tokens=st.booleans())
     @example(text="\x00", add_special_tokens=True)
     def any_text(text, add_special_tokens):
@@ -349,7 +344,7 @@ def test_any_tokens_stream_as_a_text_that_their_pieces_add_up_to(tokenizers, nam
     least = st.integers(0, 5)
     ids = st.lists(st.integers(0, 450) | st.sampled_from([2**31, 2**32 - 1]), max_size=12)
 
-    @fuzz(20)
+    @fuzz
     @given(prompt=ids, tokens=ids, stops=st.lists(st.text(max_size=4), max_size=3), keep_stop=st.booleans(), least=least)
     def any_tokens(prompt, tokens, stops, keep_stop, least):
         stream, pieces = TextStream(tokenizer, prompt, stops, keep_stop, least), []

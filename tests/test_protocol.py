@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 from asked import INFO, prepared
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.defaults import sampling_defaults
@@ -29,7 +29,6 @@ def announced(generation_config):
 
 
 @pytest.mark.parametrize("api", ["chat", "completion", "responses", "messages"])
-@settings(max_examples=50, deadline=None)
 @given(generation_config=st.fixed_dictionaries({}, optional=dict.fromkeys(SAMPLING_PARAMETERS, NUMBERS)))
 def test_the_worker_reads_a_request_with_whatever_generation_config_says(api, generation_config):
     info = announced(generation_config)

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 from fakes.model import EOS, FakeModel, greedy
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from loop import ENGINES, REUSES, Driven, on_every_engine
 
@@ -317,7 +317,6 @@ def test_whatever_happens_every_request_gets_one_terminal_message_and_nothing_le
             assert len(driven.prompts[i].logprobs) == (len(prompt) - 1 if scored else 0)
 
 
-@settings(max_examples=300)
 @given(
     st.sampled_from(list(REUSES)),
     st.lists(st.tuples(arrivals, st.integers(0, 3), st.integers(0, 2)), min_size=3, max_size=12),

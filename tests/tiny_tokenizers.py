@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -168,10 +167,6 @@ def save(tokenizer: Tokenizer, folder: Path, **tokenizer_config) -> Path:
         (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     return folder
 
-
-# Most tests run with each of eleven tokenizers.
-thorough = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-brief = settings(thorough, max_examples=25)
 
 # What texts are made of here: one, two, three and four bytes, several characters that are one to the eye, words and spaces.
 PARTS = [

@@ -7,12 +7,13 @@ import re
 
 import pytest
 import templates
+from hypothesis import settings
 
 from api.normalise import adapt_to_template
 from text.template_capabilities import TemplateCapabilities
 
 TEMPLATES = templates.with_rules() | templates.published()
-CHATS = 60  # of each template
+CHATS = settings.default.max_examples  # of each template
 CLOSING = 32  # tokens after what was said last, which the next turn may write in another way
 
 

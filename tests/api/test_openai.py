@@ -15,7 +15,7 @@ from protocol import MAX_LOGIT_BIAS, SamplingParams
 BOTH = pytest.mark.parametrize("dialect", ["chat", "completion"])
 ROUTES = pytest.mark.parametrize(("route", "body"), [(CHAT, MESSAGES), (COMPLETION, PROMPT)])
 
-several = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+several = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 LIMITS = [  # field, what is just right, what is just wrong, the detail
     ("temperature", [0, 0.0, 2, 5], [-0.1, -1], "must be >= 0.0"),

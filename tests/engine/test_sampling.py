@@ -13,7 +13,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -193,7 +193,6 @@ FILTERS = st.fixed_dictionaries(
 
 @with_transformers
 @given(seed=st.integers(0, 2**32 - 1), temperature=st.sampled_from([0.4, 1.0, 1.8]), filters=FILTERS)
-@settings(max_examples=100)
 def test_the_reference_keeps_the_tokens_that_transformers_keeps(seed, temperature, filters):
     row = np.random.default_rng(seed).standard_normal(50).astype(np.float32) * 2
     parameters = SamplingParams(temperature=temperature, **filters)
@@ -372,7 +371,6 @@ TEMPERATURES = st.sampled_from([1e-300, 0.01, 0.3, 0.8, 1.0, 1.5, 5.0, 1e300]) |
 
 
 @given(logits=ANY_ROW, temperature=TEMPERATURES, filters=ANY_FILTER, seed=st.integers(0, 2**64 - 1))
-@settings(max_examples=100)
 def test_the_loops_choose_the_token_that_the_readable_computation_chooses(logits, temperature, filters, seed):
     """Up to the precision of float32 sums: a share that is wrong by 1e-5 moves the limit of top-p or the place of a draw."""
     parameters = SamplingParams(seed=seed, temperature=temperature, **filters)
@@ -657,7 +655,6 @@ def test_log_probabilities_need_no_second_look_at_logits_that_were_sampled_from(
 
 @pytest.mark.parametrize("as_laid_out", [np.ascontiguousarray, column_major, bfloat16, lambda x: column_major(bfloat16(x))])
 @given(logits=ANY_ROW)
-@settings(max_examples=20)
 def test_greedy_rows_get_the_highest_logit_with_the_lowest_id_in_every_layout(as_laid_out, logits):
     rows = rounded(np.concatenate([logits, np.roll(logits, 1, axis=1), np.flip(logits, axis=1)]))
     tokens = sample(as_laid_out(rows), SamplingBatch([SamplerState(SamplingParams(), [0]) for _ in rows]))

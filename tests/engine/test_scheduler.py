@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import scheduler as scheduling
@@ -841,7 +841,6 @@ engines = st.sampled_from(
 )
 
 
-@settings(max_examples=100)
 @given(st.lists(requests, min_size=1, max_size=14), schedulers, engines)
 def test_every_request_gets_its_slot_its_tokens_and_one_end_within_the_budgets(schedule, facts, engine):
     Simulation(schedule, facts, engine).run()

@@ -52,7 +52,7 @@ ARRIVALS = st.lists(st.tuples(st.integers(1, WINDOW - 1), st.integers(1, WINDOW)
 @pytest.mark.parametrize("chunk", [CHUNK, 0], ids=["chunks", "whole"])
 @pytest.mark.parametrize("sampling", ["host", "device"])
 @given(arrivals=ARRIVALS)
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_schedule_gives_each_request_the_text_that_it_gets_alone(tmp_path, sampling, chunk, arrivals):
     model = load_chunks(tmp_path, sampling=sampling, prefill_chunk=chunk)
     assert model.prefill_chunk == model.prefix_granularity == (chunk or None)
@@ -74,7 +74,7 @@ def test_every_schedule_gives_each_request_the_text_that_it_gets_alone(tmp_path,
 @pytest.mark.parametrize("chunk", [CHUNK, 0], ids=["chunks", "whole"])
 @pytest.mark.parametrize("sampling", ["host", "device", "hybrid"])
 @given(arrivals=ARRIVALS, chance=st.randoms(use_true_random=False))
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_schedule_with_draft_tokens_gives_each_request_the_same_text(tmp_path, sampling, chunk, arrivals, chance):
     model = load_chunks(tmp_path, sampling=sampling, prefill_chunk=chunk, speculate=3)
     assert model.verify_length == 4
@@ -123,7 +123,7 @@ def test_the_other_families_run_in_a_batch_too(tmp_path, family):
 
 
 @given(data=st.data())
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_slot_keeps_what_it_holds_until_another_prompt_starts_there(tmp_path, data):
     """Prompts continue at any position of what their slot holds, while other slots decode and are left."""
     batch, held, lengths = Batch(load_chunks(tmp_path)), {}, {}

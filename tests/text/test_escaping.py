@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import tiny_tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tokenizers import save
 from tokenizers import AddedToken
@@ -53,7 +53,6 @@ def specials_in(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("name", LOSSLESS)
 @given(data=st.data())
-@settings(max_examples=100)
 def test_text_of_a_client_has_no_special_token_and_reads_as_it_was_written(name, data):
     plain, escaping = tokenizers_of(name)
     text = data.draw(texts(name))
@@ -65,7 +64,6 @@ def test_text_of_a_client_has_no_special_token_and_reads_as_it_was_written(name,
 
 @pytest.mark.parametrize("name", LOSSLESS)
 @given(data=st.data())
-@settings(max_examples=100)
 def test_the_special_tokens_of_a_chat_are_those_of_its_template(name, data):
     plain, escaping = tokenizers_of(name)
     first, last = names_of(plain)[0], names_of(plain)[-1]
@@ -82,7 +80,6 @@ def test_the_special_tokens_of_a_chat_are_those_of_its_template(name, data):
 
 @pytest.mark.parametrize("name", [*tiny_tokenizers.KINDS, "demo"])
 @given(data=st.data())
-@settings(max_examples=50)
 def test_text_that_is_not_escaped_is_encoded_as_without_the_option(name, data):
     plain, escaping = tokenizers_of(name)
     text = data.draw(texts(name))
@@ -92,7 +89,6 @@ def test_text_that_is_not_escaped_is_encoded_as_without_the_option(name, data):
 
 @pytest.mark.parametrize("name", tiny_tokenizers.KINDS)
 @given(data=st.data())
-@settings(max_examples=50)
 def test_a_tokenizer_that_knows_a_special_token_as_a_word_refuses_the_text(name, data):
     plain, escaping = tokenizers_of(name)
     unknown = plain.token_to_id("<unk>")
@@ -140,7 +136,6 @@ def test_what_a_template_joins_around_an_image_is_no_special_token():
 
 @pytest.mark.parametrize("name", LOSSLESS)
 @given(data=st.data())
-@settings(max_examples=50)
 def test_reserved_tokens_are_escaped_without_the_option_and_no_others_are(name, data):
     plain = tokenizers_of(name)[0]
     reserved = min(plain.special_ids)

@@ -5,7 +5,7 @@ import random
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_calls import (
     BOTH,
@@ -134,7 +134,7 @@ def test_any_text_gives_the_same_parts_however_it_is_split(
         assert whole == ParsedOutput(text, "", [])
 
 
-ALMOST_RIGHT = 60  # for each format
+ALMOST_RIGHT = settings.default.max_examples  # for each format
 MISTAKES = "{}[]()\"',:=<>\\\n x1"
 CITIES = ["Bern", "Zü\nrich", "a}b", "[)", '<b> \\"x\\"', "{", "5"]
 

@@ -13,7 +13,7 @@ import pytest
 from fakes.tokenizer import byte_tokenizer
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tiny_tokenizers import ALL, ANY_TEXT, LOSSLESS, REAL_TEXTS, Kind, any_ids, brief, kind_of, thorough
+from tiny_tokenizers import ALL, ANY_TEXT, LOSSLESS, REAL_TEXTS, Kind, any_ids, kind_of
 
 from text import stream as stream_module
 from text.stream import Piece, TextStream, detokenizer_for, find_stop, prompt_texts, stop_begun
@@ -60,7 +60,6 @@ def ends_inside_a_character(kind: Kind, prompt: Sequence[int], ids: Sequence[int
 
 @pytest.mark.parametrize("name", EXACT)
 @given(data=st.data())
-@thorough
 def test_a_stream_is_exactly_what_decoding_everything_adds_to_the_prompt(name, data):
     kind = kind_of(name)
     prompt, ids = data.draw(any_ids(kind, 5)), data.draw(any_ids(kind, 10))
@@ -75,7 +74,6 @@ def test_a_stream_is_exactly_what_decoding_everything_adds_to_the_prompt(name, d
 
 @pytest.mark.parametrize("name", LOSSLESS)
 @given(data=st.data())
-@brief
 def test_a_character_that_the_prompt_began_comes_out_whole_and_nothing_of_the_prompt_is_repeated(name, data):
     kind = kind_of(name)
     ids = kind.ids(data.draw(ANY_TEXT))
@@ -203,7 +201,6 @@ def test_what_is_told_of_a_token_travels_with_its_piece():
 
 @pytest.mark.parametrize("name", EXACT)
 @given(data=st.data())
-@brief
 def test_the_texts_of_a_prompts_tokens_add_up_to_it_and_special_ones_give_their_name(name, data):
     kind = kind_of(name)
     ids = data.draw(any_ids(kind, 10))
@@ -270,7 +267,6 @@ def test_an_empty_stop_string_and_the_name_of_a_special_token_stop_nothing():
 
 
 @given(string=st.text("ab", max_size=12), stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), data=st.data())
-@thorough
 def test_find_stop_finds_the_end_of_the_first_complete_stop_string(string, stops, data):
     ends = [n for n in range(len(string) + 1) if any(string[:n].endswith(stop) for stop in stops)]
     scanned = data.draw(st.integers(0, ends[0] - 1 if ends else len(string)), label="scanned")
@@ -278,7 +274,6 @@ def test_find_stop_finds_the_end_of_the_first_complete_stop_string(string, stops
 
 
 @given(string=st.text("ab", max_size=12), stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
-@thorough
 def test_stop_begun_is_the_longest_end_that_may_become_a_stop_string(string, stops):
     ends = [string[n:] for n in range(len(string) + 1)]
     assert stop_begun(string, stops) == next(
@@ -293,7 +288,6 @@ def began(string: str, stops: Sequence[str]) -> int:
 
 @pytest.mark.parametrize("name", EXACT)
 @given(data=st.data())
-@thorough
 def test_the_text_ends_at_the_first_stop_string_and_nothing_else_is_missing_or_shown_too_early(name, data):
     kind = kind_of(name)
     prompt, ids = kind.ids("The dog"), data.draw(any_ids(kind, 12))

@@ -13,7 +13,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from image_files import save_preprocessor
-from tiny_tokenizers import ALL, ANY_TEXT, REAL_TEXTS, Kind, any_ids, brief, kind_of, save
+from tiny_tokenizers import ALL, ANY_TEXT, REAL_TEXTS, Kind, any_ids, kind_of, save
 
 from run import HERE, ConfigError
 from text.tokenizer import Tokenizer, check
@@ -34,7 +34,6 @@ def test_token_text_is_what_the_token_adds_in_the_middle_of_a_text(name):
 
 @pytest.mark.parametrize("name", ALL)
 @given(string=ANY_TEXT, add_special_tokens=st.booleans())
-@brief
 def test_spans_are_the_librarys_offsets_counted_in_bytes(name, string, add_special_tokens):
     kind = kind_of(name)
     encoding = kind.raw.encode(string, add_special_tokens=add_special_tokens)
@@ -55,7 +54,6 @@ def test_tokens_that_the_tokenizer_adds_itself_span_nothing():
 
 @pytest.mark.parametrize("name", ["byte-level", "byte-level-with-added", "demo"])
 @given(data=st.data())
-@brief
 def test_bytes_of_byte_level_tokens_add_up_to_the_text(name, data):
     kind = kind_of(name)
     pieces = [(i, kind.tokenizer.piece_bytes(i)) for i in data.draw(any_ids(kind, 10))]
