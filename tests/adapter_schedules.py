@@ -9,7 +9,7 @@ from random import Random
 from unittest import mock
 
 from fakes.model import EOS
-from loop import Driven, Oracle
+from loop import Driven, NoMetrics, Oracle
 from tiny_tokenizers import byte_level
 
 import worker
@@ -68,7 +68,7 @@ def check_schedule(model, seed, **limits):
     texts = {}
     prompts = {}
     for request in requests:
-        driven = Driven(served=model, grammars=grammars, **limits)
+        driven = Driven(served=model, grammars=grammars, metrics=NoMetrics(), **limits)
         driven.arrive(request)
         driven.run()
         found, of_prompt = outputs(driven)

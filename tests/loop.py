@@ -93,10 +93,29 @@ class Oracle:
         self.judged.append((draft_tokens, accepted))
 
 
+class NoMetrics:
+    """In the place of Metrics, which take longer to make than a text to generate: for workers that others are compared with."""
+
+    def __getattr__(self, name):
+        return self
+
+    def __call__(self, *_args, **_options):
+        return self
+
+
 class Driven:
     """A worker on a fake model, driven step by step. `served` is in the place of the fake model."""
 
-    def __init__(self, max_concurrent_requests=100, web_processes=0, grammars=None, served=None, read_adapter=None, **model):
+    def __init__(
+        self,
+        max_concurrent_requests=100,
+        web_processes=0,
+        grammars=None,
+        served=None,
+        read_adapter=None,
+        metrics=None,
+        **model,
+    ):
         self.wire, self.output_thread = Wire(), OutputThread()
         shared_out = {name: model.pop(name) for name in OPERATORS_LIMITS if name in model}
         self.model = served or FakeModel(**model)
@@ -121,7 +140,7 @@ class Driven:
                 eos_token_ids=frozenset([EOS]),
                 link=self.wire,
                 admission=self.admission,
-                metrics=Metrics(),
+                metrics=metrics or Metrics(),
                 grammars=grammars,
                 web_processes=web_processes,
                 output_thread=self.output_thread,

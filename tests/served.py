@@ -1,5 +1,6 @@
 """An app with a real worker on a fake model behind it, and a tokenizer of bytes."""
 
+import functools
 import json
 import threading
 import time
@@ -9,6 +10,7 @@ import msgspec
 from fakes.model import ADAPTER, EOS, ImageModel, greedy
 from fakes.tokenizer import VOCABULARY, byte_tokenizer
 from prometheus_client.parser import text_string_to_metric_families
+from werkzeug.routing import Rule
 
 import web
 from api import responses
@@ -35,6 +37,28 @@ TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'forbidden' %}{{ raise_exception('no such role') }}{% endif %}"
     "{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
+
+
+# What every server here would make anew, and which takes longer than most tests: made once in a process.
+compile_loops = functools.cache(lambda: sampling.compile_loops(["float32"]))
+compile_builder = Rule._compile_builder
+builders = {}
+
+
+@functools.cache
+def grammars_of(tokenizer_json):
+    return Grammars(tokenizer_json, VOCABULARY, [EOS])
+
+
+def builder_of(rule, append_unknown=True):
+    """The function that writes the URL of a route, which Werkzeug compiles."""
+    key = (*rule._trace, repr(rule.defaults), append_unknown)
+    if key not in builders:
+        builders[key] = compile_builder(rule, append_unknown)
+    return builders[key]
+
+
+Rule._compile_builder = builder_of
 
 
 class PausableModel(ImageModel):
@@ -89,7 +113,7 @@ class Served:
             link=self.link,
             admission=self.admission,
             metrics=self.metrics,
-            grammars=Grammars.load(folder, VOCABULARY, [EOS]),
+            grammars=grammars_of(self.tokenizer.to_str()),
             adapter_changes=AdapterChanges(self.model.adapters, self.read_adapter, self.link, self.info) if adapters else None,
         )
         self.worker = Worker(parts)
@@ -106,7 +130,7 @@ class Served:
         return ADAPTER
 
     def get_ready(self):
-        sampling.compile_loops(["float32"])
+        compile_loops()
         self.link.announce(self.info)
         self.thread.start()
         wait_until(lambda: self.seen.phase == "ready")

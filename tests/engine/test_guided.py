@@ -1,7 +1,6 @@
 """Rows with a grammar in the worker's loop: what they generate, when they end, and that others notice nothing."""
 
 import json
-import os
 import re
 import threading
 from functools import cache
@@ -12,8 +11,9 @@ import numpy as np
 import pytest
 from adapter_schedules import check_schedule, vocabulary
 from fakes.model import EOS, FakeModel, greedy
+from hypothesis import settings
 from llguidance import LLMatcher, LLParserLimits
-from loop import REUSES, Driven, Oracle, on_every_engine
+from loop import REUSES, Driven, NoMetrics, Oracle, on_every_engine
 from processes import wait_until
 from tiny_tokenizers import byte_level
 
@@ -24,8 +24,9 @@ from text.grammar import Grammars, Matcher, of_json_schema, of_regex
 
 PHONE = "[0-9]{3}-[a-z]{2}"
 WORDS = "[a-z]{1,30}"
-SCHEMAS = int(os.environ.get("SCHEMAS", 200))
-SCHEDULES = int(os.environ.get("SCHEDULES", 6))
+EXAMPLES = settings.default.max_examples
+SCHEMAS = 5 * EXAMPLES  # they run beside each other
+SCHEDULES = EXAMPLES // 2  # each runs up to twelve requests twice
 
 
 @cache
@@ -35,8 +36,7 @@ def tokenizer():
 
 def guided(**options):
     """A worker whose tokens are pieces of text, with compiled grammars."""
-    grammars = Grammars(tokenizer().to_str(), tokenizer().get_vocab_size(), [EOS])
-    return Driven(grammars=grammars, vocab_size=tokenizer().get_vocab_size(), max_total_tokens=80, **options)
+    return Driven(grammars=vocabulary()[1], vocab_size=tokenizer().get_vocab_size(), max_total_tokens=80, **options)
 
 
 def text_of(driven, request_id):
@@ -66,7 +66,7 @@ def test_a_guided_text_is_the_same_with_guesses_and_ends_where_it_is_complete(en
         Generate(n, [10 + n, seed + 1], 30, sampling=SamplingParams(seed=n, temperature=1.5), grammar=chance.choice(grammars))
         for n in range(5)
     ]
-    plain, guessed = guided(**engine), guided(verify_length=6, **engine)
+    plain, guessed = guided(metrics=NoMetrics(), **engine), guided(verify_length=6, **engine)
     plain.arrive(*requests)
     plain.run()
     texts = dict(plain.tokens)
@@ -110,7 +110,7 @@ def test_a_request_that_fails_changes_no_other_text_of_its_grammar(engine, seed,
     together.arrive(*requests)
     together.run()
     for request in requests:
-        alone = guided(**engine)
+        alone = guided(metrics=NoMetrics(), **engine)
         alone.arrive(request)
         alone.run()
         assert (alone.tokens[request.id], alone.ends) == (together.tokens[request.id], {request.id: together.ends[request.id]})
@@ -260,14 +260,14 @@ def test_in_any_schedule_a_request_with_an_adapter_generates_what_it_generates_a
         model = FakeModel(vocab_size=size, adapters=names, max_total_tokens=50, prefix_slots=5, verify_length=4, **engine)
         counts.append(check_schedule(model, seed, max_batch_prefill_tokens=Random(seed).choice([None, 5])))
     accepted, held, finished = np.mean(counts, axis=0)
-    assert min(accepted, held, finished) > 2
+    assert min(accepted, finished) > 2 and held > 1
 
 
 @pytest.mark.random_examples
 def test_hundreds_of_schemas_give_valid_json_whatever_the_model_prefers():
-    random, grammars = Random(7), Grammars(tokenizer().to_str(), tokenizer().get_vocab_size(), [EOS])
+    random = Random(7)
     driven = Driven(
-        grammars=grammars,
+        grammars=vocabulary()[1],
         vocab_size=tokenizer().get_vocab_size(),
         max_total_tokens=500,
         batch_size=8,
