@@ -509,11 +509,11 @@ def is_free(lock):
     return True
 
 
-def test_a_killed_supervisor_takes_everything_with_it_and_the_next_start_removes_what_is_left_of_that_run_alone(shared, start):
-    with start() as killed:
+def test_a_killed_supervisor_takes_everything_with_it_and_the_next_start_removes_what_is_left_of_that_run_alone(shared):
+    with Server() as killed:
         killed.wait_ready()
         for _ in range(8):
-            send(killed, COMPLETIONS, endless())
+            send(killed, COMPLETIONS, some(1000))
         wait_until(lambda: killed.status().running == 4, "they run")
         left = killed.run_dir
         killed.process.kill()
