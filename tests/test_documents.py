@@ -8,14 +8,8 @@ import shlex
 import subprocess
 import sys
 
-import architecture_table
-import families_table
-import metrics_table
-import neuron_tables
+import documents
 import pytest
-import routes_pages
-import settings_tables
-import sizing_table
 import yaml
 
 import config
@@ -133,44 +127,15 @@ def test_every_name_of_this_server_in_the_guide_exists():
                 assert name.removesuffix("_sum") in series, name
 
 
-def test_the_table_of_metrics_is_that_of_the_code():
-    how = "python tests/metrics_table.py --write puts the table into docs/metrics.md"
-    assert f"\n{metrics_table.table()}\n\n" in (HERE / "docs" / "metrics.md").read_text(), how
-    assert all(row.count("|") == 5 for row in metrics_table.table().splitlines())
+def test_what_is_made_of_the_code_is_what_it_makes_now():
+    changed = [path.name for path, text in documents.pages().items() if path.read_text() != text]
+    assert changed == [], "python tests/documents.py writes them"
 
 
-def test_the_table_of_settings_is_that_of_the_code():
-    table = settings_tables.settings()
-    how = "PYTHONPATH=. python tests/settings_tables.py --write puts the tables into docs/settings.md"
-    document = (HERE / "docs" / "settings.md").read_text()
-    assert table in document, how
-    assert document.endswith(settings_tables.other_names() + "\n"), how
-    assert all(row.count("|") == 5 for row in table.splitlines() if row.startswith("|"))
-
-
-def test_the_page_of_routes_is_that_of_the_openapi_document():
-    how = "PYTHONPATH=. python tests/routes_pages.py --write writes docs/routes.md"
-    assert (HERE / "docs" / "routes.md").read_text() == routes_pages.page(), how
-
-
-def test_the_table_of_models_on_neuron_is_that_of_plan():
-    how = "python tests/neuron_tables.py prints the table for docs/neuron-families.md"
+def test_the_page_about_neuron_has_each_family():
     page = (HERE / "docs" / "neuron-families.md").read_text()
-    assert neuron_tables.table() in page, how
     listed = re.findall(r"^\| (`.*?) \|", page.split("\n| family |")[1].split("\n\n")[0], flags=re.MULTILINE)
     assert set(re.findall(r"`(\w+)`", " ".join(listed))) == set(families.FAMILIES)
-
-
-def test_the_examples_of_sizes_are_what_the_server_chooses():
-    how = "python tests/sizing_table.py --write puts the table into docs/memory.md"
-    assert f"\n{sizing_table.table()}\n" in (HERE / "docs" / "memory.md").read_text(), how
-
-
-def test_the_table_of_families_is_that_of_their_suite():
-    table = families_table.table()
-    how = "python tests/families_table.py --write puts the table into docs/models.md"
-    assert f"\n{table}\n" in (HERE / "docs" / "models.md").read_text(), how
-    assert all(row.count("|") == 6 for row in table.splitlines())
 
 
 def test_the_page_about_tools_has_each_format_and_what_its_calls_enforce():
@@ -333,7 +298,7 @@ def test_the_files_and_names_of_code_that_a_document_names_are_there(document):
         for part in name.split("."):
             assert re.search(rf"^\s*(async )?(def|class) {part}\b|^{part}( =|:)", source, flags=re.MULTILINE), f"{path}: {name}"
     if document.name == "architecture.md":
-        written = text.replace(architecture_table.table(), "")  # a docstring names the files beside it without their folder
+        written = re.sub(r"\n## Files\n\n(\|.*\n)+", "", text)  # a docstring names the files beside it without their folder
         assert [path for path in re.findall(r"`([\w/]+\.\w+)`", written) if not (HERE / path).exists()] == []
 
 
@@ -350,10 +315,3 @@ def test_the_tables_of_replicas_are_what_the_simulation_and_the_published_figure
     simulated = replicas.report_simulation(replicas.MODEL, replicas.INSTANCE, [2, 4], 0.8)
     rows = [*(row for row in simulated if re.match(r"\| \d", row)), *replicas.report_costs()]
     assert len(rows) > 10 and [row for row in rows if row not in page] == []
-
-
-def test_the_table_of_files_is_that_of_their_docstrings():
-    how = "python tests/architecture_table.py --write puts the table into docs/architecture.md"
-    table = (HERE / "docs" / "architecture.md").read_text().split("## Files\n")[1]
-    assert table.lstrip().startswith(architecture_table.table() + "\n\n"), how
-    assert all(re.fullmatch(r"\| `[\w/]+\.py` \| \S.* \|", row) for row in architecture_table.table().splitlines()[2:])

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from documents import SMALLER, smallest
 from family_models import LLAMA3, MODELS, PROMPTS, VOCABULARY, YARN, Made, logits_of
 from loop import Driven
-from neuron_tables import SMALLER, smallest
 from published.configs import CONFIGS
 from test_server import WINDOW, as_float32, assert_like, cores, refuse_to_compile, serve  # noqa: F401
 from transformers_neuronx import compiler

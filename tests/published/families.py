@@ -1,7 +1,7 @@
 """The families that people publish, and what each must do here: the engine that serves it on a CPU, or why it is refused.
 
 A row is a published model of `configs.py`, with what is changed in its config.json for a form that others publish. The table
-of docs/models.md is made of these rows (`tests/families_table.py`).
+of docs/models.md is made of these rows (`python tests/documents.py`).
 """
 
 from __future__ import annotations
