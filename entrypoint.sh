@@ -17,6 +17,8 @@ trap 'stops=$((stops + 1))' TERM INT HUP # first of all: process 1 of a containe
 # closed terminal and `kill` of the process group send the signal to the command as well; this script acts on it
 # when the command has ended.
 ignore_stops() { trap '' TERM INT HUP; }
+# For what failed: a subshell that a signal to stop has ended before it ignored it is no error.
+end_if_stopped() { [ "$stops" -eq 0 ] || exit 0; }
 
 here=$(ignore_stops && cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 # TGI's images set it; without the package hf_transfer, every download would fail.
@@ -27,7 +29,7 @@ python=${PYTHON:-$here/.venv/bin/python} # which `make run` makes
 import sys
 from importlib.util import find_spec
 sys.exit(not (find_spec("msgspec") and find_spec("gevent")))
-') || {
+') || [ "$stops" -gt 0 ] || {
     echo "error: $python lacks what the server needs; \`make run\` in $here installs it" >&2
     exit 2
 }
@@ -47,7 +49,7 @@ case ${1:-} in
     compile) run_module models.compile "${@:2}" ;;
     plan) run_module models.plan "${@:2}" ;;
 esac
-[ "$stops" -eq 0 ] || exit 0
+end_if_stopped
 for argument in "$@"; do
     case $argument in -h | --help | -V | --version) exec "$python" "$here/config.py" "$argument" ;; esac
 done
@@ -59,6 +61,7 @@ for lock in "${TMPDIR:-/tmp}"/neuron-textgen.*/lock; do
     [ -O "$folder" ] && [ ! -L "$folder" ] && [ -f "$lock" ] && flock -n "$lock" rm -rf "$folder"
 done
 run_dir=$(ignore_stops && mktemp -d "${TMPDIR:-/tmp}/neuron-textgen.XXXXXXXX" 2>&1) || {
+    end_if_stopped
     echo "error: ${run_dir#mktemp: }; name another folder with TMPDIR" >&2
     exit 2
 }
@@ -69,14 +72,21 @@ exec 7>"$run_dir/lock.new" && flock 7 && mv "$run_dir/lock.new" "$run_dir/lock"
 export NEURON_TEXTGEN_RUN_DIR=$run_dir
 export NEURON_TEXTGEN_PARENT=$$ # see run.py
 # Writes config.json, which the processes read, and settings.sh, which this script reads.
-(ignore_stops && exec "$python" "$here/config.py" "$@") || exit $?
+(ignore_stops && exec "$python" "$here/config.py" "$@") || {
+    code=$?
+    end_if_stopped
+    exit "$code"
+}
 source "$run_dir/settings.sh"
 export NUMBA_CACHE_DIR=${NUMBA_CACHE_DIR:-$model_cache/numba}
 (umask 077 && mkdir -p "$NUMBA_CACHE_DIR") 2>/dev/null # numba would let the group write to the model cache
 
 # Nothing is written to this pipe: reading from it with a timeout sleeps without starting a process. `wait -n`
 # would wake at the end of a child and at a signal, but a signal at the wrong moment makes it miss both.
-(ignore_stops && exec mkfifo "$run_dir/idle") && exec 9<>"$run_dir/idle" || exit 1
+(ignore_stops && exec mkfifo "$run_dir/idle") && exec 9<>"$run_dir/idle" || {
+    end_if_stopped
+    exit 1
+}
 pause() { read -r -t "$1" -u 9; }
 
 # Sets `now`, in milliseconds, without starting a process. Unlike bash's own clock, this one is never set: many a

@@ -240,8 +240,9 @@ def test_ctrl_c_before_the_server_is_ready_ends_it_at_once_and_without_a_traceba
         wait_until(lambda: server.run_dir and (server.run_dir / since).exists(), since)
         server.process.send_signal(signal.SIGINT)
         assert server.wait_exit(seconds=10) == 0
-        first, *_others, last = server.log.splitlines()
-        assert "config: Starting" in first and last.endswith("entrypoint: Stopped")
+        if server.log or since != "lock":  # the first process that would write may not have begun
+            first, *_others, last = server.log.splitlines()
+            assert "config: Starting" in first and last.endswith("entrypoint: Stopped")
 
 
 # Writes the time of each SIGTERM, and ends at the second one.
