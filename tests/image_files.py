@@ -1,5 +1,6 @@
 """Files of images, also of hostile ones, and the files by which a model folder says how it reads images."""
 
+import functools
 import io
 import json
 import struct
@@ -28,6 +29,7 @@ def save_preprocessor(name, folder, nested=False, image_token_id=7, **changes):
     return Manifest.read(folder)
 
 
+@functools.cache
 def noise(width, height, seed=0):
     coarse = np.random.default_rng(seed).integers(0, 255, (height // 8 + 2, width // 8 + 2, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((width, height), 2)

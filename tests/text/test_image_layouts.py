@@ -29,8 +29,8 @@ PROCESSORS = {
 }
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 GRIDS = (*QWEN, "glm_ocr", "paddleocr_vl")
-# An icon, a thin image, upright and wide ones, odd ones, one that LLaVA-OneVision scales down.
-SIZES = [(64, 48), (23, 200), (333, 777), (1536, 1024), (1201, 799), (1650, 1411)]
+# An icon, a thin image, an upright and a wide one, an odd one, one that LLaVA-OneVision scales down.
+SIZES = [(64, 48), (23, 200), (333, 777), (1024, 512), (1201, 799), (1650, 1411)]
 every_family = pytest.mark.parametrize("name", FAMILIES)
 
 
@@ -150,9 +150,10 @@ def test_an_image_takes_as_many_tokens_as_in_transformers(name, tmp_path):
 @pytest.mark.usefixtures("_same_transformers")
 @pytest.mark.parametrize("bounds", [{}, {"max_pixels": 200_704}, {"min_pixels": 200_704, "max_pixels": 1_003_520}])
 @pytest.mark.parametrize("name", GRIDS)
-def test_bounds_give_images_of_all_sizes_as_many_tokens_as_in_transformers(name, bounds, tmp_path):
+def test_bounds_give_images_of_all_sizes_as_many_tokens_as_in_transformers(name, bounds, tmp_path, monkeypatch):
     from transformers import AutoImageProcessor
 
+    monkeypatch.setattr(Image.Image, "resize", lambda image, size, *_: Image.new(image.mode, size))  # what is counted is sizes
     layout = read_layout(save_preprocessor(name, tmp_path), bounds)
     processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil", **named_by_transformers(name, bounds))
     sizes = np.random.default_rng(0).integers(9, 1800, (60, 2)).tolist()
