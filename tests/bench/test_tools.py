@@ -1,6 +1,8 @@
 """The tools that `make bench`, `make soak` and `make attack` run, once each and briefly. No test depends on speed."""
 
+import contextlib
 import getpass
+import importlib
 import json
 import os
 import re
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 from processes import MODEL_CACHE
 
+from config import parse
 from run import HERE
 
 pytestmark = pytest.mark.processes
@@ -26,8 +29,34 @@ def output_of(*command):
     return done.stdout
 
 
-def test_bench_measures_the_server_on_simulated_devices_and_writes_a_page_that_needs_nothing_else(tmp_path):
-    output_of("bench/bench.py", "--smoke", "--out", str(tmp_path / "report"))
+@pytest.fixture
+def tool(monkeypatch):
+    """Imports a tool, to run it here with fewer servers or less of everything."""
+    monkeypatch.syspath_prepend(HERE / "bench")
+    monkeypatch.chdir(HERE)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("MODEL_CACHE", str(MODEL_CACHE))
+    return importlib.import_module
+
+
+def test_bench_measures_the_server_on_simulated_devices_and_writes_a_page_that_needs_nothing_else(tool, tmp_path, monkeypatch):
+    """A server for each device; what `--sampling` names is started by the first run below."""
+    figures, devices = tool("figures"), tool("devices")
+    servers = {}
+    with contextlib.ExitStack() as stack:
+
+        @contextlib.contextmanager
+        def serve(device, *flags):
+            parse([*flags, "--device", "neuron"], {})
+            if device not in servers:
+                speculate = ["--speculate", str(figures.DRAFT_TOKENS)] if device.verify_ms else ["--sampling", "host"]
+                servers[device] = stack.enter_context(devices.serve(device, *speculate))
+            yield servers[device]
+
+        monkeypatch.setattr(figures, "serve", serve)
+        monkeypatch.setattr(sys, "argv", ["bench.py", "--smoke", "--out", str(tmp_path / "report")])
+        assert tool("bench").main() == 0
+    assert len(servers) == 2
     report = json.loads((tmp_path / "report.json").read_text())
     page = (tmp_path / "report.html").read_text()
     figures = {figure["name"]: figure for figure in report["figures"]}
@@ -43,7 +72,7 @@ def test_bench_measures_the_server_on_simulated_devices_and_writes_a_page_that_n
 
 def test_servers_are_measured_side_by_side_into_a_report(tmp_path):
     serve = "./entrypoint.sh serve --model-id {model} --hostname 127.0.0.1 --port {port}"
-    ours = f"PYTHON={shlex.quote(sys.executable)} {serve}"
+    ours = f"PYTHON={shlex.quote(sys.executable)} MODEL_CACHE={shlex.quote(str(MODEL_CACHE))} {serve}"
     servers = ["--server", f"ours, one={ours}", "--server", f"another, one={ours} --max-batch-size 2"]
     sizes = ["--rounds", "1", "--concurrency", "2", "--requests", "2", "--prompt", "8", "--tokens", "5"]
     paths = ["--model", "demo/model", "--logs", str(tmp_path), "--out", str(tmp_path / "report")]
@@ -57,20 +86,23 @@ def test_servers_are_measured_side_by_side_into_a_report(tmp_path):
     assert all(figure["value"] > 0 for figure in figures)
 
 
-def test_a_short_soak_passes_and_has_seen_everything(tmp_path):
-    path = tmp_path / "report.json"
-    output_of("bench/soak.py", "--minutes", "0.07", "--seed", "1", "--json", str(path))
+def test_a_short_soak_passes_and_has_seen_everything(tool, tmp_path, monkeypatch):
+    path, soak = tmp_path / "report.json", tool("soak")
+    monkeypatch.setattr(soak, "PROMPTS", soak.PROMPTS[:1])
+    monkeypatch.setattr(sys, "argv", ["soak.py", "--minutes", "0.06", "--seed", "1", "--json", str(path)])
+    assert soak.main() == 0
     report = json.loads(path.read_text())
     assert report["problems"] == report["wrong"] == []
     assert report["kills"] >= 1 and report["texts_compared"] > 20 and report["cancelled"] > 0
     assert {"429", "400"} <= set(report["refused"])
 
 
-def test_a_first_run_is_rehearsed_on_a_cpu_and_its_report_names_nobody(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+def test_a_first_run_is_rehearsed_on_a_cpu_and_its_report_names_nobody(tool, tmp_path, monkeypatch):
+    first_run = tool("first_run")
+    monkeypatch.setattr(first_run, "TOKENS", 16)
     server = "./entrypoint.sh serve --hostname 127.0.0.1 --port {port} --max-batch-size 2"
     words = ["--device", "cpu", "--max-total-tokens", "512", "--server", server, "--out", str(tmp_path / "report.json")]
-    output_of("bench/first_run.py", "--model-id", str(HERE / "demo" / "model"), *words)
+    assert first_run.main(["--model-id", str(HERE / "demo" / "model"), *words]) == 0
     text = (tmp_path / "report.json").read_text()
     report = json.loads(text)
     (model,) = report["models"]
@@ -84,16 +116,29 @@ def test_a_first_run_is_rehearsed_on_a_cpu_and_its_report_names_nobody(tmp_path,
         assert secret not in text
 
 
-def test_a_first_run_on_a_device_tries_each_place_to_sample(tmp_path, monkeypatch):
-    model = "import sys, pathlib; sys.path.insert(0, 'bench'); from devices import Device, write_model; "
-    output_of("-c", model + f"write_model(pathlib.Path({str(tmp_path / 'model')!r}), Device(2, 5.0, 32000, 2))")
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+def test_a_first_run_on_a_device_tries_each_place_to_sample(tool, tmp_path, monkeypatch):
+    """The second start of the same flags finds the server of the first; the rehearsal on a CPU starts each."""
+    first_run, devices = tool("first_run"), tool("devices")
+    devices.write_model(tmp_path / "model", devices.Device(2, 5.0, 32000, 2))
+    monkeypatch.setattr(first_run, "TOKENS", 16)
     monkeypatch.setenv("PYTHONPATH", str(HERE / "bench" / "simulated"))
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "programs"))
     monkeypatch.setenv("NEURON_RT_NUM_CORES", "2")
     server = "./entrypoint.sh serve --hostname 127.0.0.1 --port {port} --max-batch-size 2"
     words = ["--max-total-tokens", "512", "--without-cpu", "--server", server, "--out", str(tmp_path / "report.json")]
-    output_of("bench/first_run.py", "--model-id", str(tmp_path / "model"), *words)
+    start, kept = first_run.started, {}
+    with contextlib.ExitStack() as stack:
+
+        @contextlib.contextmanager
+        def started(given, model, folder, device, *flags):
+            if flags not in kept:
+                yield kept.setdefault(flags, stack.enter_context(start(given, model, folder, device, *flags)))
+            else:
+                with kept[flags] as server:
+                    yield server
+
+        monkeypatch.setattr(first_run, "started", started)
+        assert first_run.main(["--model-id", str(tmp_path / "model"), *words]) == 0
     (model,) = json.loads((tmp_path / "report.json").read_text())["models"]
     runs = model["runs"]
     assert [run["flags"][1] for run in runs] == ["host", "hybrid", "device"]
@@ -126,10 +171,8 @@ def test_a_first_run_that_cannot_start_says_so_in_its_report_without_paths(tmp_p
     assert model["runs"][0]["failed"] == model["cpu_failed"] == "error: PATH is damaged"
 
 
-def test_ids_of_a_first_run_are_compared_step_by_step(monkeypatch):
-    monkeypatch.syspath_prepend(HERE / "bench")
-    from first_run import compared_ids
-
+def test_ids_of_a_first_run_are_compared_step_by_step(tool):
+    compared_ids = tool("first_run").compared_ids
     same = [[1, 2, 3], [4, 5, 6]]
     assert compared_ids(same, same) == {"equal": 2, "differ_first_at_step": []}
     assert compared_ids([*same, [7, 8, 9]], [[1, 2, 4], [4, 5, 6], [7, 0, 9]]) == {"equal": 1, "differ_first_at_step": [1, 2]}
