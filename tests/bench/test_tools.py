@@ -100,7 +100,7 @@ def test_a_short_soak_passes_and_has_seen_everything(tool, tmp_path, monkeypatch
 def test_a_first_run_is_rehearsed_on_a_cpu_and_its_report_names_nobody(tool, tmp_path, monkeypatch):
     first_run = tool("first_run")
     monkeypatch.setattr(first_run, "TOKENS", 16)
-    server = "./entrypoint.sh serve --hostname 127.0.0.1 --port {port} --max-batch-size 2"
+    server = "./entrypoint.sh serve --hostname 127.0.0.1 --port {port} --max-batch-size 2 --threads 1"
     words = ["--device", "cpu", "--max-total-tokens", "512", "--server", server, "--out", str(tmp_path / "report.json")]
     assert first_run.main(["--model-id", str(HERE / "demo" / "model"), *words]) == 0
     text = (tmp_path / "report.json").read_text()
@@ -124,7 +124,7 @@ def test_a_first_run_on_a_device_tries_each_place_to_sample(tool, tmp_path, monk
     monkeypatch.setenv("PYTHONPATH", str(HERE / "bench" / "simulated"))
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "programs"))
     monkeypatch.setenv("NEURON_RT_NUM_CORES", "2")
-    server = "./entrypoint.sh serve --hostname 127.0.0.1 --port {port} --max-batch-size 2"
+    server = "./entrypoint.sh serve --hostname 127.0.0.1 --port {port} --max-batch-size 2 --threads 1"
     words = ["--max-total-tokens", "512", "--without-cpu", "--server", server, "--out", str(tmp_path / "report.json")]
     start, kept = first_run.started, {}
     with contextlib.ExitStack() as stack:

@@ -20,12 +20,13 @@ import pytest
 import yaml
 from processes import Server, free_port, wait_until
 
-from config import DEMO_MODEL
+from bench.devices import Device, write_model
 from run import HERE
 
 DEPLOY = HERE / "deploy"
 COMPOSE = DEPLOY / "compose.yaml"
-LONG = {"prompt": "Hello", "max_tokens": 8000, "ignore_eos": True}  # many seconds of text, on the fastest machine too
+LONG = {"prompt": "Hello", "max_tokens": 4000, "ignore_eos": True}
+STEP_MS = "20"  # of a simulated device, whose tokens take their time on any machine, and no processor
 SHORT = {"prompt": "Hello", "max_tokens": 3}
 
 
@@ -175,9 +176,15 @@ class Replicas:
 
     def __init__(self, stack, tmp_path):
         self._stack, self._port = stack, str(free_port())
-        self._model = shutil.copytree(DEMO_MODEL, tmp_path / "demo")  # for longer texts, which make no sense
-        config = self._model / "config.json"
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 8192}))
+        self._device = {
+            "MODEL_ID": str(write_model(tmp_path / "model", Device(4, float(STEP_MS), 32000, 2))),
+            "DEVICE": "neuron",
+            "MAX_TOTAL_TOKENS": "4096",
+            "NEURON_RT_NUM_CORES": "2",
+            "NEURON_COMPILE_CACHE_URL": str(tmp_path / "programs"),
+            "PYTHONPATH": str(HERE / "bench" / "simulated"),
+            "SIMULATED_STEP_MS": STEP_MS,
+        }
         self.servers = [self.start("127.0.0.2"), self.start("127.0.0.3")]
         self.names = Names(["127.0.0.2", "127.0.0.3"])
         stack.callback(self.names.socket.close)
@@ -190,8 +197,7 @@ class Replicas:
 
     def start(self, address):
         settings = {"HOSTNAME": address, "PORT": self._port, "MAX_CONCURRENT_REQUESTS": "4", "MAX_BATCH_SIZE": "4"}
-        settings |= {"MODEL_ID": str(self._model), "MAX_TOTAL_TOKENS": "8192"}
-        return self._stack.enter_context(Server(**settings))
+        return self._stack.enter_context(Server(**settings | self._device))
 
     def start_proxy(self):
         command = f"mount --bind {self._resolv_conf} /etc/resolv.conf && exec haproxy -f {DEPLOY}/compose/haproxy.cfg"
@@ -286,7 +292,7 @@ def test_a_refusal_is_passed_on_unchanged(replicas):
 @pytest.mark.processes
 def test_no_request_is_lost_to_a_server_that_stops(replicas):
     with asking(replicas.proxy) as statuses:
-        streams = [replicas.stream(max_tokens=2000), replicas.stream(max_tokens=2000)]
+        streams = [replicas.stream(max_tokens=150), replicas.stream(max_tokens=150)]
         stopped = replicas.servers[0]
         stopped.process.send_signal(signal.SIGTERM)
         for stream in streams:
@@ -302,16 +308,16 @@ def test_no_request_is_lost_to_a_server_that_stops(replicas):
 @pytest.mark.processes
 def test_a_request_whose_server_dies_is_sent_to_the_other(replicas):
     # Long, so that all four still run when a busy machine has started the last.
-    streams, whole = [replicas.stream(max_tokens=7000), replicas.stream(max_tokens=7000)], []
+    streams, whole = [replicas.stream(max_tokens=400), replicas.stream(max_tokens=400)], []
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for _ in range(2):  # one after the other, so that each server gets one
-            whole.append(pool.submit(replicas.proxy.post, "/v1/completions", LONG | {"max_tokens": 3000}))
+            whole.append(pool.submit(replicas.proxy.post, "/v1/completions", LONG | {"max_tokens": 250}))
             wait_until(lambda: sum(replicas.running()) == 2 + len(whole), "the request runs")
         assert replicas.running() == [2, 2]
         with asking(replicas.proxy) as statuses:
             wait_until(lambda: statuses, "an answer")
             replicas.servers[0].process.kill()
-            assert [done.result()["usage"]["completion_tokens"] for done in whole] == [3000, 3000]
+            assert [done.result()["usage"]["completion_tokens"] for done in whole] == [250, 250]
             assert sorted(is_whole(stream) for stream in streams) == [False, True]
             replicas.servers[0] = replicas.start("127.0.0.2")
             replicas.wait_ready()
@@ -321,7 +327,7 @@ def test_a_request_whose_server_dies_is_sent_to_the_other(replicas):
 @needs_haproxy
 @pytest.mark.processes
 def test_a_server_that_leaves_the_name_finishes_and_one_that_joins_is_found(replicas):
-    streams = [replicas.stream(max_tokens=2000), replicas.stream(max_tokens=2000)]
+    streams = [replicas.stream(max_tokens=150), replicas.stream(max_tokens=150)]
     left = replicas.names.addresses.pop()
     replicas.wait_ready(1)
     assert [is_whole(stream) for stream in streams] == [True, True]
@@ -333,7 +339,7 @@ def test_a_server_that_leaves_the_name_finishes_and_one_that_joins_is_found(repl
 @pytest.mark.processes
 def test_the_proxy_finishes_what_runs_when_it_is_stopped(replicas):
     proxy = replicas.proxy
-    stream = replicas.stream(max_tokens=2000)
+    stream = replicas.stream(max_tokens=150)
     proxy.process.send_signal(signal.SIGUSR1)  # compose.yaml: stop_signal
     assert is_whole(stream)
     proxy.process.wait(20)  # its exit code is that of a crash with the 2.6.12 of Debian 12, which has nothing left to do
