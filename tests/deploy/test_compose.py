@@ -20,7 +20,6 @@ import pytest
 import yaml
 from processes import Server, free_port, wait_until
 
-from bench.devices import Device, write_model
 from run import HERE
 
 DEPLOY = HERE / "deploy"
@@ -174,10 +173,10 @@ needs_haproxy = pytest.mark.skipif(
 class Replicas:
     """Two servers at one port of two addresses, their name, and the proxy in front of them."""
 
-    def __init__(self, stack, tmp_path):
+    def __init__(self, stack, tmp_path, model):
         self._stack, self._port = stack, str(free_port())
         self._device = {
-            "MODEL_ID": str(write_model(tmp_path / "model", Device(4, float(STEP_MS), 32000, 2))),
+            "MODEL_ID": str(model),
             "DEVICE": "neuron",
             "MAX_TOTAL_TOKENS": "4096",
             "NEURON_RT_NUM_CORES": "2",
@@ -227,8 +226,12 @@ class Replicas:
 
 @pytest.fixture(scope="module")
 def two_servers(tmp_path_factory):
-    with contextlib.ExitStack() as stack:
-        yield Replicas(stack, tmp_path_factory.mktemp("proxy"))
+    folder = tmp_path_factory.mktemp("proxy")
+    with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(HERE / "bench")
+        from devices import LLAMA_2_7B, write_model
+
+        yield Replicas(stack, folder, write_model(folder / "model", LLAMA_2_7B))
 
 
 @pytest.fixture
@@ -307,7 +310,7 @@ def test_no_request_is_lost_to_a_server_that_stops(replicas):
 @needs_haproxy
 @pytest.mark.processes
 def test_a_request_whose_server_dies_is_sent_to_the_other(replicas):
-    # Long, so that all four still run when a busy machine has started the last.
+    # Eight seconds, so that all four still run when a busy machine has started the last.
     streams, whole = [replicas.stream(max_tokens=400), replicas.stream(max_tokens=400)], []
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for _ in range(2):  # one after the other, so that each server gets one
@@ -327,7 +330,7 @@ def test_a_request_whose_server_dies_is_sent_to_the_other(replicas):
 @needs_haproxy
 @pytest.mark.processes
 def test_a_server_that_leaves_the_name_finishes_and_one_that_joins_is_found(replicas):
-    streams = [replicas.stream(max_tokens=150), replicas.stream(max_tokens=150)]
+    streams = [replicas.stream(max_tokens=300), replicas.stream(max_tokens=300)]
     left = replicas.names.addresses.pop()
     replicas.wait_ready(1)
     assert [is_whole(stream) for stream in streams] == [True, True]
