@@ -217,9 +217,10 @@ def test_an_answer_that_max_tokens_has_truncated_after_any_token_is_taken_back(d
     history = "input" if dialect == "responses" else "messages"
     served = calling(name, thinking="<think>" in before)
     whole = before + WRITTEN[name]
+    asked_for = body | {history: [USER], "tools": TOOLS_OF[dialect]}
+    first = make(asked_for, served)
     for end in [token.end() for token in re.finditer(r"\w+|\W", whole)]:
-        asked_for = body | {history: [USER], "tools": TOOLS_OF[dialect]}
-        answer = written(make(asked_for, served), whole[:end], "length")
+        answer = written(first, whole[:end], "length")
         items, texts, calls = sent_back(dialect, answer)
         prompt = make(asked_for | {history: [USER, *items, USER]}, served).requests[0].prompt
         values = ["Bern" for _, arguments in calls if '"Bern"' in arguments]

@@ -67,9 +67,10 @@ def test_text_of_a_client_has_no_special_token_and_reads_as_it_was_written(name,
 def test_the_special_tokens_of_a_chat_are_those_of_its_template(name, data):
     plain, escaping = tokenizers_of(name)
     first, last = names_of(plain)[0], names_of(plain)[-1]
-    written = data.draw(st.lists(texts(name), min_size=2, max_size=2))
-    begin, end = escaping.escape(written)
-    chat = f"{first}{begin}{end}{last} x"  # the two next to each other: together they may look like one
+    halved = data.draw(st.sampled_from(names_of(plain)))
+    at = data.draw(st.integers(1, len(halved) - 1))
+    begin, end = escaping.escape([data.draw(texts(name)) + halved[:at], halved[at:] + data.draw(texts(name))])
+    chat = f"{first}{begin}{end}{last} x"  # the two next to each other: together they look like one
     ids = escaping.encode(chat, add_special_tokens=False)
     assert specials_in(plain, ids) == [plain.token_to_id(first), plain.token_to_id(last)]
     shown = escaping.unescape(chat).encode()
