@@ -2,10 +2,10 @@
 
 import functools
 import json
-import os
 import random
 from dataclasses import replace
 
+import hypothesis
 import numpy as np
 import pytest
 import tiny_models
@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-SCHEDULES = int(os.environ.get("SCHEDULES", 4))
+SCHEDULES = hypothesis.settings.default.max_examples // 5  # each runs up to twelve requests twice
 ALL = "all-linear"
 QV = {
     "llama": ["q_proj", "v_proj"],
