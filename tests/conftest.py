@@ -1,6 +1,5 @@
 """Fixtures for several files. Torch gets one thread everywhere: spinning threads would take cores from the servers."""
 
-import gc
 import os
 import signal
 import tempfile
@@ -43,12 +42,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         places[item.path] = min(place(item), places.get(item.path, 2))
     items.sort(key=lambda item: places[item.path])
-
-
-def pytest_collection_finish():
-    """What is there now stays: the garbage collector need not look at it again and again, which takes a tenth of the time."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,7 +10,6 @@ import msgspec
 from fakes.model import ADAPTER, EOS, ImageModel, greedy
 from fakes.tokenizer import VOCABULARY, byte_tokenizer
 from prometheus_client.parser import text_string_to_metric_families
-from werkzeug.routing import Rule
 
 import web
 from api import responses
@@ -41,24 +40,11 @@ TEMPLATE = (
 
 # What every server here would make anew, and which takes longer than most tests: made once in a process.
 compile_loops = functools.cache(lambda: sampling.compile_loops(["float32"]))
-compile_builder = Rule._compile_builder
-builders = {}
 
 
 @functools.cache
 def grammars_of(tokenizer_json):
     return Grammars(tokenizer_json, VOCABULARY, [EOS])
-
-
-def builder_of(rule, append_unknown=True):
-    """The function that writes the URL of a route, which Werkzeug compiles."""
-    key = (*rule._trace, repr(rule.defaults), append_unknown)
-    if key not in builders:
-        builders[key] = compile_builder(rule, append_unknown)
-    return builders[key]
-
-
-Rule._compile_builder = builder_of
 
 
 class PausableModel(ImageModel):
