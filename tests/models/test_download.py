@@ -28,7 +28,7 @@ from models import plan
 from models.artifact import Artifact
 from models.base import ModelError
 from models.fetch import fetch, fetch_artifact, fetch_checkpoint, fetch_weights
-from run import ConfigError
+from run import HERE, ConfigError
 
 FACTS = ["chat_template.jinja", "config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer.model", "vocab.txt"]
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -137,6 +137,8 @@ def test_what_config_json_rules_out_is_refused_before_the_download(hub, config, 
     assert not set(SHARDS) & set(hub.fetched)
 
 
+@pytest.mark.models
+@pytest.mark.usefixtures("no_children")
 def test_the_base_of_an_adapter_is_refused_before_its_download(hub, config, tmp_path):
     hub.push("someone/adapter", {"adapter_config.json": b"{}", "adapter_model.safetensors": b""})
     hub.push("someone/model", files(FACTS, SHARDS, **{"config.json": b'{"model_type": "bloom"}'}))
@@ -469,7 +471,9 @@ def health(server):
 def test_sigterm_ends_a_download_at_once(hub, tmp_path):
     hub.push("someone/demo", DEMO_MODEL)
     hub.fail("model.safetensors", "hang")
-    with Server("--model-id", "someone/demo", **hub.environment(tmp_path)) as server:
+    # On a simulated device, where no child process checks the model before.
+    device = {"DEVICE": "neuron", "NEURON_RT_NUM_CORES": "2", "PYTHONPATH": str(HERE / "bench" / "simulated")}
+    with Server("--model-id", "someone/demo", **hub.environment(tmp_path, **device)) as server:
         wait_until(hub.hangs.is_set, "the weights are asked for")
         asked_at = time.monotonic()
         server.process.send_signal(signal.SIGTERM)

@@ -177,6 +177,7 @@ def test_it_is_merged_once_and_again_when_the_adapter_changes(base, tmp_path, mo
     assert models.prepare(config).folder != first.folder
 
 
+@pytest.mark.usefixtures("conversions")
 def test_the_merged_checkpoint_is_there_as_long_as_it_is_served_however_small_the_cache_is(base, tmp_path):
     save_adapter(base, tmp_path / "adapter")
     config = config_of(base, tmp_path, f"mine={tmp_path / 'adapter'}")

@@ -143,7 +143,7 @@ def test_a_tokenizer_in_mistrals_own_format_does_the_same_as_that_of_transformer
 
 def test_a_tokenizer_in_mistrals_own_format_is_not_for_transformers_4(tmp_path, monkeypatch):
     (tmp_path / "tekken.json").write_text("{}")
-    monkeypatch.setattr(transformers, "__version__", "4.48.3")
+    monkeypatch.setattr("transformers.__version__", "4.48.3")  # of the module that is imported now
     with pytest.raises(ModelError, match=r"is in Mistral's own format; without tokenizer\.json the 4\.48\.3 of the Neuron"):
         models.tokenizer.main(tmp_path, tmp_path)
 
