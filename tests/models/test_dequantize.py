@@ -6,13 +6,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from processes import Server
 from quantized import LAYOUTS, bnb_4bit, ct_packed, quantize, quantize_experts, write
 from safetensors.torch import load_file, save_file
-from tiny_models import GROUPED, POSITIONS, VOCABULARY, edit_config, llama, references, run, save_checkpoint
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tiny_models import GROUPED, POSITIONS, edit_config, llama, references, run, save_checkpoint
 
 import models
 from config import Config
@@ -20,6 +16,7 @@ from manifest import read_json
 from models import dequantize, source
 from models.base import ModelError
 from models.cache import READERS
+from models.child import run_module
 from models.dequantize import FORMATS, write_checkpoint
 from run import ConfigError
 
@@ -332,18 +329,13 @@ def test_weights_that_cannot_be_dequantized_are_one_line(plain, tmp_path, config
     assert str(refused.value) == failure
 
 
-@pytest.mark.processes
-def test_a_quantized_model_is_served_by_the_script(plain, tmp_path):
+@pytest.mark.usefixtures("conversions")
+def test_a_child_process_dequantizes_what_a_server_then_serves(plain, tmp_path, config, monkeypatch):
+    """A server of such children is in test_source.py."""
+    monkeypatch.setattr(source, "run_module", run_module)
     folder = quantize(plain["qwen3"], tmp_path / "quantized", "bitsandbytes nf4")
-    words = Tokenizer(WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0"))
-    words.pre_tokenizer = WhitespaceSplit()
-    words.save(str(folder / "tokenizer.json"))
-    flags = ("--model-id", str(folder), "--dtype", "float32", "--max-total-tokens", str(POSITIONS))
+    prepared = models.prepare(config(folder))
+    assert prepared.config.model_name == str(folder)
     expected = references(tmp_path / "reference", lengths=(3,))[0]
-    with Server(*flags, MODEL_CACHE=str(tmp_path / "cache")) as server:
-        server.wait_ready()
-        text = " ".join(f"t{token}" for token in expected.prompt)
-        details = server.generate(text, max_new_tokens=len(expected.tokens), details=True)[1]["details"]
-        assert [token["id"] for token in details["tokens"]] == expected.tokens
-        assert json.loads(server.get("/info")[1])["model_id"] == str(folder)
-        assert server.stop() == 0
+    (sequence,) = run(prepared.load(lambda phase: None), [expected.prompt])
+    assert sequence.tokens == expected.tokens
