@@ -1,4 +1,4 @@
-"""A start of the worker in this process: it loads the model of a folder, without a socket or another process of a server."""
+"""A start of the worker in this process: on a CPU: it loads the model of a folder, without a socket or another process of a server."""
 
 import os
 from unittest import mock
@@ -14,7 +14,8 @@ from worker import Startup
 
 def boot(run_dir, *flags):
     """What the worker of a server with these flags tells the web processes. Raises what ends its start."""
-    config = parse(flags, {"MODEL_CACHE": str(MODEL_CACHE)})
+    # Another test of this process may have imported the simulated transformers-neuronx.
+    config = parse(flags, {"MODEL_CACHE": str(MODEL_CACHE), "DEVICE": "cpu"})
     wire = Wire()
     with mock.patch.dict(os.environ, NEURON_TEXTGEN_RUN_DIR=str(run_dir)):
         worker = Startup(config, wire, Admission(1), Metrics()).run()
