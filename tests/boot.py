@@ -1,4 +1,4 @@
-"""A start of the worker in this process: on a CPU: it loads the model of a folder, without a socket or another process of a server."""
+"""A start of the worker in this process, on a CPU: it loads the model of a folder, without a socket or another process."""
 
 import os
 from unittest import mock
