@@ -33,6 +33,7 @@ def output_of(*command):
 def tool(monkeypatch):
     """Imports a tool, to run it here with fewer servers or less of everything."""
     monkeypatch.syspath_prepend(HERE / "bench")
+    monkeypatch.delitem(sys.modules, "bench", raising=False)  # the folder, as other tests import it, is no tool
     monkeypatch.chdir(HERE)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("MODEL_CACHE", str(MODEL_CACHE))
