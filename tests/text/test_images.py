@@ -59,7 +59,7 @@ def test_a_key_is_of_the_file_and_of_how_it_is_read(load):
     keys = [preprocess(data).key, preprocess(data, True).key, preprocess(saved(noise(40, 30, 1), "PNG")).key]
     keys.append(load("internvl", max_patches=3)(data).key)
     assert len(set(keys)) == 4
-    assert all(2**40 < key < 2**46 for key in keys)  # with random bits in front
+    assert all(key < 2**46 for key in keys)
     assert preprocess(data).key == load("internvl")(data).key == keys[0]
 
 
