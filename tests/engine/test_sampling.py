@@ -397,6 +397,11 @@ def rank_of(row: np.ndarray, token: int) -> int:
     return int((row > row[token]).sum() + (row[:token] == row[token]).sum())
 
 
+def test_tokens_as_likely_as_the_last_of_top_k_stay():
+    ordered = np.array([2.0, 1.0, 1.0, 0.0])
+    assert list(filtered_weights(ordered, SamplingParams(top_k=2)) > 0) == [True, True, True, False]
+
+
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"min_p": 0.01}, {"top_k": 300}], ids=str)
 @pytest.mark.parametrize(("shape", "scale"), [("normal", 0.7), ("plateaus", 0.2), ("ranks", 0.5), ("impossible", 0.3)])
 def test_every_kept_token_of_a_large_row_is_drawn_as_often_as_it_should_be(shape, scale, filters):
