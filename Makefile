@@ -83,7 +83,7 @@ run: $(VENV)/$(if $(filter smollm2,$(MODEL))$(findstring --quantize,$(ARGS)),qua
 # Three at a time on two processors: many tests start servers, and wait for them. A file runs in one process, which starts its
 # server and converts its models once; those that take long are the first (tests/conftest.py).
 test: $(VENV)/test.installed $(VENV)/templates/installed $(VENV)/published/installed
-	"$(BIN)/python" -m pytest --numprocesses $(or $(TESTS_AT_A_TIME),3) --dist loadfile --no-loadscope-reorder $(ARGS)
+	"$(BIN)/python" -m pytest --numprocesses $(or $(TESTS_AT_A_TIME),4) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Files without a fast test are not imported either: torch and transformers take seconds.
 test-fast: $(VENV)/test.installed

@@ -425,9 +425,10 @@ def test_eight_are_fetched_at_a_time(host, over):
     for _ in range(8):
         while not all_wait.acquire(blocking=False):
             gevent.sleep(0.01)
+    assert host.most == 8  # later a connection of the host may end after its client has begun another
     over.set()
     assert [fetch.get() for fetch in fetches] == [PNG] * 20
-    assert (host.most, host.connections) == (8, 20)
+    assert host.connections == 20
 
 
 def test_no_proxy_is_used(host, monkeypatch):
