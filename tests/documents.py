@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from miswritten import MISWRITTEN
 from published.configs import CONFIGS
 from published.families import CODE, FAMILIES, OPENVINO, TORCH
 
@@ -44,6 +45,14 @@ def files():
 
     paths = [path for folder in ("", "api", "text", "engine", "models") for path in sorted((HERE / folder).glob("*.py"))]
     return table("file | what it is", [(f"`{path.relative_to(HERE)}`", first_sentence(path)) for path in paths])
+
+
+def mistakes():
+    """What models write wrong in calls that are read all the same, with the formats in which tests try it."""
+    formats = {}
+    for what, name, _text, _calls in MISWRITTEN:
+        formats.setdefault(what, {})[name] = None
+    return table("mistake | tried in", [(what, in_code(names)) for what, names in formats.items()])
 
 
 ENGINES = {OPENVINO: "OpenVINO", TORCH: "PyTorch"}
@@ -261,6 +270,7 @@ def type_section(name, kind):
 ROW = r"^(?!\|)"  # a line that is no row of a table
 # The page, what makes a part of it, and where that part ends. It begins as what is made begins.
 MADE = [
+    ("api/tools.md", mistakes, ROW),
     ("architecture.md", files, ROW),
     ("memory.md", sizes, ROW),
     ("metrics.md", metrics, ROW),

@@ -19,7 +19,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from run import Json
-from text.json_schema import enforceable
+from text.json_schema import enforceable, without_nulls
 from text.limited import LimitExceeded, Rejected, SandboxedFunction
 
 WHITESPACE = r"\n? {0,16}"  # between JSON tokens: the ways in which models write it, without endless spaces
@@ -93,7 +93,7 @@ def _enforceable(schema: Any) -> tuple[Json, tuple[str, ...]]:
     if not isinstance(schema, dict):
         raise GrammarError("must be a JSON schema, which is an object")
     try:
-        return enforceable(json.loads(_checked_size(json.dumps(schema, ensure_ascii=False))))
+        return enforceable(json.loads(_checked_size(json.dumps(without_nulls(schema), ensure_ascii=False))))
     except RecursionError:
         raise GrammarError("is nested too deeply") from None
 

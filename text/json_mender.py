@@ -1,76 +1,134 @@
-"""JSON as models write it, made valid while it grows."""
+"""JSON as models write it, with mistakes where no other reading is possible, or truncated."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import re
+from typing import Any
+
+from run import Json
+from text.tool_formats import GEMMA_QUOTE
+
 CLOSING = {"{": "}", "[": "]"}
-# What JSON has outside of strings, apart from brackets and commas.
-WORDS = frozenset(":+-.abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789")
-CONTROL = {chr(code): f"\\u{code:04x}" for code in range(32)} | {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+QUOTES = (GEMMA_QUOTE, '"', "'")
+SPACES = re.compile(r"\s*")
+BARE_WORD = re.compile(r"[^,{}\[\]\"'<]+")
+NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
+BARE_KEY = re.compile(r"[^:=,{}\[\]\"'<\n]+")
+ESCAPE = re.compile(r'\\(?:([bfnrt/\\"]|u[0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))|"', re.DOTALL)
+CONSTANTS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 
 
-class JsonMender:
-    """Reads one JSON object, or the rest of one whose brackets `opened` are open, the innermost last.
+class Unfinished(ValueError):
+    """The text ends within a value."""
 
-    Control characters in strings are escaped, a comma before a closing bracket is left out, and `close`
-    closes the brackets that are open. Other mistakes stay.
+
+def whole_value(text: str, is_partial: bool = False) -> Any:
+    """The value that is all of a text. Raises what `read_value` does."""
+    value, end = read_value(text, is_partial=is_partial)
+    if text[end:].strip():
+        raise ValueError("more than one value")
+    return value
+
+
+def complete_members(arguments: str) -> Json:
+    """The arguments of a call as far as they can be read: `max_tokens` may have truncated them."""
+    with contextlib.suppress(ValueError, RecursionError):
+        value = whole_value(arguments, is_partial=True)
+        return value if isinstance(value, dict) else {}
+    return {}
+
+
+def read_value(text: str, at: int = 0, is_loose: bool = False, is_partial: bool = False) -> tuple[Any, int]:
+    """The value that begins at this place of a text, and where it ends. Raises ValueError and RecursionError.
+
+    It is JSON, or Python's literals, with line breaks and unknown escapes in strings, keys without quotes,
+    `=` for a colon, a comma too many, or brackets that are missing at the end. is_loose: texts need no
+    quotes; is_partial: what the end of the text has truncated is left out.
     """
+    at = SPACES.match(text, at).end()
+    bracket = text[at : at + 1]
+    if bracket in CLOSING:
+        return _read_members(text, at + 1, bracket, is_loose, is_partial)
+    if text.startswith(QUOTES, at):
+        return _read_string(text, at)
+    found = BARE_WORD.match(text, at)
+    word = found[0].strip() if found else ""
+    end = at + len(word)
+    if GEMMA_QUOTE.startswith(text[at:]) or (is_partial and end == len(text)):
+        raise Unfinished
+    if word in CONSTANTS:
+        return CONSTANTS[word], end
+    if NUMBER.fullmatch(word):
+        return json.loads(word), end
+    if not word or not is_loose:
+        raise ValueError(f"no value at {at}")
+    return word, end
 
-    def __init__(self, opened: str):
-        self._closing = [CLOSING[bracket] for bracket in opened]
-        self._in_string = False
-        self._is_escaped = False
-        self._comma = ""  # which a closing bracket may follow, and the spaces after it
-        self.is_complete = False
-        self.is_stopped = False  # by a character that JSON does not have there
 
-    @property
-    def may_close(self) -> bool:
-        """Whether only closing brackets are missing."""
-        return not self._in_string
+def _read_members(text: str, at: int, bracket: str, is_loose: bool, is_partial: bool) -> tuple[Any, int]:
+    """The rest of an object or a list."""
+    members: list[tuple[str, Any]] = []
+    at = SPACES.match(text, at).end()
+    while text[at : at + 1] not in ("", CLOSING[bracket]):
+        key = ""
+        try:
+            if bracket == "{":
+                key, at = _read_key(text, at)
+            value, at = read_value(text, at, is_loose, is_partial)
+        except Unfinished:
+            if not is_partial:
+                raise
+            at = len(text)
+            break
+        members.append((key, value))
+        at = SPACES.match(text, at).end()
+        if text[at : at + 1] == ",":
+            at = SPACES.match(text, at + 1).end()
+        elif text[at : at + 1] not in ("", CLOSING[bracket]):
+            raise ValueError(f"no end of a member at {at}")
+    return dict(members) if bracket == "{" else [value for _key, value in members], min(at + 1, len(text))
 
-    def push(self, text: str) -> tuple[str, int]:
-        """The mended JSON that `text` adds, and how many of its characters belong to the object."""
-        mended = ""
-        for at, character in enumerate(text):
-            if self._in_string:
-                mended += self._in_text(character)
-            elif character.isspace() and self._comma:
-                self._comma += character
-            elif character == ",":
-                mended += self._comma
-                self._comma = character
-            elif character in "}]":
-                if not self._closing or character != self._closing[-1]:
-                    self.is_stopped = True
-                    return mended, at
-                self._closing.pop()
-                self._comma = ""
-                mended += character
-                if not self._closing:
-                    self.is_complete = True
-                    return mended, at + 1
-            elif character in '{["' or character in WORDS or character.isspace():
-                mended += self._comma + character
-                self._comma = ""
-                self._in_string = character == '"'
-                if character in CLOSING:
-                    self._closing.append(CLOSING[character])
-            else:
-                self.is_stopped = True
-                return mended, at
-        return mended, len(text)
 
-    def _in_text(self, character: str) -> str:
-        """The next character of a string, or the quote after it."""
-        if self._is_escaped:
-            self._is_escaped = False
-        elif character == "\\":
-            self._is_escaped = True
-        elif character == '"':
-            self._in_string = False
-        return CONTROL.get(character, character)
+def _read_key(text: str, at: int) -> tuple[str, int]:
+    """A key, and what stands between it and its value."""
+    if text.startswith(QUOTES, at):
+        key, at = _read_string(text, at)
+    else:
+        found = BARE_KEY.match(text, at)
+        if not found:
+            raise ValueError(f"no key at {at}")
+        key = found[0].strip()
+        at = found.end()
+    at = SPACES.match(text, at).end()
+    if at == len(text):
+        raise Unfinished
+    if text[at] not in ":=":
+        raise ValueError(f"no value of a key at {at}")
+    return key, at + 1
 
-    def close(self) -> str:
-        """The brackets that are missing."""
-        self.is_complete = True
-        return "".join(reversed(self._closing))
+
+def _read_string(text: str, at: int) -> tuple[str, int]:
+    quote = next(quote for quote in QUOTES if text.startswith(quote, at))
+    at += len(quote)
+    if quote == GEMMA_QUOTE:
+        found = re.compile(f"(.*?){re.escape(quote)}", re.DOTALL).match(text, at)
+        if not found:
+            raise Unfinished
+        return found[1], found.end()
+    found = re.compile(rf"((?:[^{quote}\\]|\\.)*){quote}", re.DOTALL).match(text, at)
+    if not found:
+        raise Unfinished
+    return json.loads(f'"{ESCAPE.sub(_escape, found[1])}"', strict=False), found.end()
+
+
+def _escape(found: re.Match) -> str:
+    """An escape, or a quote, as JSON has it. A backslash in front of another character is one."""
+    if found[1]:
+        return found[0]
+    if found[2]:
+        return f"\\u00{found[2]}"
+    if found[3] == "'":
+        return "'"
+    return f"\\\\{found[3]}" if found[3] else '\\"'

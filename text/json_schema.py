@@ -26,6 +26,8 @@ NAMED_SCHEMAS = (
     "dependencies",
 )
 VALUES = ("const", "enum")
+MAY_BE_NULL = {"const", "default"}
+AS_GIVEN = {*VALUES, "default", "examples"}
 ANNOTATIONS = {"title", "description", "default", "examples", "$comment", "deprecated"}
 COMBINING = {"allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "$dynamicRef", "$recursiveRef"}
 OPEN = {"patternProperties", "unevaluatedProperties"}  # say which other properties are allowed
@@ -57,6 +59,19 @@ class Context(NamedTuple):
 
     document: Schema
     has_few_dependents: bool
+
+
+def without_nulls(schema: Any) -> Any:
+    """A JSON schema without members that are null: clients in Go and others write absent ones so."""
+    if isinstance(schema, list):
+        return [without_nulls(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: value if name in AS_GIVEN else without_nulls(value)
+        for name, value in schema.items()
+        if value is not None or name in MAY_BE_NULL
+    }
 
 
 def enforceable(document: Schema) -> tuple[Schema, tuple[str, ...]]:

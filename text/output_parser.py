@@ -7,41 +7,24 @@ while they grow. The formats of tool calls are in tool_formats.py.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
-import json
 import re
 import secrets
-import string
-from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 
-from run import Json
-from text.json_mender import JsonMender
+from text.call_mender import MAX_HEAD, any_of, may_be_calls, mended_calls
 from text.reasoning import Thinking
 from text.stream import Piece, stop_begun
-from text.tool_formats import (
-    GEMMA_QUOTE,
-    TYPES,
-    AllowedCalls,
-    Syntax,
-    Tags,
-    types_of,
-)
+from text.tool_formats import WHOLE, AllowedCalls, Syntax
 
-JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
-MAX_HEAD = 1_000  # characters of a call before its arguments, or of a parameter's name
-NAME = string.ascii_letters + string.digits + "_.-"  # what names of functions are made of
-MAX_NESTING = 100  # of truncated arguments, which a client may send back
+MORE_STARTS = tuple("{[,;/#`")  # of what may follow a call in front of the closing marker
+IMPLICIT_STARTS = ("{", "[")  # a model may take one for the other
 MAX_COMMAS = 20  # commas after which the complete arguments of a Python call may end
-WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates in Python write JSON's
-JSON_MARKS = {":": ": ", ",": ", "}
-PYTHON_WORDS = {"true": True, "false": False, "null": None}
 
 
 @dataclass(frozen=True)
@@ -148,9 +131,11 @@ class OutputParser:
         self._buffer = ""  # text that is not read yet
         self._undecided = ""  # text that is read and in no part yet
         self._header = ""  # of a message, which is not complete
+        self._marker = ""  # in front of the calls that are read
         self._unclosed = ""  # the marker that reasoning lacks, in which a call begins
         self._parts: list[OutputPart] = []
         self._ended = False
+        self._is_content = self._thinking is None  # what is read, and no reasoning or call
         self._begun = 0  # calls
         self.complete = 0  # calls
         self._keeps_truncated = False  # a truncated call is a call, not content
@@ -184,6 +169,13 @@ class OutputParser:
         parts = self.push(text)
         self.reasoning_tokens += was_thinking or self._is_thinking
         return parts
+
+    def content_of(self, piece: Piece) -> int:
+        """Reads a token. How many of the last characters of its text are content, or may be."""
+        parts = self.read(piece)
+        sent = sum(len(part.text) for part in parts if isinstance(part, Content))
+        held = len(self._undecided) + len(self._buffer)
+        return min(len(piece.text), sent + held) if self._is_content else 0
 
     def _without_header(self, text: str) -> str:
         """Holds back the header of a message until it is complete; only those of reasoning and of calls are
@@ -219,15 +211,22 @@ class OutputParser:
     def _read(self) -> Resumable:
         if self._thinking:
             yield from self._think()
-        if self._calls:
+        self._is_content = True
+        goes_on = self._calls is not None
+        while goes_on:
+            goes_on = False
             try:
                 yield from self._read_calls()
                 if self.complete and not self._buffer:
                     self._undecided = ""  # spaces after the last call
-            except _Truncated:
-                self._end_truncated()
-            except _NotACall:
-                self._take_back()
+            except _NotACall as error:
+                if isinstance(error, _Truncated) and self._keeps_truncated:
+                    self._end_truncated()
+                else:
+                    self._take_back()
+                    reads_whole = self._calls.format.syntax in WHOLE or not self._streams_calls
+                    goes_on = reads_whole and (yield from self._read_whole())
+        self._is_content = True
         while True:
             self._send(Content)
             if self._ended:
@@ -236,7 +235,9 @@ class OutputParser:
 
     def _think(self) -> Resumable:
         thinking = self._thinking
-        if not thinking.is_open:
+        if thinking.format.begins_open:
+            yield from self._skip(thinking.format.open)
+        elif not thinking.is_open:
             if not (yield from self._skip(thinking.format.open)):
                 return
             self._is_thinking = True
@@ -271,6 +272,43 @@ class OutputParser:
         self._undecided = ""
         self._buffer = ""
 
+    def _read_whole(self) -> Generator[None, None, bool]:
+        """Reads what is held back, up to a closing marker or to the end of the text, as calls whose values
+        may have any text, or with mistakes. Returns whether it is calls, and the text goes on."""
+        form = self._calls.format
+        tried = 0  # closing markers
+        head = ""  # what has been looked at
+        while True:
+            text = self._undecided + self._buffer
+            is_final = self._ended and not self._keeps_truncated
+            ends = [found.start() for found in re.finditer(re.escape(form.close), text)] if form.close else []
+            if form.tags and not self._ended and text.endswith(form.close):
+                ends.pop()  # what follows shows whether it is part of a value
+            for end in [*ends[0 if is_final else tried :], *([len(text)] if is_final else [])]:
+                rest = text[end:].removeprefix(form.close)
+                calls = mended_calls(text[:end], self._calls, rest, is_final, self._streams_calls)
+                if calls or (calls == [] and self.complete):
+                    self._buffer = rest
+                    for name, arguments in calls:
+                        if not self.is_done:
+                            self._begin(name, arguments)
+                            yield from self._end_call()
+                    self._undecided = ""
+                    return True
+            tried = len(ends)
+            if self._ended:
+                break
+            if len(head) < MAX_HEAD:
+                head = text.lstrip().removeprefix(self._marker)[:MAX_HEAD]
+                if not may_be_calls(head, self._calls.names):
+                    break
+            yield
+        if self._keeps_truncated and form.syntax in WHOLE:
+            for name, arguments in mended_calls(text, self._calls, None, is_exact=True) or ():
+                self._begin(name, arguments.removesuffix("}"))
+            self._end_truncated()
+        return False
+
     def _take_back(self) -> None:
         """What was held back of a call is content."""
         if self._held:
@@ -284,16 +322,28 @@ class OutputParser:
         yield from self._skip_spaces()
         follows = self._begins_implicitly()
         marked = not follows
-        markers = [form.open, *form.also_open]
-        while follows or (yield from self._until(Content, markers, self._calls.requires_call)):
+        # A grammar that enforces calls has the opening marker.
+        marks = () if self._streams_calls else form.bare
+        bare = [mark.format(name) for mark in marks for name in self._calls.names]
+        markers = [form.open, *form.also_open, *bare]
+        while follows or (marker := (yield from self._until(Content, markers, self._calls.requires_call))):
+            self._is_content = False
+            self._marker = "" if follows else marker
+            if self._marker in bare:
+                self._buffer = self._marker + self._buffer
+                self._undecided = self._marker = ""
             if form.first:
                 yield from self._skip(form.first)
-            yield from self._call(marked)
+            yield from self._call()
             while form.next and (yield from self._skip(form.next)):
-                yield from self._call(marked)
+                yield from self._call()
+            ends = []
             for end in filter(None, (*form.ends, self._unclosed)):
-                yield from self._skip(end)
+                ends.append((yield from self._skip(end)))
+            if marked and form.close and form.close not in ends and self._buffer.startswith(MORE_STARTS):
+                raise _NotACall  # perhaps there is a further call, or a comment
             self._undecided = ""
+            self._is_content = True
             yield from self._skip_spaces()
             follows = self._begins_implicitly() and not form.next
             if form.implicit_start and not follows:
@@ -301,30 +351,22 @@ class OutputParser:
 
     def _begins_implicitly(self) -> bool:
         """Whether a call without a marker may begin here."""
-        implicit_start = self._calls.format.implicit_start
-        return bool(implicit_start) and self._buffer.startswith(implicit_start)
+        starts = IMPLICIT_STARTS if self._calls.format.implicit_start else ()
+        return self._buffer.startswith(starts)
 
-    def _call(self, marked: bool) -> Resumable:
+    def _call(self) -> Resumable:
         syntax = self._calls.format.syntax
         if syntax is Syntax.JSON:
-            yield from self._json_call(marked)
+            yield from self._json_call()
         elif syntax is Syntax.PYTHON:
             yield from self._python_call()
-        elif syntax is Syntax.GEMMA:
-            yield from self._gemma_call()
         elif syntax is Syntax.NAMED:
             yield from self._named_call()
         else:
-            yield from self._xml_call(self._calls.format.tags)
-        self._end_call()
-        while self.is_done:  # the rest is dropped
-            self._buffer = ""
-            if self._ended:
-                break
-            yield
-        self._undecided = ""
+            raise _NotACall  # it is read as a whole
+        yield from self._end_call()
 
-    def _end_call(self) -> None:
+    def _end_call(self) -> Resumable:
         """The newest call is complete. One that repeats an earlier call is dropped: small models go on and
         on."""
         call = (self._called, self._arguments)
@@ -332,182 +374,74 @@ class OutputParser:
             self._held = None
             self._begun -= 1
             self.is_done = True
-            return
-        self._release()
-        if not self._calls.may_repeat:
-            self._earlier.append(call)
-        self.complete += 1
-        self.is_done = not self._calls.parallel
-
-    def _json_call(self, marked: bool) -> Resumable:
-        """A call as a JSON object. Its arguments are sent while they grow, unless their name comes before
-        that of the tool."""
-        heads = {
-            f'{{{kind}"name":"{name}","{key}":{begin}{{': name
-            for kind in ("", '"type":"function",')  # some Llama models write the type first
-            for name in self._calls.names
-            for key in ("arguments", "parameters")
-            for begin in ("", '"')  # and some the arguments as a string
-        }
-        yield from self._skip_spaces()
-        while True:
-            head = self._buffer[: self._buffer.find("{", 1) + 1 or None]
-            compact = "".join(head.split())
-            if (
-                compact in heads
-                or len(head) > MAX_HEAD
-                or not any(known.startswith(compact) for known in heads)
-            ):
-                break
-            yield from self._more()
-        if compact in heads and compact.endswith('"{'):
-            self._take(len(head) - 2)
-            arguments = yield from self._json_string()
-            _check_object(arguments)
-            yield from self._json_object("{")
-            self._begin(heads[compact], arguments)
-        elif compact in heads:
-            head = self._take(len(head) - 1)
-            self._begin(heads[compact])
-            arguments = yield from self._json_object(sends=True)
-            _decoded(head + arguments + (yield from self._json_object("{")))
-        elif marked and self._buffer.startswith("{"):
-            self._begin(*_decoded((yield from self._json_object())))
         else:
-            raise _NotACall
+            self._release()
+            if not self._calls.may_repeat:
+                self._earlier.append(call)
+            self.complete += 1
+            self.is_done = not self._calls.parallel
+        while self.is_done:  # the rest is dropped
+            self._buffer = ""
+            if self._ended:
+                break
+            yield
+        self._undecided = ""
+
+    def _head(self, pattern: str, braces: int = 0) -> Generator[None, None, tuple[str, str]]:
+        """Reads what is in front of the arguments of a call, with `braces` in it. Returns it, and the name in
+        it."""
+        while not (found := re.match(pattern, self._buffer)):
+            if self._buffer.count("{") > braces or not may_be_calls(self._buffer, self._calls.names):
+                raise _NotACall
+            yield from self._more()
+        return self._take(found.end()), found[1]
+
+    def _json_call(self) -> Resumable:
+        """A call as a JSON object with its name first, whose arguments are sent while they grow."""
+        names = any_of(self._calls.names)
+        keys = r'"(?:arguments|parameters)"'
+        pattern = rf'\s*{{\s*"name"\s*:\s*"({names})"\s*,\s*{keys}\s*:\s*(?={{)'
+        head, name = yield from self._head(pattern, 1)
+        self._begin(name)
+        arguments = yield from self._bracketed(sends=True)
+        _check_object(arguments)
+        _check_object(head + arguments + (yield from self._bracketed(1)))
 
     def _python_call(self) -> Resumable:
-        found = yield from self._expect(*(f"{name}(" for name in self._calls.names))
+        _head, name = yield from self._head(rf"\s*({any_of(self._calls.names)})\(")
         begins = len(self._undecided)
         try:
-            arguments = yield from self._python_arguments()
+            arguments = yield from self._bracketed(1)
         except _Truncated:
             if self._keeps_truncated:
-                self._begin(found[:-1], _truncated_json(self._undecided[begins:]))
+                self._begin(name, self._truncated(name, self._undecided[begins:]))
             raise
-        self._begin(found[:-1], _as_json(arguments))
+        self._begin(name, self._as_json(name, arguments))
+
+    def _as_json(self, name: str, arguments: str) -> str:
+        """The keyword arguments of a Python call, up to the closing bracket, as a JSON object."""
+        calls = mended_calls(f"{name}({arguments}", self._calls, is_exact=True)
+        if not calls:
+            raise _NotACall
+        return calls[0][1]
+
+    def _truncated(self, name: str, text: str) -> str:
+        """The complete ones of the keyword arguments of a Python call, as a JSON object that does not end."""
+        commas = [at for at, character in enumerate(text) if character == ","]
+        for at in reversed(commas[-MAX_COMMAS:]):
+            with contextlib.suppress(_NotACall):
+                return self._as_json(name, text[:at] + ")").removesuffix("}") + ", "
+        return "{"
 
     def _named_call(self) -> Resumable:
         """A name, a separator and the arguments as JSON. The id that a model may write is not used."""
         form = self._calls.format
-        if form.head:
-            yield from self._expect(form.head)
-        name = yield from self._function_name()
-        while "{" not in self._buffer:
-            if len(self._buffer) > MAX_HEAD:
-                raise _NotACall
-            yield from self._more()
-        separator = self._take(self._buffer.index("{"))
-        if not re.fullmatch(form.separators, separator.rstrip()):
-            raise _NotACall
+        pattern = rf"\s*{re.escape(form.head)}({any_of(self._calls.names)})(?:{form.separators})\s*(?={{)"
+        _head, name = yield from self._head(pattern)
         self._begin(name)
-        _check_object((yield from self._json_object(sends=True)))
+        _check_object((yield from self._bracketed(sends=True)))
         if form.tail:
             yield from self._skip(form.tail.lstrip())
-
-    def _xml_call(self, tags: Tags) -> Resumable:
-        """A name, and each parameter in tags, whose value is raw text."""
-        name = yield from self._function_name()
-        if tags.name_end:
-            yield from self._expect(tags.name_end)
-        self._begin(name)
-        schema = self._calls.parameters_of(name)
-        properties = schema.get("properties", {})
-        before = "{"
-        while (yield from self._expect(tags.key, tags.end)) == tags.key:
-            key = yield from self._key(tags.key_end)
-            if tags.value:
-                yield from self._expect(tags.value)
-            self._send_arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
-            before = ", "
-            yield from self._value(types_of(properties.get(key), schema), tags.value_end, tags.line_breaks)
-        self._send_arguments("{}" if before == "{" else "}")
-
-    def _gemma_call(self) -> Resumable:
-        """A name, and an object as in JSON, but for its keys, which have no quotes, and those of strings."""
-        yield from self._expect("call:")
-        name = yield from self._function_name()
-        yield from self._expect("{")
-        self._begin(name, "{")
-        depth = 1
-        read = "{"  # as JSON, without the text of strings
-        word = ""  # a key, or a value that is no string
-        while depth:
-            if (yield from self._skip(GEMMA_QUOTE)):
-                yield from self._value({"string"}, GEMMA_QUOTE)
-                read += '""'
-                continue
-            while not self._buffer:
-                yield from self._more()
-            written = ""
-            length = 0
-            for character in self._buffer:
-                if not depth or (length and character == GEMMA_QUOTE[0]):
-                    break
-                length += 1
-                if character in "{}[]:,":
-                    value = json.dumps(word) if character == ":" else _value_as_json(word, set())
-                    written += (value if word else "") + JSON_MARKS.get(character, character)
-                    word = ""
-                    depth += (character in "{[") - (character in "}]")
-                elif not character.isspace():
-                    word += character
-            self._take(length)
-            if written:
-                self._send_arguments(written)
-                read += written
-        _check_object(read)
-
-    def _function_name(self) -> ResumableText:
-        """Reads the name of a function, up to the first character that cannot be part of one."""
-        yield from self._skip_spaces()
-        while True:
-            name = self._buffer[: len(self._buffer) - len(self._buffer.lstrip(NAME))]
-            is_complete = len(name) < len(self._buffer)
-            if is_complete and name in self._calls.names:
-                return self._take(len(name))
-            if is_complete or not any(known.startswith(name) for known in self._calls.names):
-                raise _NotACall
-            yield from self._more()
-
-    def _key(self, end: str) -> ResumableText:
-        """Reads the name of a parameter, and the end of its tag."""
-        while True:
-            name, found, _rest = self._buffer.partition(end)
-            if len(name) > MAX_HEAD or "\n" in name:
-                raise _NotACall
-            if found:
-                self._take(len(name + end))
-                return name
-            yield from self._more()
-
-    def _value(self, types: set[str], end: str, line_breaks: bool = False) -> Resumable:
-        """Reads the value of a parameter and the tag after it, and sends it as JSON: while it grows, where it
-        can only be text. line_breaks: one belongs to each of the tags."""
-        is_text = types == {"string"}
-        value = ""
-        begun = False
-        while not self._buffer:
-            yield from self._more()
-        if line_breaks and self._buffer.startswith("\n"):
-            self._take(1)
-        while True:
-            text, found, _rest = self._buffer.partition(end)
-            if not found:
-                text = text.removesuffix(stop_begun(text, ["\n" + end, end] if line_breaks else [end]))
-            elif line_breaks:
-                text = text.removesuffix("\n")
-            value += self._take(len(text))
-            if is_text and not begun:
-                self._send_arguments('"')
-                begun = True
-            if is_text and text:
-                self._send_arguments(json.dumps(text, ensure_ascii=False)[1:-1])
-            if found:
-                break
-            yield from self._more()
-        yield from self._expect(end)
-        self._send_arguments('"' if is_text else _value_as_json(value, types))
 
     def _begin(self, name: str, arguments: str = "") -> None:
         if name not in self._calls.names:
@@ -519,39 +453,10 @@ class OutputParser:
         self._begun += 1
         self._send_arguments(arguments)
 
-    def _json_object(self, opened: str = "", sends: bool = False) -> ResumableText:
-        """Reads a JSON object, or the rest of one whose brackets `opened` are open, and mends it. It ends at
-        the latest where something other than JSON begins; the rest of one, at the end of the output."""
-        mender = JsonMender(opened)
+    def _bracketed(self, depth: int = 0, sends: bool = False) -> ResumableText:
+        """Reads up to the bracket that closes the first one, of which `depth` are read, and sends it while it
+        grows, if it `sends`."""
         text = ""
-        while not mender.is_complete:
-            mended, length = mender.push(self._buffer)
-            self._take(length)
-            ends_here = bool(opened) and self._ended and not self._keeps_truncated and not self._buffer
-            if not mender.is_complete and (mender.is_stopped or ends_here):
-                if not mender.may_close or not (text or mended or opened):
-                    raise _NotACall
-                mended += mender.close()
-            text += mended
-            if sends and mended:
-                self._send_arguments(mended)
-            if not mender.is_complete:
-                yield from self._more()
-        return text
-
-    def _json_string(self) -> ResumableText:
-        """Reads a JSON string, and returns its text."""
-        while True:
-            found = JSON_STRING.match(self._buffer)
-            if found:
-                self._take(found.end())
-                return _text_of(found.group())
-            yield from self._more()
-
-    def _python_arguments(self) -> ResumableText:
-        """Reads up to the bracket that closes the call."""
-        text = ""
-        depth = 1
         quote = ""  # the one that is open
         is_escaped = False
         while True:
@@ -570,6 +475,8 @@ class OutputParser:
                         break
             chunk = self._take(length)
             text += chunk
+            if sends and chunk:
+                self._send_arguments(chunk)
             if depth <= 0 and not quote and text:
                 return text
             yield from self._more()
@@ -610,14 +517,6 @@ class OutputParser:
             if self._ended or not is_begun:
                 return ""
             yield
-
-    def _expect(self, *markers: str) -> ResumableText:
-        """Reads one of the markers, where nothing else can be."""
-        found = yield from self._skip(*markers)
-        if not found:
-            is_begun = any(marker.startswith(self._buffer) for marker in markers)
-            raise _Truncated if is_begun else _NotACall
-        return found
 
     def _skip_spaces(self) -> Resumable:
         while not self._ended and not self._buffer.lstrip():
@@ -678,120 +577,9 @@ class _Truncated(_NotACall):
     """The text ends, and what there is of it could be the beginning of a call."""
 
 
-def _decoded(text: str) -> tuple[str, str]:
-    """The name and the arguments in a call that is a JSON object."""
-    try:
-        msgspec.json.decode(text)  # all of it, where a Raw may be anything
-        fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-        arguments = fields["arguments" if "arguments" in fields else "parameters"]
-        msgspec.json.decode(arguments, type=dict)
-        return msgspec.json.decode(fields["name"], type=str), bytes(arguments).decode()
-    except (msgspec.DecodeError, KeyError, RecursionError):
-        raise _NotACall from None
-
-
-def _text_of(written: str) -> str:
-    """The text of a JSON string."""
-    try:
-        return msgspec.json.decode(written, type=str)
-    except msgspec.DecodeError:
-        raise _NotACall from None
-
-
-class _JsonWords(ast.NodeTransformer):
-    """Python's constants for JSON's, which models write, too."""
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(PYTHON_WORDS[node.id]) if node.id in PYTHON_WORDS else node
-
-
-def _as_json(text: str) -> str:
-    """The keyword arguments of a Python call, up to the closing bracket, as a JSON object."""
-    try:
-        call = ast.parse(f"f({text}", mode="eval").body
-        if (
-            not isinstance(call, ast.Call)
-            or call.args
-            or any(keyword.arg is None for keyword in call.keywords)
-        ):
-            raise _NotACall
-        values = {
-            keyword.arg: ast.literal_eval(_JsonWords().visit(keyword.value)) for keyword in call.keywords
-        }
-        written = json.dumps(values, ensure_ascii=False, allow_nan=False)
-        return written.encode().decode()  # lone surrogates are no text
-    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
-        raise _NotACall from None
-
-
-def _truncated_json(text: str) -> str:
-    """The complete ones of the keyword arguments of a Python call, as a JSON object that does not end."""
-    commas = [at for at, character in enumerate(text) if character == ","]
-    for at in reversed(commas[-MAX_COMMAS:]):
-        with contextlib.suppress(_NotACall):
-            return _as_json(text[:at] + ")").removesuffix("}") + ", "
-    return "{"
-
-
-def complete_members(arguments: str) -> Json:
-    """The arguments of a call as far as they can be read: `max_tokens` may have truncated them. What is
-    nested more deeply than MAX_NESTING is not read."""
-    closing = ""  # the brackets that are open, from the inside
-    in_string = False
-    is_escaped = False
-    # Where values or keys end, and the brackets that are open there. The last may be after a key, the one
-    # before it at a comma.
-    ends: deque[tuple[int, str]] = deque(maxlen=3)
-    for at, character in enumerate(arguments):
-        if in_string:
-            in_string = is_escaped or character != '"'
-            is_escaped = character == "\\" and not is_escaped
-            if not in_string:
-                ends.append((at + 1, closing))
-        elif character == '"':
-            in_string = True
-        elif character in "{[":
-            if len(closing) == MAX_NESTING:
-                break
-            closing = {"{": "}", "[": "]"}[character] + closing
-        elif character in "}]":
-            closing = closing[1:]
-            ends.append((at + 1, closing))
-        elif character == ",":
-            ends.append((at, closing))
-    for end, brackets in reversed(ends):
-        with contextlib.suppress(ValueError, RecursionError):
-            return json.loads(arguments[:end] + brackets)
-    return {}
-
-
 def _check_object(text: str) -> None:
     """Raises _NotACall for a text that is no JSON object."""
     try:
         msgspec.json.decode(text, type=dict)
     except (msgspec.DecodeError, RecursionError):
         raise _NotACall from None
-
-
-def _value_as_json(text: str, types: set[str]) -> str:
-    """The value of a parameter of these types (none: of any), in JSON. Text of none of these types stays a
-    string, for the client's function to reject."""
-    written = WORDS.get(text.strip(), text.strip())
-    if types and "string" not in types and "'" in written:
-        written = _python_as_json(written)
-    try:
-        value = msgspec.json.decode(written)
-    except (msgspec.DecodeError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
-    kind = TYPES[type(value)]
-    if "string" in types and kind not in types and not (kind == "integer" and "number" in types):
-        return json.dumps(text, ensure_ascii=False)
-    return written
-
-
-def _python_as_json(text: str) -> str:
-    """An object or a list as some templates write it, and so models: in Python. Other text stays as it is."""
-    with contextlib.suppress(SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
-        written = json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
-        return written.encode().decode()  # lone surrogates are no text
-    return text

@@ -26,6 +26,7 @@ class ReasoningFormat:
     name: str
     open: str
     close: str
+    begins_open: bool = False  # an output is reasoning from its beginning, also without the marker
     inner: tuple[str, ...] = ()
     headers: tuple[frozenset[str], str] | None = None
     answer: tuple[str, str] | None = None
@@ -39,6 +40,7 @@ class ReasoningFormat:
 THINK = ReasoningFormat("think", "<think>", "</think>")
 FORMATS = (
     THINK,
+    ReasoningFormat("deepseek_r1", "<think>", "</think>", begins_open=True),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
     ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
     ReasoningFormat("gemma4", "<|channel>thought\n", "<channel|>", inner=("<|channel>",)),
@@ -95,7 +97,7 @@ class ModelReasoning:
         is_closed = bool(continued.strip()) or prompt.rstrip().endswith(form.close)
         if is_closed and not is_open:
             return None
-        return Thinking(form, is_open, self.token_id(form.close))
+        return Thinking(form, is_open or form.begins_open, self.token_id(form.close))
 
     def in_answer(self, grammar: str) -> str:
         """The grammar of a structured output with the header that the model writes before its content."""

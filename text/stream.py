@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from text.tokenizer import Tokenizer
@@ -168,12 +168,16 @@ class TextStream:
         stops: Sequence[str] = (),
         keep_stop: bool = True,
         min_tokens: int = 0,
+        content_of: Callable[[Piece], int] | None = None,
     ):
+        """content_of: how many of the last characters of a token's text are content, in which stop strings
+        count; None: all of them."""
         self._tokenizer = tokenizer
         self._detokenizer = detokenizer_for(tokenizer, prompt)
         self._stops = [stop for stop in stops if stop]
         self._keep_stop = keep_stop
         self._min_tokens = min_tokens
+        self._content_of = content_of
         self._parts: list[str] = []
         self._length = 0  # characters: of all the text,
         self._certain = 0  # of that which stays, whatever comes,
@@ -194,15 +198,26 @@ class TextStream:
         return "".join(self._parts)[: self._certain]
 
     def push(
-        self, token_id: int, logprob: float | None, top: list[tuple[int, float]], last: bool = False
+        self,
+        token_id: int,
+        logprob: float | None,
+        top: list[tuple[int, float]],
+        last: bool = False,
+        shows_special: bool = False,
     ) -> list[Piece]:
-        """Takes the next token. After the `last` one, and once `stopped`, everything has been returned."""
+        """Takes the next token. After the `last` one, and once `stopped`, everything has been returned.
+
+        shows_special: the name of a special token is part of the text.
+        """
         self.tokens += 1
-        special = token_id in self._tokenizer.special_ids
-        name = (self._tokenizer.id_to_token(token_id) or "") if special else ""
-        piece = Piece(token_id, name, logprob, special, top)
-        text = self._detokenizer.push(token_id)
+        is_special = token_id in self._tokenizer.special_ids
+        special = is_special and not shows_special
+        name = (self._tokenizer.id_to_token(token_id) or "") if is_special else ""
+        piece = Piece(token_id, name if special else "", logprob, special, top)
+        text = name if is_special and shows_special else self._detokenizer.push(token_id)
         self._pending.append(piece)
+        if special and self._content_of:
+            self._content_of(piece)
         if not special:
             self._carrier = piece
             self._add(text)
@@ -234,13 +249,17 @@ class TextStream:
         self._carrier.text += text
         self._parts.append(text)
         self._length += len(text)
+        content = len(text)
+        if self._content_of:
+            content = self._content_of(Piece(self._carrier.id, text, None, special=False))
         if not self._stops:
             self._certain = self._length
             return
-        recent = self._recent + text
+        before = self._recent if content == len(text) else ""
+        recent = before + text[len(text) - content :]
         end = None
         if self.tokens >= self._min_tokens:
-            end = find_stop(recent, self._stops, len(self._recent))
+            end = find_stop(recent, self._stops, len(before))
         if end is None:
             self._recent = stop_begun(recent, self._stops)
             self._certain = self._length

@@ -25,6 +25,7 @@ from manifest import read_json
 from run import ConfigError, Json
 from text.limited import LimitExceeded, Rejected, SandboxedFunction
 
+WORD_OF_NONE = "Quokka"  # that no template writes by itself
 ERROR_CHARACTERS = 2000  # of a message for clients, which a template may choose
 WORD = re.compile(r"""(?<=['"])[A-Za-z][A-Za-z0-9_-]*(?=['"])""")
 # Variables that are not for clients; so are the special tokens.
@@ -49,6 +50,9 @@ class TemplateError(Exception):
 IMAGE = "\ud800"
 FIRST_IMAGE = 0xD900
 IMAGE_MARK = re.compile(f"{IMAGE}([{chr(FIRST_IMAGE)}-{chr(FIRST_IMAGE + 255)}])")
+# Around the thoughts of a system message or of an assistant in its content.
+THOUGHT = "\ud800\udb00{}\ud800\udb01"
+THOUGHTS = re.compile(THOUGHT.format("(.*?)"), re.DOTALL)
 
 
 def image_mark(number: int) -> str:
@@ -117,8 +121,10 @@ class ChatTemplate:
         messages: list[dict],
         tools: list[dict] | None = None,
         options: Mapping[str, Any] | None = None,
+        begins_answer: bool = True,
     ) -> str:
-        """The chat as the model reads it, up to where its response begins. `options` are further variables.
+        """The chat as the model reads it, up to where its response begins, or, without `begins_answer`, to
+        the end of the last message. `options` are further variables.
 
         A last message of the assistant is continued: the text ends right after its content. Raises
         TemplateError, and RecursionError for messages that are nested too deeply.
@@ -129,12 +135,12 @@ class ChatTemplate:
             messages = _with_named_ids(messages)
         last = messages[-1] if messages else {}
         if last.get("role") != "assistant":
-            return self._write(messages, tools, options, True)
+            return self._write(messages, tools, options, begins_answer)
         content = last.get("content") or ""
         if not content.strip():  # nothing to continue; a tool call stays part of the chat
             is_kept = last.get("tool_calls") or len(messages) == 1  # templates fail without messages
             kept = messages if is_kept else messages[:-1]
-            return self._write(kept, tools, options, True)
+            return self._write(kept, tools, options, begins_answer)
         # The content itself may occur anywhere in the chat, or be trimmed; this occurs nowhere else and is no
         # space.
         marker = secrets.token_hex(16)
@@ -151,16 +157,30 @@ class ChatTemplate:
         content that is a text, without an error."""
         if "image" not in self.words:
             return False
-        word = "Quokka"  # which no template writes by itself
-        contents = (word, [{"type": "text", "text": word}])
-        is_text_written, is_part_written = (self._writes(content, word) for content in contents)
+        contents = (WORD_OF_NONE, [{"type": "text", "text": WORD_OF_NONE}])
+        chats = ([{"role": "user", "content": content}] for content in contents)
+        is_text_written, is_part_written = map(self._writes, chats)
         return is_part_written and not is_text_written
 
-    def _writes(self, content: Any, word: str) -> bool:
+    @functools.cached_property
+    def roles_of_thoughts(self) -> frozenset[str]:
+        """The roles whose content may have parts of the type `thinking`, as in Mistral's templates."""
+        if "thinking" not in self.words:
+            return frozenset()
+        user = {"role": "user", "content": "Wombat"}
+        content = [{"type": "thinking", "thinking": WORD_OF_NONE}, {"type": "text", "text": "Numbat"}]
+        chats = {
+            "system": [{"role": "system", "content": content}, user],
+            "assistant": [user, {"role": "assistant", "content": content}, user],
+        }
+        return frozenset(role for role, chat in chats.items() if self._writes(chat))
+
+    def _writes(self, messages: list[Json]) -> bool:
         try:
-            return word in self._run({"messages": [{"role": "user", "content": content}]})
+            written = self._run({"messages": messages})
         except TemplateError:
             return False
+        return WORD_OF_NONE in written and "'type'" not in written  # as a list that is written as it is
 
     def _write(
         self,
@@ -170,7 +190,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
     ) -> str:
         chat = {
-            "messages": [_in_parts(message, self.takes_parts) for message in messages],
+            "messages": [_in_parts(message, self) for message in messages],
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -261,19 +281,32 @@ def renderer(most_characters: int) -> Callable[[list], str]:
 rendered = SandboxedFunction("text.template:renderer", [4_000_000], cpu_s=1.0, memory_bytes=256 * 2**20)
 
 
-def _in_parts(message: Json, takes_parts: bool) -> Json:
-    """The message with its content as a list of parts, where it has images or the template takes only
-    those."""
+def _in_parts(message: Json, template: ChatTemplate) -> Json:
+    """The message with its content as a list of parts, where it has images or thoughts, or the template takes
+    only those."""
     content = message.get("content")
-    if not isinstance(content, str) or not (takes_parts or images_of(content)):
+    if not isinstance(content, str):
         return message
+    role = message.get("role")
+    if role not in template.roles_of_thoughts:
+        content = THOUGHTS.sub(r"\1", content)
+    elif thoughts := message.get("reasoning_content"):
+        content = THOUGHT.format(thoughts) + content
+    parts = []
+    for n, piece in enumerate(THOUGHTS.split(content)):
+        parts += [{"type": "thinking", "thinking": piece, "closed": True}] if n % 2 else _parts_of(piece)
+    is_text = all(part["type"] == "text" for part in parts) and not template.takes_parts
+    return message | {"content": content if is_text else parts or [{"type": "text", "text": ""}]}
+
+
+def _parts_of(content: str) -> list[Json]:
     parts = []
     for n, piece in enumerate(IMAGE_MARK.split(content)):
         if n % 2:
             parts.append({"type": "image"})
         elif piece:
             parts.append({"type": "text", "text": piece})
-    return message | {"content": parts or [{"type": "text", "text": ""}]}
+    return parts
 
 
 def _with_short_ids(message: Json) -> Json:

@@ -118,6 +118,6 @@ def _chat_with_calls(template: ChatTemplate, names: Sequence[str], arguments: An
 
 def _reads(form: ToolFormat, chat: str, names: Sequence[str]) -> bool:
     calls = AllowedCalls(ModelTools(form), FUNCTIONS, "auto", parallel=True)
-    whole = ParserConfig(calls).whole([Piece(0, chat, None, special=False)])
+    whole = ParserConfig(calls, enforces_calls=True).whole([Piece(0, chat, None, special=False)])
     read = [(call.name, json.loads(call.arguments)) for call in whole.calls]
     return read == [(name, ARGUMENTS) for name in names]

@@ -28,6 +28,14 @@ DEEPSEEK_CALL_END = "<｜tool▁call▁end｜>"
 DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 HARMONY_START = '"<|start|>assistant"?'
 HARMONY_CALL = "to=functions."
+HARMONY_HEADS = (
+    "<|channel|>commentary ",
+    "<|start|>assistant<|channel|>commentary ",
+    "<|start|>assistant ",
+    "<|start|>assistant<|channel|>analysis ",
+    "<|channel|>analysis ",
+    "",
+)
 GEMMA_QUOTE = '<|"|>'
 # The rule of literals for each type of JSON Schema.
 LITERALS = {
@@ -103,6 +111,9 @@ class Syntax(enum.Enum):
     XML = enum.auto()  # the name, and each parameter in tags
 
 
+WHOLE = (Syntax.GEMMA, Syntax.XML)  # whose values may have any text: a call is read when it is complete
+
+
 @dataclass(frozen=True)
 class Tags:
     """What stands around the names and the values of a call in XML."""
@@ -175,6 +186,7 @@ class ToolFormat:
     name: str
     open: str  # the marker in front of calls,
     also_open: tuple[str, ...] = ()  # other texts that may stand there
+    bare: tuple[str, ...] = ()  # what else a call begins with, with the name of a function for {}
     close: str = ""  # the marker after them
     described_by: tuple[str, ...] = ()  # words of templates that take tools and write no calls
     first: str = ""  # may stand in front of the first of several calls,
@@ -251,6 +263,7 @@ FORMATS = (
     ToolFormat(
         name="qwen3_coder",
         open="<tool_call>",
+        bare=("<function={}>",),
         close="</tool_call>",
         first="<function=",
         next="<function=",
@@ -276,6 +289,7 @@ FORMATS = (
     ToolFormat(
         name="deepseek_v3",
         open=DEEPSEEK_CALLS,
+        bare=(f"{DEEPSEEK_CALL}function{DEEPSEEK_SEPARATOR}{{}}",),
         close=DEEPSEEK_CALLS_END,
         first=DEEPSEEK_CALL,
         next=DEEPSEEK_CALL,
@@ -294,6 +308,7 @@ FORMATS = (
     ToolFormat(
         name="deepseek_v31",
         open=DEEPSEEK_CALLS,
+        bare=(f"{DEEPSEEK_CALL}{{}}",),
         close=DEEPSEEK_CALLS_END,
         first=DEEPSEEK_CALL,
         next=DEEPSEEK_CALL,
@@ -322,6 +337,7 @@ FORMATS = (
     ToolFormat(
         name="kimi_k2",
         open="<|tool_calls_section_begin|>",
+        bare=("<|tool_call_begin|>{}", "<|tool_call_begin|>functions.{}"),
         close="<|tool_calls_section_end|>",
         first="<|tool_call_begin|>",
         next="<|tool_call_begin|>",
@@ -341,6 +357,7 @@ FORMATS = (
     ToolFormat(
         name="minimax_m2",
         open="<minimax:tool_call>",
+        bare=('<invoke name="{}">',),
         close="</minimax:tool_call>",
         first='<invoke name="',
         next='<invoke name="',
@@ -382,14 +399,9 @@ FORMATS = (
     ),
     ToolFormat(
         name="openai",  # harmony, of gpt-oss
-        open=f"<|channel|>commentary {HARMONY_CALL}",
-        also_open=(
-            f"<|start|>assistant<|channel|>commentary {HARMONY_CALL}",
-            f"<|start|>assistant {HARMONY_CALL}",
-            f"<|start|>assistant<|channel|>analysis {HARMONY_CALL}",
-            f"<|channel|>analysis {HARMONY_CALL}",
-            HARMONY_CALL,
-        ),
+        open=HARMONY_HEADS[0] + HARMONY_CALL,
+        also_open=tuple(head + HARMONY_CALL for head in HARMONY_HEADS[1:]),
+        bare=tuple(f"{head}to={{}}" for head in HARMONY_HEADS),
         ends=("<|call|>",),
         syntax=Syntax.NAMED,
         separator=" <|constrain|>json<|message|>",
@@ -458,7 +470,7 @@ class AllowedCalls:
         return [function.name for function in self.functions]
 
     def parameters_of(self, name: str) -> Json:
-        return next(function.parameters for function in self.functions if function.name == name)
+        return {function.name: function.parameters for function in self.functions}[name]
 
     @property
     def is_named(self) -> bool:

@@ -23,7 +23,8 @@ from api.responses_types import ResponsesRequest
 from api.tools import CUSTOM_INPUT, as_function, tool_policy
 from api.types import encode
 from protocol import Token
-from text.output_parser import ParserConfig, complete_members
+from text.json_mender import complete_members
+from text.output_parser import ParserConfig
 from text.tokenizer import Tokenizer
 from text.tool_formats import ModelTools
 

@@ -7,6 +7,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from miswritten import MISWRITTEN
 from tool_calls import (
     BOTH,
     CALLS,
@@ -24,15 +25,14 @@ from tool_calls import (
     with_argument,
 )
 
+from text.json_mender import complete_members
 from text.output_parser import (
-    MAX_NESTING,
     Arguments,
     CallBegin,
     Content,
     ParsedOutput,
     ParserConfig,
     Reasoning,
-    complete_members,
 )
 from text.reasoning import FORMATS as FORMATS_OF_REASONING
 from text.reasoning import Thinking
@@ -207,7 +207,9 @@ def test_a_stop_string_cuts_a_forced_call_too():
         ('{"a": [1, {"b": "}"}, "c', {"a": [1, {"b": "}"}]}),
         ('{"a": "\\"}", "b": {"c": [], "d', {"a": '"}', "b": {"c": []}}),
         ('{"a": 1}', {"a": 1}),
-        ('{"a": 1, "b": ' + "[" * MAX_NESTING + "2, 3", {"a": 1}),
+        ('{"a": 1, "b": ' + "[" * 100_000 + "2, 3", {}),
+        ('{"a": 1, "b": 2', {"a": 1}),
+        ('{"a": 1, "b": "2", "c"', {"a": 1, "b": "2"}),
         ("nonsense", {}),
     ],
 )
@@ -303,10 +305,8 @@ def test_calls_are_read_as_models_write_them(name, text, content, calls):
         ("hermes", "a <b> <tool_"),
         ("hermes", "The tag <tool_call> begins a call."),
         ("hermes", CALLS["hermes"][1].replace("now", "then")),
-        ("hermes", '<tool_call>{"name": "now"}</tool_call>'),
         ("hermes", '<tool_call>{"name": "now", "arguments": []}</tool_call>'),
         ("hermes", '<tool_call>{"name": "now", "arguments": {"a": NaN}}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "now", "arguments": {"a": 1'),
         ("hermes", '<tool_call>{"name": "now", "arguments": {"a" 1}}</tool_call>'),
         ("hermes", '<tool_call>{"arguments": {"a": 1'),
         ("hermes", '<tool_call>{"name": "now", "arguments": ' + '{"a":' * 100_000 + "1" + "}" * 100_001),
@@ -315,7 +315,6 @@ def test_calls_are_read_as_models_write_them(name, text, content, calls):
         ("llama3_json", "{} is an empty object"),
         ("llama3_json", 'Use {"name": "now", "parameters": {}}'),
         ("mistral", "[TOOL_CALLS] none"),
-        ("mistral", '[TOOL_CALLS] [{"name": "now"}]'),
         ("pythonic", "[1] see below"),
         ("pythonic", "[now] is a tool"),
         ("pythonic", "[now(1)]"),
@@ -324,14 +323,9 @@ def test_calls_are_read_as_models_write_them(name, text, content, calls):
         ("pythonic", "[now(a=1e999)]"),
         ("pythonic", "[now(a=" + "-" * 20000 + "1)]"),
         ("pythonic", "<|python_start|>"),
-        ("qwen3_coder", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'),
         ("qwen3_coder", CALLS["qwen3_coder"][1].replace("now", "then")),
-        ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nBern"),
         ("qwen3_coder", "<tool_call>\n<function=weather>\nBern\n</function>"),
-        ("qwen3_coder", f"<tool_call>\n<function=weather>\n<parameter={'x' * 2000}>1</parameter></function>"),
-        ("glm45", CALLS["hermes"][0]),
         ("glm45", CALLS["glm45"][0].replace("weather", "weathers")),
-        ("glm45", CALLS["glm45"][0].replace("</arg_value>", "")),
         ("glm45", "<tool_call>weather is good</tool_call>"),
         ("kimi_k2", CALLS["kimi_k2"][0].replace("weather", "weathers")),
         ("kimi_k2", CALLS["kimi_k2"][0].replace(":0", ":x")),
@@ -347,7 +341,6 @@ def test_calls_are_read_as_models_write_them(name, text, content, calls):
         ("openai", "<|channel|>commentary to=functions.now and more<|message|>{}"),
         ("openai", "<|channel|>commentary to=python code<|message|>{}"),
         ("gemma4", "<|tool_call>call:then{}<tool_call|>"),
-        ("gemma4", "<|tool_call>now{}<tool_call|>"),
         ("gemma4", "<|tool_call>call:now{a:}<tool_call|>"),
         ("gemma4", "<|tool_call>call:now{a:1]<tool_call|>"),
         ("gemma4", "<|tool_call>call:now{1}<tool_call|>"),
@@ -359,8 +352,6 @@ def test_calls_are_read_as_models_write_them(name, text, content, calls):
         ("mistral_v11", "[TOOL_CALLS]now[ARGS]{nonsense}"),
         ("mistral_v11", "[TOOL_CALLS]now[CALL_ID]a-b[ARGS]{}"),
         ("deepseek_v3", "<｜tool▁calls▁begin｜>none"),
-        ("deepseek_v3", WRITTEN["deepseek_v31"]),
-        ("deepseek_v31", WRITTEN["deepseek_v3"]),
     ],
 )
 def test_what_is_not_a_call_stays_content(name, text):
@@ -414,6 +405,7 @@ def test_what_follows_a_call_and_is_none_is_content(rest):
 def test_a_call_that_no_grammar_enforces_is_held_back_until_it_is_complete(name):
     text = with_argument(name, value="Bern, " * 100)
     parser = ParserConfig(use(name)).parser()
+    text += "\n" if name in TAGS else ""  # a value may have the end of a call: what follows shows that it has not
     parts = [part for at, each in enumerate(text) for part in [*parser.push(each), at]]
     first = next(at for at, part in enumerate(parts) if isinstance(part, CallBegin))
     assert isinstance(parts[first + 1], Arguments) and json.loads(parts[first + 1].text) == {"city": "Bern, " * 100}
@@ -640,3 +632,18 @@ def test_values_in_tags_have_the_type_that_the_schema_says(name, schema, text, v
     found = use(name, [tool("f", {"properties": {"x": schema}, "$defs": definitions})])
     (call,) = parsed(ParserConfig(found), in_tags(name, "f", x=text)).calls
     assert json.loads(call.arguments) == {"x": value}
+
+
+@pytest.mark.parametrize("size", [1, 5, None])
+@pytest.mark.parametrize(("mistake", "name", "text", "calls"), MISWRITTEN, ids=lambda value: str(value)[:40])
+def test_a_call_with_a_mistake_is_a_call(mistake, name, text, calls, size):
+    told, content = parsed(ParserConfig(use(name)), text), text.partition("I look.\n")[1]
+    assert (told.content, calls_of(told)) == (content, calls)
+    assert joined(read(ParserConfig(use(name)).parser(), text, size)) == joined_whole(told)
+
+
+@pytest.mark.parametrize(("mistake", "name", "text", "calls"), MISWRITTEN, ids=lambda value: str(value)[:40])
+def test_a_call_with_a_mistake_of_a_tool_that_is_not_offered_is_content(mistake, name, text, calls):
+    tools = [tool("elsewhere")]
+    whole = parsed(ParserConfig(use(name, tools)), text)
+    assert (whole.calls, whole.content) == ([], text)
