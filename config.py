@@ -78,9 +78,13 @@ TOOL_PARSER_ALIASES = {
     "ernie45": "hermes",
 }
 # The names in FORMATS of text/reasoning.py (tested), and vLLM's parsers that mean the first of them.
-REASONING_PARSERS = ("think", "mistral", "seed_oss", "gemma4", "openai_gptoss")
+REASONING_PARSERS = ("think", "deepseek_r1", "mistral", "seed_oss", "gemma4", "openai_gptoss")
+REASONING_FIELDS = {
+    "both": ("reasoning", "reasoning_content"),  # vLLM's name, SGLang's
+    "reasoning": ("reasoning",),
+    "reasoning_content": ("reasoning_content",),
+}
 THINK_PARSERS = (
-    "deepseek_r1",
     "deepseek_v3",
     "ernie45",
     "glm45",
@@ -498,9 +502,17 @@ class Config:
         None,
         "REASONING_PARSER",
         f"Format in which the model writes its reasoning: {', '.join(REASONING_PARSERS)}; none leaves it in "
-        "the content of chats. think is `<think>...</think>`, also under vLLM's names, such as deepseek_r1.",
+        "the content of chats. think is `<think>...</think>`, also under vLLM's names, such as qwen3; with "
+        "deepseek_r1 an output begins within it.",
         shown="detected in the chat template",
         parse=_one_of(*REASONING_PARSERS, "none", aliases=dict.fromkeys(THINK_PARSERS, "think")),
+    )
+    reasoning_fields: str = setting(
+        "both",
+        "REASONING_FIELDS",
+        "Names of the reasoning in chats: reasoning, reasoning_content, or both. OpenAI's Agents SDK sends "
+        "it back only if it is reasoning alone.",
+        parse=_one_of(*REASONING_FIELDS),
     )
     device: str = setting(
         "auto",

@@ -296,7 +296,7 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
             "worker_tmp_dir": "/dev/shm" if Path("/dev/shm").is_dir() else None,
             "control_socket_disable": True,
             "logger_class": _GunicornLog,
-            "pre_request": lambda _worker, _request: self._count(1),
+            "pre_request": self._arrive,
             "post_request": lambda _worker, _request, _environ, _response: self._count(-1),
             "post_worker_init": self._begin,
         }
@@ -312,6 +312,11 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
         self._engine.wait_for_text()
         if note := self._engine.text.tools_note:
             logger.info("%s", note)
+
+    def _arrive(self, _worker, http_request) -> None:
+        self._count(1)
+        if self._engine.phase == "draining":  # so that the client's next request goes to another replica
+            http_request.force_close()
 
     def _count(self, change: int) -> None:
         self._in_progress += change

@@ -21,6 +21,7 @@ from api.openai import (
 from api.prepared_request import PreparedRequest, Served
 from api.response_writer import GeneratedSequence, ResponseWriter
 from api.tools import custom_input
+from config import REASONING_FIELDS
 from text.output_parser import Arguments, Call, CallBegin, Content, OutputParser, OutputPart, Reasoning
 from text.stream import Piece
 
@@ -55,8 +56,8 @@ class ChatMessage(Struct):
 
     role: str
     content: str | None
-    reasoning: str | UnsetType = UNSET  # vLLM's name
-    reasoning_content: str | UnsetType = UNSET  # SGLang's
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -134,6 +135,7 @@ class ChatResponseWriter(ChunkedResponseWriter):
         super().__init__([prepared], served, request)
         self._parser_config = prepared.parser_config
         tools = request.tools or []
+        self._thoughts = REASONING_FIELDS[served.config.reasoning_fields]
         self._custom = {tool["custom"]["name"] for tool in tools if tool.get("type") == "custom"}
         self._readers: dict[GeneratedSequence, DeltaReader] = {}  # of those with events in the stream
         self._wants_logprobs = bool(request.logprobs)
@@ -155,9 +157,8 @@ class ChatResponseWriter(ChunkedResponseWriter):
         read = self._parser_config.whole(sequence.pieces, sequence.is_truncated)
         sequence.reasoning_tokens = read.reasoning_tokens
         message = ChatMessage("assistant", read.content)
-        if read.reasoning:
-            message.reasoning = read.reasoning
-            message.reasoning_content = read.reasoning
+        for name in self._thoughts if read.reasoning else ():
+            setattr(message, name, read.reasoning)
         if read.calls:
             if not read.content and not self._parser_config.calls.requires_call:
                 message.content = None
@@ -179,7 +180,7 @@ class ChatResponseWriter(ChunkedResponseWriter):
     def _choices(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[ChunkChoice]:
         choice = functools.partial(ChunkChoice, sequence.index)
         if sequence not in self._readers:
-            self._readers[sequence] = DeltaReader(self._parser_config.parser(), self._custom)
+            self._readers[sequence] = DeltaReader(self._parser_config.parser(), self._custom, self._thoughts)
             yield choice(Delta(role="assistant", content=""))
         reader = self._readers[sequence]
         for piece in pieces:
@@ -214,8 +215,9 @@ class DeltaReader:
     """Reads the text of one sequence as deltas. The input of a custom tool is one delta, at the end of its
     call: its arguments are JSON until then."""
 
-    def __init__(self, parser: OutputParser, custom: Collection[str]):
+    def __init__(self, parser: OutputParser, custom: Collection[str], thoughts: Collection[str]):
         self.parser = parser
+        self._thoughts = thoughts  # names of the fields with reasoning
         self._custom = custom  # names
         self._call: int | None = None  # the index of the call of a custom tool that is being read
         self._arguments = ""
@@ -237,6 +239,8 @@ class DeltaReader:
                 self._call = part.index
                 begin = ToolCallDelta(part.index, part.id, "custom", custom=CustomDelta(part.name))
                 deltas.append(Delta(tool_calls=[begin]))
+            elif isinstance(part, Reasoning):
+                deltas.append(Delta(**dict.fromkeys(self._thoughts, part.text)))
             else:
                 deltas.append(_delta(part))
         return deltas
@@ -253,8 +257,6 @@ class DeltaReader:
 def _delta(part: OutputPart) -> Delta:
     if isinstance(part, Content):
         return Delta(content=part.text)
-    if isinstance(part, Reasoning):
-        return Delta(reasoning=part.text, reasoning_content=part.text)
     if isinstance(part, CallBegin):
         begin = FunctionDelta(part.name, "")
         return Delta(tool_calls=[ToolCallDelta(part.index, part.id, "function", begin)])

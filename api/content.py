@@ -8,6 +8,7 @@ refuse the whole conversation.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +20,10 @@ from text.template import images_of
 logger = logging.getLogger("web")
 # Replaces what the model cannot read, so that a session with an image goes on.
 OMITTED = "[{kind} omitted: this server reads {readable} only]"
+# Claude Code's first system block, which says nothing to a model and changes: nothing behind it would be
+# reused.
+BILLING = re.compile(r"^[ \t]*x-anthropic-billing-header:.*\n?", re.IGNORECASE | re.MULTILINE)
+SYSTEM_ROLES = ("system", "developer")
 KINDS = {str: "a string", dict: "an object", list: "a list"}
 
 V = TypeVar("V", str, Json, list)
@@ -80,12 +85,12 @@ class ContentReader(Generic[M]):
                 texts.append(self.text(f"{path}.{name}", value))
         return "\n".join(filter(None, texts))
 
-    def text(self, path: str, content: Any, between: str = "\n") -> str:
-        """The text of `content`. Raises ApiError."""
+    def text(self, path: str, content: Any, between: str = "\n", role: str = "") -> str:
+        """The text of `content`, of a message if there is a `role`. Raises ApiError."""
         text = ""
         for _kind, part in self.parts(path, content):
             if isinstance(part, str):
-                text = joined(text, part, between)
+                text = joined(text, BILLING.sub("", part) if role in SYSTEM_ROLES else part, between)
         return text
 
     def omission(self, kind: str) -> str:
@@ -119,13 +124,20 @@ def omitted(kind: str) -> Callable[[ContentReader, str, Json], str]:
 
 
 def image(reader: ContentReader, path: str, part: Json) -> str:
-    """A part with an `image_url`: a text, or an object with a `url`."""
+    """A part with an `image_url`: a text, or an object with a `url`; with a `source`, as Anthropic has it; or
+    with the `image`, `url` or `base64` of Hugging Face's templates."""
     if not reader.images.are_read:
         return reader.omission("image")
+    if part.get("source") is not None:
+        return _sourced(reader, f"{path}.source", needed(path, part, "source", dict))
+    if part.get("base64") is not None:
+        return reader.images.add_base64(f"{path}.base64", needed(path, part, "base64", str))
     no_files = "is not supported: this server stores no files; send the image as `image_url`"
     require(part.get("file_id") is None, f"{path}.file_id", no_files)
-    given = needed(path, part, "image_url")
-    place = f"{path}.image_url"
+    usual = "source" if part.get("type") == "image" else "image_url"
+    name = next((name for name in ("image_url", "image", "url") if part.get(name) is not None), usual)
+    given = needed(path, part, name)
+    place = f"{path}.{name}"
     detail = part.get("detail")
     detail_place = f"{path}.detail"
     if isinstance(given, dict):
@@ -137,6 +149,25 @@ def image(reader: ContentReader, path: str, part: Json) -> str:
     known = f"must be one of {', '.join(DETAILS)}"
     require(detail is None or detail in DETAILS, detail_place, known, given=str(detail)[:40])
     return reader.images.add(place, given, detail)
+
+
+def _sourced(reader: ContentReader, path: str, source: Json) -> str:
+    kind = needed(path, source, "type", str)
+    if kind == "base64":
+        return reader.images.add_base64(f"{path}.data", needed(path, source, "data", str))
+    require(kind == "url", f"{path}.type", "must be base64 or url: no files are stored here", given=kind[:40])
+    return reader.images.add(f"{path}.url", needed(path, source, "url", str))
+
+
+# The parts that clients send whatever the API: those of another API are read where they can be.
+PARTS = {
+    **dict.fromkeys(["text", "input_text", "output_text"], "text"),
+    "refusal": "refusal?",
+    **dict.fromkeys(["image", "image_url", "input_image"], image),
+    **dict.fromkeys(["audio", "audio_url", "input_audio"], omitted("audio")),
+    **dict.fromkeys(["video", "video_url", "input_video"], omitted("video")),
+    **dict.fromkeys(["file", "input_file", "document"], omitted("file")),
+}
 
 
 def joined(one: str, other: str, between: str) -> str:

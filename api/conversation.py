@@ -6,7 +6,7 @@ chats here as a `ChatRequest`.
 
 from __future__ import annotations
 
-import json
+import contextlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from api import formats
-from api.content import ContentReader, image, needed, omitted
+from api.content import PARTS, SYSTEM_ROLES, ContentReader, needed
 from api.errors import ApiError, invalid
 from api.fields import (
     CHAT_FIELDS,
@@ -34,30 +34,28 @@ from api.reasoning import template_variables
 from api.tools import ToolPolicy, as_function, tool_policy
 from api.types import U32
 from text.grammar import GrammarError
-from text.output_parser import ParserConfig, complete_members
+from text.json_mender import whole_value
+from text.json_schema import without_nulls
+from text.output_parser import ParserConfig
 from text.reasoning import Thinking
-from text.template import IMAGE_MARK, RESERVED, TemplateError, images_of
+from text.template import IMAGE_MARK, RESERVED, THOUGHT, THOUGHTS, TemplateError, images_of
 
 OPENAI_TOP_LOGPROBS = 20  # OpenAI's own limit
 NEVER = -100.0  # the bias by which OpenAI bans a token
 PLAIN_ROLES = ("system", "user", "assistant", "tool")  # which template_capabilities.py has tried
 ROLES = (*PLAIN_ROLES, *ALIASES)
-PARTS = {
-    "text": "text",
-    "refusal": "refusal",
-    "image_url": image,
-    "input_audio": omitted("audio"),
-    "file": omitted("file"),
-    # The Responses API's names, which clients mix in, and vLLM reads.
-    "input_text": "text",
-    "output_text": "text",
-    "input_image": image,
-    "input_file": omitted("file"),
-}
+
+
+def _thinking(reader: ContentReader, path: str, part: Json) -> str:
+    text = reader.fields(path, part, "thinking?")
+    return THOUGHT.format(text) if text else ""
+
+
+CHAT_PARTS = PARTS | {"thinking": _thinking}  # that of Mistral's API
 
 
 class Message(Struct, omit_defaults=True):
-    """One message of a chat. The parts of `content` (PARTS has their types) are joined."""
+    """One message of a chat. The parts of `content` (CHAT_PARTS has their types) are joined."""
 
     role: str
     content: str | list[Json] | None = None
@@ -68,6 +66,20 @@ class Message(Struct, omit_defaults=True):
     tool_call_id: str | None = None
     reasoning_content: str | None = None  # of an earlier answer, for templates that write it
     reasoning: str | None = None  # the same
+
+
+class ReasoningSwitch(Struct):
+    """`type` is that of `thinking`, enabled or disabled; `effort` and `enabled` are those of `reasoning`."""
+
+    type: str | None = None
+    effort: str | None = None
+    enabled: bool | None = None
+    budget_tokens: U32 | None = None  # and the same as `max_tokens`
+    max_tokens: U32 | None = None
+
+    @property
+    def is_on(self) -> bool | None:
+        return {"enabled": True, "disabled": False}.get(self.type, self.enabled)
 
 
 class Prediction(Struct):
@@ -95,6 +107,11 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     reasoning_effort: str | None = None
     thinking_token_budget: int | None = None  # vLLM's name for the most tokens of reasoning; negative: any
     thinking_budget_tokens: int | None = None  # llama.cpp's
+    # Other servers' switches of reasoning, and OpenRouter's.
+    enable_thinking: bool | None = None
+    think: bool | str | None = None
+    thinking: ReasoningSwitch | None = None
+    reasoning: ReasoningSwitch | None = None
 
 
 def prepare_chat(
@@ -110,6 +127,7 @@ def prepare_chat(
     are called.
     """
     text = served.text
+    chat = replace(chat, tools=without_nulls(chat.tools))
     _check_continuation(chat)
     prepared = _check(chat, served, names)
     tools = [*(chat.tools or []), *found]
@@ -120,7 +138,14 @@ def prepare_chat(
         chat = replace(chat, tools=tools)
     prompt, order = _prompt(chat, served, names)
     require(not (order and prepared.prompt_logprobs), "prompt_logprobs", WITH_IMAGES)
-    thinking = text.reasoning.thinking(prompt, _continued(chat.messages))
+    last = chat.messages[-1]
+    continued = _continued(chat.messages)
+    thoughts = last.reasoning_content or last.reasoning
+    if text.reasoning.format and thoughts and last.role == "assistant" and not (continued or last.tool_calls):
+        continued = text.reasoning.format.open
+        is_open = prompt.rstrip().endswith(continued.rstrip())
+        prompt += continued * (not is_open) + text.tokenizer.escape(thoughts)
+    thinking = text.reasoning.thinking(prompt, continued)
     budget = _budget(chat, prepared, served)
     prepared = _constrained(prepared, policy, thinking, budget, served, names)
     prediction = _prediction(chat.prediction, served) if chat.prediction else []
@@ -173,9 +198,6 @@ def _check_continuation(chat: ChatRequest) -> None:
         require(is_assistants, "continue_final_message", "needs a last message of the assistant")
         detail = "cannot be true together with `continue_final_message`"
         require(not chat.add_generation_prompt, "add_generation_prompt", detail)
-    elif chat.add_generation_prompt is False:
-        detail = "may be false only if `continue_final_message` is true"
-        require(False, "add_generation_prompt", detail)
 
 
 def _continued(messages: list[Message]) -> str:
@@ -183,13 +205,15 @@ def _continued(messages: list[Message]) -> str:
     last = messages[-1]
     if last.role != "assistant" or last.tool_calls:
         return ""
-    return ContentReader(PARTS).text("messages", last.content or "", "")
+    return THOUGHTS.sub("", ContentReader(CHAT_PARTS).text("messages", last.content or "", ""))
 
 
 def _budget(chat: ChatRequest, prepared: PreparedRequest, served: Served) -> int | None:
     """The most tokens of reasoning; None: as many as the output may have."""
-    given = chat.thinking_token_budget
-    budget = chat.thinking_budget_tokens if given is None else given
+    switches = [each for each in (chat.thinking, chat.reasoning) if each]
+    given = [chat.thinking_token_budget, chat.thinking_budget_tokens]
+    given += [each for switch in switches for each in (switch.budget_tokens, switch.max_tokens)]
+    budget = next((each for each in given if each is not None), None)
     limits = [served.info.max_total_tokens, prepared.max_new_tokens]
     most = min(limit for limit in limits if limit is not None)
     return budget if budget is not None and 0 <= budget < most else None
@@ -198,7 +222,7 @@ def _budget(chat: ChatRequest, prepared: PreparedRequest, served: Served) -> int
 def _prediction(given: Prediction, served: Served) -> list[int]:
     """The tokens of a predicted output, at most the context length."""
     require(given.type == "content", "prediction.type", "must be `content`", given=given.type)
-    text = ContentReader(PARTS).text("prediction.content", given.content, "")
+    text = ContentReader(CHAT_PARTS).text("prediction.content", given.content, "")
     tokenizer = served.text.tokenizer
     most = served.info.max_total_tokens
     tokens = tokenizer.encode(tokenizer.escape(text[: most * tokenizer.longest_token]), False)[:most]
@@ -262,7 +286,8 @@ def _prompt(chat: ChatRequest, served: Served, names: FieldNames) -> tuple[str, 
     # A role is a word that the template expects.
     escaped = [escape(message) | {"role": message["role"]} for message in messages]
     try:
-        prompt = template.render(escaped, escape(tools) if capabilities.tools else None, options)
+        listed = escape(tools) if capabilities.tools else None
+        prompt = template.render(escaped, listed, options, chat.add_generation_prompt is not False)
     except TemplateError as error:
         # A template's error may repeat the client's own words.
         raise ApiError(422, "template_error", "Template error: ", quoted=str(error)) from None
@@ -278,16 +303,21 @@ def _template_options(chat: ChatRequest, served: Served) -> Json:
     """Variables for the template: of the server, of the request's reasoning effort, and of the request
     itself, the later ones before the others."""
     escape = served.text.tokenizer.escape
-    effort = escape(template_variables(chat.reasoning_effort, served.text.template.words))
-    options = served.config.template_options | effort | escape(chat.chat_template_kwargs or {})
-    for name, value in options.items():
+    variables = template_variables(*_reasoning_of(chat), served.text.template.words)
+    options = served.config.template_options | escape(variables) | escape(chat.chat_template_kwargs or {})
+    for name in options:
         is_name = name.isidentifier() and not name.startswith("_") and name not in RESERVED
         require(is_name, "chat_template_kwargs", "has a name that cannot be set", given=name[:40])
-        values = value if isinstance(value, list) else [value]
-        is_plain = all(isinstance(item, (str, int, float, bool, type(None))) for item in values)
-        detail = f"needs a plain value or a list of them for `{name}`"
-        require(is_plain, "chat_template_kwargs", detail)
     return options
+
+
+def _reasoning_of(chat: ChatRequest) -> tuple[str | None, bool | None]:
+    """The effort that a chat asks for, and whether its model is to reason; None: the chat does not say."""
+    switches = [each for each in (chat.thinking, chat.reasoning) if each]
+    asked = [chat.reasoning_effort, chat.enable_thinking, chat.think]
+    asked += [each for switch in switches for each in (switch.effort, switch.is_on)]
+    effort, is_on = (next((each for each in asked if isinstance(each, kind)), None) for kind in (str, bool))
+    return effort, is_on
 
 
 def _messages(
@@ -303,16 +333,25 @@ def _messages(
         is_known = message.role in ROLES or message.role in template_words
         detail = f"must be one of {', '.join(ROLES)}, or another role that the model's chat template names"
         require(is_known, f"{names.message(n)}.role", detail, given=message.role[:40])
-    reader = ContentReader(PARTS, images)
+    reader = ContentReader(CHAT_PARTS, images)
     written = [_message(reader, names.message(n), message) for n, message in enumerate(messages)]
     reader.log_skipped()
-    return written
+    # A system message of nothing that a model reads is left out, an empty one is what it is.
+    return [
+        message
+        for message, given in zip(written, messages, strict=True)
+        if message["content"] or not given.content or given.role not in SYSTEM_ROLES
+    ]
 
 
 def _message(reader: ContentReader, path: str, message: Message) -> Json:
     content = message.content or message.refusal or message.content
     calls = _calls(path, message)
+    text = reader.text(f"{path}.content", content or "", "", message.role)
     thoughts = message.reasoning_content or message.reasoning
+    if message.role == "assistant":
+        thoughts = thoughts or "\n".join(THOUGHTS.findall(text)) or None
+        text = THOUGHTS.sub("", text)
     call_id = message.tool_call_id
     if message.role == "function" and call_id is None:
         call_id = message.name  # `function_call` has no other
@@ -321,7 +360,7 @@ def _message(reader: ContentReader, path: str, message: Message) -> Json:
     require(content is not None or may_be_empty, path, "needs `content`")
     written: Json = {
         "role": message.role,
-        "content": reader.text(f"{path}.content", content or "", ""),
+        "content": text,
     }
     optional = {
         "name": message.name,
@@ -364,15 +403,18 @@ def _with_arguments(path: str, call: Json) -> Json:
 def arguments_of(path: str, given: Any) -> Json:
     """The arguments of an earlier tool call, given as an object or as JSON in a string. Of JSON that
     `max_tokens` has truncated, the members that are complete. Raises ApiError for any other value."""
-    read = given
-    if isinstance(given, str):
-        text = without_surrogates(given.strip().encode()).decode() or "null"
-        try:
-            read = json.loads(text)
-        except (ValueError, RecursionError):
-            read = complete_members(text) if text.startswith("{") else text
+    read = _value_of(given) if isinstance(given, str) else given
     if read is None:
         return {}
     detail = "must be a JSON object: the arguments of a tool call by their names"
     require(isinstance(read, dict), path, detail, given=given[:40] if isinstance(given, str) else None)
     return read
+
+
+def _value_of(written: str) -> Any:
+    """The value of a text in JSON, with the mistakes that are read in a model's output, too."""
+    text = without_surrogates(written.strip().encode()).decode() or "null"
+    with contextlib.suppress(ValueError, RecursionError):
+        read = whole_value(text, is_partial=text.startswith("{"))
+        return whole_value(read) if isinstance(read, str) else read
+    return text

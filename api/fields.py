@@ -71,15 +71,21 @@ _NAMES = (
     "best_of n do_sample stop stop_sequences logit_bias max_new_tokens max_tokens max_completion_tokens "
     "max_output_tokens min_tokens ignore_eos return_full_text truncate top_n_tokens echo tools tool_choice "
     "chat_template_kwargs mm_processor_kwargs regex json_schema output_format system instructions parameters "
-    "enable_thinking add_special_tokens reasoning_effort thinking_token_budget thinking_budget_tokens"
+    "enable_thinking think thinking reasoning extra_body add_special_tokens reasoning_effort "
+    "thinking_token_budget thinking_budget_tokens"
 )
 CHANGES_TEXT = {*_NAMES.split(), *_STRUCTURED_OUTPUT_FIELDS}
 _LIMITS = ["max_new_tokens", "max_output_tokens", "max_completion_tokens", "max_tokens"]
 SAME_MEANING = {
-    **dict.fromkeys(_LIMITS, _LIMITS),
+    **dict.fromkeys([*_LIMITS, "n_predict", "num_predict"], _LIMITS),
+    "repeat_penalty": ["repetition_penalty"],
     "stop_sequences": ["stop"],
     "stop": ["stop_sequences"],
     "reasoning_effort": ["reasoning", "output_config"],
+    "enable_thinking": ["reasoning", "thinking"],
+    "think": ["reasoning", "thinking"],
+    "thinking": ["reasoning"],
+    "reasoning": ["thinking"],
     # Responses have `text.format`, Anthropic's messages `output_config.format`.
     **{
         name: [*_STRUCTURED_OUTPUT_FIELDS, "text", "output_config"]
@@ -172,12 +178,22 @@ def read(data: Json, kind: type[T], parameters: type[Struct] | None = None) -> T
     parameters: the type of the field of that name, where a request has its options there.
     """
     with _typed():
-        request = msgspec.convert(data, kind)
+        request = msgspec.convert(_with_whole_numbers(data), kind)
     usable = kind if parameters is None else parameters
     _check_names(data, kind, usable)
     if parameters and data.get("parameters"):
         _check_names(data["parameters"], parameters, parameters)
     return request
+
+
+def _with_whole_numbers(data: Json) -> Json:
+    """A request with 10 for 10.0, as clients in JavaScript and Lua write it."""
+    numbers = {
+        name: int(value) for name, value in data.items() if isinstance(value, float) and value.is_integer()
+    }
+    if isinstance(data.get("parameters"), dict):
+        numbers["parameters"] = _with_whole_numbers(data["parameters"])
+    return data | numbers
 
 
 def choose(data: Json, variants: dict[str, V]) -> V:
@@ -209,16 +225,22 @@ def _check_names(given: Json, kind: type[Struct], usable: type[Struct]) -> None:
     for name in sorted(given):
         if name in NOT_SUPPORTED and name not in known:
             changes_nothing = given[name] is None or given[name] in NOT_SUPPORTED[name]
-            require(changes_nothing, name, "is not supported")
+            require(changes_nothing, name, f"is not supported{_hint(name, kind, usable)}")
         elif name in known or name in HARMLESS_LOOKALIKES:
             continue
         elif name in CHANGES_TEXT:
-            place = "" if usable is kind else " in `parameters`"
-            meant = [other for other in SAME_MEANING.get(name, [name]) if other in usable.__struct_fields__]
-            hint = f"; use `{meant[0]}`{place}" if meant else ""
-            require(given[name] is None, name, f"is an unknown field{hint}")
+            require(given[name] is None, name, f"is an unknown field{_hint(name, kind, usable)}")
         elif similar := difflib.get_close_matches(name[:40], known, n=1, cutoff=0.85):
             raise invalid(name[:40], f"is an unknown field; did you mean `{similar[0]}`?")
+
+
+def _hint(name: str, kind: type[Struct], usable: type[Struct]) -> str:
+    """What to use in the place of an unknown field."""
+    if name == "extra_body":
+        return ", but a parameter of OpenAI's clients: put its fields beside the others"
+    place = "" if usable is kind else " in `parameters`"
+    meant = [other for other in SAME_MEANING.get(name, [name]) if other in usable.__struct_fields__]
+    return f"; use `{meant[0]}`{place}" if meant else ""
 
 
 def require(holds: bool, param: str, detail: str, given: str | None = None) -> None:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from api import client_tools, fields
 from api.client_tools import Definition
-from api.content import ContentReader, joined, needed
+from api.content import PARTS, ContentReader, joined, needed
 from api.conversation import ChatRequest, Message, prepare_chat
 from api.errors import ANTHROPIC, ApiError, invalid, named_event
 from api.fields import FieldNames, Json, require
@@ -27,6 +27,7 @@ from api.response_writer import GeneratedSequence, ResponseWriter
 from api.tools import ADDED_TOOLS, definitions
 from api.types import U32, NotNegative, Share
 from text import output_parser
+from text.json_mender import complete_members
 from text.output_parser import Arguments, CallBegin, Content, Reasoning
 from text.stream import Piece
 
@@ -144,6 +145,7 @@ class AnthropicModelCard(Struct):
     display_name: str
     created_at: str = "1970-01-01T00:00:00Z"
     type: str = "model"
+    lifecycle: str = "active"
 
 
 class AnthropicModelList(Struct):
@@ -172,7 +174,7 @@ def messages(data: Json, served: Served) -> ResponseWriter:
 
 
 def count_tokens(data: Json, served: Served) -> TokenCount:
-    request = fields.read(data, CountRequest)
+    request = fields.read(data | {"max_tokens": 1}, MessagesRequest)
     tools = MessagesTools(request)
     chat, names = _chat_of(request, tools, served.images)
     return TokenCount(len(ids_of(prepare_chat(chat, served, names, tools.found), served)))
@@ -404,18 +406,6 @@ def _result(reader: BlockReader, path: str, block: Json) -> Message:
     return Message("tool", text, tool_call_id=needed(path, block, "tool_use_id", str))
 
 
-def _image(reader: BlockReader, path: str, block: Json) -> str:
-    if not reader.images.are_read:
-        return reader.omission("image")
-    source = needed(path, block, "source", dict)
-    path = f"{path}.source"
-    kind = needed(path, source, "type", str)
-    if kind == "base64":
-        return reader.images.add_base64(f"{path}.data", needed(path, source, "data", str))
-    require(kind == "url", f"{path}.type", "must be base64 or url: no files are stored here", given=kind[:40])
-    return reader.images.add(f"{path}.url", needed(path, source, "url", str))
-
-
 def _document(reader: BlockReader, path: str, block: Json) -> str:
     source = needed(path, block, "source", dict)
     readable = {"text": "data", "content": "content"}.get(needed(f"{path}.source", source, "type", str))
@@ -457,12 +447,10 @@ def _browser_state(reader: BlockReader, path: str, block: Json) -> str:
 
 
 # The readable types of blocks, and of what is in them.
-BLOCKS = {
-    "text": "text",
+BLOCKS = PARTS | {
     "thinking": _thoughts,
     "tool_use": _call,
     "tool_result": _result,
-    "image": _image,
     "document": _document,
     "search_result": "title? source? content",
     "compaction": "content?",
@@ -564,6 +552,10 @@ class MessagesResponseWriter(ResponseWriter):
     def events(self, sequence: GeneratedSequence, pieces: list[Piece]) -> bytes:
         return b"".join(map(named_event, self._read(sequence, pieces)))
 
+    def while_waiting(self, sequences: list[GeneratedSequence]) -> bytes:
+        """The beginning of the message, then pings: clients wait a limited time for the next event."""
+        return self.events(sequences[0], []) or named_event({"type": "ping"})
+
     def stream_end(self, sequences: list[GeneratedSequence]) -> bytes:
         (sequence,) = sequences
         delta = {"stop_reason": self._stop_reason(sequence), "stop_sequence": self._stop_sequence(sequence)}
@@ -596,6 +588,9 @@ class MessagesResponseWriter(ResponseWriter):
             reason = "end_turn"  # a stop string of the model's own
         if reason == "end_turn" and self._parser.has_calls:
             return "tool_use"
+        asked = sequence.prepared.max_new_tokens
+        if sequence.is_truncated and asked and sequence.tokens >= sequence.max_new_tokens < asked:
+            return "model_context_window_exceeded"
         return reason
 
     def _read(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[Json]:
@@ -654,7 +649,7 @@ class MessagesResponseWriter(ResponseWriter):
             return
         newest = self._content[-1]
         if isinstance(newest, ToolUseBlock):
-            given = output_parser.complete_members(self._arguments)
+            given = complete_members(self._arguments)
             self._arguments = ""
             if newest.toolset_name is not UNSET:
                 newest.name = str(given.pop("action", newest.name))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from api.content import SYSTEM_ROLES
 from api.fields import Json
 from text.template import image_mark, images_of
 from text.template_capabilities import TemplateCapabilities
@@ -20,7 +21,6 @@ Messages = list[TemplateMessage]
 
 # Clients' own roles, and older names.
 ALIASES = {"developer": "system", "function": "tool", "ctx": "user", "msg": "user"}
-SYSTEM_ROLES = ("system", "developer")
 HEARD_ROLES = ("user", "tool")  # of what the assistant answers
 APART = "\n\n"  # between texts that become one message
 IMAGE_APART = "[image]"  # in the place of an image that is in a message of its own

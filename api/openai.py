@@ -203,6 +203,7 @@ def check_openai(
         stop=stop if request.ignore_eos else [*stop, *info.stop_strings],
         keep_stop=False,
         stop_token_ids=frozenset(stop_token_ids),
+        shows_special_tokens=request.skip_special_tokens is False,
         logprobs=logprobs,
         prompt_logprobs=request.prompt_logprobs is not None,
         top_n_tokens=request.prompt_logprobs or 0,

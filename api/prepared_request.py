@@ -119,6 +119,7 @@ class PreparedRequest(GenerateOptions, frozen=True):
     stop_token_ids: frozenset[int] = frozenset()
     truncate: int | None = None
     add_special_tokens: bool = True
+    shows_special_tokens: bool = False  # in the generated text
     is_escaped: bool = False  # the client's words in the prompt, next to special tokens of the server
     grammar_name: str = "grammar"  # what the request calls it, for error messages
     not_enforced: tuple[str, ...] = ()  # what the grammar leaves out of JSON schemas: JSON pointers

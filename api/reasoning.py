@@ -16,15 +16,18 @@ OFF = {"enable_thinking": False, "thinking": False}
 SEAL = "v1."
 
 
-def template_variables(effort: str | None, template_words: Collection[str]) -> dict[str, Any]:
-    """The variables by which chat templates know an effort, such as `high`; `none` turns reasoning off.
+def template_variables(
+    effort: str | None, is_on: bool | None, template_words: Collection[str]
+) -> dict[str, Any]:
+    """The variables by which chat templates know an effort, such as `high`, and that reasoning is on or off.
+    The effort `none` turns it off.
 
     template_words: the words that the template has in quotes.
     """
-    if effort is None:
-        return {}
-    if effort == "none":
+    if effort == "none" or is_on is False:
         return OFF
+    if effort is None:
+        return ON if is_on else {}
     known = effort if effort in template_words else NEAREST.get(effort, effort)
     return ON | {"reasoning_effort": known}
 

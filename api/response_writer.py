@@ -32,8 +32,17 @@ class GeneratedSequence:
         self.number = number  # among the sequences of its request
         self.index = index  # among all of its request
         self.sampling = prepared.sampling_of(number)
+        parser_config = prepared.parser_config
+        # Reads along where stop strings do not count in all of the text, or calls may end it.
+        is_read = parser_config.calls or (parser_config.thinking and prepared.stop)
+        self._parser = parser_config.parser() if is_read else None
         self.stream = TextStream(
-            tokenizer, prompt.ids, prepared.stop, prepared.keep_stop, prepared.min_new_tokens
+            tokenizer,
+            prompt.ids,
+            prepared.stop,
+            prepared.keep_stop,
+            prepared.min_new_tokens,
+            self._parser and self._parser.content_of,
         )
         self.pieces: list[Piece] = []  # all of them, for a response that is not streamed
         self.prompt_done: PromptDone | None = None  # None: the prompt has not been run
@@ -43,8 +52,6 @@ class GeneratedSequence:
         self.accepted_draft_tokens = 0  # that took no step of their own
         self.reasoning_tokens = 0  # which the writer of a chat's response counts
         self._logprobs = 0.0
-        # Reads along where calls may end the output before the model does.
-        self._calls = prepared.parser_config.parser() if prepared.parser_config.calls else None
 
     @property
     def tokens(self) -> int:
@@ -75,22 +82,17 @@ class GeneratedSequence:
         if self._stops_at(token):
             self._finish("stop_sequence")
             return self.stream.stop_before(token.token, token.logprob, token.top)
-        pieces = self.stream.push(token.token, token.logprob, token.top, token.finish_reason is not None)
+        shows_special = self.prepared.shows_special_tokens and token.finish_reason != "eos_token"
+        is_last = token.finish_reason is not None
+        pieces = self.stream.push(token.token, token.logprob, token.top, is_last, shows_special)
         if self.stream.stopped:
             self._finish("stop_sequence")
         elif token.finish_reason is not None:
             self._finish(token.finish_reason)
-        elif self._calls_are_done(pieces):
+        elif self._parser and self._parser.is_done and not self.prepared.ignore_eos:
             pieces += self.stream.finish()
             self._finish("stop_sequence")
         return pieces
-
-    def _calls_are_done(self, pieces: list[Piece]) -> bool:
-        if self._calls is None or self.prepared.ignore_eos:
-            return False
-        for piece in pieces:
-            self._calls.read(piece)
-        return self._calls.is_done
 
     def _stops_at(self, token: Token) -> bool:
         if token.token not in self.prepared.stop_token_ids or token.finish_reason == "eos_token":
@@ -112,7 +114,7 @@ class ResponseWriter:
     """The response to one HTTP request. Each API has a subclass."""
 
     error_format: ErrorFormat = TGI
-    content_type = "text/event-stream"  # of a stream
+    content_type = "text/event-stream; charset=utf-8"  # of a stream; some clients read Latin-1 without it
     keep_alive = b":\n\n"  # sent while a stream is silent for long; an SSE comment
     left_out: Collection[str] = ()  # the request's tool types that this server does not run
 
@@ -137,6 +139,10 @@ class ResponseWriter:
     def events(self, sequence: GeneratedSequence, pieces: list[Piece]) -> bytes:
         """What `pieces` add to a stream; the last of them when `sequence` has finished. May be nothing."""
         raise NotImplementedError
+
+    def while_waiting(self, sequences: list[GeneratedSequence]) -> bytes:
+        """What a stream has that is silent for long."""
+        return self.keep_alive
 
     def stream_end(self, sequences: list[GeneratedSequence]) -> bytes:
         """The end of a stream without an error."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from api import fields
-from api.content import ContentReader, image, needed, omitted
+from api.content import PARTS, ContentReader, image, needed, omitted
 from api.conversation import ChatRequest, Message, arguments_of, prepare_chat
 from api.errors import invalid
 from api.fields import FieldNames, Json, require
@@ -238,7 +238,7 @@ class ItemReader(ContentReader[Message]):
 
 def _message(reader: ItemReader, path: str, item: Json) -> Message:
     role = needed(path, item, "role", str)
-    return Message(role, reader.text(f"{path}.content", needed(path, item, "content"), ""))
+    return Message(role, reader.text(f"{path}.content", needed(path, item, "content"), "", role))
 
 
 def _reasoning(reader: ItemReader, path: str, item: Json) -> Message | None:
@@ -308,7 +308,7 @@ def _call(reader: ItemReader, path: str, item: Json, arguments: Json) -> Message
 
 
 def _output(reader: ItemReader, path: str, item: Json) -> Message:
-    return _result(path, item, reader.text(f"{path}.output", needed(path, item, "output"), ""))
+    return _result(path, item, reader.text(f"{path}.output", item.get("output") or "", ""))
 
 
 def _result(path: str, item: Json, text: str) -> Message:
@@ -355,7 +355,7 @@ def _file_search(reader: ItemReader, path: str, item: Json) -> str:
 
 
 # The readable types of items, and of what is in them.
-ITEMS = {
+ITEMS = PARTS | {
     "message": _message,
     "agent_message": _agent_message,
     "encrypted_content": _not_encrypted,
@@ -376,12 +376,9 @@ ITEMS = {
     "tool_search_call": _tool_search_call,
     "tool_search_output": _found_tools,
     "additional_tools": _additional_tools,
-    **dict.fromkeys(["input_text", "output_text", "text", "summary_text", "reasoning_text"], "text"),
-    "refusal": "refusal",
-    **dict.fromkeys(["input_image", "computer_screenshot"], image),
+    **dict.fromkeys(["summary_text", "reasoning_text"], "text"),
+    "computer_screenshot": image,
     "image": omitted("image"),  # that a tool made which OpenAI ran
-    "input_file": omitted("file"),
-    "input_audio": omitted("audio"),
     # The results of tools that OpenAI ran.
     "file_search_call": _file_search,
     "code_interpreter_call": "code? outputs?",

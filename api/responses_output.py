@@ -46,6 +46,7 @@ from api.responses_types import (
 from api.tools import custom_input
 from api.types import SamplingOptions, encode
 from text import output_parser
+from text.json_mender import complete_members
 from text.output_parser import Arguments, CallBegin, Content, Reasoning
 from text.stream import Piece
 
@@ -151,9 +152,13 @@ class ResponsesWriter(OpenAIResponseWriter):
         return named_event(self._event(f"response.{response.status}", response=response))
 
     def failure(self, error: ApiError) -> bytes:
-        """OpenAI's clients look for `error`; the documented fields are there, too."""
+        """OpenAI's clients look for `error`; the documented fields are there, too. Agents wait for a response
+        that has failed."""
         detail = msgspec.to_builtins(error.body(OPENAI).error)
-        return named_event(self._event("error", **detail | {"type": "error"}, error=detail))
+        told = self._event("error", **detail | {"type": "error"}, error=detail)
+        self._response.status = "failed"
+        self._response.error = {"code": "server_error", "message": detail["message"]}
+        return named_event(told) + named_event(self._event("response.failed", response=self._response))
 
     def _complete(self, sequences: list[GeneratedSequence]) -> ResponsesResponse:
         response = self._response
@@ -282,7 +287,7 @@ class ResponsesWriter(OpenAIResponseWriter):
 
     def _write_built_in(self, item: BuiltInCall) -> Iterator[Json]:
         """The beginning of an item whose arguments are complete."""
-        arguments = output_parser.complete_members(self._arguments)
+        arguments = complete_members(self._arguments)
         setattr(item, self._built_in.field, self._built_in.written(arguments))
         yield self._item_event("response.output_item.added", item=item)
         commands = item.action["commands"] if isinstance(item, ShellCall) else []

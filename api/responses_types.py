@@ -221,7 +221,7 @@ class ResponsesResponse(ResponsesFields, kw_only=True):
     completed_at: int | None = None
     status: str
     model: str
-    error: None = None  # a failed request has no response
+    error: Json | None = None  # of a stream that failed
     incomplete_details: dict[str, str] | None = None
     output: list[AnyOutputItem] = msgspec.field(default_factory=list)
     usage: ResponsesUsage | None = None

@@ -46,11 +46,11 @@ SamplingFields = msgspec.defstruct(
 
 
 class SamplingOptions(SamplingFields, kw_only=True):
-    """Sampling fields of all of OpenAI's APIs here. `min_tokens`, `ignore_eos` and `stop_token_ids` are
-    vLLM's."""
+    """Sampling fields of all of OpenAI's APIs here. Those from `min_tokens` on are vLLM's."""
 
     stop: str | list[str] | None = None
     logit_bias: dict[str, float] | None = None
     min_tokens: U32 | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None  # false: the text has them, but for the one that ends it

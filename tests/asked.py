@@ -89,7 +89,7 @@ def record_renders(monkeypatch) -> list:
     text()  # probes the template
     rendered = []
 
-    def render(_, messages, tools, options):
+    def render(_, messages, tools, options, begins_answer):
         rendered.append((messages, options))
         return "Hi Well"
 

@@ -25,7 +25,7 @@ def chunks(served, route, body):
     response = served.post(route, body | {"stream": True})
     text = response.get_data(as_text=True)
     assert response.status_code == 200, text
-    assert response.content_type == "text/event-stream"
+    assert response.content_type == "text/event-stream; charset=utf-8"
     *parts, done, rest = text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     return [json.loads(part.removeprefix("data: ")) for part in parts]

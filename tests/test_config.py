@@ -42,6 +42,7 @@ VALUES = {
     "mm_processor_kwargs": [('{"size": 9}', '{"size": 9}'), ("{}", "{}")],
     "tool_parser": [("hermes", "hermes"), ("glm47", "glm45")],
     "reasoning_parser": [("think", "think"), ("qwen3", "think")],
+    "reasoning_fields": [("both", "both"), ("reasoning", "reasoning")],
     "device": [("cpu", "cpu"), ("Neuron", "neuron")],
     "dtype": [("bf16", "bfloat16"), ("FP32", "float32")],
     "quantize": [("int8", "int8"), ("INT4", "int4")],

@@ -545,6 +545,9 @@ def test_sigterm_under_load_lets_every_stream_end_and_waits_for_no_idle_connecti
         wait_until(lambda: server.get("/health")[0] == 503, "health says so")
         status, refusal = server.generate("ab")
         assert (status, refusal["phase"]) == (503, "draining")
+        idle[0].request("POST", "/generate", b'{"inputs": "ab"}', {"Content-Type": "application/json"})
+        refused = idle[0].getresponse()
+        assert (refused.status, refused.getheader("Connection")) == (503, "close")
         answers = [answer(stream) for stream in streams]
         assert all(status == 200 and body.endswith(b"data: [DONE]\n\n") for status, _, body in answers)
         ended_at = time.monotonic()

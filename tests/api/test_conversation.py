@@ -104,7 +104,6 @@ def of_call(dialect, arguments):
                 (" null ", {}),
                 ('{"a": {"b": [1, 2', {"a": {"b": [1]}}),
                 ('{"a": "x", "b": "y', {"a": "x"}),
-                ('{"a": ' * 99_999, {}),
             ]
         ),
         ("chat", {"a": 1}, {"a": 1}),
@@ -146,7 +145,7 @@ def test_calls_in_an_older_and_in_a_custom_form_are_calls_of_functions(call, rea
                 ("chat", "messages[1].tool_calls[0].function.arguments"),
                 ("responses", "input[1].arguments"),
             ]
-            for arguments in ("nonsense", '"text"', "[1]", "7", "[" * 9999, [1], 7)
+            for arguments in ('{"a": ' * 99_999, "{'a': b}", "nonsense", '"text"', "[1]", "7", "[" * 9999, [1], 7)
         ),
         ("messages", "text", "messages[1].content[0].input"),
         ("messages", [1], "messages[1].content[0].input"),
@@ -280,17 +279,17 @@ def test_variables_for_the_template_are_the_requests_before_the_servers(dialect,
     rendered = record_renders(monkeypatch)
     config = replace(CONFIG, chat_template_kwargs='{"enable_thinking": false, "style": "brief"}')
     prepared(dialect, config=config)
-    prepared(dialect, config=config, chat_template_kwargs={"enable_thinking": True, "names": ["a", 1, None]})
+    prepared(dialect, config=config, chat_template_kwargs={"enable_thinking": True, "names": ["a", {"b": [None]}]})
     assert [options for _, options in rendered] == [
         {"enable_thinking": False, "style": "brief"},
-        {"enable_thinking": True, "style": "brief", "names": ["a", 1, None]},
+        {"enable_thinking": True, "style": "brief", "names": ["a", {"b": [None]}]},
     ]
 
 
 @pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
 @pytest.mark.parametrize(
     "options",
-    [*({name: "x"} for name in sorted(RESERVED)), {"no name": 1}, {"_x": 1}, {"x": {}}, {"x": [[1]]}, {"x": [{}]}],
+    [*({name: "x"} for name in sorted(RESERVED)), {"no name": 1}, {"_x": 1}],
     ids=str,
 )
 def test_what_is_no_variable_for_clients_is_refused(dialect, options):

@@ -67,6 +67,7 @@ OPENAI_VALUES = {
     "logit_bias": ({}, {"5": 100}),
     "min_tokens": (EARLY_END, 3),
     "ignore_eos": (EARLY_END, True),
+    "skip_special_tokens": ({}, False),
     "stream": ({}, True),
     "stream_options": ({"stream": True}, {"include_usage": True}),
     "response_format": ({}, {"type": "json_object"}),
@@ -113,6 +114,10 @@ VALUES = {
         "reasoning_effort": ({}, "none"),
         "continue_final_message": ({"messages": [USER, BEGUN]}, True),
         "add_generation_prompt": ({"messages": [USER, BEGUN], "continue_final_message": True}, False),
+        "enable_thinking": ({}, False),
+        "think": ({}, False),
+        "thinking": ({}, {"type": "disabled"}),
+        "reasoning": ({}, {"effort": "none"}),
         "thinking_token_budget": ({}, 2),
         "thinking_budget_tokens": ({}, 2),
     },
@@ -197,7 +202,7 @@ TABLES = {
 TEXT_ALONE = ("details", "decoder_input_details", "top_n_tokens", "logprobs", "top_logprobs", "n", "stream")
 TEXT_ALONE += ("return_token_ids", "prompt_logprobs")
 # They change the speed, what is stored, models that think, or nothing that does not happen anyway.
-UNSEEN = ("prediction", "store", "thinking_token_budget", "thinking_budget_tokens")
+UNSEEN = ("prediction", "skip_special_tokens", "store", "thinking_token_budget", "thinking_budget_tokens")
 UNSEEN += ("continue_final_message", "add_generation_prompt", "mm_processor_kwargs")
 EXCEPTIONS = {
     **{("/generate", "stream"): "ignored", ("/generate_stream", "stream"): "ignored"},

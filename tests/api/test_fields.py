@@ -133,7 +133,7 @@ def test_a_wrong_type_is_refused_with_the_path_of_its_field(kind):
     [
         ("top_k", [2**31 - 1], [2**31], "Expected `int` <= 2147483647"),
         ("top_k", [1], [-(2**31) - 1], "Expected `int` >= -2147483648"),
-        ("top_k", [1], ["1", 1.0, 1e3, True], "Expected `int | null`, got `"),
+        ("top_k", [1, 1.0, 1e3], ["1", 1.5, True], "Expected `int | null`, got `"),
         ("max_new_tokens", [2**32 - 1], [2**32], "Expected `int` <= 4294967295"),
         ("best_of", [0], [-1], "Expected `int` >= 0"),
         ("seed", [0, 2**64 - 1], [2**64, 10**400], "Expected `int` <= 18446744073709551615"),

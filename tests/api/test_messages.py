@@ -49,7 +49,7 @@ def events_of(data):
 
 def stream(served, **fields):
     response = served.post(ROUTE, BODY | fields | {"stream": True})
-    assert response.content_type == "text/event-stream"
+    assert response.content_type == "text/event-stream; charset=utf-8"
     return events_of(response.get_data(as_text=True))
 
 
@@ -579,7 +579,7 @@ def test_a_stop_sequence_ends_a_message_in_front_of_it_and_is_named(served):
 def test_a_limit_beyond_the_window_is_cut_and_the_log_says_so_and_which_tools_are_left_out(served, caplog):
     caplog.set_level(logging.DEBUG, "web")
     message = whole(served, max_tokens=32_000, tools=[SEARCH], mcp_servers=[{"name": "x"}], stop_sequences=[])
-    assert message["stop_reason"] in ("max_tokens", "end_turn")
+    assert message["stop_reason"] in ("model_context_window_exceeded", "end_turn")
     assert "clamped `max_tokens` from 32000 to the 53 tokens that are left of the context length" in caplog.text
     assert "left out tools that this server does not run: mcp_servers, web_search_20250305" in caplog.text
     caplog.clear()
@@ -675,7 +675,7 @@ def test_the_tokens_of_a_prompt_that_does_not_fit_are_counted(served):
 
 
 def test_models_are_listed_in_anthropics_shape_for_its_clients(served):
-    card = {"id": "m", "display_name": "m", "created_at": "1970-01-01T00:00:00Z", "type": "model"}
+    card = {"id": "m", "display_name": "m", "created_at": "1970-01-01T00:00:00Z", "type": "model", "lifecycle": "active"}
     headers = {"anthropic-version": "2023-06-01"}
     listed = served.client.get("/v1/models", headers=headers).json
     assert listed == {"data": [card], "first_id": "m", "last_id": "m", "has_more": False}

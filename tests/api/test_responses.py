@@ -43,7 +43,7 @@ def events_of(data):
 
 def stream(served, body):
     response = served.post(RESPONSES, body | {"stream": True})
-    assert response.content_type == "text/event-stream"
+    assert response.content_type == "text/event-stream; charset=utf-8"
     return events_of(response.get_data(as_text=True))
 
 
@@ -397,7 +397,6 @@ REFUSED = {
     "input[0].tools[0].name": {"input": [{"type": "additional_tools", "tools": [{"type": "function"}]}, USER]},
     "input[1].id": {"input": [CALL, {"id": "msg_1"}]},
     "conversation": "conv_1",
-    "input[1]": {"input": [CALL, {"type": "function_call_output", "call_id": "call_1"}]},
 }
 
 
@@ -539,7 +538,7 @@ def test_a_blank_summary_is_an_error(served, monkeypatch):
     assert failed.status_code == 424 and "wrote no summary" in failed.json["error"]["message"]
     body = {"input": [{"role": "user", "content": text}, {"type": "compaction_trigger"}]}
     assert served.post(RESPONSES, body).status_code == 424
-    assert stream(served, body)[-1]["type"] == "error"
+    assert [event["type"] for event in stream(served, body)[-2:]] == ["error", "response.failed"]
 
 
 def test_sampling_fields_of_chats_are_there_too():
@@ -906,6 +905,7 @@ def test_a_failure_ends_a_stream_with_an_error_that_clients_raise(served):
         served.model.fail_next_decode = True
         served.model.may_decode.set()
         events = events_of(response.get_data(as_text=True))
-    error = events[-1]
-    assert (events[0]["type"], error["type"]) == ("response.created", "error")
+    *_, error, failed = events
+    assert [event["type"] for event in (events[0], error, failed)] == ["response.created", "error", "response.failed"]
+    assert failed["response"]["status"] == "failed" and failed["response"]["error"]["message"] == error["message"]
     assert error["message"] == error["error"]["message"] and error["code"] == "generation"

@@ -194,7 +194,7 @@ def test_a_stream_says_the_same_as_a_whole_response(served):
     body = {"inputs": "Hello", "parameters": {"max_new_tokens": 12, "details": True, "seed": 5, "temperature": 0.8}}
     whole = served.post("/generate", body).json
     response = served.post("/generate_stream", body)
-    assert response.content_type == "text/event-stream"
+    assert response.content_type == "text/event-stream; charset=utf-8"
     assert response.headers["Cache-Control"] == "no-cache"
     stream = events(response)
     assert {tuple(event) for event in stream} == {("index", "token", "generated_text", "details")}

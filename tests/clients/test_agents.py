@@ -86,6 +86,29 @@ def test_claude_code_finds_a_tool_and_the_prefix_stays_cached(home, url, request
         assert shared > 10_000 and later["cache_read_input_tokens"] >= shared - 32, usages
 
 
+def test_claude_code_prefills_what_is_new_in_a_conversation_and_in_the_next_one(home, url, request):
+    claude = [program("@anthropic-ai/claude-code-linux-*/claude"), "--output-format", "stream-json", "--verbose"]
+    claude += ["--allowedTools", "Bash"]
+
+    def usages(*arguments):
+        said = home.run([*claude, *arguments], **exported(documented("Claude Code", url)))
+        messages = {}  # one event for each block
+        for event in map(json.loads, said.splitlines()):
+            if event["type"] == "assistant":
+                messages[event["message"]["id"]] = event["message"]["usage"]
+        return list(messages.values())
+
+    turns = [*usages("-p", asked("claude")), *usages("--continue", "-p", "Thank you, and now?")]
+    assert len(turns) >= 3
+    totals = [usage["input_tokens"] + usage["cache_read_input_tokens"] for usage in turns]
+    if request.node.callspec.params["url"] == "mistral_nemo":
+        return  # its template writes the tools in front of the newest user message
+    for before, usage in zip(totals, turns[1:], strict=False):
+        assert usage["cache_read_input_tokens"] >= before - 64, turns
+    (other, *_) = usages("-p", "Something else: hello")
+    assert other["cache_read_input_tokens"] > 0.9 * totals[0] and other["input_tokens"] < 3_000, (turns, other)
+
+
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory):
     """Of a model that reads images: it tells the secret where an image is in the prompt, and nothing else says so."""
