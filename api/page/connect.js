@@ -17,7 +17,6 @@ export ANTHROPIC_AUTH_TOKEN=${key}
 export ANTHROPIC_MODEL=${quoted(model)}
 export ANTHROPIC_SMALL_FAST_MODEL=${quoted(model)}
 export CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1
-export CLAUDE_CODE_ATTRIBUTION_HEADER=0
 claude`;
 
 const codex = () => `model = ${json(model)}
