@@ -128,17 +128,24 @@ class _CallMender:
         while at < len(self._text):
             begin = self._text.index("{", at)
             words = re.findall(NAME, self._beside.sub(" ", self._text[at:begin]))
-            (name,) = (word for word in words if word not in FILLERS and not word.isdigit())
+            offered = [word for word in words if word.removeprefix("functions.") in self._calls.names]
+            if any(word not in (*FILLERS, *offered) and not word.isdigit() for word in words):
+                raise ValueError("other words")
+            (name,) = [word for word in offered if word not in FILLERS] or offered[-1:]
             value, at = read_value(self._text, begin, is_loose, is_partial=self._rest is None)
             yield name, value
+            if is_loose and not self._is_final and self._text[at - 1] != "}":
+                raise ValueError("the call may go on")
             at = len(self._text) if self._rest is None else self.skipped(at)
         if is_loose:
             self._check_rest(re.escape(self._calls.format.open), GEMMA_QUOTE)
 
     def _check_rest(self, another: str, *parts: str) -> None:
-        """Raises ValueError if the text may end within a value: parts of calls follow before another call."""
+        """Raises ValueError if the text ends within a value: parts of calls follow before another call. What
+        follows is not looked at until it is all there: how it is split makes no difference."""
         others = any_of({self._calls.format.close, *parts})
-        found = re.search(f"(?P<another>{another})|{others}", self._rest or "")
+        rest = self._rest if self._is_final else ""
+        found = re.search(f"(?P<another>{another})|{others}", rest or "")
         if found and not found["another"]:
             raise ValueError("the text may end within a value")
 
@@ -169,6 +176,8 @@ class _CallMender:
                 n, arguments[name] = self._value(pieces, n, schema, arguments)
             if n < len(pieces) and pieces[n][0][0] == tags.end and self._is_blank(pieces[n][1]):
                 n += 1
+            elif not self._is_final and tags.end != form.close:
+                raise ValueError("the call may go on")
             yield tag["name"], arguments
         self._check_rest(
             rf"{re.escape(form.open)}\s*{call.replace('?P<name>', '')}", tags.value_end, tags.end

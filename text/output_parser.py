@@ -135,6 +135,7 @@ class OutputParser:
         self._unclosed = ""  # the marker that reasoning lacks, in which a call begins
         self._parts: list[OutputPart] = []
         self._ended = False
+        self._is_cut = False  # by `max_tokens`
         self._is_content = self._thinking is None  # what is read, and no reasoning or call
         self._begun = 0  # calls
         self.complete = 0  # calls
@@ -205,6 +206,7 @@ class OutputParser:
         its arguments; so does a forced call, whatever the reason.
         """
         self._ended = True
+        self._is_cut = is_truncated
         self._keeps_truncated = is_truncated or (self._calls is not None and self._calls.requires_call)
         return self.push(self._take_header() if self._header else "")
 
@@ -280,9 +282,14 @@ class OutputParser:
         head = ""  # what has been looked at
         while True:
             text = self._undecided + self._buffer
-            is_final = self._ended and not self._keeps_truncated
+            if len(head) < MAX_HEAD:
+                head = text.lstrip().removeprefix(self._marker)[:MAX_HEAD]
+                if not may_be_calls(head, self._calls.names):
+                    break
+            is_final = self._ended and not self._is_cut
             ends = [found.start() for found in re.finditer(re.escape(form.close), text)] if form.close else []
-            if form.tags and not self._ended and text.endswith(form.close):
+            follows = text.rpartition(form.close)[2] if ends else ""
+            if ends and form.tags and not self._ended and form.open.startswith(follows):
                 ends.pop()  # what follows shows whether it is part of a value
             for end in [*ends[0 if is_final else tried :], *([len(text)] if is_final else [])]:
                 rest = text[end:].removeprefix(form.close)
@@ -293,15 +300,13 @@ class OutputParser:
                         if not self.is_done:
                             self._begin(name, arguments)
                             yield from self._end_call()
+                    if self._unclosed:
+                        yield from self._skip(self._unclosed)
                     self._undecided = ""
                     return True
             tried = len(ends)
             if self._ended:
                 break
-            if len(head) < MAX_HEAD:
-                head = text.lstrip().removeprefix(self._marker)[:MAX_HEAD]
-                if not may_be_calls(head, self._calls.names):
-                    break
             yield
         if self._keeps_truncated and form.syntax in WHOLE:
             for name, arguments in mended_calls(text, self._calls, None, is_exact=True) or ():

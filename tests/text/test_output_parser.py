@@ -558,10 +558,11 @@ def test_any_mistake_gives_valid_arguments_or_content(arguments, mistakes, at, s
         assert [each for each in parts if each[0] is Arguments] == [(Arguments, 0, whole.calls[0].arguments)]
 
 
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "gemma4"])
 @pytest.mark.parametrize("kind", ["inside", "token"])
-def test_a_call_ends_the_reasoning_that_was_not_closed(kind):
+def test_a_call_ends_the_reasoning_that_was_not_closed(kind, name):
     thinking = thinking_of("inside") if kind == "inside" else Thinking(is_open=True, close_id=7)
-    whole = parsed(ParserConfig(use(), thinking), "Bern?\n" + WRITTEN["hermes"] + "\n</think>\n\nDone")
+    whole = parsed(ParserConfig(use(name), thinking), "Bern?\n" + WRITTEN[name] + "\n</think>\n\nDone")
     assert (whole.reasoning, calls_of(whole), whole.content) == ("Bern?\n", BOTH, "\n\nDone")
     broken = "<tool_call>" + '{"name": "now", "arguments": {"a" 1}}'  # which a grammar allows in reasoning
     whole = parsed(ParserConfig(use(), thinking, enforces_calls=True), "Bern?\n" + broken)
@@ -647,3 +648,24 @@ def test_a_call_with_a_mistake_of_a_tool_that_is_not_offered_is_content(mistake,
     tools = [tool("elsewhere")]
     whole = parsed(ParserConfig(use(name, tools)), text)
     assert (whole.calls, whole.content) == ([], text)
+
+
+@pytest.mark.parametrize("name", TAGS)
+def test_a_required_call_may_have_the_tags_of_its_format_in_a_value(name):
+    value = f"<a> {FORMS[name].tags.key} {FORMS[name].open}"
+    config = ParserConfig(use(name, choice="required"), enforces_calls=True)
+    for size in (1, None):
+        parser = config.parser()
+        parts = read(parser, in_tags(name, city=value), size)
+        assert [written for kind, _, written in parts if kind is Arguments] == [json.dumps({"city": value})]
+        assert parser.has_calls
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("function", ["call", "message", "json", "function", "to", "functions", "tool", "weather_now"])
+def test_a_tool_may_have_a_name_that_formats_have_beside_names(name, function):
+    tools = [tool(function), tool("weather")]
+    text = with_argument(name, function=function)
+    for made in (text, text.replace('"Bern"', "'Bern'")):
+        whole = parsed(ParserConfig(use(name, tools)), made)
+        assert calls_of(whole) == [(function, {"city": "Bern"})], made
