@@ -7,6 +7,8 @@ chats here as a `ChatRequest`.
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -47,7 +49,7 @@ ROLES = (*PLAIN_ROLES, *ALIASES)
 
 
 def _thinking(reader: ContentReader, path: str, part: Json) -> str:
-    text = reader.fields(path, part, "thinking?")
+    text = THOUGHTS.sub(r"\1", reader.fields(path, part, "thinking?"))
     return THOUGHT.format(text) if text else ""
 
 
@@ -74,8 +76,8 @@ class ReasoningSwitch(Struct):
     type: str | None = None
     effort: str | None = None
     enabled: bool | None = None
-    budget_tokens: U32 | None = None  # and the same as `max_tokens`
-    max_tokens: U32 | None = None
+    budget_tokens: int | None = None  # and the same as `max_tokens`
+    max_tokens: int | None = None
 
     @property
     def is_on(self) -> bool | None:
@@ -110,8 +112,8 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     # Other servers' switches of reasoning, and OpenRouter's.
     enable_thinking: bool | None = None
     think: bool | str | None = None
-    thinking: ReasoningSwitch | None = None
-    reasoning: ReasoningSwitch | None = None
+    thinking: ReasoningSwitch | bool | None = None
+    reasoning: ReasoningSwitch | bool | str | None = None
 
 
 def prepare_chat(
@@ -136,15 +138,8 @@ def prepare_chat(
         prepared = _without_calls(prepared, served)
     if found and not chat.tools:
         chat = replace(chat, tools=tools)
-    prompt, order = _prompt(chat, served, names)
+    prompt, order, continued = _prompt(chat, served, names)
     require(not (order and prepared.prompt_logprobs), "prompt_logprobs", WITH_IMAGES)
-    last = chat.messages[-1]
-    continued = _continued(chat.messages)
-    thoughts = last.reasoning_content or last.reasoning
-    if text.reasoning.format and thoughts and last.role == "assistant" and not (continued or last.tool_calls):
-        continued = text.reasoning.format.open
-        is_open = prompt.rstrip().endswith(continued.rstrip())
-        prompt += continued * (not is_open) + text.tokenizer.escape(thoughts)
     thinking = text.reasoning.thinking(prompt, continued)
     budget = _budget(chat, prepared, served)
     prepared = _constrained(prepared, policy, thinking, budget, served, names)
@@ -200,17 +195,9 @@ def _check_continuation(chat: ChatRequest) -> None:
         require(not chat.add_generation_prompt, "add_generation_prompt", detail)
 
 
-def _continued(messages: list[Message]) -> str:
-    """The text of the assistant that the output is to continue."""
-    last = messages[-1]
-    if last.role != "assistant" or last.tool_calls:
-        return ""
-    return THOUGHTS.sub("", ContentReader(CHAT_PARTS).text("messages", last.content or "", ""))
-
-
 def _budget(chat: ChatRequest, prepared: PreparedRequest, served: Served) -> int | None:
     """The most tokens of reasoning; None: as many as the output may have."""
-    switches = [each for each in (chat.thinking, chat.reasoning) if each]
+    switches = [each for each in (chat.thinking, chat.reasoning) if isinstance(each, ReasoningSwitch)]
     given = [chat.thinking_token_budget, chat.thinking_budget_tokens]
     given += [each for switch in switches for each in (switch.budget_tokens, switch.max_tokens)]
     budget = next((each for each in given if each is not None), None)
@@ -222,7 +209,7 @@ def _budget(chat: ChatRequest, prepared: PreparedRequest, served: Served) -> int
 def _prediction(given: Prediction, served: Served) -> list[int]:
     """The tokens of a predicted output, at most the context length."""
     require(given.type == "content", "prediction.type", "must be `content`", given=given.type)
-    text = ContentReader(CHAT_PARTS).text("prediction.content", given.content, "")
+    text = ContentReader(PARTS).text("prediction.content", given.content, "")
     tokenizer = served.text.tokenizer
     most = served.info.max_total_tokens
     tokens = tokenizer.encode(tokenizer.escape(text[: most * tokenizer.longest_token]), False)[:most]
@@ -266,9 +253,9 @@ def _check(chat: ChatRequest, served: Served, names: FieldNames) -> PreparedRequ
     return with_grammar(prepared, *formats.of_openai(chat, names), served.info)
 
 
-def _prompt(chat: ChatRequest, served: Served, names: FieldNames) -> tuple[str, list[int]]:
-    """The text that the model's chat template makes of the messages and tools, and the numbers of the images
-    in it."""
+def _prompt(chat: ChatRequest, served: Served, names: FieldNames) -> tuple[str, list[int], str]:
+    """The text that the model's chat template makes of the messages and tools, the numbers of the images in
+    it, and the assistant's text at its end that the output is to continue."""
     template = served.text.template
     escape = served.text.tokenizer.escape
     if template is None:
@@ -287,7 +274,8 @@ def _prompt(chat: ChatRequest, served: Served, names: FieldNames) -> tuple[str, 
     escaped = [escape(message) | {"role": message["role"]} for message in messages]
     try:
         listed = escape(tools) if capabilities.tools else None
-        prompt = template.render(escaped, listed, options, chat.add_generation_prompt is not False)
+        begins_answer = chat.add_generation_prompt is not False or bool(chat.continue_final_message)
+        prompt = template.render(escaped, listed, options, begins_answer)
     except TemplateError as error:
         # A template's error may repeat the client's own words.
         raise ApiError(422, "template_error", "Template error: ", quoted=str(error)) from None
@@ -296,7 +284,17 @@ def _prompt(chat: ChatRequest, served: Served, names: FieldNames) -> tuple[str, 
         is_written = message["role"] in PLAIN_ROLES or all(text.strip() in prompt for text in texts)
         detail = "has a role that the model's chat template leaves out"
         require(is_written, names.prompt, detail, given=message["role"])
-    return prompt, [number for message in escaped for number in images_of(message["content"])]
+    order = [number for message in escaped for number in images_of(message["content"])]
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or last.get("tool_calls"):
+        return prompt, order, ""
+    thoughts = last.get("reasoning_content")
+    form = served.text.reasoning.format
+    is_closed = form is None or prompt.rstrip().endswith(form.close)  # or the client has turned reasoning off
+    if last["content"].strip() or not (thoughts and begins_answer) or is_closed:
+        return prompt, order, last["content"]
+    is_open = prompt.rstrip().endswith(form.open.rstrip())
+    return prompt + form.open * (not is_open) + escape(thoughts), order, form.open
 
 
 def _template_options(chat: ChatRequest, served: Served) -> Json:
@@ -313,8 +311,8 @@ def _template_options(chat: ChatRequest, served: Served) -> Json:
 
 def _reasoning_of(chat: ChatRequest) -> tuple[str | None, bool | None]:
     """The effort that a chat asks for, and whether its model is to reason; None: the chat does not say."""
-    switches = [each for each in (chat.thinking, chat.reasoning) if each]
-    asked = [chat.reasoning_effort, chat.enable_thinking, chat.think]
+    switches = [each for each in (chat.thinking, chat.reasoning) if isinstance(each, ReasoningSwitch)]
+    asked = [chat.reasoning_effort, chat.enable_thinking, chat.think, chat.thinking, chat.reasoning]
     asked += [each for switch in switches for each in (switch.effort, switch.is_on)]
     effort, is_on = (next((each for each in asked if isinstance(each, kind)), None) for kind in (str, bool))
     return effort, is_on
@@ -352,6 +350,8 @@ def _message(reader: ContentReader, path: str, message: Message) -> Json:
     if message.role == "assistant":
         thoughts = thoughts or "\n".join(THOUGHTS.findall(text)) or None
         text = THOUGHTS.sub("", text)
+    elif message.role not in SYSTEM_ROLES:
+        text = THOUGHTS.sub(r"\1", text)
     call_id = message.tool_call_id
     if message.role == "function" and call_id is None:
         call_id = message.name  # `function_call` has no other
@@ -414,7 +414,11 @@ def arguments_of(path: str, given: Any) -> Json:
 def _value_of(written: str) -> Any:
     """The value of a text in JSON, with the mistakes that are read in a model's output, too."""
     text = without_surrogates(written.strip().encode()).decode() or "null"
+    read: Any = text
+    for reader in (json.loads, functools.partial(whole_value, is_partial=text.startswith("{"))):
+        with contextlib.suppress(ValueError, RecursionError):
+            read = reader(text)
+            break
     with contextlib.suppress(ValueError, RecursionError):
-        read = whole_value(text, is_partial=text.startswith("{"))
-        return whole_value(read) if isinstance(read, str) else read
-    return text
+        read = whole_value(read) if isinstance(read, str) else read
+    return read

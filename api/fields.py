@@ -191,8 +191,9 @@ def _with_whole_numbers(data: Json) -> Json:
     numbers = {
         name: int(value) for name, value in data.items() if isinstance(value, float) and value.is_integer()
     }
-    if isinstance(data.get("parameters"), dict):
-        numbers["parameters"] = _with_whole_numbers(data["parameters"])
+    for name in ("parameters", "thinking", "reasoning"):
+        if isinstance(data.get(name), dict):
+            numbers[name] = _with_whole_numbers(data[name])
     return data | numbers
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from api import fields
-from api.content import PARTS, ContentReader, image, needed, omitted
+from api.content import PARTS, ContentReader, image, needed
 from api.conversation import ChatRequest, Message, arguments_of, prepare_chat
 from api.errors import invalid
 from api.fields import FieldNames, Json, require
@@ -354,6 +354,12 @@ def _file_search(reader: ItemReader, path: str, item: Json) -> str:
     return "\n".join(reader.fields(f"{path}.results[{i}]", one, "filename? text?") for i, one in found)
 
 
+def _image(reader: ItemReader, path: str, part: Json) -> str:
+    """That of another API, or one that a tool made which OpenAI ran."""
+    is_given = any(part.get(name) for name in ("image", "source", "base64"))
+    return image(reader, path, part) if is_given else reader.omission("image")
+
+
 # The readable types of items, and of what is in them.
 ITEMS = PARTS | {
     "message": _message,
@@ -378,7 +384,7 @@ ITEMS = PARTS | {
     "additional_tools": _additional_tools,
     **dict.fromkeys(["summary_text", "reasoning_text"], "text"),
     "computer_screenshot": image,
-    "image": omitted("image"),  # that a tool made which OpenAI ran
+    "image": _image,
     # The results of tools that OpenAI ran.
     "file_search_call": _file_search,
     "code_interpreter_call": "code? outputs?",

@@ -71,7 +71,7 @@ MISWRITTEN = [
     ("no tag after a value", "qwen3_coder", CODER.format("<parameter=city>\nBern\n</function>"), BERN),
     ("no tag after a value", "glm45", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Bern\n</tool_call>", BERN),
     ("no tag after the call", "qwen3_coder", CODER.format(CITY), BERN),
-    ("blanks in tags", "qwen3_coder", CODER.format("<parameter = city >\nBern\n</parameter>\n</function>"), BERN),
+    ("spaces in tags", "qwen3_coder", CODER.format("<parameter = city >\nBern\n</parameter>\n</function>"), BERN),
     (
         "strings and keys in JSON's quotes",
         "gemma4",

@@ -186,6 +186,7 @@ ENDS = {
     "phi4_mini_json": "]",
 }
 PYTHON = ("pythonic", "lfm2")  # calls are written as in Python
+LITERALS = (*PYTHON, "gemma4", "qwen3_coder", "glm45", "minimax_m2")  # arguments are not JSON
 # Of formats in tags: what begins a call, a parameter, what ends the call.
 TAGS = {
     "qwen3_coder": ("<tool_call>\n<function={}>\n", "<parameter={}>\n{}\n</parameter>\n", "</function>\n</tool_call>"),

@@ -118,8 +118,8 @@ class _CallMender:
                     keyword.arg: ast.literal_eval(_JsonWords().visit(keyword.value))
                     for keyword in call.keywords
                 }
-                if call.args or None in arguments:
-                    raise ValueError("arguments without a name")
+                if call.args or None in arguments or len(arguments) < len(call.keywords):
+                    raise ValueError("arguments without a name, or with one name")
                 yield ast.unparse(call.func), arguments
 
     def after_names(self, at: int) -> Iterator[Call]:
@@ -138,16 +138,18 @@ class _CallMender:
                 raise ValueError("the call may go on")
             at = len(self._text) if self._rest is None else self.skipped(at)
         if is_loose:
-            self._check_rest(re.escape(self._calls.format.open), GEMMA_QUOTE)
+            self._check_rest(re.escape(self._calls.format.open), GEMMA_QUOTE, self._calls.format.close)
 
     def _check_rest(self, another: str, *parts: str) -> None:
-        """Raises ValueError if the text ends within a value: parts of calls follow before another call. What
-        follows is not looked at until it is all there: how it is split makes no difference."""
-        others = any_of({self._calls.format.close, *parts})
+        """Raises ValueError if the text ends within a value: parts of calls follow outside of another call.
+        The last part is the end of one. What follows is not looked at until it is all there: how it is split
+        makes no difference."""
+        is_open = False
         rest = self._rest if self._is_final else ""
-        found = re.search(f"(?P<another>{another})|{others}", rest or "")
-        if found and not found["another"]:
-            raise ValueError("the text may end within a value")
+        for found in re.finditer(f"(?P<another>{another})|{any_of(parts)}", rest or ""):
+            if not (is_open or found["another"]):
+                raise ValueError("the text may end within a value")
+            is_open = found[0] != parts[-1]
 
     def in_tags(self, at: int) -> Iterator[Call]:
         """Names, and each parameter in tags. A text in which something else is between tags is none."""
@@ -156,7 +158,7 @@ class _CallMender:
         begins = _tag(form.first) or rf"(?:\A|{re.escape(form.open)})\s*"
         call = rf"{begins}(?P<name>{any_of(self._calls.names)}){_tag(tags.name_end)}(?![^\s<])"
         value = rf"\s*{tags.value}" if tags.value else ""
-        key = rf"{_tag(tags.key)}\s*(?P<key>[^<>\n\"]+?)\s*{_tag(tags.key_end)}{value}"
+        key = rf"{_tag(tags.key)}\s*(?P<key>[^<>\n\"']+?)\s*{_tag(tags.key_end)}{value}"
         text = self._text[at:]
         if self._rest is None:  # up to the last value that is complete
             closed, end, _value = text.rpartition(tags.value_end)
@@ -212,7 +214,9 @@ class _CallMender:
             is_last = at + 1 < len(pieces) and pieces[at + 1][0]["name"]
             is_last = is_last or (at + 1 == len(pieces) and tags.end != self._calls.format.close)
             ends_call = is_last and is_blank and tag[0] == tags.end
-            if ends_call or tag["name"] or (is_new and tag["key"] not in (key["key"], *earlier)):
+            follows = pieces[at + 1][0] if at + 1 < len(pieces) else None
+            begins = tag["name"] and is_blank and (not follows or follows["key"] or follows[0] == tags.end)
+            if ends_call or begins or (is_new and tag["key"] not in (key["key"], *earlier)):
                 break
             written += tag[0] + behind
         else:
@@ -252,7 +256,7 @@ def _fits(value: Any, types: set[str]) -> bool:
 
 def _tag(text: str) -> str:
     """A regular expression for a tag, or a part of one: with blanks around `=`, with or without quotes."""
-    return re.escape(text).replace("=", r"\s*=\s*").replace('"', '"?').replace(r"\ ", r"\s+")
+    return re.escape(text).replace("=", r"\s*=\s*").replace('"', "[\"']?").replace(r"\ ", r"\s+")
 
 
 def as_json(value: Any) -> str:

@@ -15,8 +15,10 @@ QUOTES = (GEMMA_QUOTE, '"', "'")
 SPACES = re.compile(r"\s*")
 BARE_WORD = re.compile(r"[^,{}\[\]\"'<]+")
 NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
+PARTIAL = re.compile(r"-?\d*(\.\d*)?([eE][+-]?\d*)?")  # a number that goes on
 BARE_KEY = re.compile(r"[^:=,{}\[\]\"'<\n]+")
 ESCAPE = re.compile(r'\\(?:([bfnrt/\\"]|u[0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))|"', re.DOTALL)
+KNOWN_ESCAPES = {"", *"bfnrtux/\\\"'"}  # "": a quote that is none
 CONSTANTS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 
 
@@ -56,7 +58,8 @@ def read_value(text: str, at: int = 0, is_loose: bool = False, is_partial: bool 
     found = BARE_WORD.match(text, at)
     word = found[0].strip() if found else ""
     end = at + len(word)
-    if GEMMA_QUOTE.startswith(text[at:]) or (is_partial and end == len(text)):
+    is_begun = is_loose or PARTIAL.fullmatch(word) or any(each.startswith(word) for each in CONSTANTS)
+    if GEMMA_QUOTE.startswith(text[at:]) or (is_partial and end == len(text) and is_begun):
         raise Unfinished
     if word in CONSTANTS:
         return CONSTANTS[word], end
@@ -75,13 +78,15 @@ def _read_members(text: str, at: int, bracket: str, is_loose: bool, is_partial: 
         key = ""
         try:
             if bracket == "{":
-                key, at = _read_key(text, at)
+                key, at = _read_key(text, at, is_loose)
             value, at = read_value(text, at, is_loose, is_partial)
         except Unfinished:
             if not is_partial:
                 raise
             at = len(text)
             break
+        if bracket == "{" and key in dict(members):
+            raise ValueError(f"a second {key!r}")
         members.append((key, value))
         at = SPACES.match(text, at).end()
         if text[at : at + 1] == ",":
@@ -91,9 +96,10 @@ def _read_members(text: str, at: int, bracket: str, is_loose: bool, is_partial: 
     return dict(members) if bracket == "{" else [value for _key, value in members], min(at + 1, len(text))
 
 
-def _read_key(text: str, at: int) -> tuple[str, int]:
+def _read_key(text: str, at: int, is_loose: bool) -> tuple[str, int]:
     """A key, and what stands between it and its value."""
-    if text.startswith(QUOTES, at):
+    is_quoted = text.startswith(QUOTES, at)
+    if is_quoted:
         key, at = _read_string(text, at)
     else:
         found = BARE_KEY.match(text, at)
@@ -102,9 +108,9 @@ def _read_key(text: str, at: int) -> tuple[str, int]:
         key = found[0].strip()
         at = found.end()
     at = SPACES.match(text, at).end()
-    if at == len(text):
+    if at == len(text) and (is_quoted or is_loose):
         raise Unfinished
-    if text[at] not in ":=":
+    if text[at : at + 1] not in (":", "="):
         raise ValueError(f"no value of a key at {at}")
     return key, at + 1
 
@@ -120,6 +126,9 @@ def _read_string(text: str, at: int) -> tuple[str, int]:
     found = re.compile(rf"((?:[^{quote}\\]|\\.)*){quote}", re.DOTALL).match(text, at)
     if not found:
         raise Unfinished
+    escapes = {escape[0][1:2] for escape in ESCAPE.finditer(found[1])}
+    if escapes - KNOWN_ESCAPES and escapes & set("bfnrtu"):
+        raise ValueError(f"a backslash that may be one from {at}")  # C:\new\Users
     return json.loads(f'"{ESCAPE.sub(_escape, found[1])}"', strict=False), found.end()
 
 

@@ -61,17 +61,21 @@ class Context(NamedTuple):
     has_few_dependents: bool
 
 
-def without_nulls(schema: Any) -> Any:
-    """A JSON schema without members that are null: clients in Go and others write absent ones so."""
+def without_nulls(schema: Any, has_names: bool = False) -> Any:
+    """A JSON schema without members that are null: clients in Go and others write absent ones so.
+
+    has_names: its keys are names of properties, not keywords.
+    """
     if isinstance(schema, list):
         return [without_nulls(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
-        name: value if name in AS_GIVEN else without_nulls(value)
+    kept = {
+        name: value if name in AS_GIVEN and not has_names else without_nulls(value, name in NAMED_SCHEMAS)
         for name, value in schema.items()
-        if value is not None or name in MAY_BE_NULL
     }
+    may_be_null = () if has_names else MAY_BE_NULL
+    return {name: value for name, value in kept.items() if value is not None or name in may_be_null}
 
 
 def enforceable(document: Schema) -> tuple[Schema, tuple[str, ...]]:

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import re
 import secrets
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ import msgspec
 
 from text.call_mender import MAX_HEAD, any_of, may_be_calls, mended_calls
 from text.reasoning import Thinking
-from text.stream import Piece, stop_begun
+from text.stream import Piece
 from text.tool_formats import WHOLE, AllowedCalls, Syntax
 
 MORE_STARTS = tuple("{[,;/#`")  # of what may follow a call in front of the closing marker
@@ -119,6 +119,28 @@ Resumable = Generator[None, None, None]
 ResumableText = Generator[None, None, str]  # returns what it read
 
 
+class Markers:
+    """Finds markers in a text that grows, however many there are."""
+
+    def __init__(self, markers: Iterable[str]):
+        self._pattern = re.compile("|".join(map(re.escape, markers)) or "(?!)")
+        self._begun = {marker[:length] for marker in markers for length in range(1, len(marker))}
+        self._longest = max(map(len, self._begun), default=0)
+
+    def split(self, text: str) -> tuple[str, str]:
+        """The text up to the first marker, and that."""
+        found = self._pattern.search(text)
+        return (text[: found.start()], found[0]) if found else (text, "")
+
+    def begun(self, text: str) -> str:
+        """The longest end of the text that more text could make a marker of."""
+        places = range(max(0, len(text) - self._longest), len(text))
+        return next((text[at:] for at in places if text[at:] in self._begun), "")
+
+
+markers_of = functools.lru_cache(8)(Markers)
+
+
 class OutputParser:
     """Reads one sequence. How its text is split over calls of `push` makes no difference to its parts."""
 
@@ -136,7 +158,6 @@ class OutputParser:
         self._parts: list[OutputPart] = []
         self._ended = False
         self._is_cut = False  # by `max_tokens`
-        self._is_content = self._thinking is None  # what is read, and no reasoning or call
         self._begun = 0  # calls
         self.complete = 0  # calls
         self._keeps_truncated = False  # a truncated call is a call, not content
@@ -171,12 +192,11 @@ class OutputParser:
         self.reasoning_tokens += was_thinking or self._is_thinking
         return parts
 
-    def content_of(self, piece: Piece) -> int:
-        """Reads a token. How many of the last characters of its text are content, or may be."""
-        parts = self.read(piece)
-        sent = sum(len(part.text) for part in parts if isinstance(part, Content))
-        held = len(self._undecided) + len(self._buffer)
-        return min(len(piece.text), sent + held) if self._is_content else 0
+    def content_of(self, piece: Piece) -> tuple[str, int]:
+        """Reads a token. The content that has become certain, and how many characters behind it are held
+        back."""
+        content = "".join(part.text for part in self.read(piece) if isinstance(part, Content))
+        return content, len(self._undecided) + len(self._buffer)
 
     def _without_header(self, text: str) -> str:
         """Holds back the header of a message until it is complete; only those of reasoning and of calls are
@@ -213,7 +233,6 @@ class OutputParser:
     def _read(self) -> Resumable:
         if self._thinking:
             yield from self._think()
-        self._is_content = True
         goes_on = self._calls is not None
         while goes_on:
             goes_on = False
@@ -228,7 +247,6 @@ class OutputParser:
                     self._take_back()
                     reads_whole = self._calls.format.syntax in WHOLE or not self._streams_calls
                     goes_on = reads_whole and (yield from self._read_whole())
-        self._is_content = True
         while True:
             self._send(Content)
             if self._ended:
@@ -245,7 +263,7 @@ class OutputParser:
             self._is_thinking = True
         self._undecided = ""
         closes = "" if thinking.close_id is not None else thinking.format.close
-        found = yield from self._until(Reasoning, self._ends_of_reasoning(closes))
+        found = yield from self._until(Reasoning, markers_of(self._ends_of_reasoning(closes)))
         if found == closes:
             yield from self._skip_spaces()
         else:
@@ -255,12 +273,11 @@ class OutputParser:
         self._is_thinking = False
         self._undecided = ""
 
-    def _ends_of_reasoning(self, close: str) -> list[str]:
+    def _ends_of_reasoning(self, close: str) -> tuple[str, ...]:
         """What ends reasoning: `close` ("": the token that `read` knows) or, if calls are allowed, their
         marker."""
         form = self._calls.format if self._calls else None
-        markers = [form.open, *form.also_open] if form else []
-        return [close, *markers] if close else markers
+        return tuple(filter(None, (close, *((form.open, *form.also_open) if form else ()))))
 
     def _end_truncated(self) -> None:
         """The text ended within a call."""
@@ -291,7 +308,12 @@ class OutputParser:
             follows = text.rpartition(form.close)[2] if ends else ""
             if ends and form.tags and not self._ended and form.open.startswith(follows):
                 ends.pop()  # what follows shows whether it is part of a value
-            for end in [*ends[0 if is_final else tried :], *([len(text)] if is_final else [])]:
+            last = []
+            if is_final:
+                last = [len(text)]
+                if form.tags:  # text may follow in front of the closing marker
+                    last += [found.end() for found in re.finditer(re.escape(form.tags.end), text)]
+            for end in [*ends[0 if is_final else tried :], *last]:
                 rest = text[end:].removeprefix(form.close)
                 calls = mended_calls(text[:end], self._calls, rest, is_final, self._streams_calls)
                 if calls or (calls == [] and self.complete):
@@ -329,10 +351,9 @@ class OutputParser:
         marked = not follows
         # A grammar that enforces calls has the opening marker.
         marks = () if self._streams_calls else form.bare
-        bare = [mark.format(name) for mark in marks for name in self._calls.names]
-        markers = [form.open, *form.also_open, *bare]
+        bare = {mark.format(name) for mark in marks for name in self._calls.names}
+        markers = markers_of((form.open, *form.also_open, *sorted(bare)))
         while follows or (marker := (yield from self._until(Content, markers, self._calls.requires_call))):
-            self._is_content = False
             self._marker = "" if follows else marker
             if self._marker in bare:
                 self._buffer = self._marker + self._buffer
@@ -348,7 +369,6 @@ class OutputParser:
             if marked and form.close and form.close not in ends and self._buffer.startswith(MORE_STARTS):
                 raise _NotACall  # perhaps there is a further call, or a comment
             self._undecided = ""
-            self._is_content = True
             yield from self._skip_spaces()
             follows = self._begins_implicitly() and not form.next
             if form.implicit_start and not follows:
@@ -487,7 +507,7 @@ class OutputParser:
             yield from self._more()
 
     def _until(
-        self, kind: type[Content] | type[Reasoning], markers: Sequence[str], may_be_truncated: bool = False
+        self, kind: type[Content] | type[Reasoning], markers: Markers, may_be_truncated: bool = False
     ) -> ResumableText:
         """Sends the text up to one of the markers, and reads that; "" when none comes. A marker may end with
         another, and not have it elsewhere. Reasoning also ends at the token that `read` knows.
@@ -495,9 +515,8 @@ class OutputParser:
         may_be_truncated: a beginning of a marker at the end of the text is not part of the text.
         """
         while True:
-            parts = [self._buffer.partition(marker) for marker in markers]
-            before, found, _rest = min(parts, key=lambda part: len(part[0]), default=(self._buffer, "", ""))
-            held = "" if found else stop_begun(before, markers)
+            before, found = markers.split(self._buffer)
+            held = "" if found else markers.begun(before)
             is_end = self._ended or (kind is Reasoning and not self._is_thinking)
             if is_end and held and may_be_truncated:
                 raise _Truncated

@@ -168,10 +168,10 @@ class TextStream:
         stops: Sequence[str] = (),
         keep_stop: bool = True,
         min_tokens: int = 0,
-        content_of: Callable[[Piece], int] | None = None,
+        content_of: Callable[[Piece], tuple[str, int]] | None = None,
     ):
-        """content_of: how many of the last characters of a token's text are content, in which stop strings
-        count; None: all of them."""
+        """content_of: the content that a token makes certain, in which stop strings count, and how many
+        characters behind it may yet be content; None: all text is content."""
         self._tokenizer = tokenizer
         self._detokenizer = detokenizer_for(tokenizer, prompt)
         self._stops = [stop for stop in stops if stop]
@@ -217,7 +217,7 @@ class TextStream:
         text = name if is_special and shows_special else self._detokenizer.push(token_id)
         self._pending.append(piece)
         if special and self._content_of:
-            self._content_of(piece)
+            self._look_for_stops(*self._content_of(piece))
         if not special:
             self._carrier = piece
             self._add(text)
@@ -249,28 +249,28 @@ class TextStream:
         self._carrier.text += text
         self._parts.append(text)
         self._length += len(text)
-        content = len(text)
-        if self._content_of:
-            content = self._content_of(Piece(self._carrier.id, text, None, special=False))
+        piece = Piece(self._carrier.id, text, None, special=False)
+        self._look_for_stops(*(self._content_of(piece) if self._content_of else (text, 0)))
+
+    def _look_for_stops(self, content: str, held: int) -> None:
+        """content: what is new; held: how many characters behind it may yet be content."""
         if not self._stops:
             self._certain = self._length
             return
-        before = self._recent if content == len(text) else ""
-        recent = before + text[len(text) - content :]
+        recent = self._recent + content
         end = None
         if self.tokens >= self._min_tokens:
-            end = find_stop(recent, self._stops, len(before))
+            end = find_stop(recent, self._stops, len(self._recent))
         if end is None:
             self._recent = stop_begun(recent, self._stops)
-            self._certain = self._length
-            if not self._keep_stop:
-                self._certain -= len(self._recent)
+            uncertain = held + (0 if self._keep_stop else len(self._recent))
+            self._certain = max(self._certain, self._length - uncertain)
             return
         # The longest that ends here: without `keep_stop` nothing shows of any.
         self.stop = max((stop for stop in self._stops if recent.endswith(stop, 0, end)), key=len)
         if not self._keep_stop:
             end -= len(self.stop)
-        self._trim(len(recent) - end)
+        self._trim(min(len(recent) - end + held, self._length - self._released))
 
     def _trim(self, excess: int) -> None:
         """Takes that many characters off the end of the text, which no piece that was returned has a part

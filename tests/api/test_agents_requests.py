@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from asked import DIALECTS, USER, prepared, record_renders, refusal, serving, text
 from fakes.model import EOS
+from tool_calls import tool, use
 
 from api import chat, tokenize
 from api.completions import CompletionRequest
@@ -16,6 +17,7 @@ from api.prepared_request import TokenizedPrompt
 from api.response_writer import GeneratedSequence
 from api.responses_types import ResponsesRequest
 from protocol import Token
+from text.json_schema import without_nulls
 from text.output_parser import ParserConfig
 from text.reasoning import FORMATS, THINK, ModelReasoning, Thinking
 from text.stream import Piece
@@ -78,6 +80,9 @@ ON = {"enable_thinking": True, "thinking": True}
         ({"reasoning": {"effort": "none"}}, OFF),
         ({"reasoning": {"effort": "high"}}, ON | {"reasoning_effort": "high"}),
         ({"reasoning": {"enabled": False}}, OFF),
+        ({"reasoning": "high"}, ON | {"reasoning_effort": "high"}),
+        ({"reasoning": False}, OFF),
+        ({"thinking": True, "reasoning": {"max_tokens": 9.0}}, ON),
         ({"enable_thinking": None, "thinking": None, "reasoning": None, "think": None}, {}),
     ],
 )
@@ -132,6 +137,24 @@ def test_thoughts_of_mistrals_api_are_parts_for_the_templates_that_read_those():
     assert made.prompt == "system:First.Draft.;user:Hi;assistant:Hm.Hello.;user:Hi;"
 
 
+def test_a_thought_is_plain_text_where_no_template_reads_it():
+    nested = {"type": "thinking", "thinking": [THOUGHT]}
+    body = {"messages": [USER, {"role": "assistant", "content": [nested, {"type": "text", "text": "Hello."}]}, USER]}
+    assert "Hm.Hello." in chat.chat(body, served_with(PLAIN)).requests[0].prompt
+    predicted = {"type": "content", "content": [THOUGHT, {"type": "text", "text": "abc"}]}
+    assert len(prepared("chat", prediction=predicted).prediction) == 3
+
+
+@pytest.mark.parametrize("more", [{}, {"continue_final_message": True, "add_generation_prompt": False}])
+def test_thoughts_as_parts_are_continued_and_not_where_reasoning_is_off(more):
+    chat_with = {"messages": [USER, {"role": "assistant", "content": [THOUGHT]}], **more}
+    template = "{% for m in messages %}{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    served = served_with(template, ModelReasoning(THINK))
+    assert chat.chat(chat_with, served).requests[0].prompt == "Hi;a:<think>Hm."
+    served = served_with(template.replace("a:", "a:<think></think>"), ModelReasoning(THINK))
+    assert chat.chat(chat_with, served).requests[0].prompt == "Hi;a:<think></think>"
+
+
 @pytest.mark.parametrize("end", ["a:", "a:<think>\n"])
 def test_reasoning_without_an_answer_is_continued(end):
     served = served_with("{% for m in messages %}{{ m.content }};{% endfor %}{{ " + repr(end) + " }}", ModelReasoning(THINK))
@@ -183,6 +206,27 @@ def test_stop_strings_count_in_the_answer_and_not_in_reasoning(is_open, written,
     begin = "" if is_open else "<think>"
     sequence, whole = generated(config, ["\n\n", "eggs", "Question:"], [begin, written])
     assert (whole.reasoning, whole.content, sequence.stream.stop) == (reasoning, content, stop)
+
+
+CALL = '<tool_call>\n{"name": "now", "arguments": {"a": "STOP\\n<"}}\n</tool_call>'
+OTHER = CALL.replace('"a"', '"b"')
+
+
+@pytest.mark.parametrize(
+    ("stop", "written", "content", "calls", "found"),
+    [
+        (["\n"], "\n" + CALL, "", 1, None),
+        (["\n", "STOP"], CALL + "\n" + OTHER, "", 2, None),
+        (["tool", "<"], "Hi " + CALL, "Hi ", 1, None),
+        (["STOP"], CALL + "\nSTOP and more", "", 1, "STOP"),
+        (["<b>"], "a <b> c", "a ", 0, "<b>"),
+        (["STOP"], "<tool_call>none STOP more", "<tool_call>none ", 0, "STOP"),
+    ],
+)
+def test_stop_strings_do_not_count_in_calls_or_around_them(stop, written, content, calls, found):
+    config = ParserConfig(use("hermes", [tool("now"), tool()]))
+    sequence, whole = generated(config, stop, [written])
+    assert (whole.content.rstrip("\n"), len(whole.calls), sequence.stream.stop) == (content, calls, found)
 
 
 def test_special_tokens_are_text_where_they_are_not_to_be_skipped(served):
@@ -253,6 +297,11 @@ def test_null_is_absent_in_tools_and_schemas_but_for_values():
     assert prepared(
         "chat", tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": None}}}]
     )
+
+
+def test_a_property_may_have_the_name_of_a_keyword():
+    named = {"type": "object", "properties": {"default": {"type": "string", "enum": None}, "const": None}}
+    assert without_nulls(named) == {"type": "object", "properties": {"default": {"type": "string"}}}
 
 
 def test_whole_numbers_may_be_written_as_others():

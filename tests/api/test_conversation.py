@@ -145,7 +145,19 @@ def test_calls_in_an_older_and_in_a_custom_form_are_calls_of_functions(call, rea
                 ("chat", "messages[1].tool_calls[0].function.arguments"),
                 ("responses", "input[1].arguments"),
             ]
-            for arguments in ('{"a": ' * 99_999, "{'a': b}", "nonsense", '"text"', "[1]", "7", "[" * 9999, [1], 7)
+            for arguments in (
+                '{"a": ' * 99_999,
+                "{'a': b}",
+                "{not json",
+                '{"a": /b',
+                "nonsense",
+                '"text"',
+                "[1]",
+                "7",
+                "[" * 9999,
+                [1],
+                7,
+            )
         ),
         ("messages", "text", "messages[1].content[0].input"),
         ("messages", [1], "messages[1].content[0].input"),

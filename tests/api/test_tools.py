@@ -8,7 +8,7 @@ import pytest
 import served as served_app
 import tiny_tokenizers
 from asked import allows, serving
-from tool_calls import BOTH, CALLS, FORMATS, KINDS, NOW, PYTHON, TOOLS, WRITTEN, thinking_of, tokenizer_of, tool, use
+from tool_calls import BOTH, CALLS, FORMATS, KINDS, LITERALS, NOW, TOOLS, WRITTEN, thinking_of, tokenizer_of, tool, use
 
 from api import chat
 from api.chat import ChatResponseWriter
@@ -317,7 +317,7 @@ def test_a_call_that_the_limit_of_tokens_cuts_is_given_as_far_as_it_goes(name, c
     assert not choice["message"]["content"] and not any(each["delta"].get("content") for each in stream)
     (call,) = choice["message"]["tool_calls"]
     assert call["function"]["name"] == "weather"
-    assert call["function"]["arguments"] == ("{" if name in PYTHON else '{"city": "B')
+    assert call["function"]["arguments"] == ("{" if name in LITERALS else '{"city": "B')
     pieces = [piece["function"] for each in stream for piece in each["delta"].get("tool_calls", [])]
     assert [piece["name"] for piece in pieces if "name" in piece] == ["weather"]
     assert "".join(piece["arguments"] for piece in pieces) == call["function"]["arguments"]

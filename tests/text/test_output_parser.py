@@ -669,3 +669,30 @@ def test_a_tool_may_have_a_name_that_formats_have_beside_names(name, function):
     for made in (text, text.replace('"Bern"', "'Bern'")):
         whole = parsed(ParserConfig(use(name, tools)), made)
         assert calls_of(whole) == [(function, {"city": "Bern"})], made
+
+
+DOCUMENTED = "x</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen3_coder", in_tags("qwen3_coder", city=DOCUMENTED)),
+        ("gemma4", '<|tool_call>call:weather{city:<|"|>a<|"|>,city:<|"|>b<|"|>}<tool_call|>'),
+        ("hermes", call("{'city': 'a', 'city': 'b'}")),
+        ("hermes", call(r'{"city": "C:\new\table\Users"}')),
+        ("pythonic", "[weather(city='a', city='b')]"),
+    ],
+)
+def test_what_may_be_read_in_two_ways_is_content(name, text):
+    assert parsed(ParserConfig(use(name)), text) == ParsedOutput(text, "", [])
+
+
+def test_tags_in_a_value_and_text_behind_a_call_do_not_change_it():
+    value = "see <function=now> here"
+    assert calls_of(parsed(ParserConfig(use("qwen3_coder")), in_tags("qwen3_coder", city=value))) == [
+        ("weather", {"city": value})
+    ]
+    text = in_tags("qwen3_coder", city="Bern").replace("</tool_call>", "And more\n</tool_call>")
+    whole = parsed(ParserConfig(use("qwen3_coder")), text)
+    assert (calls_of(whole), whole.content) == ([("weather", {"city": "Bern"})], "\nAnd more\n</tool_call>")
