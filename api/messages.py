@@ -552,10 +552,6 @@ class MessagesResponseWriter(ResponseWriter):
     def events(self, sequence: GeneratedSequence, pieces: list[Piece]) -> bytes:
         return b"".join(map(named_event, self._read(sequence, pieces)))
 
-    def while_waiting(self, sequences: list[GeneratedSequence]) -> bytes:
-        """The beginning of the message, then pings: clients wait a limited time for the next event."""
-        return self.events(sequences[0], []) or named_event({"type": "ping"})
-
     def stream_end(self, sequences: list[GeneratedSequence]) -> bytes:
         (sequence,) = sequences
         delta = {"stop_reason": self._stop_reason(sequence), "stop_sequence": self._stop_sequence(sequence)}

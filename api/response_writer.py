@@ -140,10 +140,6 @@ class ResponseWriter:
         """What `pieces` add to a stream; the last of them when `sequence` has finished. May be nothing."""
         raise NotImplementedError
 
-    def while_waiting(self, sequences: list[GeneratedSequence]) -> bytes:
-        """What a stream has that is silent for long."""
-        return self.keep_alive
-
     def stream_end(self, sequences: list[GeneratedSequence]) -> bytes:
         """The end of a stream without an error."""
         return b""

@@ -335,7 +335,7 @@ class EventStream:
             data = self._run(functools.partial(self._events_of, batch))
             now = time.monotonic()
             if not data and now - written_at >= KEEP_ALIVE_S:
-                data = self._writer.while_waiting(self._generation.sequences)
+                data = self._writer.keep_alive
             if data:
                 written_at = now
                 yield data

@@ -54,8 +54,6 @@ class PausableModel(ImageModel):
         super().__init__(**settings)
         self.may_decode = threading.Event()  # cleared: the device hangs in its next decode step
         self.may_decode.set()
-        self.may_prefill = threading.Event()  # the same for prompts
-        self.may_prefill.set()
         self.fail_next_prefill = self.fail_next_decode = self.is_paused = False
 
     def forward(self, chunks):
@@ -63,7 +61,6 @@ class PausableModel(ImageModel):
         if not is_prefill:
             self.is_paused = not self.may_decode.is_set()
             assert self.may_decode.wait(60)
-        assert self.may_prefill.wait(60)
         if self.fail_next_prefill if is_prefill else self.fail_next_decode:
             self.fail_next_prefill = self.fail_next_decode = False
             raise RuntimeError("on purpose")

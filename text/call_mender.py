@@ -210,13 +210,12 @@ class _CallMender:
                 if _fits(value, types) and (at == n + 1 or self._is_final):
                     return at + 1, value
                 misfit = misfit or (at + 1, value)
-            is_new = tag["key"] in properties if properties else tag["key"]
-            is_last = at + 1 < len(pieces) and pieces[at + 1][0]["name"]
-            is_last = is_last or (at + 1 == len(pieces) and tags.end != self._calls.format.close)
-            ends_call = is_last and is_blank and tag[0] == tags.end
             follows = pieces[at + 1][0] if at + 1 < len(pieces) else None
-            begins = tag["name"] and is_blank and (not follows or follows["key"] or follows[0] == tags.end)
-            if ends_call or begins or (is_new and tag["key"] not in (key["key"], *earlier)):
+            is_last = follows["name"] if follows else tags.end != self._calls.format.close
+            ends = is_last and tag[0] == tags.end
+            begins = tag["name"] and (not follows or follows["key"] or follows[0] == tags.end)
+            is_new = tag["key"] in properties if properties else tag["key"]
+            if (is_blank and (ends or begins)) or (is_new and tag["key"] not in (key["key"], *earlier)):
                 break
             written += tag[0] + behind
         else:
