@@ -47,6 +47,8 @@ MISWRITTEN = [
     ("a comment behind the call", "hermes", HERMES.format(f"{CALL} // as asked"), BERN),
     ("no opening marker", "qwen3_coder", f"I look.\n<function=weather>\n{CITY}</function>\n</tool_call>", BERN),
     ("no opening marker", "minimax_m2", '<invoke name="weather">\n<parameter name="city">Bern</parameter>\n</invoke>', BERN),
+    ("no opening marker", "glm45", WRITTEN["glm45"].split("\n<tool_call>")[0].removeprefix("<tool_call>"), BERN),
+    ("no opening marker", "gemma4", 'call:weather{city:<|"|>Bern<|"|>}<tool_call|>', BERN),
     (
         "no opening marker",
         "kimi_k2",

@@ -326,6 +326,7 @@ FORMATS = (
     ToolFormat(
         name="glm45",
         open="<tool_call>",
+        bare=("{}\n<arg_key>", "{}<arg_key>"),
         close="</tool_call>",
         syntax=Syntax.XML,
         tags=Tags("<arg_key>", "</arg_key>", "</arg_value>", "</tool_call>", value="<arg_value>"),
@@ -416,6 +417,7 @@ FORMATS = (
     ToolFormat(
         name="gemma4",
         open="<|tool_call>",
+        bare=("call:{}{{",),
         close="<tool_call|>",
         ends=("<tool_call|>",),
         syntax=Syntax.GEMMA,
