@@ -238,7 +238,9 @@ class ItemReader(ContentReader[Message]):
 
 def _message(reader: ItemReader, path: str, item: Json) -> Message:
     role = needed(path, item, "role", str)
-    return Message(role, reader.text(f"{path}.content", needed(path, item, "content"), "", role))
+    # As in chats, an assistant's message may have none.
+    content = item.get("content") if role == "assistant" else needed(path, item, "content")
+    return Message(role, reader.text(f"{path}.content", content or "", "", role))
 
 
 def _reasoning(reader: ItemReader, path: str, item: Json) -> Message | None:

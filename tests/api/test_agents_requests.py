@@ -304,6 +304,18 @@ def test_a_property_may_have_the_name_of_a_keyword():
     assert without_nulls(named) == {"type": "object", "properties": {"default": {"type": "string"}}}
 
 
+def test_items_may_have_nulls():
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": None, "namespace": None, "status": None}
+    result = {"type": "function_call_output", "call_id": "1", "output": None, "id": None}
+    answer = {"type": "message", "role": "assistant", "content": None, "id": None}
+    thought = {"type": "reasoning", "summary": None, "content": None, "encrypted_content": None}
+    assert "Hi" in prepared("responses", input=[USER, thought, call, result, answer, USER]).prompt
+    used = {"type": "tool_use", "id": "1", "name": "f", "input": None}
+    told = {"type": "tool_result", "tool_use_id": "1", "content": None, "is_error": None}
+    turns = [USER, {"role": "assistant", "content": [used]}, {"role": "user", "content": [told]}]
+    assert "Hi" in prepared("messages", messages=turns).prompt
+
+
 def test_whole_numbers_may_be_written_as_others():
     assert prepared("chat", max_tokens=10.0, top_k=5.0, seed=7.0).max_new_tokens == 10
     assert prepared("native", max_new_tokens=10.0).max_new_tokens == 10
