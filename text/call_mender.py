@@ -144,6 +144,11 @@ class _CallMender:
         """Raises ValueError if the text ends within a value: parts of calls follow outside of another call.
         The last part is the end of one. What follows is not looked at until it is all there: how it is split
         makes no difference."""
+        form = self._calls.format
+        may_follow = form.open if not form.tags else "\n"  # calls in tags have a line break between them
+        is_apart = not self._rest or self._rest[0].isspace() or self._rest.startswith(may_follow)
+        if not (is_apart or self._is_final):
+            raise ValueError("what follows may be part of a value")
         is_open = False
         rest = self._rest if self._is_final else ""
         for found in re.finditer(f"(?P<another>{another})|{any_of(parts)}", rest or ""):
@@ -184,9 +189,6 @@ class _CallMender:
         self._check_rest(
             rf"{re.escape(form.open)}\s*{call.replace('?P<name>', '')}", tags.value_end, tags.end
         )
-        is_apart = not self._rest or self._rest[0].isspace() or self._rest.startswith(form.open)
-        if not (is_apart or self._is_final):
-            raise ValueError("what follows may be part of a value")
 
     def _is_blank(self, text: str) -> bool:
         return not text or bool(self._beside.fullmatch(text))

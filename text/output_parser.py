@@ -306,7 +306,8 @@ class OutputParser:
             is_final = self._ended and not self._is_cut
             ends = [found.start() for found in re.finditer(re.escape(form.close), text)] if form.close else []
             follows = text.rpartition(form.close)[2] if ends else ""
-            if ends and form.tags and not self._ended and form.open.startswith(follows):
+            is_whole = form.syntax in WHOLE
+            if ends and is_whole and not self._ended and form.open.startswith(follows):
                 ends.pop()  # what follows shows whether it is part of a value
             last = []
             if is_final:

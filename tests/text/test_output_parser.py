@@ -405,7 +405,7 @@ def test_what_follows_a_call_and_is_none_is_content(rest):
 def test_a_call_that_no_grammar_enforces_is_held_back_until_it_is_complete(name):
     text = with_argument(name, value="Bern, " * 100)
     parser = ParserConfig(use(name)).parser()
-    text += "\n" if name in TAGS else ""  # a value may have the end of a call: what follows shows that it has not
+    text += "\n" if name in (*TAGS, "gemma4") else ""  # a value may have the end of a call: what follows shows that it has not
     parts = [part for at, each in enumerate(text) for part in [*parser.push(each), at]]
     first = next(at for at, part in enumerate(parts) if isinstance(part, CallBegin))
     assert isinstance(parts[first + 1], Arguments) and json.loads(parts[first + 1].text) == {"city": "Bern, " * 100}
