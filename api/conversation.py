@@ -7,8 +7,6 @@ chats here as a `ChatRequest`.
 from __future__ import annotations
 
 import contextlib
-import functools
-import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -414,11 +412,7 @@ def arguments_of(path: str, given: Any) -> Json:
 def _value_of(written: str) -> Any:
     """The value of a text in JSON, with the mistakes that are read in a model's output, too."""
     text = without_surrogates(written.strip().encode()).decode() or "null"
-    read: Any = text
-    for reader in (json.loads, functools.partial(whole_value, is_partial=text.startswith("{"))):
-        with contextlib.suppress(ValueError, RecursionError):
-            read = reader(text)
-            break
     with contextlib.suppress(ValueError, RecursionError):
-        read = whole_value(read) if isinstance(read, str) else read
-    return read
+        read = whole_value(text, is_partial=text.startswith("{"))
+        return whole_value(read) if isinstance(read, str) else read
+    return text

@@ -1,8 +1,8 @@
-"""Calls of tools that a model has written almost right, where no other reading is possible.
+"""Calls of tools that are read as a whole: of formats whose values may have any text, and those almost right.
 
-`OutputParser` (output_parser.py) reads calls that are as their format has them, while they grow. What it does
-not read comes here as a whole: a call is the name of an offered tool, and its arguments. docs/api/tools.md
-has the mistakes that are read.
+`OutputParser` (output_parser.py) reads other calls while they grow. What it does not read comes here: a call is
+the name of an offered tool, and its arguments, where no other reading is possible. docs/api/tools.md has the
+mistakes that are read.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class _CallMender:
             tag, behind = pieces[at]
             is_blank = self._is_blank(behind)
             if tag[0] == tags.value_end and is_blank:
-                value = self._typed(written, types)
+                value = _typed(written, types, tags.line_breaks)
                 if _fits(value, types) and (at == n + 1 or self._is_final):
                     return at + 1, value
                 misfit = misfit or (at + 1, value)
@@ -222,21 +222,18 @@ class _CallMender:
             written += tag[0] + behind
         else:
             at = len(pieces)
-        value = self._typed(written.rstrip("\n"), types)
+        value = _typed(written.rstrip("\n"), types, tags.line_breaks)
         is_certain = misfit or (tags.value_end not in written and _fits(value, types))
         if not (is_certain and self._is_final):
             raise ValueError("the value may go on, or have the part of another")
         return misfit or (at, value)
 
-    def _typed(self, written: str, types: set[str]) -> Any:
-        if self._calls.format.tags.line_breaks:
-            written = written.removeprefix("\n").removesuffix("\n")
-        return _typed(written, types)
 
-
-def _typed(text: str, types: set[str]) -> Any:
+def _typed(text: str, types: set[str], line_breaks: bool) -> Any:
     """The value of a parameter of these types (none: of any). Text of none of them stays a string, for the
-    client's function to reject."""
+    client's function to reject. line_breaks: one on each side belongs to the tags."""
+    if line_breaks:
+        text = text.removeprefix("\n").removesuffix("\n")
     written = text.strip()
     may_be_text = not types or "string" in types
     with contextlib.suppress(*ERRORS):
@@ -266,6 +263,7 @@ def as_json(value: Any) -> str:
 
 
 def any_of(texts: Iterable[str]) -> str:
+    """A regular expression for one of these texts, the longest that fits."""
     return "|".join(sorted(map(re.escape, texts), key=len, reverse=True)) or "(?!)"
 
 

@@ -27,7 +27,9 @@ class Unfinished(ValueError):
 
 
 def whole_value(text: str, is_partial: bool = False) -> Any:
-    """The value that is all of a text. Raises what `read_value` does."""
+    """The value that is all of a text: of JSON as it is, or what `read_value` reads, with its errors."""
+    with contextlib.suppress(ValueError):
+        return json.loads(text)
     value, end = read_value(text, is_partial=is_partial)
     if text[end:].strip():
         raise ValueError("more than one value")
@@ -59,7 +61,9 @@ def read_value(text: str, at: int = 0, is_loose: bool = False, is_partial: bool 
     word = found[0].strip() if found else ""
     end = at + len(word)
     is_begun = is_loose or PARTIAL.fullmatch(word) or any(each.startswith(word) for each in CONSTANTS)
-    if GEMMA_QUOTE.startswith(text[at:]) or (is_partial and end == len(text) and is_begun):
+    if GEMMA_QUOTE.startswith(text[at : at + len(GEMMA_QUOTE)]) or (
+        is_partial and end == len(text) and is_begun
+    ):
         raise Unfinished
     if word in CONSTANTS:
         return CONSTANTS[word], end
@@ -72,28 +76,26 @@ def read_value(text: str, at: int = 0, is_loose: bool = False, is_partial: bool 
 
 def _read_members(text: str, at: int, bracket: str, is_loose: bool, is_partial: bool) -> tuple[Any, int]:
     """The rest of an object or a list."""
-    members: list[tuple[str, Any]] = []
+    members: Json = {}  # of a list by their number
     at = SPACES.match(text, at).end()
     while text[at : at + 1] not in ("", CLOSING[bracket]):
-        key = ""
         try:
-            if bracket == "{":
-                key, at = _read_key(text, at, is_loose)
+            key, at = _read_key(text, at, is_loose) if bracket == "{" else (str(len(members)), at)
             value, at = read_value(text, at, is_loose, is_partial)
         except Unfinished:
             if not is_partial:
                 raise
             at = len(text)
             break
-        if bracket == "{" and key in dict(members):
+        if key in members:
             raise ValueError(f"a second {key!r}")
-        members.append((key, value))
+        members[key] = value
         at = SPACES.match(text, at).end()
         if text[at : at + 1] == ",":
             at = SPACES.match(text, at + 1).end()
         elif text[at : at + 1] not in ("", CLOSING[bracket]):
             raise ValueError(f"no end of a member at {at}")
-    return dict(members) if bracket == "{" else [value for _key, value in members], min(at + 1, len(text))
+    return members if bracket == "{" else list(members.values()), min(at + 1, len(text))
 
 
 def _read_key(text: str, at: int, is_loose: bool) -> tuple[str, int]:

@@ -2,7 +2,7 @@
 
 An `OutputParser` reads one sequence. It holds back what may be the beginning of a marker, and a call until it
 is complete: what turns out to be no call is content, streamed or not. Calls that a grammar enforces are sent
-while they grow. The formats of tool calls are in tool_formats.py.
+while they grow, if their arguments are JSON. The formats of tool calls are in tool_formats.py.
 """
 
 from __future__ import annotations
