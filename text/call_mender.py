@@ -1,8 +1,8 @@
 """Calls of tools that are read as a whole: of formats whose values may have any text, and those almost right.
 
-`OutputParser` (output_parser.py) reads other calls while they grow. What it does not read comes here: a call is
-the name of an offered tool, and its arguments, where no other reading is possible. docs/api/tools.md has the
-mistakes that are read.
+`OutputParser` (output_parser.py) reads other calls while they grow. What it does not read comes here: a call
+is the name of an offered tool, and its arguments, where no other reading is possible. docs/api/tools.md has
+the mistakes that are read.
 """
 
 from __future__ import annotations
