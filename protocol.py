@@ -215,17 +215,16 @@ class End(msgspec.Struct, tag="end", frozen=True):
 class Status(msgspec.Struct, tag="status", frozen=True):
     """Worker → web, every HEARTBEAT_S: the worker's state.
 
-    `phase` is "ready" when requests are accepted, before that the startup phase. `due_at` is when the
-    running step counts as stuck, in seconds of CLOCK_MONOTONIC (which on Linux stands still while the machine
-    is suspended), or 0 when the device is idle. `full`: new requests are rejected as overload.
+    `phase` is "ready" when requests are accepted, before that the startup phase. `full`: new requests are
+    rejected as overload. `late`: the running step counts as stuck.
     """
 
     phase: str
     steps: int = 0
     running: int = 0
     queued: int = 0
-    due_at: float = 0.0
     full: bool = False
+    late: bool = False
 
 
 class ModelInfo(msgspec.Struct, tag="model_info", frozen=True):

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import gc
 import logging
+import math
 import os
 import signal
 import sys
@@ -252,16 +253,15 @@ class Worker:
                 (running if request.has_slot else waiting).add(request.generate.adapter)
         return running, waiting
 
-    def _report(self, limit_s: float | None = None) -> None:
+    def _report(self, limit_s: float = math.inf) -> None:
         """The status for the API server processes; `limit_s`: how long the step that starts now may take."""
         status = Status(
             phase="draining" if self.draining else "ready",
             steps=self.steps,
             running=self.scheduler.busy,
             queued=self.queued,
-            due_at=0.0 if limit_s is None else time.monotonic() + limit_s,
         )
-        self.link.report(status)
+        self.link.report(status, limit_s)
 
     def _handle(self, peer: bytes, message: ForLoop) -> None:
         if isinstance(message, SubmitRequests):

@@ -96,8 +96,8 @@ class EngineClient:
         self._on_stuck = on_stuck
         self._status: Status | None = None
         self._lost: str | None = None  # "dead" or "stuck" once the worker is given up
-        self._heard_at = self._beat_at = time.monotonic()
-        self._silent_s = 0.0  # since then, of the time that this process itself has run
+        self._beat_at = time.monotonic()
+        self._silent_s = 0.0  # since the last message, of the time that this process itself has run
         self._stuck_s = 0.0
         self._reported_ready = False
         self._has_status = Event()
@@ -146,7 +146,7 @@ class EngineClient:
         process itself does not run, messages of the worker wait: that is no sign of either."""
         if self._status is None or self._status.phase not in ("ready", "draining"):
             return False  # a startup may take long, and be silent
-        return 0 < self._status.due_at < self._heard_at or self._silent_s > SILENCE_S
+        return self._status.late or self._silent_s > SILENCE_S
 
     def wait_while_loading(self) -> None:
         """Waits for the tokenizer if the worker is ready, and a moment for the news that it is: a client may
@@ -239,7 +239,6 @@ class EngineClient:
 
     def _read(self, flags: int = 0) -> None:
         body = self._dealer.recv(flags)
-        self._heard_at = time.monotonic()
         self._silent_s = 0.0
         try:
             message = self._decoder.decode(body)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import threading
@@ -72,6 +73,7 @@ class Link:
 
     def __init__(self, address: str, metrics: Metrics, admission: Admission):
         self._status = Status("starting")  # as last reported; without `full`, which `_admission` knows
+        self._left_s = math.inf  # until it is late
         self._last_news: tuple[str, bool] | None = None  # the phase and `full` that were sent last
         self._metrics = metrics
         self._admission = admission
@@ -106,11 +108,13 @@ class Link:
         """Makes a waiting `receive` return. May be called from any thread and from a signal handler."""
         self._inbox.put(None)
 
-    def report(self, status: Status) -> None:
+    def report(self, status: Status, limit_s: float = math.inf) -> None:
         """The status that heartbeats carry from now on; a new phase is sent at once. `full` is added when it
-        is sent."""
+        is sent, and `late` when heartbeats of more than `limit_s` seconds have been sent since: while the
+        whole machine stands still, none is."""
         is_news = status.phase != self._status.phase
         self._status = status
+        self._left_s = limit_s
         if is_news:
             os.eventfd_write(self._wake_fd, 1)
 
@@ -166,6 +170,7 @@ class Link:
                 next_metrics = time.monotonic() + min(pause_s, MAX_METRICS_PAUSE_S)
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + HEARTBEAT_S
+                self._left_s -= HEARTBEAT_S
                 self._send(None, self._status_now())
 
     def _read(self) -> None:
@@ -215,7 +220,7 @@ class Link:
         self._send_news()
 
     def _status_now(self) -> Status:
-        return msgspec.structs.replace(self._status, full=self._admission.is_full)
+        return msgspec.structs.replace(self._status, full=self._admission.is_full, late=self._left_s < 0)
 
     def _send_news(self) -> None:
         """Sends the status if its phase or `full` is not what was sent last."""

@@ -1,5 +1,6 @@
 """A worker on a fake model, without a socket or a thread: the test sends, runs the steps and reads what was published."""
 
+import math
 import threading
 from collections import defaultdict
 
@@ -45,8 +46,8 @@ class Wire:
     def send(self, peer, message):
         self.sent.append((peer, message))
 
-    def report(self, status):
-        self.status = status
+    def report(self, status, limit_s=math.inf):
+        self.status, self.limit_s = status, limit_s
 
     def announce(self, info):
         self.info = info

@@ -3,12 +3,14 @@
 import queue
 import threading
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import zmq
 from peer import Peer
 
+from engine import link
 from engine.admission import Admission
 from engine.link import Link, PeerLost
 from engine.metrics import Metrics
@@ -156,6 +158,24 @@ def test_the_status_of_the_worker_comes_unasked(worker, connect):
     worker.report(Status("loading", steps=2))
     while web.next(Status) != Status("loading", steps=2):
         pass
+
+
+def test_a_step_is_late_after_its_limit_and_not_because_the_whole_machine_stood_still(worker, connect, monkeypatch):
+    offset_s = 0.0
+    monkeypatch.setattr(
+        link, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + offset_s, thread_time=time.thread_time)
+    )
+    web = connect()
+    worker.report(Status("ready", steps=1), 3 * link.HEARTBEAT_S)
+    while web.next(Status).steps != 1:
+        pass
+    offset_s = 60
+    late = [web.next(Status).late for _ in range(6)]
+    assert late[-1] and not late[0]
+    worker.report(Status("ready", steps=2))
+    while (status := web.next(Status)).steps != 2:
+        pass
+    assert not status.late
 
 
 def test_a_web_process_that_ends_is_reported_once(worker, connect):
