@@ -35,3 +35,18 @@ def accepts(text, serialized, tokenizer=None, grammars=None):
             return False
         matcher.consume(token)
     return bool(mask_of(matcher, size)[0])
+
+
+def written(rng, matcher, tokenizer, most=60):
+    """A text of random tokens, if it ends soon: mostly those that a short text needs."""
+    ids = []
+    while len(ids) < most:
+        allowed = mask_of(matcher).nonzero()[0].tolist()
+        if 0 in allowed and (len(allowed) == 1 or rng.random() < 0.5):
+            return [tokenizer.decode(ids)]
+        short = [token for token in allowed if token and len(tokenizer.decode([token]).strip()) == 1]
+        ids.append(rng.choice(short if short and rng.random() < 0.8 else [token for token in allowed if token]))
+        matcher.consume(ids[-1])
+        if matcher.is_complete:
+            return [tokenizer.decode(ids)]
+    return []

@@ -8,12 +8,14 @@ gets every sampled token and fills in the mask of the next one.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -29,6 +31,7 @@ COMPILE_S = 0.25  # of processor time, in the worker, too
 CHECK_S = 0.5  # of processor time, for compiling and the masks of the first tokens
 CHECK_BYTES = 128 * 2**20  # for the same, beyond the tokenizer
 DRY_RUN_TOKENS = 50
+WALKS = 4  # of so many tokens by chance, beside two that are not
 SLOW_MASK_S = 0.02  # a grammar whose masks take longer twice is given up
 ACCEPTED = 1_000  # grammars that an API server process does not check again
 # Above these llguidance ends with an error instead of a step that takes long. A string of some 20,000
@@ -187,7 +190,7 @@ def dry_run(tokenizer_dir: str, vocab_size: int, eos_token_ids: list[int]) -> Ca
             compiled = grammars.compile(grammar)
             if time.process_time() - started_at > COMPILE_S:
                 raise GrammarError("is too complex: it takes too long to compile")
-            for choose in (_lowest, _highest):
+            for choose in (_lowest, _highest, *(functools.partial(_any, Random(n)) for n in range(WALKS))):
                 _try_tokens(compiled.deep_copy(), choose, ends)
         except GrammarError as error:
             raise Rejected(str(error)) from None
@@ -220,6 +223,12 @@ def _lowest(bits: int) -> int:
 
 def _highest(bits: int) -> int:
     return bits.bit_length() - 1
+
+
+def _any(rng: Random, bits: int) -> int:
+    """By chance: numbers become short and long."""
+    first = rng.randrange(bits.bit_length())
+    return first + _lowest(bits >> first)
 
 
 class Grammars:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
+from text import json_numbers
+
 Schema = dict[str, Any]
 Path = tuple[Any, ...]  # of what holds it, and its key there; () is the root. Texts would grow with the depth
 
@@ -31,10 +33,9 @@ AS_GIVEN = {*VALUES, "default", "examples"}
 ANNOTATIONS = {"title", "description", "default", "examples", "$comment", "deprecated"}
 COMBINING = {"allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "$dynamicRef", "$recursiveRef"}
 OPEN = {"patternProperties", "unevaluatedProperties"}  # say which other properties are allowed
+BOUNDS = (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
 STRING_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 TYPES = {"null", "boolean", "number", "string", "array", "object"}  # integers are numbers
-BOUNDS = {"minimum": True, "exclusiveMinimum": True, "maximum": False, "exclusiveMaximum": False}
-LAST_BOUND = 2.0**63 - 2**10  # the last float64 below the end of int64, in which llguidance counts
 REGEX_TOKEN = re.compile(r"\\.|[\[\]]|\(\?<?[=!]", re.DOTALL)
 NOT_REGULAR = re.compile(r"\(\?|\\[1-9bBk<>]")  # of these: look-around, references to groups, ends of words
 LISTED = re.compile(r"\^(?:([\w -]+)|\((?:\?:)?([\w |-]+)\))\$")
@@ -59,6 +60,7 @@ class Context(NamedTuple):
 
     document: Schema
     has_few_dependents: bool
+    has_one_divisor: bool  # where schemas may be about the same number
 
 
 def without_nulls(schema: Any, has_names: bool = False) -> Any:
@@ -90,7 +92,13 @@ def enforceable(document: Schema) -> tuple[Schema, tuple[str, ...]]:
         _drop_meaningless(schema)
     _close([schema for schema, _ in places])
     dependents = sum(_count_dependents(schema) for schema, _ in places)
-    context = Context(document, dependents <= MAX_DEPENDENTS)
+    divisors = {schema["multipleOf"] for schema, _ in places if _is_divisor(schema.get("multipleOf"))}
+    # Whether several schemas may be about the same value.
+    may_meet = any(
+        "allOf" in schema or (not COMBINING.isdisjoint(schema) and len(schema.keys() - ANNOTATIONS) > 1)
+        for schema, _ in places
+    )
+    context = Context(document, dependents <= MAX_DEPENDENTS, len(divisors) <= 1 or not may_meet)
     left_out = {}
     for schema, path in places:
         for rule in RULES:
@@ -175,9 +183,14 @@ def pointer(path: Path) -> str:
 
 def _drop_meaningless(schema: Schema) -> None:
     """Null means absent. `additionalItems` alone says nothing, but llguidance overlooks `prefixItems` beside
-    it."""
+    it. Drafts before 6 say by true or false whether a bound is open."""
     for keyword in [name for name, value in schema.items() if value is None and name != "const"]:
         del schema[keyword]
+    for closed, opened in BOUNDS:
+        if isinstance(is_open := schema.get(opened), bool):
+            del schema[opened]
+            if is_open and closed in schema:
+                schema[opened] = schema.pop(closed)
     if not isinstance(schema.get("items"), list):
         schema.pop("additionalItems", None)
 
@@ -351,11 +364,53 @@ def _strings(schema: Schema, _: Context) -> Iterator[str]:
             yield "format"
 
 
-def _numbers(schema: Schema, _: Context) -> Iterator[str]:
-    """Bounds and values as floats, in which llguidance reads them: never beyond what is given."""
-    for keyword, is_lower in BOUNDS.items():
-        if type(schema.get(keyword)) in (int, float):
-            schema[keyword] = _bound(schema[keyword], is_lower)
+def _numbers(schema: Schema, context: Context) -> Iterator[str]:
+    """Bounds and multiples as llguidance reads them."""
+    types = _types(schema)
+    # Whether no other schema is about the same number.
+    is_alone = not any(name in schema for name in (*COMBINING, *VALUES))
+    least, most = (_bound(schema, *names) for names in BOUNDS)
+    divisor = schema.get("multipleOf")
+    if _is_divisor(divisor) and not (context.has_one_divisor and json_numbers.has_few_remainders(divisor)):
+        del schema["multipleOf"]
+        listed = None
+        if is_alone and types <= {"integer", "number"}:
+            listed = json_numbers.multiples(divisor, least, most)
+        if listed is not None:
+            schema["enum"] = listed
+            return
+        if "number" in types:
+            yield "multipleOf"
+    ranges = [(least, most)]
+    if is_alone and "number" in types and "integer" not in types:
+        ranges = json_numbers.ranges(least, most)
+    ends = [{"minimum": least, "maximum": most} for least, most in ranges]
+    parts = [{name: end for name, end in each.items() if end is not None} for each in ends]
+    if len(parts) == 1:
+        schema.update(*parts)
+    else:
+        others = sorted(types - {"number"})
+        schema["anyOf"] = [{"type": "number"} | part for part in parts] + [{"type": others}] * bool(others)
+
+
+def _bound(schema: Schema, closed: str, opened: str) -> int | float | None:
+    """Takes one of the two bounds out of a schema."""
+    is_lower = closed == "minimum"
+    given = [name for name in (closed, opened) if _is_number(schema.get(name))]
+    ends = [json_numbers.within(schema.pop(name), is_lower, name == opened) for name in given]
+    return (max if is_lower else min)(ends, default=None)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_divisor(value: Any) -> bool:
+    return _is_number(value) and 0 < value < json_numbers.LAST_EXACT
+
+
+def _listed(schema: Schema, _: Context) -> Iterator[str]:
+    """Listed values, as far as llguidance takes them for what they are."""
     for keyword in VALUES:
         values = _values({keyword: schema[keyword]}) if keyword in schema else None
         exact = [value for value in values or [] if all(map(_is_exact, _within(value)))]
@@ -366,26 +421,12 @@ def _numbers(schema: Schema, _: Context) -> Iterator[str]:
             schema[keyword] = exact
 
 
-def _bound(bound: int | float, is_lower: bool) -> int | float:
-    try:
-        near = float(bound)
-    except OverflowError:
-        near = math.inf if bound > 0 else -math.inf
-    if is_lower:
-        near = max(near if near >= bound else math.nextafter(near, math.inf), -LAST_BOUND)
-    else:
-        near = min(near if near <= bound else math.nextafter(near, -math.inf), LAST_BOUND)
-    return int(near) if near.is_integer() else near  # of which llguidance reads every digit
-
-
 def _is_exact(value: Any) -> bool:
     """Whether llguidance takes a listed value for what it is. It leaves out characters that only \\u can
     write, which text/grammar.py does not allow."""
     if isinstance(value, str):
         return not UNWRITABLE.search(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return True
-    return abs(value) <= LAST_BOUND and float(value) == value
+    return not _is_number(value) or json_numbers.is_exact(value)
 
 
 def _irregular_patterns(schema: Schema, _: Context) -> Iterator[str]:
@@ -510,4 +551,13 @@ def _differ(schemas: Iterable[Any]) -> bool:
 
 # The order matters: the values that stay listed show the types; which other properties are allowed follows
 # from the patterns that stay.
-RULES = (_numbers, _one_of, _irregular_patterns, _exhausted_patterns, _unsupported, _strings, _counts)
+RULES = (
+    _numbers,
+    _listed,
+    _one_of,
+    _irregular_patterns,
+    _exhausted_patterns,
+    _unsupported,
+    _strings,
+    _counts,
+)

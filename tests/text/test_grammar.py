@@ -131,10 +131,6 @@ def properties(count):
     return {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(count)}}
 
 
-def multiples(*numbers):
-    return {"allOf": [{"type": "integer", "multipleOf": number} for number in numbers]}
-
-
 SCORED = {"type": "object", "properties": {"score": {"const": 1}}, "required": ["score"]}
 REFUSED = [
     ([], "must be a JSON schema"),
@@ -160,11 +156,7 @@ EXPENSIVE = {
     "a long value": {"const": "a" * 100_000},
     "many properties": {"properties": {str(n): {} for n in range(5001)}},
     "many properties that may be missing": properties(1000),
-    "a large multiple": {"type": "integer", "multipleOf": 999_983},
-    "a large multiple behind a reference": {"$ref": "#/default", "default": {"type": "integer", "multipleOf": 999_983}},
-    "a large multiple of items": {"items": [], "additionalItems": {"type": "integer", "multipleOf": 999_983}},
-    "many multiples": {"properties": {str(n): {"type": "integer", "multipleOf": 4999 - n} for n in range(60)}},
-    "a common multiple": multiples(9973, 9967, 9949, 9941),
+    "many multiples": {"properties": {str(n): {"type": "integer", "multipleOf": 999 - n} for n in range(600)}},
     "patterns of names": {"patternProperties": {f"^a{n}[a-z]*b$": {} for n in range(500)}},
     "references to itself": {"anyOf": [{"allOf": [{"$ref": ""}]} for _ in range(2600)]},
     "patterns together": {"allOf": [{"type": "string", "pattern": f"a.*{c}"} for c in "abcdefghijklmnopqrst"]},

@@ -1,0 +1,88 @@
+"""Bounds, divisors and values of numbers in JSON schemas, so that llguidance takes none for another."""
+
+from __future__ import annotations
+
+import math
+from decimal import ROUND_CEILING, ROUND_DOWN, ROUND_FLOOR, Context, Decimal
+from fractions import Fraction
+
+Number = int | float
+Range = tuple[Number | None, Number | None]  # the least and the most, None: without a bound
+
+LAST_EXACT = 2**53  # up to it float64 has every integer
+LAST_BOUND = 9 * 10**18  # llguidance counts in int64
+DIGITS = 15  # of a decimal that it is sure to read as the float64 next to it
+LEAST_POSITIVE = Decimal("1e-14")  # not less: a model that has written 0.00 should not go on for long
+MAX_CUTS = 4  # of a range
+MAX_NUMERATOR = 1_000  # of `multipleOf`: the lexer has a state for each remainder after each digit of a bound
+MAX_LISTED = 1_000  # multiples
+
+
+def within(given: Number, is_lower: bool, is_open: bool) -> Number:
+    """The first number within a bound, which is one itself unless it `is_open`.
+
+    llguidance has open bounds, but allows no zeros at the end of what is just beyond them: 0.50 above 0.
+    """
+    context = Context(DIGITS, ROUND_CEILING if is_lower else ROUND_FLOOR)
+    exact = Decimal(str(given))
+    if is_open and not given:
+        near = LEAST_POSITIVE if is_lower else -LEAST_POSITIVE
+    elif is_open:
+        near = context.next_plus(exact) if is_lower else context.next_minus(exact)
+    elif given == int(given) and abs(given) < LAST_EXACT:
+        near = exact
+    else:
+        near = context.plus(exact)
+    near = max(near, Decimal(-LAST_BOUND)) if is_lower else min(near, Decimal(LAST_BOUND))
+    return int(near) if near == int(near) else float(near)
+
+
+def ranges(least: Number | None, most: Number | None) -> list[Range]:
+    """What is together the same range, and lets a number have any of its forms.
+
+    llguidance would take zero for an open bound of the numbers below (see `within`), and up to 0.15 it does
+    not let 0.1 end.
+    """
+    if least is None and most is None:
+        return [(least, most)]
+    if (least is None or least < 0) and (most is None or most >= 0):
+        return ranges(least, float(-LEAST_POSITIVE)) + ranges(0, most)
+    if least is None or least < 0:
+        return [(end and -end, -begin) for begin, end in ranges(-most, least and -least)]
+    result = []
+    exact = Decimal(str(most or 0))
+    for places in range(1, min(-exact.normalize().as_tuple().exponent, MAX_CUTS + 1)):
+        cut = float(exact.quantize(Decimal(1).scaleb(-places), ROUND_DOWN))
+        if cut and cut >= least:
+            result.append((least, cut))
+            least = cut
+    return [*result, (least, most)]
+
+
+def is_exact(value: Number) -> bool:
+    """Whether llguidance takes a listed number for what it is."""
+    if value == int(value):
+        return abs(value) <= LAST_BOUND and float(value) == value
+    return len(Decimal(str(value)).as_tuple().digits) <= DIGITS
+
+
+def has_few_remainders(divisor: Number) -> bool:
+    """Whether a lexer can keep track of what is left of a number by `multipleOf`."""
+    numerator = float(divisor)
+    places = 0
+    while numerator % 1:  # as llguidance counts them: 0.07 has seventeen
+        numerator *= 10
+        places += 1
+    return numerator <= MAX_NUMERATOR and Decimal(str(divisor)) == Decimal(numerator).scaleb(-places)
+
+
+def multiples(divisor: Number, least: Number | None, most: Number | None) -> list[Number] | None:
+    """All of them within a range; None: they are too many."""
+    if least is None or most is None:
+        return None
+    step = Fraction(str(divisor))
+    first, last = math.ceil(Fraction(str(least)) / step), math.floor(Fraction(str(most)) / step)
+    if last - first >= MAX_LISTED:
+        return None
+    exact = [step * n for n in range(first, last + 1)]
+    return [int(each) if each.denominator == 1 else float(each) for each in exact]
