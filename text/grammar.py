@@ -17,11 +17,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
+from urllib.parse import quote
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from run import Json
-from text.json_schema import enforceable, without_nulls
+from text.json_patterns import in_rust
+from text.json_schema import enforceable, referred, without_nulls
 from text.limited import LimitExceeded, Rejected, SandboxedFunction
 
 WHITESPACE = r"\n? {0,16}"  # between JSON tokens: the ways in which models write it, without endless spaces
@@ -70,7 +72,10 @@ def json_rule(schema: Any, whitespace: str | None = WHITESPACE, is_strict: bool 
     GrammarError."""
     enforced, places = _enforceable(schema)
     if places and is_strict:
-        named = ", ".join(places[:MAX_PLACES])
+        given = {place: referred(f"#{quote(place)}", schema).schema for place in places[:MAX_PLACES]}
+        named = ", ".join(
+            f"{place} `{value}`" if isinstance(value, str) else place for place, value in given.items()
+        )
         raise GrammarError(
             f"has keywords that cannot be enforced: {named}; remove them, or set `strict: false`"
         )
@@ -106,7 +111,8 @@ def of_regex(text: str) -> str:
     if not text:
         raise GrammarError("must not be empty")
     _check_regex(text)
-    return json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
+    grammar = LLMatcher.grammar_from_regex(in_rust(text) or text)
+    return json.loads(grammar)["grammars"][0]["lark_grammar"]
 
 
 def of_choice(choices: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from text import json_numbers
+from text.json_patterns import in_rust
 
 Schema = dict[str, Any]
 Path = tuple[Any, ...]  # of what holds it, and its key there; () is the root. Texts would grow with the depth
@@ -36,8 +37,6 @@ OPEN = {"patternProperties", "unevaluatedProperties"}  # say which other propert
 BOUNDS = (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
 STRING_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 TYPES = {"null", "boolean", "number", "string", "array", "object"}  # integers are numbers
-REGEX_TOKEN = re.compile(r"\\.|[\[\]]|\(\?<?[=!]", re.DOTALL)
-NOT_REGULAR = re.compile(r"\(\?|\\[1-9bBk<>]")  # of these: look-around, references to groups, ends of words
 LISTED = re.compile(r"\^(?:([\w -]+)|\((?:\?:)?([\w |-]+)\))\$")
 UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
 MAX_DEPENDENTS = 3  # names that others depend on: each doubles the alternatives
@@ -46,6 +45,7 @@ MAX_HOPS = 8  # from reference to reference
 MAX_LISTED = 100  # keywords, values or names in a schema that is looked at for every reference to it
 MAX_NAMES = 4_000  # characters of names that become a pattern
 MAX_PLACE = 200  # characters
+MAX_PATTERNS = 200  # of a schema, each of which takes half a millisecond
 
 
 class Place(NamedTuple):
@@ -61,6 +61,13 @@ class Context(NamedTuple):
     document: Schema
     has_few_dependents: bool
     has_one_divisor: bool  # where schemas may be about the same number
+    patterns: dict[str, str | None]
+
+    def in_rust(self, pattern: Any) -> str | None:
+        """None: it cannot be said."""
+        if isinstance(pattern, str) and pattern not in self.patterns and len(self.patterns) < MAX_PATTERNS:
+            self.patterns[pattern] = in_rust(pattern)
+        return self.patterns.get(pattern)
 
 
 def without_nulls(schema: Any, has_names: bool = False) -> Any:
@@ -98,7 +105,7 @@ def enforceable(document: Schema) -> tuple[Schema, tuple[str, ...]]:
         "allOf" in schema or (not COMBINING.isdisjoint(schema) and len(schema.keys() - ANNOTATIONS) > 1)
         for schema, _ in places
     )
-    context = Context(document, dependents <= MAX_DEPENDENTS, len(divisors) <= 1 or not may_meet)
+    context = Context(document, dependents <= MAX_DEPENDENTS, len(divisors) <= 1 or not may_meet, {})
     left_out = {}
     for schema, path in places:
         for rule in RULES:
@@ -128,7 +135,7 @@ def _parts(schema: Schema, path: Path, document: Schema) -> Iterator[Place]:
     for keyword, value in schema.items():
         place = (path, keyword)
         if keyword == "$ref":
-            yield _referred(value, document)
+            yield referred(value, document)
         if keyword in ONE_SCHEMA:
             yield Place(value, place)
         if keyword in SCHEMA_LISTS and isinstance(value, list):
@@ -146,7 +153,7 @@ def _within(value: Any) -> Iterator[Any]:
             waiting += each.values() if isinstance(each, dict) else each
 
 
-def _referred(reference: Any, document: Schema) -> Place:
+def referred(reference: Any, document: Schema) -> Place:
     """What a `$ref` within the document names; None where it names nothing by its place."""
     found: Any = document
     path: Path = ()
@@ -168,7 +175,7 @@ def _resolved(schema: Any, document: Schema) -> Any:
     for _ in range(MAX_HOPS):
         if not isinstance(schema, dict) or schema.keys() - ANNOTATIONS != {"$ref"}:
             break
-        schema = _referred(schema["$ref"], document).schema
+        schema = referred(schema["$ref"], document).schema
     return schema
 
 
@@ -287,8 +294,8 @@ def _says_names(schema: Schema, value: Any, context: Context) -> bool:
     pattern = said.get("pattern")
     if names and all(isinstance(name, str) for name in names) and sum(map(len, names)) <= MAX_NAMES:
         pattern = f"^(?:{'|'.join(map(re.escape, names))})$"
-    is_plain = len(said) == 1 and isinstance(pattern, str) and _is_regular(pattern)
-    if not is_plain or schema.get("properties") or "patternProperties" in schema:
+    pattern = context.in_rust(pattern) if len(said) == 1 else None
+    if not pattern or schema.get("properties") or "patternProperties" in schema:
         return False
     schema["patternProperties"] = {pattern: schema.get("additionalProperties", True)}
     schema["additionalProperties"] = False
@@ -340,22 +347,12 @@ UNSUPPORTED: dict[str, tuple[str, Callable[[Schema, Any, Context], bool]]] = {
 COMPANIONS = ("then", "else", "minContains", "maxContains", "$dynamicAnchor", "$recursiveAnchor")
 
 
-def _is_regular(pattern: str) -> bool:
-    """Whether it has nothing that llguidance's regular expressions lack."""
-    in_class = False
-    for token in REGEX_TOKEN.findall(pattern):
-        if token in ("[", "]"):
-            in_class = token == "["
-        elif not in_class and NOT_REGULAR.match(token):
-            return False
-    return True
-
-
-def _strings(schema: Schema, _: Context) -> Iterator[str]:
-    pattern = schema.get("pattern")
-    if isinstance(pattern, str) and not _is_regular(pattern):
-        del schema["pattern"]
-        if "string" in _types(schema):
+def _strings(schema: Schema, context: Context) -> Iterator[str]:
+    if isinstance(schema.get("pattern"), str):
+        pattern = context.in_rust(schema.pop("pattern"))
+        if pattern is not None:
+            schema["pattern"] = pattern
+        elif "string" in _types(schema):
             yield "pattern"
     form = schema.get("format")
     if isinstance(form, str) and form not in STRING_FORMATS:
@@ -429,17 +426,21 @@ def _is_exact(value: Any) -> bool:
     return not _is_number(value) or json_numbers.is_exact(value)
 
 
-def _irregular_patterns(schema: Schema, _: Context) -> Iterator[str]:
+def _irregular_patterns(schema: Schema, context: Context) -> Iterator[str]:
     patterns = schema.get("patternProperties")
-    for pattern in list(patterns) if isinstance(patterns, dict) else []:
-        if _is_regular(pattern):
+    if not isinstance(patterns, dict):
+        return
+    said: Schema = {}
+    for pattern, value in patterns.items():
+        if (name := context.in_rust(pattern)) is not None:
+            said[name] = {"allOf": [said[name], value]} if name in said else value
             continue
-        del patterns[pattern]
         yield "patternProperties"
         if "additionalProperties" in schema:  # which would be for the names of the pattern, too
             del schema["additionalProperties"]
             yield "additionalProperties"
-    if patterns == {}:
+    schema["patternProperties"] = said
+    if not said:
         del schema["patternProperties"]
 
 

@@ -193,6 +193,8 @@ HOSTILE = {
         "allOf": [{"propertyNames": {"$ref": "#/$defs/v"}}] * 1_200,
     },
     "a pattern": {"pattern": "[" * 100_000},
+    "a pattern of classes": {"pattern": r"\p{" * 25_000},
+    "a pattern of characters": {"pattern": "[" + "".join(map(chr, range(0x100, 0xA000, 2))) + "]"},
     "patterns": {"patternProperties": {f"{n}(?=": {} for n in range(6_000)}},
     "dependencies": {"dependencies": {str(n): [str(n)] for n in range(6_000)}},
     "names": {"propertyNames": {"enum": [str(n) for n in range(9_000)]}},

@@ -1,0 +1,62 @@
+"""Regular expressions as ECMA-262 or Python has them, in Rust's syntax, which llguidance reads."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from llguidance import LLMatcher
+
+ESCAPED = r"\\[pPux]\{[^}]{1,40}\}|\\u[\da-fA-F]{4}|\\x[\da-fA-F]{2}|\\c[A-Za-z]|\\."
+PAIR = re.compile(r"\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}")  # of UTF-16: one character
+TOKEN = re.compile(
+    r"(?P<characters>\[\^?(?:\\.|[^\]\\])*\])"
+    # Flags that change the syntax, Python's {,2}, characters that JSON has to write as numbers, what is cut.
+    r"|(?P<unclear>\(\?(?!i?[:)]|P?<)|\{,\d*\}|\\[av]|\\c[^H-JLMh-jlm]|\\\Z|\[)"
+    rf"|(?P<kept>\{{\d+(?:,\d*)?\}}|{ESCAPED})|.",
+    re.DOTALL,
+)
+ATOM = rf"(?:{ESCAPED}|[^\\])"
+RANGE = re.compile(rf"({ATOM})(?:-({ATOM}))?", re.DOTALL)
+SEVERAL = re.compile(r"\\[dDwWsSpP]")
+ENDS_OF_WORDS = {r"\<": "<", r"\>": ">"}  # in Rust
+OUTSIDE = ENDS_OF_WORDS | {".": r"[^\n\r\u2028\u2029]", "{": r"\{", r"\Z": r"\z"}
+IN_BRACKETS = ENDS_OF_WORDS | {character: f"\\{character}" for character in "[&~-^"} | {r"\b": r"\x08"}
+
+
+def in_rust(pattern: str) -> str | None:
+    """None: it says what llguidance lacks, or different things to different readers."""
+    parts = []
+    for token in TOKEN.finditer(PAIR.sub(lambda pair: json.loads(f'"{pair[0]}"'), pattern)):
+        text = token[0]
+        if token["characters"]:
+            text = _characters(text)
+        elif text.startswith(r"\c"):
+            text = _atom(text)
+        if token["unclear"] or not text:
+            return None
+        parts.append(OUTSIDE.get(text, text))
+    result = "".join(parts)
+    schema = json.dumps({"type": "string", "pattern": result}, ensure_ascii=False)
+    return None if LLMatcher.validate_grammar(f"start: %json {schema}") else result
+
+
+def _characters(given: str) -> str:
+    """What stands in brackets; nothing where Python and ECMA-262 differ, and for classes of POSIX."""
+    negation = "^" * given.startswith("[^")
+    body = given[1 + len(negation) : -1]
+    if "[:" in body:
+        return ""
+    parts = []
+    for first, last in RANGE.findall(body):
+        is_range = last and not SEVERAL.match(first) and not SEVERAL.match(last)
+        between = "-" if is_range else r"\-" * bool(last)
+        parts.append(_atom(first) + between + _atom(last))
+    return parts and f"[{negation}{''.join(parts)}]"
+
+
+def _atom(text: str) -> str:
+    """One of them, or nothing."""
+    if text.startswith(r"\c"):
+        return rf"\x{ord(text[2]) % 32:02x}"
+    return IN_BRACKETS.get(text, text)
