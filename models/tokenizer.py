@@ -14,7 +14,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from random import Random
+from typing import TYPE_CHECKING, NamedTuple
 
 from packaging.version import Version
 
@@ -25,10 +26,15 @@ from models.cache import ModelCache, tokenizer_key, write_entry
 from models.child import ChildError, run_module
 from run import ConfigError
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 TIMEOUT_S = 900
 CONFIG = "tokenizer_config.json"
 FAST = "tokenizer.json"
 TEKKEN = "tekken.json"  # Mistral's own format
+SAMPLES = 300  # texts with which a conversion is compared
+SAMPLE_TOKENS = 12  # in each
 SLOW = ("tokenizer.model", "vocab.json", "spiece.model", TEKKEN)
 
 
@@ -109,7 +115,45 @@ def main(folder: Path, target: Path) -> None:
             tokenizer.add_bos_token = True  # transformers leaves it to mistral-common
         else:
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        tokenizer.backend_tokenizer.save(str(target / FAST))
+        backend = tokenizer.backend_tokenizer
+        if found.endswith(".model"):
+            backend = _like_sentencepiece(backend, folder / found)
+        backend.save(str(target / FAST))
+
+
+def _like_sentencepiece(tokenizer: Tokenizer, path: Path) -> Tokenizer:
+    """A tokenizer that does what sentencepiece does with a file, and what the configuration beside it adds.
+    Raises ModelError where `tokenizer`, transformers' conversion, cannot be mended."""
+    import transformers
+    from sentencepiece import SentencePieceProcessor
+    from tokenizers import normalizers, processors
+
+    try:
+        own = SentencePieceProcessor(model_file=str(path))
+    except RuntimeError:
+        return tokenizer  # of a file of tiktoken's, as Llama 3 has
+    given = read_json(path.parent / CONFIG)
+    begins_once = given.get("legacy") is False  # not anew behind each special token
+    if own.encode("a", out_type=str)[0].startswith("▁"):
+        tokenizer = transformers.LlamaTokenizerFast.from_pretrained(path.parent).backend_tokenizer
+        if not begins_once:  # transformers' own would lose a space at the beginning
+            tokenizer.normalizer = normalizers.Sequence(
+                [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+            )
+            tokenizer.pre_tokenizer = None
+    if "add_bos_token" not in given and own.bos_id() >= 0:
+        bos = own.id_to_piece(own.bos_id())
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[bos, "$A"], pair=[bos, "$A", "$B:1"], special_tokens=[(bos, own.bos_id())]
+        )
+    rng = Random(0)
+    for _ in range(SAMPLES):
+        text = own.decode(rng.choices(range(own.get_piece_size()), k=SAMPLE_TOKENS))
+        text = text.lstrip() if begins_once else text
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        if ids != own.encode(text) or tokenizer.decode(ids, skip_special_tokens=False) != own.decode(ids):
+            raise ModelError(f"it reads {text!r} in other tokens than sentencepiece; add the model's {FAST}")
+    return tokenizer
 
 
 def _is_written_by_5(folder: Path) -> bool:

@@ -384,21 +384,25 @@ def save_byte_level_bpe(folder: Path) -> Path:
     return folder
 
 
-def save_sentencepiece(folder: Path) -> Path:
-    """A slow tokenizer in Llama's one file, `tokenizer.model`, as sentencepiece trains it."""
+def save_sentencepiece(folder: Path, **options) -> Path:
+    """A slow tokenizer in Llama's one file, `tokenizer.model`, as sentencepiece trains it, and Llama's configuration of it."""
     import sentencepiece
 
     model = io.BytesIO()
+    llama = {
+        "vocab_size": 400,
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "split_digits": True,
+    }
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(text for text in TEXTS * 20 if text),
         model_writer=model,
-        vocab_size=400,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        split_digits=True,
+        hard_vocab_limit=False,
         minloglevel=2,
+        **llama | options,
     )
     (folder / "tokenizer.model").write_bytes(model.getvalue())
     marks = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True, "add_eos_token": False}

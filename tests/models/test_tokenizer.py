@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from random import Random
 
 import pytest
 import templates
@@ -63,11 +64,9 @@ def test_a_ready_tokenizer_is_used_where_it_is(tmp_path, config):
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.parametrize("kind", ["byte-level-bpe", "sentencepiece"])
-def test_a_slow_tokenizer_is_converted_to_one_that_does_the_same(tmp_path, config, kind):
-    save = {"byte-level-bpe": tiny_models.save_byte_level_bpe, "sentencepiece": tiny_models.save_sentencepiece}[kind]
+def test_a_slow_tokenizer_is_converted_to_one_that_does_the_same(tmp_path, config):
     (tmp_path / "model").mkdir()
-    folder = save(tmp_path / "model")
+    folder = tiny_models.save_byte_level_bpe(tmp_path / "model")
     fast, slow = converted(config, folder, tmp_path), transformers.AutoTokenizer.from_pretrained(folder)
     end = slow.eos_token
     for text in [*tiny_models.TEXTS, " leading space", f"a{end}b{end}", "characters it has never seen: Ωж"]:
@@ -79,14 +78,86 @@ def test_a_slow_tokenizer_is_converted_to_one_that_does_the_same(tmp_path, confi
     assert not (folder / "tokenizer.json").exists()
 
 
-def test_a_converted_sentencepiece_tokenizer_agrees_with_sentencepiece_itself(tmp_path, config):
+GEMMA = {"add_dummy_prefix": False, "pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3}
+# The types of published models, and how sentencepiece trains a model like theirs.
+SENTENCEPIECE = {
+    "llama": {},
+    "mistral": {"control_symbols": ["[INST]", "[/INST]"]},
+    "gemma3_text": GEMMA | {"bos_piece": "<bos>", "eos_piece": "<eos>", "user_defined_symbols": ["<turn>", "\n\n", "▁▁"]},
+    "phi3": {},
+}
+BLANKS = [
+    "",
+    " ",
+    "  ",
+    "a",
+    " a",
+    "  a",
+    "a ",
+    "a  b",
+    "\n",
+    "\n\n",
+    " \n a",
+    "\ta",
+    "1 234",
+    "é 東京 🙂",
+    "<turn>a",
+]
+
+
+@pytest.mark.parametrize("says_how", [False, True], ids=["alone", "with its configuration"])
+@pytest.mark.parametrize("model_type", SENTENCEPIECE)
+def test_a_sentencepiece_model_does_what_sentencepiece_does_with_it(tmp_path, config, model_type, says_how):
     import sentencepiece
 
     (tmp_path / "model").mkdir()
-    folder = tiny_models.save_sentencepiece(tmp_path / "model")
+    folder = tiny_models.save_sentencepiece(tmp_path / "model", **SENTENCEPIECE[model_type])
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    if not says_how:
+        (folder / "tokenizer_config.json").unlink()
+    elif model_type.startswith("gemma"):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GemmaTokenizer"}))
     own = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     fast = converted(config, folder, tmp_path)
-    assert [fast.encode(text).ids for text in tiny_models.TEXTS] == [own.encode(t, add_bos=True) for t in tiny_models.TEXTS]
+    rng = Random(1)
+    alphabet = "".join(tiny_models.TEXTS) + "  \n"
+    for text in [*tiny_models.TEXTS, *BLANKS, *("".join(rng.choices(alphabet, k=rng.randint(1, 30))) for _ in range(500))]:
+        ids = fast.encode(text).ids
+        assert ids == own.encode(text, add_bos=True), text
+        assert fast.decode(ids[1:], skip_special_tokens=False) == own.decode(ids[1:])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model_type": "unigram", "byte_fallback": False, "vocab_size": 90},
+        {"normalization_rule_name": "nmt_nfkc"},
+        {"remove_extra_whitespaces": True},
+    ],
+    ids=str,
+)
+def test_what_a_conversion_cannot_do_as_sentencepiece_does_is_refused(tmp_path, config, options):
+    folder = tiny_models.save_sentencepiece(tmp_path, **options)
+    with pytest.raises(ConfigError, match=r"it reads .* in other tokens than sentencepiece; add .*tokenizer\.json"):
+        tokenizer_folder(config, folder, tmp_path / "scratch")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "phi3"])
+def test_a_text_begins_once_where_the_configuration_says_so(tmp_path, config, model_type):
+    folder = tiny_models.save_sentencepiece(tmp_path, control_symbols=["[INST]"])
+    given = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(given | {"legacy": False}))
+    fast = converted(config, folder, tmp_path / "scratch")
+    assert fast.encode("the quick").tokens == ["<s>", *fast.encode("[INST] the quick").tokens[2:]]
+    assert fast.encode("[INST]the").tokens[2] != "▁the"
+
+
+def test_bos_is_added_where_the_configuration_does_not_say_no(tmp_path, config):
+    folder = tiny_models.save_sentencepiece(tmp_path)
+    given = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(given | {"add_bos_token": False}))
+    assert converted(config, folder, tmp_path).encode("a").tokens[0] != "<s>"
 
 
 def test_a_conversion_in_a_child_process_is_kept_for_the_next_start(tmp_path, config, slow, monkeypatch):
