@@ -331,6 +331,11 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         )
         self._kinds = self.graph.kinds or (LayerKind(),) * family.layers
 
+    def inputs(self, *arguments: Any, **options: Any) -> tuple[Any, tuple[int | None, ...]]:
+        """transformers-neuronx would cut `last_token_id`, which has one number a slot, as it cuts tokens."""
+        tensors, sequence_dimensions = super().inputs(*arguments, **options)
+        return tensors, (*sequence_dimensions[:3], None, *sequence_dimensions[4:])
+
     def pre_layer(self, hidden: Any, cache_ids: Any, *arguments: Any, **options: Any) -> tuple[Any, ...]:
         values = list(super().pre_layer(hidden, cache_ids, *arguments, **options))
         if self._stores_bare_keys:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from miswritten import MISWRITTEN
 from published.configs import CONFIGS
 from published.families import CODE, FAMILIES, OPENVINO, TORCH
 
@@ -49,6 +48,8 @@ def files():
 
 def mistakes():
     """What models write wrong in calls that are read all the same, with the formats in which tests try it."""
+    from miswritten import MISWRITTEN  # which needs what the environment of Neuron's tests does not have
+
     formats = {}
     for what, name, _text, _calls in MISWRITTEN:
         formats.setdefault(what, {})[name] = None

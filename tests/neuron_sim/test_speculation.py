@@ -84,6 +84,16 @@ def test_texts_are_those_without_draft_tokens(reference, without, tmp_path, tp_d
     assert accepted > 40
 
 
+def test_there_may_be_more_slots_than_tokens_in_a_row(reference, without, tmp_path):  # noqa: F811
+    made = reference("llama, grouped")
+    model = serve(made, tmp_path, max_batch_size=2 * K, speculate=K - 1, prefill_chunk=8, position_buckets=(16,))
+    assert model.verify_length == K
+    requests = [each for each in requests_of(made) if each.sampling.seed is None]
+    known = without(model, requests)
+    texts, accepted = texts_of(model, requests, known)
+    assert texts == known and accepted
+
+
 def test_rows_that_the_device_cannot_sample_are_verified_beside_others(reference, without, tmp_path):  # noqa: F811
     made = reference("llama, grouped")
     model = serve(made, tmp_path, max_batch_size=3, speculate=K - 1, sampling="hybrid", tp_degree=2)
