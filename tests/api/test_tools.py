@@ -520,7 +520,11 @@ REMOTE = {"type": "object", "properties": {"city": {"$ref": "https://example.com
             "response_format.json_schema.schema",
             "example.com",
         ),
-        ({"tools": [tool("g", REMOTE), custom("regex", "(")]}, "tools[1].custom.format", r"of note .* cannot be enforced: /properties/input/pattern `"),
+        (
+            {"tools": [tool("g", REMOTE), custom("regex", "(")]},
+            "tools[1].custom.format",
+            "of note .*/properties/input/pattern `",
+        ),
     ],
 )
 def test_a_tool_whose_schema_does_not_compile_is_named(serve, monkeypatch, more, param, words):
