@@ -523,7 +523,7 @@ REMOTE = {"type": "object", "properties": {"city": {"$ref": "https://example.com
         (
             {"tools": [tool("g", REMOTE), custom("regex", "(")]},
             "tools[1].custom.format",
-            "of note .*/properties/input/pattern `",
+            "of note .*/input/pattern `",
         ),
     ],
 )
