@@ -55,9 +55,11 @@ def gptq(parts: Parts, settings: Json) -> Tensor:
     out], `g_idx` int32 [in]: the group of each row."""
     scales = parts["scales"].T
     bits = 32 * parts["qzeros"].shape[1] // len(scales)  # may differ between layers
-    zeros = _unpack(parts["qzeros"], bits).T
+    zeros = parts["qzeros"]
     if "gptq_v2" not in (settings.get("checkpoint_format"), settings.get("format")):
-        zeros += 1  # the first version stores one less
+        # The first version stores one less: of whole words, where a zero point of 0 borrows from the next.
+        zeros = zeros + 0xFFFFFFFF // ((1 << bits) - 1)
+    zeros = _unpack(zeros, bits).T
     return _scaled(_unpack(parts["qweight"].T, bits), scales, zeros, groups=parts.get("g_idx"))
 
 

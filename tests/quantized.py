@@ -77,7 +77,7 @@ def integers(weight, groups, bits, symmetric, dtype=torch.bfloat16):
     zeros = np.full(scales.shape, 2 ** (bits - 1))
     if not symmetric:
         lowest = np.stack([member.min(1).clip(None, 0) for member in members], 1)
-        zeros = (-lowest / scales).round().clip(1, largest).astype(int)  # GPTQ's first version stores one less
+        zeros = (-lowest / scales).round().clip(0, largest).astype(int)
     codes = (weight / scales[:, groups]).round().astype(int) + zeros[:, groups]
     codes = codes.clip(0, largest)
     return codes, zeros, stored, (codes - zeros[:, groups]).astype(np.float32) * scales[:, groups]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from quantized import LAYOUTS, bnb_4bit, ct_packed, quantize, quantize_experts, write
+from quantized import LAYOUTS, bnb_4bit, ct_packed, gptq, quantize, quantize_experts, write
 from safetensors.torch import load_file, save_file
 from tiny_models import GROUPED, POSITIONS, edit_config, llama, references, run, save_checkpoint
 
@@ -128,6 +128,21 @@ def test_packed_rows_and_columns_that_fill_no_word(bits, groups):
     parts, values = ct_packed(weight, bits, symmetric=False, **groups)
     found = FORMATS["compressed-tensors"][0](parts, LAYOUTS["ct 4 bits"][0])
     np.testing.assert_array_equal(found, values)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_zero_points_of_0_and_of_the_largest_lie_beside_others(bits, version):
+    """The first version subtracts one from whole words: below a zero point of 0 it borrows from the next column's."""
+    random = np.random.default_rng(0)
+    weight = random.uniform(-1, 1, (64, 32)).astype(np.float32)
+    columns = random.permutation(64)
+    weight[columns[:24]] = np.abs(weight[columns[:24]])  # their zero point is 0
+    weight[columns[24:40]] = -np.abs(weight[columns[24:40]])  # the largest
+    parts, values = gptq(weight, bits, symmetric=False, version=version)
+    settings = {"checkpoint_format": "gptq" if version == 1 else "gptq_v2"}
+    np.testing.assert_array_equal(FORMATS["gptq"][0](parts, settings), values)
+    assert np.abs(values[columns[:40]] - weight[columns[:40]]).max() < 1 / (2**bits - 1)
 
 
 def test_a_block_of_bitsandbytes_that_is_not_full():
