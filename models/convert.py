@@ -207,12 +207,11 @@ def convert(config: Config, folder: Path, target: Path) -> None:
     steps = Steps(config, manifest)
     steps.begin(f"loading {stored / 1e9:.1f} GB of weights")
     model = load_pretrained(config, folder, "cpu")
-    text_config = model.config.get_text_config()
     facts: Json = {
         "model": config.model_name,
         "dtype": dtype,
         "quantize": config.quantize,
-        "vocab_size": text_config.vocab_size,
+        "vocab_size": model.config.get_text_config().vocab_size,
         "max_total_tokens": manifest.length_limit,
         "has_experts": has_experts(model),
         "arithmetic": None,  # None: what the CPU has for the dtype
@@ -238,7 +237,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         check.reject_faults(target, facts)
         if config.quantize:
             steps.begin(f"compressing to {config.quantize}, and comparing again")
-            _compress(config, text_config.hidden_size, check, target, facts)
+            _compress(config, check, target, facts)
         elif dtype == "bfloat16" and (fault := check.fault_on_text(target, facts)):
             logger.warning(
                 "%s does not tolerate arithmetic in bfloat16, and is computed in float32: %s",
@@ -523,7 +522,7 @@ def _prompt_logits(model: OpenVinoModel, ids: Sequence[int]) -> np.ndarray:
     return np.concatenate([model.forward([chunk]) for chunk in chunks])
 
 
-def _compress(config: Config, hidden_size: int, check: Check, target: Path, facts: Json) -> None:
+def _compress(config: Config, check: Check, target: Path, facts: Json) -> None:
     """Compresses the weights of the saved graph: those of linear layers and embeddings. Raises ModelError
     where the model loses too much accuracy."""
     import nncf
@@ -531,14 +530,18 @@ def _compress(config: Config, hidden_size: int, check: Check, target: Path, fact
     logging.getLogger("nncf").setLevel(logging.ERROR)  # nncf.set_log_level would change our handlers as well
     for ending in ("xml", "bin"):
         (target / f"model.{ending}").rename(target / f"{WHOLE}.{ending}")
-    for way in _ways_to_compress(config.quantize, hidden_size, nncf.CompressWeightsMode):
+    for way in _ways_to_compress(config.quantize, nncf):
         # Read anew, because compression cannot be undone. Its weights are pages of the file, which the kernel
         # drops when memory is short.
         graph = ov.Core().read_model(target / f"{WHOLE}.xml")
         _merge_linear_layers(graph)
-        _save(nncf.compress_weights(graph, **way), target / "model.xml")
-        del graph
-        facts["activation_group"] = check.activation_group(target, facts, way.get("group_size", GROUPS[0]))
+        graph = nncf.compress_weights(graph, **way)
+        _save(graph, target / "model.xml")
+        # More activations than weights to a scale are slower, and their rounding depends on other rows.
+        ports = [node.output(0) for node in graph.get_ops()]
+        groups = {port.get_shape()[-1] for port in ports if port.get_element_type() == ov.Type.u4} - {1}
+        del graph, ports
+        facts["activation_group"] = check.activation_group(target, facts, min(groups, default=GROUPS[0]))
         fault = check.fault_on_text(target, facts)
         if fault is None:
             if way.get("ratio", 1.0) < 1:
@@ -596,13 +599,14 @@ def _weights_of(product: ov.Node) -> ov.Node | None:
     return weights if is_linear and product.get_attributes()["transpose_b"] else None
 
 
-def _ways_to_compress(quantize: str, hidden_size: int, modes: Any) -> list[dict[str, Any]]:
+def _ways_to_compress(quantize: str, nncf: Any) -> list[dict[str, Any]]:
     """Arguments of nncf's `compress_weights`, the fastest and least accurate first."""
     if quantize == "int8":
-        return [{"mode": modes.INT8_ASYM}]
-    # Layers of a width that the group does not divide would keep int8.
-    groups = [group for group in GROUPS if hidden_size % group == 0] or [GROUPS[-1]]
-    whole = [{"mode": modes.INT4_ASYM, "group_size": group} for group in groups]
+        return [{"mode": nncf.CompressWeightsMode.INT8_ASYM}]
+    # A layer whose width the group does not divide gets the largest that does, or int8 where 32 does not.
+    adjust = nncf.AdvancedCompressionParameters(group_size_fallback_mode=nncf.GroupSizeFallbackMode.ADJUST)
+    mode = nncf.CompressWeightsMode.INT4_ASYM
+    whole = [{"mode": mode, "group_size": group, "advanced_parameters": adjust} for group in GROUPS]
     return whole + [whole[-1] | {"ratio": share} for share in INT4_SHARES]
 
 

@@ -23,6 +23,7 @@ import models
 from config import Config
 from manifest import Manifest
 from models import openvino_model
+from models.accuracy import kl_divergence
 from models.base import Chunk, ModelError
 from models.cache import read_entry
 
@@ -408,6 +409,39 @@ def wide(tmp_path):
     """A Llama whose layers can be compressed in groups."""
     config = tiny_models.llama(hidden_size=256, intermediate_size=512, num_hidden_layers=1)
     return save_checkpoint(tmp_path / "llama", config, spread=0.1)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "groups", "activations"),
+    [
+        (256, 320, {256: 128, 320: 64}, 64),  # 320 is divided by 64 alone, as 10,944 and 8,640 are
+        (608, 256, {608: 32, 256: 128}, 32),
+        (96, 152, {96: 32, 152: None}, 32),  # None: int8
+    ],
+)
+def test_int4_has_the_largest_group_that_divides_the_width_of_each_layer(tmp_path, hidden, intermediate, groups, activations):
+    pytest.importorskip("nncf", reason='pip install "nncf==3.4.0"')
+    heads = hidden // 32
+    config = tiny_models.llama(
+        hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads, num_key_value_heads=heads
+    )
+    folder = save_checkpoint(tmp_path / "llama", config, spread=0.05)
+    model = serve(folder, dtype="bfloat16", quantize="int4", threads=1)
+    assert (model.engine, model.quantize) == ("openvino", "int4")
+    (entry,) = tmp_path.glob("cache/model-*")
+    nodes = openvino_model.read_graph(entry / "model.xml").get_ops()
+    compressed = [node.output(0) for node in nodes if node.get_type_name() == "Constant"]
+    shapes = [list(each.get_shape()) for each in compressed if each.get_element_type().get_type_name() == "u4"]
+    found = {width * group: group for _outputs, width, group in shapes if group > 1}  # 1: of zero points
+    assert found == {width: group for width, group in groups.items() if group}
+    # With more activations than weights to a scale, OpenVINO leaves its kernels for them.
+    assert read_entry(entry)["activation_group"] == activations
+    ids = np.random.default_rng(0).integers(0, VOCABULARY, 20).tolist()
+    logits = model.forward([Chunk(0, ids, 0, all_logits=True)])
+    expected = serve(folder, dtype="float32").forward([Chunk(0, ids, 0, all_logits=True)])
+    assert kl_divergence(logits, expected).mean() < 0.3
+    parts = [model.forward([Chunk(1, ids[begin : begin + 2], begin, all_logits=True)]) for begin in range(0, 20, 2)]
+    assert np.array_equal(np.concatenate(parts), logits)
 
 
 def test_compressed_linear_layers_of_one_input_are_merged_up_to_a_size_and_compute_the_same(
