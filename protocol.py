@@ -123,8 +123,8 @@ class Cancel(msgspec.Struct, tag="cancel", frozen=True):
 
 
 class AdapterChange(msgspec.Struct, tag="adapter_change", frozen=True):
-    """Web → worker: load the LoRA adapter `name` from `source`, or unload it without one. Answered by
-    `AdapterChanged` with the same `id`."""
+    """Web → worker: load the LoRA adapter `name` from `source`, in the place of one of that name, or unload
+    it without a source. Answered by `AdapterChanged` with the same `id`."""
 
     id: int
     name: str

@@ -28,6 +28,7 @@ class LoadAdapter(Struct):
 
     lora_name: str
     lora_path: str
+    load_inplace: bool = False
 
 
 class UnloadAdapter(Struct):
@@ -46,7 +47,7 @@ class SageMakerAdapter(Struct):
 def load(server: Server) -> Response:
     request = server.read(LoadAdapter)
     source = _source_of(request.lora_path, "lora_path", server)
-    return _load(server, request.lora_name, "lora_name", source)
+    return _load(server, request.lora_name, "lora_name", source, request.load_inplace)
 
 
 def unload(server: Server) -> Response:
@@ -75,11 +76,14 @@ def _source_of(path: str, field: str, server: Server) -> str:
     return path
 
 
-def _load(server: Server, name: str, field: str, source: str) -> Response:
+def _load(server: Server, name: str, field: str, source: str, in_place: bool = False) -> Response:
     fits = 0 < len(name) <= MAX_NAME and name.isprintable() and name == name.strip()
     require(fits, field, f"must be a name of at most {MAX_NAME} printable characters", given=name[:80])
     is_free = name not in server.config.names_of_model
     require(is_free, field, "must not be a name that requests have for the model itself", given=name)
+    is_free = in_place or name not in server.served.info.adapters
+    detail = "must not be that of a loaded adapter: unload it, or load the other with `load_inplace` true"
+    require(is_free, field, detail, given=name)
     return _answer(server.engine.change_adapter(name, source), f"LoRA adapter '{name}' added successfully.")
 
 

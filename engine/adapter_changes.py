@@ -1,7 +1,8 @@
 """LoRA adapters that are loaded and unloaded while requests run.
 
 An adapter is read in a thread, and joins the others between two steps. One that is unloaded is not known to
-new requests from then on; its weights are freed when the last request with it has ended.
+new requests from then on; its weights are freed when the last request with it has ended. So are those of one
+that another replaces under its name.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class AdapterChanges:
         self._info = info
         self._thread = ThreadPoolExecutor(1, "worker-adapters")
         self._loading: list[tuple[bytes, AdapterChange, Future[Updates]]] = []  # read in this order
-        self._unloading: list[tuple[bytes, AdapterChange, int]] = []  # with the number
+        self._unloading: list[tuple[bytes, AdapterChange, int]] = []  # with the number that goes
 
     @property
     def is_loading(self) -> bool:
@@ -43,10 +44,7 @@ class AdapterChanges:
     def begin(self, peer: bytes, change: AdapterChange) -> None:
         """Begins a change that an API server process asks for."""
         numbers = self._adapters.numbers
-        loading = [other.name for _peer, other, _job in self._loading]
-        if change.source and change.name in (*numbers, *loading):
-            self._end(peer, change, f"{change.name} is served already: unload it, or give another name")
-        elif change.source:
+        if change.source:
             job = self._thread.submit(self._read, change.name, change.source)
             self._loading.append((peer, change, job))
             job.add_done_callback(lambda _job: self._link.interrupt())
@@ -72,6 +70,7 @@ class AdapterChanges:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _add(self, peer: bytes, change: AdapterChange, job: Future[Updates]) -> None:
+        replaced = self._adapters.numbers.get(change.name)
         try:
             self._adapters.add(change.name, job.result())
         except (ModelError, ConfigError) as error:
@@ -81,7 +80,10 @@ class AdapterChanges:
             self._end(peer, change, f"it cannot be loaded: {named(error)}")
         else:
             self._announce({**self._info.adapters, change.name: change.source})
-            self._end(peer, change)
+            if replaced:
+                self._unloading.append((peer, change, replaced))
+            else:
+                self._end(peer, change)
 
     def _announce(self, adapters: dict[str, str]) -> None:
         self._info = replace(self._info, adapters=adapters)

@@ -15,6 +15,7 @@ may sum others in another order.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -30,14 +31,24 @@ A, B = ".lora_A.weight", ".lora_B.weight"  # and of those that peft saves: [rank
 COLUMNS = 16
 MAX_COLUMNS = 512
 
-# Matrices by the name of a module: down [rank, inputs] and up [rank, outputs], which is scaled; in float32.
+# Parts of names that differ between a checkpoint, its adapters and the classes of transformers' versions:
+# `model.layers`, `language_model.model.layers` and `model.language_model.layers` are one.
+WRAPPERS = re.compile(r"\b((text_|language_)?model|(?<=tower\.)vision_model)\.")
+
+# Matrices by the `common_name` of a module: down [rank, inputs] and up [rank, outputs], which is scaled; in
+# float32.
 Updates = Mapping[str, tuple[np.ndarray, np.ndarray]]
+
+
+def common_name(name: str) -> str:
+    """The name of a module or tensor in all of its spellings."""
+    return WRAPPERS.sub("", name)
 
 
 def read_updates(folder: Path) -> Updates:
     tensors = load_file(folder / UPDATES)
     modules = [name.removesuffix(DOWN) for name in tensors if name.endswith(DOWN)]
-    return {module: (tensors[module + DOWN], tensors[module + UP]) for module in modules}
+    return {common_name(module): (tensors[module + DOWN], tensors[module + UP]) for module in modules}
 
 
 def configured(config: Config) -> dict[str, Updates]:

@@ -25,7 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from manifest import read_json
-from models.adapters import DOWN, UP, UPDATES, A, B
+from models.adapters import DOWN, UP, UPDATES, A, B, common_name
 from models.base import ModelError, reported_as
 from models.fetch import copy_metadata
 from run import ConfigError, Json
@@ -55,7 +55,8 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "lm
 
 
 class Adapter:
-    """What an adapter trained. `names` are the tensors of the base model that it changes."""
+    """What an adapter trained. `names` are the tensors of the base model that it changes, as the adapter
+    spells them, by their `common_name`."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -64,11 +65,17 @@ class Adapter:
             given = self._config.get(name)
             if given and given not in values:
                 raise ModelError(f"{folder}: `{name}` is {given!r}, which cannot be merged; {INSTEAD}")
-        with reported_as(f"{folder / 'adapter_model.safetensors'} cannot be read"):
-            tensors = load_file(folder / "adapter_model.safetensors")
+        file = folder / "adapter_model.safetensors"
+        if not file.exists():
+            raise ModelError(
+                f"{folder} holds no {file.name}; an adapter_model.bin is not read, because it may run code: "
+                "load it with peft (PeftModel.from_pretrained), and serve what save_pretrained writes"
+            )
+        with reported_as(f"{file} cannot be read"):
+            tensors = load_file(file)
         self._tensors = {_base_name(name): tensor for name, tensor in tensors.items()}
-        self.names = {_changed_by(name) for name in self._tensors}
-        others = [name for name in self.names if ".lora_" in name]
+        self.names = {common_name(name): name for name in map(_changed_by, self._tensors)}
+        others = [name for name in self.names.values() if ".lora_" in name]
         if others:
             raise ModelError(f"{folder} holds {min(others)}, which cannot be merged; {INSTEAD}")
 
@@ -125,7 +132,7 @@ class Adapter:
     def _scale(self, module: str) -> float:
         # Not from `rank_pattern`: peft sorts it when it saves, which may change the first match.
         rank = len(self._tensors[module + A])
-        alpha = _of_module(self._config.get("alpha_pattern"), module, self._config["lora_alpha"])
+        alpha = _of_module(self._config.get("alpha_pattern"), module, self._config.get("lora_alpha", 8))
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
 
@@ -159,23 +166,23 @@ def merge(base: Path, adapter_folder: Path, target: Path) -> None:
         with safe_open(file, "pt") as stored:
             for name in stored.keys():  # noqa: SIM118 - not a dictionary
                 weights[name] = stored.get_tensor(name)
-                if name in adapter.names:
-                    weights[name] = adapter.merged(name, weights[name])
+                if changed := adapter.names.get(common_name(name)):
+                    weights[name] = adapter.merged(changed, weights[name])
             save_file(weights, target / file.name, stored.metadata())
-        names |= weights.keys()
+        names |= set(map(common_name, weights))
     _check_fit(adapter, base, names)
 
 
 def _check_fit(adapter: Adapter, base: Path, names: set[str]) -> None:
-    """Raises ModelError where the base model, whose tensors have these names, lacks what the adapter changes,
-    or uses it twice: peft changes one of two tied embeddings and leaves the other one as it was."""
+    """Raises ModelError where the base model, whose tensors have these common names, lacks what the adapter
+    changes, or uses it twice: peft changes one of two tied embeddings and leaves the other one as it was."""
     tied = read_json(base / "config.json").get("tie_word_embeddings") or "lm_head.weight" not in names
     embeddings = [name for name in adapter.names if name.endswith(EMBEDDINGS)]
     if tied and embeddings:
         raise ModelError(
             f"the adapter changes {min(embeddings)}, which {base} ties to its other embeddings; {INSTEAD}"
         )
-    missing = adapter.names - names
+    missing = [changed for name, changed in adapter.names.items() if name not in names]
     if missing:
         raise ModelError(
             f"{base} has no tensor {min(missing)}, which the adapter changes: is it its base model?"

@@ -38,7 +38,7 @@ from openvino.op import _PagedAttentionExtension as PagedAttention  # noqa: E402
 from config import DEFAULT_BATCH_SIZE, Config  # noqa: E402
 from manifest import Manifest  # noqa: E402
 from models.accuracy import find_fault  # noqa: E402
-from models.adapters import Adapters, Updates, configured  # noqa: E402
+from models.adapters import Adapters, Updates, common_name, configured  # noqa: E402
 from models.base import (  # noqa: E402
     Chunk,
     ModelError,
@@ -516,7 +516,7 @@ def _adapter_inputs(module: str) -> tuple[str, str]:
 
 def _linear_layers(graph: ov.Model) -> dict[str, tuple[ov.Node, ov.Output]]:
     """The matrix product of each linear layer that computes [1, tokens, outputs], and its output, by the name
-    of its module in transformers."""
+    of its module (adapters.py)."""
     found = {}
     for node in graph.get_ordered_ops():
         names = [node.get_friendly_name()]
@@ -527,7 +527,7 @@ def _linear_layers(graph: ov.Model) -> dict[str, tuple[ov.Node, ov.Output]]:
         for name, output in zip(names, node.outputs()):
             layer = LINEAR.fullmatch(name)
             if layer and output.get_partial_shape().rank == 3:
-                found[layer[1]] = (product, output)
+                found[common_name(layer[1])] = (product, output)
     return found
 
 

@@ -29,7 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from config import DEFAULT_BATCH_SIZE, Config
 from manifest import Manifest, check_weights
 from models.accuracy import find_fault
-from models.adapters import Adapters, configured
+from models.adapters import Adapters, common_name, configured
 from models.architecture import read_architecture, with_version_of_code
 from models.base import (
     Chunk,
@@ -525,7 +525,7 @@ class TorchModel(StaticBatchModel):
     def _layers_of_every_token(self, ids: list[int]) -> dict[str, torch.nn.Linear]:
         """The linear layers that have an input [rows, q, inputs] of every token, by name: not experts."""
         linear = {n: each for n, each in self._model.named_modules() if isinstance(each, torch.nn.Linear)}
-        names = {layer: name for name, layer in linear.items()}
+        names = {layer: common_name(name) for name, layer in linear.items()}
         found = {}
 
         def see(layer: torch.nn.Module, inputs: tuple, _output: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from config import Config
 from engine.request import Request
@@ -44,6 +45,16 @@ SMALL = NO_SPECIAL_TOKENS | {
 GROUPED = SMALL | {"num_key_value_heads": 2, "intermediate_size": 64}
 VISION = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 16}
 NARROW = NO_SPECIAL_TOKENS | {"n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": POSITIONS}
+
+
+def write_adapter(folder, modules, **config):
+    """A LoRA adapter in peft's names. modules: A and B by name."""
+    folder.mkdir()
+    tensors = {}
+    for module, pair in modules.items():
+        tensors |= {f"base_model.model.{module}.lora_{kind}.weight": tensor for kind, tensor in zip("AB", pair)}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2} | config))
 
 
 def llama(**changes) -> transformers.PretrainedConfig:

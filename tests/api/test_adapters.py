@@ -163,8 +163,8 @@ def changing(serve, tmp_path):
     return serve(adapters=ADAPTERS, lora_folder=str(tmp_path / "adapters"), served_model_name="m").get_ready()
 
 
-def load(served, name="late", path="new"):
-    return served.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+def load(served, name="late", path="new", **options):
+    return served.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path} | options)
 
 
 def unload(served, name="late"):
@@ -184,9 +184,22 @@ def test_an_adapter_is_loaded_used_and_unloaded_in_vllms_words(changing, tmp_pat
     assert unload(changing).status_code == 404
 
 
+def test_an_adapter_is_loaded_in_the_place_of_another(changing, tmp_path):
+    before = native(changing, "french")
+    for name, path in {"french": "new", "late": "new", "owner/sql": "owner/adapter"}.items():
+        assert load(changing, name, path, load_inplace=True).status_code == 200
+    cards = {card["id"]: card.get("root") for card in changing.client.get("/v1/models").json["data"]}
+    new = str(tmp_path / "adapters" / "new")
+    assert cards == {"m": None, "french": new, "owner/sql": "owner/adapter", "late": new}
+    assert native(changing, "french") == changing.expected("Hi", 8, "french") != before
+    assert unload(changing, "french").status_code == 200
+
+
 def test_sagemakers_routes_do_the_same(changing):
     assert changing.post("/adapters", {"name": "late", "src": "new"}).status_code == 200
     assert whole(changing, CHAT, MESSAGES | {"model": "late"})["model"] == "late"
+    taken = changing.post("/adapters", {"name": "late", "src": "new"})
+    assert taken.status_code == 422 and "`name` must not be that of a loaded adapter" in taken.text
     assert changing.client.delete("/adapters/late").status_code == 200
     assert changing.client.delete("/adapters/late").status_code == 404
 
@@ -211,7 +224,7 @@ def test_a_path_outside_of_the_folder_is_refused(changing, path):
 @pytest.mark.parametrize(
     ("name", "path", "reason"),
     [
-        ("french", "new", "french is served already: unload it, or give another name"),
+        ("french", "new", "`lora_name` must not be that of a loaded adapter: unload it, or load the other with `load_inplace`"),
         ("m", "new", "`lora_name` must not be a name that requests have for the model itself"),
         ("tgi", "new", "`lora_name` must not be a name that requests have for the model itself"),
         ("late", "owner/damaged@v1", "The LoRA adapter cannot be changed: on purpose"),

@@ -8,6 +8,7 @@ import pytest
 from fakes.model import ADAPTER, greedy
 from loop import Driven
 
+from models.adapters import COLUMNS
 from protocol import AdapterChange, AdapterChanged, Generate
 
 
@@ -61,15 +62,30 @@ def test_unloading_waits_for_the_requests_that_run_and_new_ones_do_not_know_the_
     assert answers(worker) == {7: ""} and worker.model.adapters.nbytes == 0
 
 
-def test_a_name_that_is_served_or_being_loaded_is_refused_and_so_is_one_that_is_not():
+def test_an_adapter_takes_the_place_of_one_of_its_name_for_new_requests_and_those_that_run_keep_theirs():
     worker = driven()
-    names = {1: ("a", "/x"), 3: ("b", "/x"), 4: ("b", "/y"), 5: ("c", "")}
-    worker.arrive(*(AdapterChange(number, *change) for number, change in names.items()))
-    worker.step()
-    step_until(worker, lambda: len(answers(worker)) == 4)
-    found = answers(worker)
-    assert found[3] == "" and found[5] == "the LoRA adapter c is not loaded"
-    assert all("is served already" in found[number] for number in (1, 4))
+    worker.arrive(Generate(1, [5, 6], 30, adapter="a", ignore_eos=True))
+    worker.step(3)
+    worker.arrive(AdapterChange(7, "a", "/newer"))
+    step_until(worker, lambda: worker.model.adapters.numbers == {"a": 2})
+    assert worker.wire.info.adapters == {"a": "/newer"} and answers(worker) == {} and worker.ends == {}
+    worker.arrive(Generate(2, [5, 6], 6, adapter="a"))
+    worker.run()
+    step_until(worker, lambda: 7 in answers(worker))
+    assert answers(worker) == {7: ""} and worker.model.adapters.columns_of([2]) == (0, COLUMNS)
+    alone = driven()
+    alone.arrive(Generate(1, [5, 6], 30, adapter="a", ignore_eos=True))
+    alone.run()
+    assert worker.tokens == {1: alone.tokens[1], 2: greedy([5, 6], 6, adapter=2)}
+
+
+def test_of_two_that_are_loaded_under_one_name_the_later_one_stays_and_an_unknown_one_is_not_unloaded():
+    worker = driven()
+    changes = {3: ("b", "/x"), 4: ("b", "/y"), 5: ("c", "")}
+    worker.arrive(*(AdapterChange(number, *change) for number, change in changes.items()))
+    step_until(worker, lambda: len(answers(worker)) == 3)
+    assert answers(worker) == {3: "", 4: "", 5: "the LoRA adapter c is not loaded"}
+    assert worker.wire.info.adapters == {"a": "/a", "b": "/y"} and worker.model.adapters.numbers == {"a": 1, "b": 3}
 
 
 @pytest.mark.parametrize("error", [RuntimeError("on purpose"), OSError("on purpose")])
@@ -78,12 +94,11 @@ def test_a_failed_load_changes_nothing(error):
         raise error
 
     worker = driven(read_adapter=fail)
-    worker.arrive(AdapterChange(1, "b", "/b"))
+    worker.arrive(AdapterChange(1, "b", "/b"), AdapterChange(2, "a", "/newer"))
     worker.step()
-    step_until(worker, lambda: answers(worker))
-    assert answers(worker) == {1: f"it cannot be loaded: {type(error).__name__}: on purpose"} and list(
-        worker.model.adapters.numbers
-    ) == ["a"]
+    step_until(worker, lambda: len(answers(worker)) == 2)
+    assert answers(worker) == dict.fromkeys((1, 2), f"it cannot be loaded: {type(error).__name__}: on purpose")
+    assert worker.model.adapters.numbers == {"a": 1} and not hasattr(worker.wire, "info")  # nothing is announced
 
 
 def test_fifty_loads_and_unloads_lose_no_request_and_mix_up_no_adapter():

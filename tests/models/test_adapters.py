@@ -1,7 +1,6 @@
 """LoRA adapters that requests choose: on every engine the logits are those of peft, and depend on a row's own adapter alone."""
 
 import functools
-import json
 import random
 from dataclasses import replace
 
@@ -10,10 +9,11 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+import vision_models
 from adapter_schedules import check_schedule, vocabulary
 from published.weights import CACHE, Published
-from safetensors.torch import save_file
-from tiny_models import POSITIONS, VOCABULARY, made_checkpoint, run, save_checkpoint, settings
+from safetensors.torch import load_file
+from tiny_models import POSITIONS, VOCABULARY, made_checkpoint, run, save_checkpoint, settings, write_adapter
 from transformers import AutoModelForCausalLM
 
 import models
@@ -281,11 +281,52 @@ def test_the_memory_of_adapters_is_known_from_their_shapes(adapted):
 @pytest.mark.parametrize("engine", ["openvino", "torch"])
 def test_a_module_that_cannot_have_an_adapter_is_refused_by_name(tmp_path, family, engine):
     base = save_checkpoint(tmp_path / "base", tiny_models.ALL[family]())
-    module = {"mixtral": "model.layers.0.mlp.experts.0.w1", "gpt2": "transformer.h.0.attn.c_attn"}[family]
-    write_adapter(tmp_path / "own", {module: (torch.ones(2, 48), torch.ones(144, 2))})
+    module = {"mixtral": "layers.0.mlp.experts.0.w1", "gpt2": "transformer.h.0.attn.c_attn"}[family]
+    write_adapter(tmp_path / "own", {f"model.{module}": (torch.ones(2, 48), torch.ones(144, 2))})
     with pytest.raises(ModelError, match=rf"the LoRA adapter own changes {module}, which is no linear layer") as refused:
         serve(engine, base, ["own"])
     assert "\n" not in str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    """A model that reads images, and an adapter of its text part in each spelling, and of its tower as well."""
+    root = tmp_path_factory.mktemp("reader")
+    base = vision_models.make("qwen2_5_vl", root / "base", shrink=4)
+    generator = torch.Generator().manual_seed(0)
+    pairs = {
+        f"layers.{layer}.self_attn.{name}": (torch.randn(2, 48, generator=generator), torch.randn(size, 2, generator=generator))
+        for layer in range(2)
+        for name, size in {"q_proj": 48, "v_proj": 24}.items()
+    }
+    for name, prefix in {"text": "model.", "old": "language_model.model.", "new": "model.language_model."}.items():
+        modules = {prefix + module: pair for module, pair in pairs.items()}
+        write_adapter(root / name, modules, alpha_pattern={f"{prefix}layers.1.*": 4})
+    tower = {"model.visual.blocks.0.attn.qkv": (torch.randn(2, 32), torch.randn(96, 2))}
+    write_adapter(root / "tower", {f"model.{module}": pair for module, pair in pairs.items()} | tower)
+    return base
+
+
+@pytest.mark.parametrize("engine", ["openvino", "torch"])
+def test_modules_of_a_model_that_reads_images_are_found_in_every_spelling(reader, tmp_path, engine):
+    names = ["text", "old", "new"]
+    found = rows(serve(engine, reader, names), [None, *names])
+    assert np.abs(found["text"] - found[None]).max() > 0.1
+    assert np.array_equal(found["text"], found["old"]) and np.array_equal(found["text"], found["new"])
+    merged = models.prepare(settings(reader, merge_lora=f"a={reader.parent / 'new'}", max_total_tokens=POSITIONS))
+    expected = rows(TorchModel(merged.config, merged.folder, "cpu"), [None])
+    np.testing.assert_allclose(found["new"], expected[None], atol=1e-3)
+
+
+@pytest.mark.parametrize("engine", ["openvino", "torch"])
+def test_an_adapter_of_a_tower_is_merged_and_refused_by_request(reader, engine):
+    with pytest.raises(ModelError, match=r"tower changes visual\.blocks\.0\.attn\.qkv, which .* merge it with --merge-lora"):
+        serve(engine, reader, ["tower"])
+    merged = models.prepare(settings(reader, merge_lora=f"a={reader.parent / 'tower'}", max_total_tokens=POSITIONS))
+    before, after = (load_file(folder / "model.safetensors") for folder in (reader, merged.folder))
+    changed = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
+    text = {f"model.layers.{layer}.self_attn.{name}.weight" for layer in range(2) for name in ("q_proj", "v_proj")}
+    assert changed == text | {"visual.blocks.0.attn.qkv.weight"}
 
 
 @pytest.mark.parametrize("engine", ["openvino", "torch"])
@@ -293,16 +334,6 @@ def test_an_adapter_of_a_model_of_another_size_is_refused(adapted, tmp_path, eng
     write_adapter(tmp_path / "own", {"model.layers.0.self_attn.q_proj": (torch.ones(2, 64), torch.ones(48, 2))})
     with pytest.raises(ModelError, match=r"q_proj from 64 to 48 numbers, and it has 48 and 48: is this its base model\?"):
         serve(engine, adapted("llama").base, ["own"], tmp_path)
-
-
-def write_adapter(folder, modules, **config):
-    """modules: A and B by name."""
-    folder.mkdir()
-    tensors = {}
-    for module, pair in modules.items():
-        tensors |= {f"base_model.model.{module}.lora_{kind}.weight": tensor for kind, tensor in zip("AB", pair)}
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2} | config))
 
 
 @pytest.mark.parametrize("number", [torch.nan, -torch.inf, 1e30])

@@ -1,13 +1,15 @@
 """A LoRA adapter is merged as peft merges it; what peft does in another way is rejected by name."""
 
 import dataclasses
+import itertools
 import json
 import re
 
 import numpy as np
 import pytest
 import torch
-from tiny_models import edit_config, llama, qwen2, save_checkpoint
+from safetensors.torch import load_file, save_file
+from tiny_models import edit_config, llama, qwen2, save_checkpoint, write_adapter
 from transformers import AutoModelForCausalLM
 
 import models
@@ -158,6 +160,71 @@ def test_an_adapter_of_another_model_is_refused(base, tmp_path):
     flat = save_checkpoint(tmp_path / "flat", llama(num_hidden_layers=1))
     with pytest.raises(ModelError, match=r"has no tensor model\.layers\.1\.\S+, which the adapter changes"):
         merged(flat, tmp_path / "adapter", tmp_path / "merged again")
+
+
+# How checkpoints, and classes of transformers before 4.52 and since then, spell the parts of models that read images.
+SPELLINGS = {
+    "text": [
+        f"{prefix}layers.1.mlp.up_proj"
+        for prefix in ("", "model.", "language_model.model.", "model.language_model.", "model.text_model.")
+    ],
+    "qwen": ("visual.blocks.1.attn.qkv", "model.visual.blocks.1.attn.qkv"),
+    "siglip": (
+        "vision_tower.vision_model.encoder.layers.1.mlp.fc1",
+        "model.vision_tower.vision_model.encoder.layers.1.mlp.fc1",
+        "vision_tower.encoder.layers.1.mlp.fc1",
+        "model.vision_tower.encoder.layers.1.mlp.fc1",
+    ),
+    "projector": ("multi_modal_projector.linear_1", "model.multi_modal_projector.linear_1"),
+    "head": ("lm_head", "language_model.lm_head"),
+}
+PAIRS = [pair for names in SPELLINGS.values() for pair in itertools.product(names, names)]
+
+
+@pytest.mark.parametrize(("stored", "named"), PAIRS)
+def test_a_module_is_the_same_in_every_spelling_of_the_checkpoint_and_of_the_adapter(tmp_path, stored, named):
+    weights = {f"{stored}.weight": torch.randn(6, 4)}
+    # Modules of the same place in another part of the model.
+    others = ("model.vision_model.layers.1.mlp.up_proj", "audio_tower.layers.1.mlp.up_proj", "mtp.layers.1.mlp.up_proj")
+    weights |= {f"{name}.weight": torch.randn(6, 4) for name in others}
+    for folder in ("base", "merged"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
+    save_file(weights, tmp_path / "base" / "model.safetensors")
+    down, up = torch.randn(2, 4), torch.randn(6, 2)
+    write_adapter(tmp_path / "adapter", {named: (down, up)}, lora_alpha=1, alpha_pattern={named: 6})
+    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    expected = weights | {f"{stored}.weight": weights[f"{stored}.weight"] + 3 * up @ down}
+    found = load_file(tmp_path / "merged" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor)
+
+
+def test_what_adapter_config_json_leaves_out_has_pefts_default(base, tmp_path):
+    expected = save_adapter(base, tmp_path / "adapter", lora_alpha=8)
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    np.testing.assert_allclose(merged(base, tmp_path / "adapter", tmp_path / "merged"), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("setting", ["merge_lora", "lora_adapters", "lora_folder"])
+@pytest.mark.parametrize("on_hub", [False, True])
+def test_an_adapter_in_a_pickle_is_refused_with_the_remedy(hub, base, tmp_path, setting, on_hub):
+    save_adapter(base, tmp_path / "adapter")
+    (file := tmp_path / "adapter" / "adapter_model.safetensors").unlink()
+    torch.save({}, file.with_suffix(".bin"))
+    hub.push("someone/adapter", tmp_path / "adapter")
+    given = "someone/adapter" if on_hub else str(tmp_path / "adapter")
+    config = Config(model_id=str(base), device="cpu", model_cache=str(tmp_path / "cache"))
+    with pytest.raises(ModelError) as refused:
+        if setting == "lora_folder":
+            source.load_updates(config, "mine", given)
+        else:
+            adapter = f"mine={given}"
+            models.prepare(dataclasses.replace(config, **{setting: adapter if setting == "merge_lora" else (adapter,)}))
+    said = str(refused.value)
+    assert "holds no adapter_model.safetensors; an adapter_model.bin is not read" in said and "save_pretrained" in said
+    assert "\n" not in said
 
 
 def config_of(model_id, tmp_path, adapter):
