@@ -7,7 +7,6 @@ greenlets: the sockets are gevent's.
 from __future__ import annotations
 
 import base64
-import binascii
 import contextlib
 import functools
 import http.client
@@ -30,6 +29,10 @@ PORTS = {"http": 80, "https": 443}
 PIECE = 65_536  # bytes
 YIELD_S = 1e-6  # sleep(0) lets other greenlets run, but does not look for input each time
 UNICAST = ipaddress.ip_network("2000::/3")
+STANDARD = bytes.maketrans(b"-_", b"+/")  # from base64's URL-safe alphabet
+# What stands percent-encoded in base64, and what it stands for: urllib takes 7 s for 9 million of them.
+ESCAPES = "%2B %2b %2F %2f %3D %3d %0A %0a %0D %0d %20"
+ESCAPED = "++//==\n\n\r\r "  # the character of each
 FETCHES = BoundedSemaphore(8)  # at a time, in an API server process: each may hold MAX_BYTES
 
 
@@ -40,19 +43,22 @@ class ImageUrlError(Exception):
 def read_data_url(url: str) -> bytes:
     """The file in a `data:` URL. Its media type is ignored: what counts is the content."""
     head, comma, data = url.partition(",")
-    if not (comma and head[:5].lower() == "data:" and head[-7:].lower() == ";base64"):
+    head = head.lower()
+    if not (comma and head.startswith("data:") and "base64" in head):
         raise ImageUrlError("must be a `data:` URL in base64, such as data:image/png;base64,...")
     return read_base64(data)
 
 
 def read_base64(data: str) -> bytes:
-    """The file whose base64 (RFC 4648, section 4) is `data`."""
-    if len(data) * 3 // 4 > MAX_BYTES + 2:
-        raise _too_large()
+    """The file whose base64 (RFC 4648, sections 4 and 5) is `data`: in lines or not, padded or not,
+    percent-encoded or not."""
+    for escape, character in zip(ESCAPES.split(), ESCAPED) if "%" in data else ():
+        data = data.replace(escape, character)
     try:
-        file = base64.b64decode(data, validate=True)
-    except (binascii.Error, ValueError):  # ValueError: characters that are not ASCII
-        what = "has data that is not base64: standard alphabet, padded, without line breaks"
+        digits = data.encode("ascii").translate(STANDARD, b" \t\r\n").rstrip(b"=")
+        file = base64.b64decode(digits + b"=" * (-len(digits) % 4), validate=True)
+    except ValueError:  # also for characters that are not ASCII
+        what = "has data that is not base64: it is truncated, or has a character that base64 does not have"
         raise ImageUrlError(what) from None
     if not file:
         raise ImageUrlError("has no data")

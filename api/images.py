@@ -111,6 +111,7 @@ class RequestImages:
 
     def add(self, path: str, url: str, detail: Any = None) -> str:
         """The mark of the image of a `data:`, http or https URL. Raises ApiError."""
+        url = url.strip()
         is_remote = url[:5].lower().startswith("http")
         return self._add(path, detail, lambda: url if is_remote else read_data_url(url))
 

@@ -23,7 +23,7 @@ from text.stream import Piece
 from text.template import images_of
 
 # An image in a prompt, as TGI reads it. No text is read twice, whatever it repeats.
-IMAGE = re.compile(r"!\[\]\(((?:data:|https?://)[^)!]*(?:!(?!\[\]\()[^)!]*)*)\)")
+IMAGE = re.compile(r"!\[\]\(\s*((?i:data:|https?://)[^)!]*(?:!(?!\[\]\()[^)!]*)*)\)")
 
 
 class Parameters(SamplingFields, kw_only=True):

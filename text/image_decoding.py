@@ -28,6 +28,8 @@ MAX_TOKENS = 2**16 - 1  # MAX_IMAGE_TOKENS of protocol.py (tested)
 MAX_RATIO = 200  # of the longer side to the shorter
 # Pillow refuses images of more than twice as many pixels, as soon as it has read the size.
 Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2
+# Bytes of a PNG's text, and of its color profile, uncompressed: programs keep their projects there.
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = MAX_TEXT = 64_000_000
 
 
 def preprocessor(model_dir: str, overrides: Json) -> Callable[[list], bytes]:
@@ -72,7 +74,9 @@ def decode(data: bytes) -> Image.Image:
         raise Rejected(f"has more than {MAX_PIXELS:,} pixels") from None
     except Image.UnidentifiedImageError:
         raise Rejected("is not a PNG, JPEG, WebP or GIF image") from None
-    except Exception:  # a damaged file makes decoders fail in every way
+    except Exception as error:  # a damaged file makes decoders fail in every way
+        if "MAX_TEXT" in str(error):
+            raise Rejected(f"has more than {MAX_TEXT:,} bytes of text or color profile") from None
         raise Rejected("cannot be decoded: the file is damaged or truncated") from None
 
 

@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 import tracemalloc
+import urllib.parse
 
 import gevent
 import pytest
@@ -27,10 +28,44 @@ def data_url(data=PNG, head="data:image/png;base64,"):
 
 
 @pytest.mark.parametrize(
-    "head", ["data:image/png;base64,", "data:;base64,", "DATA:text/html;BASE64,", "data:image/jpeg;name=a.jpg;base64,"]
+    "head",
+    [
+        "data:image/png;base64,",
+        "data:;base64,",
+        "DATA:text/html;BASE64,",
+        "data:image/jpeg;name=a.jpg;base64,",
+        "data:image/jpg;charset=utf-8;base64,",
+        "data:image/png; base64,",
+        "data:image%2Fpng;base64, ",
+    ],
 )
 def test_a_data_url_is_its_data_whatever_its_type_says(head):
     assert read_data_url(data_url(head=head)) == PNG
+
+
+# As encoders write base64; the file needs both of the alphabet's last characters and padding.
+FILE = bytes(range(256)) + b"\xfb\xff\xfe"[:2]
+PLAIN = base64.b64encode(FILE).decode()
+PRODUCED = {
+    "lines of MIME": base64.encodebytes(FILE).decode(),
+    "lines that end with CRLF": base64.encodebytes(FILE).decode().replace("\n", "\r\n"),
+    "lines of 64 characters, indented": "\n".join("\t " + PLAIN[i : i + 64] for i in range(0, len(PLAIN), 64)),
+    "blanks at both ends": f" \n{PLAIN}\r\n ",
+    "no padding": PLAIN.rstrip("="),
+    "too much padding": PLAIN + "==",
+    "a line break before the padding": PLAIN.rstrip("=") + "\n=",
+    "the URL-safe alphabet": base64.urlsafe_b64encode(FILE).decode(),
+    "the URL-safe alphabet, as in a JSON Web Token": base64.urlsafe_b64encode(FILE).decode().rstrip("="),
+    "percent-encoded": urllib.parse.quote(PLAIN, safe=""),
+    "percent-encoded in lower case": urllib.parse.quote(PLAIN, safe="").replace("%2B", "%2b").replace("%2F", "%2f"),
+    "percent-encoded lines": urllib.parse.quote(base64.encodebytes(FILE).replace(b"\n", b"\r\n"), safe=""),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCED)
+def test_base64_is_read_as_its_producers_write_it(name):
+    assert read_base64(PRODUCED[name]) == FILE
+    assert read_data_url(f"data:image/png;base64,{PRODUCED[name]}") == FILE
 
 
 NOT_DATA = {
@@ -38,12 +73,17 @@ NOT_DATA = {
     "no comma": ("data:image/png;base64", "must be a `data:` URL in base64"),
     "another scheme": ("https://example.com/;base64,QQ==", "must be a `data:` URL in base64"),
     "empty": ("data:image/png;base64,", "has no data"),
-    "line breaks": ("data:image/png;base64,QUJD\nQUJD", "is not base64"),
-    "url alphabet": ("data:image/png;base64,-_-_", "is not base64"),
-    "no padding": ("data:image/png;base64,QQ", "is not base64"),
+    "padding alone": ("data:image/png;base64,==", "has no data"),
+    "blanks alone": ("data:image/png;base64, %20\n", "has no data"),
+    "a sentence": ("data:image/png;base64,this is not an image!", "is not base64: it is truncated, or has a character"),
+    "a path": ("data:image/png;base64,C:\\cat.png", "is not base64"),
+    "a placeholder": ("data:image/png;base64,{image}", "is not base64"),
+    "a URL in the data": ("data:image/png;base64,data:image/png;base64,QUJD", "is not base64"),
+    "a character that is left over": ("data:image/png;base64,QUJDR", "is not base64"),
+    "another escape": ("data:image/png;base64,%51UJD", "is not base64"),
     "padding inside": ("data:image/png;base64,QQ==QQ==", "is not base64"),
     "not ASCII": ("data:image/png;base64,QQÖ=", "is not base64"),
-    "percent-encoded": ("data:image/png;base64,QQ%3D%3D", "is not base64"),
+    "zero bytes": ("data:image/png;base64,QU\0JD", "is not base64"),
 }
 
 

@@ -170,6 +170,22 @@ def test_an_image_that_cannot_be_read_is_refused_by_the_name_of_its_part(asked, 
     assert f"`{field}` " in str(error) and sentence in str(error)
 
 
+@EACH_API
+def test_base64_is_read_as_it_is_written_in_every_api(asked, field):
+    written = base64.encodebytes(CAT * 30).decode().replace("\n", "\r\n")
+    plain, same = (
+        loaded(*asked(url), serving()).requests[0].images
+        for url in (data_url(CAT * 30), f"\n DATA:image/jpg;base64,{written} ")
+    )
+    assert same == plain
+
+
+def test_base64_of_an_anthropic_source_is_read_as_it_is_written():
+    written = base64.encodebytes(DOG * 30).decode().rstrip("=\n")
+    given = {"max_tokens": 9, **chat_of(block(type="base64", media_type="image/png", data=written))}
+    assert IMAGE * len(DOG * 30) in prompt_of(messages.messages, given)
+
+
 def test_every_api_writes_the_same_prompt_and_the_worker_gets_the_ids_of_its_images():
     for asked, _ in APIS.values():
         make, body = asked(data_url(CAT))
@@ -234,7 +250,7 @@ def block(**source):
         ({"type": "image"}, "", "needs `source`"),
         (block(type="base64"), ".source", "needs `data`"),
         (block(type="base64", data=""), ".source.data", "has no data"),
-        (block(type="base64", data="a b"), ".source.data", "has data that is not base64"),
+        (block(type="base64", data="a cat!"), ".source.data", "has data that is not base64"),
         (block(type="base64", data=base64.b64encode(b"bad").decode()), ".source.data", "is not an image"),
         (
             block(type="file", file_id="file_1"),
