@@ -716,7 +716,7 @@ class Config:
     )
     max_best_of: int = setting(2, "MAX_BEST_OF", "Maximum `best_of`.")
     max_stop_sequences: int = setting(
-        4,
+        32,
         "MAX_STOP_SEQUENCES",
         "Maximum stop sequences of a request; each has at most 1,000 characters.",
     )
