@@ -243,7 +243,7 @@ def _check(chat: ChatRequest, served: Served, names: FieldNames) -> PreparedRequ
     prepared = replace(
         prepared,
         top_n_tokens=max(chat.top_logprobs or 0, prepared.top_n_tokens),
-        add_special_tokens=False,  # the template writes them
+        add_special_tokens=bool(chat.add_special_tokens),  # the template writes them
         is_escaped=True,
         prompt_name=names.prompt,
         limit_name=limit_name,

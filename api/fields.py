@@ -31,6 +31,7 @@ V = TypeVar("V")
 ESCAPE = re.compile(
     rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.", re.DOTALL
 )
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # begins what Windows tools write
 # Characters: whether text may yet become one is found in time that grows with its square.
 MAX_STOP = 1_000
 MAX_FIELDS = 256  # each unknown one is compared with all known ones, to find misspelled ones
@@ -40,18 +41,18 @@ _NOT_SUPPORTED: list[tuple[Sequence[Any], str]] = [
     ([], "guided_grammar ebnf structural_tag allowed_token_ids logits_processors prompt_logprobs"),
     ([], "truncate_prompt_tokens max_length min_length chat_template documents max_tokens_to_sample"),
     ([], "n_predict num_predict web_search_options logprob_token_ids prompt_embeds repetition_detection"),
-    ([], "stop_regex lora_path custom_logit_processor"),
+    ([], "stop_regex lora_path custom_logit_processor previous_input_messages"),
     ([False], "ignore_eos_token ban_eos_token no_stop_trim"),
-    ([False], "watermark continue_final_message use_beam_search early_stopping"),
+    ([False], "watermark watermarking continue_final_message use_beam_search early_stopping echo"),
     ([False], "include_stop_str_in_output return_token_ids return_tokens_as_token_ids return_token_offsets"),
     ([False], "return_prompt_text return_assistant_tokens_mask enable_response_messages"),
     ([True], "add_generation_prompt skip_special_tokens spaces_between_special_tokens include_reasoning"),
     ([0], "no_repeat_ngram_size mirostat top_a epsilon_cutoff eta_cutoff dry_multiplier xtc_probability"),
     ([0], "dynatemp_range"),
-    ([1], "num_beams length_penalty repeat_penalty tfs_z"),
+    ([1], "best_of num_beams length_penalty repeat_penalty tfs_z"),
     ([""], "adapter_id"),
     ([[]], "functions stop_token_ids bad_words"),
-    ([{}], "audio"),
+    ([{}], "audio media_io_kwargs"),
     ([[], ["text"]], "modalities"),
     (["none", "auto"], "function_call"),
 ]
@@ -68,8 +69,8 @@ _STRUCTURED_OUTPUT_FIELDS = [
 ]
 _NAMES = (
     "temperature top_k top_p min_p typical_p repetition_penalty frequency_penalty presence_penalty seed "
-    "best_of n do_sample stop stop_sequences logit_bias max_new_tokens max_tokens max_completion_tokens "
-    "max_output_tokens min_tokens ignore_eos return_full_text truncate top_n_tokens echo tools tool_choice "
+    "n do_sample stop stop_sequences logit_bias max_new_tokens max_tokens max_completion_tokens "
+    "max_output_tokens min_tokens ignore_eos return_full_text truncate top_n_tokens tools tool_choice "
     "chat_template_kwargs mm_processor_kwargs regex json_schema output_format system instructions parameters "
     "enable_thinking think thinking reasoning extra_body add_special_tokens reasoning_effort "
     "thinking_token_budget thinking_budget_tokens"
@@ -134,7 +135,7 @@ def parse(body: bytes) -> Json:
     try:
         data = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        data = _decode(without_surrogates(body))
+        data = _decode(without_surrogates(body.removeprefix(BYTE_ORDER_MARK)))
     return as_object(data)
 
 
@@ -160,7 +161,7 @@ def parse_text(body: bytes, charset: str) -> Json:
     if not body:
         raise invalid("inputs", "cannot be empty: the request body is the prompt. Given: no body")
     try:
-        return {"inputs": body.decode(charset)}
+        return {"inputs": body.decode(charset).removeprefix("\ufeff")}
     except UnicodeDecodeError as error:
         what = f"Failed to read the request body as text in {charset}: {error.reason} (byte {error.start})"
         raise ApiError(400, "validation", what) from None
@@ -224,13 +225,13 @@ def _check_names(given: Json, kind: type[Struct], usable: type[Struct]) -> None:
     if len(given) > MAX_FIELDS:
         raise invalid(None, f"a request must have at most {MAX_FIELDS} fields. Given: {len(given)}")
     for name in sorted(given):
-        if name in NOT_SUPPORTED and name not in known:
-            changes_nothing = given[name] is None or given[name] in NOT_SUPPORTED[name]
-            require(changes_nothing, name, f"is not supported{_hint(name, kind, usable)}")
-        elif name in known or name in HARMLESS_LOOKALIKES:
+        if given[name] is None or name in known or name in HARMLESS_LOOKALIKES:
             continue
+        if name in NOT_SUPPORTED:
+            changes_nothing = given[name] in NOT_SUPPORTED[name]
+            require(changes_nothing, name, f"is not supported{_hint(name, kind, usable)}")
         elif name in CHANGES_TEXT:
-            require(given[name] is None, name, f"is an unknown field{_hint(name, kind, usable)}")
+            raise invalid(name, f"is an unknown field{_hint(name, kind, usable)}")
         elif similar := difflib.get_close_matches(name[:40], known, n=1, cutoff=0.85):
             raise invalid(name[:40], f"is an unknown field; did you mean `{similar[0]}`?")
 
@@ -265,10 +266,11 @@ def check_best_of(best_of: int, config: Config) -> None:
 
 def check_sampling(fields: SamplingFields) -> None:
     """The limits that native and OpenAI requests share. Unlike TGI, `top_p` may be 1.0, which clients send
-    for no filter."""
+    for no filter, and 0 with a temperature of 0."""
     for name, parameter in SAMPLING_PARAMETERS.items():
         value = getattr(fields, name)
-        require(value is None or parameter.allows(value), name, _limits(parameter))
+        is_unused = parameter.is_filter and value == fields.temperature == 0
+        require(value is None or is_unused or parameter.allows(value), name, _limits(parameter))
 
 
 def _limits(parameter: SamplingParameter) -> str:

@@ -26,6 +26,7 @@ SCHEMA_PATHS = {
 }
 # What the other fields hold; those of `structured_outputs` have names of their own.
 KINDS = {
+    "disable_additional_properties": "unsupported",
     "json": "json",
     "json_schema": "json",
     "regex": "regex",
@@ -37,8 +38,8 @@ KINDS = {
 
 
 class StructuredOutputs(Struct):
-    """vLLM's `structured_outputs`: one of the first four fields. `grammar` and `structural_tag` are not
-    supported."""
+    """vLLM's `structured_outputs`: one of the first four fields. `grammar`, `structural_tag` and a true
+    `disable_additional_properties` are not supported."""
 
     json: JsonSchema | None = None
     regex: str | None = None
@@ -48,6 +49,7 @@ class StructuredOutputs(Struct):
     whitespace_pattern: str | None = None
     grammar: str | None = None
     structural_tag: Any = None
+    disable_additional_properties: bool | None = None
 
 
 class FormatFields(SamplingOptions, kw_only=True):
@@ -130,19 +132,17 @@ def _of_type(name: str, given: Json | None, schema: str = "json_schema.") -> lis
 
 def _of_fields(prefix: str, fields: FormatFields | StructuredOutputs) -> list[Format]:
     given = ((name, getattr(fields, name, None)) for name in KINDS)
-    return [Format(prefix + name, KINDS[name], value) for name, value in given if value is not None]
+    return [Format(prefix + name, KINDS[name], value) for name, value in given if value not in (None, False)]
 
 
 def _grammar(formats: list[Format], whitespace: str | None) -> Constraint:
     if not formats:
         return Constraint()
     path, kind, value, is_strict = formats[0]
-    if len(formats) > 1:
-        raise invalid(formats[1].path, f"cannot be combined with `{path}`: a request has one output format")
     if kind == "unsupported":
         raise invalid(path, "is not supported")
-    if kind == "json_object" and not value:
-        raise invalid(path, "must be true")
+    if len(formats) > 1:
+        raise invalid(formats[1].path, f"cannot be combined with `{path}`: a request has one output format")
     if kind == "regex" and not isinstance(value, str):
         raise invalid(path, "must be a regular expression, as a string")
     try:

@@ -47,14 +47,15 @@ class StreamOptions(Struct):
 
 class OpenAIRequest(FormatFields, kw_only=True):
     """Fields that chat and completion requests share. `top_k`, `min_p`, `repetition_penalty`,
-    `return_token_ids`, `prompt_logprobs` and `structured_outputs` are vLLM's, `regex` and `json_schema` are
-    SGLang's."""
+    `add_special_tokens`, `return_token_ids`, `prompt_logprobs` and `structured_outputs` are vLLM's, `regex`
+    and `json_schema` are SGLang's."""
 
     model: str | None = None  # or a LoRA adapter; ignored where none are served
     max_tokens: U32 | None = None
     n: AtLeastOne | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    add_special_tokens: bool | None = None  # to the prompt; the template of a chat writes its own
     return_token_ids: bool | None = None
     prompt_logprobs: U32 | None = None
 
@@ -203,6 +204,7 @@ def check_openai(
         stop=stop if request.ignore_eos else [*stop, *info.stop_strings],
         keep_stop=False,
         stop_token_ids=frozenset(stop_token_ids),
+        add_special_tokens=request.add_special_tokens is not False,
         shows_special_tokens=request.skip_special_tokens is False,
         logprobs=logprobs,
         prompt_logprobs=request.prompt_logprobs is not None,

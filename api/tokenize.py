@@ -42,7 +42,6 @@ class TokenizePrompt(Struct):
 class TokenizeChat(ChatRequest, kw_only=True):
     """vLLM's body of `/tokenize` for a chat."""
 
-    add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
@@ -157,9 +156,9 @@ def detokenize(data: Json, served: Served) -> DetokenizeResponse:
 
 def chat_tokenize(data: Json, served: Served) -> ChatTokenizeResponse:
     tokenizer = served.text.tokenizer
-    text = prepare_chat(fields.read(data, ChatRequest), served).prompt
-    tokens = _tokens(text, tokenizer, add_special_tokens=False)
-    return ChatTokenizeResponse(tokens, tokenizer.unescape(text))
+    prepared = prepare_chat(fields.read(data, ChatRequest), served)
+    tokens = _tokens(prepared.prompt, tokenizer, prepared.add_special_tokens)
+    return ChatTokenizeResponse(tokens, tokenizer.unescape(prepared.prompt))
 
 
 def _ids(text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> list[int]:

@@ -62,6 +62,7 @@ OPENAI_VALUES = {
     "frequency_penalty": (REPEATING, 2),
     "repetition_penalty": (REPEATING, 50),
     "stop_token_ids": ({}, []),  # replaced by a token that is generated without it
+    "add_special_tokens": ({}, True),
     "return_token_ids": ({}, True),
     "prompt_logprobs": ({}, 1),
     "logit_bias": ({}, {"5": 100}),
@@ -201,9 +202,9 @@ TABLES = {
 # The routes that differ from the tables: Vertex returns only texts.
 TEXT_ALONE = ("details", "decoder_input_details", "top_n_tokens", "logprobs", "top_logprobs", "n", "stream")
 TEXT_ALONE += ("return_token_ids", "prompt_logprobs")
-# They change the speed, what is stored, models that think, or nothing that does not happen anyway.
+# They change the speed, what is stored, models that think, tokenizers that add tokens, or nothing that does not happen anyway.
 UNSEEN = ("prediction", "skip_special_tokens", "store", "thinking_token_budget", "thinking_budget_tokens")
-UNSEEN += ("continue_final_message", "add_generation_prompt", "mm_processor_kwargs")
+UNSEEN += ("add_special_tokens", "continue_final_message", "add_generation_prompt", "mm_processor_kwargs")
 EXCEPTIONS = {
     **{("/generate", "stream"): "ignored", ("/generate_stream", "stream"): "ignored"},
     **{("/generate_stream", "best_of"): "rejected", ("/generate_stream", "decoder_input_details"): "rejected"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from asked import DIALECTS, INFO, ON_DEVICE, all_prepared, assert_invalid, prepared, refusal, refusal_of
 
@@ -54,7 +56,8 @@ def read(kind, **given):
         b'{"inputs":"\\ud800",}',
         b'{"inputs":"\\ud800","seed":NaN}',
         b'{"inputs":"\\x41"}',
-        b'\xef\xbb\xbf{"inputs":"a"}',
+        b'\xef\xbb\xbf\xef\xbb\xbf{"inputs":"a"}',
+        '{"inputs":"a"}'.encode("utf-16"),
         b'{"inputs":"a","parameters":{"temperature":NaN}}',
         b'{"inputs":"a","parameters":{"temperature":01}}',
         b'{"inputs":"a","unknown":' + b"[" * 100_000,
@@ -254,6 +257,22 @@ def test_null_means_absent(dialect):
     without = prepared(dialect, **greedy)
     for name in set(kind.__struct_fields__) - {*greedy, *DIALECTS[dialect][1]}:
         assert prepared(dialect, **greedy | {name: None}) == without, name
+
+
+def test_a_byte_order_mark_before_a_body_is_skipped():
+    for body in ({"inputs": "a\ufeff"}, {"inputs": "\ufeffa", "parameters": {"seed": None}}):
+        written = json.dumps(body, ensure_ascii=False)
+        assert fields.parse(bytearray(written.encode("utf-8-sig"))) == body
+    assert fields.parse(b'\xef\xbb\xbf{"inputs":"\\ud83d"}') == {"inputs": "?"}
+    for text, charset in (("héllo", "utf-8"), ("hello", "us-ascii"), ("ï»¿héllo", "iso-8859-1")):
+        assert fields.parse_text(text.encode(charset), charset) == {"inputs": text}
+    assert fields.parse_text("héllo".encode("utf-8-sig"), "utf-8") == {"inputs": "héllo"}
+
+
+def test_null_means_absent_also_where_a_name_looks_misspelled():
+    read(ResponsesRequest, previous_response=None, inputs=None)
+    with pytest.raises(ApiError, match="did you mean `previous_response_id`"):
+        read(ResponsesRequest, previous_response={"id": "resp_1"})
 
 
 def test_a_wrong_type_is_refused_before_a_wrong_value_and_an_unknown_name():

@@ -70,7 +70,12 @@ OPENAI_REFUSALS = [
     ({"response_format": {"type": "json_object", "schema": LONG}}, "response_format.schema", "at most 120000 bytes"),
     ({"structured_outputs": {}}, "structured_outputs", "needs one of `json`, `regex`, `choice` and `json_object`"),
     ({"structured_outputs": {"jsn": SCHEMA}}, "structured_outputs", "needs one of"),
-    ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object", "must be true"),
+    ({"structured_outputs": {"json_object": False}}, "structured_outputs", "needs one of"),
+    (
+        {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}},
+        "structured_outputs.disable_additional_properties",
+        "is not supported",
+    ),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "must be a list of non-empty strings"),
     ({"structured_outputs": {"grammar": "start: /a/"}}, "structured_outputs.grammar", "is not supported"),
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "is not supported"),

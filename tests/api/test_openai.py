@@ -1,18 +1,25 @@
 """What chats and completions share: the limits of OpenAI's fields, what sampling they ask for, usage, choices, stop strings."""
 
+import dataclasses
+
 import pytest
-from asked import INFO, prepared, refusal
+from asked import INFO, prepared, refusal, serving
 from asked import refusal as openai_refusal
 from fakes.model import EOS
-from fakes.tokenizer import VOCABULARY
+from fakes.tokenizer import VOCABULARY, byte_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from openai_api import CHAT, COMPLETION, MESSAGES, PROMPT, SAMPLED, chunks, streamed_text, text_of, whole
+from tokenizers import processors
 
+from api.prepared_request import ids_of
+from config import Config
 from protocol import MAX_LOGIT_BIAS, SamplingParams
+from text.tokenizer import Tokenizer
 
 BOTH = pytest.mark.parametrize("dialect", ["chat", "completion"])
+STOPS = dict.fromkeys(["native", "chat", "completion", "responses"], "stop") | {"messages": "stop_sequences"}
 ROUTES = pytest.mark.parametrize(("route", "body"), [(CHAT, MESSAGES), (COMPLETION, PROMPT)])
 
 several = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -100,6 +107,39 @@ def test_a_request_is_greedy_at_temperature_0_and_samples_otherwise(dialect):
         assert 0 <= prepared(dialect, **fields).sampling.seed < 2**64
     assert prepared(dialect, seed=-1).sampling.seed == 2**64 - 1
     assert prepared(dialect, top_k=-1).sampling.top_k == prepared(dialect, top_k=0).sampling.top_k == 0
+
+
+@pytest.mark.parametrize("dialect", ["chat", "completion", "responses", "messages"])
+def test_a_share_of_nothing_is_no_share_but_in_a_greedy_request(dialect):
+    assert prepared(dialect, temperature=0, top_p=0).sampling.seed is None
+    assert prepared(dialect, temperature=0.0, top_p=0.0, top_k=0).sampling.seed is None
+    for fields in ({"temperature": 0.1}, {}):
+        assert "`top_p` must be > 0.0 and <= 1.0" in str(refusal(dialect, top_p=0, **fields))
+    assert "`top_p` must be" in str(refusal(dialect, temperature=0, top_p=-0.1))
+
+
+@BOTH
+def test_the_tokenizers_special_tokens_are_added_as_the_request_says(dialect, tmp_path):
+    tokenizer = byte_tokenizer(tmp_path)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", EOS)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    served = serving()
+    served = dataclasses.replace(served, text=served.text._replace(tokenizer=Tokenizer(tmp_path)))
+    asked = {
+        added: ids_of(prepared(dialect, **({} if added is None else {"add_special_tokens": added})), served)
+        for added in (None, True, False)
+    }
+    assert asked[True] == [EOS, *asked[False]] and EOS not in asked[False]
+    assert asked[None] == asked[dialect == "completion"], "the template of a chat writes them"
+
+
+@pytest.mark.parametrize(("dialect", "name"), STOPS.items())
+def test_a_request_may_have_as_many_stop_sequences_as_editors_send(dialect, name):
+    given = [f"stop {n}" for n in range(32)]
+    assert prepared(dialect, config=Config(), **{name: given}).stop == given
+    detail = f"`{name}` supports up to 32 stop sequences (--max-stop-sequences raises it). Given: 33"
+    assert detail in str(refusal(dialect, config=Config(), **{name: [*given, "one more"]}))
+    assert "supports up to 4 stop sequences" in str(refusal(dialect, **{name: given}))
 
 
 def test_stream_options_need_a_stream():
