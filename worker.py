@@ -454,11 +454,11 @@ class Startup:
         )
         self._link.announce(info)
         logger.info(
-            "%s on %s (%s) in %s: %d slots of %d tokens, prompts up to %d, EOS ids %s",
+            "%s on %s (%s), weights in %s: %d slots of %d tokens, prompts up to %d, EOS ids %s",
             info.model_name,
             model.device,
             model.engine,
-            model.dtype,
+            model.quantize or model.dtype,
             model.batch_size,
             model.max_total_tokens,
             model.max_input_tokens,

@@ -74,6 +74,9 @@ class DeletedResponse(Struct):
 
 def response(server: Server, response_id: str) -> Response:
     """A stored response. Raises ApiError (404)."""
+    if response_id.endswith("/input_items"):
+        what = "The input items of a response cannot be listed; keep those that you send"
+        raise ApiError(404, "not_found", what)
     if request.args.get("stream", "false").lower() not in ("false", "0"):
         raise invalid("stream", "is not supported: a stored response is returned whole")
     return Response(server.responses.get(response_id), mimetype="application/json")

@@ -683,7 +683,7 @@ def _load_entry(config: Config, entry: Path) -> StaticBatchModel:
         model.prefix_slots,
     )
     if model.quantize and model.kv_cache_dtype == "float32":
-        logger.info("--kv-cache-dtype u8 takes 30 %% of that memory")
+        logger.info("--kv-cache-dtype u8 takes 30 % of that memory")
     if not model.quantize and (entry / "model.bin").stat().st_size > WORTH_COMPRESSING:
         logger.info("--quantize int8 halves memory use, and large models are faster with it")
     return model

