@@ -97,9 +97,15 @@ def _cores_in_row(ranges: str) -> int | None:
 
 
 def host_memory(root: Path = Path("/")) -> int | None:
-    """Bytes of memory of this machine, or of this container where it has a limit."""
+    """Bytes of memory of this machine, or the least that a cgroup of this process allows, or one above it, of
+    version 2 or 1. A container may see its own cgroup as the root, under a path that is not below it."""
     total = re.search(r"MemTotal:\s+(\d+) kB", _read(root / "proc/meminfo"))
-    limits = (int(total[1]) * 1024 if total else None, _number(_read(root / "sys/fs/cgroup/memory.max")))
+    limits = [int(total[1]) * 1024 if total else None]
+    for path in re.findall(":/(.*)", ":/\n" + _read(root / "proc/self/cgroup")):
+        for mount in ("", "unified", "memory"):
+            group = root / "sys/fs/cgroup" / mount / path
+            for folder in (group, *group.parents):
+                limits += [_number(_read(folder / name)) for name in ("memory.max", "memory.limit_in_bytes")]
     return min(filter(None, limits), default=None)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from models.machine import Machine, detect, usable_threads
+from models.machine import Machine, detect, host_memory, usable_threads
 from run import ConfigError
 
 GIB = 1 << 30
@@ -83,6 +83,59 @@ def test_cores_that_the_runtime_would_refuse_are_refused_first(machine, name, va
     with pytest.raises(ConfigError) as refused:
         look(machine(), **{name: value})
     assert name in str(refused.value) and value in str(refused.value) and words in str(refused.value)
+
+
+NO_LIMIT = str(2**63 - 4096)  # of cgroup v1
+# What /proc/self/cgroup has, and the files with limits below /sys/fs/cgroup, in GiB where they are numbers.
+CGROUPS = {
+    "v1, a container that sees itself as the root": ("5:memory:/\n0::/", {"memory/memory.limit_in_bytes": 3}, 3),
+    "v1, a container that sees its path on the host": (
+        "4:cpu,cpuacct:/docker/4f\n3:memory:/docker/4f",
+        {"memory/memory.limit_in_bytes": 3},
+        3,
+    ),
+    "v1, a pod": (
+        "3:memory:/kubepods/burstable/pod7/4f",
+        {
+            "memory/memory.limit_in_bytes": NO_LIMIT,
+            "memory/kubepods/memory.limit_in_bytes": 48,
+            "memory/kubepods/burstable/pod7/memory.limit_in_bytes": 6,
+            "memory/kubepods/burstable/pod7/4f/memory.limit_in_bytes": NO_LIMIT,
+        },
+        6,
+    ),
+    "v1 without a limit": ("3:memory:/", {"memory/memory.limit_in_bytes": NO_LIMIT}, 64),
+    "v2, a container": ("0::/", {"memory.max": 3}, 3),
+    "v2, a path that is not below the mount": ("0::/../../system.slice/own.service", {"memory.max": 3}, 3),
+    "v2 without a limit": ("0::/user.slice", {"user.slice/memory.max": "max"}, 64),
+    "v2, a limit of the unit": ("0::/system.slice/own.service", {"system.slice/own.service/memory.max": 5}, 5),
+    "v2, a limit of the slice": (
+        "0::/team.slice/own.service/worker",
+        {"team.slice/memory.max": 4, "team.slice/own.service/memory.max": 5, "team.slice/own.service/worker/memory.max": "max"},
+        4,
+    ),
+    "v2, more than the machine has": ("0::/a.slice", {"a.slice/memory.max": 500}, 64),
+    "v2, another group's": ("0::/a.slice", {"b.slice/memory.max": 2}, 64),
+    "v2, colons in a name": ("0::/a:/b.scope", {"a:/b.scope/memory.max": 2}, 2),
+    "both, limited by v1": (
+        "9:memory:/system.slice/own.service\n1:name=systemd:/system.slice/own.service\n0::/system.slice/own.service",
+        {"memory/system.slice/own.service/memory.limit_in_bytes": 7, "memory/memory.limit_in_bytes": NO_LIMIT},
+        7,
+    ),
+    "both, limited by v2": ("1:name=systemd:/own.slice\n0::/own.slice", {"unified/own.slice/memory.max": 7}, 7),
+}
+
+
+@pytest.mark.parametrize("name", CGROUPS)
+def test_the_memory_is_the_least_that_a_cgroup_of_the_process_or_one_above_allows(tmp_path, name):
+    own, limits, gib = CGROUPS[name]
+    files = {"proc/meminfo": f"MemTotal: {64 << 20} kB\n", "proc/self/cgroup": own + "\n"}
+    for path, limit in limits.items():
+        files[f"sys/fs/cgroup/{path}"] = f"{limit * GIB if isinstance(limit, int) else limit}\n"
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert host_memory(tmp_path) == gib * GIB
 
 
 QUOTAS = [
