@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from safetensors import safe_open
@@ -31,7 +31,12 @@ ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
 OTHER_FORMAT = "consolidated"  # begins the names of Mistral's own files, which hold the same weights
 OTHER_FORMATS = ["*/*", f"{OTHER_FORMAT}*"]  # as subfolders do
 GGUF = re.compile(r".*\.gguf")
-IMAGE_READER = "mmproj"  # begins the name of a GGUF file with the part of a model that reads images
+# In the names of GGUF files that are published beside a model: its part that reads images, an importance
+# matrix, a draft model, a LoRA adapter, a vocabulary alone.
+NO_MODEL = re.compile(
+    r"mmproj|projector|(^|/)imatrix|imatrix\w*\.gguf$|(^|[-._/])(clip|draft|eagle3?|lora|adapter|vocab)[-._]",
+    re.IGNORECASE,
+)
 SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")  # one of several files of a model
 CANDIDATES = 4  # files that an error names
 STATUSES = {
@@ -65,11 +70,11 @@ def list_files(config: Config, repository: str, pattern: re.Pattern[str]) -> lis
     """The files of a model on the hub whose names without folders match; where the hub does not say, those in
     the cache. Raises ModelError."""
     try:
-        return _matching(_files_on_hub(config, repository), pattern)
+        return matching(_files_on_hub(config, repository), pattern)
     except ModelError:
         folder = _download(config, repository, config.revision, [])  # its copy in the cache
         names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
-        if found := _matching(names, pattern):
+        if found := matching(names, pattern):
             return found
         raise
 
@@ -83,8 +88,10 @@ def _files_on_hub(config: Config, repository: str) -> list[str]:
     return [file.rfilename for file in info.siblings or ()]
 
 
-def _matching(names: Iterable[str], pattern: re.Pattern[str]) -> list[str]:
-    return sorted(name for name in names if pattern.fullmatch(Path(name).name))
+def matching(names: Sequence[str], pattern: re.Pattern[str]) -> list[str]:
+    """The GGUF files of models whose names without folders match."""
+    models = [name for name in names if GGUF.fullmatch(name) and not NO_MODEL.search(name)]
+    return sorted(name for name in models or names if pattern.fullmatch(Path(name).name))
 
 
 def fetch_weights(config: Config, folder: Path, formats: Sequence[str] = WEIGHTS) -> Path:
@@ -162,8 +169,7 @@ def gguf_hint(config: Config, repository: str, pattern: re.Pattern[str] = GGUF) 
         names = list_files(config, repository, pattern)
     except ModelError:
         return ""
-    unserved = re.compile(rf"(^|/){IMAGE_READER}|{SPLIT.pattern}")
-    models = [name for name in names if not unserved.search(name)]
+    models = [name for name in names if not SPLIT.search(name)]
     if not models:
         return ""
     hint = f"; for a GGUF file name it: --model-id {repository}:{models[0]}"

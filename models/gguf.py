@@ -87,6 +87,14 @@ FIELDS = {
     "ffn_hidden_size": "feed_forward_length",
     "original_max_position_embeddings": "rope.scaling.original_context_length",
 }
+# Fields of generation_config.json, and their keys.
+SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 BIASES = {"attention_bias": "blk.0.attn_output.bias", "mlp_bias": "blk.0.ffn_down.bias"}
 LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # their attention is not scaled by the size of a head
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -117,18 +125,18 @@ class File:
     def __init__(self, path: Path):
         self.path = path
         self._reader = GGUFReader(path)
-        self.architecture = self._value("general.architecture")
+        self.architecture = self.value("general.architecture")
         self.tensors = {tensor.name: tensor for tensor in self._reader.tensors}
 
     def __getitem__(self, name: str) -> Any:
         """The value of a key of the architecture; None where the file has none."""
-        return self._value(f"{self.architecture}.{name}")
+        return self.value(f"{self.architecture}.{name}")
 
     def rejection(self, reason: str) -> ModelError:
         return ModelError(f"{self.path.name} {reason}; serve the checkpoint that it was made of")
 
     def tokenizer(self, name: str) -> Any:
-        return self._value(f"tokenizer.ggml.{name}")
+        return self.value(f"tokenizer.ggml.{name}")
 
     def numbers(self, name: str) -> list[float] | None:
         """A small float32 tensor."""
@@ -141,7 +149,7 @@ class File:
         given = [key.removeprefix(prefix) for key in self._reader.fields if key.startswith(prefix)]
         return [key for key in given if key not in known and not key.startswith(OF_IMAGES) and self[key]]
 
-    def _value(self, key: str) -> Any:
+    def value(self, key: str) -> Any:
         field = self._reader.fields.get(key)
         return field.contents() if field else None
 
@@ -163,6 +171,10 @@ def write_checkpoint(path: Path, dtype: str, target: Path) -> None:
     model.hf_quantizer = None
     vars(model.config).pop("quantization_config", None)
     model.generation_config.eos_token_id = _eos_ids(tokenizer, file)
+    model.generation_config.do_sample = True  # save_pretrained wants it for the next ones
+    for name, key in SAMPLING.items():
+        value = file.value(f"general.sampling.{key}")
+        setattr(model.generation_config, name, value and round(value, 6))  # float32 makes 0.949999988 of 0.95
     model.save_pretrained(target)
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(target)
     # The file is replaced: save_pretrained adds tokens of its own.

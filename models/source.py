@@ -36,7 +36,7 @@ from models.cache import (
     write_entry,
 )
 from models.child import run_module
-from models.fetch import GGUF, IMAGE_READER, SPLIT, fetch, fetch_adapter, fetch_weights, gguf_hint, list_files
+from models.fetch import GGUF, SPLIT, fetch, fetch_adapter, fetch_weights, gguf_hint, list_files, matching
 from models.quantization import Quantization, written_dtype
 from run import ConfigError
 
@@ -151,17 +151,18 @@ def _with_file_of_tag(config: Config) -> Config:
     repository, _, tag = config.model_id.partition(":")
     if not tag or config.is_local or config.is_gguf:
         return config
-    ending = re.compile(
-        rf"(?!{IMAGE_READER}).*[-._]{re.escape(tag)}(-\d{{5}}-of-\d{{5}})?\.gguf", re.IGNORECASE
-    )
+    ending = re.compile(rf".*[-._]{re.escape(tag)}(-\d{{5}}-of-\d{{5}})?\.gguf", re.IGNORECASE)
     found = list_files(config, repository, ending)
     if not found:
-        hint = gguf_hint(config, repository)
-        raise ModelError(f"{repository} holds no GGUF file whose name ends in {tag}{hint}")
+        raise ModelError(
+            f"{repository} holds no GGUF file whose name ends in {tag}{gguf_hint(config, repository)}"
+        )
     whole = [name for name in found if not SPLIT.search(name)]
     if len(whole) > 1:
-        hint = gguf_hint(config, repository, ending)
-        raise ModelError(f"{repository} holds {len(whole)} GGUF files whose names end in {tag}{hint}")
+        raise ModelError(
+            f"{repository} holds {len(whole)} GGUF files whose names end in {tag}"
+            f"{gguf_hint(config, repository, ending)}"
+        )
     name = (whole or found)[0]  # a part of a split file is rejected as such
     logger.info("%s is %s", config.model_id, name)
     return _with_source(config, f"{repository}:{name}")
@@ -174,7 +175,7 @@ def _name_of_file(config: Config, folder: Path) -> str | None:
     if (folder / "config.json").exists():
         return None
     if config.is_local:
-        names = [path.name for path in folder.glob("*.gguf")]
+        names = matching(os.listdir(folder), GGUF)
     else:
         names = list_files(config, config.model_id, GGUF)
     if len(names) > 1:

@@ -8,6 +8,7 @@ import transformers
 from ggufs import write_gguf
 from tiny_models import save_checkpoint
 
+from engine.defaults import sampling_defaults
 from manifest import Manifest, read_json
 from models.base import ModelError
 from models.gguf import LAYERS_OF_27B, write_checkpoint
@@ -260,6 +261,24 @@ def test_a_text_ends_at_eos_at_eot_and_at_each_token_that_ends_a_turn(checkpoint
     keys = {"tokens": tokens, "token_type": [1] * 94 + [3, 3, 1], "eot_token_id": 2}
     folder, _tokenizer = read_tokenizer(checkpoint, tmp_path, **keys)
     assert set(Manifest.read(folder).eos_token_ids) == {1, 2, 94, 95}
+
+
+@pytest.mark.parametrize(
+    ("given", "defaults"),
+    [
+        (
+            {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "penalty_repeat": 1.05},
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.05},
+        ),
+        ({"temp": 0.0, "top_k": 0, "min_p": 0.0}, {"temperature": 0.0, "top_k": 0, "min_p": 0.0}),
+        ({"penalty_last_n": 64, "mirostat": 2, "xtc_probability": 0.5, "sequence": "kt"}, {}),
+        ({}, {}),
+    ],
+)
+def test_the_sampling_of_a_file_is_the_default_as_that_of_generation_config_is(checkpoint, tmp_path, given, defaults):
+    keys = {f"general.sampling.{key}": value for key, value in given.items()}
+    write_checkpoint(write_gguf(tmp_path / "model.gguf", checkpoint, keys=keys), "float32", tmp_path / "read")
+    assert sampling_defaults(Manifest.read(tmp_path / "read"), "host") == defaults
 
 
 def test_no_text_becomes_an_id_beyond_the_vocabulary(checkpoint, tmp_path):

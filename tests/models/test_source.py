@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import threading
 import zipfile
@@ -100,6 +101,45 @@ def test_of_several_files_one_has_to_be_named(file, config, tmp_path):
     with pytest.raises(ConfigError) as refused:
         models.prepare(config(tmp_path))
     assert str(refused.value) == f"{tmp_path} holds 2 GGUF files; name one: --model-id {tmp_path}/a.gguf"
+
+
+BESIDE = [
+    "mmproj-model-f16.gguf",
+    "tiny-vl.mmproj-Q8_0.gguf",
+    "tiny-mm-projector.gguf",
+    "imatrix.gguf",
+    "imatrix_unsloth.gguf",
+    "Tiny.imatrix.gguf",
+    "draft-Q8_0.gguf",
+    "tiny-DRAFT-0.5B-Q8_0.gguf",
+    "tiny-eagle3-f16.gguf",
+    "tiny-F16-LoRA.gguf",
+    "ggml-vocab-tiny-bpe.gguf",
+]
+# They are models.
+LIKE_THESE = ["Tiny-imatrix-Q8_0.gguf", "Explora-Q8_0.gguf", "Draftsman-3B-Q8_0.gguf", "eclipse-Q8_0.gguf"]
+
+
+@pytest.mark.parametrize("name", ["tiny-Q8_0.gguf", *LIKE_THESE])
+def test_what_is_published_beside_a_model_is_not_offered_as_the_model(hub, file, config, tmp_path, name):
+    for each in (*BESIDE, "tiny.imatrix.dat"):
+        (tmp_path / each).write_bytes(b"GGUF")
+    shutil.copy(file, tmp_path / name)
+    assert ours.fetch_source(config(tmp_path))[1].is_dir()
+    hub.push("someone/model", {name: file.read_bytes()} | {f"parts/{each}": b"GGUF" for each in BESIDE})
+    for model_id in ("someone/model", "someone/model:Q8_0"):
+        ours.fetch_source(config(model_id))
+    assert hub.fetched == [name]
+    with pytest.raises(ModelError, match=r"no GGUF file whose name ends in F16; for a GGUF file name it: --model-id \S+gguf$"):
+        ours.fetch_source(config("someone/model:F16"))
+
+
+def test_a_file_alone_is_the_model_whatever_its_name(hub, file, config, tmp_path):
+    shutil.copy(file, tmp_path / "tiny-DRAFT-0.5B.gguf")
+    assert ours.fetch_source(config(tmp_path))[1].is_dir()
+    hub.push("someone/draft", {"tiny-DRAFT-0.5B.gguf": file.read_bytes(), "README.md": b"#"})
+    ours.fetch_source(config("someone/draft"))
+    assert hub.fetched == ["tiny-DRAFT-0.5B.gguf"]
 
 
 def test_a_part_of_a_model_is_no_file_to_name(config, tmp_path):
