@@ -71,7 +71,8 @@ RUN if [ -n "$MODEL" ]; then \
 #
 # PORT is TGI's. A user without rights may listen on 80 in Docker's containers, where
 # net.ipv4.ip_unprivileged_port_start is 0. Where it is not (podman, Kubernetes on containerd 1, --network host), and
-# on SageMaker, which asks on 8080, set PORT=8080. SAGEMAKER_BIND_TO_PORT comes before PORT, and a flag before both.
+# on SageMaker, which asks on 8080, set PORT=8080. SAGEMAKER_BIND_TO_PORT and Vertex AI's AIP_HTTP_PORT come before
+# PORT, and a flag before all of them.
 ENV HF_HOME=/data \
     NEURON_COMPILE_CACHE_URL=/data/neuron-compile-cache \
     MODEL_CACHE=/data/model-cache \

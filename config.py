@@ -735,8 +735,8 @@ class Config:
     )
     port: int = setting(
         8080,
-        "SAGEMAKER_BIND_TO_PORT PORT -p",
-        "Port to listen on. SAGEMAKER_BIND_TO_PORT overrides PORT.",
+        "SAGEMAKER_BIND_TO_PORT AIP_HTTP_PORT PORT -p",
+        "Port to listen on. SAGEMAKER_BIND_TO_PORT and Vertex AI's AIP_HTTP_PORT override PORT.",
         parse=functools.partial(_whole, high=65535),
     )
     api_key: str | None = setting(
@@ -759,6 +759,12 @@ class Config:
         "Path prefix of all routes, such as /serve, for a proxy that does not strip it. Requests without it "
         "are served, too.",
         parse=_root_path,
+    )
+    health_route: str = setting(
+        "/health", "AIP_HEALTH_ROUTE", "Another path of `GET /health`, as Vertex AI asks for it."
+    )
+    predict_route: str = setting(
+        "/vertex", "AIP_PREDICT_ROUTE", "Another path of `POST /vertex`, as Vertex AI asks for it."
     )
     cors_allow_origin: str = setting(
         "*",

@@ -64,6 +64,8 @@ def create_app(config: Config, engine: EngineClient, store: ResponseStore) -> Fl
     for route in routes.ROUTES:
         view = functools.partial(route.view, process)
         app.add_url_rule(route.rule, route.name, view, methods=[route.method])
+    app.add_url_rule(config.health_route, "GET /health")
+    app.add_url_rule(config.predict_route, "POST /vertex", methods=["POST"])
     guard = AuthAndCors(config)
     app.before_request(guard.admit)
     app.after_request(guard.add_headers)

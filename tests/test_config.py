@@ -81,6 +81,8 @@ VALUES = {
     "port": [("7000", 7000), ("9000", 9000)],
     "api_key": [("secret", "secret"), ("Other", "Other")],
     "root_path": [("/serve", "/serve"), ("/a/b.c/", "/a/b.c")],
+    "health_route": [("/healthz", "/healthz"), ("/v1/endpoints/1/models/2", "/v1/endpoints/1/models/2")],
+    "predict_route": [("/predict", "/predict"), ("/v1/endpoints/1:predict", "/v1/endpoints/1:predict")],
     "api_key_file": [(str(path), str(path)) for path in KEY_FILES],
     "cors_allow_origin": [("https://a.example", "https://a.example"), ("http://b.example:80", "http://b.example:80")],
     "allowed_media_domains": [
@@ -155,6 +157,7 @@ def test_no_two_settings_share_a_name():
         ("MAX_TOTAL_TOKENS", "HF_SEQUENCE_LENGTH", "max_total_tokens"),
         ("DTYPE", "HF_AUTO_CAST_TYPE", "dtype"),
         ("SAGEMAKER_BIND_TO_PORT", "PORT", "port"),
+        ("AIP_HTTP_PORT", "PORT", "port"),
     ],
 )
 def test_the_names_of_older_servers_work_and_give_way_to_the_current_ones(winner, loser, name):

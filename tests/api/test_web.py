@@ -58,6 +58,38 @@ def test_a_root_path_that_routes_begin_with_hides_none_of_them(serve):
     assert served.client.get("/v1/info").json["version"]
 
 
+@pytest.mark.parametrize(
+    "routes",
+    [
+        {"health_route": "/v1/endpoints/1/deployedModels/2", "predict_route": "/v1/endpoints/1/deployedModels/2:predict"},
+        {"health_route": "/predict", "predict_route": "/predict"},
+        {"health_route": "/", "predict_route": "/vertex"},
+        {},
+    ],
+)
+@pytest.mark.parametrize("root_path", [None, "/v1"])
+def test_vertex_finds_health_and_predictions_on_the_paths_that_it_asks_for(serve, routes, root_path):
+    served = serve(root_path=root_path, api_key="Secret", **routes)
+    health, predict = routes.get("health_route", "/health"), routes.get("predict_route", "/vertex")
+    assert served.client.get(health).status_code == 503
+    served.get_ready()
+    for path in (health, "/health", "/ping"):
+        assert served.client.get(path).status_code == 200
+    body, key = {"instances": [{"inputs": "Hi", "parameters": {"max_new_tokens": 2}}]}, {"Authorization": "Bearer Secret"}
+    expected = served.post("/vertex", body, headers=key).json
+    assert len(expected["predictions"]) == 1
+    assert served.post(predict, body, headers=key).json == expected
+    assert served.post(predict, body).status_code == 401
+    refused = served.post(predict, {"instances": []}, headers=key)
+    assert (refused.status_code, list(refused.json)) == (422, ["error", "error_type"])
+
+
+def test_a_path_that_vertex_asks_for_replaces_no_route(serve):
+    served = serve(health_route="/v1/models", predict_route="/v1/completions").get_ready()
+    assert served.client.get("/v1/models").json["object"] == "list"
+    assert served.post("/v1/completions", {"prompt": "Hi", "max_tokens": 2}).json["choices"]
+
+
 def test_below_a_root_path_the_key_is_needed_as_elsewhere(serve):
     served = serve(root_path="/serve", api_key="Secret").get_ready()
     assert served.client.get("/serve/infer?sentence=Hi").status_code == 401
