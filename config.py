@@ -37,6 +37,7 @@ from run import HERE, ConfigError, Json, check_limits, explained, run_dir
 VERSION = "0.2.0"  # the same as in pyproject.toml (tested)
 DEMO_MODEL = HERE / "demo" / "model"
 TRIAL_MODEL = "smollm2"  # this server's alias of SmolLM2-135M-Instruct
+CHECKPOINT_QUANTIZE = "checkpoint"  # --quantize names a method, which is right where the checkpoint has one
 AUTO_QUANTIZE = "auto"  # that model's default --quantize: its source decides
 SAGEMAKER_MODEL = Path("/opt/ml/model")  # where SageMaker unpacks an endpoint's model
 # The default context length: at least this many tokens, if the model has them, and more where the KV cache of
@@ -208,12 +209,23 @@ def _switch(value: str) -> bool:
     return _one_of("true", "false", aliases=aliases)(value) == "true"
 
 
+def _log_level(value: str) -> str:
+    """A level, or the first one of a filter of TGI's launcher: LEVEL or TARGET=LEVEL, separated by commas."""
+    level = re.sub(r"^[^,=]*=|\s*,.*", "", value)
+    return _one_of(
+        "error",
+        "warn",
+        "info",
+        "debug",
+        aliases={"critical": "error", "off": "error", "warning": "warn", "trace": "debug"},
+    )(level)
+
+
 def _quantize(value: str) -> str | None:
-    if value.lower() == "fp8":
-        raise ValueError(
-            "not supported; give int8, which takes the same memory and has a fifth of the error (KL "
-            "divergence 0.0034 instead of 0.0180)"
-        )
+    # TGI's values: the method of a quantized checkpoint, or one that TGI applies.
+    methods = "awq|bitsandbytes(-nf4|-fp4)?|compressed-tensors|eetq|exl2|fp8|gptq|marlin"
+    if re.fullmatch(methods, value.lower()):
+        return CHECKPOINT_QUANTIZE
     word = _one_of("none", "int8", "int4")(value)
     return None if word == "none" else word
 
@@ -870,14 +882,10 @@ class Config:
     log_level: str = setting(
         "info",
         "LOG_LEVEL",
-        "Lowest level to log: error, warn, info or debug. Libraries log warnings and errors only.",
-        parse=_one_of(
-            "error",
-            "warn",
-            "info",
-            "debug",
-            aliases={"critical": "error", "warning": "warn", "trace": "debug"},
-        ),
+        "Lowest level to log: error, warn, info or debug; also a filter of TGI's launcher, such as "
+        "info,text_generation_router=debug, whose first level counts. Libraries log warnings and errors "
+        "only.",
+        parse=_log_level,
     )
     json_output: bool = setting(False, "JSON_OUTPUT", "Log one JSON object per line.")
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from config import AUTO_QUANTIZE, TRIAL_MODEL, Config
+from config import AUTO_QUANTIZE, CHECKPOINT_QUANTIZE, TRIAL_MODEL, Config
 from manifest import SAFETENSORS
 from models.adapters import Updates, read_updates
 from models.base import ModelError, progress_logged, reported_as
@@ -70,6 +70,13 @@ def fetch_source(config: Config) -> tuple[Config, Path, str | None]:
     elif quantization := Quantization.read(folder):
         folder = _dequantized(config, folder, quantization)
         config = _with_source(config, str(folder))
+    elif config.quantize == CHECKPOINT_QUANTIZE:
+        raise ConfigError(
+            f"--quantize (QUANTIZE) names a method of quantized checkpoints, which need none here, and "
+            f"{config.model_name} is not quantized; give int8, or int4 on a CPU"
+        )
+    if config.quantize == CHECKPOINT_QUANTIZE:
+        config = dataclasses.replace(config, quantize=None)
     if config.merge_lora:
         folder = _merged(config, folder)
         config = _with_source(config, str(folder))

@@ -347,11 +347,7 @@ WRONG |= {
         "int8": "not supported; give u8 on CPUs and fp8_e4m3fn on Neuron, where int8 has no scales (KL divergence 1.4 or more "
         "instead of 0.0086)",
     },
-    "quantize": {
-        "awq": "must be one of none, int8, int4",
-        "fp8": "not supported; give int8, which takes the same memory and has a fifth of the error (KL divergence 0.0034 "
-        "instead of 0.0180)",
-    },
+    "quantize": dict.fromkeys(("int2", "bitsandbytes-int8", "awq_marlin"), "must be one of none, int8, int4"),
     **dict.fromkeys(
         ("max_waiting_tokens", "speculate", "response_store_size", "prof_waitstep", "prof_warmupstep", "prof_step"),
         WHOLE_NUMBERS | {"-1": "must be at least 0"},
@@ -373,7 +369,7 @@ WRONG |= {
     "allowed_media_domains": {
         value: f"{value!r} is not a host; one looks like upload.wikimedia.org or 10.0.0.5:9000" for value in NO_HOSTS
     },
-    "log_level": {"loud": "must be one of error, warn, info, debug"},
+    "log_level": dict.fromkeys(("loud", "text_generation_router=loud", ","), "must be one of error, warn, info, debug"),
 }
 
 
@@ -781,6 +777,31 @@ def test_what_can_be_served_is_printed_as_json(model):
 
 def test_log_level_says_what_is_logged():
     assert run(**HUB_MODEL, LOG_LEVEL="warning").stderr == run("--log-level", "error", **HUB_MODEL).stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("off", "error"),
+        ("TRACE", "debug"),
+        ("info,text_generation_router=debug", "info"),
+        ("Warn , hyper=off", "warn"),
+        ("text_generation_launcher=debug,error", "debug"),
+        ("text_generation_router::server=warning", "warn"),
+        ("hyper=off", "error"),
+    ],
+)
+def test_of_a_filter_that_tgis_launcher_takes_the_first_level_counts(theirs, ours):
+    assert of(LOG_LEVEL=theirs).log_level == of("--log-level", theirs).log_level == ours
+
+
+@pytest.mark.parametrize(
+    "method",
+    "awq bitsandbytes bitsandbytes-fp4 bitsandbytes-nf4 compressed-tensors eetq exl2 fp8 GPTQ marlin".split(),  # noqa: SIM905
+)
+def test_a_method_of_tgi_is_right_where_the_checkpoint_is_quantized(method):
+    for name in ("QUANTIZE", "HF_MODEL_QUANTIZE"):
+        assert of(**{name: method}).quantize == config.CHECKPOINT_QUANTIZE
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import GROUPED, POSITIONS, edit_config, llama, references, run, save_checkpoint
 
 import models
-from config import Config
+from config import CHECKPOINT_QUANTIZE, Config
 from manifest import read_json
 from models import dequantize, source
 from models.base import ModelError
@@ -342,6 +342,13 @@ def test_weights_that_cannot_be_dequantized_are_one_line(plain, tmp_path, config
         models.prepare(config(folder))
     failure = f"dequantizing {folder} into float32 failed: {FIRST} cannot be dequantized: KeyError: 'scales'"
     assert str(refused.value) == failure
+
+
+def test_a_method_of_tgi_in_quantize_is_for_a_quantized_checkpoint_and_changes_nothing_there(plain, tmp_path, config):
+    folder = quantize(plain["llama"], tmp_path / "quantized", "awq")
+    assert models.prepare(config(folder, quantize=CHECKPOINT_QUANTIZE)).config == models.prepare(config(folder)).config
+    with pytest.raises(ConfigError, match=r"which need none here, and \S+ is not quantized; give int8, or int4 on a CPU$"):
+        models.prepare(config(plain["llama"], quantize=CHECKPOINT_QUANTIZE))
 
 
 @pytest.mark.usefixtures("conversions")

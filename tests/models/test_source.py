@@ -25,7 +25,7 @@ from tiny_models import llama, save_checkpoint
 from transformers import AutoModelForCausalLM
 
 import models
-from config import AUTO_QUANTIZE, DEFAULT_MAX_TOTAL_TOKENS, Config, parse
+from config import AUTO_QUANTIZE, CHECKPOINT_QUANTIZE, DEFAULT_MAX_TOTAL_TOKENS, Config, parse
 from models import source as ours
 from models.base import ModelError
 from models.cache import NNCF, READERS
@@ -65,6 +65,10 @@ def test_the_weights_and_the_tokenizer_are_those_of_the_file(file, checkpoint, c
     assert tokenizer.encode("AB", add_special_tokens=False).ids == [32, 33]
     assert (prepared.folder / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
     prepared.fetch_weights()  # there is nothing to fetch
+
+
+def test_a_method_of_tgi_in_quantize_changes_nothing_for_a_file(file, config):
+    assert models.prepare(config(file, quantize=CHECKPOINT_QUANTIZE)).config == models.prepare(config(file)).config
 
 
 def test_weights_become_bfloat16_and_the_name_for_clients_is_the_given_one(file, config):
