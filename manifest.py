@@ -105,6 +105,7 @@ UNSUPPORTED_GENERATION: dict[str, tuple[Any, ...]] = {
     "forced_eos_token_id": (),
     "guidance_scale": (1,),
     "length_penalty": (1,),
+    "max_new_tokens": (),
     "min_length": (0,),
     "min_new_tokens": (0,),
     "no_repeat_ngram_size": (0,),

@@ -202,7 +202,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
     config = with_dtype(config, manifest)
     dtype = config.dtype
     check_quantizer(config)
-    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    stored = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
     _check_room(config, stored, target)
     steps = Steps(config, manifest)
     steps.begin(f"loading {stored / 1e9:.1f} GB of weights")

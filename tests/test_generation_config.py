@@ -43,7 +43,13 @@ def test_every_api_answers_with_the_defaults_of_a_published_model(demo, booting,
 @pytest.mark.processes
 def test_a_server_reads_defaults_and_stop_strings_and_names_what_is_not_supported_in_one_line(demo):
     question = {"messages": [{"role": "user", "content": "What is Deep Learning?"}], "max_tokens": 60, "temperature": 0}
-    unsupported = {"no_repeat_ngram_size": 2, "suppress_tokens": [5], "num_beams": 1, "bad_words_ids": None}
+    unsupported = {
+        "no_repeat_ngram_size": 2,
+        "suppress_tokens": [5],
+        "num_beams": 1,
+        "bad_words_ids": None,
+        "max_new_tokens": 7,
+    }
     published = GENERATION_CONFIGS["MiniMaxAI/MiniMax-M2"]
     with Server(MODEL_ID=str(demo(published | {"stop_strings": [" learning"]} | unsupported))) as server:
         server.wait_ready()
@@ -57,7 +63,8 @@ def test_a_server_reads_defaults_and_stop_strings_and_names_what_is_not_supporte
         assert goes_on.startswith("Deep learning")
         for path, body in REQUESTS.items():
             assert server.post(path, body)
-        assert "generation_config.json has no_repeat_ngram_size, suppress_tokens, which is not supported" in server.log
+        words = "generation_config.json has max_new_tokens, no_repeat_ngram_size, suppress_tokens, which is not supported"
+        assert words in server.log
         info = json.loads(server.get("/info")[1])
         assert (info["stop_strings"], info["sampling_defaults"]) == ([" learning"], sampling_defaults(published))
 

@@ -248,6 +248,14 @@ def test_a_full_disk_leaves_plain_pytorch_and_a_line_that_says_so_and_the_next_s
     assert load(config).engine == "openvino"
 
 
+def test_weights_in_another_format_beside_those_that_are_read_need_no_room(config, checkpoint, conversions, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    for name in ("consolidated.safetensors", "pytorch_model.bin"):
+        (folder / name).touch()
+        os.truncate(folder / name, 10**13)
+    assert load(dataclasses.replace(config, model_id=str(folder))).engine == "openvino"
+
+
 OUT_OF_MEMORY = [
     MemoryError(),
     RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
