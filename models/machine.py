@@ -105,7 +105,9 @@ def host_memory(root: Path = Path("/")) -> int | None:
         for mount in ("", "unified", "memory"):
             group = root / "sys/fs/cgroup" / mount / path
             for folder in (group, *group.parents):
-                limits += [_number(_read(folder / name)) for name in ("memory.max", "memory.limit_in_bytes")]
+                # Above memory.high a process is slowed down until it hardly moves.
+                names = ("memory.max", "memory.high", "memory.limit_in_bytes")
+                limits += [_number(_read(folder / name)) for name in names]
     return min(filter(None, limits), default=None)
 
 

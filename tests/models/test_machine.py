@@ -114,6 +114,7 @@ CGROUPS = {
         {"team.slice/memory.max": 4, "team.slice/own.service/memory.max": 5, "team.slice/own.service/worker/memory.max": "max"},
         4,
     ),
+    "v2, slowed down before its limit": ("0::/a.slice", {"a.slice/memory.max": 5, "a.slice/memory.high": 4}, 4),
     "v2, more than the machine has": ("0::/a.slice", {"a.slice/memory.max": 500}, 64),
     "v2, another group's": ("0::/a.slice", {"b.slice/memory.max": 2}, 64),
     "v2, colons in a name": ("0::/a:/b.scope", {"a:/b.scope/memory.max": 2}, 2),
