@@ -34,8 +34,8 @@ GGUF = re.compile(r".*\.gguf")
 # In the names of GGUF files that are published beside a model: its part that reads images, an importance
 # matrix, a draft model, a LoRA adapter, a vocabulary alone.
 NO_MODEL = re.compile(
-    r"mmproj|projector|(^|/)imatrix|imatrix\w*\.gguf$|(^|[-._/])(clip|draft|eagle3?|lora|adapter|vocab)[-._]",
-    re.IGNORECASE,
+    r"(?i)mmproj|projector|(^|/)imatrix|imatrix\w*\.gguf$"
+    r"|(^|[-._/])(clip|draft|eagle3?|lora|adapter|vocab)[-._]"
 )
 SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")  # one of several files of a model
 CANDIDATES = 4  # files that an error names

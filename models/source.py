@@ -76,6 +76,9 @@ def fetch_source(config: Config) -> tuple[Config, Path, str | None]:
             f"{config.model_name} is not quantized; give int8, or int4 on a CPU"
         )
     if config.quantize == CHECKPOINT_QUANTIZE:
+        logger.info(
+            "--quantize (QUANTIZE) names a method and has no effect: a quantized checkpoint needs none"
+        )
         config = dataclasses.replace(config, quantize=None)
     if config.merge_lora:
         folder = _merged(config, folder)
@@ -187,8 +190,10 @@ def _name_of_file(config: Config, folder: Path) -> str | None:
         names = list_files(config, config.model_id, GGUF)
     if len(names) > 1:
         whole = [name for name in names if not SPLIT.search(name)]
-        first = _join(config, min(whole or names))
-        raise ConfigError(f"{config.model_id} holds {len(names)} GGUF files; name one: --model-id {first}")
+        raise ConfigError(
+            f"{config.model_id} holds {len(names)} GGUF files; name one: "
+            f"--model-id {_join(config, min(whole or names))}"
+        )
     return names[0] if names else None
 
 

@@ -344,9 +344,11 @@ def test_weights_that_cannot_be_dequantized_are_one_line(plain, tmp_path, config
     assert str(refused.value) == failure
 
 
-def test_a_method_of_tgi_in_quantize_is_for_a_quantized_checkpoint_and_changes_nothing_there(plain, tmp_path, config):
+def test_a_method_of_tgi_in_quantize_is_for_a_quantized_checkpoint_and_changes_nothing_there(plain, tmp_path, config, caplog):
+    caplog.set_level("INFO", "model")
     folder = quantize(plain["llama"], tmp_path / "quantized", "awq")
     assert models.prepare(config(folder, quantize=CHECKPOINT_QUANTIZE)).config == models.prepare(config(folder)).config
+    assert caplog.text.count("names a method and has no effect: a quantized checkpoint needs none") == 1
     with pytest.raises(ConfigError, match=r"which need none here, and \S+ is not quantized; give int8, or int4 on a CPU$"):
         models.prepare(config(plain["llama"], quantize=CHECKPOINT_QUANTIZE))
 
