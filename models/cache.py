@@ -46,8 +46,8 @@ CRASHES = (signal.SIGSEGV, signal.SIGFPE, signal.SIGILL)  # which the next conve
 # Compresses weights; needed only by a conversion.
 NNCF = "nncf==3.4.0"
 # Raise these with any change of what a conversion writes, or of how it is read: entries of other versions are
-# not used. CONVERTER_VERSION is for models, READERS for tokenizers and for checkpoints of gguf.py, lora.py and
-# dequantize.py.
+# not used. CONVERTER_VERSION is for models, READERS for tokenizers, and for checkpoints of gguf.py, lora.py
+# and dequantize.py.
 CONVERTER_VERSION = 5
 # These are for models that read images, whose entries hold a vision tower as well, and compressed weights.
 VISION_VERSION = 4
@@ -214,7 +214,7 @@ def model_key(config: Config, folder: Path, manifest: Manifest) -> str | None:
 def tokenizer_key(folder: Path) -> str:
     """Names the entry of the tokenizer that was converted from the model's in `folder`."""
     files = identify(folder, ("*.json", "*.model", "*.txt"))
-    return f"tokenizer-{digest([files, READERS["tokenizer"], installed('transformers')])}"
+    return f"tokenizer-{digest([files, READERS['tokenizer'], installed('transformers')])}"
 
 
 def run_converter(arguments: list[str], config: Config) -> None:
