@@ -16,6 +16,7 @@ from typing import Any
 from run import ConfigError, Json
 
 SAFETENSORS = ("*.safetensors",)
+SHARDS = "model-[0-9]*-of-[0-9]*.safetensors"  # files of a model, with an index or without
 # A folder with a file for each tensor: save_pretrained_split of transformers-neuronx.
 SPLIT_WEIGHTS = "pytorch_model.bin"
 # The first of these that a checkpoint has is read; the latter two are pickled.
@@ -348,9 +349,14 @@ def check_weight_files(folder: Path) -> None:
         reject_lfs_pointer(path)
     if (folder / "model.safetensors").exists():
         return
-    index = read_json(folder / "model.safetensors.index.json").get("weight_map")
-    if index:
-        missing = sorted(name for name in set(index.values()) if not (folder / name).exists())
+    names = set(read_json(folder / "model.safetensors.index.json").get("weight_map", {}).values())
+    for path in folder.glob(SHARDS):
+        _model, number, _of, count = path.stem.split("-")
+        names = names or {
+            f"model-{n:0{len(number)}}-of-{count}.safetensors" for n in range(1, int(count) + 1)
+        }
+    if names:
+        missing = sorted(name for name in names if not (folder / name).exists())
         if missing:
             raise ConfigError(f"{folder} lacks {len(missing)} of its weight files, {missing[0]} among them")
         return
@@ -363,8 +369,6 @@ def check_weight_files(folder: Path) -> None:
         remedy = f"name the file, --model-id {folder / other}"
         if "-of-" in other:
             remedy = "merge the files of the model with llama.cpp's gguf-split"
-    elif "-of-" in other:
-        remedy = "model.safetensors.index.json is missing"
     elif other.startswith("consolidated"):
         remedy = "it has Mistral's own format; download the files of transformers' format, too"
     elif other.endswith(".bin"):

@@ -40,6 +40,7 @@ class Architecture(NamedTuple):
 
     config: transformers.PretrainedConfig
     auto_class: type
+    model_class: type
     parameters: int  # with the numbers in buffers
     key_mapping: dict[str, str] | None  # of names in the checkpoint to those of the class, where they differ
 
@@ -69,7 +70,8 @@ def read_architecture(config: Config, folder: Path) -> Architecture:
                 hf_config, attn_implementation="eager", trust_remote_code=config.trust_remote_code
             )
     parameters = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
-    return Architecture(hf_config, auto_class, parameters, TEXT_KEY_MAPPING if kind in TEXT_ALONE else None)
+    key_mapping = TEXT_KEY_MAPPING if kind in TEXT_ALONE else None
+    return Architecture(hf_config, auto_class, type(model), parameters, key_mapping)
 
 
 def _read_config(config: Config, folder: Path, manifest: Manifest) -> transformers.PretrainedConfig:

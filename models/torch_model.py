@@ -21,13 +21,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForImageTextToText
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from config import DEFAULT_BATCH_SIZE, Config
-from manifest import Manifest, check_weights
+from manifest import SHARDS, Manifest, check_weights
 from models.accuracy import find_fault
 from models.adapters import Adapters, common_name, configured
 from models.architecture import read_architecture, with_version_of_code
@@ -70,10 +71,15 @@ def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Modul
     architecture = read_architecture(config, folder)
     check_weights(architecture.parameters, folder)
     transformers.utils.logging.disable_progress_bar()
+    weights = {}
     with reported_as(with_version_of_code(f"{folder} cannot be loaded", config, folder)):
-        model, report = architecture.auto_class.from_pretrained(
-            folder,
+        if not any(folder.glob("model.safetensors*")):  # shards without the index that transformers needs
+            for path in folder.glob(SHARDS):
+                weights |= load_file(path)
+        model, report = architecture.model_class.from_pretrained(
+            None if weights else folder,
             config=architecture.config,
+            state_dict=weights or None,
             key_mapping=architecture.key_mapping,
             dtype=config.dtype,
             attn_implementation="eager",

@@ -196,9 +196,11 @@ IS_POINTER = "is a git-lfs pointer, not the file: run `git lfs pull` in its repo
             ["consolidated.safetensors"],
             "holds no model.safetensors, but consolidated.safetensors: it has Mistral's own format; ",
         ),
+        (["model-1-of-2.safetensors", "model-2-of-2.safetensors"], None),
+        (["model-2-of-2.safetensors"], "lacks 1 of its weight files, model-1-of-2.safetensors among them"),
         (
-            ["model-1-of-2.safetensors"],
-            "holds no model.safetensors, but model-1-of-2.safetensors: model.safetensors.index.json is",
+            ["model-00001-of-000003.safetensors", "model-00003-of-000003.safetensors"],
+            "lacks 1 of its weight files, model-00002-of-000003.safetensors among them",
         ),
         (["pytorch_model.bin"], "holds no model.safetensors, but pytorch_model.bin: it is pickled, which is not read; "),
         (["q4.gguf", "q8.gguf"], "holds no model.safetensors, but q4.gguf: name the file, --model-id "),

@@ -432,6 +432,27 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused_and_the_tensor_named(tmp_pa
     assert refusal(folder) == f"{folder} lacks 1 of its weights, model.layers.1.mlp.up_proj.weight among them"
 
 
+def shard(folder, count=3):
+    """Splits the weights over files whose names count them, without an index."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    for number in range(count):
+        some = {name: weights[name] for name in sorted(weights)[number::count]}
+        save_file(some, folder / f"model-{number + 1:05}-of-{count:05}.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "mistral3", "qwen2.5-vl"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_shards_without_an_index_are_read_by_their_names(tmp_path, family, dtype):
+    folder = save_checkpoint(tmp_path / "model", tiny_models.ALL[family]())
+    expected = models.torch_model.load_pretrained(settings(folder, dtype=dtype), folder, "cpu").state_dict()
+    shard(folder)
+    files = sorted(path.name for path in folder.iterdir())
+    found = models.torch_model.load_pretrained(settings(folder, dtype=dtype), folder, "cpu").state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    assert sorted(path.name for path in folder.iterdir()) == files
+
+
 def test_a_checkpoint_with_a_tensor_of_another_shape_is_refused_and_the_tensor_named(tmp_path):
     folder = save_checkpoint(tmp_path, tiny_models.llama())
     weights = load_file(folder / "model.safetensors")
