@@ -295,6 +295,12 @@ def _root_path(value: str) -> str | None:
     return path or None
 
 
+def _path(value: str) -> str:
+    if not value.startswith("/"):
+        raise ValueError("must begin with a slash")
+    return value
+
+
 def _key(value: str) -> str:
     if not re.fullmatch(r"[!-~]+", value):
         raise ValueError("must be printable ASCII characters without spaces")
@@ -773,10 +779,16 @@ class Config:
         parse=_root_path,
     )
     health_route: str = setting(
-        "/health", "AIP_HEALTH_ROUTE", "Another path of `GET /health`, as Vertex AI asks for it."
+        "/health",
+        "AIP_HEALTH_ROUTE",
+        "Another path of `GET /health`, as Vertex AI asks for it.",
+        parse=_path,
     )
     predict_route: str = setting(
-        "/vertex", "AIP_PREDICT_ROUTE", "Another path of `POST /vertex`, as Vertex AI asks for it."
+        "/vertex",
+        "AIP_PREDICT_ROUTE",
+        "Another path of `POST /vertex`, as Vertex AI asks for it.",
+        parse=_path,
     )
     cors_allow_origin: str = setting(
         "*",

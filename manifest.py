@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -349,12 +350,12 @@ def check_weight_files(folder: Path) -> None:
         reject_lfs_pointer(path)
     if (folder / "model.safetensors").exists():
         return
-    names = set(read_json(folder / "model.safetensors.index.json").get("weight_map", {}).values())
+    index = read_json(folder / "model.safetensors.index.json").get("weight_map") or {}
+    names = set(index.values())
     for path in folder.glob(SHARDS):
-        _model, number, _of, count = path.stem.split("-")
-        names = names or {
-            f"model-{n:0{len(number)}}-of-{count}.safetensors" for n in range(1, int(count) + 1)
-        }
+        if not names and (shard := re.fullmatch(r"model-(\d+)-of-(\d+)", path.stem)):
+            numbers = range(1, int(shard[2]) + 1)
+            names = {f"model-{n:0{len(shard[1])}}-of-{shard[2]}.safetensors" for n in numbers}
     if names:
         missing = sorted(name for name in names if not (folder / name).exists())
         if missing:

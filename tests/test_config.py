@@ -338,6 +338,8 @@ WRONG |= {
         ("serve", "/a//b", "/a b", "http://host/serve", "/a?b"),
         "must be a path such as /serve, of letters, digits and the characters . _ ~ -",
     ),
+    "health_route": {"health": "must begin with a slash"},
+    "predict_route": {"http://host/predict": "must begin with a slash"},
     "device": {"tpu": "must be one of auto, cpu, cuda, neuron"},
     "dtype": {"int3": "must be one of auto, float32, bfloat16, float16"},
     "kv_cache_dtype": {
