@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from decimal import ROUND_CEILING, ROUND_DOWN, ROUND_FLOOR, Context, Decimal
-from fractions import Fraction
 
 Number = int | float
 Range = tuple[Number | None, Number | None]  # the least and the most, None: without a bound
@@ -15,7 +13,6 @@ DIGITS = 15  # of a decimal that it is sure to read as the float64 next to it
 LEAST_POSITIVE = Decimal("1e-14")  # not less: a model that has written 0.00 should not go on for long
 MAX_CUTS = 4  # of a range
 MAX_NUMERATOR = 1_000  # of `multipleOf`: the lexer has a state for each remainder after each digit of a bound
-MAX_LISTED = 1_000  # multiples
 
 
 def within(given: Number, is_lower: bool, is_open: bool) -> Number:
@@ -74,15 +71,3 @@ def has_few_remainders(divisor: Number) -> bool:
         numerator *= 10
         places += 1
     return numerator <= MAX_NUMERATOR and Decimal(str(divisor)) == Decimal(numerator).scaleb(-places)
-
-
-def multiples(divisor: Number, least: Number | None, most: Number | None) -> list[Number] | None:
-    """All of them within a range; None: they are too many."""
-    if least is None or most is None:
-        return None
-    step = Fraction(str(divisor))
-    first, last = math.ceil(Fraction(str(least)) / step), math.floor(Fraction(str(most)) / step)
-    if last - first >= MAX_LISTED:
-        return None
-    exact = [step * n for n in range(first, last + 1)]
-    return [int(each) if each.denominator == 1 else float(each) for each in exact]

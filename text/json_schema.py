@@ -370,12 +370,6 @@ def _numbers(schema: Schema, context: Context) -> Iterator[str]:
     divisor = schema.get("multipleOf")
     if _is_divisor(divisor) and not (context.has_one_divisor and json_numbers.has_few_remainders(divisor)):
         del schema["multipleOf"]
-        listed = None
-        if is_alone and types <= {"integer", "number"}:
-            listed = json_numbers.multiples(divisor, least, most)
-        if listed is not None:
-            schema["enum"] = listed
-            return
         if "number" in types:
             yield "multipleOf"
     ranges = [(least, most)]
