@@ -123,12 +123,13 @@ class Cancel(msgspec.Struct, tag="cancel", frozen=True):
 
 
 class AdapterChange(msgspec.Struct, tag="adapter_change", frozen=True):
-    """Web → worker: load the LoRA adapter `name` from `source`, in the place of one of that name, or unload
-    it without a source. Answered by `AdapterChanged` with the same `id`."""
+    """Web → worker: load the LoRA adapter `name` from `source`, with `in_place` also in the place of one of
+    that name, or unload it without a source. Answered by `AdapterChanged` with the same `id`."""
 
     id: int
     name: str
     source: str = ""  # a folder, or an id on the hub
+    in_place: bool = False
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):

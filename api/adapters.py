@@ -81,10 +81,8 @@ def _load(server: Server, name: str, field: str, source: str, in_place: bool = F
     require(fits, field, f"must be a name of at most {MAX_NAME} printable characters", given=name[:80])
     is_free = name not in server.config.names_of_model
     require(is_free, field, "must not be a name that requests have for the model itself", given=name)
-    is_free = in_place or name not in server.served.info.adapters
-    detail = "must not be that of a loaded adapter: unload it, or load the other with `load_inplace` true"
-    require(is_free, field, detail, given=name)
-    return _answer(server.engine.change_adapter(name, source), f"LoRA adapter '{name}' added successfully.")
+    error = server.engine.change_adapter(name, source, in_place)
+    return _answer(error, f"LoRA adapter '{name}' added successfully.")
 
 
 def _unload(server: Server, name: str) -> Response:

@@ -197,10 +197,11 @@ class EngineClient:
         METRICS_TIMEOUT_S."""
         return self._ask(protocol.MetricsRequest(secrets.randbits(63)), METRICS_TIMEOUT_S).text
 
-    def change_adapter(self, name: str, source: str = "") -> str:
-        """Loads a LoRA adapter, in the place of one of that name, or unloads it without a `source`. Returns
-        why it failed, or "". Raises EngineError."""
-        return self._ask(AdapterChange(secrets.randbits(63), name, source), ADAPTER_TIMEOUT_S).error
+    def change_adapter(self, name: str, source: str = "", in_place: bool = False) -> str:
+        """Loads a LoRA adapter, or unloads it without a `source`. Returns why it failed, or "". Raises
+        EngineError."""
+        change = AdapterChange(secrets.randbits(63), name, source, in_place)
+        return self._ask(change, ADAPTER_TIMEOUT_S).error
 
     def _ask(
         self, question: protocol.MetricsRequest | AdapterChange, timeout_s: float

@@ -55,7 +55,8 @@ def read_base64(data: str) -> bytes:
     for escape, character in zip(ESCAPES.split(), ESCAPED) if "%" in data else ():
         data = data.replace(escape, character)
     try:
-        digits = data.encode("ascii").translate(STANDARD, b" \t\r\n").rstrip(b"=")
+        lines = [line.strip() for line in data.encode("ascii").splitlines()]
+        digits = b"".join(lines).translate(STANDARD).rstrip(b"=")
         file = base64.b64decode(digits + b"=" * (-len(digits) % 4), validate=True)
     except ValueError:  # also for characters that are not ASCII
         what = "has data that is not base64: it is truncated, or has a character that base64 does not have"

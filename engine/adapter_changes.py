@@ -44,7 +44,12 @@ class AdapterChanges:
     def begin(self, peer: bytes, change: AdapterChange) -> None:
         """Begins a change that an API server process asks for."""
         numbers = self._adapters.numbers
-        if change.source:
+        if any(change.name == other.name for _peer, other, _job in self._loading):
+            self._end(peer, change, f"{change.name} is being loaded")
+        elif change.source and change.name in numbers and not change.in_place:
+            remedy = "unload it, or load the other with `load_inplace` true"
+            self._end(peer, change, f"{change.name} is served already: {remedy}")
+        elif change.source:
             job = self._thread.submit(self._read, change.name, change.source)
             self._loading.append((peer, change, job))
             job.add_done_callback(lambda _job: self._link.interrupt())

@@ -27,6 +27,7 @@ from models.child import ChildError, run_module
 from run import ConfigError
 
 if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
     from tokenizers import Tokenizer
 
 TIMEOUT_S = 900
@@ -116,7 +117,7 @@ def main(folder: Path, target: Path) -> None:
         else:
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         backend = tokenizer.backend_tokenizer
-        if found.endswith(".model"):
+        if found == "tokenizer.model":
             backend = _like_sentencepiece(backend, folder / found)
         backend.save(str(target / FAST))
 
@@ -134,26 +135,37 @@ def _like_sentencepiece(tokenizer: Tokenizer, path: Path) -> Tokenizer:
         return tokenizer  # of a file of tiktoken's, as Llama 3 has
     given = read_json(path.parent / CONFIG)
     begins_once = given.get("legacy") is False  # not anew behind each special token
-    if own.encode("a", out_type=str)[0].startswith("▁"):
+    wrong = _misread(tokenizer, own, begins_once)
+    if wrong and own.encode("a", out_type=str)[0].startswith("▁"):
         tokenizer = transformers.LlamaTokenizerFast.from_pretrained(path.parent).backend_tokenizer
         if not begins_once:  # transformers' own would lose a space at the beginning
             tokenizer.normalizer = normalizers.Sequence(
                 [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
             )
             tokenizer.pre_tokenizer = None
+        wrong = _misread(tokenizer, own, begins_once)
+    if wrong:
+        raise ModelError(f"it reads {wrong!r} in other tokens than sentencepiece; add the model's {FAST}")
     if "add_bos_token" not in given and own.bos_id() >= 0:
         bos = own.id_to_piece(own.bos_id())
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[bos, "$A"], pair=[bos, "$A", "$B:1"], special_tokens=[(bos, own.bos_id())]
         )
+    return tokenizer
+
+
+def _misread(tokenizer: Tokenizer, own: SentencePieceProcessor, begins_once: bool) -> str | None:
+    """The first of many texts without special tokens that has other tokens than sentencepiece gives."""
+    special = tokenizer.get_added_tokens_decoder()
+    ordinary = [token for token in range(own.get_piece_size()) if token not in special]
     rng = Random(0)
-    for _ in range(SAMPLES):
-        text = own.decode(rng.choices(range(own.get_piece_size()), k=SAMPLE_TOKENS))
+    for number in range(SAMPLES):
+        text = " " * (number % 3) + own.decode(rng.choices(ordinary, k=SAMPLE_TOKENS))
         text = text.lstrip() if begins_once else text
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         if ids != own.encode(text) or tokenizer.decode(ids, skip_special_tokens=False) != own.decode(ids):
-            raise ModelError(f"it reads {text!r} in other tokens than sentencepiece; add the model's {FAST}")
-    return tokenizer
+            return text
+    return None
 
 
 def _is_written_by_5(folder: Path) -> bool:

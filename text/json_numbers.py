@@ -65,6 +65,8 @@ def is_exact(value: Number) -> bool:
 
 def has_few_remainders(divisor: Number) -> bool:
     """Whether a lexer can keep track of what is left of a number by `multipleOf`."""
+    if divisor > MAX_NUMERATOR:
+        return False
     numerator = float(divisor)
     places = 0
     while numerator % 1:  # as llguidance counts them: 0.07 has seventeen

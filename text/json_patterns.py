@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 
@@ -11,8 +12,10 @@ ESCAPED = r"\\[pPux]\{[^}]{1,40}\}|\\u[\da-fA-F]{4}|\\x[\da-fA-F]{2}|\\c[A-Za-z]
 PAIR = re.compile(r"\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}")  # of UTF-16: one character
 TOKEN = re.compile(
     r"(?P<characters>\[\^?(?:\\.|[^\]\\])*\])"
-    # Flags that change the syntax, Python's {,2}, characters that JSON has to write as numbers, what is cut.
-    r"|(?P<unclear>\(\?(?!i?[:)]|P?<)|\{,\d*\}|\\[av]|\\c[^H-JLMh-jlm]|\\\Z|\[)"
+    # Flags that change the syntax, Python's {,2}, characters that JSON has to write as numbers, what is cut
+    # off, and repetitions that do not go back.
+    r"|(?P<unclear>\(\?(?!i?[:)]|P?<)|\{,\d*\}|\\[av]|\\c[^H-JLMh-jlm]|\\\Z|\["
+    r"|[*+?]\+|\{\d+(?:,\d*)?\}\+)"
     rf"|(?P<kept>\{{\d+(?:,\d*)?\}}|{ESCAPED})|.",
     re.DOTALL,
 )
@@ -24,6 +27,7 @@ OUTSIDE = ENDS_OF_WORDS | {".": r"[^\n\r\u2028\u2029]", "{": r"\{", r"\Z": r"\z"
 IN_BRACKETS = ENDS_OF_WORDS | {character: f"\\{character}" for character in "[&~-^"} | {r"\b": r"\x08"}
 
 
+@functools.lru_cache(200)
 def in_rust(pattern: str) -> str | None:
     """None: it says what llguidance lacks, or different things to different readers."""
     parts = []

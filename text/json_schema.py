@@ -45,7 +45,8 @@ MAX_HOPS = 8  # from reference to reference
 MAX_LISTED = 100  # keywords, values or names in a schema that is looked at for every reference to it
 MAX_NAMES = 4_000  # characters of names that become a pattern
 MAX_PLACE = 200  # characters
-MAX_PATTERNS = 200  # of a schema, each of which takes half a millisecond
+MAX_PATTERNS = 4_000  # characters, each of which may take 0.08 ms
+PER_PATTERN = 20  # characters that each counts as more than it has
 
 
 class Place(NamedTuple):
@@ -65,8 +66,9 @@ class Context(NamedTuple):
 
     def in_rust(self, pattern: Any) -> str | None:
         """None: it cannot be said."""
-        if isinstance(pattern, str) and pattern not in self.patterns and len(self.patterns) < MAX_PATTERNS:
-            self.patterns[pattern] = in_rust(pattern)
+        if isinstance(pattern, str) and pattern not in self.patterns:
+            spent = sum(len(each) + PER_PATTERN for each in (*self.patterns, pattern))
+            self.patterns[pattern] = in_rust(pattern) if spent <= MAX_PATTERNS else None
         return self.patterns.get(pattern)
 
 
@@ -102,7 +104,9 @@ def enforceable(document: Schema) -> tuple[Schema, tuple[str, ...]]:
     divisors = {schema["multipleOf"] for schema, _ in places if _is_divisor(schema.get("multipleOf"))}
     # Whether several schemas may be about the same value.
     may_meet = any(
-        "allOf" in schema or (not COMBINING.isdisjoint(schema) and len(schema.keys() - ANNOTATIONS) > 1)
+        not {"allOf", "dependencies"}.isdisjoint(schema)
+        or {"properties", "patternProperties"} <= schema.keys()
+        or (not COMBINING.isdisjoint(schema) and len(schema.keys() - ANNOTATIONS) > 1)
         for schema, _ in places
     )
     context = Context(document, dependents <= MAX_DEPENDENTS, len(divisors) <= 1 or not may_meet, {})
@@ -397,7 +401,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_divisor(value: Any) -> bool:
-    return _is_number(value) and 0 < value < json_numbers.LAST_EXACT
+    return _is_number(value) and value > 0
 
 
 def _listed(schema: Schema, _: Context) -> Iterator[str]:

@@ -199,7 +199,7 @@ def test_sagemakers_routes_do_the_same(changing):
     assert changing.post("/adapters", {"name": "late", "src": "new"}).status_code == 200
     assert whole(changing, CHAT, MESSAGES | {"model": "late"})["model"] == "late"
     taken = changing.post("/adapters", {"name": "late", "src": "new"})
-    assert taken.status_code == 422 and "`name` must not be that of a loaded adapter" in taken.text
+    assert taken.status_code == 400 and "late is served already" in taken.text
     assert changing.client.delete("/adapters/late").status_code == 200
     assert changing.client.delete("/adapters/late").status_code == 404
 
@@ -224,7 +224,7 @@ def test_a_path_outside_of_the_folder_is_refused(changing, path):
 @pytest.mark.parametrize(
     ("name", "path", "reason"),
     [
-        ("french", "new", "`lora_name` must not be that of a loaded adapter: unload it, or load the other with `load_inplace`"),
+        ("french", "new", "french is served already: unload it, or load the other with `load_inplace` true"),
         ("m", "new", "`lora_name` must not be a name that requests have for the model itself"),
         ("tgi", "new", "`lora_name` must not be a name that requests have for the model itself"),
         ("late", "owner/damaged@v1", "The LoRA adapter cannot be changed: on purpose"),

@@ -81,6 +81,7 @@ NOT_DATA = {
     "a URL in the data": ("data:image/png;base64,data:image/png;base64,QUJD", "is not base64"),
     "a character that is left over": ("data:image/png;base64,QUJDR", "is not base64"),
     "another escape": ("data:image/png;base64,%51UJD", "is not base64"),
+    "blanks where a form's decoder found plus signs": ("data:image/png;base64,QU D", "is not base64"),
     "padding inside": ("data:image/png;base64,QQ==QQ==", "is not base64"),
     "not ASCII": ("data:image/png;base64,QQÖ=", "is not base64"),
     "zero bytes": ("data:image/png;base64,QU\0JD", "is not base64"),

@@ -66,7 +66,7 @@ def test_an_adapter_takes_the_place_of_one_of_its_name_for_new_requests_and_thos
     worker = driven()
     worker.arrive(Generate(1, [5, 6], 30, adapter="a", ignore_eos=True))
     worker.step(3)
-    worker.arrive(AdapterChange(7, "a", "/newer"))
+    worker.arrive(AdapterChange(7, "a", "/newer", in_place=True))
     step_until(worker, lambda: worker.model.adapters.numbers == {"a": 2})
     assert worker.wire.info.adapters == {"a": "/newer"} and answers(worker) == {} and worker.ends == {}
     worker.arrive(Generate(2, [5, 6], 6, adapter="a"))
@@ -79,13 +79,15 @@ def test_an_adapter_takes_the_place_of_one_of_its_name_for_new_requests_and_thos
     assert worker.tokens == {1: alone.tokens[1], 2: greedy([5, 6], 6, adapter=2)}
 
 
-def test_of_two_that_are_loaded_under_one_name_the_later_one_stays_and_an_unknown_one_is_not_unloaded():
+def test_a_name_that_is_served_or_being_loaded_is_refused_and_so_is_one_that_is_not_known():
     worker = driven()
-    changes = {3: ("b", "/x"), 4: ("b", "/y"), 5: ("c", "")}
+    changes = {1: ("a", "/x"), 3: ("b", "/x"), 4: ("b", "/y", True), 5: ("c", ""), 6: ("b", "")}
     worker.arrive(*(AdapterChange(number, *change) for number, change in changes.items()))
-    step_until(worker, lambda: len(answers(worker)) == 3)
-    assert answers(worker) == {3: "", 4: "", 5: "the LoRA adapter c is not loaded"}
-    assert worker.wire.info.adapters == {"a": "/a", "b": "/y"} and worker.model.adapters.numbers == {"a": 1, "b": 3}
+    step_until(worker, lambda: len(answers(worker)) == 5)
+    found = answers(worker)
+    assert found[1].startswith("a is served already: unload it, or ") and found[3] == ""
+    assert found[4] == found[6] == "b is being loaded" and found[5] == "the LoRA adapter c is not loaded"
+    assert worker.wire.info.adapters == {"a": "/a", "b": "/x"}
 
 
 @pytest.mark.parametrize("error", [RuntimeError("on purpose"), OSError("on purpose")])
@@ -94,7 +96,7 @@ def test_a_failed_load_changes_nothing(error):
         raise error
 
     worker = driven(read_adapter=fail)
-    worker.arrive(AdapterChange(1, "b", "/b"), AdapterChange(2, "a", "/newer"))
+    worker.arrive(AdapterChange(1, "b", "/b"), AdapterChange(2, "a", "/newer", in_place=True))
     worker.step()
     step_until(worker, lambda: len(answers(worker)) == 2)
     assert answers(worker) == dict.fromkeys((1, 2), f"it cannot be loaded: {type(error).__name__}: on purpose")

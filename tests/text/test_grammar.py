@@ -142,7 +142,6 @@ REFUSED = [
     (deep(500), "nested too deeply"),
     (deep(4000), "nested too deeply"),
     ({"description": "a" * 120_000}, "at most 120000 bytes"),
-    ({"type": "integer", "multipleOf": 10**400}, "number out of range"),
     (
         SCORED | {"patternProperties": {"^[s]core$": {}}, "additionalProperties": False},
         "`patternProperties`",
@@ -156,7 +155,6 @@ EXPENSIVE = {
     "many properties": {"properties": {str(n): {} for n in range(5001)}},
     "many properties that may be missing": properties(1000),
     "many multiples": {"properties": {str(n): {"type": "integer", "multipleOf": 999 - n} for n in range(600)}},
-    "patterns of names": {"patternProperties": {f"^a{n}[a-z]*b$": {} for n in range(500)}},
     "references to itself": {"anyOf": [{"allOf": [{"$ref": ""}]} for _ in range(2600)]},
     "patterns together": {"allOf": [{"type": "string", "pattern": f"a.*{c}"} for c in "abcdefghijklmnopqrst"]},
     "alternatives of long patterns": combined(20, {"type": "string", "pattern": "a" * 3_900}),

@@ -45,6 +45,11 @@ TEXTS = {
 LEFT_OUT = {
     "a day in seconds": COUNT | {"multipleOf": DAY_S},
     "an hour in seconds of a week": COUNT | {"maximum": WEEK_S, "multipleOf": 3600},
+    "a divisor beyond float64": INTEGER | {"multipleOf": 10**400},
+    "divisors of a name and of a pattern": {
+        "properties": {"a": INTEGER | {"multipleOf": 999}},
+        "patternProperties": {"^a$": {"multipleOf": 997}},
+    },
     "a divisor of many digits": NUMBER | {"multipleOf": 0.07},
     "divisors that meet": {"allOf": [INTEGER | {"multipleOf": 999}, {"multipleOf": 998}]},
     "a divisor in a reference": {"$defs": {"a": {"multipleOf": 999}}, "$ref": "#/$defs/a", "multipleOf": 998} | INTEGER,

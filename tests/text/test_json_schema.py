@@ -193,6 +193,8 @@ HOSTILE = {
         "allOf": [{"propertyNames": {"$ref": "#/$defs/v"}}] * 1_200,
     },
     "a pattern": {"pattern": "[" * 100_000},
+    "a pattern of letters of either case": {"pattern": "(?i)" + r"[\PL]" * 19_000},
+    "patterns of letters of either case": {"patternProperties": {f"(?i){n}" + r"[\PL]" * 90: {} for n in range(195)}},
     "a pattern of classes": {"pattern": r"\p{" * 25_000},
     "a pattern of characters": {"pattern": "[" + "".join(map(chr, range(0x100, 0xA000, 2))) + "]"},
     "patterns": {"patternProperties": {f"{n}(?=": {} for n in range(6_000)}},
