@@ -19,7 +19,7 @@ I32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 AtLeastOne = Annotated[U32, Meta(extra_json_schema={"minimum": 1})]
 Positive = Annotated[float, Meta(extra_json_schema={"exclusiveMinimum": 0})]
 NotNegative = Annotated[float, Meta(extra_json_schema={"minimum": 0})]
-Share = Annotated[float, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})]
+Share = Annotated[float, Meta(extra_json_schema={"minimum": 0, "maximum": 1})]
 U64_MAX = 2**64 - 1  # msgspec's constraints end at 63 bits
 JsonSchema = dict[str, Any] | str  # a string holds the schema as JSON
 
@@ -30,6 +30,8 @@ def _field(parameter: SamplingParameter) -> Any:
     """The type of a sampling parameter in a request, with its limits for the OpenAPI document."""
     limits = parameter.limits
     bounds = {"minimum": limits.ge, "exclusiveMinimum": limits.gt, "maximum": limits.le}
+    if parameter.is_filter:  # which may also be 0 in a greedy request
+        bounds |= {"minimum": limits.ge or 0, "exclusiveMinimum": None}
     described = Meta(extra_json_schema={name: bound for name, bound in bounds.items() if bound is not None})
     kind = I32 if isinstance(parameter.neutral, int) else float
     return Annotated[kind, described] | None

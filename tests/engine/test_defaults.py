@@ -18,7 +18,8 @@ def test_sampling_defaults_are_those_of_generation_config(caplog):
     used, log = defaults(caplog, given)
     assert used == {"temperature": 0.6, "top_p": 0.9}
     values = "temperature 0.6, top_p 0.9"
-    (line,) = log
+    unused, line = log
+    assert unused == "generation_config.json has max_new_tokens, which is not supported"
     assert line.startswith(f"Sampling defaults on /v1 routes, from generation_config.json: {values} (--generation-config none")
 
 

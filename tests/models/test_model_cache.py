@@ -127,7 +127,7 @@ def test_the_key_depends_on_all_that_a_conversion_reads(config, checkpoint, tmp_
 def test_a_tokenizer_that_an_older_version_converted_is_converted_anew(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.model").write_bytes(b"1")
     current = tokenizer_key(tmp_path)
-    monkeypatch.setattr("models.cache.CONVERTER_VERSION", models.cache.CONVERTER_VERSION - 1)
+    monkeypatch.setitem(models.cache.READERS, "tokenizer", models.cache.READERS["tokenizer"] - 1)
     assert tokenizer_key(tmp_path) != current
 
 
