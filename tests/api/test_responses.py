@@ -583,7 +583,7 @@ def test_a_stream_says_the_same_as_a_whole_response(served):
     assert (first["status"], first["output"], first["usage"]) == ("in_progress", [], None)
     assert first["id"] == last["id"] != answer["id"]
     for response in (last, answer):
-        del response["id"], response["created_at"], response["output"][0]["id"]
+        del response["id"], response["created_at"], response["completed_at"], response["output"][0]["id"]
     assert last == answer
 
 
