@@ -56,7 +56,7 @@ def _characters(given: str) -> str:
         is_range = last and not SEVERAL.match(first) and not SEVERAL.match(last)
         between = "-" if is_range else r"\-" * bool(last)
         parts.append(_atom(first) + between + _atom(last))
-    return parts and f"[{negation}{''.join(parts)}]"
+    return f"[{negation}{''.join(parts)}]" if parts else ""
 
 
 def _atom(text: str) -> str:

@@ -68,7 +68,8 @@ class Context(NamedTuple):
         """None: it cannot be said."""
         if isinstance(pattern, str) and pattern not in self.patterns:
             spent = sum(len(each) + PER_PATTERN for each in (*self.patterns, pattern))
-            self.patterns[pattern] = in_rust(pattern) if spent <= MAX_PATTERNS else None
+            if spent <= MAX_PATTERNS:
+                self.patterns[pattern] = in_rust(pattern)
         return self.patterns.get(pattern)
 
 
