@@ -454,6 +454,17 @@ class Config:
         parse=_absolute_path,
         shown="none is loaded at run time",
     )
+    max_lora_rank: int = setting(
+        16, "MAX_LORA_RANK", "Largest rank of a LoRA adapter that is loaded at run time."
+    )
+    max_cpu_loras: int = setting(
+        32, "MAX_CPU_LORAS", "LoRA adapters, those of lora_adapters among them, beyond which none is loaded."
+    )
+    max_lora_memory: float = setting(
+        1.0,
+        "MAX_LORA_MEMORY",
+        "GB of memory for all LoRA adapters, beyond which none is loaded, and of the file of one.",
+    )
     revision: str | None = setting(
         None,
         "REVISION HF_MODEL_REVISION",

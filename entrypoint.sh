@@ -23,6 +23,8 @@ end_if_stopped() { [ "$stops" -eq 0 ] || exit 0; }
 here=$(ignore_stops && cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 # TGI's images set it; without the package hf_transfer, every download would fail.
 unset HF_HUB_ENABLE_HF_TRANSFER
+# A backtrace of a panic in the tokenizers library crashes the process: it cannot read the stacks of greenlets.
+export RUST_BACKTRACE=0
 python=${PYTHON:-$here/.venv/bin/python} # which `make run` makes
 [ -n "${PYTHON:-}" ] || [ -x "$python" ] || python=python3
 (ignore_stops && exec "$python" -c '
@@ -72,11 +74,17 @@ exec 7>"$run_dir/lock.new" && flock 7 && mv "$run_dir/lock.new" "$run_dir/lock"
 export NEURON_TEXTGEN_RUN_DIR=$run_dir
 export NEURON_TEXTGEN_PARENT=$$ # see run.py
 # Writes config.json, which the processes read, and settings.sh, which this script reads.
-(ignore_stops && exec "$python" "$here/config.py" "$@") || {
-    code=$?
+(ignore_stops && exec "$python" "$here/config.py" "$@") &
+# A signal ends `wait`. Files of the model folder may take long to read: a second signal ends that, too.
+wait $!
+code=$?
+[ "$code" -le 128 ] || { wait $! && code=0; }
+[ "$code" -eq 0 ] || {
+    kill -KILL $!
+    wait $!
     end_if_stopped
     exit "$code"
-}
+} 2>/dev/null
 source "$run_dir/settings.sh"
 export NUMBA_CACHE_DIR=${NUMBA_CACHE_DIR:-$model_cache/numba}
 (umask 077 && mkdir -p "$NUMBA_CACHE_DIR") 2>/dev/null # numba would let the group write to the model cache

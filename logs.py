@@ -18,7 +18,7 @@ APP_LOGGERS = ("compile", "config", "engine_client", "model", "protocol", "web",
 REPEATS = 10  # lines a minute of one kind of warning or error
 
 
-def _escaped(value: Any, limit: int) -> str:
+def escaped(value: Any, limit: int) -> str:
     """`value` on one line, truncated at `limit` characters."""
     text = str(value)
     if len(text) > limit:
@@ -36,20 +36,20 @@ class _PlainFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line, without the traceback that may follow."""
-        record.message = _escaped(record.message, 1000)
+        record.message = escaped(record.message, 1000)
         fields = getattr(record, "fields", {})
-        named = "".join(f" {name}={_escaped(value, 200)}" for name, value in fields.items())
+        named = "".join(f" {name}={escaped(value, 200)}" for name, value in fields.items())
         return super().formatMessage(record) + named
 
 
 class _JsonFormatter(_PlainFormatter):
     def format(self, record: logging.LogRecord) -> str:
-        message = _escaped(record.getMessage(), 1000)
+        message = escaped(record.getMessage(), 1000)
         if record.exc_info:
             message += "\n" + self.formatException(record.exc_info)
         fields = {"message": message}
         for name, value in getattr(record, "fields", {}).items():
-            fields[name] = _escaped(value, 200) if isinstance(value, str) else value
+            fields[name] = escaped(value, 200) if isinstance(value, str) else value
         line = {
             "timestamp": self.formatTime(record),
             "level": record.levelname,

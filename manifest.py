@@ -6,9 +6,11 @@ A model folder is trusted. The checks here give a broken one a one-line error.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +25,8 @@ SPLIT_WEIGHTS = "pytorch_model.bin"
 # The first of these that a checkpoint has is read; the latter two are pickled.
 WEIGHTS = (*SAFETENSORS, f"{SPLIT_WEIGHTS}/*", "pytorch_model*.bin")
 COMPUTED = 100_000_000  # parameters that need no file, such as tables of positions
+ENDLESS = {"b": "a device", "c": "a device", "p": "a FIFO", "s": "a socket"}  # by their letter of `ls`
+MAX_JSON = 50_000_000  # characters; an index of weights has a few million
 LFS_POINTER = b"version https://git-lfs"
 CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 ORIGINAL_LENGTH = "original_max_position_embeddings"  # before rope was scaled
@@ -297,8 +301,12 @@ def whole(value: Any) -> int | None:
 
 def read_json(path: Path, required: bool = False) -> Json:
     """A JSON object from a model folder, or `{}` without the file. Raises ConfigError for anything else."""
+    check_regular(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_JSON + 1)
+        if len(text) > MAX_JSON:
+            raise ConfigError(f"{path} has more than {MAX_JSON} characters, and is not read")
         reject_lfs_pointer(path)
         data = json.loads(text)
     except FileNotFoundError:
@@ -307,10 +315,20 @@ def read_json(path: Path, required: bool = False) -> Json:
             raise ConfigError(f"{path.parent} is not a model folder: {missing}") from None
         return {}
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, or no JSON
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path} cannot be read as JSON: {reason}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path} should hold a JSON object, not {type(data).__name__}")
     return data
+
+
+def check_regular(path: Path) -> None:
+    """Raises ConfigError for a device, a FIFO or a socket, also as a file of a folder or of its folders:
+    reading it might never end."""
+    for each in (path, *path.glob("*"), *path.glob("*/*")):
+        with contextlib.suppress(OSError):  # a link to nothing, a folder of others
+            if kind := ENDLESS.get(stat.filemode(each.stat().st_mode)[0]):
+                raise ConfigError(f"{each} is {kind}, and only regular files are read")
 
 
 def _instead_of_config(path: Path) -> str:

@@ -268,10 +268,12 @@ class MetricsText(msgspec.Struct, tag="metrics", frozen=True):
 
 
 class AdapterChanged(msgspec.Struct, tag="adapter_changed", frozen=True):
-    """Worker → web: the end of an `AdapterChange`; `error` says why it failed."""
+    """Worker → web: the end of an `AdapterChange`; `error` says why it failed, and `is_of_machine` that the
+    same change may succeed later."""
 
     id: int
     error: str = ""
+    is_of_machine: bool = False
 
 
 FromWeb = SubmitRequests | Cancel | AdapterChange | Hello | RequestStats | MetricsRequest

@@ -169,7 +169,10 @@ class Worker:
         # There may be requests and nothing to run: they are being prepared.
         waits = has_nothing_to_run and not self.stopping and (bool(self.requests) or not self.draining)
         for peer, message in self.link.receive(block=waits):
-            self._handle(peer, message)
+            try:
+                self._handle(peer, message)
+            except Exception:  # as in `_add`
+                logger.exception("a message from an API server process cannot be handled")
         for prepared in self._preparation.drain() if self._preparation else ():
             if prepared.error:
                 self.requests.end(prepared.request, "failed", prepared.error)
@@ -280,15 +283,20 @@ class Worker:
         if not self.requests:
             self._progress_at = time.monotonic()
         group = RequestGroup()
+        adapters = self._adapters.numbers if self._adapters else ()
         if message.images:
             self._preparation.add_images(message.images)
         images = {image.key: image.tokens for image in message.images}
         for generate in message.generates:
+            if self.requests.get(generate.id):  # which goes on
+                logger.error("request %s has the id of another one", generate.request_id)
+                self.admission.release()
+                continue
             request = self.requests.add(peer, generate, group, images)
             if self.draining:
                 self.requests.end(request, "draining")
                 continue
-            if generate.adapter and generate.adapter not in self._adapters.numbers:
+            if generate.adapter and generate.adapter not in adapters:
                 what = f"The LoRA adapter {generate.adapter!r} has been unloaded"
                 self.requests.end(request, "unknown_adapter", what)
                 continue
@@ -392,7 +400,8 @@ class Startup:
     def _adapter_changes(self, model: StaticBatchModel, info: ModelInfo) -> AdapterChanges | None:
         if not self._config.lora_folder:
             return None
-        return AdapterChanges(model.adapters, functools.partial(load_updates, self._config), self._link, info)
+        read = functools.partial(load_updates, self._config)
+        return AdapterChanges(model.adapters, read, self._link, info, self._config)
 
     @contextlib.contextmanager
     def phase(self, name: str, what: str) -> Iterator[None]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import re
 from pathlib import Path
+from typing import Any
 
 import gevent
 from flask import Response
 from msgspec import Struct
 
 from api import errors
-from api.engine_client import SPREAD_S
+from api.engine_client import ADAPTER_TIMEOUT_S, SPREAD_S, EngineBusy
 from api.errors import ApiError
 from api.fields import require
 from api.server import Server
@@ -81,15 +82,14 @@ def _load(server: Server, name: str, field: str, source: str, in_place: bool = F
     require(fits, field, f"must be a name of at most {MAX_NAME} printable characters", given=name[:80])
     is_free = name not in server.config.names_of_model
     require(is_free, field, "must not be a name that requests have for the model itself", given=name)
-    error = server.engine.change_adapter(name, source, in_place)
-    return _answer(error, f"LoRA adapter '{name}' added successfully.")
+    return _change(server, f"LoRA adapter '{name}' added successfully.", name, source, in_place)
 
 
 def _unload(server: Server, name: str) -> Response:
     _check_allowed(server)
     if name not in server.served.info.adapters:
         raise errors.unknown_model(f"The LoRA adapter {name[:80]!r} is not loaded")
-    return _answer(server.engine.change_adapter(name), f"LoRA adapter '{name}' removed successfully.")
+    return _change(server, f"LoRA adapter '{name}' removed successfully.", name)
 
 
 def _check_allowed(server: Server) -> None:
@@ -98,8 +98,15 @@ def _check_allowed(server: Server) -> None:
         raise ApiError(403, "forbidden", what)
 
 
-def _answer(error: str, success: str) -> Response:
-    if error:
-        raise ApiError(400, "validation", f"The LoRA adapter cannot be changed: {error}")
+def _change(server: Server, success: str, *change: Any) -> Response:
+    """`change`: as `EngineClient.change_adapter` takes it."""
+    try:
+        changed = server.engine.change_adapter(*change)
+    except EngineBusy:
+        what = f"The LoRA adapter is still not changed after {ADAPTER_TIMEOUT_S:g} s, and will be if it can"
+        raise ApiError(503, "unavailable", what) from None
+    if changed.error:
+        kind = (503, "unavailable") if changed.is_of_machine else (400, "validation")
+        raise ApiError(*kind, f"The LoRA adapter cannot be changed: {changed.error}")
     gevent.sleep(SPREAD_S)  # the other API server processes know of the change by then
     return Response(f"Success: {success}", mimetype="text/plain")

@@ -43,7 +43,7 @@ from protocol import (
 logger = logging.getLogger("engine_client")
 
 METRICS_TIMEOUT_S = 2.0
-ADAPTER_TIMEOUT_S = 600.0  # for a download, or for the requests that run with an adapter
+ADAPTER_TIMEOUT_S = 300.0  # for a download, or for the requests that run with an adapter
 FIRST_MESSAGE_S = 1.0  # a running worker answers a new process within milliseconds
 LOADING_S = 30.0  # the largest tokenizers load in about two seconds
 SPREAD_S = 0.1  # the worker's news reaches all API server processes within a few milliseconds
@@ -55,6 +55,10 @@ UNREADABLE = "the worker's message cannot be read"
 
 class EngineError(Exception):
     """The worker does not answer; the message is its phase, or "busy"."""
+
+
+class EngineBusy(EngineError):
+    """It does not answer in time."""
 
 
 class TooLarge(Exception):
@@ -197,11 +201,10 @@ class EngineClient:
         METRICS_TIMEOUT_S."""
         return self._ask(protocol.MetricsRequest(secrets.randbits(63)), METRICS_TIMEOUT_S).text
 
-    def change_adapter(self, name: str, source: str = "", in_place: bool = False) -> str:
-        """Loads a LoRA adapter, or unloads it without a `source`. Returns why it failed, or "". Raises
-        EngineError."""
+    def change_adapter(self, name: str, source: str = "", in_place: bool = False) -> AdapterChanged:
+        """Loads a LoRA adapter, or unloads it without a `source`. Raises EngineError."""
         change = AdapterChange(secrets.randbits(63), name, source, in_place)
-        return self._ask(change, ADAPTER_TIMEOUT_S).error
+        return self._ask(change, ADAPTER_TIMEOUT_S)
 
     def _ask(
         self, question: protocol.MetricsRequest | AdapterChange, timeout_s: float
@@ -219,7 +222,7 @@ class EngineClient:
             pass
         finally:
             self._queues.pop(question.id, None)
-        raise EngineError("busy" if self.phase == "ready" else self.phase)
+        raise EngineBusy("busy") if self.phase == "ready" else EngineError(self.phase)
 
     def close(self) -> None:
         gevent.killall(self._greenlets)

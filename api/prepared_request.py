@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from api.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid, unknown_model
+from api.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid, too_large, unknown_model
 from api.fields import NEEDS_HOST, check_ids, require
 from api.images import RequestImages
 from api.response_store import OwnedResponses
@@ -198,6 +198,9 @@ def ids_of(prepared: PreparedRequest, served: Served) -> list[int]:
         return prepared.prompt
     tokenizer = served.text.tokenizer
     # Tokenizing a text takes a hundred times its memory, so one that cannot fit is rejected before.
+    most_text = served.config.body_limit(reads_images=False)  # images alone may be longer
+    if prepared.characters > most_text:
+        raise too_large(most_text)
     if (
         prepared.truncate is None
         and len(prepared.prompt) > served.info.max_total_tokens * tokenizer.longest_token

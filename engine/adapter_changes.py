@@ -1,100 +1,149 @@
 """LoRA adapters that are loaded and unloaded while requests run.
 
-An adapter is read in a thread, and joins the others between two steps. One that is unloaded is not known to
-new requests from then on; its weights are freed when the last request with it has ended. So are those of one
-that another replaces under its name.
+An adapter is read in a thread. Another one makes the weights of all adapters with it, or without one that is
+unloaded, and the model gets these between two steps. An adapter that is unloaded is not known to new requests
+from then on; it goes when the last request with it has ended. So does one that another replaces under its
+name.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from config import Config
 from engine.link import Link
 from engine.request import Request
 from models.adapters import Adapters, Updates
-from models.base import ModelError, named
+from models.base import MachineError, ModelError, named
 from protocol import AdapterChange, AdapterChanged, ModelInfo
 from run import ConfigError
 
 logger = logging.getLogger("worker")
 
 
+class Pending(NamedTuple):
+    """A change that has begun: an adapter is being read, or the one with `number` goes."""
+
+    peer: bytes
+    change: AdapterChange
+    reading: Future[Updates] | None = None
+    number: int = 0
+
+    def is_due(self, requests: Collection[Request]) -> bool:
+        return self.reading.done() if self.reading else all(each.adapter != self.number for each in requests)
+
+
 class AdapterChanges:
     """Changes the adapters of a model. `read` returns the updates of an adapter by its name and source;
     `info` names those that are served."""
 
-    def __init__(self, adapters: Adapters, read: Callable[[str, str], Updates], link: Link, info: ModelInfo):
+    def __init__(
+        self,
+        adapters: Adapters,
+        read: Callable[[str, str], Updates],
+        link: Link,
+        info: ModelInfo,
+        config: Config,
+    ):
         self._adapters = adapters
         self._read = read
         self._link = link
         self._info = info
-        self._thread = ThreadPoolExecutor(1, "worker-adapters")
-        self._loading: list[tuple[bytes, AdapterChange, Future[Updates]]] = []  # read in this order
-        self._unloading: list[tuple[bytes, AdapterChange, int]] = []  # with the number that goes
+        self._most = config.max_cpu_loras
+        self._most_bytes = config.max_lora_memory * 1e9
+        self._readers = ThreadPoolExecutor(self._most, "worker-adapters")  # a slow one keeps no other waiting
+        self._copier = ThreadPoolExecutor(1, "worker-adapter-copies")
+        self._pending: list[Pending] = []
+        self._copying: tuple[Pending, Future[Adapters]] | None = None
 
     @property
     def is_loading(self) -> bool:
         """Whether an adapter is being downloaded or read, in threads that a normal exit would wait for."""
-        return bool(self._loading)
+        return any(each.reading for each in self._pending)
 
     def begin(self, peer: bytes, change: AdapterChange) -> None:
         """Begins a change that an API server process asks for."""
         numbers = self._adapters.numbers
-        if any(change.name == other.name for _peer, other, _job in self._loading):
+        loading = {each.change.name for each in self._pending if each.reading}
+        if change.name in loading:
             self._end(peer, change, f"{change.name} is being loaded")
         elif change.source and change.name in numbers and not change.in_place:
             remedy = "unload it, or load the other with `load_inplace` true"
             self._end(peer, change, f"{change.name} is served already: {remedy}")
+        elif change.source and len({change.name, *numbers, *loading}) > self._most:
+            what = "as many adapters are served or being loaded"
+            self._end(peer, change, f"--max-cpu-loras (MAX_CPU_LORAS) is {self._most}, and {what}")
         elif change.source:
-            job = self._thread.submit(self._read, change.name, change.source)
-            self._loading.append((peer, change, job))
-            job.add_done_callback(lambda _job: self._link.interrupt())
+            reading = self._submit(self._readers, self._read, change.name, change.source)
+            self._pending.append(Pending(peer, change, reading))
         elif change.name in numbers:
-            self._unloading.append((peer, change, numbers.pop(change.name)))
+            self._pending.append(Pending(peer, change, number=numbers.pop(change.name)))
             self._announce({name: at for name, at in self._info.adapters.items() if name != change.name})
             self._link.interrupt()
         else:
             self._end(peer, change, f"the LoRA adapter {change.name} is not loaded")
 
     def apply(self, requests: Collection[Request]) -> None:
-        """Between two steps: adds what has been read, and frees what no request has any more."""
-        while self._loading and self._loading[0][2].done():
-            self._add(*self._loading.pop(0))
-        for each in list(self._unloading):
-            peer, change, number = each
-            if all(request.adapter != number for request in requests):
-                self._unloading.remove(each)
-                self._adapters.remove(number)
-                self._end(peer, change)
+        """Between two steps: gives the model the weights that have been made, and has the next ones made."""
+        if self._copying and self._copying[1].done():
+            self._exchange(*self._copying)
+            self._copying = None
+        due = [] if self._copying else [each for each in self._pending if each.is_due(requests)]
+        if due:
+            self._copying = due[0], self._submit(self._copier, self._changed, due[0])
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._readers, self._copier):
+            threads.shutdown(wait=False, cancel_futures=True)
 
-    def _add(self, peer: bytes, change: AdapterChange, job: Future[Updates]) -> None:
-        replaced = self._adapters.numbers.get(change.name)
-        try:
-            self._adapters.add(change.name, job.result())
-        except (ModelError, ConfigError) as error:
-            self._end(peer, change, str(error))
-        except Exception as error:
-            logger.exception("the LoRA adapter %s cannot be loaded", change.name)
-            self._end(peer, change, f"it cannot be loaded: {named(error)}")
+    def _submit(self, threads: Executor, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        job = threads.submit(function, *arguments)
+        job.add_done_callback(lambda _job: self._link.interrupt())
+        return job
+
+    def _changed(self, pending: Pending) -> Adapters:
+        changed = self._adapters.copied()
+        if pending.reading:
+            changed.add(pending.change.name, pending.reading.result(), self._most_bytes)
         else:
-            self._announce({**self._info.adapters, change.name: change.source})
-            if replaced:
-                self._unloading.append((peer, change, replaced))
-            else:
-                self._end(peer, change)
+            changed.remove(pending.number)
+        return changed
+
+    def _exchange(self, pending: Pending, copying: Future[Adapters]) -> None:
+        self._pending.remove(pending)
+        peer, change, *_ = pending
+        try:
+            changed = copying.result()
+        except (ModelError, ConfigError) as error:
+            self._end(peer, change, str(error), isinstance(error, MachineError))
+            return
+        except Exception as error:
+            logger.exception("the LoRA adapter %s cannot be changed", change.name)
+            self._end(peer, change, named(error), is_of_machine=True)
+            return
+        self._adapters.exchange(changed)
+        if not pending.reading:
+            self._end(peer, change)
+            return
+        replaced = self._adapters.numbers.get(change.name)
+        self._adapters.numbers[change.name] = changed.numbers[change.name]
+        self._announce({**self._info.adapters, change.name: change.source})
+        if replaced:
+            self._pending.append(Pending(peer, change, number=replaced))
+            self._link.interrupt()
+        else:
+            self._end(peer, change)
 
     def _announce(self, adapters: dict[str, str]) -> None:
         self._info = replace(self._info, adapters=adapters)
         self._link.announce(self._info)
 
-    def _end(self, peer: bytes, change: AdapterChange, error: str = "") -> None:
+    def _end(self, peer: bytes, change: AdapterChange, error: str = "", is_of_machine: bool = False) -> None:
         if not error:
             logger.info("%s the LoRA adapter %s", "Loaded" if change.source else "Unloaded", change.name)
-        self._link.send(peer, AdapterChanged(change.id, error))
+        self._link.send(peer, AdapterChanged(change.id, error, is_of_machine))

@@ -174,7 +174,8 @@ class Link:
                 self._send(None, self._status_now())
 
     def _read(self) -> None:
-        peer, body = self._socket.recv_multipart(zmq.NOBLOCK)
+        peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        body = b"".join(frames)
         is_new = peer not in self._peers
         self._peers.add(peer)
         try:
@@ -212,9 +213,12 @@ class Link:
     def _admit(self, peer: bytes, message: SubmitRequests) -> None:
         """Rejects at once what exceeds the limit."""
         pixel_bytes = sum(len(image.pixels) for image in message.images)
-        if reason := self._admission.admit(len(message.generates), pixel_bytes):
+        reads_images = self._model_info and self._model_info.reads_images
+        why = "the model reads no images" if message.images and not reads_images else ""
+        reason = "failed" if why else self._admission.admit(len(message.generates), pixel_bytes)
+        if reason:
             for generate in message.generates:
-                self._send(peer, End(generate.id, reason))
+                self._send(peer, End(generate.id, reason, why))
             return
         self._inbox.put((peer, message))
         self._send_news()

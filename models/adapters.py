@@ -14,7 +14,9 @@ may sum others in another order.
 
 from __future__ import annotations
 
+import copy
 import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +31,7 @@ UPDATES = "updates.safetensors"
 DOWN, UP = ".down", ".up"  # endings of the names of its tensors
 A, B = ".lora_A.weight", ".lora_B.weight"  # and of those that peft saves: [rank, inputs] and [outputs, rank]
 COLUMNS = 16
+MEMORY_LIMIT = "--max-lora-memory (MAX_LORA_MEMORY) says how much they may take"
 MAX_COLUMNS = 512
 
 # Parts of names that differ between a checkpoint, its adapters and the classes of transformers' versions:
@@ -67,12 +70,26 @@ def count_numbers(adapters: Iterable[Mapping[str, Sequence[int]]]) -> int:
     return columns * sum(sizes.values())
 
 
+def check_shapes(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
+    """`shapes`: of the tensors of an adapter, as peft saves it, by name. Raises ModelError where two of them
+    make no low-rank update: A is [rank, inputs], and B [outputs, rank]."""
+    for name, shape in shapes.items():
+        if name.endswith((A, B)):
+            module = name.removesuffix(A).removesuffix(B)
+            down, up = (shapes.get(module + ending, []) for ending in (A, B))
+            if not (len(shape) == 2 and all(shape) and down[:1] == up[1:]):
+                raise ModelError(f"{module} has{A} of the shape {down} and{B} of {up}, which is no update")
+    return shapes
+
+
 class Adapters:
     """The adapters of a model.
 
     numbers: of each adapter by its name, for `Chunk.adapter`; none is used twice, and 0 is no adapter.
     weights: `down` and `up` of all adapters by module, [columns, inputs] and [columns, outputs], in float32
     or as the bit patterns of bfloat16; `version` changes with them.
+
+    While the adapters are in use, a `copied` one is changed, and exchanged for them between two steps.
     """
 
     def __init__(self, layers: Mapping[str, tuple[int, int]], dtype: str = "float32"):
@@ -91,12 +108,24 @@ class Adapters:
     def nbytes(self) -> int:
         return sum(array.nbytes for pair in self.weights.values() for array in pair)
 
-    def add(self, name: str, updates: Updates) -> None:
-        """Raises ModelError for updates that do not fit the model."""
+    def copied(self) -> Adapters:
+        copied = copy.copy(self)
+        copied.numbers = dict(self.numbers)
+        return copied
+
+    def exchange(self, changed: Adapters) -> None:
+        """Takes everything but the numbers of a changed copy."""
+        vars(self).update(vars(changed) | {"numbers": self.numbers})
+
+    def add(self, name: str, updates: Updates, most_bytes: float = math.inf) -> None:
+        """Raises ModelError for updates that do not fit the model, or into so many bytes of all adapters."""
         for module, pair in updates.items():
             self._check_fit(name, module, [array.shape[1] for array in pair])
         rank = max(len(down) for down, _up in updates.values())
         columns = _columns(rank)
+        row_bytes = sum(array.itemsize * array.shape[1] for pair in self.weights.values() for array in pair)
+        if (total := self.nbytes + columns * row_bytes) > most_bytes:
+            raise ModelError(f"all LoRA adapters would take {total / 1e9:.2f} GB; {MEMORY_LIMIT}")
         weights = {}
         for module, present in self.weights.items():
             new = [np.zeros((columns, array.shape[1]), np.float32) for array in present]

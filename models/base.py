@@ -37,6 +37,10 @@ class ModelError(Exception):
     """A model that cannot be served; the message is one line, for the user."""
 
 
+class MachineError(ModelError):
+    """The machine is at fault: its memory, its time."""
+
+
 class DeviceLost(Exception):
     """An unrecoverable device error, raised by `forward`; restart the process."""
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from config import Config
-from manifest import Manifest
+from manifest import Manifest, check_regular
 from models.child import ChildError, run_module
 from run import ConfigError, Json, check_private
 
@@ -74,6 +74,7 @@ class ModelCache:
         entry = self.folder / key
         if not (entry / ENTRY).is_file():
             return None
+        check_regular(entry)
         mark_used(entry / ENTRY)
         return entry
 
@@ -266,9 +267,11 @@ def identify(folder: Path, patterns: tuple[str, ...]) -> list[tuple]:
     try:
         for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
             status = path.stat()
-            small = status.st_size <= HASHED_BYTES
-            contents = hashlib.sha256(path.read_bytes()).hexdigest() if small else int(status.st_mtime)
-            found.append((path.name, status.st_size, contents))
+            size, contents = status.st_size, int(status.st_mtime)
+            if size <= HASHED_BYTES:
+                data = path.read_bytes()
+                size, contents = len(data), hashlib.sha256(data).hexdigest()
+            found.append((path.name, size, contents))
     except OSError as error:  # a link to a file that is gone, a folder, no right to read
         raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None
     return found

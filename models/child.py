@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 
+from logs import escaped
 from run import HERE
+
+MAX_MESSAGE = 200  # characters: files may decide what a child process prints
 
 
 class ChildError(RuntimeError):
-    """A child process that failed; the message is the last line that it printed. `code`: its exit code."""
+    """A child process that failed; the message is the last line that it printed, of which the middle is left
+    out where it is long. `code`: its exit code."""
 
     def __init__(self, code: int, lines: Sequence[str]):
-        super().__init__(lines[-1] if lines else f"the process ended with code {code}")
+        line = escaped(lines[-1], 10_000) if lines else f"the process ended with code {code}"
+        if code < 0:
+            line = f"the process was ended by {signal.Signals(-code).name}"
+        if len(line) > MAX_MESSAGE:
+            half = MAX_MESSAGE // 2 - 3
+            line = f"{line[:half]} ... {line[-half:]}"
+        super().__init__(line)
         self.code = code
+
+    @property
+    def is_of_machine(self) -> bool:
+        """Whether the process was ended by a signal, or had no memory."""
+        return self.code < 0 or self.code == errno.ENOMEM
 
 
 def run_module(
@@ -23,15 +40,17 @@ def run_module(
     stdin: str = "",
     logs_to_stderr: bool = False,
     timeout_s: float | None = None,
+    niceness: int = 0,
     **environ: str,
 ) -> str:
     """What `python -m` prints with these arguments. `logs_to_stderr`: its stderr is the log, and it prints
-    the reason of a failure. `environ`: variables beside those of this process.
+    the reason of a failure. `niceness`: how far it stands back behind other processes. `environ`: variables
+    beside those of this process.
 
     Raises ChildError, and subprocess.TimeoutExpired after `timeout_s`.
     """
     done = subprocess.run(
-        [sys.executable, "-m", *arguments],
+        ["nice", f"-n{niceness}", sys.executable, "-m", *arguments],
         input=stdin,
         stdout=subprocess.PIPE,
         stderr=None if logs_to_stderr else subprocess.PIPE,

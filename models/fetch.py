@@ -22,12 +22,18 @@ from pathlib import Path
 from safetensors import safe_open
 
 from config import Config
-from manifest import WEIGHTS
+from manifest import WEIGHTS, check_regular
+from models.adapters import check_shapes
 from models.base import ModelError, first_line, named, progress_logged, reported_as
 
 METADATA = ["*.json", "*.model", "*.jinja", "*.txt"]
 TEMPLATES = "additional_chat_templates"  # a folder: further chat templates, such as one for tools
 ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
+NO_WEIGHTS = (
+    "holds no adapter_model.safetensors; an adapter_model.bin is not read, because it may run code: load it "
+    "with peft, and serve what save_pretrained writes"
+)
+MAX_HEADER = 4_000_000  # bytes; an adapter of 10,000 tensors has 2 million
 OTHER_FORMAT = "consolidated"  # begins the names of Mistral's own files, which hold the same weights
 OTHER_FORMATS = ["*/*", f"{OTHER_FORMAT}*"]  # as subfolders do
 GGUF = re.compile(r".*\.gguf")
@@ -42,6 +48,7 @@ CANDIDATES = 4  # files that an error names
 STATUSES = {
     401: "the hub rejects the token: give a valid one in HF_TOKEN, or none for a public model",
     403: "the hub denies access: give a token with read access in HF_TOKEN",
+    404: f"it {NO_WEIGHTS}",  # no other file is asked for by its name
     429: "the hub's rate limit is reached: wait, or give a token in HF_TOKEN, which has a higher limit",
 }
 
@@ -53,7 +60,9 @@ def fetch(config: Config, files: Sequence[str] = METADATA) -> tuple[Path, str | 
     Of a model in GGUF, `owner/name:file.gguf` or a path, it returns the file instead of a folder.
     """
     if config.is_local:
-        return Path(config.model_id).expanduser(), None
+        folder = Path(config.model_id).expanduser()
+        check_regular(folder)
+        return folder, None
     repository, _, file = config.model_id.partition(":")
     if file:
         folder = _download(config, repository, config.revision, [file])
@@ -110,6 +119,7 @@ def fetch_checkpoint(config: Config, model_id: str, revision: str | None) -> Pat
 def fetch_adapter(config: Config, source: str) -> Path:
     """The folder of a LoRA adapter: `source`, where that is an absolute path, or a repository on the hub."""
     if source.startswith("/"):
+        check_regular(Path(source))
         return Path(source)
     repository, _, revision = source.partition("@")
     return _download(config, repository, revision or None, ADAPTER)
@@ -118,24 +128,38 @@ def fetch_adapter(config: Config, source: str) -> Path:
 def adapter_shapes(config: Config, source: str) -> dict[str, list[int]]:
     """The shapes of the tensors of a LoRA adapter by name; nothing else is read: of a file on the hub that is
     not in the cache, its header. Raises ModelError."""
-    file = ADAPTER[1]
     if source.startswith("/"):
-        return _shapes_in(Path(source, file))
+        return shapes_in(Path(source))
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     repository, _, revision = source.partition("@")
     with _hub_errors(repository, revision or None):
-        cached = try_to_load_from_cache(repository, file, config.huggingface_hub_cache, revision or None)
+        cached = try_to_load_from_cache(
+            repository, ADAPTER[1], config.huggingface_hub_cache, revision or None
+        )
         if isinstance(cached, str):
-            return _shapes_in(Path(cached))
+            return shapes_in(Path(cached).parent)
         hub = HfApi(token=_token())
-        header = hub.parse_safetensors_file_metadata(repository, file, revision=revision or None)
-    return {name: tensor.shape for name, tensor in header.tensors.items()}
+        header = hub.parse_safetensors_file_metadata(repository, ADAPTER[1], revision=revision or None)
+    return check_shapes({name: tensor.shape for name, tensor in header.tensors.items()})
 
 
-def _shapes_in(path: Path) -> dict[str, list[int]]:
-    with reported_as(f"{path} cannot be read"), safe_open(path, "numpy") as tensors:
-        return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+def shapes_in(folder: Path) -> dict[str, list[int]]:
+    """The shapes of the tensors of an adapter in a folder, by name. Raises ModelError."""
+    file = folder / ADAPTER[1]
+    check_regular(folder)
+    if not file.exists():
+        raise ModelError(f"the adapter {NO_WEIGHTS}")
+    with reported_as(f"{file.name} cannot be read"):
+        with file.open("rb") as opened:  # a long header would take long to read, and keep others waiting
+            header_bytes = int.from_bytes(opened.read(8), "little")
+        if header_bytes > MAX_HEADER:
+            raise ModelError(
+                f"{file.name} has a header of {header_bytes} bytes; at most {MAX_HEADER} are read"
+            )
+        with safe_open(file, "numpy") as tensors:
+            shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    return check_shapes(shapes)
 
 
 def copy_metadata(folder: Path, target: Path) -> None:

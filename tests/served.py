@@ -100,7 +100,9 @@ class Served:
             admission=self.admission,
             metrics=self.metrics,
             grammars=grammars_of(self.tokenizer.to_str()),
-            adapter_changes=AdapterChanges(self.model.adapters, self.read_adapter, self.link, self.info) if adapters else None,
+            adapter_changes=AdapterChanges(self.model.adapters, self.read_adapter, self.link, self.info, Config())
+            if adapters
+            else None,
         )
         self.worker = Worker(parts)
         self.config = Config(**LIMITS | settings)

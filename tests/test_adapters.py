@@ -2,7 +2,10 @@
 
 import concurrent.futures
 import json
+import os
 import signal
+import socket
+import threading
 
 import pytest
 import torch
@@ -150,3 +153,101 @@ def test_a_server_stops_while_an_adapter_is_downloaded(tmp_path):
             server.process.send_signal(signal.SIGTERM)
             assert server.wait_exit(30) == 0  # the hub hangs for longer
             assert loading.result().status == 503
+
+
+def written(folder, config, tensors):
+    """A folder with an adapter of these settings and tensors."""
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8} | config))
+
+
+def wrong_adapters(folder):
+    """Names of folders, each with an adapter that cannot be loaded, and what the error says. One changes q_proj of a layer."""
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    down, up = f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+    size = AutoModelForCausalLM.from_pretrained(DEMO_MODEL).config.hidden_size
+    fits = {down: torch.zeros(4, size), up: torch.zeros(size, 4)}
+    shapes = {
+        "two ranks": {down: torch.zeros(3, size)},
+        "no rank": {down: torch.zeros(0, size), up: torch.zeros(size, 0)},
+        "one dimension": {down: torch.zeros(size)},
+        "three dimensions": {up: torch.zeros(size, 4, 1)},
+        "other type": {up: torch.zeros(size, 4, dtype=torch.int8)},
+        "other outputs": {up: torch.zeros(size + 1, 4)},
+        "other inputs": {down: torch.zeros(4, size + 1)},
+        "infinite": {up: torch.full((size, 4), torch.inf)},
+        "rank 17": {down: torch.zeros(17, size), up: torch.zeros(size, 17)},
+        "rank 20000": {down: torch.zeros(20000, 1), up: torch.zeros(1, 20000)},
+        "no B": {up: None},
+    }
+    for name, tensors in shapes.items():
+        kept = {key: tensor for key, tensor in (fits | tensors).items() if tensor is not None}
+        written(folder / name, {}, kept)
+        yield name, 400, "--max-lora-rank (MAX_LORA_RANK) is 16" if name.startswith("rank") else "self_attn.q_proj"
+    configs = {
+        "redos": ({"alpha_pattern": {"(([a-z_.0-9])+)+!": 1}}, "`alpha_pattern` take longer than 2 s"),
+        "no pattern": ({"alpha_pattern": {"(": 1}}, "missing )"),
+        "no patterns": ({"alpha_pattern": [1]}, "`alpha_pattern`"),
+        "no number": ({"lora_alpha": "8"}, "`lora_alpha` or `alpha_pattern` has '8' in the place of a number"),
+        "no value": ({"alpha_pattern": {"q_proj": None}}, "has None in the place of a number"),
+        "endless": ({"lora_alpha": 10**400}, "in the place of a number"),
+        "line breaks": ({"init_lora_weights": "\n\x1b[31mINFO all is well\n" + "x" * 100_000}, "\\n\\x1b[31mINFO"),
+    }
+    for name, (config, said) in configs.items():
+        written(folder / name, config, fits)
+        yield name, 400, said
+    for name, file in (("FIFO", "adapter_config.json"), ("device", "adapter_model.safetensors"), ("socket", "adapter_x")):
+        written(folder / name, {}, fits)
+        path = folder / name / file
+        path.unlink(missing_ok=True)
+        if name == "FIFO":
+            os.mkfifo(path)
+        elif name == "device":
+            path.symlink_to("/dev/zero")
+        else:
+            socket.socket(socket.AF_UNIX).bind(str(path))
+        yield name, 400, f"{path} is a {name}, and only regular files are read"
+
+
+def test_adapters_that_cannot_be_loaded_are_named_in_one_line_while_others_get_their_texts(server, folder, expected):
+    with concurrent.futures.ThreadPoolExecutor(6) as threads:
+        stopped = threading.Event()
+
+        def ask(name):
+            found = []
+            while not stopped.is_set():
+                found.append(ids(server, name))
+            return found
+
+        asking = {name: threads.submit(ask, name) for name in ("", *NAMES)}
+        try:
+            for name, status, said in wrong_adapters(folder):
+                body = {"lora_name": "wrong", "lora_path": name}
+                response = server.request("POST", "/v1/load_lora_adapter", body)
+                answer = json.loads(response.read())["error"]["message"]
+                assert (response.status, said in answer) == (status, True), (name, answer)
+                assert answer.isprintable() and len(answer) < 350, name
+        finally:
+            stopped.set()
+        for name, texts in asking.items():
+            assert texts.result() == [expected[name]] * len(texts.result())
+    assert server.get("/health")[0] == 200 and "wrong" not in [
+        card["id"] for card in json.loads(server.get("/v1/models")[1])["data"]
+    ]
+
+
+def test_a_child_that_the_system_ends_is_not_the_clients_fault(server, folder):
+    written(
+        folder / "ended",
+        {},
+        {"base_model.model.lora_A.weight": torch.zeros(1, 1), "base_model.model.lora_B.weight": torch.zeros(1, 1)},
+    )
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        body = {"lora_name": "ended", "lora_path": "ended"}
+        loading = threads.submit(server.request, "POST", "/v1/load_lora_adapter", body)
+        child = wait_until(lambda: [pid for pid, command in server.processes() if "models.lora" in command], "a child")
+        os.kill(child[0], signal.SIGKILL)
+        response = loading.result()
+        said = "reading the LoRA adapter ended failed: the process was ended by SIGKILL"
+        assert response.status == 503 and said in json.loads(response.read())["error"]["message"]

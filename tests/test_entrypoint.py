@@ -1,5 +1,6 @@
 """The script that starts, supervises and stops: what it reads of the settings, and the lines that it logs itself."""
 
+import contextlib
 import json
 import os
 import re
@@ -23,7 +24,7 @@ PYTHON = """#!/usr/bin/env bash
 case $1 in
     -c) [[ $2 != *runpy* ]] || exec sleep 60 # compile or plan
         touch "$TMPDIR/is_checked"; until [ -e "${{MAY_START:-/}}" ]; do sleep 0.02; done ;;
-    *config.py) exec {python} "$@" ;;
+    *config.py) [ -z "${{HANGS:-}}" ] || {{ touch "$TMPDIR/hangs"; exec sleep 60; }}; exec {python} "$@" ;;
     *worker.py) {worker} ;;
     *web.py) exec sleep 60 ;;
 esac
@@ -218,6 +219,18 @@ def test_a_stop_of_the_whole_process_group_in_the_first_second_is_no_error(start
     with start(DEAF, PATH=path, SIGNALLED=during, STOP=stop) as server:
         assert server.wait_exit(seconds=10) == 0
         assert "error" not in server.log and len(server.log.splitlines()) <= 2  # "Starting" and "Stopped"
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGHUP])
+def test_a_second_signal_to_stop_ends_the_reading_of_the_model_folder(start, stop):
+    with start(DEAF, HANGS="yes") as server:
+        wait_until((server.tmp / "hangs").exists, "the reading")
+        for _ in range(50):  # the script may not have seen the first one when the second comes
+            server.process.send_signal(stop)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.process.wait(0.2)
+                break
+        assert server.wait_exit(seconds=10) == 0 and server.log == ""
 
 
 # Runs a command in a terminal, in which SIGINT presses Ctrl-C.

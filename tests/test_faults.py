@@ -13,6 +13,7 @@ import os
 import re
 import resource
 import select
+import shutil
 import signal
 import socket
 import time
@@ -23,6 +24,7 @@ import pytest
 from fakes.tokenizer import byte_tokenizer
 from processes import Server, memory_mb, wait_until
 
+from config import DEMO_MODEL
 from run import HERE
 
 pytestmark = pytest.mark.processes
@@ -655,6 +657,22 @@ def test_a_web_process_that_cannot_load_the_tokenizer_says_why_and_ends_the_serv
         (line,) = [line for line in server.log.splitlines() if "the tokenizer in" in line]
         assert f"{named}: there is no such file" in line
         assert "Traceback" not in server.log
+
+
+def test_a_panic_of_the_tokenizer_ends_one_request_also_where_backtraces_are_asked_for(tmp_path):
+    shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    endless = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [endless, tokenizer["pre_tokenizer"]]}
+    path.write_text(json.dumps(tokenizer))
+    with Server("--model-id", str(path.parent), RUST_BACKTRACE="1") as server:
+        server.wait_ready()
+        for _ in range(2):
+            status, answer = server.generate("a" * 40 + "b", max_new_tokens=2)
+            assert status == 422 and answer["error"].endswith("the tokenizer cannot process this text")
+            assert server.generate("hello", max_new_tokens=2)[0] == 200
+        assert server.stop() == 0 and "SIGSEGV" not in server.log and "stack backtrace" not in server.log
 
 
 @pytest.mark.parametrize("fault", [hang_step, stop_worker])

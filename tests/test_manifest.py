@@ -290,7 +290,7 @@ def demo(tmp_path):
         (is_folder("model.safetensors"), "model.safetensors cannot be read: Is a directory"),
         (leads_nowhere("model.safetensors"), "model.safetensors cannot be read: No such file or directory"),
         (is_folder("tokenizer.json"), "tokenizer.json cannot be read: Is a directory"),
-        (is_folder("tokenizer_config.json"), "tokenizer_config.json cannot be read as JSON: [Errno 21] Is a directory"),
+        (is_folder("tokenizer_config.json"), "tokenizer_config.json cannot be read as JSON: Is a directory"),
         (without_tokenizer_and_weights, "holds no tokenizer"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -587,6 +587,18 @@ def submitted(seeing, monkeypatch):
     return sent
 
 
+def test_only_images_may_be_longer_than_the_text_of_a_model_without_them(monkeypatch):
+    monkeypatch.setattr("config.TEXT_PAYLOAD", 30)
+    served = serving()
+    make, body = as_chat(data_url(b"an image"))
+    (prompt,) = prompts_of(loaded(make, body, served).requests, served)
+    assert len(prompt.prepared.prompt) > 30
+    for parameters in ({}, {"truncate": 5}):
+        with pytest.raises(ApiError) as refused:
+            prompts_of(tgi.generate({"inputs": " " * 31, "parameters": parameters}, served).requests, served)
+        assert refused.value.status == 413 and "at most 30 bytes; --payload-limit raises it" in refused.value.message
+
+
 ROUTES = {
     "chat": ("/v1/chat/completions", as_chat, {"max_tokens": 5, "temperature": 0}),
     "messages": ("/v1/messages", as_message, {"max_tokens": 5, "temperature": 0}),

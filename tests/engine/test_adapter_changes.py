@@ -8,7 +8,7 @@ import pytest
 from fakes.model import ADAPTER, greedy
 from loop import Driven
 
-from models.adapters import COLUMNS
+from models.adapters import COLUMNS, Adapters
 from protocol import AdapterChange, AdapterChanged, Generate
 
 
@@ -63,19 +63,19 @@ def test_unloading_waits_for_the_requests_that_run_and_new_ones_do_not_know_the_
 
 
 def test_an_adapter_takes_the_place_of_one_of_its_name_for_new_requests_and_those_that_run_keep_theirs():
-    worker = driven()
-    worker.arrive(Generate(1, [5, 6], 30, adapter="a", ignore_eos=True))
+    worker = driven(max_total_tokens=3000)
+    worker.arrive(Generate(1, [5, 6], 2900, adapter="a", ignore_eos=True))
     worker.step(3)
     worker.arrive(AdapterChange(7, "a", "/newer", in_place=True))
     step_until(worker, lambda: worker.model.adapters.numbers == {"a": 2})
     assert worker.wire.info.adapters == {"a": "/newer"} and answers(worker) == {} and worker.ends == {}
     worker.arrive(Generate(2, [5, 6], 6, adapter="a"))
-    worker.run()
+    worker.run(at_most=3000)
     step_until(worker, lambda: 7 in answers(worker))
     assert answers(worker) == {7: ""} and worker.model.adapters.columns_of([2]) == (0, COLUMNS)
-    alone = driven()
-    alone.arrive(Generate(1, [5, 6], 30, adapter="a", ignore_eos=True))
-    alone.run()
+    alone = driven(max_total_tokens=3000)
+    alone.arrive(Generate(1, [5, 6], 2900, adapter="a", ignore_eos=True))
+    alone.run(at_most=3000)
     assert worker.tokens == {1: alone.tokens[1], 2: greedy([5, 6], 6, adapter=2)}
 
 
@@ -99,8 +99,52 @@ def test_a_failed_load_changes_nothing(error):
     worker.arrive(AdapterChange(1, "b", "/b"), AdapterChange(2, "a", "/newer", in_place=True))
     worker.step()
     step_until(worker, lambda: len(answers(worker)) == 2)
-    assert answers(worker) == dict.fromkeys((1, 2), f"it cannot be loaded: {type(error).__name__}: on purpose")
+    assert answers(worker) == dict.fromkeys((1, 2), f"{type(error).__name__}: on purpose")
     assert worker.model.adapters.numbers == {"a": 1} and not hasattr(worker.wire, "info")  # nothing is announced
+    assert all(message.is_of_machine for _peer, message in worker.wire.sent)
+
+
+def test_a_slow_load_keeps_no_other_waiting_and_so_many_adapters_are_served():
+    may_read = threading.Event()
+
+    def read(name, _source):
+        assert name != "slow" or may_read.wait(20)
+        return ADAPTER
+
+    worker = driven(read_adapter=read, settings={"max_cpu_loras": 3})
+    worker.arrive(AdapterChange(1, "slow", "/b"), AdapterChange(2, "quick", "/b"), AdapterChange(3, "fourth", "/b"))
+    step_until(worker, lambda: 2 in answers(worker))
+    worker.arrive(AdapterChange(4, "slow", "/b"))
+    step_until(worker, lambda: 4 in answers(worker))
+    limit = "--max-cpu-loras (MAX_CPU_LORAS) is 3, and as many adapters are served or being loaded"
+    assert answers(worker) == {2: "", 3: limit, 4: "slow is being loaded"}
+    may_read.set()
+    step_until(worker, lambda: 1 in answers(worker))
+    assert list(worker.model.adapters.numbers) == ["a", "quick", "slow"]
+
+
+def test_what_does_not_fit_into_the_memory_for_adapters_is_refused_by_the_setting():
+    worker = driven(settings={"max_lora_memory": 2 * COLUMNS * 2 * 4 / 1e9})
+    worker.arrive(AdapterChange(1, "b", "/b"), AdapterChange(2, "c", "/b"))
+    step_until(worker, lambda: len(answers(worker)) == 2)
+    assert sorted(map(bool, answers(worker).values())) == [False, True]
+    (refused,) = filter(None, answers(worker).values())
+    assert refused == "all LoRA adapters would take 0.00 GB; --max-lora-memory (MAX_LORA_MEMORY) says how much they may take"
+
+
+def test_copies_are_made_while_steps_run(monkeypatch):
+    may_copy = threading.Event()
+    add = Adapters.add
+    monkeypatch.setattr(Adapters, "add", lambda *arguments: add(*arguments) if may_copy.wait(20) else None)
+    may_copy.set()
+    worker = driven()
+    may_copy.clear()
+    worker.arrive(Generate(1, [5, 6], 40, ignore_eos=True), AdapterChange(7, "b", "/b"))
+    worker.step(20)
+    assert len(worker.tokens[1]) >= 19 and answers(worker) == {}
+    may_copy.set()
+    step_until(worker, lambda: 7 in answers(worker))
+    assert answers(worker) == {7: ""}
 
 
 def test_fifty_loads_and_unloads_lose_no_request_and_mix_up_no_adapter():
