@@ -41,7 +41,8 @@ from engine.requests import Requests
 from engine.sampling import SamplerState
 from engine.scheduler import Scheduler, SchedulerConfig, Step
 from engine.step import StepOutput, StepRunner, StepTimer
-from models.base import DeviceLost, ModelError, StaticBatchModel
+from models.base import StaticBatchModel
+from models.errors import DeviceLost, ModelError
 from models.source import load_updates
 from models.tokenizer import TokenizerFacts, check_tokenizer, find_tokenizer
 from protocol import AdapterChange, Cancel, Hello, ModelInfo, RequestStats, Status, SubmitRequests

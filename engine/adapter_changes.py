@@ -19,7 +19,7 @@ from config import Config
 from engine.link import Link
 from engine.request import Request
 from models.adapters import Adapters, Updates
-from models.base import MachineError, ModelError, named
+from models.errors import MachineError, ModelError, named
 from protocol import AdapterChange, AdapterChanged, ModelInfo
 from run import ConfigError
 

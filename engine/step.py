@@ -21,7 +21,8 @@ from engine.masks import Masks, MaskThread
 from engine.request import Request
 from engine.sampling import SamplingBatch, SamplingError
 from engine.scheduler import PREFILL_TOKENS_WITH_DECODE, Step
-from models.base import Chunk, DeviceLost, Logits, SampledIds, StaticBatchModel
+from models.base import Chunk, Logits, SampledIds, StaticBatchModel
+from models.errors import DeviceLost
 from protocol import SAMPLING_PARAMETERS
 from text.grammar import GrammarError
 

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING
 
 from config import FP8, Config
 from manifest import SAFETENSORS, Manifest, check_weight_files
-from models.base import ModelError, StaticBatchModel, reject_openvino_settings
+from models.base import StaticBatchModel
+from models.cache import NotConverted
+from models.errors import ModelError, reject_openvino_settings
 from models.fetch import fetch_weights
-from models.machine import detect, host_memory
+from models.machine import cpu_multiplies_bfloat16, detect, host_memory
 from models.neuron_driver import Versions
 from models.source import check_architecture, fetch_source
 from run import run_dir
@@ -82,12 +84,35 @@ class Prepared:
             return NeuronModel(self.build, run_dir(), announce)
         check_weight_files(self.folder)
         if self.device == "cpu":
-            from models.openvino_model import load
-
-            return load(self.config, self.folder, self.manifest, announce)
+            return load_on_cpu(self.config, self.folder, self.manifest, announce)
         from models.torch_model import TorchModel
 
         return TorchModel(self.config, self.folder, self.device)
+
+
+def load_on_cpu(
+    config: Config, folder: Path, manifest: Manifest, announce: Callable[[str], None]
+) -> StaticBatchModel:
+    """The model in `folder`, in plain PyTorch where OpenVINO cannot serve it. Raises ConfigError or
+    ModelError."""
+    from models.openvino_model import load, with_dtype
+
+    try:
+        return load(config, folder, manifest, announce)
+    except NotConverted as error:
+        why = error
+    reject_openvino_settings(config, "plain PyTorch")
+    if config.quantize:
+        raise ModelError(
+            f"--quantize {config.quantize} (QUANTIZE): only plain PyTorch serves {config.model_name}, where "
+            f"weights stay as they are: {why}; leave it out"
+        )
+    from models.torch_model import TorchModel
+
+    if config.dtype == "auto" and not cpu_multiplies_bfloat16():
+        config = dataclasses.replace(config, dtype="float32")  # PyTorch's bfloat16 is slower there
+    logger.warning("%s runs in plain PyTorch, slower: %s", config.model_name, why)
+    return TorchModel(with_dtype(config, manifest), folder, "cpu")
 
 
 def prepare(config: Config) -> Prepared:

@@ -25,7 +25,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from config import Config
-from models.base import ModelError
+from models.errors import ModelError
 
 UPDATES = "updates.safetensors"
 DOWN, UP = ".down", ".up"  # endings of the names of its tensors

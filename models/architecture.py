@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from config import Config
 from manifest import SU, Manifest
 from models import rope
-from models.base import ModelError, check_length_limit, reported_as
+from models.errors import ModelError, check_length_limit, reported_as
 
 # The supported types of layers, by their names in config classes; "global" is GPT-Neo's.
 LAYERS = ("full_attention", "sliding_attention", "global")

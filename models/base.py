@@ -7,42 +7,16 @@ where the device does."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import re
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from config import FP8, Config
+from models.adapters import Adapters
 from models.encoder_cache import EncoderCache
 
-if TYPE_CHECKING:
-    from models.adapters import Adapters
-    from models.openvino_model import VisionEncoder
-    from models.vision import VisionTower
-
 logger = logging.getLogger("model")
-
-PROGRESS_S = 10.0
-# OpenVINO's messages begin with lines of its source code, and end with the reason.
-OPENVINO_SOURCE_LINES = ("Exception from ", "Check '")
-OUT_OF_MEMORY = re.compile("bad_alloc|out of memory|allocate .*memory", re.IGNORECASE)
-
-
-class ModelError(Exception):
-    """A model that cannot be served; the message is one line, for the user."""
-
-
-class MachineError(ModelError):
-    """The machine is at fault: its memory, its time."""
-
-
-class DeviceLost(Exception):
-    """An unrecoverable device error, raised by `forward`; restart the process."""
 
 
 class Chunk(NamedTuple):
@@ -72,6 +46,15 @@ class SampledIds(NamedTuple):
 # type for. They may be a transposed view (transformers-neuronx leaves [vocab, rows] in memory); `sampling.py`
 # reads both orders.
 Logits = np.ndarray
+
+
+class ImageEncoder(Protocol):
+    """The part of a model that reads images."""
+
+    def encode(
+        self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
+    ) -> np.ndarray | None:
+        """As `StaticBatchModel.encode_image`."""
 
 
 class StaticBatchModel:
@@ -109,7 +92,7 @@ class StaticBatchModel:
     verify_length: int = 0
     # For a model that reads images: the embeddings that image tokens (negative ids) in chunks stand for.
     encoder_cache: EncoderCache | None = None
-    _vision: VisionTower | VisionEncoder  # set where there is an `encoder_cache`
+    _vision: ImageEncoder  # set where there is an `encoder_cache`
     adapters: Adapters | None = None  # that chunks may choose; None: none can be served
 
     def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:
@@ -148,81 +131,3 @@ class StaticBatchModel:
         `is_cancelled` says so between two of them. Called from one thread, also while `forward` runs. Only
         where there is an `encoder_cache`."""
         return self._vision.encode(pixels, canvas, is_cancelled)
-
-
-def check_length_limit(model: str, limit: int | None, length: int) -> None:
-    """Raises ModelError for slots longer than `limit`, the `length_limit` of a model's manifest."""
-    if limit and length > limit:
-        raise ModelError(
-            f"{model} changes its positions or its attention beyond {limit} tokens; give --max-total-tokens "
-            f"{limit} or less"
-        )
-
-
-def warn_text_only(model: str, fault: str) -> None:
-    """For a model that reads images and whose vision tower is not served."""
-    logger.warning("%s: only the text part of this model is served, without images: %s", model, fault)
-
-
-def reject_openvino_settings(config: Config, engine: str) -> None:
-    """Raises ModelError where a setting of OpenVINO's KV cache is given, and another engine serves."""
-    for name in ("kv_cache_dtype", "prefix_slots"):
-        value = getattr(config, name)
-        if value not in (None, "auto", FP8):
-            raise ModelError(
-                f"--{name.replace('_', '-')} {value} ({name.upper()}) is for OpenVINO on CPUs, and "
-                f"{config.model_name} is served by {engine}; leave it out"
-            )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory could not be allocated: torch and OpenVINO raise a RuntimeError for it, too."""
-    return isinstance(error, MemoryError) or bool(OUT_OF_MEMORY.search(str(error)))
-
-
-def first_line(error: BaseException) -> str:
-    """The first line that says what went wrong."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    if lines[0].startswith(OPENVINO_SOURCE_LINES):
-        return lines[-1]
-    if lines[0].endswith(":"):  # the reason is in the next one
-        return " ".join(lines[:2])
-    return lines[0]
-
-
-def named(error: BaseException) -> str:
-    """The type and the first line of an error."""
-    return ": ".join(dict.fromkeys((type(error).__name__, first_line(error))))
-
-
-@contextlib.contextmanager
-def reported_as(failure: str, explain: Callable[[BaseException], str] = named) -> Iterator[None]:
-    """Turns any exception into a ModelError of one line: `failure`, then what `explain` makes of the
-    exception."""
-    try:
-        yield
-    except ModelError:
-        raise
-    except Exception as error:
-        logger.debug(failure, exc_info=True)
-        raise ModelError(f"{failure}: {explain(error)}") from None
-
-
-@contextlib.contextmanager
-def progress_logged(what: str, measure: Callable[[], str] = str) -> Iterator[None]:
-    """Logs every PROGRESS_S seconds that `what` is still running, and what `measure` says of it, which runs
-    in a thread."""
-    done = threading.Event()
-    started_at = time.monotonic()
-
-    def log_progress() -> None:
-        while not done.wait(PROGRESS_S):
-            progress = measure()
-            if not done.is_set():
-                logger.info("Still %s after %.0f s%s", what, time.monotonic() - started_at, progress)
-
-    threading.Thread(target=log_progress, name="progress", daemon=True).start()
-    try:
-        yield
-    finally:
-        done.set()

@@ -5,7 +5,7 @@ transformers-neuronx."""
 
 from __future__ import annotations
 
-from models.base import ModelError
+from models.errors import ModelError
 from run import Json
 
 

@@ -25,7 +25,7 @@ import logs
 from config import Config
 from manifest import SPLIT_WEIGHTS, Manifest
 from models import artifact
-from models.base import ModelError
+from models.errors import ModelError
 from models.fetch import OTHER_FORMAT, TEMPLATES
 from models.machine import detect
 from models.neuron_build import BuildPlan, make_compiled

@@ -40,7 +40,7 @@ from config import Config, parse
 from manifest import Manifest
 from models.accuracy import find_fault, kl_divergence
 from models.architecture import read_architecture
-from models.base import Chunk, ModelError, first_line, is_out_of_memory, named
+from models.base import Chunk
 from models.cache import (
     CANNOT_SERVE,
     CANNOT_WRITE,
@@ -50,6 +50,7 @@ from models.cache import (
     write_entry,
     write_rejection,
 )
+from models.errors import ModelError, first_line, is_out_of_memory, named
 from models.machine import usable_threads
 
 # Before openvino, which it keeps from loading its telemetry.

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from manifest import read_json
-from models.base import ModelError, reported_as
+from models.errors import ModelError, reported_as
 from models.fetch import OTHER_FORMAT, copy_metadata
 from models.quantization import Quantization, dequantized_config, values_of
 from run import ConfigError, Json

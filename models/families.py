@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from manifest import NEURON_VISION_FAMILIES, ORIGINAL_LENGTH
 from models import rope
-from models.base import named
 from models.checkpoint import legacy_config
+from models.errors import named
 from models.family import (
     DOWN,
     GATE,

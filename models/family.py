@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from config import DTYPES
 from models import rope
-from models.base import ModelError
+from models.errors import ModelError
 from models.rope import Rope
 from run import ConfigError, Json
 

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from config import Config
 from manifest import WEIGHTS, check_regular
 from models.adapters import check_shapes
-from models.base import ModelError, first_line, named, progress_logged, reported_as
+from models.errors import ModelError, first_line, named, progress_logged, reported_as
 
 METADATA = ["*.json", "*.model", "*.jinja", "*.txt"]
 TEMPLATES = "additional_chat_templates"  # a folder: further chat templates, such as one for tools

@@ -24,7 +24,7 @@ from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers, processors
 from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as SPLITS
 
-from models.base import ModelError, reported_as
+from models.errors import ModelError, reported_as
 from run import Json
 
 # The keys that are read, for every architecture; any other could change what the model computes.

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from logs import escaped
 from manifest import read_json
 from models.adapters import DOWN, UP, UPDATES, A, B, common_name
-from models.base import ModelError, is_out_of_memory, named
+from models.errors import ModelError, is_out_of_memory, named
 from models.fetch import ADAPTER, copy_metadata, shapes_in
 from run import ConfigError
 

@@ -134,3 +134,8 @@ def _read(path: Path) -> str:
 
 def _number(text: str) -> int | None:
     return int(text) if re.fullmatch(r"[0-9]+", text) else None
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    flags = Path("/proc/cpuinfo").read_text().split()
+    return "avx512_bf16" in flags or "amx_bf16" in flags

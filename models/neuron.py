@@ -15,17 +15,9 @@ import numpy as np
 import torch
 
 from config import DEVICE_TOP_K
-from models.base import (
-    Chunk,
-    DeviceLost,
-    Logits,
-    ModelError,
-    SampledIds,
-    StaticBatchModel,
-    named,
-    warn_text_only,
-)
+from models.base import Chunk, Logits, SampledIds, StaticBatchModel
 from models.encoder_cache import EncoderCache, split_ids
+from models.errors import DeviceLost, ModelError, named, warn_text_only
 from models.neuron_build import (
     GREEDY,
     BuildPlan,

@@ -31,8 +31,8 @@ from config import DEVICE_TOP_K, FP8, Config
 from manifest import Manifest, check_weights
 from models import artifact, families, plan
 from models.artifact import Artifact, Cache, CompiledConfig, buckets
-from models.base import ModelError, first_line, named, progress_logged, reported_as
 from models.checkpoint import legacy_config
+from models.errors import ModelError, first_line, named, progress_logged, reported_as
 from models.family import Family
 from models.fetch import fetch_artifact, fetch_checkpoint, fetch_weights
 from models.machine import Machine, detect, host_memory, usable_cores

@@ -26,7 +26,7 @@ from transformers_neuronx.layers import attention, rotary
 from transformers_neuronx.llama import hlo as llama_hlo
 from transformers_neuronx.llama import model as llama
 
-from models.base import ModelError
+from models.errors import ModelError
 from models.family import ArchSpec, Family, GetTensor, K, LayerKind, O, Q, Tensors, V
 from models.rope import Rope
 

@@ -39,17 +39,7 @@ from config import DEFAULT_BATCH_SIZE, Config  # noqa: E402
 from manifest import Manifest  # noqa: E402
 from models.accuracy import find_fault  # noqa: E402
 from models.adapters import Adapters, Updates, common_name, configured  # noqa: E402
-from models.base import (  # noqa: E402
-    Chunk,
-    ModelError,
-    StaticBatchModel,
-    check_length_limit,
-    is_out_of_memory,
-    named,
-    progress_logged,
-    reject_openvino_settings,
-    warn_text_only,
-)
+from models.base import Chunk, StaticBatchModel  # noqa: E402
 from models.cache import (  # noqa: E402
     NNCF,
     ModelCache,
@@ -60,6 +50,14 @@ from models.cache import (  # noqa: E402
     write_rejection,
 )
 from models.encoder_cache import EncoderCache, split_at_images  # noqa: E402
+from models.errors import (  # noqa: E402
+    ModelError,
+    check_length_limit,
+    is_out_of_memory,
+    named,
+    progress_logged,
+    warn_text_only,
+)
 from models.grid_positions import GridPositions  # noqa: E402
 from models.image_layout import encode  # noqa: E402
 from models.machine import host_memory, usable_threads  # noqa: E402
@@ -556,19 +554,15 @@ def _constant(value: Any, kind: type = np.int32):
     return ops.constant(np.array(value, kind)).output(0)
 
 
-def load(
-    config: Config, folder: Path, manifest: Manifest, announce: Callable[[str], None]
-) -> StaticBatchModel:
+def load(config: Config, folder: Path, manifest: Manifest, announce: Callable[[str], None]) -> OpenVinoModel:
     """The model in `folder`; `config` as `with_manifest` returns it. Calls `announce` with the name of a long
     phase.
 
-    Raises ModelError or ConfigError for what no engine can serve.
+    Raises NotConverted for what plain PyTorch may serve, ModelError or ConfigError for what no engine can.
     """
-    given = config
     config = with_dtype(config.with_prefix_slots(manifest, host_memory()), manifest)
     if config.dtype == "float16":
-        why = "OpenVINO computes in float32 or bfloat16 on a CPU, not in float16"
-        return _load_torch(given, manifest, folder, why)
+        raise NotConverted("OpenVINO computes in float32 or bfloat16 on a CPU, not in float16")
     cache = ModelCache(config)
     key = model_key(config, folder, manifest)
 
@@ -604,12 +598,10 @@ def load(
                 with contextlib.suppress(OSError):  # a read-only cache
                     write_rejection(entry, named(error))
                 raise NotConverted(named(error)) from error
-    except (ConfigError, ModelError):
+    except (ConfigError, ModelError, NotConverted):
         raise
-    except NotConverted as why:
-        return _load_torch(given, manifest, folder, str(why))
     except Exception as error:  # of the conversion; the next startup tries again
-        return _load_torch(given, manifest, folder, named(error))
+        raise NotConverted(named(error)) from error
 
 
 def check_convertible(config: Config, folder: Path, manifest: Manifest) -> None:
@@ -634,7 +626,7 @@ def _find_entry(config: Config, cache: ModelCache, key: str | None) -> Path | No
     return cache.find(key)
 
 
-def _load_entry(config: Config, entry: Path) -> StaticBatchModel:
+def _load_entry(config: Config, entry: Path) -> OpenVinoModel:
     """Raises NotConverted for a model that OpenVINO cannot serve, ModelError for unsupported settings,
     another exception for a damaged entry."""
     facts = read_entry(entry)
@@ -705,21 +697,6 @@ def _compare(model: OpenVinoModel, facts: Json) -> None:
             raise ValueError(fault)
 
 
-def _load_torch(config: Config, manifest: Manifest, folder: Path, why: str) -> StaticBatchModel:
-    from models.torch_model import TorchModel
-
-    reject_openvino_settings(config, "plain PyTorch")
-    if config.quantize:
-        raise ModelError(
-            f"--quantize {config.quantize} (QUANTIZE): only plain PyTorch serves {config.model_name}, where "
-            f"weights stay as they are: {why}; leave it out"
-        )
-    if config.dtype == "auto" and not cpu_multiplies_bfloat16():
-        config = dataclasses.replace(config, dtype="float32")  # PyTorch's bfloat16 is slower there
-    logger.warning("%s runs in plain PyTorch, slower: %s", config.model_name, why)
-    return TorchModel(with_dtype(config, manifest), folder, "cpu")
-
-
 def with_dtype(config: Config, manifest: Manifest) -> Config:
     """`config` with a dtype for "auto": bfloat16 where the checkpoint has it, else float32; float32 also for
     the demonstration model, whose text is the same on every machine."""
@@ -729,8 +706,3 @@ def with_dtype(config: Config, manifest: Manifest) -> Config:
     stored = stored or manifest.config_json.get("dtype") or manifest.config_json.get("torch_dtype")
     is_bfloat16 = stored == "bfloat16" and not config.is_demo
     return dataclasses.replace(config, dtype="bfloat16" if is_bfloat16 else "float32")
-
-
-def cpu_multiplies_bfloat16() -> bool:
-    flags = Path("/proc/cpuinfo").read_text().split()
-    return "avx512_bf16" in flags or "amx_bf16" in flags

@@ -26,7 +26,7 @@ from config import FP8, Config
 from manifest import NEURON_VISION_FAMILIES, read_json
 from models import families
 from models.adapters import count_numbers
-from models.base import ModelError
+from models.errors import ModelError
 from models.family import Family
 from models.fetch import adapter_shapes, fetch
 from models.machine import GIB, Machine

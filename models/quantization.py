@@ -13,7 +13,7 @@ from typing import Any
 
 from config import Config
 from manifest import read_json
-from models.base import ModelError
+from models.errors import ModelError
 from run import Json
 
 KEYS = ("quantization_config", "compression_config")  # the latter in older files of compressed-tensors

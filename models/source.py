@@ -26,7 +26,6 @@ from packaging.version import Version
 from config import AUTO_QUANTIZE, CHECKPOINT_QUANTIZE, TRIAL_MODEL, Config
 from manifest import SAFETENSORS
 from models.adapters import MEMORY_LIMIT, A, Updates, read_updates
-from models.base import MachineError, ModelError, progress_logged, reported_as
 from models.cache import (
     NNCF,
     READERS,
@@ -38,6 +37,7 @@ from models.cache import (
     write_entry,
 )
 from models.child import ChildError, run_module
+from models.errors import MachineError, ModelError, progress_logged, reported_as
 from models.fetch import (
     GGUF,
     SPLIT,

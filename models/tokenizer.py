@@ -21,9 +21,9 @@ from packaging.version import Version
 
 from config import Config
 from manifest import read_json, reject_lfs_pointer
-from models.base import ModelError, reported_as
 from models.cache import ModelCache, tokenizer_key, write_entry
 from models.child import ChildError, run_module
+from models.errors import ModelError, reported_as
 from run import ConfigError
 
 if TYPE_CHECKING:

@@ -32,17 +32,9 @@ from manifest import SHARDS, Manifest, check_weights
 from models.accuracy import find_fault
 from models.adapters import Adapters, common_name, configured
 from models.architecture import read_architecture, with_version_of_code
-from models.base import (
-    Chunk,
-    DeviceLost,
-    ModelError,
-    StaticBatchModel,
-    first_line,
-    named,
-    reported_as,
-    warn_text_only,
-)
+from models.base import Chunk, StaticBatchModel
 from models.encoder_cache import EncoderCache, split_at_images
+from models.errors import DeviceLost, ModelError, first_line, named, reported_as, warn_text_only
 from models.grid_positions import GridPositions
 from models.image_layout import Canvas
 from models.machine import usable_threads

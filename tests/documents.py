@@ -20,7 +20,7 @@ from config import FP8, GROUPS, SETTINGS, Config
 from engine.metrics import Metrics
 from manifest import CONTEXT_LENGTHS, Manifest
 from models import families, plan
-from models.base import ModelError
+from models.errors import ModelError
 from models.machine import GIB
 from run import HERE, ConfigError
 

@@ -23,7 +23,7 @@ from engine.admission import Admission
 from engine.link import Link
 from engine.metrics import Metrics
 from engine.scheduler import SchedulerConfig
-from models.base import ModelError
+from models.errors import ModelError
 from protocol import ModelInfo
 from text.grammar import Grammars
 from worker import Worker, WorkerDeps

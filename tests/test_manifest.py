@@ -10,7 +10,7 @@ from processes import Server
 
 from config import DEMO_MODEL
 from manifest import Manifest, check_weight_files, check_weights
-from models.base import ModelError
+from models.errors import ModelError
 from run import ConfigError
 
 

@@ -16,7 +16,7 @@ import worker
 from config import Config
 from engine import sampling
 from engine.link import PeerLost
-from models.base import DeviceLost
+from models.errors import DeviceLost
 from protocol import AdapterChange, Cancel, End, Generate, Hello, SamplingParams, SubmitRequests, Tokens
 from run import HERE
 from worker import scheduler_config
@@ -368,7 +368,7 @@ def test_gateways_learn_which_adapters_run_and_which_wait():
 PROCESS = """
 import errno, sys, threading, worker
 from run import ConfigError
-from models.base import DeviceLost, ModelError
+from models.errors import DeviceLost, ModelError
 
 def run(boot):
     if sys.argv[1] == "socket":
@@ -428,7 +428,7 @@ def test_an_error_in_a_thread_of_a_library_is_logged_and_the_worker_goes_on(tmp_
 
 FAILED_LOAD = """
 import config, sys, threading, worker
-from models.base import ModelError
+from models.errors import ModelError
 
 begun = threading.Barrier(3)
 

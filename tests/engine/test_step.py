@@ -11,7 +11,7 @@ from engine.request import Request
 from engine.sampling import SamplerState
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.step import StepRunner, StepTimer, needs_logits
-from models.base import DeviceLost
+from models.errors import DeviceLost
 from protocol import End, Generate, SamplingParams
 
 

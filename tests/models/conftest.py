@@ -11,8 +11,8 @@ from fakes.hub import Hub, forget_connections
 from huggingface_hub import constants, file_download
 
 from models import source
-from models.base import ModelError
 from models.child import ChildError, run_module
+from models.errors import ModelError
 from run import ConfigError
 
 

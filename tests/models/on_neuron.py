@@ -18,7 +18,8 @@ from fakes.tokenizer import VOCABULARY, byte_tokenizer
 
 from config import Config
 from manifest import Manifest
-from models.base import Chunk, ModelError, SampledIds
+from models.base import Chunk, SampledIds
+from models.errors import ModelError
 from run import HERE, ConfigError
 
 DEVICE = [str(HERE / "tests" / "fakes" / "neuron"), str(HERE / "bench" / "simulated")]

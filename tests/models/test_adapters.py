@@ -21,7 +21,8 @@ from config import Config
 from models import source
 from models.accuracy import kl_divergence
 from models.adapters import Adapters, count_numbers, read_updates
-from models.base import Chunk, ModelError
+from models.base import Chunk
+from models.errors import ModelError
 from models.fetch import adapter_shapes
 from models.torch_model import TorchModel
 

@@ -13,7 +13,7 @@ from tiny_models import POSITIONS, VOCABULARY, save_checkpoint
 import manifest
 from config import Config
 from manifest import Manifest
-from models.base import ModelError
+from models.errors import ModelError
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]  # of torch and transformers
 

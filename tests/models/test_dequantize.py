@@ -14,10 +14,10 @@ import models
 from config import CHECKPOINT_QUANTIZE, Config
 from manifest import read_json
 from models import dequantize, source
-from models.base import ModelError
 from models.cache import READERS
 from models.child import run_module
 from models.dequantize import FORMATS, write_checkpoint
+from models.errors import ModelError
 from run import ConfigError
 
 pytestmark = [pytest.mark.models, pytest.mark.usefixtures("no_children"), pytest.mark.filterwarnings("ignore")]

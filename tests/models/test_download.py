@@ -26,7 +26,7 @@ import models
 from config import DEMO_MODEL, Config
 from models import plan
 from models.artifact import Artifact
-from models.base import ModelError
+from models.errors import ModelError
 from models.fetch import fetch, fetch_artifact, fetch_checkpoint, fetch_weights
 from run import HERE, ConfigError
 
@@ -405,7 +405,7 @@ def test_a_file_where_the_cache_should_be_is_named(hub, tmp_path):
 
 
 def test_while_a_download_goes_on_the_log_says_how_much_is_there(hub, config, monkeypatch, caplog):
-    monkeypatch.setattr("models.base.PROGRESS_S", 0.05)
+    monkeypatch.setattr("models.errors.PROGRESS_S", 0.05)
     caplog.set_level(logging.INFO)
     hub.push("someone/model", files(FACTS) | {name: bytes(3_000_000) + name.encode() for name in SHARDS})
     folder, _commit = fetch(config)

@@ -6,7 +6,7 @@ import pytest
 from published.configs import CONFIGS, PARAMETERS
 
 from models import families, rope
-from models.base import ModelError
+from models.errors import ModelError
 from models.families import FAMILIES
 from models.family import LayerKind
 from models.plan import Shape

@@ -10,7 +10,7 @@ from tiny_models import save_checkpoint
 
 from engine.defaults import sampling_defaults
 from manifest import Manifest, read_json
-from models.base import ModelError
+from models.errors import ModelError
 from models.gguf import LAYERS_OF_27B, write_checkpoint
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import models
 from config import Config
 from models import source
-from models.base import ModelError
+from models.errors import ModelError
 from models.lora import merge
 
 pytestmark = [pytest.mark.models, pytest.mark.usefixtures("no_children"), pytest.mark.filterwarnings("ignore")]

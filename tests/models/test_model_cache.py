@@ -18,7 +18,6 @@ import models.cache
 from config import Config
 from manifest import Manifest
 from models import openvino_model
-from models.base import ModelError
 from models.cache import (
     ModelCache,
     model_key,
@@ -27,6 +26,7 @@ from models.cache import (
     tokenizer_key,
     write_entry,
 )
+from models.errors import ModelError
 from run import HERE, ConfigError
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]  # of torch and openvino, while converting
@@ -64,7 +64,7 @@ def config(checkpoint, tmp_path):
 
 
 def load(config: Config):
-    return openvino_model.load(config, Path(config.model_id), Manifest.read(config.model_id), lambda phase: None)
+    return models.load_on_cpu(config, Path(config.model_id), Manifest.read(config.model_id), lambda phase: None)
 
 
 def cache_in(folder: Path, size_gb: float = 1.0) -> ModelCache:
@@ -76,7 +76,7 @@ import json, sys
 from pathlib import Path
 from config import Config
 from manifest import Manifest
-from models.openvino_model import load
+from models import load_on_cpu as load
 config = Config.from_json(sys.stdin.read())
 model = load(config, Path(config.model_id), Manifest.read(config.model_id), lambda phase: None)
 print(model.engine, "torch" in sys.modules, "transformers" in sys.modules)
@@ -184,10 +184,11 @@ from config import Config
 from manifest import Manifest
 from models import openvino_model
 models.cache.CONVERTER_VERSION = int(sys.argv[1])
-openvino_model._load_torch = lambda config, manifest, folder, why: f"plain PyTorch: {why}"
 config = Config.from_json(sys.stdin.read())
 try:
     print(openvino_model.load(config, Path(config.model_id), Manifest.read(config.model_id), lambda phase: None))
+except models.cache.NotConverted as error:
+    print(f"plain PyTorch: {error}")
 except Exception as error:
     print(f"{type(error).__name__}: {error}")
 """

@@ -11,7 +11,8 @@ import pytest
 import config
 import models
 from config import DEMO_MODEL, Config
-from models.base import ModelError, StaticBatchModel
+from models.base import StaticBatchModel
+from models.errors import ModelError
 from run import HERE, ConfigError
 
 

@@ -37,8 +37,9 @@ from on_neuron import (  # noqa: F401
 from processes import Server, events
 
 import worker
-from models.base import Chunk, DeviceLost
+from models.base import Chunk
 from models.encoder_cache import EncoderCache
+from models.errors import DeviceLost
 from models.neuron import HostEmbedding
 from protocol import Generate
 

@@ -36,8 +36,8 @@ from on_neuron import (  # noqa: F401
 from test_neuron import assert_serves_whole
 
 from models.artifact import buckets
-from models.base import ModelError
 from models.cache import evict, locked
+from models.errors import ModelError
 from models.machine import Machine
 from models.neuron_build import explain
 from run import ConfigError

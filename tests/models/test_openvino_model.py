@@ -24,8 +24,9 @@ from config import Config
 from manifest import Manifest
 from models import openvino_model
 from models.accuracy import kl_divergence
-from models.base import Chunk, ModelError
+from models.base import Chunk
 from models.cache import read_entry
+from models.errors import ModelError
 
 # The warnings are of torch, openvino and nncf, while converting.
 pytestmark = [pytest.mark.models, pytest.mark.usefixtures("conversions"), pytest.mark.filterwarnings("ignore")]
@@ -40,7 +41,7 @@ def serve(folder, max_total_tokens=POSITIONS, max_batch_size=32, **changes):
 
 
 def load(config, folder):
-    return openvino_model.load(config, folder, Manifest.read(folder), lambda phase: None)
+    return models.load_on_cpu(config, folder, Manifest.read(folder), lambda phase: None)
 
 
 @pytest.mark.parametrize("family", IN_TORCH)

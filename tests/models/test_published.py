@@ -14,8 +14,8 @@ from tiny_models import run
 
 import models
 from config import Config
+from models import load_on_cpu as load
 from models.base import Chunk
-from models.openvino_model import load
 from models.torch_model import TorchModel
 from run import HERE
 

@@ -7,7 +7,7 @@ import pytest
 
 import models
 from config import Config
-from models.base import ModelError
+from models.errors import ModelError
 from models.quantization import SUPPORTED, Quantization, dequantized_config
 
 METHODS = ", ".join(SUPPORTED)

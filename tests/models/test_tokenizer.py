@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 import models.tokenizer
 from config import DEMO_MODEL, Config
-from models.base import ModelError
+from models.errors import ModelError
 from models.tokenizer import check_tokenizer, tokenizer_folder
 from run import ConfigError
 from text.tokenizer import ALPHABET

@@ -40,7 +40,9 @@ import models.openvino_model
 import worker
 from config import Config
 from manifest import Manifest
-from models.base import Chunk, DeviceLost, ModelError
+from models.base import Chunk
+from models.cache import NotConverted
+from models.errors import DeviceLost, ModelError
 from models.torch_model import TorchModel
 from protocol import Generate
 from run import ConfigError
@@ -293,9 +295,13 @@ def test_logits_that_are_no_numbers_are_refused_in_one_line_that_names_the_model
 def test_plain_pytorch_computes_in_bfloat16_where_the_cpu_and_the_checkpoint_do_or_where_it_is_asked_for(
     tmp_path, saved, can_multiply, dtype, monkeypatch
 ):
-    monkeypatch.setattr(models.openvino_model, "cpu_multiplies_bfloat16", lambda: can_multiply)
+    def reject(*_arguments):
+        raise NotConverted("a test")
+
+    monkeypatch.setattr(models, "cpu_multiplies_bfloat16", lambda: can_multiply)
+    monkeypatch.setattr("models.openvino_model.load", reject)
     folder = save_checkpoint(tmp_path, tiny_models.llama(), dtype=getattr(torch, saved))
-    model = models.openvino_model._load_torch(settings(folder, dtype=dtype), Manifest.read(folder), folder, "a test")
+    model = models.load_on_cpu(settings(folder, dtype=dtype), folder, Manifest.read(folder), print)
     is_bfloat16 = dtype == "bfloat16" or (saved == "bfloat16" and can_multiply)
     assert model.dtype == ("bfloat16" if is_bfloat16 else "float32")
 

@@ -27,6 +27,7 @@ from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOn
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+import models
 from config import Config
 from manifest import Manifest
 from models import convert, openvino_model, torch_model, vision
@@ -174,7 +175,7 @@ def serve(folder, engine="openvino", **changes):
     config = settings(folder, 3000, **{"max_batch_size": 4, "dtype": "float32"} | changes)
     if engine == "torch":
         return TorchModel(config, folder, "cpu")
-    return openvino_model.load(config, folder, Manifest.read(folder), lambda phase: None)
+    return models.load_on_cpu(config, folder, Manifest.read(folder), lambda phase: None)
 
 
 def encode(model, picture):
@@ -578,7 +579,7 @@ def test_how_pixels_are_normalized_belongs_to_the_key_of_a_model_that_reads_imag
 def test_a_worker_reads_images_without_torch(visions, tmp_path):
     folder = visions.folder("smolvlm")
     config = settings(folder, 300)
-    openvino_model.load(config, folder, Manifest.read(folder), lambda phase: None)
+    models.load_on_cpu(config, folder, Manifest.read(folder), lambda phase: None)
     code = """if True:
     import sys
     from pathlib import Path
@@ -588,7 +589,7 @@ def test_a_worker_reads_images_without_torch(visions, tmp_path):
     import numpy as np
     config = Config.from_json(sys.argv[1])
     folder = Path(config.model_id)
-    model = openvino_model.load(config, folder, Manifest.read(folder), lambda phase: None)
+    model = models.load_on_cpu(config, folder, Manifest.read(folder), lambda phase: None)
     embeddings = model.encode_image(np.zeros((1, 256, 256, 3), np.uint8), (), lambda: False)
     print(embeddings.shape, {"torch", "transformers", "PIL"} & sys.modules.keys())"""
     printed = subprocess.run(

@@ -21,7 +21,8 @@ from transformers_neuronx.layers import attention
 from config import Config
 from manifest import Manifest
 from models import compile as verb
-from models.base import Chunk, ModelError
+from models.base import Chunk
+from models.errors import ModelError
 from models.neuron import NeuronModel
 from models.neuron_build import BuildPlan
 from protocol import Generate

@@ -23,7 +23,8 @@ from transformers_neuronx import compiler
 from config import Config
 from manifest import Manifest
 from models import neuron_build
-from models.base import Chunk, ModelError
+from models.base import Chunk
+from models.errors import ModelError
 from models.neuron import NeuronModel
 from models.neuron_build import BuildPlan
 from protocol import Generate, SamplingParams
