@@ -2,7 +2,7 @@
 and why no engine can serve it.
 
 Reads no weights. So it runs before a download, in a child process (`source.check_architecture`), and again
-when the model is loaded (`torch_model.load_pretrained`)."""
+when the model is loaded (`pretrained.load_pretrained`)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 own logits.
 
 Runs in a child process, so that the worker never imports torch or transformers. `convert` loads the
-checkpoint (`torch_model.load_pretrained`), traces it with a placeholder in the place of each attention layer,
+checkpoint (`pretrained.load_pretrained`), traces it with a placeholder in the place of each attention layer,
 saves the graph, and compares what `openvino_model.py` computes from the saved files with what transformers
 computes in float32 (`accuracy.py`): where the graph runs in float32, too, and on a text where bfloat16 or
 compressed weights round it. For a model that cannot be converted the entry holds the reason, and the next
@@ -66,7 +66,7 @@ from models.openvino_model import (
     read_graph,
     with_dtype,
 )
-from models.torch_model import (
+from models.pretrained import (
     InFloat32,
     VisionCheck,
     embed,

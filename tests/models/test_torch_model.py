@@ -37,6 +37,8 @@ from tiny_models import (
 )
 
 import models.openvino_model
+import models.pretrained
+import models.torch_model
 import worker
 from config import Config
 from manifest import Manifest
@@ -187,7 +189,7 @@ def test_logits_are_float32_rows_in_the_order_of_the_chunks_and_later_calls_leav
     assert (first.shape, first.dtype, rows.shape, rows.dtype) == ((1, VOCABULARY), np.float32, (2, VOCABULARY), np.float32)
     assert np.array_equal(first, before)
     for token, row in zip((7, reference.tokens[0]), rows):
-        expected = models.torch_model.reference_logits(reference_model(zoo.folder("llama")), [*reference.prompt, token])
+        expected = models.pretrained.reference_logits(reference_model(zoo.folder("llama")), [*reference.prompt, token])
         np.testing.assert_allclose(row, expected[5], rtol=1e-4, atol=1e-4)
 
 
@@ -451,10 +453,10 @@ def shard(folder, count=3):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_shards_without_an_index_are_read_by_their_names(tmp_path, family, dtype):
     folder = save_checkpoint(tmp_path / "model", tiny_models.ALL[family]())
-    expected = models.torch_model.load_pretrained(settings(folder, dtype=dtype), folder, "cpu").state_dict()
+    expected = models.pretrained.load_pretrained(settings(folder, dtype=dtype), folder, "cpu").state_dict()
     shard(folder)
     files = sorted(path.name for path in folder.iterdir())
-    found = models.torch_model.load_pretrained(settings(folder, dtype=dtype), folder, "cpu").state_dict()
+    found = models.pretrained.load_pretrained(settings(folder, dtype=dtype), folder, "cpu").state_dict()
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
     assert sorted(path.name for path in folder.iterdir()) == files
 
@@ -484,22 +486,22 @@ def test_positions_that_stretch_with_the_longest_text_are_refused_beyond_what_th
 def test_attention_that_a_checkpoint_names_is_not_loaded(tmp_path, name):
     """transformers takes it from the hub, and runs it, where the package `kernels` is installed."""
     folder = edit_config(save_checkpoint(tmp_path / "m", tiny_models.llama()), _attn_implementation=name)
-    model = models.torch_model.load_pretrained(settings(folder), folder, "cpu")
-    assert np.isfinite(models.torch_model.reference_logits(model, [1, 2, 3])).all()
+    model = models.pretrained.load_pretrained(settings(folder), folder, "cpu")
+    assert np.isfinite(models.pretrained.reference_logits(model, [1, 2, 3])).all()
 
 
 @pytest.mark.parametrize("family", tiny_models.ALL)
 def test_a_model_computes_in_float32_what_its_float32_copy_does_to_the_last_bit_and_stays_as_it_is(tmp_path, family):
     folder = save_checkpoint(tmp_path, tiny_models.ALL[family](), dtype=torch.bfloat16)
-    model = models.torch_model.load_pretrained(settings(folder, dtype="bfloat16"), folder, "cpu")
+    model = models.pretrained.load_pretrained(settings(folder, dtype="bfloat16"), folder, "cpu")
     stored = [parameter.dtype for parameter in model.parameters()]
     prompts = ([*range(1, 12)], 0), ([*range(1, 6)], 3)
-    with models.torch_model.InFloat32(torch.bfloat16):
-        found = [models.torch_model.reference_logits(model, *prompt) for prompt in prompts]
+    with models.pretrained.InFloat32(torch.bfloat16):
+        found = [models.pretrained.reference_logits(model, *prompt) for prompt in prompts]
     assert torch.bfloat16 in stored and [parameter.dtype for parameter in model.parameters()] == stored
-    rounded = models.torch_model.reference_logits(model, *prompts[0])
+    rounded = models.pretrained.reference_logits(model, *prompts[0])
     model.float()
-    assert all(np.array_equal(one, models.torch_model.reference_logits(model, *prompt)) for one, prompt in zip(found, prompts))
+    assert all(np.array_equal(one, models.pretrained.reference_logits(model, *prompt)) for one, prompt in zip(found, prompts))
     assert not np.array_equal(found[0], rounded)
 
 

@@ -30,7 +30,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 import models
 from config import Config
 from manifest import Manifest
-from models import convert, openvino_model, torch_model, vision
+from models import convert, openvino_model, pretrained, vision
 from models.accuracy import find_fault, kl_divergence
 from models.base import Chunk
 from models.cache import model_key
@@ -522,7 +522,7 @@ def tower_bytes(cache):
 
 
 def test_a_vision_tower_that_does_not_tolerate_int8_stays_as_it_is(visions, tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(torch_model.VISION_TOLERANCE, "int8", 1e-5)
+    monkeypatch.setitem(pretrained.VISION_TOLERANCE, "int8", 1e-5)
     picture = visions.picture("smolvlm")
     caplog.set_level(logging.INFO)
     model = serve(visions.folder("smolvlm"), quantize="int8", model_cache=str(tmp_path))
@@ -585,7 +585,7 @@ def test_a_worker_reads_images_without_torch(visions, tmp_path):
     from pathlib import Path
     from config import Config
     from manifest import Manifest
-    from models import openvino_model
+    import models
     import numpy as np
     config = Config.from_json(sys.argv[1])
     folder = Path(config.model_id)
