@@ -50,7 +50,7 @@ KV_SHARE_OF_FLOAT32 = {"bfloat16": 0.5, "u8": 0.3}  # bytes of a KV cache; u8 wi
 DEFAULT_BATCH_SIZE = 4
 MAX_DEFAULT_PREFIX_SLOTS = 64  # a prompt is compared with what each of them holds
 DEVICE_TOP_K = 256  # largest top-k of on-device sampling
-# The names in FORMATS of text/tool_formats.py (tested).
+# The names in FORMATS of text/output/tool_formats.py (tested).
 TOOL_PARSERS = (
     "hermes",
     "llama3_json",
@@ -78,7 +78,7 @@ TOOL_PARSER_ALIASES = {
     "granite4": "hermes",
     "ernie45": "hermes",
 }
-# The names in FORMATS of text/reasoning.py (tested), and vLLM's parsers that mean the first of them.
+# The names in FORMATS of text/output/reasoning.py (tested), and vLLM's parsers that mean the first of them.
 REASONING_PARSERS = ("think", "deepseek_r1", "mistral", "seed_oss", "gemma4", "openai_gptoss")
 REASONING_FIELDS = {
     "both": ("reasoning", "reasoning_content"),  # vLLM's name, SGLang's
@@ -95,7 +95,7 @@ THINK_PARSERS = (
     "qwen3",
     "step3",
 )
-# The `options` of LAYOUTS in text/image_layouts.py (tested).
+# The `options` of LAYOUTS in text/images/layouts.py (tested).
 MM_PROCESSOR_FIELDS = (
     "size",
     "min_pixels",

@@ -48,8 +48,8 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 
 case ${1:-} in
     serve) shift ;;
-    compile) run_module models.compile "${@:2}" ;;
-    plan) run_module models.plan "${@:2}" ;;
+    compile) run_module models.neuron.compile "${@:2}" ;;
+    plan) run_module models.neuron.plan "${@:2}" ;;
 esac
 end_if_stopped
 for argument in "$@"; do

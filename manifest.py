@@ -79,7 +79,7 @@ VISION_FAMILIES = (
     "qwen2_vl",
     "qwen3_vl",
 )
-# The names in LAYOUTS of text/image_layouts.py (tested).
+# The names in LAYOUTS of text/images/layouts.py (tested).
 IMAGE_PROCESSORS = (
     "CLIPImageProcessor",
     "SiglipImageProcessor",

@@ -3,8 +3,8 @@
 A request on the wire: `Generate` (in a `SubmitRequests`), then a `PromptDone` and `Token`s inside the
 `Tokens` of each step, until exactly one terminal message: a `Token` with a `finish_reason`, or an `End`.
 `Cancel` asks for an early end, with the same rule. Both ends are processes of one server and trust each
-other: ranges are checked once, where a request comes in (api/). engine/link.py and api/engine_client.py own
-the sockets.
+other: ranges are checked once, where a request comes in (api/). engine/link.py and
+api/http/engine_client.py own the sockets.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SamplingParameter(NamedTuple):
 
 
 # Request fields, their checks, a model's defaults, and what on-device sampling rejects follow from this
-# table; engine/sampling.py applies them.
+# table; engine/sampling/sampling.py applies them.
 SAMPLING_PARAMETERS = {
     "temperature": SamplingParameter(1.0, Meta(ge=0), on_device=True),
     "top_k": SamplingParameter(0, Meta(ge=-1), on_device=True, is_filter=True),  # 0 and vLLM's -1: all tokens
@@ -66,7 +66,7 @@ class SamplingParams(SamplingNumbers, frozen=True):
 
 
 class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request's `PreparedRequest` (api/prepared_request.py) and its `Generate` share."""
+    """What a request's `PreparedRequest` (api/generation/prepared_request.py) and its `Generate` share."""
 
     sampling: SamplingParams = SamplingParams()
     top_n_tokens: int = 0
@@ -81,9 +81,9 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Image(msgspec.Struct, frozen=True, gc=False):
-    """A preprocessed image (text/images.py). In prompts its tokens are the negative numbers `ids`: each one
-    finds its embedding in the worker by itself (models/encoder_cache.py), so that prefix caching and chunked
-    prefill treat it as any other token."""
+    """A preprocessed image (text/images/). In prompts its tokens are the negative numbers `ids`: each one
+    finds its embedding in the worker by itself (models/images/encoder_cache.py), so that prefix caching and
+    chunked prefill treat it as any other token."""
 
     key: int  # 46 bits: a keyed hash of the file and of how it is preprocessed
     tokens: int  # at most MAX_IMAGE_TOKENS

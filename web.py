@@ -1,9 +1,9 @@
 """HTTP: the Flask app with its API key, CORS and errors, and the gunicorn server around it.
 
 An API server process reads and validates requests, turns text into token ids, sends them to the worker
-(api/engine_client.py) and turns the generated tokens back into text. Client errors are answered here, before
-anything is sent to the worker. Each request runs in a greenlet of gunicorn's gevent worker. The routes are in
-api/routes.py.
+(api/http/engine_client.py) and turns the generated tokens back into text. Client errors are answered here,
+before anything is sent to the worker. Each request runs in a greenlet of gunicorn's gevent worker. The routes
+are in api/routes.py.
 
     python3 web.py      serves, with the configuration that `entrypoint.sh` resolved for this run
 """
@@ -33,12 +33,14 @@ from werkzeug.exceptions import ClientDisconnected, HTTPException
 
 import config as configuration
 import logs
-from api import errors, routes, server, status, tracing
-from api.bodies import drain_body
-from api.engine_client import EngineClient, EngineError
-from api.errors import ANTHROPIC, CLIENT_CLOSED_REQUEST, ApiError
-from api.prepared_request import ModelText
-from api.response_store import FILE, ResponseStore
+from api import routes, server, status
+from api.generation import tracing
+from api.generation.prepared_request import ModelText
+from api.http import errors
+from api.http.bodies import drain_body
+from api.http.engine_client import EngineClient, EngineError
+from api.http.errors import ANTHROPIC, CLIENT_CLOSED_REQUEST, ApiError
+from api.http.response_store import FILE, ResponseStore
 from config import Config, keys_of
 from protocol import ModelInfo
 from run import ConfigError, die_with_parent, run_dir, socket_address

@@ -25,26 +25,26 @@ import config as configuration
 import logs
 import models
 from config import Config
-from engine import sampling
 from engine.adapter_changes import AdapterChanges
 from engine.admission import Admission
 from engine.defaults import sampling_defaults
 from engine.image_encoding import ImageEncoder
 from engine.link import ForLoop, Link, PeerLost
 from engine.metrics import Metrics
-from engine.ngram_proposer import NgramProposer
 from engine.outputs import Publisher
 from engine.preparation import Preparation
 from engine.profiling import Profiler
 from engine.request import Request, RequestGroup
 from engine.requests import Requests
-from engine.sampling import SamplerState
+from engine.sampling import sampling
+from engine.sampling.ngram_proposer import NgramProposer
+from engine.sampling.sampling import SamplerState
 from engine.scheduler import Scheduler, SchedulerConfig, Step
 from engine.step import StepOutput, StepRunner, StepTimer
 from models.base import StaticBatchModel
+from models.checkpoint.source import load_updates
+from models.checkpoint.tokenizer import TokenizerFacts, check_tokenizer, find_tokenizer
 from models.errors import DeviceLost, ModelError
-from models.source import load_updates
-from models.tokenizer import TokenizerFacts, check_tokenizer, find_tokenizer
 from protocol import AdapterChange, Cancel, Hello, ModelInfo, RequestStats, Status, SubmitRequests
 from run import ConfigError, die_with_parent, explained, run_dir, socket_address
 from text.grammar import Grammars

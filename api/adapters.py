@@ -14,10 +14,10 @@ import gevent
 from flask import Response
 from msgspec import Struct
 
-from api import errors
-from api.engine_client import ADAPTER_TIMEOUT_S, SPREAD_S, EngineBusy
-from api.errors import ApiError
-from api.fields import require
+from api.http import errors
+from api.http.engine_client import ADAPTER_TIMEOUT_S, SPREAD_S, EngineBusy
+from api.http.errors import ApiError
+from api.http.fields import require
 from api.server import Server
 
 MAX_NAME = 200

@@ -11,12 +11,14 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from api import chat, completions, errors, fields, tgi
-from api.conversation import ChatRequest, prepare_chat
-from api.errors import OPENAI, TGI, ApiError, in_format
-from api.fields import Json, require
-from api.prepared_request import PreparedRequest, Served
-from api.response_writer import GeneratedSequence, ResponseWriter, best_of
+from api import tgi
+from api.chats.conversation import ChatRequest, prepare_chat
+from api.generation.prepared_request import PreparedRequest, Served
+from api.generation.response_writer import GeneratedSequence, ResponseWriter, best_of
+from api.http import errors, fields
+from api.http.errors import OPENAI, TGI, ApiError, in_format
+from api.http.fields import Json, require
+from api.openai import chat, completions
 from api.tgi import GenerateRequest
 from text.stream import Piece
 

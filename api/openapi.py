@@ -10,13 +10,13 @@ import msgspec
 from flask import Response
 
 from api.adapters import LoadAdapter, SageMakerAdapter, UnloadAdapter
+from api.anthropic.messages import CountRequest, MessagesRequest
+from api.chats.conversation import ChatRequest
 from api.clouds import VertexRequest
-from api.completions import CompletionRequest
-from api.conversation import ChatRequest
-from api.errors import ANTHROPIC, OPENAI, TGI, ErrorFormat
-from api.fields import Json
-from api.messages import CountRequest, MessagesRequest
-from api.responses_types import CompactRequest, ResponsesRequest
+from api.http.errors import ANTHROPIC, OPENAI, TGI, ErrorFormat
+from api.http.fields import Json
+from api.openai.completions import CompletionRequest
+from api.openai.responses_types import CompactRequest, ResponsesRequest
 from api.tgi import GenerateRequest
 from api.tokenize import DetokenizeRequest
 from config import VERSION

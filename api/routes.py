@@ -12,20 +12,22 @@ from typing import Any
 import msgspec
 from flask import Response, request
 
-from api import adapters, chat, clouds, completions, messages, responses, status, tgi, tokenize
-from api.conversation import ChatRequest
-from api.errors import ANTHROPIC, OPENAI, TGI, ErrorFormat
-from api.fields import Json
-from api.openai import ModelCard, ModelList
-from api.openapi import Route, openapi
-from api.prepared_request import Served
-from api.responses_types import (
+from api import adapters, clouds, status, tgi, tokenize
+from api.anthropic import messages
+from api.chats.conversation import ChatRequest
+from api.chats.shared import ModelCard, ModelList
+from api.generation.prepared_request import Served
+from api.http.errors import ANTHROPIC, OPENAI, TGI, ErrorFormat
+from api.http.fields import Json
+from api.openai import chat, completions, responses
+from api.openai.responses_types import (
     CompactedConversation,
     CompactRequest,
     InputTokens,
     ResponsesRequest,
     ResponsesResponse,
 )
+from api.openapi import Route, openapi
 from api.server import Read, Server, json_response
 
 SAGEMAKER_ADAPTER = "X-Amzn-SageMaker-Adapter-Identifier"  # a header

@@ -17,18 +17,25 @@ from flask import Response, g, request
 from gevent.threadpool import ThreadPool
 from werkzeug.exceptions import ClientDisconnected
 
-from api import errors, fields
-from api.bodies import Bodies, charset_of_text, check_is_json
-from api.engine_client import ClientGone, EngineClient, attempt
-from api.errors import CLIENT_CLOSED_REQUEST, in_format
-from api.fields import Json
-from api.images import ImageLoader, ImagesNeeded, RequestImages
-from api.prepared_request import PreparedRequest, Served, TokenizedPrompt, prompts_of
-from api.response_store import OwnedResponses, ResponseStore
-from api.response_writer import ResponseWriter
-from api.stream import ActiveRequest, Arrival, Connection, ConnectionMonitor, EventStream, timing_headers
-from api.tracing import RequestTrace, Tracer
-from api.types import encode
+from api.generation.prepared_request import PreparedRequest, Served, TokenizedPrompt, prompts_of
+from api.generation.request_images import ImageLoader, ImagesNeeded, RequestImages
+from api.generation.response_writer import ResponseWriter
+from api.generation.stream import (
+    ActiveRequest,
+    Arrival,
+    Connection,
+    ConnectionMonitor,
+    EventStream,
+    timing_headers,
+)
+from api.generation.tracing import RequestTrace, Tracer
+from api.http import errors, fields
+from api.http.bodies import Bodies, charset_of_text, check_is_json
+from api.http.engine_client import ClientGone, EngineClient, attempt
+from api.http.errors import CLIENT_CLOSED_REQUEST, in_format
+from api.http.fields import Json
+from api.http.response_store import OwnedResponses, ResponseStore
+from api.http.types import encode
 from config import Config
 from protocol import RequestStats
 from text.grammar import GrammarError

@@ -8,9 +8,9 @@ import html
 from flask import Response, request
 from msgspec import Struct
 
-from api.errors import ApiError, invalid
-from api.messages import AnthropicModelCard, AnthropicModelList
-from api.openai import ModelCard, ModelList
+from api.anthropic.messages import AnthropicModelCard, AnthropicModelList
+from api.chats.shared import ModelCard, ModelList
+from api.http.errors import ApiError, invalid
 from api.server import Server, empty_response, json_response
 from config import VERSION
 from run import HERE

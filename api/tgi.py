@@ -12,12 +12,13 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from api import errors, fields, formats
-from api.errors import event
-from api.fields import Json, require
-from api.prepared_request import PreparedRequest, Served, with_grammar, with_images
-from api.response_writer import GeneratedSequence, ResponseWriter, best_of, rounded
-from api.types import I32, U32, U64_MAX, AtLeastOne, Positive, SamplingFields
+from api.chats import formats
+from api.generation.prepared_request import PreparedRequest, Served, with_grammar, with_images
+from api.generation.response_writer import GeneratedSequence, ResponseWriter, best_of, rounded
+from api.http import errors, fields
+from api.http.errors import event
+from api.http.fields import Json, require
+from api.http.types import I32, U32, U64_MAX, AtLeastOne, Positive, SamplingFields
 from config import VERSION
 from text.stream import Piece
 from text.template import images_of

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from api import fields, tgi
-from api.conversation import ChatRequest, prepare_chat
-from api.errors import invalid
-from api.fields import Json, require
-from api.prepared_request import Served
+from api import tgi
+from api.chats.conversation import ChatRequest, prepare_chat
+from api.generation.prepared_request import Served
+from api.http import fields
+from api.http.errors import invalid
+from api.http.fields import Json, require
 from text.stream import prompt_texts
 from text.tokenizer import Tokenizer, TooManyTokens
 

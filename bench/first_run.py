@@ -93,7 +93,7 @@ def packages(given: argparse.Namespace) -> dict[str, str]:
 
 def checked_versions(given: argparse.Namespace) -> dict | None:
     """The versions of driver and runtime library, read and compared by the image. None: they do not fit."""
-    command = [given.python, "-m", "models.neuron_driver"]
+    command = [given.python, "-m", "models.neuron.driver"]
     if not given.server:
         command = ["docker", "run", "--rm", "-e", "PYTHONPATH=/app", "--entrypoint", "python3", given.image, *command[1:]]
     ended = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)

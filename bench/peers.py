@@ -108,7 +108,7 @@ def save_checkpoint(folder: Path, shape: str = "135m") -> Path:
 
 def read_gguf(file: Path, folder: Path) -> Path:
     """The model of a GGUF file as a checkpoint in bfloat16."""
-    command = [sys.executable, "-m", "models.gguf", file.resolve(), "bfloat16", folder]
+    command = [sys.executable, "-m", "models.checkpoint.gguf", file.resolve(), "bfloat16", folder]
     subprocess.run(command, cwd=HERE, env=os.environ | {"TQDM_DISABLE": "1"}, check=True)
     return folder
 

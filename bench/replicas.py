@@ -255,7 +255,7 @@ def report_measurement(args: argparse.Namespace) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=MODEL, help=f"of models/plan.json ({MODEL})")
+    parser.add_argument("--model", default=MODEL, help=f"of models/neuron/plan.json ({MODEL})")
     parser.add_argument("--instance", default=INSTANCE, choices=PRICES, help=f"({INSTANCE})")
     parser.add_argument("--replicas", nargs="+", type=int, default=[1, 2, 4, 10, 30, 100], help="how many to simulate")
     parser.add_argument("--load", type=float, default=0.8, help="requests per second, over the most that can be served (0.8)")

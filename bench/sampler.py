@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from engine.sampling import SamplerState, SamplingBatch, compile_loops, logprobs, sample
+from engine.sampling.sampling import SamplerState, SamplingBatch, compile_loops, logprobs, sample
 from protocol import SamplingParams
 
 WARM = {"temperature": 0.8}

@@ -1,9 +1,9 @@
 """The worker's end of the socket to the API server processes.
 
 The worker binds one ROUTER in the private folder of this run; each API server process connects one DEALER
-(api/engine_client.py). The socket is owned by a thread, because ZeroMQ sockets must not be shared between
-threads. That thread handles what must not wait for a step: metrics, and the admission of requests. Everything
-else goes to the loop's inbox.
+(api/http/engine_client.py). The socket is owned by a thread, because ZeroMQ sockets must not be shared
+between threads. That thread handles what must not wait for a step: metrics, and the admission of requests.
+Everything else goes to the loop's inbox.
 """
 
 from __future__ import annotations

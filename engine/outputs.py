@@ -15,12 +15,12 @@ from collections import defaultdict
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
-from engine import sampling
 from engine.link import Link
 from engine.metrics import Metrics
 from engine.profiling import Profiler
 from engine.request import Request
-from engine.sampling import RowLogprobs
+from engine.sampling import sampling
+from engine.sampling.sampling import RowLogprobs
 from engine.step import StepOutput, rows_of, sampled_rows
 from protocol import End, PromptDone, Token, Tokens
 

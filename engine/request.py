@@ -7,8 +7,8 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.ngram_proposer import NgramProposer
-from engine.sampling import SamplerState
+from engine.sampling.ngram_proposer import NgramProposer
+from engine.sampling.sampling import SamplerState
 from protocol import Generate
 from text.grammar import Matcher
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from engine.request import Request, State
 from engine.slots import SlotAssignment, Slots
 from models.base import Chunk
-from models.encoder_cache import cuts_image
+from models.images.encoder_cache import cuts_image
 
 # Prompt tokens of a step with chunked prefill. A larger budget lowers the prompts' time to first token and
 # raises the inter-token latency of the running requests.

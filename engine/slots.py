@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from models.encoder_cache import cuts_image
+from models.images.encoder_cache import cuts_image
 
 
 class SlotAssignment(NamedTuple):

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from config import DEVICE_TOP_K
-from engine import sampling
 from engine.masks import Masks, MaskThread
 from engine.request import Request
-from engine.sampling import SamplingBatch, SamplingError
+from engine.sampling import sampling
+from engine.sampling.sampling import SamplingBatch, SamplingError
 from engine.scheduler import PREFILL_TOKENS_WITH_DECODE, Step
 from models.base import Chunk, Logits, SampledIds, StaticBatchModel
 from models.errors import DeviceLost

@@ -19,15 +19,15 @@ from config import FP8, Config
 from manifest import SAFETENSORS, Manifest, check_weight_files
 from models.base import StaticBatchModel
 from models.cache import NotConverted
+from models.checkpoint.fetch import fetch_weights
+from models.checkpoint.source import check_architecture, fetch_source
 from models.errors import ModelError, reject_openvino_settings
-from models.fetch import fetch_weights
 from models.machine import cpu_multiplies_bfloat16, detect, host_memory
-from models.neuron_driver import Versions
-from models.source import check_architecture, fetch_source
+from models.neuron.driver import Versions
 from run import run_dir
 
 if TYPE_CHECKING:
-    from models.neuron_build import BuildPlan
+    from models.neuron.build import BuildPlan
 
 logger = logging.getLogger("model")
 
@@ -68,7 +68,7 @@ class Prepared:
             self.build.checkpoint()
         else:
             if self.device == "cpu":
-                from models.openvino_model import check_convertible
+                from models.openvino.model import check_convertible
 
                 check_convertible(self.config, self.folder, self.manifest)
             check_architecture(self.config, self.folder)
@@ -79,13 +79,13 @@ class Prepared:
         Raises ConfigError or ModelError."""
         # Only one engine is imported: Neuron's needs another version of transformers than torch's.
         if self.build:
-            from models.neuron import NeuronModel
+            from models.neuron.model import NeuronModel
 
             return NeuronModel(self.build, run_dir(), announce)
         check_weight_files(self.folder)
         if self.device == "cpu":
             return load_on_cpu(self.config, self.folder, self.manifest, announce)
-        from models.torch_model import TorchModel
+        from models.pytorch.model import TorchModel
 
         return TorchModel(self.config, self.folder, self.device)
 
@@ -95,7 +95,7 @@ def load_on_cpu(
 ) -> StaticBatchModel:
     """The model in `folder`, in plain PyTorch where OpenVINO cannot serve it. Raises ConfigError or
     ModelError."""
-    from models.openvino_model import load, with_dtype
+    from models.openvino.model import load, with_dtype
 
     try:
         return load(config, folder, manifest, announce)
@@ -107,7 +107,7 @@ def load_on_cpu(
             f"--quantize {config.quantize} (QUANTIZE): only plain PyTorch serves {config.model_name}, where "
             f"weights stay as they are: {why}; leave it out"
         )
-    from models.torch_model import TorchModel
+    from models.pytorch.model import TorchModel
 
     if config.dtype == "auto" and not cpu_multiplies_bfloat16():
         config = dataclasses.replace(config, dtype="float32")  # PyTorch's bfloat16 is slower there
@@ -148,7 +148,7 @@ def prepare(config: Config) -> Prepared:
         reject_openvino_settings(config, "transformers-neuronx" if device == "neuron" else "plain PyTorch")
     _reject_by_config(manifest)
     if device == "neuron":
-        from models.neuron_build import BuildPlan, compiler_version, library
+        from models.neuron.build import BuildPlan, compiler_version, library
 
         build = BuildPlan.decide(config, folder, manifest)
         neuron_versions = {

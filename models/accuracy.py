@@ -13,7 +13,7 @@ import numpy as np
 # Largest difference of a token's logit in float32, as a share of the largest logit (at least 1).
 TOLERANCE = 1e-3
 # Largest Kullback-Leibler divergence of the tokens of a text, in nats: their mean, and the worst of a dense
-# model. SmolLM2-135M, a small model that has memorized models/check_text.txt, has 0.004 and 0.04 in bfloat16,
+# model. SmolLM2-135M, a small model that knows openvino/check_text.txt, has 0.004 and 0.04 in bfloat16,
 # 0.04 and 0.3 in int8, 1.6 and 8 where all layers have int4. A broken model has several nats.
 MAX_KL_DIVERGENCE = {
     "float32": (0.02, 0.02),

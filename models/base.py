@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from models.adapters import Adapters
-from models.encoder_cache import EncoderCache
+from models.images.encoder_cache import EncoderCache
 
 logger = logging.getLogger("model")
 

@@ -1,7 +1,7 @@
 """The cache of converted models and tokenizers (`--model-cache`), and the child process that converts them.
 
 An entry is a folder named by a key: a hash of everything its contents depend on. It is written to a temporary
-folder and renamed, so a visible entry is complete. `openvino_model.py` and `tokenizer.py` look for an entry
+folder and renamed, so a visible entry is complete. `openvino/model.py` and `tokenizer.py` look for an entry
 before they convert. This file reads only the `entry.json` of an entry, and imports neither numpy nor torch.
 
     FOLDER/model-<key>/        entry.json, and model.xml and model.bin of OpenVINO where the model converts;
@@ -219,7 +219,7 @@ def tokenizer_key(folder: Path) -> str:
 
 
 def run_converter(arguments: list[str], config: Config) -> None:
-    """Runs `models.convert` in a child process, so that its imports and memory are released at the end.
+    """Runs openvino/convert.py in a child process, so that its imports and memory are released at the end.
 
     Raises ConfigError for a model that no engine can serve or that needs more memory, OSError where the child
     cannot write, NotConverted where it crashes, RuntimeError for any other failure.

@@ -14,20 +14,23 @@ from fakes.model import EOS
 from fakes.tokenizer import VOCABULARY, byte_tokenizer
 from tool_calls import thinking_of
 
-from api import chat, clouds, completions, fields, messages, responses, tgi
-from api.errors import OPENAI, TGI, ApiError
-from api.prepared_request import ModelText, Served, TokenizedPrompt
-from api.response_store import OwnedResponses, ResponseStore
-from api.response_writer import GeneratedSequence
-from api.types import encode
+from api import clouds, tgi
+from api.anthropic import messages
+from api.generation.prepared_request import ModelText, Served, TokenizedPrompt
+from api.generation.response_writer import GeneratedSequence
+from api.http import fields
+from api.http.errors import OPENAI, TGI, ApiError
+from api.http.response_store import OwnedResponses, ResponseStore
+from api.http.types import encode
+from api.openai import chat, completions, responses
 from config import Config
 from protocol import ModelInfo, Token
 from text.grammar import Grammars
-from text.reasoning import ModelReasoning
+from text.output.reasoning import ModelReasoning
+from text.output.tool_formats import FORMATS, ModelTools
 from text.template import ChatTemplate
 from text.template_capabilities import TemplateCapabilities
 from text.tokenizer import Tokenizer
-from text.tool_formats import FORMATS, ModelTools
 
 CONFIG = Config(max_stop_sequences=4, max_top_n_tokens=5, max_best_of=3, max_client_batch_size=4)
 INFO = ModelInfo("someone/model", "abc123", "/somewhere", VOCABULARY, [EOS], 8, 100, 120, "cpu", "float32")

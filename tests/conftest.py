@@ -90,25 +90,25 @@ def zoo():
 
 @pytest.fixture(scope="session")
 def converter():
-    """`models.convert`. Its import takes seconds, which an import at a module's top costs each of pytest's workers."""
-    import models.convert
+    """`models.openvino.convert`. Its import takes seconds, which an import at a module's top costs each of pytest's workers."""
+    import models.openvino.convert
 
-    trace = models.convert.trace
+    trace = models.openvino.convert.trace
 
     def trace_and_restore(*args, **options):
         try:
             return trace(*args, **options)
         finally:  # a 16-bit model's trace leaves a torch.bmm that computes nothing
-            models.convert.patch_model._unpatch_torch_functions()
+            models.openvino.convert.patch_model._unpatch_torch_functions()
 
-    models.convert.trace = trace_and_restore
-    return models.convert
+    models.openvino.convert.trace = trace_and_restore
+    return models.openvino.convert
 
 
 @pytest.fixture
 def conversions(converter, monkeypatch):
     """The models that a test converts. In this process: the child process is tested once."""
-    from models import openvino_model
+    from models.openvino import model as openvino_model
 
     converted = []
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from product import FILES
 from published.configs import CONFIGS
 from published.families import CODE, FAMILIES, OPENVINO, TORCH
 
@@ -19,9 +20,9 @@ from api.routes import openapi_document
 from config import FP8, GROUPS, SETTINGS, Config
 from engine.metrics import Metrics
 from manifest import CONTEXT_LENGTHS, Manifest
-from models import families, plan
 from models.errors import ModelError
 from models.machine import GIB
+from models.neuron import families, plan
 from run import HERE, ConfigError
 
 
@@ -42,8 +43,7 @@ def files():
         text = " ".join(ast.get_docstring(ast.parse(path.read_text())).split())
         return re.split(r"\.(?: |$)", text)[0]
 
-    paths = [path for folder in ("", "api", "text", "engine", "models") for path in sorted((HERE / folder).glob("*.py"))]
-    return table("file | what it is", [(f"`{path.relative_to(HERE)}`", first_sentence(path)) for path in paths])
+    return table("file | what it is", [(f"`{path.relative_to(HERE)}`", first_sentence(path)) for path in FILES])
 
 
 def mistakes():
@@ -65,7 +65,7 @@ REASONS = {
 
 def served_families():
     """Each type of config.json and where it is served. CPU: the engine that the suite of families (published/families.py) must
-    find; CUDA: whether plain PyTorch serves it; Neuron: whether models/families.py reads its config.json."""
+    find; CUDA: whether plain PyTorch serves it; Neuron: whether models/neuron/families.py reads its config.json."""
 
     def on_cpu(family):
         if family.refused:

@@ -12,16 +12,16 @@ from fakes.tokenizer import VOCABULARY, byte_tokenizer
 from prometheus_client.parser import text_string_to_metric_families
 
 import web
-from api import responses
-from api.engine_client import EngineClient
-from api.prepared_request import ModelText
-from api.response_store import ResponseStore
+from api.generation.prepared_request import ModelText
+from api.http.engine_client import EngineClient
+from api.http.response_store import ResponseStore
+from api.openai import responses
 from config import Config
-from engine import sampling
 from engine.adapter_changes import AdapterChanges
 from engine.admission import Admission
 from engine.link import Link
 from engine.metrics import Metrics
+from engine.sampling import sampling
 from engine.scheduler import SchedulerConfig
 from models.errors import ModelError
 from protocol import ModelInfo

@@ -246,7 +246,9 @@ def test_a_child_that_the_system_ends_is_not_the_clients_fault(server, folder):
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
         body = {"lora_name": "ended", "lora_path": "ended"}
         loading = threads.submit(server.request, "POST", "/v1/load_lora_adapter", body)
-        child = wait_until(lambda: [pid for pid, command in server.processes() if "models.lora" in command], "a child")
+        child = wait_until(
+            lambda: [pid for pid, command in server.processes() if "models.checkpoint.lora" in command], "a child"
+        )
         os.kill(child[0], signal.SIGKILL)
         response = loading.result()
         said = "reading the LoRA adapter ended failed: the process was ended by SIGKILL"

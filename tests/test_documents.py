@@ -11,14 +11,15 @@ import sys
 import documents
 import pytest
 import yaml
+from product import FILES
 
 import config
 from api.routes import openapi_document
 from engine.metrics import Metrics
-from models import families
-from models.quantization import SUPPORTED
+from models.checkpoint.quantization import SUPPORTED
+from models.neuron import families
 from run import HERE
-from text.tool_formats import FORMATS, AllowedCalls, Function, ModelTools, calls_grammar, not_written
+from text.output.tool_formats import FORMATS, AllowedCalls, Function, ModelTools, calls_grammar, not_written
 
 DOCUMENTS = [path for folder in (".", "bench", "demo", "docs", "docs/*", "deploy/*") for path in HERE.glob(f"{folder}/*.md")]
 README = (HERE / "README.md").read_text()
@@ -32,7 +33,6 @@ COMPATIBILITY_ALIASES = {
     for names in table
     for name in names.split()
 }
-SOURCES = [path for folder in (".", "api", "text", "engine", "models") for path in HERE.glob(f"{folder}/*.py")]
 API = openapi_document()
 TYPES = {name: set(kind.get("properties", ())) for name, kind in API["components"]["schemas"].items()}
 REQUEST_FIELDS = set().union(*(fields for name, fields in TYPES.items() if name.endswith(("Request", "Parameters"))))
@@ -269,7 +269,7 @@ def test_every_page_is_on_the_site():
 
 def test_the_errors_of_the_faq_are_those_of_the_code():
     said = set()
-    for node in (node for path in SOURCES for node in ast.walk(ast.parse(path.read_text()))):
+    for node in (node for path in FILES for node in ast.walk(ast.parse(path.read_text()))):
         if isinstance(node, ast.JoinedStr):
             said.add("".join(getattr(part, "value", "") if isinstance(part, ast.Constant) else "…" for part in node.values))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -284,7 +284,7 @@ def test_the_errors_of_the_faq_are_those_of_the_code():
 def test_the_stages_of_a_request_are_those_that_the_log_has():
     section = (HERE / "docs" / "operations.md").read_text().split("## Following a request\n")[1].split("\n## ")[0]
     stages = re.findall(r"`([a-z ]+)`", section)
-    source = "".join(path.read_text() for path in SOURCES)
+    source = "".join(path.read_text() for path in FILES)
     assert len(stages) == 7 and [stage for stage in stages if f'"{stage}"' not in source] == []
 
 

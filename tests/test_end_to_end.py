@@ -12,7 +12,7 @@ import socket
 import pytest
 from processes import Server, events, free_port, memory_mb, wait_until
 
-from api.response_store import FILE
+from api.http.response_store import FILE
 from config import DEMO_MODEL
 
 pytestmark = pytest.mark.processes

@@ -4,6 +4,9 @@ import ast
 import subprocess
 import sys
 
+import pytest
+from product import FILES
+
 from run import HERE
 
 # By folder, or file at the root: what it may import of this house beside itself.
@@ -24,24 +27,40 @@ ONLY_IN = {
     "flask": "web api",
     "gunicorn": "web api",
     "gevent": "web api",
-    "zmq": "api.engine_client engine.link",
-    "tokenizers": "text models.gguf models.tokenizer",
+    "zmq": "api.http.engine_client engine.link",
+    "tokenizers": "text models.checkpoint.gguf models.checkpoint.tokenizer",
     "llguidance": "text.grammar text.json_patterns",
     "jinja2": "text",
-    "PIL": "text.image_decoding text.image_layouts",
+    "PIL": "text.images.decoding text.images.layouts",
     "prometheus_client": "engine.metrics",
-    "sqlite3": "api.response_store",
-    "opentelemetry": "api.tracing",
+    "sqlite3": "api.http.response_store",
+    "opentelemetry": "api.generation.tracing",
     "numpy": "engine models",
     "numba": "engine",
     "torch": "models",
     "transformers": "models",
-    "transformers_neuronx": "models.neuron_build models.neuron_graph",
+    "transformers_neuronx": "models.neuron.build models.neuron.graph",
     "openvino": "models",
-    "huggingface_hub": "models.fetch",
+    "huggingface_hub": "models.checkpoint.fetch",
 }
-FOLDERS = [name for name in MAY_IMPORT if (HERE / name).is_dir()]
-FILES = [*HERE.glob("*.py"), *(path for folder in FOLDERS for path in HERE.glob(f"{folder}/*.py"))]
+# The files and folders of a folder, the top floor first: each imports from floors below alone.
+FLOORS = {
+    "api": "routes | openapi | tokenize clouds status | openai anthropic tgi adapters | server chats | generation | http",
+    "text": "output | infill stream | tokenizer template_capabilities grammar | json_schema template images"
+    " | json_numbers json_patterns escaping limited",
+    "engine": "requests | adapter_changes outputs preparation | image_encoding link | metrics profiling | step | scheduler"
+    " | request | admission defaults masks slots sampling",
+    "models": "convert | __init__ | openvino pytorch neuron | base checkpoint | adapters cache"
+    " | accuracy child errors images machine",
+}
+MOST_FILES = 16  # of a folder, without those of its folders
+
+
+def module_of(path):
+    return ".".join(path.relative_to(HERE).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in FILES}
 
 
 def imports_of(path):
@@ -49,10 +68,9 @@ def imports_of(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module in FOLDERS:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield node.module
+            for name in (f"{node.module}.{alias.name}" for alias in node.names):
+                yield name if name in MODULES else node.module
 
 
 def is_in(module, places):
@@ -74,6 +92,42 @@ def test_imports_go_one_way_and_packages_stay_in_their_layers():
     assert {path: modules for path in FILES if (modules := [*forbidden(path)])} == {}
 
 
+def place_of(module):
+    """The folder that a module is in, and the file or folder of it."""
+    return [*module.split("."), "__init__"][:2]
+
+
+@pytest.mark.parametrize("folder", FLOORS)
+def test_what_a_folder_holds_imports_from_the_floors_below_it_alone(folder):
+    floor_of = {name: n for n, names in enumerate(FLOORS[folder].split(" | ")) for name in names.split()}
+    own = [module for module in MODULES if place_of(module)[0] == folder]
+    assert {place_of(module)[1] for module in own} - {"__init__"} == floor_of.keys() - {"__init__"}
+    for module in own:
+        name = place_of(module)[1]
+        below = {place_of(other)[1] for other in imports_of(MODULES[module]) if other in own} - {name}
+        assert [other for other in below if floor_of[name] >= floor_of.get(other, 99)] == [], module
+
+
+def test_no_file_imports_itself_by_any_way_round():
+    imports = {module: {each for each in imports_of(path) if each in MODULES} for module, path in MODULES.items()}
+    assert [module for module in MODULES if module in closure(imports, module)] == []
+
+
+def closure(imports, module):
+    """All modules that a module imports, and that these import."""
+    seen, waiting = set(), [module]
+    while waiting:
+        new = imports[waiting.pop()] - seen
+        seen |= new
+        waiting += new
+    return seen
+
+
+def test_no_folder_has_more_files_than_a_reader_takes_in():
+    folders = {path.parent for path in FILES}
+    assert {folder: count for folder in folders if (count := len(list(folder.glob("*.py")))) > MOST_FILES} == {}
+
+
 def loaded_by(statement, *modules):
     """Which of the modules a process has loaded after the statement."""
     code = f"import sys; {statement}; print(*sorted(set({modules!r}) & set(sys.modules)))"
@@ -87,4 +141,4 @@ def test_a_web_process_loads_neither_torch_nor_numpy():
 
 def test_a_worker_on_a_cpu_loads_neither_torch_nor_transformers():
     heavy = ("torch", "transformers", "flask", "tokenizers", "PIL", "openvino")
-    assert loaded_by("import worker, models.openvino_model", *heavy) == ["openvino"]
+    assert loaded_by("import worker, models.openvino.model", *heavy) == ["openvino"]

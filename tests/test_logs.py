@@ -8,11 +8,9 @@ import re
 import time
 
 import pytest
+from product import FILES
 
 import logs
-from run import HERE
-
-PRODUCT = [path for folder in (".", "api", "text", "engine", "models") for path in (HERE / folder).glob("*.py")]
 
 
 @pytest.fixture
@@ -79,7 +77,7 @@ def test_at_debug_libraries_log_warnings_and_no_more(log):
 
 
 def test_every_logger_of_the_product_counts_as_ours():
-    named = {name for path in PRODUCT for name in re.findall(r'^logger = .*getLogger\("(.*)"\)', path.read_text(), re.M)}
+    named = {name for path in FILES for name in re.findall(r'^logger = .*getLogger\("(.*)"\)', path.read_text(), re.M)}
     assert named and named <= set(logs.APP_LOGGERS)
 
 
@@ -93,7 +91,7 @@ def log_of_all_kinds():
 
 def test_a_message_has_a_place_for_each_of_its_values_and_no_doubled_sign_where_it_has_none():
     seen = 0
-    for path in PRODUCT:
+    for path in FILES:
         for call in ast.walk(ast.parse(path.read_text())):
             if not isinstance(call, ast.Call) or not re.fullmatch(
                 r"logger\.(debug|info|warning|error)", ast.unparse(call.func)

@@ -14,8 +14,8 @@ from loop import ENGINES, REUSES, Driven, on_every_engine
 
 import worker
 from config import Config
-from engine import sampling
 from engine.link import PeerLost
+from engine.sampling import sampling
 from models.errors import DeviceLost
 from protocol import AdapterChange, Cancel, End, Generate, Hello, SamplingParams, SubmitRequests, Tokens
 from run import HERE

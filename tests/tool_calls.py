@@ -3,11 +3,11 @@
 import tiny_tokenizers
 from tokenizers import AddedToken
 
-from api.tools import tool_policy
-from text import tool_formats
-from text.reasoning import Thinking
+from api.chats.tools import tool_policy
+from text.output import tool_formats
+from text.output.reasoning import Thinking
+from text.output.tool_formats import ModelTools
 from text.stream import Piece
-from text.tool_formats import ModelTools
 
 FORMS = {form.name: form for form in (*tool_formats.FORMATS, tool_formats.AS_TEXT)}
 

@@ -31,7 +31,7 @@ from tokenizers import decoders, pre_tokenizers, processors
 from manifest import Manifest, read_json
 from run import ConfigError, Json
 from text.escaping import Escaping, utf8_bytes
-from text.image_layouts import read_layout
+from text.images.layouts import read_layout
 from text.template import ChatTemplate
 
 # End-of-turn tokens that some chat checkpoints leave out of their list of EOS ids, so that their outputs

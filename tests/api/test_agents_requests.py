@@ -9,17 +9,18 @@ from asked import DIALECTS, USER, prepared, record_renders, refusal, serving, te
 from fakes.model import EOS
 from tool_calls import tool, use
 
-from api import chat, tokenize
-from api.completions import CompletionRequest
-from api.conversation import ChatRequest
-from api.messages import MessagesRequest, count_tokens
-from api.prepared_request import TokenizedPrompt
-from api.response_writer import GeneratedSequence
-from api.responses_types import ResponsesRequest
+from api import tokenize
+from api.anthropic.messages import MessagesRequest, count_tokens
+from api.chats.conversation import ChatRequest
+from api.generation.prepared_request import TokenizedPrompt
+from api.generation.response_writer import GeneratedSequence
+from api.openai import chat
+from api.openai.completions import CompletionRequest
+from api.openai.responses_types import ResponsesRequest
 from protocol import Token
 from text.json_schema import without_nulls
-from text.output_parser import ParserConfig
-from text.reasoning import FORMATS, THINK, ModelReasoning, Thinking
+from text.output.parser import ParserConfig
+from text.output.reasoning import FORMATS, THINK, ModelReasoning, Thinking
 from text.stream import Piece
 from text.template import ChatTemplate
 from text.template_capabilities import TemplateCapabilities

@@ -16,7 +16,7 @@ from gunicorn.http.errors import InvalidChunkSize
 from served import LIMITS
 from werkzeug.exceptions import ClientDisconnected
 
-from api import bodies
+from api.http import bodies
 
 SMALL = {"inputs": "Hi", "parameters": {"max_new_tokens": 1}}
 

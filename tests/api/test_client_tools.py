@@ -4,8 +4,8 @@ import pytest
 from asked import grammars
 from tool_calls import FORMATS, use
 
-from api.messages import CLIENT_TOOLS
-from api.responses_tools import BUILT_IN
+from api.anthropic.messages import CLIENT_TOOLS
+from api.openai.responses_tools import BUILT_IN
 
 SCREEN = {"display_width_px": 800, "display_height_px": 600, "enable_zoom": True}
 DEFINITIONS = {name: row.definition({"parameters": None}) for name, row in BUILT_IN.items()}

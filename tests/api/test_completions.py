@@ -10,9 +10,9 @@ from fakes.tokenizer import VOCABULARY
 from msgspec.structs import replace
 from openai_api import COMPLETION, PROMPT, SAMPLED, UNCACHED, chunks, streamed_text, whole
 
-from api import completions
-from api.errors import ApiError
-from api.prepared_request import ids_of
+from api.generation.prepared_request import ids_of
+from api.http.errors import ApiError
+from api.openai import completions
 from text.tokenizer import Tokenizer
 
 LAST = VOCABULARY - 1

@@ -9,8 +9,8 @@ import pytest
 from asked import CONFIG, DIALECTS, USER, answer_to, nameless, prepared, record_renders, refusal, serving, written
 from tool_calls import FORMATS, TOOLS, WRITTEN, use
 
-from api.conversation import ROLES
-from text.reasoning import THINK, ModelReasoning
+from api.chats.conversation import ROLES
+from text.output.reasoning import THINK, ModelReasoning
 from text.template import RESERVED, ChatTemplate, renderer
 from text.template_capabilities import TemplateCapabilities
 

@@ -13,9 +13,9 @@ from gevent.queue import SimpleQueue
 from served import WAIT_S, wait_until
 
 import web
-from api import engine_client
-from api.engine_client import EngineClient
-from api.prepared_request import ModelText
+from api.generation.prepared_request import ModelText
+from api.http import engine_client
+from api.http.engine_client import EngineClient
 from protocol import Cancel, End, FromWeb, Generate, ModelInfo, Status, SubmitRequests, Token, Tokens
 
 

@@ -3,9 +3,9 @@
 import pytest
 from asked import as_openai, as_tgi
 
-from api import errors
-from api.errors import OPENAI, TGI, ApiError, in_format
-from api.stream import end_error
+from api.generation.stream import end_error
+from api.http import errors
+from api.http.errors import OPENAI, TGI, ApiError, in_format
 
 TOO_LARGE = "Failed to buffer the request body: length limit exceeded (at most 2000 bytes; --payload-limit raises it)"
 LOADING = "The server is not ready: loading"

@@ -13,15 +13,15 @@ import pytest
 from fakes.model import EOS
 from served import Served
 
+from api.anthropic.messages import MessagesRequest
+from api.chats.conversation import ChatRequest
 from api.clouds import VertexRequest
-from api.completions import CompletionRequest
-from api.conversation import ChatRequest
-from api.fields import NEEDS_HOST
-from api.messages import MessagesRequest
-from api.responses_types import CompactRequest, ResponsesRequest
+from api.http.fields import NEEDS_HOST
+from api.http.types import SamplingOptions
+from api.openai.completions import CompletionRequest
+from api.openai.responses_types import CompactRequest, ResponsesRequest
 from api.routes import ROUTES
 from api.tgi import GenerateRequest, Parameters
-from api.types import SamplingOptions
 from run import HERE
 
 USER = {"role": "user", "content": "Hi"}

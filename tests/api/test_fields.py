@@ -7,14 +7,14 @@ import json
 import pytest
 from asked import DIALECTS, INFO, ON_DEVICE, all_prepared, assert_invalid, prepared, refusal, refusal_of
 
-from api import fields
+from api.anthropic.messages import MessagesRequest
+from api.chats.conversation import ChatRequest
 from api.clouds import VertexRequest
-from api.completions import CompletionRequest
-from api.conversation import ChatRequest
-from api.errors import ApiError
-from api.fields import CHANGES_TEXT, HARMLESS_LOOKALIKES, NOT_SUPPORTED
-from api.messages import MessagesRequest
-from api.responses_types import ResponsesRequest
+from api.http import fields
+from api.http.errors import ApiError
+from api.http.fields import CHANGES_TEXT, HARMLESS_LOOKALIKES, NOT_SUPPORTED
+from api.openai.completions import CompletionRequest
+from api.openai.responses_types import ResponsesRequest
 from api.tgi import GenerateRequest, Parameters
 
 # The types whose names a client writes, with the shortest body of each; `Parameters` are a part of a native one.

@@ -8,8 +8,8 @@ import re
 import pytest
 from asked import ON_DEVICE, all_prepared, as_openai, prepared, refusal
 
-from api.errors import ApiError
-from api.fields import NEEDS_HOST
+from api.http.errors import ApiError
+from api.http.fields import NEEDS_HOST
 from text.grammar import of_choice, of_json_schema, of_regex
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -16,8 +16,8 @@ import gevent
 import pytest
 from fakes.image_host import OK, Endless, ImageHost, redirect, response, slowly
 
-from api import image_urls
-from api.image_urls import ImageUrlError, fetch_image, read_base64, read_data_url
+from api.generation import image_urls
+from api.generation.image_urls import ImageUrlError, fetch_image, read_base64, read_data_url
 
 PNG = b"\x89PNG\r\n\x1a\n\xff\xfb"
 NAME = "images.example"

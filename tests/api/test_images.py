@@ -22,18 +22,21 @@ from served import Served as Running
 from served import events, wait_until
 from tokenizers import AddedToken
 
-from api import chat, fields, messages, responses, tgi, tokenize
-from api.errors import ApiError
-from api.image_urls import ImageUrlError
-from api.images import ImageLoader, ImagesNeeded, RequestImages
-from api.prepared_request import ModelText, Served, prompts_of, with_image_ids
-from api.response_store import OwnedResponses, ResponseStore
-from text.images import ImagePreprocessor
-from text.reasoning import ModelReasoning
+from api import tgi, tokenize
+from api.anthropic import messages
+from api.generation.image_urls import ImageUrlError
+from api.generation.prepared_request import ModelText, Served, prompts_of, with_image_ids
+from api.generation.request_images import ImageLoader, ImagesNeeded, RequestImages
+from api.http import fields
+from api.http.errors import ApiError
+from api.http.response_store import OwnedResponses, ResponseStore
+from api.openai import chat, responses
+from text.images.preprocessor import ImagePreprocessor
+from text.output.reasoning import ModelReasoning
+from text.output.tool_formats import FORMATS, ModelTools
 from text.template import ChatTemplate, image_mark
 from text.template_capabilities import TemplateCapabilities
 from text.tokenizer import Tokenizer
-from text.tool_formats import FORMATS, ModelTools
 
 SEEING = msgspec.structs.replace(INFO, vocab_size=IMAGE_ID + 1, reads_images=True)
 PARTS = (
@@ -449,12 +452,12 @@ def test_a_request_has_at_most_so_many_images():
 
 
 def test_the_pixels_of_a_request_and_the_time_that_they_take_are_bounded(monkeypatch):
-    monkeypatch.setattr("api.images.MAX_PIXEL_BYTES", 11)
+    monkeypatch.setattr("api.generation.request_images.MAX_PIXEL_BYTES", 11)
     body = chat_of(of_chat(data_url(CAT)), of_chat(data_url(DOG)))
     error = refused(chat.chat, body)
     assert error.param == "messages[0].content[1].image_url.url"
     assert "may have 11 bytes of pixels. Given: 12" in str(error)
-    monkeypatch.setattr("api.images.MAX_SECONDS", 0.0)
+    monkeypatch.setattr("api.generation.request_images.MAX_SECONDS", 0.0)
     error = refused(chat.chat, body)
     assert error.param == "messages[0].content[0].image_url.url"
     assert "may take 0 s to preprocess" in str(error)
@@ -671,7 +674,7 @@ def test_a_stored_response_keeps_its_image_and_its_url_is_fetched_again(seeing, 
         fetched.append((url, domains))
         return CAT
 
-    monkeypatch.setattr("api.images.fetch_image", fetch)
+    monkeypatch.setattr("api.generation.request_images.fetch_image", fetch)
     for url in (data_url(CAT), "https://example.com/cat.png"):
         _, body = as_response(url)
         first = seeing.post("/v1/responses", body | {"max_output_tokens": 2})
@@ -693,7 +696,7 @@ def test_what_a_url_leads_to_is_bounded_in_all_and_fetched_once(seeing, monkeypa
             raise ImageUrlError("leads to status 404")
         return CAT
 
-    monkeypatch.setattr("api.images.fetch_image", fetch)
+    monkeypatch.setattr("api.generation.request_images.fetch_image", fetch)
     cat = of_chat("http://example.com/cat")
     assert seeing.post("/v1/chat/completions", chat_of(cat, cat) | {"max_tokens": 1}).status_code == 200
     assert urls == ["http://example.com/cat"]
@@ -702,7 +705,7 @@ def test_what_a_url_leads_to_is_bounded_in_all_and_fetched_once(seeing, monkeypa
     error = refused.json["error"]
     assert error["param"] == "messages[0].content[1].image_url.url"
     assert error["message"].endswith("` leads to status 404. Given: 'http://example.com/gone'")
-    monkeypatch.setattr("api.images.MAX_FETCHED", 5)
+    monkeypatch.setattr("api.generation.request_images.MAX_FETCHED", 5)
     refused = seeing.post("/v1/chat/completions", chat_of(cat, of_chat("http://example.com/dog")))
     assert "may have 5 bytes. Given: 6" in refused.json["error"]["message"]
 

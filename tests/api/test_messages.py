@@ -21,9 +21,9 @@ from asked import (
 from openai_api import CHAT, MESSAGES
 from openai_api import whole as asked
 
-from api.errors import ANTHROPIC, ApiError
-from api.messages import MessagesRequest, MessagesResponseWriter, MessagesTools, ThinkingConfig
-from api.reasoning import OFF, ON, unseal
+from api.anthropic.messages import MessagesRequest, MessagesResponseWriter, MessagesTools, ThinkingConfig
+from api.chats.reasoning import OFF, ON, unseal
+from api.http.errors import ANTHROPIC, ApiError
 
 ROUTE = "/v1/messages"
 BODY = {"messages": [USER], "max_tokens": 12, "temperature": 0}

@@ -9,7 +9,7 @@ import pytest
 import templates
 from hypothesis import settings
 
-from api.normalise import adapt_to_template
+from api.chats.template_adapter import adapt_to_template
 from text.template_capabilities import TemplateCapabilities
 
 TEMPLATES = templates.with_rules() | templates.published()

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from openai_api import CHAT, COMPLETION, MESSAGES, PROMPT, SAMPLED, chunks, streamed_text, text_of, whole
 from tokenizers import processors
 
-from api.prepared_request import ids_of
+from api.generation.prepared_request import ids_of
 from config import Config
 from protocol import MAX_LOGIT_BIAS, SamplingParams
 from text.tokenizer import Tokenizer

@@ -5,8 +5,8 @@ import pytest
 from asked import CONFIG, INFO, all_prepared, assert_invalid, prepared, serving
 from fakes.tokenizer import VOCABULARY
 
-from api.errors import ApiError
-from api.prepared_request import prompts_of
+from api.generation.prepared_request import prompts_of
+from api.http.errors import ApiError
 from protocol import SamplingParams
 
 

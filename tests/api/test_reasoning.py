@@ -6,9 +6,10 @@ import pytest
 import templates
 from asked import ON_DEVICE, USER, record_renders, serving
 
-from api import chat, messages, responses
-from api.reasoning import seal, unseal
-from text.reasoning import THINK, ModelReasoning
+from api.anthropic import messages
+from api.chats.reasoning import seal, unseal
+from api.openai import chat, responses
+from text.output.reasoning import THINK, ModelReasoning
 from text.template import ChatTemplate
 from text.template_capabilities import TemplateCapabilities
 

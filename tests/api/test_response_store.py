@@ -9,10 +9,11 @@ import pytest
 from asked import CONFIG, INFO, record_renders, text, written
 from openai_api import RESPONSES, refusal, whole
 
-from api import fields, responses
-from api.errors import ApiError
-from api.prepared_request import Served
-from api.response_store import OwnedResponses, ResponseStore, StoredResponse
+from api.generation.prepared_request import Served
+from api.http import fields
+from api.http.errors import ApiError
+from api.http.response_store import OwnedResponses, ResponseStore, StoredResponse
+from api.openai import responses
 
 BODY = {"input": "Hi", "max_output_tokens": 3, "temperature": 0}
 TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}, {"type": "custom", "name": "patch"}]

@@ -5,8 +5,8 @@ import math
 import pytest
 from asked import encode, prepared, serving
 
-from api.prepared_request import TokenizedPrompt
-from api.response_writer import GeneratedSequence, rounded
+from api.generation.prepared_request import TokenizedPrompt
+from api.generation.response_writer import GeneratedSequence, rounded
 from protocol import Token
 
 

@@ -10,15 +10,15 @@ from asked import CALLS, USER, answer_to, as_openai, nameless, prepared, refusal
 from openai_api import CHAT, MESSAGES, RESPONSES
 from openai_api import whole as asked
 
-from api import fields as api_fields
-from api import responses
-from api.client_tools import shell
-from api.reasoning import unseal
-from api.responses import SUMMARY
-from api.responses_output import ResponsesWriter
-from api.responses_tools import ResponsesTools
-from api.responses_types import ResponsesRequest
-from api.tools import CUSTOM_INPUT
+from api.chats.client_tools import shell
+from api.chats.reasoning import unseal
+from api.chats.tools import CUSTOM_INPUT
+from api.http import fields as api_fields
+from api.openai import responses
+from api.openai.responses import SUMMARY
+from api.openai.responses_output import ResponsesWriter
+from api.openai.responses_tools import ResponsesTools
+from api.openai.responses_types import ResponsesRequest
 
 BODY = {"input": "Hi", "max_output_tokens": 12, "temperature": 0}
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}

@@ -8,8 +8,8 @@ import sys
 import openapi_spec_validator
 import pytest
 
+from api.openai.responses_types import ResponsesRequest
 from api.openapi import EXAMPLES
-from api.responses_types import ResponsesRequest
 from api.routes import ROUTES, openapi_document
 from run import HERE
 
@@ -120,7 +120,8 @@ def test_the_first_requests_of_a_process_may_come_all_at_once():
     """msgspec crashes when several threads make it learn a type, so none of them may be the first to need it."""
     program = """
 import os, sys, threading
-from api import fields, routes
+from api import routes
+from api.http import fields
 from api.openapi import EXAMPLES
 sys.setswitchinterval(1e-6)
 threading.excepthook = lambda failure: (sys.__excepthook__(failure.exc_type, failure.exc_value, None), os._exit(1))

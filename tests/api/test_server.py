@@ -8,7 +8,7 @@ import pytest
 from openai_api import CHAT, COMPLETION, MESSAGES
 from served import WAIT_S, wait_until
 
-from api.errors import ApiError
+from api.http.errors import ApiError
 from api.server import TextThreads
 from text.limited import SandboxedFunction
 from text.stream import prompt_texts
@@ -55,7 +55,7 @@ def test_a_request_that_does_not_fit_is_429_before_its_first_byte_in_the_shape_o
 
 
 def test_more_than_a_message_to_the_worker_holds_is_refused_and_not_sent(served, monkeypatch):
-    monkeypatch.setattr("api.engine_client.MAX_MESSAGE_BYTES", 1000)
+    monkeypatch.setattr("api.http.engine_client.MAX_MESSAGE_BYTES", 1000)
     response = served.post("/v1/completions", {"prompt": ["a" * 30, "b" * 30], "n": 2, "temperature": 1})
     assert response.status_code == 400
     message = "the request asks for 4 sequences whose prompts have 120 tokens altogether, too many to be sent at once"
@@ -67,7 +67,7 @@ def test_a_bug_of_ours_is_an_answer_too(served, monkeypatch, caplog):
     monkeypatch.setattr(served.seen.text.tokenizer.__class__, "encode", lambda *_: 1 // 0)
     response = served.post("/generate", {"inputs": "a"})
     assert response.status_code == 422
-    monkeypatch.setattr("api.fields.parse", lambda *_: 1 // 0)
+    monkeypatch.setattr("api.http.fields.parse", lambda *_: 1 // 0)
     response = served.post("/generate", {"inputs": "a"})
     assert response.status_code == 500
     assert response.json == {"error": "Internal server error", "error_type": "internal"}
@@ -109,7 +109,7 @@ def test_the_tokens_of_a_prompt_are_listed_in_a_thread(served, monkeypatch, stre
         threads.append(threading.get_native_id())
         return prompt_texts(tokenizer, ids)
 
-    monkeypatch.setattr("api.response_writer.prompt_texts", listed)
+    monkeypatch.setattr("api.generation.response_writer.prompt_texts", listed)
     body = {"prompt": "Hi", "max_tokens": 1, "echo": True, "logprobs": 1, "stream": streams}
     with served.post("/v1/completions", body) as response:
         assert response.status_code == 200 and '"tokens":["H"' in response.get_data(as_text=True)

@@ -11,9 +11,9 @@ from asked import prepared
 from openai_api import CHAT, COMPLETION, MESSAGES, PROMPT, RESPONSES
 from served import WAIT_S, events, wait_until
 
-from api import stream as generation
-from api.errors import CLIENT_CLOSED_REQUEST, ApiError
-from api.prepared_request import TokenizedPrompt
+from api.generation import stream as generation
+from api.generation.prepared_request import TokenizedPrompt
+from api.http.errors import CLIENT_CLOSED_REQUEST, ApiError
 from api.tgi import NativeResponseWriter
 from protocol import End, PromptDone, Token
 

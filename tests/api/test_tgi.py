@@ -22,9 +22,9 @@ from fakes.model import next_logprobs
 from fakes.tokenizer import VOCABULARY
 from served import LIMITS, WINDOW, events
 
-from api.prepared_request import PreparedRequest
+from api.generation.prepared_request import PreparedRequest
+from api.http.types import encode
 from api.tgi import Info
-from api.types import encode
 from config import VERSION
 from protocol import SamplingParams
 

@@ -10,23 +10,23 @@ import tiny_tokenizers
 from asked import allows, serving
 from tool_calls import BOTH, CALLS, FORMATS, KINDS, LITERALS, NOW, TOOLS, WRITTEN, thinking_of, tokenizer_of, tool, use
 
-from api import chat
-from api.chat import ChatResponseWriter
-from api.conversation import NEVER, ChatRequest
-from api.errors import ApiError
-from api.messages import MessagesRequest, MessagesResponseWriter, MessagesTools
-from api.prepared_request import PreparedRequest, TokenizedPrompt
-from api.response_writer import GeneratedSequence
-from api.responses_output import ResponsesWriter
-from api.responses_tools import ResponsesTools
-from api.responses_types import ResponsesRequest
-from api.tools import CUSTOM_INPUT, as_function, tool_policy
-from api.types import encode
+from api.anthropic.messages import MessagesRequest, MessagesResponseWriter, MessagesTools
+from api.chats.conversation import NEVER, ChatRequest
+from api.chats.tools import CUSTOM_INPUT, as_function, tool_policy
+from api.generation.prepared_request import PreparedRequest, TokenizedPrompt
+from api.generation.response_writer import GeneratedSequence
+from api.http.errors import ApiError
+from api.http.types import encode
+from api.openai import chat
+from api.openai.chat import ChatResponseWriter
+from api.openai.responses_output import ResponsesWriter
+from api.openai.responses_tools import ResponsesTools
+from api.openai.responses_types import ResponsesRequest
 from protocol import Token
-from text.json_mender import complete_members
-from text.output_parser import ParserConfig
+from text.output.json_mender import complete_members
+from text.output.parser import ParserConfig
+from text.output.tool_formats import ModelTools
 from text.tokenizer import Tokenizer
-from text.tool_formats import ModelTools
 
 # Requests
 

@@ -158,7 +158,7 @@ def test_a_first_run_starts_no_server_where_the_image_says_that_driver_and_runti
     ended = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", "error: they do not fit\n")
     (call,) = (tmp_path / "calls").read_text().splitlines()
-    assert call.endswith("-m models.neuron_driver")
+    assert call.endswith("-m models.neuron.driver")
     assert not (tmp_path / "report.json").exists()
 
 

@@ -4,7 +4,7 @@ import kubernetes_validate
 import yaml
 from manifests import VERSIONS, built, find
 
-from models.plan import INSTANCES
+from models.neuron.plan import INSTANCES
 from run import HERE
 
 FOLDER = HERE / "deploy" / "eks"

@@ -26,7 +26,7 @@ import config
 from api.routes import openapi_document
 from config import Config
 from engine.metrics import METRICS, VLLM_METRICS
-from models.plan import INSTANCES
+from models.neuron.plan import INSTANCES
 from run import HERE
 
 APPLIED = (

@@ -9,7 +9,7 @@ from hypothesis import settings
 from loop import ENGINES, Driven, NoMetrics, Oracle
 
 import worker
-from engine.ngram_proposer import INITIAL_DRAFT_TOKENS, MAX_COPIES, MAX_PAUSE, NgramProposer
+from engine.sampling.ngram_proposer import INITIAL_DRAFT_TOKENS, MAX_COPIES, MAX_PAUSE, NgramProposer
 from protocol import Cancel, Generate, SamplingParams
 
 

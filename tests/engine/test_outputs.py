@@ -10,7 +10,8 @@ from fakes.model import greedy, next_logprobs
 from loop import Driven, on_every_engine
 from processes import wait_until
 
-from engine import outputs, sampling
+from engine import outputs
+from engine.sampling import sampling
 from protocol import Generate
 
 LONG = list(range(1, 31))  # a prompt of several chunks

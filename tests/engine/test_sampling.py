@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from engine import sampling
-from engine.sampling import (
+from engine.sampling import sampling
+from engine.sampling.sampling import (
     NO_MASK,
     SamplerState,
     SamplingBatch,
@@ -603,8 +603,9 @@ def test_the_first_steps_wait_for_no_compiler():
     """In a process of its own, where no other test has compiled anything."""
     code = """
 import numpy as np
-from engine import sampling, sampling_loops
-from engine.sampling import *
+from engine.sampling import sampling
+from engine.sampling import loops as sampling_loops
+from engine.sampling.sampling import *
 from protocol import SamplingParams
 
 def compiled():
@@ -634,7 +635,7 @@ print({name: count for name, count in compiled().items() if count != before[name
 def test_loops_are_compiled_also_where_they_cannot_be_cached(tmp_path):
     """As in a container with a read-only file system."""
     (tmp_path / "engine").mkdir()
-    for name in ("engine/__init__.py", "engine/sampling.py", "engine/sampling_loops.py", "protocol.py"):
+    for name in ("engine/__init__.py", "engine/sampling/sampling.py", "engine/sampling/loops.py", "protocol.py"):
         shutil.copy(HERE / name, tmp_path / name)
     (tmp_path / "engine" / "__pycache__").write_text("no folder")
     (tmp_path / "home").write_text("no folder")
@@ -670,7 +671,7 @@ def test_greedy_rows_get_the_highest_logit_with_the_lowest_id_in_every_layout(as
 def test_another_checkout_loads_the_loops_that_one_has_compiled(tmp_path):
     code = """
 import numpy as np
-from engine import sampling_loops
+from engine.sampling import loops as sampling_loops
 sampling_loops.sample_index(np.ones(3), 0.5)
 print(sum(sampling_loops.sample_index.stats.cache_hits.values()))
 """
@@ -689,7 +690,8 @@ def test_numba_writes_nothing_into_a_debug_log(tmp_path):
     code = """
 import logging, sys
 logging.basicConfig(level=logging.DEBUG, stream=sys.stdout)
-from engine import sampling, sampling_loops
+from engine.sampling import sampling
+from engine.sampling import loops as sampling_loops
 import numpy as np
 sampling_loops.sample_index(np.ones(3), 0.5)
 """

@@ -6,9 +6,9 @@ from fakes.model import FakeModel, greedy, next_logits
 from loop import Driven
 from msgspec.structs import replace
 
-from engine import sampling
 from engine.request import Request
-from engine.sampling import SamplerState
+from engine.sampling import sampling
+from engine.sampling.sampling import SamplerState
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.step import StepRunner, StepTimer, needs_logits
 from models.errors import DeviceLost

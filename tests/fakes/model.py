@@ -16,7 +16,7 @@ import numpy as np
 
 from models.adapters import Adapters
 from models.base import Chunk, SampledIds, StaticBatchModel
-from models.encoder_cache import EncoderCache, split_ids
+from models.images.encoder_cache import EncoderCache, split_ids
 from protocol import Image
 
 VOCABULARY = 50

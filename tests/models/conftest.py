@@ -1,4 +1,4 @@
-"""A hub for the tests of what is downloaded (fakes/hub.py), and what children of `models.source` do without a child."""
+"""A hub for the tests of what is downloaded (fakes/hub.py), and what children of source.py do without a child."""
 
 import runpy
 import sys
@@ -10,7 +10,7 @@ import pytest
 from fakes.hub import Hub, forget_connections
 from huggingface_hub import constants, file_download
 
-from models import source
+from models.checkpoint import source
 from models.child import ChildError, run_module
 from models.errors import ModelError
 from run import ConfigError
@@ -62,7 +62,7 @@ def no_children(monkeypatch):
                 raise ChildError(1, traceback.format_exception_only(error)) from None
 
     def check(arguments, config):
-        from models.architecture import read_architecture
+        from models.checkpoint.architecture import read_architecture
 
         _check, folder = arguments
         try:

@@ -28,10 +28,10 @@ device = importlib.import_module("transformers_neuronx")
 neuronxcc = importlib.import_module("neuronxcc")
 del sys.path[: len(DEVICE)]
 
-from models import compile as subcommand  # noqa: E402
-from models import neuron_build  # noqa: E402
-from models.neuron import NeuronModel  # noqa: E402
-from models.neuron_build import BuildPlan  # noqa: E402
+from models.neuron import build as neuron_build  # noqa: E402
+from models.neuron import compile as subcommand  # noqa: E402
+from models.neuron.build import BuildPlan  # noqa: E402
+from models.neuron.model import NeuronModel  # noqa: E402
 
 LLAMA = {
     "model_type": "llama",

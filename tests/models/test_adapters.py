@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM
 
 import models
 from config import Config
-from models import source
 from models.accuracy import kl_divergence
 from models.adapters import Adapters, count_numbers, read_updates
 from models.base import Chunk
+from models.checkpoint import source
+from models.checkpoint.fetch import adapter_shapes
 from models.errors import ModelError
-from models.fetch import adapter_shapes
-from models.torch_model import TorchModel
+from models.pytorch.model import TorchModel
 
 pytestmark = [
     pytest.mark.models,

@@ -24,9 +24,9 @@ LAYERS = 2 * ["full_attention"]
 @pytest.fixture(scope="module", autouse=True)
 def architecture():
     """That takes seconds, which an import at this module's top costs each of pytest's workers."""
-    import models.architecture
+    import models.checkpoint.architecture
 
-    return models.architecture
+    return models.checkpoint.architecture
 
 
 def read(folder, architecture, **changes):
@@ -187,7 +187,7 @@ def test_code_that_fails_and_that_transformers_does_not_need_is_called_that(tmp_
 
 @pytest.mark.parametrize(("version", "is_named"), [("4.37.0", True), (None, True), ("5.1.0", False)])
 def test_code_that_fails_when_it_runs_is_called_that_too(tmp_path, version, is_named):
-    from models.torch_model import TorchModel
+    from models.pytorch.model import TorchModel
 
     forward = "    def forward(self, input_ids, position_ids, use_cache, past_key_values=None, attention_mask=None):\n"
     forward += "        return super().forward(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache)\n"

@@ -12,8 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config import Config
-from models.artifact import Artifact, Cache, CompiledConfig, check_compiler, model_key, with_compiled_config, with_optimum
 from models.cache import evict
+from models.neuron.artifact import (
+    Artifact,
+    Cache,
+    CompiledConfig,
+    check_compiler,
+    model_key,
+    with_compiled_config,
+    with_optimum,
+)
 from run import ConfigError
 
 PROGRAMS = CompiledConfig(
@@ -224,7 +232,7 @@ def test_a_cache_finds_its_own_entries_and_nothing_else(tmp_path):
 
 def test_what_a_newer_version_added_changes_no_key_where_it_is_not_used(tmp_path, monkeypatch):
     monkeypatch.delenv("NEURON_CC_FLAGS", raising=False)
-    monkeypatch.setattr("models.artifact.installed", lambda package: None)
+    monkeypatch.setattr("models.neuron.artifact.installed", lambda package: None)
     cache = Cache(tmp_path, 1.0)
     assert cache.add("model", PROGRAMS, save_programs).name == "ae7bb255f0c8fef2b38b5409891decd8"
     for added in ({"verify_length": 4}, {"kv_cache_dtype": "fp8_e4m3fn"}):
@@ -295,7 +303,7 @@ def test_what_an_interrupted_compile_left_is_removed_by_the_next_and_a_running_o
 def test_programs_for_another_version_of_the_runtime_are_not_found(tmp_path, monkeypatch, package):
     cache = Cache(tmp_path, 1.0)
     cache.add("model", PROGRAMS, save_programs)
-    monkeypatch.setattr("models.artifact.installed", lambda name: "2.9" if name == package else None)
+    monkeypatch.setattr("models.neuron.artifact.installed", lambda name: "2.9" if name == package else None)
     assert cache.find("model", PROGRAMS) is None
 
 

@@ -117,7 +117,7 @@ def test_a_compilation_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, c
 HANGS = """
 import sys, threading, transformers_neuronx
 transformers_neuronx.LlamaForSampling.cpu_compile = lambda model: threading.Event().wait()
-from models.compile import main
+from models.neuron.compile import main
 main(sys.argv[1:])
 """
 

@@ -13,10 +13,10 @@ from tiny_models import GROUPED, POSITIONS, edit_config, llama, references, run,
 import models
 from config import CHECKPOINT_QUANTIZE, Config
 from manifest import read_json
-from models import dequantize, source
 from models.cache import READERS
+from models.checkpoint import dequantize, source
+from models.checkpoint.dequantize import FORMATS, write_checkpoint
 from models.child import run_module
-from models.dequantize import FORMATS, write_checkpoint
 from models.errors import ModelError
 from run import ConfigError
 

@@ -24,10 +24,10 @@ from processes import Server, wait_until
 
 import models
 from config import DEMO_MODEL, Config
-from models import plan
-from models.artifact import Artifact
+from models.checkpoint.fetch import fetch, fetch_artifact, fetch_checkpoint, fetch_weights
 from models.errors import ModelError
-from models.fetch import fetch, fetch_artifact, fetch_checkpoint, fetch_weights
+from models.neuron import plan
+from models.neuron.artifact import Artifact
 from run import HERE, ConfigError
 
 FACTS = ["chat_template.jinja", "config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer.model", "vocab.txt"]

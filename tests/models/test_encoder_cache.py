@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from models.encoder_cache import EncoderCache, split_ids
+from models.images.encoder_cache import EncoderCache, split_ids
 from protocol import MAX_IMAGE_TOKENS, Image
 
 WIDTH = 4

@@ -5,11 +5,12 @@ import math
 import pytest
 from published.configs import CONFIGS, PARAMETERS
 
-from models import families, rope
+from models.checkpoint import rope
 from models.errors import ModelError
-from models.families import FAMILIES
-from models.family import LayerKind
-from models.plan import Shape
+from models.neuron import families
+from models.neuron.families import FAMILIES
+from models.neuron.family import LayerKind
+from models.neuron.plan import Shape
 from run import ConfigError
 
 LLAMA = {

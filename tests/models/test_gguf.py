@@ -10,8 +10,8 @@ from tiny_models import save_checkpoint
 
 from engine.defaults import sampling_defaults
 from manifest import Manifest, read_json
+from models.checkpoint.gguf import LAYERS_OF_27B, write_checkpoint
 from models.errors import ModelError
-from models.gguf import LAYERS_OF_27B, write_checkpoint
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
 

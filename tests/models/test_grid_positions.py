@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
-from models.encoder_cache import EncoderCache
-from models.grid_positions import GridPositions
+from models.images.encoder_cache import EncoderCache
+from models.images.grid_positions import GridPositions
 from protocol import Image
 
 pytestmark = pytest.mark.models

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 import models
 from config import Config
-from models import source
+from models.checkpoint import source
+from models.checkpoint.lora import merge
 from models.errors import ModelError
-from models.lora import merge
 
 pytestmark = [pytest.mark.models, pytest.mark.usefixtures("no_children"), pytest.mark.filterwarnings("ignore")]
 

@@ -17,7 +17,6 @@ from tiny_models import edit_config, llama, save_checkpoint, settings
 import models.cache
 from config import Config
 from manifest import Manifest
-from models import openvino_model
 from models.cache import (
     ModelCache,
     model_key,
@@ -27,6 +26,7 @@ from models.cache import (
     write_entry,
 )
 from models.errors import ModelError
+from models.openvino import model as openvino_model
 from run import HERE, ConfigError
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]  # of torch and openvino, while converting
@@ -182,7 +182,7 @@ from pathlib import Path
 import models.cache
 from config import Config
 from manifest import Manifest
-from models import openvino_model
+from models.openvino import model as openvino_model
 models.cache.CONVERTER_VERSION = int(sys.argv[1])
 config = Config.from_json(sys.stdin.read())
 try:

@@ -38,9 +38,9 @@ from processes import Server, events
 
 import worker
 from models.base import Chunk
-from models.encoder_cache import EncoderCache
 from models.errors import DeviceLost
-from models.neuron import HostEmbedding
+from models.images.encoder_cache import EncoderCache
+from models.neuron.model import HostEmbedding
 from protocol import Generate
 
 EXECUTION_ERROR = RuntimeError('nrt_execute status=1004 message="Execution error"')

@@ -35,11 +35,11 @@ from on_neuron import (  # noqa: F401
 )
 from test_neuron import assert_serves_whole
 
-from models.artifact import buckets
 from models.cache import evict, locked
 from models.errors import ModelError
 from models.machine import Machine
-from models.neuron_build import explain
+from models.neuron.artifact import buckets
+from models.neuron.build import explain
 from run import ConfigError
 
 INF2_XLARGE = Machine(2, "inf2", "inf2.xlarge", 16 << 30)

@@ -6,9 +6,9 @@ import pytest
 
 import models
 from config import Config
-from models import neuron_driver
-from models.neuron_build import explain
-from models.neuron_driver import Versions
+from models.neuron import driver as neuron_driver
+from models.neuron.build import explain
+from models.neuron.driver import Versions
 from run import ConfigError
 from worker import log_failure
 

@@ -22,11 +22,11 @@ from tiny_models import POSITIONS, VOCABULARY, edit_config, made_checkpoint, run
 import models
 from config import Config
 from manifest import Manifest
-from models import openvino_model
 from models.accuracy import kl_divergence
 from models.base import Chunk
 from models.cache import read_entry
 from models.errors import ModelError
+from models.openvino import model as openvino_model
 
 # The warnings are of torch, openvino and nncf, while converting.
 pytestmark = [pytest.mark.models, pytest.mark.usefixtures("conversions"), pytest.mark.filterwarnings("ignore")]

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from config import Config
-from models import plan
-from models.fetch import fetch_adapter
+from models.checkpoint.fetch import fetch_adapter
 from models.machine import GIB, Machine
-from models.plan import INSTANCES, Shape, Sizing, padded_heads
+from models.neuron import plan
+from models.neuron.plan import INSTANCES, Shape, Sizing, padded_heads
 from run import HERE, ConfigError
 
 
@@ -646,7 +646,7 @@ def test_plan_refuses_in_one_line_with_code_2(run, folder, tmp_path, argv, words
 
 def test_the_verb_exits_with_its_code_and_needs_no_torch(folder):
     blocked = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import runpy; "
-    command = [sys.executable, "-c", blocked + "runpy.run_module('models.plan', run_name='__main__')"]
+    command = [sys.executable, "-c", blocked + "runpy.run_module('models.neuron.plan', run_name='__main__')"]
     runs = [
         subprocess.run([*command, *argv], cwd=HERE, capture_output=True, text=True, timeout=60)
         for argv in (["--model-id", str(folder("TinyLlama"))], ["--help"], ["--colour"])

@@ -16,7 +16,7 @@ import models
 from config import Config
 from models import load_on_cpu as load
 from models.base import Chunk
-from models.torch_model import TorchModel
+from models.pytorch.model import TorchModel
 from run import HERE
 
 pytestmark = [

@@ -7,8 +7,8 @@ import pytest
 
 import models
 from config import Config
+from models.checkpoint.quantization import SUPPORTED, Quantization, dequantized_config
 from models.errors import ModelError
-from models.quantization import SUPPORTED, Quantization, dequantized_config
 
 METHODS = ", ".join(SUPPORTED)
 CT = {"quant_method": "compressed-tensors", "format": "pack-quantized"}

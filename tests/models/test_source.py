@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM
 
 import models
 from config import AUTO_QUANTIZE, CHECKPOINT_QUANTIZE, DEFAULT_MAX_TOTAL_TOKENS, Config, parse
-from models import source as ours
 from models.cache import NNCF, READERS
+from models.checkpoint import source as ours
 from models.errors import ModelError
 from run import HERE, ConfigError
 

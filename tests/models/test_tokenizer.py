@@ -15,10 +15,10 @@ import transformers
 from processes import Server
 from tokenizers import Tokenizer
 
-import models.tokenizer
+import models.checkpoint.tokenizer
 from config import DEMO_MODEL, Config
+from models.checkpoint.tokenizer import check_tokenizer, tokenizer_folder
 from models.errors import ModelError
-from models.tokenizer import check_tokenizer, tokenizer_folder
 from run import ConfigError
 from text.tokenizer import ALPHABET
 
@@ -34,7 +34,7 @@ def in_this_process(monkeypatch):
         if "text.tokenizer" in command:
             return RUN(command, **options)
         try:
-            models.tokenizer.main(*map(Path, command[-2:]))
+            models.checkpoint.tokenizer.main(*map(Path, command[-2:]))
         except ModelError as error:
             return subprocess.CompletedProcess(command, 1, "", f"error: {error}\n")
         return subprocess.CompletedProcess(command, 0, "", "")
@@ -216,7 +216,7 @@ def test_a_tokenizer_in_mistrals_own_format_is_not_for_transformers_4(tmp_path, 
     (tmp_path / "tekken.json").write_text("{}")
     monkeypatch.setattr("transformers.__version__", "4.48.3")  # of the module that is imported now
     with pytest.raises(ModelError, match=r"is in Mistral's own format; without tokenizer\.json the 4\.48\.3 of the Neuron"):
-        models.tokenizer.main(tmp_path, tmp_path)
+        models.checkpoint.tokenizer.main(tmp_path, tmp_path)
 
 
 def test_a_pointer_of_git_lfs_is_called_that(tmp_path, config):
@@ -239,10 +239,10 @@ def test_transformers_4_does_not_convert_what_transformers_5_wrote(tmp_path, mon
     """It would fail, or take `add_prefix_space: null` for no: other ids."""
     given = tiny_models.save_sentencepiece(tmp_path) / "tokenizer_config.json"
     given.write_text(json.dumps(json.loads(given.read_text()) | written))
-    models.tokenizer.main(tmp_path, tmp_path)
+    models.checkpoint.tokenizer.main(tmp_path, tmp_path)
     monkeypatch.setattr("transformers.__version__", "4.48.3")  # of the module that is imported now
     with pytest.raises(ModelError, match=r"was written by transformers 5; without tokenizer\.json the 4\.48\.3 of"):
-        models.tokenizer.main(tmp_path, tmp_path)
+        models.checkpoint.tokenizer.main(tmp_path, tmp_path)
 
 
 def test_the_check_finds_the_largest_id_of_ordinary_text(tmp_path, config):

@@ -36,16 +36,16 @@ from tiny_models import (
     settings,
 )
 
-import models.openvino_model
-import models.pretrained
-import models.torch_model
+import models.checkpoint.pretrained
+import models.openvino.model
+import models.pytorch.model
 import worker
 from config import Config
 from manifest import Manifest
 from models.base import Chunk
 from models.cache import NotConverted
 from models.errors import DeviceLost, ModelError
-from models.torch_model import TorchModel
+from models.pytorch.model import TorchModel
 from protocol import Generate
 from run import ConfigError
 
@@ -69,11 +69,11 @@ def one_thread():
 @pytest.fixture(scope="module", autouse=True)
 def torch_model_is_imported():
     """That takes seconds, which an import at this module's top costs each of pytest's workers."""
-    import models.torch_model  # noqa: F401
+    import models.pytorch.model  # noqa: F401
 
 
 def serve(folder, device="cpu", **changes):
-    return models.torch_model.TorchModel(settings(folder, **changes), Path(folder), device)
+    return models.pytorch.model.TorchModel(settings(folder, **changes), Path(folder), device)
 
 
 def continued(model, reference: Reference) -> list[int]:
@@ -189,7 +189,9 @@ def test_logits_are_float32_rows_in_the_order_of_the_chunks_and_later_calls_leav
     assert (first.shape, first.dtype, rows.shape, rows.dtype) == ((1, VOCABULARY), np.float32, (2, VOCABULARY), np.float32)
     assert np.array_equal(first, before)
     for token, row in zip((7, reference.tokens[0]), rows):
-        expected = models.pretrained.reference_logits(reference_model(zoo.folder("llama")), [*reference.prompt, token])
+        expected = models.checkpoint.pretrained.reference_logits(
+            reference_model(zoo.folder("llama")), [*reference.prompt, token]
+        )
         np.testing.assert_allclose(row, expected[5], rtol=1e-4, atol=1e-4)
 
 
@@ -270,13 +272,13 @@ def test_a_mixture_whose_experts_swap_with_a_rounding_is_served_in_bfloat16(tmp_
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("is_step", [True, False], ids=["decode steps", "prompts"])
 def test_a_fault_of_decode_steps_alone_or_of_prompts_alone_is_found(zoo, monkeypatch, family, is_step):
-    run = models.torch_model.TorchModel._run
+    run = models.pytorch.model.TorchModel._run
 
     def wrong(model, chunks, **kind):
         logits = run(model, chunks, **kind)
         return logits[:, ::-1] if kind["is_step"] == is_step else logits
 
-    monkeypatch.setattr(models.torch_model.TorchModel, "_run", wrong)
+    monkeypatch.setattr(models.pytorch.model.TorchModel, "_run", wrong)
     fault = "its (logits differ from those of|KL divergence from) transformers"
     assert re.search(f"static batch: {fault}", refusal(zoo.folder(family)))
 
@@ -301,7 +303,7 @@ def test_plain_pytorch_computes_in_bfloat16_where_the_cpu_and_the_checkpoint_do_
         raise NotConverted("a test")
 
     monkeypatch.setattr(models, "cpu_multiplies_bfloat16", lambda: can_multiply)
-    monkeypatch.setattr("models.openvino_model.load", reject)
+    monkeypatch.setattr("models.openvino.model.load", reject)
     folder = save_checkpoint(tmp_path, tiny_models.llama(), dtype=getattr(torch, saved))
     model = models.load_on_cpu(settings(folder, dtype=dtype), folder, Manifest.read(folder), print)
     is_bfloat16 = dtype == "bfloat16" or (saved == "bfloat16" and can_multiply)
@@ -453,10 +455,10 @@ def shard(folder, count=3):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_shards_without_an_index_are_read_by_their_names(tmp_path, family, dtype):
     folder = save_checkpoint(tmp_path / "model", tiny_models.ALL[family]())
-    expected = models.pretrained.load_pretrained(settings(folder, dtype=dtype), folder, "cpu").state_dict()
+    expected = models.checkpoint.pretrained.load_pretrained(settings(folder, dtype=dtype), folder, "cpu").state_dict()
     shard(folder)
     files = sorted(path.name for path in folder.iterdir())
-    found = models.pretrained.load_pretrained(settings(folder, dtype=dtype), folder, "cpu").state_dict()
+    found = models.checkpoint.pretrained.load_pretrained(settings(folder, dtype=dtype), folder, "cpu").state_dict()
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
     assert sorted(path.name for path in folder.iterdir()) == files
 
@@ -478,7 +480,7 @@ def test_positions_that_stretch_with_the_longest_text_are_refused_beyond_what_th
         edit_config(folder, remove=("rope_parameters",), rope_theta=tiny_models.ROPE_THETA, rope_scaling=old_rope)
     config = Config(model_id=str(folder), device="cpu", max_total_tokens=POSITIONS // 2 + 1, max_input_tokens=POSITIONS // 2)
     with pytest.raises(ModelError, match=f"give --max-total-tokens {POSITIONS // 2} or less"):
-        models.torch_model.TorchModel(config, folder, "cpu")
+        models.pytorch.model.TorchModel(config, folder, "cpu")
     assert serve(folder, max_total_tokens=POSITIONS // 2).max_total_tokens == POSITIONS // 2
 
 
@@ -486,22 +488,25 @@ def test_positions_that_stretch_with_the_longest_text_are_refused_beyond_what_th
 def test_attention_that_a_checkpoint_names_is_not_loaded(tmp_path, name):
     """transformers takes it from the hub, and runs it, where the package `kernels` is installed."""
     folder = edit_config(save_checkpoint(tmp_path / "m", tiny_models.llama()), _attn_implementation=name)
-    model = models.pretrained.load_pretrained(settings(folder), folder, "cpu")
-    assert np.isfinite(models.pretrained.reference_logits(model, [1, 2, 3])).all()
+    model = models.checkpoint.pretrained.load_pretrained(settings(folder), folder, "cpu")
+    assert np.isfinite(models.checkpoint.pretrained.reference_logits(model, [1, 2, 3])).all()
 
 
 @pytest.mark.parametrize("family", tiny_models.ALL)
 def test_a_model_computes_in_float32_what_its_float32_copy_does_to_the_last_bit_and_stays_as_it_is(tmp_path, family):
     folder = save_checkpoint(tmp_path, tiny_models.ALL[family](), dtype=torch.bfloat16)
-    model = models.pretrained.load_pretrained(settings(folder, dtype="bfloat16"), folder, "cpu")
+    model = models.checkpoint.pretrained.load_pretrained(settings(folder, dtype="bfloat16"), folder, "cpu")
     stored = [parameter.dtype for parameter in model.parameters()]
     prompts = ([*range(1, 12)], 0), ([*range(1, 6)], 3)
-    with models.pretrained.InFloat32(torch.bfloat16):
-        found = [models.pretrained.reference_logits(model, *prompt) for prompt in prompts]
+    with models.checkpoint.pretrained.InFloat32(torch.bfloat16):
+        found = [models.checkpoint.pretrained.reference_logits(model, *prompt) for prompt in prompts]
     assert torch.bfloat16 in stored and [parameter.dtype for parameter in model.parameters()] == stored
-    rounded = models.pretrained.reference_logits(model, *prompts[0])
+    rounded = models.checkpoint.pretrained.reference_logits(model, *prompts[0])
     model.float()
-    assert all(np.array_equal(one, models.pretrained.reference_logits(model, *prompt)) for one, prompt in zip(found, prompts))
+    assert all(
+        np.array_equal(one, models.checkpoint.pretrained.reference_logits(model, *prompt))
+        for one, prompt in zip(found, prompts)
+    )
     assert not np.array_equal(found[0], rounded)
 
 
@@ -513,9 +518,9 @@ def test_compressed_weights_are_refused(zoo, quantize):
 
 def test_a_profile_without_warm_up_steps_gives_no_warning(tmp_path, monkeypatch, recwarn):
     ends = []
-    monkeypatch.setattr(models.torch_model.atexit, "register", ends.append)
-    monkeypatch.setattr(models.torch_model.TorchModel, "__init__", lambda self: None)
-    model = models.torch_model.TorchModel()
+    monkeypatch.setattr(models.pytorch.model.atexit, "register", ends.append)
+    monkeypatch.setattr(models.pytorch.model.TorchModel, "__init__", lambda self: None)
+    model = models.pytorch.model.TorchModel()
     model.start_profile(str(tmp_path / "trace.json"), 0, 0, 1)
     ends[0]()
     assert not recwarn.list

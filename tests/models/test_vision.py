@@ -30,13 +30,16 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 import models
 from config import Config
 from manifest import Manifest
-from models import convert, openvino_model, pretrained, vision
 from models.accuracy import find_fault, kl_divergence
 from models.base import Chunk
 from models.cache import model_key
-from models.image_layout import Canvas, arrange
-from models.torch_model import TorchModel
-from models.vision import make_tower, read_tensors
+from models.checkpoint import pretrained
+from models.images import towers as vision
+from models.images.embeddings import Canvas, arrange
+from models.images.towers import make_tower, read_tensors
+from models.openvino import convert
+from models.openvino import model as openvino_model
+from models.pytorch.model import TorchModel
 from protocol import Image
 from run import HERE
 
@@ -477,7 +480,7 @@ def test_a_model_whose_tower_is_not_that_of_transformers_is_served_without_image
         monkeypatch.setitem(vision.ACTIVATIONS, "quick_gelu", torch.tanh)
         said = "its image embeddings differ from those of transformers by"
     else:
-        monkeypatch.setattr("models.vision.TOWERS", ("elsewhere.",))
+        monkeypatch.setattr("models.images.towers.TOWERS", ("elsewhere.",))
         said = "KeyError: "
     for _start in range(2):
         caplog.clear()

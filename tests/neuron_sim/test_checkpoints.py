@@ -17,11 +17,11 @@ from transformers_neuronx.module import save_pretrained_split
 import models
 from config import Config
 from manifest import Manifest
-from models import compile as verb
 from models.base import Chunk
 from models.errors import ModelError
-from models.neuron import NeuronModel
-from models.neuron_build import BuildPlan
+from models.neuron import compile as verb
+from models.neuron.build import BuildPlan
+from models.neuron.model import NeuronModel
 
 PROMPT = [3, 100, 7, *[(5 * n) % 250 + 2 for n in range(30)]]
 WINDOW = 48

@@ -12,8 +12,8 @@ from test_simulator import SMALL, VOCABULARY, Reference
 from torch_neuronx import simulator
 from transformers_neuronx import LlamaForSampling, compiler
 
-from models import compile as verb
 from models.base import Chunk
+from models.neuron import compile as verb
 from protocol import Generate
 
 CHUNK = 8

@@ -20,11 +20,11 @@ from transformers_neuronx.layers import attention
 
 from config import Config
 from manifest import Manifest
-from models import compile as verb
 from models.base import Chunk
 from models.errors import ModelError
-from models.neuron import NeuronModel
-from models.neuron_build import BuildPlan
+from models.neuron import compile as verb
+from models.neuron.build import BuildPlan
+from models.neuron.model import NeuronModel
 from protocol import Generate
 from run import ConfigError
 

@@ -13,9 +13,9 @@ from transformers_neuronx import compiler
 
 from config import Config
 from manifest import Manifest
-from models import compile as verb
-from models.neuron import NeuronModel
-from models.neuron_build import BuildPlan
+from models.neuron import compile as verb
+from models.neuron.build import BuildPlan
+from models.neuron.model import NeuronModel
 from protocol import Generate, SamplingParams
 
 HOST_ONLY = [

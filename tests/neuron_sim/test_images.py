@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from test_server import as_float32, cores, refuse_to_compile, serve  # noqa: F401
 from transformers_neuronx import compiler
 
-from models import neuron_graph
 from models.base import Chunk
+from models.neuron import graph as neuron_graph
 from protocol import Generate, Image, SubmitRequests
 from run import HERE, ConfigError
 

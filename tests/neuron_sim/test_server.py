@@ -22,11 +22,11 @@ from transformers_neuronx import compiler
 
 from config import Config
 from manifest import Manifest
-from models import neuron_build
 from models.base import Chunk
 from models.errors import ModelError
-from models.neuron import NeuronModel
-from models.neuron_build import BuildPlan
+from models.neuron import build as neuron_build
+from models.neuron.build import BuildPlan
+from models.neuron.model import NeuronModel
 from protocol import Generate, SamplingParams
 from run import HERE
 from text.grammar import Grammars, of_json_schema
@@ -395,7 +395,7 @@ def test_programs_that_another_process_compiled_without_a_device_are_loaded(
     output = tmp_path / "compiled"
     words = ["--model-id", str(made.folder), "--output", str(output), "--tp-degree", str(tp_degree), "--dtype", "float32"]
     words += ["--max-batch-size", "3", "--max-total-tokens", str(WINDOW), "--prefill-buckets", "8", "--position-buckets", "16"]
-    subprocess.run([sys.executable, "-m", "models.compile", *words], cwd=HERE, check=True)
+    subprocess.run([sys.executable, "-m", "models.neuron.compile", *words], cwd=HERE, check=True)
     monkeypatch.setattr(compiler, "compile_hlo_module", refuse_to_compile)
     build = BuildPlan.decide(Config(model_id=str(output), device="neuron", max_batch_size=2), output, Manifest.read(output))
     batch = Batch(NeuronModel(build, Path(tempfile.mkdtemp(dir=tmp_path))))

@@ -1,6 +1,6 @@
 """transformers-neuronx itself on the simulator, compared with the same tiny random model in transformers.
 
-Nothing of the server is tested here. These are the facts that models/neuron.py relies on: how forward() is called under
+Nothing of the server is tested here. These are the facts that models/neuron/model.py relies on: how forward() is called under
 continuous batching, which calls raise, and which silently corrupt a sequence and so must never be made.
 """
 

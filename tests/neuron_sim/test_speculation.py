@@ -14,9 +14,9 @@ from transformers_neuronx import compiler
 import worker
 from config import Config
 from manifest import Manifest
-from models import compile as verb
-from models.neuron import NeuronModel
-from models.neuron_build import BuildPlan
+from models.neuron import compile as verb
+from models.neuron.build import BuildPlan
+from models.neuron.model import NeuronModel
 from protocol import Generate, SamplingParams
 
 K = 6

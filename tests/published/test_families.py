@@ -11,7 +11,7 @@ from tiny_models import run, settings
 
 import models
 from config import Config
-from models.torch_model import TorchModel
+from models.pytorch.model import TorchModel
 from published import folders
 from published.families import FAMILIES, MECHANISMS, OPENVINO
 from published.reference import TOKENS, Reference

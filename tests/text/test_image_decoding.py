@@ -11,7 +11,7 @@ from hypothesis import settings
 from image_files import png, saved, turned
 from PIL import Image
 
-from text.image_decoding import decode
+from text.images.decoding import decode
 from text.limited import Rejected
 
 TIMES = 15 * settings.default.max_examples  # each takes a tenth of a millisecond

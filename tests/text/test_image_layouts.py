@@ -16,7 +16,7 @@ from vision_models import FAMILIES
 from config import MM_PROCESSOR_FIELDS
 from manifest import IMAGE_PROCESSORS, Manifest
 from run import ConfigError
-from text.image_layouts import LAYOUTS, read_layout
+from text.images.layouts import LAYOUTS, read_layout
 
 # Of transformers: the module of the processor, and what that passes to the image processor.
 PROCESSORS = {

@@ -13,10 +13,10 @@ from image_files import noise, png, save_preprocessor, saved, turned
 from PIL import Image
 from processes import wait_until
 
-import text.images
+import text.images.preprocessor
 from protocol import MAX_IMAGE_TOKENS
 from run import HERE, ConfigError
-from text.images import ImagePreprocessor
+from text.images.preprocessor import ImagePreprocessor
 from text.limited import LimitExceeded, Rejected
 
 pytestmark = pytest.mark.processes
@@ -156,7 +156,7 @@ def test_twenty_bombs_at_once_are_refused_and_an_image_beside_them_is_read(load)
 
 
 def test_a_folder_that_does_not_fit_is_refused_before_a_child_is_started(load, monkeypatch):
-    monkeypatch.setattr("text.images.SandboxedFunction", None)
+    monkeypatch.setattr("text.images.preprocessor.SandboxedFunction", None)
     with pytest.raises(ConfigError, match="max_patches"):
         load("llava", max_patches=3)
 

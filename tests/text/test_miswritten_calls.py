@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 from tool_calls import CALLS, ENDS, FORMATS, FORMS, PYTHON, TAGS, parsed, tool, use
 
-from text.output_parser import CallBegin, Content, ParserConfig
+from text.output.parser import CallBegin, Content, ParserConfig
 
 EXAMPLES = settings.default.max_examples  # for each format and mistake
 KEYS = ["city", "days", "Main Hall", "a.b", "c-d", "e"]

@@ -25,8 +25,8 @@ from tool_calls import (
     with_argument,
 )
 
-from text.json_mender import complete_members
-from text.output_parser import (
+from text.output.json_mender import complete_members
+from text.output.parser import (
     Arguments,
     CallBegin,
     Content,
@@ -34,8 +34,8 @@ from text.output_parser import (
     ParserConfig,
     Reasoning,
 )
-from text.reasoning import FORMATS as FORMATS_OF_REASONING
-from text.reasoning import Thinking
+from text.output.reasoning import FORMATS as FORMATS_OF_REASONING
+from text.output.reasoning import Thinking
 from text.stream import Piece
 
 

@@ -7,10 +7,10 @@ from judge import Judge
 from tool_calls import FORMATS, KINDS, WRITTEN, thinking_of, tokenizer_of, use
 
 from config import REASONING_PARSERS
-from text import reasoning
 from text.grammar import GrammarError, of_json_schema, of_regex
-from text.output_parser import ParserConfig
-from text.reasoning import THINK, ModelReasoning, Thinking
+from text.output import reasoning
+from text.output.parser import ParserConfig
+from text.output.reasoning import THINK, ModelReasoning, Thinking
 from text.stream import TextStream
 from text.template import ChatTemplate
 from text.tokenizer import Tokenizer

@@ -5,11 +5,11 @@ import templates
 import tiny_tokenizers
 from tool_calls import FORMATS, TEMPLATES
 
+from text.output.tool_detection import model_tools, written_format
+from text.output.tool_formats import AS_TEXT
 from text.template import ChatTemplate
 from text.template_capabilities import TemplateCapabilities
 from text.tokenizer import Tokenizer
-from text.tool_detection import model_tools, written_format
-from text.tool_formats import AS_TEXT
 
 
 @pytest.fixture(scope="module")

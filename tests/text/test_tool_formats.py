@@ -24,12 +24,12 @@ from tool_calls import (
     with_argument,
 )
 
-from api.errors import ApiError
+from api.http.errors import ApiError
 from config import TOOL_PARSERS
-from text import tool_formats
 from text.grammar import of_json_schema
-from text.output_parser import ParserConfig
-from text.tool_formats import MOST_CALLS
+from text.output import tool_formats
+from text.output.parser import ParserConfig
+from text.output.tool_formats import MOST_CALLS
 
 
 def test_every_format_may_be_set():

@@ -131,7 +131,7 @@ class LlamaForSampling:
         output = self._prompt_logits[: self.config.vocab_size, None].expand(-1, speculation_length, -1)
         if self._gives_ids:
             output = self._id.expand(1, speculation_length)
-        elif not self._samples:  # where a graph returns both, models/neuron_graph.py does it
+        elif not self._samples:  # where a graph returns both, models/neuron/graph.py does it
             output = output.transpose(0, 1)
         _wait_until(over_at)
         return output
@@ -177,7 +177,7 @@ def _logits(slots: int, vocab: int, eos_token_id: int) -> torch.Tensor:
 
 
 def add_modules(package: str, model: type) -> None:
-    """What models/neuron_graph.py imports of the library, to change it; `model` is its class for Llama."""
+    """What models/neuron/graph.py imports of the library, to change it; `model` is its class for Llama."""
     contents = {
         "config": {"KVCacheQuantizationConfig": _Settings},
         "decoder": {

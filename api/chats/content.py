@@ -1,0 +1,177 @@
+"""What a model can read of a conversation's parts: content parts, blocks and items, chosen by their `type`.
+
+Each API has one table of types. A part is a plain JSON object, of which only the fields that are read are
+checked. A part of another type is skipped: clients send new types at any time, and an error for one would
+refuse the whole conversation.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+from api.generation.request_images import DETAILS, NO_IMAGES, RequestImages
+from api.http.errors import invalid
+from api.http.fields import Json, require
+from text.template import images_of
+
+logger = logging.getLogger("web")
+# Replaces what the model cannot read, so that a session with an image goes on.
+OMITTED = "[{kind} omitted: this server reads {readable} only]"
+# Claude Code's first system block, which says nothing to a model and changes: nothing behind it would be
+# reused.
+BILLING = re.compile(r"^[ \t]*x-anthropic-billing-header:.*\n?", re.IGNORECASE | re.MULTILINE)
+SYSTEM_ROLES = ("system", "developer")
+KINDS = {str: "a string", dict: "an object", list: "a list"}
+
+V = TypeVar("V", str, Json, list)
+M = TypeVar("M")  # an API's parts that are no text, such as tool calls
+
+
+class ContentReader(Generic[M]):
+    """Reads the parts of one request.
+
+    types: the readable fields of each type, in their order, or a function of this reader, the part's path in
+    the request and the part. A name that ends with `?` is optional. A field is a text, a part, or a list of
+    them. images: those of the request, which are marks in its texts.
+    """
+
+    def __init__(
+        self,
+        types: Mapping[str, str | Callable[[Any, str, Json], str | M | None]],
+        images: RequestImages = NO_IMAGES,
+    ):
+        self.images = images
+        self._types = types
+        self._skipped: set[str] = set()
+
+    def parts(self, path: str, content: Any) -> Iterator[tuple[str, str | M]]:
+        """Each readable part of `content` (a text, a part, or a list of them) with its type. Raises
+        ApiError."""
+        if isinstance(content, list):
+            for i, part in enumerate(content):
+                yield from self.parts(f"{path}[{i}]", part)
+        elif isinstance(content, dict):
+            kind = needed(path, content, "type", str)
+            part = self.part(path, kind, content)
+            if part:
+                yield kind, part
+        else:
+            require(isinstance(content, str), path, "must be a string, an object or a list")
+            if content:
+                yield "", content
+
+    def part(self, path: str, kind: str, part: Json) -> str | M | None:
+        """One part as what its type is. Raises ApiError."""
+        reader = self._types.get(kind)
+        if reader is None:
+            self.skip(kind)
+            return None
+        return self.fields(path, part, reader) if isinstance(reader, str) else reader(self, path, part)
+
+    def fields(self, path: str, part: Json, names: str) -> str:
+        """The text of these fields, a line each. Raises ApiError."""
+        require(isinstance(part, dict), path, "must be an object")
+        texts = []
+        for name in names.split():
+            if name.endswith("?"):
+                name = name[:-1]
+                value = part.get(name)
+            else:
+                value = needed(path, part, name)
+            if value is not None:
+                texts.append(self.text(f"{path}.{name}", value))
+        return "\n".join(filter(None, texts))
+
+    def text(self, path: str, content: Any, between: str = "\n", role: str = "") -> str:
+        """The text of `content`, of a message if there is a `role`. Raises ApiError."""
+        text = ""
+        for _kind, part in self.parts(path, content):
+            if isinstance(part, str):
+                text = joined(text, BILLING.sub("", part) if role in SYSTEM_ROLES else part, between)
+        return text
+
+    def omission(self, kind: str) -> str:
+        """The note in the place of what the model cannot read."""
+        readable = "text and images" if self.images.are_read else "text"
+        return OMITTED.format(kind=kind, readable=readable)
+
+    def skip(self, kind: str) -> None:
+        """Leaves out a part of this type."""
+        self._skipped.add(kind[:40])
+
+    def log_skipped(self) -> None:
+        if self._skipped:
+            names = ", ".join(sorted(self._skipped))
+            logger.debug("skipped parts of the conversation that this server does not read: %s", names)
+
+
+def needed(path: str, part: Json, name: str, kind: type[V] | None = None) -> V:
+    """The value of a field that is read. Raises ApiError if it is missing, or no `kind`."""
+    value = part.get(name)
+    if value is None:
+        raise invalid(path, f"needs `{name}`")
+    if kind is not None:
+        require(isinstance(value, kind), f"{path}.{name}", f"must be {KINDS[kind]}")
+    return value
+
+
+def omitted(kind: str) -> Callable[[ContentReader, str, Json], str]:
+    """A reader that leaves a note."""
+    return lambda reader, _path, _part: reader.omission(kind)
+
+
+def image(reader: ContentReader, path: str, part: Json) -> str:
+    """A part with an `image_url`: a text, or an object with a `url`; with a `source`, as Anthropic has it; or
+    with the `image`, `url` or `base64` of Hugging Face's templates."""
+    if not reader.images.are_read:
+        return reader.omission("image")
+    if part.get("source") is not None:
+        return _sourced(reader, f"{path}.source", needed(path, part, "source", dict))
+    if part.get("base64") is not None:
+        return reader.images.add_base64(f"{path}.base64", needed(path, part, "base64", str))
+    no_files = "is not supported: this server stores no files; send the image as `image_url`"
+    require(part.get("file_id") is None, f"{path}.file_id", no_files)
+    usual = "source" if part.get("type") == "image" else "image_url"
+    name = next((name for name in ("image_url", "image", "url") if part.get(name) is not None), usual)
+    given = needed(path, part, name)
+    place = f"{path}.{name}"
+    detail = part.get("detail")
+    detail_place = f"{path}.detail"
+    if isinstance(given, dict):
+        detail = given.get("detail", detail)
+        detail_place = f"{place}.detail"
+        given = needed(place, given, "url")
+        place = f"{place}.url"
+    require(isinstance(given, str), place, "must be a string")
+    known = f"must be one of {', '.join(DETAILS)}"
+    require(detail is None or detail in DETAILS, detail_place, known, given=str(detail)[:40])
+    return reader.images.add(place, given, detail)
+
+
+def _sourced(reader: ContentReader, path: str, source: Json) -> str:
+    kind = needed(path, source, "type", str)
+    if kind == "base64":
+        return reader.images.add_base64(f"{path}.data", needed(path, source, "data", str))
+    require(kind == "url", f"{path}.type", "must be base64 or url: no files are stored here", given=kind[:40])
+    return reader.images.add(f"{path}.url", needed(path, source, "url", str))
+
+
+# The parts that clients send whatever the API: those of another API are read where they can be.
+PARTS = {
+    **dict.fromkeys(["text", "input_text", "output_text"], "text"),
+    "refusal": "refusal?",
+    **dict.fromkeys(["image", "image_url", "input_image"], image),
+    **dict.fromkeys(["audio", "audio_url", "input_audio"], omitted("audio")),
+    **dict.fromkeys(["video", "video_url", "input_video"], omitted("video")),
+    **dict.fromkeys(["file", "input_file", "document"], omitted("file")),
+}
+
+
+def joined(one: str, other: str, between: str) -> str:
+    """Two texts, with `between` unless one is empty or they meet at an image."""
+    if not one or not other or images_of(one[-2:]) or images_of(other[:2]):
+        return one + other
+    return one + between + other

@@ -1,0 +1,418 @@
+"""A chat of any API: its messages, their form for a chat template, and how it becomes a PreparedRequest.
+
+Chat completions, Responses, Anthropic's Messages, Vertex AI, SageMaker and `/chat_tokenize` bring their
+chats here as a `ChatRequest`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from api.chats import formats
+from api.chats.content import PARTS, SYSTEM_ROLES, ContentReader, needed
+from api.chats.reasoning import template_variables
+from api.chats.shared import OpenAIRequest, check_openai
+from api.chats.template_adapter import ALIASES, adapt_to_template
+from api.chats.tools import ToolPolicy, as_function, tool_policy
+from api.generation.prepared_request import PreparedRequest, Served, with_grammar, with_images
+from api.generation.request_images import RequestImages
+from api.http.errors import ApiError, invalid
+from api.http.fields import (
+    CHAT_FIELDS,
+    WITH_IMAGES,
+    FieldNames,
+    Json,
+    check_ids,
+    check_top_n,
+    require,
+    without_surrogates,
+)
+from api.http.types import U32
+from text.grammar import GrammarError
+from text.json_schema import without_nulls
+from text.output.json_mender import whole_value
+from text.output.parser import ParserConfig
+from text.output.reasoning import Thinking
+from text.template import IMAGE_MARK, RESERVED, THOUGHT, THOUGHTS, TemplateError, images_of
+
+OPENAI_TOP_LOGPROBS = 20  # OpenAI's own limit
+NEVER = -100.0  # the bias by which OpenAI bans a token
+PLAIN_ROLES = ("system", "user", "assistant", "tool")  # which template_capabilities.py has tried
+ROLES = (*PLAIN_ROLES, *ALIASES)
+
+
+def _thinking(reader: ContentReader, path: str, part: Json) -> str:
+    text = THOUGHTS.sub(r"\1", reader.fields(path, part, "thinking?"))
+    return THOUGHT.format(text) if text else ""
+
+
+CHAT_PARTS = PARTS | {"thinking": _thinking}  # that of Mistral's API
+
+
+class Message(Struct, omit_defaults=True):
+    """One message of a chat. The parts of `content` (CHAT_PARTS has their types) are joined."""
+
+    role: str
+    content: str | list[Json] | None = None
+    refusal: str | None = None
+    name: str | None = None
+    function_call: Json | None = None  # the older name of one call
+    tool_calls: list[Json] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None  # of an earlier answer, for templates that write it
+    reasoning: str | None = None  # the same
+
+
+class ReasoningSwitch(Struct):
+    """`type` is that of `thinking`, enabled or disabled; `effort` and `enabled` are those of `reasoning`."""
+
+    type: str | None = None
+    effort: str | None = None
+    enabled: bool | None = None
+    budget_tokens: int | None = None  # and the same as `max_tokens`
+    max_tokens: int | None = None
+
+    @property
+    def is_on(self) -> bool | None:
+        return {"enabled": True, "disabled": False}.get(self.type, self.enabled)
+
+
+class Prediction(Struct):
+    """The expected output, such as the file to edit. It changes the speed, never the text."""
+
+    type: str
+    content: str | list[Json]
+
+
+class ChatRequest(OpenAIRequest, kw_only=True):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: list[Message]
+    max_completion_tokens: U32 | None = None
+    logprobs: bool | None = None
+    top_logprobs: U32 | None = None
+    tools: list[Json] | None = None
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Json | None = None
+    mm_processor_kwargs: Json | None = None  # vLLM's
+    prediction: Prediction | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    reasoning_effort: str | None = None
+    thinking_token_budget: int | None = None  # vLLM's name for the most tokens of reasoning; negative: any
+    thinking_budget_tokens: int | None = None  # llama.cpp's
+    # Other servers' switches of reasoning, and OpenRouter's.
+    enable_thinking: bool | None = None
+    think: bool | str | None = None
+    thinking: ReasoningSwitch | bool | None = None
+    reasoning: ReasoningSwitch | bool | str | None = None
+
+
+def prepare_chat(
+    chat: ChatRequest,
+    served: Served,
+    names: FieldNames = CHAT_FIELDS,
+    found: Sequence[Json] = (),
+) -> PreparedRequest:
+    """The prepared request of a chat.
+
+    found: further tools that may be called, whose definitions stand in the messages; `names` has their paths
+    after those of the others. Without others they are listed as well: a template says with the list how tools
+    are called.
+    """
+    text = served.text
+    chat = replace(chat, tools=without_nulls(chat.tools))
+    _check_continuation(chat)
+    prepared = _check(chat, served, names)
+    tools = [*(chat.tools or []), *found]
+    policy = tool_policy(tools, chat.tool_choice, chat.parallel_tool_calls, text.tools, names)
+    if tools and chat.tool_choice == "none":
+        prepared = _without_calls(prepared, served)
+    if found and not chat.tools:
+        chat = replace(chat, tools=tools)
+    prompt, order, continued = _prompt(chat, served, names)
+    require(not (order and prepared.prompt_logprobs), "prompt_logprobs", WITH_IMAGES)
+    thinking = text.reasoning.thinking(prompt, continued)
+    budget = _budget(chat, prepared, served)
+    prepared = _constrained(prepared, policy, thinking, budget, served, names)
+    prediction = _prediction(chat.prediction, served) if chat.prediction else []
+    prepared = replace(prepared, prediction=prediction)
+    return with_images(prepared, prompt, order, served)
+
+
+def _constrained(
+    prepared: PreparedRequest,
+    policy: ToolPolicy | None,
+    thinking: Thinking | None,
+    budget: int | None,
+    served: Served,
+    names: FieldNames,
+) -> PreparedRequest:
+    """The request with the grammar of its format, its tools and its reasoning together, and how its outputs
+    are parsed."""
+    reasoning = served.text.reasoning
+    if prepared.grammar:
+        prepared = replace(prepared, grammar=reasoning.in_answer(prepared.grammar))
+    name, grammar = _grammar(prepared, policy)
+    parser_config = ParserConfig(policy, thinking, enforces_calls=bool(grammar))
+    if thinking and (grammar or budget is not None):
+        name = name if grammar else names.budget
+        try:
+            grammar = reasoning.grammar(thinking, grammar, budget)
+        except GrammarError as error:
+            raise invalid(name, str(error)) from None
+    not_enforced = prepared.not_enforced + (policy.not_enforced(bool(prepared.grammar)) if policy else ())
+    prepared = with_grammar(prepared, name, grammar, not_enforced, served.info)
+    if name == "tool_choice":
+        prepared = replace(prepared, grammar_name="tools")  # whose schemas may fail to compile
+    return replace(prepared, parser_config=parser_config)
+
+
+def _without_calls(prepared: PreparedRequest, served: Served) -> PreparedRequest:
+    """The request without the marker of calls in its output, where that is a token by itself."""
+    tools = served.text.tools
+    marker = tools.token_id(tools.format.open) if tools.format and tools.format.open else None
+    if marker is None or served.info.sampling == "device":
+        return prepared
+    biases = dict(prepared.sampling.logit_bias) | {marker: NEVER}
+    return replace(prepared, sampling=replace(prepared.sampling, logit_bias=list(biases.items())))
+
+
+def _check_continuation(chat: ChatRequest) -> None:
+    """vLLM's fields for what happens unasked: a last message of the assistant is continued."""
+    if chat.continue_final_message:
+        is_assistants = bool(chat.messages) and chat.messages[-1].role == "assistant"
+        require(is_assistants, "continue_final_message", "needs a last message of the assistant")
+        detail = "cannot be true together with `continue_final_message`"
+        require(not chat.add_generation_prompt, "add_generation_prompt", detail)
+
+
+def _budget(chat: ChatRequest, prepared: PreparedRequest, served: Served) -> int | None:
+    """The most tokens of reasoning; None: as many as the output may have."""
+    switches = [each for each in (chat.thinking, chat.reasoning) if isinstance(each, ReasoningSwitch)]
+    given = [chat.thinking_token_budget, chat.thinking_budget_tokens]
+    given += [each for switch in switches for each in (switch.budget_tokens, switch.max_tokens)]
+    budget = next((each for each in given if each is not None), None)
+    limits = [served.info.max_total_tokens, prepared.max_new_tokens]
+    most = min(limit for limit in limits if limit is not None)
+    return budget if budget is not None and 0 <= budget < most else None
+
+
+def _prediction(given: Prediction, served: Served) -> list[int]:
+    """The tokens of a predicted output, at most the context length."""
+    require(given.type == "content", "prediction.type", "must be `content`", given=given.type)
+    text = ContentReader(PARTS).text("prediction.content", given.content, "")
+    tokenizer = served.text.tokenizer
+    most = served.info.max_total_tokens
+    tokens = tokenizer.encode(tokenizer.escape(text[: most * tokenizer.longest_token]), False)[:most]
+    check_ids([max(tokens, default=0)], "prediction", served.info)
+    return tokens
+
+
+def _grammar(prepared: PreparedRequest, policy: ToolPolicy | None) -> tuple[str, str]:
+    """The grammar of a request's format and its tools together, and the name of the field that asks for
+    it."""
+    if policy is None:
+        return prepared.grammar_name, prepared.grammar
+    if prepared.grammar:
+        return prepared.grammar_name, policy.grammar_beside(prepared.grammar_name, prepared.grammar)
+    return "tool_choice" if policy.requires_call else "tools", policy.grammar
+
+
+def _check(chat: ChatRequest, served: Served, names: FieldNames) -> PreparedRequest:
+    """Checks all fields but the messages and tools. The prompt is empty: the chat template writes
+    it."""
+    require(bool(chat.logprobs or not chat.top_logprobs), "top_logprobs", "needs `logprobs` to be true")
+    limit_field = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
+    limit = getattr(chat, limit_field)
+    limit_name = names.limit or limit_field
+    require(limit != 0, limit_name, "must be strictly positive")
+    count = len(chat.messages)
+    most = served.info.max_input_tokens
+    limit_text = f"more than the {most} tokens of the longest prompt (--max-input-tokens raises it)"
+    require(count <= most, names.prompt, f"has {count} messages, {limit_text}")
+    prepared = check_openai(chat, "", limit, bool(chat.logprobs), served, names)
+    most = max(OPENAI_TOP_LOGPROBS, served.config.max_top_n_tokens)
+    check_top_n(chat.top_logprobs, "top_logprobs", most)
+    prepared = replace(
+        prepared,
+        top_n_tokens=max(chat.top_logprobs or 0, prepared.top_n_tokens),
+        add_special_tokens=bool(chat.add_special_tokens),  # the template writes them
+        is_escaped=True,
+        prompt_name=names.prompt,
+        limit_name=limit_name,
+    )
+    return with_grammar(prepared, *formats.of_openai(chat, names), served.info)
+
+
+def _prompt(chat: ChatRequest, served: Served, names: FieldNames) -> tuple[str, list[int], str]:
+    """The text that the model's chat template makes of the messages and tools, the numbers of the images in
+    it, and the assistant's text at its end that the output is to continue."""
+    template = served.text.template
+    escape = served.text.tokenizer.escape
+    if template is None:
+        raise ApiError(422, "template_error", "Template error: template not found")
+    capabilities = served.text.capabilities
+    options = _template_options(chat, served)
+    if chat.tools or any(message.tool_calls or message.role == "tool" for message in chat.messages):
+        template = template.for_tools
+    served.images.set_options(chat.mm_processor_kwargs or {}, "mm_processor_kwargs")
+    messages = _messages(chat.messages, template.words, names, served.images)
+    tools: list[Json] | None = None
+    if chat.tools and (chat.tool_choice != "none" or capabilities.tools):
+        tools = [as_function(tool) for tool in chat.tools]
+    messages = adapt_to_template(messages, tools, capabilities)
+    # A role is a word that the template expects.
+    escaped = [escape(message) | {"role": message["role"]} for message in messages]
+    try:
+        listed = escape(tools) if capabilities.tools else None
+        begins_answer = chat.add_generation_prompt is not False or bool(chat.continue_final_message)
+        prompt = template.render(escaped, listed, options, begins_answer)
+    except TemplateError as error:
+        # A template's error may repeat the client's own words.
+        raise ApiError(422, "template_error", "Template error: ", quoted=str(error)) from None
+    for message in escaped:
+        texts = IMAGE_MARK.split(message["content"])[::2]
+        is_written = message["role"] in PLAIN_ROLES or all(text.strip() in prompt for text in texts)
+        detail = "has a role that the model's chat template leaves out"
+        require(is_written, names.prompt, detail, given=message["role"])
+    order = [number for message in escaped for number in images_of(message["content"])]
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or last.get("tool_calls"):
+        return prompt, order, ""
+    thoughts = last.get("reasoning_content")
+    form = served.text.reasoning.format
+    is_closed = form is None or prompt.rstrip().endswith(form.close)  # or the client has turned reasoning off
+    if last["content"].strip() or not (thoughts and begins_answer) or is_closed:
+        return prompt, order, last["content"]
+    is_open = prompt.rstrip().endswith(form.open.rstrip())
+    return prompt + form.open * (not is_open) + escape(thoughts), order, form.open
+
+
+def _template_options(chat: ChatRequest, served: Served) -> Json:
+    """Variables for the template: of the server, of the request's reasoning effort, and of the request
+    itself, the later ones before the others."""
+    escape = served.text.tokenizer.escape
+    variables = template_variables(*_reasoning_of(chat), served.text.template.words)
+    options = served.config.template_options | escape(variables) | escape(chat.chat_template_kwargs or {})
+    for name in options:
+        is_name = name.isidentifier() and not name.startswith("_") and name not in RESERVED
+        require(is_name, "chat_template_kwargs", "has a name that cannot be set", given=name[:40])
+    return options
+
+
+def _reasoning_of(chat: ChatRequest) -> tuple[str | None, bool | None]:
+    """The effort that a chat asks for, and whether its model is to reason; None: the chat does not say."""
+    switches = [each for each in (chat.thinking, chat.reasoning) if isinstance(each, ReasoningSwitch)]
+    asked = [chat.reasoning_effort, chat.enable_thinking, chat.think, chat.thinking, chat.reasoning]
+    asked += [each for switch in switches for each in (switch.effort, switch.is_on)]
+    effort, is_on = (next((each for each in asked if isinstance(each, kind)), None) for kind in (str, bool))
+    return effort, is_on
+
+
+def _messages(
+    messages: list[Message], template_words: Collection[str], names: FieldNames, images: RequestImages
+) -> list[Json]:
+    """Messages as a chat template reads them, the content of each as one text. Raises ApiError.
+
+    A role is one of ROLES, or a word that the template has in quotes: templates may write any other next to
+    control tokens.
+    """
+    require(len(messages) > 0, names.prompt, "cannot be empty")
+    for n, message in enumerate(messages):
+        is_known = message.role in ROLES or message.role in template_words
+        detail = f"must be one of {', '.join(ROLES)}, or another role that the model's chat template names"
+        require(is_known, f"{names.message(n)}.role", detail, given=message.role[:40])
+    reader = ContentReader(CHAT_PARTS, images)
+    written = [_message(reader, names.message(n), message) for n, message in enumerate(messages)]
+    reader.log_skipped()
+    # A system message of nothing that a model reads is left out, an empty one is what it is.
+    return [
+        message
+        for message, given in zip(written, messages, strict=True)
+        if message["content"] or not given.content or given.role not in SYSTEM_ROLES
+    ]
+
+
+def _message(reader: ContentReader, path: str, message: Message) -> Json:
+    content = message.content or message.refusal or message.content
+    calls = _calls(path, message)
+    text = reader.text(f"{path}.content", content or "", "", message.role)
+    thoughts = message.reasoning_content or message.reasoning
+    if message.role == "assistant":
+        thoughts = thoughts or "\n".join(THOUGHTS.findall(text)) or None
+        text = THOUGHTS.sub("", text)
+    elif message.role not in SYSTEM_ROLES:
+        text = THOUGHTS.sub(r"\1", text)
+    call_id = message.tool_call_id
+    if message.role == "function" and call_id is None:
+        call_id = message.name  # `function_call` has no other
+    # OpenAI's types have null for audio of the assistant, and clients for a tool without a result.
+    may_be_empty = bool(calls or thoughts) or ALIASES.get(message.role, message.role) in ("assistant", "tool")
+    require(content is not None or may_be_empty, path, "needs `content`")
+    written: Json = {
+        "role": message.role,
+        "content": text,
+    }
+    optional = {
+        "name": message.name,
+        "tool_call_id": call_id,
+        "reasoning_content": thoughts,
+    }
+    written |= {name: value for name, value in optional.items() if value is not None}
+    if calls:
+        written["tool_calls"] = [_with_arguments(function_path, call) for function_path, call in calls]
+    return written
+
+
+def _calls(path: str, message: Message) -> list[tuple[str, Json]]:
+    """The calls of a message, each with the path of its function. A custom tool is a function of one
+    text."""
+    calls = []
+    if message.function_call is not None:
+        function_path = f"{path}.function_call"
+        name = needed(function_path, message.function_call, "name", str)
+        calls.append((function_path, {"id": name, "type": "function", "function": message.function_call}))
+    for i, call in enumerate(message.tool_calls or []):
+        call_path = f"{path}.tool_calls[{i}]"
+        if call.get("type") == "custom":
+            custom = needed(call_path, call, "custom", dict)
+            arguments = {"input": needed(f"{call_path}.custom", custom, "input", str)}
+            function = {"name": needed(f"{call_path}.custom", custom, "name", str), "arguments": arguments}
+            call = {"id": call.get("id"), "type": "function", "function": function}
+        calls.append((f"{call_path}.function", call))
+    return calls
+
+
+def _with_arguments(path: str, call: Json) -> Json:
+    """A tool call with its arguments as an object, which templates expect."""
+    function = call.get("function")
+    require(isinstance(function, dict), path, "is missing, or is not an object")
+    arguments = arguments_of(f"{path}.arguments", function.get("arguments"))
+    return call | {"function": function | {"arguments": arguments}}
+
+
+def arguments_of(path: str, given: Any) -> Json:
+    """The arguments of an earlier tool call, given as an object or as JSON in a string. Of JSON that
+    `max_tokens` has truncated, the members that are complete. Raises ApiError for any other value."""
+    read = _value_of(given) if isinstance(given, str) else given
+    if read is None:
+        return {}
+    detail = "must be a JSON object: the arguments of a tool call by their names"
+    require(isinstance(read, dict), path, detail, given=given[:40] if isinstance(given, str) else None)
+    return read
+
+
+def _value_of(written: str) -> Any:
+    """The value of a text in JSON, with the mistakes that are read in a model's output, too."""
+    text = without_surrogates(written.strip().encode()).decode() or "null"
+    with contextlib.suppress(ValueError, RecursionError):
+        read = whole_value(text, is_partial=text.startswith("{"))
+        return whole_value(read) if isinstance(read, str) else read
+    return text

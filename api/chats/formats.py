@@ -1,0 +1,160 @@
+"""Structured output: from the fields of a request that constrain its output to a grammar.
+
+The fields are those of TGI (`grammar`), OpenAI (`response_format`), vLLM (`structured_outputs`) and SGLang
+(`regex`, `json_schema`). text/grammar.py makes the grammar and has the limits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from api.http.errors import invalid
+from api.http.fields import CHAT_FIELDS, FieldNames, Json
+from api.http.types import JsonSchema, SamplingOptions
+from text.grammar import WHITESPACE, GrammarError, left_out, of_choice, of_json_schema, of_regex
+
+# Where `response_format` and `grammar` have the schema or the regular expression, by their `type`: OpenAI's
+# place and others.
+SCHEMA_PATHS = {
+    "json_object": ["schema", "value"],
+    "json_schema": ["json_schema.schema", "value.schema"],
+    "json": ["value"],
+    "regex": ["value"],
+}
+# What the other fields hold; those of `structured_outputs` have names of their own.
+KINDS = {
+    "disable_additional_properties": "unsupported",
+    "json": "json",
+    "json_schema": "json",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "unsupported",
+    "structural_tag": "unsupported",
+    "json_object": "json_object",
+}
+
+
+class StructuredOutputs(Struct):
+    """vLLM's `structured_outputs`: one of the first four fields. `grammar`, `structural_tag` and a true
+    `disable_additional_properties` are not supported."""
+
+    json: JsonSchema | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+    grammar: str | None = None
+    structural_tag: Any = None
+    disable_additional_properties: bool | None = None
+
+
+class FormatFields(SamplingOptions, kw_only=True):
+    """Sampling fields, and those for structured output of OpenAI, vLLM and SGLang, of which a request may
+    have one."""
+
+    response_format: Json | None = None
+    structured_outputs: StructuredOutputs | None = None
+    regex: str | None = None
+    json_schema: JsonSchema | None = None
+
+
+class Format(NamedTuple):
+    """What the field at `path` asks for."""
+
+    path: str
+    kind: str
+    value: Any
+    is_strict: bool = False  # every keyword of a JSON schema must be enforced
+
+
+class Constraint(NamedTuple):
+    """The path of the field that asks for a grammar, and the grammar; both are empty when none does.
+
+    not_enforced: what the grammar leaves out of its JSON schema (`left_out`).
+    """
+
+    path: str = ""
+    grammar: str = ""
+    not_enforced: tuple[str, ...] = ()
+
+
+def of_native(grammar: Json | None) -> Constraint:
+    """What TGI's `grammar` asks for. Raises ApiError."""
+    return _grammar(_of_type("grammar", grammar), WHITESPACE)
+
+
+def of_openai(request: FormatFields, names: FieldNames = CHAT_FIELDS) -> Constraint:
+    """What the fields of a chat or completion request ask for. Raises ApiError."""
+    outputs = request.structured_outputs or StructuredOutputs()
+    within = _of_fields("structured_outputs.", outputs)
+    if request.structured_outputs is not None and not within:
+        raise invalid("structured_outputs", "needs one of `json`, `regex`, `choice` and `json_object`")
+    formats = [
+        *_of_type(names.format, request.response_format, names.schema),
+        *within,
+        *_of_fields("", request),
+    ]
+    return _grammar(formats, _whitespace(outputs))
+
+
+def _whitespace(outputs: StructuredOutputs) -> str | None:
+    """The regular expression for what may stand between JSON tokens; None: nothing."""
+    if outputs.disable_any_whitespace:
+        return None
+    return WHITESPACE if outputs.whitespace_pattern is None else outputs.whitespace_pattern
+
+
+def _of_type(name: str, given: Json | None, schema: str = "json_schema.") -> list[Format]:
+    """What the field `name`, which has a `type`, asks for: a list of one, or of none. schema: what stands for
+    `json_schema.` in the API's paths."""
+    kind = (given or {}).get("type")
+    if not given or kind == "text":
+        return []
+    if not isinstance(kind, str) or kind not in SCHEMA_PATHS:
+        raise invalid(f"{name}.type", f"must be one of text, {', '.join(SCHEMA_PATHS)}", given=str(kind)[:40])
+    for place in SCHEMA_PATHS[kind]:
+        value = given
+        is_strict = False
+        for key in place.split("."):
+            is_strict = isinstance(value, dict) and value.get("strict") is True
+            value = value.get(key) if isinstance(value, dict) else None
+        if value is not None:
+            path = place.replace("json_schema.", schema)
+            return [Format(f"{name}.{path}", "regex" if kind == "regex" else "json", value, is_strict)]
+    if kind == "json_object":
+        return [Format(name, "json_object", True)]
+    raise invalid(name, f"of the type {kind} needs `{'` or `'.join(SCHEMA_PATHS[kind])}`")
+
+
+def _of_fields(prefix: str, fields: FormatFields | StructuredOutputs) -> list[Format]:
+    given = ((name, getattr(fields, name, None)) for name in KINDS)
+    return [Format(prefix + name, KINDS[name], value) for name, value in given if value not in (None, False)]
+
+
+def _grammar(formats: list[Format], whitespace: str | None) -> Constraint:
+    if not formats:
+        return Constraint()
+    path, kind, value, is_strict = formats[0]
+    if kind == "unsupported":
+        raise invalid(path, "is not supported")
+    if len(formats) > 1:
+        raise invalid(formats[1].path, f"cannot be combined with `{path}`: a request has one output format")
+    if kind == "regex" and not isinstance(value, str):
+        raise invalid(path, "must be a regular expression, as a string")
+    try:
+        if kind == "regex":
+            return Constraint(path, of_regex(value))
+        if kind == "choice":
+            return Constraint(path, of_choice(value))
+        schema = {"type": "object"} if kind == "json_object" else value
+        if isinstance(schema, str):
+            schema = msgspec.json.decode(schema)
+        return Constraint(path, of_json_schema(schema, whitespace, is_strict), left_out(schema))
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise invalid(path, f"must be a JSON schema: {error}") from None
+    except GrammarError as error:
+        raise invalid(path, str(error)) from None

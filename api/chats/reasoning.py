@@ -1,0 +1,48 @@
+"""Reasoning as all chat APIs share it: how much of it a request asks for, and its opaque form in responses.
+
+The models' formats are in text/output/reasoning.py.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Collection
+from typing import Any
+
+# The nearest efforts that templates name, for one that the model's template does not.
+NEAREST = {"minimal": "low", "xhigh": "high", "max": "high"}
+ON = {"enable_thinking": True, "thinking": True}
+OFF = {"enable_thinking": False, "thinking": False}
+SEAL = "v1."
+
+
+def template_variables(
+    effort: str | None, is_on: bool | None, template_words: Collection[str]
+) -> dict[str, Any]:
+    """The variables by which chat templates know an effort, such as `high`, and that reasoning is on or off.
+    The effort `none` turns it off.
+
+    template_words: the words that the template has in quotes.
+    """
+    if effort == "none" or is_on is False:
+        return OFF
+    if effort is None:
+        return ON if is_on else {}
+    known = effort if effort in template_words else NEAREST.get(effort, effort)
+    return ON | {"reasoning_effort": known}
+
+
+def seal(text: str) -> str:
+    """Reasoning in an opaque form without a secret, which any replica can read. It is not compressed: a
+    client could send a short one that grows without bound."""
+    return SEAL + base64.b64encode(text.encode()).decode()
+
+
+def unseal(sealed: Any) -> str:
+    """The reasoning in what `seal` made; "" for anything else, such as another server's."""
+    if not isinstance(sealed, str) or not sealed.startswith(SEAL):
+        return ""
+    try:
+        return base64.b64decode(sealed.removeprefix(SEAL), validate=True).decode()
+    except ValueError:
+        return ""

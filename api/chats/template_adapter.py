@@ -1,0 +1,274 @@
+"""Adapts a chat to the model's template: roles that it does not support, consecutive messages of one role,
+tools and calls that it has no place for. Nothing that a client sent is dropped: it is written in another
+place, or rejected by name.
+
+Messages here have the form that a template reads: `role`, `content` as one text, `name`, `tool_calls` with
+arguments as objects, `tool_call_id`, `reasoning_content`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from api.chats.content import SYSTEM_ROLES
+from api.http.fields import Json
+from text.template import image_mark, images_of
+from text.template_capabilities import TemplateCapabilities
+
+TemplateMessage = Json
+Messages = list[TemplateMessage]
+
+# Clients' own roles, and older names.
+ALIASES = {"developer": "system", "function": "tool", "ctx": "user", "msg": "user"}
+HEARD_ROLES = ("user", "tool")  # of what the assistant answers
+APART = "\n\n"  # between texts that become one message
+IMAGE_APART = "[image]"  # in the place of an image that is in a message of its own
+TOOLS_PROMPT = """You may call these functions. Each line describes one as JSON:
+<tools>
+{tools}
+</tools>
+
+To call a function, write its name and its arguments as JSON between these tags, one pair of tags a call:
+<tool_call>
+{{"name": "the name", "arguments": {{"argument": "value"}}}}
+</tool_call>
+The result of a call follows between <tool_response> and </tool_response>."""
+
+
+def adapt_to_template(
+    messages: Messages, tools: list[Json] | None, capabilities: TemplateCapabilities
+) -> Messages:
+    """The messages for a template with these capabilities. `tools` are written as text if it has no place for
+    them."""
+    messages = [_with_known_role(message, capabilities) for message in messages]
+    if not capabilities.calls:
+        messages = [_in_text(message) for message in messages]
+    if tools and not capabilities.tools:
+        functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+        messages = [{"role": "system", "content": TOOLS_PROMPT.format(tools=functions)}, *messages]
+    messages = _with_images_apart(messages, capabilities)
+    messages = _merged(_with_system(messages, capabilities), capabilities)
+    if capabilities.calls and not capabilities.text_of_calls:
+        messages = _with_text_apart(messages, capabilities)
+    if capabilities.calls and not capabilities.several_calls:
+        messages = _with_calls_apart(messages)
+    if capabilities.calls and not capabilities.user_after_result:
+        messages = _with_answers(messages)
+    return [_with_thinking(message) for message in messages]
+
+
+def _with_thinking(message: TemplateMessage) -> TemplateMessage:
+    """gpt-oss' template has a name of its own for reasoning, and rejects it beside content."""
+    if "reasoning_content" not in message or message["content"]:
+        return message
+    return message | {"thinking": message["reasoning_content"]}
+
+
+def _with_known_role(message: TemplateMessage, capabilities: TemplateCapabilities) -> TemplateMessage:
+    role = message["role"]
+    if role == "developer" and capabilities.developer:
+        return message
+    return message | {"role": ALIASES.get(role, role)}
+
+
+def _in_text(message: TemplateMessage) -> TemplateMessage:
+    """Calls and results of tools as text, in the form that TOOLS_PROMPT asks for."""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    texts = [message["content"]] if message["content"] else []
+    for call in calls:
+        function = call.get("function") or {}
+        written = {"name": function.get("name"), "arguments": function.get("arguments")}
+        texts.append(f"<tool_call>\n{json.dumps(written, ensure_ascii=False)}\n</tool_call>")
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    return kept | {"content": "\n".join(texts)}
+
+
+def _with_images_apart(messages: Messages, capabilities: TemplateCapabilities) -> Messages:
+    """The images in messages of a role in which the template writes none as a user message: behind them and
+    the results of tools and system messages that follow, or in front of an assistant's message that is
+    continued."""
+    apart = []
+    marks = ""  # of images that wait for their place
+    for n, message in enumerate(messages):
+        role = message["role"]
+        if marks and role not in ("tool", *SYSTEM_ROLES):
+            apart.append({"role": "user", "content": marks})
+            marks = ""
+        if role not in capabilities.image_roles:
+            for number in images_of(message["content"]):
+                mark = image_mark(number)
+                message = message | {"content": message["content"].replace(mark, IMAGE_APART)}
+                marks += mark
+        is_continued = role == "assistant" and n == len(messages) - 1
+        if marks and is_continued:
+            apart.append({"role": "user", "content": marks})
+            marks = ""
+        apart.append(message)
+    if marks:
+        apart.append({"role": "user", "content": marks})
+    return apart
+
+
+def _with_system(messages: Messages, capabilities: TemplateCapabilities) -> Messages:
+    """Leading system messages as the template takes them, or in the first user message; later ones where
+    they are, or next to it: a chat that grows keeps its prefix, which may be cached."""
+    begins = 0
+    while begins < len(messages) and messages[begins]["role"] in SYSTEM_ROLES:
+        begins += 1
+    head = messages[:begins]
+    others = messages[begins:]
+    if not capabilities.later_system:
+        others = _with_folded_system(others)
+    # Some templates write a system message only with the one that follows it.
+    takes_system = capabilities.system and (bool(others) or capabilities.later_system)
+    if not head or (takes_system and (len(head) == 1 or capabilities.several_system)):
+        return [*head, *others]
+    text = APART.join(message["content"] for message in head)
+    if takes_system:
+        return [head[0] | {"content": text}, *others]
+    if others and others[0]["role"] == "user":
+        return [_joined({"content": text}, others[0]), *others[1:]]
+    return [{"role": "user", "content": text}, *others]
+
+
+def _with_folded_system(messages: Messages) -> Messages:
+    """System messages as part of the user message or tool result before them, else of the one after them,
+    else as user messages."""
+    folded = []
+    is_apart = False  # the last one has only the text of system messages
+    for message in messages:
+        role = message["role"]
+        is_system = role in SYSTEM_ROLES
+        if is_system and folded and folded[-1]["role"] in HEARD_ROLES:
+            folded[-1] = _joined(folded[-1], {"content": message["content"]})
+        elif is_system:
+            folded.append({"role": "user", "content": message["content"]})
+            is_apart = True
+        elif is_apart and role in HEARD_ROLES:
+            folded[-1] = _joined({"content": folded[-1]["content"]}, message)
+            is_apart = False
+        else:
+            folded.append(message)
+            is_apart = False
+    return folded
+
+
+def _merged(messages: Messages, capabilities: TemplateCapabilities) -> Messages:
+    """Consecutive messages of one role as one message, unless the template supports them."""
+    apart = {"user": capabilities.users, "assistant": capabilities.assistants}
+    merged = []
+    for message in messages:
+        role = message["role"]
+        if merged and merged[-1]["role"] == role and not apart.get(role, True):
+            merged[-1] = _joined(merged[-1], message)
+        else:
+            merged.append(message)
+    return merged
+
+
+def _with_text_apart(messages: Messages, capabilities: TemplateCapabilities) -> Messages:
+    """The text of an assistant's messages with calls as messages in front of them; if the template does not
+    support two assistant messages in a row, all of a turn's text as one."""
+    if not capabilities.assistants:
+        return [message for turn in _turns(messages) for message in _with_one_text(turn)]
+    apart = []
+    for message in messages:
+        if _calls(message) and message["content"]:
+            apart.append({"role": "assistant", "content": message["content"]})
+            message = message | {"content": ""}
+        apart.append(message)
+    return apart
+
+
+def _turns(messages: Messages) -> list[Messages]:
+    """The messages in groups that each begin with a user's message."""
+    turns: list[Messages] = [[]]
+    for message in messages:
+        if message["role"] == "user":
+            turns.append([])
+        turns[-1].append(message)
+    return turns
+
+
+def _with_one_text(turn: Messages) -> Messages:
+    """All text of the assistant in its last message without calls, or else in one before its calls."""
+    said = [message for message in turn if message["role"] == "assistant" and message["content"]]
+    first_call = next((n for n, message in enumerate(turn) if _calls(message)), None)
+    if first_call is None or not said:
+        return turn
+    plain = [n for n, message in enumerate(turn) if message["role"] == "assistant" and not _calls(message)]
+    place = plain[-1] if plain else first_call
+    answer = turn[place] if plain else {"role": "assistant"}
+    text = APART.join(message["content"] for message in said)
+    written = []
+    for n, message in enumerate(turn):
+        if n == place:
+            written.append(answer | {"content": text})
+        if _calls(message):
+            written.append(message | {"content": ""})
+        elif n not in plain:
+            written.append(message)
+    return written
+
+
+def _calls(message: TemplateMessage) -> bool:
+    return message["role"] == "assistant" and bool(message.get("tool_calls"))
+
+
+def _with_calls_apart(messages: Messages) -> Messages:
+    """The calls of a message as messages with one call each, in front of its result."""
+    apart = []
+    waiting = []  # further calls of a message
+    for message in messages:
+        if message["role"] != "tool":
+            apart += waiting
+            waiting = []
+        if _calls(message):
+            first, *others = message["tool_calls"]
+            waiting = [{"role": "assistant", "content": "", "tool_calls": [call]} for call in others]
+            message = message | {"tool_calls": [first]}
+        answered = message.get("tool_call_id")
+        is_last = bool(apart) and _calls(apart[-1]) and _call_id(apart[-1]) == answered
+        if answered and not is_last:
+            called = next((n for n, call in enumerate(waiting) if _call_id(call) == answered), None)
+            if called is not None:
+                apart.append(waiting.pop(called))
+        apart.append(message)
+    return [*apart, *waiting]
+
+
+def _call_id(message: TemplateMessage) -> Any:
+    return message["tool_calls"][0].get("id")
+
+
+def _with_answers(messages: Messages) -> Messages:
+    """An empty assistant message between a tool result and a user's message, if the turn has no other."""
+    answered = []
+    has_spoken = True
+    for message in messages:
+        role = message["role"]
+        if role == "user":
+            if not has_spoken and answered[-1]["role"] == "tool":
+                answered.append({"role": "assistant", "content": ""})
+            has_spoken = False
+        elif role == "assistant" and not _calls(message):
+            has_spoken = True
+        answered.append(message)
+    return answered
+
+
+def _joined(one: TemplateMessage, other: TemplateMessage) -> TemplateMessage:
+    joined = one | other
+    for name in ("content", "reasoning_content"):
+        texts = [message[name] for message in (one, other) if message.get(name)]
+        if texts or name == "content":
+            joined[name] = APART.join(texts)
+    calls = [*one.get("tool_calls", ()), *other.get("tool_calls", ())]
+    if calls:
+        joined["tool_calls"] = calls
+    return joined

@@ -1,0 +1,256 @@
+"""What a chat may call: its `tools` and `tool_choice`, checked, and custom tools as functions.
+text/output/tool_formats.py has the formats of tool calls."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from api.http.errors import invalid
+from api.http.fields import CHAT_FIELDS, FieldNames, Json
+from text.grammar import GrammarError, left_out
+from text.output.tool_formats import (
+    AS_TEXT,
+    FORMATS,
+    AllowedCalls,
+    Function,
+    ModelTools,
+    ParametersError,
+    calls_grammar,
+    not_written,
+)
+
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+KINDS = ("function", "custom")
+CUSTOM_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+# Characters that truncation can leave of an escaped one, such as \ud83d\ude4.
+MAX_PARTIAL_ESCAPE = 12
+ADDED_TOOLS = "You may also call these functions:\n"
+MODES = ("none", "auto", "required")
+NO_PLACE = (
+    "is not supported by this model: its chat template has no place for tools "
+    "(--tokenizer-config-path sets another one)"
+)
+UNKNOWN = (
+    "is not supported: the tool call format of this model's chat template is unknown; "
+    f"set --tool-parser (TOOL_PARSER) to {', '.join(form.name for form in FORMATS)}, "
+    "or to none to get calls as text"
+)
+NO_PARSER = "cannot constrain calls with --tool-parser none (TOOL_PARSER)"
+
+
+@dataclass(frozen=True)
+class ToolPolicy(AllowedCalls):
+    """What a chat may call; `paths` has the place of each function's parameters in the request, by name."""
+
+    paths: dict[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def grammar(self) -> str:
+        """The grammar of an output without other constraints; "": any text. Raises ApiError."""
+        if self.requires_call:
+            return self._grammar("calls")
+        return self._grammar("auto") if any(function.is_strict for function in self.functions) else ""
+
+    def not_enforced(self, is_beside: bool) -> tuple[str, ...]:
+        """What the grammar leaves out of the functions' schemas. What no grammar enforces (`left_out`) is an
+        error in strict ones, so only what the format of calls cannot write is left.
+
+        is_beside: beside another grammar, where also calls of functions that are not strict match.
+        """
+        places = []
+        for function in self._constrained(is_beside):
+            places += left_out(function.parameters)
+            places += not_written(self.format, function)
+        return tuple(places)
+
+    def grammar_beside(self, name: str, grammar: str) -> str:
+        """The grammar of calls, or else of an output that `grammar` allows (of the field `name`). Raises
+        ApiError."""
+        if self.requires_call:
+            raise invalid("tool_choice", f"cannot require a call together with `{name}`")
+        return self._grammar("calls | body", grammar)
+
+    def alone(self, is_beside: bool) -> Iterator[tuple[Function, str]]:
+        """Each function whose calls a grammar enforces, and the grammar of its calls alone.
+
+        is_beside: see `not_enforced`.
+        """
+        for function in self._constrained(is_beside):
+            yield function, replace(self, functions=[function])._grammar("calls")
+
+    def _constrained(self, is_beside: bool) -> list[Function]:
+        is_all = self.requires_call or is_beside
+        return [function for function in self.functions if is_all or function.is_strict]
+
+    def _grammar(self, start: str, body: str = "") -> str:
+        try:
+            return calls_grammar(self, start, body)
+        except ParametersError as error:
+            raise invalid(self.paths[error.function], str(error)) from None
+        except GrammarError as error:
+            raise invalid("tools", str(error)) from None
+
+
+def tool_policy(
+    tools: list[Json] | None,
+    tool_choice: str | Json | None,
+    parallel_tool_calls: bool | None,
+    model: ModelTools,
+    names: FieldNames = CHAT_FIELDS,
+) -> ToolPolicy | None:
+    """What a chat may call; None: nothing, or calls stay text. Raises ApiError."""
+    functions = {}
+    paths = {}
+    for n, tool in enumerate(tools or []):
+        path, function = _function(names.tool(n), tool, names)
+        name = function.name
+        if name in functions:
+            raise invalid(f"{path}.name", "is the name of two tools", given=name)
+        functions[name] = function
+        paths[name] = path + (".format" if tool.get("type") == "custom" else names.parameters)
+    mode, chosen = _choice(tool_choice, list(functions), names)
+    if mode == "none":
+        return None
+    if model.in_prompt and model.format is AS_TEXT:
+        raise invalid("tools", NO_PLACE)
+    if model.format is None:
+        raise invalid("tools", UNKNOWN)
+    if model.format is AS_TEXT:
+        if mode != "auto":
+            raise invalid("tool_choice", NO_PARSER)
+        if any(function.is_strict for function in functions.values()):
+            raise invalid("tools", NO_PARSER)
+        return None
+    parallel = model.parallel and mode != "named" and parallel_tool_calls is not False
+    return ToolPolicy(
+        model,
+        [functions[name] for name in chosen],
+        mode,
+        parallel,
+        may_repeat=parallel_tool_calls is True,
+        paths=paths,
+    )
+
+
+def as_function(tool: Json) -> Json:
+    """A tool as a chat template reads it: a custom tool is a function of one text.
+
+    A regular expression for that text is enforced as a schema with `strict` is; a grammar in Lark is only
+    described.
+    """
+    if tool.get("type") != "custom":
+        return tool
+    custom = tool["custom"]
+    function = {key: custom[key] for key in ("name", "description") if custom.get(key) is not None}
+    function["parameters"] = CUSTOM_INPUT
+    grammar = _grammar_of(custom) or {}
+    definition = grammar.get("definition")
+    if definition:
+        words = f"The input has to match this grammar ({grammar.get('syntax')}):\n{definition}"
+        function["description"] = "\n".join(filter(None, [custom.get("description"), words]))
+    if definition and grammar.get("syntax") == "regex":
+        text = {"type": "string", "pattern": f"^(?:{definition})$"}
+        function |= {"parameters": CUSTOM_INPUT | {"properties": {"input": text}}, "strict": True}
+    return {"type": "function", "function": function}
+
+
+def _grammar_of(custom: Json) -> Json | None:
+    """The grammar in the `format` of a custom tool; empty if it has none, None if it cannot be read."""
+    form = {} if custom.get("format") is None else custom["format"]
+    grammar = form.get("grammar", form) if isinstance(form, dict) else None  # chats have it one level deeper
+    is_read = isinstance(grammar, dict) and isinstance(grammar.get("definition", ""), str)
+    return grammar if is_read else None
+
+
+def definitions(tools: list[Json]) -> str:
+    """The text that defines tools within a conversation, a line each."""
+    functions = [as_function(tool)["function"] for tool in tools]
+    return "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
+
+
+def custom_input(arguments: str) -> str:
+    """The input of a custom tool in the arguments of its function, which `max_tokens` may have truncated."""
+    ends = [arguments, *(arguments[: len(arguments) - n] + '"}' for n in range(MAX_PARTIAL_ESCAPE))]
+    for complete in ends:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            text = str(json.loads(complete)["input"])
+            text.encode()  # raises for half of a surrogate pair
+            return text
+    return ""  # truncated before the input began
+
+
+def _function(path: str, tool: Json, names: FieldNames) -> tuple[str, Function]:
+    """A tool of a request, checked, and the path of what describes it."""
+    name, path, described = _named(tool, path, names)
+    if not NAME.fullmatch(name):
+        rule = "must have 1 to 128 letters, digits, dots, dashes or underscores"
+        raise invalid(f"{path}.name", rule, given=name[:140])
+    if not isinstance(described.get("description", ""), str | None):
+        raise invalid(f"{path}.description", "must be a string")
+    if tool.get("type") == "custom" and _grammar_of(described) is None:
+        rule = "must be an object; of the type grammar it needs `syntax` and `definition`"
+        raise invalid(f"{path}.format", rule)
+    function = as_function(tool)["function"]
+    parameters = function.get("parameters")
+    if parameters is None:
+        parameters = {"properties": {}, "additionalProperties": False}
+    is_object = isinstance(parameters, dict) and parameters.get("type", "object") == "object"
+    if not is_object or not isinstance(parameters.get("properties", {}), dict):
+        raise invalid(path + names.parameters, "must be the JSON schema of an object")
+    return path, Function(name, parameters, function.get("strict") is True)
+
+
+def _named(tool: Any, path: str, names: FieldNames) -> tuple[str, str, Json]:
+    """The name in `{"type": "function", "function": {"name": …}}`, the path of the inner object, and that
+    object; a custom tool has it as `custom`."""
+    kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
+    if kind not in KINDS:
+        raise invalid(f"{path}.type", "must be function or custom", given=str(kind)[:40])
+    described = tool.get(kind) if isinstance(tool, dict) else None
+    if names.nests_tools:
+        path += f".{kind}"
+    if not isinstance(described, dict):
+        raise invalid(path, "is missing, or is not an object")
+    if not isinstance(described.get("name"), str):
+        raise invalid(f"{path}.name", "is missing, or is not a string")
+    return described["name"], path, described
+
+
+def _choice(choice: str | Json | None, known: list[str], field_names: FieldNames) -> tuple[str, list[str]]:
+    """The mode that a `tool_choice` asks for (none, auto, required or named), and the names that may be
+    called."""
+    if choice is None or isinstance(choice, str):
+        path = "tool_choice"
+        mode = "auto" if choice is None else choice
+        names = known
+        if mode not in MODES:
+            names = [mode]
+            mode = "named"
+    elif choice.get("type") == "allowed_tools":
+        path = "tool_choice" + field_names.allowed_tools
+        allowed = choice.get("allowed_tools")
+        is_complete = isinstance(allowed, dict) and isinstance(allowed.get("tools"), list)
+        if not is_complete or allowed.get("mode") not in MODES[1:]:
+            raise invalid(path, "needs `mode`, which is auto or required, and the list `tools`")
+        mode = allowed["mode"]
+        names = [
+            _named(tool, f"{path}.tools[{n}]", field_names)[0] for n, tool in enumerate(allowed["tools"])
+        ]
+    else:
+        name, path, _ = _named(choice, "tool_choice", field_names)
+        mode = "named"
+        names = [name]
+    if not known:
+        if mode in ("required", "named"):
+            raise invalid("tool_choice", "needs `tools`")
+        return "none", []
+    for name in names or ["no tool"]:
+        if name not in known:
+            words = ", or none, auto or required" if isinstance(choice, str) else ""
+            raise invalid(path, f"must name one of `tools`{words}", given=name[:140])
+    return mode, list(dict.fromkeys(names))

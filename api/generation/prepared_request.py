@@ -1,0 +1,272 @@
+"""A checked prompt and what to generate from it, for the model that is served.
+
+Every API turns a request into `PreparedRequest`s. Here a prompt becomes token ids, and is checked
+against the context length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from api.generation.request_images import RequestImages
+from api.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid, too_large, unknown_model
+from api.http.fields import NEEDS_HOST, check_ids, require
+from api.http.response_store import OwnedResponses
+from api.http.types import U64_MAX
+from config import TGI_NAME, Config
+from protocol import MAX_GRAMMAR, GenerateOptions, Image, ModelInfo, SamplingParams
+from text.grammar import GrammarChecker
+from text.images.preprocessor import ImagePreprocessor
+from text.output.parser import ParserConfig
+from text.output.reasoning import ModelReasoning
+from text.output.tool_detection import model_tools
+from text.output.tool_formats import AS_TEXT, ModelTools
+from text.template import ChatTemplate
+from text.template_capabilities import TemplateCapabilities
+from text.tokenizer import Tokenizer
+
+
+class ModelText(NamedTuple):
+    """The served model's tokenizer and chat template, and what they say about grammars, tools and reasoning.
+
+    images: None: the model reads text only.
+    """
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    grammars: GrammarChecker
+    tools: ModelTools
+    capabilities: TemplateCapabilities
+    reasoning: ModelReasoning
+    images: ImagePreprocessor | None = None
+
+    @property
+    def tools_note(self) -> str:
+        """A note about tools for the startup log; "": none."""
+        if self.template is None or not self.tools.in_prompt or self.tools.format is AS_TEXT:
+            return ""
+        return (
+            "the chat template has no place for tools: the system message describes them, and calls are read "
+            f"as {self.tools.format.name} (--tool-parser none rejects tools)"
+        )
+
+    @classmethod
+    def load(cls, info: ModelInfo, config: Config) -> ModelText:
+        template = ChatTemplate.load(info.model_dir, config.tokenizer_config_path)
+        images = None
+        if info.reads_images:
+            images = ImagePreprocessor.load(
+                info.model_dir, config.mm_processor_options, info.max_input_tokens
+            )
+        capabilities = TemplateCapabilities()
+        if template:
+            capabilities = TemplateCapabilities.of(template, images.placeholder if images else "")
+        grammars = GrammarChecker(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
+        escapes = config.escape_special_tokens
+        reserved = images.reserved_ids if images else set()
+        tokenizer = Tokenizer(info.tokenizer_dir, info.eos_token_ids, escapes, reserved)
+        tools = model_tools(template, capabilities.tools, tokenizer, config.tool_parser)
+        reasoning = ModelReasoning.of(template, tokenizer, config.reasoning_parser)
+        return cls(tokenizer, template, grammars, tools, capabilities, reasoning, images)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a request is checked against: the settings, the served model and its text, the stored responses of
+    the client, and the request's images."""
+
+    config: Config
+    info: ModelInfo
+    text: ModelText
+    responses: OwnedResponses
+    images: RequestImages = field(default_factory=RequestImages)
+    adapter: str = ""  # the LoRA adapter that a header or a path names, before any field; "": none
+
+    def adapter_of(self, model: str | None) -> str:
+        """The LoRA adapter that the field `model` of a request names; "": none. Where no adapters are served,
+        any model is the one that is. Raises ApiError (404)."""
+        has_adapters = self.info.adapters or self.config.lora_folder
+        if self.adapter or not has_adapters or model in (None, "", TGI_NAME):
+            return self.adapter
+        return self.with_adapter(model).adapter
+
+    def with_adapter(self, model: str) -> Served:
+        """For a request to this model or LoRA adapter. Raises ApiError (404)."""
+        if model == self.info.model_name:
+            return self
+        if model not in self.info.adapters:
+            served = ", ".join(map(repr, (self.info.model_name, *self.info.adapters)))
+            what = f"The model {model[:80]!r} is not served here; served: {served}"
+            raise unknown_model(what)
+        return dataclasses.replace(self, adapter=model)
+
+
+class PreparedRequest(GenerateOptions, frozen=True):
+    """A checked prompt and what to generate from it."""
+
+    prompt: str | list[int]
+    sequences: int = 1
+    max_new_tokens: int | None = None  # None: what is left of the context; 0: the prompt is only scored
+    stop: Sequence[str] = ()
+    keep_stop: bool = True
+    stop_token_ids: frozenset[int] = frozenset()
+    truncate: int | None = None
+    add_special_tokens: bool = True
+    shows_special_tokens: bool = False  # in the generated text
+    is_escaped: bool = False  # the client's words in the prompt, next to special tokens of the server
+    grammar_name: str = "grammar"  # what the request calls it, for error messages
+    not_enforced: tuple[str, ...] = ()  # what the grammar leaves out of JSON schemas: JSON pointers
+    prompt_name: str = "inputs"
+    limit_name: str = "max_new_tokens"
+    # OpenAI's and Anthropic's: `max_new_tokens` is clamped to the rest of the context.
+    clamps_max_tokens: bool = False
+    parser_config: ParserConfig = ParserConfig()  # which parts the text of a chat has
+    images: list[Image] = msgspec.field(default_factory=list)  # emptied when the worker has them
+    image_tokens: int = 0  # of all of them
+    image_characters: int = 0  # that the prompt has for these tokens
+
+    @property
+    def characters(self) -> int:
+        """How many characters the client and the template wrote."""
+        return len(self.prompt) - self.image_characters if isinstance(self.prompt, str) else 0
+
+    def sampling_of(self, sequence: int) -> SamplingParams:
+        """Each sequence has a random stream of its own, which follows from the request's seed."""
+        if sequence == 0 or self.sampling.seed is None:
+            return self.sampling
+        return replace(self.sampling, seed=(self.sampling.seed + sequence) & U64_MAX)
+
+
+class TokenizedPrompt(NamedTuple):
+    """A prompt as it runs."""
+
+    prepared: PreparedRequest
+    ids: list[int]
+    max_new_tokens: int
+
+
+def with_grammar(
+    prepared: PreparedRequest, name: str, grammar: str, not_enforced: tuple[str, ...], info: ModelInfo
+) -> PreparedRequest:
+    """The request with the grammar that the field `name` asks for; an empty one changes nothing. Raises
+    ApiError.
+
+    not_enforced: what the grammar leaves out of JSON schemas (`left_out` in text/grammar.py).
+    """
+    if not grammar:
+        return prepared
+    require(info.sampling != "device", name, NEEDS_HOST)
+    require(len(grammar) <= MAX_GRAMMAR, name, f"makes a grammar of more than {MAX_GRAMMAR} characters")
+    require(not prepared.ignore_eos, "ignore_eos", f"cannot be combined with `{name}`, which ends the text")
+    return replace(prepared, grammar=grammar, grammar_name=name, not_enforced=not_enforced)
+
+
+def with_images(prepared: PreparedRequest, prompt: str, order: list[int], served: Served) -> PreparedRequest:
+    """The request with this prompt, in which the images of the request with these numbers have placeholders.
+    Raises ApiError and ImagesNeeded."""
+    expanded, images, characters = served.images.expand(prompt, order, prepared.prompt_name)
+    return replace(
+        prepared,
+        prompt=expanded,
+        images=images,
+        image_tokens=sum(image.tokens for image in images),
+        image_characters=characters,
+    )
+
+
+def prompts_of(requests: list[PreparedRequest], served: Served) -> list[TokenizedPrompt]:
+    """The prompts of a request in token ids. Raises ApiError for what cannot run."""
+    asked = sum(prepared.sequences for prepared in requests)
+    most = served.config.max_concurrent_requests
+    if asked > most:  # it could never be accepted
+        limit = f"at most {most} may run and wait (--max-concurrent-requests)"
+        raise invalid(None, f"the request asks for {asked} sequences, and {limit}")
+    return [_fit(prepared, ids_of(prepared, served), served.info) for prepared in requests]
+
+
+def ids_of(prepared: PreparedRequest, served: Served) -> list[int]:
+    """The tokens of a prompt, with the model's image token for each token of an image. Raises ApiError for a
+    text that cannot be tokenized, or is far too long."""
+    if not isinstance(prepared.prompt, str):
+        return prepared.prompt
+    tokenizer = served.text.tokenizer
+    # Tokenizing a text takes a hundred times its memory, so one that cannot fit is rejected before.
+    most_text = served.config.body_limit(reads_images=False)  # images alone may be longer
+    if prepared.characters > most_text:
+        raise too_large(most_text)
+    if (
+        prepared.truncate is None
+        and len(prepared.prompt) > served.info.max_total_tokens * tokenizer.longest_token
+    ):
+        raise _too_many_tokens(
+            prepared, f"at least {len(prepared.prompt) // tokenizer.longest_token}", served.info
+        )
+    text = prepared.prompt if prepared.is_escaped else tokenizer.escape(prepared.prompt)
+    try:
+        ids = tokenizer.encode(text, prepared.add_special_tokens)
+    except Exception as error:
+        raise invalid(None, f"tokenizer error: {error}") from None
+    if prepared.images:
+        assert ids.count(served.text.images.token_id) == prepared.image_tokens, "clients' are escaped"
+    return ids
+
+
+def with_image_ids(ids: list[int], images: list[Image], token_id: int) -> list[int]:
+    """The tokens as the worker knows them: the ids of the images in the places of the model's image token."""
+    following = itertools.chain.from_iterable(image.ids for image in images)
+    return [next(following) if i == token_id else i for i in ids]
+
+
+def _fit(prepared: PreparedRequest, ids: list[int], info: ModelInfo) -> TokenizedPrompt:
+    """The prompt to run (its last `truncate` tokens if asked for) and how many tokens may follow it.
+
+    Raises ApiError with the numbers when the two exceed the context length.
+    """
+    if prepared.truncate is not None:
+        ids = ids[-prepared.truncate :]
+    length = len(ids)
+    context_length = info.max_total_tokens
+    most = context_length - length if prepared.max_new_tokens is None else prepared.max_new_tokens
+    if prepared.clamps_max_tokens:
+        most = min(most, context_length - length)
+    elif length + most > context_length and prepared.max_new_tokens is not None:
+        of_images = _of_images(prepared)
+        tokens = f"{length} `{prepared.prompt_name}` tokens{of_images} and {most} `{prepared.limit_name}`"
+        limit = f"tokens + `{prepared.limit_name}` must be <= {context_length} (--max-total-tokens raises it)"
+        detail = f"{limit}. Given: {tokens}"
+        raise invalid(prepared.prompt_name, detail, CONTEXT_LENGTH_EXCEEDED)
+    if length > info.max_input_tokens:
+        raise _too_many_tokens(prepared, f"{length}", info)
+    require(length > 0, prepared.prompt_name, "cannot be empty")
+    check_ids([max(ids)], prepared.prompt_name, info)
+    # A prompt that is only scored runs with one token, which is dropped.
+    return TokenizedPrompt(prepared, ids, max(most, 1))
+
+
+def _too_many_tokens(prepared: PreparedRequest, given: str, info: ModelInfo) -> ApiError:
+    limit = f"must have at most {info.max_input_tokens} tokens"
+    given += _of_images(prepared)
+    if not prepared.clamps_max_tokens:
+        detail = f"{limit} (--max-input-tokens raises it). Given: {given}"
+        return invalid(prepared.prompt_name, detail, CONTEXT_LENGTH_EXCEEDED)
+    # OpenAI's status and code, and the words that clients such as LangChain look for.
+    limit_text = f"This model's maximum context length is {info.max_total_tokens} tokens"
+    what = f"{limit_text} (--max-total-tokens raises it): `{prepared.prompt_name}` {limit}. Given: {given}"
+    return ApiError(
+        400, CONTEXT_LENGTH_EXCEEDED, what, code=CONTEXT_LENGTH_EXCEEDED, param=prepared.prompt_name
+    )
+
+
+def _of_images(prepared: PreparedRequest) -> str:
+    """How many of a prompt's tokens are of images, for error messages."""
+    if not prepared.images:
+        return ""
+    images = "1 image" if len(prepared.images) == 1 else f"{len(prepared.images)} images"
+    return f" ({prepared.image_tokens} of them for {images})"

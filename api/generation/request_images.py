@@ -1,0 +1,204 @@
+"""The images of one HTTP request: their places in the prompt, their files, and what the model reads of them.
+
+An API's reader adds each image and puts its mark into a message's text (text/template.py). The chat template
+writes a placeholder for each mark, and `expand` replaces these by the images' tokens. Where it finds images
+that are not loaded it raises ImagesNeeded: then server.py loads them, and reads the request again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import gevent
+from gevent.lock import BoundedSemaphore
+
+from api.generation.image_urls import MAX_BYTES, ImageUrlError, fetch_image, read_base64, read_data_url
+from api.http.engine_client import attempt
+from api.http.errors import invalid
+from api.http.fields import require
+from protocol import Image
+from text.images.preprocessor import ImagePreprocessor, PreprocessedImage
+from text.limited import LimitExceeded, Rejected
+from text.template import image_mark
+
+MAX_IMAGES = 20  # of one request
+MAX_PIXEL_BYTES = 256_000_000  # of one request: about 20 images of 17 tiles of 512 x 512
+MAX_SECONDS = 20.0  # of preprocessing, for one request
+MAX_FETCHED = 2 * MAX_BYTES  # of one request, whose body says nothing about their size
+# How many requests of an API server process may hold pixels, or fetched files, at a time.
+WITH_PIXELS = 2
+WITH_FETCHED = 8
+DETAILS = ("low", "high", "auto", "original")
+
+
+class ImagesNeeded(Exception):
+    """The request has images that `RequestImages.load` has not loaded."""
+
+
+@dataclass
+class RequestImage:
+    """path: its field in the request; source: its file, or an http(s) URL; is_low: `detail` is `low`; read:
+    None until it is loaded."""
+
+    path: str
+    source: bytes | str
+    is_low: bool
+    read: PreprocessedImage | None = None
+
+
+class ImageLoader:
+    """Fetches and preprocesses images, in an API server process.
+
+    run: calls a function in a thread; domains: the hosts that images may be fetched from.
+    """
+
+    def __init__(self, run: Callable[[Callable[[], Any]], Any], domains: Sequence[str]):
+        self.run = run
+        self.domains = domains
+        self.with_pixels = BoundedSemaphore(WITH_PIXELS)
+        self.with_fetched = BoundedSemaphore(WITH_FETCHED)
+
+
+class RequestImages:
+    """The images of a request, in the order in which it has them. As a context manager it frees them at the
+    end of the block.
+
+    preprocess: of the served model; None: it reads text only.
+    """
+
+    def __init__(self, preprocess: ImagePreprocessor | None = None, loader: ImageLoader | None = None):
+        self.preprocess = preprocess
+        self._loader = loader
+        self._images: list[RequestImage] = []
+        self._options: Mapping[str, Any] = {}  # of the request, for all its images
+        self._added = 0  # since the request was last read
+        self._spent_s = 0.0
+        self._holds_pixels = False
+
+    @property
+    def are_read(self) -> bool:
+        """Whether the model reads images."""
+        return self.preprocess is not None
+
+    def __enter__(self) -> RequestImages:
+        return self
+
+    def __exit__(self, *_error) -> None:
+        self._images.clear()
+        if self._holds_pixels:
+            self._loader.with_pixels.release()
+
+    def restart(self) -> None:
+        """The request is read again, and has the same images in the same order."""
+        self._added = 0
+
+    def set_options(self, options: Mapping[str, Any], name: str) -> None:
+        """Fields of the model's preprocessor to override for these images; name: of their field. Raises
+        ApiError."""
+        if not self.are_read:
+            return
+        supported = self.preprocess.options
+        detail = f"has a field that this model does not support; supported: {', '.join(supported) or 'none'}"
+        for option in options:
+            require(option in supported, name, detail, given=option[:40])
+        self._options = options
+
+    def add(self, path: str, url: str, detail: Any = None) -> str:
+        """The mark of the image of a `data:`, http or https URL. Raises ApiError."""
+        url = url.strip()
+        is_remote = url[:5].lower().startswith("http")
+        return self._add(path, detail, lambda: url if is_remote else read_data_url(url))
+
+    def add_base64(self, path: str, data: str) -> str:
+        """The mark of an image in base64. Raises ApiError."""
+        return self._add(path, None, lambda: read_base64(data))
+
+    def _add(self, path: str, detail: Any, read: Callable[[], bytes | str]) -> str:
+        number = self._added
+        self._added += 1
+        if number == len(self._images):
+            require(number < MAX_IMAGES, path, f"is one image too many: a request may have {MAX_IMAGES}")
+            try:
+                self._images.append(RequestImage(path, read(), detail == "low"))
+            except ImageUrlError as error:
+                raise invalid(path, str(error)) from None
+        return image_mark(number)
+
+    def expand(self, prompt: str, order: Sequence[int], name: str) -> tuple[str, list[Image], int]:
+        """The prompt with the text of the images' tokens in the place of the placeholders, the images, and by
+        how many characters the prompt has grown. Raises ApiError and ImagesNeeded.
+
+        order: the numbers of the images as the prompt has them; name: of the field with the prompt.
+        """
+        if not order:
+            return prompt, [], 0
+        placed = [self._images[number] for number in order]
+        texts = prompt.split(self.preprocess.placeholder)
+        written = len(texts) - 1
+        detail = f"has {len(placed)} images, and the model's chat template writes {written} of them"
+        require(written == len(placed), name, detail)
+        read = [image.read for image in placed if image.read is not None]
+        if len(read) < len(placed):
+            raise ImagesNeeded
+        pieces = itertools.zip_longest(texts, (image.text for image in read), fillvalue="")
+        expanded = "".join(itertools.chain.from_iterable(pieces))
+        images = [Image(image.key, image.tokens, image.shape, image.pixels, image.canvas) for image in read]
+        return expanded, images, len(expanded) - len(prompt)
+
+    def load(self, check_client: Callable[[], None]) -> None:
+        """Fetches and preprocesses the images, in the request's greenlet. Raises ApiError.
+
+        check_client: called before each image; raises when the client has disconnected.
+        """
+        waiting = [image for image in self._images if image.read is None]
+        remote = [image for image in waiting if isinstance(image.source, str)]
+        with self._loader.with_fetched if remote else contextlib.nullcontext():
+            self._fetch(remote)
+            if not self._holds_pixels:
+                self._loader.with_pixels.acquire()
+                self._holds_pixels = True
+        for image in waiting:
+            check_client()
+            detail = f"is too much: the images of a request may take {MAX_SECONDS:g} s to preprocess"
+            require(self._spent_s < MAX_SECONDS, image.path, detail)
+            self._spent_s += self._loader.run(functools.partial(self._preprocess, image))
+            pixels = sum(len(each.read.pixels) for each in self._images if each.read)
+            detail = f"is too much: the images of a request may have {MAX_PIXEL_BYTES} bytes of pixels"
+            require(pixels <= MAX_PIXEL_BYTES, image.path, f"{detail}. Given: {pixels}")
+
+    def _fetch(self, remote: list[RequestImage]) -> None:
+        """All of them at the same time."""
+        urls = dict.fromkeys(image.source for image in remote)
+        fetch = functools.partial(fetch_image, domains=self._loader.domains)
+        jobs = {url: gevent.spawn(attempt, functools.partial(fetch, url)) for url in urls}
+        gevent.joinall(jobs.values())
+        fetched = 0
+        for image in remote:
+            file = jobs[image.source].value
+            if isinstance(file, ImageUrlError):
+                raise invalid(image.path, str(file), given=image.source[:200])
+            if isinstance(file, BaseException):
+                raise file
+            fetched += len(file)
+            detail = f"is too much: the images that a request fetches may have {MAX_FETCHED} bytes"
+            require(fetched <= MAX_FETCHED, image.path, f"{detail}. Given: {fetched}")
+            image.source = file
+
+    def _preprocess(self, image: RequestImage) -> float:
+        """How many seconds it took."""
+        begin = time.monotonic()
+        try:
+            image.read = self.preprocess(image.source, image.is_low, self._options)
+        except (Rejected, LimitExceeded) as error:
+            raise invalid(image.path, str(error)) from None
+        image.source = b""
+        return time.monotonic() - begin
+
+
+NO_IMAGES = RequestImages()  # of a text by itself

@@ -1,0 +1,181 @@
+"""Responses while they grow: a `GeneratedSequence` is one completion of one prompt, a `ResponseWriter` the
+response to one HTTP request.
+
+Each API has a subclass of `ResponseWriter`, which writes the sequences of its requests, whole or
+event by event.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterable
+from itertools import islice, zip_longest
+
+from msgspec import Struct
+
+from api.generation.prepared_request import PreparedRequest, Served, TokenizedPrompt
+from api.http.errors import TGI, ApiError, ErrorFormat, event
+from protocol import PromptDone, Token
+from text.stream import Piece, TextStream, prompt_texts
+from text.tokenizer import Tokenizer
+
+
+class GeneratedSequence:
+    """One completion of a prompt. Times are CLOCK_MONOTONIC, in seconds."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: TokenizedPrompt, number: int, index: int):
+        prepared = prompt.prepared
+        self.prepared = prepared
+        self.prompt = prompt.ids
+        self.max_new_tokens = prompt.max_new_tokens
+        self.number = number  # among the sequences of its request
+        self.index = index  # among all of its request
+        self.sampling = prepared.sampling_of(number)
+        parser_config = prepared.parser_config
+        # Reads along where stop strings do not count in all of the text, or calls may end it.
+        is_read = parser_config.calls or (parser_config.thinking and prepared.stop)
+        self._parser = parser_config.parser() if is_read else None
+        self.stream = TextStream(
+            tokenizer,
+            prompt.ids,
+            prepared.stop,
+            prepared.keep_stop,
+            prepared.min_new_tokens,
+            self._parser and self._parser.content_of,
+        )
+        self.pieces: list[Piece] = []  # all of them, for a response that is not streamed
+        self.prompt_done: PromptDone | None = None  # None: the prompt has not been run
+        self.finish_reason: str | None = None
+        self.first_token_at: float | None = None
+        self.finished_at = 0.0
+        self.accepted_draft_tokens = 0  # that took no step of their own
+        self.reasoning_tokens = 0  # which the writer of a chat's response counts
+        self._logprobs = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were generated."""
+        return self.stream.tokens
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether it ended at `max_tokens` or at the deadline."""
+        return self.finish_reason == "length"
+
+    @property
+    def mean_logprob(self) -> float:
+        return self._logprobs / self.tokens if self.tokens else -math.inf
+
+    @property
+    def queue_s(self) -> float:
+        return self.prompt_done.queued_s if self.prompt_done else 0.0
+
+    def take(self, token: Token) -> list[Piece]:
+        """The pieces whose text has become certain with `token`."""
+        self.first_token_at = self.first_token_at or time.monotonic()
+        if self.prepared.max_new_tokens == 0:  # only the prompt is scored
+            self._finish("length")
+            return []
+        self.accepted_draft_tokens += token.from_draft
+        self._logprobs += token.logprob or 0.0  # None with on-device sampling, which ranks nothing
+        if self._stops_at(token):
+            self._finish("stop_sequence")
+            return self.stream.stop_before(token.token, token.logprob, token.top)
+        shows_special = self.prepared.shows_special_tokens and token.finish_reason != "eos_token"
+        is_last = token.finish_reason is not None
+        pieces = self.stream.push(token.token, token.logprob, token.top, is_last, shows_special)
+        if self.stream.stopped:
+            self._finish("stop_sequence")
+        elif token.finish_reason is not None:
+            self._finish(token.finish_reason)
+        elif self._parser and self._parser.is_done and not self.prepared.ignore_eos:
+            pieces += self.stream.finish()
+            self._finish("stop_sequence")
+        return pieces
+
+    def _stops_at(self, token: Token) -> bool:
+        if token.token not in self.prepared.stop_token_ids or token.finish_reason == "eos_token":
+            return False
+        return self.tokens + 1 >= self.prepared.min_new_tokens
+
+    def truncate(self) -> list[Piece]:
+        """Ends it at the deadline. Returns the text that was held back."""
+        pieces = self.stream.finish()
+        self._finish("stop_sequence" if self.stream.stopped else "length")
+        return pieces
+
+    def _finish(self, reason: str) -> None:
+        self.finish_reason = reason
+        self.finished_at = time.monotonic()
+
+
+class ResponseWriter:
+    """The response to one HTTP request. Each API has a subclass."""
+
+    error_format: ErrorFormat = TGI
+    content_type = "text/event-stream; charset=utf-8"  # of a stream; some clients read Latin-1 without it
+    keep_alive = b":\n\n"  # sent while a stream is silent for long; an SSE comment
+    left_out: Collection[str] = ()  # the request's tool types that this server does not run
+
+    def __init__(self, requests: list[PreparedRequest], served: Served, streams: bool | None = False):
+        self.requests = requests
+        self.info = served.info
+        self.model_name = (requests[0].adapter if requests else "") or served.info.model_name
+        self.tokenizer = served.text.tokenizer
+        self.streams = bool(streams)
+        self.request_id = ""  # of the HTTP request; set before anything is written
+
+    @property
+    def lists_prompts(self) -> bool:
+        """Whether the response has the tokens of its prompts."""
+        return any(prepared.prompt_logprobs for prepared in self.requests)
+
+    def whole(self, sequences: list[GeneratedSequence]) -> Struct | list:
+        """The body, when all is generated. `sequences`: those of the first request, then of the second, and
+        so on."""
+        raise NotImplementedError
+
+    def events(self, sequence: GeneratedSequence, pieces: list[Piece]) -> bytes:
+        """What `pieces` add to a stream; the last of them when `sequence` has finished. May be nothing."""
+        raise NotImplementedError
+
+    def stream_end(self, sequences: list[GeneratedSequence]) -> bytes:
+        """The end of a stream without an error."""
+        return b""
+
+    def failure(self, error: ApiError) -> bytes:
+        """The end of a stream with an error."""
+        error.request_id = self.request_id
+        return event(error.body(self.error_format))
+
+    def _by_request(self, sequences: list[GeneratedSequence]) -> list[list[GeneratedSequence]]:
+        rest = iter(sequences)
+        return [list(islice(rest, prepared.sequences)) for prepared in self.requests]
+
+    def _prompt_pieces(self, sequence: GeneratedSequence) -> list[Piece]:
+        """The tokens of the prompt. The first has no log-probability, nor has any of a prompt that never
+        ran."""
+        ids = sequence.prompt
+        texts = prompt_texts(self.tokenizer, ids)
+        logprobs = sequence.prompt_done.logprobs if sequence.prompt_done else []
+        tops = sequence.prompt_done.top if sequence.prompt_done else []
+        special_ids = self.tokenizer.special_ids
+        return [
+            Piece(i, text, logprob, i in special_ids, top or [])
+            for i, text, logprob, top in zip_longest(ids, texts, [None, *logprobs], [[], *tops])
+        ]
+
+
+def first_of_prompts(sequences: list[GeneratedSequence]) -> list[GeneratedSequence]:
+    """One sequence of each prompt: a prompt counts once, however many sequences it has."""
+    return [sequence for sequence in sequences if sequence.number == 0]
+
+
+def best_of(sequences: Iterable[GeneratedSequence]) -> GeneratedSequence:
+    return max(sequences, key=lambda sequence: sequence.mean_logprob)
+
+
+def rounded(logprob: float | None) -> float | None:
+    """With seven decimals: about the precision of a float32, where a float64 prints seventeen digits."""
+    return None if logprob is None else round(logprob, 7) + 0.0  # of -0.0: 0.0

@@ -1,0 +1,379 @@
+"""A request while it is generated: from the worker's tokens to text, and to the body of its response, whole
+or as events.
+
+An `ActiveRequest` sends the prompts of a request to the worker, turns the tokens that come back into text,
+and ends sequences early: after a stop string, at a deadline, when the client disconnects.
+`ActiveRequest.close` is the one place where a request ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import secrets
+import select
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import gevent
+from gevent.monkey import get_original
+
+from api.generation.prepared_request import TokenizedPrompt, with_image_ids
+from api.generation.response_writer import GeneratedSequence, ResponseWriter, first_of_prompts
+from api.generation.tracing import Generated, RequestTrace
+from api.http import errors
+from api.http.engine_client import ClientGone, EngineClient, InFlightRequest, TooLarge
+from api.http.errors import CLIENT_CLOSED_REQUEST, ApiError
+from protocol import End, Generate, GenerateOptions, PromptDone, RequestStats, Token
+from text.stream import Piece
+
+logger = logging.getLogger("web")
+
+WATCH_S = 0.1  # how often all requests are polled
+KEEP_ALIVE_S = 15.0  # a stream without an event for this long carries a comment, so that proxies keep it open
+Batch = list[tuple[GeneratedSequence, list[Piece]]]  # what became certain together
+
+
+class Connection:
+    """The connection to a client. The end of the client's input counts as a disconnect unless
+    `input_may_end`: then only a broken connection does."""
+
+    def __init__(self, client: socket.socket | None, input_may_end: bool):
+        # Not gevent's, which cannot see the end of the input; this one is called without waiting.
+        self._poll = get_original("select", "poll")()
+        if client is not None:
+            events = select.POLLHUP | select.POLLERR
+            if not input_may_end:
+                events |= select.POLLRDHUP
+            self._poll.register(client, events)
+
+    @property
+    def is_lost(self) -> bool:
+        return bool(self._poll.poll(0))
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """An HTTP request as it arrived. Times are CLOCK_MONOTONIC, in seconds."""
+
+    request_id: str
+    at: float
+    connection: Connection
+    trace: RequestTrace | None = None
+
+
+class ConnectionMonitor:
+    """Polls all requests of this process: disconnects, deadlines, keep-alives."""
+
+    def __init__(self):
+        self.active: set[ActiveRequest] = set()
+        gevent.spawn(self._run)
+
+    def _run(self) -> None:
+        while True:
+            gevent.sleep(WATCH_S)
+            for request in list(self.active):
+                request.poll()
+
+
+class ActiveRequest:
+    """The sequences that are generated for one HTTP request, as text. Times are CLOCK_MONOTONIC, in seconds.
+
+    Iterating yields a Batch whenever text has become certain, each sequence once, until all have finished; an
+    empty Batch means that KEEP_ALIVE_S passed without a token. Raises ApiError when the worker rejects or
+    fails it, and ClientGone when the client has disconnected. What is unfinished at `deadline_at` ends there.
+
+    As a context manager it is closed at the end of the block, with the outcome of the block.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        prompts: list[TokenizedPrompt],
+        arrival: Arrival,
+        monitor: ConnectionMonitor,
+        deadline_at: float = float("inf"),
+    ):
+        self.arrival = arrival
+        self._adapter = prompts[0].prepared.adapter
+        self._model_name = self._adapter or engine.info.model_name
+        self.sent_at = time.monotonic()
+        self.streams_at: float | None = None  # when its stream began
+        self.sequences: list[GeneratedSequence] = []
+        self._engine = engine
+        self._monitor = monitor
+        self._deadline_at = deadline_at
+        self._received_at = self.sent_at
+        self._is_closed = False
+        self._outcome = "dropped"  # unless it comes to its end
+        self._status = CLIENT_CLOSED_REQUEST
+        self._unfinished: dict[int, GeneratedSequence] = {}
+        generates = [generate for prompt in prompts for generate in self._generates(prompt)]
+        images = {image.key: image for prompt in prompts for image in prompt.prepared.images}
+        try:
+            self._request = InFlightRequest(engine, generates, list(images.values()))
+        except TooLarge:
+            tokens = sum(len(generate.prompt) for generate in generates)
+            what = f"the request asks for {len(generates)} sequences whose prompts have {tokens} tokens "
+            what += "altogether, too many to be sent at once; send several requests"
+            raise errors.invalid(None, what) from None
+        for prompt in prompts:
+            prompt.prepared.images.clear()  # megabytes that only the worker needs
+        tokens = sum(len(prompt.ids) for prompt in prompts)
+        adapter = {"adapter": self._adapter} if self._adapter else {}
+        self._log("sent to the worker", sequences=len(generates), prompt_tokens=tokens, **adapter)
+        monitor.active.add(self)
+
+    def __enter__(self) -> ActiveRequest:
+        return self
+
+    def __exit__(self, _kind, error: BaseException | None, _trace) -> None:
+        if error is None:
+            self.succeed()
+        else:
+            self.fail(error)
+        self.close()
+
+    def __iter__(self) -> Iterator[Batch]:
+        while self._unfinished:
+            messages = self._request.receive()
+            self._received_at = time.monotonic()
+            batch: dict[GeneratedSequence, list[Piece]] = defaultdict(list)
+            ends: list[End] = []
+            for message in messages:
+                if isinstance(message, End):
+                    ends.append(message)
+                elif sequence := self._unfinished.get(message.id):  # None: a token after a stop string
+                    self._take(message, sequence, batch)
+            if self._unfinished and not ends and self._received_at >= self._deadline_at:
+                self._truncate(batch)
+            if batch or not messages:  # a prefilled prompt does not yet begin the response
+                yield list(batch.items())
+            for end in ends:
+                if end.id in self._unfinished:
+                    raise end_error(end.reason, end.message)
+
+    @property
+    def first_token_at(self) -> float | None:
+        times = [sequence.first_token_at for sequence in self.sequences if sequence.first_token_at]
+        return min(times, default=None)
+
+    def run(self) -> None:
+        """Generates all, for a response that is not streamed."""
+        for batch in self:
+            for sequence, pieces in batch:
+                sequence.pieces += pieces
+
+    def poll(self) -> None:
+        """Wakes the request when its client has disconnected, at its deadline, and for keep-alives."""
+        if self.arrival.connection.is_lost:
+            self._request.client_closed()
+        elif time.monotonic() >= min(self._received_at + KEEP_ALIVE_S, self._deadline_at):
+            self._request.wake()
+
+    def succeed(self) -> None:
+        self._outcome = "success"
+        self._status = 200
+
+    def fail(self, error: BaseException, status: int | None = None) -> None:
+        """status: that of the response, where it was sent before."""
+        if isinstance(error, ApiError):
+            self._outcome = error.outcome
+            self._status = status or error.status
+        elif not isinstance(error, ClientGone):
+            self._outcome = "generation"
+            self._status = status or 500
+
+    def close(self) -> None:
+        """Cancels what still runs, and adds the request to the metrics and traces. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._monitor.active.discard(self)
+        self._request.close("client disconnected" if self._outcome == "dropped" else self._outcome)
+        stats = self._stats()
+        self._engine.record(stats)
+        if self.arrival.trace:
+            generated = Generated(self._model_name, self.sequences, self.sent_at, self.streams_at)
+            self.arrival.trace.end(stats, generated)
+        self._log("generation ends", outcome=stats.outcome, generated_tokens=stats.generated_tokens)
+
+    def _stats(self) -> RequestStats:
+        duration_s = time.monotonic() - self.arrival.at
+        validation_s = self.sent_at - self.arrival.at
+        queue_s = max(sequence.queue_s for sequence in self.sequences)
+        first_token_s = None if self.first_token_at is None else self.first_token_at - self.arrival.at
+        return RequestStats(
+            status=self._status,
+            outcome=self._outcome,
+            duration_s=duration_s,
+            validation_s=validation_s,
+            queue_s=queue_s,
+            inference_s=max(0.0, duration_s - validation_s - queue_s),
+            first_token_s=first_token_s,
+            input_tokens=sum(len(sequence.prompt) for sequence in first_of_prompts(self.sequences)),
+            generated_tokens=sum(sequence.tokens for sequence in self.sequences),
+            accepted_draft_tokens=sum(sequence.accepted_draft_tokens for sequence in self.sequences),
+            max_new_tokens=sum(sequence.max_new_tokens for sequence in self.sequences),
+            longest_sequence=max(sequence.tokens for sequence in self.sequences),
+            finish_reason="length" if any(sequence.is_truncated for sequence in self.sequences) else "stop",
+            adapter=self._adapter,
+        )
+
+    def _generates(self, prompt: TokenizedPrompt) -> Iterator[Generate]:
+        """The messages to the worker for one request, each with a sequence that waits for its tokens."""
+        prepared = prompt.prepared
+        ids = prompt.ids
+        if prepared.images:
+            ids = with_image_ids(ids, prepared.images, self._engine.text.images.token_id)
+        options = {name: getattr(prepared, name) for name in GenerateOptions.__struct_fields__}
+        for number in range(prepared.sequences):
+            sequence = GeneratedSequence(self._engine.text.tokenizer, prompt, number, len(self.sequences))
+            options["sampling"] = sequence.sampling
+            generate = Generate(
+                secrets.randbits(63),
+                ids,
+                prompt.max_new_tokens,
+                sent_at=self.sent_at,
+                request_id=self.arrival.request_id,
+                **options,
+            )
+            self.sequences.append(sequence)
+            self._unfinished[generate.id] = sequence
+            yield generate
+
+    def _take(
+        self,
+        message: PromptDone | Token,
+        sequence: GeneratedSequence,
+        batch: dict[GeneratedSequence, list[Piece]],
+    ) -> None:
+        if isinstance(message, PromptDone):
+            sequence.prompt_done = message
+            return
+        batch[sequence] += sequence.take(message)
+        if sequence.finish_reason is not None:
+            del self._unfinished[message.id]
+            if message.finish_reason is None:
+                self._engine.cancel(message.id, "stop sequence")
+
+    def _truncate(self, batch: dict[GeneratedSequence, list[Piece]]) -> None:
+        if self.first_token_at is None:
+            raise errors.overloaded()  # it has only waited in the queue; a retry may be served
+        for sequence in self._unfinished.values():
+            batch[sequence] += sequence.truncate()
+        self._unfinished.clear()
+        self._request.close("deadline")
+
+    def _log(self, event: str, **fields) -> None:
+        logger.debug(event, extra={"fields": {"request_id": self.arrival.request_id, **fields}})
+
+
+class EventStream:
+    """The body of a streamed response. What became certain together is one write.
+
+    The web server calls `close` at the end, and when the client disconnects, also before the first event is
+    written.
+    """
+
+    def __init__(
+        self,
+        writer: ResponseWriter,
+        generation: ActiveRequest,
+        run: Callable[[Callable[[], bytes]], bytes],
+    ):
+        """Waits for the first text, or for KEEP_ALIVE_S: then the status is certain. Raises ApiError and
+        ClientGone.
+
+        run: runs what writes the events of a batch.
+        """
+        self._writer = writer
+        self._run = run
+        self._generation = generation
+        self._batches = iter(generation)
+        try:
+            self._first = next(self._batches)
+        except BaseException as error:
+            generation.fail(error)
+            generation.close()
+            raise
+        self._events = self._write()
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self._events
+
+    def close(self) -> None:
+        self._events.close()
+        self._generation.close()
+
+    def _write(self) -> Iterator[bytes]:
+        generation = self._generation
+        generation.streams_at = time.monotonic()
+        try:
+            yield from self._data()
+            generation.succeed()
+            if end := self._writer.stream_end(generation.sequences):
+                yield end
+        except ClientGone:
+            pass
+        except ApiError as error:
+            generation.fail(error, status=200)
+            yield self._writer.failure(error)
+        except Exception as error:
+            request_id = generation.arrival.request_id
+            logger.exception("a stream failed", extra={"fields": {"request_id": request_id}})
+            generation.fail(error, status=200)
+            yield self._writer.failure(errors.internal())
+
+    def _data(self) -> Iterator[bytes]:
+        written_at = self._generation.arrival.at
+        batch: Batch | None = self._first
+        while batch is not None:
+            data = self._run(functools.partial(self._events_of, batch))
+            now = time.monotonic()
+            if not data and now - written_at >= KEEP_ALIVE_S:
+                data = self._writer.keep_alive
+            if data:
+                written_at = now
+                yield data
+            batch = next(self._batches, None)
+
+    def _events_of(self, batch: Batch) -> bytes:
+        return b"".join(self._writer.events(sequence, pieces) for sequence, pieces in batch)
+
+
+def timing_headers(generation: ActiveRequest) -> dict[str, str]:
+    """TGI's, in whole milliseconds; the sums over all sequences."""
+    sequences = generation.sequences
+    arrived_at = generation.arrival.at
+    total_s = sum(sequence.finished_at - arrived_at for sequence in sequences)
+    validation_s = (generation.sent_at - arrived_at) * len(sequences)
+    queue_s = sum(sequence.queue_s for sequence in sequences)
+    inference_s = max(0.0, total_s - validation_s - queue_s)
+    generated = sum(sequence.tokens for sequence in sequences)
+    headers = {
+        "x-compute-time": f"{time.monotonic() - arrived_at:.6f}",
+        "x-prompt-tokens": sum(len(sequence.prompt) for sequence in first_of_prompts(sequences)),
+        "x-generated-tokens": generated,
+        "x-total-time": int(total_s * 1000),
+        "x-validation-time": int(validation_s * 1000),
+        "x-queue-time": int(queue_s * 1000),
+        "x-inference-time": int(inference_s * 1000),
+        "x-time-per-token": int(inference_s / max(1, generated) * 1000),
+    }
+    return {name: str(value) for name, value in headers.items()}
+
+
+def end_error(reason: str, message: str = "") -> ApiError:
+    if reason == "overloaded":
+        return errors.overloaded()
+    if reason == "unknown_adapter":
+        return errors.unknown_model(message)
+    if reason == "failed":
+        return ApiError(424, "generation", f"Request failed during generation: {message}")
+    if reason == "cancelled":
+        return ApiError(500, "incomplete_generation", "Incomplete generation")
+    return errors.not_ready(reason)

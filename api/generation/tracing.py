@@ -1,0 +1,151 @@
+"""OpenTelemetry traces of generation requests, sent to a collector by OTLP over HTTP, in JSON
+(`--otlp-endpoint`).
+
+A request is a span of kind SERVER, the child of the span that its `traceparent` header names. The spans of
+its stages are made when it ends, from times that the API server measured: validate; queue, prefill and
+decode of each sequence; stream. The packages of the extra `otel` are imported nowhere else, and only when a
+`Tracer` is made. Independent of Flask.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import gevent
+
+from api.generation.response_writer import GeneratedSequence
+from config import VERSION
+from protocol import RequestStats
+from run import ConfigError
+
+BATCH = 64  # spans that are encoded at a time, which holds up the event loop for 3 ms
+FLUSH_S = 2.0  # a stopping server waits no longer for its collector
+FAULTS = ("generation", "incomplete")  # outcomes that are errors of the server
+
+
+def check_installed() -> None:
+    """Raises ConfigError without the packages that a `Tracer` needs."""
+    if not importlib.util.find_spec("opentelemetry"):
+        raise ConfigError(
+            '--otlp-endpoint (OTLP_ENDPOINT) needs the packages of OpenTelemetry: pip install ".[otel]"'
+        )
+
+
+class Tracer:
+    """Exports spans every few seconds and when the process ends. To be made when gevent has patched the
+    process: the exporter's thread is then a greenlet. OpenTelemetry's own variables (`OTEL_TRACES_SAMPLER`,
+    …) are read."""
+
+    def __init__(self, endpoint: str, service_name: str):
+        from opentelemetry import trace
+        from opentelemetry.exporter.otlp.json.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        resource = Resource.create({"service.name": service_name, "service.version": VERSION})
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        provider.add_span_processor(
+            BatchSpanProcessor(OTLPSpanExporter(endpoint), max_export_batch_size=BATCH)
+        )
+        self.api = trace
+        self.parent_of = TraceContextTextMapPropagator().extract
+        self.start_span = provider.get_tracer("neuron-textgen", VERSION).start_span
+        self._provider = provider
+        atexit.register(self._close)
+
+    def _close(self) -> None:
+        with gevent.Timeout(FLUSH_S, False):
+            self._provider.shutdown()
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What a request that was sent to the worker generated, and when. Times are CLOCK_MONOTONIC, in
+    seconds."""
+
+    model_name: str
+    sequences: list[GeneratedSequence]
+    sent_at: float
+    streams_at: float | None  # when its stream began
+
+
+class RequestTrace:
+    """The span of a request that arrived at `started_at`; `end` adds its stages. Times are CLOCK_MONOTONIC,
+    in seconds."""
+
+    def __init__(
+        self,
+        tracer: Tracer,
+        route: str,
+        headers: Mapping[str, str],
+        request_id: str,
+        started_at: float,
+    ):
+        self._tracer = tracer
+        self._clock_ns = time.time_ns() - time.monotonic_ns()
+        self._started_at = started_at
+        self._span = tracer.start_span(
+            route,
+            tracer.parent_of(headers),
+            tracer.api.SpanKind.SERVER,
+            {"request_id": request_id},
+            start_time=self._ns(started_at),
+        )
+        self._context = tracer.api.set_span_in_context(self._span)
+
+    def end(self, stats: RequestStats, generated: Generated | None = None) -> None:
+        """generated: None for a request that was not sent to the worker."""
+        now = time.monotonic()
+        self._span.set_attribute("http.response.status_code", stats.status)
+        if stats.outcome != "success":
+            self._span.set_attribute("error.type", str(stats.outcome))
+        self._stage("validate", self._started_at, generated.sent_at if generated else now)
+        if generated:
+            self._add_stages(generated, now)
+            self._add_usage(stats, generated)
+        if stats.outcome in FAULTS:
+            self._span.set_status(self._tracer.api.StatusCode.ERROR)
+        self._span.end(self._ns(now))
+
+    def _add_stages(self, generated: Generated, now: float) -> None:
+        for sequence in generated.sequences:
+            if sequence.first_token_at is None:
+                # The worker sends the time in the queue with the first token: until then it is not known.
+                continue
+            index = {"sequence": sequence.index}
+            cached = {"cached_tokens": sequence.prompt_done.cached}
+            queued_until = generated.sent_at + sequence.queue_s
+            self._stage("queue", generated.sent_at, queued_until, index)
+            self._stage("prefill", queued_until, sequence.first_token_at, index | cached)
+            self._stage("decode", sequence.first_token_at, sequence.finished_at or now, index)
+        if generated.streams_at is not None:
+            self._stage("stream", generated.streams_at, now)
+
+    def _add_usage(self, stats: RequestStats, generated: Generated) -> None:
+        attributes = {
+            "gen_ai.response.model": generated.model_name,
+            "gen_ai.response.finish_reasons": [
+                sequence.finish_reason or "error" for sequence in generated.sequences
+            ],
+            "gen_ai.request.max_tokens": stats.max_new_tokens,
+            "gen_ai.usage.input_tokens": stats.input_tokens,
+            "gen_ai.usage.output_tokens": stats.generated_tokens,
+        }
+        self._span.set_attributes(attributes)
+
+    def _stage(
+        self, name: str, begins_at: float, ends_at: float, attributes: dict[str, Any] | None = None
+    ) -> None:
+        start = self._ns(begins_at)
+        span = self._tracer.start_span(name, self._context, attributes=attributes, start_time=start)
+        span.end(self._ns(ends_at))
+
+    def _ns(self, at: float) -> int:
+        return self._clock_ns + int(at * 1e9)

@@ -1,0 +1,1 @@
+"""Bodies, fields and types, errors, stored responses, the worker as an API server process sees it."""

@@ -1,0 +1,198 @@
+"""Request bodies, read within limits of size, time and memory; the rest of a body is read and dropped.
+
+Hands bodies to server.py, and raises ApiErrors. Uses Flask's current request and gunicorn's socket; does not
+parse bodies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import socket
+import zlib
+from collections.abc import Iterator
+
+import gevent
+from flask import request
+from gunicorn.http.errors import ParseException
+from werkzeug.exceptions import ClientDisconnected
+
+from api.http import errors
+from api.http.errors import ApiError
+from config import TEXT_PAYLOAD
+
+BODY_PIECE = 16_384  # bytes; in chunks of a byte they take 0.1 s
+LONG_PIECE = 262_144  # of a body of known length, which is read five times as fast
+COMPRESSED_PIECE = 2048  # bytes; makes at most 2 MB
+YIELD_S = 1e-6  # sleep(0) lets other greenlets run, but does not look for input each time
+# Bytes of bodies that arrive or are being prepared, in an API server process. Where bodies may be long, as
+# those with images, this is for the short ones, and so many of the longest fit in addition.
+HELD_LIMIT = 32_000_000
+LONGEST_BODIES = 4
+DISCARD_S = 1.0
+# The window bits of zlib for each `Content-Encoding`; servers disagree whether deflate has a header.
+ENCODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
+WITHOUT_HEADER = -15
+CHARSETS = ("utf-8", "us-ascii", "iso-8859-1")  # of plain text
+TRAILER_LIMIT = 8190  # bytes after a chunked body; gunicorn scans all of them whenever some arrive
+# Tokenizing the text of a body of more bytes leaves up to 100 MB of free memory in small pieces, which go
+# back to the system after TRIM_S.
+LONG_BODY = 20_000
+TRIM_S = 1.0
+
+
+class Bodies:
+    """Reads request bodies."""
+
+    def __init__(self, client_timeout_s: float):
+        self._client_timeout_s = client_timeout_s
+        self._held_bytes = 0
+        self._trim = gevent.spawn(_return_free_memory)  # the last one
+
+    @contextlib.contextmanager
+    def read(self, limit: int) -> Iterator[bytearray]:
+        """The body of the current request, of at most `limit` bytes, which counts as held until the block is
+        left. Raises ApiError."""
+        body = bytearray()
+        inflated = bytearray()
+        try:
+            encoding = _content_encoding()
+            self._receive(body, limit)
+            if encoding == "identity":
+                yield body
+            else:
+                self._inflate(body, encoding, inflated, limit)
+                yield inflated
+        finally:
+            size = len(body) + len(inflated)
+            self._held_bytes -= size
+            if size > LONG_BODY and self._trim.ready():
+                self._trim = gevent.spawn_later(TRIM_S, _return_free_memory)
+
+    def _receive(self, body: bytearray, limit: int) -> None:
+        request.max_content_length = limit + 1  # werkzeug truncates a chunked body here without an error
+        reader = getattr(request.environ["wsgi.input"], "reader", None)
+        if hasattr(reader, "limit_trailer_section"):
+            reader.limit_trailer_section = TRAILER_LIMIT
+        timeout_s = self._client_timeout_s
+        try:
+            with gevent.Timeout(timeout_s):
+                while piece := request.stream.read(_piece_size(body)):
+                    self._add(piece, body, limit)
+        except gevent.Timeout:
+            _end_input()
+            what = f"the request did not arrive within --client-timeout (CLIENT_TIMEOUT) {timeout_s:g} s"
+            raise ApiError(408, "timeout", what) from None
+        except ParseException as error:  # malformed chunks
+            raise ApiError(400, "validation", f"Failed to read the request body: {error}") from None
+        except OSError:
+            raise ClientDisconnected from None
+        if len(body) > limit:
+            raise errors.too_large(limit)
+
+    def _add(self, piece: bytes, body: bytearray, limit: int) -> None:
+        """Adds to a body. Raises ApiError (503) when all bodies together have too many bytes."""
+        body += piece
+        self._held_bytes += len(piece)
+        most = HELD_LIMIT
+        if limit > TEXT_PAYLOAD:
+            most = max(HELD_LIMIT, LONGEST_BODIES * limit)
+            if len(body) <= TEXT_PAYLOAD:
+                most += HELD_LIMIT
+        if self._held_bytes > most:
+            raise ApiError(503, "unavailable", "Too many long requests at a time", retry_after_s=1)
+        gevent.sleep(YIELD_S)  # a body that arrives fast must not keep the event loop to itself
+
+    def _inflate(self, body: bytearray, encoding: str, inflated: bytearray, limit: int) -> None:
+        """Adds the text in a compressed body, of any size when inflated, to `inflated`. Raises ApiError."""
+        window_bits = ENCODINGS[encoding]
+        if encoding == "deflate" and not _has_zlib_header(body):
+            window_bits = WITHOUT_HEADER
+        inflater = zlib.decompressobj(window_bits)
+        for begin in range(0, len(body), COMPRESSED_PIECE):
+            piece = body[begin : begin + COMPRESSED_PIECE]
+            try:
+                text = inflater.decompress(piece, limit + 1)
+            except zlib.error as error:
+                raise ApiError(400, "validation", f"Failed to decompress the request body: {error}") from None
+            self._add(text, inflated, limit)
+            if len(inflated) > limit:
+                raise errors.too_large(limit)
+        if not inflater.eof or inflater.unused_data:
+            what = "data follows its end" if inflater.eof else "it is truncated"
+            raise ApiError(400, "validation", f"Failed to decompress the request body: {what}")
+
+
+def _content_encoding() -> str:
+    """How the body of the current request is compressed. Raises ApiError."""
+    encoding = request.headers.get("Content-Encoding", "identity").lower()
+    if encoding not in (*ENCODINGS, "identity"):
+        what = "The only `Content-Encoding`s that are supported are gzip and deflate"
+        raise ApiError(415, "validation", what, quoted=f". Given: {encoding[:40]!r}")
+    if request.headers.get("Transfer-Encoding", "chunked").lower() not in ("chunked", "identity"):
+        raise ApiError(501, "validation", "The only `Transfer-Encoding` that is supported is chunked")
+    return encoding
+
+
+def _has_zlib_header(body: bytes) -> bool:
+    """RFC 1950, 2.2: the method deflate, and a checksum over two bytes."""
+    return len(body) > 1 and body[0] & 15 == 8 and int.from_bytes(body[:2], "big") % 31 == 0
+
+
+def _piece_size(body: bytearray) -> int:
+    """How many bytes of the current request's body to wait for: at most as many as are counted already."""
+    if request.content_length is None:
+        return BODY_PIECE
+    return min(max(len(body), BODY_PIECE), LONG_PIECE)
+
+
+def check_is_json() -> None:
+    """Raises ApiError (415) for a request whose body is of another type."""
+    if not (request.mimetype == "application/json" or request.mimetype.endswith("+json")):
+        raise wrong_content_type("application/json")
+
+
+def charset_of_text() -> str:
+    """The charset of a plain-text request; a body without a type counts as one. Raises ApiError (415)."""
+    if request.mimetype not in ("", "text/plain"):
+        raise wrong_content_type("text/plain")
+    charset = request.mimetype_params.get("charset", CHARSETS[0]).lower()
+    if charset not in CHARSETS:
+        known = " or ".join(f"`{name}`" for name in CHARSETS)
+        what = f"The `charset` of a text must be {known}"
+        raise ApiError(415, "validation", what, quoted=f". Given: {charset[:40]!r}")
+    return charset
+
+
+def wrong_content_type(expected: str) -> ApiError:
+    given = request.headers.get("Content-Type")
+    quoted = f". Given: {given[:80]!r}" if given else ". Given: none"
+    return ApiError(415, "validation", f"Expected request with `Content-Type: {expected}`", quoted=quoted)
+
+
+def drain_body() -> None:
+    """Reads the rest of a request's body, for DISCARD_S at most: of a rejected one, or of `GET /live` with a
+    body.
+
+    gunicorn would read it in pieces of a kilobyte, each of which copies all that has arrived: a second for 2
+    MB, during which the process serves no other request.
+    """
+    size = BODY_PIECE if request.content_length is None else LONG_PIECE
+    with contextlib.suppress(OSError, ParseException, ClientDisconnected), gevent.Timeout(DISCARD_S, False):
+        while request.environ["wsgi.input"].read(size):
+            gevent.sleep(YIELD_S)
+        return
+    _end_input()
+
+
+def _return_free_memory() -> None:
+    """Takes about 10 ms."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+        trim(0)
+
+
+def _end_input() -> None:
+    """Makes gunicorn close the connection after the response, instead of waiting for the rest of the body."""
+    if client := request.environ.get("gunicorn.socket"):
+        with contextlib.suppress(OSError):
+            client.shutdown(socket.SHUT_RD)

@@ -1,0 +1,218 @@
+"""The errors that clients get: status, `error_type`, message, and their format in each API.
+
+A message is where its error is raised, or here if several places raise it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from msgspec import Struct
+
+from api.http.types import encode
+from run import Json
+
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+CLIENT_CLOSED_REQUEST = 499  # the status of a response to a client that has disconnected, in the metrics
+
+
+class ErrorBody(Struct, omit_defaults=True):
+    """An error of the native routes; `phase` is the state of a server that is not ready."""
+
+    error: str
+    error_type: str
+    phase: str | None = None
+
+
+class OpenAIErrorDetail(Struct, omit_defaults=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    phase: str | None = None
+
+
+class OpenAIErrorBody(Struct):
+    """An error of OpenAI's routes."""
+
+    error: OpenAIErrorDetail
+
+
+class AnthropicErrorDetail(Struct):
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(Struct):
+    """An error of Anthropic's routes."""
+
+    error: AnthropicErrorDetail
+    request_id: str | None = None
+    type: str = "error"
+
+
+@dataclass(eq=False)
+class ApiError(Exception):
+    """A response that is not 200. Its message is `text`, then `quoted`, the client's words."""
+
+    status: int
+    error_type: str
+    text: str
+    retry_after_s: int | None = None
+    code: str | None = None  # OpenAI's; None: the `error_type`
+    phase: str | None = None  # of the worker, when it is not ready
+    param: str | None = None
+    quoted: str = ""
+    format: ErrorFormat | None = None  # None: that of the request's route
+    request_id: str | None = None
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def message(self) -> str:
+        return self.text + self.quoted
+
+    @property
+    def outcome(self) -> str:
+        """The label of TGI's metric of failed requests."""
+        labels = {
+            "validation": "validation",
+            "overloaded": "overloaded",
+            "template_error": "template",
+            "incomplete_generation": "incomplete",
+        }
+        return labels.get(self.error_type, "validation" if self.status < 424 else "generation")
+
+    def set_format(self, error_format: ErrorFormat) -> None:
+        """Gives the error a format, and that format's status, unless it has one already."""
+        if self.format is None:
+            self.format = error_format
+            self.status = error_format.statuses.get(self.status, self.status)
+
+    def body(self, error_format: ErrorFormat) -> Struct:
+        """The body in the error's own format, else in this one."""
+        self.set_format(error_format)
+        return self.format.body(self)
+
+
+def _tgi_body(error: ApiError) -> ErrorBody:
+    return ErrorBody(error.message, error.error_type, error.phase)
+
+
+def _openai_body(error: ApiError) -> OpenAIErrorBody:
+    if error.status == 429:
+        kind = "rate_limit_error"
+    elif error.status >= 500 or error.status == 424:
+        kind = "server_error"
+    else:
+        kind = "invalid_request_error"
+    code = error.code or error.error_type
+    return OpenAIErrorBody(OpenAIErrorDetail(error.message, kind, error.param, code, error.phase))
+
+
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    529: "overloaded_error",
+}
+
+
+def _anthropic_body(error: ApiError) -> AnthropicErrorBody:
+    kind = ANTHROPIC_TYPES.get(error.status, "api_error")
+    # Claude Code looks for these words, and then makes the conversation shorter.
+    is_too_long = error.code == CONTEXT_LENGTH_EXCEEDED
+    message = f"Prompt is too long. {error.message}" if is_too_long else error.message
+    return AnthropicErrorBody(AnthropicErrorDetail(kind, message), error.request_id)
+
+
+@dataclass(frozen=True)
+class ErrorFormat:
+    """An API's error format. statuses: its own instead of TGI's."""
+
+    body_type: type[Struct]
+    body: Callable[[ApiError], Struct]
+    statuses: Mapping[int, int] = field(default_factory=dict)
+
+
+TGI = ErrorFormat(ErrorBody, _tgi_body)
+OPENAI = ErrorFormat(OpenAIErrorBody, _openai_body, {422: 400})
+ANTHROPIC = ErrorFormat(
+    AnthropicErrorBody,
+    _anthropic_body,
+    {405: 404, 408: 400, 415: 400, 422: 400, 424: 500, 429: 529, 501: 400, 503: 529},
+)
+
+
+@contextlib.contextmanager
+def in_format(error_format: ErrorFormat) -> Iterator[None]:
+    """Errors of the block have this format, unless they have one already, and not that of the request's
+    route."""
+    try:
+        yield
+    except ApiError as error:
+        error.set_format(error_format)
+        raise
+
+
+def event(body: Struct | Json) -> bytes:
+    """A server-sent event."""
+    return b"data: " + encode(body) + b"\n\n"
+
+
+def named_event(body: Json) -> bytes:
+    """A server-sent event whose name is its `type`."""
+    return f"event: {body['type']}\n".encode() + event(body)
+
+
+def invalid(param: str | None, detail: str, code: str | None = None, given: str | None = None) -> ApiError:
+    """The field `param` has an invalid value; without `param` the request as a whole is invalid.
+
+    given: the client's own words, in which field names are not replaced.
+    """
+    sentence = f"`{param}` {detail}" if param else detail
+    quoted = "" if given is None else f". Given: {given!r}"
+    text = f"Input validation error: {sentence}"
+    return ApiError(422, "validation", text, code=code, param=param, quoted=quoted)
+
+
+def unknown_model(text: str) -> ApiError:
+    return ApiError(404, "not_found", text, code="model_not_found")
+
+
+def overloaded() -> ApiError:
+    return ApiError(429, "overloaded", "Model is overloaded", retry_after_s=1, code="rate_limit_exceeded")
+
+
+def too_large(limit: int) -> ApiError:
+    what = "Failed to buffer the request body: length limit exceeded"
+    return ApiError(413, "validation", f"{what} (at most {limit} bytes; --payload-limit raises it)")
+
+
+def too_deep() -> ApiError:
+    return ApiError(400, "validation", "The JSON of the request is nested too deeply")
+
+
+def not_ready(phase: str) -> ApiError:
+    what = f"The server is not ready: {phase}"
+    return ApiError(503, "unavailable", what, retry_after_s=5, phase=phase)
+
+
+def internal() -> ApiError:
+    return ApiError(500, "internal", "Internal server error")
+
+
+def wrong_type(message: str) -> ApiError:
+    """`message` is msgspec's, which may end with the path of the field."""
+    message, _, path = message.partition(" - at `$")
+    path = path.strip("`.")
+    missing = re.search(r"required field `(\w+)`", message)
+    names = [path, missing[1] if missing else ""]
+    what = "Failed to deserialize the JSON body into the target type: "
+    what += f"{path}: {message}" if path else message
+    return ApiError(422, "validation", what, param=".".join(filter(None, names)) or None)

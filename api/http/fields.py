@@ -1,0 +1,337 @@
+"""From the body of a request to its API's type, and the rules of fields that several APIs share.
+
+A body is read once as JSON, then its types are checked, then its names: a field that is misspelled, not
+supported or of another API is rejected by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from api.http import errors
+from api.http.errors import ApiError, invalid
+from api.http.types import U64_MAX, SamplingFields
+from config import DEVICE_TOP_K, Config
+from protocol import SAMPLING_PARAMETERS, ModelInfo, SamplingParameter, SamplingParams
+from run import Json
+
+T = TypeVar("T", bound=Struct)
+V = TypeVar("V")
+
+# An escape in JSON: two for a surrogate pair, half of one, or any other.
+ESCAPE = re.compile(
+    rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.", re.DOTALL
+)
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # begins what Windows tools write
+# Characters: whether text may yet become one is found in time that grows with its square.
+MAX_STOP = 1_000
+MAX_FIELDS = 256  # each unknown one is compared with all known ones, to find misspelled ones
+# Fields of TGI, OpenAI and other servers that would change the output and are not supported: the values that
+# they may have, which change nothing, and their names.
+_NOT_SUPPORTED: list[tuple[Sequence[Any], str]] = [
+    ([], "guided_grammar ebnf structural_tag allowed_token_ids logits_processors prompt_logprobs"),
+    ([], "truncate_prompt_tokens max_length min_length chat_template documents max_tokens_to_sample"),
+    ([], "n_predict num_predict web_search_options logprob_token_ids prompt_embeds repetition_detection"),
+    ([], "stop_regex lora_path custom_logit_processor previous_input_messages"),
+    ([False], "ignore_eos_token ban_eos_token no_stop_trim"),
+    ([False], "watermark watermarking continue_final_message use_beam_search early_stopping echo"),
+    ([False], "include_stop_str_in_output return_token_ids return_tokens_as_token_ids return_token_offsets"),
+    ([False], "return_prompt_text return_assistant_tokens_mask enable_response_messages"),
+    ([True], "add_generation_prompt skip_special_tokens spaces_between_special_tokens include_reasoning"),
+    ([0], "no_repeat_ngram_size mirostat top_a epsilon_cutoff eta_cutoff dry_multiplier xtc_probability"),
+    ([0], "dynatemp_range"),
+    ([1], "best_of num_beams length_penalty repeat_penalty tfs_z"),
+    ([""], "adapter_id"),
+    ([[]], "functions stop_token_ids bad_words"),
+    ([{}], "audio media_io_kwargs"),
+    ([[], ["text"]], "modalities"),
+    (["none", "auto"], "function_call"),
+]
+NOT_SUPPORTED = {name: neutral for neutral, names in _NOT_SUPPORTED for name in names.split()}
+# Where a request has no such field, one of another API or of another place in the body is meant.
+_STRUCTURED_OUTPUT_FIELDS = [
+    "grammar",
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_whitespace_pattern",
+]
+_NAMES = (
+    "temperature top_k top_p min_p typical_p repetition_penalty frequency_penalty presence_penalty seed "
+    "n do_sample stop stop_sequences logit_bias max_new_tokens max_tokens max_completion_tokens "
+    "max_output_tokens min_tokens ignore_eos return_full_text truncate top_n_tokens tools tool_choice "
+    "chat_template_kwargs mm_processor_kwargs regex json_schema output_format system instructions parameters "
+    "enable_thinking think thinking reasoning extra_body add_special_tokens reasoning_effort "
+    "thinking_token_budget thinking_budget_tokens"
+)
+CHANGES_TEXT = {*_NAMES.split(), *_STRUCTURED_OUTPUT_FIELDS}
+_LIMITS = ["max_new_tokens", "max_output_tokens", "max_completion_tokens", "max_tokens"]
+SAME_MEANING = {
+    **dict.fromkeys([*_LIMITS, "n_predict", "num_predict"], _LIMITS),
+    "repeat_penalty": ["repetition_penalty"],
+    "stop_sequences": ["stop"],
+    "stop": ["stop_sequences"],
+    "reasoning_effort": ["reasoning", "output_config"],
+    "enable_thinking": ["reasoning", "thinking"],
+    "think": ["reasoning", "thinking"],
+    "thinking": ["reasoning"],
+    "reasoning": ["thinking"],
+    # Responses have `text.format`, Anthropic's messages `output_config.format`.
+    **{
+        name: [*_STRUCTURED_OUTPUT_FIELDS, "text", "output_config"]
+        for name in (*_STRUCTURED_OUTPUT_FIELDS, "output_format")
+    },
+}
+HARMLESS_LOOKALIKES = {"mode", "models"}  # harmless fields of other servers that look misspelled
+WITH_IMAGES = "is not supported in a request with images"
+NEEDS_HOST = "needs --sampling host or hybrid (SAMPLING): this server samples on the device"
+NO_PROMPT_LOGITS = "is not supported here: it needs chunked prefill, and --sampling host or hybrid (SAMPLING)"
+
+
+@dataclass(frozen=True)
+class FieldNames:
+    """An API's names for the fields of a chat, for its error messages; by default those of chat completions.
+
+    messages, tools: the paths of the chat's messages and tools in the request.
+    """
+
+    messages: Sequence[str] = ()
+    tools: Sequence[str] = ()
+    prompt: str = "messages"
+    limit: str = ""  # max_tokens or max_completion_tokens
+    stop: str = "stop"
+    logprobs: str = "logprobs"
+    budget: str = "thinking_token_budget"
+    format: str = "response_format"
+    schema: str = "json_schema."  # where the schema of the format is
+    nests_tools: bool = True  # a tool has its fields in an object `function` or `custom`
+    parameters: str = ".parameters"
+    allowed_tools: str = ".allowed_tools"  # of `tool_choice`
+
+    def message(self, n: int) -> str:
+        return self.messages[n] if self.messages else f"messages[{n}]"
+
+    def tool(self, n: int) -> str:
+        return self.tools[n] if self.tools else f"tools[{n}]"
+
+
+CHAT_FIELDS = FieldNames()
+
+
+def parse(body: bytes) -> Json:
+    """The JSON object of a request's body. Raises ApiError: 400 when it is not JSON, 422 when it is no
+    object."""
+    try:
+        data = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        data = _decode(without_surrogates(body.removeprefix(BYTE_ORDER_MARK)))
+    return as_object(data)
+
+
+def _decode(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except msgspec.ValidationError as error:  # JSON, but a number that no float or integer holds
+        raise errors.wrong_type(str(error).partition(" - at ")[0]) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        what = f"Failed to parse the request body as JSON: {error}"
+        raise ApiError(400, "validation", what) from None
+
+
+def without_surrogates(text: bytes) -> bytes:
+    """JSON with a question mark in the place of each escape that is half of a surrogate pair: no text can
+    hold one. Agents cut long texts within an emoji, and send that text again with every later request."""
+    return ESCAPE.sub(lambda escape: b"?" if escape["half"] else escape[0], text)
+
+
+def parse_text(body: bytes, charset: str) -> Json:
+    """A body that is the prompt itself, as a native request. Raises ApiError: 400 when it is not in
+    `charset`, 422 when it is empty."""
+    if not body:
+        raise invalid("inputs", "cannot be empty: the request body is the prompt. Given: no body")
+    try:
+        return {"inputs": body.decode(charset).removeprefix("\ufeff")}
+    except UnicodeDecodeError as error:
+        what = f"Failed to read the request body as text in {charset}: {error.reason} (byte {error.start})"
+        raise ApiError(400, "validation", what) from None
+
+
+def as_object(data: Any) -> Json:
+    """Raises ApiError (422) for what is no JSON object."""
+    with _typed():
+        return msgspec.convert(data, Json)
+
+
+def read(data: Json, kind: type[T], parameters: type[Struct] | None = None) -> T:
+    """A request as `kind`. Raises ApiError (422) when a field has the wrong type or name.
+
+    parameters: the type of the field of that name, where a request has its options there.
+    """
+    with _typed():
+        request = msgspec.convert(_with_whole_numbers(data), kind)
+    usable = kind if parameters is None else parameters
+    _check_names(data, kind, usable)
+    if parameters and data.get("parameters"):
+        _check_names(data["parameters"], parameters, parameters)
+    return request
+
+
+def _with_whole_numbers(data: Json) -> Json:
+    """A request with 10 for 10.0, as clients in JavaScript and Lua write it."""
+    numbers = {
+        name: int(value) for name, value in data.items() if isinstance(value, float) and value.is_integer()
+    }
+    for name in ("parameters", "thinking", "reasoning"):
+        if isinstance(data.get(name), dict):
+            numbers[name] = _with_whole_numbers(data[name])
+    return data | numbers
+
+
+def choose(data: Json, variants: dict[str, V]) -> V:
+    """Which variant a request is: the first of `variants` whose field it has. Raises ApiError."""
+    for name, variant in variants.items():
+        if data.get(name) is not None:
+            return variant
+    names = ", ".join(f"`{name}`" for name in variants)
+    raise errors.wrong_type(f"data did not match any variant: one of {names} is needed")
+
+
+@contextlib.contextmanager
+def _typed() -> Iterator[None]:
+    """Turns msgspec's errors about types into ApiErrors."""
+    try:
+        yield
+    except msgspec.ValidationError as error:
+        raise errors.wrong_type(str(error)) from None
+
+
+def _check_names(given: Json, kind: type[Struct], usable: type[Struct]) -> None:
+    """Rejects fields that are not supported, and misspelled ones; other unknown fields are ignored.
+
+    kind: has the fields that may be in `given`; usable: those that may be there or in its `parameters`.
+    """
+    known = kind.__struct_fields__
+    if len(given) > MAX_FIELDS:
+        raise invalid(None, f"a request must have at most {MAX_FIELDS} fields. Given: {len(given)}")
+    for name in sorted(given):
+        if given[name] is None or name in known or name in HARMLESS_LOOKALIKES:
+            continue
+        if name in NOT_SUPPORTED:
+            changes_nothing = given[name] in NOT_SUPPORTED[name]
+            require(changes_nothing, name, f"is not supported{_hint(name, kind, usable)}")
+        elif name in CHANGES_TEXT:
+            raise invalid(name, f"is an unknown field{_hint(name, kind, usable)}")
+        elif similar := difflib.get_close_matches(name[:40], known, n=1, cutoff=0.85):
+            raise invalid(name[:40], f"is an unknown field; did you mean `{similar[0]}`?")
+
+
+def _hint(name: str, kind: type[Struct], usable: type[Struct]) -> str:
+    """What to use in the place of an unknown field."""
+    if name == "extra_body":
+        return ", but a parameter of OpenAI's clients: put its fields beside the others"
+    place = "" if usable is kind else " in `parameters`"
+    meant = [other for other in SAME_MEANING.get(name, [name]) if other in usable.__struct_fields__]
+    return f"; use `{meant[0]}`{place}" if meant else ""
+
+
+def require(holds: bool, param: str, detail: str, given: str | None = None) -> None:
+    """Raises the ApiError of a field with an invalid value unless `holds`."""
+    if not holds:
+        raise invalid(param, detail, given=given)
+
+
+def check_batch(count: int, what: str, param: str, config: Config) -> None:
+    most = config.max_client_batch_size
+    if count > most:
+        limit = f"Number of {what} exceeds the maximum allowed batch size of {most}"
+        text = f"{limit} (--max-client-batch-size raises it). Given: {count}"
+        raise ApiError(422, "batch size exceeded", text, param=param)
+
+
+def check_best_of(best_of: int, config: Config) -> None:
+    detail = f"must be > 0 and <= {config.max_best_of} (--max-best-of raises it). Given: {best_of}"
+    require(best_of <= config.max_best_of, "best_of", detail)
+
+
+def check_sampling(fields: SamplingFields) -> None:
+    """The limits that native and OpenAI requests share. Unlike TGI, `top_p` may be 1.0, which clients send
+    for no filter, and 0 with a temperature of 0."""
+    for name, parameter in SAMPLING_PARAMETERS.items():
+        value = getattr(fields, name)
+        is_unused = parameter.is_filter and value == fields.temperature == 0
+        require(value is None or is_unused or parameter.allows(value), name, _limits(parameter))
+
+
+def _limits(parameter: SamplingParameter) -> str:
+    limits = parameter.limits
+    kind = type(parameter.neutral)
+    if limits.gt == 0 and limits.le is None:
+        return "must be strictly positive"
+    least = f"> {kind(limits.gt)}" if limits.ge is None else f">= {kind(limits.ge)}"
+    return f"must be {least}" if limits.le is None else f"must be {least} and <= {kind(limits.le)}"
+
+
+def check_stop(stop: list[str], config: Config, name: str = "stop") -> None:
+    most = config.max_stop_sequences
+    detail = f"supports up to {most} stop sequences (--max-stop-sequences raises it). Given: {len(stop)}"
+    require(len(stop) <= most, name, detail)
+    longest = max(map(len, stop), default=0)
+    detail = f"may have at most {MAX_STOP} characters in a stop sequence. Given: {longest}"
+    require(longest <= MAX_STOP, name, detail)
+
+
+def check_top_n(n: int | None, name: str, most: int) -> None:
+    detail = f"must be >= 0 and <= {most} (--max-top-n-tokens raises it). Given: {n}"
+    require((n or 0) <= most, name, detail)
+
+
+def check_ids(ids: list[int], name: str, info: ModelInfo) -> None:
+    last = info.vocab_size - 1
+    unknown = next((token for token in ids if not 0 <= token <= last), None)
+    detail = f"holds token {unknown}, but the model's vocabulary has the tokens 0 to {last}"
+    require(unknown is None, name, detail)
+
+
+def check_device(info: ModelInfo, fields: SamplingFields, sampling: SamplingParams, **host_only: Any) -> None:
+    """With on-device sampling, rejects what needs host sampling. A greedy request may have a seed and
+    filters: they do nothing."""
+    if info.sampling != "device":
+        return
+    samples = sampling.seed is not None
+    host_only["seed"] = samples and fields.seed is not None
+    for name, parameter in SAMPLING_PARAMETERS.items():
+        if not parameter.on_device and (samples or not parameter.is_filter):
+            host_only[name] = getattr(sampling, name) != parameter.neutral
+    for name, asked in host_only.items():
+        require(not asked, name, NEEDS_HOST)
+    few = not samples or (fields.top_k or 0) <= DEVICE_TOP_K
+    require(few, "top_k", f"above {DEVICE_TOP_K} {NEEDS_HOST}. Given: {fields.top_k}")
+
+
+def sampling_of(
+    fields: SamplingFields, samples: bool, defaults: Mapping[str, int | float], **more: Any
+) -> SamplingParams:
+    """How tokens are sampled, by `defaults` where a field is absent. Without a seed in it, the most likely
+    token is taken at each step."""
+    seed = None
+    if samples:
+        # OpenAI's may be negative.
+        seed = secrets.randbits(64) if fields.seed is None else fields.seed & U64_MAX
+    given = {name: getattr(fields, name, None) for name in SamplingParams.__struct_fields__}
+    values = {**defaults, **{name: value for name, value in given.items() if value is not None}, **more}
+    values["seed"] = seed
+    values["is_seed_given"] = samples and fields.seed is not None
+    values["temperature"] = values.get("temperature") or SAMPLING_PARAMETERS["temperature"].neutral
+    values["top_k"] = max(values.get("top_k", 0), 0)
+    return SamplingParams(**values)

@@ -1,0 +1,208 @@
+"""The stored responses of `/v1/responses`: one bounded SQLite file in the run's folder, which all API server
+processes share.
+
+An entry is a response with the items of its request and its output. It can be read with the API key that
+made it, until it is deleted, newer ones need its space, or the run ends. Independent of Flask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import secrets
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from api.http.errors import ApiError, invalid
+from api.http.fields import Json
+
+logger = logging.getLogger("web")
+
+FILE = "responses.sqlite"  # in the run's folder
+BUSY_S = 1.0  # how long a call waits for another process; one takes about a millisecond
+TABLE = (
+    "CREATE TABLE IF NOT EXISTS responses "
+    "(id TEXT PRIMARY KEY, owner BLOB, previous_id TEXT, input BLOB, output BLOB, response BLOB)"
+)
+USED_BYTES = (
+    "SELECT (page_count - freelist_count) * page_size "
+    "FROM pragma_page_count, pragma_freelist_count, pragma_page_size"
+)
+DELETE_OLDEST = "DELETE FROM responses WHERE rowid = (SELECT min(rowid) FROM responses)"
+OFF = "this server stores no responses, because --response-store-size (RESPONSE_STORE_SIZE) is 0"
+LOST = (
+    "a replica knows only its own responses, and only until it restarts or newer ones fill its "
+    "--response-store-size (RESPONSE_STORE_SIZE)"
+)
+
+
+def response_id(key: str) -> str:
+    return f"resp_{key}"
+
+
+def new_key() -> str:
+    """The random part of a response's id and of the ids of its items."""
+    return secrets.token_hex(16)
+
+
+def item_id(prefix: str, key: str, number: int) -> str:
+    """The id of an output item, from which that of its response follows."""
+    return f"{prefix}_{key}_{number}"
+
+
+def _response_of(item_id: str) -> str:
+    return response_id(item_id.rpartition("_")[0].partition("_")[2])
+
+
+class StoredResponse(NamedTuple):
+    """input, output: JSON lists of items; response: JSON, as the client got it."""
+
+    id: str
+    previous_id: str | None
+    input: bytes
+    output: bytes
+    response: bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return len(self.input) + len(self.output) + len(self.response)
+
+
+class ResponseStore:
+    """The file. It is opened for each call, so it is made again where it was removed.
+
+    owner: who may read an entry; max_bytes: of the file, 0 turns the store off.
+    """
+
+    def __init__(self, path: Path, max_bytes: int):
+        self._path = path
+        self._max_bytes = max_bytes
+
+    @property
+    def is_on(self) -> bool:
+        return self._max_bytes > 0
+
+    def save(self, owner: bytes, stored: StoredResponse) -> bool:
+        """Whether it is stored. The oldest entries make room for it; a failure costs no response, and is
+        logged."""
+        if stored.total_bytes > self._max_bytes:
+            return False
+        try:
+            with self._open() as database:
+                database.execute("BEGIN IMMEDIATE")
+                while database.execute(USED_BYTES).fetchone()[0] + stored.total_bytes > self._max_bytes:
+                    if not database.execute(DELETE_OLDEST).rowcount:
+                        break
+                id, *rest = stored
+                database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)", (id, owner, *rest))
+        except sqlite3.Error as error:
+            logger.warning("a response was not stored: %s", error)
+            return False
+        return True
+
+    def find(self, owner: bytes, id: str) -> StoredResponse | None:
+        if not self.is_on:
+            return None
+        columns = ", ".join(StoredResponse._fields)
+        with self._open() as database:
+            found = database.execute(
+                f"SELECT {columns} FROM responses WHERE id = ? AND owner = ?", (id, owner)
+            ).fetchone()
+        return StoredResponse(*found) if found else None
+
+    def delete(self, owner: bytes, id: str) -> bool:
+        """Whether it was there."""
+        if not self.is_on:
+            return False
+        with self._open() as database:
+            found = database.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (id, owner))
+            return found.rowcount > 0
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        """A connection whose changes are written at the end of the block."""
+        with contextlib.closing(sqlite3.connect(self._path, timeout=BUSY_S)) as database, database:
+            database.execute("PRAGMA synchronous = OFF")  # the file need not outlive the machine
+            database.execute(TABLE)
+            yield database
+
+
+class OwnedResponses:
+    """The stored responses that one request may read, which are those of its API key.
+
+    max_bytes: of the stored items that it may add to its own, whatever it refers to.
+    """
+
+    def __init__(self, store: ResponseStore, api_key: bytes, max_bytes: int):
+        self._store = store
+        self._owner = hashlib.sha256(api_key).digest()
+        self._max_bytes = max_bytes
+        self._read_bytes = 0
+        self._items: dict[str, dict[str, Json]] = {}  # the output items of each response, by their ids
+        self._references: set[str] = set()
+
+    @property
+    def is_on(self) -> bool:
+        return self._store.is_on
+
+    def save(self, stored: StoredResponse) -> bool:
+        return self._store.save(self._owner, stored)
+
+    def get(self, id: str) -> bytes:
+        """The response as JSON. Raises ApiError (404)."""
+        stored = self._store.find(self._owner, id)
+        if stored is None:
+            raise self._no_response(id)
+        return stored.response
+
+    def delete(self, id: str) -> None:
+        """Raises ApiError (404)."""
+        if not self._store.delete(self._owner, id):
+            raise self._no_response(id)
+
+    def conversation(self, id: str) -> list[Json]:
+        """The items of the response `id`, which the request continues, and of all those before it, the oldest
+        first. Raises ApiError where one of them is not stored."""
+        turns = []
+        next_id: str | None = id
+        while next_id:
+            stored = self._store.find(self._owner, next_id)
+            if stored is None:
+                detail = f"continues {next_id}, which {self._not_found()}" if turns else self._not_found()
+                code = "previous_response_not_found"
+                raise invalid("previous_response_id", detail, code=code, given=id[:80])
+            turns.append(self._decode("previous_response_id", stored.input, stored.output))
+            next_id = stored.previous_id
+        return [item for turn in reversed(turns) for item in turn]
+
+    def item(self, path: str, id: str) -> Json:
+        """The output item that the item at `path` refers to. Raises ApiError where it is not stored."""
+        if id in self._references:  # so that a short request cannot ask for a long text many times
+            raise invalid(path, "refers to an item for the second time", given=id)
+        self._references.add(id)
+        response = _response_of(id)
+        if response not in self._items:
+            stored = self._store.find(self._owner, response)
+            items = self._decode(path, stored.output) if stored else []
+            self._items[response] = {item["id"]: item for item in items}
+        if id not in self._items[response]:
+            raise invalid(path, self._not_found(), given=id[:80])
+        return self._items[response][id]
+
+    def _decode(self, path: str, *lists: bytes) -> list[Json]:
+        self._read_bytes += sum(map(len, lists))
+        if self._read_bytes > self._max_bytes:
+            limit = f"as many as a request may have (--payload-limit {self._max_bytes} raises it)"
+            raise invalid(path, f"adds stored items of more than {self._max_bytes} bytes, {limit}")
+        return [item for each in lists for item in msgspec.json.decode(each)]
+
+    def _not_found(self) -> str:
+        return f"was not found: {LOST if self.is_on else OFF}; send the items themselves, with `store: false`"
+
+    def _no_response(self, id: str) -> ApiError:
+        return ApiError(404, "not_found", f"Response with id {id[:80]!r} {self._not_found()}")

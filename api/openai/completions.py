@@ -1,0 +1,250 @@
+"""`/v1/completions`: prompts as texts or token ids, `echo`, `best_of`, log-probabilities in the older
+form."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from itertools import accumulate
+
+from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace
+
+from api.chats import formats
+from api.chats.shared import (
+    FINISH_REASONS,
+    ChunkedResponseWriter,
+    OpenAIRequest,
+    OpenAIResponse,
+    PromptLogprobs,
+    Usage,
+    check_openai,
+)
+from api.generation.prepared_request import PreparedRequest, Served, with_grammar
+from api.generation.response_writer import GeneratedSequence, ResponseWriter, rounded
+from api.http import errors, fields
+from api.http.fields import Json, require
+from api.http.types import U32
+from text.infill import layout_of
+from text.stream import Piece
+
+
+class CompletionRequest(OpenAIRequest, kw_only=True):
+    """Body of `POST /v1/completions`: one prompt or several, each a text or a list of token ids."""
+
+    prompt: str | list[str | int | list[int]]
+    best_of: U32 | None = None
+    echo: bool | None = None
+    logprobs: U32 | None = None
+    suffix: str | None = None  # what follows the completion
+
+
+class CompletionLogprobs(Struct):
+    """Lists with an entry for each token; `text_offset` is in characters of the choice's text."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float | None] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class Completion(OpenAIResponse):
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+def completion(data: Json, served: Served) -> ResponseWriter:
+    request = fields.read(data, CompletionRequest)
+    return CompletionResponseWriter(_jobs(request, served), served, request)
+
+
+def _jobs(request: CompletionRequest, served: Served) -> list[PreparedRequest]:
+    """Checks a completion request. Returns a prepared request for each of its prompts; raises ApiError."""
+    prompts = _prompts(request.prompt)
+    fields.check_batch(len(prompts), "prompts", "prompt", served.config)
+    if request.suffix:
+        require(not request.echo, "echo", "cannot be combined with `suffix`")
+    n = request.n or 1
+    best_of = request.best_of or n
+    if best_of != n:
+        require(not request.stream, "best_of", "> `n` is not supported when streaming tokens")
+        require(best_of > n, "best_of", f"must be >= `n`. Given: {best_of} and {n}")
+        fields.check_best_of(best_of, served.config)
+    detail = "must be strictly positive, unless `echo` asks for the prompt alone"
+    require(request.max_tokens != 0 or bool(request.echo), "max_tokens", detail)
+    fields.check_top_n(request.logprobs, "logprobs", served.config.max_top_n_tokens)
+    prompt_logprobs = bool(request.echo) and request.logprobs is not None
+    gives_prompt = served.info.prompt_logprobs or not prompt_logprobs
+    require(gives_prompt, "logprobs", f"with `echo` {fields.NO_PROMPT_LOGITS}")
+    constraint = formats.of_openai(request)
+    requests = []
+    for prompt in prompts:
+        prepared = _prepare(request, prompt, best_of, served)
+        prepared = replace(prepared, prompt_logprobs=prompt_logprobs or prepared.prompt_logprobs)
+        requests.append(with_grammar(prepared, *constraint, served.info))
+    return requests
+
+
+def _prepare(
+    request: CompletionRequest, prompt: str | list[int], best_of: int, served: Served
+) -> PreparedRequest:
+    require(len(prompt) > 0 or bool(request.suffix), "prompt", "cannot be empty")
+    if isinstance(prompt, list):
+        fields.check_ids(prompt, "prompt", served.info)
+    ranks = best_of > (request.n or 1)
+    wants_logprobs = request.logprobs is not None
+    prepared = check_openai(request, prompt, request.max_tokens, wants_logprobs, served, best_of=ranks)
+    prepared = replace(
+        prepared,
+        sequences=best_of,
+        logprobs=wants_logprobs or ranks,
+        top_n_tokens=max(request.logprobs or 0, prepared.top_n_tokens),
+    )
+    return _with_suffix(prepared, request.suffix, served) if request.suffix else prepared
+
+
+def _with_suffix(prepared: PreparedRequest, suffix: str, served: Served) -> PreparedRequest:
+    """The output is to stand between the prompt and the suffix."""
+    tokenizer = served.text.tokenizer
+    layout = layout_of(tokenizer)
+    detail = "is not supported by this model: its tokenizer has no tokens for filling in the middle"
+    require(layout is not None, "suffix", detail)
+    require(isinstance(prepared.prompt, str), "prompt", "must be text if there is a `suffix`")
+    return replace(
+        prepared,
+        prompt=layout.prompt(tokenizer.escape(prepared.prompt), tokenizer.escape(suffix)),
+        is_escaped=True,
+        # Some models go on with a next file or a next gap.
+        stop_token_ids=prepared.stop_token_ids.union(layout.token_ids(tokenizer)),
+    )
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> list[str] | list[list[int]]:
+    """OpenAI's four forms of a prompt as a list of prompts."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        what = "Empty array detected. Do not use an empty array for the prompt."
+        raise errors.wrong_type(f"{what} - at `$.prompt`")
+    kinds = {type(item) for item in prompt}
+    if len(kinds) > 1:
+        what = "Expected strings, token ids or arrays of token ids, not a mixture"
+        raise errors.wrong_type(f"{what} - at `$.prompt`")
+    return [prompt] if kinds == {int} else prompt
+
+
+class CompletionResponseWriter(ChunkedResponseWriter):
+    """The choices of the first prompt come first; of `best_of` sequences the best `n` are returned."""
+
+    kind = "text_completion"
+    id_prefix = "cmpl"
+    chunk_type = Completion
+
+    def __init__(self, requests: list[PreparedRequest], served: Served, request: CompletionRequest):
+        super().__init__(requests, served, request)
+        self._n = request.n or 1
+        self._echoes = bool(request.echo)
+        self._top_n = request.logprobs
+        self._begun: set[GeneratedSequence] = set()
+        # Characters of each stream that are out, for the offsets of log-probabilities.
+        self._sent: dict[GeneratedSequence, int] = {}
+
+    def whole(self, sequences: list[GeneratedSequence]) -> Struct:
+        choices = []
+        for candidates in self._by_request(sequences):
+            if len(candidates) > self._n:
+                candidates = sorted(candidates, key=lambda sequence: -sequence.mean_logprob)[: self._n]
+            for sequence in candidates:
+                logprobs = self._logprobs(sequence, [*self._echoed_pieces(sequence), *sequence.pieces])
+                reason = FINISH_REASONS[sequence.finish_reason]
+                choices.append(
+                    CompletionChoice(
+                        index=len(choices),
+                        text=self._echoed(sequence) + sequence.stream.text,
+                        logprobs=logprobs,
+                        finish_reason=reason,
+                        token_ids=self._token_ids(sequence.pieces),
+                        prompt_token_ids=self._prompt_token_ids(sequence),
+                        prompt_logprobs=self._prompt_logprobs(sequence),
+                    )
+                )
+        return Completion(**self._envelope, choices=choices, usage=self._usage(sequences))
+
+    def _choices(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[CompletionChoice]:
+        choice = functools.partial(CompletionChoice, sequence.index)
+        prompt_token_ids = UNSET
+        if sequence not in self._begun:
+            self._begun.add(sequence)
+            prompt_token_ids = self._prompt_token_ids(sequence)
+            if self._echoes:
+                echoed = self._logprobs(sequence, self._echoed_pieces(sequence))
+                yield choice(self._echoed(sequence), echoed)
+        for piece in pieces:
+            text = "" if piece.special else piece.text
+            if text or self._top_n is not None or self._returns_token_ids:
+                yield choice(
+                    text,
+                    self._logprobs(sequence, [piece]),
+                    token_ids=self._token_ids([piece]),
+                    prompt_token_ids=prompt_token_ids,
+                )
+                prompt_token_ids = UNSET
+        if sequence.finish_reason is not None:
+            yield choice("", None, FINISH_REASONS[sequence.finish_reason])
+
+    def _echoed(self, sequence: GeneratedSequence) -> str:
+        if not self._echoes:
+            return ""
+        prompt = sequence.prepared.prompt
+        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+
+    def _echoed_pieces(self, sequence: GeneratedSequence) -> list[Piece]:
+        """The prompt's tokens where they are listed; `special` tokens are not in the echo."""
+        if self._top_n is None or not self._echoes:
+            return []
+        pieces = self._prompt_pieces(sequence)
+        echoed = self._echoed(sequence)
+        at = 0
+        for piece in pieces:
+            piece.special = piece.special and not echoed.startswith(piece.text, at)
+            at += 0 if piece.special else len(piece.text)
+        return pieces
+
+    def _logprobs(self, sequence: GeneratedSequence, pieces: list[Piece]) -> CompletionLogprobs | None:
+        if self._top_n is None:
+            return None
+        lengths = (0 if piece.special else len(piece.text) for piece in pieces)
+        ends = list(accumulate(lengths, initial=self._sent.get(sequence, 0)))
+        self._sent[sequence] = ends[-1]
+        return CompletionLogprobs(
+            tokens=[piece.text for piece in pieces],
+            token_logprobs=[rounded(piece.logprob) for piece in pieces],
+            top_logprobs=[self._top(piece) for piece in pieces] if self._top_n else None,
+            text_offset=ends[:-1],
+        )
+
+    def _top(self, piece: Piece) -> dict[str, float] | None:
+        """OpenAI's form: the most likely tokens and the token itself, by text. Of equal texts the more likely
+        token counts."""
+        if piece.logprob is None:
+            return None
+        top_logprobs = {}
+        for token, logprob in [*piece.top[: self._top_n], (piece.id, piece.logprob)]:
+            top_logprobs.setdefault(self._name(token), rounded(logprob))
+        return top_logprobs
+
+    def _name(self, token: int) -> str:
+        """A token's text; where it is but a part of a character, its bytes as OpenAI writes them."""
+        text = self.tokenizer.token_text(token)
+        exact = self.tokenizer.piece_bytes(token) if "\ufffd" in text else None
+        return text if exact is None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in exact)

@@ -1,0 +1,406 @@
+"""`/v1/responses`: a request with its items becomes a chat.
+
+The errors of the chat get the names that its fields have in a Responses request. responses_output.py writes
+the response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from api.chats.content import PARTS, ContentReader, image, needed
+from api.chats.conversation import ChatRequest, Message, arguments_of, prepare_chat
+from api.chats.reasoning import unseal
+from api.chats.tools import ADDED_TOOLS
+from api.generation.prepared_request import PreparedRequest, Served, ids_of
+from api.generation.request_images import RequestImages
+from api.generation.response_writer import ResponseWriter
+from api.http import fields
+from api.http.errors import invalid
+from api.http.fields import FieldNames, Json, require
+from api.http.response_store import OwnedResponses
+from api.http.types import SamplingOptions, encode
+from api.openai.responses_output import CompactionWriter, ResponsesWriter, TriggeredCompactionWriter
+from api.openai.responses_tools import BUILT_IN, ResponsesTools
+from api.openai.responses_types import CompactRequest, InputTokens, ReasoningConfig, ResponsesRequest
+
+REJECTED_FIELDS = {
+    "conversation": "is not supported; use `previous_response_id`",
+    "background": "is not supported",
+    "prompt": "is not supported",
+}
+SUMMARIZE = (
+    "Summarize this conversation for an assistant that continues it without having seen it: what the user "
+    "asked for, what was done and found out, decisions, open questions, and the names, numbers and code that "
+    "are still needed. Write the summary only."
+)
+MAX_SUMMARY_TOKENS = 1_000
+SUMMARY = "Summary of the conversation so far:\n{}"
+TRIGGER = "compaction_trigger"
+CIPHERTEXT = "gAAAA"  # begins what OpenAI's server encrypts
+LOGPROBS = "message.output_text.logprobs"
+
+
+def responses(data: Json, served: Served) -> ResponseWriter:
+    request = _read(data)
+    conversation = Conversation.of(request, served.responses)
+    tools = ResponsesTools(request, conversation.items)
+    if conversation.own and conversation.own[-1].get("type") == TRIGGER:
+        return _triggered(request, conversation, tools, served)
+    prepared = _prepare(request, conversation, tools, served)
+    request.store = request.store is not False and served.responses.is_on
+    own_input = encode(conversation.own) if request.store else b""
+    return ResponsesWriter(prepared, served, request, tools, own_input)
+
+
+def _triggered(
+    request: ResponsesRequest, conversation: Conversation, tools: ResponsesTools, served: Served
+) -> ResponseWriter:
+    """`compact` within a conversation: with its tools, so that its prefix is cached. It is not stored."""
+    conversation.own.pop()
+    more = {"stream": request.stream, "chat_template_kwargs": request.chat_template_kwargs}
+    summary_request = _summary_request(request, tools=request.tools, tool_choice="none", **more)
+    _ask_for_summary(conversation)
+    prepared = _prepare(summary_request, conversation, tools, served)
+    request.store = False
+    return TriggeredCompactionWriter(prepared, served, request, tools)
+
+
+def input_tokens(data: Json, served: Served) -> InputTokens:
+    request = _read(data)
+    conversation = Conversation.of(request, served.responses)
+    prepared = _prepare(request, conversation, ResponsesTools(request, conversation.items), served)
+    return InputTokens(len(ids_of(prepared, served)))
+
+
+def compact(data: Json, served: Served) -> ResponseWriter:
+    """The model summarizes the conversation."""
+    request = _summary_request(fields.read(data, CompactRequest))
+    conversation = Conversation.of(request, served.responses)
+    _ask_for_summary(conversation)
+    prepared = _prepare(request, conversation, ResponsesTools(request, conversation.items), served)
+    return CompactionWriter([prepared], served)
+
+
+def _summary_request(given: CompactRequest | ResponsesRequest, **more: Any) -> ResponsesRequest:
+    return ResponsesRequest(
+        model=given.model,
+        input=given.input,
+        instructions=given.instructions,
+        previous_response_id=given.previous_response_id,
+        reasoning=ReasoningConfig("none"),
+        max_output_tokens=MAX_SUMMARY_TOKENS,
+        temperature=0,
+        **more,
+    )
+
+
+def _ask_for_summary(conversation: Conversation) -> None:
+    """Raises ApiError for a conversation without items."""
+    require(conversation.items, "input", "has no conversation to summarize")
+    conversation.own.append({"role": "user", "content": SUMMARIZE})
+
+
+def _read(data: Json) -> ResponsesRequest:
+    request = fields.read(data, ResponsesRequest)
+    for name, why in REJECTED_FIELDS.items():
+        if getattr(request, name):
+            raise invalid(name, why)
+    if request.truncation not in (None, "disabled", "auto"):
+        raise invalid("truncation", "must be auto or disabled", given=request.truncation[:40])
+    return request
+
+
+def _prepare(
+    request: ResponsesRequest, conversation: Conversation, tools: ResponsesTools, served: Served
+) -> PreparedRequest:
+    paths, messages = _messages(request, conversation, tools, served.images)
+    chat = ChatRequest(
+        model=request.model,
+        messages=messages,
+        max_completion_tokens=request.max_output_tokens,
+        logprobs=bool(request.top_logprobs) or LOGPROBS in (request.include or []),
+        top_logprobs=request.top_logprobs,
+        response_format=_response_format(request.text and request.text.format),
+        tools=tools.listed or None,
+        tool_choice=tools.choice(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls,
+        stream=request.stream,
+        reasoning_effort=request.reasoning.effort if request.reasoning else None,
+        chat_template_kwargs=request.chat_template_kwargs,
+        **{name: getattr(request, name) for name in SamplingOptions.__struct_fields__},
+    )
+    names = FieldNames(
+        messages=paths,
+        tools=tools.paths,
+        prompt="input",
+        limit="max_output_tokens",
+        logprobs="top_logprobs",
+        format="text.format",
+        schema="",
+        nests_tools=False,
+        allowed_tools="",
+    )
+    return prepare_chat(chat, served, names, tools.found)
+
+
+class Conversation(NamedTuple):
+    """before: the items of the responses that the request continues; own: those of its `input`, with the
+    stored items that it refers to."""
+
+    before: list[Json]
+    own: list[Json]
+
+    @classmethod
+    def of(cls, request: ResponsesRequest, stored: OwnedResponses) -> Conversation:
+        """Raises ApiError for items that are not stored."""
+        previous = request.previous_response_id
+        before = stored.conversation(previous) if previous else []
+        if isinstance(request.input, str):
+            return cls(before, [{"role": "user", "content": request.input}])
+        own = []
+        for i, item in enumerate(request.input or ()):
+            path = f"input[{i}]"
+            if _kind(path, item) == "item_reference":
+                item = stored.item(f"{path}.id", needed(path, item, "id", str))
+            own.append(item)
+        return cls(before, own)
+
+    @property
+    def items(self) -> list[tuple[str, Json]]:
+        """Each item with its path in the request."""
+        before = [(f"previous_response_id[{i}]", item) for i, item in enumerate(self.before)]
+        return before + [(f"input[{i}]", item) for i, item in enumerate(self.own)]
+
+
+def _messages(
+    request: ResponsesRequest, conversation: Conversation, tools: ResponsesTools, images: RequestImages
+) -> tuple[list[str], list[Message]]:
+    """The messages of the chat and the path of each in the request."""
+    reader = ItemReader(tools, images)
+    paths = []
+    messages = []
+    if request.instructions:
+        paths.append("instructions")
+        messages.append(Message("system", request.instructions))
+    for path, item in conversation.items:
+        kind = _kind(path, item)
+        message = reader.part(path, kind, item)
+        if isinstance(message, str):  # text of a tool that OpenAI ran, or a part without its message
+            role = "user" if kind.startswith("input_") else "assistant"
+            message = Message(role, message) if message else None
+        if message is None:
+            continue
+        if _continues(messages, message):
+            messages[-1] = _joined(messages[-1], message)
+        else:
+            paths.append(path)
+            messages.append(message)
+    reader.log_skipped()
+    if request.input and not messages:
+        raise invalid("input", "needs an item that the model can read, such as a message")
+    return paths, messages
+
+
+def _kind(path: str, item: Json) -> str:
+    """The type of an item; messages and references may have none."""
+    if item.get("type") is not None:
+        return needed(path, item, "type", str)
+    return "item_reference" if "id" in item and not item.keys() & {"role", "content"} else "message"
+
+
+def _continues(messages: list[Message], message: Message) -> bool:
+    """Whether reasoning, text and calls of one answer become one message."""
+    if not messages or messages[-1].role != "assistant" or message.role != "assistant":
+        return False
+    last = messages[-1]
+    return bool(message.tool_calls) or (last.content is None and not last.tool_calls)
+
+
+def _joined(one: Message, other: Message) -> Message:
+    thoughts = [each.reasoning_content for each in (one, other) if each.reasoning_content]
+    return Message(
+        "assistant",
+        content=other.content if one.content is None else one.content,
+        tool_calls=[*(one.tool_calls or []), *(other.tool_calls or [])] or None,
+        reasoning_content="\n".join(thoughts) or None,
+    )
+
+
+class ItemReader(ContentReader[Message]):
+    """Reads the items of a request and their parts: messages, and texts."""
+
+    def __init__(self, tools: ResponsesTools, images: RequestImages):
+        super().__init__(ITEMS, images)
+        self.tools = tools
+
+
+def _message(reader: ItemReader, path: str, item: Json) -> Message:
+    role = needed(path, item, "role", str)
+    # As in chats, an assistant's message may have none.
+    content = item.get("content") if role == "assistant" else needed(path, item, "content")
+    return Message(role, reader.text(f"{path}.content", content or "", "", role))
+
+
+def _reasoning(reader: ItemReader, path: str, item: Json) -> Message | None:
+    name = "content" if item.get("content") else "summary"
+    thoughts = reader.text(f"{path}.{name}", item.get(name) or "", "")
+    thoughts = thoughts or unseal(item.get("encrypted_content"))
+    return Message("assistant", reasoning_content=thoughts) if thoughts else None
+
+
+def _compaction(_reader: ItemReader, _path: str, item: Json) -> Message | None:
+    summary = unseal(item.get("encrypted_content"))
+    return Message("user", SUMMARY.format(summary)) if summary else None
+
+
+def _agent_message(reader: ItemReader, path: str, item: Json) -> Message | None:
+    """A message that another agent of the same client wrote to this one."""
+    text = reader.text(f"{path}.content", item.get("content") or "", "")
+    author = reader.fields(path, item, "author?")
+    return Message("user", f"Message from {author or 'an agent'}:\n{text}") if text else None
+
+
+def _not_encrypted(reader: ItemReader, path: str, part: Json) -> str:
+    """Clients send the message of an agent in this part as the model wrote it, unless OpenAI's server has
+    encrypted it."""
+    text = reader.fields(path, part, "encrypted_content?")
+    if text.startswith(CIPHERTEXT):
+        reader.skip("encrypted_content")
+        return ""
+    return text
+
+
+def _function_call(reader: ItemReader, path: str, item: Json) -> Message:
+    return _call(reader, path, item, arguments_of(f"{path}.arguments", item.get("arguments")))
+
+
+def _custom_call(reader: ItemReader, path: str, item: Json) -> Message:
+    return _call(reader, path, item, {"input": needed(path, item, "input", str)})
+
+
+def _built_in_call(kind: str) -> Callable[[ItemReader, str, Json], Message]:
+    """Reads the call of a tool that OpenAI defines and the client runs."""
+    row = BUILT_IN[kind]
+
+    def read(reader: ItemReader, path: str, item: Json) -> Message:
+        value = needed(path, item, row.field, list if row.is_argument else dict)
+        return _call(reader, path, item | {"name": kind}, row.read(value))
+
+    return read
+
+
+def _tool_search_call(reader: ItemReader, path: str, item: Json) -> Message | None:
+    if item.get("call_id") is None:
+        return None  # OpenAI ran it
+    return _built_in_call("tool_search")(reader, path, item)
+
+
+def _computer_call(reader: ItemReader, path: str, item: Json) -> Message:
+    kind = "computer_use_preview" if item.get("actions") is None else "computer"
+    return _built_in_call(kind)(reader, path, {"action": {}} | item)
+
+
+def _call(reader: ItemReader, path: str, item: Json, arguments: Json) -> Message:
+    name = reader.tools.name_of(needed(path, item, "name", str), item.get("namespace"))
+    function = {"name": name, "arguments": arguments}
+    call = {"id": needed(path, item, "call_id", str), "type": "function", "function": function}
+    return Message("assistant", tool_calls=[call])
+
+
+def _output(reader: ItemReader, path: str, item: Json) -> Message:
+    return _result(path, item, reader.text(f"{path}.output", item.get("output") or "", ""))
+
+
+def _result(path: str, item: Json, text: str) -> Message:
+    return Message("tool", text, tool_call_id=needed(path, item, "call_id", str))
+
+
+def _local_shell_output(reader: ItemReader, path: str, item: Json) -> Message:
+    return _output(reader, path, {"call_id": item.get("id")} | item)
+
+
+def _shell_output(reader: ItemReader, path: str, item: Json) -> Message:
+    texts = []
+    for i, chunk in enumerate(needed(path, item, "output", list)):
+        where = f"{path}.output[{i}]"
+        texts.append(reader.fields(where, chunk, "stdout? stderr?"))
+        outcome = needed(where, chunk, "outcome", dict)
+        if outcome.get("type") == "timeout":
+            texts.append("timed out")
+        elif outcome.get("exit_code"):
+            texts.append(f"exit code {outcome['exit_code']}")
+    return _result(path, item, "\n".join(filter(None, texts)))
+
+
+def _patch_output(reader: ItemReader, path: str, item: Json) -> Message:
+    return _result(path, item, reader.fields(path, item, "status? output?"))
+
+
+def _found_tools(reader: ItemReader, path: str, item: Json) -> Message | None:
+    """The definitions of the tools that a search found."""
+    if item.get("call_id") is None:
+        return _additional_tools(reader, path, item)  # OpenAI ran it
+    return _result(path, item, reader.tools.added(path, item))
+
+
+def _additional_tools(reader: ItemReader, path: str, item: Json) -> Message | None:
+    added = reader.tools.added(path, item)
+    return Message("system", ADDED_TOOLS + added) if added else None
+
+
+def _file_search(reader: ItemReader, path: str, item: Json) -> str:
+    results = needed(path, item, "results", list) if item.get("results") is not None else []
+    found = enumerate(results)
+    return "\n".join(reader.fields(f"{path}.results[{i}]", one, "filename? text?") for i, one in found)
+
+
+def _image(reader: ItemReader, path: str, part: Json) -> str:
+    """That of another API, or one that a tool made which OpenAI ran."""
+    is_given = any(part.get(name) for name in ("image", "source", "base64"))
+    return image(reader, path, part) if is_given else reader.omission("image")
+
+
+# The readable types of items, and of what is in them.
+ITEMS = PARTS | {
+    "message": _message,
+    "agent_message": _agent_message,
+    "encrypted_content": _not_encrypted,
+    "reasoning": _reasoning,
+    "compaction": _compaction,
+    "function_call": _function_call,
+    "function_call_output": _output,
+    "custom_tool_call": _custom_call,
+    "custom_tool_call_output": _output,
+    "local_shell_call": _built_in_call("local_shell"),
+    "local_shell_call_output": _local_shell_output,
+    "shell_call": _built_in_call("shell"),
+    "shell_call_output": _shell_output,
+    "apply_patch_call": _built_in_call("apply_patch"),
+    "apply_patch_call_output": _patch_output,
+    "computer_call": _computer_call,
+    "computer_call_output": _output,
+    "tool_search_call": _tool_search_call,
+    "tool_search_output": _found_tools,
+    "additional_tools": _additional_tools,
+    **dict.fromkeys(["summary_text", "reasoning_text"], "text"),
+    "computer_screenshot": image,
+    "image": _image,
+    # The results of tools that OpenAI ran.
+    "file_search_call": _file_search,
+    "code_interpreter_call": "code? outputs?",
+    "logs": "logs?",
+    "mcp_call": "output?",
+    "program": "code?",
+    "program_output": "result?",
+}
+
+
+def _response_format(given: Json | None) -> Json | None:
+    """`text.format` in a chat's form, which has a JSON schema one level deeper."""
+    if not given or given.get("type") != "json_schema":
+        return given
+    if given.get("schema") is None:
+        raise invalid("text.format", "of the type json_schema needs `schema`")
+    return {"type": "json_schema", "json_schema": given}

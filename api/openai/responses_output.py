@@ -1,0 +1,383 @@
+"""What `/v1/responses` writes: a chat's text becomes output items, whole or as events.
+
+Source of the order of events: OpenAI's API reference (streaming events).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from api.chats.reasoning import seal
+from api.chats.shared import OpenAIResponseWriter, TokenLogprob
+from api.chats.tools import custom_input
+from api.generation.prepared_request import PreparedRequest, Served
+from api.generation.response_writer import GeneratedSequence
+from api.http.errors import OPENAI, ApiError, named_event
+from api.http.fields import Json
+from api.http.response_store import StoredResponse, item_id, new_key, response_id
+from api.http.types import SamplingOptions, encode
+from api.openai.responses_tools import BUILT_IN, ResponsesTools
+from api.openai.responses_types import (
+    AnyOutputItem,
+    ApplyPatchCall,
+    BuiltInCall,
+    CompactedConversation,
+    Compaction,
+    CustomToolCall,
+    FunctionCall,
+    OutputItem,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    ReasoningConfig,
+    ReasoningText,
+    ResponsesFields,
+    ResponsesRequest,
+    ResponsesResponse,
+    ResponsesUsage,
+    ShellCall,
+    SummaryText,
+    TextConfig,
+)
+from text.output import parser as output_parser
+from text.output.json_mender import complete_members
+from text.output.parser import Arguments, CallBegin, Content, Reasoning
+from text.stream import Piece
+
+SEALED_REASONING = "reasoning.encrypted_content"
+
+# The response's values of fields that the request leaves out.
+DEFAULTS: Json = {
+    "store": False,
+    "background": False,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "service_tier": "default",
+    "text": TextConfig(),
+    "tools": [],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "metadata": {},
+    "truncation": "disabled",
+    "top_logprobs": 0,
+}
+# vLLM's sampling fields and others that OpenAI's response does not have.
+NOT_REPEATED = set(SamplingOptions.__struct_fields__) - DEFAULTS.keys()
+FUNCTION_KEYS = {"description": None, "parameters": None, "strict": False}
+SCHEMA_KEYS = {"description": None, "strict": False}
+# How text is written: the type and the prefix of the ids of its item, and the type of its content.
+TEXTS = {
+    Content: (OutputMessage, "msg", OutputText),
+    Reasoning: (OutputReasoning, "rs", ReasoningText),
+}
+
+
+def _repeated(request: ResponsesRequest, defaults: Json) -> Json:
+    """The request's fields as its response has them: with defaults, and all keys that OpenAI's has."""
+    repeated = {}
+    for name in ResponsesFields.__struct_fields__:
+        value = getattr(request, name)
+        if name in NOT_REPEATED:
+            value = UNSET
+        elif value is None:
+            value = defaults.get(name)
+        repeated[name] = value
+    repeated["tools"] = [
+        FUNCTION_KEYS | tool if tool.get("type") == "function" else tool for tool in repeated["tools"]
+    ]
+    text = repeated["text"]
+    form = text.format or {"type": "text"}
+    if form.get("type") == "json_schema":
+        form = SCHEMA_KEYS | form
+    repeated["text"] = TextConfig(form, text.verbosity)
+    return repeated
+
+
+class ResponsesWriter(OpenAIResponseWriter):
+    """The response is built item by item as the text grows, streamed or not."""
+
+    def __init__(
+        self,
+        prepared: PreparedRequest,
+        served: Served,
+        request: ResponsesRequest,
+        tools: ResponsesTools,
+        own_input: bytes = b"",
+    ):
+        """own_input: the items of the request as JSON, if the response is to be stored."""
+        super().__init__([prepared], served, request.stream)
+        self.left_out = tools.left_out
+        self._tools = tools
+        self._own_input = own_input
+        self._stored = served.responses
+        self._key = new_key()
+        self._wants_logprobs = prepared.logprobs
+        self._parser = prepared.parser_config.parser()
+        reasoning = request.reasoning or ReasoningConfig()
+        self._wants_summary = bool(reasoning.summary or reasoning.generate_summary)
+        self._wants_sealed = SEALED_REASONING in (request.include or [])
+        self._events = 0
+        self._call = 0  # the index of the newest call
+        self._arguments = ""  # of the newest call of a custom tool
+        self._logprobs_read: list[TokenLogprob] = []  # of text that has not been written yet
+        self._response = ResponsesResponse(
+            **_repeated(request, DEFAULTS | served.info.sampling_defaults),
+            id=response_id(self._key),
+            object="response",
+            created_at=int(time.time()),
+            status="in_progress",
+            model=self.model_name,
+        )
+
+    def whole(self, sequences: list[GeneratedSequence]) -> ResponsesResponse:
+        (sequence,) = sequences
+        for _ in self._read(sequence, sequence.pieces):
+            pass
+        return self._complete(sequences)
+
+    def events(self, sequence: GeneratedSequence, pieces: list[Piece]) -> bytes:
+        # One at a time: the next one changes what it holds.
+        return b"".join(map(named_event, self._read(sequence, pieces)))
+
+    def stream_end(self, sequences: list[GeneratedSequence]) -> bytes:
+        response = self._complete(sequences)
+        return named_event(self._event(f"response.{response.status}", response=response))
+
+    def failure(self, error: ApiError) -> bytes:
+        """OpenAI's clients look for `error`; the documented fields are there, too. Agents wait for a response
+        that has failed."""
+        detail = msgspec.to_builtins(error.body(OPENAI).error)
+        told = self._event("error", **detail | {"type": "error"}, error=detail)
+        self._response.status = "failed"
+        self._response.error = {"code": "server_error", "message": detail["message"]}
+        return named_event(told) + named_event(self._event("response.failed", response=self._response))
+
+    def _complete(self, sequences: list[GeneratedSequence]) -> ResponsesResponse:
+        response = self._response
+        usage = self._usage(sequences)
+        is_truncated = sequences[0].is_truncated
+        response.completed_at = int(time.time())
+        response.status = "incomplete" if is_truncated else "completed"
+        response.incomplete_details = {"reason": "max_output_tokens"} if is_truncated else None
+        response.usage = ResponsesUsage.of(usage, self._parser.reasoning_tokens)
+        if response.store:  # before the client knows its end
+            response.store = self._save()
+        return response
+
+    def _save(self) -> bool:
+        """Whether the response is stored from now on."""
+        response = self._response
+        output = encode([_without_logprobs(item) for item in response.output])
+        previous_id = response.previous_response_id
+        return self._stored.save(
+            StoredResponse(response.id, previous_id, self._own_input, output, encode(response))
+        )
+
+    def _read(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[Json]:
+        """The events that `pieces` add; each has to be used before the next one is made."""
+        if not self._events:
+            yield self._event("response.created", response=self._response)
+            yield self._event("response.in_progress", response=self._response)
+        for piece in pieces:
+            if self._wants_logprobs and not piece.special:
+                self._logprobs_read.append(self._token_logprob(piece))
+            for part in self._parser.read(piece):
+                yield from self._take(part)
+        if sequence.finish_reason is not None:
+            for part in self._parser.finish(sequence.is_truncated):
+                yield from self._take(part)
+            if self._newest is None:
+                yield from self._take(Content(""))  # clients expect a message
+            yield from self._end_item(sequence.is_truncated)
+
+    def _bytes(self, token_id: int, text: str, trimmed: int = 0) -> list[int]:
+        return super()._bytes(token_id, text, trimmed) or []  # the interface has no null here
+
+    @property
+    def _newest(self) -> AnyOutputItem | None:
+        return self._response.output[-1] if self._response.output else None
+
+    def _take(self, part: output_parser.OutputPart) -> Iterator[Json]:
+        logprobs = self._logprobs_read
+        self._logprobs_read = []
+        if isinstance(part, CallBegin):
+            yield from self._begin_call(part)
+        elif isinstance(part, Arguments) and isinstance(self._newest, (CustomToolCall, BuiltInCall)):
+            self._arguments += part.text  # in another form than the item has them
+        elif isinstance(part, Arguments):
+            self._newest.arguments += part.text
+            yield self._item_event("response.function_call_arguments.delta", delta=part.text)
+        else:
+            kind, prefix, content_kind = TEXTS[type(part)]
+            if not isinstance(self._newest, kind):
+                yield from self._begin_item(prefix, kind)
+                self._newest.content.append(content_kind())
+                yield self._item_event(
+                    "response.content_part.added", content_index=0, part=self._newest.content[0]
+                )
+                if self._summarizes:
+                    self._newest.summary.append(SummaryText())
+                    yield self._summary_event("part.added", part=self._newest.summary[0])
+            content = self._newest.content[0]
+            content.text += part.text
+            if isinstance(content, OutputText):
+                content.logprobs += logprobs
+            if part.text:
+                yield self._text_event("delta", logprobs, delta=part.text)
+            if part.text and self._summarizes:
+                self._newest.summary[0].text += part.text
+                yield self._summary_event("text.delta", delta=part.text)
+
+    def _begin_call(self, part: CallBegin) -> Iterator[Json]:
+        tool = self._tools.of(part.name)
+        named = {"call_id": part.id, "name": tool.name, "namespace": tool.namespace or UNSET}
+        if tool.kind in BUILT_IN:
+            row = BUILT_IN[tool.kind]
+            yield from self._begin_item(row.prefix, row.item, call_id=part.id)
+            self._built_in = row
+        elif tool.kind == "custom":
+            yield from self._begin_item("ctc", CustomToolCall, **named)
+        else:
+            yield from self._begin_item("fc", FunctionCall, **named)
+        self._call = part.index  # from here on: the item before it has ended with its own
+
+    def _begin_item(self, prefix: str, kind: type[OutputItem], **fields: Any) -> Iterator[Json]:
+        if self._newest:
+            yield from self._end_item()
+        item = kind(id=item_id(prefix, self._key, len(self._response.output)), **fields)
+        self._response.output.append(item)
+        if not isinstance(item, BuiltInCall):  # clients expect its arguments from the beginning
+            yield self._item_event("response.output_item.added", item=item)
+
+    def _end_item(self, is_truncated: bool = False) -> Iterator[Json]:
+        item = self._newest
+        is_call = isinstance(item, (FunctionCall, CustomToolCall, BuiltInCall))
+        if isinstance(item, BuiltInCall):
+            yield from self._write_built_in(item)
+        elif isinstance(item, CustomToolCall):
+            item.input = custom_input(self._arguments)
+            yield self._item_event("response.custom_tool_call_input.delta", delta=item.input)
+            yield self._item_event("response.custom_tool_call_input.done", input=item.input)
+        elif isinstance(item, FunctionCall):
+            done = {"name": item.name, "arguments": item.arguments}
+            yield self._item_event("response.function_call_arguments.done", **done)
+        else:
+            content = item.content[0]
+            yield self._text_event("done", getattr(content, "logprobs", []), text=content.text)
+            yield self._item_event("response.content_part.done", content_index=0, part=content)
+        if self._summarizes:
+            yield self._summary_event("text.done", text=item.summary[0].text)
+            yield self._summary_event("part.done", part=item.summary[0])
+        if isinstance(item, OutputReasoning) and self._wants_sealed:
+            item.encrypted_content = seal(item.content[0].text)
+        self._arguments = ""
+        item.status = "completed"
+        if is_truncated or (is_call and self._call >= self._parser.complete):
+            # The status of a patch has no other value for it.
+            item.status = "in_progress" if isinstance(item, ApplyPatchCall) else "incomplete"
+        yield self._item_event("response.output_item.done", item=item)
+
+    def _write_built_in(self, item: BuiltInCall) -> Iterator[Json]:
+        """The beginning of an item whose arguments are complete."""
+        arguments = complete_members(self._arguments)
+        setattr(item, self._built_in.field, self._built_in.written(arguments))
+        yield self._item_event("response.output_item.added", item=item)
+        commands = item.action["commands"] if isinstance(item, ShellCall) else []
+        for n, command in enumerate(commands if isinstance(commands, list) else ()):
+            kind = "response.shell_call_command"
+            yield self._item_event(f"{kind}.added", command_index=n, command="")
+            yield self._item_event(f"{kind}.delta", command_index=n, delta=command)
+            yield self._item_event(f"{kind}.done", command_index=n, command=command)
+
+    def _text_event(self, what: str, logprobs: list[TokenLogprob], **text: str) -> Json:
+        if isinstance(self._newest, OutputMessage):
+            return self._item_event(
+                f"response.output_text.{what}", content_index=0, logprobs=logprobs, **text
+            )
+        return self._item_event(f"response.reasoning_text.{what}", content_index=0, **text)
+
+    @property
+    def _summarizes(self) -> bool:
+        """Whether the newest item is reasoning with a summary."""
+        return self._wants_summary and isinstance(self._newest, OutputReasoning)
+
+    def _summary_event(self, what: str, **fields: Any) -> Json:
+        return self._item_event(f"response.reasoning_summary_{what}", summary_index=0, **fields)
+
+    def _item_event(self, kind: str, **fields: Any) -> Json:
+        """An event of the newest item."""
+        name = {} if "item" in fields else {"item_id": self._newest.id}
+        return self._event(kind, output_index=len(self._response.output) - 1, **name, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> Json:
+        self._events += 1
+        return {"type": kind, "sequence_number": self._events - 1} | fields
+
+
+def _without_logprobs(item: OutputItem) -> OutputItem:
+    """An output item for later requests: log-probabilities are large, and nothing that a model reads."""
+    if not isinstance(item, OutputMessage):
+        return item
+    return replace(item, content=[replace(part, logprobs=[]) for part in item.content])
+
+
+def _compaction(key: str, summary: str) -> Compaction:
+    """Raises ApiError for a blank summary, with which the whole conversation would be lost."""
+    if not summary.strip():
+        raise ApiError(424, "generation", "The model wrote no summary of the conversation")
+    return Compaction(item_id("cmp", key, 0), seal(summary))
+
+
+class TriggeredCompactionWriter(ResponsesWriter):
+    """A response to a `compaction_trigger`: its one item is the summary of the conversation."""
+
+    _summary = ""
+
+    def stream_end(self, sequences: list[GeneratedSequence]) -> bytes:
+        response = self._complete(sequences)
+        item = self._newest
+        events = [
+            self._item_event("response.output_item.added", item=item),
+            self._item_event("response.output_item.done", item=item),
+            self._event("response.completed", response=response),
+        ]
+        return b"".join(map(named_event, events))
+
+    def _complete(self, sequences: list[GeneratedSequence]) -> ResponsesResponse:
+        item = _compaction(self._key, self._summary)
+        response = super()._complete(sequences)
+        response.status = "completed"  # `max_output_tokens` was not the client's
+        response.incomplete_details = None
+        response.output.append(item)
+        return response
+
+    def _take(self, part: output_parser.OutputPart) -> Iterator[Json]:
+        if isinstance(part, Content):
+            self._summary += part.text
+        yield from ()
+
+    def _end_item(self, is_truncated: bool = False) -> Iterator[Json]:
+        yield from ()
+
+
+class CompactionWriter(OpenAIResponseWriter):
+    """The output is a summary of the conversation, which a later request has in place of its items."""
+
+    def whole(self, sequences: list[GeneratedSequence]) -> CompactedConversation:
+        (sequence,) = sequences
+        read = sequence.prepared.parser_config.whole(sequence.pieces, sequence.is_truncated)
+        key = new_key()
+        return CompactedConversation(
+            id=response_id(key),
+            created_at=int(time.time()),
+            output=[_compaction(key, read.content)],
+            usage=ResponsesUsage.of(self._usage(sequences), read.reasoning_tokens),
+        )

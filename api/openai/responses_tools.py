@@ -1,0 +1,248 @@
+"""The tools of `/v1/responses` in a chat's form: functions, custom tools, and those that the client runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from api.chats import client_tools
+from api.chats.client_tools import Definition
+from api.chats.template_adapter import SYSTEM_ROLES
+from api.chats.tools import definitions
+from api.http.errors import invalid
+from api.http.fields import Json
+from api.openai.responses_types import (
+    ApplyPatchCall,
+    BuiltInCall,
+    ComputerCall,
+    LocalShellCall,
+    ResponsesRequest,
+    ResponsesToolChoice,
+    ShellCall,
+    ToolSearchCall,
+)
+
+ADDING_ITEMS = ("additional_tools", "tool_search_output")
+
+
+class BuiltIn(NamedTuple):
+    """A tool that OpenAI defines and the client runs: a function for the model, whose call is an item.
+
+    field: of the item. It has the arguments, with the `defaults` of those that the model left out; or it is
+    the one argument of its name.
+    """
+
+    definition: Callable[[Json], Definition]
+    item: type[BuiltInCall]
+    prefix: str  # of the item's ids
+    field: str
+    defaults: Json
+    is_argument: bool = False
+
+    def written(self, arguments: Json) -> Any:
+        """The arguments of a call as the field of its item."""
+        if self.is_argument:
+            return arguments.get(self.field, [])
+        return self.defaults | arguments
+
+    def read(self, value: Any) -> Json:
+        """The arguments in the field of an item, as the model wrote them: without the defaults, in the order
+        of the schema, which SDKs change."""
+        if self.is_argument:
+            return {self.field: value}
+        written = {name: given for name, given in value.items() if given != self.defaults.get(name)}
+        order = [*self.definition({}).parameters["properties"], *written]
+        return {name: written[name] for name in order if name in written}
+
+
+# The tools by type, which is also the name of the function.
+BUILT_IN = {
+    "shell": BuiltIn(
+        client_tools.shell,
+        ShellCall,
+        "sh",
+        "action",
+        {"commands": [], "timeout_ms": None, "max_output_length": None},
+    ),
+    "local_shell": BuiltIn(
+        client_tools.local_shell,
+        LocalShellCall,
+        "lsh",
+        "action",
+        {"type": "exec", "command": [], "env": {}},
+    ),
+    "apply_patch": BuiltIn(
+        client_tools.apply_patch, ApplyPatchCall, "apc", "operation", {"path": "", "diff": ""}
+    ),
+    "tool_search": BuiltIn(client_tools.tool_search, ToolSearchCall, "tsc", "arguments", {}),
+    "computer": BuiltIn(client_tools.computer_actions, ComputerCall, "cu", "actions", {}, True),
+    "computer_use_preview": BuiltIn(client_tools.computer_use_preview, ComputerCall, "cu", "action", {}),
+}
+
+
+class ClientTool(NamedTuple):
+    """A tool that the client runs; a built-in one has its type as its name."""
+
+    name: str
+    namespace: str | None = None
+    kind: str = "function"
+
+
+class ResponsesTools:
+    """The tools of a request in a chat's form. Those that OpenAI runs are left out.
+
+    `listed` are for the template's list: `tools`, and `additional_tools` in front of the conversation.
+    `found` are those that later items add: they may be called, too, but their definitions stand at the place
+    of the item, so that a tool search leaves the prefix as it is. Others are deferred (`defer_loading`) until
+    an item adds them, unless OpenAI would search them.
+    """
+
+    def __init__(self, request: ResponsesRequest, items: Sequence[tuple[str, Json]]):
+        """items: of the conversation, each with its path in the request."""
+        self.listed: list[Json] = []
+        self.found: list[Json] = []
+        self.paths: list[str] = []  # of these in the request
+        self.left_out: set[str] = set()  # types
+        self._named: dict[str, ClientTool] = {}  # by the name that the model calls
+        given = {"": {"tools": request.tools, "type": "additional_tools"}}
+        given |= {path: item for path, item in items if item.get("type") in ADDING_ITEMS}
+        leading = itertools.takewhile(lambda each: _is_leading(each[1]), items)
+        self._leading = {"", *(path for path, _item in leading)}
+        offered = [tool for path, item in given.items() for tool in _flat(path, item.get("tools"))]
+        self._name(offered)
+        searches = [tool for _path, _namespace, tool in offered if tool.get("type") == "tool_search"]
+        self._defers = not searches or any(map(_is_client_search, searches))
+        known = set()
+        for path, item in given.items():
+            for where, tool in self._added(path, item):
+                name = tool[tool["type"]].get("name", "")
+                if name in known and path:  # added again
+                    continue
+                known.add(name)
+                self.paths.append(where)
+                (self.listed if path in self._leading else self.found).append(tool)
+        self._deferred = self._named.keys() - known
+
+    def of(self, name: str) -> ClientTool:
+        """The tool that the model calls by this name."""
+        return self._named.get(name) or ClientTool(name)
+
+    def name_of(self, name: str, namespace: str | None) -> str:
+        """The name by which the model calls a tool."""
+        for own, tool in self._named.items():
+            if (tool.name, tool.namespace) == (name, namespace):
+                return own
+        return name
+
+    def added(self, path: str, item: Json) -> str:
+        """The definitions of the tools that an item adds to those that are listed."""
+        if path in self._leading:
+            return ""
+        return definitions([tool for _path, tool in self._added(path, item)])
+
+    def choice(self, given: str | ResponsesToolChoice | None) -> str | Json | None:
+        """`tool_choice` in a chat's form."""
+        if not isinstance(given, ResponsesToolChoice):
+            return given
+        if given.type in self.left_out:
+            detail = "names a tool that this server does not run"
+            raise invalid("tool_choice.type", detail, given=given.type[:40])
+        if given.type == "allowed_tools":
+            known = [tool for tool in given.tools or [] if str(tool.get("type")) not in self.left_out]
+            names = [tool.get("name") or tool.get("type") for tool in known]
+            named = [{"function": {"name": name}} for name in names if str(name) not in self._deferred]
+            return {"type": given.type, given.type: {"mode": given.mode or "auto", "tools": named}}
+        if given.type not in ("function", "custom", *BUILT_IN):
+            detail = f"must be function, custom, {', '.join(BUILT_IN)} or allowed_tools"
+            raise invalid("tool_choice.type", detail, given=given.type[:40])
+        name = given.type if given.type in BUILT_IN else given.name
+        if name in self._deferred:
+            detail = "names a tool that is deferred (`defer_loading`); a `tool_search_output` has to add it"
+            raise invalid("tool_choice.name", detail, given=name[:40])
+        return {"type": "function", "function": {"name": name}}
+
+    def _name(self, offered: list[tuple[str, Json | None, Json]]) -> None:
+        """Gives each tool its name for the model: with its namespace where two have the same."""
+        known = dict.fromkeys(_client_tool(namespace, tool) for _path, namespace, tool in offered)
+        names = Counter(tool.name for tool in known)
+        for tool in known:
+            is_own = tool.namespace is None or names[tool.name] == 1
+            self._named[tool.name if is_own else f"{tool.namespace}__{tool.name}"] = tool
+
+    def _added(self, path: str, item: Json) -> Iterator[tuple[str, Json]]:
+        """Each of an item's tools in a chat's form, with its path. The description of a namespace stands in
+        front of that of its first tool."""
+        defers = self._defers and item["type"] != "tool_search_output"
+        described: set[str | None] = {None}
+        for where, namespace, tool in _flat(path, item.get("tools")):
+            if not isinstance(tool.get("type"), str):
+                raise invalid(f"{where}.type", "is missing, or is not a string")
+            client_tool = _client_tool(namespace, tool)
+            if _is_hosted(tool):
+                self.left_out.add(client_tool.kind[:40])
+                continue
+            if defers and tool.get("defer_loading"):
+                continue
+            form = _chat_form(where, tool)
+            function = form[form["type"]]
+            if "name" in function:
+                function["name"] = self.name_of(client_tool.name, client_tool.namespace)
+            if client_tool.namespace not in described:
+                described.add(client_tool.namespace)
+                if about := namespace.get("description"):
+                    texts = [f"Namespace {client_tool.namespace}: {about}", function.get("description")]
+                    function["description"] = "\n".join(filter(None, texts))
+            yield where, form
+
+
+def _flat(path: str, tools: Any) -> Iterator[tuple[str, Json | None, Json]]:
+    """Each of an object's `tools` with its path and its namespace."""
+    path = f"{path}.tools".lstrip(".")
+    for i, tool in enumerate(tools if isinstance(tools, list) else ()):
+        if not isinstance(tool, dict):
+            continue
+        if tool.get("type") != "namespace":
+            yield f"{path}[{i}]", None, tool
+            continue
+        for where, _namespace, inner in _flat(f"{path}[{i}]", tool.get("tools")):
+            yield where, tool, inner
+
+
+def _client_tool(namespace: Json | None, tool: Json) -> ClientTool:
+    kind = str(tool.get("type"))
+    name = kind if kind in BUILT_IN else str(tool.get("name"))
+    return ClientTool(name, str(namespace.get("name")) if namespace else None, kind)
+
+
+def _is_leading(item: Json) -> bool:
+    """Whether an item may stand in front of the conversation."""
+    return item.get("type") == "additional_tools" or item.get("role") in SYSTEM_ROLES
+
+
+def _is_client_search(tool: Json) -> bool:
+    return tool.get("type") == "tool_search" and tool.get("execution") == "client"
+
+
+def _is_hosted(tool: Json) -> bool:
+    """Whether OpenAI runs the tool: in a container of its own, or always."""
+    kind = tool.get("type")
+    if kind == "shell":
+        environment = tool.get("environment")
+        return isinstance(environment, dict) and environment.get("type") != "local"
+    if kind == "tool_search":
+        return not _is_client_search(tool)
+    return kind not in ("function", "custom", *BUILT_IN)
+
+
+def _chat_form(path: str, tool: Json) -> Json:
+    """A tool in a chat's form, which has its fields one level deeper. Raises ApiError."""
+    kind = tool["type"]
+    for key in ("name", "description"):
+        if not isinstance(tool.get(key, ""), str | None):
+            raise invalid(f"{path}.{key}", "must be a string")
+    if kind in BUILT_IN:
+        return {"type": "function", "function": {"name": kind, **BUILT_IN[kind].definition(tool)._asdict()}}
+    keys = ("name", "description", "format" if kind == "custom" else "parameters", "strict")
+    return {"type": kind, kind: {key: tool[key] for key in keys if tool.get(key) is not None}}

@@ -1,0 +1,290 @@
+"""Logits to token ids and log-probabilities.
+
+Owns each request's random stream and token counts. The order is transformers': penalties, logit biases, bans
+and the token mask; temperature; top-k (with ties of the k-th), top-p, min-p, typical-p. Sampling is
+batch-invariant: a row's result depends on its own logits, parameters and seed alone, to the bit.
+
+`sample_whole_row` is the readable reference. sampling/loops.py has the compiled loops that do the same for
+almost all rows, and numpy's argmax chooses greedy tokens where it is faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from engine.sampling import loops
+from engine.sampling.loops import FAILED, NEEDS_FULL_SORT, NO_MASK, BatchSamplingParams, Source
+from protocol import SamplingParams
+
+MAX_FAST_TOP_K = 256  # for a larger top-k the whole row is sorted
+NOT_A_NUMBER = "the model produced NaN logits"
+IMPOSSIBLE = "no token is possible: the model, min_new_tokens or the token mask excludes all"
+LOG2_E = math.log2(math.e)
+TopTokens = list[tuple[int, float]]  # (token id, log-probability)
+RowLogprobs = tuple[float, TopTokens] | Exception
+
+
+class SamplingError(Exception):
+    """No token can be sampled from a row; the message may be read by the client."""
+
+
+class SamplerState:
+    """The parameters, random stream and token counts of one request.
+
+    `prompt` counts for the repetition penalty, as in transformers, not for OpenAI's frequency and presence
+    penalties. The ids in `banned` may be outside of the vocabulary; they are not sampled for the first
+    `banned_for` tokens.
+    """
+
+    def __init__(
+        self,
+        parameters: SamplingParams,
+        prompt: Sequence[int],
+        banned: Collection[int] = (),
+        banned_for: int = 0,
+    ):
+        self.parameters = parameters
+        self.stream = np.array([parameters.seed or 0], np.uint64)  # state of SplitMix64: one number a token
+        self._seen: np.ndarray | None = None
+        if parameters.repetition_penalty != 1.0:
+            seen = np.unique(np.array(prompt, np.int64))
+            self._seen = seen[seen >= 0]  # without image tokens
+        self._counts_tokens = parameters.frequency_penalty != 0.0 or parameters.presence_penalty != 0.0
+        self._counts: dict[int, int] = {}
+        self._banned = np.array(list(banned), np.int64)
+        self._banned_for = banned_for if banned else 0
+
+    @property
+    def changes_logits(self) -> bool:
+        return bool(
+            self._seen is not None or self._counts or self.parameters.logit_bias or self._banned_for > 0
+        )
+
+    def allow_eos(self) -> None:
+        """Lets the banned tokens be sampled from now on."""
+        self._banned_for = 0
+
+    def record(self, token: int) -> None:
+        """Counts a sampled token for the penalties and bans of the next one."""
+        self._banned_for -= 1
+        if self._counts_tokens:
+            self._counts[token] = self._counts.get(token, 0) + 1
+        if self._seen is not None and token not in self._seen:
+            self._seen = np.append(self._seen, token)
+
+    def apply_penalties(self, scores: np.ndarray) -> None:
+        """Applies penalties, biases and bans in place to float32 [vocab], rounded to float32 as in
+        transformers."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            if self._seen is not None:
+                seen = scores[self._seen].astype(np.float64)
+                penalty = self.parameters.repetition_penalty
+                penalized = np.clip(np.where(seen > 0, seen / penalty, seen * penalty), -1e30, 1e30)
+                scores[self._seen] = np.where(np.isfinite(seen), penalized, seen)
+            if self._counts:
+                counts = np.fromiter(self._counts.values(), np.float64)
+                penalties = self.parameters.frequency_penalty * counts + self.parameters.presence_penalty
+                scores[np.fromiter(self._counts, np.int64)] -= penalties
+            for token, bias in self.parameters.logit_bias:
+                scores[token] += bias
+            if self._banned_for > 0:
+                banned = self._banned[self._banned < len(scores)]
+                # NaN stays visible.
+                scores[banned] = np.where(scores[banned] < np.inf, -np.inf, scores[banned])
+
+
+class SamplingBatch:
+    """A step's rows. Reuse it while they stay the same. It takes over their random streams: discard earlier
+    batches of them.
+
+    `maxima`: of the last logits, where the loops have read them all; they spare `logprobs` a pass.
+    """
+
+    def __init__(self, rows: Sequence[SamplerState]):
+        def array(name: str, dtype: type = np.float64) -> np.ndarray:
+            return np.array([getattr(row.parameters, name) for row in rows], dtype)
+
+        self.rows = rows
+        self.maxima: np.ndarray | None = None
+        greedy = np.array([row.parameters.seed is None for row in rows], bool)
+        temperature = array("temperature")
+        top_k = np.where(greedy, 1, array("top_k", np.int64))
+        top_p = array("top_p")
+        min_p = array("min_p")
+        whole_row = ~greedy & ((array("typical_p") < 1.0) | (top_k > MAX_FAST_TOP_K))
+        streams = np.array([row.stream[0] for row in rows], np.uint64)
+        for index, row in enumerate(rows):
+            row.stream = streams[index : index + 1]
+        self.parameters = BatchSamplingParams(
+            greedy=greedy,
+            temperature=temperature,
+            scale=(LOG2_E / np.maximum(temperature, 1e-37)).astype(np.float32),
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            whole_row=whole_row,
+            weighted=~whole_row & (top_k == 0) & ((top_p < 1.0) | (min_p == 0.0)),
+            streams=streams,
+            draws=np.zeros(len(rows)),
+        )
+        self._all_greedy = bool(greedy.all())
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the highest logit of each row is its token."""
+        return self._all_greedy and not any(row.changes_logits for row in self.rows)
+
+
+def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray = NO_MASK) -> list[int | Exception]:
+    """The next token of each row; a row that fails yields its exception in its place.
+
+    logits: float32 [rows, vocab], or uint16, the bits of bfloat16; in either memory order; not changed.
+    mask: uint32 [rows, ceil(vocab / 32)], a set bit allows the token; applied before temperature and filters.
+    """
+    batch.maxima = None
+    if mask is NO_MASK and _is_fast_for_numpy(logits) and batch.is_argmax:
+        chosen = _argmax(logits)
+    else:
+        chosen = _sample_in_loops(logits, batch, mask)
+    for row, token in zip(batch.rows, chosen):
+        if not isinstance(token, Exception):
+            row.record(token)
+    return chosen
+
+
+def _is_fast_for_numpy(logits: np.ndarray) -> bool:
+    """Measured: float32 rows take an eighth of the loops' time, columns twice as much and more
+    (bench/sampler.py)."""
+    return logits.dtype == np.float32 and logits.flags.c_contiguous
+
+
+def _argmax(logits: np.ndarray) -> list[int | Exception]:
+    """Ties go to the lowest id; a NaN counts as the highest."""
+    tokens = logits.argmax(axis=1).tolist()
+    return [
+        token if math.isfinite(row[token]) else _failure(row[token]) for row, token in zip(logits, tokens)
+    ]
+
+
+def _failure(peak: float) -> SamplingError:
+    return SamplingError(IMPOSSIBLE if peak == -math.inf else NOT_A_NUMBER)
+
+
+def _sample_in_loops(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray) -> list[int | Exception]:
+    """Rows whose logits are changed are copied, the others are read where they are."""
+    source = loops.source_of(logits, mask)
+    chosen: list[int | Exception | None] = [None] * source.rows
+    changed = [index for index, row in enumerate(batch.rows) if row.changes_logits]
+    if len(changed) < source.rows:
+        indices = np.arange(source.rows)
+        indices[changed] = -1
+        maxima = loops.maxima_of(source)
+        if mask is NO_MASK:
+            batch.maxima = maxima
+        _choose(source, maxima, indices, batch, chosen)
+    if changed:
+        indices = np.array(changed)
+        scores = loops.copied(source, indices)
+        for place, row in enumerate(changed):
+            try:
+                batch.rows[row].apply_penalties(scores[place])
+            except Exception as error:
+                chosen[row] = error
+                indices[place] = -1
+        copy = loops.source_of(scores)
+        _choose(copy, loops.maxima_of(copy), indices, batch, chosen)
+    return chosen
+
+
+def _choose(
+    source: Source, maxima: np.ndarray, indices: np.ndarray, batch: SamplingBatch, chosen: list
+) -> None:
+    """Puts the tokens of a source's rows into their places in `chosen`. indices: these places; -1 leaves a
+    row out."""
+    peaks = maxima.max(axis=1)
+    tokens = loops.choose(source, maxima, peaks, indices, batch.parameters)
+    for place, (row, token) in enumerate(zip(indices.tolist(), tokens.tolist())):
+        if row < 0:
+            continue
+        if token == FAILED:
+            chosen[row] = _failure(peaks[place])
+        elif token == NEEDS_FULL_SORT:
+            (scores,) = loops.copied(source, np.array([place]))
+            chosen[row] = sample_whole_row(scores, batch.rows[row].parameters, batch.parameters.draws[row])
+        else:
+            chosen[row] = token
+
+
+def sample_whole_row(scores: np.ndarray, parameters: SamplingParams, draw: float) -> int:
+    """The reference: the token at the share `draw` of the kept weights, most likely first, ties by id.
+    scores: [vocab]."""
+    ordered = -np.sort(-scores[scores > -np.inf])
+    weights = filtered_weights(ordered, parameters)
+    place = np.searchsorted(np.cumsum(weights), draw * weights.sum(), side="right").clip(
+        max=np.flatnonzero(weights)[-1]
+    )
+    equal = np.flatnonzero(scores == ordered[place])
+    return int(equal[place - np.searchsorted(-ordered, -ordered[place])])
+
+
+def filtered_weights(ordered: np.ndarray, parameters: SamplingParams) -> np.ndarray:
+    """exp((score - highest) / temperature), 0 for tokens that the filters remove. ordered: possible scores,
+    highest first."""
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        weights = np.exp((ordered.astype(np.float64) - float(ordered[0])) / parameters.temperature)
+        if parameters.top_k:
+            weights[ordered < ordered[min(parameters.top_k, len(ordered)) - 1]] = 0.0
+        if parameters.top_p < 1.0:
+            weights[np.cumsum(weights) - weights >= parameters.top_p * weights.sum()] = 0.0
+        weights[weights < parameters.min_p] = 0.0
+        if parameters.typical_p < 1.0:  # locally typical sampling (Meister et al. 2022)
+            shares = weights / weights.sum()
+            surprise = -np.log(shares)
+            order = np.argsort(np.abs(surprise - np.sum(shares * surprise, where=shares > 0)), kind="stable")
+            weights[order[np.cumsum(shares[order]) - shares[order] >= parameters.typical_p]] = 0.0
+    return weights
+
+
+def logprobs(
+    logits: np.ndarray, tokens: Sequence[int], top_n: Sequence[int], maxima: np.ndarray | None = None
+) -> list[RowLogprobs]:
+    """The log-probability of each row's token, and the `top_n` most likely ones, ties by id, without
+    impossible ones. logits: as for `sample`; maxima: what `sample` left in its batch for them. A row without
+    a highest logit fails."""
+    source = loops.source_of(logits)
+    if maxima is None and _is_fast_for_numpy(logits) and not any(top_n):
+        peaks = logits.max(axis=1)
+    else:
+        maxima = loops.maxima_of(source) if maxima is None else maxima
+        peaks = maxima.max(axis=1)
+    totals = loops.sums_of(source, peaks, np.full(source.rows, LOG2_E, np.float32)).sum(axis=1)
+    normalizers = peaks + np.log(totals, where=np.isfinite(peaks), out=totals)
+    own = logits[range(source.rows), tokens]
+    if own.dtype != np.float32:
+        own = (own.astype(np.uint32) << 16).view(np.float32)
+    ids = np.empty(source.vocab, np.int64)
+    scores = np.empty(source.vocab, np.float32)
+    found: list[RowLogprobs] = [SamplingError(NOT_A_NUMBER)] * source.rows
+    for row in np.isfinite(peaks).nonzero()[0].tolist():
+        top: TopTokens = []
+        if top_n[row]:
+            count = loops.list_top(source, row, maxima[row], peaks[row], top_n[row], ids, scores)
+            n = min(top_n[row], count)
+            top = list(zip(ids[:n].tolist(), (scores[:n] - normalizers[row]).tolist()))
+        found[row] = float(own[row] - normalizers[row]), top
+    return found
+
+
+def compile_loops(dtypes: Sequence[str]) -> None:
+    """Compiles the loops for logits of these types, "float32" or "bfloat16", or loads them from numba's
+    cache."""
+    read_in_place = SamplerState(SamplingParams(), [0])
+    changed = SamplerState(SamplingParams(), [0], banned=[1], banned_for=1 << 40)
+    batch = SamplingBatch([read_in_place, changed])
+    for dtype in {"float32", *dtypes}:  # logits that are changed are copied as float32
+        logits = np.zeros((2, 1), np.float32 if dtype == "float32" else np.uint16)
+        sample(logits, batch)
+        logprobs(logits, [0, 0], [1, 1])

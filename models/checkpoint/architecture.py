@@ -1,0 +1,138 @@
+"""What transformers makes of a checkpoint's config.json: the classes that load it, its number of parameters,
+and why no engine can serve it.
+
+Reads no weights. So it runs before a download, in a child process (`source.check_architecture`), and again
+when the model is loaded (`pretrained.load_pretrained`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from config import Config
+from manifest import SU, Manifest
+from models.checkpoint import rope
+from models.errors import ModelError, check_length_limit, reported_as
+
+# The supported types of layers, by their names in config classes; "global" is GPT-Neo's.
+LAYERS = ("full_attention", "sliding_attention", "global")
+# What families have whose config does not name its layers.
+UNSUPPORTED = {
+    "bloom": "ALiBi (attention biased by distance)",
+    "diffusion_gemma": "diffusion of many tokens at a time",
+    "openai-gpt": "layers without a KV cache",
+    "recurrent_gemma": "recurrent layers",
+    "rwkv": "recurrent layers",
+    "xglm": "attention code of its own",
+    "xlstm": "recurrent layers",
+}
+# Families whose text part is loaded without the rest: Gemma 3n's vision tower needs the package timm.
+TEXT_ALONE = ("gemma3n",)
+TEXT_KEY_MAPPING = {r"^model\.language_model\.": "model."}
+
+
+class Architecture(NamedTuple):
+    """A model that can be served, as far as its config.json tells."""
+
+    config: transformers.PretrainedConfig
+    auto_class: type
+    model_class: type
+    parameters: int  # with the numbers in buffers
+    key_mapping: dict[str, str] | None  # of names in the checkpoint to those of the class, where they differ
+
+
+def read_architecture(config: Config, folder: Path) -> Architecture:
+    """Raises ModelError for what no engine serves: other models than causal language models, unknown families
+    and layers, code that is not trusted or does not run, a `max_total_tokens` beyond the model's limit."""
+    manifest = Manifest.read(folder)
+    kind = manifest.model_type
+    has_code = "auto_map" in manifest.config_json
+    if kind not in transformers.CONFIG_MAPPING and has_code and not config.trust_remote_code:
+        raise ModelError(
+            f"{kind} models come with Python code; --trust-remote-code (TRUST_REMOTE_CODE) runs it"
+        )
+    transformers.utils.logging.set_verbosity_error()
+    with reported_as(with_version_of_code(f"{folder} cannot be read as a model", config, folder)):
+        hf_config = _read_config(config, folder, manifest)
+        if kind in TEXT_ALONE:
+            hf_config = hf_config.get_text_config()
+        auto_class = _auto_class(hf_config)
+        _reject_layers(manifest, hf_config.get_text_config())
+        if config.max_total_tokens:
+            check_length_limit(config.model_name, manifest.length_limit, config.max_total_tokens)
+        with torch.device("meta"):  # takes no memory
+            # Otherwise transformers loads the attention that config.json names, which may be code on the hub.
+            model = auto_class.from_config(
+                hf_config, attn_implementation="eager", trust_remote_code=config.trust_remote_code
+            )
+    parameters = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+    key_mapping = TEXT_KEY_MAPPING if kind in TEXT_ALONE else None
+    return Architecture(hf_config, auto_class, type(model), parameters, key_mapping)
+
+
+def _read_config(config: Config, folder: Path, manifest: Manifest) -> transformers.PretrainedConfig:
+    """transformers' config of a model; of a longrope with the name and the factor that it needs, and that
+    published files do not have."""
+    given = manifest.config_json
+    kind = manifest.model_type
+    scaling = given.get("rope_scaling") or {}
+    runs_code = config.trust_remote_code and "auto_map" in given
+    is_built_in = kind in transformers.CONFIG_MAPPING and not runs_code
+    is_lacking = SU in (scaling.get("rope_type"), scaling.get("type")) or kind == "minicpm3"
+    if is_built_in and is_lacking and rope.kind(given) == "longrope":
+        factor = given["max_position_embeddings"] / rope.original_length(given)
+        longrope = {"factor": factor, **scaling, "rope_type": "longrope"}
+        return transformers.CONFIG_MAPPING[kind].from_dict({**given, "rope_scaling": longrope})
+    return AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+
+
+def with_version_of_code(failure: str, config: Config, folder: Path) -> str:
+    """Adds to a `failure` which transformers a model's own Python code was written for."""
+    written = Manifest.read(folder).config_json
+    version = written.get("transformers_version")
+    if not (config.trust_remote_code and written.get("auto_map")) or str(version).startswith("5."):
+        return failure
+    here = transformers.__version__
+    why = f"its Python code is for transformers {version or 4}, and this server has {here}"
+    if written.get("model_type") in transformers.CONFIG_MAPPING:
+        why += " (which has this family built in: leave --trust-remote-code out)"
+    return f"{failure}: {why}"
+
+
+def _auto_class(hf_config) -> type:
+    """The class of transformers that loads a model; of one that reads images, with its vision tower."""
+    if not hf_config.is_encoder_decoder:
+        reads_images = type(hf_config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        has_code = "AutoModelForCausalLM" in getattr(hf_config, "auto_map", {})
+        # PaddleOCR-VL comes with code, too, and is loaded as transformers has it.
+        if (has_code and not reads_images) or type(hf_config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+            return AutoModelForCausalLM
+        if reads_images:
+            return AutoModelForImageTextToText
+    raise ModelError(
+        f"{hf_config.model_type} models do not continue text token by token (no causal language model); "
+        "nothing to serve"
+    )
+
+
+def _reject_layers(manifest: Manifest, text_config) -> None:
+    kind = manifest.model_type
+    served = LAYERS
+    if manifest.text_config.get("attention_chunk_size"):  # which `length_limit` keeps to one chunk
+        served += ("chunked_attention",)
+    layers = getattr(text_config, "layer_types", None) or getattr(text_config, "attention_layers", [])
+    unknown = [f"{layer} layers" for layer in layers if layer not in served]
+    if getattr(text_config, "alibi", False):  # Falcon's
+        unknown.append(UNSUPPORTED["bloom"])
+    if kind in UNSUPPORTED:
+        unknown.append(UNSUPPORTED[kind])
+    is_encoder = type(text_config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not text_config.is_decoder
+    # True: EmbeddingGemma's and PaliGemma's; "vision": among the tokens of an image.
+    if is_encoder or getattr(text_config, "use_bidirectional_attention", None) is True:
+        unknown.append("attention in both directions")
+    if unknown:
+        raise ModelError(f"{kind} models with {unknown[0]} are not supported on a static batch")

@@ -1,0 +1,358 @@
+"""A model in one GGUF file becomes an ordinary checkpoint, with its tokenizer and chat template.
+
+transformers reads and dequantizes the file; the file's own quantization is dropped. It reads only a part of
+the metadata, so the configuration and the tokenizer are completed here from the file. What would still be
+read wrong is rejected by name: an architecture, a key, weights that are missing or left over.
+
+    python -m models.checkpoint.gguf FILE DTYPE TARGET     writes the checkpoint into the folder TARGET
+
+Source: the keys that llama.cpp's converter writes, and what llama.cpp assumes where it writes none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from gguf import GGUFReader
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers, processors
+from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as SPLITS
+
+from models.errors import ModelError, reported_as
+from run import Json
+
+# The keys that are read, for every architecture; any other could change what the model computes.
+KEYS = {
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.layer_norm_epsilon",
+    "attention.layer_norm_rms_epsilon",
+    "attention.value_length",
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scale_linear",
+    "rope.scaling.attn_factor",
+    "rope.scaling.factor",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "rope.scaling.type",
+    "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "tensor_data_layout",
+    "use_parallel_residual",
+    "vocab_size",
+}
+OF_IMAGES = ("mm.", "vision.")  # keys about another file
+WINDOW = {"attention.sliding_window"}
+CAPS = {"attn_logit_softcapping", "final_logit_softcapping"}
+EXPERTS = {"expert_count", "expert_used_count", "expert_feed_forward_length"}
+ARCHITECTURES: dict[str, set[str]] = {
+    "llama": set(),
+    "qwen2": set(),
+    "qwen2moe": EXPERTS | {"expert_shared_feed_forward_length"},
+    "qwen3": set(),
+    "qwen3moe": EXPERTS,
+    "gemma2": WINDOW | CAPS,
+    "gemma3": WINDOW | CAPS | {"rope.freq_base_swa"},
+    "phi3": WINDOW,
+    "falcon": set(),
+    "stablelm": set(),
+    "starcoder2": set(),
+    "nemotron": set(),
+    "gpt2": set(),
+}
+# Fields of the configuration that transformers does not read from the file.
+FIELDS = {
+    "head_dim": "attention.key_length",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "sliding_window": "attention.sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "norm_eps": "attention.layer_norm_epsilon",
+    "layer_norm_epsilon": "attention.layer_norm_epsilon",
+    "n_inner": "feed_forward_length",
+    "ffn_hidden_size": "feed_forward_length",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+}
+# Fields of generation_config.json, and their keys.
+SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+BIASES = {"attention_bias": "blk.0.attn_output.bias", "mlp_bias": "blk.0.ffn_down.bias"}
+LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # their attention is not scaled by the size of a head
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# Names of pre-tokenizers in llama.cpp. Those like Llama 3's begin each text with BOS by default; their
+# vocabularies have words that no merges lead to.
+LIKE_LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "lfm2", "tekken"}
+LIKE_GPT2 = {"gpt-2", "phi-2", "default", "mpt", "olmo", "jais", "trillion", "exaone4"}
+NORMALIZED = {"qwen2", "stablelm2"}
+LIKE_SMOLLM = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
+# Special tokens at which llama.cpp stops generation, whatever the file names as EOS.
+ENDS = {
+    "</s>",
+    "<EOT>",
+    "<end_of_turn>",
+    "<eos>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "<|end|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|im_end|>",
+}
+
+
+class File:
+    """What a GGUF file says besides its weights."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._reader = GGUFReader(path)
+        self.architecture = self.value("general.architecture")
+        self.tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of a key of the architecture; None where the file has none."""
+        return self.value(f"{self.architecture}.{name}")
+
+    def rejection(self, reason: str) -> ModelError:
+        return ModelError(f"{self.path.name} {reason}; serve the checkpoint that it was made of")
+
+    def tokenizer(self, name: str) -> Any:
+        return self.value(f"tokenizer.ggml.{name}")
+
+    def numbers(self, name: str) -> list[float] | None:
+        """A small float32 tensor."""
+        return self.tensors[name].data.tolist() if name in self.tensors else None
+
+    def unknown_keys(self) -> list[str]:
+        """Keys that have a value and are not read."""
+        prefix = f"{self.architecture}."
+        known = KEYS | ARCHITECTURES[self.architecture]
+        given = [key.removeprefix(prefix) for key in self._reader.fields if key.startswith(prefix)]
+        return [key for key in given if key not in known and not key.startswith(OF_IMAGES) and self[key]]
+
+    def value(self, key: str) -> Any:
+        field = self._reader.fields.get(key)
+        return field.contents() if field else None
+
+
+def write_checkpoint(path: Path, dtype: str, target: Path) -> None:
+    """Raises ModelError where the file cannot be read, or not all of it."""
+    transformers.utils.logging.set_verbosity_error()
+    with reported_as(f"{path.name} cannot be read as a model"):
+        file = File(path)
+        _reject_unknown(file)
+        where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+        config = _complete(transformers.AutoConfig.from_pretrained(**where), file)
+        tokenizer, special = _tokenizer(file)
+        model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+            **where, config=config, dtype=getattr(torch, dtype), output_loading_info=True
+        )
+    _check_weights(model, sorted(loading["missing_keys"]), file)
+    # It has been dequantized: otherwise save_pretrained of transformers 5 fails, and config.json is wrong.
+    model.hf_quantizer = None
+    vars(model.config).pop("quantization_config", None)
+    model.generation_config.eos_token_id = _eos_ids(tokenizer, file)
+    model.generation_config.do_sample = True  # save_pretrained wants it for the next ones
+    for name, key in SAMPLING.items():
+        value = file.value(f"general.sampling.{key}")
+        setattr(model.generation_config, name, value and round(value, 6))  # float32 makes 0.949999988 of 0.95
+    model.save_pretrained(target)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(target)
+    # The file is replaced: save_pretrained adds tokens of its own.
+    tokenizer.save(str(target / "tokenizer.json"))
+
+
+def _reject_unknown(file: File) -> None:
+    if file.architecture not in ARCHITECTURES:
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise file.rejection(f"is of the architecture {file.architecture}; {known} can be read")
+    if unknown := file.unknown_keys():
+        key = unknown[0]
+        raise file.rejection(f"has `{file.architecture}.{key}` {file[key]}, which cannot be read")
+    if file.architecture == "falcon" and file["attention.head_count_kv"] != 1:
+        raise file.rejection("is a Falcon with several key and value heads, which cannot be read")
+
+
+def _complete(config: Any, file: File) -> Any:
+    """The configuration as transformers reads it, with the rest of what the file says."""
+    for name, key in FIELDS.items():
+        if hasattr(config, name) and file[key] is not None:
+            setattr(config, name, file[key] or None)  # Phi-4 has 0 for no window
+    for name, tensor in BIASES.items():
+        if hasattr(config, name):
+            setattr(config, name, tensor in file.tensors)
+    config.pad_token_id = file.tokenizer("padding_token_id")  # the default is that of one model of the family
+    if file.architecture == "starcoder2":
+        config.sliding_window = 4096  # in all of them; there is no key for it
+    if file.architecture in LAYERS_OF_27B:
+        is_27b = config.num_hidden_layers == LAYERS_OF_27B[file.architecture]
+        own_size = config.hidden_size // config.num_attention_heads
+        config.query_pre_attn_scalar = own_size if is_27b else config.head_dim
+    if file.architecture == "gemma3":
+        near = {"rope_type": "default", "rope_theta": file["rope.freq_base_swa"] or 10000.0}
+        config.rope_parameters = {"full_attention": _rope(config, file), "sliding_attention": near}
+    elif file.architecture != "gpt2":
+        config.rope_parameters = _rope(config, file)
+    return config
+
+
+def _rope(config: Any, file: File) -> Json:
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    theta = file["rope.freq_base"] or 10000.0
+    rope = {"rope_theta": theta}
+    if "partial_rotary_factor" in config.rope_parameters:
+        # For Nemotron the file counts them for another head size; all published models rotate half of a head.
+        rotated = size / 2 if file.architecture == "nemotron" else file["rope.dimension_count"]
+        rope["partial_rotary_factor"] = rotated / size
+    if factors := file.numbers("rope_freqs.weight"):
+        return rope | _llama3(theta, factors, file)
+    kind = file["rope.scaling.type"] or "linear"
+    factor = file["rope.scaling.factor"] or file["rope.scale_linear"]
+    original = file["rope.scaling.original_context_length"]
+    if long := file.numbers("rope_factors_long.weight"):
+        return rope | {
+            "rope_type": "longrope",
+            "long_factor": long,
+            "short_factor": file.numbers("rope_factors_short.weight"),
+            "original_max_position_embeddings": original,
+            "attention_factor": file["rope.scaling.attn_factor"],
+        }
+    if kind == "none" or not factor:
+        return rope | {"rope_type": "default"}
+    if kind == "linear":
+        return rope | {"rope_type": "linear", "factor": factor}
+    if kind == "yarn":
+        return rope | _yarn(file) | {"factor": factor, "original_max_position_embeddings": original}
+    raise file.rejection(f"has rope scaling of the type {kind}, which cannot be read")
+
+
+def _yarn(file: File) -> Json:
+    given = {
+        "attention_factor": file["rope.scaling.yarn_attn_factor"] or file["rope.scaling.attn_factor"],
+        "beta_fast": file["rope.scaling.yarn_beta_fast"],
+        "beta_slow": file["rope.scaling.yarn_beta_slow"],
+    }
+    return {"rope_type": "yarn"} | {name: value for name, value in given.items() if value is not None}
+
+
+def _llama3(theta: float, divisors: list[float], file: File) -> Json:
+    """The kind of rope that divides the frequencies by these numbers: that of Llama 3.1, 3.2 and 3.3."""
+    size, factor = len(divisors), max(divisors)
+    waves = 2 * math.pi * theta ** (torch.arange(size, dtype=torch.float64) / size)
+    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
+    unscaled = ((LLAMA3["original_max_position_embeddings"] / waves - low) / (high - low)).clamp(0, 1)
+    expected = 1 / (unscaled + (1 - unscaled) / factor)
+    if not torch.allclose(expected, torch.tensor(divisors).double(), rtol=1e-3):
+        raise file.rejection("has a rope_freqs.weight that is not Llama 3.1's")
+    return {"rope_type": "llama3", "factor": factor} | LLAMA3
+
+
+def _check_weights(model: Any, missing: list[str], file: File) -> None:
+    """Every weight of the model is in the file, in its shape, and the file has no other."""
+    if missing:
+        raise file.rejection(f"lacks {len(missing)} of the model's weights, such as {missing[0]}")
+    with torch.device("meta"):
+        expected = transformers.AutoModelForCausalLM.from_config(model.config)
+    for (name, weight), (_name, wanted) in zip(model.named_parameters(), expected.named_parameters()):
+        if weight.squeeze().shape != wanted.squeeze().shape:
+            found = f"in the shape {list(weight.shape)}, not {list(wanted.shape)}"
+            raise file.rejection(f"holds {name} {found}")
+        weight.data = weight.data.reshape(wanted.shape)
+    stored = sum(int(t.n_elements) for name, t in file.tensors.items() if not name.startswith("rope_f"))
+    read = sum(weight.numel() for weight in model.parameters())
+    if stored != read:
+        raise file.rejection(f"holds {stored:,} parameters, of which {read:,} can be read")
+
+
+def _tokenizer(file: File) -> tuple[Tokenizer, Json]:
+    """The tokenizer, which splits text into words and adds BOS as llama.cpp does with this file; its special
+    tokens and chat template, as transformers names them."""
+    architecture, contents, special = get_gguf_tokenizer(str(file.path))
+    tokenizer, _ = convert_gguf_tokenizer(architecture, contents)
+    adds_bos = True  # the default of sentencepiece
+    if contents["tokenizer_type"] == "llama" and not architecture.startswith("gemma"):
+        tokenizer.normalizer = _blanks(file)
+        tokenizer.pre_tokenizer = None
+    elif contents["tokenizer_type"] == "gpt2":
+        pre = contents.get("pre_tokenizer_type", "default")
+        tokenizer.pre_tokenizer = _pre_tokenizer(pre, tokenizer, file)
+        tokenizer.normalizer = normalizers.NFC() if pre in NORMALIZED else None
+        tokenizer.model.ignore_merges = adds_bos = pre in LIKE_LLAMA3
+    if (said := file.tokenizer("add_bos_token")) is not None:
+        adds_bos = said
+    before = _added(special["bos_token"], file.tokenizer("bos_token_id"), adds_bos)
+    after = _added(special["eos_token"], file.tokenizer("eos_token_id"), file.tokenizer("add_eos_token"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*before, "$A", *after],
+        pair=[*before, "$A", "$B:1", *after],
+        special_tokens=[*before.items(), *after.items()],
+    )
+    return _of_the_vocabulary(tokenizer, len(contents["tokens"])), special
+
+
+def _blanks(file: File) -> normalizers.Normalizer:
+    """Sentencepiece's mark for a space, which also begins a text, and what follows a special token."""
+    prefix = [] if file.tokenizer("add_space_prefix") is False else [normalizers.Prepend("▁")]
+    return normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
+
+
+def _added(token: str | None, token_id: int | None, is_added: bool | None) -> dict[str, int]:
+    return {token: token_id} if is_added and token and token_id is not None else {}
+
+
+def _of_the_vocabulary(tokenizer: Tokenizer, size: int) -> Tokenizer:
+    """Without the tokens that transformers adds to every tokenizer: the model has no embedding for them."""
+    contents = json.loads(tokenizer.to_str())
+    contents["added_tokens"] = [token for token in contents["added_tokens"] if token["id"] < size]
+    return Tokenizer.from_str(json.dumps(contents))
+
+
+def _pre_tokenizer(name: str, tokenizer: Tokenizer, file: File) -> pre_tokenizers.PreTokenizer:
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if name in SPLITS:
+        return tokenizer.pre_tokenizer
+    if name in LIKE_GPT2:
+        return byte_level
+    if name in LIKE_SMOLLM:
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    if name == "falcon":
+        triples = pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")
+        return pre_tokenizers.Sequence([pre_tokenizers.Punctuation("contiguous"), byte_level, triples])
+    if name == "stablelm2":
+        split = pre_tokenizers.Split(Regex(SPLITS["qwen2"]), "isolated")
+        bytes_alone = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return pre_tokenizers.Sequence([split, bytes_alone])
+    raise file.rejection(f"has the pre-tokenizer {name}, which is not known")
+
+
+def _eos_ids(tokenizer: Tokenizer, file: File) -> list[int]:
+    named = [file.tokenizer(f"{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    special = tokenizer.get_added_tokens_decoder().items()
+    ends = [token_id for token_id, token in special if token.special and token.content in ENDS]
+    return list(dict.fromkeys(token_id for token_id in [*named, *ends] if token_id is not None))
+
+
+if __name__ == "__main__":
+    try:
+        write_checkpoint(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    except ModelError as error:
+        sys.exit(str(error))

@@ -1,0 +1,221 @@
+"""A LoRA adapter is read as peft saves it: merged into the weights of its base model, or as low-rank updates.
+
+Reads the two files that peft saves, adapter_config.json and adapter_model.safetensors, and the base model's
+files one at a time. An adapter that needs more than the base model's own weights, or another way to merge it,
+is rejected by the name of its setting.
+
+    python -m models.checkpoint.lora BASE ADAPTER TARGET   writes the merged checkpoint into the folder TARGET
+    python -m models.checkpoint.lora ADAPTER TARGET        writes its updates, which `adapters.py` reads
+
+Source: LoRA (arXiv:2106.09685), rank-stabilized scaling (arXiv:2312.03732), DoRA (arXiv:2402.09353), peft's
+names.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from logs import escaped
+from manifest import read_json
+from models.adapters import DOWN, UP, UPDATES, A, B, common_name
+from models.checkpoint.fetch import ADAPTER, copy_metadata, shapes_in
+from models.errors import ModelError, is_out_of_memory, named
+from run import ConfigError
+
+PREFIX = "base_model.model."
+BIAS = ".lora_B.bias"
+MAGNITUDE = ".lora_magnitude_vector"
+# The tensor of the base model that each of them changes.
+CHANGES = {A: ".weight", B: ".weight", MAGNITUDE: ".weight", BIAS: ".bias"}
+# Settings of adapter_config.json that decide how to merge, and their supported values; unset always is.
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "init_lora_weights": (True, "gaussian", "orthogonal", "eva", "mica"),  # others also change the base model
+    "fan_in_fan_out": (),
+    "use_qalora": (),
+    "use_bdlora": (),
+    "kasa_config": (),
+    "arrow_config": (),
+    "trainable_token_indices": (),
+    "target_parameters": (),
+    "layer_replication": (),
+    "alora_invocation_tokens": (),
+}
+INSTEAD = "merge the trained model with peft (merge_and_unload) and serve what peft saves"
+LARGEST = 1e6  # of the numbers of an adapter that requests choose
+MATCHING_S = 2  # of processor time
+MAX_LINE = 1000  # characters of an error
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "lm_head.weight")
+
+
+class Adapter:
+    """What an adapter trained. `names` are the tensors of the base model that it changes, as the adapter
+    spells them, by their `common_name`."""
+
+    def __init__(self, folder: Path):
+        self._config = read_json(folder / "adapter_config.json", required=True)
+        for name, values in SUPPORTED.items():
+            given = self._config.get(name)
+            if given and given not in values:
+                raise ModelError(f"`{name}` is {given!r}, which cannot be merged; {INSTEAD}")
+        shapes_in(folder)  # checks them
+        tensors = load_file(folder / ADAPTER[1])
+        self._tensors = {_base_name(name): tensor for name, tensor in tensors.items()}
+        for name, tensor in self._tensors.items():
+            if not tensor.is_floating_point():
+                raise ModelError(f"{name} has numbers of the type {tensor.dtype}, which LoRA has not")
+        self._alphas = self._find_alphas()
+        self.names = {common_name(name): name for name in map(_changed_by, self._tensors)}
+        others = [name for name in self.names.values() if ".lora_" in name]
+        if others:
+            raise ModelError(f"the adapter holds {min(others)}, which cannot be merged; {INSTEAD}")
+
+    def merged(self, name: str, base: torch.Tensor) -> torch.Tensor:
+        """The tensor `name` of the base model as the adapter changes it, in its own dtype."""
+        whole = self._tensors.get(name, base)  # of `modules_to_save`, or a trained bias
+        parts = [whole, *self._changes(name)]
+        for part in parts:
+            if part.shape != base.shape:
+                shapes = f"{list(part.shape)}, not {list(base.shape)}"
+                raise ModelError(f"the adapter changes {name} in the shape {shapes}")
+        merged = sum(part.float() for part in parts)
+        if len(parts) > 1 and self._config.get("use_dora"):
+            magnitude = self._tensors.get(name.removesuffix(".weight") + MAGNITUDE)
+            if magnitude is None or magnitude.shape != base.shape[:1]:
+                raise ModelError(f"`use_dora` needs the magnitude of {name}, {list(base.shape[:1])}")
+            merged *= (magnitude.float() / merged.norm(dim=1))[:, None]
+        return merged.to(base.dtype).contiguous()
+
+    def updates(self) -> dict[str, torch.Tensor]:
+        """The low-rank update of each module in float32: `down` [rank, inputs], and `up` [rank, outputs],
+        which is scaled. Raises ModelError for an adapter that has more than these."""
+        others = {name for name in self._tensors if not name.endswith((A, B))}
+        others |= {name for name in self.names if name.endswith(EMBEDDINGS)}
+        modules = {name.removesuffix(A).removesuffix(B) for name in self._tensors.keys() - others}
+        others |= {module for module in modules if not {module + A, module + B} <= self._tensors.keys()}
+        if others:
+            raise ModelError(
+                f"the adapter holds {min(others)}, and requests can choose plain LoRA of linear layers only; "
+                "merge it with --merge-lora (MERGE_LORA)"
+            )
+        updates = {}
+        for module in sorted(modules):
+            updates[module + DOWN] = self._tensors[module + A].float()
+            updates[module + UP] = (self._tensors[module + B].float() * self._scale(module)).T
+        if not updates:
+            raise ModelError("the adapter holds no LoRA weights")
+        for name, tensor in updates.items():
+            # A product that is NaN or infinite would reach every request of a step: 0 times it is NaN.
+            if not (tensor.abs() < LARGEST).all():
+                raise ModelError(
+                    f"the adapter holds numbers of {name} that are NaN or {LARGEST:.0e} and more"
+                )
+        return {name: tensor.contiguous() for name, tensor in updates.items()}
+
+    def _changes(self, name: str) -> Iterator[torch.Tensor]:
+        """What is added to a weight, [out, in], or to a bias, [out]."""
+        module, _, kind = name.rpartition(".")
+        if kind == "weight" and module + A in self._tensors:
+            down = self._tensors[module + A].float()
+            up = self._tensors[module + B].float()
+            yield up @ down * self._scale(module)
+        if kind == "bias" and module + BIAS in self._tensors:
+            yield self._tensors[module + BIAS].float() * self._scale(module)
+
+    def _scale(self, module: str) -> float:
+        # Not from `rank_pattern`: peft sorts it when it saves, which may change the first match.
+        rank = len(self._tensors[module + A])
+        alpha = self._alphas[module]
+        return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+
+    def _find_alphas(self) -> dict[str, float]:
+        """`lora_alpha` of each module, or the value of the first key of `alpha_pattern` that matches it or
+        the end of it, as a regular expression, which peft reads it as."""
+        default = self._config.get("lora_alpha", 8)
+        patterns = self._config.get("alpha_pattern") or {}
+        for value in (default, *(patterns.values() if isinstance(patterns, dict) else [patterns])):
+            if type(value) not in (int, float) or not abs(value) < LARGEST:
+                raise ModelError(f"`lora_alpha` or `alpha_pattern` has {value!r} in the place of a number")
+        alphas = {name.removesuffix(A): default for name in self._tensors}
+        signal.signal(signal.SIGPROF, _reject_patterns)
+        signal.setitimer(signal.ITIMER_PROF, MATCHING_S)
+        for key, value in reversed(patterns.items()):
+            matches = re.compile(rf"(.*\.)?({key})").fullmatch
+            alphas |= {module: value for module in alphas if matches(module)}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        return alphas
+
+
+def _reject_patterns(*_signal) -> None:
+    raise ModelError(f"the regular expressions of `alpha_pattern` take longer than {MATCHING_S} s to match")
+
+
+def _base_name(name: str) -> str:
+    """As in the base model: an adapted module holds its own weight and bias as those of its `base_layer`."""
+    return name.removeprefix(PREFIX).replace(".base_layer.", ".")
+
+
+def _changed_by(name: str) -> str:
+    for ending, kind in CHANGES.items():
+        if name.endswith(ending):
+            return name.removesuffix(ending) + kind
+    return name
+
+
+def merge(base: Path, adapter_folder: Path, target: Path) -> None:
+    """Raises ModelError for an adapter that does not fit the base model, or cannot be merged."""
+    adapter = Adapter(adapter_folder)
+    names = set()
+    copy_metadata(base, target)
+    for file in sorted(base.glob("*.safetensors")):
+        weights = {}
+        with safe_open(file, "pt") as stored:
+            for name in stored.keys():  # noqa: SIM118 - not a dictionary
+                weights[name] = stored.get_tensor(name)
+                if changed := adapter.names.get(common_name(name)):
+                    weights[name] = adapter.merged(changed, weights[name])
+            save_file(weights, target / file.name, stored.metadata())
+        names |= set(map(common_name, weights))
+    _check_fit(adapter, base, names)
+
+
+def _check_fit(adapter: Adapter, base: Path, names: set[str]) -> None:
+    """Raises ModelError where the base model, whose tensors have these common names, lacks what the adapter
+    changes, or uses it twice: peft changes one of two tied embeddings and leaves the other one as it was."""
+    tied = read_json(base / "config.json").get("tie_word_embeddings") or "lm_head.weight" not in names
+    embeddings = [name for name in adapter.names if name.endswith(EMBEDDINGS)]
+    if tied and embeddings:
+        raise ModelError(
+            f"the adapter changes {min(embeddings)}, which {base} ties to its other embeddings; {INSTEAD}"
+        )
+    missing = [changed for name, changed in adapter.names.items() if name not in names]
+    if missing:
+        raise ModelError(
+            f"{base} has no tensor {min(missing)}, which the adapter changes: is it its base model?"
+        )
+
+
+def extract(adapter_folder: Path, target: Path) -> None:
+    """Raises ModelError for an adapter that requests cannot choose."""
+    save_file(Adapter(adapter_folder).updates(), target / UPDATES)
+
+
+if __name__ == "__main__":
+    run = merge if len(sys.argv) == 4 else extract
+    try:
+        run(*map(Path, sys.argv[1:]))
+    except (ModelError, ConfigError) as error:
+        sys.exit(escaped(error, MAX_LINE))
+    except Exception as error:
+        sys.exit(errno.ENOMEM if is_out_of_memory(error) else escaped(named(error), MAX_LINE))

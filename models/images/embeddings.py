@@ -1,0 +1,74 @@
+"""How the tiles of an image become its embeddings, also in the layouts of LLaVA-NeXT, Granite Vision and
+LLaVA-OneVision.
+
+Uses numpy alone, so that a worker without torch can use it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Canvas(NamedTuple):
+    """What all tiles but the first show together, in patches, as text/images/preprocessor.py sends it."""
+
+    rows: int
+    columns: int
+    top: int  # rows of padding above the image, and as many below it
+    left: int
+    scaled_rows: int  # of the image without its padding once it is scaled down; 0: it is not
+    scaled_columns: int
+
+
+def encode(
+    tower: Callable[[np.ndarray], np.ndarray],
+    pixels: np.ndarray,
+    canvas: tuple[int, ...],
+    newline: np.ndarray | None,
+    is_cancelled: Callable[[], bool],
+) -> np.ndarray | None:
+    """As `encode_image` of StaticBatchModel (base.py).
+
+    tower: uint8 [1, height, width, 3] -> float32 [patches, width], an array that stays as it is.
+    """
+    features = []
+    for tile in pixels:
+        if is_cancelled():
+            return None
+        features.append(tower(tile[None]))
+    return arrange(np.stack(features), canvas, newline)
+
+
+def arrange(features: np.ndarray, canvas: tuple[int, ...], newline: np.ndarray | None) -> np.ndarray:
+    """The embeddings of an image, [tokens, width], of those of its tiles, [tiles, patches, width].
+
+    Without `newline` they are those of the tiles, one after another. Else the first tile is the whole image,
+    and the others are put together on a canvas, lose the padding, and get `newline` [width] after each row.
+    """
+    width = features.shape[-1]
+    if newline is None:
+        return features.reshape(-1, width)
+    rows, columns, top, left, scaled_rows, scaled_columns = Canvas(*canvas)
+    side = math.isqrt(features.shape[1])
+    grid = features[1:].reshape(rows // side, columns // side, side, side, width)
+    grid = grid.transpose(0, 2, 1, 3, 4).reshape(rows, columns, width)
+    grid = grid[top : rows - top, left : columns - left]
+    if scaled_rows:
+        grid = _scale(_scale(grid, 0, scaled_rows), 1, scaled_columns)
+    ends = np.broadcast_to(newline, (len(grid), 1, width))
+    lines = np.concatenate([grid, ends], 1)
+    return np.concatenate([features[0], lines.reshape(-1, width)])
+
+
+def _scale(grid: np.ndarray, axis: int, size: int) -> np.ndarray:
+    """Linear interpolation along an axis between the centers of patches, as torch's `interpolate` does it."""
+    old = grid.shape[axis]
+    at = np.maximum((np.arange(size) + 0.5) * (old / size) - 0.5, 0)
+    low = at.astype(int)
+    high = np.minimum(low + 1, old - 1)
+    share = (at - low).astype(grid.dtype)
+    share = share.reshape([-1 if each == axis else 1 for each in range(grid.ndim)])
+    return grid.take(low, axis) * (1 - share) + grid.take(high, axis) * share

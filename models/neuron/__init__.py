@@ -1,0 +1,1 @@
+"""The engine for Inferentia2 and Trainium, through transformers-neuronx."""

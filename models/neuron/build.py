@@ -1,0 +1,579 @@
+"""What runs on NeuronCores: decided before a weight is read, then compiled or loaded through
+transformers-neuronx 0.13.
+
+All shapes are fixed when a model is compiled: slots, prompt buckets, position buckets. `BuildPlan` decides
+them, from the manifest of a compiled model, else from the settings and what fits on this machine.
+`load_model` puts transformers-neuronx's model on the device, with compiled graphs (NEFFs) that came with the
+model, cached ones, or newly compiled ones; `model.py` runs it. Imports transformers-neuronx when it builds,
+and torch only through it.
+
+Source: the public code of transformers-neuronx 0.13.322.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import logging
+import os
+import re
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from config import DEVICE_TOP_K, FP8, Config
+from manifest import Manifest, check_weights
+from models.checkpoint.fetch import fetch_artifact, fetch_checkpoint, fetch_weights
+from models.errors import ModelError, first_line, named, progress_logged, reported_as
+from models.machine import Machine, detect, host_memory, usable_cores
+from models.neuron import artifact, families, plan
+from models.neuron.artifact import Artifact, Cache, CompiledConfig, buckets
+from models.neuron.driver import Versions
+from models.neuron.family import Family
+from models.neuron.legacy_config import legacy_config
+from run import ConfigError, Json
+
+logger = logging.getLogger("model")
+
+# How long to wait for cores that another process holds: replacing a container takes some time.
+CORES_WAIT_S = 60.0
+CORES_RETRY_S = 2.0
+LOGITS_DTYPES = ("float32", "bfloat16")  # the host samples from these; others are cast to float32
+GREEDY = (1, 1.0, 1.0)  # top_k, top_p, temperature of a slot where the device samples
+FLAGS = "NEURON_CC_FLAGS"
+TENSORIZER_OPTIONS = "--internal-hlo2tensorizer-options"
+FP8_OPTION = "--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
+AMP = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+
+DEVICE_ERROR = "nrt_|neuron runtime|neuron device|cores are held"  # an error that the compiler does not cause
+INIT_ERROR = "nrt_init|could not be initialized"  # may be a driver that does not fit the runtime library
+NO_FP8 = "evrf051|f8e4m3"  # an error of the compiler
+NOT_ON_DEVICE = "cannot be loaded onto the device"
+MISSING = "a compiled graph of this model is missing; remove the folder and compile it again"
+# What errors of the runtime, the compiler and transformers-neuronx mean, by a pattern in lower case; the
+# first match is used.
+MEANINGS = {
+    "allocation fail|status=4": "the device has too little memory for this model; "
+    "lower --max-batch-size or --max-total-tokens",
+    "status=2": "a compiled graph is damaged (compile again), "
+    "or this machine lacks this tp_degree (--tp-degree, TP_DEGREE)",
+    "driver version": "there is no Neuron driver on this machine (aws-neuronx-dkms on the host)",
+    "could not be initialized|no neuron device": "no Neuron device can be used here; in a container pass "
+    "it with --device=/dev/neuron0",
+    "terminated abruptly": "the compiler ran out of host memory; "
+    "give --compile-workers 1, or a larger machine",
+    "filenotfounderror": MISSING,
+    NO_FP8: "this compiler does not support a KV cache in FP8; leave out --kv-cache-dtype (KV_CACHE_DTYPE)",
+}
+
+
+def explain(error: BaseException) -> str:
+    """One line: the error, and what it means where that is known."""
+    text = f"{type(error).__name__}: {error}".lower()
+    reason = named(error)
+    if re.search(INIT_ERROR, text):
+        reason += f"; {Versions.read()}"
+    for pattern, meaning in MEANINGS.items():
+        if re.search(pattern, text):
+            return f"{meaning} ({reason})"
+    return reason
+
+
+def is_device_error(error: BaseException) -> bool:
+    return re.search(DEVICE_ERROR, str(error).lower()) is not None
+
+
+@dataclass(frozen=True)
+class BuildPlan:
+    """Everything that is decided before a weight is read."""
+
+    config: Config  # with everything that was left open filled in
+    compiled_config: CompiledConfig
+    family: Family
+    # The config.json of the checkpoint, or of its text part, under the names of transformers 4.
+    legacy: Json
+    folder: Path
+    artifact: Artifact | None  # of a compiled model's folder; None: a plain checkpoint
+    compile_workers: int
+    manifest: Manifest
+
+    @classmethod
+    def decide(cls, config: Config, folder: Path, manifest: Manifest) -> BuildPlan:
+        """For the model in `folder`; its weights may still have to be downloaded.
+
+        Raises ConfigError or ModelError with the reason for what cannot be served.
+        """
+        library()
+        shape = plan.Shape.from_config(manifest.config_json)
+        found = Artifact.of(manifest.config_json, folder / "config.json")
+        if found and found.compiled_config:
+            compiled_config = found.compiled_config
+            config = _configured_for(compiled_config, shape, config).with_manifest(manifest)
+        else:
+            if found:
+                config = artifact.with_optimum(config, found.optimum)
+            config, compiled_config = _sized(shape, config)
+            config = config.with_manifest(manifest)
+        if manifest.reads_images and plan.ON_DEVICE_EMBEDDING in compiled_config.neuron_config:
+            raise ConfigError(
+                f"--neuron-config {plan.ON_DEVICE_EMBEDDING} (NEURON_CONFIG) is not supported for models "
+                "that read images, whose embeddings the host looks up; leave it out"
+            )
+        memory_workers = (host_memory() or 0) // plan.COMPILER_BYTES
+        workers = config.compile_workers or max(1, min(os.cpu_count() or 1, memory_workers))
+        legacy = legacy_config(families.text_config(manifest.config_json))
+        return cls(config, compiled_config, shape.family, legacy, folder, found, workers, manifest)
+
+    def checkpoint(self) -> Path:
+        """The folder with the weights, downloaded if necessary."""
+        if self.artifact is None:
+            return fetch_weights(self.config, self.folder)
+        subfolders = [artifact.CHECKPOINT]
+        if self.artifact.compiled_config:
+            subfolders.append(artifact.COMPILED)
+        fetch_artifact(self.config, self.folder, subfolders)
+        if (self.folder / artifact.CHECKPOINT).is_dir():
+            return self.folder / artifact.CHECKPOINT
+        if not self.artifact.checkpoint_id:
+            raise ModelError(
+                f"{self.folder} has no folder `checkpoint` and names no checkpoint_id; compile it again"
+            )
+        return fetch_checkpoint(self.config, self.artifact.checkpoint_id, self.artifact.checkpoint_revision)
+
+    def fallbacks(self) -> Iterator[BuildPlan]:
+        """This plan, and those to try where transformers-neuronx or the compiler fails on a part of it."""
+        yield self
+        if self.compiled_config.verify_length:
+            yield from self._with(verify_length=0).fallbacks()
+            return
+        if self.compiled_config.prefill_chunk:
+            yield self._with(prefill_chunk=0)
+        if self.compiled_config.sampling == "hybrid" and not self.config.sampling:
+            yield from self._with(sampling="host").fallbacks()
+
+    def _with(self, **changes: Any) -> BuildPlan:
+        return dataclasses.replace(self, compiled_config=dataclasses.replace(self.compiled_config, **changes))
+
+    def warn_of(self, built: CompiledConfig, reason: str) -> None:
+        """Logs what `built` lacks of this plan."""
+        if self.compiled_config.prefill_chunk != built.prefill_chunk:
+            logger.warning("Chunked prefill is off (--prefill-chunk), %s", reason)
+        if self.compiled_config.verify_length != built.verify_length:
+            logger.warning("Speculative decoding is off (--speculate), %s", reason)
+        if self.compiled_config.sampling != built.sampling:
+            logger.warning("Tokens are sampled on the %s (--sampling), %s", built.sampling, reason)
+
+    def compiled(self) -> Path | None:
+        """The folder of the compiled graphs that came with the model. Raises ModelError for a damaged one."""
+        if self.artifact is None or self.artifact.compiled_config is None:
+            return None
+        folder = self.folder / artifact.COMPILED
+        if damage := artifact.verify_checksums(folder, self.artifact.files or {}):
+            raise ModelError(f"{damage}; copy {self.folder} again, or compile the model again")
+        return folder
+
+
+def _configured_for(compiled_config: CompiledConfig, shape: plan.Shape, config: Config) -> Config:
+    """`config` with the values of a compiled model. Raises ConfigError or ModelError for a model that cannot
+    run here."""
+    artifact.check_compiler(compiled_config, compiler_version(), config.model_name)
+    config = artifact.with_compiled_config(config, compiled_config, config.model_name)
+    model_class = shape.family.name
+    if compiled_config.model_class not in (None, model_class):
+        reason = f"{config.model_name} was compiled for {compiled_config.model_class}, not {model_class}"
+        raise ModelError(f"{reason}; compile it again")
+    _check_position_buckets(compiled_config, f"compile {config.model_name} again")
+    shape.check_context_length(config.max_total_tokens)
+    _machine(config)
+    return config
+
+
+def _sized(shape: plan.Shape, config: Config) -> tuple[Config, CompiledConfig]:
+    """`config` with the sizes for this machine, and what has to be compiled for it."""
+    machine = _machine(config)
+    sizing = plan.choose(shape, machine, config)
+    logger.info("On %s with %d cores: %s", machine.instance or "this machine", machine.cores, sizing)
+    if warning := shape.memory_warning(machine):
+        logger.warning(warning)
+    dtype = shape.served_in(config.dtype)
+    position_buckets = config.position_buckets
+    if plan.SHARD_OVER_SEQUENCE in (config.neuron_config or ()) and position_buckets is None:
+        position_buckets = ()  # see _check_position_buckets
+    config = dataclasses.replace(
+        config,
+        tp_degree=sizing.tp_degree,
+        max_batch_size=sizing.batch_size,
+        max_total_tokens=sizing.length,
+        dtype=dtype,
+    )
+    compiled_config = CompiledConfig(
+        batch_size=sizing.batch_size,
+        tp_degree=sizing.tp_degree,
+        dtype=dtype,
+        prefill_buckets=buckets(sizing.length, config.prefill_buckets, "--prefill-buckets"),
+        position_buckets=buckets(sizing.length, position_buckets, "--position-buckets"),
+        quantize=config.quantize,
+        kv_cache_dtype=FP8 if config.kv_cache_dtype == FP8 else None,
+        sampling=config.sampling or "hybrid",
+        prefill_chunk=sizing.chunk,
+        model_class=shape.family.name,
+        compiler_version=compiler_version(),
+        transformers_neuronx_version=str(library().__version__),
+        neuron_config=config.neuron_config or (),
+        verify_length=_verify_length(config, sizing.length),
+    )
+    _check_position_buckets(compiled_config, "leave --position-buckets (POSITION_BUCKETS) out")
+    return config, compiled_config
+
+
+def _check_position_buckets(compiled_config: CompiledConfig, remedy: str) -> None:
+    """Raises ConfigError for several position buckets with shard_over_sequence: each graph splits a slot over
+    the cores by its own length, so a longer graph does not find what a shorter one wrote."""
+    if (
+        plan.SHARD_OVER_SEQUENCE in compiled_config.neuron_config
+        and len(compiled_config.position_buckets) > 1
+    ):
+        raise ConfigError(
+            f"--neuron-config {plan.SHARD_OVER_SEQUENCE} (NEURON_CONFIG) works with one position bucket, "
+            f"not {', '.join(map(str, compiled_config.position_buckets))}; {remedy}"
+        )
+
+
+def _verify_length(config: Config, length: int) -> int:
+    """Tokens of each slot in the graph that verifies draft tokens: these, and the one before them."""
+    if not config.speculate:
+        return 0
+    if config.speculate + 3 > length:  # the check at startup runs two tokens after two
+        given = f"--speculate {config.speculate} (SPECULATE)"
+        raise ConfigError(f"{given} needs slots of more tokens than {length}")
+    return config.speculate + 1
+
+
+def _machine(config: Config) -> Machine:
+    """This machine; without a device, where only `compile` works, one with the cores of --tp-degree."""
+    machine = detect() or Machine(usable_cores(None, os.environ) or config.tp_degree or 1)
+    if config.tp_degree and config.tp_degree > machine.cores:
+        raise ConfigError(
+            f"--tp-degree {config.tp_degree} (TP_DEGREE) needs more cores than the {machine.cores} "
+            "that this process may use"
+        )
+    return machine
+
+
+def library():
+    """The package transformers_neuronx. Raises ModelError where it is not installed."""
+    try:
+        import transformers_neuronx
+    except ImportError as error:
+        raise ModelError(f"--device neuron needs transformers-neuronx ({error}); use the image") from None
+    return transformers_neuronx
+
+
+def compiler_version() -> str:
+    import neuronxcc
+
+    return str(neuronxcc.__version__)
+
+
+# The model of transformers-neuronx: built, compiled, loaded
+
+
+def load_model(build: BuildPlan, work_dir: Path, announce: Callable[[str], None]) -> tuple[Any, BuildPlan]:
+    """The model on the device, and what was built, which may be one of `BuildPlan.fallbacks`.
+
+    `work_dir` is a folder of this run, for the checkpoint as transformers-neuronx reads it. Calls `announce`
+    with "compiling" before anything is compiled. Raises ModelError with the reason for what cannot be served.
+    """
+    if not os.environ.get("NEURON_RT_VISIBLE_CORES"):  # without either variable the runtime takes all cores
+        os.environ.setdefault("NEURON_RT_NUM_CORES", str(build.compiled_config.tp_degree))
+    if compiled := build.compiled():
+        return _loaded(build, work_dir, compiled), build
+    if cache := Cache.here(build.config.compile_cache_size):
+        return _cached(cache, build, work_dir, announce)
+    announce("compiling")  # only the compiler can read its cache, at NEURON_COMPILE_CACHE_URL
+    return make_compiled(build, work_dir, _to_device, f"the model {NOT_ON_DEVICE}")
+
+
+def make(build: BuildPlan, work_dir: Path) -> Any:
+    """The model of transformers-neuronx with its weights in host memory, not compiled, not on the device."""
+    # It calls torch.load without weights_only, and pickles may run code.
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    checkpoint = build.checkpoint()
+    check_weights(plan.Shape(build.family).parameters, checkpoint)
+    compiled_config = build.compiled_config
+    with reported_as(f"{build.config.model_name} cannot be built for Neuron", explain):
+        model = _class_of(build).from_pretrained(
+            str(_view_of(checkpoint, _config_json(build), work_dir / "checkpoint")),
+            batch_size=compiled_config.batch_size,
+            tp_degree=compiled_config.tp_degree,
+            amp=AMP[compiled_config.dtype],
+            n_positions=list(compiled_config.position_buckets),
+            context_length_estimate=list(compiled_config.prefill_buckets),
+            neuron_config=_neuron_config(build),
+        )
+        expected = build.legacy.get("rope_theta")
+        found = getattr(model.config, "rope_theta", None)
+        if expected not in (None, found):
+            raise ModelError(
+                f"transformers-neuronx reads rope_theta {found} where config.json has {expected}; "
+                "it needs transformers 4"
+            )
+    return model
+
+
+def _class_of(build: BuildPlan) -> Any:
+    family = build.family
+    compiled_config = build.compiled_config
+    is_plain = compiled_config.sampling != "hybrid" and not compiled_config.kv_cache_dtype
+    if family.neuronx_class and not family.is_nested and is_plain:
+        return getattr(library(), family.neuronx_class)
+    # Imported here: it needs transformers-neuronx, which only machines with a device have.
+    from models.neuron.graph import class_of
+
+    return class_of(family, compiled_config.sampling)
+
+
+def _config_json(build: BuildPlan) -> Json:
+    """The config.json of the folder that transformers-neuronx reads."""
+    return build.legacy if build.family.neuronx_class else build.family.as_llama()
+
+
+def _view_of(checkpoint: Path, config_json: Json, view: Path) -> Path:
+    """A folder with the checkpoint's files and another config.json."""
+    shutil.rmtree(view, ignore_errors=True)
+    view.mkdir(parents=True)
+    for path in checkpoint.resolve().iterdir():
+        if path.name != "config.json":
+            (view / path.name).symlink_to(path)
+    (view / "config.json").write_text(json.dumps(config_json, indent=1))
+    return view
+
+
+def _neuron_config(build: BuildPlan) -> Any:
+    """The NeuronConfig of transformers-neuronx."""
+    compiled_config = build.compiled_config
+    options = {
+        "attention_layout": "BSH",
+        "fuse_qkv": True,
+        "compilation_worker_count": build.compile_workers,
+        "continuous_batching": library().ContinuousBatchingConfig(
+            batch_size_for_shared_caches=compiled_config.batch_size
+        ),
+    }
+    # A cast of bfloat16 logits to float32 would take the host longer than sampling from them.
+    options["cast_logits_dtype"] = (
+        compiled_config.dtype if compiled_config.dtype in LOGITS_DTYPES else "float32"
+    )
+    if compiled_config.sampling == "hybrid":
+        options["log_softmax_scores"] = True  # see HybridDecoder
+    if compiled_config.sampling != "host":
+        slots = [GREEDY] * compiled_config.batch_size
+        options["on_device_generation"] = generation_config(slots, build.legacy["vocab_size"])
+    if compiled_config.quantize == "int8":
+        options["quant"] = library().QuantizationConfig(
+            quant_dtype="s8", dequant_dtype=AMP[compiled_config.dtype]
+        )
+    if compiled_config.kv_cache_dtype:
+        from transformers_neuronx.config import KVCacheQuantizationConfig
+
+        options["kv_cache_quant"] = KVCacheQuantizationConfig(
+            quant_dtype="f8e4m3fn", dequant_dtype=AMP[compiled_config.dtype]
+        )
+    for option in compiled_config.neuron_config:
+        name, value = option.split("=")
+        if value == "true":
+            options[name] = True
+        else:
+            options[name] = int(value) if value.isdigit() else value
+    return library().NeuronConfig(**options)
+
+
+def generation_config(slots: Sequence[tuple[int, float, float]], vocab_size: int) -> Any:
+    """The device's sampling parameters: top_k, top_p and temperature of each slot. A new object each time,
+    because transformers-neuronx changes it."""
+    top_k, top_p, temperature = map(list, zip(*slots))
+    return library().GenerationConfig(
+        do_sample=True,
+        dynamic=True,
+        per_batch_line=True,
+        global_top_k=min(DEVICE_TOP_K, vocab_size),
+        top_k=top_k,
+        top_p=top_p,
+        temperature=temperature,
+    )
+
+
+def _enable_several(model: Any, compiled_config: CompiledConfig) -> None:
+    """Adds the graphs for several tokens, in position buckets that are longer: one extends a slot by a prompt
+    chunk, one verifies the draft tokens of every slot."""
+    wanted = {(compiled_config.prefill_chunk, 1), (compiled_config.verify_length, compiled_config.batch_size)}
+    for tokens, slots in sorted(wanted):
+        if tokens:
+            lengths = [size for size in model.token_buckets if size > tokens]
+            model.decoder_lm_head_for_speculation[tokens, slots] = (
+                model.decoder_param_set.init_speculative_decoder(
+                    unroll=model.unroll,
+                    buckets=lengths,
+                    model_obj=model,
+                    n_active_tokens=tokens,
+                    batch_size=slots,
+                )
+            )
+
+
+def make_compiled(
+    build: BuildPlan, work_dir: Path, compile_: Callable[[Any], None], failure: str
+) -> tuple[Any, BuildPlan]:
+    """The model, compiled by `compile_`, and what was built: the first of `BuildPlan.fallbacks` to succeed.
+    Raises ModelError, `failure` with the reason of the last."""
+    first_error: ModelError | None = None
+    *_, last = ways = list(build.fallbacks())
+    for way in ways:
+        model = make(way, work_dir)
+        try:
+            with _compiling(way, failure):
+                _enable_several(model, way.compiled_config)
+                compile_(model)
+        except ModelError as error:
+            if way is last or is_device_error(error) or re.search(NO_FP8, str(error).lower()):
+                raise
+            first_error = first_error or error
+            model = None
+            gc.collect()  # its weights are on the device
+            continue
+        build.warn_of(way.compiled_config, f"as compiling for it failed: {first_error}")
+        return model, way
+    raise AssertionError("the last way returns or raises")
+
+
+@contextlib.contextmanager
+def _compiling(build: BuildPlan, failure: str) -> Iterator[None]:
+    """Logs what is compiled and how long it takes; reports errors as `failure`."""
+    compiled_config = build.compiled_config
+    started_at = time.monotonic()
+    logger.info(
+        "Compiling graphs for prompts up to %d tokens and positions up to %d, %d at a time",
+        max(compiled_config.prefill_buckets),
+        max(compiled_config.position_buckets),
+        build.compile_workers,
+    )
+    flags = os.environ.get(FLAGS)
+    if compiled_config.kv_cache_dtype:
+        os.environ[FLAGS] = flags_for_fp8(flags or "")
+    try:
+        with progress_logged("compiling"), reported_as(failure, explain):
+            yield
+    finally:
+        os.environ.pop(FLAGS, None)
+        if flags is not None:
+            os.environ[FLAGS] = flags
+    logger.info("Compiled in %.0f s", time.monotonic() - started_at)
+
+
+def flags_for_fp8(flags: str) -> str:
+    """NEURON_CC_FLAGS with the option that lets the compiler take e4m3fn, of which values up to 240 are the
+    device's e4m3."""
+    words = shlex.split(flags)
+    for place, word in enumerate(words):
+        name, _equals, options = word.partition("=")
+        if name == TENSORIZER_OPTIONS:
+            if not options and place + 1 < len(words):
+                options = words.pop(place + 1)
+            words.pop(place)
+            break
+    else:
+        options = ""
+    if FP8_OPTION not in options.split():
+        options = f"{options} {FP8_OPTION}".strip()
+    return shlex.join([*words, f"{TENSORIZER_OPTIONS}={options}"])
+
+
+def _cached(
+    cache: Cache, build: BuildPlan, work_dir: Path, announce: Callable[[str], None]
+) -> tuple[Any, BuildPlan]:
+    """As `make_compiled`, on the device, with graphs of the cache; newly compiled ones are added to it."""
+    key = artifact.model_key(build.legacy)
+    wanted = build.compiled_config
+    with cache.locked(key, wanted, is_shared=True):  # several servers may load the same graphs
+        if kept := _kept(cache, key, build, work_dir):
+            return kept
+    with cache.locked(key, wanted, is_shared=False):  # one compiles them, and the others wait
+        if kept := _kept(cache, key, build, work_dir):
+            return kept
+        logger.info("%s has no compiled graphs for this model, these settings and versions", cache.folder)
+        announce("compiling")
+        model, build = make_compiled(build, work_dir, _to_device, f"the model {NOT_ON_DEVICE}")
+        try:
+            entry = cache.add(key, wanted, model.save, built=build.compiled_config)
+            logger.info("Kept the compiled graphs in %s for the next startup", entry)
+        except OSError as error:
+            logger.warning(
+                "The compiled graphs cannot be kept, so each startup compiles them again: %s; "
+                "give that folder to user %d (chown), or another one with NEURON_COMPILE_CACHE_URL",
+                error,
+                os.getuid(),
+            )
+    return model, build
+
+
+def _kept(cache: Cache, key: str, build: BuildPlan, work_dir: Path) -> tuple[Any, BuildPlan] | None:
+    """The model with the graphs of the cache. Graphs are removed where another version of this server or of
+    transformers-neuronx named them differently."""
+    entry = cache.find(key, build.compiled_config)
+    if not entry:
+        return None
+    built = cache.built(entry)
+    build.warn_of(built, f"as compiling for it has failed; remove {entry} to try again")
+    build = dataclasses.replace(build, compiled_config=built)
+    try:
+        return _loaded(build, work_dir, entry), build
+    except ModelError as error:
+        if f"{NOT_ON_DEVICE}: {MISSING}" not in str(error):
+            raise
+        logger.warning("%s: removing these compiled graphs from the cache, to compile again", error)
+    shutil.rmtree(entry, ignore_errors=True)
+    gc.collect()  # the weights that were loaded
+    return None
+
+
+def _loaded(build: BuildPlan, work_dir: Path, compiled: Path) -> Any:
+    """The model with the compiled graphs of a folder, on the device."""
+    logger.info("Loading the compiled graphs of %s", compiled)
+    model = make(build, work_dir)
+    with progress_logged("loading compiled graphs"), reported_as(f"{compiled} {NOT_ON_DEVICE}", explain):
+        _enable_several(model, build.compiled_config)
+        model.load(str(compiled))
+        _to_device(model)
+    return model
+
+
+def _to_device(model: Any) -> None:
+    """Compiles or loads the graphs; waits up to CORES_WAIT_S for cores that another process holds."""
+    deadline = time.monotonic() + CORES_WAIT_S
+    while True:
+        try:
+            model.to_neuron()
+            return
+        except RuntimeError as error:
+            if not _are_cores_held(error):
+                raise
+            if time.monotonic() > deadline:
+                raise ModelError(
+                    f"the cores are held by another process, also after {CORES_WAIT_S:.0f} s "
+                    f"({first_line(error)}; {Versions.read()}); stop it (neuron-ls), or set "
+                    "NEURON_RT_VISIBLE_CORES to others"
+                ) from None
+        logger.warning("The NeuronCores are held by another process; trying again")
+        time.sleep(CORES_RETRY_S)
+
+
+def _are_cores_held(error: RuntimeError) -> bool:
+    """The exception does not always name the reason: on a machine with a device it is this one."""
+    message = str(error).lower()
+    return "not available" in message or ("could not be initialized" in message and detect() is not None)

@@ -1,0 +1,136 @@
+"""The subcommand `compile`: writes a folder with a compiled model, which `serve` loads in seconds and never
+compiles.
+
+Owns what such a folder holds apart from the graphs: the manifest, the tokenizer, and the weights of a local
+model. The settings go to `neuron_build.BuildPlan`, which decides what is compiled. Needs no device.
+
+    python3 -m models.neuron.compile --model-id X --output DIR [flags]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import config as configuration
+import logs
+from config import Config
+from manifest import SPLIT_WEIGHTS, Manifest
+from models.checkpoint.fetch import OTHER_FORMAT, TEMPLATES
+from models.checkpoint.source import fetch_source
+from models.errors import ModelError
+from models.machine import detect
+from models.neuron import artifact
+from models.neuron.build import BuildPlan, make_compiled
+from run import ConfigError
+
+logger = logging.getLogger("compile")
+
+
+def compile_model(config: Config, output: Path) -> None:
+    """Compiles a model into the folder `output`, with all that `serve` needs to load it. Raises ConfigError
+    or ModelError."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"--output {output} exists and is not empty; name another folder, or remove it")
+    if output.is_symlink() or output.is_mount():  # cannot be replaced by the finished folder
+        raise ConfigError(f"--output {output} is a symbolic link or a mount point; name a folder in it")
+    config, folder, commit = fetch_source(config)
+    if folder.name != commit:  # not as the hub has it: from a GGUF file, dequantized, or with an adapter
+        commit = None
+    manifest = Manifest.read(folder)
+    if manifest.is_compiled:
+        raise ConfigError(
+            f"{config.model_name} is compiled already; give the checkpoint that it was made from"
+        )
+    if detect() is None and not config.tp_degree:
+        raise ConfigError(
+            "this machine has no Neuron device whose cores could be counted; give --tp-degree (TP_DEGREE)"
+        )
+    build = BuildPlan.decide(config, folder, manifest)
+    try:
+        with tempfile.TemporaryDirectory() as work_dir, artifact.renamed_when_complete(output) as staging:
+            failure = f"{config.model_name} cannot be compiled"
+            model, build = make_compiled(build, Path(work_dir), lambda model: model.cpu_compile(), failure)
+            model.save(str(staging / artifact.COMPILED))
+            _write_model(build, manifest, staging, commit)
+    except OSError as error:
+        raise ConfigError(f"--output {output} cannot be written: {error}") from None
+    logger.info("Compiled %s into %s; serve it with --model-id %s", config.model_name, output, output)
+
+
+def _write_model(build: BuildPlan, manifest: Manifest, target: Path, commit: str | None) -> None:
+    """Everything but the graphs: tokenizer files, the weights of a local model, and what was compiled."""
+    checkpoint = build.checkpoint()
+    weights = target / artifact.CHECKPOINT
+    for path in checkpoint.iterdir():
+        if path.name == TEMPLATES:
+            shutil.copytree(path, target / TEMPLATES)
+        if path.is_dir() and path.name != SPLIT_WEIGHTS:
+            continue
+        if path.name.startswith(OTHER_FORMAT):
+            continue
+        if not path.name.endswith((".safetensors", ".bin", ".index.json")):
+            shutil.copyfile(path, target / path.name)
+        elif commit is None:
+            weights.mkdir(exist_ok=True)
+            if path.is_dir():
+                shutil.copytree(path, weights / path.name, copy_function=_link)
+            else:
+                _link(path, weights / path.name)
+    if commit is None:
+        shutil.copyfile(checkpoint / "config.json", weights / "config.json")
+    section = dataclasses.asdict(build.compiled_config)
+    section["checkpoint_id"] = build.config.model_id if commit else None
+    section["checkpoint_revision"] = commit
+    section["files"] = artifact.checksums(target / artifact.COMPILED)
+    (target / "config.json").write_text(json.dumps({**manifest.config_json, "neuron": section}, indent=2))
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    """A hard link to a file where both are in one file system, so that weights take no space twice; else a
+    copy."""
+    source = Path(source).resolve()
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+USAGE = """entrypoint.sh compile --model-id X --output DIR [flags]
+
+Compiles a model for Inferentia2 or Trainium into the folder DIR, with or without a device on this machine;
+then `serve --model-id DIR` loads it in seconds and never compiles. The flags are those of `serve`
+(entrypoint.sh --help lists them); these decide what is compiled: --max-batch-size --max-total-tokens
+--prefill-buckets --position-buckets --prefill-chunk --speculate --tp-degree --dtype --quantize --sampling
+--neuron-config.
+The weights of a local model are put into DIR, those of a hub model are downloaded by its id."""
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(usage=USAGE, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--output", metavar="DIR", help="a folder that does not exist, or is empty")
+    try:
+        options, flags = parser.parse_known_args(argv)
+        if not options.output:
+            raise ConfigError("--output is missing: the folder for the compiled model")
+        config = configuration.parse(flags, os.environ)
+        logs.set_up(config.log_level, config.json_output)
+        if config.device not in ("auto", "neuron"):
+            raise ConfigError(f"--device {config.device}: only models for Neuron are compiled; leave it out")
+        compile_model(dataclasses.replace(config, device="neuron"), Path(options.output).expanduser())
+    except (argparse.ArgumentError, ConfigError, ModelError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,113 @@
+"""The host's Neuron driver and this image's runtime library: compared before anything is loaded.
+
+Where they do not fit, nrt_init() fails after the weights were downloaded and read, without the reason.
+
+    python3 -m models.neuron.driver     prints both versions as JSON; exit code 2 if they do not fit
+
+Source: aws-neuron-sdk of 21 August 2026 (SDK 2.32), release-notes/components/runtime.rst:329 and :435."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from run import ConfigError
+
+logger = logging.getLogger("model")
+
+DRIVER = Path("/sys/module/neuron/version")  # containers see the host's
+PACKAGES = Path("/var/lib/dpkg/status")
+RUNTIME = re.compile(r"^Package: aws-neuronx-runtime-lib\n(?:.+\n)*?Version: (.+)", re.MULTILINE)
+
+HOST = "the host has driver 2.28 (aws-neuronx-dkms=2.28.*, or an AMI of SDK 2.30 or older)"
+NEWER_RUNTIME = 'the image a newer runtime library (make image ARGS="--build-arg NEURON_RUNTIME=2.33")'
+OLDER_RUNTIME = "the image its own runtime library (make image without NEURON_RUNTIME)"
+
+Release = tuple[int, int]
+FIRST: Release = (0, 0)
+LAST: Release = (999, 0)
+NEWEST_DRIVER: Release = (2, 30)  # of SDK 2.32
+
+
+class Misfit(NamedTuple):
+    """Drivers and runtime libraries, from the first release to the last, that do not work together."""
+
+    drivers: tuple[Release, Release]
+    runtimes: tuple[Release, Release]
+    is_known: bool  # else the notes say it of the release before, and not that it ended
+    image: str  # which image would work
+
+
+MISFITS = (
+    Misfit(((2, 29), (2, 29)), (FIRST, (2, 32)), True, NEWER_RUNTIME),
+    Misfit(((2, 30), LAST), (FIRST, (2, 32)), False, NEWER_RUNTIME),
+    Misfit((FIRST, (2, 26)), ((2, 32), (2, 32)), True, OLDER_RUNTIME),
+    Misfit((FIRST, (2, 26)), ((2, 33), LAST), False, OLDER_RUNTIME),
+)
+
+
+class Versions(NamedTuple):
+    """None: cannot be read."""
+
+    driver: str | None
+    runtime: str | None
+
+    @classmethod
+    def read(cls) -> Versions:
+        package = RUNTIME.search(_text(PACKAGES))
+        return cls(_text(DRIVER).strip() or None, package[1] if package else None)
+
+    def __str__(self) -> str:
+        return f"Neuron driver {self.driver or 'unknown'} with runtime library {self.runtime or 'unknown'}"
+
+    def check(self) -> None:
+        """Raises ConfigError for a pair that is known not to fit; warns of one that may not fit."""
+        driver = _release(self.driver)
+        runtime = _release(self.runtime)
+        if not driver or not runtime:
+            logger.warning("%s: whether they fit is not checked", self)
+            return
+        for misfit in MISFITS:
+            if _within(driver, misfit.drivers) and _within(runtime, misfit.runtimes):
+                remedy = f"they work where {HOST}, or {misfit.image}"
+                if misfit.is_known:
+                    raise ConfigError(f"{self} fails in nrt_init(); {remedy}")
+                logger.warning("%s may fail in nrt_init(); if so, %s", self, remedy)
+                return
+        if driver > NEWEST_DRIVER:
+            logger.warning("%s: the driver is newer than those that this server knows", self)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _release(version: str | None) -> Release | None:
+    found = re.match(r"(\d+)\.(\d+)", version or "")
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _within(release: Release, bounds: tuple[Release, Release]) -> bool:
+    return bounds[0] <= release <= bounds[1]
+
+
+def main() -> int:
+    versions = Versions.read()
+    print(json.dumps(versions._asdict()))
+    try:
+        versions.check()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

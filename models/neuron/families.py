@@ -1,0 +1,541 @@
+"""The families of models that are supported on Neuron: a class for each.
+
+transformers-neuronx's class for Llama serves them all: the others are read as a Llama that differs
+(`family.py`). A new one is a class and a row of FAMILIES here, and a row of
+tests/neuron_sim/test_families.py.
+
+Source: transformers 4.57, models/*/configuration_*.py and modeling_*.py. Imports neither torch nor
+transformers-neuronx.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
+
+from manifest import NEURON_VISION_FAMILIES, ORIGINAL_LENGTH
+from models.checkpoint import rope
+from models.errors import named
+from models.neuron.family import (
+    DOWN,
+    GATE,
+    MLP,
+    NORM_BEFORE_ATTENTION,
+    NORM_BEFORE_MLP,
+    UP,
+    ArchSpec,
+    Experts,
+    Family,
+    GetTensor,
+    K,
+    LayerKind,
+    O,
+    Q,
+    Tensors,
+    V,
+    Windows,
+)
+from models.neuron.legacy_config import legacy_config
+from run import ConfigError, Json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NOT_ANY_MORE = ("gpt2", "opt", "bloom", "gpt_neox")
+# Where sliding-window layers have rotary positions of their own, all are computed here; only
+# transformers-neuronx computes llama3.
+TWO_ROPES = {"rope_scaling": ("default", *rope.SCALED)}
+
+
+class Llama(Family):
+    is_llama = True
+
+
+class Mistral(Family):
+    is_llama = True
+    defaults: ClassVar = {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072}
+    supported_values: ClassVar = Family.supported_values | {"attention_bias": (False,)}
+
+    def windows(self) -> Windows:
+        return [self.config.get("sliding_window")] * self.layers
+
+
+class Qwen2(Family):
+    """Qwen2, Qwen2.5, QwQ, DeepSeek-R1-Distill-Qwen."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    }
+    biases = (Q, K, V)
+
+    def windows(self) -> Windows:
+        c = self.config
+        window = c["sliding_window"] if c.get("use_sliding_window") else None
+        if types := c.get("layer_types"):
+            return _windows(types, window)
+        return [window if n >= c["max_window_layers"] else None for n in range(self.layers)]
+
+
+def _windows(layer_types: list[str], window: int | None) -> Windows:
+    return [window if each == "sliding_attention" else None for each in layer_types]
+
+
+def _patterned(family: Family, pattern: int) -> Windows:
+    """Where config.json does not name the types, the last of every `pattern` layers has full attention."""
+    every = range(1, family.layers + 1)
+    types = ["sliding_attention" if n % pattern else "full_attention" for n in every]
+    return _windows(family.config.get("layer_types") or types, family.config["sliding_window"])
+
+
+class Qwen3(Qwen2):
+    defaults: ClassVar = Qwen2.defaults | {"head_dim": 128}
+    biases = Family.biases
+    head_norms = "each"
+
+
+class Phi3(Family):
+    """Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini: fused projections are split."""
+
+    defaults: ClassVar = {
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+    }
+    supported_values: ClassVar = Family.supported_values | {"rope_scaling": ("default", "longrope")}
+    biases = ()
+
+    def windows(self) -> Windows:
+        return [self.config.get("sliding_window")] * self.layers
+
+    def layer(self, get: GetTensor) -> Tensors:
+        of_heads, of_kv_heads = (count * self.head_dim for count in (self.heads, self.kv_heads))
+        attention = get("self_attn.qkv_proj.weight").split([of_heads, of_kv_heads, of_kv_heads])
+        mlp = get("mlp.gate_up_proj.weight").chunk(2)
+        tensors = {f"{name}.weight": part for name, part in zip((Q, K, V, GATE, UP), (*attention, *mlp))}
+        tensors |= {f"{name}.weight": get(f"{name}.weight") for name in (O, DOWN)}
+        return tensors | self.norms_before(get)
+
+
+class Granite(Family):
+    """Granite 3: its multipliers go into weights."""
+
+    defaults: ClassVar = {
+        "embedding_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+    }
+
+    def __init__(self, config: Json):
+        super().__init__(config)
+        self.embedding_scale = self.config["embedding_multiplier"]
+        self.head_scale = 1 / self.config["logits_scaling"]
+        self.residual_scale = self.config["residual_multiplier"]
+        self.query_scale = self.config["attention_multiplier"] * math.sqrt(self.head_dim)
+
+
+class SmolLM3(Family):
+    """Some layers have no positions."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rope_theta": 2e6,
+        "no_rope_layer_interval": 4,
+        "tie_word_embeddings": True,
+    }
+
+    def kinds(self) -> tuple[LayerKind, ...]:
+        c = self.config
+        every = range(1, self.layers + 1)
+        turned = c.get("no_rope_layers") or [n % c["no_rope_layer_interval"] for n in every]
+        window = c.get("sliding_window") if c.get("use_sliding_window") else None
+        of_types = ["full_attention" if turns else "sliding_attention" for turns in turned]
+        windows = _windows(c.get("layer_types") or of_types, window)
+        return tuple(LayerKind(0 if turns else None, each) for turns, each in zip(turned, windows))
+
+
+class Gemma(Family):
+    """Norms multiply by 1 + weight; the embedding is scaled."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    }
+    supported_values: ClassVar = Family.supported_values | {"hidden_act": ("gelu_pytorch_tanh",)}
+
+    def __init__(self, config: Json):
+        super().__init__(config)
+        self.embedding_scale = math.sqrt(self.hidden)
+
+    def graph(self) -> ArchSpec:
+        return replace(super().graph(), activation="gelu_new")
+
+    def norm(self, weight: Tensor) -> Tensor:
+        return weight.float() + 1
+
+
+class Gemma2(Gemma):
+    """Norms before and after; every second layer has a sliding window; scores and logits are capped."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 50.0,
+    }
+    # Published files also have `hidden_act`, which is not read.
+    supported_values: ClassVar = Family.supported_values | {
+        "hidden_act": ("gelu_pytorch_tanh", "gelu", "silu"),
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "use_bidirectional_attention": (False,),
+    }
+    norms = "both"
+    pattern = 2
+
+    def __init__(self, config: Json):
+        super().__init__(config)
+        self.query_scale = math.sqrt(self.head_dim / self.config["query_pre_attn_scalar"])
+
+    def graph(self) -> ArchSpec:
+        return replace(
+            super().graph(),
+            attention_cap=self.config.get("attn_logit_softcapping"),
+            logit_cap=self.config.get("final_logit_softcapping"),
+        )
+
+    def windows(self) -> Windows:
+        pattern = self.config.get("sliding_window_pattern") or self.pattern
+        return _patterned(self, pattern)
+
+    def norms_before(self, get: GetTensor) -> Tensors:
+        return {
+            NORM_BEFORE_ATTENTION: self.norm(get("input_layernorm.weight")),
+            NORM_BEFORE_MLP: self.norm(get("pre_feedforward_layernorm.weight")),
+        }
+
+
+def _with_two_ropes(family: Family, graph: ArchSpec, near_base: float) -> ArchSpec:
+    """Layers with a sliding window get positions of this base, which are not scaled."""
+    c = family.config
+    everywhere = rope.scaled(c, family.head_dim) or rope.plain(c["rope_theta"], family.head_dim)
+    near = rope.plain(near_base, family.head_dim)
+    kinds = tuple(LayerKind(1 if window else 0, window) for window in family.windows())
+    return replace(graph, ropes=(everywhere, near), kinds=kinds)
+
+
+class Gemma3(Gemma2):
+    """Queries and keys have norms; sliding-window layers have rotary positions of their own."""
+
+    defaults: ClassVar = Gemma2.defaults | {
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 10000.0,
+        "final_logit_softcapping": None,
+        "attn_logit_softcapping": None,
+    }
+    supported_values: ClassVar = Gemma2.supported_values | TWO_ROPES
+    head_norms = "each"
+    pattern = 6
+
+    def __init__(self, config: Json):
+        super().__init__(config)
+        self.query_norm_scale = self.query_scale  # the norm would undo it in the matrix
+        self.query_scale = 1.0
+
+    def graph(self) -> ArchSpec:
+        return _with_two_ropes(self, super().graph(), self.config["rope_local_base_freq"])
+
+    def extra_tensors(self, get: GetTensor) -> Tensors:
+        extra = super().extra_tensors(get)
+        extra["q_norm"] = extra["q_norm"] * self.query_norm_scale
+        return extra
+
+
+class Olmo2(Family):
+    """Norms come after attention and MLP; those of queries and keys go over all heads."""
+
+    defaults: ClassVar = {"rms_norm_eps": 1e-5}
+    head_norms = "all"
+    norms = "after"
+
+    def norms_before(self, get: GetTensor) -> Tensors:
+        # The layer of transformers-neuronx needs them; they are not computed.
+        unused = get("post_attention_layernorm.weight")
+        return {NORM_BEFORE_ATTENTION: unused, NORM_BEFORE_MLP: unused}
+
+
+class Olmo3(Olmo2):
+    """Three of four layers have a sliding window, and positions that are not scaled."""
+
+    defaults: ClassVar = Olmo2.defaults | {"sliding_window": 4096}
+    supported_values: ClassVar = Olmo2.supported_values | TWO_ROPES
+
+    def windows(self) -> Windows:
+        return _patterned(self, 4)
+
+    def graph(self) -> ArchSpec:
+        # Files of transformers 5 name a base for each kind of layer, those of 4 one for all.
+        near_base = self.config.get("rope_local_base_freq", self.config["rope_theta"])
+        return _with_two_ropes(self, super().graph(), near_base)
+
+
+class Mixture(Family):
+    """A mixture of experts, of which all are computed."""
+
+    sizes: ClassVar = ("num_experts", "moe_intermediate_size")  # how many experts, and the columns of one
+    router = "mlp.gate.weight"
+    expert = "mlp.experts.{}."
+    names: ClassVar = {name: name.removeprefix("mlp.") for name in MLP}
+    has_biases = False
+
+    def __init__(self, config: Json):
+        super().__init__(config)
+        count, columns, per_token = map(self._number, (*self.sizes, "num_experts_per_tok"))
+        if per_token > count:
+            raise ConfigError(
+                f"config.json: num_experts_per_tok is {per_token} and there are {count} experts"
+            )
+        is_normalized = bool(self.config["norm_topk_prob"])
+        self.experts = Experts(count, columns, per_token, is_normalized, self.has_biases)
+        self.intermediate = count * columns
+
+    def layer(self, get: GetTensor) -> Tensors:
+        return super().layer(functools.partial(self._get_joined, get))
+
+    def _get_joined(self, get: GetTensor, name: str) -> Tensor:
+        """The matrices of all experts side by side, for the matrix of an MLP; other tensors as they are."""
+        matrix = name.removesuffix(".weight")
+        if matrix not in self.names:
+            return get(name)
+        import torch  # what calls this has it
+
+        theirs = f"{self.expert}{self.names[matrix]}.weight"
+        parts = [get(theirs.format(number)) for number in range(self.experts.count)]
+        return torch.cat(parts, dim=1 if matrix == DOWN else 0)
+
+    def extra_tensors(self, get: GetTensor) -> Tensors:
+        return super().extra_tensors(get) | {"router": get(self.router).T}
+
+
+class Qwen3Moe(Mixture, Qwen3):
+    """Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder-30B-A3B."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+    }
+    # Layers without experts are not supported.
+    supported_values: ClassVar = Qwen3.supported_values | {
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([],),
+    }
+
+    def windows(self) -> Windows:
+        c = self.config
+        return [c["sliding_window"] if c.get("use_sliding_window") else None] * self.layers
+
+
+class Olmoe(Mixture):
+    """Norms of queries and keys go over all heads."""
+
+    defaults: ClassVar = {
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+    }
+    supported_values: ClassVar = Family.supported_values | {"clip_qkv": (None,)}
+    sizes = ("num_experts", "intermediate_size")
+    head_norms = "all"
+
+
+class Mixtral(Mixture, Mistral):
+    defaults: ClassVar = {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-5,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    }
+    sizes = ("num_local_experts", "intermediate_size")
+    router = "block_sparse_moe.gate.weight"
+    expert = "block_sparse_moe.experts.{}."
+    names: ClassVar = {GATE: "w1", UP: "w3", DOWN: "w2"}
+
+
+class GptOss(Mixture):
+    """gpt-oss-20b and 120b: sinks, sliding windows in every second layer, experts with biases."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rope_theta": 150000.0,
+        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False, ORIGINAL_LENGTH: 4096},
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+    }
+    supported_values: ClassVar = Family.supported_values | {"swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)}
+    sizes = ("num_local_experts", "intermediate_size")
+    router = "mlp.router.weight"
+    has_biases = True
+
+    def graph(self) -> ArchSpec:
+        return replace(super().graph(), has_sinks=True, swiglu_limit=7.0)
+
+    def windows(self) -> Windows:
+        return _patterned(self, 2)
+
+    def _get_joined(self, get: GetTensor, name: str) -> Tensor:
+        """Gate and up take turns in [experts, hidden, 2 * columns]; down is [experts, columns, hidden]."""
+        matrix = name.removesuffix(".weight")
+        if matrix == DOWN:
+            return get("mlp.experts.down_proj").flatten(0, 1).T
+        if matrix not in MLP:
+            return get(name)
+        columns = get("mlp.experts.gate_up_proj")[..., MLP.index(matrix) :: 2]
+        return columns.transpose(1, 2).flatten(0, 1)
+
+    def extra_tensors(self, get: GetTensor) -> Tensors:
+        gate_and_up = get("mlp.experts.gate_up_proj_bias")
+        return super().extra_tensors(get) | {
+            "sinks": get("self_attn.sinks"),
+            "router_bias": get("mlp.router.bias"),
+            "gate_bias": gate_and_up[:, ::2].flatten(),
+            "up_bias": gate_and_up[:, 1::2].flatten(),
+            "down_bias": get("mlp.experts.down_proj_bias"),
+        }
+
+
+class InternLM2(Family):
+    """InternLM2 and 2.5: a matrix holds the queries, the key and the value of each key-value head."""
+
+    supported_values: ClassVar = Family.supported_values | {"bias": (False,)}
+    names: ClassVar = {
+        O: "attention.wo",
+        GATE: "feed_forward.w1",
+        UP: "feed_forward.w3",
+        DOWN: "feed_forward.w2",
+    }
+    biases = ()
+
+    def embedding(self, get: GetTensor) -> Tensor:
+        return get("model.tok_embeddings.weight")
+
+    def head(self, get: GetTensor) -> Tensor:
+        return get("model.tok_embeddings.weight" if self.is_tied else "output.weight")
+
+    def layer(self, get: GetTensor) -> Tensors:
+        fused = get("attention.wqkv.weight")
+        by_head = fused.view(self.kv_heads, -1, self.head_dim, self.hidden)
+        parts = by_head.split([self.heads // self.kv_heads, 1, 1], dim=1)
+        tensors = {f"{name}.weight": part.reshape(-1, self.hidden) for name, part in zip((Q, K, V), parts)}
+        tensors |= {f"{name}.weight": get(f"{theirs}.weight") for name, theirs in self.names.items()}
+        tensors[NORM_BEFORE_ATTENTION] = get("attention_norm.weight")
+        tensors[NORM_BEFORE_MLP] = get("ffn_norm.weight")
+        return tensors
+
+
+# What transformers' classes have where the text_config of a vision-language model leaves out a size: all of
+# them SIZES, but for OTHER_SIZES.
+SIZES = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+OTHER_SIZES: dict[str, dict[str, int]] = {
+    "mistral": {"intermediate_size": 14336},
+    "qwen2": {"intermediate_size": 22016, "vocab_size": 151936},
+    "qwen3": {"intermediate_size": 22016, "vocab_size": 151936},
+}
+
+FAMILIES: dict[str, type[Family]] = {
+    "llama": Llama,
+    "code_llama": Llama,
+    "mistral": Mistral,
+    "mixtral": Mixtral,
+    "qwen2": Qwen2,
+    "qwen3": Qwen3,
+    "qwen3_moe": Qwen3Moe,
+    "phi3": Phi3,
+    "granite": Granite,
+    "smollm3": SmolLM3,
+    "gemma": Gemma,
+    "gemma2": Gemma2,
+    "gemma3_text": Gemma3,
+    "olmo2": Olmo2,
+    "olmo3": Olmo3,
+    "olmoe": Olmoe,
+    "gpt_oss": GptOss,
+    "internlm2": InternLM2,
+}
+
+
+def text_config(config_json: Json) -> Json:
+    """The config.json of a model's text part: of a vision-language model the `text_config`, as if it were a
+    file of its own."""
+    text = config_json.get("text_config")
+    if config_json.get("model_type") not in NEURON_VISION_FAMILIES or not isinstance(text, dict):
+        return config_json
+    kind = text.get("model_type")
+    dtypes = {name: config_json[name] for name in ("torch_dtype", "dtype") if config_json.get(name)}
+    return {**SIZES, **OTHER_SIZES.get(kind, {}), **text, **dtypes}
+
+
+def of(config_json: Json) -> Family:
+    """The family of a model by its config.json, which transformers 4 or 5 wrote; of a vision-language model
+    that of its text part.
+
+    Raises ConfigError for an unsupported family or an invalid config.json, ModelError for an unsupported
+    value.
+    """
+    text = text_config(config_json)
+    model_type = text.get("model_type")
+    if model_type in NOT_ANY_MORE:
+        raise ConfigError(
+            f"{model_type} models are no longer supported on Neuron; "
+            "give a model of Llama's architecture, or try --device cpu"
+        )
+    if model_type not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise ConfigError(f"model_type {model_type!r} is not supported on Neuron; these are: {known}")
+    try:
+        family = FAMILIES[model_type](legacy_config(text))
+        family.is_nested = text is not config_json
+        family.check()
+        kinds = family.graph().kinds
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"config.json of this {model_type} model cannot be understood: {named(error)}"
+        ) from None
+    if kinds and len(kinds) != family.layers:
+        raise ConfigError(
+            f"config.json describes {len(kinds)} layers and num_hidden_layers is {family.layers}"
+        )
+    return family

@@ -1,0 +1,269 @@
+"""What a family of models is on Neuron: Llama's, from which the others differ.
+
+`Family` reads a config.json, gives the tensors of a layer under Llama's names, and says what its layers
+compute beyond Llama's (`ArchSpec`), which `neuron/graph.py` builds. Weights are converted as they are read;
+files stay as they are. Imports neither torch nor transformers-neuronx.
+
+Source: transformers 4.57, models/llama.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from config import DTYPES
+from models.checkpoint import rope
+from models.checkpoint.rope import Rope
+from models.errors import ModelError
+from run import ConfigError, Json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Q, K, V, O = ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]  # noqa: E741
+GATE, UP, DOWN = MLP = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+NORM_BEFORE_ATTENTION = "input_layernorm.weight"
+NORM_BEFORE_MLP = "post_attention_layernorm.weight"  # Llama's name: it follows the attention
+
+
+GetTensor = Callable[[str], "Tensor"]  # a tensor of the checkpoint by its name
+Tensors = dict[str, "Tensor"]
+Windows = list[int | None]  # the sliding window of each layer
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    rope: int | None = 0  # which of the rotary positions; None: the layer has none
+    window: int | None = None  # sliding window in tokens, itself included; None: full attention
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The MLPs of a mixture of experts. All experts of a layer are side by side in one gate, one up and one
+    down matrix, and all are computed."""
+
+    count: int
+    columns: int  # of one expert, in gate and up
+    per_token: int
+    is_normalized: bool  # the weights of a token's experts sum to one
+    has_biases: bool = False  # of the router and of each expert's gate, up and down
+
+    def pieces(self, tp_degree: int) -> int:
+        """Into how many pieces each expert is cut, so that each core holds whole pieces only."""
+        return tp_degree // math.gcd(self.count, tp_degree)
+
+    def fits(self, tp_degree: int) -> bool:
+        return self.columns % self.pieces(tp_degree) == 0
+
+
+@dataclass(frozen=True)
+class ArchSpec:
+    """What layers compute beyond Llama's."""
+
+    ropes: tuple[Rope, ...] = ()  # empty: those of transformers-neuronx
+    kinds: tuple[LayerKind, ...] = ()  # of the layers; empty: all have the first rope and no window
+    head_norms: str | None = None  # of queries and keys: "each" over each head, "all" over all heads together
+    norms: str = "before"  # attention and MLP, "after" them, or "both"
+    activation: str = "silu"  # its name in transformers-neuronx
+    attention_cap: float | None = None  # scores become cap * tanh(score / cap)
+    logit_cap: float | None = None
+    has_sinks: bool = False  # each head's softmax has one more logit, of a value of zeros
+    swiglu_limit: float | None = None  # of gate and up; None: the activation of the gate times up
+    experts: Experts | None = None  # None: a dense model
+
+    @property
+    def has_own_layers(self) -> bool:
+        """Whether neuron/graph.py builds the layers, not transformers-neuronx."""
+        return self != ArchSpec(ropes=self.ropes)
+
+
+class Family:
+    """What Llama is, unless a subclass says otherwise."""
+
+    defaults: ClassVar[Json] = {}  # transformers', of fields that a config.json may leave out
+    # Fields of config.json and the values that are supported. A field that is missing or null has
+    # transformers' default, which is among them.
+    supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "hidden_act": ("silu", "swish"),
+        "mlp_bias": (False,),
+        "rope_scaling": (*rope.NEURONX_ROPE_TYPES, *rope.SCALED),
+    }
+    # Compiled graphs of another revision are not loaded: raise it with any change of what is computed.
+    revision = 1
+    # It is the text part of a vision-language model, whose checkpoint names its tensors otherwise.
+    is_nested = False
+    is_llama = False  # true where it only differs in a graph, biases or head_dim of its own
+    experts: Experts | None = None
+    head_norms: str | None = None  # this and the next as in ArchSpec
+    norms = "before"
+    query_scale = residual_scale = embedding_scale = head_scale = 1.0
+
+    def __init__(self, config: Json):
+        """`config` has the names of transformers 4. Raises ConfigError for numbers that are missing or
+        contradict each other, ModelError for an unsupported value."""
+        self.config = c = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, **self.defaults, **config}
+        self.model_type = c["model_type"]
+        self.layers = self._number("num_hidden_layers")
+        self.hidden = self._number("hidden_size")
+        self.heads = self._number("num_attention_heads")
+        self.kv_heads = self._number("num_key_value_heads", self.heads)
+        self.intermediate = self._number("intermediate_size")
+        self.vocab = self._number("vocab_size")
+        self.length = self._number("max_position_embeddings", 2048)
+        if self.heads % self.kv_heads or (c.get("head_dim") is None and self.hidden % self.heads):
+            sizes = f"hidden_size {self.hidden}, {self.heads} attention heads and {self.kv_heads}"
+            raise ConfigError(f"config.json: {sizes} key-value heads do not divide each other")
+        self.head_dim = self._number("head_dim", self.hidden // self.heads)
+        self.is_tied = bool(c.get("tie_word_embeddings", False))
+        self.dtype = DTYPES.get(str(c.get("torch_dtype")), "float32")
+        if rope.kind(c) == "longrope":
+            self.length = min(self.length, rope.original_length(c))
+
+    def _number(self, name: str, default: int | None = None) -> int:
+        value = default if self.config.get(name) is None else self.config[name]
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"config.json: {name} is {value!r} and should be a positive whole number")
+        return value
+
+    def check(self) -> None:
+        """Raises ModelError for an unsupported value of config.json, with the field and the supported
+        values."""
+        found = dict(self.config, rope_scaling=rope.kind(self.config))
+        for name, supported_values in self.supported_values.items():
+            if found.get(name) in (None, {}, *supported_values):
+                continue
+            values = " or ".join(map(str, supported_values))
+            raise ModelError(
+                f"config.json: {name} is {found[name]} and this server supports {values} for "
+                f"{self.model_type} models on Neuron, so the output would be wrong; "
+                "serve this model on another device"
+            )
+
+    @property
+    def neuronx_class(self) -> str | None:
+        """The name of the class of transformers-neuronx that runs this model as it is; None: neuron/graph.py
+        extends the one for Llama."""
+        is_llama = (
+            self.is_llama
+            and self.graph() == ArchSpec()
+            and not self.biases
+            and self.head_dim * self.heads == self.hidden
+        )
+        return "LlamaForSampling" if is_llama else None
+
+    @property
+    def name(self) -> str:
+        """The class that the graphs of this model are compiled from, with its revision."""
+        return self.neuronx_class or f"{self.model_type}, revision {self.revision}"
+
+    def as_llama(self) -> Json:
+        """The config.json of a Llama of these sizes, for transformers-neuronx."""
+        c = self.config
+        return {
+            "model_type": "llama",
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": c.get("max_position_embeddings"),
+            "rms_norm_eps": c["rms_norm_eps"],
+            "rope_theta": c["rope_theta"],
+            "rope_scaling": c.get("rope_scaling") if rope.kind(c) == "llama3" else None,
+            "rotary_percentage": c.get("partial_rotary_factor") or 1.0,
+            "bos_token_id": c.get("bos_token_id"),
+            "eos_token_id": c.get("eos_token_id"),
+        }
+
+    def graph(self) -> ArchSpec:
+        own = rope.scaled(self.config, self._rotated)
+        return ArchSpec(
+            ropes=(own,) if own else (),
+            kinds=self.kinds(),
+            head_norms=self.head_norms,
+            norms=self.norms,
+            experts=self.experts,
+        )
+
+    @property
+    def _rotated(self) -> int:
+        """How many values of a head are rotated."""
+        return int(self.head_dim * (self.config.get("partial_rotary_factor") or 1.0))
+
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer, where layers have sliding windows or differ; else empty."""
+        windows = self.windows()
+        return tuple(LayerKind(0, window) for window in windows) if any(windows) else ()
+
+    def windows(self) -> Windows:
+        return [None] * self.layers
+
+    @property
+    def biases(self) -> list[str]:
+        """The projections of the attention that have a bias."""
+        return ATTENTION if self.config.get("attention_bias") else []
+
+    @functools.cached_property
+    def vectors(self) -> int:
+        """How many values of a layer are in norms, biases and the router: few, and copied to every core."""
+        of_heads = self.heads * self.head_dim
+        of_kv_heads = self.kv_heads * self.head_dim
+        sizes = {Q: of_heads, K: of_kv_heads, V: of_kv_heads, O: self.hidden}
+        norms = (4 if self.norms == "both" else 2) * self.hidden
+        heads = {None: 0, "each": 2 * self.head_dim, "all": of_heads + of_kv_heads}
+        router = self.hidden * self.experts.count if self.experts else 0
+        if self.experts and self.experts.has_biases:
+            router += self.experts.count * (1 + 2 * self.experts.columns + self.hidden)
+        sinks = self.heads if self.graph().has_sinks else 0
+        biases = sum(sizes[name] for name in self.biases)
+        return norms + biases + sinks + heads[self.head_norms] + router
+
+    # Tensors. In a layer their names are without the layer's prefix.
+
+    def embedding(self, get: GetTensor) -> Tensor:
+        return times(get("model.embed_tokens.weight"), self.embedding_scale)
+
+    def head(self, get: GetTensor) -> Tensor:
+        name = "model.embed_tokens.weight" if self.is_tied else "lm_head.weight"
+        return times(get(name), self.head_scale)
+
+    def norm(self, weight: Tensor) -> Tensor:
+        """What a norm multiplies by."""
+        return weight
+
+    def layer(self, get: GetTensor) -> Tensors:
+        """Matrices and norms of a layer under Llama's names."""
+        matrices = {f"{name}.weight": get(f"{name}.weight") for name in (*ATTENTION, *MLP)}
+        return self._scaled(matrices | self.norms_before(get))
+
+    def norms_before(self, get: GetTensor) -> Tensors:
+        return {name: self.norm(get(name)) for name in (NORM_BEFORE_ATTENTION, NORM_BEFORE_MLP)}
+
+    def extra_tensors(self, get: GetTensor) -> Tensors:
+        """The tensors of a layer that Llama's lacks: biases by the names of the checkpoint, q_norm, k_norm,
+        after_attention, after_mlp and router [hidden, experts]; sinks [heads]; router_bias [experts],
+        gate_bias and up_bias [experts * columns], down_bias [experts, hidden]."""
+        extra = self._scaled({f"{name}.bias": get(f"{name}.bias") for name in self.biases})
+        if self.head_norms:
+            extra |= {name: self.norm(get(f"self_attn.{name}.weight")) for name in ("q_norm", "k_norm")}
+        if self.norms != "before":
+            extra["after_attention"] = self.norm(get("post_attention_layernorm.weight"))
+            extra["after_mlp"] = self.norm(get("post_feedforward_layernorm.weight"))
+        return extra
+
+    def _scaled(self, tensors: Tensors) -> Tensors:
+        """Multipliers of the model go into its matrices and biases."""
+        scales = {Q: self.query_scale, O: self.residual_scale, DOWN: self.residual_scale}
+        return {
+            name: times(tensor, scales.get(name.rpartition(".")[0], 1.0)) for name, tensor in tensors.items()
+        }
+
+
+def times(tensor: Tensor, factor: float) -> Tensor:
+    return tensor if factor == 1.0 else (tensor.float() * factor).to(tensor.dtype)

@@ -1,0 +1,677 @@
+"""transformers-neuronx's class for Llama, extended: to other families (`families.py`), and to graphs that
+return ids and logits.
+
+Parts of transformers-neuronx are replaced while it builds or loads: its config (a head_dim of its own), its
+graph (`Hlo`), a layer's list of weights (biases and norms, for which it has places that its class for Llama
+leaves empty), and what a compiled graph returns. Its files stay as they are.
+
+Source: transformers-neuronx 0.13.322, llama/model.py, llama/hlo.py, decoder.py, module.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers_neuronx import decoder, hlo, utils
+from transformers_neuronx.layers import attention, rotary
+from transformers_neuronx.llama import hlo as llama_hlo
+from transformers_neuronx.llama import model as llama
+
+from models.checkpoint.rope import Rope
+from models.errors import ModelError
+from models.neuron.family import ArchSpec, Family, GetTensor, K, LayerKind, O, Q, Tensors, V
+
+# The functions of transformers-neuronx that are replaced below.
+LlamaConfig = llama.LlamaConfig
+interleave_qkv = decoder.interleave_qkv
+multiply = hlo.multiply
+to_fp8 = hlo.quantize_kv_cache_direct_cast
+from_fp8 = hlo.dequantize_kv_cache_direct_cast
+
+FP8_MAX = 240.0  # the largest value of the device's e4m3; torch's and XLA's goes on to 448
+
+# The weights that transformers-neuronx hands to a layer, in its order.
+LAYER_WEIGHTS = [
+    *("pre_attn_ln_weight", "pre_attn_ln_bias"),
+    *(f"attn_{name}_{part}" for name in ("q", "k", "v", "out") for part in ("weight", "scales", "bias")),
+    *("post_attn_ln_weight", "post_attn_ln_bias", "pre_mlp_ln_weight", "pre_mlp_ln_bias"),
+    *(f"mlp_{name}_{part}" for name in ("in", "out") for part in ("weight", "scales", "bias")),
+    *("post_mlp_ln_weight", "post_mlp_ln_bias"),
+    *(f"{name}_{part}" for name in ("in0", "in1", "out") for part in ("weight", "scales")),
+]
+OF_ATTENTION = [name for name in LAYER_WEIGHTS if name.startswith("attn_")]
+# Where a layer of transformers-neuronx keeps the tensors of `Family.extra_tensors`.
+PLACES = {
+    **{f"{name}.bias": f"attn_{place}_bias" for name, place in zip((Q, K, V, O), ("q", "k", "v", "out"))},
+    "after_attention": "post_attn_ln_weight",
+    "after_mlp": "post_mlp_ln_weight",
+}
+
+HEAD = "lm_head.weight"
+# How tensors of the text part of a vision-language model begin, and those of a model of its own.
+TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "model.text_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Gives a module or an object these attributes, and its own ones back at the end."""
+    own = {name: getattr(owner, name) for name in attributes}
+    vars(owner).update(attributes)
+    try:
+        yield
+    finally:
+        vars(owner).update(own)
+
+
+def class_of(family: Family, sampling: str) -> type[FamilyForSampling]:
+    """The class whose `from_pretrained` builds the model."""
+    is_hybrid = sampling == "hybrid"
+    return type("FamilyForSampling", (FamilyForSampling,), {"family": family, "is_hybrid": is_hybrid})
+
+
+class FamilyForSampling(llama.LlamaForSampling):
+    """`is_hybrid`: each run returns ids or logits, as `return_token_ids` says; the device computes both."""
+
+    family: Family
+    is_hybrid: bool
+
+    def __init__(self, config: Any, **options: Any):
+        changed = {
+            "LlamaConfig": functools.partial(_config, self.family),
+            "LlamaForSamplingNoEmbeddingHlo": functools.partial(Hlo, self.family),
+        }
+        self._returns_ids = False
+        kind = HybridDecoder if self.is_hybrid else decoder.DecoderLmHeadForSamplingNoEmbedding
+        with _replaced(llama, **changed), _replaced(decoder, DecoderLmHeadForSamplingNoEmbedding=kind):
+            super().__init__(config, **options)
+
+    def return_token_ids(self, ids: bool) -> None:
+        """Whether every graph copies ids or logits to the host from now on."""
+        if ids == self._returns_ids:
+            return
+        self._returns_ids = ids
+        others = (self.decoder_lm_head_for_context, self.decoder_lm_head_for_speculation)
+        for each in (self.decoder_lm_head, *(each for some in others for each in some.values())):
+            each.program.returns_ids = ids
+
+    def to_neuron(self) -> None:
+        super().to_neuron()
+        # From here on, a run returns one output.
+        self.neuron_config.log_softmax_scores = False
+
+    def _forward(self, *arguments: Any) -> torch.Tensor:
+        output = super()._forward(*arguments)
+        return self._logits(output)[:, -1] if self._gives_logits else output
+
+    def speculative_forward(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        output = super().speculative_forward(*arguments, **options)
+        # As transformers-neuronx returns them: [tokens, vocabulary, slots].
+        return self._logits(output).permute(1, 2, 0) if self._gives_logits else output
+
+    @property
+    def _gives_logits(self) -> bool:
+        """Whether a run returns logits, which transformers-neuronx takes for ids."""
+        return self.is_hybrid and not self._returns_ids
+
+    def _logits(self, output: torch.Tensor) -> torch.Tensor:
+        """[padded vocabulary, tokens, slots] → [slots, tokens, vocabulary]."""
+        return self._cast_logits(output)[: self.config.vocab_size].permute(2, 1, 0)
+
+    def load_state_dict_dir(self, folder: str) -> None:
+        """The library asks each module for its tensors when it needs them, and drops them afterwards."""
+        if self.family.neuronx_class and not self.family.is_nested:
+            return super().load_state_dict_dir(folder)
+        checkpoint = Checkpoint(Path(folder))
+        family = self.family
+        if family.is_nested:  # its two configs may say different things
+            family = copy.copy(family)
+            family.is_tied = HEAD not in checkpoint
+        model = self.chkpt_model
+        self._checkpoint = checkpoint
+
+        def fills(module: torch.nn.Module, read: Callable[[], Tensors]) -> None:
+            module.materialize = lambda: _fill(module, read())
+
+        fills(model.model.embed_tokens, lambda: {"weight": family.embedding(checkpoint).float()})
+        for number, layer in enumerate(model.model.layers):
+            fills(layer, functools.partial(family.layer, checkpoint.in_layer(number)))
+        fills(model.model.norm, lambda: {"weight": family.norm(checkpoint("model.norm.weight"))})
+        fills(model.lm_head, lambda: {"weight": family.head(checkpoint)})
+
+    def load_weights(self) -> None:
+        program = HybridProgram if self.is_hybrid else decoder.DecoderProgramFullyUnrolled
+        with _replaced(decoder, DecoderProgramFullyUnrolled=program):
+            if self.family.neuronx_class:
+                super().load_weights()
+            else:
+                self._load_weights_of_family()
+
+    def _load_weights_of_family(self) -> None:
+        new_layer = self.decoder_lm_head.new_layer
+
+        def extended(**options: Any) -> Any:
+            layer = new_layer(**options)
+            layer.to_neuron = functools.partial(self._add_extra_tensors, layer, layer.to_neuron)
+            return layer
+
+        with (
+            _replaced(self.decoder_lm_head, new_layer=extended),
+            _replaced(decoder, interleave_qkv=_interleave_qkv),
+        ):
+            super().load_weights()
+
+    def _add_extra_tensors(self, layer: Any, to_neuron: Callable[[], None]) -> None:
+        extra = self.family.extra_tensors(self._checkpoint.in_layer(layer.layer_num))
+        dtype = self.chkpt_model.lm_head.weight.dtype
+        graph = self.family.graph()
+        for name, tensor in extra.items():
+            if name in PLACES:
+                setattr(layer, PLACES[name], tensor.to(dtype) if name.endswith("bias") else tensor.float())
+        if graph.experts:
+            pieces = graph.experts.pieces(self.config.tp_degree)
+            extra["expert_of"] = torch.eye(graph.experts.count).repeat_interleave(pieces, dim=1)
+        if graph.has_sinks:
+            extra["sinks"] = self._of_padded_heads(extra["sinks"])
+        for name, sharding in _added_parameters(graph).items():
+            layer.add_parameter(extra[name].float(), sharding=sharding)
+        to_neuron()
+
+    def _of_padded_heads(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of heads, with zeros where transformers-neuronx adds heads: after those of each key-value
+        head where several cores share it, else after all."""
+        heads = self.config.num_attention_heads
+        kv_heads = self.config.num_key_value_heads
+        added = -heads % self.config.tp_degree
+        is_shared = heads != kv_heads and self.config.tp_degree % kv_heads == 0 and added % kv_heads == 0
+        groups = kv_heads if is_shared else 1
+        return torch.nn.functional.pad(values.view(groups, -1), (0, added // groups)).flatten()
+
+
+def _added_parameters(graph: ArchSpec) -> dict[str, int | None]:
+    """What a layer has after LAYER_WEIGHTS, and the dimension that is split over the cores; None: each core
+    has all."""
+    added = {}
+    if graph.head_norms:
+        added |= dict.fromkeys(("q_norm", "k_norm"), 0 if graph.head_norms == "all" else None)
+    if graph.experts:
+        # `expert_of` [experts, pieces] has a 1 where a piece belongs to an expert.
+        added |= {"router": None, "expert_of": 1}
+    if graph.experts and graph.experts.has_biases:
+        added |= {"router_bias": None, "gate_bias": 0, "up_bias": 0, "down_bias": None}
+    if graph.has_sinks:
+        added["sinks"] = 0
+    return added
+
+
+class HybridDecoder(decoder.DecoderLmHeadForSamplingNoEmbedding):
+    """The decoder whose graphs return ids and logits, in place of the outputs of `log_softmax_scores`."""
+
+    post_layer_builder = None  # transformers-neuronx passes it on
+
+    def _hlo_generation(self, logits: Any, *arguments: Any, **options: Any) -> Any:
+        self._ids = super()._hlo_generation(logits, *arguments, **options)
+        return self._ids
+
+    def _hlo_post_layer(self, logits: Any) -> tuple[Any, Any]:
+        return self._ids, logits
+
+
+class HybridProgram(decoder.DecoderProgramFullyUnrolled):
+    """Copies to the host either the ids of one core, or the logits of all cores."""
+
+    returns_ids = False
+
+    def enable_executor(self) -> None:
+        for place, batch_size in enumerate(self.batch_sizes):
+            ids, logits = self.logits_buffer[place]
+            for length in self.n_positions_list:
+                kernel, memory = self.kernels[length, batch_size], self.memories[length, batch_size]
+                inputs = self.input_buffers[place]
+                self.executors[length, batch_size] = (
+                    kernel.build_executor(memory, [*inputs], [logits]),
+                    kernel.build_executor(memory, [*inputs], [ids]),
+                )
+
+    def execute(self, bucket_id: int, batch_size: int, *inputs: Any, return_ranks: int = -1) -> Any:
+        executor = self.executors[self.n_positions_list[bucket_id], batch_size][self.returns_ids]
+        return executor(inputs, 1 if self.returns_ids else -1)
+
+    def maybe_logits_device_to_host(self, batch_size: int, return_ranks: int) -> torch.Tensor:
+        ids, logits = self.logits_buffer[self.batch_sizes.index(batch_size)]
+        if not self.returns_ids:
+            return self.manipulator.unshard_along(logits, dim=0)
+        of_all_cores = self.manipulator.unshard_along(ids, dim=0)
+        return of_all_cores[: len(of_all_cores) // self.tp_degree]
+
+
+def _config(family: Family, *arguments: Any, **options: Any) -> Any:
+    config = LlamaConfig(*arguments, **options)
+    config.attention_head_size = family.head_dim
+    return config
+
+
+def _fill(module: torch.nn.Module, tensors: Tensors) -> None:
+    """Sets the parameters of a module; matrices get the dtype that transformers-neuronx gave them, norms
+    float32."""
+    for name, tensor in tensors.items():
+        owner, _, attribute = name.rpartition(".")
+        submodule = module.get_submodule(owner)
+        dtype = getattr(submodule, attribute).dtype
+        setattr(submodule, attribute, torch.nn.Parameter(tensor.to(dtype), requires_grad=False))
+
+
+def _interleave_qkv(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tp_degree: int, dim: int
+) -> torch.Tensor:
+    """transformers-neuronx's own fails for biases, [n], where queries and keys differ in number."""
+    if q.dim() > 1:
+        return interleave_qkv(q, k, v, tp_degree, dim=dim)
+    return interleave_qkv(q[None], k[None], v[None], tp_degree, dim=1)[0]
+
+
+class Checkpoint:
+    """The tensors of the safetensors files in a folder, by name; those of the text part of a vision-language
+    model by the names of a model of its own."""
+
+    def __init__(self, folder: Path):
+        """Raises ModelError where there are none."""
+        self._places: dict[str, tuple[Path, str]] = {}  # file, name in it
+        for path in sorted(folder.glob("model*.safetensors")):
+            with safe_open(path, "pt") as file:
+                self._places |= {_name_of_text(name): (path, name) for name in file.keys()}  # noqa: SIM118
+        if not self._places:
+            raise ModelError(f"there is no model.safetensors, which this family of models needs, in {folder}")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def __call__(self, name: str) -> torch.Tensor:
+        if name not in self:
+            raise ModelError(f"the checkpoint has no tensor {name}")
+        path, name_in_file = self._places[name]
+        with safe_open(path, "pt") as file:
+            return file.get_tensor(name_in_file)
+
+    def in_layer(self, number: int) -> GetTensor:
+        return lambda name: self(f"model.layers.{number}.{name}")
+
+
+def _name_of_text(name: str) -> str:
+    for prefix, own in TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name
+
+
+class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
+    """The graph of a family. Tensors are [slots, tokens, hidden], in the attention [tokens, slots, heads,
+    head_dim]."""
+
+    def __init__(self, family: Family, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.graph = family.graph()
+        self._weights = [*LAYER_WEIGHTS, *_added_parameters(self.graph)]
+        # A norm makes keys small, whatever their bias.
+        self._stores_bare_keys = bool(
+            self.neuron_config.kv_cache_quant and K in family.biases and not self.graph.head_norms
+        )
+        self._kinds = self.graph.kinds or (LayerKind(),) * family.layers
+
+    def inputs(self, *arguments: Any, **options: Any) -> tuple[Any, tuple[int | None, ...]]:
+        """transformers-neuronx would cut `last_token_id`, which has one number a slot, as it cuts tokens."""
+        tensors, sequence_dimensions = super().inputs(*arguments, **options)
+        return tensors, (*sequence_dimensions[:3], None, *sequence_dimensions[4:])
+
+    def pre_layer(self, hidden: Any, cache_ids: Any, *arguments: Any, **options: Any) -> tuple[Any, ...]:
+        values = list(super().pre_layer(hidden, cache_ids, *arguments, **options))
+        if self._stores_bare_keys:
+            positions = hlo.iota(hidden.scribe.s32, (1, self.n_positions), 1)
+            self._cached_sin_cos = self._rotation(positions, hidden.dtype)
+        if self.graph.ropes:
+            values[2] = [_sin_cos(cache_ids, hidden.dtype, rope) for rope in self.graph.ropes]
+        if not self.graph.has_own_layers:
+            values[2] = values[2][0] if self.graph.ropes else values[2]
+            return tuple(values)
+        self._ropes = values[2] if self.graph.ropes else [values[2]]
+        self._next = iter(self._kinds)
+        windows = {kind.window for kind in self._kinds}
+        self._masks = {each: _within(values[6], cache_ids, self._shown(each)) for each in windows}
+        self._active = {each: _within_active(values[7], self._shown(each)) for each in windows}
+        return tuple(values)
+
+    def _rotation(self, positions: Any, dtype: Any) -> tuple[Any, Any]:
+        """Sine and cosine of positions [1, tokens], where all layers have the same."""
+        if self.graph.ropes:
+            return _sin_cos(positions, dtype, self.graph.ropes[0])
+        return rotary.hlo_rotary_embedding(
+            dtype,
+            int(self.config.attention_head_size * self.config.rotary_percentage),
+            positions,
+            base=self.config.rope_theta,
+            interpolation_factor=self.config.position_interpolation_factor,
+            rope_scaling=self.config.rope_scaling,
+        )
+
+    def _shown(self, window: int | None) -> int | None:
+        """None for a sliding window that hides none of the positions of this graph."""
+        return window if window and window < self.n_positions else None
+
+    def layer(self, hidden: Any, *arguments: Any, **options: Any) -> tuple[Any, Any, Any]:
+        if not self.graph.has_own_layers:
+            return super().layer(hidden, *arguments, **options)
+        last_token_id, _rope, cache_ids, start_ids, block_to_seq = arguments[:5]
+        others = arguments[7:12]
+        keys, values, *rest = arguments[12:]
+        weights = dict(zip(self._weights, rest))
+        kind = next(self._next)
+        before = self.graph.norms in ("before", "both")
+        after = self.graph.norms in ("after", "both")
+
+        def normed(tensor: Any, name: str, is_wanted: bool) -> Any:
+            return self._norm(tensor, weights[name]) if is_wanted else tensor
+
+        with self._attention_of(kind, weights):
+            inner, keys, values = self.attention(
+                normed(hidden, "pre_attn_ln_weight", before),
+                *(cache_ids, start_ids, last_token_id, block_to_seq),
+                self._ropes[kind.rope or 0],
+                *(self._masks[kind.window], self._active[kind.window]),
+                *others,
+                *(keys, values),
+                *(weights[name] for name in OF_ATTENTION),
+            )
+        hidden = hlo.add(normed(inner, "post_attn_ln_weight", after), hidden)
+        inner = self._mlp(normed(hidden, "pre_mlp_ln_weight", before), weights)
+        return hlo.add(normed(inner, "post_mlp_ln_weight", after), hidden), keys, values
+
+    def _mlp(self, hidden: Any, weights: dict[str, Any]) -> Any:
+        limit = self.graph.swiglu_limit
+        of_pieces = None
+        options = {f"{name}_scales": weights[f"{name}_scales"] for name in ("in0", "in1", "out")}
+        if self.graph.experts:
+            of_experts = self._expert_weights(hidden, weights)
+            of_pieces = _matrix_product(of_experts, hlo.cast(weights["expert_of"], of_experts.dtype))
+            of_pieces = hlo.cast(of_pieces, hidden.dtype)
+        if "gate_bias" in weights:
+            options["in0_bias"] = hlo.cast(weights["gate_bias"], hidden.dtype)
+            options["in1_bias"] = hlo.cast(weights["up_bias"], hidden.dtype)
+        with _replaced(hlo, multiply=functools.partial(_gated, limit=limit) if limit else multiply):
+            output = hlo.gated_mlp_bsh(
+                hidden,
+                *(weights[f"{name}_weight"] for name in ("in0", "in1", "out")),
+                **options,
+                activation_function=self._activation(of_pieces),
+                tp_degree=self.config.tp_degree,
+                neuron_config=self.neuron_config,
+            )
+        if "down_bias" not in weights:
+            return output
+        bias = _matrix_product(of_experts, hlo.cast(weights["down_bias"], of_experts.dtype))
+        return hlo.add(output, hlo.cast(hlo.reshape(bias, output.sizes), output.dtype))
+
+    def _activation(self, of_pieces: Any) -> Any:
+        """The activation of the MLP for gates [tokens, columns of a core]; in a mixture of experts times the
+        weight of each column's expert. `of_pieces` [tokens, pieces]: the weights of the pieces on a core."""
+        activation = hlo.get_activation(self.graph.activation)
+        if limit := self.graph.swiglu_limit:
+            activation = functools.partial(_swish, limit=limit)
+        if of_pieces is None:
+            return activation
+        tokens, pieces = of_pieces.sizes
+
+        def weighted(gate: Any) -> Any:
+            active = activation(gate)
+            by_piece = (tokens, pieces, math.prod(gate.sizes[1:]) // pieces)
+            active = multiply(hlo.reshape(active, by_piece), hlo.broadcast(of_pieces, by_piece, [0, 1]))
+            return hlo.reshape(active, gate.sizes)
+
+        return weighted
+
+    def _expert_weights(self, hidden: Any, weights: dict[str, Any]) -> Any:
+        """The weight of each expert for each token, 0 for most: float32 [tokens, experts]."""
+        experts = self.graph.experts
+        f32 = hidden.scribe.f32
+        *several, size = hidden.sizes
+        tokens = math.prod(several)
+        rows = hlo.cast(hlo.reshape(hidden, (tokens, size)), f32)
+        logits = _matrix_product(rows, hlo.cast(weights["router"], f32))
+        if "router_bias" in weights:
+            logits = hlo.add(logits, hlo.broadcast(weights["router_bias"], logits.sizes, [1]))
+        probabilities = hlo.softmax(logits, 1)
+        best, numbers = hlo.topk(probabilities, 1, k=experts.per_token)
+        if experts.is_normalized:
+            best = hlo.divide(best, hlo.broadcast(hlo.reduce_sum(best, 1), best.sizes, [0]))
+        sizes = (tokens, experts.per_token, experts.count)
+        is_expert = hlo.equal(hlo.broadcast(numbers, sizes, [0, 1]), hlo.iota(numbers.dtype, sizes, 2))
+        placed = hlo.multiply(hlo.broadcast(best, sizes, [0, 1]), hlo.cast(is_expert, f32))
+        return hlo.reduce_sum(placed, 1)
+
+    def _norm(self, tensor: Any, weight: Any) -> Any:
+        return hlo.rms_norm(
+            tensor,
+            weight,
+            self.config.rms_norm_eps,
+            neuron_config=self.neuron_config,
+            tp_degree=self.config.tp_degree,
+        )
+
+    @contextlib.contextmanager
+    def _attention_of(self, kind: LayerKind, weights: dict[str, Any]) -> Iterator[None]:
+        """Gives transformers-neuronx's attention what this layer has: norms of queries and keys, no
+        positions, capped scores, sinks. Its kernel for long prompts has no caps, sliding windows, sinks."""
+        turn = rotary.rotate_half
+        score = attention.score
+        cap = self.graph.attention_cap
+
+        def rotate_half(query: Any, key: Any, *arguments: Any, **options: Any) -> tuple[Any, Any]:
+            if self.graph.head_norms:
+                query = self._norm_of_heads(query, weights["q_norm"])
+                key = self._norm_of_heads(key, weights["k_norm"])
+            return (query, key) if kind.rope is None else turn(query, key, *arguments, **options)
+
+        changed = {"score": lambda *arguments, **options: _capped(score(*arguments, **options), cap)}
+        if self.graph.has_sinks:
+            with_sinks = functools.partial(_with_sinks, weights["sinks"])
+            changed["context"] = functools.partial(with_sinks, attention.context, 2)
+            changed["context_combined"] = functools.partial(with_sinks, attention.context_combined, 1)
+        if cap or self.graph.has_sinks or self._shown(kind.window):
+            changed["flash_attention"] = lambda query, key, value: None
+        with _replaced(rotary, rotate_half=rotate_half), _replaced(attention, **changed):
+            yield
+
+    def attention(self, *arguments: Any, **options: Any) -> tuple[Any, Any, Any]:
+        if not self.neuron_config.kv_cache_quant:
+            return super().attention(*arguments, **options)
+        others = arguments[: -len(OF_ATTENTION)]
+        weights = dict(zip(OF_ATTENTION, arguments[len(others) :]))
+        cache = Fp8Cache(self.neuron_config)
+        if self._stores_bare_keys:
+            weights["attn_q_bias"], cache.key_bias = self._split_key_bias(weights["attn_q_bias"])
+            cache.cached_sin_cos = self._cached_sin_cos
+        with cache.replaced():
+            return super().attention(*others, *weights.values(), **options)
+
+    def _split_key_bias(self, bias: Any) -> tuple[Any, Any]:
+        """The bias of queries, keys and values on this core, side by side, without that of keys, and that of
+        keys: [kv heads, head_dim]."""
+        config = self.config
+        padded = utils.get_qkv_padding(
+            config.num_attention_heads, config.num_key_value_heads, config.tp_degree, self.neuron_config
+        )
+        kv_heads = padded[1] // config.tp_degree
+        size = kv_heads * config.attention_head_size
+        end = bias.sizes[0] - size
+        queries = hlo.slice_along(bias, 0, limit=end - size)
+        keys = hlo.slice_along(bias, 0, limit=end, start=end - size)
+        values = hlo.slice_along(bias, 0, limit=end + size, start=end)
+        others = hlo.concatenate([queries, hlo.full(0, bias.dtype, (size,)), values], 0)
+        return others, hlo.reshape(keys, (kv_heads, config.attention_head_size))
+
+    def _norm_of_heads(self, tensor: Any, weight: Any) -> Any:
+        tokens, slots, heads, size = sizes = tensor.sizes
+        eps = self.config.rms_norm_eps
+        if self.graph.head_norms == "each":
+            heads_in_rows = hlo.reshape(tensor, (tokens * slots, heads, size))
+            return hlo.reshape(hlo.rms_norm(heads_in_rows, weight, eps, dim=2), sizes)
+        f32 = tensor.scribe.f32
+        rows = hlo.cast(hlo.reshape(tensor, (tokens * slots, heads * size)), f32)
+        squares = hlo.reduce_sum(hlo.multiply(rows, rows), 1)
+        total = hlo.all_reduce_sum(squares, self.config.tp_degree)  # over the heads on all cores
+        mean = hlo.divide(total, float(heads * size * self.config.tp_degree))
+        rows = hlo.multiply(rows, hlo.broadcast(hlo.rsqrt(hlo.add(mean, eps)), rows.sizes, [0]))
+        rows = hlo.multiply(rows, hlo.broadcast(hlo.cast(weight, f32), rows.sizes, [1]))
+        return hlo.reshape(hlo.cast(rows, tensor.dtype), sizes)
+
+    def ln_lm_head(self, *arguments: Any, **options: Any) -> Any:
+        return _capped(super().ln_lm_head(*arguments, **options), self.graph.logit_cap)
+
+
+class Fp8Cache:
+    """The KV cache of an attention in FP8, without scales.
+
+    Keys and values of the running tokens are rounded as those in the cache, so a token's output does not
+    depend on whether the tokens before it run in the same call. Biases of keys may exceed FP8's range: they
+    are not stored, but added after the cache is read. Tensors are [tokens, slots, kv heads, head_dim].
+    """
+
+    key_bias: Any = None  # [kv heads, head_dim]
+    cached_sin_cos: tuple[Any, Any] | None = None  # of all positions in the cache
+
+    def __init__(self, neuron_config: Any):
+        self._config = neuron_config
+        self._project = attention.query_key_value
+        self._rotate = rotary.rotate_half
+        self._stored: dict[int, Any] = {}  # id of a key with its bias → the key without it
+        self._reads_keys = itertools.cycle((True, False))  # keys are read before values
+
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[None]:
+        with (
+            _replaced(
+                attention, query_key_value=self._query_key_value, quantize_kv_cache_direct_cast=self._write
+            ),
+            _replaced(rotary, rotate_half=self._rotate_half),
+            _replaced(
+                llama_hlo,
+                quantize_kv_cache_direct_cast=self._write,
+                dequantize_kv_cache_direct_cast=self._read,
+            ),
+        ):
+            yield
+
+    def _query_key_value(self, *arguments: Any, **options: Any) -> tuple[Any, Any, Any]:
+        query, key, value = self._project(*arguments, **options)
+        return query, key, self._rounded(value)
+
+    def _rotate_half(self, query: Any, key: Any, sin_cos: Any, *arguments: Any, **options: Any) -> Any:
+        query, key = self._rotate(query, key, sin_cos, *arguments, **options)
+        bare = self._rounded(key)
+        if self.key_bias is None:
+            return query, bare
+        self._rotation_options = (arguments, options)
+        key = hlo.add(bare, self._rotated_bias(bare.sizes, bare.dtype, sin_cos))
+        self._stored[id(key)] = bare
+        return query, key
+
+    def _rotated_bias(self, sizes: tuple[int, ...], dtype: Any, sin_cos: Any) -> Any:
+        arguments, options = self._rotation_options
+        bias = hlo.broadcast(hlo.cast(self.key_bias, dtype), sizes, [2, 3])
+        return self._rotate(bias, bias, sin_cos, *arguments, **options)[1]
+
+    def _rounded(self, tensor: Any) -> Any:
+        return from_fp8(self._write(tensor, self._config), self._config)
+
+    def _write(self, tensor: Any, config: Any) -> Any:
+        return to_fp8(hlo.clamp(self._stored.get(id(tensor), tensor), -FP8_MAX, FP8_MAX), config)
+
+    def _read(self, cached: Any, config: Any) -> Any:
+        tensor = from_fp8(cached, config)
+        if not next(self._reads_keys) or self.key_bias is None:
+            return tensor
+        positions, _slots, *head = tensor.sizes
+        bias = self._rotated_bias((positions, 1, *head), tensor.dtype, self.cached_sin_cos)
+        bias = hlo.reshape(bias, (positions, *head))
+        return hlo.add(tensor, hlo.broadcast(bias, tensor.sizes, [0, 2, 3]))
+
+
+def _matrix_product(left: Any, right: Any) -> Any:
+    """[rows, n], [n, columns] → [rows, columns]."""
+    dimensions = {"lhs_contracting_dimensions": [1], "rhs_contracting_dimensions": [0]}
+    return hlo.dot_general(left, right, dimension_numbers=dimensions)
+
+
+def _capped(tensor: Any, cap: float | None) -> Any:
+    if not cap:
+        return tensor
+    tensor = hlo.divide(tensor, float(cap))
+    return hlo.multiply(tensor.dtype[tensor.sizes].Tanh(tensor), float(cap))
+
+
+def _swish(gate: Any, limit: float) -> Any:
+    gate = hlo.clamp(gate, maximum=limit)
+    return multiply(gate, gate.dtype[gate.sizes].Logistic(multiply(gate, 1.702)))
+
+
+def _gated(active: Any, up: Any, limit: float) -> Any:
+    return multiply(active, hlo.add(hlo.clamp(up, -limit, limit), 1.0))
+
+
+def _with_sinks(sinks: Any, context: Callable[..., Any], count: int, *arguments: Any, **options: Any) -> Any:
+    """What `context` makes of its first `count` arguments, scores [slots, heads, tokens, positions], if their
+    softmax has the sink of each head as one more logit: [tokens, slots, heads, head_dim]."""
+    f32 = sinks.scribe.f32
+    scores = [hlo.cast(each, f32) for each in arguments[:count]]
+    largest = functools.reduce(hlo.maximum, (hlo.reduce_max(each, 3) for each in scores))
+    shifted = [hlo.subtract(each, hlo.broadcast(largest, each.sizes, [0, 1, 2])) for each in scores]
+    others = functools.reduce(hlo.add, (hlo.reduce_sum(hlo.exp(each), 3) for each in shifted))
+    sink = hlo.exp(hlo.subtract(hlo.broadcast(hlo.cast(sinks, f32), largest.sizes, [1]), largest))
+    share = hlo.permute(hlo.divide(others, hlo.add(others, sink)), [2, 0, 1])
+    output = context(*arguments, **options)
+    return multiply(output, hlo.broadcast(hlo.cast(share, output.dtype), output.sizes, [0, 1, 2]))
+
+
+def _sin_cos(positions: Any, dtype: Any, rope: Rope) -> tuple[Any, Any]:
+    """Positions [slots, tokens] → sine and cosine [slots, tokens, pairs]."""
+    f32 = positions.scribe.f32
+    slots, tokens = positions.sizes
+    pairs = len(rope.frequencies)
+    angles = hlo.dot_general(
+        hlo.reshape(hlo.cast(positions, f32), (slots, tokens, 1)),
+        hlo.reshape(hlo.literal(f32, torch.tensor(rope.frequencies)), (1, pairs)),
+        dimension_numbers={"lhs_contracting_dimensions": [2], "rhs_contracting_dimensions": [0]},
+    )
+    both = (hlo.sin(angles), hlo.cos(angles))
+    if rope.factor != 1.0:
+        both = tuple(hlo.multiply(values, rope.factor) for values in both)
+    return tuple(hlo.cast(values, dtype) for values in both)
+
+
+def _within(mask: Any, positions: Any, window: int | None) -> Any:
+    """`mask` [slots, tokens, positions] without positions that are `window` or more before their token."""
+    if not window:
+        return mask
+    first = hlo.broadcast(hlo.subtract(positions, window), mask.sizes, [0, 1])
+    return hlo.logical_and(mask, hlo.greater(hlo.iota(first.dtype, mask.sizes, 2), first))
+
+
+def _within_active(mask: Any, window: int | None) -> Any:
+    """As `_within`, between the tokens of one call: [slots, tokens, tokens]."""
+    if not window or mask is None or len(mask.sizes) < 3:
+        return mask
+    s32 = mask.scribe.s32
+    distance = hlo.subtract(hlo.iota(s32, mask.sizes, 1), hlo.iota(s32, mask.sizes, 2))
+    return hlo.logical_and(mask, hlo.less(distance, window))

@@ -1,0 +1,444 @@
+"""Static-batch models on Inferentia2 and Trainium: `NeuronModel` runs what `neuron/build.py` compiled or
+loaded.
+
+transformers-neuronx does not check several of its own rules (every live slot in every step, prompts of one
+token, positions, dtypes); `NeuronModel.forward` keeps them (source: its public code at 0.13.322)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from config import DEVICE_TOP_K
+from models.base import Chunk, Logits, SampledIds, StaticBatchModel
+from models.errors import DeviceLost, ModelError, named, warn_text_only
+from models.images.encoder_cache import EncoderCache, split_ids
+from models.images.towers import make_tower, read_tensors
+from models.neuron.build import (
+    GREEDY,
+    BuildPlan,
+    explain,
+    generation_config,
+    is_device_error,
+    load_model,
+)
+
+logger = logging.getLogger("model")
+
+# Limits of the temperature on the device: below is greedy, above makes no difference.
+MIN_TEMPERATURE = 0.01
+MAX_TEMPERATURE = 10000.0
+# Largest difference between the logits of a prompt run in chunks and run whole, as a share of their range.
+CHUNK_TOLERANCE = {"float32": 0.01, "bfloat16": 0.05, "float16": 0.05}
+
+
+class NeuronModel(StaticBatchModel):
+    """A model on NeuronCores. One call at a time, from the thread that made it.
+
+    Where `prefill_chunk` is set, a chunk at position 0 runs in the graph for whole prompts, and later ones in
+    a graph for one slot and `prefill_chunk` tokens, which transformers-neuronx has for speculation: its graph
+    of "window contexts" computes a chunk for every slot, with 32 slots 30 times the operations. Decode steps
+    of other slots then leave such a prompt, and the tokens in free slots, as they are.
+    """
+
+    engine = "neuron"
+    device = "neuron"
+
+    def __init__(
+        self, build: BuildPlan, work_dir: Path, announce: Callable[[str], None] = lambda phase: None
+    ):
+        """`work_dir` is a folder of this run. `announce` is called with "compiling" before anything is
+        compiled.
+
+        Raises ModelError with the reason for what cannot be served.
+        """
+        self._model, build = load_model(build, work_dir, announce)
+        config = build.config
+        compiled_config = build.compiled_config
+        self.batch_size = self.prefix_slots = config.max_batch_size
+        self.max_input_tokens = config.max_input_tokens
+        self.max_total_tokens = config.max_total_tokens
+        self.vocab_size = build.legacy["vocab_size"]
+        self.dtype = compiled_config.dtype
+        self.kv_cache_dtype = compiled_config.kv_cache_dtype or self.dtype
+        self.quantize = compiled_config.quantize
+        self._has_experts = build.family.experts is not None
+        self.sampling = compiled_config.sampling
+        self._position_buckets = compiled_config.position_buckets
+        self._slot_sampling = [GREEDY] * compiled_config.batch_size
+        self._returns_ids = self.sampling == "device"
+        self._held: dict[int, list[int]] = {}  # slot → the tokens in its KV cache
+        self._drafts: dict[int, Sequence[int]] = {}  # slot → draft tokens after them, not yet accepted
+        self._pinned: dict[int, set[int]] = {}  # slot → the images in its KV cache, by key
+        if self.sampling == "hybrid":
+            problem = self._problem(self._hybrid_problem, "hybrid sampling", "--sampling host")
+            if problem:
+                logger.warning("On-device sampling is off (--sampling): %s", problem)
+                self.return_token_ids(False)
+                self.sampling = "host"
+        if self.sampling != "device":  # which returns only ids
+            self._check_logits(config.model_name)
+        if config.prefill_chunk != 0 and 0 < compiled_config.prefill_chunk < self.max_input_tokens:
+            self.prefill_chunk = compiled_config.prefill_chunk
+            if problem := self._chunk_problem():
+                logger.warning("Chunked prefill is off (--prefill-chunk): %s", problem)
+                self.prefill_chunk = None
+        if compiled_config.verify_length:
+            self.verify_length = compiled_config.verify_length
+            self.max_draft_rows = self.verify_length * self.batch_size
+            what = "the compiled graph of draft tokens"
+            if problem := self._problem(self._verify_problem, what, "--speculate 0"):
+                logger.warning("Speculative decoding is off (--speculate): %s", problem)
+                self.max_draft_rows = self.verify_length = 0
+        self._held.clear()
+        self.prefix_granularity = self.prefill_chunk
+        self.supports_prompt_logits = self.prefill_chunk is not None and self.sampling != "device"
+        if build.manifest.reads_images:
+            self._load_vision(build)
+
+    def _load_vision(self, build: BuildPlan) -> None:
+        """Reads images from now on. The vision tower runs on the host, as the lookup of embeddings does."""
+        manifest = build.manifest
+        try:
+            tensors = read_tensors(build.checkpoint())
+            self._vision = make_tower(manifest.config_json, manifest.processor_config, tensors).float()
+        except Exception as error:
+            logger.debug("no vision tower", exc_info=True)
+            warn_text_only(build.config.model_name, named(error))
+            return
+        self.encoder_cache = EncoderCache(build.family.hidden)
+        text = self._model.chkpt_model.model
+        text.embed_tokens = HostEmbedding(text.embed_tokens, self.encoder_cache, build.family.embedding_scale)
+
+    def _problem(self, check: Callable[[], str | None], what: str, remedy: str) -> str | None:
+        """What `check` finds, or why it cannot run. Raises ModelError."""
+        try:
+            return check()
+        except DeviceLost as error:
+            return _reason(error, what, remedy)
+
+    def _hybrid_problem(self) -> str | None:
+        """Compares the id with the logits after the same prompt: what is wrong with the id, if anything."""
+        chunk = Chunk(self.batch_size - 1, [1], 0)
+        self.return_token_ids(True)
+        (token,) = _comparable(self.forward([chunk]))
+        self.return_token_ids(False)
+        logits = _comparable(self.forward([chunk]))
+        if not 0 <= token < self.vocab_size or logits[token] < logits.max():  # not of NaN: see _check_logits
+            return f"the device chose token {token}, not the most likely one, {logits.argmax()}"
+        return None
+
+    def _check_logits(self, model_name: str) -> None:
+        """Runs a prompt whole. Raises ModelError where a logit after it is NaN or infinite."""
+        output = self.forward([Chunk(self.batch_size - 1, [7, 11][: self.max_input_tokens], 0)])
+        if not np.isfinite(_comparable(output)).all():
+            raise ModelError(
+                f"{model_name} computes logits that are NaN or infinite in {self.dtype}, so it cannot "
+                "generate text: its weights are damaged, or need another --dtype (DTYPE)"
+            )
+
+    def _chunk_problem(self) -> str | None:
+        """Runs a prompt in chunks and whole, each time with a decode step after it: how the results differ,
+        if they do.
+
+        It runs in the highest slot, with a decode step of slot 0. The tokens repeat, so that the next one is
+        predictable. Chunks come first, so that they cannot use the KV cache of the whole prompt.
+        """
+        length = min(self.prefill_chunk * 3 // 2 + 1, self.max_input_tokens)
+        prompt = [(37 * (n % 50) + 5) % self.vocab_size for n in range(length)]
+        try:
+            chunked = self._run_at_start(prompt, [0, min(self.prefill_chunk, length - 2)])
+        except DeviceLost as error:
+            return _reason(error, "the compiled graph of prompt chunks", "--prefill-chunk 0")
+        # An error of the whole prompt is not one of the graph of chunks: without chunks it would fail, too.
+        difference = self._difference(chunked, self._run_at_start(prompt, [0]))
+        return difference and f"chunked and whole prefill give {difference}"
+
+    def _verify_problem(self) -> str | None:
+        """Verifies a draft token in the highest slot: how the results differ from two steps, if they do."""
+        slot = self.batch_size - 1
+        tokens = [5, 42]
+        self.forward([Chunk(slot, tokens, 0)])
+        steps = [
+            _comparable(self.forward([Chunk(slot, [token], begin)])) for begin, token in enumerate(tokens, 2)
+        ]
+        self.forward([Chunk(slot, tokens, 0)])
+        output = self.forward([Chunk(slot, tokens, 2, verify=True)])
+        if self._returns_ids:
+            verified = [[token] for token in output.ids.tolist()]
+        else:
+            verified = [_comparable(output[n : n + 1]) for n in range(len(tokens))]
+        difference = self._difference(verified, steps)
+        return difference and f"verification and decode steps give {difference}"
+
+    def _difference(
+        self, found: Sequence[np.ndarray | list[int]], expected: Sequence[np.ndarray | list[int]]
+    ) -> str | None:
+        """How results of two ways to run the same tokens differ, if more than by rounding. In a mixture of
+        experts rounding swaps experts that nearly tie, so one of the results may differ."""
+        faults = []
+        for row, wanted in zip(found, expected):
+            if self._returns_ids:
+                if row != wanted:
+                    faults.append(f"tokens {row} and {wanted}")
+                continue
+            share = np.abs(row - wanted).max() / np.ptp(wanted)
+            if not share <= CHUNK_TOLERANCE[self.dtype]:  # not: NaN
+                faults.append(f"logits that differ by {share:.1%} of their range")
+        may_differ = 1 if self._has_experts else 0
+        return faults[0] if len(faults) > may_differ else None
+
+    def _run_at_start(self, prompt: list[int], begins: list[int]) -> list[np.ndarray | list[int]]:
+        """What comes after a prompt whose chunks begin at `begins`, and after one more token."""
+        slot = self.batch_size - 1
+        for begin, end in zip(begins, [*begins[1:], len(prompt)]):
+            output = self.forward([Chunk(slot, prompt[begin:end], begin)])
+            if slot:
+                self.forward([Chunk(0, prompt[:2], 0)])
+                self.forward([Chunk(0, prompt[:1], 2)])
+        step = self.forward([Chunk(slot, prompt[:1], len(prompt))])
+        return [_comparable(output), _comparable(step)]
+
+    def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
+        """Raises DeviceLost.
+
+        The device samples in the model's own dtype, among DEVICE_TOP_K tokens at most. It gives a filtered
+        token a logit of -30000 after the temperature, which bounds the temperature from below; float16 bounds
+        it from above.
+        """
+        assert self.sampling != "host" and 0 <= slot < self.batch_size
+        most = min(DEVICE_TOP_K, self.vocab_size)
+        parameters = (min(top_k or most, most), top_p, min(temperature, MAX_TEMPERATURE))
+        if top_k == 1 or temperature < MIN_TEMPERATURE:
+            parameters = GREEDY
+        if parameters == self._slot_sampling[slot]:  # an update of the device takes time
+            return
+        self._slot_sampling[slot] = parameters
+        try:
+            self._model.update_generation_config(generation_config(self._slot_sampling, self.vocab_size))
+        except Exception as error:
+            raise DeviceLost(explain(error)) from error
+
+    def return_token_ids(self, ids: bool) -> None:
+        assert self.sampling == "hybrid"
+        self._returns_ids = ids
+        self._model.return_token_ids(ids)
+
+    def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:
+        """A call has one prompt or prompt chunk, or one token of every live slot, in ascending order of the
+        slots."""
+        for chunk in chunks:
+            self._commit_accepted(chunk)
+        first = chunks[0]
+        goes_back = first.begin < max(1, len(self._held.get(first.slot, ())))
+        if any(chunk.verify for chunk in chunks):
+            output = self._verify(chunks)
+        elif len(first.tokens) > 1 or (len(chunks) == 1 and goes_back):
+            (chunk,) = chunks
+            output = self._run_prompt(chunk)
+        else:
+            output = self._run_step(chunks)
+        if self._returns_ids:
+            return SampledIds(output[:, 0].long().numpy())
+        if output.dtype == torch.bfloat16:
+            logits = output.view(torch.int16).numpy().view(np.uint16)
+        else:
+            logits = output.numpy()
+        return logits[:, : self.vocab_size]
+
+    def _commit_accepted(self, chunk: Chunk) -> None:
+        """Draft tokens that ran last in the slot of `chunk` are accepted up to its begin."""
+        held = self._held.get(chunk.slot)
+        draft = self._drafts.pop(chunk.slot, ())
+        if held is not None:
+            held += draft[: max(0, chunk.begin - len(held))]
+
+    def _verify(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Up to `verify_length` tokens of every live slot: logits [tokens of all chunks, vocab], or ids
+        [tokens, 1].
+
+        The graph runs `verify_length` tokens of every slot. Fillers after a chunk write positions that are
+        written again before anything attends to them. Near the end of a slot a row begins earlier, with
+        tokens that the slot holds. A free slot gets fillers after its tokens, or some of its tokens again
+        where fillers would need a longer graph. Slot 0 may not begin at 0: that would run a prompt.
+        """
+        length = self.verify_length
+        last = max(chunk.begin for chunk in chunks)
+        ends = {slot: len(held) for slot, held in self._held.items() if 0 < len(held) <= last}
+        begins = {slot: ends.get(slot, 1) for slot in range(self.batch_size)}
+        for slot, tokens, begin, *_ in chunks:
+            assert begin == len(self._held[slot]) > 0 and len(tokens) <= length
+            self._held[slot] += tokens
+            begins[slot] = begin
+        rows = []
+        ids = []
+        for slot, begin in begins.items():
+            begins[slot] = start = min(begin, self._position_buckets[-1] - length)
+            ids.append((self._held.get(slot, []) + [0] * (start + length))[start : start + length])
+            rows.append(range(start, start + length))
+        output = self._run_several(ids, rows, range(self.batch_size))
+        columns = []  # of [tokens, slots]
+        for slot, tokens, begin, *_ in chunks:
+            place = begin - begins[slot]
+            columns += [(place + n) * self.batch_size + slot for n in range(len(tokens))]
+            self._drafts[slot] = tokens[1:]
+            del self._held[slot][begin + 1 :]
+        if self._returns_ids:
+            return output.T.reshape(-1)[columns][:, None]
+        return output.transpose(0, 1).reshape(output.shape[1], -1)[:, columns].T
+
+    def _run_several(self, ids: Any, positions: Any, slots: Any) -> torch.Tensor:
+        """Runs a graph for several tokens of some slots: logits [tokens, vocab, slots], or ids [slots,
+        tokens]. transformers-neuronx finds graphs by their tokens alone, so it only sees the right one."""
+        model = self._model
+        every = model.decoder_lm_head_for_speculation
+        key = (len(ids[0]), len(ids))
+        model.decoder_lm_head_for_speculation = {key: every[key]}
+        try:
+            return self._call(model.speculative_forward, ids, positions, slots, speculation_length=key[0])
+        finally:
+            model.decoder_lm_head_for_speculation = every
+
+    def _run_step(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """A decode step: logits [len(chunks), vocab], or ids [len(chunks), 1]. transformers-neuronx allocates
+        the logits of each call, as [vocab, rows]; the result is a view of them where possible."""
+        slots = [chunk.slot for chunk in chunks]
+        begins = [chunk.begin for chunk in chunks]
+        lengths = [len(self._held[slot]) if slot in self._held else None for slot in slots]
+        assert sorted(set(slots)) == slots, f"slots {slots} are not ascending"
+        assert begins == lengths, f"slots {slots} hold {lengths} positions, not {begins}"
+        assert max(begins) < self.max_total_tokens, f"slots {slots} have no position {max(begins)}"
+        assert all(len(chunk.tokens) == 1 for chunk in chunks), "a decode step has one token a slot"
+        rows = {chunk.slot: (chunk.tokens[0], chunk.begin) for chunk in chunks}
+        if not self.prefill_chunk:
+            # transformers-neuronx overwrites position 0 of each slot that is not named: its sequence is lost.
+            self._held = {slot: self._held[slot] for slot in slots}
+        elif len(self._held) > len(slots):
+            rows = self._pad_idle_slots(rows)
+        for chunk in chunks:
+            self._held[chunk.slot] += chunk.tokens
+        ids, positions = zip(*rows.values())
+        output = self._call(
+            self._model, [[token] for token in ids], [[position] for position in positions], list(rows)
+        )
+        if list(rows)[: len(slots)] == slots:
+            return output[: len(slots)]
+        return output[slots]
+
+    def _pad_idle_slots(self, rows: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
+        """slot → (token, position) of every slot, so that idle slots keep their tokens.
+
+        An idle slot gets a filler after its tokens. One that is longer than the graph of this step gets its
+        first token again at position 0: the same keys and values up to rounding, and a short graph.
+        """
+        last = max(position for _token, position in rows.values())
+        bucket = next(size for size in self._position_buckets if size > last)
+        every_slot = dict.fromkeys(range(self.batch_size), (0, 0))
+        for slot, held in self._held.items():
+            every_slot[slot] = (held[0], len(held) if len(held) < bucket else 0)
+        return every_slot | rows
+
+    def _run_prompt(self, chunk: Chunk) -> torch.Tensor:
+        """Logits [1, vocab] after the last token, with `all_logits` [len(tokens), vocab] after each; or ids
+        [1, 1]."""
+        slot, tokens, begin, all_logits, *_ = chunk
+        held = self._held.get(slot, [])
+        length = self.prefill_chunk or 0
+        end = begin + len(tokens)
+        assert 0 <= slot < self.batch_size and len(tokens) >= 1 and end <= self.max_input_tokens
+        assert begin == 0 or len(tokens) <= length, (
+            f"{len(tokens)} tokens at position {begin}, in chunks of {length}"
+        )
+        assert begin <= len(held), f"slot {slot} holds {len(held)} positions, not {begin}"
+        held = self._held[slot] = [*held[:begin], *tokens]
+        self._pin_images(slot, held)
+        if begin:
+            return self._extend_prefill(slot, held, begin if all_logits else end - 1, begin)
+        first = held[:1] if all_logits else held
+        ids = first
+        positions = range(len(first))
+        if len(first) == 1:  # would run as a decode step, which damages every other slot
+            ids = [*first, 0]
+            positions = [0, 0]
+        output = self._call(self._model, [ids], [positions], [slot])
+        if len(first) == len(held):
+            return output
+        return torch.cat([output, self._extend_prefill(slot, held, 1, 1)])
+
+    def _pin_images(self, slot: int, held: list[int]) -> None:
+        """Keeps the embeddings of the images that a slot holds, also when their request has ended: its tokens
+        may run again, as fillers."""
+        if not self.encoder_cache:
+            return
+        tokens = np.array(held, np.int64)
+        keys, _numbers = split_ids(tokens[tokens < 0])
+        before = self._pinned.get(slot, set())
+        self._pinned[slot] = set(keys.tolist())
+        self.encoder_cache.pin(self._pinned[slot])
+        self.encoder_cache.unpin(before)
+
+    def _extend_prefill(self, slot: int, held: list[int], first: int, begin: int) -> torch.Tensor:
+        """Runs the tokens from position `begin` > 0 on: logits [len(held) - first, vocab] after those from
+        `first` on; or ids.
+
+        The graph has a fixed number of tokens and returns logits after each. Fillers after the last token
+        write positions that are written again before anything attends to them. Near the end of the slot the
+        chunk begins earlier, with tokens that the slot holds.
+        """
+        chunk = self.prefill_chunk
+        start = min(begin, self._position_buckets[-1] - chunk)
+        ids = (held + [0] * chunk)[start : start + chunk]
+        positions = range(start, start + chunk)
+        output = self._run_several([ids], [positions], [slot])
+        output = output.T if self._returns_ids else output[:, :, 0]
+        # A copy: a view would keep the logits of all tokens.
+        return output[first - start : len(held) - start].contiguous()
+
+    def _call(self, program: Callable, ids: Any, positions: Any, slots: Any, **options: int) -> torch.Tensor:
+        """int64 [n, q], [n, q], [n] → what transformers-neuronx returns. After an error of the runtime the
+        process must be restarted."""
+        # Through numpy, which is much faster than torch.tensor.
+        arrays = [torch.from_numpy(np.array(rows)) for rows in (ids, positions, slots)]
+        try:
+            return program(*arrays, **options)
+        except Exception as error:
+            raise DeviceLost(explain(error)) from error
+
+
+class HostEmbedding(torch.nn.Module):
+    """The table of embeddings of transformers-neuronx, and those of images from the encoder cache. `scale`:
+    what the family multiplies embeddings by, which the table has already."""
+
+    def __init__(self, table: torch.nn.Module, cache: EncoderCache, scale: float):
+        super().__init__()
+        self._table = table
+        self._cache = cache
+        self._scale = scale
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids: int64 [n, q] → [n, q, hidden]."""
+        tokens, embeddings, places = self._cache.resolve(ids.flatten().numpy())
+        embedded = self._table(torch.from_numpy(tokens))
+        embedded[torch.from_numpy(places)] = torch.from_numpy(embeddings).to(embedded) * self._scale
+        return embedded.unflatten(0, ids.shape)
+
+
+def _reason(error: DeviceLost, what: str, remedy: str) -> str:
+    """Why a check at startup cannot run. Raises ModelError for an error of the device itself."""
+    if is_device_error(error):
+        raise ModelError(f"{what} fails ({error}); give {remedy}") from None
+    return str(error)
+
+
+def _comparable(output: Logits | SampledIds) -> np.ndarray | list[int]:
+    """One row as float32, or the sampled id."""
+    if isinstance(output, SampledIds):
+        return output.ids.tolist()
+    if output.dtype == np.uint16:
+        return (output[0].astype(np.uint32) << 16).view(np.float32)
+    return output[0]

@@ -1,0 +1,554 @@
+"""The subcommand `plan`: which model fits on which Inferentia2 or Trainium machine.
+
+Arithmetic over a model's config.json: how heads and weights are split across NeuronCores, the device memory
+of weights and KV cache, and the tp_degree, batch size and context length to use. `main` prints it;
+neuron/build.py calls `choose` for the machine it runs on. Instance types are data, in plan.json. Reads no
+weights.
+
+Source references: "T/" is the code of transformers-neuronx 0.13.322, "SDK@" is the public repository
+aws-neuron-sdk at a tag."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import config as configuration
+from config import FP8, Config
+from manifest import NEURON_VISION_FAMILIES, read_json
+from models.adapters import count_numbers
+from models.checkpoint.fetch import adapter_shapes, fetch
+from models.checkpoint.quantization import Quantization, dequantized_config, written_dtype
+from models.errors import ModelError
+from models.machine import GIB, Machine
+from models.neuron import families
+from models.neuron.family import Family
+from run import ConfigError, Json
+
+MAX_CORES = 32  # of the largest machine
+CORE_BYTES = 16 * GIB  # HBM of a NeuronCore-v2 (SDK@v2.25.0:general/arch/neuron-hardware/inf2-arch.rst:32-70)
+# The share of a core to fill. Compiled code, scratch, logits and the runtime need the rest: an estimate.
+HEADROOM = 0.8
+# Defaults; larger values must be set explicitly.
+MAX_BATCH_SIZE = 32
+MAX_LENGTH = 4096
+PREFILL_CHUNK = 128  # tokens of a prompt between two decode steps, by default
+USEFUL_LENGTH = 2048  # context length of a slot: no machine with room for less is recommended
+COMPILER_BYTES = 8 * GIB  # host memory for each compiler process: an estimate, a large model takes several GB
+# Values of --neuron-config that change the arithmetic here.
+ON_DEVICE_EMBEDDING = "on_device_embedding=true"
+SHARD_OVER_SEQUENCE = "shard_over_sequence=true"
+# The graphs of transformers-neuronx for prompt chunks are wrong with these.
+WHOLE_PROMPTS = (SHARD_OVER_SEQUENCE, "sequence_parallel_norm=true")
+WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
+
+# Estimates, from AWS's published figures of Llama 2 7B and Llama 3 70B with 24 cores: a decode step takes
+# LAYER_S a layer, and reads a core's weights at READ_BYTES_S; prompts reach 17% of a core's peak.
+LAYER_S = 139e-6
+READ_BYTES_S = 278e9
+PREFILL_FLOPS = 0.17 * 95e12
+
+_DATA = json.loads(Path(__file__).with_name("plan.json").read_text(encoding="utf-8"))
+TP_DEGREES: dict[str, list[int]] = _DATA["tp_degrees"]  # by family
+_ROWS: list[Json] = _DATA["instances"]
+INSTANCES = {
+    row["name"]: Machine(row["cores"], row["family"], row["name"], row["host_gib"] * GIB, row["host_cores"])
+    for row in _ROWS
+}
+
+# What transformers' classes have where a vision_config leaves out a size, by the beginning of its model_type:
+# hidden_size, intermediate_size, num_hidden_layers, image_size, patch_size.
+TOWER_SIZES = {
+    "clip": (768, 3072, 12, 224, 32),
+    "siglip": (768, 3072, 12, 224, 16),
+    "idefics3": (1152, 3072, 12, 224, 32),
+    "smolvlm": (1152, 3072, 12, 224, 32),
+    "pixtral": (1024, 4096, 24, 1024, 16),
+    "internvl": (1024, 4096, 24, 448, 14),
+}
+# Estimates.
+HOST_FLOPS = 37e9  # of a host core in float32, a second
+TILE_CORES = 16  # that a tile keeps busy
+
+
+@dataclass(frozen=True)
+class Tower:
+    """The vision tower of a model that reads images, which runs on the host in float32."""
+
+    parameters: int  # with the projector
+    tile_flops: int  # floating-point operations for a tile of the largest size
+
+    @classmethod
+    def of(cls, config_json: Json) -> Tower | None:
+        """By a config.json; None for a model that reads text only."""
+        vision = config_json.get("vision_config")
+        if config_json.get("model_type") not in NEURON_VISION_FAMILIES or not isinstance(vision, dict):
+            return None
+        kind = str(vision.get("model_type"))
+        sizes = next((sizes for name, sizes in TOWER_SIZES.items() if kind.startswith(name)), None)
+        if sizes is None:
+            return None
+        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "image_size", "patch_size")
+        given = [vision.get(name) or size for name, size in zip(names, sizes)]
+        hidden, intermediate, layers, side, patch = (n[0] if isinstance(n, list) else n for n in given)
+        matrices = 3 if kind == "pixtral" else 2  # of an MLP
+        layer = 4 * hidden * hidden + matrices * hidden * intermediate
+        patches = (side // patch) ** 2
+        width = families.text_config(config_json).get("hidden_size", hidden)
+        return cls(
+            parameters=layers * layer + hidden * width + width * width,
+            tile_flops=layers * (2 * patches * layer + 4 * patches * patches * hidden),
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        return 4 * self.parameters
+
+    def tile_s(self, machine: Machine) -> float:
+        """About how long a tile takes on a machine."""
+        return self.tile_flops / (HOST_FLOPS * min(TILE_CORES, machine.host_cores or 1))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides how much memory a model needs."""
+
+    family: Family
+    tower: Tower | None = None  # of a model that reads images
+
+    @classmethod
+    def from_config(cls, data: Json) -> Shape:
+        """From the object in a config.json. Raises as `families.of` does."""
+        return cls(families.of(data), Tower.of(data))
+
+    def check_context_length(self, length: int | None) -> None:
+        """Raises ConfigError for slots longer than the model's context length."""
+        if length and length > self.family.length:
+            setting = f"--max-total-tokens {length} (MAX_TOTAL_TOKENS)"
+            raise ConfigError(
+                f"{setting} is more than the context length of this model on Neuron, {self.family.length}"
+            )
+
+    def served_in(self, dtype: str) -> str:
+        """The dtype that `--dtype` means for this checkpoint: auto is its own."""
+        return self.family.dtype if dtype == "auto" else dtype
+
+    @property
+    def parameters(self) -> int:
+        family = self.family
+        layer = self.matrix_parameters(tp_degree=1) + family.vectors
+        tables = family.vocab * (1 if family.is_tied else 2)
+        return family.layers * layer + family.hidden * (tables + 1)  # 1: the last norm
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory during loading: the checkpoint, the embedding tables in float32
+        (T/llama/model.py:280-286), and the vision tower."""
+        tower = self.tower.host_bytes if self.tower else 0
+        family = self.family
+        return self.parameters * WIDTHS[family.dtype] + 4 * family.hidden * family.vocab + tower
+
+    def memory_warning(self, machine: Machine) -> str | None:
+        """One line where the machine's host memory looks too small to load the model, or to compile it."""
+        if machine.host_bytes is None or self.host_bytes + COMPILER_BYTES <= machine.host_bytes:
+            return None
+        return (
+            f"there are {machine.host_bytes / GIB:.1f} GiB of host memory: loading takes about "
+            f"{self.host_bytes / GIB:.1f}, compiling about {COMPILER_BYTES // GIB} more; "
+            "`compile` needs no device and runs on a larger machine"
+        )
+
+    def matrix_parameters(self, tp_degree: int) -> int:
+        """Parameters of a layer's attention and MLP matrices on all cores, padded for `tp_degree`."""
+        family = self.family
+        attention = 2 * family.head_dim * sum(padded_heads(family.heads, family.kv_heads, tp_degree))
+        mlp = 3 * _round_up(family.intermediate, tp_degree)
+        return family.hidden * (attention + mlp)
+
+
+def padded_heads(heads: int, kv_heads: int, tp_degree: int) -> tuple[int, int]:
+    """Query heads and cached key-value heads of all cores together, after padding and replication by
+    transformers-neuronx.
+
+    Both are multiples of `tp_degree`; `kv_heads` divides `heads`. Follows T/utils.py:325-391 and
+    T/decoder.py:100-176,1762-1768 with `group_query_attention=None`, its default.
+    """
+    padded = _round_up(heads, tp_degree)
+    if heads == kv_heads:
+        return padded, padded
+    if kv_heads % tp_degree == 0:  # whole key-value heads on each core
+        return padded, kv_heads
+    if tp_degree % kv_heads == 0 and (padded - heads) % kv_heads == 0:  # each head on several cores
+        return padded, tp_degree
+    if padded * kv_heads == heads * tp_degree:  # the padded query heads of a core share one head
+        return padded, _round_up(kv_heads, tp_degree)
+    return padded, padded  # one for each query head
+
+
+def _round_up(number: int, divisor: int) -> int:
+    return -(-number // divisor) * divisor
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """A model split over `tp_degree` cores: the memory that one core holds, and whether that works."""
+
+    shape: Shape
+    tp_degree: int
+    batch_size: int
+    length: int  # positions of a slot
+    dtype: str = "auto"
+    quantize: str | None = None  # int8: the matrices of the layers
+    neuron_config: Sequence[str] = ()
+    prefill_chunk: int = 0  # tokens of a prompt that run at a time; 0: all
+    kv_cache_dtype: str = "auto"
+
+    @property
+    def chunk(self) -> int:
+        """`prefill_chunk`; 0 where no prompt is longer."""
+        return self.prefill_chunk if self.prefill_chunk < self.length - 1 else 0
+
+    @property
+    def _width(self) -> int:
+        return WIDTHS[self.shape.served_in(self.dtype)]
+
+    @property
+    def _vocab(self) -> int:
+        """The part of the vocabulary on one core, in the output matrix and in the logits."""
+        return _round_up(self.shape.family.vocab, self.tp_degree) // self.tp_degree
+
+    @property
+    def weights_bytes(self) -> int:
+        """Matrices / tp_degree with padded heads, plus what is replicated on every core. The embedding table
+        is usually on the host."""
+        family = self.shape.family
+        width = self._width
+        matrices = self.shape.matrix_parameters(self.tp_degree) // self.tp_degree
+        layer = matrices * (1 if self.quantize else width) + family.vectors * width
+        tables = 2 if ON_DEVICE_EMBEDDING in self.neuron_config else 1
+        return family.layers * layer + family.hidden * (tables * self._vocab + 1) * width
+
+    @property
+    def kv_bytes(self) -> int:
+        family = self.shape.family
+        _padded, cached = padded_heads(family.heads, family.kv_heads, self.tp_degree)
+        positions = self.length
+        if SHARD_OVER_SEQUENCE in self.neuron_config:  # T/llama/model.py:41-56, T/decoder.py:1794-1807
+            positions = (positions + 128) // max(1, self.tp_degree // family.kv_heads)
+        heads = cached // self.tp_degree
+        width = 1 if self.kv_cache_dtype == FP8 else self._width
+        return 2 * family.layers * positions * self.batch_size * heads * family.head_dim * width
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.kv_bytes + self.chunk_bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The logits after each token of a chunk."""
+        return self.chunk * self._vocab * self._width
+
+    @property
+    def step_s(self) -> float:
+        """About how long a decode step takes, in which short sequences run."""
+        return self.shape.family.layers * LAYER_S + self.weights_bytes / READ_BYTES_S
+
+    def prompt_s(self, tokens: int) -> float:
+        """About how long a prompt takes, for which all experts are computed."""
+        return 2 * self.shape.parameters * tokens / (self.tp_degree * PREFILL_FLOPS)
+
+    @property
+    def fits(self) -> bool:
+        return self.unsupported is None and self.total_bytes <= HEADROOM * CORE_BYTES
+
+    @property
+    def unsupported(self) -> str | None:
+        """Why transformers-neuronx cannot run this with any memory, and what would work; None: it can."""
+        tp_degree = self.tp_degree
+        family = self.shape.family
+        heads = family.heads
+        kv_heads = family.kv_heads
+        experts = family.experts
+        shards = SHARD_OVER_SEQUENCE in self.neuron_config
+        if shards and self.kv_cache_dtype == FP8:
+            return (
+                f"--neuron-config {SHARD_OVER_SEQUENCE} (NEURON_CONFIG) is not supported with "
+                f"--kv-cache-dtype {FP8} (KV_CACHE_DTYPE); leave one of them out"
+            )
+        if shards and (kv_heads in (heads, tp_degree) or tp_degree % kv_heads):
+            return (
+                f"--neuron-config {SHARD_OVER_SEQUENCE} (NEURON_CONFIG) needs more heads than its {kv_heads} "
+                f"key-value heads, and a tp_degree of two or more times {kv_heads}; "
+                f"not {heads} and {tp_degree}"
+            )
+        if family.head_norms == "all" and (heads % tp_degree or kv_heads % tp_degree):
+            return (
+                f"tp_degree {tp_degree} does not divide {heads} attention and {kv_heads} key-value heads, "
+                f"over all of which a norm goes; {math.gcd(heads, kv_heads)} would work"
+            )
+        if experts and not experts.fits(tp_degree):
+            possible = ", ".join(map(str, filter(experts.fits, allowed_tp_degrees(None, MAX_CORES))))
+            return (
+                f"tp_degree {tp_degree} cuts each of {experts.count} experts into "
+                f"{experts.pieces(tp_degree)} pieces, which does not divide its {experts.columns} columns; "
+                f"{possible} would work"
+            )
+        return None
+
+    def reason(self, degrees: Sequence[int]) -> str | None:
+        """Why it does not work and what would, each change alone, in one line; None: it works. `degrees` are
+        those that the machine has."""
+        if self.unsupported or self.fits:
+            return self.unsupported
+        free = HEADROOM * CORE_BYTES - self.weights_bytes - self.chunk_bytes
+        slots = int(free * self.batch_size // self.kv_bytes)
+        length = int(free * self.length // self.kv_bytes)
+        larger = [degree for degree in allowed_tp_degrees(None, MAX_CORES) if degree > self.tp_degree]
+        fitting = [degree for degree in larger if replace(self, tp_degree=degree).fits]
+        here = [f"--tp-degree {degree}" for degree in fitting if degree in degrees]
+        elsewhere = [f"a larger instance with --tp-degree {degree}" for degree in fitting]
+        options = []
+        if slots > 0:
+            options.append(f"--max-batch-size {slots}")
+        if length >= 128:
+            options.append(f"--max-total-tokens {length // 128 * 128}")
+        options += (here or elsewhere)[:1]
+        if not self.quantize and replace(self, quantize="int8").fits:
+            options.append("--quantize int8")
+        if self.kv_cache_dtype != FP8 and replace(self, kv_cache_dtype=FP8).fits:
+            options.append(f"--kv-cache-dtype {FP8}")
+        advice = "no known machine is large enough"
+        if options:
+            advice = f"{', or '.join(options)} would fit"
+        return f"{self}, and at most {HEADROOM:.0%} can be filled; {advice}"
+
+    def __str__(self) -> str:
+        sizes = f"tp_degree {self.tp_degree}, batch size {self.batch_size}, context length {self.length}"
+        fp8 = " (FP8)" if self.kv_cache_dtype == FP8 else ""
+        memory = f"weights {self.weights_bytes / GIB:.2f} + KV cache {self.kv_bytes / GIB:.2f} GiB{fp8}"
+        return f"{sizes}: {memory}, {self.total_bytes / CORE_BYTES:.0%} of a core's {CORE_BYTES // GIB}"
+
+
+def allowed_tp_degrees(family: str | None, cores: int) -> list[int]:
+    """The values of TP_DEGREES up to `cores`, ascending; without a family those of both."""
+    known = TP_DEGREES[family] if family else set().union(*TP_DEGREES.values())
+    return sorted(degree for degree in known if degree <= cores)
+
+
+def choose(shape: Shape, machine: Machine, config: Config) -> Sizing:
+    """The tp_degree, batch size and context length for a machine; those that are set in `config` are kept.
+
+    The longest slots up to the model's context length and 4096 that fit (else halves of it), then the largest
+    batch size of 1, 2, 4 … 32, then the tp_degree with the fewest bytes per core, as a decode step reads all
+    of them. Raises ConfigError with the numbers and what would fit where nothing does.
+    """
+    chunk = _prefill_chunk(shape, config)
+    shape.check_context_length(config.max_total_tokens)
+    degrees = _tp_degrees(machine, config)
+    longest = min(shape.family.length, MAX_LENGTH, config.max_batch_total_tokens or MAX_LENGTH)
+    lengths = [longest >> n for n in range(16) if n == 0 or longest >> n >= 128]
+    batch_sizes = [1 << n for n in range(MAX_BATCH_SIZE.bit_length())]
+    options = {
+        "dtype": config.dtype,
+        "quantize": config.quantize,
+        "neuron_config": config.neuron_config or (),
+        "prefill_chunk": chunk,
+        "kv_cache_dtype": config.kv_cache_dtype,
+    }
+    sizings = [
+        Sizing(shape, tp_degree, batch_size, length, **options)
+        for tp_degree in ([config.tp_degree] if config.tp_degree else degrees)
+        for length in ([config.max_total_tokens] if config.max_total_tokens else lengths)
+        for batch_size in sorted({config.slots(length, slots) for slots in batch_sizes})
+    ]
+    possible = [sizing for sizing in sizings if not sizing.unsupported]
+    if not possible:
+        raise ConfigError(sizings[0].unsupported)
+    working = [sizing for sizing in possible if sizing.fits]
+    if not working:
+        nearest = min(possible, key=lambda sizing: (sizing.batch_size, sizing.total_bytes))
+        raise ConfigError(f"the model does not fit on {machine.cores} cores: {nearest.reason(degrees)}")
+    return max(working, key=lambda sizing: (sizing.length, sizing.batch_size, -sizing.total_bytes))
+
+
+def _tp_degrees(machine: Machine, config: Config) -> list[int]:
+    """The tp_degrees of a machine. Raises ConfigError for a configured one that it does not support."""
+    degrees = allowed_tp_degrees(machine.family, machine.cores)
+    degree = config.tp_degree
+    if not degree or degree in degrees:
+        return degrees
+    # Inferentia2's collectives take any even number (collective-communication.rst:79-127), but only the
+    # others are known to load.
+    if machine.family == "inf2" and degree % 2 == 0 and degree <= machine.cores:
+        return degrees
+    family = f" of {machine.family}" if machine.family else ""
+    known = ", ".join(map(str, degrees))
+    raise ConfigError(
+        f"tp_degree {degree} is not possible with {machine.cores} cores{family}; {known} would work"
+    )
+
+
+def _prefill_chunk(shape: Shape, config: Config) -> int:
+    """The tokens of a chunk, 0 for whole prompts. Raises ConfigError for what transformers-neuronx does not
+    support in this family."""
+    if config.quantize not in (None, "int8"):
+        raise ConfigError(
+            f"--quantize {config.quantize} (QUANTIZE) is not supported on Neuron; give int8 or none"
+        )
+    options = config.neuron_config or ()
+    chunk = config.prefill_chunk
+    whole = [option for option in options if option in WHOLE_PROMPTS]
+    if whole and shape.family.graph().has_own_layers:
+        raise ConfigError(
+            f"--neuron-config {whole[0]} (NEURON_CONFIG) is not supported for "
+            f"{shape.family.model_type} models on Neuron; leave it out"
+        )
+    if chunk and whole:
+        raise ConfigError(
+            f"--prefill-chunk {chunk} (PREFILL_CHUNK) is not supported with --neuron-config {whole[0]} "
+            "(NEURON_CONFIG) on Neuron; give 0"
+        )
+    if chunk is not None:
+        return chunk
+    return 0 if whole else PREFILL_CHUNK
+
+
+def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config) -> Iterator[str]:
+    """The lines that `plan` prints, of any length."""
+    served = shape.served_in(config.dtype)
+    if config.quantize:
+        served += f", its layers in {config.quantize}"
+    family = shape.family
+    size = f"{shape.parameters:,} parameters in {family.dtype}, {family.layers} layers"
+    yield f"{name} ({family.model_type}): {size}"
+    memory = f"host memory to load it: {shape.host_bytes / GIB:.1f} GiB"
+    yield f"served in {served}; context length: {family.length}; {memory}"
+    if shape.tower:
+        tower = shape.tower
+        size = f"{tower.parameters:,} parameters, {tower.host_bytes / GIB:.1f} GiB of that memory in float32"
+        yield f"reads images, with the vision tower on the host: about {size}"
+    float32_kib = 2 * family.layers * family.kv_heads * family.head_dim * WIDTHS["float32"] / 1024
+    sizes = [
+        f"{share * float32_kib:.1f} KiB in {dtype}"
+        for dtype, share in {"float32": 1, **configuration.KV_SHARE_OF_FLOAT32}.items()
+    ]
+    yield f"on a CPU, a token's KV cache takes {', '.join(sizes)} (--kv-cache-dtype)"
+    useful = min(USEFUL_LENGTH, family.length, config.max_total_tokens or USEFUL_LENGTH)
+    recommended: list[tuple[int, int, int, str]] = []  # longest first, then smallest
+    for machine in machines:
+        yield ""
+        yield machine.instance
+        try:
+            sizing = choose(shape, machine, config)
+        except ConfigError as error:
+            yield f"  {error}"
+            continue
+        yield from _report_machine(sizing, machine, config)
+        if sizing.length >= useful and shape.host_bytes <= machine.host_bytes:
+            recommended.append((-sizing.length, machine.cores, machine.host_bytes, machine.instance))
+    yield ""
+    if len(machines) > 1:
+        answer = f"none, as no machine has room for a context length of {useful}"
+        if recommended:
+            longest, _cores, _host_bytes, instance = min(recommended)
+            answer = f"{instance}, the smallest for context length {-longest}"
+        yield f"Recommended: {answer}."
+        yield ""
+    yield from _DATA["notes"]
+
+
+def _report_machine(sizing: Sizing, machine: Machine, config: Config) -> Iterator[str]:
+    shape = sizing.shape
+    yield f"  {sizing}"
+    if warning := shape.memory_warning(machine):
+        yield f"  {warning}"
+    if shape.tower:
+        yield f"  an image takes about {shape.tower.tile_s(machine):.1f} s a tile on the host (estimate)"
+    with contextlib.suppress(ConfigError):  # not supported with it
+        smaller = choose(shape, machine, replace(config, kv_cache_dtype=FP8))
+        if smaller.batch_size * smaller.length > sizing.batch_size * sizing.length:
+            slots = f"batch size {smaller.batch_size}, context length {smaller.length}"
+            yield f"  with --kv-cache-dtype {FP8}: {slots} (not validated on hardware)"
+    if experts := shape.family.experts:
+        step = f"a decode step takes about {1000 * sizing.step_s:.0f} ms"
+        prompt = f"a prompt of {USEFUL_LENGTH} tokens about {sizing.prompt_s(USEFUL_LENGTH):.2f} s"
+        yield f"  all {experts.count} experts are computed for each token: {step}, {prompt} (estimates)"
+    slots = range(1, (config.max_batch_size or MAX_BATCH_SIZE) + 1)
+    lengths = [length for length in (1024, 2048, 4096, 8192, 16384) if length <= shape.family.length]
+    largest = []
+    for length in lengths or [shape.family.length]:
+        fitting = [n for n in slots if replace(sizing, batch_size=n, length=length).fits]
+        largest.append(f"{max(fitting, default='none')} for {length}")
+    yield f"  largest batch size (up to {slots[-1]}) by context length: {', '.join(largest)}"
+
+
+USAGE = """entrypoint.sh plan --model-id X [--instance TYPE] [flags]
+
+Shows what fits on which AWS Neuron machine. Only the model's config.json is read (without --model-id the
+demonstration model's). The flags are those of `serve` (entrypoint.sh --help lists them); these are used:
+--model-id --revision --max-total-tokens --max-batch-size --prefill-chunk --tp-degree --dtype --quantize
+--sampling --neuron-config --kv-cache-dtype --lora-adapters.
+Exit code 1: the model fits on none of the machines."""
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(usage=USAGE, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument(
+        "--instance",
+        choices=INSTANCES,
+        type=lambda name: name.removeprefix("ml."),
+        help="of EC2 or SageMaker",
+    )
+    try:
+        options, flags = parser.parse_known_args(argv)
+        config = configuration.parse(flags, os.environ)
+        if config.is_gguf or (":" in config.model_id and not config.is_local):  # owner/name:Q4_K_M
+            raise ConfigError(
+                "plan reads a config.json; give the checkpoint that the GGUF file was made from"
+            )
+        folder, _commit = fetch(config, ["config.json"])
+        data = read_json(folder / "config.json", required=True)
+        notices = []
+        if quantization := Quantization.read(folder):
+            data = dequantized_config(data, written_dtype(config))
+            notices.append(quantization.notice(config))
+        if config.lora_adapters:
+            notices.append(_describe_adapters(config))
+        shape = Shape.from_config(data)
+        machines = [machine for name, machine in INSTANCES.items() if options.instance in (None, name)]
+        for line in (*notices, *report(config.model_name, shape, machines, config)):
+            indent = " " * (len(line) - len(line.lstrip()) + 4)
+            print(textwrap.fill(line, 100, subsequent_indent=indent, break_on_hyphens=False))
+        return 0 if any(_fits(shape, machine, config) for machine in machines) else 1
+    except (argparse.ArgumentError, ConfigError, ModelError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _describe_adapters(config: Config) -> str:
+    numbers = count_numbers(adapter_shapes(config, source) for source in config.adapters.values())
+    megabytes = [f"{WIDTHS[dtype] * numbers / 1e6:.1f} MB in {dtype}" for dtype in ("float32", "bfloat16")]
+    return (
+        f"LoRA adapters {', '.join(config.adapters)}: {', '.join(megabytes)} on a CPU; on Neuron none is "
+        "served by request, and --merge-lora (MERGE_LORA) merges one, which takes no memory"
+    )
+
+
+def _fits(shape: Shape, machine: Machine, config: Config) -> bool:
+    try:
+        choose(shape, machine, config)
+    except ConfigError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

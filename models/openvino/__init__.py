@@ -1,0 +1,1 @@
+"""The engine for CPUs, through OpenVINO, and the conversion of checkpoints."""

@@ -1,0 +1,601 @@
+"""Converts a checkpoint into an entry of the model cache: an OpenVINO graph, checked against transformers'
+own logits.
+
+`models/convert.py` runs it in a child process, so that the worker never imports torch or transformers.
+`convert` loads the checkpoint (`pretrained.load_pretrained`), traces it with a placeholder in the place of
+each attention layer, saves the graph, and compares what `model.py` computes from the saved files with what
+transformers computes in float32 (`accuracy.py`): where the graph runs in float32, too, and on a text where
+bfloat16 or compressed weights round it. For a model that cannot be converted the entry holds the reason, and
+the next startup uses plain PyTorch directly.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import logging
+import shutil
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from config import Config
+from manifest import Manifest
+from models.accuracy import find_fault, kl_divergence
+from models.base import Chunk
+from models.cache import (
+    write_entry,
+    write_rejection,
+)
+from models.checkpoint.pretrained import (
+    InFloat32,
+    VisionCheck,
+    embed,
+    has_experts,
+    has_grid_positions,
+    load_pretrained,
+    reference_logits,
+)
+from models.errors import ModelError, first_line, is_out_of_memory, named
+from models.images.towers import VisionTower, is_vision, make_tower
+from models.machine import usable_threads
+
+# Before openvino, which it keeps from loading its telemetry.
+from models.openvino.model import (
+    IMAGE_INPUTS,
+    MERGED,
+    PLACEHOLDER,
+    PRECISIONS,
+    OpenVinoModel,
+    VisionEncoder,
+    check_quantizer,
+    read_graph,
+    with_dtype,
+)
+from run import HERE, Json
+
+import openvino as ov  # isort: skip
+from openvino import opset13 as ops  # isort: skip
+from openvino.frontend.pytorch import ConversionExtension, ModuleExtension, patch_model  # isort: skip
+from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder  # isort: skip
+
+logger = logging.getLogger("model")
+
+CHECK_TEXT = HERE / "models" / "openvino" / "check_text.txt"  # of 1776: all models know it
+PLACEHOLDERS = "openvino_placeholder"  # the name of an attention function of transformers
+CHUNK = OpenVinoModel.prefill_chunk
+CHECK_TOKENS = CHUNK + 16
+SHORT_CHECK_TOKENS = 80  # crosses the edges of two blocks
+SHORT_CHECK_BEGINS = (0, 1, 3, 34, 67, 68, 70), (0, 35, 36, 37, 54, 55)  # of the chunks of two slots
+CHECK_WINDOW = 40  # longer sliding windows are shortened to this for the check, so that they slide in it
+# How many int4 weights, and how many activations, share a scale. The first that passes its check is used:
+# large groups are faster, small ones more accurate.
+GROUPS = (128, 64, 32)
+# The share of the linear layers that gets int4, with the smallest groups; the others get int8. Models of a
+# few hundred million parameters do not tolerate int4 everywhere.
+INT4_SHARES = (0.8, 0.5)
+# What the quantized activations may add to the divergence, in nats per token on average.
+MAX_ACTIVATION_KL = 0.02
+# Linear layers of one input become one where they have at most so many outputs together: dividing the result
+# costs prompts more than large layers gain.
+MERGED_OUTPUTS = 4096
+WHOLE = "model.whole"  # the files of the graph whose weights are being compressed
+SPARE_BYTES = 50_000_000  # of the disk, for the graph without its weights
+
+
+class UnsupportedModel(Exception):
+    """A model that OpenVINO cannot serve; the message is a part of a log line."""
+
+
+class Placeholder(torch.nn.Module):
+    """Stands for one layer's attention while the model is traced; returns any [tokens, width]. `facts`: what
+    its name holds for `read_graph`. width: heads * value size."""
+
+    def __init__(self, facts: Json, width: int):
+        super().__init__()
+        self.name = PLACEHOLDER + json.dumps(facts)
+        self.width = width
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return query[:, :1].expand(-1, self.width) * 1.0
+
+    def in_graph(self, context) -> list[ov.Output]:
+        """Concat and Slice, which any saved graph can hold; one with PagedAttention cannot be read back."""
+        joined = ops.concat([context.get_input(i) for i in range(3)], 1)
+        joined.set_friendly_name(self.name)
+        return [ops.slice(joined, *(ops.constant([n]) for n in (0, self.width, 1, 1))).output(0)]
+
+
+def _attend(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    sliding_window=None,
+    softcap=None,
+    s_aux=None,
+    **_,
+):
+    """The attention function of transformers: query [1, heads, tokens, head size] -> [1, tokens, heads, value
+    size]."""
+    if softcap is not None:
+        raise UnsupportedModel("its attention caps scores")
+    _, heads, _, size = query.shape
+    _, kv_heads, _, value_size = value.shape
+    if not hasattr(module, "placeholder"):
+        facts = {
+            "index": module.layer_idx,
+            "scaling": float(size**-0.5 if scaling is None else scaling),
+            "window": int(sliding_window or 0),
+            "kv_heads": kv_heads,
+            "key_size": size,
+            "value_size": value_size,
+            "sinks": [] if s_aux is None else s_aux.tolist(),
+        }
+        module.placeholder = Placeholder(facts, heads * value_size)
+    flat = (states.transpose(1, 2).flatten(2)[0] for states in (query, key, value))
+    return module.placeholder(*flat).reshape(1, -1, heads, value_size), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(PLACEHOLDERS, _attend)
+
+
+class _Flat(torch.nn.Module):
+    """input_ids, position_ids: int64 [tokens] of all chunks; keep: int64 [rows], which tokens' logits are
+    returned; image_embeddings: float32 [image tokens, width], image_places: int64 [image tokens], the places
+    of these among the tokens, for models that read images. position_ids: [3, tokens] where
+    `has_grid_positions` says so."""
+
+    inputs = ("input_ids", "position_ids", "keep")
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, position_ids, keep):
+        return self.model(
+            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, logits_to_keep=keep
+        ).logits[0]
+
+
+class _FlatWithImages(_Flat):
+    inputs = (*_Flat.inputs, *IMAGE_INPUTS)
+
+    def forward(self, input_ids, position_ids, keep, image_embeddings, image_places):
+        return self.model(
+            **embed(self.model, input_ids[None], image_embeddings, image_places),
+            position_ids=position_ids.unsqueeze(-2),
+            use_cache=False,
+            logits_to_keep=keep,
+        ).logits[0]
+
+
+def convert(config: Config, folder: Path, target: Path) -> None:
+    """Fills `target`. Raises ModelError for what no engine can serve, OSError where `target` cannot be
+    written."""
+    manifest = Manifest.read(folder)
+    config = with_dtype(config, manifest)
+    dtype = config.dtype
+    check_quantizer(config)
+    stored = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
+    _check_room(config, stored, target)
+    steps = Steps(config, manifest)
+    steps.begin(f"loading {stored / 1e9:.1f} GB of weights")
+    model = load_pretrained(config, folder, "cpu")
+    facts: Json = {
+        "model": config.model_name,
+        "dtype": dtype,
+        "quantize": config.quantize,
+        "vocab_size": model.config.get_text_config().vocab_size,
+        "max_total_tokens": manifest.length_limit,
+        "has_experts": has_experts(model),
+        "arithmetic": None,  # None: what the CPU has for the dtype
+        "refused": None,
+    }
+    try:
+        positions = facts["max_total_tokens"] or manifest.max_positions or config.max_total_tokens
+        steps.begin("computing logits to compare with")
+        with InFloat32(getattr(torch, dtype)):
+            check = Check(model, positions, folder)
+        if manifest.reads_images:
+            steps.begin("converting the vision tower")
+            facts |= _convert_vision(model, manifest, target, config)
+        _set_types(model, getattr(torch, dtype))
+        facts["reference"] = check.stored
+        steps.begin("tracing")
+        _save(trace(model, image_width=facts.get("image_width")), target / "model.xml")
+        for parameter in model.parameters():
+            parameter.data = torch.empty(0)  # PyTorch never frees modules that were traced
+        del model
+        gc.collect()
+        steps.begin("comparing logits")
+        check.reject_faults(target, facts)
+        if config.quantize:
+            steps.begin(f"compressing to {config.quantize}, and comparing again")
+            _compress(config, check, target, facts)
+        elif dtype == "bfloat16" and (fault := check.fault_on_text(target, facts)):
+            logger.warning(
+                "%s does not tolerate arithmetic in bfloat16, and is computed in float32: %s",
+                facts["model"],
+                fault,
+            )
+            facts["arithmetic"] = "float32"
+    except Exception as error:
+        if _ends_conversion(error):
+            raise
+        logger.debug("not converted", exc_info=True)
+        cause = error.__cause__ or error  # OpenVINO wraps what a model raises
+        write_rejection(target, str(error) if type(error) is UnsupportedModel else named(cause))
+    else:
+        write_entry(target, facts)
+
+
+def _check_room(config: Config, stored: int, target: Path) -> None:
+    """Raises OSError where `target` has no room for the converted weights. stored: bytes of weights."""
+    copies = 2.0 if config.dtype == "float32" else 1.0  # float32 takes twice the bytes of a 16-bit checkpoint
+    if config.quantize:
+        copies += 0.6  # the compressed weights, beside the others until they are checked
+    needed = SPARE_BYTES + copies * stored
+    if shutil.disk_usage(target).free < needed:
+        raise OSError(f"{target} has no room for {needed / 1e9:.1f} GB")
+
+
+def _ends_conversion(error: Exception) -> bool:
+    """Whether an error says nothing about how the model converts: no entry is written for it."""
+    return isinstance(error, (ModelError, OSError)) or is_out_of_memory(error)
+
+
+def _set_types(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """All weights have `dtype` in the graph, and what is computed with beside them is float32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.float()
+
+
+def _convert_vision(model: torch.nn.Module, manifest: Manifest, target: Path, config: Config) -> Json:
+    """Writes the vision tower of a model, in float32, into `target`; with --quantize in int8 where it
+    tolerates that. Returns the facts of the entry: the width of an embedding, the one after each row of a
+    canvas, how many activations of the tower share a scale, or why the model is served without images."""
+    path = target / "vision.xml"
+    dtype = getattr(torch, config.dtype)
+    try:
+        # The numbers of a bfloat16 model are stored as such, and computed with in float32. (OpenVINO's own
+        # compression to float16 rounds everything, also the angles of rotary positions.)
+        tensors = {name: tensor.to(dtype) for name, tensor in model.state_dict().items() if is_vision(name)}
+        tower = make_tower(manifest.config_json, manifest.processor_config, tensors, torch.float32)
+        with InFloat32(dtype):
+            check = VisionCheck(model, tower)
+        newline = None if tower.newline is None else tower.newline.tolist()
+        graph = _trace_vision(tower, check.tiles[:1])
+        _save(graph, path)
+        fault = _vision_fault(path, check, newline, "float32")
+    except Exception as error:
+        if _ends_conversion(error):
+            raise
+        logger.debug("the vision tower is not converted", exc_info=True)
+        fault = named(error.__cause__ or error)
+    if fault is None:
+        return {
+            "newline": newline,
+            "vision_activation_group": _compress_vision(graph, path, check, newline, config),
+            "image_width": check.embeddings.shape[1],
+            "whole_images": manifest.whole_images,
+        }
+    for each in target.glob("vision.*"):
+        each.unlink()
+    return {"vision_fault": fault}
+
+
+def _compress_vision(
+    graph: ov.Model, path: Path, check: VisionCheck, newline: Sequence[float] | None, config: Config
+) -> int:
+    """With --quantize, saves a vision tower with the weights of its linear layers in int8, unless its
+    embeddings change too much. Returns how many activations share a scale; 0: the tower stays as it is."""
+    if not config.quantize:
+        return 0
+    import nncf
+
+    logging.getLogger("nncf").setLevel(logging.ERROR)
+    try:
+        _save(nncf.compress_weights(graph.clone(), mode=nncf.CompressWeightsMode.INT8_ASYM), path)
+        for group in GROUPS:
+            fault = _vision_fault(path, check, newline, "int8", config.dtype, group)
+            if fault is None:
+                return group
+    except Exception as error:
+        if _ends_conversion(error):
+            raise
+        fault = named(error)
+    logger.info("The vision tower is not compressed: in int8 %s", fault)
+    _save(graph, path)
+    return 0
+
+
+def _vision_fault(
+    path: Path,
+    check: VisionCheck,
+    newline: Sequence[float] | None,
+    precision: str,
+    computed_in: str = "float32",
+    group: int = 0,
+) -> str | None:
+    settings = {"INFERENCE_PRECISION_HINT": PRECISIONS[computed_in], "DYNAMIC_QUANTIZATION_GROUP_SIZE": group}
+    encoder = VisionEncoder(path, newline, settings)
+    return check.find_fault(encoder.encode(check.tiles, check.canvas, lambda: False), precision)
+
+
+def _trace_vision(tower: VisionTower, tile: np.ndarray) -> ov.Model:
+    with torch.no_grad():
+        graph = ov.convert_model(tower, example_input=torch.from_numpy(tile))
+    side = tower.tile_side or -1
+    graph.reshape(ov.PartialShape([1, side, side, 3]))
+    return graph
+
+
+class Steps:
+    """Logs the steps of a conversion, and how many there are."""
+
+    def __init__(self, config: Config, manifest: Manifest):
+        self._name = config.model_name
+        self._number = 0
+        self._total = 4 + bool(config.quantize) + manifest.reads_images
+
+    def begin(self, what: str) -> None:
+        self._number += 1
+        logger.info("Converting %s, step %d of %d: %s", self._name, self._number, self._total, what)
+
+
+def trace(model: torch.nn.Module, image_width: int | None = None) -> ov.Model:
+    """A graph with placeholders. `image_width`: of the embeddings of images, if the graph reads them. Changes
+    the torch model, which cannot be used afterwards."""
+    model.requires_grad_(False).set_attn_implementation(PLACEHOLDERS)
+    # The other implementations do not convert, or break where an expert has no token.
+    model.set_experts_implementation("batched_mm")
+    ids = torch.arange(5)
+    with torch.no_grad():
+        model(input_ids=ids[None], position_ids=ids[None], use_cache=False)  # makes the placeholders
+        placeholders = [module.placeholder for module in model.modules() if hasattr(module, "placeholder")]
+        if len(placeholders) != model.config.get_text_config().num_hidden_layers:
+            raise UnsupportedModel("its layers do not use the attention interface of transformers")
+        for module in model.modules():
+            if hasattr(module, "original_inv_freq"):  # longrope: one buffer of two names cannot be traced
+                module.inv_freq = torch.nn.Buffer(module.inv_freq.clone(), persistent=False)
+        # 16-bit constants in a float32 graph; else the angles are computed in 16 bits, too.
+        if model.dtype != torch.float32:
+            getattr(patch_model, "__make_16bit_traceable")(model)
+        flat = _Flat(model)
+        example = (ids, ids, ids[2:4])
+        shapes = {name: [-1] for name in _FlatWithImages.inputs}
+        if image_width:
+            flat = _FlatWithImages(model)
+            shapes["image_embeddings"] = [-1, image_width]
+            if has_grid_positions(model):
+                shapes["position_ids"] = [3, -1]
+                example = (ids, ids.repeat(3, 1), ids[2:4])
+            example += (torch.zeros(2, image_width), ids[1:3])
+        modules = {
+            placeholder: ModuleExtension(placeholder, placeholder.name) for placeholder in placeholders
+        }
+        traced = TorchScriptPythonDecoder(
+            flat,
+            example_input=example,
+            module_extensions=modules,
+            trace_kwargs={"check_trace": False},
+        )
+        in_graph = [
+            ConversionExtension(placeholder.name, placeholder.in_graph) for placeholder in placeholders
+        ]
+        graph = ov.convert_model(traced, example_input=example, extension=in_graph)
+    for name, port in zip(flat.inputs, graph.inputs):
+        is_embedding = name == IMAGE_INPUTS[0]
+        port.get_node().set_element_type(ov.Type.f32 if is_embedding else ov.Type.i64)
+        port.get_node().set_partial_shape(ov.PartialShape(shapes[name]))
+        port.get_tensor().set_names({name})
+    graph.validate_nodes_and_infer_types()
+    return graph
+
+
+class Check:
+    """Token ids and the logits of transformers for them in float32, computed before `trace` changes the
+    model.
+
+    `positions`: how many the model has. `stored` goes into the entry, for the comparison at every startup.
+    """
+
+    def __init__(self, model: torch.nn.Module, positions: int, folder: Path):
+        text_config = model.config.get_text_config()
+        vocab_size = text_config.vocab_size
+        random = np.random.default_rng(0)
+        self.ids = random.integers(0, vocab_size, min(CHECK_TOKENS, positions)).tolist()
+        self.short = self.ids[:SHORT_CHECK_TOKENS]
+        self.shift = positions - len(self.short)  # the model's last positions
+        # Random ids where there is no tokenizer: they make small differences larger than texts do.
+        self.text = _ids_of_text(folder, vocab_size)[: len(self.ids)] or self.ids
+        self.text_logits = reference_logits(model, self.text)
+        stored = self.text[:SHORT_CHECK_TOKENS]
+        columns = sorted(set(stored))  # likely tokens: what differs there matters
+        logits = self.text_logits[: len(stored), columns]
+        self.stored = {"ids": stored, "columns": columns, "logits": logits.tolist()}
+        window = getattr(text_config, "sliding_window", None)
+        # A window of all positions never slides, and families may not pass it to their attention function.
+        self.window = min(window, CHECK_WINDOW) if window and window < positions else None
+        if self.window:
+            text_config.sliding_window = self.window
+        self.logits = reference_logits(model, self.ids)
+        self.at_end = reference_logits(model, self.short, begin=self.shift)
+        if self.window:
+            text_config.sliding_window = window
+
+    def reject_faults(self, target: Path, facts: Json) -> None:
+        """Runs the saved graph in float32: long and short chunks, one and two slots a call, at the first and
+        at the last positions. Raises UnsupportedModel where one of these differs."""
+        model = self._model(target, facts | {"arithmetic": "float32"}, self.window)
+        at_end = model.forward([Chunk(0, self.short, 0, all_logits=True)], self.shift)
+        for found, expected in (
+            (at_end, self.at_end),
+            (_prompt_logits(model, self.ids), self.logits),
+            self._short_chunks(model),
+        ):
+            if fault := find_fault(found, expected, "float32", facts["has_experts"]):
+                raise UnsupportedModel(fault)
+
+    def _short_chunks(self, model: OpenVinoModel) -> tuple[np.ndarray, np.ndarray]:
+        """The logits after each chunk of two slots, and the expected ones."""
+        found = []
+        expected = []
+        n = len(self.short)
+        begins_of = [[begin for begin in begins if begin < n] for begins in SHORT_CHECK_BEGINS]
+        ranges = [itertools.pairwise([*begins, n]) for begins in begins_of]
+        for step in itertools.zip_longest(*ranges):
+            running = [(slot, part) for slot, part in enumerate(step) if part]
+            chunks = [Chunk(slot, self.short[begin:end], begin) for slot, (begin, end) in running]
+            found.append(model.forward(chunks))
+            expected.append(self.logits[[end - 1 for _slot, (_begin, end) in running]])
+        return np.concatenate(found), np.concatenate(expected)
+
+    def fault_on_text(self, target: Path, facts: Json) -> str | None:
+        """Runs the saved graph as it will be served, over a text. Returns how it differs, or None."""
+        model = self._model(target, facts)
+        found = _prompt_logits(model, self.text)
+        return find_fault(found, self.text_logits, model.precision, facts["has_experts"])
+
+    def activation_group(self, target: Path, facts: Json, most: int) -> int:
+        """How many activations share a scale: the largest of GROUPS up to `most` that the model tolerates,
+        else the smallest."""
+
+        def logits_with(group: int) -> np.ndarray:
+            return _prompt_logits(self._model(target, facts | {"activation_group": group}), self.text)
+
+        exact = logits_with(0)
+        groups = [group for group in GROUPS if group <= most]
+        for group in groups[:-1]:
+            if kl_divergence(logits_with(group), exact).mean() <= MAX_ACTIVATION_KL:
+                return group
+        return groups[-1]
+
+    def _model(self, target: Path, facts: Json, longest_window: int | None = None) -> OpenVinoModel:
+        graph = read_graph(target / "model.xml", facts.get("whole_images", False), longest_window)
+        return OpenVinoModel(graph, facts, slots=3, max_total_tokens=len(self.ids), threads=usable_threads())
+
+
+def _ids_of_text(folder: Path, vocab_size: int) -> list[int]:
+    """The tokens of CHECK_TEXT; none where the folder has no tokenizer.json, or that of another model."""
+    text = CHECK_TEXT.read_text()
+    try:
+        ids = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json")).encode(text)
+    except Exception:  # tokenizers raises nothing more specific
+        return []
+    return ids if max(ids, default=vocab_size) < vocab_size else []
+
+
+def _prompt_logits(model: OpenVinoModel, ids: Sequence[int]) -> np.ndarray:
+    """The logits after each token of a prompt, which runs in chunks: float32 [tokens, vocab]."""
+    begins = range(0, len(ids), CHUNK)
+    chunks = [Chunk(0, ids[begin : begin + CHUNK], begin, all_logits=True) for begin in begins]
+    return np.concatenate([model.forward([chunk]) for chunk in chunks])
+
+
+def _compress(config: Config, check: Check, target: Path, facts: Json) -> None:
+    """Compresses the weights of the saved graph: those of linear layers and embeddings. Raises ModelError
+    where the model loses too much accuracy."""
+    import nncf
+
+    logging.getLogger("nncf").setLevel(logging.ERROR)  # nncf.set_log_level would change our handlers as well
+    for ending in ("xml", "bin"):
+        (target / f"model.{ending}").rename(target / f"{WHOLE}.{ending}")
+    for way in _ways_to_compress(config.quantize, nncf):
+        # Read anew, because compression cannot be undone. Its weights are pages of the file, which the kernel
+        # drops when memory is short.
+        graph = ov.Core().read_model(target / f"{WHOLE}.xml")
+        _merge_linear_layers(graph)
+        graph = nncf.compress_weights(graph, **way)
+        _save(graph, target / "model.xml")
+        # More activations than weights to a scale are slower, and their rounding depends on other rows.
+        ports = [node.output(0) for node in graph.get_ops()]
+        groups = {port.get_shape()[-1] for port in ports if port.get_element_type() == ov.Type.u4} - {1}
+        del graph, ports
+        facts["activation_group"] = check.activation_group(target, facts, min(groups, default=GROUPS[0]))
+        fault = check.fault_on_text(target, facts)
+        if fault is None:
+            if way.get("ratio", 1.0) < 1:
+                logger.info("int4 in %.0f %% of the layers, int8 in the others", 100 * way["ratio"])
+            for path in target.glob(f"{WHOLE}.*"):
+                path.unlink()
+            return
+    other = ", or use int8" if config.quantize == "int4" else ""
+    raise ModelError(
+        f"--quantize {config.quantize} (QUANTIZE): {config.model_name} loses too much accuracy: {fault}; "
+        f"leave it out{other}"
+    )
+
+
+def _merge_linear_layers(graph: ov.Model) -> None:
+    """Makes one matrix product of those that multiply the same input, such as query, key and value: each
+    takes 10 to 20 us beside the time for its weights."""
+    for output in [output for node in graph.get_ordered_ops() for output in node.outputs()]:
+        readers = [reader.get_node() for reader in output.get_target_inputs() if reader.get_index() == 0]
+        readers.sort(key=lambda node: node.get_friendly_name())
+        layers_of = defaultdict(list)
+        for node in readers:
+            if weights := _weights_of(node):
+                layers_of[weights.get_element_type().get_type_name()].append((node, weights))
+        for layers in layers_of.values():
+            outputs = sum(len(weights.data) for _node, weights in layers)
+            if len(layers) > 1 and outputs <= MERGED_OUTPUTS:
+                _merge(layers)
+    graph.validate_nodes_and_infer_types()
+
+
+def _merge(layers: Sequence[tuple[ov.Node, ov.Node]]) -> None:
+    """`layers`: matrix products of one input, and their weights."""
+    first, first_weights = layers[0]
+    rows = [weights.data for _node, weights in layers]
+    joined = ov.Tensor(first_weights.get_element_type(), [sum(map(len, rows)), rows[0].shape[1]])
+    np.concatenate(rows, out=joined.data)
+    weights = ops.convert(ops.constant(joined), first.get_element_type())
+    product = ops.matmul(first.input_value(0), weights, False, True)
+    product.set_friendly_name(first.get_friendly_name())
+    parts = ops.variadic_split(product, -1, list(map(len, rows)))
+    parts.set_friendly_name(MERGED + " ".join(node.get_friendly_name() for node, _weights in layers))
+    for (node, _weights), part in zip(layers, parts.outputs()):
+        node.output(0).replace(part)
+
+
+def _weights_of(product: ov.Node) -> ov.Node | None:
+    """The constant [outputs, inputs] of a linear layer; None for another node."""
+    if product.get_type_name() != "MatMul":
+        return None
+    weights = product.input_value(1).get_node()
+    if weights.get_type_name() == "Convert":
+        weights = weights.input_value(0).get_node()
+    is_linear = weights.get_type_name() == "Constant" and len(weights.get_output_shape(0)) == 2
+    return weights if is_linear and product.get_attributes()["transpose_b"] else None
+
+
+def _ways_to_compress(quantize: str, nncf: Any) -> list[dict[str, Any]]:
+    """Arguments of nncf's `compress_weights`, the fastest and least accurate first."""
+    if quantize == "int8":
+        return [{"mode": nncf.CompressWeightsMode.INT8_ASYM}]
+    # A layer whose width the group does not divide gets the largest that does, or int8 where 32 does not.
+    adjust = nncf.AdvancedCompressionParameters(group_size_fallback_mode=nncf.GroupSizeFallbackMode.ADJUST)
+    mode = nncf.CompressWeightsMode.INT4_ASYM
+    whole = [{"mode": mode, "group_size": group, "advanced_parameters": adjust} for group in GROUPS]
+    return whole + [whole[-1] | {"ratio": share} for share in INT4_SHARES]
+
+
+def _save(graph: ov.Model, path: Path) -> None:
+    try:
+        ov.save_model(graph, path, compress_to_fp16=False)
+    except RuntimeError as error:
+        raise OSError(f"{path.parent} cannot be written: {first_line(error)}") from None

@@ -1,0 +1,708 @@
+"""Decoder-only models on a CPU, through OpenVINO. `load` picks the engine.
+
+A model is converted once (`convert.py`, in a child process) and kept in the cache (`cache.py`) as an OpenVINO
+graph whose attention layers are placeholders. Here the graph is read, the placeholders become PagedAttention,
+and the graph is compiled; a few logits are compared with those of `transformers` at every startup. Models
+that do not convert are served by `pytorch/model.py`.
+
+Each slot owns a fixed range of the KV cache's blocks, so there is no block allocator, and one call runs any
+mix of chunks. This file imports neither torch nor transformers, unless the model is served by plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import itertools
+import json
+import logging
+import math
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# openvino then uses its own stub: no usage data leaves the machine.
+sys.modules.setdefault("openvino_telemetry", None)
+
+import numpy as np  # noqa: E402
+import openvino as ov  # noqa: E402
+from openvino import opset13 as ops  # noqa: E402
+from openvino.op import _PagedAttentionExtension as PagedAttention  # noqa: E402
+
+from config import DEFAULT_BATCH_SIZE, Config  # noqa: E402
+from manifest import Manifest  # noqa: E402
+from models.accuracy import find_fault  # noqa: E402
+from models.adapters import Adapters, Updates, common_name, configured  # noqa: E402
+from models.base import Chunk, StaticBatchModel  # noqa: E402
+from models.cache import (  # noqa: E402
+    NNCF,
+    ModelCache,
+    NotConverted,
+    model_key,
+    read_entry,
+    run_converter,
+    write_rejection,
+)
+from models.errors import (  # noqa: E402
+    ModelError,
+    check_length_limit,
+    is_out_of_memory,
+    named,
+    progress_logged,
+    warn_text_only,
+)
+from models.images.embeddings import encode  # noqa: E402
+from models.images.encoder_cache import EncoderCache, split_at_images  # noqa: E402
+from models.images.grid_positions import GridPositions  # noqa: E402
+from models.machine import host_memory, usable_threads  # noqa: E402
+from run import HERE, ConfigError, Json  # noqa: E402
+
+logger = logging.getLogger("model")
+
+BLOCK = 32  # tokens of a KV cache block; PagedAttention on a CPU has no other size
+FLOAT32_TOKENS = 64  # per call: from 65 or 81 rows on, oneDNN's AVX2 kernels sum in another order
+# Activations that share a scale where weights are compressed, for entries that do not say so. 0: exact.
+ACTIVATION_GROUP = 64
+# Rows of a call with draft tokens: 16 rows take about twice the time of one.
+VERIFY_TOKENS = 16
+# The rows that a smaller call is padded to: a single row is rounded differently, and where bfloat16 has no
+# AMX, four rows can be faster than fewer.
+MIN_ROWS, PADDED_ROWS = 2, 4
+PADDING_GAIN = 0.9  # of the time of the smaller call
+# The demonstration model in the image, converted when the image is built.
+SHIPPED = HERE / "demo" / "converted"
+PLACEHOLDER = "paged_attention "  # then a JSON object, which `convert.py` writes
+# The names of linear layers in a graph of a model; those of the head, which is outside of the layers, have no
+# dot. Layers that were merged into one product are the outputs of a node with this prefix and their names.
+LINEAR = re.compile(r"__module\.model\.(.+\..+)/(?:aten|ov_ext)::linear/MatMul")
+MERGED = "linear layers "
+WORTH_COMPRESSING = 100_000_000  # bytes of weights
+IMAGE_INPUTS = ("image_embeddings", "image_places")  # of graphs of models that read images
+PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "u8": "u8"}  # OpenVINO's names
+BATCH_INPUTS = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
+
+
+class Segment(NamedTuple):
+    """Consecutive tokens of a slot in one call of the graph."""
+
+    slot: int
+    tokens: Sequence[int]
+    begin: int
+    rows: int  # how many of the last tokens' logits are returned
+
+
+class OpenVinoModel(StaticBatchModel):
+    """A converted model and its KV cache. `graph` comes from `read_graph`; `facts` is its `entry.json`."""
+
+    engine = "openvino"
+    device = "cpu"
+    supports_chunked_prefill = True
+    prefill_chunk = 256
+    supports_prompt_logits = True
+    prefix_granularity = 1
+    supports_prefix_copy = True
+    _grid_positions: GridPositions | None = None
+    max_draft_rows = verify_length = VERIFY_TOKENS
+
+    def __init__(
+        self,
+        graph: ov.Model,
+        facts: Json,
+        slots: int,
+        max_total_tokens: int,
+        threads: int,
+        kv_cache_dtype: str = "auto",
+        prefix_slots: int = 0,
+        adapters: Mapping[str, Updates] | None = None,
+        loads_adapters: bool = False,
+    ):
+        """adapters: the LoRA adapters that chunks may choose, by name. loads_adapters: there may be others
+        later, of any linear layers."""
+        self.batch_size = slots
+        self.prefix_slots = max(slots, prefix_slots)
+        self.max_total_tokens = max_total_tokens
+        self.max_input_tokens = max_total_tokens - 1
+        self.vocab_size = facts["vocab_size"]
+        self.dtype = facts["dtype"]
+        self.quantize = facts["quantize"]
+        core = ov.Core()
+        settings = {
+            "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_NUM_THREADS": threads,
+            "ENABLE_CPU_PINNING": False,  # other processes share the cores
+        }
+        self.threads = _threads_taken(core, settings)
+        self._settings = settings
+        self._min_rows = MIN_ROWS
+        precisions = self._choose_precisions(core, graph, facts, kv_cache_dtype)
+        if adapters or loads_adapters:
+            self._add_adapters(graph, adapters or {}, loads_adapters)
+        compiled = core.compile_model(graph, "CPU", settings | precisions)
+        self._request = compiled.create_infer_request()
+        shapes = {port.get_any_name(): port.get_partial_shape() for port in compiled.inputs}
+        blocks = math.ceil(max_total_tokens / BLOCK)
+        # The blocks of each slot, and of the padding row.
+        rows = self.prefix_slots + 1
+        if IMAGE_INPUTS[0] in shapes:
+            self.encoder_cache = EncoderCache(width=shapes[IMAGE_INPUTS[0]][1].get_length())
+            self.whole_images = facts.get("whole_images", False)
+            if len(shapes["position_ids"]) > 1:
+                self._grid_positions = GridPositions(rows, max_total_tokens, self.encoder_cache)
+        self._blocks = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks)
+        self._kv_cache = [  # openvino holds no reference to the arrays
+            self._add_cache(port) for port in compiled.inputs if "_cache." in port.get_any_name()
+        ]
+        self.kv_bytes_per_token = sum(cache.nbytes for cache in self._kv_cache) // (self._blocks.size * BLOCK)
+        self._columns: tuple[int, ...] = ()  # of the adapters that the graph has; () before it has any
+        self._select_adapters([])
+
+    def _choose_precisions(self, core: ov.Core, graph: ov.Model, facts: Json, kv_cache_dtype: str) -> Json:
+        """OpenVINO's settings for the arithmetic and the KV cache. Sets what follows from them for calls and
+        in the graph. Raises ModelError."""
+        has_bfloat16 = "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        # On one thread OpenVINO's AMX kernel for MLPs divides by zero, half the threads: SIGFPE.
+        tolerates_bfloat16 = (
+            has_bfloat16
+            and self.dtype == "bfloat16"
+            and facts["arithmetic"] != "float32"
+            and self.threads > 1
+        )
+        # Compressed weights are multiplied by quantized activations, in float32: faster than bfloat16, and
+        # batch-invariant, which bfloat16 over compressed weights is not on AMX.
+        is_bfloat16 = tolerates_bfloat16 and self.quantize is None
+        self.computed_in = "bfloat16" if is_bfloat16 else "float32"
+        tolerated = "bfloat16" if tolerates_bfloat16 else "float32"
+        self.kv_cache_dtype = tolerated if kv_cache_dtype == "auto" else kv_cache_dtype
+        accepted = list(dict.fromkeys((tolerated, self.computed_in, "u8")))
+        if self.kv_cache_dtype not in accepted:
+            raise ModelError(
+                f"--kv-cache-dtype {kv_cache_dtype} (KV_CACHE_DTYPE): OpenVINO computes {facts['model']} in "
+                f"{self.computed_in} here, which takes a KV cache in {' or '.join(accepted)}; give auto or u8"
+            )
+        if self.kv_cache_dtype == "bfloat16" and not is_bfloat16:
+            _attend_in_bfloat16(graph)
+        if self.kv_cache_dtype == "u8":  # the scale of a block changes as the block fills
+            self.chunk_granularity = self.prefix_granularity = BLOCK
+        self.precision = self.quantize or ("u8" if self.kv_cache_dtype == "u8" else self.computed_in)
+        is_any_length_exact = is_bfloat16 or (self.quantize is not None and has_bfloat16)
+        self._max_call_tokens = math.inf if is_any_length_exact else FLOAT32_TOKENS
+        settings: Json = {  # both default to less precise types on some CPUs
+            "INFERENCE_PRECISION_HINT": PRECISIONS[self.computed_in],
+            "KV_CACHE_PRECISION": PRECISIONS[self.kv_cache_dtype],
+        }
+        if self.quantize:
+            settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = facts.get("activation_group", ACTIVATION_GROUP)
+        self._vision_precision = PRECISIONS["bfloat16" if tolerates_bfloat16 else "float32"]
+        return settings
+
+    def _add_cache(self, port: ov.ConstOutput) -> np.ndarray:
+        """An array for the keys or the values of a layer: [blocks, KV heads, BLOCK, head size in bytes]."""
+        kind = port.get_element_type()
+        shape = [self._blocks.size, *(port.get_partial_shape()[i].get_length() for i in (1, 2, 3))]
+        zeros = np.zeros((*shape[:-1], shape[-1] * kind.size), np.uint8)
+        self._request.set_tensor(port.get_any_name(), ov.Tensor(zeros, ov.Shape(shape), kind))
+        return zeros
+
+    def _add_adapters(self, graph: ov.Model, adapters: Mapping[str, Updates], loads_adapters: bool) -> None:
+        """Raises ModelError for adapters that do not fit the graph."""
+        dtype = "bfloat16" if self.quantize else self.computed_in
+        self._adapter_type = ov.Type.bf16 if dtype == "bfloat16" else ov.Type.f32
+        modules = None if loads_adapters else {module for updates in adapters.values() for module in updates}
+        self.adapters = Adapters(add_adapters(graph, modules, self._adapter_type), dtype)
+        for name, updates in adapters.items():
+            self.adapters.add(name, updates)
+
+    def _select_adapters(self, numbers: Iterable[int]) -> None:
+        """Gives the graph the weights from the first to the last of these adapters, as views, unless it has
+        them: that takes 10 ms for 30 layers."""
+        if self.adapters is None:
+            return
+        begin, end = self.adapters.columns_of(numbers)
+        if self._columns == (begin, end, self.adapters.version):
+            return
+        for module, pair in self.adapters.weights.items():
+            for name, array in zip(_adapter_inputs(module), pair):
+                shape = ov.Shape([1, end - begin, array.shape[1]])
+                self._request.set_tensor(name, ov.Tensor(array[begin:end], shape, self._adapter_type))
+        self._columns = (begin, end, self.adapters.version)
+
+    def forward(self, chunks: Sequence[Chunk], shift: int = 0) -> np.ndarray:
+        """`shift` is added to the positions that the model gets, for the check of a conversion."""
+        groups = self.adapters.groups([chunk.adapter for chunk in chunks]) if self.adapters else ()
+        if len(groups) <= 1:
+            return self._forward(chunks, shift)
+        logits_of = {}
+        for group in groups:
+            logits = self._forward([chunks[place] for place in group], shift)
+            ends = np.cumsum([chunks[place].rows for place in group])
+            logits_of |= zip(group, np.split(logits, ends[:-1]))
+        return np.concatenate([logits_of[place] for place in range(len(chunks))])
+
+    def _forward(self, chunks: Sequence[Chunk], shift: int) -> np.ndarray:
+        adapter_of = {chunk.slot: chunk.adapter for chunk in chunks}
+        self._select_adapters(adapter_of.values())
+        calls = split(chunks, self._max_call_tokens, self.chunk_granularity, self.whole_images)
+        logits = [self._infer(call, shift, adapter_of) for call in calls]
+        return logits[0] if len(logits) == 1 else np.concatenate(logits)
+
+    def copy_prefix(self, source: int, target: int, tokens: int) -> None:
+        """Copies whole blocks: what follows `tokens` in the last one is overwritten before it is read."""
+        blocks = math.ceil(tokens / BLOCK)
+        for cache in self._kv_cache:
+            cache[self._blocks[target, :blocks]] = cache[self._blocks[source, :blocks]]
+        if self._grid_positions:
+            self._grid_positions.copy(source, target, tokens)
+
+    def load_vision(self, path: Path, newline: Sequence[float] | None, activation_group: int) -> None:
+        """activation_group: how many activations share a scale where weights are compressed."""
+        precision = {
+            "INFERENCE_PRECISION_HINT": self._vision_precision,
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": activation_group,
+        }
+        self._vision = VisionEncoder(path, newline, self._settings | precision)
+
+    def choose_padding(self) -> None:
+        """Measures whether small calls are faster with more rows."""
+        if self.computed_in != "bfloat16" or self.max_total_tokens < PADDED_ROWS:
+            return
+        small, padded = (min(self._time_call(rows) for _ in range(3)) for rows in (MIN_ROWS, PADDED_ROWS))
+        if padded < PADDING_GAIN * small:
+            self._min_rows = PADDED_ROWS
+            logger.info(
+                "Steps are padded to %d rows: %.1f ms, not %.1f",
+                PADDED_ROWS,
+                1000 * padded,
+                1000 * small,
+            )
+
+    def _time_call(self, rows: int) -> float:
+        """Seconds."""
+        begun_at = time.perf_counter()
+        self._infer([Segment(self.prefix_slots, (0,) * rows, 0, rows)], shift=0, adapter_of={})
+        return time.perf_counter() - begun_at
+
+    def _infer(self, segments: list[Segment], shift: int, adapter_of: Mapping[int, int]) -> np.ndarray:
+        """Runs the segments in one call. `adapter_of`: the adapters of slots."""
+        missing = self._min_rows - sum(len(segment.tokens) for segment in segments)
+        if missing > 0:
+            segments = [*segments, Segment(self.prefix_slots, (0,) * missing, 0, 0)]
+        ids = []
+        positions = []
+        longest = 0
+        keep = []
+        starts = [0]
+        blocks = []
+        for slot, tokens, begin, rows in segments:
+            end = begin + len(tokens)
+            assert 0 <= slot < len(self._blocks) and 0 <= begin < end <= self.max_total_tokens
+            longest = max(longest, end)
+            ids += tokens
+            if self._grid_positions:
+                positions.append(self._grid_positions.extend(slot, tokens, begin) + shift)
+            else:
+                positions.append(np.arange(begin + shift, end + shift))
+            keep += range(len(ids) - rows, len(ids))
+            starts.append(len(ids))
+            blocks.append(self._blocks[slot, : math.ceil(end / BLOCK)])
+        token_ids = np.array(ids, np.int64)
+        images = {}
+        if self.encoder_cache:
+            token_ids, *found = self.encoder_cache.resolve(token_ids)
+            images = dict(zip(IMAGE_INPUTS, found))
+            if self.whole_images:
+                images["token_type_ids"] = (np.array(ids) < 0).astype(np.int32)
+        kept = len(keep)
+        keep += [0] * (self._min_rows - kept)  # the head's matrix product, too, has so many rows
+        inputs = {
+            "input_ids": token_ids,
+            **images,
+            "position_ids": np.concatenate(positions, -1),
+            "keep": np.array(keep, np.int64),
+            "past_lens": np.array([segment.begin for segment in segments], np.int32),
+            "subsequence_begins": np.array(starts, np.int32),
+            "block_indices": np.concatenate(blocks),
+            "block_indices_begins": np.cumsum([0, *map(len, blocks)], dtype=np.int32),
+            "max_context_len": np.array(longest, np.int32),
+        }
+        if self.adapters:
+            numbers = [adapter_of.get(segment.slot, 0) for segment in segments for _ in segment.tokens]
+            inputs["adapters"] = self.adapters.mask(numbers, self._columns[:2])
+        for name, array in inputs.items():
+            self._request.set_tensor(name, ov.Tensor(array))
+        self._request.infer()  # without the interpreter's lock
+        return self._request.get_output_tensor(0).data[:kept].copy()
+
+
+class VisionEncoder:
+    """A converted vision tower. `newline`: the embedding after each row of a canvas."""
+
+    def __init__(self, path: Path, newline: Sequence[float] | None, settings: Json):
+        self._request = ov.Core().compile_model(path, "CPU", settings).create_infer_request()
+        self._newline = None if newline is None else np.array(newline, np.float32)
+
+    def encode(
+        self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
+    ) -> np.ndarray | None:
+        """As `encode_image` of StaticBatchModel."""
+        return encode(self._run, pixels, canvas, self._newline, is_cancelled)
+
+    def _run(self, tile: np.ndarray) -> np.ndarray:
+        # To its end: after InferRequest.cancel() OpenVINO 2026.4 computes tiles of another size with stale
+        # shapes, also in new requests of the compiled graph.
+        self._request.infer([ov.Tensor(np.ascontiguousarray(tile))])  # without the interpreter's lock
+        return self._request.get_output_tensor(0).data.copy()
+
+
+def _threads_taken(core: ov.Core, settings: Json) -> int:
+    """How many threads a graph compiled with `settings` runs on: no more than there are cores. Only a
+    compiled one says so."""
+    number = ops.parameter([1], np.float32)
+    smallest = core.compile_model(ov.Model([ops.relu(number)], [number]), "CPU", settings)
+    return smallest.get_property("INFERENCE_NUM_THREADS")
+
+
+def split(
+    chunks: Sequence[Chunk], max_tokens: float, granularity: int = 1, whole_images: bool = False
+) -> Iterator[list[Segment]]:
+    """Calls of at most `max_tokens` tokens. The segments of a longer chunk, but its last, end at multiples of
+    `granularity`. None has one token: it would be rounded as a decode step is. With `whole_images` each
+    image is a call by itself, whatever its length, unless there is no limit."""
+    call = []
+    room = max_tokens
+    for slot, tokens, begin, all_logits, verify, _adapter in chunks:
+        if verify:  # a row each: the tokens before it in the call are in the cache when it is computed
+            call += [Segment(slot, (token,), begin + n, 1) for n, token in enumerate(tokens)]
+            room -= len(tokens)
+            continue
+        done = 0
+        is_cut = whole_images and max_tokens < math.inf and min(tokens) < 0
+        parts = split_at_images(np.array(tokens)) if is_cut else [tokens]
+        ends = list(itertools.accumulate(map(len, parts)))
+        while done < len(tokens):
+            if done == ends[0]:
+                del ends[0]
+            if is_cut and tokens[done] < 0:
+                if call:
+                    yield call
+                yield [Segment(slot, tokens[done : ends[0]], begin + done, int(ends[0] == len(tokens)))]
+                call = []
+                room = max_tokens
+                done = ends[0]
+                continue
+            left = ends[0] - done
+            take = left
+            if left > room:
+                take = min(room, left - 2)
+                take -= (begin + done + take) % granularity
+            if take < min(left, 2):
+                yield call
+                call = []
+                room = max_tokens
+                continue
+            done += take
+            room -= take
+            wanted = take if all_logits else int(done == len(tokens))
+            call.append(Segment(slot, tokens[done - take : done], begin + done - take, wanted))
+    if call:
+        yield call
+
+
+def read_graph(path: Path, whole_images: bool = False, longest_window: int | None = None) -> ov.Model:
+    """Reads a converted graph and replaces its placeholders by PagedAttention. With `whole_images` it has
+    another input, which says which tokens attend to each other. `longest_window` shortens sliding windows."""
+    graph = ov.Core().read_model(path)
+    parameters = [
+        _parameter(name, [] if name == "max_context_len" else [-1], ov.Type.i32) for name in BATCH_INPUTS
+    ]
+    batch = [parameter.output(0) for parameter in parameters]
+    types = _constant([])
+    if whole_images:
+        parameters.append(_parameter("token_type_ids", [-1], ov.Type.i32))
+        types = parameters[-1].output(0)
+    for node in graph.get_ordered_ops():
+        if not node.get_friendly_name().startswith(PLACEHOLDER):
+            continue
+        layer = json.loads(node.get_friendly_name()[len(PLACEHOLDER) :])
+        window = min(layer["window"], longest_window or layer["window"])
+        caches = [
+            _parameter(f"{kind}_cache.{layer['index']}", [-1] * 4, ov.Type.dynamic)
+            for kind in ("key", "value")
+        ]
+        # Query, key, value: [tokens, heads * head size].
+        operands = [*node.input_values(), *(cache.output(0) for cache in caches)]
+        attention = _paged_attention(layer, window, operands, batch, types)
+        (cut,) = node.output(0).get_target_inputs()  # the Slice that stands for attention's result
+        cut.get_node().output(0).replace(attention.output(0))
+        parameters += caches
+    graph.add_parameters(parameters)
+    graph.validate_nodes_and_infer_types()
+    return graph
+
+
+def _paged_attention(
+    layer: Json, window: int, operands: list[ov.Output], batch: list[ov.Output], types: ov.Output
+) -> PagedAttention:
+    """The attention of a layer. `operands` are query, key, value and both caches, `batch` has the inputs
+    BATCH_INPUTS, and `types` is 1 for each token of an image."""
+    *places, max_context_len = batch
+    none = _constant([])
+    no_floats = _constant([], np.float32)
+    zero = _constant(0)
+    attention = PagedAttention(
+        [
+            *operands,
+            *places,
+            _constant(layer["scaling"], np.float32),
+            _constant(window),  # 0: no window
+            no_floats,  # ALiBi slopes
+            max_context_len,
+            none,  # score aggregation window
+            *(none, none, no_floats),  # rotation of cached blocks
+            *(no_floats, zero, zero),  # sparse attention: threshold, block size, stride
+            _constant(np.reshape(layer["sinks"], (1, -1, 1, 1)), np.float32),
+            *(zero, none, none, none),  # adaptive eviction
+            types,
+            *(_constant([], np.uint8), none),
+        ]
+    )
+    facts = attention.get_rt_info()
+    facts["k_head_size"] = layer["key_size"]
+    facts["v_head_size"] = layer["value_size"]
+    facts["num_k_heads"] = layer["kv_heads"]
+    facts["num_v_heads"] = layer["kv_heads"]
+    return attention
+
+
+def add_adapters(
+    graph: ov.Model, modules: Collection[str] | None, kind: ov.Type
+) -> dict[str, tuple[int, int]]:
+    """Adds the updates of LoRA adapters to these linear layers, or to all of them, as inputs of the graph
+    (adapters.py). Returns the inputs and outputs of each layer that it found. kind: of the inputs."""
+    mask = _parameter("adapters", [-1, -1], ov.Type.f32)  # [tokens, columns]
+    parameters = [mask]
+    layers = {}
+    for module, (product, output) in _linear_layers(graph).items():
+        if modules is not None and module not in modules:
+            continue
+        given = product.input_value(0)
+        sizes = tuple(port.get_partial_shape()[2].get_length() for port in (given, output))
+        down, up = (
+            _parameter(name, [1, -1, size], kind) for name, size in zip(_adapter_inputs(module), sizes)
+        )
+        readers = output.get_target_inputs()
+        narrow = ops.matmul(given, ops.convert(down, "f32"), False, True)
+        update = ops.matmul(ops.multiply(narrow, mask), ops.convert(up, "f32"), False, False)
+        changed = ops.add(output, update)
+        for reader in readers:
+            reader.replace_source_output(changed.output(0))
+        parameters += (down, up)
+        layers[module] = sizes
+    graph.add_parameters(parameters)
+    graph.validate_nodes_and_infer_types()
+    return layers
+
+
+def _adapter_inputs(module: str) -> tuple[str, str]:
+    return f"adapters_down.{module}", f"adapters_up.{module}"
+
+
+def _linear_layers(graph: ov.Model) -> dict[str, tuple[ov.Node, ov.Output]]:
+    """The matrix product of each linear layer that computes [1, tokens, outputs], and its output, by the name
+    of its module (adapters.py)."""
+    found = {}
+    for node in graph.get_ordered_ops():
+        names = [node.get_friendly_name()]
+        product = node
+        if names[0].startswith(MERGED):
+            names = names[0].removeprefix(MERGED).split()
+            product = node.input_value(0).get_node()
+        for name, output in zip(names, node.outputs()):
+            layer = LINEAR.fullmatch(name)
+            if layer and output.get_partial_shape().rank == 3:
+                found[common_name(layer[1])] = (product, output)
+    return found
+
+
+def _attend_in_bfloat16(graph: ov.Model) -> None:
+    """Attention and its KV cache in bfloat16, in a graph that is computed in float32."""
+    for node in graph.get_ordered_ops():
+        if not isinstance(node, PagedAttention):
+            continue
+        for operand in node.inputs()[:3]:  # query, key, value
+            narrowed = ops.convert(operand.get_source_output(), "bf16")
+            operand.replace_source_output(narrowed.output(0))
+        readers = node.output(0).get_target_inputs()
+        widened = ops.convert(node.output(0), "f32")
+        for reader in readers:
+            reader.replace_source_output(widened.output(0))
+    graph.validate_nodes_and_infer_types()
+
+
+def _parameter(name: str, shape: list[int], kind: ov.Type):
+    parameter = ops.parameter(ov.PartialShape(shape), kind, name=name)
+    parameter.output(0).get_tensor().set_names({name})
+    return parameter
+
+
+def _constant(value: Any, kind: type = np.int32):
+    return ops.constant(np.array(value, kind)).output(0)
+
+
+def load(config: Config, folder: Path, manifest: Manifest, announce: Callable[[str], None]) -> OpenVinoModel:
+    """The model in `folder`; `config` as `with_manifest` returns it. Calls `announce` with the name of a long
+    phase.
+
+    Raises NotConverted for what plain PyTorch may serve, ModelError or ConfigError for what no engine can.
+    """
+    config = with_dtype(config.with_prefix_slots(manifest, host_memory()), manifest)
+    if config.dtype == "float16":
+        raise NotConverted("OpenVINO computes in float32 or bfloat16 on a CPU, not in float16")
+    cache = ModelCache(config)
+    key = model_key(config, folder, manifest)
+
+    def convert(target: Path) -> None:
+        check_quantizer(config)
+        announce("converting")
+        logger.info("Converting %s for OpenVINO, once", config.model_name)
+        with progress_logged(f"converting {config.model_name}"):
+            try:
+                run_converter([str(folder), str(target)], config)
+            except NotConverted as crash:
+                write_rejection(target, str(crash))
+
+    try:
+        if entry := _find_entry(config, cache, key):
+            try:
+                return _load_entry(config, entry)
+            except (ConfigError, ModelError, NotConverted):
+                raise
+            except Exception as error:
+                logger.warning(
+                    "The converted model in %s is damaged (%s): converting again", entry, named(error)
+                )
+                cache.remove(key)
+        # The folder of this run is removed even if this process is killed.
+        with tempfile.TemporaryDirectory(dir=os.environ.get("NEURON_TEXTGEN_RUN_DIR")) as scratch:
+            entry = cache.find_or_add(key, convert, Path(scratch))
+            try:
+                return _load_entry(config, entry)
+            except (ConfigError, ModelError, NotConverted, OSError):
+                raise
+            except Exception as error:
+                with contextlib.suppress(OSError):  # a read-only cache
+                    write_rejection(entry, named(error))
+                raise NotConverted(named(error)) from error
+    except (ConfigError, ModelError, NotConverted):
+        raise
+    except Exception as error:  # of the conversion; the next startup tries again
+        raise NotConverted(named(error)) from error
+
+
+def check_convertible(config: Config, folder: Path, manifest: Manifest) -> None:
+    """Raises ModelError for a model that is not converted yet where a package is missing that converts it."""
+    config = with_dtype(config, manifest)
+    if not _find_entry(config, ModelCache(config), model_key(config, folder, manifest)):
+        check_quantizer(config)
+
+
+def check_quantizer(config: Config) -> None:
+    """Raises ModelError where --quantize needs nncf and it is not installed."""
+    if config.quantize and not importlib.util.find_spec("nncf"):
+        needed = f"--quantize {config.quantize} (QUANTIZE) needs nncf for the first startup"
+        raise ModelError(f'{needed}: {sys.executable} -m pip install "{NNCF}"')
+
+
+def _find_entry(config: Config, cache: ModelCache, key: str | None) -> Path | None:
+    if key is None:
+        return None
+    if config.is_demo and (SHIPPED / key).is_dir():
+        return SHIPPED / key
+    return cache.find(key)
+
+
+def _load_entry(config: Config, entry: Path) -> OpenVinoModel:
+    """Raises NotConverted for a model that OpenVINO cannot serve, ModelError for unsupported settings,
+    another exception for a damaged entry."""
+    facts = read_entry(entry)
+    if facts["refused"]:
+        raise NotConverted(facts["refused"])
+    check_length_limit(config.model_name, facts["max_total_tokens"], config.max_total_tokens)
+    slots = config.max_batch_size or DEFAULT_BATCH_SIZE
+    threads = config.threads or usable_threads()
+    try:
+        model = OpenVinoModel(
+            read_graph(entry / "model.xml", facts.get("whole_images", False)),
+            facts,
+            slots,
+            config.max_total_tokens,
+            threads,
+            config.kv_cache_dtype,
+            config.prefix_slots or 0,
+            configured(config),
+            config.lora_folder is not None,
+        )
+        model.max_input_tokens = config.max_input_tokens
+        _compare(model, facts)
+        model.choose_padding()
+        if model.kv_cache_dtype == "u8" and not config.speculate:
+            # Rejected draft tokens would have changed the scales of a block.
+            model.max_draft_rows = model.verify_length = 0
+        if model.encoder_cache:
+            model.load_vision(entry / "vision.xml", facts["newline"], facts["vision_activation_group"])
+        elif fault := facts.get("vision_fault"):
+            warn_text_only(config.model_name, fault)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ModelError(
+            f"{slots} slots of {config.max_total_tokens} tokens need more memory than there is ({error}); "
+            "lower --max-batch-size (MAX_BATCH_SIZE) or --max-total-tokens (MAX_TOTAL_TOKENS)"
+        ) from None
+    logger.info(
+        "OpenVINO: weights in %s, computed in %s, threads: %d; KV cache in %s, %d bytes per token; "
+        "prefix caching in %d slots",
+        model.quantize or model.dtype,
+        model.computed_in,
+        model.threads,
+        model.kv_cache_dtype,
+        model.kv_bytes_per_token,
+        model.prefix_slots,
+    )
+    if model.quantize and model.kv_cache_dtype == "float32":
+        logger.info("--kv-cache-dtype u8 takes 30 % of that memory")
+    if not model.quantize and (entry / "model.bin").stat().st_size > WORTH_COMPRESSING:
+        logger.info("--quantize int8 halves memory use, and large models are faster with it")
+    return model
+
+
+def _compare(model: OpenVinoModel, facts: Json) -> None:
+    """Runs a prompt and decode steps. Raises ValueError where one of these differs from what transformers
+    computed."""
+    reference = facts["reference"]
+    ids = reference["ids"][: model.max_total_tokens]
+    expected = np.array(reference["logits"], np.float32)[: len(ids)]
+    begin = max(1, len(ids) - VERIFY_TOKENS)  # of the decode steps, which run in one call
+    slot = model.batch_size - 1
+    prompt = model.forward([Chunk(slot, ids[:begin], 0, all_logits=True)])
+    steps = model.forward([Chunk(slot, ids[begin:], begin, verify=True)])
+    for found, wanted in ((prompt, expected[:begin]), (steps, expected[begin:])):
+        columns = found[:, reference["columns"]]
+        if fault := find_fault(columns, wanted, model.precision, facts["has_experts"]):
+            raise ValueError(fault)
+
+
+def with_dtype(config: Config, manifest: Manifest) -> Config:
+    """`config` with a dtype for "auto": bfloat16 where the checkpoint has it, else float32; float32 also for
+    the demonstration model, whose text is the same on every machine."""
+    if config.dtype != "auto":
+        return config
+    stored = manifest.text_config.get("dtype") or manifest.text_config.get("torch_dtype")
+    stored = stored or manifest.config_json.get("dtype") or manifest.config_json.get("torch_dtype")
+    is_bfloat16 = stored == "bfloat16" and not config.is_demo
+    return dataclasses.replace(config, dtype="bfloat16" if is_bfloat16 else "float32")

@@ -1,0 +1,1 @@
+"""The engine for CUDA GPUs, and for what OpenVINO cannot convert, in plain PyTorch."""

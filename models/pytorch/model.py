@@ -1,0 +1,522 @@
+"""Decoder-only models of `transformers` in plain PyTorch, on a CPU or a CUDA GPU, as static batches.
+
+Owns the loading of checkpoints (`load_pretrained` rejects what no engine can serve; `convert.py` uses it
+too), transformers' own logits (`reference_logits`), and `TorchModel`: transformers' forward with an attention
+function over a slot cache. Serves what OpenVINO cannot convert. Written for transformers 5."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import logging
+import math
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from config import DEFAULT_BATCH_SIZE, Config
+from manifest import Manifest
+from models.accuracy import find_fault
+from models.adapters import Adapters, common_name, configured
+from models.base import Chunk, StaticBatchModel
+from models.checkpoint.architecture import with_version_of_code
+from models.checkpoint.pretrained import (
+    VisionCheck,
+    embed,
+    has_experts,
+    has_grid_positions,
+    load_pretrained,
+    reference_logits,
+)
+from models.errors import DeviceLost, ModelError, first_line, named, reported_as, warn_text_only
+from models.images.encoder_cache import EncoderCache, split_at_images
+from models.images.grid_positions import GridPositions
+from models.images.towers import make_tower
+from models.machine import usable_threads
+
+logger = logging.getLogger("model")
+
+STATIC_BATCH = "static_batch"  # the name of an attention function of transformers
+# Sizes of the comparison with transformers at startup.
+SAMPLE_TOKENS = 12
+SAMPLE_CHUNK = 5
+SAMPLE_STEPS = 4
+
+
+class _SlotCache(Cache):
+    """Keys and values of all slots, [rows, kv heads, slot length, head size] a layer, and the masks of the
+    current forward pass.
+
+    A pass runs the next tokens of one slot, or a decode step. A decode step always has the same number of
+    rows, row i for slot i, because the last bits of a matrix product depend on the number of its rows. Rows
+    without a chunk write nothing.
+    """
+
+    def __init__(self, rows: int, slot_length: int):
+        super().__init__(layers=[])
+        self.rows = rows
+        self.slot_length = slot_length
+        self.sliding_windows: dict[int, int | None] = {}  # by layer
+        self._stores: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer, made at the first pass
+
+    def start(self, chunks: Sequence[Chunk], is_step: bool, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Begins a pass. Returns its token ids and positions, int64 [rows, q]."""
+        self.is_step = is_step
+        self._masks: dict[int | None, torch.Tensor] = {}  # by sliding window
+        self._images: torch.Tensor | None = None
+        # The end of each slot after this pass.
+        self.ends = {chunk.slot: chunk.begin + len(chunk.tokens) for chunk in chunks}
+        assert max(self.ends) < self.rows and max(self.ends.values()) <= self.slot_length
+        begins = torch.tensor([chunk.begin for chunk in chunks])
+        slots = torch.tensor([chunk.slot for chunk in chunks])
+        length = max(len(chunk.tokens) for chunk in chunks)
+        rows = slots if is_step else [0]
+        ids, positions = torch.zeros(2, self.rows if is_step else 1, length, dtype=torch.int64)
+        # Rows shorter than those with draft tokens are padded; the output of the padding is not read.
+        padded = [[*chunk.tokens, *[0] * (length - len(chunk.tokens))] for chunk in chunks]
+        ids[rows] = torch.tensor(padded)
+        positions[rows] = (begins[:, None] + torch.arange(length)).clamp(max=self.slot_length - 1)
+        self.slots = slots.to(device)
+        self._begins = begins.to(device)
+        self._positions = positions.to(device)
+        return ids.to(device), self._positions
+
+    def join_images(self, ids: torch.Tensor) -> None:
+        """Lets the tokens of each image in this pass, ids [1, q], attend to each other."""
+        parts = split_at_images(ids[0].cpu().numpy())
+        number_of = [np.full(len(part), n if part[0] < 0 else -1) for n, part in enumerate(parts)]
+        self._images = torch.from_numpy(np.concatenate(number_of)).to(ids.device)
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        """Part of transformers' cache protocol: stores the keys and values of this pass, [rows, kv heads, q,
+        size]. Returns those that may be attended to: the filled part of the one slot, or all in a decode
+        step."""
+        states = (key_states, value_states)
+        if layer_idx not in self._stores:
+            self._stores[layer_idx] = tuple(
+                _zeros((self.rows, s.shape[1], self.slot_length, s.shape[3]), s) for s in states
+            )
+        stores = self._stores[layer_idx]
+        if self.is_step:
+            for store, new in zip(stores, states):
+                if new.shape[2] == 1:
+                    store[self.slots, :, self._begins] = new[self.slots, :, 0]
+                    continue
+                for slot, begin in zip(self.slots.tolist(), self._begins.tolist()):
+                    end = self.ends[slot]
+                    store[slot, :, begin:end] = new[slot, :, : end - begin]
+            return stores
+        ((slot, end),) = self.ends.items()
+        for store, new in zip(stores, states):
+            store[slot, :, end - new.shape[2] : end] = new[0]
+        return tuple(store[slot : slot + 1, :, :end] for store in stores)
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        for store in itertools.chain.from_iterable(self._stores.values()):
+            store[target, :, :tokens] = store[source, :, :tokens]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0  # positions and masks are always given
+
+    def mask(self, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """Added to the scores: 0 for the positions that a token attends to, the lowest number elsewhere;
+        [rows, 1, q, keys]."""
+        if sliding_window not in self._masks:
+            position = self._positions[:, None, :, None]
+            key = torch.arange(
+                self.slot_length if self.is_step else max(self.ends.values()), device=position.device
+            )
+            allowed = (key <= position) & (key > position - (sliding_window or self.slot_length))
+            if self._images is not None:
+                same = (self._images[:, None] == self._images) & (self._images >= 0)
+                allowed[0, 0, :, -len(same) :] |= same
+            zero = torch.zeros((), dtype=dtype, device=position.device)
+            self._masks[sliding_window] = zero.where(allowed, torch.finfo(dtype).min)
+        return self._masks[sliding_window]
+
+
+def _zeros(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Through numpy: on a CPU its zeros use memory only where something is written."""
+    zeros = torch.from_numpy(np.zeros(math.prod(shape) * like.itemsize, np.uint8))
+    return zeros.to(like.device).view(like.dtype).view(shape)
+
+
+def _attend(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    sliding_window=None,
+    softcap=None,
+    s_aux=None,
+    **_,
+):
+    """Attention as transformers' modules call it. query: [rows, heads, q, head size]; key and value: what the
+    cache returned; s_aux: sinks [heads]. Returns [rows, q, heads, head size].
+
+    In a decode step each row attends to the filled part of its own slot in a call of its own; with draft
+    tokens each token attends up to itself. A batched call would pad all rows to the longest, which changes
+    the last bits of the others.
+    """
+    cache = module.slot_cache
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    cache.sliding_windows[module.layer_idx] = sliding_window
+    rows, heads, length, size = query.shape
+    sinks = None if s_aux is None else s_aux.view(1, heads, 1, 1)
+    if not cache.is_step:
+        mask = cache.mask(sliding_window, query.dtype)
+        attended = _scaled_dot_product(query, key, value, mask, scaling, softcap, sinks)
+        return attended.transpose(1, 2).contiguous(), None  # families view it
+    out = query.new_zeros(rows, length, heads, value.shape[-1])
+    for slot, end in cache.ends.items():
+        if length > 1:
+            mask = cache.mask(sliding_window, query.dtype)[slot, None, ..., :end]
+            own = (query[slot, None], key[slot, None, :, :end], value[slot, None, :, :end])
+            out[slot] = _scaled_dot_product(*own, mask, scaling, softcap, sinks)[0].transpose(0, 1)
+            continue
+        seen = slice(max(0, end - (sliding_window or end)), end)
+        # Query heads that share a key head are passed as tokens of one head: keys are neither repeated nor
+        # masked.
+        grouped = query[slot].reshape(1, key.shape[1], -1, size)
+        own = (grouped, key[slot, None, :, seen], value[slot, None, :, seen])
+        if sinks is not None:
+            sinks = sinks.view(1, key.shape[1], -1, 1)
+        attended = _scaled_dot_product(*own, None, scaling, softcap, sinks)
+        out[slot, 0] = attended.reshape(heads, -1)  # CUDA kernels return it in another memory order
+    return out, None
+
+
+def _scaled_dot_product(
+    query, key, value, mask, scaling: float, softcap: float | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """query: [1, heads, q, head size]; key, value: [1, kv heads, keys, head size]; sinks: the score of one
+    more key without a value, [1, heads, 1 or q, 1]. Returns [1, heads, q, head size]."""
+    repeats = query.shape[1] // key.shape[1]
+    if softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=repeats > 1)
+    key = key.repeat_interleave(repeats, 1)
+    value = value.repeat_interleave(repeats, 1)
+    scores = query @ key.transpose(-1, -2) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., : key.shape[2]]
+    return weights.to(value.dtype) @ value
+
+
+ALL_ATTENTION_FUNCTIONS.register(STATIC_BATCH, _attend)
+
+
+class TorchModel(StaticBatchModel):
+    """A decoder-only model of `transformers` on a CPU or a CUDA GPU.
+
+    Raises ModelError for what cannot be served; at startup the logits are compared with transformers' own.
+    """
+
+    engine = "torch"
+    supports_prompt_logits = True
+    prefill_chunk = 128  # fixed boundaries: the last bits of a token's logits may depend on its chunk
+    prefix_granularity = prefill_chunk
+    supports_prefix_copy = True
+    _grid_positions: GridPositions | None = None
+
+    def __init__(self, config: Config, folder: Path, device: str):
+        if config.quantize:
+            raise ModelError(
+                f"--quantize {config.quantize} (QUANTIZE): {config.model_name} runs in PyTorch, "
+                "where weights stay as they are; leave it out"
+            )
+        self.device = device
+        self.batch_size = self.prefix_slots = config.max_batch_size or DEFAULT_BATCH_SIZE
+        self.max_total_tokens = config.max_total_tokens
+        self.max_input_tokens = config.max_input_tokens
+        # OMP_NUM_THREADS is read by torch itself.
+        if device == "cpu" and (config.threads or "OMP_NUM_THREADS" not in os.environ):
+            torch.set_num_threads(config.threads or usable_threads())
+        # Off unless configured: a row of several tokens is rounded differently from a row of one.
+        self.verify_length = config.speculate + 1 if config.speculate else 0
+        self.max_draft_rows = self.verify_length * self.batch_size
+        self._model = load_pretrained(config, folder, device)
+        self._kind = self._model.config.model_type
+        self.vocab_size = self._model.config.get_text_config().vocab_size
+        self.dtype = self.kv_cache_dtype = str(self._model.dtype).removeprefix("torch.")
+        self._load_vision(Manifest.read(folder))
+        self._batches_rows = True
+        self._mask_is_given = False
+        self._adapters_version = 0  # of those in `_updates`
+        self._profiler: torch.profiler.profile | None = None
+        random = torch.Generator().manual_seed(0)
+        count = min(SAMPLE_TOKENS, self.max_input_tokens + 1)
+        ids = torch.randint(0, self.vocab_size, (count,), generator=random).tolist()
+        refusal = f"{self._kind} models are not supported on a static batch"
+        with reported_as(with_version_of_code(refusal, config, folder)):
+            self._select_attention(ids)
+            self._batch_invariant_rows(ids)
+        if config.lora_adapters or config.lora_folder:
+            self._add_adapters(config, ids)
+
+    def forward(self, chunks: Sequence[Chunk]) -> np.ndarray:
+        """One prompt chunk, or a decode step: one token of each slot with a live sequence. Returns float32
+        [rows, vocab]."""
+        try:
+            is_step = len(chunks[0].tokens) == 1 or any(chunk.verify for chunk in chunks)
+            if self._batches_rows and is_step:
+                logits = self._run(chunks, is_step=True)
+            else:
+                logits = np.concatenate([self._run([chunk], is_step=False) for chunk in chunks])
+        except torch.AcceleratorError as error:  # every later call would fail as well
+            raise DeviceLost(f"{type(error).__name__}: {first_line(error)}") from error
+        if self._profiler:
+            self._profiler.step()
+        return logits
+
+    def _load_vision(self, manifest: Manifest) -> None:
+        """Sets `encoder_cache` where the model reads images, and its tower computes what that of transformers
+        does."""
+        if not manifest.reads_images:
+            return
+        try:
+            tensors = self._model.state_dict()  # shared, not copied
+            tower = make_tower(manifest.config_json, manifest.processor_config, tensors)
+            self._vision = tower.to(self.device)
+            check = VisionCheck(self._model, tower)
+            fault = check.find_fault(self.encode_image(check.tiles, check.canvas, lambda: False), self.dtype)
+        except Exception as error:
+            logger.debug("no vision tower", exc_info=True)
+            fault = named(error)
+        if fault:
+            warn_text_only(self._kind, fault)
+        else:
+            self.encoder_cache = EncoderCache(check.embeddings.shape[1])
+            self.whole_images = manifest.whole_images
+
+    def _add_adapters(self, config: Config, ids: list[int]) -> None:
+        """Loads the LoRA adapters of the settings. Raises ModelError for one that does not fit."""
+        given = configured(config)
+        modules = {module for updates in given.values() for module in updates}
+        layers = self._layers_of_every_token(ids)
+        if not config.lora_folder:  # there is nothing to load later
+            layers = {name: layer for name, layer in layers.items() if name in modules}
+        sizes = {name: (layer.in_features, layer.out_features) for name, layer in layers.items()}
+        self.adapters = Adapters(sizes)
+        for name, layer in layers.items():
+            layer.register_forward_hook(functools.partial(self._add_update, name))
+        for name, updates in given.items():
+            self.adapters.add(name, updates)
+
+    def _layers_of_every_token(self, ids: list[int]) -> dict[str, torch.nn.Linear]:
+        """The linear layers that have an input [rows, q, inputs] of every token, by name: not experts."""
+        linear = {n: each for n, each in self._model.named_modules() if isinstance(each, torch.nn.Linear)}
+        names = {layer: common_name(name) for name, layer in linear.items()}
+        found = {}
+
+        def see(layer: torch.nn.Module, inputs: tuple, _output: torch.Tensor) -> None:
+            if inputs[0].shape[:-1] == (1, 2):
+                found[names[layer]] = layer
+
+        hooks = [layer.register_forward_hook(see) for layer in linear.values()]
+        self.forward([Chunk(0, ids[:2], 0)])
+        for hook in hooks:
+            hook.remove()
+        return found
+
+    def _select_adapters(self, numbers: Sequence[int]) -> None:
+        """For the next pass, whose rows have these adapters."""
+        if self._adapters_version != self.adapters.version:
+            self._updates = {}  # frees their memory
+            self._updates = {
+                name: [torch.from_numpy(array).to(self.device) for array in pair]
+                for name, pair in self.adapters.weights.items()
+                if pair[1].any()  # some adapter changes it
+            }
+            self._adapters_version = self.adapters.version
+        of_row = torch.tensor(numbers, device=self.device)[:, None, None]
+        self._running = [
+            (slice(*self.adapters.columns_of([number])), (of_row == number).float())
+            for number in sorted(set(numbers) - {0})
+        ]
+
+    def _add_update(self, name: str, _layer: torch.nn.Module, inputs: tuple, output: torch.Tensor):
+        """A hook of a linear layer, [rows, q, inputs] -> [rows, q, outputs]. A product for each adapter: with
+        all columns in one, a library may sum them in another order, which changes the last bits."""
+        if not self._running or name not in self._updates:
+            return output
+        down, up = self._updates[name]
+        for columns, mask in self._running:
+            narrow = inputs[0].to(down.dtype) @ down[columns].T * mask
+            output = output + (narrow @ up[columns]).to(output.dtype)
+        return output
+
+    def start_profile(self, path: str, wait: int, warmup: int, active: int) -> None:
+        """Writes torch.profiler's Chrome trace of `active` calls of `forward` to `path`, after `wait` +
+        `warmup` others; at exit, what there is."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # as the setting says
+            schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
+        write = functools.partial(self._write_profile, path)
+        self._profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)
+        self._profiler.start()
+        atexit.register(self._profiler.stop)
+
+    def _write_profile(self, path: str, profiler: torch.profiler.profile) -> None:
+        self._profiler = None
+        profiler.export_chrome_trace(path)
+        logger.info("Wrote the trace of torch.profiler to %s", path)
+
+    @torch.inference_mode()
+    def copy_prefix(self, source: int, target: int, tokens: int) -> None:
+        self._cache.copy(source, target, tokens)
+        if self._grid_positions:
+            self._grid_positions.copy(source, target, tokens)
+
+    @torch.inference_mode()
+    def _run(self, chunks: Sequence[Chunk], is_step: bool) -> np.ndarray:
+        cache = self._cache
+        all_logits = any(chunk.all_logits or chunk.verify for chunk in chunks)
+        if self.adapters:
+            adapter_of = {chunk.slot: chunk.adapter for chunk in chunks}
+            rows = range(cache.rows) if is_step else adapter_of
+            self._select_adapters([adapter_of.get(row, 0) for row in rows])
+        ids, positions = cache.start(chunks, is_step, self.device)
+        tokens = {"input_ids": ids}
+        if any(min(chunk.tokens) < 0 for chunk in chunks):  # of images
+            if self.whole_images:
+                cache.join_images(ids)
+            tokens = self._embed(ids)
+        if self._grid_positions:
+            positions = self._in_grids(chunks, positions)
+        out = self._model(
+            **tokens,
+            position_ids=positions,
+            past_key_values=cache,
+            attention_mask=cache.mask(None, self._model.dtype) if self._mask_is_given else None,
+            use_cache=True,
+            logits_to_keep=0 if all_logits else 1,
+        )
+        if is_step and all_logits:
+            logits = torch.cat([out.logits[chunk.slot, : chunk.rows] for chunk in chunks])
+        else:
+            logits = out.logits[cache.slots, -1] if is_step else out.logits[0]
+        if not all_logits:
+            logits = logits[-len(chunks) :]  # not every family supports logits_to_keep
+        return logits.float().cpu().numpy()
+
+    def _embed(self, ids: torch.Tensor) -> dict[str, Any]:
+        """What the model's forward takes for ids, [rows, q], with tokens of images."""
+        arrays = self.encoder_cache.resolve(ids.flatten().cpu().numpy())
+        text, embeddings, places = (torch.from_numpy(array).to(self.device) for array in arrays)
+        return embed(self._model, text.view(ids.shape), embeddings, places)
+
+    def _in_grids(self, chunks: Sequence[Chunk], positions: torch.Tensor) -> torch.Tensor:
+        """int64 [rows, q] -> [3, rows, q]"""
+        positions = positions.repeat(3, 1, 1)
+        for chunk in chunks:
+            row = chunk.slot if self._cache.is_step else 0
+            found = self._grid_positions.extend(chunk.slot, chunk.tokens, chunk.begin)
+            positions[:, row, : len(chunk.tokens)] = torch.from_numpy(found).to(self.device)
+        return positions
+
+    def _make_cache(self, rows: int) -> None:
+        self._cache = _SlotCache(rows, self.max_total_tokens)
+        if self.encoder_cache and has_grid_positions(self._model):
+            self._grid_positions = GridPositions(rows, self.max_total_tokens, self.encoder_cache)
+        for module in self._model.modules():
+            module.slot_cache = self._cache  # for `_attend`: transformers does not pass the cache on to it
+
+    def _select_attention(self, ids: list[int]) -> None:
+        """Finds out how this family runs on a static batch, or raises ModelError.
+
+        Most families use the registered attention function. Those with attention code of their own get a mask
+        over all positions instead, which is correct if their scores depend only on the mask: no sliding
+        window, no bias by distance.
+        """
+        text_config = self._model.config.get_text_config()
+        expected = reference_logits(self._model, ids)
+        self._model.set_attn_implementation(STATIC_BATCH)
+        self._make_cache(self.batch_size)
+        self.forward([Chunk(0, ids[:1], 0)])  # fills `sliding_windows`
+        self._mask_is_given = not self._cache.sliding_windows
+        refusal = f"{self._kind} models are not supported on a static batch"
+        windows = [getattr(text_config, name, None) for name in ("sliding_window", "window_size")]
+        if self._mask_is_given and any(windows):
+            raise ModelError(f"{refusal}: their own attention code has a sliding window")
+        for found, wanted in self._sample(ids, expected):
+            if fault := find_fault(found, wanted, self.dtype, has_experts(self._model)):
+                raise ModelError(f"{refusal}: {fault}")
+        self._check_sliding_windows(text_config)
+
+    def _sample(self, ids: list[int], expected: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Runs parts of `ids` as prompts of two slots, in chunks, then decode steps of both. Returns the
+        logits of the prompts and of the steps, each with the expected ones."""
+        half = max(1, len(ids) // 2)
+        ends = {self.batch_size - 1: half, 0: max(half, len(ids) - SAMPLE_STEPS)}  # of each slot's prompt
+        prompts = [
+            self.forward([Chunk(slot, ids[begin : min(begin + SAMPLE_CHUNK, end)], begin, all_logits=True)])
+            for slot, end in ends.items()
+            for begin in range(0, end, SAMPLE_CHUNK)
+        ]
+        steps = []
+        positions = []
+        for step in range(len(ids) - ends[0]):
+            at = {slot: end + step for slot, end in ends.items()}
+            steps.append(self.forward([Chunk(slot, [ids[n]], n) for slot, n in at.items()]))
+            positions += at.values()
+        return [
+            (np.concatenate(prompts), np.concatenate([expected[:end] for end in ends.values()])),
+            (np.concatenate(steps), expected[positions]),
+        ]
+
+    def _batch_invariant_rows(self, ids: list[int]) -> None:
+        """Finds the fewest rows of a decode step that are batch-invariant: a token's logits are bitwise equal
+        in every slot, alone or not.
+
+        A matrix library may use another kernel for the last rows of an odd number. In a mixture of experts
+        the number of tokens of an expert varies: there each row is a pass of its own, which reads few weights
+        twice.
+        """
+        for rows in range(self.batch_size, self.batch_size + 8):
+            self._make_cache(rows)
+            if all(self._rows_are_equal(token, position) for position, token in enumerate(ids[:2])):
+                return
+        self._batches_rows = False
+        self._make_cache(self.batch_size)
+        logger.warning(
+            "%s: a row's rounding depends on the other rows of a batch, so each row runs alone, slower",
+            self._kind,
+        )
+
+    def _rows_are_equal(self, token: int, position: int) -> bool:
+        """Runs the same token in all slots together, then alone in the first and the last slot."""
+        chunks = [Chunk(slot, [token], position) for slot in range(self.batch_size)]
+        logits = np.concatenate([self.forward(rows) for rows in (chunks, chunks[:1], chunks[-1:])])
+        return bool((logits == logits[0]).all())
+
+    def _check_sliding_windows(self, text_config) -> None:
+        """Rejects a sliding window that a family does not pass to its attention function, which would ignore
+        it."""
+        size = getattr(text_config, "sliding_window", None)
+        if not size or not getattr(text_config, "use_sliding_window", True) or self.max_total_tokens <= size:
+            return
+        kinds = getattr(text_config, "layer_types", None)
+        for layer, seen in self._cache.sliding_windows.items():
+            slides = kinds[layer] == "sliding_attention" if kinds else True
+            if slides and seen != size:
+                raise ModelError(
+                    f"the sliding attention of this {self._kind} model is not supported; "
+                    f"give --max-total-tokens {size} or less"
+                )

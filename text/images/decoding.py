@@ -1,0 +1,102 @@
+"""The child process that decodes the images of clients with Pillow and cuts them into tiles (images.py has
+the other end)."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Callable
+
+from PIL import GifImagePlugin, Image, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+
+from manifest import Manifest
+from run import ConfigError, Json
+from text.images.layouts import read_layout
+from text.limited import Rejected
+
+# A format is found by content, whatever the client calls it; Pillow has decoders for many more.
+DECODERS = (
+    PngImagePlugin.PngImageFile,
+    JpegImagePlugin.JpegImageFile,
+    WebPImagePlugin.WebPImageFile,
+    GifImagePlugin.GifImageFile,
+)
+FORMATS = [decoder.format for decoder in DECODERS]
+MAX_PIXELS = 50_000_000
+MAX_TOKENS = 2**16 - 1  # MAX_IMAGE_TOKENS of protocol.py (tested)
+MAX_RATIO = 200  # of the longer side to the shorter
+# Pillow refuses images of more than twice as many pixels, as soon as it has read the size.
+Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2
+# Bytes of a PNG's text, and of its color profile, uncompressed: programs keep their projects there.
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = MAX_TEXT = 64_000_000
+
+
+def preprocessor(model_dir: str, overrides: Json) -> Callable[[list], bytes]:
+    """What the child does with [a file in base64, further overrides]: a line of JSON with text, tokens, shape
+    and canvas (`PreprocessedImage` has them) and the image's own width and height, and the pixels. Raises
+    Rejected."""
+    manifest = Manifest.read(model_dir)
+
+    def preprocess(request: list) -> bytes:
+        data, further = request
+        image = decode(base64.b64decode(data))
+        try:
+            made = read_layout(manifest, overrides | further)(image)
+        except ConfigError as error:
+            raise Rejected(f"cannot be preprocessed: {error}") from None
+        except (ArithmeticError, ValueError):  # of numbers that Pillow cannot take
+            raise Rejected("cannot be preprocessed: the options make it too large") from None
+        if made.tokens > MAX_TOKENS:
+            raise Rejected(f"makes {made.tokens} tokens; at most {MAX_TOKENS} are supported")
+        width, height = made.tiles[0].size
+        about = [made.text, made.tokens, (len(made.tiles), height, width), made.canvas, image.size]
+        return b"\n".join([json.dumps(about).encode(), b"".join(tile.tobytes() for tile in made.tiles)])
+
+    return preprocess
+
+
+def decode(data: bytes) -> Image.Image:
+    """An image as people see it: its first frame, upright, in RGB. Raises Rejected."""
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)  # reads the header
+        if max(image.size) > MAX_RATIO * min(image.size):
+            width, height = image.size
+            raise Rejected(
+                f"has {width} x {height} pixels; a side may be at most {MAX_RATIO} times the other"
+            )
+        image.load()
+        _turn_upright(image)
+        return _in_rgb(image)
+    except (Rejected, MemoryError):
+        raise
+    except Image.DecompressionBombError:
+        raise Rejected(f"has more than {MAX_PIXELS:,} pixels") from None
+    except Image.UnidentifiedImageError:
+        raise Rejected("is not a PNG, JPEG, WebP or GIF image") from None
+    except Exception as error:  # a damaged file makes decoders fail in every way
+        if "MAX_TEXT" in str(error):
+            raise Rejected(f"has more than {MAX_TEXT:,} bytes of text or color profile") from None
+        raise Rejected("cannot be decoded: the file is damaged or truncated") from None
+
+
+def _turn_upright(image: Image.Image) -> None:
+    try:
+        ImageOps.exif_transpose(image, in_place=True)
+    except MemoryError:
+        raise
+    except Exception:  # damaged EXIF data, which other programs ignore
+        pass
+
+
+def _in_rgb(image: Image.Image) -> Image.Image:
+    if image.has_transparency_data:
+        # On white, as viewers show it. `convert` alone would show the colors behind the transparency.
+        image = image.convert("RGBA")
+        background = Image.new("RGB", image.size, "white")
+        background.paste(image, mask=image)
+        return background
+    if image.mode.startswith("I"):
+        # 16 bits of grey, of which `convert` alone would make white.
+        image = image.convert("I").point(lambda grey: grey * (1 / 256)).convert("L")
+    return image if image.mode == "RGB" else image.convert("RGB")

@@ -1,0 +1,104 @@
+"""The images of clients become pixels for the model's vision tower, and text that stands for them in prompts.
+
+Clients can make decoding expensive, and decoders have had security holes: a child process with limits on time
+and memory does it (limited.py, images/decoding.py). This process does not import Pillow.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import logging
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from manifest import Manifest, whole
+from run import Json
+from text.images.layouts import read_layout
+from text.limited import SandboxedFunction
+
+logger = logging.getLogger("web")
+
+LARGEST_SHARE = 0.75  # of the longest prompt, for an image that can be scaled down
+MOST_TOKENS = 4096  # of such an image, unless the settings say otherwise: attention grows with its square
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+CPU_S = 5.0  # for one image; 12 megapixels take half a second
+MEMORY_BYTES = 768 * 2**20  # the largest image takes three copies of 200 MB
+KEY_BITS = 46
+# All API server processes give a file the same key, so this is made before they are forked. With it, no
+# client can search for a file that has the key of another one.
+SECRET = secrets.token_bytes(16)
+
+
+class PreprocessedImage(NamedTuple):
+    text: str  # what stands in a prompt in the place of the placeholder
+    tokens: int  # how many image tokens are in it
+    shape: tuple[int, int, int]  # tiles; height and width of each in pixels
+    canvas: tuple[int, ...]  # of Tiles in images/layouts.py
+    pixels: bytes  # uint8 RGB [tiles, height, width, 3]
+    key: int  # KEY_BITS of a hash of the file and of how it is preprocessed
+
+
+class ImagePreprocessor:
+    """How the served model reads images. Safe to share between threads; each has a child for itself."""
+
+    def __init__(self, model_dir: Path, manifest: Manifest, overrides: Json, max_tokens: int):
+        layout = read_layout(manifest, overrides)
+        most = int(max_tokens * LARGEST_SHARE)
+        if not overrides.keys() & {"size", "max_pixels"}:
+            most = min(most, MOST_TOKENS)
+        if bounds := layout.bounds(most):
+            logger.debug("Images of more than %d tokens are scaled down: %s", most, bounds)
+            overrides = overrides | bounds
+        self.token = layout.token  # the text of an image token
+        self.placeholder = layout.placeholder or layout.token  # what the chat template writes for an image
+        self.token_id = manifest.image_token_id
+        # Clients must not write these.
+        self.reserved_ids = {self.token_id, whole(manifest.config_json.get("boi_token_index", self.token_id))}
+        self.options = layout.options  # that a request may set
+        self._one_tile = layout.one_tile
+        self._overrides = overrides
+        setup = [str(model_dir), overrides]
+        self._preprocess = SandboxedFunction(
+            "text.images.decoding:preprocessor", setup, cpu_s=CPU_S, memory_bytes=MEMORY_BYTES
+        )
+        self._preprocess.start()
+
+    @classmethod
+    def load(cls, model_dir: str | Path, overrides: Json, max_tokens: int) -> ImagePreprocessor:
+        """For a model folder whose manifest says that it reads images. `overrides` take the place of fields
+        of its preprocessor_config.json; max_tokens: of the longest prompt. Raises ConfigError."""
+        return cls(Path(model_dir), Manifest.read(model_dir), overrides, max_tokens)
+
+    def __call__(
+        self, data: bytes, low_detail: bool = False, options: Mapping[str, Any] = NO_OPTIONS
+    ) -> PreprocessedImage:
+        """data: a file. low_detail: one tile, where the family can. options: further overrides, of the names
+        in `self.options`. Raises Rejected and LimitExceeded, whose texts follow on the name of the image."""
+        options = {**options, **(self._one_tile if low_detail else {})}
+        if "size" in options:  # it takes the place of these bounds
+            options = {name: None for name in ("min_pixels", "max_pixels") if name in self.options} | options
+        answer = self._preprocess.call_bytes([base64.b64encode(data).decode(), options])
+        about, _newline, pixels = answer.partition(b"\n")
+        text, tokens, shape, canvas, size = json.loads(about)
+        if "max_pixels" in self.options and shape[1] < size[1] and shape[2] < size[0]:
+            logger.debug(
+                "An image of %d x %d pixels is scaled down to %d x %d: %d tokens",
+                *size,
+                *shape[:0:-1],
+                tokens,
+            )
+        key = hashlib.blake2b(data, key=SECRET, digest_size=8)
+        key.update(json.dumps([self._overrides, options]).encode())
+        return PreprocessedImage(
+            text=text,
+            tokens=tokens,
+            shape=tuple(shape),
+            canvas=tuple(canvas),
+            pixels=pixels,
+            key=int.from_bytes(key.digest(), "big") >> (64 - KEY_BITS),
+        )

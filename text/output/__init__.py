@@ -1,0 +1,1 @@
+"""What a model writes, as parts: text, reasoning and calls of tools."""

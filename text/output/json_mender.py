@@ -1,0 +1,145 @@
+"""JSON as models write it, with mistakes where no other reading is possible, or truncated."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from typing import Any
+
+from run import Json
+from text.output.tool_formats import GEMMA_QUOTE
+
+CLOSING = {"{": "}", "[": "]"}
+QUOTES = (GEMMA_QUOTE, '"', "'")
+SPACES = re.compile(r"\s*")
+BARE_WORD = re.compile(r"[^,{}\[\]\"'<]+")
+NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
+PARTIAL = re.compile(r"-?\d*(\.\d*)?([eE][+-]?\d*)?")  # a number that goes on
+BARE_KEY = re.compile(r"[^:=,{}\[\]\"'<\n]+")
+ESCAPE = re.compile(r'\\(?:([bfnrt/\\"]|u[0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))|"', re.DOTALL)
+KNOWN_ESCAPES = {"", *"bfnrtux/\\\"'"}  # "": a quote that is none
+CONSTANTS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
+
+
+class Unfinished(ValueError):
+    """The text ends within a value."""
+
+
+def whole_value(text: str, is_partial: bool = False) -> Any:
+    """The value that is all of a text: of JSON as it is, or what `read_value` reads, with its errors."""
+    with contextlib.suppress(ValueError):
+        return json.loads(text)
+    value, end = read_value(text, is_partial=is_partial)
+    if text[end:].strip():
+        raise ValueError("more than one value")
+    return value
+
+
+def complete_members(arguments: str) -> Json:
+    """The arguments of a call as far as they can be read: `max_tokens` may have truncated them."""
+    with contextlib.suppress(ValueError, RecursionError):
+        value = whole_value(arguments, is_partial=True)
+        return value if isinstance(value, dict) else {}
+    return {}
+
+
+def read_value(text: str, at: int = 0, is_loose: bool = False, is_partial: bool = False) -> tuple[Any, int]:
+    """The value that begins at this place of a text, and where it ends. Raises ValueError and RecursionError.
+
+    It is JSON, or Python's literals, with line breaks and unknown escapes in strings, keys without quotes,
+    `=` for a colon, a comma too many, or brackets that are missing at the end. is_loose: texts need no
+    quotes; is_partial: what the end of the text has truncated is left out.
+    """
+    at = SPACES.match(text, at).end()
+    bracket = text[at : at + 1]
+    if bracket in CLOSING:
+        return _read_members(text, at + 1, bracket, is_loose, is_partial)
+    if text.startswith(QUOTES, at):
+        return _read_string(text, at)
+    found = BARE_WORD.match(text, at)
+    word = found[0].strip() if found else ""
+    end = at + len(word)
+    is_begun = is_loose or PARTIAL.fullmatch(word) or any(each.startswith(word) for each in CONSTANTS)
+    if GEMMA_QUOTE.startswith(text[at : at + len(GEMMA_QUOTE)]) or (
+        is_partial and end == len(text) and is_begun
+    ):
+        raise Unfinished
+    if word in CONSTANTS:
+        return CONSTANTS[word], end
+    if NUMBER.fullmatch(word):
+        return json.loads(word), end
+    if not word or not is_loose:
+        raise ValueError(f"no value at {at}")
+    return word, end
+
+
+def _read_members(text: str, at: int, bracket: str, is_loose: bool, is_partial: bool) -> tuple[Any, int]:
+    """The rest of an object or a list."""
+    members: Json = {}  # of a list by their number
+    at = SPACES.match(text, at).end()
+    while text[at : at + 1] not in ("", CLOSING[bracket]):
+        try:
+            key, at = _read_key(text, at, is_loose) if bracket == "{" else (str(len(members)), at)
+            value, at = read_value(text, at, is_loose, is_partial)
+        except Unfinished:
+            if not is_partial:
+                raise
+            at = len(text)
+            break
+        if key in members:
+            raise ValueError(f"a second {key!r}")
+        members[key] = value
+        at = SPACES.match(text, at).end()
+        if text[at : at + 1] == ",":
+            at = SPACES.match(text, at + 1).end()
+        elif text[at : at + 1] not in ("", CLOSING[bracket]):
+            raise ValueError(f"no end of a member at {at}")
+    return members if bracket == "{" else list(members.values()), min(at + 1, len(text))
+
+
+def _read_key(text: str, at: int, is_loose: bool) -> tuple[str, int]:
+    """A key, and what stands between it and its value."""
+    is_quoted = text.startswith(QUOTES, at)
+    if is_quoted:
+        key, at = _read_string(text, at)
+    else:
+        found = BARE_KEY.match(text, at)
+        if not found:
+            raise ValueError(f"no key at {at}")
+        key = found[0].strip()
+        at = found.end()
+    at = SPACES.match(text, at).end()
+    if at == len(text) and (is_quoted or is_loose):
+        raise Unfinished
+    if text[at : at + 1] not in (":", "="):
+        raise ValueError(f"no value of a key at {at}")
+    return key, at + 1
+
+
+def _read_string(text: str, at: int) -> tuple[str, int]:
+    quote = next(quote for quote in QUOTES if text.startswith(quote, at))
+    at += len(quote)
+    if quote == GEMMA_QUOTE:
+        found = re.compile(f"(.*?){re.escape(quote)}", re.DOTALL).match(text, at)
+        if not found:
+            raise Unfinished
+        return found[1], found.end()
+    found = re.compile(rf"((?:[^{quote}\\]|\\.)*){quote}", re.DOTALL).match(text, at)
+    if not found:
+        raise Unfinished
+    escapes = {escape[0][1:2] for escape in ESCAPE.finditer(found[1])}
+    if escapes - KNOWN_ESCAPES and escapes & set("bfnrtu"):
+        raise ValueError(f"a backslash that may be one from {at}")  # C:\new\Users
+    return json.loads(f'"{ESCAPE.sub(_escape, found[1])}"', strict=False), found.end()
+
+
+def _escape(found: re.Match) -> str:
+    """An escape, or a quote, as JSON has it. A backslash in front of another character is one."""
+    if found[1]:
+        return found[0]
+    if found[2]:
+        return f"\\u00{found[2]}"
+    if found[3] == "'":
+        return "'"
+    return f"\\\\{found[3]}" if found[3] else '\\"'

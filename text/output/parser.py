@@ -1,0 +1,610 @@
+"""Parses a model's output while it grows, into content, reasoning and tool calls.
+
+An `OutputParser` reads one sequence. It holds back what may be the beginning of a marker, and a call until it
+is complete: what turns out to be no call is content, streamed or not. Calls that a grammar enforces are sent
+while they grow, if their arguments are JSON. The formats of tool calls are in tool_formats.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import secrets
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from text.output.call_mender import MAX_HEAD, any_of, may_be_calls, mended_calls
+from text.output.reasoning import Thinking
+from text.output.tool_formats import WHOLE, AllowedCalls, Syntax
+from text.stream import Piece
+
+MORE_STARTS = tuple("{[,;/#`")  # of what may follow a call in front of the closing marker
+IMPLICIT_STARTS = ("{", "[")  # a model may take one for the other
+MAX_COMMAS = 20  # commas after which the complete arguments of a Python call may end
+
+
+@dataclass(frozen=True)
+class Content:
+    text: str
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    text: str
+
+
+@dataclass(frozen=True)
+class CallBegin:
+    """The call number `index` of the output begins; its arguments follow."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A piece of the arguments of a call: all of them together are JSON."""
+
+    index: int
+    text: str
+
+
+OutputPart = Content | Reasoning | CallBegin | Arguments
+
+
+class Call(NamedTuple):
+    id: str
+    name: str
+    arguments: str
+
+
+class ParsedOutput(NamedTuple):
+    """A complete output."""
+
+    content: str
+    reasoning: str
+    calls: list[Call]
+    is_truncated: bool = False  # in the last call
+    reasoning_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class ParserConfig:
+    """How the outputs of a request are parsed."""
+
+    calls: AllowedCalls | None = None
+    thinking: Thinking | None = None
+    enforces_calls: bool = False  # by a grammar
+
+    def parser(self) -> OutputParser:
+        return OutputParser(self)
+
+    @functools.cached_property
+    def markers(self) -> frozenset[str]:
+        """Texts that a parser must get even if they are special tokens."""
+        thinks = self.thinking.format.markers if self.thinking else ()
+        calls = self.calls.format.markers if self.calls else ()
+        return frozenset((*calls, *thinks))
+
+    def whole(self, pieces: Sequence[Piece], is_truncated: bool = False) -> ParsedOutput:
+        """The parts of a complete output. is_truncated: it ended at `max_tokens`."""
+        parser = self.parser()
+        parts = [part for piece in pieces for part in parser.read(piece)]
+        parts += parser.finish(is_truncated)
+
+        def text_of(kind: type[OutputPart], index: int | None = None) -> str:
+            return "".join(
+                part.text
+                for part in parts
+                if isinstance(part, kind) and getattr(part, "index", None) == index
+            )
+
+        calls = [
+            Call(part.id, part.name, text_of(Arguments, part.index))
+            for part in parts
+            if isinstance(part, CallBegin)
+        ]
+        return ParsedOutput(
+            text_of(Content), text_of(Reasoning), calls, parser.is_truncated, parser.reasoning_tokens
+        )
+
+
+# Generators that read from the parser's buffer, and yield when they need more text.
+Resumable = Generator[None, None, None]
+ResumableText = Generator[None, None, str]  # returns what it read
+
+
+class Markers:
+    """Finds markers in a text that grows, however many there are."""
+
+    def __init__(self, markers: Iterable[str]):
+        self._pattern = re.compile("|".join(map(re.escape, markers)) or "(?!)")
+        self._begun = {marker[:length] for marker in markers for length in range(1, len(marker))}
+        self._longest = max(map(len, self._begun), default=0)
+
+    def split(self, text: str) -> tuple[str, str]:
+        """The text up to the first marker, and that."""
+        found = self._pattern.search(text)
+        return (text[: found.start()], found[0]) if found else (text, "")
+
+    def begun(self, text: str) -> str:
+        """The longest end of the text that more text could make a marker of."""
+        places = range(max(0, len(text) - self._longest), len(text))
+        return next((text[at:] for at in places if text[at:] in self._begun), "")
+
+
+markers_of = functools.lru_cache(8)(Markers)
+
+
+class OutputParser:
+    """Reads one sequence. How its text is split over calls of `push` makes no difference to its parts."""
+
+    def __init__(self, parser_config: ParserConfig):
+        self._markers = parser_config.markers
+        self._calls = parser_config.calls
+        self._streams_calls = parser_config.enforces_calls
+        self._thinking = parser_config.thinking
+        self._is_thinking = self._thinking is not None and self._thinking.is_open
+        self._buffer = ""  # text that is not read yet
+        self._undecided = ""  # text that is read and in no part yet
+        self._header = ""  # of a message, which is not complete
+        self._marker = ""  # in front of the calls that are read
+        self._unclosed = ""  # the marker that reasoning lacks, in which a call begins
+        self._parts: list[OutputPart] = []
+        self._ended = False
+        self._is_cut = False  # by `max_tokens`
+        self._begun = 0  # calls
+        self.complete = 0  # calls
+        self._keeps_truncated = False  # a truncated call is a call, not content
+        self._earlier: list[tuple[str, str]] = []  # calls that may not be repeated
+        self._called = ""  # the function of the newest call,
+        self._arguments = ""  # and its arguments so far
+        self._held: CallBegin | None = None  # the newest call, while it is held back
+        self.is_done = False  # nothing that follows is read
+        self.reasoning_tokens = 0
+        self._steps = self._read()
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether there are calls in the text, all of them complete."""
+        return 0 < self._begun == self.complete
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the last call has only some of its arguments."""
+        return self.complete < self._begun
+
+    def read(self, piece: Piece) -> list[OutputPart]:
+        """The parts that a token adds. Of special tokens only the markers have a text."""
+        text = "" if piece.special and piece.text not in self._markers else piece.text
+        was_thinking = self._is_thinking
+        if was_thinking and piece.id == self._thinking.close_id:
+            self._is_thinking = False
+            text = text.removesuffix(self._thinking.format.close)
+        elif self._thinking and self._thinking.format.headers:
+            text = self._without_header(text)
+        parts = self.push(text)
+        self.reasoning_tokens += was_thinking or self._is_thinking
+        return parts
+
+    def content_of(self, piece: Piece) -> tuple[str, int]:
+        """Reads a token. The content that has become certain, and how many characters behind it are held
+        back."""
+        content = "".join(part.text for part in self.read(piece) if isinstance(part, Content))
+        return content, len(self._undecided) + len(self._buffer)
+
+    def _without_header(self, text: str) -> str:
+        """Holds back the header of a message until it is complete; only those of reasoning and of calls are
+        read."""
+        begins, end = self._thinking.format.headers
+        if self._header or text in begins:
+            self._header += text
+            return self._take_header() if text == end else ""
+        return "" if text == self._thinking.format.close else text
+
+    def _take_header(self) -> str:
+        header = self._header
+        self._header = ""
+        return header if header == self._thinking.format.open or " to=" in header else ""
+
+    def push(self, text: str) -> list[OutputPart]:
+        self._buffer += text
+        next(self._steps, None)
+        parts = self._parts
+        self._parts = []
+        return parts
+
+    def finish(self, is_truncated: bool = False) -> list[OutputPart]:
+        """The text that was held back, at the end of the output.
+
+        is_truncated: it ended at `max_tokens`. A call that this truncates stays a call, without the rest of
+        its arguments; so does a forced call, whatever the reason.
+        """
+        self._ended = True
+        self._is_cut = is_truncated
+        self._keeps_truncated = is_truncated or (self._calls is not None and self._calls.requires_call)
+        return self.push(self._take_header() if self._header else "")
+
+    def _read(self) -> Resumable:
+        if self._thinking:
+            yield from self._think()
+        goes_on = self._calls is not None
+        while goes_on:
+            goes_on = False
+            try:
+                yield from self._read_calls()
+                if self.complete and not self._buffer:
+                    self._undecided = ""  # spaces after the last call
+            except _NotACall as error:
+                if isinstance(error, _Truncated) and self._keeps_truncated:
+                    self._end_truncated()
+                else:
+                    self._take_back()
+                    reads_whole = self._calls.format.syntax in WHOLE or not self._streams_calls
+                    goes_on = reads_whole and (yield from self._read_whole())
+        while True:
+            self._send(Content)
+            if self._ended:
+                return
+            yield
+
+    def _think(self) -> Resumable:
+        thinking = self._thinking
+        if thinking.format.begins_open:
+            yield from self._skip(thinking.format.open)
+        elif not thinking.is_open:
+            if not (yield from self._skip(thinking.format.open)):
+                return
+            self._is_thinking = True
+        self._undecided = ""
+        closes = "" if thinking.close_id is not None else thinking.format.close
+        found = yield from self._until(Reasoning, markers_of(self._ends_of_reasoning(closes)))
+        if found == closes:
+            yield from self._skip_spaces()
+        else:
+            self._unclosed = thinking.format.close
+            self._streams_calls = False  # in reasoning any text is allowed
+            self._buffer = found + self._buffer
+        self._is_thinking = False
+        self._undecided = ""
+
+    def _ends_of_reasoning(self, close: str) -> tuple[str, ...]:
+        """What ends reasoning: `close` ("": the token that `read` knows) or, if calls are allowed, their
+        marker."""
+        form = self._calls.format if self._calls else None
+        return tuple(filter(None, (close, *((form.open, *form.also_open) if form else ()))))
+
+    def _end_truncated(self) -> None:
+        """The text ended within a call."""
+        requires_call = self._calls.requires_call
+        if not self._keeps_truncated or not (self._begun or requires_call):
+            self._take_back()
+            return
+        if not self._begun and len(self._calls.names) == 1:
+            self._begin(self._calls.names[0])
+        self._release()
+        self._undecided = ""
+        self._buffer = ""
+
+    def _read_whole(self) -> Generator[None, None, bool]:
+        """Reads what is held back, up to a closing marker or to the end of the text, as calls whose values
+        may have any text, or with mistakes. Returns whether it is calls, and the text goes on."""
+        form = self._calls.format
+        tried = 0  # closing markers
+        head = ""  # what has been looked at
+        while True:
+            text = self._undecided + self._buffer
+            if len(head) < MAX_HEAD:
+                head = text.lstrip().removeprefix(self._marker)[:MAX_HEAD]
+                if not may_be_calls(head, self._calls.names):
+                    break
+            is_final = self._ended and not self._is_cut
+            ends = [found.start() for found in re.finditer(re.escape(form.close), text)] if form.close else []
+            follows = text.rpartition(form.close)[2] if ends else ""
+            is_whole = form.syntax in WHOLE
+            if ends and is_whole and not self._ended and form.open.startswith(follows):
+                ends.pop()  # what follows shows whether it is part of a value
+            last = []
+            if is_final:
+                last = [len(text)]
+                if form.tags:  # text may follow in front of the closing marker
+                    last += [found.end() for found in re.finditer(re.escape(form.tags.end), text)]
+            for end in [*ends[0 if is_final else tried :], *last]:
+                rest = text[end:].removeprefix(form.close)
+                calls = mended_calls(text[:end], self._calls, rest, is_final, self._streams_calls)
+                if calls or (calls == [] and self.complete):
+                    self._buffer = rest
+                    for name, arguments in calls:
+                        if not self.is_done:
+                            self._begin(name, arguments)
+                            yield from self._end_call()
+                    if self._unclosed:
+                        yield from self._skip(self._unclosed)
+                    self._undecided = ""
+                    return True
+            tried = len(ends)
+            if self._ended:
+                break
+            yield
+        if self._keeps_truncated and form.syntax in WHOLE:
+            for name, arguments in mended_calls(text, self._calls, None, is_exact=True) or ():
+                self._begin(name, arguments.removesuffix("}"))
+            self._end_truncated()
+        return False
+
+    def _take_back(self) -> None:
+        """What was held back of a call is content."""
+        if self._held:
+            self._held = None
+            self._begun -= 1
+
+    def _read_calls(self) -> Resumable:
+        """Calls after a marker or, if the format allows that, at the beginning of the text; other text is
+        content."""
+        form = self._calls.format
+        yield from self._skip_spaces()
+        follows = self._begins_implicitly()
+        marked = not follows
+        # A grammar that enforces calls has the opening marker.
+        marks = () if self._streams_calls else form.bare
+        bare = {mark.format(name) for mark in marks for name in self._calls.names}
+        markers = markers_of((form.open, *form.also_open, *sorted(bare)))
+        while follows or (marker := (yield from self._until(Content, markers, self._calls.requires_call))):
+            self._marker = "" if follows else marker
+            if self._marker in bare:
+                self._buffer = self._marker + self._buffer
+                self._undecided = self._marker = ""
+            if form.first:
+                yield from self._skip(form.first)
+            yield from self._call()
+            while form.next and (yield from self._skip(form.next)):
+                yield from self._call()
+            ends = []
+            for end in filter(None, (*form.ends, self._unclosed)):
+                ends.append((yield from self._skip(end)))
+            if marked and form.close and form.close not in ends and self._buffer.startswith(MORE_STARTS):
+                raise _NotACall  # perhaps there is a further call, or a comment
+            self._undecided = ""
+            yield from self._skip_spaces()
+            follows = self._begins_implicitly() and not form.next
+            if form.implicit_start and not follows:
+                return
+
+    def _begins_implicitly(self) -> bool:
+        """Whether a call without a marker may begin here."""
+        starts = IMPLICIT_STARTS if self._calls.format.implicit_start else ()
+        return self._buffer.startswith(starts)
+
+    def _call(self) -> Resumable:
+        syntax = self._calls.format.syntax
+        if syntax is Syntax.JSON:
+            yield from self._json_call()
+        elif syntax is Syntax.PYTHON:
+            yield from self._python_call()
+        elif syntax is Syntax.NAMED:
+            yield from self._named_call()
+        else:
+            raise _NotACall  # it is read as a whole
+        yield from self._end_call()
+
+    def _end_call(self) -> Resumable:
+        """The newest call is complete. One that repeats an earlier call is dropped: small models go on and
+        on."""
+        call = (self._called, self._arguments)
+        if call in self._earlier:
+            self._held = None
+            self._begun -= 1
+            self.is_done = True
+        else:
+            self._release()
+            if not self._calls.may_repeat:
+                self._earlier.append(call)
+            self.complete += 1
+            self.is_done = not self._calls.parallel
+        while self.is_done:  # the rest is dropped
+            self._buffer = ""
+            if self._ended:
+                break
+            yield
+        self._undecided = ""
+
+    def _head(self, pattern: str, braces: int = 0) -> Generator[None, None, tuple[str, str]]:
+        """Reads what is in front of the arguments of a call, with `braces` in it. Returns it, and the name in
+        it."""
+        while not (found := re.match(pattern, self._buffer)):
+            if self._buffer.count("{") > braces or not may_be_calls(self._buffer, self._calls.names):
+                raise _NotACall
+            yield from self._more()
+        return self._take(found.end()), found[1]
+
+    def _json_call(self) -> Resumable:
+        """A call as a JSON object with its name first, whose arguments are sent while they grow."""
+        names = any_of(self._calls.names)
+        keys = r'"(?:arguments|parameters)"'
+        pattern = rf'\s*{{\s*"name"\s*:\s*"({names})"\s*,\s*{keys}\s*:\s*(?={{)'
+        head, name = yield from self._head(pattern, 1)
+        self._begin(name)
+        arguments = yield from self._bracketed(sends=True)
+        _check_object(arguments)
+        _check_object(head + arguments + (yield from self._bracketed(1)))
+
+    def _python_call(self) -> Resumable:
+        _head, name = yield from self._head(rf"\s*({any_of(self._calls.names)})\(")
+        begins = len(self._undecided)
+        try:
+            arguments = yield from self._bracketed(1)
+        except _Truncated:
+            if self._keeps_truncated:
+                self._begin(name, self._truncated(name, self._undecided[begins:]))
+            raise
+        self._begin(name, self._as_json(name, arguments))
+
+    def _as_json(self, name: str, arguments: str) -> str:
+        """The keyword arguments of a Python call, up to the closing bracket, as a JSON object."""
+        calls = mended_calls(f"{name}({arguments}", self._calls, is_exact=True)
+        if not calls:
+            raise _NotACall
+        return calls[0][1]
+
+    def _truncated(self, name: str, text: str) -> str:
+        """The complete ones of the keyword arguments of a Python call, as a JSON object that does not end."""
+        commas = [at for at, character in enumerate(text) if character == ","]
+        for at in reversed(commas[-MAX_COMMAS:]):
+            with contextlib.suppress(_NotACall):
+                return self._as_json(name, text[:at] + ")").removesuffix("}") + ", "
+        return "{"
+
+    def _named_call(self) -> Resumable:
+        """A name, a separator and the arguments as JSON. The id that a model may write is not used."""
+        form = self._calls.format
+        pattern = rf"\s*{re.escape(form.head)}({any_of(self._calls.names)})(?:{form.separators})\s*(?={{)"
+        _head, name = yield from self._head(pattern)
+        self._begin(name)
+        _check_object((yield from self._bracketed(sends=True)))
+        if form.tail:
+            yield from self._skip(form.tail.lstrip())
+
+    def _begin(self, name: str, arguments: str = "") -> None:
+        if name not in self._calls.names:
+            raise _NotACall
+        call_id = secrets.token_hex(5)[:9] if self._calls.model.short_ids else f"call_{secrets.token_hex(12)}"
+        self._held = CallBegin(self._begun, call_id, name)
+        self._called = name
+        self._arguments = ""
+        self._begun += 1
+        self._send_arguments(arguments)
+
+    def _bracketed(self, depth: int = 0, sends: bool = False) -> ResumableText:
+        """Reads up to the bracket that closes the first one, of which `depth` are read, and sends it while it
+        grows, if it `sends`."""
+        text = ""
+        quote = ""  # the one that is open
+        is_escaped = False
+        while True:
+            length = len(self._buffer)
+            for at, character in enumerate(self._buffer):
+                if quote:
+                    if character == quote and not is_escaped:
+                        quote = ""
+                    is_escaped = character == "\\" and not is_escaped
+                elif character in "\"'":
+                    quote = character
+                else:
+                    depth += (character in "{[(") - (character in "}])")
+                    if depth <= 0 and character in "}])":
+                        length = at + 1
+                        break
+            chunk = self._take(length)
+            text += chunk
+            if sends and chunk:
+                self._send_arguments(chunk)
+            if depth <= 0 and not quote and text:
+                return text
+            yield from self._more()
+
+    def _until(
+        self, kind: type[Content] | type[Reasoning], markers: Markers, may_be_truncated: bool = False
+    ) -> ResumableText:
+        """Sends the text up to one of the markers, and reads that; "" when none comes. A marker may end with
+        another, and not have it elsewhere. Reasoning also ends at the token that `read` knows.
+
+        may_be_truncated: a beginning of a marker at the end of the text is not part of the text.
+        """
+        while True:
+            before, found = markers.split(self._buffer)
+            held = "" if found else markers.begun(before)
+            is_end = self._ended or (kind is Reasoning and not self._is_thinking)
+            if is_end and held and may_be_truncated:
+                raise _Truncated
+            if is_end:
+                held = ""
+            self._send(kind, len(before) - len(held))
+            if found:
+                self._take(len(found))
+            if found or is_end:
+                return found
+            yield
+
+    def _skip(self, *markers: str) -> ResumableText:
+        """Reads spaces and the marker after them, which it returns; "" if there is none."""
+        yield from self._skip_spaces()
+        while True:
+            for marker in filter(self._buffer.startswith, markers):
+                return self._take(len(marker))
+            is_begun = any(marker.startswith(self._buffer) for marker in markers)
+            if is_begun and self._ended and self._keeps_truncated:
+                self._take(len(self._buffer))
+            if self._ended or not is_begun:
+                return ""
+            yield
+
+    def _skip_spaces(self) -> Resumable:
+        while not self._ended and not self._buffer.lstrip():
+            self._take(len(self._buffer))
+            yield
+        self._take(len(self._buffer) - len(self._buffer.lstrip()))
+
+    def _more(self) -> Resumable:
+        if self._ended:
+            raise _Truncated
+        yield
+
+    def _send_arguments(self, text: str) -> None:
+        self._arguments += text
+        if self._held is None:
+            self._undecided = ""
+            if text:
+                self._parts.append(Arguments(self._begun - 1, text))
+        elif self._streams_calls and not self._may_repeat():
+            self._release()
+
+    def _may_repeat(self) -> bool:
+        """Whether the newest call begins like an earlier one."""
+        return any(
+            name == self._called and arguments.startswith(self._arguments)
+            for name, arguments in self._earlier
+        )
+
+    def _release(self) -> None:
+        """Sends a call that was held back."""
+        if self._held:
+            self._parts.append(self._held)
+            self._held = None
+            self._undecided = ""
+            if self._arguments:
+                self._parts.append(Arguments(self._begun - 1, self._arguments))
+
+    def _take(self, length: int) -> str:
+        taken = self._buffer[:length]
+        self._buffer = self._buffer[length:]
+        self._undecided += taken
+        return taken
+
+    def _send(self, kind: type[Content] | type[Reasoning], length: int | None = None) -> None:
+        """Sends the next text, and before it what is unsent."""
+        if length is None or length > 0:
+            self._take(len(self._buffer) if length is None else length)
+            if self._undecided:
+                self._parts.append(kind(self._undecided))
+            self._undecided = ""
+
+
+class _NotACall(Exception):
+    pass
+
+
+class _Truncated(_NotACall):
+    """The text ends, and what there is of it could be the beginning of a call."""
+
+
+def _check_object(text: str) -> None:
+    """Raises _NotACall for a text that is no JSON object."""
+    try:
+        msgspec.json.decode(text, type=dict)
+    except (msgspec.DecodeError, RecursionError):
+        raise _NotACall from None

@@ -1,0 +1,123 @@
+"""Which format of tool calls a chat template writes: a call is rendered, and the format that reads it is it.
+
+A marker in the template's source proves nothing: Hermes, Qwen3-Coder and GLM-4.5 share `<tool_call>`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from text.output.parser import ParserConfig
+from text.output.tool_formats import AS_TEXT, FORMATS, HERMES, AllowedCalls, Function, ModelTools, ToolFormat
+from text.stream import Piece
+from text.template import ChatTemplate, TemplateError
+from text.tokenizer import Tokenizer
+
+USER = {"role": "user", "content": "Quokka"}
+ANSWER = {"role": "assistant", "content": "Wombat"}
+ARGUMENTS = {"animal": "Numbat", "area": {"name": "Dingo", "size": 2.5}, "count": 3}
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "animal": {"type": "string", "description": "Which"},
+        "area": {
+            "type": "object",
+            "description": "Where",
+            "properties": {
+                "name": {"type": "string", "description": "Its name"},
+                "size": {"type": "number", "description": "Its size"},
+            },
+        },
+        "count": {"type": "integer", "description": "How many"},
+    },
+    "required": ["animal"],
+}
+NAMES = ("bilby", "quoll")
+FUNCTIONS = [Function(name, PARAMETERS) for name in NAMES]
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "Looks", "parameters": PARAMETERS}}
+    for name in NAMES
+]
+
+
+def model_tools(
+    template: ChatTemplate | None, takes_tools: bool, tokenizer: Tokenizer, parser: str | None
+) -> ModelTools:
+    """The tool support of a model with this chat template.
+
+    takes_tools: the template writes them; parser: --tool-parser, which overrides what is found.
+    """
+    if template is None or not takes_tools:
+        form = AS_TEXT if parser == AS_TEXT.name else HERMES
+        return ModelTools(form, tokenizer.token_to_id, in_prompt=True)
+    template = template.for_tools
+    written = written_format(template)
+    found = written or _parsed_format(template.response_template) or _described_format(template.source)
+    if parser and not (found and found.name.startswith(f"{parser}_v")):  # vLLM's `mistral` is both
+        found = next((form for form in (*FORMATS, AS_TEXT) if form.name == parser), None)
+    return ModelTools(
+        format=found,
+        token_id=tokenizer.token_to_id,
+        # Some templates reject, or leave out, all but one call of a message.
+        parallel=written is None or written_format(template, NAMES) is written,
+        short_ids=template.needs_short_ids,
+    )
+
+
+def written_format(template: ChatTemplate, names: Sequence[str] = NAMES[:1]) -> ToolFormat | None:
+    """The first format that reads the calls of these functions as the template writes them; None: none."""
+    chats = [_chat_with_calls(template, names, arguments) for arguments in (ARGUMENTS, json.dumps(ARGUMENTS))]
+    return next((form for form in FORMATS if any(_reads(form, chat, names) for chat in chats)), None)
+
+
+def _parsed_format(response_template: Any) -> ToolFormat | None:
+    """The format that transformers' `response_template` parses: of those whose texts all are in its patterns
+    for tool calls, the one with the most."""
+    fields = response_template.get("fields") if isinstance(response_template, dict) else None
+    patterns = json.dumps(fields.get("tool_calls"), ensure_ascii=False) if isinstance(fields, dict) else ""
+    patterns = patterns.replace("\\", "")
+    fitting = [form for form in FORMATS if all(text in patterns for text in _texts(form))]
+    return max(fitting, key=lambda form: sum(map(len, _texts(form))), default=None)
+
+
+def _texts(form: ToolFormat) -> list[str]:
+    """What every call in this format has, but for brackets, which patterns have for other reasons."""
+    key = form.tags.key if form.tags else ""
+    return [form.open, form.first.strip("["), form.head, form.separator.strip(), key]
+
+
+def _described_format(source: str) -> ToolFormat | None:
+    """The format of a template that writes no calls: it asks the model for them in these words."""
+    return next((form for form in FORMATS if any(words in source for words in form.described_by)), None)
+
+
+def _chat_with_calls(template: ChatTemplate, names: Sequence[str], arguments: Any) -> str:
+    """A chat in which an assistant calls these functions, from where a model would begin its turn; "": the
+    template rejects it."""
+    calls = [
+        {"id": f"call0123{n}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for n, name in enumerate(names)
+    ]
+    calling = {"role": "assistant", "content": "", "tool_calls": calls}
+    results = [
+        {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": "Echidna"}
+        for call in calls
+    ]
+    try:
+        with_calls = template.render([USER, calling, *results], TOOLS)
+        with_text = template.render([USER, ANSWER, USER], TOOLS)
+    except TemplateError:
+        return ""
+    at = 0
+    while with_calls[at : at + 1] == with_text[at : at + 1] != "":
+        at += 1
+    return with_calls[at:]
+
+
+def _reads(form: ToolFormat, chat: str, names: Sequence[str]) -> bool:
+    calls = AllowedCalls(ModelTools(form), FUNCTIONS, "auto", parallel=True)
+    whole = ParserConfig(calls, enforces_calls=True).whole([Piece(0, chat, None, special=False)])
+    read = [(call.name, json.loads(call.arguments)) for call in whole.calls]
+    return read == [(name, ARGUMENTS) for name in names]
