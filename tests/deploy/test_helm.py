@@ -1,21 +1,36 @@
-"""What `helm install deploy/helm` sends is what the manifests send, and valid and safe with other values, too."""
+"""What the chart sends is valid and safe with any values, and the manifests are what it prints."""
 
 import json
+import os
 import re
 import subprocess
 import sys
-from copy import deepcopy
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import yaml
-from manifests import IMAGE, OVERLAYS, VERSIONS, built, complaints, find, invalid, pod_templates, variables, window_s
+from manifests import (
+    CHART,
+    DEPLOY,
+    IMAGE,
+    MODEL,
+    VERSIONS,
+    complaints,
+    find,
+    helm,
+    invalid,
+    pod_templates,
+    read,
+    rendered,
+    variables,
+    window_s,
+)
 
 import config
-from run import HERE
 
-CHART = HERE / "deploy" / "helm"
-MODEL = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
+README = DEPLOY / "kubernetes" / "README.md"
+MANIFESTS = README.parent / "manifests"
 DIGEST = "sha256:" + 64 * "0"
 EVERYTHING = {
     "device": "inf2",
@@ -48,19 +63,9 @@ CASES = {
     "volume": {"persistence": {"size": "10Gi"}},
     "class": {"persistence": {"storageClass": "efs"}},
     "pool": {"gateway": {"parentRefs": [{"name": "public"}], "inferencePool": "my-pool"}},
+    "picker": {"gateway": {"className": "eg", "endpointPicker": "my-picker"}},
     "claim": {"device": "inf2", "modelId": MODEL, "persistence": {"existingClaim": "models"}},
 }
-
-
-def helm(*arguments, values=None):
-    command = [Path(sys.executable).parent / "helm", *arguments, "--values", "-"]
-    return subprocess.run(command, input=json.dumps(values or {}), capture_output=True, text=True, timeout=60)
-
-
-def rendered(values, release="neuron-textgen", namespace="neuron-textgen"):
-    done = helm("template", release, CHART, "--namespace", namespace, values=values)
-    assert done.returncode == 0, done.stderr
-    return [document for document in yaml.safe_load_all(done.stdout) if document]
 
 
 def pod(documents):
@@ -75,21 +80,23 @@ def test_the_chart_is_what_helm_accepts_and_of_this_version():
     assert chart["kubeVersion"] == f">={VERSIONS[0]}.0-0"
 
 
-@pytest.mark.parametrize("device", OVERLAYS)
-def test_the_objects_of_a_release_are_those_of_the_manifests(device):
-    """But for the namespace, which helm makes by itself, the labels of the chart, and that it keeps the volume."""
-    expected = {document["kind"]: document for document in deepcopy(built(device)) if document["kind"] != "Namespace"}
-    documents = {document["kind"]: document for document in rendered(CASES[device])}
-    for document in documents.values():
-        labels = document["metadata"].pop("labels")
-        assert labels["app.kubernetes.io/instance"] == "neuron-textgen"
-    if "PersistentVolumeClaim" in documents:
-        assert documents["PersistentVolumeClaim"]["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}
-    for described in (documents, expected):  # the order of variables and volumes means nothing
-        spec = pod([*described.values()])
-        for named in (spec["containers"][0]["env"], spec["volumes"]):
-            named.sort(key=lambda entry: entry["name"])
-    assert documents == expected
+def test_the_manifests_are_what_the_commands_of_the_readme_print(tmp_path):
+    """To print them again, run these commands."""
+    (commands,) = re.findall(r"^```sh\n(helm template .*?)^```", README.read_text(), flags=re.DOTALL | re.MULTILINE)
+    copytree(DEPLOY, tmp_path / "deploy")
+    printed = tmp_path / "deploy" / "kubernetes" / "manifests"
+    for path in printed.iterdir():
+        path.write_text("")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    subprocess.run(["bash", "-ec", commands], cwd=tmp_path, env=os.environ | {"PATH": path}, check=True, timeout=60)
+    texts = {path.name: path.read_text() for path in MANIFESTS.iterdir()}
+    assert {path.name: path.read_text() for path in printed.iterdir()} == texts
+
+
+def test_the_line_of_the_readme_makes_the_manifest_of_inferentia2_one_of_trainium():
+    (command,) = re.findall(r"`(sed 's/\\\[inf2.*) \| kubectl apply -f -`", README.read_text())
+    made = subprocess.run(command, shell=True, cwd=DEPLOY.parent, capture_output=True, text=True, check=True).stdout
+    assert pod(list(yaml.safe_load_all(made)))["affinity"] == pod(rendered(CASES["trn1"]))["affinity"]
 
 
 @pytest.mark.parametrize("values", CASES.values(), ids=CASES)
@@ -156,10 +163,9 @@ def test_every_value_reaches_what_it_is_about():
     assert route["rules"][0]["backendRefs"] == [{"name": "neuron-textgen", "port": 8000}]
     pool = {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": "my-pool"}
     assert find(rendered(CASES["pool"]), "HTTPRoute")["spec"]["rules"][0]["backendRefs"] == [pool]
-    rules = (HERE / "deploy" / "prometheus-rules.yaml").read_text()
-    assert find(documents, "PrometheusRule")["spec"] == yaml.safe_load(rules)
+    assert [find(documents, "PrometheusRule")["spec"]] == read("helm/prometheus-rules.yaml")
     dashboard = find(documents, "ConfigMap")["data"]["neuron-textgen.json"]
-    assert json.loads(dashboard) == json.loads((HERE / "deploy" / "grafana-dashboard.json").read_text())
+    assert json.loads(dashboard) == json.loads((CHART / "grafana-dashboard.json").read_text())
     namespaces, block = find(documents, "NetworkPolicy")["spec"]["ingress"][0]["from"]
     assert namespaces["namespaceSelector"]["matchExpressions"][0]["values"] == ["apps", "envoy"]
     assert block == {"ipBlock": {"cidr": "10.0.0.0/16"}}

@@ -1,23 +1,23 @@
-"""What `kubectl apply -k` sends for each folder of deploy/kubernetes is valid, safe, and fits what the server does."""
+"""What the chart sends, and the manifests that it does not print, fit the server, the machines and each other."""
 
 import re
 from ipaddress import ip_address, ip_network
 from pathlib import Path
-from shutil import copytree
 
 import pytest
 import yaml
 from manifests import (
-    FOLDER,
+    DEPLOY,
+    DEVICES,
     IMAGE,
-    OVERLAYS,
     VERSIONS,
-    built,
     complaints,
     find,
     invalid,
-    kustomize,
     pod_templates,
+    read,
+    release,
+    rendered,
     variables,
     window_s,
 )
@@ -29,44 +29,34 @@ from engine.metrics import METRICS, VLLM_METRICS
 from models.neuron.plan import INSTANCES
 from run import HERE
 
-APPLIED = (
-    *OVERLAYS,
-    "compile",
-    "monitoring",
-    "hpa",
-    "keda",
-    "ingress",
-    "gateway",
-    "inference-gateway",
-    "karpenter",
-    "ray",
-)  # by the commands of the README
+BESIDE = ("kubernetes/namespace.yaml", "kubernetes/compile.yaml", "ray/rayservice.yaml")
 GIB = 1 << 30
 API = openapi_document()
 NAMES = {name for setting in config.SETTINGS.values() for name in setting.metadata["names"]}
 
 
-def deployment(name):
-    return find(built(name), "Deployment")["spec"]
+def deployment(device):
+    return find(release(device), "Deployment")["spec"]
+
+
+def option(name):
+    """The last object of a manifest that adds something to the Deployment."""
+    return read(f"kubernetes/manifests/{name}.yaml")[-1]
 
 
 def metrics_in(text):
     return set(re.findall(r"\btgi_(\w+)", text))
 
 
-@pytest.mark.parametrize("name", APPLIED)
-def test_what_is_applied_is_valid_and_safe(name):
-    for document in built(name):
+@pytest.mark.parametrize("path", BESIDE)
+def test_what_is_applied_beside_the_chart_is_valid_and_safe(path):
+    for document in read(path):
         assert invalid(document) is None
         assert list(complaints(document)) == []
+        assert document["metadata"].get("namespace", "neuron-textgen") == "neuron-textgen"
 
 
-def test_every_folder_is_built_by_a_test():
-    parts = {"namespace", "base", "data", "neuron", "efs"}
-    assert {path.parent.name for path in FOLDER.rglob("kustomization.yaml")} == {*APPLIED, *parts}
-
-
-@pytest.mark.parametrize("name", OVERLAYS)
+@pytest.mark.parametrize("name", DEVICES)
 def test_the_times_of_the_probes_fit_what_the_server_does(name):
     spec = deployment(name)
     pod = spec["template"]["spec"]
@@ -80,24 +70,24 @@ def test_the_times_of_the_probes_fit_what_the_server_does(name):
     assert server["lifecycle"]["preStop"]["sleep"]["seconds"] + grace_s + 7 < pod["terminationGracePeriodSeconds"]
 
 
-@pytest.mark.parametrize("name", OVERLAYS)
+@pytest.mark.parametrize("name", DEVICES)
 def test_probes_service_and_monitor_ask_where_the_server_answers(name):
     (server,) = deployment(name)["template"]["spec"]["containers"]
     (port,) = server["ports"]
     assert port == {"name": "http", "containerPort": int(variables(server)["PORT"])}
     paths = {kind: server[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")}
     assert paths == {"startup": "/health", "readiness": "/health", "liveness": "/live"}
-    (endpoint,) = find(built("monitoring"), "PodMonitor")["spec"]["podMetricsEndpoints"]
+    (endpoint,) = option("monitoring")["spec"]["podMetricsEndpoints"]
     for path in {*paths.values(), endpoint["path"]}:
         assert API["paths"][path]["get"]["security"] == [], "it needs no key"
-    (service,) = find(built(name), "Service")["spec"]["ports"]
-    policy = find(built(name), "NetworkPolicy")["spec"]["ingress"][0]["ports"][0]["port"]
+    (service,) = find(release(name), "Service")["spec"]["ports"]
+    policy = find(release(name), "NetworkPolicy")["spec"]["ingress"][0]["ports"][0]["port"]
     ports = {server[f"{kind}Probe"]["httpGet"]["port"] for kind in paths} | {service["targetPort"], endpoint["port"], policy}
     assert ports == {"http"}
 
 
 def test_the_network_policy_lets_out_names_downloads_and_traces():
-    egress = find(built("cpu"), "NetworkPolicy")["spec"]["egress"]
+    egress = find(release("cpu"), "NetworkPolicy")["spec"]["egress"]
     otlp = re.search(r"http://localhost:(\d+)", config.SETTINGS["--otlp-endpoint"].metadata["help"])[1]
     assert {port["port"] for rule in egress for port in rule["ports"]} == {53, 443, int(otlp)}
     assert all(rule["to"] for rule in egress)
@@ -109,53 +99,52 @@ def test_the_network_policy_lets_out_names_downloads_and_traces():
 
 
 def test_the_namespace_names_the_version_of_its_rules_for_pods():
-    labels = find(built("cpu"), "Namespace")["metadata"]["labels"]
+    (namespace,) = read("kubernetes/namespace.yaml")
+    labels = namespace["metadata"]["labels"]
     assert labels["pod-security.kubernetes.io/enforce"] == "restricted"
     assert labels["pod-security.kubernetes.io/enforce-version"] == f"v{VERSIONS[0]}"
 
 
-def test_disks_of_new_nodes_are_encrypted():
-    disks = find(built("karpenter"), "EC2NodeClass")["spec"]["blockDeviceMappings"]
-    assert disks and all(disk["ebs"]["encrypted"] for disk in disks)
-
-
 def test_an_ingress_and_a_gateway_lead_to_the_service_and_end_no_stream():
-    service = find(built("cpu"), "Service")
-    ingress = find(built("ingress"), "Ingress")
+    service = find(release("cpu"), "Service")
+    ingress = option("ingress")
     (path,) = ingress["spec"]["rules"][0]["http"]["paths"]
     backend = path["backend"]["service"]
     assert (backend["name"], backend["port"]["name"]) == (service["metadata"]["name"], service["spec"]["ports"][0]["name"])
     attributes = ingress["metadata"]["annotations"]["alb.ingress.kubernetes.io/load-balancer-attributes"]
     assert int(attributes.removeprefix("idle_timeout.timeout_seconds=")) > 15  # a stream has a comment every 15 s
-    route = find(built("gateway"), "HTTPRoute")["spec"]
+    route = option("gateway")["spec"]
     assert route["rules"][0]["backendRefs"] == [
         {"name": service["metadata"]["name"], "port": service["spec"]["ports"][0]["port"]}
     ]
     assert route["rules"][0]["timeouts"] == {"request": "0s"}
-    assert route["parentRefs"] == [{"name": find(built("gateway"), "Gateway")["metadata"]["name"]}]
+    assert route["parentRefs"] == [{"name": find(read("kubernetes/manifests/gateway.yaml"), "Gateway")["metadata"]["name"]}]
 
 
-@pytest.mark.parametrize("name", OVERLAYS)
+@pytest.mark.parametrize("name", DEVICES)
 def test_every_selector_finds_the_pods(name):
     labels = deployment(name)["template"]["metadata"]["labels"]
-    selectors = [find(built(name), kind)["spec"] for kind in ("Service", "PodDisruptionBudget", "NetworkPolicy", "Deployment")]
-    selectors.append(find(built("monitoring"), "PodMonitor")["spec"])
+    selectors = [
+        find(release(name), kind)["spec"] for kind in ("Service", "PodDisruptionBudget", "NetworkPolicy", "Deployment")
+    ]
+    selectors.append(option("monitoring")["spec"])
     found = [spec["podSelector"] if "podSelector" in spec else spec["selector"] for spec in selectors]
     assert all(selector.get("matchLabels", selector) == labels for selector in found)
-    assert find(built("compile"), "Job")["spec"]["template"]["metadata"]["labels"] != labels
+    assert find(read("kubernetes/compile.yaml"), "Job")["spec"]["template"]["metadata"]["labels"] != labels
 
 
-@pytest.mark.parametrize("name", (*OVERLAYS, "compile", "ray"))
-def test_every_variable_is_a_setting_and_every_image_is_of_this_version(name):
-    for template in [template for document in built(name) for template in pod_templates(document)]:
-        for container in template["spec"]["containers"]:
+def test_every_variable_is_a_setting_and_every_image_is_of_this_version():
+    sent = {device: release(device) for device in DEVICES} | {path: read(path) for path in BESIDE}
+    for name, documents in sent.items():
+        templates = [template for document in documents for template in pod_templates(document)]
+        for container in [container for template in templates for container in template["spec"]["containers"]]:
             assert {name for name in variables(container) if not name.startswith("RAY_")} - {"HOME"} <= NAMES
             assert container["image"].removesuffix("-cpu").split(":")[1] == config.VERSION
             assert container["image"].endswith("-cpu") == (name == "cpu")
 
 
-def test_the_job_compiles_into_the_volume_that_the_overlays_mount():
-    job = find(built("compile"), "Job")["spec"]["template"]["spec"]
+def test_the_job_compiles_into_the_volume_that_the_pods_mount():
+    job = find(read("kubernetes/compile.yaml"), "Job")["spec"]["template"]["spec"]
     verb, *flags = job["containers"][0]["args"]
     (output,) = [flag.removeprefix("--output=") for flag in flags if flag.startswith("--output=")]
     compiled = config.parse([flag for flag in flags if not flag.startswith("--output=")], {})
@@ -164,7 +153,9 @@ def test_the_job_compiles_into_the_volume_that_the_overlays_mount():
         pod = deployment(name)["template"]["spec"]
         assert [volume for volume in pod["volumes"] if volume["name"] == "data"] == [job["volumes"][1]]
         assert variables(pod["containers"][0])["MODEL_ID"] == compiled.model_id
-        assert find(built(name), "PersistentVolumeClaim") == find(built("compile"), "PersistentVolumeClaim")
+        claims = [find(documents, "PersistentVolumeClaim") for documents in (release(name), read("kubernetes/compile.yaml"))]
+        assert claims[0]["spec"] == claims[1]["spec"]
+        assert claims[0]["metadata"]["name"] == claims[1]["metadata"]["name"]
 
 
 @pytest.mark.parametrize("name", ("inf2", "trn1"))
@@ -179,51 +170,35 @@ def test_a_replica_fits_on_every_instance_that_it_may_run_on(name):
     assert 2 * int(limits["aws.amazon.com/neuron"]) <= min(machine.cores for machine in machines)
 
 
-def test_a_volume_of_one_node_is_never_wanted_by_two_pods_at_once(tmp_path):
+def test_a_volume_of_one_node_is_never_wanted_by_two_pods_at_once():
     """With ReadWriteOnce a new pod on another node would wait for the volume of the old one, which waits for the new pod."""
-    assert find(built("inf2"), "PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteOnce"]
+    assert find(release("inf2"), "PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteOnce"]
     assert deployment("inf2")["strategy"] == {"type": "Recreate"}
-    copytree(FOLDER, tmp_path / "kubernetes")
-    overlay = tmp_path / "kubernetes" / "inf2" / "kustomization.yaml"
-    overlay.write_text(overlay.read_text().replace("components: [../neuron]", "components: [../neuron, ../efs]"))
-    shared = kustomize(overlay.parent)
-    assert [invalid(document) for document in shared] == [None] * len(shared)
-    assert find(shared, "PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteMany"]
-    assert find(shared, "Deployment")["spec"]["strategy"]["type"] == "RollingUpdate"
 
 
 def test_autoscalers_read_metrics_that_exist():
-    rule = yaml.safe_load((FOLDER / "hpa" / "prometheus-adapter-values.yaml").read_text())["rules"]["custom"][0]
-    (metric,) = find(built("hpa"), "HorizontalPodAutoscaler")["spec"]["metrics"]
-    (trigger,) = find(built("keda"), "ScaledObject")["spec"]["triggers"]
+    (values,) = read("kubernetes/prometheus-adapter-values.yaml")
+    rule = values["rules"]["custom"][0]
+    (metric,) = find(rendered({"autoscaling": {"by": "hpa"}}), "HorizontalPodAutoscaler")["spec"]["metrics"]
+    (trigger,) = option("keda")["spec"]["triggers"]
     assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
     queries = rule["seriesQuery"] + rule["metricsQuery"], trigger["metadata"]["query"]
     for query in queries:
         assert metrics_in(query) == {"queue_size", "slots_busy", "slots_total"} <= {name for _, name, *_ in METRICS}
-    of_vllm = set(re.findall(r"`(vllm:num_\w+|vllm:\w+_perc)`", (FOLDER / "README.md").read_text()))
+    of_vllm = set(re.findall(r"`(vllm:num_\w+|vllm:\w+_perc)`", (DEPLOY / "kubernetes" / "README.md").read_text()))
     assert len(of_vllm) == 3 and of_vllm <= {name for _, name, *_ in VLLM_METRICS}
 
 
 def test_an_autoscaler_owns_the_number_of_replicas():
-    scaled = find(built("hpa"), "HorizontalPodAutoscaler"), find(built("keda"), "ScaledObject")
+    scaled = find(rendered({"autoscaling": {"by": "hpa"}}), "HorizontalPodAutoscaler"), option("keda")
     targets = {document["spec"]["scaleTargetRef"]["name"] for document in scaled}
-    for name in OVERLAYS:
-        assert {find(built(name), "Deployment")["metadata"]["name"]} == targets
+    for name in DEVICES:
+        assert {find(release(name), "Deployment")["metadata"]["name"]} == targets
         assert "replicas" not in deployment(name)
 
 
-def test_the_node_pool_has_what_the_pods_of_inf2_ask_for():
-    pool = find(built("karpenter"), "NodePool")["spec"]
-    node = pool["template"]["spec"]
-    assert node["nodeClassRef"]["name"] == find(built("karpenter"), "EC2NodeClass")["metadata"]["name"]
-    (worker,) = find(built("ray"), "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
-    for pod in (deployment("inf2")["template"]["spec"], worker["template"]["spec"]):
-        assert [toleration["key"] for toleration in pod["tolerations"]] == [taint["key"] for taint in node["taints"]]
-        assert pod["containers"][0]["resources"]["limits"].keys() >= pool["limits"].keys()
-
-
 def test_a_ray_worker_has_room_for_one_replica():
-    service = find(built("ray"), "RayService")["spec"]
+    service = find(read("ray/rayservice.yaml"), "RayService")["spec"]
     cluster = service["rayClusterConfig"]
     (application,) = yaml.safe_load(service["serveConfigV2"])["applications"]
     (worker,) = cluster["workerGroupSpecs"]
@@ -234,7 +209,7 @@ def test_a_ray_worker_has_room_for_one_replica():
     scaling = int(replica["min-replicas"]), int(replica["max-replicas"])
     assert scaling == (worker["minReplicas"], worker["maxReplicas"])
     assert cluster["enableInTreeAutoscaling"]
-    dockerfile = (FOLDER / "ray" / "Dockerfile").read_text()
+    dockerfile = (DEPLOY / "ray" / "Dockerfile").read_text()
     (environment,) = re.findall(r"python3 -m venv (\S+)", dockerfile)  # what the SDK was tested with may not move
     (installed,) = re.findall(r"(\S*pip) --disable-pip-version-check install .* \"ray\[serve\]==(\S+)\"", dockerfile)
     assert installed == (f"{environment}/bin/pip", cluster["rayVersion"])
@@ -245,7 +220,7 @@ def test_a_ray_worker_has_room_for_one_replica():
 
 
 def test_the_application_of_the_ray_service_is_there_and_takes_its_arguments():
-    (application,) = yaml.safe_load(find(built("ray"), "RayService")["spec"]["serveConfigV2"])["applications"]
+    (application,) = yaml.safe_load(find(read("ray/rayservice.yaml"), "RayService")["spec"]["serveConfigV2"])["applications"]
     module, name = application["import_path"].split(":")
     source = (HERE / f"{module.replace('.', '/')}.py").read_text()
     assert f"\ndef {name}(arguments:" in source
@@ -253,10 +228,10 @@ def test_the_application_of_the_ray_service_is_there_and_takes_its_arguments():
 
 
 def test_an_inference_gateway_finds_the_pods_and_its_picker_reads_metrics_that_are_there():
-    folder = FOLDER / "inference-gateway"
-    pool = yaml.safe_load((folder / "inferencepool.yaml").read_text())
-    assert invalid(pool) is None
-    router = yaml.safe_load((folder / "router-values.yaml").read_text())["router"]
+    made = rendered({"gateway": {"className": "eg", "endpointPicker": "neuron-textgen-epp"}})
+    pool = find(made, "InferencePool")
+    (values,) = read("kubernetes/llm-d-router-values.yaml")
+    router = values["router"]
     template = deployment("cpu")["template"]
     for selector, ports in (
         (pool["spec"]["selector"], pool["spec"]["targetPorts"]),
@@ -264,14 +239,8 @@ def test_an_inference_gateway_finds_the_pods_and_its_picker_reads_metrics_that_a
     ):
         assert selector["matchLabels"].items() <= template["metadata"]["labels"].items()
         assert ports == [{"number": template["spec"]["containers"][0]["ports"][0]["containerPort"]}]
-    (backend,) = find(built("inference-gateway"), "HTTPRoute")["spec"]["rules"][0]["backendRefs"]
+    (backend,) = find(made, "HTTPRoute")["spec"]["rules"][0]["backendRefs"]
     assert (backend["kind"], backend["name"]) == ("InferencePool", pool["metadata"]["name"])
-    assert pool["spec"]["endpointPickerRef"]["name"] == f"{backend['name']}-epp", "as the chart of llm-d calls it"
     # What llm-d's picker and the Gateway API Inference Extension read of a server whose type is vllm.
-    read = {"vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"}
-    assert router["modelServers"]["type"] == "vllm" and read <= {name for _, name, *_ in VLLM_METRICS}
-
-
-def test_the_commands_of_the_readme_name_folders_that_are_there():
-    text = (FOLDER / "README.md").read_text()
-    assert {*re.findall(r"kubectl (?:apply -k|kustomize) deploy/kubernetes/([\w-]+)", text)} == {*APPLIED} - {"trn1"}
+    asked = {"vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"}
+    assert router["modelServers"]["type"] == "vllm" and asked <= {name for _, name, *_ in VLLM_METRICS}
