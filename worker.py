@@ -366,8 +366,7 @@ class Startup:
         background = ThreadPoolExecutor(2)
         compiling = None
         if config.sampling != "device":
-            dtypes = ["float32", "bfloat16"] if prepared.device == "neuron" else ["float32"]
-            compiling = background.submit(sampling.compile_loops, dtypes)
+            compiling = background.submit(sampling.compile_loops, prepared.logits_dtypes)
         tokenizer_check = background.submit(check_tokenizer, config, prepared.folder, run_dir())
         model = self._load(prepared)
         if compiling:

@@ -1,1 +1,1 @@
-"""The HTTP APIs, one file each, and what they share. Runs in the API server processes."""
+"""The HTTP APIs, one file or folder each, and what they share. Runs in the API server processes."""

@@ -61,6 +61,11 @@ class Prepared:
     build: BuildPlan | None = None  # on Neuron: what to compile or to load
     neuron_versions: dict[str, str | None] = field(default_factory=dict)  # as in ModelInfo
 
+    @property
+    def logits_dtypes(self) -> list[str]:
+        """What the engine's logits may be, for the sampling loops."""
+        return ["float32", "bfloat16"] if self.build else ["float32"]
+
     def fetch_weights(self) -> None:
         """Downloads the weights of a model on the hub. Before that, raises ConfigError or ModelError for a
         model that cannot be served."""
