@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import Struct
 from msgspec.structs import replace
 
 from api.chats import client_tools
@@ -107,7 +106,6 @@ class ToolUseBlock(Struct, tag="tool_use"):
     id: str
     name: str
     input: Json = {}
-    toolset_name: str | UnsetType = UNSET
 
 
 class OutputTokensDetails(Struct):
@@ -224,25 +222,12 @@ def _chat_of(
     return chat, names
 
 
-class ClientTool(NamedTuple):
-    """A tool that Anthropic defines and the client runs, as a function.
-
-    definition: made of the tool's date, of its path in the request and of itself. toolset: the name of the
-    function, whose calls are those of the toolset's members; else the tool has a name.
-    """
-
-    definition: Callable[[str, str, Json], Definition]
-    toolset: str = ""
-
-
-# The tools by type, without the date that follows it.
-CLIENT_TOOLS = {
-    "bash": ClientTool(client_tools.bash),
-    "text_editor": ClientTool(client_tools.text_editor),
-    "memory": ClientTool(client_tools.memory),
-    "computer": ClientTool(client_tools.computer),
-    "computer_toolset": ClientTool(client_tools.computer_toolset, "computer"),
-    "browser_toolset": ClientTool(client_tools.browser_toolset, "browser"),
+# The tools that Anthropic defines and the client runs, by type, without the date that follows it: each is a
+# function.
+CLIENT_TOOLS: dict[str, Callable[[str, Json], Definition]] = {
+    "bash": client_tools.bash,
+    "text_editor": client_tools.text_editor,
+    "memory": client_tools.memory,
 }
 
 
@@ -257,7 +242,6 @@ class MessagesTools:
     def __init__(self, request: CountRequest):
         self.listed: list[Json] = []
         self.left_out: set[str] = {"mcp_servers"} if request.mcp_servers else set()  # types
-        self.toolsets: set[str] = set()  # names
         self._hosted: set[str] = set()  # the names of those that are left out
         self._known: dict[str, tuple[str, Json]] = {}  # the path and the form of each tool, by its name
         self._listed_paths: list[str] = []
@@ -267,6 +251,7 @@ class MessagesTools:
         defers = not any(str(tool.get("type")).startswith(HOSTED_SEARCH) for tool in tools)
         for i, tool in enumerate(tools):
             path = f"tools[{i}]"
+            client_tools.reject_computer_use(path, tool)
             form = self._know(path, tool)
             if form and not (defers and tool.get("defer_loading")):
                 self.listed.append(form)
@@ -333,13 +318,10 @@ class MessagesTools:
         if kind == "custom":
             function = _function(path, tool)
         elif date.isdigit() and family in CLIENT_TOOLS:
-            row = CLIENT_TOOLS[family]
-            name = row.toolset or needed(path, tool, "name", str)
-            function = {"name": name, **row.definition(date, path, tool)._asdict()}
+            definition = CLIENT_TOOLS[family](date, tool)
+            function = {"name": needed(path, tool, "name", str), **definition._asdict()}
             if tool.get("strict") is True:
                 function["strict"] = True
-            if row.toolset:
-                self.toolsets.add(name)
         else:
             self.left_out.add(str(kind)[:40])
             self._hosted.add(str(tool.get("name")))
@@ -393,7 +375,7 @@ def _thoughts(reader: BlockReader, path: str, block: Json) -> Message:
 def _call(_reader: BlockReader, path: str, block: Json) -> Message:
     given = needed(path, block, "input", dict) if block.get("input") is not None else {}
     function = {"name": needed(path, block, "name", str), "arguments": given}
-    if block.get("toolset_name") is not None:  # the call of a member
+    if block.get("toolset_name") is not None:  # a member of a toolset, in a conversation with another server
         arguments = {"action": function["name"]} | given
         function = {"name": needed(path, block, "toolset_name", str), "arguments": arguments}
     call = {"id": needed(path, block, "id", str), "type": "function", "function": function}
@@ -439,12 +421,8 @@ def _tool_removal(reader: BlockReader, path: str, block: Json) -> str:
     return f"You may no longer call the function {name}."
 
 
-def _browser_state(reader: BlockReader, path: str, block: Json) -> str:
-    lines = []
-    for i, tab in enumerate(needed(path, block, "tabs", list)):
-        line = reader.fields(f"{path}.tabs[{i}]", tab, "title? url?").replace("\n", " ")
-        lines.append(f"{line} (active)" if tab.get("active") else line)
-    return "\n".join(["Browser tabs:", *lines])
+def _browser_state(_reader: BlockReader, _path: str, block: Json) -> str:
+    return f"Browser tabs: {json.dumps(block.get('tabs'), ensure_ascii=False)}"
 
 
 # The readable types of blocks, and of what is in them.
@@ -532,7 +510,6 @@ class MessagesResponseWriter(ResponseWriter):
         super().__init__([prepared], served, request.stream)
         self._stop_sequences = request.stop_sequences or []
         self.left_out = tools.left_out
-        self._toolsets = tools.toolsets
         self._parser = prepared.parser_config.parser()
         self._omits_thinking = request.thinking is not None and request.thinking.display == "omitted"
         self._has_begun = False
@@ -607,13 +584,10 @@ class MessagesResponseWriter(ResponseWriter):
     def _take(self, part: output_parser.OutputPart) -> Iterator[Json]:
         newest = self._content[-1] if self._content else None
         if isinstance(part, CallBegin):
-            is_toolset = part.name in self._toolsets
-            toolset = part.name if is_toolset else UNSET
-            yield from self._begin_block(ToolUseBlock(part.id, part.name, toolset_name=toolset))
+            yield from self._begin_block(ToolUseBlock(part.id, part.name))
         elif isinstance(part, Arguments):
             self._arguments += part.text
-            if newest.toolset_name is UNSET:
-                yield self._delta({"type": "input_json_delta", "partial_json": part.text})
+            yield self._delta({"type": "input_json_delta", "partial_json": part.text})
         elif isinstance(part, Reasoning):
             if not isinstance(newest, ThinkingBlock):
                 yield from self._begin_block(ThinkingBlock())
@@ -631,12 +605,7 @@ class MessagesResponseWriter(ResponseWriter):
     def _begin_block(self, block: TextBlock | ThinkingBlock | ToolUseBlock) -> Iterator[Json]:
         yield from self._end_block()
         self._content.append(block)
-        if isinstance(block, ToolUseBlock) and block.toolset_name is not UNSET:
-            return  # it begins with the name of a member, which is one of its arguments
-        yield self._block_start(block)
-
-    def _block_start(self, block: TextBlock | ThinkingBlock | ToolUseBlock) -> Json:
-        return {"type": "content_block_start", "index": len(self._content) - 1, "content_block": block}
+        yield {"type": "content_block_start", "index": len(self._content) - 1, "content_block": block}
 
     def _delta(self, delta: dict[str, str]) -> Json:
         return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}
@@ -646,13 +615,8 @@ class MessagesResponseWriter(ResponseWriter):
             return
         newest = self._content[-1]
         if isinstance(newest, ToolUseBlock):
-            given = complete_members(self._arguments)
+            newest.input = complete_members(self._arguments)
             self._arguments = ""
-            if newest.toolset_name is not UNSET:
-                newest.name = str(given.pop("action", newest.name))
-                yield self._block_start(newest)
-                yield self._delta({"type": "input_json_delta", "partial_json": json.dumps(given)})
-            newest.input = given
         if isinstance(newest, ThinkingBlock):
             newest.signature = seal(self._thoughts)
             yield self._delta({"type": "signature_delta", "signature": newest.signature})

@@ -9,66 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from api.chats.content import needed
-from api.http.fields import Json
+from api.http.fields import Json, require
 
 TEXT = {"type": "string"}
 INTEGER = {"type": "integer"}
-NUMBER = {"type": "number"}
 BOOLEAN = {"type": "boolean"}
 TEXTS = {"type": "array", "items": TEXT}
 POINT = {"type": "array", "items": INTEGER, "minItems": 2, "maxItems": 2}
-BOX = {"type": "array", "items": INTEGER, "minItems": 4, "maxItems": 4}
-SCROLL_DIRECTION = {"type": "string", "enum": ["up", "down", "left", "right"]}
 NO_UNDO = "20250429"  # the first text editor without `undo_edit`; the text of its `insert` is `insert_text`
-MORE_ACTIONS = "20250124"  # the first computer that scrolls and waits
 EDITOR_COMMANDS = ("view", "create", "str_replace", "insert")
-ACTIONS = (
-    "key",
-    "type",
-    "mouse_move",
-    "left_click",
-    "left_click_drag",
-    "right_click",
-    "middle_click",
-    "double_click",
-    "screenshot",
-    "cursor_position",
-)
-# Without left_click_drag: its argument `from` is no name for models that write calls in Python.
-BROWSER_ACTIONS = (
-    "navigate",
-    "list_tabs",
-    "new_tab",
-    "switch_tab",
-    "close_tab",
-    "read_page",
-    "get_page_text",
-    "read_console",
-    "read_network",
-    "find",
-    "form_input",
-    "file_upload",
-    "scroll_to",
-    "screenshot",
-    "zoom",
-    "left_click",
-    "right_click",
-    "middle_click",
-    "double_click",
-    "triple_click",
-    "hover",
-    "left_mouse_down",
-    "left_mouse_up",
-    "mouse_move",
-    "scroll",
-    "type",
-    "key",
-    "hold_key",
-    "wait",
-    "javascript_exec",
-)
-LATER_ACTIONS = ("left_mouse_down", "left_mouse_up", "triple_click", "scroll", "hold_key", "wait")
+# What the types of tools for a computer or a browser begin with, in both APIs.
+COMPUTER_USE = ("computer", "browser_toolset")
 
 
 class Definition(NamedTuple):
@@ -76,6 +27,13 @@ class Definition(NamedTuple):
 
     description: str
     parameters: Json
+
+
+def reject_computer_use(path: str, tool: Json) -> None:
+    """Raises ApiError for a tool with which the model would use a computer or a browser."""
+    kind = str(tool.get("type"))
+    detail = "is not supported: this server has no computer or browser use; leave this tool out"
+    require(not kind.startswith(COMPUTER_USE), f"{path}.type", detail, given=kind[:40])
 
 
 def _object(required: str, **properties: Json) -> Json:
@@ -90,10 +48,10 @@ def _with(schema: Json, description: str) -> Json:
     return schema | {"description": description}
 
 
-# Anthropic's, each by the date of its version, the tool of the request and its path there.
+# Anthropic's, each by the date of its version and the tool of the request.
 
 
-def bash(_date: str, _path: str, _tool: Json) -> Definition:
+def bash(_date: str, _tool: Json) -> Definition:
     return Definition(
         "Runs a command in a bash session, which keeps its state from one call to the next.",
         _object(
@@ -104,7 +62,7 @@ def bash(_date: str, _path: str, _tool: Json) -> Definition:
     )
 
 
-def text_editor(date: str, _path: str, tool: Json) -> Definition:
+def text_editor(date: str, tool: Json) -> Definition:
     is_old = date < NO_UNDO
     commands = list(EDITOR_COMMANDS)
     text = "Shows and changes text files."
@@ -117,7 +75,7 @@ def text_editor(date: str, _path: str, tool: Json) -> Definition:
     return Definition(text, _object("command path", command=_choice(commands), **properties))
 
 
-def memory(_date: str, _path: str, _tool: Json) -> Definition:
+def memory(_date: str, _tool: Json) -> Definition:
     commands = [*EDITOR_COMMANDS, "delete", "rename"]
     return Definition(
         "Keeps notes in files below /memories, which last longer than this conversation. "
@@ -146,76 +104,6 @@ def _editing(inserted: str) -> dict[str, Json]:
     if inserted in properties:
         text = f"{properties[inserted]['description']} {text}"
     return properties | {inserted: _with(TEXT, text)}
-
-
-def computer(date: str, path: str, tool: Json) -> Definition:
-    width, height = (needed(path, tool, f"display_{side}_px") for side in ("width", "height"))
-    actions = [*ACTIONS, *(LATER_ACTIONS if date >= MORE_ACTIONS else ())]
-    if tool.get("enable_zoom"):
-        actions.append("zoom")
-    return _computer(f"Its screen has {width} x {height} pixels.", actions)
-
-
-def computer_toolset(_date: str, _path: str, tool: Json) -> Definition:
-    return _computer("", _enabled([*ACTIONS, *LATER_ACTIONS, "zoom"], tool))
-
-
-def _computer(screen: str, actions: list[str]) -> Definition:
-    properties = {
-        "coordinate": _with(POINT, "[x, y]: where to click, to move, to scroll, or to end a drag."),
-        "text": _with(TEXT, "The text to type, or the keys to press, such as ctrl+s; to hold in a click."),
-    }
-    if "wait" in actions:
-        properties |= {
-            "start_coordinate": _with(POINT, "[x, y]: where a drag begins."),
-            "scroll_direction": SCROLL_DIRECTION,
-            "scroll_amount": _with(INTEGER, "Clicks of the wheel."),
-            "duration": _with(NUMBER, "Seconds to wait, or to hold a key."),
-        }
-    if "zoom" in actions:
-        properties["region"] = _with(BOX, "`zoom`: [x0, y0, x1, y1].")
-    text = "Controls mouse and keyboard of a computer. Coordinates are pixels from the top left corner."
-    return Definition(f"{text} {screen}".strip(), _object("action", action=_choice(actions), **properties))
-
-
-def browser_toolset(_date: str, _path: str, tool: Json) -> Definition:
-    target = _object("type", type=_choice(["ref", "coordinate"]), ref=TEXT, x=INTEGER, y=INTEGER)
-    return Definition(
-        "Controls a web browser. `read_page` and `find` return the elements of the page with references, "
-        "which other actions take as their target.",
-        _object(
-            "action",
-            action=_choice(_enabled(BROWSER_ACTIONS, tool)),
-            url=_with(TEXT, "`navigate`: the address, or back, forward, reload."),
-            tab_id=_with(TEXT, "The tab, if it is not the active one."),
-            query=_with(TEXT, "`find`: the element in words."),
-            target=_with(target, "The element (`ref`), or a point in pixels (`x`, `y`)."),
-            text=_with(TEXT, "The text to type, the keys to press, or the JavaScript to run."),
-            value=_with(TEXT, "`form_input`: the new value."),
-            paths=_with(TEXTS, "`file_upload`: the files."),
-            ref=_with(TEXT, "`read_page`: the element to begin at."),
-            depth=_with(INTEGER, "`read_page`: the levels to read."),
-            filter=_with(_choice(["all", "interactive"]), "`read_page`: which elements."),
-            modifiers=_with(TEXT, "Keys to hold in a click, such as ctrl+shift."),
-            scroll_direction=SCROLL_DIRECTION,
-            scroll_amount=_with(INTEGER, "Clicks of the wheel."),
-            repeat=_with(INTEGER, "`key`: how often."),
-            duration=_with(NUMBER, "Seconds to wait, or to hold a key."),
-            region=_with(BOX, "`zoom`: [x0, y0, x1, y1]."),
-        ),
-    )
-
-
-def _enabled(members: Sequence[str], tool: Json) -> list[str]:
-    """The members of a toolset that the request does not turn off."""
-    given = tool.get("configs")
-    configs = given if isinstance(given, dict) else {}
-    off = {
-        name
-        for name, config in configs.items()
-        if isinstance(config, dict) and config.get("enabled") is False
-    }
-    return [name for name in members if name not in off]
 
 
 # OpenAI's, each by the tool of the request.
@@ -269,34 +157,3 @@ def tool_search(tool: Json) -> Definition:
         parameters = _object("query", query=_with(TEXT, "Words for what the tool should do."))
     description = tool.get("description")
     return Definition(description or "Finds more tools, which may be called afterwards.", parameters)
-
-
-_COMPUTER_ACTION = _object(
-    "type",
-    type=_choice(
-        ["click", "double_click", "drag", "keypress", "move", "screenshot", "scroll", "type", "wait"]
-    ),
-    x=_with(INTEGER, "Pixels from the left."),
-    y=_with(INTEGER, "Pixels from the top."),
-    button=_choice(["left", "right", "wheel", "back", "forward"]),
-    keys=_with(TEXTS, "`keypress`: the keys; else those to hold."),
-    text=_with(TEXT, "`type`: the text."),
-    path=_with({"type": "array", "items": _object("x y", x=INTEGER, y=INTEGER)}, "`drag`: its points."),
-    scroll_x=_with(INTEGER, "`scroll`: pixels to the right."),
-    scroll_y=_with(INTEGER, "`scroll`: pixels down."),
-)
-
-
-def computer_use_preview(tool: Json) -> Definition:
-    size = f"{tool.get('display_width')} x {tool.get('display_height')} pixels"
-    environment = tool.get("environment", "computer")
-    return Definition(
-        f"Does one action with mouse or keyboard ({environment}, screen of {size}).", _COMPUTER_ACTION
-    )
-
-
-def computer_actions(_tool: Json) -> Definition:
-    actions = {"type": "array", "items": _COMPUTER_ACTION}
-    return Definition(
-        "Does actions with mouse and keyboard of a computer.", _object("actions", actions=actions)
-    )

@@ -285,8 +285,8 @@ def _built_in_call(kind: str) -> Callable[[ItemReader, str, Json], Message]:
     row = BUILT_IN[kind]
 
     def read(reader: ItemReader, path: str, item: Json) -> Message:
-        value = needed(path, item, row.field, list if row.is_argument else dict)
-        return _call(reader, path, item | {"name": kind}, row.read(value))
+        arguments = row.read(needed(path, item, row.field, dict))
+        return _call(reader, path, item | {"name": kind}, arguments)
 
     return read
 
@@ -298,8 +298,9 @@ def _tool_search_call(reader: ItemReader, path: str, item: Json) -> Message | No
 
 
 def _computer_call(reader: ItemReader, path: str, item: Json) -> Message:
-    kind = "computer_use_preview" if item.get("actions") is None else "computer"
-    return _built_in_call(kind)(reader, path, {"action": {}} | item)
+    """Of a conversation with another server."""
+    arguments = {name: item[name] for name in ("action", "actions") if item.get(name) is not None}
+    return _call(reader, path, item | {"name": "computer"}, arguments)
 
 
 def _call(reader: ItemReader, path: str, item: Json, arguments: Json) -> Message:

@@ -288,7 +288,7 @@ class ResponsesWriter(OpenAIResponseWriter):
     def _write_built_in(self, item: BuiltInCall) -> Iterator[Json]:
         """The beginning of an item whose arguments are complete."""
         arguments = complete_members(self._arguments)
-        setattr(item, self._built_in.field, self._built_in.written(arguments))
+        setattr(item, self._built_in.field, self._built_in.defaults | arguments)
         yield self._item_event("response.output_item.added", item=item)
         commands = item.action["commands"] if isinstance(item, ShellCall) else []
         for n, command in enumerate(commands if isinstance(commands, list) else ()):

@@ -16,7 +16,6 @@ from api.http.fields import Json
 from api.openai.responses_types import (
     ApplyPatchCall,
     BuiltInCall,
-    ComputerCall,
     LocalShellCall,
     ResponsesRequest,
     ResponsesToolChoice,
@@ -30,8 +29,7 @@ ADDING_ITEMS = ("additional_tools", "tool_search_output")
 class BuiltIn(NamedTuple):
     """A tool that OpenAI defines and the client runs: a function for the model, whose call is an item.
 
-    field: of the item. It has the arguments, with the `defaults` of those that the model left out; or it is
-    the one argument of its name.
+    field: of the item. It has the arguments, with the `defaults` of those that the model left out.
     """
 
     definition: Callable[[Json], Definition]
@@ -39,19 +37,10 @@ class BuiltIn(NamedTuple):
     prefix: str  # of the item's ids
     field: str
     defaults: Json
-    is_argument: bool = False
 
-    def written(self, arguments: Json) -> Any:
-        """The arguments of a call as the field of its item."""
-        if self.is_argument:
-            return arguments.get(self.field, [])
-        return self.defaults | arguments
-
-    def read(self, value: Any) -> Json:
+    def read(self, value: Json) -> Json:
         """The arguments in the field of an item, as the model wrote them: without the defaults, in the order
         of the schema, which SDKs change."""
-        if self.is_argument:
-            return {self.field: value}
         written = {name: given for name, given in value.items() if given != self.defaults.get(name)}
         order = [*self.definition({}).parameters["properties"], *written]
         return {name: written[name] for name in order if name in written}
@@ -77,8 +66,6 @@ BUILT_IN = {
         client_tools.apply_patch, ApplyPatchCall, "apc", "operation", {"path": "", "diff": ""}
     ),
     "tool_search": BuiltIn(client_tools.tool_search, ToolSearchCall, "tsc", "arguments", {}),
-    "computer": BuiltIn(client_tools.computer_actions, ComputerCall, "cu", "actions", {}, True),
-    "computer_use_preview": BuiltIn(client_tools.computer_use_preview, ComputerCall, "cu", "action", {}),
 }
 
 
@@ -180,6 +167,8 @@ class ResponsesTools:
             if not isinstance(tool.get("type"), str):
                 raise invalid(f"{where}.type", "is missing, or is not a string")
             client_tool = _client_tool(namespace, tool)
+            if not path:
+                client_tools.reject_computer_use(where, tool)
             if _is_hosted(tool):
                 self.left_out.add(client_tool.kind[:40])
                 continue

@@ -171,14 +171,6 @@ class ToolSearchCall(BuiltInCall, tag="tool_search_call"):
     execution: str = "client"
 
 
-class ComputerCall(BuiltInCall, tag="computer_call"):
-    """`action` is for the tool `computer_use_preview`, `actions` for `computer`."""
-
-    action: Json | UnsetType = UNSET
-    actions: list[Json] | UnsetType = UNSET
-    pending_safety_checks: list[Json] = []
-
-
 AnyOutputItem = (
     OutputMessage
     | OutputReasoning
@@ -188,7 +180,6 @@ AnyOutputItem = (
     | LocalShellCall
     | ApplyPatchCall
     | ToolSearchCall
-    | ComputerCall
     | Compaction
 )
 

@@ -7,11 +7,10 @@ from tool_calls import FORMATS, use
 from api.anthropic.messages import CLIENT_TOOLS
 from api.openai.responses_tools import BUILT_IN
 
-SCREEN = {"display_width_px": 800, "display_height_px": 600, "enable_zoom": True}
 DEFINITIONS = {name: row.definition({"parameters": None}) for name, row in BUILT_IN.items()}
-for name, row in CLIENT_TOOLS.items():
+for name, definition in CLIENT_TOOLS.items():
     for date in ("20241022", "20260801"):
-        DEFINITIONS[f"{name}_{date}"] = row.definition(date, "tools[0]", SCREEN)
+        DEFINITIONS[f"{name}_{date}"] = definition(date, {})
 
 
 @pytest.mark.parametrize("form", FORMATS)

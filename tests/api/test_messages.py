@@ -132,8 +132,8 @@ READ = [  # a block, and its text
     ({"type": "tool_addition", "tool": {"type": "tool_definition", "definition": WEATHER}}, ADDED.format(DEFINITION)),
     ({"type": "tool_removal", "tool": {"type": "tool_reference", "name": "x"}}, "You may no longer call the function x."),
     (
-        {"type": "browser_state", "tabs": [{"tab_id": "1", "title": "A", "url": "u", "active": True}, {"url": "v"}]},
-        "Browser tabs:\nA u (active)\nv",
+        {"type": "browser_state", "tabs": [{"tab_id": "1", "title": "Ä", "url": "u", "active": True}, {"url": "v"}]},
+        'Browser tabs: [{"tab_id": "1", "title": "Ä", "url": "u", "active": true}, {"url": "v"}]',
     ),
     ({"type": "compaction", "content": "They greeted", "encrypted_content": "x"}, "They greeted"),
     ({"type": "web_search_tool_result", "content": [{"type": "web_search_result", "title": "A", "url": "u"}]}, "A\nu"),
@@ -307,7 +307,6 @@ REFUSED = {
     "messages[0].content[0]": {"messages": [user({"text": "no type"})]},
     "messages[0].content[0].source": {"messages": [user({"type": "document", "source": {"data": "x"}})]},
     "messages[0].content[0].source.type": {"messages": [user({"type": "document", "source": {"type": []}})]},
-    "messages[0].content[0].tabs[0]": {"messages": [user({"type": "browser_state", "tabs": [5]})]},
     "messages[0].content[0].content[0]": {"messages": [user(RESULT | {"content": [{"type": "text"}]})]},
     "messages[0].content[0].content": {"messages": [user(RESULT | {"content": 5})]},
     "messages[1].content[0].input": {"messages": [USER, says(CALL | {"input": "x"})]},
@@ -315,7 +314,6 @@ REFUSED = {
     "messages[1].role": {"messages": [USER, {"role": "<|x|>", "content": "a"}]},
     "system[0]": {"system": [{"type": "text"}]},
     "tools[1]": {"tools": [SEARCH, {"name": "f"}]},
-    "tools[0]": {"tools": [{"type": "computer_20250124", "name": "computer", "display_width_px": 9}]},
     "tools[0].description": {"tools": [WEATHER | {"description": 5}]},
     "messages[0].content[0].tool.definition": {
         "messages": [user({"type": "tool_addition", "tool": {"type": "tool_definition", "definition": {"name": "f"}}})]
@@ -410,7 +408,6 @@ def test_a_deferred_tool_that_only_anthropic_would_find_is_not_deferred():
     assert made.parser_config.calls.names == ["weather", "forecast"] and "forecast" in made.prompt
 
 
-SCREEN = {"display_width_px": 800, "display_height_px": 600}
 CLIENT_TOOLS = [  # the tool of a request, and the input of a call
     ({"type": "bash_20241022", "name": "bash"}, {"restart": True}),
     ({"type": "bash_20250124", "name": "bash"}, {"command": "ls"}),
@@ -428,13 +425,6 @@ CLIENT_TOOLS = [  # the tool of a request, and the input of a call
         {"command": "view", "path": "/a", "view_range": [1, -1]},
     ),
     ({"type": "memory_20250818", "name": "memory"}, {"command": "rename", "old_path": "/memories/a", "new_path": "/b"}),
-    ({"type": "computer_20241022", "name": "computer", **SCREEN}, {"action": "left_click", "coordinate": [1, 2]}),
-    ({"type": "computer_20250124", "name": "computer", **SCREEN}, {"action": "wait", "duration": 2}),
-    (
-        {"type": "computer_20251124", "name": "computer", "enable_zoom": True, **SCREEN},
-        {"action": "zoom", "region": [0, 0, 9, 9]},
-    ),
-    ({"type": "computer_20990101", "name": "computer", **SCREEN}, {"action": "key", "text": "Return"}),
 ]
 
 
@@ -452,48 +442,39 @@ def test_a_tool_that_the_client_runs_is_a_function_with_its_documented_schema(to
     forced = prepared("messages", tools=[tool], tool_choice={"type": "any"})
     assert allows(forced.grammar, called(tool["name"], given))
     assert not allows(forced.grammar, called(tool["name"], {"other": 1} | given))
-    for value in (
-        "800 x 600" if "display_width_px" in tool else "",
-        "at most 9 characters" if "max_characters" in tool else "",
-    ):
-        assert value in forced.prompt
+    assert ("at most 9 characters" in forced.prompt) == ("max_characters" in tool)
 
 
 def test_the_tools_of_newer_dates_have_what_was_changed_then():
-    def prompt(kind, **fields):
-        return prepared("messages", tools=[{"type": kind, "name": "x", **SCREEN, **fields}]).prompt
+    def prompt(kind):
+        return prepared("messages", tools=[{"type": kind, "name": "x"}]).prompt
 
     assert "undo_edit" in prompt("text_editor_20250124") and "undo_edit" not in prompt("text_editor_20250429")
     assert "insert_text" not in prompt("text_editor_20250124") and "insert_text" in prompt("text_editor_20250429")
-    assert "scroll" not in prompt("computer_20241022").replace("to scroll, or", "") and "hold_key" in prompt(
-        "computer_20250124"
-    )
-    assert "zoom" not in prompt("computer_20251124") and "zoom" in prompt("computer_20251124", enable_zoom=True)
 
 
 @pytest.mark.parametrize(
-    ("kind", "toolset", "member", "given"),
+    "tool",
     [
-        ("computer_toolset_20260801", "computer", "left_click", {"coordinate": [1, 2]}),
-        ("browser_toolset_20260801", "browser", "find", {"query": "search bar"}),
-        ("browser_toolset_20260801", "browser", "list_tabs", {}),
+        {"type": "computer_20251124", "name": "computer", "display_width_px": 800, "display_height_px": 600},
+        {"type": "computer_toolset_20260801"},
+        {"type": "browser_toolset_20260801"},
     ],
+    ids=lambda tool: tool["type"],
 )
-def test_the_call_of_a_toolset_is_one_of_its_member(kind, toolset, member, given):
-    tool = {"type": kind, "configs": {"zoom": {"enabled": False}, "wait": None}}
-    text = called(toolset, {"action": member, **given})
-    repeats = {"type": "auto", "disable_parallel_tool_use": False}
-    whole, events = answered(f"Well {text}\n{text}", tools=[tool], tool_choice=repeats)
-    block = {"type": "tool_use", "name": member, "toolset_name": toolset, "input": given}
-    for message in (whole, built(events)):
-        assert [one | {"id": ""} for one in message["content"][1:]] == [block | {"id": ""}] * 2
-    begins = [event["content_block"] for event in events if event["type"] == "content_block_start"]
-    assert [begin["name"] for begin in begins[1:]] == [member] * 2
-    made = prepared("messages", tools=[tool], messages=[USER, says(block | {"id": "toolu_1"}), user(RESULT)])
-    assert json.dumps({"name": toolset, "arguments": {"action": member} | given}) in made.prompt
-    assert '"wait"' in made.prompt and '"zoom"' not in made.prompt
-    cut, _ = answered(text[: text.index('"action"') + 9], "length", tools=[tool])
-    assert cut["content"][0]["name"] == toolset and cut["stop_reason"] == "max_tokens"
+def test_computer_and_browser_use_are_refused_by_name_and_left_out_where_the_conversation_adds_them(tool):
+    error = refusal("messages", tools=[WEATHER, tool])
+    assert error.param == "tools[1].type" and tool["type"] in error.message
+    assert "is not supported: this server has no computer or browser use; leave this tool out" in error.message
+    added = says({"type": "tool_addition", "tool": {"type": "tool_definition", "definition": tool}})
+    history = [USER, says(PARTS[0]), USER]
+    assert prepared("messages", messages=[USER, added, *history]).prompt  # the session goes on
+
+
+def test_calls_of_a_toolset_in_the_history_are_read():
+    block = {"type": "tool_use", "id": "toolu_1", "name": "find", "toolset_name": "browser", "input": {"query": "x"}}
+    made = prepared("messages", messages=[USER, says(block), user(RESULT)])
+    assert json.dumps({"name": "browser", "arguments": {"action": "find", "query": "x"}}) in made.prompt
 
 
 # Messages

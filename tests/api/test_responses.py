@@ -280,8 +280,8 @@ CHATS = [  # a request, and the chat that it is
                 {
                     "role": "assistant",
                     "tool_calls": [
-                        called("call_2", "computer_use_preview", {"type": "wait"}),
-                        called("call_2", "computer_use_preview", {}),
+                        called("call_2", "computer", {"action": {"type": "wait", "keys": None}}),
+                        called("call_2", "computer", {}),
                     ],
                 },
             ]
@@ -695,18 +695,6 @@ BUILT_IN = [  # a tool that the client runs, the arguments of a call, its item, 
         {"type": "tool_search_call", "arguments": {"query": "rain"}, "execution": "client"},
         {"type": "tool_search_output", "tools": [WEATHER | {"description": "sun"}]},
     ),
-    (
-        {"type": "computer"},
-        {"actions": [{"type": "click", "x": 1, "y": 2}]},
-        {"type": "computer_call", "actions": [{"type": "click", "x": 1, "y": 2}], "pending_safety_checks": []},
-        {"type": "computer_call_output", "output": {"type": "computer_screenshot", "image_url": "data:,"}},
-    ),
-    (
-        {"type": "computer_use_preview", "display_width": 800, "display_height": 600, "environment": "linux"},
-        {"type": "wait"},
-        {"type": "computer_call", "action": {"type": "wait"}, "pending_safety_checks": []},
-        {"type": "computer_call_output", "output": {"type": "computer_screenshot", "image_url": "data:,"}},
-    ),
 ]
 
 
@@ -727,7 +715,7 @@ def test_a_call_of_a_tool_that_the_client_runs_is_an_item_of_its_own_and_is_take
     history = [USER, given, result | {"call_id": given["call_id"]}]
     prompt = prepared("responses", tools=[tool], input=history).prompt
     assert json.dumps({"name": tool["type"], "arguments": arguments}) in prompt, "as the model wrote it"
-    assert ("sun" in prompt.rpartition("t:")[2]) != (UNSEEN in prompt)
+    assert "sun" in prompt.rpartition("t:")[2]
 
 
 @pytest.mark.parametrize(("tool", "arguments", "item", "_result"), BUILT_IN, ids=lambda value: value.get("type"))
@@ -760,6 +748,23 @@ def test_a_tool_of_a_container_and_a_search_of_openais_are_left_out():
     for tool in tools:
         assert refusal("responses", tools=[tool], tool_choice={"type": tool["type"]}).param == "tool_choice.type"
     assert prepared("responses", tools=tools).prompt == prepared("responses").prompt
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"type": "computer"},
+        {"type": "computer_use_preview", "display_width": 800, "display_height": 600, "environment": "linux"},
+        {"type": "namespace", "name": "x", "tools": [{"type": "computer"}]},
+    ],
+    ids=lambda tool: tool["type"],
+)
+def test_computer_use_is_refused_by_name_and_left_out_where_the_conversation_adds_it(tool):
+    error = refusal("responses", tools=[WEATHER, tool])
+    assert error.param == ("tools[1].tools[0].type" if "tools" in tool else "tools[1].type")
+    assert "is not supported: this server has no computer or browser use; leave this tool out" in error.message
+    added = {"type": "additional_tools", "tools": [tool]}
+    assert prepared("responses", input=[USER, added]).prompt == prepared("responses", input=[USER]).prompt
 
 
 def of_turns(*turns, **fields):
