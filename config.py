@@ -884,21 +884,21 @@ class Config:
     profile: str | None = setting(
         None,
         "PROFILE PROF_PATH",
-        "Folder for a trace of the worker's steps.",
+        "Folder for a JSON file with the phases of the worker's steps.",
         parse=_absolute_path,
-        shown="/tmp/profile with PROF_STEP, else no trace",
+        shown="/tmp with PROF_STEP, else no file",
     )
-    prof_waitstep: int = setting(0, "PROF_WAITSTEP", "Steps to run before the trace begins.", parse=_from_0)
+    prof_waitstep: int = setting(0, "PROF_WAITSTEP", "Steps to run before the file begins.", parse=_from_0)
     prof_warmupstep: int = setting(
         0,
         "PROF_WARMUPSTEP",
-        "Steps to run with the profiler on before it records.",
+        "More steps to run before the file begins.",
         parse=_from_0,
     )
     prof_step: int | None = setting(
         None,
         "PROF_STEP",
-        "Steps to record; 0 turns the trace off.",
+        "Steps to record; 0: no file.",
         parse=_from_0,
         shown="100 with profile",
     )

@@ -361,7 +361,7 @@ class Startup:
             self._metrics.set_limits(
                 config.max_batch_size or 0, config.max_input_tokens, config.max_total_tokens
             )
-        profiler = Profiler.of(config, prepared.device)
+        profiler = Profiler.of(config)
         # Without `with`, which would wait for these threads if the model cannot be loaded.
         background = ThreadPoolExecutor(2)
         compiling = None
@@ -380,8 +380,6 @@ class Startup:
         grammars = None
         if model.sampling != "device":
             grammars = Grammars.load(tokenizer.folder, model.vocab_size, eos_token_ids)
-        if profiler:
-            profiler.start(model)
         deps = WorkerDeps(
             model=model,
             limits=scheduler_config(config, model),

@@ -6,13 +6,11 @@ function over a slot cache. Serves what OpenVINO cannot convert. Written for tra
 
 from __future__ import annotations
 
-import atexit
 import functools
 import itertools
 import logging
 import math
 import os
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -259,7 +257,6 @@ class TorchModel(StaticBatchModel):
         self._batches_rows = True
         self._mask_is_given = False
         self._adapters_version = 0  # of those in `_updates`
-        self._profiler: torch.profiler.profile | None = None
         random = torch.Generator().manual_seed(0)
         count = min(SAMPLE_TOKENS, self.max_input_tokens + 1)
         ids = torch.randint(0, self.vocab_size, (count,), generator=random).tolist()
@@ -281,8 +278,6 @@ class TorchModel(StaticBatchModel):
                 logits = np.concatenate([self._run([chunk], is_step=False) for chunk in chunks])
         except torch.AcceleratorError as error:  # every later call would fail as well
             raise DeviceLost(f"{type(error).__name__}: {first_line(error)}") from error
-        if self._profiler:
-            self._profiler.step()
         return logits
 
     def _load_vision(self, manifest: Manifest) -> None:
@@ -361,22 +356,6 @@ class TorchModel(StaticBatchModel):
             narrow = inputs[0].to(down.dtype) @ down[columns].T * mask
             output = output + (narrow @ up[columns]).to(output.dtype)
         return output
-
-    def start_profile(self, path: str, wait: int, warmup: int, active: int) -> None:
-        """Writes torch.profiler's Chrome trace of `active` calls of `forward` to `path`, after `wait` +
-        `warmup` others; at exit, what there is."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # as the setting says
-            schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
-        write = functools.partial(self._write_profile, path)
-        self._profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)
-        self._profiler.start()
-        atexit.register(self._profiler.stop)
-
-    def _write_profile(self, path: str, profiler: torch.profiler.profile) -> None:
-        self._profiler = None
-        profiler.export_chrome_trace(path)
-        logger.info("Wrote the trace of torch.profiler to %s", path)
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:

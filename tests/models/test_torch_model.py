@@ -514,13 +514,3 @@ def test_a_model_computes_in_float32_what_its_float32_copy_does_to_the_last_bit_
 def test_compressed_weights_are_refused(zoo, quantize):
     message = refusal(zoo.folder("llama"), quantize=quantize)
     assert message.startswith(f"--quantize {quantize} (QUANTIZE): ") and message.endswith("; leave it out")
-
-
-def test_a_profile_without_warm_up_steps_gives_no_warning(tmp_path, monkeypatch, recwarn):
-    ends = []
-    monkeypatch.setattr(models.pytorch.model.atexit, "register", ends.append)
-    monkeypatch.setattr(models.pytorch.model.TorchModel, "__init__", lambda self: None)
-    model = models.pytorch.model.TorchModel()
-    model.start_profile(str(tmp_path / "trace.json"), 0, 0, 1)
-    ends[0]()
-    assert not recwarn.list
