@@ -325,12 +325,6 @@ def keys_of(path: str) -> list[str]:
     return keys
 
 
-def _header(value: str) -> str:
-    if not (value.isascii() and value.isprintable()):
-        raise ValueError("must be printable ASCII characters, as it is sent in a header")
-    return value
-
-
 def _collector(value: str) -> str:
     """The URL that receives traces by OTLP over HTTP."""
     url = urlsplit(value)
@@ -846,13 +840,6 @@ class Config:
         "`length`.",
         shown="55 on `/invocations` (SageMaker waits 60), else none",
     )
-    compute_type: str | None = setting(
-        None,
-        "COMPUTE_TYPE",
-        "Value of the response header `x-compute-type`.",
-        parse=_header,
-        shown="the device",
-    )
     startup_timeout: float = setting(
         3600.0,
         "STARTUP_TIMEOUT",
@@ -875,11 +862,6 @@ class Config:
         "traces of requests. Needs the packages of the extra `otel`.",
         parse=_collector,
         shown="no traces",
-    )
-    otlp_service_name: str = setting(
-        "text-generation-inference.router",
-        "OTLP_SERVICE_NAME OTEL_SERVICE_NAME",
-        "Service name in the traces.",
     )
     profile: str | None = setting(
         None,

@@ -96,7 +96,7 @@ class Server:
         self._monitor = ConnectionMonitor()
         self._tracer: Tracer | None = None
         if config.otlp_endpoint:
-            self._tracer = Tracer(config.otlp_endpoint, config.otlp_service_name)
+            self._tracer = Tracer(config.otlp_endpoint)
 
     @property
     def served(self) -> Served:
@@ -221,7 +221,7 @@ class Server:
 
     def _respond(self, writer: ResponseWriter, generation: ActiveRequest) -> Response:
         headers = {
-            "x-compute-type": self.config.compute_type or self.engine.info.device,
+            "x-compute-type": self.engine.info.device,
             "x-compute-characters": str(sum(prepared.characters for prepared in writer.requests)),
         }
         if keywords := {place.rpartition("/")[2] for place in _not_enforced(writer.requests)}:

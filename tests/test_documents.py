@@ -118,11 +118,11 @@ def test_every_name_of_this_server_in_the_guide_exists():
     metrics = Metrics()
     metrics.set_limits(1, 1, 2)
     series = set(re.findall(r"^# TYPE (\w+)", metrics.render().decode(), flags=re.MULTILINE))
-    of_the_compiler = {"NEURON_COMPILE_CACHE_URL", "NEURON_CC_FLAGS"}
+    of_libraries = {"NEURON_COMPILE_CACHE_URL", "NEURON_CC_FLAGS", "OTEL_SERVICE_NAME"}
     for _section, _names, here in ROWS:
         for name in re.findall(r"`([^`]+)`", here):
             if re.fullmatch(r"--[a-z-]+|[A-Z][A-Z_]+", name):
-                assert name in SETTINGS | of_the_compiler, name
+                assert name in SETTINGS | of_libraries, name
             elif name.startswith("tgi_"):
                 assert name.removesuffix("_sum") in series, name
 

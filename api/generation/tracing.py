@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from config import VERSION
 from protocol import RequestStats
 from run import ConfigError
 
+SERVICE_NAME = "text-generation-inference.router"  # TGI's
 BATCH = 64  # spans that are encoded at a time, which holds up the event loop for 3 ms
 FLUSH_S = 2.0  # a stopping server waits no longer for its collector
 FAULTS = ("generation", "incomplete")  # outcomes that are errors of the server
@@ -41,7 +43,7 @@ class Tracer:
     process: the exporter's thread is then a greenlet. OpenTelemetry's own variables (`OTEL_TRACES_SAMPLER`,
     …) are read."""
 
-    def __init__(self, endpoint: str, service_name: str):
+    def __init__(self, endpoint: str):
         from opentelemetry import trace
         from opentelemetry.exporter.otlp.json.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -49,7 +51,8 @@ class Tracer:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        resource = Resource.create({"service.name": service_name, "service.version": VERSION})
+        name = os.environ.get("OTEL_SERVICE_NAME") or SERVICE_NAME
+        resource = Resource.create({"service.name": name, "service.version": VERSION})
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         provider.add_span_processor(
             BatchSpanProcessor(OTLPSpanExporter(endpoint), max_export_batch_size=BATCH)

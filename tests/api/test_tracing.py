@@ -88,7 +88,8 @@ def collector():
 def traced(serve, collector, monkeypatch):
     """A server whose spans are exported at once."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
-    served = serve(otlp_endpoint=f"{collector.url}/v1/traces", otlp_service_name="the-service").get_ready()
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "the-service")
+    served = serve(otlp_endpoint=f"{collector.url}/v1/traces").get_ready()
     yield served
     served.assert_idle()
 
