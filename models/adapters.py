@@ -59,17 +59,6 @@ def configured(config: Config) -> dict[str, Updates]:
     return {name: read_updates(Path(folder)) for name, folder in config.adapters.items()}
 
 
-def count_numbers(adapters: Iterable[Mapping[str, Sequence[int]]]) -> int:
-    """The numbers in `Adapters.weights`, by the shapes of the tensors of each adapter, as peft saves it."""
-    columns = 0
-    sizes = {}  # of the layers that any adapter changes
-    for shapes in adapters:
-        columns += _columns(max((shape[0] for name, shape in shapes.items() if name.endswith(A)), default=0))
-        sizes |= {name: shape[1] for name, shape in shapes.items() if name.endswith(A)}
-        sizes |= {name: shape[0] for name, shape in shapes.items() if name.endswith(B)}
-    return columns * sum(sizes.values())
-
-
 def check_shapes(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
     """`shapes`: of the tensors of an adapter, as peft saves it, by name. Raises ModelError where two of them
     make no low-rank update: A is [rank, inputs], and B [outputs, rank]."""

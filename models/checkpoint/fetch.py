@@ -2,8 +2,8 @@
 each.
 
 `fetch` gives the worker a folder with everything but the weights, `fetch_weights` adds those; `plan` needs
-only config.json, and the shapes of LoRA adapters. Works with huggingface_hub 0.36 and 2.x, needs no torch,
-and looks into no other file.
+only config.json. Works with huggingface_hub 0.36 and 2.x, needs no torch, and looks into no other file but
+the headers of LoRA adapters.
 """
 
 from __future__ import annotations

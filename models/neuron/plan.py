@@ -24,8 +24,7 @@ from pathlib import Path
 import config as configuration
 from config import FP8, Config
 from manifest import NEURON_VISION_FAMILIES, read_json
-from models.adapters import count_numbers
-from models.checkpoint.fetch import adapter_shapes, fetch
+from models.checkpoint.fetch import fetch
 from models.checkpoint.quantization import Quantization, dequantized_config, written_dtype
 from models.errors import ModelError
 from models.machine import GIB, Machine
@@ -490,12 +489,16 @@ def _report_machine(sizing: Sizing, machine: Machine, config: Config) -> Iterato
     yield f"  largest batch size (up to {slots[-1]}) by context length: {', '.join(largest)}"
 
 
+ADAPTERS_ELSEWHERE = (
+    "LoRA adapters by request are for CPUs and GPUs; on Neuron --merge-lora (MERGE_LORA) merges one into the "
+    "weights, which takes no memory"
+)
 USAGE = """entrypoint.sh plan --model-id X [--instance TYPE] [flags]
 
 Shows what fits on which AWS Neuron machine. Only the model's config.json is read (without --model-id the
 demonstration model's). The flags are those of `serve` (entrypoint.sh --help lists them); these are used:
 --model-id --revision --max-total-tokens --max-batch-size --prefill-chunk --tp-degree --dtype --quantize
---sampling --neuron-config --kv-cache-dtype --lora-adapters.
+--sampling --neuron-config --kv-cache-dtype.
 Exit code 1: the model fits on none of the machines."""
 
 
@@ -521,7 +524,7 @@ def main(argv: Sequence[str]) -> int:
             data = dequantized_config(data, written_dtype(config))
             notices.append(quantization.notice(config))
         if config.lora_adapters:
-            notices.append(_describe_adapters(config))
+            notices.append(ADAPTERS_ELSEWHERE)
         shape = Shape.from_config(data)
         machines = [machine for name, machine in INSTANCES.items() if options.instance in (None, name)]
         for line in (*notices, *report(config.model_name, shape, machines, config)):
@@ -531,15 +534,6 @@ def main(argv: Sequence[str]) -> int:
     except (argparse.ArgumentError, ConfigError, ModelError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-
-
-def _describe_adapters(config: Config) -> str:
-    numbers = count_numbers(adapter_shapes(config, source) for source in config.adapters.values())
-    megabytes = [f"{WIDTHS[dtype] * numbers / 1e6:.1f} MB in {dtype}" for dtype in ("float32", "bfloat16")]
-    return (
-        f"LoRA adapters {', '.join(config.adapters)}: {', '.join(megabytes)} on a CPU; on Neuron none is "
-        "served by request, and --merge-lora (MERGE_LORA) merges one, which takes no memory"
-    )
 
 
 def _fits(shape: Shape, machine: Machine, config: Config) -> bool:

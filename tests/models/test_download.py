@@ -17,14 +17,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
+import numpy as np
 import pytest
 from fakes.hub import READER, STRANGER, forget_connections
 from huggingface_hub import constants
 from processes import Server, wait_until
+from safetensors.numpy import save_file
 
 import models
 from config import DEMO_MODEL, Config
-from models.checkpoint.fetch import fetch, fetch_artifact, fetch_checkpoint, fetch_weights
+from models.checkpoint.fetch import adapter_shapes, fetch, fetch_adapter, fetch_artifact, fetch_checkpoint, fetch_weights
 from models.errors import ModelError
 from models.neuron import plan
 from models.neuron.artifact import Artifact
@@ -146,6 +148,26 @@ def test_the_base_of_an_adapter_is_refused_before_its_download(hub, config, tmp_
     with pytest.raises(ConfigError, match="bloom models with ALiBi"):
         models.prepare(given)
     assert not set(SHARDS) & set(hub.fetched)
+
+
+@pytest.mark.parametrize("is_offline", [True, False], ids=["HF_HUB_OFFLINE", "no network"])
+def test_the_shapes_of_an_adapter_are_read_without_a_download_and_from_the_cache_without_a_network(
+    hub, config, tmp_path, monkeypatch, is_offline
+):
+    (tmp_path / "b").mkdir()
+    tensors = {"q_proj.lora_A.weight": np.zeros((16, 8)), "q_proj.lora_B.weight": np.zeros((4, 16))}
+    save_file(tensors, tmp_path / "b" / "adapter_model.safetensors")
+    commit = hub.push("someone/b", tmp_path / "b", tag="v1")
+    sources = (str(tmp_path / "b"), "someone/b", "someone/b@v1")
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    assert [adapter_shapes(config, source) for source in sources] == [shapes] * 3
+    assert not list(tmp_path.rglob(f"**/{commit}/*"))
+    for source in sources:
+        fetch_adapter(config, source)
+    hub.close()
+    forget_connections()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+    assert [adapter_shapes(config, source) for source in sources] == [shapes] * 3
 
 
 def test_what_needs_a_missing_package_is_refused_before_the_download(hub, config, tmp_path, monkeypatch):

@@ -4,16 +4,11 @@ import json
 import subprocess
 import sys
 
-import numpy as np
 import pytest
-from fakes.hub import forget_connections
-from huggingface_hub import constants
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
 
 from config import Config
-from models.checkpoint.fetch import fetch_adapter
 from models.machine import GIB, Machine
 from models.neuron import plan
 from models.neuron.plan import INSTANCES, Shape, Sizing, padded_heads
@@ -526,45 +521,12 @@ def test_plan_says_what_a_token_of_kv_cache_takes_on_a_cpu(run, folder):
     assert f"on a CPU, a token's KV cache takes {sizes} (--kv-cache-dtype)" in output
 
 
-def save_adapter(folder, modules):
-    """modules: rank, inputs and outputs by name."""
-    folder.mkdir(exist_ok=True)
-    tensors = {}
-    for name, (rank, inputs, outputs) in modules.items():
-        tensors[f"base_model.model.{name}.lora_A.weight"] = np.zeros((rank, inputs), np.float16)
-        tensors[f"base_model.model.{name}.lora_B.weight"] = np.zeros((outputs, rank), np.float16)
-    save_file(tensors, folder / "adapter_model.safetensors")
-
-
-def test_plan_counts_the_memory_of_adapters_from_folders_and_from_the_hub(run, folder, tmp_path, hub):
-    save_adapter(tmp_path / "a", {"q_proj": (8, 4096, 4096), "v_proj": (20, 4096, 1024)})
-    save_adapter(tmp_path / "b", {"q_proj": (1, 4096, 4096)})
-    commit = hub.push("someone/b", tmp_path / "b", tag="v1")
-    options = ["--model-id", folder("Llama-3-8B"), "--instance", "inf2.xlarge", "--lora-adapters"]
-    code, output, errors = run(*options, f"a={tmp_path / 'a'},someone/b@v1")
-    # Ranks of 32 and 16; both have room for the modules of either: 8,192 and 5,120 numbers.
-    words = "LoRA adapters a, someone/b: 2.6 MB in float32, 1.3 MB in bfloat16 on a CPU; on Neuron none is served by request"
+def test_plan_says_where_adapters_are_served_and_reads_none(run, folder):
+    options = ["--model-id", folder("Llama-3-8B"), "--instance", "inf2.xlarge"]
+    code, output, errors = run(*options, "--lora-adapters", f"a={options[1]},someone/b@v1")
+    words = "LoRA adapters by request are for CPUs and GPUs; on Neuron --merge-lora (MERGE_LORA) merges one into the weights"
     assert " ".join(output.split()).startswith(words) and (code, errors) == (0, "")
-    assert not list(tmp_path.rglob(f"**/{commit}/*"))  # nothing was downloaded
-    for broken in (tmp_path, "someone/c"):
-        code, output, errors = run(*options, f"a={broken}")
-        assert (code, output) == (2, "") and errors.startswith("error: ") and len(errors.splitlines()) == 1
-
-
-@pytest.mark.parametrize("is_offline", [True, False], ids=["HF_HUB_OFFLINE", "no network"])
-def test_plan_needs_no_network_for_a_model_and_adapters_that_are_in_the_cache(run, tmp_path, hub, monkeypatch, is_offline):
-    save_adapter(tmp_path / "b", {"q_proj": (16, 4096, 4096)})
-    hub.push("someone/model", {"config.json": json.dumps(CONFIGS["Llama-3-8B"]).encode()})
-    hub.push("someone/b", tmp_path / "b", tag="v1")
-    options = ["--model-id", "someone/model", "--instance", "inf2.xlarge", "--lora-adapters", "someone/b,c=someone/b@v1"]
-    online = run(*options)
-    for source in ("someone/b", "someone/b@v1"):
-        fetch_adapter(Config(), source)
-    hub.close()
-    forget_connections()
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
-    assert online[0] == 0 and "LoRA adapters someone/b, c: 1.0 MB in float32" in online[1]
-    assert run(*options) == online
+    assert output.endswith(run(*options)[1])
 
 
 def test_plan_recommends_nothing_below_a_useful_length():
