@@ -198,8 +198,8 @@ def ids_of(prepared: PreparedRequest, served: Served) -> list[int]:
         return prepared.prompt
     tokenizer = served.text.tokenizer
     # Tokenizing a text takes a hundred times its memory, so one that cannot fit is rejected before.
-    most_text = served.config.body_limit(reads_images=False)  # images alone may be longer
-    if prepared.characters > most_text:
+    most_text = served.config.body_limit(reads_images=False)
+    if served.images.are_read and prepared.characters > most_text:  # images alone may be longer
         raise too_large(most_text)
     if (
         prepared.truncate is None
