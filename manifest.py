@@ -325,7 +325,7 @@ def read_json(path: Path, required: bool = False) -> Json:
 def check_regular(path: Path) -> None:
     """Raises ConfigError for a device, a FIFO or a socket, also as a file of a folder or of its folders:
     reading it might never end."""
-    for each in (path, *path.glob("*"), *path.glob("*/*")):
+    for each in (path, *path.glob("[!.]*"), *path.glob("[!.]*/[!.]*")):
         with contextlib.suppress(OSError):  # a link to nothing, a folder of others
             if kind := ENDLESS.get(stat.filemode(each.stat().st_mode)[0]):
                 raise ConfigError(f"{each} is {kind}, and only regular files are read")

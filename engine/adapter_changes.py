@@ -19,11 +19,14 @@ from config import Config
 from engine.link import Link
 from engine.request import Request
 from models.adapters import Adapters, Updates
+from models.child import shortened
 from models.errors import MachineError, ModelError, named
 from protocol import AdapterChange, AdapterChanged, ModelInfo
 from run import ConfigError
 
 logger = logging.getLogger("worker")
+
+READERS = 4  # adapters that are read at the same time, for which there is memory
 
 
 class Pending(NamedTuple):
@@ -56,8 +59,9 @@ class AdapterChanges:
         self._info = info
         self._most = config.max_cpu_loras
         self._most_bytes = config.max_lora_memory * 1e9
-        self._readers = ThreadPoolExecutor(self._most, "worker-adapters")  # a slow one keeps no other waiting
+        self._readers = ThreadPoolExecutor(READERS, "worker-adapters")  # a slow one keeps no other waiting
         self._copier = ThreadPoolExecutor(1, "worker-adapter-copies")
+        self._copier.submit(int)  # starts the thread: later there may be no memory for one
         self._pending: list[Pending] = []
         self._copying: tuple[Pending, Future[Adapters]] | None = None
 
@@ -79,8 +83,12 @@ class AdapterChanges:
             what = "as many adapters are served or being loaded"
             self._end(peer, change, f"--max-cpu-loras (MAX_CPU_LORAS) is {self._most}, and {what}")
         elif change.source:
-            reading = self._submit(self._readers, self._read, change.name, change.source)
-            self._pending.append(Pending(peer, change, reading))
+            try:
+                reading = self._submit(self._readers, self._read, change.name, change.source)
+            except RuntimeError as error:  # there is no memory for a thread
+                self._end(peer, change, str(error), is_of_machine=True)
+            else:
+                self._pending.append(Pending(peer, change, reading))
         elif change.name in numbers:
             self._pending.append(Pending(peer, change, number=numbers.pop(change.name)))
             self._announce({name: at for name, at in self._info.adapters.items() if name != change.name})
@@ -120,11 +128,11 @@ class AdapterChanges:
         try:
             changed = copying.result()
         except (ModelError, ConfigError) as error:
-            self._end(peer, change, str(error), isinstance(error, MachineError))
+            self._end(peer, change, shortened(str(error)), isinstance(error, MachineError))
             return
         except Exception as error:
             logger.exception("the LoRA adapter %s cannot be changed", change.name)
-            self._end(peer, change, named(error), is_of_machine=True)
+            self._end(peer, change, shortened(named(error)), is_of_machine=True)
             return
         self._adapters.exchange(changed)
         if not pending.reading:

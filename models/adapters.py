@@ -18,6 +18,7 @@ import copy
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from models.errors import ModelError
 UPDATES = "updates.safetensors"
 DOWN, UP = ".down", ".up"  # endings of the names of its tensors
 A, B = ".lora_A.weight", ".lora_B.weight"  # and of those that peft saves: [rank, inputs] and [outputs, rank]
+PREFIX = "base_model.model."  # of the names that peft saves
 COLUMNS = 16
 MEMORY_LIMIT = "--max-lora-memory (MAX_LORA_MEMORY) says how much they may take"
 MAX_COLUMNS = 512
@@ -62,6 +64,9 @@ def configured(config: Config) -> dict[str, Updates]:
 def check_shapes(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
     """`shapes`: of the tensors of an adapter, as peft saves it, by name. Raises ModelError where two of them
     make no low-rank update: A is [rank, inputs], and B [outputs, rank]."""
+    names = [common_name(name.removeprefix(PREFIX)) for name in shapes]
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ModelError(f"{twice[0]} is there in two spellings of its name")
     for name, shape in shapes.items():
         if name.endswith((A, B)):
             module = name.removesuffix(A).removesuffix(B)

@@ -107,7 +107,9 @@ class ModelCache:
         return scratch
 
     def _add(self, key: str, convert: Callable[[Path], None]) -> Path:
-        with locked(self.folder / "lock", "converting a model into"):
+        # Adapters are small, and those of requests may be read at the same time.
+        lock = f"{key}.making" if key.startswith("lora-") else "lock"
+        with locked(self.folder / lock, "converting a model into"):
             if entry := self.find(key):
                 return entry
             with renamed_when_complete(self.folder / key) as new:

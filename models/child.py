@@ -12,7 +12,15 @@ from collections.abc import Sequence
 from logs import escaped
 from run import HERE
 
-MAX_MESSAGE = 200  # characters: files may decide what a child process prints
+MAX_MESSAGE = 200  # characters
+
+
+def shortened(message: str) -> str:
+    """One line of at most MAX_MESSAGE characters, of a message in which files may have a say; its middle is
+    left out."""
+    line = escaped(message, 100_000)
+    half = MAX_MESSAGE // 2 - 3
+    return line if len(line) <= MAX_MESSAGE else f"{line[:half]} ... {line[-half:]}"
 
 
 class ChildError(RuntimeError):
@@ -20,13 +28,10 @@ class ChildError(RuntimeError):
     out where it is long. `code`: its exit code."""
 
     def __init__(self, code: int, lines: Sequence[str]):
-        line = escaped(lines[-1], 10_000) if lines else f"the process ended with code {code}"
+        line = lines[-1] if lines else f"the process ended with code {code}"
         if code < 0:
             line = f"the process was ended by {signal.Signals(-code).name}"
-        if len(line) > MAX_MESSAGE:
-            half = MAX_MESSAGE // 2 - 3
-            line = f"{line[:half]} ... {line[-half:]}"
-        super().__init__(line)
+        super().__init__(shortened(line))
         self.code = code
 
     @property

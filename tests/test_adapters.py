@@ -180,15 +180,19 @@ def wrong_adapters(folder):
         "rank 17": {down: torch.zeros(17, size), up: torch.zeros(size, 17)},
         "rank 20000": {down: torch.zeros(20000, 1), up: torch.zeros(1, 20000)},
         "no B": {up: None},
+        "two spellings": {down.removeprefix("base_model.model."): torch.zeros(4, size)},
+        "long": {"q_proj\n\x1b[31m" + 3000 * "x" + ".lora_A.weight": torch.zeros(4, size)},
     }
     for name, tensors in shapes.items():
         kept = {key: tensor for key, tensor in (fits | tensors).items() if tensor is not None}
         written(folder / name, {}, kept)
-        yield name, 400, "--max-lora-rank (MAX_LORA_RANK) is 16" if name.startswith("rank") else "self_attn.q_proj"
+        said = "--max-lora-rank (MAX_LORA_RANK) is 16" if name.startswith("rank") else "q_proj"
+        yield name, 400, said
     configs = {
         "redos": ({"alpha_pattern": {"(([a-z_.0-9])+)+!": 1}}, "`alpha_pattern` take longer than 2 s"),
         "no pattern": ({"alpha_pattern": {"(": 1}}, "missing )"),
-        "no patterns": ({"alpha_pattern": [1]}, "`alpha_pattern`"),
+        "no patterns": ({"alpha_pattern": [1]}, "`alpha_pattern` is [1], and not an object"),
+        "one number": ({"alpha_pattern": 5}, "`alpha_pattern` is 5, and not an object"),
         "no number": ({"lora_alpha": "8"}, "`lora_alpha` or `alpha_pattern` has '8' in the place of a number"),
         "no value": ({"alpha_pattern": {"q_proj": None}}, "has None in the place of a number"),
         "endless": ({"lora_alpha": 10**400}, "in the place of a number"),

@@ -439,6 +439,7 @@ def run_for_ever(*_):
 class Prepared:
     folder = config.DEMO_MODEL
     device = "cpu"
+    logits_dtypes = ["float32"]
 
     def __init__(self, config):
         self.config = config

@@ -33,7 +33,7 @@ NO_WEIGHTS = (
     "holds no adapter_model.safetensors; an adapter_model.bin is not read, because it may run code: load it "
     "with peft, and serve what save_pretrained writes"
 )
-MAX_HEADER = 4_000_000  # bytes; an adapter of 10,000 tensors has 2 million
+MAX_HEADER = 25_000_000  # bytes; that of a mixture of experts may have 5 million
 OTHER_FORMAT = "consolidated"  # begins the names of Mistral's own files, which hold the same weights
 OTHER_FORMATS = ["*/*", f"{OTHER_FORMAT}*"]  # as subfolders do
 GGUF = re.compile(r".*\.gguf")
@@ -48,7 +48,6 @@ CANDIDATES = 4  # files that an error names
 STATUSES = {
     401: "the hub rejects the token: give a valid one in HF_TOKEN, or none for a public model",
     403: "the hub denies access: give a token with read access in HF_TOKEN",
-    404: f"it {NO_WEIGHTS}",  # no other file is asked for by its name
     429: "the hub's rate limit is reached: wait, or give a token in HF_TOKEN, which has a higher limit",
 }
 
@@ -131,6 +130,7 @@ def adapter_shapes(config: Config, source: str) -> dict[str, list[int]]:
     if source.startswith("/"):
         return shapes_in(Path(source))
     from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError
 
     repository, _, revision = source.partition("@")
     with _hub_errors(repository, revision or None):
@@ -140,7 +140,10 @@ def adapter_shapes(config: Config, source: str) -> dict[str, list[int]]:
         if isinstance(cached, str):
             return shapes_in(Path(cached).parent)
         hub = HfApi(token=_token())
-        header = hub.parse_safetensors_file_metadata(repository, ADAPTER[1], revision=revision or None)
+        try:
+            header = hub.parse_safetensors_file_metadata(repository, ADAPTER[1], revision=revision or None)
+        except EntryNotFoundError:
+            raise ModelError(f"{repository} {NO_WEIGHTS}") from None
     return check_shapes({name: tensor.shape for name, tensor in header.tensors.items()})
 
 
@@ -148,9 +151,9 @@ def shapes_in(folder: Path) -> dict[str, list[int]]:
     """The shapes of the tensors of an adapter in a folder, by name. Raises ModelError."""
     file = folder / ADAPTER[1]
     check_regular(folder)
-    if not file.exists():
-        raise ModelError(f"the adapter {NO_WEIGHTS}")
     with reported_as(f"{file.name} cannot be read"):
+        if not file.exists():
+            raise ModelError(f"the adapter {NO_WEIGHTS}")
         with file.open("rb") as opened:  # a long header would take long to read, and keep others waiting
             header_bytes = int.from_bytes(opened.read(8), "little")
         if header_bytes > MAX_HEADER:

