@@ -635,19 +635,15 @@ print({name: count for name, count in compiled().items() if count != before[name
 def test_loops_are_compiled_also_where_they_cannot_be_cached(tmp_path):
     """As in a container with a read-only file system."""
     (tmp_path / "engine" / "sampling").mkdir(parents=True)
-    for name in (
-        "engine/__init__.py",
-        "engine/sampling/__init__.py",
-        "engine/sampling/sampling.py",
-        "engine/sampling/loops.py",
-        "protocol.py",
-    ):
+    sampling = [f"engine/sampling/{name}.py" for name in ("__init__", "sampling", "loops")]
+    for name in ("engine/__init__.py", *sampling, "protocol.py"):
         shutil.copy(HERE / name, tmp_path / name)
     (tmp_path / "engine" / "sampling" / "__pycache__").write_text("no folder")
     (tmp_path / "home").write_text("no folder")
     nowhere = {"HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path / "home"), "NUMBA_CACHE_DIR": ""}
     zeros = "np.zeros((1, 4), np.float32)"  # with maxima given, one loop is enough
-    code = f"from engine.sampling import sampling; import numpy as np; print(round(sampling.logprobs({zeros}, [0], [0], {zeros})[0][0], 4))"
+    code = "from engine.sampling import sampling; import numpy as np\n"
+    code += f"print(round(sampling.logprobs({zeros}, [0], [0], {zeros})[0][0], 4))"
     ran = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | nowhere, capture_output=True, text=True, check=True
     )
