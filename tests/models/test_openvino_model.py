@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_models import POSITIONS, VOCABULARY, edit_config, made_checkpoint, run, save_checkpoint, settings
 
-import models
+import models.convert
 from config import Config
 from manifest import Manifest
 from models.accuracy import kl_divergence
