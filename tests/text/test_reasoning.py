@@ -3,7 +3,7 @@
 import pytest
 import templates
 import tiny_tokenizers
-from judge import Judge
+from grammars import Judge
 from tool_calls import FORMATS, KINDS, WRITTEN, thinking_of, tokenizer_of, use
 
 from config import REASONING_PARSERS

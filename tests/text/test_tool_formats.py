@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from judge import Judge
+from grammars import Judge
 from tool_calls import (
     CALLS,
     ENDS,
