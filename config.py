@@ -30,6 +30,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+import msgspec
+
 import logs
 from manifest import Manifest, has_gguf
 from run import HERE, ConfigError, Json, check_limits, explained, run_dir
@@ -278,10 +280,12 @@ def _adapters(value: str) -> tuple[str, ...]:
 
 
 def _one_adapter(value: str) -> str:
-    count = len(_adapters(value))
-    if count != 1:
-        raise ValueError(f"{count} adapters are given, and one can be merged; --lora-adapters serves several")
-    return _adapters(value)[0]
+    adapters = _adapters(value)
+    if len(adapters) != 1:
+        raise ValueError(
+            f"{len(adapters)} adapters are given, and one can be merged; --lora-adapters serves several"
+        )
+    return adapters[0]
 
 
 def _ip(value: str) -> str:
@@ -397,15 +401,12 @@ def setting(
     default in the help, to `default`."""
     variables = [name for name in names.split() if not name.startswith("-")]
     flags = [name for name in names.split() if name.startswith("-")]
-    shown = shown or _shown(default)
+    if not shown:
+        shown = f"{default:g}" if isinstance(default, float) else str(default).lower()
     return field(
         default=default,
         metadata={"names": variables, "flags": flags, "help": help, "parse": parse, "shown": shown},
     )
-
-
-def _shown(default: Any) -> str:
-    return f"{default:g}" if isinstance(default, float) else str(default).lower()
 
 
 @dataclass(frozen=True)
@@ -914,11 +915,11 @@ class Config:
 
     @property
     def template_options(self) -> Json:
-        return json.loads(self.chat_template_kwargs) if self.chat_template_kwargs else {}
+        return json.loads(self.chat_template_kwargs or "{}")
 
     @property
     def mm_processor_options(self) -> Json:
-        return json.loads(self.mm_processor_kwargs) if self.mm_processor_kwargs else {}
+        return json.loads(self.mm_processor_kwargs or "{}")
 
     @property
     def adapters(self) -> dict[str, str]:
@@ -983,29 +984,25 @@ class Config:
         """`max_total_tokens` where it is not set."""
         longest = manifest.length_limit or manifest.max_positions or DEFAULT_MAX_TOTAL_TOKENS
         slots = self.max_batch_size or DEFAULT_BATCH_SIZE
-        fitting = self._fitting_tokens(manifest, memory_bytes)
-        fitting = fitting // slots if fitting else DEFAULT_MAX_TOTAL_TOKENS
-        if self.max_batch_total_tokens:
-            fitting = min(fitting, self.max_batch_total_tokens // slots)
-        power = 1 << max(fitting, 1).bit_length() - 1
-        return min(longest, max(power, DEFAULT_MAX_TOTAL_TOKENS))
+        fitting = max(self._fitting_tokens(manifest, memory_bytes) // slots, DEFAULT_MAX_TOTAL_TOKENS)
+        power_of_two = 1 << fitting.bit_length() - 1
+        return min(longest, power_of_two)
 
     def with_prefix_slots(self, manifest: Manifest, memory_bytes: int | None) -> Config:
         """A copy whose unset `prefix_slots` comes from the memory; `with_manifest` comes before. Raises
         ConfigError for fewer than run at a time."""
-        least = self.max_batch_size or DEFAULT_BATCH_SIZE
+        least = self.max_batch_size
         slots = self.prefix_slots
         if slots and not self.prefix_reuse:
             raise ConfigError(
                 f"--prefix-slots {slots} (PREFIX_SLOTS) needs prefix caching, which --prefix-reuse false "
                 "(PREFIX_REUSE) turns off; leave one of them out"
             )
-        if slots is None:
-            fitting = self._fitting_tokens(manifest, memory_bytes) or 0
-            if self.max_batch_total_tokens:
-                fitting = min(fitting, self.max_batch_total_tokens)
-            slots = min(fitting // self.max_total_tokens, MAX_DEFAULT_PREFIX_SLOTS)
-            slots = max(slots if self.prefix_reuse else 0, least)
+        if slots is None and self.prefix_reuse:
+            fitting = self._fitting_tokens(manifest, memory_bytes) // self.max_total_tokens
+            slots = max(least, min(fitting, MAX_DEFAULT_PREFIX_SLOTS))
+        elif slots is None:
+            slots = least
         if slots < least:
             raise ConfigError(
                 f"--prefix-slots {slots} (PREFIX_SLOTS) is less than the {least} requests that run at a "
@@ -1013,12 +1010,13 @@ class Config:
             )
         return dataclasses.replace(self, prefix_slots=slots)
 
-    def _fitting_tokens(self, manifest: Manifest, memory_bytes: int | None) -> int | None:
-        """How many tokens the KV cache has room for; None: unknown."""
+    def _fitting_tokens(self, manifest: Manifest, memory_bytes: int | None) -> int:
+        """How many tokens of all slots fit into the memory and `max_batch_total_tokens`; 0: unknown."""
         if not memory_bytes or not manifest.kv_bytes:
-            return None
+            return 0
         token_bytes = manifest.kv_bytes * KV_SHARE_OF_FLOAT32.get(self.kv_cache_dtype, 1)
-        return int(memory_bytes * MEMORY_SHARE / token_bytes)
+        fitting = int(memory_bytes * MEMORY_SHARE / token_bytes)
+        return min(fitting, self.max_batch_total_tokens or fitting)
 
     def slots(self, length: int, default: int) -> int:
         """How many slots of `length` tokens `max_batch_size`, else `default`, and `max_batch_total_tokens`
@@ -1037,8 +1035,7 @@ class Config:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Config:
-        values = json.loads(text)
-        return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+        return msgspec.json.decode(text, type=cls)
 
     def to_shell(self) -> str:
         """What entrypoint.sh reads, as assignments; times also in milliseconds, because bash computes with
@@ -1145,38 +1142,35 @@ A flag overrides its environment variables, which are listed in brackets."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Collects flags as strings, which `parse` reads in the same way as the variables."""
-
-    def __init__(self):
-        formatter = functools.partial(argparse.HelpFormatter, max_help_position=6)
-        super().__init__(usage=USAGE, formatter_class=formatter, allow_abbrev=False)
-        version = f"neuron-textgen {VERSION}"
-        self.add_argument("-V", "--version", action="version", version=version, help="Print the version.")
-        group = self
-        for flag, entry in SETTINGS.items():
-            if flag in GROUPS:
-                group = self.add_argument_group(GROUPS[flag])
-            about = entry.metadata
-            value: Json = {"metavar": "X"}
-            action = "append"
-            if entry.type == "bool":
-                value = {"nargs": "?", "const": "true", "metavar": "true|false"}
-            if flag in REPEATABLE:
-                value = {"nargs": "+", "metavar": "X"}
-                action = "extend"
-            text = f"{about['help']} Default: {about['shown']}. [{', '.join(about['names'])}]"
-            group.add_argument(flag, *about["flags"], dest=flag, action=action, help=text, **value)
-        for name in COMPATIBILITY_ALIASES:
-            if name.startswith("-"):
-                self.add_argument(name, dest=name, action="extend", nargs="*", help=argparse.SUPPRESS)
-
     def error(self, message: str) -> None:
         raise ConfigError(message)
 
 
 @functools.cache
 def _parser() -> _Parser:
-    return _Parser()
+    """Collects flags as strings, which `parse` reads in the same way as the variables."""
+    formatter = functools.partial(argparse.HelpFormatter, max_help_position=6)
+    parser = _Parser(usage=USAGE, formatter_class=formatter, allow_abbrev=False)
+    version = f"neuron-textgen {VERSION}"
+    parser.add_argument("-V", "--version", action="version", version=version, help="Print the version.")
+    group = parser
+    for flag, entry in SETTINGS.items():
+        if flag in GROUPS:
+            group = parser.add_argument_group(GROUPS[flag])
+        about = entry.metadata
+        value: Json = {"metavar": "X"}
+        action = "append"
+        if entry.type == "bool":
+            value = {"nargs": "?", "const": "true", "metavar": "true|false"}
+        if flag in REPEATABLE:
+            value = {"nargs": "+", "metavar": "X"}
+            action = "extend"
+        text = f"{about['help']} Default: {about['shown']}. [{', '.join(about['names'])}]"
+        group.add_argument(flag, *about["flags"], dest=flag, action=action, help=text, **value)
+    for name in COMPATIBILITY_ALIASES:
+        if name.startswith("-"):
+            parser.add_argument(name, dest=name, action="extend", nargs="*", help=argparse.SUPPRESS)
+    return parser
 
 
 def _given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
