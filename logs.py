@@ -15,6 +15,7 @@ from typing import Any
 # This server's loggers. Libraries log warnings and errors only: at `debug`, numba alone writes 24,000 lines
 # at a first startup, and HTTP clients write signed URLs, with which anyone may download.
 APP_LOGGERS = ("compile", "config", "engine_client", "model", "protocol", "web", "worker")
+PLAIN_LINE = "%(asctime)s %(levelname)-5s %(name)s: %(message)s"
 REPEATS = 10  # lines a minute of one kind of warning or error
 
 
@@ -30,9 +31,6 @@ class _PlainFormatter(logging.Formatter):
     converter = time.gmtime
     default_time_format = "%Y-%m-%dT%H:%M:%S"
     default_msec_format = "%s.%03dZ"
-
-    def __init__(self):
-        super().__init__("%(asctime)s %(levelname)-5s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line, without the traceback that may follow."""
@@ -89,7 +87,7 @@ def set_up(level: str, as_json: bool) -> None:
     values."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(RateLimitFilter())
-    handler.setFormatter(_JsonFormatter() if as_json else _PlainFormatter())
+    handler.setFormatter(_JsonFormatter() if as_json else _PlainFormatter(PLAIN_LINE))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel("ERROR" if level == "error" else "WARNING")

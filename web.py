@@ -168,7 +168,7 @@ class ApiKeys:
     def __init__(self, config: Config):
         self._own = [config.api_key.encode()] if config.api_key else []
         self._file = config.api_key_file
-        self._read_at: tuple[int, int] | None = None
+        self._version: tuple[int, int] | None = None  # of the file, as last read
         self._of_file: list[bytes] = []
 
     @property
@@ -185,9 +185,10 @@ class ApiKeys:
             return
         try:
             found = os.stat(self._file)
-            if (found.st_mtime_ns, found.st_ino) != self._read_at:
+            version = (found.st_mtime_ns, found.st_ino)
+            if version != self._version:
                 self._of_file = [key.encode() for key in keys_of(self._file)]
-                self._read_at = (found.st_mtime_ns, found.st_ino)
+                self._version = version
         except (OSError, ValueError) as error:
             logger.warning("--api-key-file: reload failed, keeping the current keys: %s", error)
 

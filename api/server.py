@@ -140,16 +140,13 @@ class Server:
         """
         served = self._begin()
         check_is_json()
-        parse = fields.parse
-        return self._generate(lambda body, served: read(parse(body), served), served, renders, deadline_s)
+        return self._generate(read, fields.parse, served, renders, deadline_s)
 
     def generate_from_text(self, read: Read, deadline_s: float | None = None) -> Response:
         """Generates for a body that is the prompt itself, as plain text: `read` gets it as `inputs`."""
         served = self._begin()
-        charset = charset_of_text()
-        return self._generate(
-            lambda body, served: read(fields.parse_text(body, charset), served), served, deadline_s=deadline_s
-        )
+        parse = functools.partial(fields.parse_text, charset=charset_of_text())
+        return self._generate(read, parse, served, deadline_s=deadline_s)
 
     def generate_from(self, read: Callable[[Served], ResponseWriter]) -> Response:
         """Generates for a request without a body."""
@@ -161,13 +158,14 @@ class Server:
 
     def _generate(
         self,
-        read: Callable[[bytes, Served], ResponseWriter],
+        read: Read,
+        parse: Callable[[bytes], Json],
         served: Served,
         renders: bool = False,
         deadline_s: float | None = None,
     ) -> Response:
         with self._bodies.read(self.payload_limit) as body, served.images:
-            prepare = functools.partial(_prepared, functools.partial(read, body))
+            prepare = functools.partial(_prepared, lambda served: read(parse(body), served))
             is_long = renders or len(body) >= LONG_TEXT
             writer, prompts = self._read(prepare, served, in_thread=is_long)
             generation = self._submit(writer, prompts, deadline_s)
@@ -217,7 +215,12 @@ class Server:
         g.error_format = writer.error_format
         _log_changes(writer, prompts)
         self._check_grammars(prompts)
-        return self._start(writer, prompts, self.config.response_deadline or deadline_s)
+        writer.request_id = g.request_id
+        arrival = Arrival(g.request_id, g.started_at, self._connection(), g.get("trace"))
+        deadline_s = self.config.response_deadline or deadline_s
+        deadline_at = g.started_at + deadline_s if deadline_s and not writer.streams else float("inf")
+        g.generation = ActiveRequest(self.engine, prompts, arrival, self._monitor, deadline_at)
+        return g.generation
 
     def _respond(self, writer: ResponseWriter, generation: ActiveRequest) -> Response:
         headers = {
@@ -289,15 +292,6 @@ class Server:
                 raise errors.invalid(policy.paths[function.name], f"of {function.name} {error}") from None
             if time.monotonic() > ends_at:
                 return
-
-    def _start(
-        self, writer: ResponseWriter, prompts: list[TokenizedPrompt], deadline_s: float | None
-    ) -> ActiveRequest:
-        arrival = Arrival(g.request_id, g.started_at, self._connection(), g.get("trace"))
-        deadline_at = g.started_at + deadline_s if deadline_s and not writer.streams else float("inf")
-        writer.request_id = g.request_id
-        g.generation = ActiveRequest(self.engine, prompts, arrival, self._monitor, deadline_at)
-        return g.generation
 
     def _connection(self) -> Connection:
         asks_to_close = "close" in request.headers.get("Connection", "").lower()

@@ -75,7 +75,7 @@ def test_a_bug_of_ours_is_an_answer_too(served, monkeypatch, caplog):
 
 
 def test_a_bug_is_reported_in_the_error_format_of_the_body_where_a_route_has_several(served, monkeypatch):
-    monkeypatch.setattr("api.server.Server._start", lambda *_: 1 // 0)
+    monkeypatch.setattr("api.server.ActiveRequest", lambda *_: 1 // 0)
     chat = served.post("/invocations", MESSAGES)
     native = served.post("/invocations", {"inputs": "a"})
     assert chat.status_code == native.status_code == 500
