@@ -7,7 +7,7 @@ chats here as a `ChatRequest`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from api.chats import formats
 from api.chats.content import PARTS, SYSTEM_ROLES, ContentReader, needed
+from api.chats.formats import Constraint
 from api.chats.reasoning import template_variables
 from api.chats.shared import OpenAIRequest, check_openai
 from api.chats.template_adapter import ALIASES, adapt_to_template
@@ -33,6 +34,7 @@ from api.http.fields import (
     without_surrogates,
 )
 from api.http.types import U32
+from protocol import SamplingParams
 from text.grammar import GrammarError
 from text.json_schema import without_nulls
 from text.output.json_mender import whole_value
@@ -113,6 +115,10 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     thinking: ReasoningSwitch | bool | None = None
     reasoning: ReasoningSwitch | bool | str | None = None
 
+    @property
+    def switches(self) -> list[ReasoningSwitch]:
+        return [each for each in (self.thinking, self.reasoning) if isinstance(each, ReasoningSwitch)]
+
 
 def prepare_chat(
     chat: ChatRequest,
@@ -130,58 +136,66 @@ def prepare_chat(
     chat = replace(chat, tools=without_nulls(chat.tools))
     _check_continuation(chat)
     prepared = _check(chat, served, names)
+    constraint = formats.of_openai(chat, names)
     tools = [*(chat.tools or []), *found]
     policy = tool_policy(tools, chat.tool_choice, chat.parallel_tool_calls, text.tools, names)
+    sampling = prepared.sampling
     if tools and chat.tool_choice == "none":
-        prepared = _without_calls(prepared, served)
+        sampling = _without_calls(sampling, served)
     if found and not chat.tools:
         chat = replace(chat, tools=tools)
     prompt, order, continued = _prompt(chat, served, names)
     require(not (order and prepared.prompt_logprobs), "prompt_logprobs", WITH_IMAGES)
+    if constraint.grammar:
+        constraint = constraint._replace(grammar=text.reasoning.in_answer(constraint.grammar))
+    if policy:
+        constraint = _with_calls(constraint, policy)
     thinking = text.reasoning.thinking(prompt, continued)
-    budget = _budget(chat, prepared, served)
-    prepared = _constrained(prepared, policy, thinking, budget, served, names)
-    prediction = _prediction(chat.prediction, served) if chat.prediction else []
-    prepared = replace(prepared, prediction=prediction)
+    parser_config = ParserConfig(policy, thinking, enforces_calls=bool(constraint.grammar))
+    if thinking:
+        constraint = _with_reasoning(constraint, thinking, _budget(chat, prepared, served), served, names)
+    prepared = replace(
+        with_grammar(prepared, *constraint, served.info),
+        sampling=sampling,
+        # The schemas of the tools may fail to compile.
+        grammar_name="tools" if constraint.path == "tool_choice" else constraint.path,
+        parser_config=parser_config,
+        prediction=_prediction(chat.prediction, served) if chat.prediction else [],
+    )
     return with_images(prepared, prompt, order, served)
 
 
-def _constrained(
-    prepared: PreparedRequest,
-    policy: ToolPolicy | None,
-    thinking: Thinking | None,
-    budget: int | None,
-    served: Served,
-    names: FieldNames,
-) -> PreparedRequest:
-    """The request with the grammar of its format, its tools and its reasoning together, and how its outputs
-    are parsed."""
-    reasoning = served.text.reasoning
-    if prepared.grammar:
-        prepared = replace(prepared, grammar=reasoning.in_answer(prepared.grammar))
-    name, grammar = _grammar(prepared, policy)
-    parser_config = ParserConfig(policy, thinking, enforces_calls=bool(grammar))
-    if thinking and (grammar or budget is not None):
-        name = name if grammar else names.budget
-        try:
-            grammar = reasoning.grammar(thinking, grammar, budget)
-        except GrammarError as error:
-            raise invalid(name, str(error)) from None
-    not_enforced = prepared.not_enforced + (policy.not_enforced(bool(prepared.grammar)) if policy else ())
-    prepared = with_grammar(prepared, name, grammar, not_enforced, served.info)
-    if name == "tool_choice":
-        prepared = replace(prepared, grammar_name="tools")  # whose schemas may fail to compile
-    return replace(prepared, parser_config=parser_config)
+def _with_calls(constraint: Constraint, policy: ToolPolicy) -> Constraint:
+    """The format of a request and its tools together."""
+    path, grammar, not_enforced = constraint
+    not_enforced += policy.not_enforced(bool(grammar))
+    if grammar:
+        return Constraint(path, policy.grammar_beside(path, grammar), not_enforced)
+    return Constraint("tool_choice" if policy.requires_call else "tools", policy.grammar, not_enforced)
 
 
-def _without_calls(prepared: PreparedRequest, served: Served) -> PreparedRequest:
-    """The request without the marker of calls in its output, where that is a token by itself."""
+def _with_reasoning(
+    constraint: Constraint, thinking: Thinking, budget: int | None, served: Served, names: FieldNames
+) -> Constraint:
+    """Reasoning, and then what the constraint allows."""
+    path, grammar, not_enforced = constraint
+    if not grammar and budget is None:
+        return constraint
+    path = path if grammar else names.budget
+    try:
+        return Constraint(path, served.text.reasoning.grammar(thinking, grammar, budget), not_enforced)
+    except GrammarError as error:
+        raise invalid(path, str(error)) from None
+
+
+def _without_calls(sampling: SamplingParams, served: Served) -> SamplingParams:
+    """Without the marker of calls in the output, where that is a token by itself."""
     tools = served.text.tools
     marker = tools.token_id(tools.format.open) if tools.format and tools.format.open else None
     if marker is None or served.info.sampling == "device":
-        return prepared
-    biases = dict(prepared.sampling.logit_bias) | {marker: NEVER}
-    return replace(prepared, sampling=replace(prepared.sampling, logit_bias=list(biases.items())))
+        return sampling
+    biases = dict(sampling.logit_bias) | {marker: NEVER}
+    return replace(sampling, logit_bias=list(biases.items()))
 
 
 def _check_continuation(chat: ChatRequest) -> None:
@@ -195,9 +209,8 @@ def _check_continuation(chat: ChatRequest) -> None:
 
 def _budget(chat: ChatRequest, prepared: PreparedRequest, served: Served) -> int | None:
     """The most tokens of reasoning; None: as many as the output may have."""
-    switches = [each for each in (chat.thinking, chat.reasoning) if isinstance(each, ReasoningSwitch)]
     given = [chat.thinking_token_budget, chat.thinking_budget_tokens]
-    given += [each for switch in switches for each in (switch.budget_tokens, switch.max_tokens)]
+    given += [each for switch in chat.switches for each in (switch.budget_tokens, switch.max_tokens)]
     budget = next((each for each in given if each is not None), None)
     limits = [served.info.max_total_tokens, prepared.max_new_tokens]
     most = min(limit for limit in limits if limit is not None)
@@ -215,16 +228,6 @@ def _prediction(given: Prediction, served: Served) -> list[int]:
     return tokens
 
 
-def _grammar(prepared: PreparedRequest, policy: ToolPolicy | None) -> tuple[str, str]:
-    """The grammar of a request's format and its tools together, and the name of the field that asks for
-    it."""
-    if policy is None:
-        return prepared.grammar_name, prepared.grammar
-    if prepared.grammar:
-        return prepared.grammar_name, policy.grammar_beside(prepared.grammar_name, prepared.grammar)
-    return "tool_choice" if policy.requires_call else "tools", policy.grammar
-
-
 def _check(chat: ChatRequest, served: Served, names: FieldNames) -> PreparedRequest:
     """Checks all fields but the messages and tools. The prompt is empty: the chat template writes
     it."""
@@ -240,7 +243,7 @@ def _check(chat: ChatRequest, served: Served, names: FieldNames) -> PreparedRequ
     prepared = check_openai(chat, "", limit, bool(chat.logprobs), served, names)
     most = max(OPENAI_TOP_LOGPROBS, served.config.max_top_n_tokens)
     check_top_n(chat.top_logprobs, "top_logprobs", most)
-    prepared = replace(
+    return replace(
         prepared,
         top_n_tokens=max(chat.top_logprobs or 0, prepared.top_n_tokens),
         add_special_tokens=bool(chat.add_special_tokens),  # the template writes them
@@ -248,7 +251,6 @@ def _check(chat: ChatRequest, served: Served, names: FieldNames) -> PreparedRequ
         prompt_name=names.prompt,
         limit_name=limit_name,
     )
-    return with_grammar(prepared, *formats.of_openai(chat, names), served.info)
 
 
 def _prompt(chat: ChatRequest, served: Served, names: FieldNames) -> tuple[str, list[int], str]:
@@ -309,10 +311,10 @@ def _template_options(chat: ChatRequest, served: Served) -> Json:
 
 def _reasoning_of(chat: ChatRequest) -> tuple[str | None, bool | None]:
     """The effort that a chat asks for, and whether its model is to reason; None: the chat does not say."""
-    switches = [each for each in (chat.thinking, chat.reasoning) if isinstance(each, ReasoningSwitch)]
     asked = [chat.reasoning_effort, chat.enable_thinking, chat.think, chat.thinking, chat.reasoning]
-    asked += [each for switch in switches for each in (switch.effort, switch.is_on)]
-    effort, is_on = (next((each for each in asked if isinstance(each, kind)), None) for kind in (str, bool))
+    asked += [each for switch in chat.switches for each in (switch.effort, switch.is_on)]
+    effort = next((each for each in asked if isinstance(each, str)), None)
+    is_on = next((each for each in asked if isinstance(each, bool)), None)
     return effort, is_on
 
 
@@ -342,7 +344,7 @@ def _messages(
 
 def _message(reader: ContentReader, path: str, message: Message) -> Json:
     content = message.content or message.refusal or message.content
-    calls = _calls(path, message)
+    calls = [*_calls(path, message)]
     text = reader.text(f"{path}.content", content or "", "", message.role)
     thoughts = message.reasoning_content or message.reasoning
     if message.role == "assistant":
@@ -356,29 +358,24 @@ def _message(reader: ContentReader, path: str, message: Message) -> Json:
     # OpenAI's types have null for audio of the assistant, and clients for a tool without a result.
     may_be_empty = bool(calls or thoughts) or ALIASES.get(message.role, message.role) in ("assistant", "tool")
     require(content is not None or may_be_empty, path, "needs `content`")
-    written: Json = {
+    written = {
         "role": message.role,
         "content": text,
-    }
-    optional = {
         "name": message.name,
         "tool_call_id": call_id,
         "reasoning_content": thoughts,
+        "tool_calls": calls or None,
     }
-    written |= {name: value for name, value in optional.items() if value is not None}
-    if calls:
-        written["tool_calls"] = [_with_arguments(function_path, call) for function_path, call in calls]
-    return written
+    return {name: value for name, value in written.items() if value is not None}
 
 
-def _calls(path: str, message: Message) -> list[tuple[str, Json]]:
-    """The calls of a message, each with the path of its function. A custom tool is a function of one
-    text."""
-    calls = []
+def _calls(path: str, message: Message) -> Iterator[Json]:
+    """The calls of a message, with their arguments as objects. A custom tool is a function of one text."""
     if message.function_call is not None:
         function_path = f"{path}.function_call"
         name = needed(function_path, message.function_call, "name", str)
-        calls.append((function_path, {"id": name, "type": "function", "function": message.function_call}))
+        call = {"id": name, "type": "function", "function": message.function_call}
+        yield _with_arguments(function_path, call)
     for i, call in enumerate(message.tool_calls or []):
         call_path = f"{path}.tool_calls[{i}]"
         if call.get("type") == "custom":
@@ -386,8 +383,7 @@ def _calls(path: str, message: Message) -> list[tuple[str, Json]]:
             arguments = {"input": needed(f"{call_path}.custom", custom, "input", str)}
             function = {"name": needed(f"{call_path}.custom", custom, "name", str), "arguments": arguments}
             call = {"id": call.get("id"), "type": "function", "function": function}
-        calls.append((f"{call_path}.function", call))
-    return calls
+        yield _with_arguments(f"{call_path}.function", call)
 
 
 def _with_arguments(path: str, call: Json) -> Json:
