@@ -7,7 +7,7 @@ the response.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from api.chats.content import PARTS, ContentReader, image, needed
 from api.chats.conversation import ChatRequest, Message, arguments_of, prepare_chat
@@ -44,43 +44,38 @@ LOGPROBS = "message.output_text.logprobs"
 
 def responses(data: Json, served: Served) -> ResponseWriter:
     request = _read(data)
-    conversation = Conversation.of(request, served.responses)
-    tools = ResponsesTools(request, conversation.items)
+    conversation = Conversation(request, served.responses)
     if conversation.own and conversation.own[-1].get("type") == TRIGGER:
-        return _triggered(request, conversation, tools, served)
-    prepared = _prepare(request, conversation, tools, served)
+        return _triggered(request, conversation, served)
+    prepared = _prepare(request, conversation, served)
     request.store = request.store is not False and served.responses.is_on
     own_input = encode(conversation.own) if request.store else b""
-    return ResponsesWriter(prepared, served, request, tools, own_input)
+    return ResponsesWriter(prepared, served, request, conversation.tools, own_input)
 
 
-def _triggered(
-    request: ResponsesRequest, conversation: Conversation, tools: ResponsesTools, served: Served
-) -> ResponseWriter:
+def _triggered(request: ResponsesRequest, conversation: Conversation, served: Served) -> ResponseWriter:
     """`compact` within a conversation: with its tools, so that its prefix is cached. It is not stored."""
     conversation.own.pop()
     more = {"stream": request.stream, "chat_template_kwargs": request.chat_template_kwargs}
     summary_request = _summary_request(request, tools=request.tools, tool_choice="none", **more)
     _ask_for_summary(conversation)
-    prepared = _prepare(summary_request, conversation, tools, served)
+    prepared = _prepare(summary_request, conversation, served)
     request.store = False
-    return TriggeredCompactionWriter(prepared, served, request, tools)
+    return TriggeredCompactionWriter(prepared, served, request, conversation.tools)
 
 
 def input_tokens(data: Json, served: Served) -> InputTokens:
     request = _read(data)
-    conversation = Conversation.of(request, served.responses)
-    prepared = _prepare(request, conversation, ResponsesTools(request, conversation.items), served)
+    prepared = _prepare(request, Conversation(request, served.responses), served)
     return InputTokens(len(ids_of(prepared, served)))
 
 
 def compact(data: Json, served: Served) -> ResponseWriter:
     """The model summarizes the conversation."""
     request = _summary_request(fields.read(data, CompactRequest))
-    conversation = Conversation.of(request, served.responses)
+    conversation = Conversation(request, served.responses)
     _ask_for_summary(conversation)
-    prepared = _prepare(request, conversation, ResponsesTools(request, conversation.items), served)
-    return CompactionWriter([prepared], served)
+    return CompactionWriter([_prepare(request, conversation, served)], served)
 
 
 def _summary_request(given: CompactRequest | ResponsesRequest, **more: Any) -> ResponsesRequest:
@@ -112,10 +107,9 @@ def _read(data: Json) -> ResponsesRequest:
     return request
 
 
-def _prepare(
-    request: ResponsesRequest, conversation: Conversation, tools: ResponsesTools, served: Served
-) -> PreparedRequest:
-    paths, messages = _messages(request, conversation, tools, served.images)
+def _prepare(request: ResponsesRequest, conversation: Conversation, served: Served) -> PreparedRequest:
+    tools = conversation.tools
+    paths, messages = _messages(request, conversation, served.images)
     chat = ChatRequest(
         model=request.model,
         messages=messages,
@@ -145,27 +139,24 @@ def _prepare(
     return prepare_chat(chat, served, names, tools.found)
 
 
-class Conversation(NamedTuple):
-    """before: the items of the responses that the request continues; own: those of its `input`, with the
-    stored items that it refers to."""
+class Conversation:
+    """The items and tools of a request. before: the items of the responses that it continues; own: those of
+    its `input`, with the stored items that it refers to."""
 
-    before: list[Json]
-    own: list[Json]
-
-    @classmethod
-    def of(cls, request: ResponsesRequest, stored: OwnedResponses) -> Conversation:
+    def __init__(self, request: ResponsesRequest, stored: OwnedResponses):
         """Raises ApiError for items that are not stored."""
         previous = request.previous_response_id
-        before = stored.conversation(previous) if previous else []
-        if isinstance(request.input, str):
-            return cls(before, [{"role": "user", "content": request.input}])
-        own = []
-        for i, item in enumerate(request.input or ()):
+        self.before = stored.conversation(previous) if previous else []
+        self.own: list[Json] = []
+        given = request.input
+        if isinstance(given, str):
+            given = [{"role": "user", "content": given}]
+        for i, item in enumerate(given or ()):
             path = f"input[{i}]"
             if _kind(path, item) == "item_reference":
                 item = stored.item(f"{path}.id", needed(path, item, "id", str))
-            own.append(item)
-        return cls(before, own)
+            self.own.append(item)
+        self.tools = ResponsesTools(request, self.items)
 
     @property
     def items(self) -> list[tuple[str, Json]]:
@@ -175,10 +166,10 @@ class Conversation(NamedTuple):
 
 
 def _messages(
-    request: ResponsesRequest, conversation: Conversation, tools: ResponsesTools, images: RequestImages
+    request: ResponsesRequest, conversation: Conversation, images: RequestImages
 ) -> tuple[list[str], list[Message]]:
     """The messages of the chat and the path of each in the request."""
-    reader = ItemReader(tools, images)
+    reader = ItemReader(conversation.tools, images)
     paths = []
     messages = []
     if request.instructions:
