@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterator
+from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -22,7 +23,7 @@ from api.generation.response_writer import GeneratedSequence, ResponseWriter
 from api.http import fields
 from api.http.fields import Json
 from config import REASONING_FIELDS
-from text.output.parser import Arguments, Call, CallBegin, Content, OutputParser, OutputPart, Reasoning
+from text.output.parser import Arguments, Call, Content, OutputParser, OutputPart, Reasoning
 from text.stream import Piece
 
 
@@ -223,41 +224,35 @@ class DeltaReader:
         self._arguments = ""
 
     def read(self, piece: Piece) -> list[Delta]:
-        return self._deltas(self.parser.read(piece))
+        return [*self._deltas(self.parser.read(piece))]
 
     def finish(self, is_truncated: bool) -> list[Delta]:
         return [*self._deltas(self.parser.finish(is_truncated)), *self._end_call()]
 
-    def _deltas(self, parts: list[OutputPart]) -> list[Delta]:
-        deltas = []
+    def _deltas(self, parts: list[OutputPart]) -> Iterator[Delta]:
         for part in parts:
             if isinstance(part, Arguments) and self._call is not None:
                 self._arguments += part.text
                 continue
-            deltas += self._end_call()
-            if isinstance(part, CallBegin) and part.name in self._custom:
-                self._call = part.index
-                begin = ToolCallDelta(part.index, part.id, "custom", custom=CustomDelta(part.name))
-                deltas.append(Delta(tool_calls=[begin]))
+            yield from self._end_call()
+            if isinstance(part, Content):
+                yield Delta(content=part.text)
             elif isinstance(part, Reasoning):
-                deltas.append(Delta(**dict.fromkeys(self._thoughts, part.text)))
+                yield Delta(**dict.fromkeys(self._thoughts, part.text))
+            elif isinstance(part, Arguments):
+                yield _call_delta(part.index, function=FunctionDelta(arguments=part.text))
+            elif part.name in self._custom:
+                self._call = part.index
+                yield _call_delta(part.index, part.id, "custom", custom=CustomDelta(part.name))
             else:
-                deltas.append(_delta(part))
-        return deltas
+                yield _call_delta(part.index, part.id, "function", FunctionDelta(part.name))
 
-    def _end_call(self) -> list[Delta]:
-        if self._call is None:
-            return []
-        delta = ToolCallDelta(self._call, custom=CustomDelta(input=custom_input(self._arguments)))
-        self._call = None
-        self._arguments = ""
-        return [Delta(tool_calls=[delta])]
+    def _end_call(self) -> Iterator[Delta]:
+        if self._call is not None:
+            yield _call_delta(self._call, custom=CustomDelta(input=custom_input(self._arguments)))
+            self._call = None
+            self._arguments = ""
 
 
-def _delta(part: OutputPart) -> Delta:
-    if isinstance(part, Content):
-        return Delta(content=part.text)
-    if isinstance(part, CallBegin):
-        begin = FunctionDelta(part.name, "")
-        return Delta(tool_calls=[ToolCallDelta(part.index, part.id, "function", begin)])
-    return Delta(tool_calls=[ToolCallDelta(part.index, function=FunctionDelta(arguments=part.text))])
+def _call_delta(*fields: Any, **named: Any) -> Delta:
+    return Delta(tool_calls=[ToolCallDelta(*fields, **named)])
