@@ -68,14 +68,13 @@ def text(data: Json, served: Served) -> ResponseWriter:
 def vertex(data: Json, served: Served) -> ResponseWriter:
     requests = []
     prefixes = []
-    for instance in _instances(fields.read(data, VertexRequest), served):
+    for instance in _instances(fields.read(data, VertexRequest).instances, served):
         if isinstance(instance, ChatRequest):
             requests.append(prepare_chat(instance, served))
             prefixes.append("")
         else:
             requests.append(tgi.check(instance, served, streams=False))
-            wants_prompt = instance.parameters and instance.parameters.return_full_text
-            prefixes.append(instance.inputs if wants_prompt else "")
+            prefixes.append(instance.inputs if instance.parameters.return_full_text else "")
     return PredictionsResponseWriter(requests, served, prefixes, VertexResponse)
 
 
@@ -87,13 +86,13 @@ def infer(sentence: str, served: Served) -> ResponseWriter:
     return PredictionsResponseWriter([replace(prepared, prompt_name="sentence")], served, [sentence], list)
 
 
-def _instances(request: VertexRequest, served: Served) -> list[GenerateRequest | ChatRequest]:
+def _instances(given: list[Any], served: Served) -> list[GenerateRequest | ChatRequest]:
     """Each parsed as a native or a chat request. Raises ApiError."""
-    if not request.instances:
+    if not given:
         # TGI's `error_type`.
         raise ApiError(422, "Input validation error", "Input validation error: `instances` cannot be empty")
-    fields.check_batch(len(request.instances), "instances", "instances", served.config)
-    return [_instance(data) for data in request.instances]
+    fields.check_batch(len(given), "instances", "instances", served.config)
+    return [_instance(data) for data in given]
 
 
 def _instance(given: Any) -> GenerateRequest | ChatRequest:

@@ -53,6 +53,9 @@ class GenerateRequest(Struct):
     parameters: Parameters | None = None
     stream: bool | None = None
 
+    def __post_init__(self):
+        self.parameters = self.parameters or Parameters()
+
 
 class PrefillToken(Struct):
     """A token of the prompt; the first has no log-probability."""
@@ -178,7 +181,6 @@ def generate_stream(data: Json, served: Served) -> ResponseWriter:
 def compat(data: Json, served: Served) -> ResponseWriter:
     """`POST /`: streams with `stream`, and returns the prompt unless `return_full_text` is false."""
     request = read(data)
-    request.parameters = _parameters(request)
     if request.parameters.return_full_text is None:
         request.parameters.return_full_text = True
     prepared = check(request, served, streams=bool(request.stream))
@@ -189,15 +191,11 @@ def read(data: Json) -> GenerateRequest:
     return fields.read(data, GenerateRequest, parameters=Parameters)
 
 
-def _parameters(request: GenerateRequest) -> Parameters:
-    return request.parameters or Parameters()
-
-
 def check(request: GenerateRequest, served: Served, streams: bool) -> PreparedRequest:
     """Checks every field of a native request in TGI's order; raises ApiError for the first that is wrong."""
     config = served.config
     info = served.info
-    p = _parameters(request)
+    p = request.parameters
     if p.seed is not None and p.seed > U64_MAX:
         raise errors.wrong_type(f"Expected `int` <= {U64_MAX} - at `$.parameters.seed`")
     if streams:
@@ -295,7 +293,7 @@ class NativeResponseWriter(ResponseWriter):
         in_list: bool = False,
     ):
         super().__init__([prepared], served, streams)
-        parameters = _parameters(request)
+        parameters = request.parameters
         self._in_list = in_list
         self._prefix = request.inputs if parameters.return_full_text else ""
         self._wants_details = bool(parameters.details or parameters.decoder_input_details)

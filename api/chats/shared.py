@@ -135,14 +135,10 @@ class ModelCard(Struct):
     parent: str | UnsetType = UNSET  # the model that it belongs to
 
     @classmethod
-    def of(cls, info: ModelInfo) -> ModelCard:
-        architecture = Architecture(info.input_modalities, ["text"])
-        return cls(info.model_name, "model", 0, info.model_name, info.max_total_tokens, architecture)
-
-    @classmethod
     def all_of(cls, info: ModelInfo) -> list[ModelCard]:
         """The cards of the model and of its LoRA adapters."""
-        model = cls.of(info)
+        architecture = Architecture(info.input_modalities, ["text"])
+        model = cls(info.model_name, "model", 0, info.model_name, info.max_total_tokens, architecture)
         adapters = (
             replace(model, id=name, root=source, parent=model.id) for name, source in info.adapters.items()
         )
@@ -289,8 +285,7 @@ class ChunkedResponseWriter(OpenAIResponseWriter):
         self._usage_at_end = bool(options.include_usage)
         self._usage_always = bool(options.continuous_usage_stats) and self._usage_at_end
         self._returns_token_ids = bool(request.return_token_ids)
-        self._gives_prompt_logprobs = request.prompt_logprobs is not None
-        self._prompt_top_n = request.prompt_logprobs or 0
+        self._prompt_top_n = request.prompt_logprobs  # None: no log-probabilities of the prompt
         self._created = int(time.time())
 
     @functools.cached_property
@@ -328,7 +323,7 @@ class ChunkedResponseWriter(OpenAIResponseWriter):
         return [piece.id for piece in pieces] if self._returns_token_ids else UNSET
 
     def _prompt_logprobs(self, sequence: GeneratedSequence) -> PromptLogprobs | UnsetType:
-        if not self._gives_prompt_logprobs:
+        if self._prompt_top_n is None:
             return UNSET
         return [
             None if piece.logprob is None else self._ranked(piece) for piece in self._prompt_pieces(sequence)

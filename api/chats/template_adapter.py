@@ -96,8 +96,8 @@ def _with_images_apart(messages: Messages, capabilities: TemplateCapabilities) -
     marks = ""  # of images that wait for their place
     for n, message in enumerate(messages):
         role = message["role"]
-        if marks and role not in ("tool", *SYSTEM_ROLES):
-            apart.append({"role": "user", "content": marks})
+        if role not in ("tool", *SYSTEM_ROLES):
+            apart += _images_alone(marks)
             marks = ""
         if role not in capabilities.image_roles:
             for number in images_of(message["content"]):
@@ -105,13 +105,15 @@ def _with_images_apart(messages: Messages, capabilities: TemplateCapabilities) -
                 message = message | {"content": message["content"].replace(mark, IMAGE_APART)}
                 marks += mark
         is_continued = role == "assistant" and n == len(messages) - 1
-        if marks and is_continued:
-            apart.append({"role": "user", "content": marks})
+        if is_continued:
+            apart += _images_alone(marks)
             marks = ""
         apart.append(message)
-    if marks:
-        apart.append({"role": "user", "content": marks})
-    return apart
+    return apart + _images_alone(marks)
+
+
+def _images_alone(marks: str) -> Messages:
+    return [{"role": "user", "content": marks}] if marks else []
 
 
 def _with_system(messages: Messages, capabilities: TemplateCapabilities) -> Messages:

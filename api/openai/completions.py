@@ -155,8 +155,7 @@ class CompletionResponseWriter(ChunkedResponseWriter):
         self._n = request.n or 1
         self._echoes = bool(request.echo)
         self._top_n = request.logprobs
-        self._begun: set[GeneratedSequence] = set()
-        # Characters of each stream that are out, for the offsets of log-probabilities.
+        # Characters of each sequence that are out, for the offsets of log-probabilities.
         self._sent: dict[GeneratedSequence, int] = {}
 
     def whole(self, sequences: list[GeneratedSequence]) -> Struct:
@@ -183,8 +182,8 @@ class CompletionResponseWriter(ChunkedResponseWriter):
     def _choices(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[CompletionChoice]:
         choice = functools.partial(CompletionChoice, sequence.index)
         prompt_token_ids = UNSET
-        if sequence not in self._begun:
-            self._begun.add(sequence)
+        if sequence not in self._sent:
+            self._sent[sequence] = 0
             prompt_token_ids = self._prompt_token_ids(sequence)
             if self._echoes:
                 echoed = self._logprobs(sequence, self._echoed_pieces(sequence))
