@@ -242,24 +242,16 @@ class EngineClient:
             self._read()
 
     def _read(self, flags: int = 0) -> None:
+        """A message that cannot be read may have been for any request: all are ended."""
         body = self._dealer.recv(flags)
         self._silent_s = 0.0
         try:
-            message = self._decoder.decode(body)
-        except ValueError as error:
-            logger.error("%s: %s", UNREADABLE, error)
-            self._fail_all()
-            return
-        try:
-            self._handle(message)
+            self._handle(self._decoder.decode(body))
         except Exception:
-            logger.exception("%s could not be handled", type(message).__name__)
-
-    def _fail_all(self) -> None:
-        """Ends all requests: a message that cannot be decoded may have been for any of them."""
-        for request_id in self._queues:
-            self._send(protocol.Cancel(request_id, "unreadable"))
-        self._end_all("failed", UNREADABLE)
+            logger.exception(UNREADABLE)
+            for request_id in self._queues:
+                self._send(protocol.Cancel(request_id, "unreadable"))
+            self._end_all("failed", UNREADABLE)
 
     def _wait_for_disconnect(self) -> None:
         """A worker is never restarted in a run: after a disconnect nothing more comes."""
