@@ -9,6 +9,7 @@ and ends sequences early: after a stop string, at a deadline, when the client di
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import secrets
 import select
@@ -99,7 +100,6 @@ class ActiveRequest:
     ):
         self.arrival = arrival
         self._adapter = prompts[0].prepared.adapter
-        self._model_name = self._adapter or engine.info.model_name
         self.sent_at = time.monotonic()
         self.streams_at: float | None = None  # when its stream began
         self.sequences: list[GeneratedSequence] = []
@@ -197,7 +197,8 @@ class ActiveRequest:
         stats = self._stats()
         self._engine.record(stats)
         if self.arrival.trace:
-            generated = Generated(self._model_name, self.sequences, self.sent_at, self.streams_at)
+            model_name = self._adapter or self._engine.info.model_name
+            generated = Generated(model_name, self.sequences, self.sent_at, self.streams_at)
             self.arrival.trace.end(stats, generated)
         self._log("generation ends", outcome=stats.outcome, generated_tokens=stats.generated_tokens)
 
@@ -293,13 +294,14 @@ class EventStream:
         self._writer = writer
         self._run = run
         self._generation = generation
-        self._batches = iter(generation)
+        batches = iter(generation)
         try:
-            self._first = next(self._batches)
+            first = next(batches)
         except BaseException as error:
             generation.fail(error)
             generation.close()
             raise
+        self._batches = itertools.chain([first], batches)
         self._events = self._write()
 
     def __iter__(self) -> Iterator[bytes]:
@@ -319,19 +321,17 @@ class EventStream:
                 yield end
         except ClientGone:
             pass
-        except ApiError as error:
-            generation.fail(error, status=200)
-            yield self._writer.failure(error)
         except Exception as error:
-            request_id = generation.arrival.request_id
-            logger.exception("a stream failed", extra={"fields": {"request_id": request_id}})
             generation.fail(error, status=200)
-            yield self._writer.failure(errors.internal())
+            if not isinstance(error, ApiError):
+                request_id = generation.arrival.request_id
+                logger.exception("a stream failed", extra={"fields": {"request_id": request_id}})
+                error = errors.internal()
+            yield self._writer.failure(error)
 
     def _data(self) -> Iterator[bytes]:
         written_at = self._generation.arrival.at
-        batch: Batch | None = self._first
-        while batch is not None:
+        for batch in self._batches:
             data = self._run(functools.partial(self._events_of, batch))
             now = time.monotonic()
             if not data and now - written_at >= KEEP_ALIVE_S:
@@ -339,7 +339,6 @@ class EventStream:
             if data:
                 written_at = now
                 yield data
-            batch = next(self._batches, None)
 
     def _events_of(self, batch: Batch) -> bytes:
         return b"".join(self._writer.events(sequence, pieces) for sequence, pieces in batch)
