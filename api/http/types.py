@@ -29,12 +29,12 @@ encode = msgspec.json.Encoder().encode
 def _field(parameter: SamplingParameter) -> Any:
     """The type of a sampling parameter in a request, with its limits for the OpenAPI document."""
     limits = parameter.limits
-    bounds = {"minimum": limits.ge, "exclusiveMinimum": limits.gt, "maximum": limits.le}
     if parameter.is_filter:  # which may also be 0 in a greedy request
-        bounds |= {"minimum": limits.ge or 0, "exclusiveMinimum": None}
-    described = Meta(extra_json_schema={name: bound for name, bound in bounds.items() if bound is not None})
+        limits = Meta(ge=limits.ge or 0, le=limits.le)
+    bounds = msgspec.json.schema(Annotated[float, limits])
+    del bounds["type"]
     kind = I32 if isinstance(parameter.neutral, int) else float
-    return Annotated[kind, described] | None
+    return Annotated[kind, Meta(extra_json_schema=bounds)] | None
 
 
 # Fields that native, chat and completion requests share.
