@@ -302,7 +302,7 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
             "control_socket_disable": True,
             "logger_class": _GunicornLog,
             "pre_request": self._arrive,
-            "post_request": lambda _worker, _request, _environ, _response: self._count(-1),
+            "post_request": self._leave,
             "post_worker_init": self._begin,
         }
         for name, value in settings.items():
@@ -319,12 +319,12 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
             logger.info("%s", note)
 
     def _arrive(self, _worker, http_request) -> None:
-        self._count(1)
+        self._in_progress += 1
         if self._engine.phase == "draining":  # so that the client's next request goes to another replica
             http_request.force_close()
 
-    def _count(self, change: int) -> None:
-        self._in_progress += change
+    def _leave(self, _worker, _http_request) -> None:
+        self._in_progress -= 1
 
     def _quit_when_done(self, worker) -> None:
         """On SIGTERM gunicorn waits for all connections, idle ones too; this waits for requests in progress

@@ -180,7 +180,6 @@ class Server:
                 return self._threads.run(call) if in_thread else call()
             except ImagesNeeded:
                 served.images.load(self._check_client)
-                served.images.restart()
                 served = replace(served, responses=self.responses)
 
     def _check_client(self) -> None:

@@ -78,7 +78,7 @@ def fetch_image(url: str, domains: Container[str]) -> bytes:
     with gevent.Timeout(MAX_SECONDS, too_slow), FETCHES:
         for _ in range(1 + MAX_REDIRECTS):
             place = _Place.of(url)
-            if not place.is_in(domains):
+            if place.authority not in domains:
                 raise ImageUrlError(
                     f"names the host {place.authority[:100]}, from which this server does not fetch images "
                     "(--allowed-media-domains); send the image as a `data:` URL"
@@ -122,9 +122,6 @@ class _Place(NamedTuple):
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == PORTS[self.scheme] else f"{host}:{self.port}"
 
-    def is_in(self, domains: Container[str]) -> bool:
-        return self.authority in domains
-
 
 def _connect(place: _Place, domains: Container[str]) -> socket.socket:
     """Connects to one of the addresses that were checked: another look-up might give others."""
@@ -134,7 +131,7 @@ def _connect(place: _Place, domains: Container[str]) -> socket.socket:
         raise ImageUrlError("names a host that is not found") from None
     addresses = list(dict.fromkeys(ipaddress.ip_address(address[0]) for *_, address in found))
     for address in addresses:
-        if not (_is_public(address) or place._replace(host=str(address)).is_in(domains)):
+        if not (_is_public(address) or place._replace(host=str(address)).authority in domains):
             raise ImageUrlError("leads to an address that is not public")
     for address in addresses:
         with contextlib.suppress(OSError):

@@ -94,10 +94,6 @@ class RequestImages:
         if self._holds_pixels:
             self._loader.with_pixels.release()
 
-    def restart(self) -> None:
-        """The request is read again, and has the same images in the same order."""
-        self._added = 0
-
     def set_options(self, options: Mapping[str, Any], name: str) -> None:
         """Fields of the model's preprocessor to override for these images; name: of their field. Raises
         ApiError."""
@@ -152,7 +148,8 @@ class RequestImages:
         return expanded, images, len(expanded) - len(prompt)
 
     def load(self, check_client: Callable[[], None]) -> None:
-        """Fetches and preprocesses the images, in the request's greenlet. Raises ApiError.
+        """Fetches and preprocesses the images, in the request's greenlet; then the request is read again, and
+        has the same images in the same order. Raises ApiError.
 
         check_client: called before each image; raises when the client has disconnected.
         """
@@ -171,6 +168,7 @@ class RequestImages:
             pixels = sum(len(each.read.pixels) for each in self._images if each.read)
             detail = f"is too much: the images of a request may have {MAX_PIXEL_BYTES} bytes of pixels"
             require(pixels <= MAX_PIXEL_BYTES, image.path, f"{detail}. Given: {pixels}")
+        self._added = 0
 
     def _fetch(self, remote: list[RequestImage]) -> None:
         """All of them at the same time."""

@@ -85,7 +85,6 @@ def loaded(make, body, served):
                 return make(data, served)
             except ImagesNeeded:
                 served.images.load(lambda: None)
-                served.images.restart()
 
 
 def prompt_of(make, body, source=ALL_ROLES):
