@@ -173,8 +173,8 @@ def _tls() -> ssl.SSLContext:
 
 
 class _Stream(io.RawIOBase):
-    """A connected socket for http.client, which reads at most MAX_BYTES from it: body, headers and interim
-    responses together."""
+    """The input of a connected socket for http.client, which reads at most MAX_BYTES from it: body, headers
+    and interim responses together."""
 
     def __init__(self, sock: socket.socket):
         self._sock = sock
@@ -194,17 +194,11 @@ class _Stream(io.RawIOBase):
             raise _too_large()
         return count
 
-    def sendall(self, data: bytes) -> None:
-        self._sock.sendall(data)
-
-    def close(self) -> None:
-        """Nothing: http.client closes its socket before it has read a response that ends with it."""
-
 
 def _get(place: _Place, sock: socket.socket) -> tuple[bytes | None, str]:
     """The file, or None and the URL that the response redirects to."""
     connection = http.client.HTTPConnection(place.host, place.port)
-    connection.sock = _Stream(sock)  # so it opens none of its own
+    connection.sock = sock  # so it opens none of its own
     headers = {
         "Host": place.authority,
         "User-Agent": "neuron-textgen",
@@ -213,7 +207,8 @@ def _get(place: _Place, sock: socket.socket) -> tuple[bytes | None, str]:
     }
     try:
         connection.request("GET", place.target, headers=headers)
-        response = connection.getresponse()
+        response = http.client.HTTPResponse(_Stream(sock), method="GET")
+        response.begin()
         if response.status in (301, 302, 303, 307, 308) and (location := response.getheader("Location")):
             return None, urljoin(place.url, location)
         if response.status != 200:
