@@ -238,11 +238,8 @@ class Server:
     def _whole(self, writer: ResponseWriter, generation: ActiveRequest, headers: dict[str, str]) -> Response:
         with generation:
             generation.run()
-
-            def body() -> bytes:
-                return encode(writer.whole(generation.sequences))
-
-            response = Response(self._run(writer, body), mimetype=JSON)
+            body = self._run(writer, lambda: encode(writer.whole(generation.sequences)))
+            response = Response(body, mimetype=JSON)
             response.headers.extend(headers | timing_headers(generation))
             return response
 

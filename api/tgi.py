@@ -168,14 +168,11 @@ class Info(Struct):
 
 
 def generate(data: Json, served: Served) -> ResponseWriter:
-    request = read(data)
-    return NativeResponseWriter(check(request, served, streams=False), served, request)
+    return _writer(read(data), served, streams=False)
 
 
 def generate_stream(data: Json, served: Served) -> ResponseWriter:
-    request = read(data)
-    prepared = check(request, served, streams=True)
-    return NativeResponseWriter(prepared, served, request, streams=True)
+    return _writer(read(data), served, streams=True)
 
 
 def compat(data: Json, served: Served) -> ResponseWriter:
@@ -183,8 +180,11 @@ def compat(data: Json, served: Served) -> ResponseWriter:
     request = read(data)
     if request.parameters.return_full_text is None:
         request.parameters.return_full_text = True
-    prepared = check(request, served, streams=bool(request.stream))
-    return NativeResponseWriter(prepared, served, request, streams=request.stream, in_list=True)
+    return _writer(request, served, streams=bool(request.stream), in_list=True)
+
+
+def _writer(request: GenerateRequest, served: Served, streams: bool, in_list: bool = False) -> ResponseWriter:
+    return NativeResponseWriter(check(request, served, streams), served, request, streams, in_list)
 
 
 def read(data: Json) -> GenerateRequest:
@@ -289,8 +289,8 @@ class NativeResponseWriter(ResponseWriter):
         prepared: PreparedRequest,
         served: Served,
         request: GenerateRequest,
-        streams: bool | None = False,
-        in_list: bool = False,
+        streams: bool,
+        in_list: bool,
     ):
         super().__init__([prepared], served, streams)
         parameters = request.parameters

@@ -100,26 +100,27 @@ def tokenize(data: Json, served: Served) -> Tokenized:
 def _inputs(data: Json, served: Served) -> list[SimpleToken]:
     tokenizer = served.text.tokenizer
     prompt, order = tgi.prompt_of(tgi.read(data).inputs, served)
-    text, _images, _characters = served.images.expand(prompt, order, "inputs")
+    text, _images = served.images.expand(prompt, order, "inputs")
     return _tokens(text if order else tokenizer.escape(text), tokenizer, add_special_tokens=True)
 
 
 def _prompt(data: Json, served: Served) -> TokenizeResponse:
     request = fields.read(data, TokenizePrompt)
     text = served.text.tokenizer.escape(request.prompt)
-    ids = _ids(text, served.text.tokenizer, request.add_special_tokens is not False)
-    return _counted(ids, served, request.return_token_strs)
+    return _counted(text, request, request.add_special_tokens is not False, served)
 
 
 def _messages(data: Json, served: Served) -> TokenizeResponse:
     request = fields.read(data, TokenizeChat)
     text = prepare_chat(request, served).prompt
-    ids = _ids(text, served.text.tokenizer, bool(request.add_special_tokens))
-    return _counted(ids, served, request.return_token_strs)
+    return _counted(text, request, bool(request.add_special_tokens), served)
 
 
-def _counted(ids: list[int], served: Served, with_texts: bool | None) -> TokenizeResponse:
-    texts = prompt_texts(served.text.tokenizer, ids) if with_texts else None
+def _counted(
+    text: str, request: TokenizePrompt | TokenizeChat, add_special_tokens: bool, served: Served
+) -> TokenizeResponse:
+    ids = _ids(text, served.text.tokenizer, add_special_tokens)
+    texts = prompt_texts(served.text.tokenizer, ids) if request.return_token_strs else None
     return TokenizeResponse(len(ids), served.info.max_total_tokens, ids, texts)
 
 

@@ -547,7 +547,7 @@ class MessagesResponseWriter(ResponseWriter):
         )
 
     def _usage(self, sequence: GeneratedSequence) -> MessagesUsage:
-        cached = sequence.prompt_done.cached if sequence.prompt_done else 0
+        cached = sequence.prompt_done.cached
         details = OutputTokensDetails(self._parser.reasoning_tokens)
         return MessagesUsage(len(sequence.prompt) - cached, sequence.tokens, cached, details)
 

@@ -244,7 +244,7 @@ class OpenAIResponseWriter(ResponseWriter):
         first = first_of_prompts(sequences) or sequences[:1]  # the usage of one choice has its prompt, too
         prompt_tokens = sum(len(sequence.prompt) for sequence in first)
         completion_tokens = sum(sequence.tokens for sequence in sequences)
-        cached = sum(sequence.prompt_done.cached for sequence in first if sequence.prompt_done)
+        cached = sum(sequence.prompt_done.cached for sequence in first)
         of_images = sum(sequence.prepared.image_tokens for sequence in first)
         prompt_details = PromptTokensDetails(cached, of_images or UNSET)
         details = CompletionTokensDetails(

@@ -171,13 +171,13 @@ def with_grammar(
 def with_images(prepared: PreparedRequest, prompt: str, order: list[int], served: Served) -> PreparedRequest:
     """The request with this prompt, in which the images of the request with these numbers have placeholders.
     Raises ApiError and ImagesNeeded."""
-    expanded, images, characters = served.images.expand(prompt, order, prepared.prompt_name)
+    expanded, images = served.images.expand(prompt, order, prepared.prompt_name)
     return replace(
         prepared,
         prompt=expanded,
         images=images,
         image_tokens=sum(image.tokens for image in images),
-        image_characters=characters,
+        image_characters=len(expanded) - len(prompt),
     )
 
 

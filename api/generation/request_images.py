@@ -126,14 +126,14 @@ class RequestImages:
                 raise invalid(path, str(error)) from None
         return image_mark(number)
 
-    def expand(self, prompt: str, order: Sequence[int], name: str) -> tuple[str, list[Image], int]:
-        """The prompt with the text of the images' tokens in the place of the placeholders, the images, and by
-        how many characters the prompt has grown. Raises ApiError and ImagesNeeded.
+    def expand(self, prompt: str, order: Sequence[int], name: str) -> tuple[str, list[Image]]:
+        """The prompt with the text of the images' tokens in the place of the placeholders, and the images.
+        Raises ApiError and ImagesNeeded.
 
         order: the numbers of the images as the prompt has them; name: of the field with the prompt.
         """
         if not order:
-            return prompt, [], 0
+            return prompt, []
         placed = [self._images[number] for number in order]
         texts = prompt.split(self.preprocess.placeholder)
         written = len(texts) - 1
@@ -145,7 +145,7 @@ class RequestImages:
         pieces = itertools.zip_longest(texts, (image.text for image in read), fillvalue="")
         expanded = "".join(itertools.chain.from_iterable(pieces))
         images = [Image(image.key, image.tokens, image.shape, image.pixels, image.canvas) for image in read]
-        return expanded, images, len(expanded) - len(prompt)
+        return expanded, images
 
     def load(self, check_client: Callable[[], None]) -> None:
         """Fetches and preprocesses the images, in the request's greenlet; then the request is read again, and

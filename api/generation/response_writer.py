@@ -20,6 +20,8 @@ from protocol import PromptDone, Token
 from text.stream import Piece, TextStream, prompt_texts
 from text.tokenizer import Tokenizer
 
+NOT_RUN = PromptDone(id=0, queued_s=0.0)  # of a prompt that has not been run
+
 
 class GeneratedSequence:
     """One completion of a prompt. Times are CLOCK_MONOTONIC, in seconds."""
@@ -45,7 +47,7 @@ class GeneratedSequence:
             self._parser and self._parser.content_of,
         )
         self.pieces: list[Piece] = []  # all of them, for a response that is not streamed
-        self.prompt_done: PromptDone | None = None  # None: the prompt has not been run
+        self.prompt_done = NOT_RUN
         self.finish_reason: str | None = None
         self.first_token_at: float | None = None
         self.finished_at = 0.0
@@ -66,10 +68,6 @@ class GeneratedSequence:
     @property
     def mean_logprob(self) -> float:
         return self._logprobs / self.tokens if self.tokens else -math.inf
-
-    @property
-    def queue_s(self) -> float:
-        return self.prompt_done.queued_s if self.prompt_done else 0.0
 
     def take(self, token: Token) -> list[Piece]:
         """The pieces whose text has become certain with `token`."""
@@ -158,12 +156,12 @@ class ResponseWriter:
         ran."""
         ids = sequence.prompt
         texts = prompt_texts(self.tokenizer, ids)
-        logprobs = sequence.prompt_done.logprobs if sequence.prompt_done else []
-        tops = sequence.prompt_done.top if sequence.prompt_done else []
+        logprobs = [None, *sequence.prompt_done.logprobs]
+        tops = [[], *sequence.prompt_done.top]
         special_ids = self.tokenizer.special_ids
         return [
             Piece(i, text, logprob, i in special_ids, top or [])
-            for i, text, logprob, top in zip_longest(ids, texts, [None, *logprobs], [[], *tops])
+            for i, text, logprob, top in zip_longest(ids, texts, logprobs, tops)
         ]
 
 

@@ -205,7 +205,7 @@ class ActiveRequest:
     def _stats(self) -> RequestStats:
         duration_s = time.monotonic() - self.arrival.at
         validation_s = self.sent_at - self.arrival.at
-        queue_s = max(sequence.queue_s for sequence in self.sequences)
+        queue_s = max(sequence.prompt_done.queued_s for sequence in self.sequences)
         first_token_s = None if self.first_token_at is None else self.first_token_at - self.arrival.at
         return RequestStats(
             status=self._status,
@@ -350,7 +350,7 @@ def timing_headers(generation: ActiveRequest) -> dict[str, str]:
     arrived_at = generation.arrival.at
     total_s = sum(sequence.finished_at - arrived_at for sequence in sequences)
     validation_s = (generation.sent_at - arrived_at) * len(sequences)
-    queue_s = sum(sequence.queue_s for sequence in sequences)
+    queue_s = sum(sequence.prompt_done.queued_s for sequence in sequences)
     inference_s = max(0.0, total_s - validation_s - queue_s)
     generated = sum(sequence.tokens for sequence in sequences)
     headers = {

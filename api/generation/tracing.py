@@ -124,7 +124,7 @@ class RequestTrace:
                 continue
             index = {"sequence": sequence.index}
             cached = {"cached_tokens": sequence.prompt_done.cached}
-            queued_until = generated.sent_at + sequence.queue_s
+            queued_until = generated.sent_at + sequence.prompt_done.queued_s
             self._stage("queue", generated.sent_at, queued_until, index)
             self._stage("prefill", queued_until, sequence.first_token_at, index | cached)
             self._stage("decode", sequence.first_token_at, sequence.finished_at or now, index)

@@ -38,6 +38,11 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
     logprobs: U32 | None = None
     suffix: str | None = None  # what follows the completion
 
+    @property
+    def ranks_prompt(self) -> bool:
+        """Whether the log-probabilities of the prompt are asked for."""
+        return bool(self.echo) and self.logprobs is not None
+
 
 class CompletionLogprobs(Struct):
     """Lists with an entry for each token; `text_offset` is in characters of the choice's text."""
@@ -83,16 +88,11 @@ def _jobs(request: CompletionRequest, served: Served) -> list[PreparedRequest]:
     detail = "must be strictly positive, unless `echo` asks for the prompt alone"
     require(request.max_tokens != 0 or bool(request.echo), "max_tokens", detail)
     fields.check_top_n(request.logprobs, "logprobs", served.config.max_top_n_tokens)
-    prompt_logprobs = bool(request.echo) and request.logprobs is not None
-    gives_prompt = served.info.prompt_logprobs or not prompt_logprobs
+    gives_prompt = served.info.prompt_logprobs or not request.ranks_prompt
     require(gives_prompt, "logprobs", f"with `echo` {fields.NO_PROMPT_LOGITS}")
     constraint = formats.of_openai(request)
-    requests = []
-    for prompt in prompts:
-        prepared = _prepare(request, prompt, best_of, served)
-        prepared = replace(prepared, prompt_logprobs=prompt_logprobs or prepared.prompt_logprobs)
-        requests.append(with_grammar(prepared, *constraint, served.info))
-    return requests
+    prepared = [_prepare(request, prompt, best_of, served) for prompt in prompts]
+    return [with_grammar(each, *constraint, served.info) for each in prepared]
 
 
 def _prepare(
@@ -108,6 +108,7 @@ def _prepare(
         prepared,
         sequences=best_of,
         logprobs=wants_logprobs or ranks,
+        prompt_logprobs=prepared.prompt_logprobs or request.ranks_prompt,
         top_n_tokens=max(request.logprobs or 0, prepared.top_n_tokens),
     )
     return _with_suffix(prepared, request.suffix, served) if request.suffix else prepared
@@ -154,6 +155,7 @@ class CompletionResponseWriter(ChunkedResponseWriter):
         super().__init__(requests, served, request)
         self._n = request.n or 1
         self._echoes = bool(request.echo)
+        self._lists_prompt = request.ranks_prompt
         self._top_n = request.logprobs
         # Characters of each sequence that are out, for the offsets of log-probabilities.
         self._sent: dict[GeneratedSequence, int] = {}
@@ -209,7 +211,7 @@ class CompletionResponseWriter(ChunkedResponseWriter):
 
     def _echoed_pieces(self, sequence: GeneratedSequence) -> list[Piece]:
         """The prompt's tokens where they are listed; `special` tokens are not in the echo."""
-        if self._top_n is None or not self._echoes:
+        if not self._lists_prompt:
             return []
         pieces = self._prompt_pieces(sequence)
         echoed = self._echoed(sequence)
