@@ -23,6 +23,7 @@ from api.generation.response_writer import ResponseWriter
 from api.generation.stream import (
     ActiveRequest,
     Arrival,
+    ClientGone,
     Connection,
     ConnectionMonitor,
     EventStream,
@@ -31,7 +32,7 @@ from api.generation.stream import (
 from api.generation.tracing import RequestTrace, Tracer
 from api.http import errors, fields
 from api.http.bodies import Bodies, charset_of_text, check_is_json
-from api.http.engine_client import ClientGone, EngineClient, attempt
+from api.http.engine_client import EngineClient, attempt
 from api.http.errors import CLIENT_CLOSED_REQUEST, in_format
 from api.http.fields import Json
 from api.http.response_store import OwnedResponses, ResponseStore

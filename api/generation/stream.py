@@ -21,12 +21,13 @@ from dataclasses import dataclass
 
 import gevent
 from gevent.monkey import get_original
+from gevent.queue import SimpleQueue
 
 from api.generation.prepared_request import TokenizedPrompt, with_image_ids
 from api.generation.response_writer import GeneratedSequence, ResponseWriter, first_of_prompts
 from api.generation.tracing import Generated, RequestTrace
 from api.http import errors
-from api.http.engine_client import ClientGone, EngineClient, InFlightRequest, TooLarge
+from api.http.engine_client import EngineClient, TooLarge
 from api.http.errors import CLIENT_CLOSED_REQUEST, ApiError
 from protocol import End, Generate, GenerateOptions, PromptDone, RequestStats, Token
 from text.stream import Piece
@@ -36,6 +37,10 @@ logger = logging.getLogger("web")
 WATCH_S = 0.1  # how often all requests are polled
 KEEP_ALIVE_S = 15.0  # a stream without an event for this long carries a comment, so that proxies keep it open
 Batch = list[tuple[GeneratedSequence, list[Piece]]]  # what became certain together
+
+
+class ClientGone(Exception):
+    """The client has disconnected; the response would not be read."""
 
 
 class Connection:
@@ -110,11 +115,12 @@ class ActiveRequest:
         self._is_closed = False
         self._outcome = "dropped"  # unless it comes to its end
         self._status = CLIENT_CLOSED_REQUEST
-        self._unfinished: dict[int, GeneratedSequence] = {}
+        self._messages = SimpleQueue()  # lists of the worker's messages; None: the client has disconnected
+        self._unfinished: dict[int, GeneratedSequence] = {}  # by the id in the worker
         generates = [generate for prompt in prompts for generate in self._generates(prompt)]
         images = {image.key: image for prompt in prompts for image in prompt.prepared.images}
         try:
-            self._request = InFlightRequest(engine, generates, list(images.values()))
+            engine.submit(generates, self._messages, list(images.values()))
         except TooLarge:
             tokens = sum(len(generate.prompt) for generate in generates)
             what = f"the request asks for {len(generates)} sequences whose prompts have {tokens} tokens "
@@ -139,7 +145,7 @@ class ActiveRequest:
 
     def __iter__(self) -> Iterator[Batch]:
         while self._unfinished:
-            messages = self._request.receive()
+            messages = self._receive()
             self._received_at = time.monotonic()
             batch: dict[GeneratedSequence, list[Piece]] = defaultdict(list)
             ends: list[End] = []
@@ -170,9 +176,9 @@ class ActiveRequest:
     def poll(self) -> None:
         """Wakes the request when its client has disconnected, at its deadline, and for keep-alives."""
         if self.arrival.connection.is_lost:
-            self._request.client_closed()
+            self._messages.put(None)
         elif time.monotonic() >= min(self._received_at + KEEP_ALIVE_S, self._deadline_at):
-            self._request.wake()
+            self._messages.put([])
 
     def succeed(self) -> None:
         self._outcome = "success"
@@ -193,7 +199,9 @@ class ActiveRequest:
             return
         self._is_closed = True
         self._monitor.active.discard(self)
-        self._request.close("client disconnected" if self._outcome == "dropped" else self._outcome)
+        reason = "client disconnected" if self._outcome == "dropped" else self._outcome
+        for request_id in self._unfinished:
+            self._engine.cancel(request_id, reason)
         stats = self._stats()
         self._engine.record(stats)
         if self.arrival.trace:
@@ -246,6 +254,16 @@ class ActiveRequest:
             self._unfinished[generate.id] = sequence
             yield generate
 
+    def _receive(self) -> list[PromptDone | Token | End]:
+        """The messages since the last call; waits for the first one. Empty when `poll` has woken it. Raises
+        ClientGone."""
+        arrived = [self._messages.get()]
+        while not self._messages.empty():
+            arrived.append(self._messages.get())
+        if None in arrived:
+            raise ClientGone
+        return [message for messages in arrived for message in messages]
+
     def _take(
         self,
         message: PromptDone | Token,
@@ -264,10 +282,10 @@ class ActiveRequest:
     def _truncate(self, batch: dict[GeneratedSequence, list[Piece]]) -> None:
         if self.first_token_at is None:
             raise errors.overloaded()  # it has only waited in the queue; a retry may be served
-        for sequence in self._unfinished.values():
+        for request_id, sequence in self._unfinished.items():
             batch[sequence] += sequence.truncate()
+            self._engine.cancel(request_id, "deadline")
         self._unfinished.clear()
-        self._request.close("deadline")
 
     def _log(self, event: str, **fields) -> None:
         logger.debug(event, extra={"fields": {"request_id": self.arrival.request_id, **fields}})

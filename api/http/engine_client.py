@@ -1,8 +1,8 @@
 """The worker as an API server process sees it: submit, stream, cancel, metrics, health.
 
 An `EngineClient` owns the API server's end of the socket. Its greenlets receive messages and put them into
-the queue of the request that they belong to; the request's own greenlet takes them out with
-`InFlightRequest.receive`. Everything runs on the one thread of the event loop, so nothing here takes a lock.
+the queue of the request that they belong to; the request's own greenlet takes them out
+(api/generation/stream.py). Everything runs on the one thread of the event loop, so nothing here takes a lock.
 This layer is independent of HTTP, text and torch.
 """
 
@@ -63,10 +63,6 @@ class EngineBusy(EngineError):
 
 class TooLarge(Exception):
     """The requests do not fit into a message to the worker."""
-
-
-class ClientGone(Exception):
-    """The client has disconnected; the response would not be read."""
 
 
 def attempt(function: Callable[[], Any]) -> Any:
@@ -332,38 +328,3 @@ class EngineClient:
 
     def _end_all(self, reason: str, message: str = "") -> None:
         self._deliver([End(request_id, reason, message) for request_id in self._queues])
-
-
-class InFlightRequest:
-    """What one HTTP request has running in the worker: one Generate for each sequence. `close` is
-    idempotent."""
-
-    def __init__(self, engine: EngineClient, generates: list[Generate], images: Sequence[Image] = ()):
-        self._engine = engine
-        self._ids = [generate.id for generate in generates]
-        self._messages = SimpleQueue()
-        engine.submit(generates, self._messages, images)
-
-    def receive(self) -> list[PromptDone | Token | End]:
-        """The messages that have arrived since the last call; waits for the first one. Empty after `wake`.
-
-        Raises ClientGone after `client_closed`.
-        """
-        arrived = [self._messages.get()]
-        while not self._messages.empty():
-            arrived.append(self._messages.get())
-        if None in arrived:
-            raise ClientGone
-        return [message for messages in arrived for message in messages]
-
-    def wake(self) -> None:
-        """Makes `receive` return."""
-        self._messages.put([])
-
-    def client_closed(self) -> None:
-        """Called when the client has disconnected."""
-        self._messages.put(None)
-
-    def close(self, reason: str) -> None:
-        for request_id in self._ids:
-            self._engine.cancel(request_id, reason)

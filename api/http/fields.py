@@ -309,7 +309,7 @@ def check_device(info: ModelInfo, fields: SamplingFields, sampling: SamplingPara
     if info.sampling != "device":
         return
     samples = sampling.seed is not None
-    host_only["seed"] = samples and fields.seed is not None
+    host_only["seed"] = sampling.is_seed_given
     for name, parameter in SAMPLING_PARAMETERS.items():
         if not parameter.on_device and (samples or not parameter.is_filter):
             host_only[name] = getattr(sampling, name) != parameter.neutral
@@ -320,7 +320,10 @@ def check_device(info: ModelInfo, fields: SamplingFields, sampling: SamplingPara
 
 
 def sampling_of(
-    fields: SamplingFields, samples: bool, defaults: Mapping[str, int | float], **more: Any
+    fields: SamplingFields,
+    samples: bool,
+    defaults: Mapping[str, int | float],
+    logit_bias: Sequence[tuple[int, float]] = (),
 ) -> SamplingParams:
     """How tokens are sampled, by `defaults` where a field is absent. Without a seed in it, the most likely
     token is taken at each step."""
@@ -328,10 +331,9 @@ def sampling_of(
     if samples:
         # OpenAI's may be negative.
         seed = secrets.randbits(64) if fields.seed is None else fields.seed & U64_MAX
-    given = {name: getattr(fields, name, None) for name in SamplingParams.__struct_fields__}
-    values = {**defaults, **{name: value for name, value in given.items() if value is not None}, **more}
-    values["seed"] = seed
-    values["is_seed_given"] = samples and fields.seed is not None
-    values["temperature"] = values.get("temperature") or SAMPLING_PARAMETERS["temperature"].neutral
-    values["top_k"] = max(values.get("top_k", 0), 0)
-    return SamplingParams(**values)
+    given = {name: getattr(fields, name) for name in SAMPLING_PARAMETERS}
+    numbers = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+    numbers["temperature"] = numbers.get("temperature") or SAMPLING_PARAMETERS["temperature"].neutral
+    numbers["top_k"] = max(numbers.get("top_k", 0), 0)
+    is_seed_given = samples and fields.seed is not None
+    return SamplingParams(**numbers, seed=seed, is_seed_given=is_seed_given, logit_bias=list(logit_bias))
