@@ -110,8 +110,7 @@ class AuthAndCors:
         gevent.sleep(0)  # a client that pipelines requests must not keep the event loop to itself
         given = request.headers.get("X-Request-Id", "")
         g.request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
-        fields = {"request_id": g.request_id}
-        logger.debug("%s %s", request.method, request.path, extra={"fields": fields})
+        logger.debug("%s %s", request.method, request.path, extra=server.log_fields())
         if request.method == "OPTIONS":
             return server.empty_response()  # a browser's preflight request carries no key
         g.api_key = b"" if self._is_open() else self._key()
@@ -126,8 +125,7 @@ class AuthAndCors:
         response.headers["x-request-id"] = g.request_id
         if routes.error_format(request.endpoint, request.path, request.headers) is ANTHROPIC:
             response.headers["request-id"] = g.request_id  # Anthropic's name
-        fields = {"request_id": g.request_id, "status": response.status_code}
-        logger.debug("response begins", extra={"fields": fields})
+        logger.debug("response begins", extra=server.log_fields(status=response.status_code))
         varies = "origin, access-control-request-method, access-control-request-headers"
         response.headers.add("Vary", varies)
         origin = "*" if "*" in self._origins else request.headers.get("Origin", "")
@@ -229,8 +227,8 @@ class ErrorHandlers:
         return response
 
     def bug(self, error: Exception) -> Response:
-        fields = {"request_id": g.request_id}
-        logger.error("%s %s failed", request.method, request.path, exc_info=error, extra={"fields": fields})
+        extra = server.log_fields()
+        logger.error("%s %s failed", request.method, request.path, exc_info=error, extra=extra)
         return self.api_error(errors.internal())
 
     def record(self, response: Response) -> Response:
@@ -238,8 +236,8 @@ class ErrorHandlers:
         if response.status_code >= 400 and "generation" not in g:
             self._process.record_failure(response.status_code)
         if response.status_code < 500 and "rejection" in g:
-            fields = {"request_id": g.request_id, "status": response.status_code, "error": g.rejection}
-            logger.info("request rejected", extra={"fields": fields, "is_limited": True})
+            extra = server.log_fields(status=response.status_code, error=g.rejection)
+            logger.info("request rejected", extra=extra | {"is_limited": True})
         return response
 
     def _of_http(self, error: HTTPException) -> ApiError:

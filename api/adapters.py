@@ -73,7 +73,7 @@ def _source_of(path: str, field: str, server: Server) -> str:
         if folder.is_relative_to(root) and folder != root and folder.is_dir():
             return str(folder)
     detail = "must be a folder below that of --lora-folder, or an id on the hub, owner/name[@revision]"
-    require(HUB_ID.fullmatch(path) is not None, field, detail, given=path[:80])
+    require(HUB_ID.fullmatch(path), field, detail, given=path[:80])
     return path
 
 

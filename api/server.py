@@ -296,6 +296,11 @@ class Server:
         return Connection(request.environ.get("gunicorn.socket"), input_may_end=is_last)
 
 
+def log_fields(**more: Any) -> Json:
+    """`extra` of a line in the log about the current request."""
+    return {"fields": {"request_id": g.request_id, **more}}
+
+
 def json_response(body: Any) -> Response:
     return Response(encode(body), mimetype=JSON)
 
@@ -317,16 +322,15 @@ def _prepared(
 
 def _log_changes(writer: ResponseWriter, prompts: list[TokenizedPrompt]) -> None:
     """Logs what differs from the request without an error."""
-    fields = {"request_id": g.request_id}
     if writer.left_out:
         names = ", ".join(sorted(writer.left_out))
-        logger.debug("left out tools that this server does not run: %s", names, extra={"fields": fields})
+        logger.debug("left out tools that this server does not run: %s", names, extra=log_fields())
     if places := _not_enforced(writer.requests):
-        logger.debug("not enforced of JSON schemas: %s", ", ".join(places), extra={"fields": fields})
+        logger.debug("not enforced of JSON schemas: %s", ", ".join(places), extra=log_fields())
     for prepared, _ids, most in prompts:
         if prepared.clamps_max_tokens and prepared.max_new_tokens and most < prepared.max_new_tokens:
             words = "clamped `%s` from %d to the %d tokens that are left of the context length"
-            logger.debug(words, prepared.limit_name, prepared.max_new_tokens, most, extra={"fields": fields})
+            logger.debug(words, prepared.limit_name, prepared.max_new_tokens, most, extra=log_fields())
 
 
 def _not_enforced(requests: list[PreparedRequest]) -> list[str]:

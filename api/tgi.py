@@ -296,7 +296,7 @@ class NativeResponseWriter(ResponseWriter):
         parameters = request.parameters
         self._in_list = in_list
         self._prefix = request.inputs if parameters.return_full_text else ""
-        self._wants_details = bool(parameters.details or parameters.decoder_input_details)
+        self._wants_details = parameters.details or parameters.decoder_input_details
         self._index = 0
 
     def whole(self, sequences: list[GeneratedSequence]) -> Struct | list:

@@ -201,7 +201,7 @@ def _without_calls(sampling: SamplingParams, served: Served) -> SamplingParams:
 def _check_continuation(chat: ChatRequest) -> None:
     """vLLM's fields for what happens unasked: a last message of the assistant is continued."""
     if chat.continue_final_message:
-        is_assistants = bool(chat.messages) and chat.messages[-1].role == "assistant"
+        is_assistants = chat.messages and chat.messages[-1].role == "assistant"
         require(is_assistants, "continue_final_message", "needs a last message of the assistant")
         detail = "cannot be true together with `continue_final_message`"
         require(not chat.add_generation_prompt, "add_generation_prompt", detail)
@@ -231,7 +231,7 @@ def _prediction(given: Prediction, served: Served) -> list[int]:
 def _check(chat: ChatRequest, served: Served, names: FieldNames) -> PreparedRequest:
     """Checks all fields but the messages and tools. The prompt is empty: the chat template writes
     it."""
-    require(bool(chat.logprobs or not chat.top_logprobs), "top_logprobs", "needs `logprobs` to be true")
+    require(chat.logprobs or not chat.top_logprobs, "top_logprobs", "needs `logprobs` to be true")
     limit_field = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
     limit = getattr(chat, limit_field)
     limit_name = names.limit or limit_field
@@ -356,7 +356,7 @@ def _message(reader: ContentReader, path: str, message: Message) -> Json:
     if message.role == "function" and call_id is None:
         call_id = message.name  # `function_call` has no other
     # OpenAI's types have null for audio of the assistant, and clients for a tool without a result.
-    may_be_empty = bool(calls or thoughts) or ALIASES.get(message.role, message.role) in ("assistant", "tool")
+    may_be_empty = calls or thoughts or ALIASES.get(message.role, message.role) in ("assistant", "tool")
     require(content is not None or may_be_empty, path, "needs `content`")
     written = {
         "role": message.role,

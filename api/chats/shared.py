@@ -177,7 +177,7 @@ def check_openai(
     stop_token_ids = request.stop_token_ids or []
     check_ids(stop_token_ids, "stop_token_ids", info)
     detail = "is allowed only if `stream` is true"
-    require(bool(request.stream) or request.stream_options is None, "stream_options", detail)
+    require(request.stream or request.stream_options is None, "stream_options", detail)
     _check_prompt_logprobs(request, served)
     min_tokens = request.min_tokens or 0
     detail = f"must be <= the maximum of tokens to generate. Given: {min_tokens} and {limit}"
@@ -282,9 +282,9 @@ class ChunkedResponseWriter(OpenAIResponseWriter):
     def __init__(self, requests: list[PreparedRequest], served: Served, request: OpenAIRequest):
         super().__init__(requests, served, request.stream)
         options = request.stream_options or StreamOptions()
-        self._usage_at_end = bool(options.include_usage)
-        self._usage_always = bool(options.continuous_usage_stats) and self._usage_at_end
-        self._returns_token_ids = bool(request.return_token_ids)
+        self._usage_at_end = options.include_usage
+        self._usage_always = options.include_usage and options.continuous_usage_stats
+        self._returns_token_ids = request.return_token_ids
         self._prompt_top_n = request.prompt_logprobs  # None: no log-probabilities of the prompt
         self._created = int(time.time())
 

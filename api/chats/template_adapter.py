@@ -127,7 +127,7 @@ def _with_system(messages: Messages, capabilities: TemplateCapabilities) -> Mess
     if not capabilities.later_system:
         others = _with_folded_system(others)
     # Some templates write a system message only with the one that follows it.
-    takes_system = capabilities.system and (bool(others) or capabilities.later_system)
+    takes_system = capabilities.system and (others or capabilities.later_system)
     if not head or (takes_system and (len(head) == 1 or capabilities.several_system)):
         return [*head, *others]
     text = APART.join(message["content"] for message in head)
@@ -235,7 +235,7 @@ def _with_calls_apart(messages: Messages) -> Messages:
             waiting = [{"role": "assistant", "content": "", "tool_calls": [call]} for call in others]
             message = message | {"tool_calls": [first]}
         answered = message.get("tool_call_id")
-        is_last = bool(apart) and _calls(apart[-1]) and _call_id(apart[-1]) == answered
+        is_last = apart and _calls(apart[-1]) and _call_id(apart[-1]) == answered
         if answered and not is_last:
             called = next((n for n, call in enumerate(waiting) if _call_id(call) == answered), None)
             if called is not None:

@@ -245,7 +245,7 @@ def _hint(name: str, kind: type[Struct], usable: type[Struct]) -> str:
     return f"; use `{meant[0]}`{place}" if meant else ""
 
 
-def require(holds: bool, param: str, detail: str, given: str | None = None) -> None:
+def require(holds: object, param: str, detail: str, given: str | None = None) -> None:
     """Raises the ApiError of a field with an invalid value unless `holds`."""
     if not holds:
         raise invalid(param, detail, given=given)

@@ -139,7 +139,7 @@ class ChatResponseWriter(ChunkedResponseWriter):
         self._thoughts = REASONING_FIELDS[served.config.reasoning_fields]
         self._custom = {tool["custom"]["name"] for tool in tools if tool.get("type") == "custom"}
         self._readers: dict[GeneratedSequence, DeltaReader] = {}  # of those with events in the stream
-        self._wants_logprobs = bool(request.logprobs)
+        self._wants_logprobs = request.logprobs
         self._top_n = request.top_logprobs or 0
         if self.streams:
             self.kind = "chat.completion.chunk"

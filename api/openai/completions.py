@@ -86,7 +86,7 @@ def _jobs(request: CompletionRequest, served: Served) -> list[PreparedRequest]:
         require(best_of > n, "best_of", f"must be >= `n`. Given: {best_of} and {n}")
         fields.check_best_of(best_of, served.config)
     detail = "must be strictly positive, unless `echo` asks for the prompt alone"
-    require(request.max_tokens != 0 or bool(request.echo), "max_tokens", detail)
+    require(request.max_tokens != 0 or request.echo, "max_tokens", detail)
     fields.check_top_n(request.logprobs, "logprobs", served.config.max_top_n_tokens)
     gives_prompt = served.info.prompt_logprobs or not request.ranks_prompt
     require(gives_prompt, "logprobs", f"with `echo` {fields.NO_PROMPT_LOGITS}")
@@ -98,7 +98,7 @@ def _jobs(request: CompletionRequest, served: Served) -> list[PreparedRequest]:
 def _prepare(
     request: CompletionRequest, prompt: str | list[int], best_of: int, served: Served
 ) -> PreparedRequest:
-    require(len(prompt) > 0 or bool(request.suffix), "prompt", "cannot be empty")
+    require(prompt or request.suffix, "prompt", "cannot be empty")
     if isinstance(prompt, list):
         fields.check_ids(prompt, "prompt", served.info)
     ranks = best_of > (request.n or 1)
@@ -119,7 +119,7 @@ def _with_suffix(prepared: PreparedRequest, suffix: str, served: Served) -> Prep
     tokenizer = served.text.tokenizer
     layout = layout_of(tokenizer)
     detail = "is not supported by this model: its tokenizer has no tokens for filling in the middle"
-    require(layout is not None, "suffix", detail)
+    require(layout, "suffix", detail)
     require(isinstance(prepared.prompt, str), "prompt", "must be text if there is a `suffix`")
     return replace(
         prepared,
@@ -154,7 +154,7 @@ class CompletionResponseWriter(ChunkedResponseWriter):
     def __init__(self, requests: list[PreparedRequest], served: Served, request: CompletionRequest):
         super().__init__(requests, served, request)
         self._n = request.n or 1
-        self._echoes = bool(request.echo)
+        self._echoes = request.echo
         self._lists_prompt = request.ranks_prompt
         self._top_n = request.logprobs
         # Characters of each sequence that are out, for the offsets of log-probabilities.

@@ -232,9 +232,9 @@ class ResponsesWriter(OpenAIResponseWriter):
                 content.logprobs += logprobs
             if part.text:
                 yield self._text_event("delta", logprobs, delta=part.text)
-            if part.text and self._summarizes:
-                self._newest.summary[0].text += part.text
-                yield self._summary_event("text.delta", delta=part.text)
+                if self._summarizes:
+                    self._newest.summary[0].text += part.text
+                    yield self._summary_event("text.delta", delta=part.text)
 
     def _begin_call(self, part: CallBegin) -> Iterator[Json]:
         tool = self._tools.of(part.name)
