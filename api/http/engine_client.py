@@ -136,11 +136,6 @@ class EngineClient:
         return self.phase == "ready" and self._status.full
 
     @property
-    def is_idle(self) -> bool:
-        """Whether the worker has no request of this process."""
-        return not self._queues
-
-    @property
     def _is_stuck(self) -> bool:
         """Whether a step takes many times longer than usual, or the worker sends nothing at all. While this
         process itself does not run, messages of the worker wait: that is no sign of either."""

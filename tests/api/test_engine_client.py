@@ -41,7 +41,7 @@ def test_a_message_that_cannot_be_decoded_ends_the_open_requests_with_an_error(w
     router.send_multipart([peer, body])
     assert messages.get(timeout=WAIT_S) == [End(1, "failed", "the worker's message cannot be read")]
     assert msgspec.msgpack.decode(router.recv_multipart()[1], type=FromWeb) == Cancel(1, "unreadable")
-    assert client.is_idle and "cannot be read" in caplog.text
+    assert not client._queues and "cannot be read" in caplog.text
     client.submit([Generate(2, [5], 9)], messages)
     assert isinstance(msgspec.msgpack.decode(router.recv_multipart()[1], type=FromWeb), SubmitRequests)
     router.send_multipart([peer, msgspec.msgpack.encode(Tokens([Token(2, 7, None)]))])
