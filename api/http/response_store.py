@@ -27,7 +27,7 @@ FILE = "responses.sqlite"  # in the run's folder
 BUSY_S = 1.0  # how long a call waits for another process; one takes about a millisecond
 TABLE = (
     "CREATE TABLE IF NOT EXISTS responses "
-    "(id TEXT PRIMARY KEY, owner BLOB, previous_id TEXT, input BLOB, output BLOB, response BLOB)"
+    "(id TEXT PRIMARY KEY, previous_id TEXT, input BLOB, output BLOB, response BLOB, owner BLOB)"
 )
 USED_BYTES = (
     "SELECT (page_count - freelist_count) * page_size "
@@ -98,8 +98,7 @@ class ResponseStore:
                 while database.execute(USED_BYTES).fetchone()[0] + stored.total_bytes > self._max_bytes:
                     if not database.execute(DELETE_OLDEST).rowcount:
                         break
-                id, *rest = stored
-                database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)", (id, owner, *rest))
+                database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)", (*stored, owner))
         except sqlite3.Error as error:
             logger.warning("a response was not stored: %s", error)
             return False
@@ -108,12 +107,10 @@ class ResponseStore:
     def find(self, owner: bytes, id: str) -> StoredResponse | None:
         if not self.is_on:
             return None
-        columns = ", ".join(StoredResponse._fields)
         with self._open() as database:
-            found = database.execute(
-                f"SELECT {columns} FROM responses WHERE id = ? AND owner = ?", (id, owner)
-            ).fetchone()
-        return StoredResponse(*found) if found else None
+            found = database.execute("SELECT * FROM responses WHERE id = ? AND owner = ?", (id, owner))
+            row = found.fetchone()
+        return StoredResponse(*row[:-1]) if row else None
 
     def delete(self, owner: bytes, id: str) -> bool:
         """Whether it was there."""
