@@ -36,8 +36,12 @@ def reject_computer_use(path: str, tool: Json) -> None:
     require(not kind.startswith(COMPUTER_USE), f"{path}.type", detail, given=kind[:40])
 
 
-def _object(required: str, **properties: Json) -> Json:
-    return {"type": "object", "properties": properties, "required": required.split()}
+def _object(required: str, **properties: Json | str) -> Json:
+    """The schema of arguments: each as its own schema, or as the description of a text."""
+    schemas = {
+        name: _with(TEXT, given) if isinstance(given, str) else given for name, given in properties.items()
+    }
+    return {"type": "object", "properties": schemas, "required": required.split()}
 
 
 def _choice(values: Sequence[str]) -> Json:
@@ -56,7 +60,7 @@ def bash(_date: str, _tool: Json) -> Definition:
         "Runs a command in a bash session, which keeps its state from one call to the next.",
         _object(
             "",
-            command=_with(TEXT, "The command. It may be left out only to restart."),
+            command="The command. It may be left out only to restart.",
             restart=_with(BOOLEAN, "true: ends the session and starts a new one."),
         ),
     )
@@ -84,26 +88,26 @@ def memory(_date: str, _tool: Json) -> Definition:
             "command",
             command=_choice(commands),
             **_editing("insert_text"),
-            old_path=_with(TEXT, "`rename`: the path until now."),
-            new_path=_with(TEXT, "`rename`: the new path."),
+            old_path="`rename`: the path until now.",
+            new_path="`rename`: the new path.",
         ),
     )
 
 
-def _editing(inserted: str) -> dict[str, Json]:
+def _editing(inserted: str) -> dict[str, Json | str]:
     """The arguments of commands that edit a file. `inserted` has the text of `insert`."""
     properties = {
-        "path": _with(TEXT, "The absolute path of the file, or of a folder to view."),
+        "path": "The absolute path of the file, or of a folder to view.",
         "view_range": _with(POINT, "`view`: the first and the last line, from 1; -1: to the end."),
-        "file_text": _with(TEXT, "`create`: the content of the new file."),
-        "old_str": _with(TEXT, "`str_replace`: the text to replace, which occurs exactly once."),
-        "new_str": _with(TEXT, "`str_replace`: the text in its place."),
+        "file_text": "`create`: the content of the new file.",
+        "old_str": "`str_replace`: the text to replace, which occurs exactly once.",
+        "new_str": "`str_replace`: the text in its place.",
         "insert_line": _with(INTEGER, "`insert`: the line after which to insert; 0: at the beginning."),
     }
     text = "`insert`: the text to insert."
     if inserted in properties:
-        text = f"{properties[inserted]['description']} {text}"
-    return properties | {inserted: _with(TEXT, text)}
+        text = f"{properties[inserted]} {text}"
+    return properties | {inserted: text}
 
 
 # OpenAI's, each by the tool of the request.
@@ -127,7 +131,7 @@ def local_shell(_tool: Json) -> Definition:
         _object(
             "command",
             command=_with(TEXTS, 'The program and its arguments, such as ["bash", "-lc", "ls | wc -l"].'),
-            working_directory=_with(TEXT, "The folder to run it in."),
+            working_directory="The folder to run it in.",
             env=_with({"type": "object", "additionalProperties": TEXT}, "Environment variables."),
             timeout_ms=_with(INTEGER, "Milliseconds after which it is ended."),
         ),
@@ -140,12 +144,11 @@ def apply_patch(_tool: Json) -> Definition:
         _object(
             "type path",
             type=_choice(["create_file", "update_file", "delete_file"]),
-            path=_with(TEXT, "The file."),
-            diff=_with(
-                TEXT,
+            path="The file.",
+            diff=(
                 "`create_file`: each line of the new file after a `+`. `update_file`: for each change a line "
                 "`@@`, then the lines around it after a space, those that go after a `-`, and new ones after "
-                "a `+`. `delete_file` has none.",
+                "a `+`. `delete_file` has none."
             ),
         ),
     )
@@ -154,6 +157,6 @@ def apply_patch(_tool: Json) -> Definition:
 def tool_search(tool: Json) -> Definition:
     parameters = tool.get("parameters")
     if not isinstance(parameters, dict):
-        parameters = _object("query", query=_with(TEXT, "Words for what the tool should do."))
+        parameters = _object("query", query="Words for what the tool should do.")
     description = tool.get("description")
     return Definition(description or "Finds more tools, which may be called afterwards.", parameters)
