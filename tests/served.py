@@ -145,7 +145,7 @@ class Served:
         wait_until(lambda: self.counts()[name] == value)
 
     def assert_idle(self):
-        wait_until(lambda: self.worker.is_idle and self.seen.is_idle)
+        wait_until(lambda: self.worker.is_idle and not self.seen._queues)
 
     def close(self):
         self.model.may_decode.set()
