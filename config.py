@@ -1232,19 +1232,15 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
         values["model_id"] = str(SAGEMAKER_MODEL)
     if values.get("model_id") == TRIAL_MODEL:
         return Config(**{"quantize": AUTO_QUANTIZE} | values)
-    config = _with_absolute_path(Config(**values))
-    if config.is_local and not has_gguf(Path(config.model_id)):
-        Manifest.read(config.model_id)
-    return config
-
-
-def _with_absolute_path(config: Config) -> Config:
-    """Makes a local model's path absolute, because child processes have other working folders. Clients see
-    the name that was given."""
-    path = _absolute_path(config.model_id)
-    if not config.is_local or path == config.model_id:
+    config = Config(**values)
+    if not config.is_local:
         return config
-    return dataclasses.replace(config, model_id=path, served_model_name=config.model_name)
+    path = _absolute_path(config.model_id)
+    if path != config.model_id:  # child processes have other working folders; clients see what was given
+        config = dataclasses.replace(config, model_id=path, served_model_name=config.model_name)
+    if not has_gguf(Path(path)):
+        Manifest.read(path)
+    return config
 
 
 def load() -> Config:

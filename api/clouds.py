@@ -96,7 +96,7 @@ def _instances(given: list[Any], served: Served) -> list[GenerateRequest | ChatR
 
 
 def _instance(given: Any) -> GenerateRequest | ChatRequest:
-    data = fields.as_object(given)
+    data = fields.convert(given, Json)
     read = fields.choose(data, {"inputs": tgi.read, "messages": _read_chat})
     instance = read(data)
     parameters = getattr(instance, "parameters", None)

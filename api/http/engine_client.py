@@ -14,6 +14,7 @@ import os
 import secrets
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -270,14 +271,14 @@ class EngineClient:
 
     def _deliver(self, messages: list[PromptDone | Token | End | MetricsText | AdapterChanged]) -> None:
         """Each queue gets its messages of a step as one list."""
-        by_queue: dict[SimpleQueue, list] = {}
+        by_queue: dict[SimpleQueue, list] = defaultdict(list)
         for message in messages:
             is_last = isinstance(message, ANSWERS) or (
                 isinstance(message, Token) and message.finish_reason is not None
             )
             queue = self._queues.pop(message.id, None) if is_last else self._queues.get(message.id)
             if queue is not None:
-                by_queue.setdefault(queue, []).append(message)
+                by_queue[queue].append(message)
         for queue, its_messages in by_queue.items():
             queue.put(its_messages)
 

@@ -6,11 +6,10 @@ supported or of another API is rejected by name.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -136,7 +135,7 @@ def parse(body: bytes) -> Json:
         data = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         data = _decode(without_surrogates(body.removeprefix(BYTE_ORDER_MARK)))
-    return as_object(data)
+    return convert(data, Json)
 
 
 def _decode(body: bytes) -> Any:
@@ -167,10 +166,12 @@ def parse_text(body: bytes, charset: str) -> Json:
         raise ApiError(400, "validation", what) from None
 
 
-def as_object(data: Any) -> Json:
-    """Raises ApiError (422) for what is no JSON object."""
-    with _typed():
-        return msgspec.convert(data, Json)
+def convert(data: Any, kind: type[V]) -> V:
+    """`data` as `kind`. Raises ApiError (422) for another type."""
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise errors.wrong_type(str(error)) from None
 
 
 def read(data: Json, kind: type[T], parameters: type[Struct] | None = None) -> T:
@@ -178,8 +179,7 @@ def read(data: Json, kind: type[T], parameters: type[Struct] | None = None) -> T
 
     parameters: the type of the field of that name, where a request has its options there.
     """
-    with _typed():
-        request = msgspec.convert(_with_whole_numbers(data), kind)
+    request = convert(_with_whole_numbers(data), kind)
     usable = kind if parameters is None else parameters
     _check_names(data, kind, usable)
     if parameters and data.get("parameters"):
@@ -205,15 +205,6 @@ def choose(data: Json, variants: dict[str, V]) -> V:
             return variant
     names = ", ".join(f"`{name}`" for name in variants)
     raise errors.wrong_type(f"data did not match any variant: one of {names} is needed")
-
-
-@contextlib.contextmanager
-def _typed() -> Iterator[None]:
-    """Turns msgspec's errors about types into ApiErrors."""
-    try:
-        yield
-    except msgspec.ValidationError as error:
-        raise errors.wrong_type(str(error)) from None
 
 
 def _check_names(given: Json, kind: type[Struct], usable: type[Struct]) -> None:
