@@ -8,6 +8,7 @@ once, when it is loaded: the chat's words have to be in the prompt, in their ord
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from run import Json
 from text.template import ChatTemplate, TemplateError, image_mark
@@ -46,23 +47,14 @@ class TemplateCapabilities:
         user = {"role": "user", "content": SECOND}
         answer = {"role": "assistant", "content": SECOND}
         function = {"name": SECOND, "description": THIRD, "parameters": {"type": "object", "properties": {}}}
-        call = {
-            "id": "call01234",
-            "type": "function",
-            "function": {"name": SECOND, "arguments": {"a": THIRD}},
-        }
-        calling = {"role": "assistant", "content": "", "tool_calls": [call]}
-        result = {"role": "tool", "name": SECOND, "tool_call_id": "call01234", "content": FOURTH}
-        other = call | {"id": "call01235", "function": {"name": SECOND, "arguments": {"a": FIFTH}}}
-        both = calling | {"tool_calls": [call, other]}
-        results = [result, result | {"tool_call_id": "call01235"}]
+        call = (SECOND, {"a": THIRD})
+        calling, result = calls_and_results(call)
         tools = [{"type": "function", "function": function}]
         end = {"role": "user", "content": FOURTH}
         for_tools = template.for_tools
         calls = _writes(for_tools, [USER, calling, result], tools)
-        with_system = [[system, user], [system, user, answer | {"content": THIRD}]]
-        with_system.append([*with_system[-1], end])
-        takes_system = all(_writes(template, chat) for chat in with_system)
+        with_system = [system, user, answer | {"content": THIRD}, end]
+        takes_system = all(_writes(template, with_system[:length]) for length in (2, 3, 4))
         if takes_system and calls:
             takes_system = _writes(for_tools, [system | {"content": FIFTH}, USER, calling, result], tools)
         later_system = _writes(template, [USER, answer, system | {"content": THIRD}, end])
@@ -86,10 +78,23 @@ class TemplateCapabilities:
             tools=all(_writes(for_tools, [USER], tools, words=(word,)) for word in (SECOND, THIRD)),
             calls=calls,
             text_of_calls=_writes(for_tools, [USER, calling | {"content": FIFTH}, result], tools),
-            several_calls=_writes(for_tools, [USER, both, *results], tools),
+            several_calls=_writes(for_tools, [USER, *calls_and_results(call, (SECOND, {"a": FIFTH}))], tools),
             user_after_result=_writes(for_tools, [USER, calling, result, end | {"content": FIFTH}], tools),
             image_roles=frozenset(image_roles),
         )
+
+
+def calls_and_results(*calls: tuple[str, Any]) -> list[Json]:
+    """The assistant's message with these calls, each a function's name and arguments, and their results."""
+    written = [
+        {"id": f"call0123{n}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for n, (name, arguments) in enumerate(calls)
+    ]
+    results = [
+        {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": FOURTH}
+        for call in written
+    ]
+    return [{"role": "assistant", "content": "", "tool_calls": written}, *results]
 
 
 def _writes_role(template: ChatTemplate, role: str) -> bool:

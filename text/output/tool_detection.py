@@ -6,6 +6,7 @@ A marker in the template's source proves nothing: Hermes, Qwen3-Coder and GLM-4.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,9 +14,9 @@ from text.output.parser import ParserConfig
 from text.output.tool_formats import AS_TEXT, FORMATS, HERMES, AllowedCalls, Function, ModelTools, ToolFormat
 from text.stream import Piece
 from text.template import ChatTemplate, TemplateError
+from text.template_capabilities import USER, calls_and_results
 from text.tokenizer import Tokenizer
 
-USER = {"role": "user", "content": "Quokka"}
 ANSWER = {"role": "assistant", "content": "Wombat"}
 ARGUMENTS = {"animal": "Numbat", "area": {"name": "Dingo", "size": 2.5}, "count": 3}
 PARAMETERS = {
@@ -96,24 +97,14 @@ def _described_format(source: str) -> ToolFormat | None:
 def _chat_with_calls(template: ChatTemplate, names: Sequence[str], arguments: Any) -> str:
     """A chat in which an assistant calls these functions, from where a model would begin its turn; "": the
     template rejects it."""
-    calls = [
-        {"id": f"call0123{n}", "type": "function", "function": {"name": name, "arguments": arguments}}
-        for n, name in enumerate(names)
-    ]
-    calling = {"role": "assistant", "content": "", "tool_calls": calls}
-    results = [
-        {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": "Echidna"}
-        for call in calls
-    ]
+    calls = calls_and_results(*((name, arguments) for name in names))
     try:
-        with_calls = template.render([USER, calling, *results], TOOLS)
+        with_calls = template.render([USER, *calls], TOOLS)
         with_text = template.render([USER, ANSWER, USER], TOOLS)
     except TemplateError:
         return ""
-    at = 0
-    while with_calls[at : at + 1] == with_text[at : at + 1] != "":
-        at += 1
-    return with_calls[at:]
+    common = os.path.commonprefix([with_calls, with_text])  # noqa: RUF071 of any texts, not of paths
+    return with_calls.removeprefix(common)
 
 
 def _reads(form: ToolFormat, chat: str, names: Sequence[str]) -> bool:
