@@ -264,10 +264,13 @@ class Metrics:
             self.series("batch_inference_failure", method).inc()
             return
         self.series("batch_inference_success", method).inc()
-        self.series("batch_inference_duration", method).observe(output.sampled_at - output.started_at)
-        self.series("batch_forward_duration", method).observe(output.ran_at - output.started_at)
-        self.series("batch_decode_duration", method).observe(output.sampled_at - output.ran_at)
-        self.series("batch_filter_duration", method).observe(output.done_at - output.sampled_at)
+        durations = {
+            "batch_inference_duration": output.sampled_at - output.started_at,
+            "batch_forward_duration": output.ran_at - output.started_at,
+            "batch_decode_duration": output.sampled_at - output.ran_at,
+            "batch_filter_duration": output.done_at - output.sampled_at,
+        }
+        self._observe(durations, method)
         generated = sum(map(len, output.tokens))
         self.series("generated_tokens").inc(generated)
         self.series("vllm:generation_tokens").inc(generated)
@@ -314,26 +317,31 @@ class Metrics:
 
     def _count_success(self, stats: RequestStats) -> None:
         self.series("request_success").inc()
-        self.series("request_duration").observe(stats.duration_s)
-        self.series("request_validation_duration").observe(stats.validation_s)
-        self.series("request_queue_duration").observe(stats.queue_s)
-        self.series("request_inference_duration").observe(stats.inference_s)
-        self.series("request_generated_tokens").observe(stats.generated_tokens)
-        self.series("request_skipped_tokens").observe(stats.accepted_draft_tokens)
-        if stats.generated_tokens:
-            seconds = stats.inference_s / stats.generated_tokens
-            self.series("request_mean_time_per_token_duration").observe(seconds)
         self.series("vllm:request_success", stats.finish_reason).inc()
-        self.series("vllm:e2e_request_latency_seconds").observe(stats.duration_s)
-        self.series("vllm:request_queue_time_seconds").observe(stats.queue_s)
-        self.series("vllm:request_prompt_tokens").observe(stats.input_tokens)
-        self.series("vllm:request_generation_tokens").observe(stats.generated_tokens)
-        self.series("vllm:request_max_num_generation_tokens").observe(stats.longest_sequence)
+        values = {
+            "request_duration": stats.duration_s,
+            "request_validation_duration": stats.validation_s,
+            "request_queue_duration": stats.queue_s,
+            "request_inference_duration": stats.inference_s,
+            "request_generated_tokens": stats.generated_tokens,
+            "request_skipped_tokens": stats.accepted_draft_tokens,
+            "vllm:e2e_request_latency_seconds": stats.duration_s,
+            "vllm:request_queue_time_seconds": stats.queue_s,
+            "vllm:request_prompt_tokens": stats.input_tokens,
+            "vllm:request_generation_tokens": stats.generated_tokens,
+            "vllm:request_max_num_generation_tokens": stats.longest_sequence,
+        }
+        if stats.generated_tokens:
+            values["request_mean_time_per_token_duration"] = stats.inference_s / stats.generated_tokens
         if stats.first_token_s is not None:
             decode_s = stats.duration_s - stats.first_token_s
-            prefill_s = max(0.0, stats.inference_s - decode_s)
-            self.series("vllm:request_prefill_time_seconds").observe(prefill_s)
-            self.series("vllm:request_decode_time_seconds").observe(decode_s)
+            values["vllm:request_prefill_time_seconds"] = max(0.0, stats.inference_s - decode_s)
+            values["vllm:request_decode_time_seconds"] = decode_s
+        self._observe(values)
+
+    def _observe(self, values: Mapping[str, float], *label: str) -> None:
+        for name, value in values.items():
+            self.series(name, *label).observe(value)
 
     def render(self) -> bytes:
         """Prometheus' text format. Not prometheus_client's, because TGI's counters do not end in `_total`."""
