@@ -89,13 +89,11 @@ class Worker:
         self._adapter_changes = deps.adapter_changes
         self._samples_on_host = model.sampling != "device"
         self._verifies = deps.limits.verify_length > 1
-        self._preparation: Preparation | None = None
         wake = deps.link.interrupt
         images = None
         if self._encoder_cache:
             images = ImageEncoder(model, deps.admission, deps.metrics, wake)
-        if deps.grammars or images:
-            self._preparation = Preparation(deps.grammars, images, deps.metrics, wake)
+        self._preparation = Preparation(deps.grammars, images, deps.metrics, wake)
         self._runner = StepRunner(model)
         self._timer = StepTimer()
         self._progress_at = 0.0  # when the device last finished a step, or was given one after being idle
@@ -120,11 +118,6 @@ class Worker:
         return max(0, len(self.requests) - self.scheduler.busy)
 
     @property
-    def is_idle(self) -> bool:
-        """There are no requests: all slots are free, and the queue is empty."""
-        return not (self.requests or self.admission.count or self.scheduler.busy or self.scheduler.waiting)
-
-    @property
     def is_loading_adapters(self) -> bool:
         return self._adapter_changes is not None and self._adapter_changes.is_loading
 
@@ -141,8 +134,7 @@ class Worker:
             for request in self.requests:
                 self.requests.end(request, "draining")
         finally:
-            if self._preparation:
-                self._preparation.close()
+            self._preparation.close()
             if self._adapter_changes:
                 self._adapter_changes.close()
             self.outputs.close()
@@ -165,8 +157,7 @@ class Worker:
         if has_nothing_to_run:
             self._report()
             self.outputs.flush()
-        if self._preparation:
-            self._preparation.start()
+        self._preparation.start()
         # There may be requests and nothing to run: they are being prepared.
         waits = has_nothing_to_run and not self.stopping and (bool(self.requests) or not self.draining)
         for peer, message in self.link.receive(block=waits):
@@ -174,7 +165,7 @@ class Worker:
                 self._handle(peer, message)
             except Exception:  # as in `_add`
                 logger.exception("a message from an API server process cannot be handled")
-        for prepared in self._preparation.drain() if self._preparation else ():
+        for prepared in self._preparation.drain():
             if prepared.error:
                 self.requests.end(prepared.request, "failed", prepared.error)
             else:
@@ -186,7 +177,7 @@ class Worker:
         """Schedules before it rejects overdue requests: one that gets a slot now is not overdue."""
         now = time.monotonic()
         step = self.scheduler.next(now)
-        preparing = self._preparation.requests if self._preparation else ()
+        preparing = self._preparation.requests
         overdue = [request for request in preparing if self.scheduler.is_overdue(request, now)]
         for request in (*self.scheduler.expired(now), *overdue):
             self.requests.end(request, "overloaded", log_reason="waited too long")

@@ -30,7 +30,7 @@ class ImageEncoder:
         self, model: StaticBatchModel, admission: Admission, metrics: Metrics, wake: Callable[[], None]
     ):
         self._model = model
-        self._cache = model.encoder_cache
+        self.cache = model.encoder_cache
         self._admission = admission
         self._metrics = metrics
         self._wake = wake
@@ -42,40 +42,35 @@ class ImageEncoder:
         self._thread = ThreadPoolExecutor(1, "worker-images")
 
     def add(self, images: Iterable[Image]) -> None:
-        """Takes the images of a message. Requests that want them must `pin` them before the next `retain`."""
+        """Takes the images of a message. Requests that want them must pin them in the `cache` before the next
+        `retain`."""
         for image in images:
             self._metrics.series("images").inc()
-            if image.key in self._cache:
+            if image.key in self.cache:
                 self._metrics.series("encoder_cache_hits").inc()
             if image.key in self._images:
                 self._admission.release_pixels(len(image.pixels))
             else:
                 self._images[image.key] = image
 
-    def pin(self, keys: Iterable[int]) -> None:
-        self._cache.pin(keys)
-
-    def unpin(self, keys: Iterable[int]) -> None:
-        self._cache.unpin(keys)
-
     def fit(self, tokens: Mapping[int, int]) -> bool:
         """Whether the embeddings of these images, key → tokens, fit into the encoder cache together."""
-        return self._cache.bytes_of(sum(tokens.values())) <= self._cache.limit_bytes
+        return self.cache.bytes_of(sum(tokens.values())) <= self.cache.limit_bytes
 
     def has(self, keys: Iterable[int]) -> bool:
         """Whether all these images are encoded."""
-        return all(key in self._cache for key in keys)
+        return all(key in self.cache for key in keys)
 
     def retain(self, keys: Collection[int]) -> None:
         """Keeps the pixels of these images alone, unless they are encoded, and cancels the encoding of
         others."""
         self._wanted = keys
-        for key in [key for key in self._images if key not in keys or key in self._cache]:
+        for key in [key for key in self._images if key not in keys or key in self.cache]:
             self._admission.release_pixels(len(self._images.pop(key).pixels))
 
     def start(self, keys: Iterable[int]) -> None:
         """Encodes those of these images of a request that are not encoded yet."""
-        new = [key for key in keys if key not in self._cache and key not in self._pending]
+        new = [key for key in keys if key not in self.cache and key not in self._pending]
         if new:
             self._pending.update(new)
             self._by_request.append(deque(new))
@@ -119,7 +114,7 @@ class ImageEncoder:
                 return ""
             if len(embeddings) != image.tokens:
                 raise ValueError(f"{image.tokens} image tokens have {len(embeddings)} embeddings")
-            self._cache.add(key, embeddings, image.canvas)
+            self.cache.add(key, embeddings, image.canvas)
         except Exception:
             logger.exception("an image of %s tiles cannot be encoded", image.shape[0])
             return "the image cannot be encoded"

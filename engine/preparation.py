@@ -75,7 +75,7 @@ class Preparation:
         request.state = State.PREPARING
         self._waiting.append(request)
         if request.images:
-            self._images.pin(request.images)
+            self._images.cache.pin(request.images)
         self.start()
 
     def start(self) -> None:
@@ -120,7 +120,7 @@ class Preparation:
             if request.state is not State.ENDED:
                 going.append(request)
             elif request.images:
-                self._images.unpin(request.images)
+                self._images.cache.unpin(request.images)
         return going
 
     def _fits(self, request: Request) -> bool:

@@ -105,6 +105,11 @@ class NoMetrics:
         return self
 
 
+def is_idle(worker):
+    """Whether it has no requests: all slots are free, and the queue is empty."""
+    return not (worker.requests or worker.admission.count or worker.scheduler.busy or worker.scheduler.waiting)
+
+
 class Driven:
     """A worker on a fake model, driven step by step. `served` is in the place of the fake model."""
 
@@ -151,6 +156,10 @@ class Driven:
             )
         )
 
+    @property
+    def is_idle(self):
+        return is_idle(self.worker)
+
     def arrive(self, *messages, peer=b"web"):
         for message in messages:
             if isinstance(message, Generate):
@@ -170,8 +179,8 @@ class Driven:
 
     def run(self, at_most=500):
         """Steps until no request is known any more. Fails when something is left behind."""
-        while self.wire.arrivals or self.output_thread.calls or not self.worker.is_idle:
-            if self.worker.is_idle:
+        while self.wire.arrivals or self.output_thread.calls or not self.is_idle:
+            if self.is_idle:
                 self.output_thread.catch_up()
                 self.wire.interrupt()
             self.step()

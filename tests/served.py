@@ -9,6 +9,7 @@ import gevent
 import msgspec
 from fakes.model import ADAPTER, EOS, ImageModel, greedy
 from fakes.tokenizer import VOCABULARY, byte_tokenizer
+from loop import is_idle
 from prometheus_client.parser import text_string_to_metric_families
 
 import web
@@ -145,7 +146,7 @@ class Served:
         wait_until(lambda: self.counts()[name] == value)
 
     def assert_idle(self):
-        wait_until(lambda: self.worker.is_idle and not self.seen._queues)
+        wait_until(lambda: is_idle(self.worker) and not self.seen._queues)
 
     def close(self):
         self.model.may_decode.set()

@@ -253,7 +253,7 @@ def test_stopping_ends_every_open_request():
     driven.arrive(Generate(3, [4], 6))
     driven.worker.run()
     assert driven.ends == dict.fromkeys((1, 2, 3), "draining")
-    assert driven.worker.is_idle
+    assert driven.is_idle
 
 
 def test_draining_finishes_what_is_known_and_refuses_what_is_new():

@@ -604,7 +604,7 @@ def test_values_under_the_names_of_vllm_are_the_truth_under_any_load(engine, clo
     metrics = driven.worker.metrics
     waiting = list(requests_of_all_kinds(chance, vocab_size))
     seen = []
-    while waiting or not driven.worker.is_idle:
+    while waiting or not driven.is_idle:
         for _ in range(chance.choice([0] * 12 + [3, 8])):
             if waiting:
                 driven.arrive(SubmitRequests(waiting.pop()))

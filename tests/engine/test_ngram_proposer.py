@@ -126,7 +126,7 @@ def played(requests, engine, seed, known=None, cancelled=()):
             driven.arrive(request)
             driven.step()
             for _ in range(chance.randrange(4)):
-                if not driven.worker.is_idle:
+                if not driven.is_idle:
                     driven.step()
             for number in cancelled:
                 if chance.random() < 0.2:

@@ -64,7 +64,7 @@ def test_every_schedule_gives_each_request_the_text_that_it_gets_alone(tmp_path,
         requests.append(Generate(n, prompt, min(count, WINDOW - length), ignore_eos=True))
         driven.arrive(requests[-1])
         for _ in range(steps):
-            if not driven.worker.is_idle or driven.wire.arrivals:
+            if not driven.is_idle or driven.wire.arrivals:
                 driven.step()
     driven.run()
     for request in requests:
@@ -91,7 +91,7 @@ def test_every_schedule_with_draft_tokens_gives_each_request_the_same_text(tmp_p
         for request, (_length, _count, steps) in zip(requests, arrivals):
             driven.arrive(request)
             for _ in range(steps):
-                if not driven.worker.is_idle or driven.wire.arrivals:
+                if not driven.is_idle or driven.wire.arrivals:
                     driven.step()
         driven.run()
     assert [driven.tokens[request.id] for request in requests] == texts

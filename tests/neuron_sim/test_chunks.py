@@ -63,7 +63,7 @@ def test_random_arrivals_through_the_scheduler_get_transformers_text_with_chunks
         for request in requests:
             driven.arrive(request)
             for _ in range(chance.randrange(4)):
-                if not driven.worker.is_idle or driven.wire.arrivals:
+                if not driven.is_idle or driven.wire.arrivals:
                     driven.step()
         driven.run()
         for request in requests:

@@ -95,7 +95,7 @@ def test_random_arrivals_get_transformers_text(made, tmp_path, name, tp_degree, 
         requests.append(Generate(n, prompt, chance.randrange(1, WINDOW - length + 1), **wants))
         driven.arrive(requests[-1])
         for _ in range(chance.randrange(4)):
-            if not driven.worker.is_idle or driven.wire.arrivals:
+            if not driven.is_idle or driven.wire.arrivals:
                 driven.step()
     driven.run()
     for request in requests:

@@ -50,7 +50,7 @@ def answers(model, requests):
     for request in requests:
         driven.arrive(request)
         for _ in range(chance.randrange(5)):
-            if not driven.worker.is_idle or driven.wire.arrivals:
+            if not driven.is_idle or driven.wire.arrivals:
                 driven.step()
     driven.run()
     return driven.tokens, taken

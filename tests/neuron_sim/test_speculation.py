@@ -43,7 +43,7 @@ def texts_of(model, requests, known=None, schedule=0, at_most=2000):
         for request in requests:
             driven.arrive(request)
             for _ in range(chance.randrange(4)):
-                if not driven.worker.is_idle or driven.wire.arrivals:
+                if not driven.is_idle or driven.wire.arrivals:
                     driven.step()
         driven.run(at_most)
     accepted = sum(token.from_draft for _peer, message in driven.wire.sent for token in getattr(message, "tokens", []))
