@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -194,10 +195,8 @@ def pointer(path: Path) -> str:
 
 
 def _drop_meaningless(schema: Schema) -> None:
-    """Null means absent. `additionalItems` alone says nothing, but llguidance overlooks `prefixItems` beside
-    it. Drafts before 6 say by true or false whether a bound is open."""
-    for keyword in [name for name, value in schema.items() if value is None and name != "const"]:
-        del schema[keyword]
+    """`additionalItems` alone says nothing, but llguidance overlooks `prefixItems` beside it. Drafts before 6
+    say by true or false whether a bound is open."""
     for closed, opened in BOUNDS:
         if isinstance(is_open := schema.get(opened), bool):
             del schema[opened]
@@ -214,16 +213,18 @@ def _close(schemas: list[Schema]) -> None:
         if "allOf" in each or (combines and ("properties" in each or "required" in each)):
             return
     for each in schemas:
-        named = each.get("properties")
-        required = each.get("required")
-        if not isinstance(named, dict) or not named or not OPEN.isdisjoint(each):
-            continue
-        if not isinstance(required, list) or named.keys() >= set(map(str, required)):
+        named = _properties(each)
+        if named and OPEN.isdisjoint(each) and named.keys() >= _required_names(each):
             each.setdefault("additionalProperties", False)
 
 
 def _has_schemas(dependencies: Any) -> bool:
     return isinstance(dependencies, dict) and any(isinstance(then, dict) for then in dependencies.values())
+
+
+def _properties(schema: Schema) -> Schema:
+    named = schema.get("properties")
+    return named if isinstance(named, dict) else {}
 
 
 def _types(schema: Any) -> set[str]:
@@ -269,18 +270,14 @@ def _unsupported(schema: Schema, context: Context) -> Iterator[str]:
         schema.pop(keyword, None)
 
 
-def _says_unevaluated(others: str) -> Callable[[Schema, Any, Context], bool]:
+def _says_unevaluated(others: str, schema: Schema, value: Any, _: Context) -> bool:
     """Without schemas that are combined, `unevaluatedX` says the same as `others`."""
-
-    def is_said(schema: Schema, value: Any, _: Context) -> bool:
-        if value in (True, {}):
-            return True
-        if not COMBINING.isdisjoint(schema) or isinstance(schema.get("items"), list):
-            return False
-        schema.setdefault(others, value)
+    if value in (True, {}):
         return True
-
-    return is_said
+    if not COMBINING.isdisjoint(schema) or isinstance(schema.get("items"), list):
+        return False
+    schema.setdefault(others, value)
+    return True
 
 
 def _says_names(schema: Schema, value: Any, context: Context) -> bool:
@@ -312,10 +309,9 @@ def _says_dependents(schema: Schema, value: Any, context: Context) -> bool:
     if value == {}:
         return True
     conditions = schema.get("allOf", [])
-    properties = schema.get("properties", {})
-    if not isinstance(value, dict) or not isinstance(conditions, list) or not isinstance(properties, dict):
+    if not isinstance(value, dict) or not isinstance(conditions, list):
         return False
-    if not context.has_few_dependents or len(properties) > MAX_DEPENDENT_PROPERTIES:
+    if not context.has_few_dependents or len(_properties(schema)) > MAX_DEPENDENT_PROPERTIES:
         return False
     # llguidance has no combinations of references in a circle.
     if any(isinstance(part, dict) and "$ref" in part for part in _within(value)):
@@ -335,8 +331,8 @@ def _count_dependents(schema: Schema) -> int:
 
 # The types to which keywords apply ("": any), and whether the schema says the same without them.
 UNSUPPORTED: dict[str, tuple[str, Callable[[Schema, Any, Context], bool]]] = {
-    "unevaluatedProperties": ("object", _says_unevaluated("additionalProperties")),
-    "unevaluatedItems": ("array", _says_unevaluated("items")),
+    "unevaluatedProperties": ("object", partial(_says_unevaluated, "additionalProperties")),
+    "unevaluatedItems": ("array", partial(_says_unevaluated, "items")),
     "propertyNames": ("object", _says_names),
     "dependencies": ("object", _says_dependents),
     "dependentRequired": ("object", _says_dependents),
@@ -380,8 +376,7 @@ def _numbers(schema: Schema, context: Context) -> Iterator[str]:
     ranges = [(least, most)]
     if is_alone and "number" in types and "integer" not in types:
         ranges = json_numbers.ranges(least, most)
-    ends = [{"minimum": least, "maximum": most} for least, most in ranges]
-    parts = [{name: end for name, end in each.items() if end is not None} for each in ends]
+    parts = [without_nulls({"minimum": least, "maximum": most}) for least, most in ranges]
     if len(parts) == 1:
         schema.update(*parts)
     else:
@@ -446,9 +441,9 @@ def _irregular_patterns(schema: Schema, context: Context) -> Iterator[str]:
 def _exhausted_patterns(schema: Schema, _: Context) -> Iterator[str]:
     """After the properties of an object, llguidance allows a comma, though a pattern has no other name."""
     patterns = schema.get("patternProperties")
-    named = schema.get("properties")
+    named = _properties(schema)
     is_closed = any(schema.get(name) is False for name in ("additionalProperties", "unevaluatedProperties"))
-    if not isinstance(patterns, dict) or not isinstance(named, dict) or not is_closed:
+    if not isinstance(patterns, dict) or not is_closed:
         return
     for pattern in list(patterns):
         names = _listed_names(pattern)
@@ -475,8 +470,7 @@ def _counts(schema: Schema, _: Context) -> Iterator[str]:
     most = schema.get("maxProperties", math.inf)
     if "object" not in _types(schema) or not all(isinstance(count, (int, float)) for count in (least, most)):
         return
-    properties = schema.get("properties")
-    names = set(properties) if isinstance(properties, dict) else set()
+    names = set(_properties(schema))
     required = _required_names(schema)
     is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
     is_combined = not COMBINING.isdisjoint(schema)
@@ -515,7 +509,9 @@ def _are_exclusive(options: list[Any], types: set[str], document: Schema) -> boo
         tags = set()
         if kind == "object":
             tags = set.intersection(*(_required_names(option) for option in rivals))
-        if not any(_differ(_property(option, tag, document) for option in rivals) for tag in tags):
+        if not any(
+            _differ(_resolved(_properties(option).get(tag), document) for option in rivals) for tag in tags
+        ):
             return False
     return True
 
@@ -531,11 +527,6 @@ def _is_long(schema: Any) -> bool:
         return False
     listed = (schema, schema.get("enum"), schema.get("required"))
     return any(len(each) > MAX_LISTED for each in listed if isinstance(each, (dict, list)))
-
-
-def _property(schema: Schema, name: str, document: Schema) -> Any:
-    properties = schema.get("properties")
-    return _resolved(properties.get(name), document) if isinstance(properties, dict) else None
 
 
 def _differ(schemas: Iterable[Any]) -> bool:
