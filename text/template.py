@@ -104,11 +104,8 @@ class ChatTemplate:
         )
         if not source:
             return None
-        special_tokens = {}
-        for name, token in [*read_json(folder / "special_tokens_map.json").items(), *config.items()]:
-            token = token.get("content") if isinstance(token, dict) else token
-            if name.endswith("_token") and isinstance(token, str):
-                special_tokens[name] = token
+        special_tokens = special_tokens_in(read_json(folder / "special_tokens_map.json"))
+        special_tokens |= special_tokens_in(config)
         response_template = config.get("response_template")
         template = cls(source, special_tokens, response_template)
         additional = folder / "additional_chat_templates" / "tool_use.jinja"
@@ -204,6 +201,16 @@ class ChatTemplate:
             raise TemplateError(str(error)) from None
         except LimitExceeded as error:
             raise TemplateError(f"the model's chat template {error}") from None
+
+
+def special_tokens_in(config: Json) -> dict[str, str]:
+    """The special tokens that a file such as tokenizer_config.json names, as in `eos_token`."""
+    tokens = {}
+    for name, token in config.items():
+        token = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(token, str):
+            tokens[name] = token
+    return tokens
 
 
 class Generation(jinja2.ext.Extension):

@@ -32,7 +32,7 @@ from manifest import Manifest, read_json
 from run import ConfigError, Json
 from text.escaping import Escaping, utf8_bytes
 from text.images.layouts import read_layout
-from text.template import ChatTemplate
+from text.template import ChatTemplate, special_tokens_in
 
 # End-of-turn tokens that some chat checkpoints leave out of their list of EOS ids, so that their outputs
 # never end.
@@ -215,11 +215,9 @@ def _split_as_trained(tokenizer: tokenizers.Tokenizer) -> None:
 
 def _begin_with_bos(tokenizer: tokenizers.Tokenizer, config: Json) -> None:
     """Lets a tokenizer add the BOS token that its tokenizer_config.json asks for."""
-    bos = config.get("bos_token")
-    if isinstance(bos, dict):
-        bos = bos.get("content")
+    bos = special_tokens_in(config).get("bos_token")
     class_adds_bos = str(config.get("tokenizer_class")).removesuffix("Fast") in ADD_BOS
-    if not (class_adds_bos and config.get("add_bos_token") is True and isinstance(bos, str)):
+    if not (class_adds_bos and config.get("add_bos_token") is True and bos):
         return
     token_id = tokenizer.token_to_id(bos)
     if token_id is not None and token_id not in tokenizer.encode("").ids:
@@ -287,11 +285,9 @@ def check(
         raise ConfigError(f"{path} cannot be used: {error}") from None
     if not ids:
         raise ConfigError(f"{path} turns text into nothing, so it does not fit any model")
-    eos = read_json(folder / "tokenizer_config.json").get("eos_token")
-    if isinstance(eos, dict):
-        eos = eos.get("content")
+    eos = special_tokens_in(read_json(folder / "tokenizer_config.json")).get("eos_token")
     eos_ids = []
-    for name in dict.fromkeys([eos, *END_OF_TURN] if isinstance(eos, str) else END_OF_TURN):
+    for name in dict.fromkeys(filter(None, (eos, *END_OF_TURN))):
         token_id = tokenizer.token_to_id(name)
         if token_id is not None and (name == eos or token_id in tokenizer.special_ids):
             eos_ids.append(token_id)
