@@ -52,18 +52,7 @@ class PeerLost(msgspec.Struct, frozen=True):
 ForLoop = SubmitRequests | Cancel | AdapterChange | Hello | PeerLost
 
 
-class _Id(msgspec.Struct):
-    id: int
-
-
-class _Ids(msgspec.Struct, tag="submit"):
-    """The part of a SubmitRequests that a reply needs."""
-
-    generates: list[_Id]
-
-
 _decode = msgspec.msgpack.Decoder(FromWeb).decode
-_decode_ids = msgspec.msgpack.Decoder(_Ids).decode
 
 
 class Link:
@@ -191,9 +180,9 @@ class Link:
     def _reject_undecodable(self, peer: bytes, body: bytes) -> None:
         """Ends the requests of a message that cannot be decoded: no client waits for a request that never
         runs."""
-        with contextlib.suppress(ValueError):
-            for generate in _decode_ids(body).generates:
-                self._send(peer, End(generate.id, "failed", "the worker cannot read the request"))
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            for generate in msgspec.msgpack.decode(body)["generates"]:
+                self._send(peer, End(generate["id"], "failed", "the worker cannot read the request"))
 
     def _welcome(self, peer: bytes) -> None:
         self._send(peer, self._status_now())
