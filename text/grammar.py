@@ -8,7 +8,6 @@ gets every sampled token and fills in the mask of the next one.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import re
@@ -33,7 +32,7 @@ COMPILE_S = 0.25  # of processor time, in the worker, too
 CHECK_S = 0.5  # of processor time, for compiling and the masks of the first tokens
 CHECK_BYTES = 128 * 2**20  # for the same, beyond the tokenizer
 DRY_RUN_TOKENS = 50
-WALKS = 4  # of so many tokens by chance, beside two that are not
+WALKS = 4  # of so many tokens by chance, beside the lowest and the highest ones
 SLOW_MASK_S = 0.02  # a grammar whose masks take longer twice is given up
 ACCEPTED = 1_000  # grammars that an API server process does not check again
 # Above these llguidance ends with an error instead of a step that takes long. A string of some 20,000
@@ -196,7 +195,8 @@ def dry_run(tokenizer_dir: str, vocab_size: int, eos_token_ids: list[int]) -> Ca
             compiled = grammars.compile(grammar)
             if time.process_time() - started_at > COMPILE_S:
                 raise GrammarError("is too complex: it takes too long to compile")
-            for choose in (_lowest, _highest, *(functools.partial(_any, Random(n)) for n in range(WALKS))):
+            by_chance = (Random(n).randrange for n in range(WALKS))
+            for choose in (lambda _count: 0, lambda count: count - 1, *by_chance):
                 _try_tokens(compiled.deep_copy(), choose, ends)
         except GrammarError as error:
             raise Rejected(str(error)) from None
@@ -208,7 +208,8 @@ def dry_run(tokenizer_dir: str, vocab_size: int, eos_token_ids: list[int]) -> Ca
 def _try_tokens(matcher: LLMatcher, choose: Callable[[int], int], ends: int) -> None:
     """Raises GrammarError if the masks of the first tokens take too long, or cannot be computed.
 
-    `choose` picks one of the tokens that may follow, whose bits are set; `ends` has those of EOS tokens.
+    choose: from which of so many tokens on the next one is taken, the first that may follow. By chance,
+    numbers become short and long. ends: the bits of EOS tokens.
     """
     slow = 0
     for _ in range(DRY_RUN_TOKENS):
@@ -220,21 +221,9 @@ def _try_tokens(matcher: LLMatcher, choose: Callable[[int], int], ends: int) -> 
         following = mask & ~ends
         if _valid(matcher).is_stopped() or not following:
             return
-        matcher.consume_token(choose(following))
-
-
-def _lowest(bits: int) -> int:
-    return (bits & -bits).bit_length() - 1
-
-
-def _highest(bits: int) -> int:
-    return bits.bit_length() - 1
-
-
-def _any(rng: Random, bits: int) -> int:
-    """By chance: numbers become short and long."""
-    first = rng.randrange(bits.bit_length())
-    return first + _lowest(bits >> first)
+        first = choose(following.bit_length())
+        rest = following >> first
+        matcher.consume_token(first + (rest & -rest).bit_length() - 1)
 
 
 class Grammars:
