@@ -45,7 +45,7 @@ from models.base import StaticBatchModel
 from models.checkpoint.source import load_updates
 from models.checkpoint.tokenizer import TokenizerFacts, check_tokenizer, find_tokenizer
 from models.errors import DeviceLost, ModelError
-from protocol import AdapterChange, Cancel, End, Hello, ModelInfo, RequestStats, Status, SubmitRequests
+from protocol import AdapterChange, Cancel, Hello, ModelInfo, RequestStats, Status, SubmitRequests
 from run import ConfigError, die_with_parent, explained, run_dir, socket_address
 from text.grammar import Grammars
 
@@ -280,12 +280,6 @@ class Worker:
             self._preparation.add_images(message.images)
         images = {image.key: image.tokens for image in message.images}
         for generate in message.generates:
-            if other := self.requests.get(generate.id):  # which goes on
-                logger.error("request %s has the id of another one", generate.request_id)
-                self.admission.release()
-                if other.peer != peer:
-                    self.link.send(peer, End(generate.id, "failed", "the request has the id of another one"))
-                continue
             request = self.requests.add(peer, generate, group, images)
             if self.draining:
                 self.requests.end(request, "draining")

@@ -202,12 +202,9 @@ class Link:
     def _admit(self, peer: bytes, message: SubmitRequests) -> None:
         """Rejects at once what exceeds the limit."""
         pixel_bytes = sum(len(image.pixels) for image in message.images)
-        reads_images = self._model_info and self._model_info.reads_images
-        why = "the model reads no images" if message.images and not reads_images else ""
-        reason = "failed" if why else self._admission.admit(len(message.generates), pixel_bytes)
-        if reason:
+        if reason := self._admission.admit(len(message.generates), pixel_bytes):
             for generate in message.generates:
-                self._send(peer, End(generate.id, reason, why))
+                self._send(peer, End(generate.id, reason))
             return
         self._inbox.put((peer, message))
         self._send_news()

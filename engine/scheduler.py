@@ -300,8 +300,6 @@ Prompts = list[tuple[Request, int]]  # and how many tokens of each run
 class ChunkedPrefill:
     """Each step runs the rows of all running requests and shares a budget of tokens among the prompts."""
 
-    has_waited = True
-
     def __init__(self, limits: SchedulerConfig):
         self._limits = limits
         self._budget_with_decode = limits.max_batch_prefill_tokens or PREFILL_TOKENS_WITH_DECODE
