@@ -10,13 +10,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from config import DEVICE_TOP_K
-from engine.masks import Masks, MaskThread
+from engine.masks import Masks, masks_of
 from engine.request import Request
 from engine.sampling import sampling
 from engine.sampling.sampling import SamplingBatch, SamplingError
@@ -53,24 +53,20 @@ class StepOutput:
     maxima: np.ndarray | None = None  # of the sampled rows (sampling.py: SamplingBatch)
     mask_s: float | None = None  # that the masks took; None without grammars
 
-    @classmethod
-    def begin(cls, step: Step) -> StepOutput:
-        return cls(step, [[] for _ in step.chunks], time.monotonic())
-
 
 class StepRunner:
     """Runs steps on a model."""
 
     def __init__(self, model: StaticBatchModel):
         self._model = model
-        self._masks = MaskThread(model.vocab_size)
+        self._mask_thread = ThreadPoolExecutor(1, "worker-masks")
         self._sampled: list[Request] = []  # the requests that `_batch` was made for
         self._batch = SamplingBatch([])
 
     def run(self, step: Step) -> StepOutput:
         requests = [step.requests[i] for i in step.sample_indices]
         masks = self._start_masks(requests)
-        output = StepOutput.begin(step)
+        output = StepOutput(step, [[] for _ in step.chunks], time.monotonic())
         try:
             self._copy_prefixes(step)
             self._use_device_sampling(step)
@@ -91,8 +87,10 @@ class StepRunner:
         return output
 
     def _start_masks(self, requests: Sequence[Request]) -> Future[Masks] | None:
-        """Begins to compute the masks, which takes milliseconds, while the device runs."""
-        return self._masks.start([request.matcher for request in requests])
+        """Begins to compute the masks, which takes milliseconds, while the device runs. None: no request has
+        a grammar."""
+        matchers = [request.matcher for request in requests]
+        return self._mask_thread.submit(masks_of, matchers, self._model.vocab_size) if any(matchers) else None
 
     def _copy_prefixes(self, step: Step) -> None:
         try:

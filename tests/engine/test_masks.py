@@ -1,8 +1,6 @@
-"""Masks are computed in a thread; what fails there ends one request."""
+"""A mask that cannot be computed ends one request."""
 
-from engine.masks import MaskThread
-
-WAIT_S = 20
+from engine.masks import masks_of
 
 
 class Broken:
@@ -13,5 +11,5 @@ class Broken:
 
 
 def test_a_mask_that_cannot_be_computed_is_the_error_of_its_row_alone():
-    found = MaskThread(40).start([None, Broken()]).result(WAIT_S)
+    found = masks_of([None, Broken()], 40)
     assert list(found.errors) == [1] and (found.mask == 0xFFFFFFFF).all() and found.mask.shape == (2, 2)

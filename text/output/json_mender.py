@@ -120,14 +120,12 @@ def _read_key(text: str, at: int, is_loose: bool) -> tuple[str, int]:
 def _read_string(text: str, at: int) -> tuple[str, int]:
     quote = next(quote for quote in QUOTES if text.startswith(quote, at))
     at += len(quote)
-    if quote == GEMMA_QUOTE:
-        found = re.compile(f"(.*?){re.escape(quote)}", re.DOTALL).match(text, at)
-        if not found:
-            raise Unfinished
-        return found[1], found.end()
-    found = re.compile(rf"((?:[^{quote}\\]|\\.)*){quote}", re.DOTALL).match(text, at)
+    characters = ".*?" if quote == GEMMA_QUOTE else rf"(?:[^{quote}\\]|\\.)*"
+    found = re.compile(f"({characters}){re.escape(quote)}", re.DOTALL).match(text, at)
     if not found:
         raise Unfinished
+    if quote == GEMMA_QUOTE:
+        return found[1], found.end()
     escapes = {escape[0][1:2] for escape in ESCAPE.finditer(found[1])}
     if escapes - KNOWN_ESCAPES and escapes & set("bfnrtu"):
         raise ValueError(f"a backslash that may be one from {at}")  # C:\new\Users
