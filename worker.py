@@ -312,7 +312,7 @@ class Worker:
 
     def _cancel_all_of(self, peer: bytes) -> None:
         """Cancels and counts the requests of an API server process that has ended."""
-        lost = self.requests.of_peer(peer)
+        lost = [request for request in self.requests if request.peer == peer]
         for _ in {request.group for request in lost}:
             self.metrics.record(RequestStats(0, "dropped"))
         for request in lost:
@@ -367,6 +367,10 @@ class Startup:
         grammars = None
         if model.sampling != "device":
             grammars = Grammars.load(tokenizer.folder, model.vocab_size, eos_token_ids)
+        adapter_changes = None
+        if config.lora_folder:
+            read = functools.partial(load_updates, config)
+            adapter_changes = AdapterChanges(model.adapters, read, self._link, info, config)
         deps = WorkerDeps(
             model=model,
             limits=scheduler_config(config, model),
@@ -378,15 +382,9 @@ class Startup:
             profiler=profiler,
             web_processes=config.web_concurrency,
             address=config.address,
-            adapter_changes=self._adapter_changes(model, info),
+            adapter_changes=adapter_changes,
         )
         return Worker(deps)
-
-    def _adapter_changes(self, model: StaticBatchModel, info: ModelInfo) -> AdapterChanges | None:
-        if not self._config.lora_folder:
-            return None
-        read = functools.partial(load_updates, self._config)
-        return AdapterChanges(model.adapters, read, self._link, info, self._config)
 
     @contextlib.contextmanager
     def phase(self, name: str, what: str) -> Iterator[None]:

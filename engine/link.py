@@ -175,7 +175,9 @@ class Link:
         else:
             self._handle(peer, message)
         if is_new:  # after the message: `PeerLost` has to follow a process's last one
-            self._welcome(peer)
+            self._send(peer, self._status_now())
+            if self._model_info is not None:
+                self._send(peer, self._model_info)
 
     def _reject_undecodable(self, peer: bytes, body: bytes) -> None:
         """Ends the requests of a message that cannot be decoded: no client waits for a request that never
@@ -183,11 +185,6 @@ class Link:
         with contextlib.suppress(ValueError, LookupError, TypeError):
             for generate in msgspec.msgpack.decode(body)["generates"]:
                 self._send(peer, End(generate["id"], "failed", "the worker cannot read the request"))
-
-    def _welcome(self, peer: bytes) -> None:
-        self._send(peer, self._status_now())
-        if self._model_info is not None:
-            self._send(peer, self._model_info)
 
     def _handle(self, peer: bytes, message: FromWeb) -> None:
         if isinstance(message, MetricsRequest):

@@ -52,26 +52,23 @@ class Profiler:
     def record(self, output: StepOutput, publish_begin: float, publish_end: float) -> None:
         """Takes the times of a step. Called on the output thread."""
         if self._first <= self._seen < self._end:
-            self._add(output, publish_begin, publish_end)
+            arguments = {
+                "step": self._seen,
+                "slots": [chunk.slot for chunk in output.step.chunks],
+                "rows": output.step.num_decodes,  # of running requests
+                "prompt_tokens": output.step.prompt_tokens,
+            }
+            for name, begin, end, thread in (
+                ("forward", output.started_at, output.ran_at, LOOP),
+                ("sample", output.ran_at, output.sampled_at, LOOP),
+                ("update slots", output.sampled_at, output.done_at, LOOP),
+                ("publish", publish_begin, publish_end, OUTPUT),
+            ):
+                event = {"name": name, "ph": "X", "ts": begin * 1e6, "dur": (end - begin) * 1e6}
+                self._events.append(event | {"pid": 1, "tid": thread, "args": arguments})
         self._seen += 1
         if self._seen == self._end:
             self._write()
-
-    def _add(self, output: StepOutput, publish_begin: float, publish_end: float) -> None:
-        arguments = {
-            "step": self._seen,
-            "slots": [chunk.slot for chunk in output.step.chunks],
-            "rows": output.step.num_decodes,  # of running requests
-            "prompt_tokens": output.step.prompt_tokens,
-        }
-        for name, begin, end, thread in (
-            ("forward", output.started_at, output.ran_at, LOOP),
-            ("sample", output.ran_at, output.sampled_at, LOOP),
-            ("update slots", output.sampled_at, output.done_at, LOOP),
-            ("publish", publish_begin, publish_end, OUTPUT),
-        ):
-            times = {"ts": begin * 1e6, "dur": (end - begin) * 1e6}
-            self._events.append({"name": name, "ph": "X", "pid": 1, "tid": thread, "args": arguments} | times)
 
     def _write(self) -> None:
         atexit.unregister(self._write)

@@ -45,9 +45,6 @@ class Requests:
         """None for a request that has ended."""
         return self._by_id.get(request_id)
 
-    def of_peer(self, peer: bytes) -> list[Request]:
-        return [request for request in self if request.peer == peer]
-
     def add(self, peer: bytes, generate: Generate, group: RequestGroup, images: Mapping[int, int]) -> Request:
         """A new request, which the caller adds to the scheduler. `images`: key → tokens."""
         now = time.monotonic()

@@ -37,7 +37,9 @@ COMBINING = {"allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "$dyna
 OPEN = {"patternProperties", "unevaluatedProperties"}  # say which other properties are allowed
 BOUNDS = (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
 STRING_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-TYPES = {"null", "boolean", "number", "string", "array", "object"}  # integers are numbers
+# The types by Python's, but for numbers, which integers are, too.
+OTHER_TYPES = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object"}
+TYPES = {*OTHER_TYPES.values(), "number"}
 LISTED = re.compile(r"\^(?:([\w -]+)|\((?:\?:)?([\w |-]+)\))\$")
 UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
 MAX_DEPENDENTS = 3  # names that others depend on: each doubles the alternatives
@@ -233,16 +235,11 @@ def _types(schema: Any) -> set[str]:
         return set() if schema is False else TYPES
     given = schema.get("type")
     if given is None and (values := _values(schema)) is not None:
-        return {_type_of(value) for value in values}
+        return {OTHER_TYPES.get(type(value), "number") for value in values}
     if not isinstance(given, (str, list)):
         return TYPES
     names = {given} if isinstance(given, str) else set(map(str, given))
     return names | {"number"} if "integer" in names else names
-
-
-def _type_of(value: Any) -> str:
-    kinds = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object"}
-    return kinds.get(type(value), "number")
 
 
 def _values(schema: Any) -> list[Any] | None:

@@ -53,6 +53,10 @@ TEKKEN_WORDS = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# The 256 characters that stand for bytes in byte-level BPE (Radford et al. 2019). Printable ones stand for
+# themselves; the others, in their order, are numbered from 256 on.
+CHARACTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+ALPHABET = dict(zip(CHARACTERS, sorted(range(256), key=lambda byte: chr(byte) not in CHARACTERS)))
 T = TypeVar("T")
 
 
@@ -237,18 +241,6 @@ def _decoder_kinds(tokenizer: tokenizers.Tokenizer) -> list[str]:
 def _described(part: pre_tokenizers.PreTokenizer | decoders.Decoder | None) -> Json:
     """What tokenizer.json says of this part. To write all of the file takes half a second."""
     return json.loads(part.__getstate__()) if part else {}
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """The 256 characters that stand for bytes in byte-level BPE (Radford et al. 2019).
-
-    Printable ones stand for themselves; the others, in their order, are numbered from 256 on.
-    """
-    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    return dict(zip(characters, sorted(range(256), key=lambda byte: chr(byte) not in characters)))
-
-
-ALPHABET = _byte_level_alphabet()
 
 
 @contextlib.contextmanager
