@@ -35,8 +35,8 @@ class Escaping:
         added = tokenizer.get_added_tokens_decoder()
         special = {token.content: token_id for token_id, token in added.items() if token_id in special_ids}
         escaped = [name for name, token_id in special.items() if token_id in escaped_ids]
-        self._added = re.compile(f"({_any_of([token.content for token in added.values()])})")
-        self._beginning = re.compile(f"(?={_any_of(escaped)}).", re.DOTALL)
+        self._added = re.compile(f"({any_of([token.content for token in added.values()])})")
+        self._beginning = re.compile(f"(?={any_of(escaped)}).", re.DOTALL)
         self._prefixes = {name[:length] for name in escaped for length in range(1, len(name))}
         self._longest = max(map(len, escaped), default=0)
         beginnings = sorted({name[0] for name in escaped})
@@ -107,7 +107,7 @@ class Escaping:
         return [self._ids.get(i, i) for i in ids]
 
 
-def _any_of(texts: Collection[str]) -> str:
+def any_of(texts: Collection[str]) -> str:
     """A regular expression for the longest of these texts, whose time does not grow with their number."""
     beginning = os.path.commonprefix(list(texts))  # noqa: RUF071 of any texts, not of paths
     rests: dict[str, list[str]] = {}
@@ -117,7 +117,7 @@ def _any_of(texts: Collection[str]) -> str:
     is_optional = rests.pop("", None) is not None
     if not rests:
         return re.escape(beginning) if texts else "(?!)"
-    alternatives = "|".join(map(_any_of, rests.values()))
+    alternatives = "|".join(map(any_of, rests.values()))
     pattern = f"{re.escape(beginning)}(?:{alternatives})"
     return f"{pattern}?" if is_optional else pattern
 

@@ -11,12 +11,13 @@ import ast
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from run import Json
+from text.escaping import any_of
 from text.output.json_mender import CONSTANTS, read_value, whole_value
 from text.output.tool_formats import GEMMA_QUOTE, TYPES, WHOLE, AllowedCalls, Syntax, types_of
 
@@ -84,8 +85,7 @@ class _CallMender:
         inner = () if form.tags else form.inner
         comments = (r"\s",) if form.syntax in WHOLE else BESIDE  # in others a value may have them
         markers = {form.open, *form.also_open, form.close, *inner} - {"", GEMMA_QUOTE}
-        longest_first = sorted(map(re.escape, markers), key=len, reverse=True)
-        self._beside = re.compile(f"(?:{'|'.join([*longest_first, *comments])})+", re.DOTALL)
+        self._beside = re.compile(f"(?:{'|'.join([any_of(markers), *comments])})+", re.DOTALL)
         self._text = text
         self._rest = rest
         self._is_final = is_final
@@ -260,11 +260,6 @@ def _tag(text: str) -> str:
 def as_json(value: Any) -> str:
     """Raises ValueError for numbers that JSON does not have, and for lone surrogates, which are no text."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode().decode()
-
-
-def any_of(texts: Iterable[str]) -> str:
-    """A regular expression for one of these texts, the longest that fits."""
-    return "|".join(sorted(map(re.escape, texts), key=len, reverse=True)) or "(?!)"
 
 
 def _calls_in(value: Any) -> Iterator[Call]:
