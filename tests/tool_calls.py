@@ -40,7 +40,8 @@ TEMPLATES = {
         '{{ raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}{% endif %}'
         '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}'
         "{{ ', ' if not loop.last }}{% endfor %}]"
-        "{% elif m.role == 'tool' %}[TOOL_RESULTS] {{ m.tool_call_id }}[/TOOL_RESULTS]{% else %}{{ m.content }}{% endif %}"
+        "{% elif m.role == 'tool' %}[TOOL_RESULTS] {{ m.tool_call_id }}[{{ m.content }}][/TOOL_RESULTS]"
+        "{% else %}{{ m.content }}{% endif %}"
         "{% endfor %}"
     ),
     "qwen3_coder": (

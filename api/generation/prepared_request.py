@@ -72,7 +72,7 @@ class ModelText(NamedTuple):
         escapes = config.escape_special_tokens
         reserved = images.reserved_ids if images else set()
         tokenizer = Tokenizer(info.tokenizer_dir, info.eos_token_ids, escapes, reserved)
-        tools = model_tools(template, capabilities.tools, tokenizer, config.tool_parser)
+        tools = model_tools(template, capabilities, tokenizer, config.tool_parser)
         reasoning = ModelReasoning.of(template, tokenizer, config.reasoning_parser)
         return cls(tokenizer, template, grammars, tools, capabilities, reasoning, images)
 

@@ -20,14 +20,15 @@ def tokenizer(tmp_path_factory):
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_format_of_calls_is_the_one_that_reads_what_the_template_writes(name, tokenizer):
     template = ChatTemplate(TEMPLATES[name], {})
-    assert TemplateCapabilities.of(template).tools
-    found = model_tools(template, True, tokenizer, None)
+    capabilities = TemplateCapabilities.of(template)
+    assert capabilities.tools
+    found = model_tools(template, capabilities, tokenizer, None)
     assert found.format.name == name and not found.in_prompt
     assert found.short_ids == name.startswith("mistral")
     assert found.parallel == (name not in ("llama3_json", "openai")), "they write one call of a message"
     for parser in ("none", "hermes"):
-        assert model_tools(template, True, tokenizer, parser).format.name == parser
-    named = model_tools(template, True, tokenizer, "mistral").format.name
+        assert model_tools(template, TemplateCapabilities(), tokenizer, parser).format.name == parser
+    named = model_tools(template, TemplateCapabilities(), tokenizer, "mistral").format.name
     assert named == ("mistral_v11" if name == "mistral_v11" else "mistral"), "vLLM has one name for both"
 
 
@@ -80,7 +81,7 @@ def test_a_format_that_does_not_read_the_call_is_not_taken_for_it(template, name
     ],
 )
 def test_a_template_that_writes_no_calls_may_describe_them(template, name, tokenizer):
-    found = model_tools(ChatTemplate(template, {}), True, tokenizer, None)
+    found = model_tools(ChatTemplate(template, {}), TemplateCapabilities(), tokenizer, None)
     assert (found.format and found.format.name) == name
 
 
@@ -125,7 +126,7 @@ def test_a_template_of_the_collection_writes_calls_in_its_format(model, name, to
     template = templates.collected(model)
     capabilities = TemplateCapabilities.of(template)
     assert capabilities.tools and capabilities.calls
-    found = model_tools(template, capabilities.tools, tokenizer, None)
+    found = model_tools(template, capabilities, tokenizer, None)
     assert (found.format and found.format.name) == name
     assert found.parallel == capabilities.several_calls == (model not in ("gpt-oss", "llama-3.3-instruct"))
 
@@ -157,24 +158,24 @@ def test_a_response_template_names_the_format_where_a_template_writes_no_calls(t
         folder = tmp_path / str(n)
         folder.mkdir()
         template = ChatTemplate.load(tiny_tokenizers.save(tiny_tokenizers.byte_level(), folder, chat_template=written, **made))
-        found = model_tools(template, True, tokenizer, None)
+        found = model_tools(template, TemplateCapabilities(), tokenizer, None)
         assert (found.format and found.format.name) == name
 
 
 @pytest.mark.parametrize("response_template", ["text", {"fields": []}, {}, {"fields": {"tool_calls": "<tool_call>"}}])
 def test_what_the_template_writes_goes_before_its_response_template(response_template, tokenizer):
     template = ChatTemplate(TEMPLATES["glm45"], {}, response_template)
-    assert model_tools(template, True, tokenizer, None).format.name == "glm45"
-    assert model_tools(ChatTemplate("{{ tools }}", {}, response_template), True, tokenizer, None) is not None
+    assert model_tools(template, TemplateCapabilities(), tokenizer, None).format.name == "glm45"
+    assert model_tools(ChatTemplate("{{ tools }}", {}, response_template), TemplateCapabilities(), tokenizer, None) is not None
 
 
 @pytest.mark.parametrize("template", ["{{ messages }}", "{{ messages }}[TOOL_CALLS]f[ARGS]{}", None])
 def test_without_a_place_for_tools_calls_are_read_as_the_prompt_asks_for_them(template, tokenizer):
     template = ChatTemplate(template, {}) if template else None
     for parser in (None, "hermes", "mistral"):
-        found = model_tools(template, False, tokenizer, parser)
+        found = model_tools(template, TemplateCapabilities(tools=False), tokenizer, parser)
         assert found.in_prompt and found.format.name == "hermes"
-    refusing = model_tools(template, False, tokenizer, "none")
+    refusing = model_tools(template, TemplateCapabilities(tools=False), tokenizer, "none")
     assert refusing.in_prompt and refusing.format is AS_TEXT
 
 
@@ -184,4 +185,4 @@ def test_a_template_of_its_own_for_tools_is_used_for_them(tokenizer, tmp_path):
     template = ChatTemplate.load(folder)
     assert template.render([{"role": "user", "content": ""}]) == "d"
     assert template.for_tools.render([{"role": "user", "content": ""}], ["f"]).startswith("['f']")
-    assert model_tools(template, True, tokenizer, None).format.name == "hermes"
+    assert model_tools(template, TemplateCapabilities(), tokenizer, None).format.name == "hermes"

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from text.output.parser import ParserConfig
 from text.output.tool_formats import AS_TEXT, FORMATS, HERMES, AllowedCalls, Function, ModelTools, ToolFormat
 from text.stream import Piece
 from text.template import ChatTemplate, TemplateError
-from text.template_capabilities import USER, calls_and_results
+from text.template_capabilities import USER, TemplateCapabilities, calls_and_results
 from text.tokenizer import Tokenizer
 
 ANSWER = {"role": "assistant", "content": "Wombat"}
@@ -35,22 +34,20 @@ PARAMETERS = {
     },
     "required": ["animal"],
 }
-NAMES = ("bilby", "quoll")
-FUNCTIONS = [Function(name, PARAMETERS) for name in NAMES]
-TOOLS = [
-    {"type": "function", "function": {"name": name, "description": "Looks", "parameters": PARAMETERS}}
-    for name in NAMES
-]
+NAME = "bilby"
+FUNCTION = {"name": NAME, "description": "Looks", "parameters": PARAMETERS}
+TOOLS = [{"type": "function", "function": FUNCTION}]
 
 
 def model_tools(
-    template: ChatTemplate | None, takes_tools: bool, tokenizer: Tokenizer, parser: str | None
+    template: ChatTemplate | None,
+    capabilities: TemplateCapabilities,
+    tokenizer: Tokenizer,
+    parser: str | None,
 ) -> ModelTools:
-    """The tool support of a model with this chat template.
-
-    takes_tools: the template writes them; parser: --tool-parser, which overrides what is found.
-    """
-    if template is None or not takes_tools:
+    """The tool support of a model with this chat template. parser: --tool-parser, which overrides what is
+    found."""
+    if template is None or not capabilities.tools:
         form = AS_TEXT if parser == AS_TEXT.name else HERMES
         return ModelTools(form, tokenizer.token_to_id, in_prompt=True)
     template = template.for_tools
@@ -61,16 +58,15 @@ def model_tools(
     return ModelTools(
         format=found,
         token_id=tokenizer.token_to_id,
-        # Some templates reject, or leave out, all but one call of a message.
-        parallel=written is None or written_format(template, NAMES) is written,
+        parallel=written is None or capabilities.several_calls,
         short_ids=template.needs_short_ids,
     )
 
 
-def written_format(template: ChatTemplate, names: Sequence[str] = NAMES[:1]) -> ToolFormat | None:
-    """The first format that reads the calls of these functions as the template writes them; None: none."""
-    chats = [_chat_with_calls(template, names, arguments) for arguments in (ARGUMENTS, json.dumps(ARGUMENTS))]
-    return next((form for form in FORMATS if any(_reads(form, chat, names) for chat in chats)), None)
+def written_format(template: ChatTemplate) -> ToolFormat | None:
+    """The first format that reads a call as the template writes it; None: none."""
+    chats = [_chat_with_call(template, arguments) for arguments in (ARGUMENTS, json.dumps(ARGUMENTS))]
+    return next((form for form in FORMATS if any(_reads(form, chat) for chat in chats)), None)
 
 
 def _parsed_format(response_template: Any) -> ToolFormat | None:
@@ -94,21 +90,19 @@ def _described_format(source: str) -> ToolFormat | None:
     return next((form for form in FORMATS if any(words in source for words in form.described_by)), None)
 
 
-def _chat_with_calls(template: ChatTemplate, names: Sequence[str], arguments: Any) -> str:
-    """A chat in which an assistant calls these functions, from where a model would begin its turn; "": the
+def _chat_with_call(template: ChatTemplate, arguments: Any) -> str:
+    """A chat in which an assistant calls the function, from where a model would begin its turn; "": the
     template rejects it."""
-    calls = calls_and_results(*((name, arguments) for name in names))
     try:
-        with_calls = template.render([USER, *calls], TOOLS)
+        with_call = template.render([USER, *calls_and_results((NAME, arguments))], TOOLS)
         with_text = template.render([USER, ANSWER, USER], TOOLS)
     except TemplateError:
         return ""
-    common = os.path.commonprefix([with_calls, with_text])  # noqa: RUF071 of any texts, not of paths
-    return with_calls.removeprefix(common)
+    common = os.path.commonprefix([with_call, with_text])  # noqa: RUF071 of any texts, not of paths
+    return with_call.removeprefix(common)
 
 
-def _reads(form: ToolFormat, chat: str, names: Sequence[str]) -> bool:
-    calls = AllowedCalls(ModelTools(form), FUNCTIONS, "auto", parallel=True)
+def _reads(form: ToolFormat, chat: str) -> bool:
+    calls = AllowedCalls(ModelTools(form), [Function(NAME, PARAMETERS)], "auto", parallel=True)
     whole = ParserConfig(calls, enforces_calls=True).whole([Piece(0, chat, None, special=False)])
-    read = [(call.name, json.loads(call.arguments)) for call in whole.calls]
-    return read == [(name, ARGUMENTS) for name in names]
+    return [(call.name, json.loads(call.arguments)) for call in whole.calls] == [(NAME, ARGUMENTS)]
