@@ -165,11 +165,11 @@ class Worker:
                 self._handle(peer, message)
             except Exception:  # as in `_add`
                 logger.exception("a message from an API server process cannot be handled")
-        for prepared in self._preparation.drain():
-            if prepared.error:
-                self.requests.end(prepared.request, "failed", prepared.error)
+        for request, error in self._preparation.drain():
+            if error:
+                self.requests.end(request, "failed", error)
             else:
-                self.scheduler.add(prepared.request)
+                self.scheduler.add(request)
         for request in self.outputs.drain_failed():
             self.requests.end(request, "failed")
 

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
 
 from engine.image_encoding import ImageEncoder
 from engine.metrics import Metrics
@@ -26,13 +25,6 @@ STACK_BYTES = 256 << 20
 # Limit of the grammars of all waiting and running requests. A compiled character takes about 120 bytes, so
 # 480 MB.
 MAX_COMPILED_CHARACTERS = 4_000_000
-
-
-class Prepared(NamedTuple):
-    """The end of a preparation: the request is ready, or fails with `error`."""
-
-    request: Request
-    error: str
 
 
 class Preparation:
@@ -91,9 +83,9 @@ class Preparation:
             if request.state is State.PREPARING:
                 self._prepare(request)
 
-    def drain(self) -> list[Prepared]:
-        """The requests whose preparation has ended, but for those that ended meanwhile. The caller adds them
-        to the scheduler, or ends them."""
+    def drain(self) -> list[tuple[Request, str]]:
+        """The requests whose preparation has ended, but for those that ended meanwhile, and why it failed, or
+        "". The caller adds them to the scheduler, or ends them."""
         failed = {request: job.result() for request, job in self._compiling.items() if job.done()}
         for request in failed:
             del self._compiling[request]
@@ -105,7 +97,7 @@ class Preparation:
             errors = [failed.get(request), *(failed_images.get(key) for key in request.images)]
             error = next(filter(None, errors), "")
             if error or self._is_ready(request):
-                prepared.append(Prepared(request, error))
+                prepared.append((request, error))
         return prepared
 
     def close(self) -> None:

@@ -13,7 +13,6 @@ ends it with one line.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
@@ -21,7 +20,7 @@ import math
 import re
 import string
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -114,10 +113,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raises ValueError for a text that the tokenizer cannot process."""
-        # A batch, because only that lets other threads run meanwhile: a text of a megabyte takes a second.
-        prepared, tokenizer = self._prepared(text)
-        with _no_panic():
-            (encoding,) = tokenizer.encode_batch_fast([prepared], add_special_tokens=add_special_tokens)
+        encoding = self._encoded(text, add_special_tokens, has_offsets=False)
         return self._escaping.ids(encoding) if self._escaping else encoding.ids
 
     def spans(
@@ -129,9 +125,7 @@ class Tokenizer:
         Raises TooManyTokens when there are more than `most`, ValueError for a text that the tokenizer cannot
         process.
         """
-        prepared, tokenizer = self._prepared(text)
-        with _no_panic():
-            (encoding,) = tokenizer.encode_batch([prepared], add_special_tokens=add_special_tokens)
+        encoding = self._encoded(text, add_special_tokens, has_offsets=True)
         count = len(encoding)
         if count > most:
             del encoding  # takes 250 bytes a token, and the traceback of the error would keep it
@@ -144,11 +138,21 @@ class Tokenizer:
         at = list(itertools.accumulate(widths, initial=0))
         return [(i, at[start], at[stop]) for i, (start, stop) in zip(ids, encoding.offsets)]
 
-    def _prepared(self, text: str) -> tuple[str, tokenizers.Tokenizer]:
-        """What is encoded for a text, and by which tokenizer."""
-        if self._escaping is None:
-            return text, self._tokenizer
-        return self._escaping.to_encodable(text), self._escaping.tokenizer
+    def _encoded(self, text: str, add_special_tokens: bool, has_offsets: bool) -> tokenizers.Encoding:
+        """Without offsets it is faster. Raises ValueError."""
+        tokenizer = self._tokenizer
+        if self._escaping:
+            tokenizer = self._escaping.tokenizer
+            text = self._escaping.to_encodable(text)
+        # A batch, because only that lets other threads run meanwhile: a text of a megabyte takes a second.
+        encode = tokenizer.encode_batch if has_offsets else tokenizer.encode_batch_fast
+        try:
+            (encoding,) = encode([text], add_special_tokens=add_special_tokens)
+        except BaseException as error:  # a panic of the library is no Exception
+            if type(error).__name__ != "PanicException":
+                raise
+            raise ValueError("the tokenizer cannot process this text") from None
+        return encoding
 
     def escape(self, value: T) -> T:
         """A text of a client, or JSON of several, for `encode` to read as text only; `unescape` shows it to
@@ -241,17 +245,6 @@ def _decoder_kinds(tokenizer: tokenizers.Tokenizer) -> list[str]:
 def _described(part: pre_tokenizers.PreTokenizer | decoders.Decoder | None) -> Json:
     """What tokenizer.json says of this part. To write all of the file takes half a second."""
     return json.loads(part.__getstate__()) if part else {}
-
-
-@contextlib.contextmanager
-def _no_panic() -> Iterator[None]:
-    """A panic of the tokenizers library, which is no Exception, becomes a ValueError."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise ValueError("the tokenizer cannot process this text") from None
 
 
 def check(
