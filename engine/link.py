@@ -15,7 +15,6 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterable
 
 import msgspec
 import zmq
@@ -72,7 +71,7 @@ class Link:
         self._metrics_requests: list[tuple[bytes, MetricsRequest]] = []  # not answered yet
         self._peers: set[bytes] = set()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._closing = threading.Event()
+        self._closing = False
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         # Unlimited: an API server process that is stopped for a while misses nothing. Its queue is bounded by
@@ -119,15 +118,9 @@ class Link:
 
     def close(self) -> None:
         """Sends what is still in the outbox, then ends the thread. Idempotent."""
-        self._closing.set()
+        self._closing = True
         os.eventfd_write(self._wake_fd, 1)
         self.thread.join(timeout=5)
-
-    def _drain_outbox(self) -> Iterable[tuple[bytes | None, FromWorker]]:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
-        while not self._outbox.empty():  # this thread alone takes from it
-            yield self._outbox.get()
 
     def _run(self) -> None:
         try:
@@ -143,10 +136,12 @@ class Link:
         while True:
             next_at = min(next_beat, next_metrics) if self._metrics_requests else next_beat
             poller.poll(max(0.0, next_at - time.monotonic()) * 1000)
-            closing = self._closing.is_set()
-            for peer, message in self._drain_outbox():
+            closing = self._closing
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+            while not self._outbox.empty():  # this thread alone takes from it
                 self._send_news()  # first: a client may send its next request as soon as it has its response
-                self._send(peer, message)
+                self._send(*self._outbox.get())
             self._send_news()
             if closing:
                 break

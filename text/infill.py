@@ -6,13 +6,12 @@ Granite Code and DeepSeek-Coder.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class InfillLayout:
+class InfillLayout(NamedTuple):
     """The tokens in front of the text before, in front of the text after, and in front of the output."""
 
     before: str
@@ -24,7 +23,7 @@ class InfillLayout:
 
     def token_ids(self, tokenizer: Tokenizer) -> list[int]:
         """Empty if the tokenizer lacks one of the tokens."""
-        ids = [tokenizer.token_to_id(token) for token in (self.before, self.after, self.middle)]
+        ids = [tokenizer.token_to_id(token) for token in self]
         return [] if None in ids else ids
 
 

@@ -85,12 +85,13 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         special = (token_id for token_id, token in added.items() if token.special)
         self.special_ids = frozenset([*special, *eos_token_ids])
-        special_ids = self.special_ids.union(reserved)
-        escaped_ids = special_ids if escapes else frozenset(reserved)
         self._escaping = None
-        if escapes or escaped_ids:
+        if escapes or reserved:
+            special_ids = self.special_ids.union(reserved)
+            escaped_ids = special_ids if escapes else frozenset(reserved)
             self._escaping = Escaping(self._tokenizer, special_ids, escaped_ids)
-        kinds = _decoder_kinds(self._tokenizer)
+        decoder = _described(self._tokenizer.decoder)
+        kinds = [step.get("type") for step in decoder.get("decoders") or [decoder]]  # such as ByteLevel
         # A token is a run of bytes, and nothing else changes the text.
         self.is_byte_level = kinds == ["ByteLevel"]
         self.has_byte_fallback = "ByteFallback" in kinds  # tokens like <0xE2> stand for single bytes
@@ -232,14 +233,6 @@ def _begin_with_bos(tokenizer: tokenizers.Tokenizer, config: Json) -> None:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[bos, "$A"], pair=[bos, "$A", "$B:1"], special_tokens=[(bos, token_id)]
         )
-
-
-def _decoder_kinds(tokenizer: tokenizers.Tokenizer) -> list[str]:
-    """The kinds of the decoder's steps, such as ByteLevel."""
-    decoder = _described(tokenizer.decoder)
-    if not decoder:
-        return []
-    return [step["type"] for step in decoder.get("decoders") or [decoder]]
 
 
 def _described(part: pre_tokenizers.PreTokenizer | decoders.Decoder | None) -> Json:
