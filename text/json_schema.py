@@ -68,8 +68,10 @@ class Context(NamedTuple):
     patterns: dict[str, str | None]
 
     def in_rust(self, pattern: Any) -> str | None:
-        """None: it cannot be said."""
-        if isinstance(pattern, str) and pattern not in self.patterns:
+        """None: it cannot be said, or is no pattern."""
+        if not isinstance(pattern, str):
+            return None
+        if pattern not in self.patterns:
             spent = sum(len(each) + PER_PATTERN for each in (*self.patterns, pattern))
             if spent <= MAX_PATTERNS:
                 self.patterns[pattern] = in_rust(pattern)
@@ -85,12 +87,13 @@ def without_nulls(schema: Any, has_names: bool = False) -> Any:
         return [without_nulls(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
+    if has_names:
+        return {name: without_nulls(each) for name, each in schema.items() if each is not None}
     kept = {
-        name: value if name in AS_GIVEN and not has_names else without_nulls(value, name in NAMED_SCHEMAS)
+        name: value if name in AS_GIVEN else without_nulls(value, name in NAMED_SCHEMAS)
         for name, value in schema.items()
     }
-    may_be_null = () if has_names else MAY_BE_NULL
-    return {name: value for name, value in kept.items() if value is not None or name in may_be_null}
+    return {name: value for name, value in kept.items() if value is not None or name in MAY_BE_NULL}
 
 
 def enforceable(document: Schema) -> tuple[Schema, tuple[str, ...]]:

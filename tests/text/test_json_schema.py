@@ -86,6 +86,11 @@ SAID = {
         ['{"not": {}, "format": "x"}'],
         ["{}"],
     ),
+    "a property that is named as a keyword": (
+        {"properties": {"properties": {"const": None}}},
+        ['{"properties": null}'],
+        ['{"properties": 1}'],
+    ),
     "names of properties": ({"properties": {"not": {"type": "null"}}, "required": ["not"]}, ['{"not": null}'], ["{}"]),
 }
 # Left out: a schema, the places that are named, and a text that the rest allows.
@@ -96,6 +101,7 @@ LEFT_OUT = [
     ({"type": "array", "contains": {"const": 1}, "minContains": 2}, ["/contains"], "[]"),
     (OBJECT | {"propertyNames": {"minLength": 2}}, ["/propertyNames"], '{"a": 1}'),
     (AB | {"propertyNames": {"pattern": "^a"}}, ["/propertyNames"], '{"b": 1}'),
+    (OBJECT | {"propertyNames": {"pattern": []}}, ["/propertyNames"], '{"a": 1}'),
     (COLORS | {"propertyNames": {"$ref": "#/$defs/Color", "maxLength": 3}}, ["/propertyNames"], '{"x": 1}'),
     (
         AB | {"patternProperties": {"^(a|b)$": {"minimum": 0}}, "additionalProperties": False},
