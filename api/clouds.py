@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from api import tgi
@@ -18,6 +18,7 @@ from api.generation.response_writer import GeneratedSequence, ResponseWriter, be
 from api.http import errors, fields
 from api.http.errors import OPENAI, TGI, ApiError, in_format
 from api.http.fields import Json, require
+from api.http.types import SCHEMA
 from api.openai import chat, completions
 from api.tgi import GenerateRequest
 from text.stream import Piece
@@ -40,12 +41,15 @@ ONLY_TEXT = (
     "return_token_ids",
     "prompt_logprobs",
 )
+# Read one by one, each as its own type.
+INSTANCES = [{"$ref": SCHEMA.format(name=kind.__name__)} for kind in (GenerateRequest, ChatRequest)]
+Instance = Annotated[Any, Meta(extra_json_schema={"anyOf": INSTANCES})]
 
 
 class VertexRequest(Struct):
     """Body of `POST /vertex`; each instance is `inputs` with `parameters`, or a chat request."""
 
-    instances: list[Any]  # read one by one, each as its own type
+    instances: list[Instance]
 
 
 class VertexResponse(Struct):

@@ -9,41 +9,21 @@ from dataclasses import dataclass
 import msgspec
 from flask import Response
 
-from api.adapters import LoadAdapter, SageMakerAdapter, UnloadAdapter
-from api.anthropic.messages import CountRequest, MessagesRequest
-from api.chats.conversation import ChatRequest
-from api.clouds import VertexRequest
 from api.http.errors import ANTHROPIC, OPENAI, TGI, ErrorFormat
 from api.http.fields import Json
-from api.openai.completions import CompletionRequest
-from api.openai.responses_types import CompactRequest, ResponsesRequest
-from api.tgi import GenerateRequest
-from api.tokenize import DetokenizeRequest
+from api.http.types import SCHEMA
 from config import VERSION
 
 QUESTION = "What is Deep Learning?"
-EXAMPLES = {
-    GenerateRequest: {"inputs": QUESTION, "parameters": {"max_new_tokens": 20}},
-    ChatRequest: {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 20},
-    CompletionRequest: {"prompt": QUESTION, "max_tokens": 20},
-    CompactRequest: {"model": "local", "input": QUESTION},
-    ResponsesRequest: {"input": QUESTION, "max_output_tokens": 20},
-    MessagesRequest: {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 20},
-    CountRequest: {"messages": [{"role": "user", "content": QUESTION}]},
-    DetokenizeRequest: {"tokens": [1, 2, 3]},
-    LoadAdapter: {"lora_name": "french", "lora_path": "french"},
-    UnloadAdapter: {"lora_name": "french"},
-    SageMakerAdapter: {"name": "french", "src": "french"},
-    VertexRequest: {"instances": [{"inputs": QUESTION, "parameters": {"max_new_tokens": 20}}]},
-}
 
 
 @dataclass(frozen=True)
 class Route:
     """A route and its description in the OpenAPI document.
 
-    bodies: the types of the JSON bodies that it takes; responses: those of its JSON responses with status
-    200; events: those of the events of its streams; parameter: the place and the name of its one parameter.
+    bodies: the types of the JSON bodies that it takes; example: a body of the first of them; responses: the
+    types of its JSON responses with status 200; events: those of the events of its streams; parameter: the
+    place and the name of its one parameter.
     """
 
     method: str
@@ -53,6 +33,7 @@ class Route:
     errors: tuple[ErrorFormat, ...] = (TGI,)  # the first one, unless the view chooses another
     needs_key: bool = True
     bodies: tuple = ()
+    example: Json | None = None
     responses: tuple = ()
     events: tuple = ()
     parameter: tuple[str, str] | None = None
@@ -73,15 +54,13 @@ def openapi(routes: Sequence[Route]) -> Json:
     """The OpenAPI 3.1 document."""
     used = [kind for route in routes for kind in (*route.bodies, *route.responses, *route.events)]
     used += [error_format.body_type for error_format in (TGI, OPENAI, ANTHROPIC)]
-    refs, components = msgspec.json.schema_components(used, ref_template="#/components/schemas/{name}")
+    refs, components = msgspec.json.schema_components(used, ref_template=SCHEMA)
     schema_of = dict(zip(used, refs))
 
     def content(kinds: tuple) -> Json:
         schemas = [schema_of[kind] for kind in kinds]
         return {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}
 
-    instance = content((GenerateRequest, ChatRequest))["schema"]
-    components["VertexRequest"]["properties"]["instances"]["items"] = instance
     for component in components.values():
         for field in component.get("properties", {}).values():
             if field.get("default", ...) is None:
@@ -117,7 +96,7 @@ def _operation(route: Route, content: Callable[[tuple], Json]) -> Json:
     }
     bodies = {}
     if route.bodies:
-        bodies["application/json"] = content(route.bodies) | {"example": EXAMPLES[route.bodies[0]]}
+        bodies["application/json"] = content(route.bodies) | {"example": route.example}
     if route.takes_text:
         bodies["text/plain"] = {"schema": {"type": "string", "minLength": 1}, "example": QUESTION}
     if bodies:

@@ -14,8 +14,16 @@ from flask import Response, request
 
 from api import adapters, clouds, status, tgi, tokenize
 from api.anthropic import messages
+from api.anthropic.types import (
+    AnthropicModelCard,
+    AnthropicModelList,
+    CountRequest,
+    MessagesRequest,
+    MessagesResponse,
+    TokenCount,
+)
 from api.chats.conversation import ChatRequest
-from api.chats.shared import ModelCard, ModelList
+from api.chats.openai_shared import ModelCard, ModelList
 from api.generation.prepared_request import Served
 from api.http.errors import ANTHROPIC, OPENAI, TGI, ErrorFormat
 from api.http.fields import Json
@@ -27,7 +35,7 @@ from api.openai.responses_types import (
     ResponsesRequest,
     ResponsesResponse,
 )
-from api.openapi import Route, openapi
+from api.openapi import QUESTION, Route, openapi
 from api.server import Read, Server, json_response
 
 SAGEMAKER_ADAPTER = "X-Amzn-SageMaker-Adapter-Identifier"  # a header
@@ -89,6 +97,10 @@ EVENT = (tgi.StreamResponse,)
 COMPLETED = (completions.Completion,)
 CHATTED = (chat.ChatCompletion,)
 CHUNK = (chat.ChatChunk,)
+PROMPT = {"inputs": QUESTION, "parameters": {"max_new_tokens": 20}}
+MESSAGES = {"messages": [{"role": "user", "content": QUESTION}]}
+LIMITED = MESSAGES | {"max_tokens": 20}
+INPUT = {"input": QUESTION, "max_output_tokens": 20}
 
 ROUTES = (
     Route(
@@ -97,6 +109,7 @@ ROUTES = (
         "Generate text, as one response",
         generates(tgi.generate),
         bodies=NATIVE,
+        example=PROMPT,
         responses=(tgi.GenerateResponse,),
     ),
     Route(
@@ -105,6 +118,7 @@ ROUTES = (
         "Generate text, one event per token",
         generates(tgi.generate_stream),
         bodies=NATIVE,
+        example=PROMPT,
         events=EVENT,
     ),
     Route(
@@ -113,6 +127,7 @@ ROUTES = (
         "Generate text, streamed if `stream` is true",
         generates(tgi.compat),
         bodies=NATIVE,
+        example=PROMPT,
         responses=LIST,
         events=EVENT,
     ),
@@ -122,6 +137,7 @@ ROUTES = (
         "`POST /` for base URLs that end in /v1",
         generates(tgi.compat),
         bodies=NATIVE,
+        example=PROMPT,
         responses=LIST,
         events=EVENT,
     ),
@@ -131,6 +147,7 @@ ROUTES = (
         "The tokens of `inputs`; of vLLM's `prompt` or `messages`; of llama.cpp's `content`",
         replies(tokenize.tokenize),
         bodies=(*NATIVE, tokenize.TokenizePrompt, tokenize.TokenizeChat, tokenize.TokenizeContent),
+        example=PROMPT,
         responses=(list[tokenize.SimpleToken], tokenize.TokenizeResponse, tokenize.ContentTokens),
     ),
     Route(
@@ -139,6 +156,7 @@ ROUTES = (
         "The text of `tokens`, as vLLM and llama.cpp have it",
         replies(tokenize.detokenize),
         bodies=(tokenize.DetokenizeRequest,),
+        example={"tokens": [1, 2, 3]},
         responses=(tokenize.DetokenizeResponse,),
     ),
     Route(
@@ -147,6 +165,7 @@ ROUTES = (
         "The text and the tokens of a chat",
         replies(tokenize.chat_tokenize),
         bodies=CHAT,
+        example=LIMITED,
         responses=(tokenize.ChatTokenizeResponse,),
     ),
     Route(
@@ -156,6 +175,7 @@ ROUTES = (
         generates(chat.chat, renders=True),
         errors=(OPENAI,),
         bodies=CHAT,
+        example=LIMITED,
         responses=CHATTED,
         events=CHUNK,
     ),
@@ -166,6 +186,7 @@ ROUTES = (
         generates(completions.completion),
         errors=(OPENAI,),
         bodies=COMPLETION,
+        example={"prompt": QUESTION, "max_tokens": 20},
         responses=COMPLETED,
         events=COMPLETED,
     ),
@@ -176,6 +197,7 @@ ROUTES = (
         generates(responses.responses, renders=True),
         errors=(OPENAI,),
         bodies=(ResponsesRequest,),
+        example=INPUT,
         responses=(ResponsesResponse,),
         events=(Json,),
     ),
@@ -204,6 +226,7 @@ ROUTES = (
         replies(responses.input_tokens),
         errors=(OPENAI,),
         bodies=(ResponsesRequest,),
+        example=INPUT,
         responses=(InputTokens,),
     ),
     Route(
@@ -213,6 +236,7 @@ ROUTES = (
         generates(responses.compact, renders=True),
         errors=(OPENAI,),
         bodies=(CompactRequest,),
+        example={"model": "local", "input": QUESTION},
         responses=(CompactedConversation,),
     ),
     Route(
@@ -221,8 +245,9 @@ ROUTES = (
         "Anthropic's messages",
         generates(messages.messages, renders=True),
         errors=(ANTHROPIC,),
-        bodies=(messages.MessagesRequest,),
-        responses=(messages.MessagesResponse,),
+        bodies=(MessagesRequest,),
+        example=LIMITED,
+        responses=(MessagesResponse,),
         events=(Json,),
     ),
     Route(
@@ -231,8 +256,9 @@ ROUTES = (
         "The number of tokens of Anthropic's messages",
         replies(messages.count_tokens),
         errors=(ANTHROPIC,),
-        bodies=(messages.CountRequest,),
-        responses=(messages.TokenCount,),
+        bodies=(CountRequest,),
+        example=MESSAGES,
+        responses=(TokenCount,),
     ),
     Route(
         "GET",
@@ -240,7 +266,7 @@ ROUTES = (
         "The served model, in a list",
         status.models,
         errors=(OPENAI, ANTHROPIC),
-        responses=(ModelList, messages.AnthropicModelList),
+        responses=(ModelList, AnthropicModelList),
     ),
     Route(
         "GET",
@@ -248,7 +274,7 @@ ROUTES = (
         "The served model",
         status.model,
         errors=(OPENAI, ANTHROPIC),
-        responses=(ModelCard, messages.AnthropicModelCard),
+        responses=(ModelCard, AnthropicModelCard),
         parameter=("path", "name"),
     ),
     Route(
@@ -258,6 +284,7 @@ ROUTES = (
         adapters.load,
         errors=(OPENAI,),
         bodies=(adapters.LoadAdapter,),
+        example={"lora_name": "french", "lora_path": "french"},
         content_type="text/plain",
     ),
     Route(
@@ -267,6 +294,7 @@ ROUTES = (
         adapters.unload,
         errors=(OPENAI,),
         bodies=(adapters.UnloadAdapter,),
+        example={"lora_name": "french"},
         content_type="text/plain",
     ),
     Route(
@@ -275,6 +303,7 @@ ROUTES = (
         "SageMaker: load a LoRA adapter",
         adapters.register,
         bodies=(adapters.SageMakerAdapter,),
+        example={"name": "french", "src": "french"},
         content_type="text/plain",
     ),
     Route(
@@ -292,6 +321,7 @@ ROUTES = (
         invocations,
         errors=(TGI, OPENAI),
         bodies=NATIVE + CHAT + COMPLETION,
+        example=PROMPT,
         responses=LIST + CHATTED + COMPLETED,
         events=EVENT + CHUNK + COMPLETED,
         takes_text=True,
@@ -302,6 +332,7 @@ ROUTES = (
         "Vertex AI: several requests at once",
         generates(clouds.vertex, renders=True),
         bodies=(clouds.VertexRequest,),
+        example={"instances": [PROMPT]},
         responses=(clouds.VertexResponse,),
     ),
     Route(

@@ -8,8 +8,8 @@ import html
 from flask import Response, request
 from msgspec import Struct
 
-from api.anthropic.messages import AnthropicModelCard, AnthropicModelList
-from api.chats.shared import ModelCard, ModelList
+from api.anthropic.types import AnthropicModelCard, AnthropicModelList
+from api.chats.openai_shared import ModelCard, ModelList
 from api.http.errors import ApiError, invalid
 from api.server import Server, empty_response, json_response
 from config import VERSION

@@ -20,6 +20,7 @@ from api.http.errors import event
 from api.http.fields import Json, require
 from api.http.types import I32, U32, U64_MAX, AtLeastOne, Positive, SamplingFields
 from config import VERSION
+from protocol import SAMPLING_PARAMETERS
 from text.stream import Piece
 from text.template import images_of
 
@@ -276,9 +277,9 @@ def prompt_of(inputs: str, served: Served) -> tuple[str, list[int]]:
 
 def _samples(p: Parameters) -> bool:
     """Sampling is on when requested, or when a parameter has no effect without it."""
-    if p.do_sample or p.temperature is not None or p.top_k is not None:
-        return True
-    return (p.top_p or 1.0) < 1.0 or bool(p.min_p) or (p.typical_p or 1.0) < 1.0
+    filters = [name for name, parameter in SAMPLING_PARAMETERS.items() if parameter.is_filter]
+    has_effect = any(getattr(p, name) not in (None, SAMPLING_PARAMETERS[name].neutral) for name in filters)
+    return bool(p.do_sample) or p.temperature is not None or has_effect
 
 
 class NativeResponseWriter(ResponseWriter):

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from api.chats import formats
 from api.chats.content import PARTS, SYSTEM_ROLES, ContentReader, needed
 from api.chats.formats import Constraint
+from api.chats.openai_shared import OpenAIRequest, check_openai
 from api.chats.reasoning import template_variables
-from api.chats.shared import OpenAIRequest, check_openai
 from api.chats.template_adapter import ALIASES, adapt_to_template
 from api.chats.tools import ToolPolicy, as_function, tool_policy
 from api.generation.prepared_request import PreparedRequest, Served, with_grammar, with_images

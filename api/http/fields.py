@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from api.http import errors
 from api.http.errors import ApiError, invalid
-from api.http.types import U64_MAX, SamplingFields
+from api.http.types import U64_MAX, SamplingFields, SamplingOptions
 from config import DEVICE_TOP_K, Config
 from protocol import SAMPLING_PARAMETERS, ModelInfo, SamplingParameter, SamplingParams
 from run import Json
@@ -66,16 +66,19 @@ _STRUCTURED_OUTPUT_FIELDS = [
     "guided_choice",
     "guided_whitespace_pattern",
 ]
-_NAMES = (
-    "temperature top_k top_p min_p typical_p repetition_penalty frequency_penalty presence_penalty seed "
-    "n do_sample stop stop_sequences logit_bias max_new_tokens max_tokens max_completion_tokens "
-    "max_output_tokens min_tokens ignore_eos return_full_text truncate top_n_tokens tools tool_choice "
+_LIMITS = ["max_new_tokens", "max_output_tokens", "max_completion_tokens", "max_tokens"]
+_OTHERS = (
+    "n do_sample stop_sequences return_full_text truncate top_n_tokens tools tool_choice "
     "chat_template_kwargs mm_processor_kwargs regex json_schema output_format system instructions parameters "
     "enable_thinking think thinking reasoning extra_body add_special_tokens reasoning_effort "
     "thinking_token_budget thinking_budget_tokens"
 )
-CHANGES_TEXT = {*_NAMES.split(), *_STRUCTURED_OUTPUT_FIELDS}
-_LIMITS = ["max_new_tokens", "max_output_tokens", "max_completion_tokens", "max_tokens"]
+CHANGES_TEXT = {
+    *SamplingOptions.__struct_fields__,
+    *_STRUCTURED_OUTPUT_FIELDS,
+    *_LIMITS,
+    *_OTHERS.split(),
+}
 SAME_MEANING = {
     **dict.fromkeys([*_LIMITS, "n_predict", "num_predict"], _LIMITS),
     "repeat_penalty": ["repetition_penalty"],

@@ -23,6 +23,8 @@ Share = Annotated[float, Meta(extra_json_schema={"minimum": 0, "maximum": 1})]
 U64_MAX = 2**64 - 1  # msgspec's constraints end at 63 bits
 JsonSchema = dict[str, Any] | str  # a string holds the schema as JSON
 
+SCHEMA = "#/components/schemas/{name}"  # where the OpenAPI document has the schema of a type
+
 encode = msgspec.json.Encoder().encode
 
 

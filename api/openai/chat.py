@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import UNSET, Struct, UnsetType
 
 from api.chats.conversation import ChatRequest, prepare_chat
-from api.chats.shared import (
+from api.chats.openai_shared import (
     FINISH_REASONS,
     ChunkedResponseWriter,
     OpenAIResponse,

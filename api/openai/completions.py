@@ -11,7 +11,7 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 from api.chats import formats
-from api.chats.shared import (
+from api.chats.openai_shared import (
     FINISH_REASONS,
     ChunkedResponseWriter,
     OpenAIRequest,

@@ -13,8 +13,8 @@ import msgspec
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from api.chats.openai_shared import OpenAIResponseWriter, TokenLogprob
 from api.chats.reasoning import seal
-from api.chats.shared import OpenAIResponseWriter, TokenLogprob
 from api.chats.tools import custom_input
 from api.generation.prepared_request import PreparedRequest, Served
 from api.generation.response_writer import GeneratedSequence

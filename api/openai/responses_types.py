@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from api.chats.shared import TokenLogprob, Usage
+from api.chats.openai_shared import TokenLogprob, Usage
 from api.http.fields import Json
 from api.http.types import U32, AtLeastOne, SamplingOptions
 

@@ -10,7 +10,8 @@ from fakes.model import EOS
 from tool_calls import tool, use
 
 from api import tokenize
-from api.anthropic.messages import MessagesRequest, count_tokens
+from api.anthropic.messages import count_tokens
+from api.anthropic.types import MessagesRequest
 from api.chats.conversation import ChatRequest
 from api.generation.prepared_request import TokenizedPrompt
 from api.generation.response_writer import GeneratedSequence

@@ -4,7 +4,7 @@ import pytest
 from asked import grammars
 from tool_calls import FORMATS, use
 
-from api.anthropic.messages import CLIENT_TOOLS
+from api.anthropic.tools import CLIENT_TOOLS
 from api.openai.responses_tools import BUILT_IN
 
 DEFINITIONS = {name: row.definition({"parameters": None}) for name, row in BUILT_IN.items()}

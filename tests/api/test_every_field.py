@@ -13,7 +13,7 @@ import pytest
 from fakes.model import EOS
 from served import Served
 
-from api.anthropic.messages import MessagesRequest
+from api.anthropic.types import MessagesRequest
 from api.chats.conversation import ChatRequest
 from api.clouds import VertexRequest
 from api.http.fields import NEEDS_HOST

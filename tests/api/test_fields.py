@@ -7,7 +7,7 @@ import json
 import pytest
 from asked import DIALECTS, INFO, ON_DEVICE, all_prepared, assert_invalid, prepared, refusal, refusal_of
 
-from api.anthropic.messages import MessagesRequest
+from api.anthropic.types import MessagesRequest
 from api.chats.conversation import ChatRequest
 from api.clouds import VertexRequest
 from api.http import fields

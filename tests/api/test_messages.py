@@ -21,7 +21,9 @@ from asked import (
 from openai_api import CHAT, MESSAGES
 from openai_api import whole as asked
 
-from api.anthropic.messages import MessagesRequest, MessagesResponseWriter, MessagesTools, ThinkingConfig
+from api.anthropic.output import MessagesResponseWriter
+from api.anthropic.tools import MessagesTools
+from api.anthropic.types import MessagesRequest, ThinkingConfig
 from api.chats.reasoning import OFF, ON, unseal
 from api.http.errors import ANTHROPIC, ApiError
 

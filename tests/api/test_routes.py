@@ -8,9 +8,7 @@ import sys
 import openapi_spec_validator
 import pytest
 
-from api.openai.responses_types import ResponsesRequest
-from api.openapi import EXAMPLES
-from api.routes import ROUTES, openapi_document
+from api.routes import BY_NAME, ROUTES, openapi_document
 from run import HERE
 
 OPEN = {f"GET {path}" for path in ("/", "/health", "/ping", "/live", "/metrics", "/api-doc/openapi.json")}
@@ -19,10 +17,10 @@ OPEN = {f"GET {path}" for path in ("/", "/health", "/ping", "/live", "/metrics",
 def ask(served, route, **options):
     path = route.path.replace("{name}", "m") + ("?sentence=Hi" if route.path == "/infer" else "")
     if "{response_id}" in path:
-        made = served.post("/v1/responses", EXAMPLES[ResponsesRequest], **options).json
+        made = served.post("/v1/responses", BY_NAME["POST /v1/responses"].example, **options).json
         path = path.replace("{response_id}", made.get("id", "unknown"))
     if route.bodies:
-        return served.post(path, EXAMPLES[route.bodies[0]], **options)
+        return served.post(path, route.example, **options)
     return served.client.open(path, method=route.method, data=b"Hi" if route.takes_text else None, **options)
 
 
@@ -122,10 +120,9 @@ def test_the_first_requests_of_a_process_may_come_all_at_once():
 import os, sys, threading
 from api import routes
 from api.http import fields
-from api.openapi import EXAMPLES
 sys.setswitchinterval(1e-6)
 threading.excepthook = lambda failure: (sys.__excepthook__(failure.exc_type, failure.exc_value, None), os._exit(1))
-bodies = list(EXAMPLES.items())
+bodies = [(route.bodies[0], route.example) for route in routes.ROUTES if route.bodies]
 together = threading.Barrier(64)
 def read(n):
     kind, body = bodies[n % len(bodies)]

@@ -10,7 +10,9 @@ import tiny_tokenizers
 from asked import allows, serving
 from tool_calls import BOTH, CALLS, FORMATS, KINDS, LITERALS, NOW, TOOLS, WRITTEN, thinking_of, tokenizer_of, tool, use
 
-from api.anthropic.messages import MessagesRequest, MessagesResponseWriter, MessagesTools
+from api.anthropic.output import MessagesResponseWriter
+from api.anthropic.tools import MessagesTools
+from api.anthropic.types import MessagesRequest
 from api.chats.conversation import NEVER, ChatRequest
 from api.chats.tools import CUSTOM_INPUT, as_function, tool_policy
 from api.generation.prepared_request import PreparedRequest, TokenizedPrompt
