@@ -52,34 +52,6 @@ KV_SHARE_OF_FLOAT32 = {"bfloat16": 0.5, "u8": 0.3}  # bytes of a KV cache; u8 wi
 DEFAULT_BATCH_SIZE = 4
 MAX_DEFAULT_PREFIX_SLOTS = 64  # a prompt is compared with what each of them holds
 DEVICE_TOP_K = 256  # largest top-k of on-device sampling
-# The names in FORMATS of text/output/tool_formats.py (tested).
-TOOL_PARSERS = (
-    "hermes",
-    "llama3_json",
-    "pythonic",
-    "mistral",
-    "mistral_v11",
-    "qwen3_coder",
-    "deepseek_v3",
-    "deepseek_v31",
-    "glm45",
-    "kimi_k2",
-    "minimax_m2",
-    "lfm2",
-    "phi4_mini_json",
-    "openai",
-    "gemma4",
-)
-# vLLM's names for the same formats.
-TOOL_PARSER_ALIASES = {
-    "qwen3_xml": "qwen3_coder",
-    "llama4_json": "llama3_json",
-    "llama4_pythonic": "pythonic",
-    "glm47": "glm45",
-    "granite": "phi4_mini_json",
-    "granite4": "hermes",
-    "ernie45": "hermes",
-}
 # The names in FORMATS of text/output/reasoning.py (tested), and vLLM's parsers that mean the first of them.
 REASONING_PARSERS = ("think", "deepseek_r1", "mistral", "seed_oss", "gemma4", "openai_gptoss")
 REASONING_FIELDS = {
@@ -517,10 +489,10 @@ class Config:
     tool_parser: str | None = setting(
         None,
         "TOOL_PARSER --tool-call-parser",
-        f"Format in which the model writes tool calls: {', '.join(TOOL_PARSERS)}; none leaves calls in the "
-        f"text. vLLM's names mean the same: {', '.join(map(' for '.join, TOOL_PARSER_ALIASES.items()))}.",
+        "Format in which the model writes tool calls, by its name in docs/api/tools.md or vLLM's; none "
+        "leaves calls in the text.",
         shown="the one in which the chat template writes calls",
-        parse=_one_of(*TOOL_PARSERS, "none", aliases=TOOL_PARSER_ALIASES),
+        parse=str.lower,
     )
     reasoning_parser: str | None = setting(
         None,

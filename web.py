@@ -44,6 +44,7 @@ from api.http.response_store import FILE, ResponseStore
 from config import Config, keys_of
 from protocol import ModelInfo
 from run import ConfigError, die_with_parent, run_dir, socket_address
+from text.output.tool_formats import format_named
 
 logger = logging.getLogger("web")
 
@@ -360,6 +361,8 @@ def main() -> int:
     try:
         if config.otlp_endpoint:
             tracing.check_installed()
+        if config.tool_parser:
+            format_named(config.tool_parser)
         listener = configuration.listen(config)
     except ConfigError as error:
         logger.error("%s", error)

@@ -19,7 +19,9 @@ from engine.metrics import Metrics
 from models.checkpoint.quantization import SUPPORTED
 from models.neuron import families
 from run import HERE
-from text.output.tool_formats import FORMATS, AllowedCalls, Function, ModelTools, calls_grammar, not_written
+from text.output.allowed_calls import AllowedCalls, ModelTools, calls_grammar, not_written
+from text.output.call_syntaxes import Function
+from text.output.tool_formats import FORMATS
 
 DOCUMENTS = [path for folder in (".", "bench", "demo", "docs", "docs/*", "deploy/*") for path in HERE.glob(f"{folder}/*.md")]
 README = (HERE / "README.md").read_text()

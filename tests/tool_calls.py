@@ -5,8 +5,8 @@ from tokenizers import AddedToken
 
 from api.chats.tools import tool_policy
 from text.output import tool_formats
+from text.output.allowed_calls import ModelTools
 from text.output.reasoning import Thinking
-from text.output.tool_formats import ModelTools
 from text.stream import Piece
 
 FORMS = {form.name: form for form in (*tool_formats.FORMATS, tool_formats.AS_TEXT)}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import hashlib
 import json
 import re
 import secrets
@@ -23,6 +22,7 @@ import jinja2.sandbox
 
 from manifest import read_json
 from run import ConfigError, Json
+from text.call_ids import call_ids_of
 from text.limited import LimitExceeded, Rejected, SandboxedFunction
 
 WORD_OF_NONE = "Quokka"  # that no template writes by itself
@@ -77,8 +77,7 @@ class ChatTemplate:
         self.response_template = response_template  # transformers': how an answer is parsed
         self.for_tools = self  # the template for chats with tools; some models have one of its own
         self.words = frozenset(WORD.findall(source))  # in quotes, such as the names of roles
-        self.needs_short_ids = "[TOOL_CALLS]" in source  # Mistral's: ids of calls have 9 letters and digits
-        self.needs_named_ids = "<|tool_call_begin|>" in source  # Kimi's: ids of calls name their functions
+        self.call_ids = call_ids_of(source)
         self._special_tokens = special_tokens
 
     @classmethod
@@ -126,10 +125,7 @@ class ChatTemplate:
         A last message of the assistant is continued: the text ends right after its content. Raises
         TemplateError, and RecursionError for messages that are nested too deeply.
         """
-        if self.needs_short_ids:
-            messages = [_with_short_ids(message) for message in messages]
-        if self.needs_named_ids:
-            messages = _with_named_ids(messages)
+        messages = self.call_ids.written(messages)
         last = messages[-1] if messages else {}
         if last.get("role") != "assistant":
             return self._write(messages, tools, options, begins_answer)
@@ -314,44 +310,6 @@ def _parts_of(content: str) -> list[Json]:
         elif piece:
             parts.append({"type": "text", "text": piece})
     return parts
-
-
-def _with_short_ids(message: Json) -> Json:
-    """The ids of calls as Mistral's templates require them: 9 letters and digits."""
-    message = dict(message)
-    if "tool_call_id" in message:
-        message["tool_call_id"] = _short_id(message["tool_call_id"])
-    if calls := message.get("tool_calls"):
-        message["tool_calls"] = [
-            call | {"id": _short_id(call["id"])} if "id" in call else call for call in calls
-        ]
-    return message
-
-
-def _with_named_ids(messages: list[Json]) -> list[Json]:
-    """The ids of calls as Kimi's templates write them in the place of the functions' names."""
-    ids = {}
-    number = 0
-    changed = []
-    for message in messages:
-        message = dict(message)
-        calls = []
-        for call in message.get("tool_calls") or ():
-            calls.append(call | {"id": f"functions.{call['function']['name']}:{number}"})
-            ids[str(call.get("id"))] = calls[-1]["id"]
-            number += 1
-        if calls:
-            message["tool_calls"] = calls
-        if "tool_call_id" in message:
-            message["tool_call_id"] = ids.get(str(message["tool_call_id"]), message["tool_call_id"])
-        changed.append(message)
-    return changed
-
-
-def _short_id(given: Any) -> str:
-    if re.fullmatch("[A-Za-z0-9]{9}", str(given)):
-        return given
-    return hashlib.sha256(str(given).encode()).hexdigest()[:9]
 
 
 def _template_in(config: Json, name: str = "default") -> str | None:

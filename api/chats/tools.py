@@ -13,16 +13,15 @@ from typing import Any
 from api.http.errors import invalid
 from api.http.fields import CHAT_FIELDS, FieldNames, Json
 from text.grammar import GrammarError, left_out
-from text.output.tool_formats import (
-    AS_TEXT,
-    FORMATS,
+from text.output.allowed_calls import (
     AllowedCalls,
-    Function,
     ModelTools,
     ParametersError,
     calls_grammar,
     not_written,
 )
+from text.output.call_syntaxes import Function
+from text.output.tool_formats import AS_TEXT, FORMATS
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 KINDS = ("function", "custom")

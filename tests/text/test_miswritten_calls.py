@@ -115,14 +115,14 @@ def without_one(text, part, chance):
 
 
 def missing_end(name, arguments, chance):
-    end = FORMS[name].tags.value_end
+    end = FORMS[name].value_end
     for key in [key for key, value in arguments.items() if end in json.dumps(value)]:
         del arguments[key]  # which would hold the one that is missing
     return without_one(written(name, arguments), end + "\n" * (name == "qwen3_coder"), chance)
 
 
 def missing_end_of_call(name, arguments, chance):
-    begin, end = written(name, arguments).rsplit(FORMS[name].tags.end, 1)
+    begin, end = written(name, arguments).rsplit(FORMS[name].call_end, 1)
     return begin + end
 
 

@@ -25,6 +25,7 @@ from tool_calls import (
     with_argument,
 )
 
+from text.call_ids import CallIds, ShortIds
 from text.output.json_mender import complete_members
 from text.output.parser import (
     Arguments,
@@ -455,8 +456,8 @@ def test_only_allowed_tools_are_called():
 
 
 def test_ids_have_the_form_that_templates_require():
-    for short, form in ((False, r"call_[0-9a-f]{24}"), (True, r"[0-9a-zA-Z]{9}")):
-        found = use(short_ids=short, parallel=True)
+    for ids, form in ((CallIds(), r"call_[0-9a-f]{24}"), (ShortIds(), r"[0-9a-zA-Z]{9}")):
+        found = use(call_ids=ids, parallel=True)
         first, second = parsed(ParserConfig(found), CALLS["hermes"][0] * 2).calls
         assert re.fullmatch(form, first.id) and first.id != second.id
 
@@ -653,7 +654,7 @@ def test_a_call_with_a_mistake_of_a_tool_that_is_not_offered_is_content(mistake,
 
 @pytest.mark.parametrize("name", TAGS)
 def test_a_required_call_may_have_the_tags_of_its_format_in_a_value(name):
-    value = f"<a> {FORMS[name].tags.key} {FORMS[name].open}"
+    value = f"<a> {FORMS[name].key} {FORMS[name].open}"
     config = ParserConfig(use(name, choice="required"), enforces_calls=True)
     for size in (1, None):
         parser = config.parser()

@@ -25,15 +25,10 @@ from tool_calls import (
 )
 
 from api.http.errors import ApiError
-from config import TOOL_PARSERS
 from text.grammar import of_json_schema
-from text.output import tool_formats
+from text.output.allowed_calls import MOST_CALLS, not_written
+from text.output.call_syntaxes import Function, types_of
 from text.output.parser import ParserConfig
-from text.output.tool_formats import MOST_CALLS
-
-
-def test_every_format_may_be_set():
-    assert set(TOOL_PARSERS) == {form.name for form in tool_formats.FORMATS}
 
 
 @pytest.mark.parametrize(("name", "key"), [("pythonic", "a-b"), ("lfm2", "class"), ("gemma4", "a:b")])
@@ -338,11 +333,11 @@ PLACES = [
 @pytest.mark.parametrize("name", ["glm45", "gemma4"])
 @pytest.mark.parametrize(("parameters", "places"), PLACES)
 def test_what_a_call_that_is_not_json_does_not_enforce_is_named(name, parameters, places):
-    function = tool_formats.Function("f", {"type": "object"} | parameters)
-    assert sorted(tool_formats.not_written(use(name).format, function)) == places
+    function = Function("f", {"type": "object"} | parameters)
+    assert sorted(not_written(use(name).format, function)) == places
 
 
 def test_definitions_that_name_each_other_many_times_are_looked_at_once():
     many = [{"$ref": "#/$defs/X"}] * 300
     parameters = {"properties": {"a": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"anyOf": many}}}
-    assert tool_formats.types_of(parameters["properties"]["a"], parameters) == set()
+    assert types_of(parameters["properties"]["a"], parameters) == set()

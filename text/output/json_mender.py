@@ -8,8 +8,8 @@ import re
 from typing import Any
 
 from run import Json
-from text.output.tool_formats import GEMMA_QUOTE
 
+GEMMA_QUOTE = '<|"|>'
 CLOSING = {"{": "}", "[": "]"}
 QUOTES = (GEMMA_QUOTE, '"', "'")
 SPACES = re.compile(r"\s*")

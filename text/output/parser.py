@@ -10,16 +10,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-import secrets
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 
-from text.output.call_mender import MAX_HEAD, any_of, may_be_calls, mended_calls
+from text.output.allowed_calls import AllowedCalls, mended_calls
+from text.output.call_mender import MAX_HEAD, any_of, may_be_calls
 from text.output.reasoning import Thinking
-from text.output.tool_formats import WHOLE, AllowedCalls, Syntax
 from text.stream import Piece
 
 MORE_STARTS = tuple("{[,;/#`")  # of what may follow a call in front of the closing marker
@@ -245,7 +244,7 @@ class OutputParser:
                     self._end_truncated()
                 else:
                     self._take_back()
-                    reads_whole = self._calls.format.syntax in WHOLE or not self._streams_calls
+                    reads_whole = self._calls.format.is_whole or not self._streams_calls
                     goes_on = reads_whole and (yield from self._read_whole())
         while True:
             self._send(Content)
@@ -306,14 +305,13 @@ class OutputParser:
             is_final = self._ended and not self._is_cut
             ends = [found.start() for found in re.finditer(re.escape(form.close), text)] if form.close else []
             follows = text.rpartition(form.close)[2] if ends else ""
-            is_whole = form.syntax in WHOLE
-            if ends and is_whole and not self._ended and form.open.startswith(follows):
+            if ends and form.is_whole and not self._ended and form.open.startswith(follows):
                 ends.pop()  # what follows shows whether it is part of a value
             last = []
             if is_final:
                 last = [len(text)]
-                if form.tags:  # text may follow in front of the closing marker
-                    last += [found.end() for found in re.finditer(re.escape(form.tags.end), text)]
+                if form.call_end:  # text may follow in front of the closing marker
+                    last += [found.end() for found in re.finditer(re.escape(form.call_end), text)]
             for end in [*ends[0 if is_final else tried :], *last]:
                 rest = text[end:].removeprefix(form.close)
                 calls = mended_calls(text[:end], self._calls, rest, is_final, self._streams_calls)
@@ -331,7 +329,7 @@ class OutputParser:
             if self._ended:
                 break
             yield
-        if self._keeps_truncated and form.syntax in WHOLE:
+        if self._keeps_truncated and form.is_whole:
             for name, arguments in mended_calls(text, self._calls, None, is_exact=True) or ():
                 self._begin(name, arguments.removesuffix("}"))
             self._end_truncated()
@@ -381,15 +379,14 @@ class OutputParser:
         return self._buffer.startswith(starts)
 
     def _call(self) -> Resumable:
-        syntax = self._calls.format.syntax
-        if syntax is Syntax.JSON:
-            yield from self._json_call()
-        elif syntax is Syntax.PYTHON:
-            yield from self._python_call()
-        elif syntax is Syntax.NAMED:
-            yield from self._named_call()
+        form = self._calls.format
+        if form.is_whole:
+            raise _NotACall
+        head, name = yield from self._head(form.head(any_of(self._calls.names)), form.braces)
+        if form.writes_json:
+            yield from self._json_arguments(head, name)
         else:
-            raise _NotACall  # it is read as a whole
+            yield from self._other_arguments(name)
         yield from self._end_call()
 
     def _end_call(self) -> Resumable:
@@ -422,19 +419,18 @@ class OutputParser:
             yield from self._more()
         return self._take(found.end()), found[1]
 
-    def _json_call(self) -> Resumable:
-        """A call as a JSON object with its name first, whose arguments are sent while they grow."""
-        names = any_of(self._calls.names)
-        keys = r'"(?:arguments|parameters)"'
-        pattern = rf'\s*{{\s*"name"\s*:\s*"({names})"\s*,\s*{keys}\s*:\s*(?={{)'
-        head, name = yield from self._head(pattern, 1)
+    def _json_arguments(self, head: str, name: str) -> Resumable:
+        """Sends the arguments while they grow. A head with a brace is an object that has them."""
+        form = self._calls.format
         self._begin(name)
         arguments = yield from self._bracketed(sends=True)
         _check_object(arguments)
-        _check_object(head + arguments + (yield from self._bracketed(1)))
+        if form.braces:
+            _check_object(head + arguments + (yield from self._bracketed(form.braces)))
+        if form.tail:
+            yield from self._skip(form.tail.lstrip())
 
-    def _python_call(self) -> Resumable:
-        _head, name = yield from self._head(rf"\s*({any_of(self._calls.names)})\(")
+    def _other_arguments(self, name: str) -> Resumable:
         begins = len(self._undecided)
         try:
             arguments = yield from self._bracketed(1)
@@ -459,21 +455,10 @@ class OutputParser:
                 return self._as_json(name, text[:at] + ")").removesuffix("}") + ", "
         return "{"
 
-    def _named_call(self) -> Resumable:
-        """A name, a separator and the arguments as JSON. The id that a model may write is not used."""
-        form = self._calls.format
-        pattern = rf"\s*{re.escape(form.head)}({any_of(self._calls.names)})(?:{form.separators})\s*(?={{)"
-        _head, name = yield from self._head(pattern)
-        self._begin(name)
-        _check_object((yield from self._bracketed(sends=True)))
-        if form.tail:
-            yield from self._skip(form.tail.lstrip())
-
     def _begin(self, name: str, arguments: str = "") -> None:
         if name not in self._calls.names:
             raise _NotACall
-        call_id = secrets.token_hex(5)[:9] if self._calls.model.short_ids else f"call_{secrets.token_hex(12)}"
-        self._held = CallBegin(self._begun, call_id, name)
+        self._held = CallBegin(self._begun, self._calls.model.call_ids.new(), name)
         self._called = name
         self._arguments = ""
         self._begun += 1

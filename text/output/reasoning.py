@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from text.grammar import GrammarError, of_rules
-from text.output.tool_formats import TokenId, terminals, up_to
+from text.output.call_syntaxes import TokenId, terminals, up_to
 from text.template import ChatTemplate
 from text.tokenizer import Tokenizer
 

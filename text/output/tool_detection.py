@@ -9,8 +9,10 @@ import json
 import os
 from typing import Any
 
+from text.output.allowed_calls import AllowedCalls, ModelTools
+from text.output.call_syntaxes import Function, ToolFormat
 from text.output.parser import ParserConfig
-from text.output.tool_formats import AS_TEXT, FORMATS, HERMES, AllowedCalls, Function, ModelTools, ToolFormat
+from text.output.tool_formats import AS_TEXT, FORMATS, HERMES, format_named
 from text.stream import Piece
 from text.template import ChatTemplate, TemplateError
 from text.template_capabilities import USER, TemplateCapabilities, calls_and_results
@@ -45,21 +47,24 @@ def model_tools(
     tokenizer: Tokenizer,
     parser: str | None,
 ) -> ModelTools:
-    """The tool support of a model with this chat template. parser: --tool-parser, which overrides what is
-    found."""
+    """The tool support of a model with this chat template.
+
+    parser: --tool-parser, which overrides what is found.
+    """
+    named = format_named(parser) if parser else None
     if template is None or not capabilities.tools:
-        form = AS_TEXT if parser == AS_TEXT.name else HERMES
+        form = AS_TEXT if named is AS_TEXT else HERMES
         return ModelTools(form, tokenizer.token_to_id, in_prompt=True)
     template = template.for_tools
     written = written_format(template)
     found = written or _parsed_format(template.response_template) or _described_format(template.source)
-    if parser and not (found and found.name.startswith(f"{parser}_v")):  # vLLM's `mistral` is both
-        found = next((form for form in (*FORMATS, AS_TEXT) if form.name == parser), None)
+    if named and not (found and found.name.startswith(f"{named.name}_v")):  # vLLM's `mistral` is both
+        found = named
     return ModelTools(
         format=found,
         token_id=tokenizer.token_to_id,
         parallel=written is None or capabilities.several_calls,
-        short_ids=template.needs_short_ids,
+        call_ids=template.call_ids,
     )
 
 
@@ -75,14 +80,8 @@ def _parsed_format(response_template: Any) -> ToolFormat | None:
     fields = response_template.get("fields") if isinstance(response_template, dict) else None
     patterns = json.dumps(fields.get("tool_calls"), ensure_ascii=False) if isinstance(fields, dict) else ""
     patterns = patterns.replace("\\", "")
-    fitting = [form for form in FORMATS if all(text in patterns for text in _texts(form))]
-    return max(fitting, key=lambda form: sum(map(len, _texts(form))), default=None)
-
-
-def _texts(form: ToolFormat) -> list[str]:
-    """What every call in this format has, but for brackets, which patterns have for other reasons."""
-    key = form.tags.key if form.tags else ""
-    return [form.open, form.first.strip("["), form.head, form.separator.strip(), key]
+    fitting = [form for form in FORMATS if all(text in patterns for text in form.parts)]
+    return max(fitting, key=lambda form: sum(map(len, form.parts)), default=None)
 
 
 def _described_format(source: str) -> ToolFormat | None:

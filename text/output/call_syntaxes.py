@@ -1,0 +1,564 @@
+"""How one call of a tool is written: a class a syntax, with its grammar and how it is read.
+
+A format of tool calls is an object of one of these classes; tool_formats.py has them all. `OutputParser`
+(parser.py) reads a call after its `head`: arguments in JSON while they grow, other ones up to the closing
+bracket, and a syntax that `is_whole` when a call is complete, by its `calls_in`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import keyword
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from run import Json
+from text.grammar import GrammarError, json_rule, lark_string
+from text.output.call_mender import ERRORS, Call, CallText, any_of, as_json
+from text.output.json_mender import CONSTANTS, GEMMA_QUOTE, whole_value
+
+# The rule of literals for each type of JSON Schema.
+LITERALS = {
+    "string": "str",
+    "integer": "int",
+    "number": "num",
+    "boolean": "bool",
+    "null": "none",
+    "array": "list",
+    "object": "dict",
+}
+TYPES = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    type(None): "null",
+    list: "array",
+    dict: "object",
+}
+DEFINITIONS = ("$defs", "definitions")
+# JSON Schema's keywords that say what is valid, but for those of definitions.
+CONSTRAINTS = {
+    *("type", "enum", "const", "anyOf", "oneOf", "allOf", "not", "if", "$ref"),
+    *("minLength", "maxLength", "pattern", "format"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    *("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains"),
+    *("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
+    *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
+    *("unevaluatedItems", "unevaluatedProperties"),
+}
+ANNOTATIONS = ("title", "description", "default", "examples")  # which constrain nothing
+MAX_DEPTH = 8  # of schemas that name each other
+# `argument` with any name, `value`: any literal, and the literals of each type.
+ANY_LITERALS = [
+    "value: str | num | bool | none | list | dict",
+    "int: /-?(0|[1-9][0-9]{0,15})/",
+    r"num: /-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,16})?([eE][+-]?[0-9]{1,2})?/",
+]
+PYTHON_LITERALS = [
+    *ANY_LITERALS,
+    'argument: /[A-Za-z_][A-Za-z0-9_]*/ "=" value',
+    'list: "[" (value ("," " "? value)*)? "]"',
+    'dict: "{" (str ":" " "? value ("," " "? str ":" " "? value)*)? "}"',
+    r"""str: /"([^"\\\x00-\x1f]|\\["\\nt])*"|'([^'\\\x00-\x1f]|\\['\\nt])*'/""",
+    'bool: "True" | "False"',
+    'none: "None"',
+]
+GEMMA_LITERALS = [  # but for strings
+    *ANY_LITERALS,
+    'argument: /[A-Za-z_][A-Za-z0-9_-]*/ ":" value',
+    'list: "[" (value ("," value)*)? "]"',
+    'dict: "{" (argument ("," argument)*)? "}"',
+    'bool: "true" | "false"',
+    'none: "null"',
+]
+
+TokenId = Callable[[str], int | None]  # of a text that is one token
+ToLark = Callable[[str], str]  # writes a text with markers in Lark
+
+
+@dataclass(frozen=True)
+class Function:
+    """A tool that may be called. `parameters`: the JSON schema of an object."""
+
+    name: str
+    parameters: Json
+    is_strict: bool = False
+
+    @property
+    def takes_any(self) -> bool:
+        """Whether the schema names no properties and allows all."""
+        allows_all = self.parameters.get("additionalProperties") is not False
+        return allows_all and not self.parameters.get("properties")
+
+    @property
+    def properties(self) -> Json:
+        return self.parameters.get("properties", {})
+
+    def requires(self, name: str) -> bool:
+        required = self.parameters.get("required")
+        return isinstance(required, list) and name in required
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolFormat:
+    """A way to write calls, for the parser and for the grammar.
+
+    `before`, `between` and `after` are Lark for what stands around the calls of an output; `marked` is Lark
+    for calls after the opening marker within a text; `auto` is Lark for a text with calls or without, where
+    it is not just that. They may use markers in quotes, and the rules `open`, `close`, `next` (the markers),
+    `call`, `listed` (all of them), `calls`, `ws` and `TEXT`.
+    """
+
+    name: str
+    other_names: tuple[str, ...] = ()  # vLLM's parsers that mean it
+    open: str  # the marker in front of calls,
+    also_open: tuple[str, ...] = ()  # other texts that may stand there
+    bare: tuple[str, ...] = ()  # what else a call begins with, with the name of a function for {}
+    close: str = ""  # the marker after them
+    described_by: tuple[str, ...] = ()  # words of templates that take tools and write no calls
+    first: str = ""  # may stand in front of the first of several calls,
+    next: str = ""  # stands in front of each other one
+    implicit_start: str = ""  # what calls begin with where they may be the whole text, without a marker
+    ends: tuple[str, ...] = ()  # what may follow calls
+    inner: tuple[str, ...] = ()  # further markers
+    before: str = ""
+    between: str = ""
+    after: str = ""
+    marked: str = ""
+    auto: str = ""
+
+    is_whole = False  # values may have any text: a call is read when it is complete
+    writes_json = False  # the arguments
+    braces = 0  # in front of the arguments
+    tail = ""  # what may follow the arguments
+    call_end = ""  # of a call that is whole; text may follow in front of `close`
+
+    @property
+    def markers(self) -> list[str]:
+        """What may be a token by itself."""
+        around = [text for text in (self.open, self.close) if text]
+        return [*self.inner, *(text for text in around if not any(inner in text for inner in self.inner))]
+
+    @property
+    def parts(self) -> list[str]:
+        """What every call has, but for brackets, which patterns have for other reasons."""
+        return [self.open, self.first.strip("[")]
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """Markers that may stand beside a call where it is read as a whole."""
+        return (self.open, *self.also_open, self.close, *self.inner)
+
+    def head(self, names: str) -> str:
+        """A regular expression for what is in front of the arguments of a call of one of these functions."""
+        raise NotImplementedError
+
+    def call_rules(self, rule: str, function: Function, arguments: str, lark: ToLark) -> list[str]:
+        """The rules of a call, in Lark. arguments: a rule for them in JSON."""
+        raise NotImplementedError
+
+    def shared_rules(self, _lark: ToLark, _token_id: TokenId) -> list[str]:
+        """What the rules of all calls use."""
+        return []
+
+    def enforced(self, _schema: Any, _parameters: Json) -> set[str]:
+        """The keywords of a property that `call_rules` enforces where the arguments are not JSON."""
+        return CONSTRAINTS
+
+    def calls_in(self, text: CallText, at: int) -> Iterator[Call]:
+        """The calls of a whole text from this place on. Raises one of ERRORS for another text."""
+        return self.after_names(text, at)
+
+    def after_names(self, text: CallText, at: int) -> Iterator[Call]:
+        """Objects of arguments, each after a name."""
+        return text.after_names(at)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonFormat(ToolFormat):
+    """{"name": …, "arguments": {…}}"""
+
+    arguments_key: str = "arguments"
+
+    writes_json = True
+    braces = 1
+
+    def head(self, names: str) -> str:
+        keys = r'"(?:arguments|parameters)"'
+        return rf'\s*{{\s*"name"\s*:\s*"({names})"\s*,\s*{keys}\s*:\s*(?={{)'
+
+    def call_rules(self, rule: str, function: Function, arguments: str, _lark: ToLark) -> list[str]:
+        name = json.dumps(json.dumps(function.name))
+        key = json.dumps(json.dumps(self.arguments_key))
+        members = rf'"\"name\"" ws ":" ws {name} ws "," ws {key} ws ":" ws {rule}_arguments'
+        return [rf'{rule}: "{{" ws {members} ws "}}"', f"{rule}_arguments: {arguments}"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedFormat(ToolFormat):
+    """The name, a separator, and the arguments in JSON. The id that a model may write is not used."""
+
+    name_begin: str = ""  # what is in front of the name,
+    number: str = ""  # right after it: Lark,
+    separator: str  # between it and the arguments,
+    separators: str  # or may be there: a regular expression,
+    tail: str = ""  # and after them
+
+    writes_json = True
+
+    @property
+    def parts(self) -> list[str]:
+        return [*super().parts, self.name_begin, self.separator.strip()]
+
+    def head(self, names: str) -> str:
+        return rf"\s*{re.escape(self.name_begin)}({names})(?:{self.separators})\s*(?={{)"
+
+    def call_rules(self, rule: str, function: Function, arguments: str, lark: ToLark) -> list[str]:
+        head = f"{lark(self.name_begin + function.name)} {self.number} {lark(self.separator)}"
+        return [f"{rule}: {head} {rule}_arguments {lark(self.tail)}", f"{rule}_arguments: {arguments}"]
+
+
+class PairsFormat(ToolFormat):
+    """Calls of which the arguments are pairs of a key and a literal."""
+
+    language: str
+    begin: str  # with the name in it
+    equals: str
+    comma: str
+    end: str
+    literals: list[str]  # the rules `argument` and `value`, and those of each type
+
+    @staticmethod
+    def is_key(name: str) -> bool:
+        raise NotImplementedError
+
+    @staticmethod
+    def written(value: Any) -> str:
+        """A value as a literal."""
+        raise NotImplementedError
+
+    def call_rules(self, rule: str, function: Function, _arguments: str, lark: ToLark) -> list[str]:
+        """The properties in their order, those that are not required may be missing."""
+        begin = lark_string(self.begin.format(function.name))
+        if function.takes_any:
+            return [f'{rule}: {begin} (argument ("," " "? argument)*)? "{self.end}"']
+        properties = function.properties
+        rules = [f'{rule}: {begin} {rule}_first_0 "{self.end}"']
+        for k, (name, schema) in enumerate(properties.items()):
+            if not self.is_key(name):
+                detail = f"must have names that are valid in {self.language}. Given: {name[:40]!r}"
+                raise GrammarError(detail)
+            for place, comma in (("first", ""), ("next", self.comma)):
+                key = lark_string(comma + name + self.equals)
+                argument = f"{key} ({self._literal(schema, lark)}) {rule}_next_{k + 1}"
+                skipped = "" if function.requires(name) else f" | {rule}_{place}_{k + 1}"
+                rules.append(f"{rule}_{place}_{k}: {argument}{skipped}")
+        return [*rules, f'{rule}_first_{len(properties)}: ""', f'{rule}_next_{len(properties)}: ""']
+
+    def shared_rules(self, _lark: ToLark, _token_id: TokenId) -> list[str]:
+        return self.literals
+
+    def _literal(self, schema: Any, lark: ToLark) -> str:
+        values = _values(schema)
+        if not values:
+            return LITERALS.get(_type(schema), "value")
+        return " | ".join(lark(self.written(value)) for value in values)
+
+    def enforced(self, schema: Any, _parameters: Json) -> set[str]:
+        if _values(schema):
+            return {"type", "enum", "const"}
+        return {"type"} if _type(schema) in LITERALS else set()
+
+
+class PythonFormat(PairsFormat):
+    """name(key=value)"""
+
+    language = "Python"
+    begin = "{}("
+    equals = "="
+    comma = ", "
+    end = ")"
+    literals = PYTHON_LITERALS
+
+    @staticmethod
+    def is_key(name: str) -> bool:
+        return name.isidentifier() and not keyword.iskeyword(name)
+
+    @staticmethod
+    def written(value: Any) -> str:
+        return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+    def head(self, names: str) -> str:
+        return rf"\s*({names})\("
+
+    def calls_in(self, text: CallText, at: int) -> Iterator[Call]:
+        return text.in_python(at)
+
+
+class GemmaFormat(PairsFormat):
+    """call:name{key:value}, an object as in JSON but for its quotes."""
+
+    language = "Gemma's calls"
+    begin = "call:{}{{"
+    equals = ":"
+    comma = ","
+    end = "}"
+    literals = GEMMA_LITERALS
+    is_whole = True
+
+    @staticmethod
+    def is_key(name: str) -> bool:
+        return bool(re.fullmatch(r"[^\s:,{}\[\]<]+", name))
+
+    @staticmethod
+    def written(value: Any) -> str:
+        return f"{GEMMA_QUOTE}{value}{GEMMA_QUOTE}" if isinstance(value, str) else json.dumps(value)
+
+    def shared_rules(self, lark: ToLark, token_id: TokenId) -> list[str]:
+        text = up_to(GEMMA_QUOTE, token_id, "string", "STRING")
+        return [*self.literals, f"str: {lark(GEMMA_QUOTE)} string", *text]
+
+    def after_names(self, text: CallText, at: int) -> Iterator[Call]:
+        yield from text.after_names(at, is_loose=True)
+        text.check_rest(self.open, re.escape(self.open), GEMMA_QUOTE, self.close)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaggedFormat(ToolFormat):
+    """The name, and each parameter in tags."""
+
+    name_end: str = ""  # after the name of the function
+    key: str  # in front of the name of a parameter,
+    key_end: str  # and after it
+    value: str = ""  # in front of a value,
+    value_end: str  # and after it
+    call_end: str
+    line_breaks: bool = False  # one belongs to each of the tags around a value
+
+    is_whole = True
+
+    @property
+    def parts(self) -> list[str]:
+        return [*super().parts, self.key]
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        return (self.open, *self.also_open, self.close)
+
+    @property
+    def key_pattern(self) -> str:
+        """A regular expression for the name of a parameter."""
+        return rf"[^{self.key_end[0]}\n]+"
+
+    def call_rules(self, rule: str, function: Function, _arguments: str, lark: ToLark) -> list[str]:
+        """The properties in their order, those that are not required may be missing."""
+        begin = f"{lark(function.name + self.name_end)} ws"
+        if function.takes_any:
+            return [f"{rule}: {begin} parameter* {lark(self.call_end)}"]
+        rules = []
+        parts = []
+        for k, (name, schema) in enumerate(function.properties.items()):
+            if not re.fullmatch(self.key_pattern, name):
+                raise GrammarError(f"must have names without `{self.key_end[0]}`. Given: {name[:40]!r}")
+            parts.append(f"{rule}_{k}" if function.requires(name) else f"{rule}_{k}?")
+            rules.append(f"{rule}_{k}: {self._key(lark_string(name), lark)} {rule}_value_{k} ws")
+            rules += self._value_rules(f"{rule}_value_{k}", schema, function.parameters, lark)
+        return [f"{rule}: {begin} {' '.join(parts)} {lark(self.call_end)}", *rules]
+
+    def shared_rules(self, lark: ToLark, token_id: TokenId) -> list[str]:
+        """The rules `parameter`, with any name and value, and `raw`, any text and the tag after it."""
+        key = self._key(f"/{self.key_pattern}/", lark)
+        return [f"parameter: {key} raw ws", *up_to(self.value_end, token_id, "raw", "RAW")]
+
+    def _key(self, name: str, lark: ToLark) -> str:
+        """What stands in front of a value; name: Lark."""
+        value = f"ws {lark(self.value)}" if self.value else ""
+        return f"{lark(self.key)} {name} {lark(self.key_end)} {value}"
+
+    def _value_rules(self, rule: str, schema: Any, parameters: Json, lark: ToLark) -> list[str]:
+        """A value and the tag after it: raw text if the schema allows text, otherwise JSON."""
+        types = types_of(schema, parameters)
+        values = _values(schema)
+        end = lark(self.value_end)
+        if types == {"string"} and values:
+            space = r"/\n?/" if self.line_breaks else ""
+            return [f"{rule}: {space} ({' | '.join(map(lark_string, values))}) {space} {end}"]
+        if not types or "string" in types:
+            return [f"{rule}: raw"]
+        definitions: Json = {}
+        if "$ref" in json.dumps(schema):
+            definitions = {name: parameters[name] for name in DEFINITIONS if name in parameters}
+        constrained = definitions | {name: value for name, value in schema.items() if name not in ANNOTATIONS}
+        return [f"{rule}: ws {rule}_json ws {end}", f"{rule}_json: {json_rule(constrained, ' ?')}"]
+
+    def enforced(self, schema: Any, parameters: Json) -> set[str]:
+        types = types_of(schema, parameters)
+        if types and "string" not in types:
+            return CONSTRAINTS  # written as JSON
+        return {"type", "enum", "const"} if types == {"string"} else {"type"}
+
+    def calls_in(self, text: CallText, at: int) -> Iterator[Call]:
+        """A text in which something else is between tags is none."""
+        begins = _tag(self.first) or rf"(?:\A|{re.escape(self.open)})\s*"
+        call = rf"{begins}(?P<name>{any_of(text.schemas)}){_tag(self.name_end)}(?![^\s<])"
+        value = rf"\s*{self.value}" if self.value else ""
+        key = rf"{_tag(self.key)}\s*(?P<key>[^<>\n\"']+?)\s*{_tag(self.key_end)}{value}"
+        calls = text.text[at:]
+        if text.rest is None:  # up to the last value that is complete
+            closed, end, _value = calls.rpartition(self.value_end)
+            calls = closed + end or re.match(call, calls)[0]
+        found = [*re.finditer(f"{call}|{key}|{any_of([self.value_end, self.call_end])}", calls)]
+        ends = [*(tag.start() for tag in found[1:]), len(calls)]
+        pieces = [(tag, calls[tag.end() : end]) for tag, end in zip(found, ends, strict=True)]
+        n = 0
+        if not calls.startswith(found[0][0]):
+            raise ValueError("another text is in front")
+        while n < len(pieces):
+            tag, behind = pieces[n]
+            schema = text.schemas[tag["name"] if text.is_blank(behind) else ""]
+            arguments: Json = {}
+            n += 1
+            while n < len(pieces) and (name := pieces[n][0]["key"]) and name not in arguments:
+                n, arguments[name] = self._value(text, pieces, n, schema, arguments)
+            if n < len(pieces) and pieces[n][0][0] == self.call_end and text.is_blank(pieces[n][1]):
+                n += 1
+            elif not text.is_final and self.call_end != self.close:
+                raise ValueError("the call may go on")
+            yield tag["name"], arguments
+        another = rf"{re.escape(self.open)}\s*{call.replace('?P<name>', '')}"
+        text.check_rest("\n", another, self.value_end, self.call_end)  # a line break is between calls
+
+    def _value(
+        self, text: CallText, pieces: list[tuple[re.Match, str]], n: int, schema: Json, earlier: Json
+    ) -> tuple[int, Any]:
+        """Which piece follows the value that begins in piece `n`, and the value. Without a tag of its own it
+        ends in front of a parameter of the function that is not among the `earlier` ones, of another call, or
+        of the end."""
+        properties = schema.get("properties", {})
+        key, written = pieces[n]
+        types = types_of(properties.get(key["key"]), schema)
+        misfit = None
+        for at in range(n + 1, len(pieces)):
+            tag, behind = pieces[at]
+            is_blank = text.is_blank(behind)
+            if tag[0] == self.value_end and is_blank:
+                value = _typed(written, types, self.line_breaks)
+                if _fits(value, types) and (at == n + 1 or text.is_final):
+                    return at + 1, value
+                misfit = misfit or (at + 1, value)
+            follows = pieces[at + 1][0] if at + 1 < len(pieces) else None
+            is_last = follows["name"] if follows else self.call_end != self.close
+            ends = is_last and tag[0] == self.call_end
+            begins = tag["name"] and (not follows or follows["key"] or follows[0] == self.call_end)
+            is_new = tag["key"] in properties if properties else tag["key"]
+            if (is_blank and (ends or begins)) or (is_new and tag["key"] not in (key["key"], *earlier)):
+                break
+            written += tag[0] + behind
+        else:
+            at = len(pieces)
+        value = _typed(written.rstrip("\n"), types, self.line_breaks)
+        is_certain = misfit or (self.value_end not in written and _fits(value, types))
+        if not (is_certain and text.is_final):
+            raise ValueError("the value may go on, or have the part of another")
+        return misfit or (at, value)
+
+
+def types_of(
+    schema: Any, parameters: Json, depth: int = 0, known: dict[str, set[str]] | None = None
+) -> set[str]:
+    """JSON Schema's names of the types that a property may have; none: it does not say.
+
+    parameters: the schema of all of them, which has the definitions that `schema` may name.
+    known: the types of definitions: each is looked at once, however often it is named.
+    """
+    if not isinstance(schema, dict) or depth > MAX_DEPTH:
+        return set()
+    known = {} if known is None else known
+    if isinstance(given := schema.get("type"), (str, list)):
+        return {given} if isinstance(given, str) else set(map(str, given))
+    if values := _values(schema):
+        return {TYPES[type(value)] for value in values}
+    if isinstance(path := schema.get("$ref"), str):
+        if path not in known:
+            known[path] = set()
+            known[path] = types_of(_definition(path, parameters), parameters, depth + 1, known)
+        return known[path]
+    for name in ("anyOf", "oneOf", "allOf"):
+        if isinstance(options := schema.get(name), list):
+            found = [types_of(option, parameters, depth + 1, known) for option in options]
+            return set().union(*found) if all(found) else set()
+    return {"object"} if "properties" in schema else set()
+
+
+def _definition(path: str, parameters: Json) -> Any:
+    found: Any = parameters
+    for name in path.removeprefix("#/").split("/"):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
+
+
+def _values(schema: Any) -> list[Any]:
+    """The only values that a schema allows, if it names them."""
+    if not isinstance(schema, dict):
+        return []
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    return values if isinstance(values, list) else []
+
+
+def _type(schema: Any) -> str:
+    return str(schema.get("type")) if isinstance(schema, dict) else ""
+
+
+def _typed(text: str, types: set[str], line_breaks: bool) -> Any:
+    """The value of a parameter of these types (none: of any). Text of none of them stays a string, for the
+    client's function to reject. line_breaks: one on each side belongs to the tags."""
+    if line_breaks:
+        text = text.removeprefix("\n").removesuffix("\n")
+    written = text.strip()
+    may_be_text = not types or "string" in types
+    with contextlib.suppress(*ERRORS):
+        if written in CONSTANTS:
+            value = CONSTANTS[written]
+        else:
+            value = msgspec.json.decode(written) if may_be_text else whole_value(written)
+        as_json(value)
+        if types != {"string"} and (_fits(value, types) or not may_be_text):
+            return value
+    return text
+
+
+def _fits(value: Any, types: set[str]) -> bool:
+    kind = TYPES[type(value)]
+    return not types or kind in types or (kind == "integer" and "number" in types)
+
+
+def _tag(text: str) -> str:
+    """A regular expression for a tag, or a part of one: with blanks around `=`, with or without quotes."""
+    return re.escape(text).replace("=", r"\s*=\s*").replace('"', "[\"']?").replace(r"\ ", r"\s+")
+
+
+def terminal(text: str, token_id: TokenId) -> str:
+    """A text in Lark. One that is a token by itself is written as its number: llguidance takes a string for
+    other tokens."""
+    number = token_id(text)
+    return lark_string(text) if number is None else f"<[{number}]>"
+
+
+def terminals(text: str, markers: Iterable[str], token_id: TokenId) -> str:
+    """A text with markers in it, in Lark."""
+    parts = re.split(f"({'|'.join(map(re.escape, markers))})", text)
+    return " ".join(terminal(part, token_id) for part in parts if part)
+
+
+def up_to(marker: str, token_id: TokenId, head: str = "head", text: str = "TEXT") -> list[str]:
+    """The rules `head`, any text that ends with the marker, and `text`, any text without it."""
+    if token_id(marker) is not None:  # which no regular expression matches
+        return [rf"{text}: /(.|\n)*/", f"{head}: {text} {terminal(marker, token_id)}"]
+    plain = re.escape(marker).replace("/", r"\/")
+    return [rf"{head}[lazy]: /(.|\n)*{plain}/", rf"{text}: /(.|\n)*/ & ~/(.|\n)*{plain}(.|\n)*/"]
