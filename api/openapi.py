@@ -22,21 +22,20 @@ class Route:
     """A route and its description in the OpenAPI document.
 
     bodies: the types of the JSON bodies that it takes; example: a body of the first of them; responses: the
-    types of its JSON responses with status 200; events: those of the events of its streams; parameter: the
-    place and the name of its one parameter.
+    types of its JSON responses with status 200; events: those of the events of its streams.
     """
 
     method: str
     path: str  # as OpenAPI writes it
     summary: str
     view: Callable[..., Response]  # called with the Server, and a parameter of the path
-    errors: tuple[ErrorFormat, ...] = (TGI,)  # the first one, unless the view chooses another
+    other_errors: tuple[ErrorFormat, ...] = ()  # that the view may choose
     needs_key: bool = True
     bodies: tuple = ()
     example: Json | None = None
     responses: tuple = ()
     events: tuple = ()
-    parameter: tuple[str, str] | None = None
+    query: str = ""  # the name of its one parameter there
     content_type: str | None = None  # of a response that is not JSON
     takes_text: bool = False  # a prompt as plain text, whose continuation is the response, as such
 
@@ -45,9 +44,20 @@ class Route:
         return f"{self.method} {self.path}"
 
     @property
+    def errors(self) -> tuple[ErrorFormat, ...]:
+        return (format_of(self.path), *self.other_errors)
+
+    @property
     def rule(self) -> str:
         """The path as Flask writes it."""
         return self.path.replace("{", "<path:").replace("}", ">")
+
+
+def format_of(path: str) -> ErrorFormat:
+    """The error format of the API that a path belongs to."""
+    if path.startswith("/v1/messages"):
+        return ANTHROPIC
+    return OPENAI if path.startswith("/v1/") else TGI
 
 
 def openapi(routes: Sequence[Route]) -> Json:
@@ -101,10 +111,14 @@ def _operation(route: Route, content: Callable[[tuple], Json]) -> Json:
         bodies["text/plain"] = {"schema": {"type": "string", "minLength": 1}, "example": QUESTION}
     if bodies:
         operation["requestBody"] = {"required": True, "content": bodies}
-    if route.parameter:
-        place, name = route.parameter
+    places = dict.fromkeys(re.findall("{(.*?)}", route.path), "path")
+    if route.query:
+        places[route.query] = "query"
+    if places:
         schema = {"type": "string", "minLength": 1}
-        operation["parameters"] = [{"in": place, "name": name, "required": True, "schema": schema}]
+        operation["parameters"] = [
+            {"in": place, "name": name, "required": True, "schema": schema} for name, place in places.items()
+        ]
     return operation
 
 

@@ -25,7 +25,7 @@ from api.anthropic.types import (
 from api.chats.conversation import ChatRequest
 from api.chats.openai_shared import ModelCard, ModelList
 from api.generation.prepared_request import Served
-from api.http.errors import ANTHROPIC, OPENAI, TGI, ErrorFormat
+from api.http.errors import ANTHROPIC, OPENAI, ErrorFormat
 from api.http.fields import Json
 from api.openai import chat, completions, responses
 from api.openai.responses_types import (
@@ -35,7 +35,7 @@ from api.openai.responses_types import (
     ResponsesRequest,
     ResponsesResponse,
 )
-from api.openapi import QUESTION, Route, openapi
+from api.openapi import QUESTION, Route, format_of, openapi
 from api.server import Read, Server, json_response
 
 SAGEMAKER_ADAPTER = "X-Amzn-SageMaker-Adapter-Identifier"  # a header
@@ -173,7 +173,6 @@ ROUTES = (
         "/v1/chat/completions",
         "OpenAI's chat completions",
         generates(chat.chat, renders=True),
-        errors=(OPENAI,),
         bodies=CHAT,
         example=LIMITED,
         responses=CHATTED,
@@ -184,7 +183,6 @@ ROUTES = (
         "/v1/completions",
         "OpenAI's completions",
         generates(completions.completion),
-        errors=(OPENAI,),
         bodies=COMPLETION,
         example={"prompt": QUESTION, "max_tokens": 20},
         responses=COMPLETED,
@@ -195,7 +193,6 @@ ROUTES = (
         "/v1/responses",
         "OpenAI's responses",
         generates(responses.responses, renders=True),
-        errors=(OPENAI,),
         bodies=(ResponsesRequest,),
         example=INPUT,
         responses=(ResponsesResponse,),
@@ -206,25 +203,20 @@ ROUTES = (
         "/v1/responses/{response_id}",
         "A stored response",
         status.response,
-        errors=(OPENAI,),
         responses=(ResponsesResponse,),
-        parameter=("path", "response_id"),
     ),
     Route(
         "DELETE",
         "/v1/responses/{response_id}",
         "Delete a stored response",
         status.delete_response,
-        errors=(OPENAI,),
         responses=(status.DeletedResponse,),
-        parameter=("path", "response_id"),
     ),
     Route(
         "POST",
         "/v1/responses/input_tokens",
         "The number of tokens of a response's input",
         replies(responses.input_tokens),
-        errors=(OPENAI,),
         bodies=(ResponsesRequest,),
         example=INPUT,
         responses=(InputTokens,),
@@ -234,7 +226,6 @@ ROUTES = (
         "/v1/responses/compact",
         "A conversation as a summary, which later requests have in its place",
         generates(responses.compact, renders=True),
-        errors=(OPENAI,),
         bodies=(CompactRequest,),
         example={"model": "local", "input": QUESTION},
         responses=(CompactedConversation,),
@@ -244,7 +235,6 @@ ROUTES = (
         "/v1/messages",
         "Anthropic's messages",
         generates(messages.messages, renders=True),
-        errors=(ANTHROPIC,),
         bodies=(MessagesRequest,),
         example=LIMITED,
         responses=(MessagesResponse,),
@@ -255,7 +245,6 @@ ROUTES = (
         "/v1/messages/count_tokens",
         "The number of tokens of Anthropic's messages",
         replies(messages.count_tokens),
-        errors=(ANTHROPIC,),
         bodies=(CountRequest,),
         example=MESSAGES,
         responses=(TokenCount,),
@@ -265,7 +254,7 @@ ROUTES = (
         "/v1/models",
         "The served model, in a list",
         status.models,
-        errors=(OPENAI, ANTHROPIC),
+        other_errors=(ANTHROPIC,),
         responses=(ModelList, AnthropicModelList),
     ),
     Route(
@@ -273,16 +262,14 @@ ROUTES = (
         "/v1/models/{name}",
         "The served model",
         status.model,
-        errors=(OPENAI, ANTHROPIC),
+        other_errors=(ANTHROPIC,),
         responses=(ModelCard, AnthropicModelCard),
-        parameter=("path", "name"),
     ),
     Route(
         "POST",
         "/v1/load_lora_adapter",
         "Load a LoRA adapter, as vLLM has it",
         adapters.load,
-        errors=(OPENAI,),
         bodies=(adapters.LoadAdapter,),
         example={"lora_name": "french", "lora_path": "french"},
         content_type="text/plain",
@@ -292,7 +279,6 @@ ROUTES = (
         "/v1/unload_lora_adapter",
         "Unload a LoRA adapter when no request uses it any more",
         adapters.unload,
-        errors=(OPENAI,),
         bodies=(adapters.UnloadAdapter,),
         example={"lora_name": "french"},
         content_type="text/plain",
@@ -311,7 +297,6 @@ ROUTES = (
         "/adapters/{name}",
         "SageMaker: unload a LoRA adapter",
         adapters.unregister,
-        parameter=("path", "name"),
         content_type="text/plain",
     ),
     Route(
@@ -319,7 +304,7 @@ ROUTES = (
         "/invocations",
         "SageMaker: a native, chat or completion request, which its required field identifies, or a prompt",
         invocations,
-        errors=(TGI, OPENAI),
+        other_errors=(OPENAI,),
         bodies=NATIVE + CHAT + COMPLETION,
         example=PROMPT,
         responses=LIST + CHATTED + COMPLETED,
@@ -340,7 +325,6 @@ ROUTES = (
         "/predictions/{name}",
         "TorchServe: a prompt as text, whose continuation is streamed as text",
         predictions,
-        parameter=("path", "name"),
         takes_text=True,
     ),
     Route(
@@ -348,7 +332,6 @@ ROUTES = (
         "/predictions/{name}",
         "`POST /predictions/{name}` for `curl --upload-file`",
         predictions,
-        parameter=("path", "name"),
         takes_text=True,
     ),
     Route(
@@ -357,7 +340,7 @@ ROUTES = (
         "The Ray Serve blueprint for Inferentia: the sentence and its continuation",
         infer,
         responses=(list[str],),
-        parameter=("query", "sentence"),
+        query="sentence",
     ),
     Route(
         "GET",
@@ -427,10 +410,7 @@ for _body in {body for route in ROUTES for body in route.bodies}:
 
 def error_format(endpoint: str | None, path: str, headers: Mapping[str, str]) -> ErrorFormat:
     """The error format of a route by its name; of an unknown path, that of the API with this prefix."""
-    if route := BY_NAME.get(endpoint):
-        if ANTHROPIC in route.errors and "anthropic-version" in headers:
-            return ANTHROPIC
-        return route.errors[0]
-    if path.startswith("/v1/messages"):
+    route = BY_NAME.get(endpoint)
+    if route and ANTHROPIC in route.errors and "anthropic-version" in headers:
         return ANTHROPIC
-    return OPENAI if path.startswith("/v1/") else TGI
+    return format_of(route.path if route else path)

@@ -279,7 +279,7 @@ def _samples(p: Parameters) -> bool:
     """Sampling is on when requested, or when a parameter has no effect without it."""
     filters = [name for name, parameter in SAMPLING_PARAMETERS.items() if parameter.is_filter]
     has_effect = any(getattr(p, name) not in (None, SAMPLING_PARAMETERS[name].neutral) for name in filters)
-    return bool(p.do_sample) or p.temperature is not None or has_effect
+    return bool(p.do_sample or p.temperature is not None or has_effect)
 
 
 class NativeResponseWriter(ResponseWriter):

@@ -47,7 +47,7 @@ ONLY_IN = {
 FLOORS = {
     "api": "routes | openapi | tokenize clouds status | openai anthropic tgi adapters | server chats | generation | http",
     "text": "output | infill stream | tokenizer template_capabilities grammar | json_schema template images"
-    " | call_ids json_numbers json_patterns escaping limited",
+    " | json_numbers json_patterns escaping limited",
     "engine": "requests | adapter_changes outputs preparation | image_encoding link | metrics profiling | step | scheduler"
     " | request | admission defaults masks slots sampling",
     "models": "convert | __init__ | openvino pytorch neuron | base checkpoint | adapters cache"

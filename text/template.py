@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import datetime
 import functools
+import hashlib
 import json
 import re
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.ext
@@ -22,7 +23,6 @@ import jinja2.sandbox
 
 from manifest import read_json
 from run import ConfigError, Json
-from text.call_ids import call_ids_of
 from text.limited import LimitExceeded, Rejected, SandboxedFunction
 
 WORD_OF_NONE = "Quokka"  # that no template writes by itself
@@ -77,7 +77,7 @@ class ChatTemplate:
         self.response_template = response_template  # transformers': how an answer is parsed
         self.for_tools = self  # the template for chats with tools; some models have one of its own
         self.words = frozenset(WORD.findall(source))  # in quotes, such as the names of roles
-        self.call_ids = call_ids_of(source)
+        self.call_ids = next((rule for mark, rule in CALL_IDS.items() if mark in source), ANY_IDS)
         self._special_tokens = special_tokens
 
     @classmethod
@@ -310,6 +310,62 @@ def _parts_of(content: str) -> list[Json]:
         elif piece:
             parts.append({"type": "text", "text": piece})
     return parts
+
+
+def _with_short_ids(messages: list[Json]) -> list[Json]:
+    changed = []
+    for message in messages:
+        message = dict(message)
+        if "tool_call_id" in message:
+            message["tool_call_id"] = _short_id(message["tool_call_id"])
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [
+                call | {"id": _short_id(call["id"])} if "id" in call else call for call in calls
+            ]
+        changed.append(message)
+    return changed
+
+
+def _short_id(given: Any) -> str:
+    if re.fullmatch("[A-Za-z0-9]{9}", str(given)):
+        return given
+    return hashlib.sha256(str(given).encode()).hexdigest()[:9]
+
+
+def _with_named_ids(messages: list[Json]) -> list[Json]:
+    ids = {}
+    number = 0
+    changed = []
+    for message in messages:
+        message = dict(message)
+        calls = []
+        for call in message.get("tool_calls") or ():
+            calls.append(call | {"id": f"functions.{call['function']['name']}:{number}"})
+            ids[str(call.get("id"))] = calls[-1]["id"]
+            number += 1
+        if calls:
+            message["tool_calls"] = calls
+        if "tool_call_id" in message:
+            message["tool_call_id"] = ids.get(str(message["tool_call_id"]), message["tool_call_id"])
+        changed.append(message)
+    return changed
+
+
+class CallIds(NamedTuple):
+    """A rule about the ids of calls: what makes new ones, and writes the messages of a chat with theirs."""
+
+    new: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
+    written: Callable[[list[Json]], list[Json]] = lambda messages: messages
+
+
+# By what the source of a template has.
+CALL_IDS = {
+    # Mistral's require 9 letters and digits.
+    "[TOOL_CALLS]": CallIds(lambda: secrets.token_hex(5)[:9], _with_short_ids),
+    # Kimi's write an id in the place of the function's name.
+    "<|tool_call_begin|>": CallIds(written=_with_named_ids),
+}
+ANY_IDS = CallIds()
 
 
 def _template_in(config: Json, name: str = "default") -> str | None:

@@ -1,16 +1,23 @@
-"""The routes of Anthropic's Messages API, `/v1/messages` and `/v1/messages/count_tokens`: a request becomes a
-chat (api/chats/conversation.py), without and with limits and sampling."""
+"""Anthropic's Messages API: `/v1/messages` and `/v1/messages/count_tokens`.
+
+A request becomes a chat (api/chats/conversation.py). `BLOCKS` has the types of content blocks that are read,
+and how; others are skipped.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+
 from msgspec.structs import replace
 
-from api.anthropic.blocks import BlockReader
 from api.anthropic.output import MessagesResponseWriter
 from api.anthropic.tools import MessagesTools
 from api.anthropic.types import AnthropicToolChoice, CountRequest, MessagesRequest, TokenCount
+from api.chats.content import PARTS, ContentReader, joined, needed
 from api.chats.conversation import ChatRequest, Message, prepare_chat
-from api.chats.reasoning import ON
+from api.chats.reasoning import ON, unseal
+from api.chats.tools import ADDED_TOOLS
 from api.generation.prepared_request import Served, ids_of
 from api.generation.request_images import RequestImages
 from api.generation.response_writer import ResponseWriter
@@ -85,6 +92,133 @@ def _chat_of(
         parameters=".input_schema",
     )
     return chat, names
+
+
+class BlockReader(ContentReader[Message]):
+    """Reads the blocks of a request: texts, and messages with thoughts, a call or its result."""
+
+    def __init__(self, tools: MessagesTools, images: RequestImages):
+        super().__init__(BLOCKS, images)
+        self.tools = tools
+
+    def messages(self, path: str, role: str, content: str | list[Json]) -> Iterator[Message]:
+        """What one message of the request becomes: blocks that belong to another role stand apart."""
+        begun = Message(role)
+        is_alone = True
+        for kind, part in self.parts(f"{path}.content", content):
+            if isinstance(part, str):
+                begun.content = _appended(begun, kind, part)
+            elif part.role == role:
+                begun.reasoning_content = (begun.reasoning_content or "") + (part.reasoning_content or "")
+                begun.tool_calls = [*(begun.tool_calls or []), *(part.tool_calls or [])]
+            else:
+                if begun != Message(role):
+                    yield begun
+                yield part
+                begun = Message(role)
+                is_alone = False
+        if is_alone or begun != Message(role):
+            begun.content = begun.content or ""
+            yield begun
+
+
+def _appended(message: Message, kind: str, text: str) -> str:
+    """An assistant's text may come in several blocks, without a line break between them."""
+    is_text = kind in ("", "text")
+    if message.role == "assistant":
+        return (message.content or "") + (text if is_text else f"\n{text}\n")
+    return joined(message.content or "", text, "\n")
+
+
+def _thoughts(reader: BlockReader, path: str, block: Json) -> Message:
+    thoughts = reader.fields(path, block, "thinking?") or unseal(block.get("signature"))
+    return Message("assistant", reasoning_content=thoughts)
+
+
+def _call(_reader: BlockReader, path: str, block: Json) -> Message:
+    given = needed(path, block, "input", dict) if block.get("input") is not None else {}
+    function = {"name": needed(path, block, "name", str), "arguments": given}
+    if block.get("toolset_name") is not None:  # a member of a toolset, in a conversation with another server
+        arguments = {"action": function["name"]} | given
+        function = {"name": needed(path, block, "toolset_name", str), "arguments": arguments}
+    call = {"id": needed(path, block, "id", str), "type": "function", "function": function}
+    return Message("assistant", tool_calls=[call])
+
+
+def _result(reader: BlockReader, path: str, block: Json) -> Message:
+    text = reader.fields(path, block, "content?")
+    if block.get("is_error"):
+        text = f"Error: {text}"
+    return Message("tool", text, tool_call_id=needed(path, block, "tool_use_id", str))
+
+
+def _document(reader: BlockReader, path: str, block: Json) -> str:
+    source = needed(path, block, "source", dict)
+    readable = {"text": "data", "content": "content"}.get(needed(f"{path}.source", source, "type", str))
+    if readable is None:
+        return reader.omission("document")
+    head = reader.fields(path, block, "title? context?")
+    return "\n".join(filter(None, [head, reader.fields(f"{path}.source", source, readable)]))
+
+
+def _tool_reference(reader: BlockReader, path: str, block: Json) -> str:
+    name = "name" if "name" in block else "tool_name"  # in a tool_addition, in a result
+    return reader.tools.add(needed(path, block, name, str))
+
+
+def _tool_definition(reader: BlockReader, path: str, block: Json) -> str:
+    return reader.tools.define(f"{path}.definition", needed(path, block, "definition", dict))
+
+
+def _tool_addition(reader: BlockReader, path: str, block: Json) -> str:
+    added = reader.fields(path, block, "tool")
+    return ADDED_TOOLS + added if added else ""
+
+
+def _tool_removal(reader: BlockReader, path: str, block: Json) -> str:
+    reference = needed(path, block, "tool", dict)
+    if reference.get("type") != "tool_reference":
+        return ""  # to tools that Anthropic runs
+    name = needed(f"{path}.tool", reference, "name", str)
+    reader.tools.remove(name)
+    return f"You may no longer call the function {name}."
+
+
+def _browser_state(_reader: BlockReader, _path: str, block: Json) -> str:
+    return f"Browser tabs: {json.dumps(block.get('tabs'), ensure_ascii=False)}"
+
+
+# The readable types of blocks, and of what is in them.
+BLOCKS = PARTS | {
+    "thinking": _thoughts,
+    "tool_use": _call,
+    "tool_result": _result,
+    "document": _document,
+    "search_result": "title? source? content",
+    "compaction": "content?",
+    "tool_reference": _tool_reference,
+    "tool_addition": _tool_addition,
+    "tool_definition": _tool_definition,
+    "tool_removal": _tool_removal,
+    "browser_state": _browser_state,
+    # The results of tools that Anthropic ran.
+    "web_search_tool_result": "content?",
+    "web_search_result": "title? url?",
+    "web_fetch_tool_result": "content?",
+    "web_fetch_result": "url? content?",
+    "code_execution_tool_result": "content?",
+    "code_execution_result": "stdout? stderr?",
+    "bash_code_execution_tool_result": "content?",
+    "bash_code_execution_result": "stdout? stderr?",
+    "text_editor_code_execution_tool_result": "content?",
+    "text_editor_code_execution_view_result": "content?",
+    "text_editor_code_execution_str_replace_result": "lines?",
+    "tool_search_tool_result": "content?",
+    "tool_search_tool_search_result": "tool_references?",
+    "advisor_tool_result": "content?",
+    "advisor_result": "text?",
+    "mcp_tool_result": "content?",
+}
 
 
 def _response_format(request: CountRequest) -> tuple[str, Json | None]:

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from text.call_ids import ANY_IDS, CallIds
 from text.grammar import GrammarError, json_rule, of_rules
 from text.json_schema import pointer
 from text.output.call_mender import ERRORS, CallText
 from text.output.call_syntaxes import CONSTRAINTS, Function, TokenId, ToolFormat, terminals, up_to
+from text.template import ANY_IDS, CallIds
 
 MOST_CALLS = (
     16  # side by side that are asked for: small models would repeat theirs up to the end of the context
@@ -151,7 +151,9 @@ def mended_calls(
     """
     form = calls.format
     schemas = {function.name: function.parameters for function in calls.functions}
-    whole = CallText(text, schemas, form.beside, not form.is_whole, rest, is_final)
+    inner = () if form.call_end else form.inner
+    markers = (form.open, *form.also_open, form.close, *inner)
+    whole = CallText(text, schemas, markers, not form.is_whole, rest, is_final)
     own = functools.partial(form.calls_in, whole)
     others = [whole.in_json, whole.in_python, functools.partial(form.after_names, whole)]
     for read in [own] if is_exact else [own, *others]:

@@ -8,9 +8,11 @@ the mistakes that are read.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from run import Json
@@ -27,7 +29,6 @@ OTHER_KEYS = {*NAME_KEYS, "type", "id", "index"}  # of a call without arguments
 FILLERS = ("assistant", "call", "commentary", "constrain", "function", "functions", "json", "message", "to")
 # What the text of calls may begin with, but for the names of tools.
 FIRST_WORDS = {
-    *NAME_KEYS,
     *ARGUMENTS_KEYS,
     *OTHER_KEYS,
     *FILLERS,
@@ -53,6 +54,7 @@ def may_be_calls(text: str, names: Sequence[str]) -> bool:
     )
 
 
+@dataclass
 class CallText:
     """A text to read as calls. Its readers yield the calls from a place on, and raise one of ERRORS for
     another text.
@@ -61,22 +63,18 @@ class CallText:
     has_comments: so may comments, which values do not have; rest, is_final: see `mended_calls`.
     """
 
-    def __init__(
-        self,
-        text: str,
-        schemas: dict[str, Json],
-        markers: Iterable[str],
-        has_comments: bool,
-        rest: str | None,
-        is_final: bool,
-    ):
-        beside = BESIDE if has_comments else (r"\s",)
-        skipped = [any_of({*markers} - {"", GEMMA_QUOTE}), *beside]
-        self._beside = re.compile(f"(?:{'|'.join(skipped)})+", re.DOTALL)
-        self.text = text
-        self.schemas = schemas
-        self.rest = rest
-        self.is_final = is_final
+    text: str
+    schemas: dict[str, Json]
+    markers: Iterable[str]
+    has_comments: bool
+    rest: str | None
+    is_final: bool
+
+    @functools.cached_property
+    def _beside(self) -> re.Pattern:
+        beside = BESIDE if self.has_comments else (r"\s",)
+        skipped = [any_of({*self.markers} - {"", GEMMA_QUOTE}), *beside]
+        return re.compile(f"(?:{'|'.join(skipped)})+", re.DOTALL)
 
     def skipped(self, at: int) -> int:
         """The place after what may stand beside calls."""

@@ -22,16 +22,7 @@ from text.grammar import GrammarError, json_rule, lark_string
 from text.output.call_mender import ERRORS, Call, CallText, any_of, as_json
 from text.output.json_mender import CONSTANTS, GEMMA_QUOTE, whole_value
 
-# The rule of literals for each type of JSON Schema.
-LITERALS = {
-    "string": "str",
-    "integer": "int",
-    "number": "num",
-    "boolean": "bool",
-    "null": "none",
-    "array": "list",
-    "object": "dict",
-}
+# JSON Schema's names of types, which the rules of literals have, too.
 TYPES = {
     str: "string",
     int: "integer",
@@ -56,26 +47,26 @@ ANNOTATIONS = ("title", "description", "default", "examples")  # which constrain
 MAX_DEPTH = 8  # of schemas that name each other
 # `argument` with any name, `value`: any literal, and the literals of each type.
 ANY_LITERALS = [
-    "value: str | num | bool | none | list | dict",
-    "int: /-?(0|[1-9][0-9]{0,15})/",
-    r"num: /-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,16})?([eE][+-]?[0-9]{1,2})?/",
+    "value: string | number | boolean | null | array | object",
+    "integer: /-?(0|[1-9][0-9]{0,15})/",
+    r"number: /-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,16})?([eE][+-]?[0-9]{1,2})?/",
 ]
 PYTHON_LITERALS = [
     *ANY_LITERALS,
     'argument: /[A-Za-z_][A-Za-z0-9_]*/ "=" value',
-    'list: "[" (value ("," " "? value)*)? "]"',
-    'dict: "{" (str ":" " "? value ("," " "? str ":" " "? value)*)? "}"',
-    r"""str: /"([^"\\\x00-\x1f]|\\["\\nt])*"|'([^'\\\x00-\x1f]|\\['\\nt])*'/""",
-    'bool: "True" | "False"',
-    'none: "None"',
+    'array: "[" (value ("," " "? value)*)? "]"',
+    'object: "{" (string ":" " "? value ("," " "? string ":" " "? value)*)? "}"',
+    r"""string: /"([^"\\\x00-\x1f]|\\["\\nt])*"|'([^'\\\x00-\x1f]|\\['\\nt])*'/""",
+    'boolean: "True" | "False"',
+    'null: "None"',
 ]
 GEMMA_LITERALS = [  # but for strings
     *ANY_LITERALS,
     'argument: /[A-Za-z_][A-Za-z0-9_-]*/ ":" value',
-    'list: "[" (value ("," value)*)? "]"',
-    'dict: "{" (argument ("," argument)*)? "}"',
-    'bool: "true" | "false"',
-    'none: "null"',
+    'array: "[" (value ("," value)*)? "]"',
+    'object: "{" (argument ("," argument)*)? "}"',
+    'boolean: "true" | "false"',
+    'null: "null"',
 ]
 
 TokenId = Callable[[str], int | None]  # of a text that is one token
@@ -107,7 +98,8 @@ class Function:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat:
-    """A way to write calls, for the parser and for the grammar.
+    """A way to write calls, for the parser and for the grammar: here as JSON objects, with a name and
+    arguments. Subclasses have other syntaxes.
 
     `before`, `between` and `after` are Lark for what stands around the calls of an output; `marked` is Lark
     for calls after the opening marker within a text; `auto` is Lark for a text with calls or without, where
@@ -122,10 +114,10 @@ class ToolFormat:
     bare: tuple[str, ...] = ()  # what else a call begins with, with the name of a function for {}
     close: str = ""  # the marker after them
     described_by: tuple[str, ...] = ()  # words of templates that take tools and write no calls
-    first: str = ""  # may stand in front of the first of several calls,
-    next: str = ""  # stands in front of each other one
+    next: str = ""  # stands in front of each call after the first one; it may be there, too,
+    first: str = ""  # or this
     implicit_start: str = ""  # what calls begin with where they may be the whole text, without a marker
-    ends: tuple[str, ...] = ()  # what may follow calls
+    ends: tuple[str, ...] = ()  # what may follow calls, in front of `close`
     inner: tuple[str, ...] = ()  # further markers
     before: str = ""
     between: str = ""
@@ -133,11 +125,13 @@ class ToolFormat:
     marked: str = ""
     auto: str = ""
 
+    arguments_key: str = "arguments"  # of a call in JSON
+
     is_whole = False  # values may have any text: a call is read when it is complete
-    writes_json = False  # the arguments
-    braces = 0  # in front of the arguments
+    writes_json = True  # the arguments
+    braces = 1  # in front of the arguments
     tail = ""  # what may follow the arguments
-    call_end = ""  # of a call that is whole; text may follow in front of `close`
+    call_end = ""  # of a call in tags
 
     @property
     def markers(self) -> list[str]:
@@ -148,28 +142,23 @@ class ToolFormat:
     @property
     def parts(self) -> list[str]:
         """What every call has, but for brackets, which patterns have for other reasons."""
-        return [self.open, self.first.strip("[")]
-
-    @property
-    def beside(self) -> tuple[str, ...]:
-        """Markers that may stand beside a call where it is read as a whole."""
-        return (self.open, *self.also_open, self.close, *self.inner)
+        return [self.open, (self.first or self.next).strip("[")]
 
     def head(self, names: str) -> str:
         """A regular expression for what is in front of the arguments of a call of one of these functions."""
-        raise NotImplementedError
+        keys = r'"(?:arguments|parameters)"'
+        return rf'\s*{{\s*"name"\s*:\s*"({names})"\s*,\s*{keys}\s*:\s*(?={{)'
 
-    def call_rules(self, rule: str, function: Function, arguments: str, lark: ToLark) -> list[str]:
-        """The rules of a call, in Lark. arguments: a rule for them in JSON."""
-        raise NotImplementedError
+    def call_rules(self, rule: str, function: Function, arguments: str, _lark: ToLark) -> list[str]:
+        """The rules of a call, in Lark. arguments: those that are written in JSON."""
+        name = json.dumps(json.dumps(function.name))
+        key = json.dumps(json.dumps(self.arguments_key))
+        members = rf'"\"name\"" ws ":" ws {name} ws "," ws {key} ws ":" ws {rule}_arguments'
+        return [rf'{rule}: "{{" ws {members} ws "}}"', f"{rule}_arguments: {arguments}"]
 
     def shared_rules(self, _lark: ToLark, _token_id: TokenId) -> list[str]:
         """What the rules of all calls use."""
         return []
-
-    def enforced(self, _schema: Any, _parameters: Json) -> set[str]:
-        """The keywords of a property that `call_rules` enforces where the arguments are not JSON."""
-        return CONSTRAINTS
 
     def calls_in(self, text: CallText, at: int) -> Iterator[Call]:
         """The calls of a whole text from this place on. Raises one of ERRORS for another text."""
@@ -181,36 +170,16 @@ class ToolFormat:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JsonFormat(ToolFormat):
-    """{"name": …, "arguments": {…}}"""
-
-    arguments_key: str = "arguments"
-
-    writes_json = True
-    braces = 1
-
-    def head(self, names: str) -> str:
-        keys = r'"(?:arguments|parameters)"'
-        return rf'\s*{{\s*"name"\s*:\s*"({names})"\s*,\s*{keys}\s*:\s*(?={{)'
-
-    def call_rules(self, rule: str, function: Function, arguments: str, _lark: ToLark) -> list[str]:
-        name = json.dumps(json.dumps(function.name))
-        key = json.dumps(json.dumps(self.arguments_key))
-        members = rf'"\"name\"" ws ":" ws {name} ws "," ws {key} ws ":" ws {rule}_arguments'
-        return [rf'{rule}: "{{" ws {members} ws "}}"', f"{rule}_arguments: {arguments}"]
-
-
-@dataclass(frozen=True, kw_only=True)
 class NamedFormat(ToolFormat):
     """The name, a separator, and the arguments in JSON. The id that a model may write is not used."""
+
+    braces = 0
 
     name_begin: str = ""  # what is in front of the name,
     number: str = ""  # right after it: Lark,
     separator: str  # between it and the arguments,
     separators: str  # or may be there: a regular expression,
     tail: str = ""  # and after them
-
-    writes_json = True
 
     @property
     def parts(self) -> list[str]:
@@ -227,21 +196,15 @@ class NamedFormat(ToolFormat):
 class PairsFormat(ToolFormat):
     """Calls of which the arguments are pairs of a key and a literal."""
 
+    writes_json = False
     language: str
     begin: str  # with the name in it
     equals: str
     comma: str
     end: str
     literals: list[str]  # the rules `argument` and `value`, and those of each type
-
-    @staticmethod
-    def is_key(name: str) -> bool:
-        raise NotImplementedError
-
-    @staticmethod
-    def written(value: Any) -> str:
-        """A value as a literal."""
-        raise NotImplementedError
+    is_key: Callable[[str], bool]
+    written: Callable[[Any], str]  # a value as a literal
 
     def call_rules(self, rule: str, function: Function, _arguments: str, lark: ToLark) -> list[str]:
         """The properties in their order, those that are not required may be missing."""
@@ -265,15 +228,15 @@ class PairsFormat(ToolFormat):
         return self.literals
 
     def _literal(self, schema: Any, lark: ToLark) -> str:
-        values = _values(schema)
-        if not values:
-            return LITERALS.get(_type(schema), "value")
-        return " | ".join(lark(self.written(value)) for value in values)
+        if values := _values(schema):
+            return " | ".join(lark(self.written(value)) for value in values)
+        return _named_type(schema) or "value"
 
     def enforced(self, schema: Any, _parameters: Json) -> set[str]:
+        """The keywords of a property that `call_rules` enforces."""
         if _values(schema):
             return {"type", "enum", "const"}
-        return {"type"} if _type(schema) in LITERALS else set()
+        return {"type"} if _named_type(schema) else set()
 
 
 class PythonFormat(PairsFormat):
@@ -321,8 +284,8 @@ class GemmaFormat(PairsFormat):
         return f"{GEMMA_QUOTE}{value}{GEMMA_QUOTE}" if isinstance(value, str) else json.dumps(value)
 
     def shared_rules(self, lark: ToLark, token_id: TokenId) -> list[str]:
-        text = up_to(GEMMA_QUOTE, token_id, "string", "STRING")
-        return [*self.literals, f"str: {lark(GEMMA_QUOTE)} string", *text]
+        quoted = up_to(GEMMA_QUOTE, token_id, "quoted", "QUOTED")
+        return [*self.literals, f"string: {lark(GEMMA_QUOTE)} quoted", *quoted]
 
     def after_names(self, text: CallText, at: int) -> Iterator[Call]:
         yield from text.after_names(at, is_loose=True)
@@ -342,14 +305,11 @@ class TaggedFormat(ToolFormat):
     line_breaks: bool = False  # one belongs to each of the tags around a value
 
     is_whole = True
+    writes_json = False
 
     @property
     def parts(self) -> list[str]:
         return [*super().parts, self.key]
-
-    @property
-    def beside(self) -> tuple[str, ...]:
-        return (self.open, *self.also_open, self.close)
 
     @property
     def key_pattern(self) -> str:
@@ -405,7 +365,7 @@ class TaggedFormat(ToolFormat):
 
     def calls_in(self, text: CallText, at: int) -> Iterator[Call]:
         """A text in which something else is between tags is none."""
-        begins = _tag(self.first) or rf"(?:\A|{re.escape(self.open)})\s*"
+        begins = _tag(self.next) or rf"(?:\A|{re.escape(self.open)})\s*"
         call = rf"{begins}(?P<name>{any_of(text.schemas)}){_tag(self.name_end)}(?![^\s<])"
         value = rf"\s*{self.value}" if self.value else ""
         key = rf"{_tag(self.key)}\s*(?P<key>[^<>\n\"']+?)\s*{_tag(self.key_end)}{value}"
@@ -511,8 +471,10 @@ def _values(schema: Any) -> list[Any]:
     return values if isinstance(values, list) else []
 
 
-def _type(schema: Any) -> str:
-    return str(schema.get("type")) if isinstance(schema, dict) else ""
+def _named_type(schema: Any) -> str:
+    """The only type that a schema allows, if it names it."""
+    kind = schema.get("type") if isinstance(schema, dict) else ""
+    return kind if kind in TYPES.values() else ""
 
 
 def _typed(text: str, types: set[str], line_breaks: bool) -> Any:

@@ -357,13 +357,13 @@ class OutputParser:
             if self._marker in bare:
                 self._buffer = self._marker + self._buffer
                 self._undecided = self._marker = ""
-            if form.first:
-                yield from self._skip(form.first)
+            if first := form.first or form.next:
+                yield from self._skip(first)
             yield from self._call()
             while form.next and (yield from self._skip(form.next)):
                 yield from self._call()
             ends = []
-            for end in filter(None, (*form.ends, self._unclosed)):
+            for end in filter(None, (*form.ends, form.close, self._unclosed)):
                 ends.append((yield from self._skip(end)))
             if marked and form.close and form.close not in ends and self._buffer.startswith(MORE_STARTS):
                 raise _NotACall  # perhaps there is a further call, or a comment
@@ -384,9 +384,15 @@ class OutputParser:
             raise _NotACall
         head, name = yield from self._head(form.head(any_of(self._calls.names)), form.braces)
         if form.writes_json:
-            yield from self._json_arguments(head, name)
+            self._begin(name)
+            arguments = yield from self._bracketed(sends=True)
+            _check_object(arguments)
+            if form.braces:
+                _check_object(head + arguments + (yield from self._bracketed(form.braces)))
+            if form.tail:
+                yield from self._skip(form.tail.lstrip())
         else:
-            yield from self._other_arguments(name)
+            yield from self._literals(name)
         yield from self._end_call()
 
     def _end_call(self) -> Resumable:
@@ -419,18 +425,8 @@ class OutputParser:
             yield from self._more()
         return self._take(found.end()), found[1]
 
-    def _json_arguments(self, head: str, name: str) -> Resumable:
-        """Sends the arguments while they grow. A head with a brace is an object that has them."""
-        form = self._calls.format
-        self._begin(name)
-        arguments = yield from self._bracketed(sends=True)
-        _check_object(arguments)
-        if form.braces:
-            _check_object(head + arguments + (yield from self._bracketed(form.braces)))
-        if form.tail:
-            yield from self._skip(form.tail.lstrip())
-
-    def _other_arguments(self, name: str) -> Resumable:
+    def _literals(self, name: str) -> Resumable:
+        """Arguments that are not JSON, up to the closing bracket."""
         begins = len(self._undecided)
         try:
             arguments = yield from self._bracketed(1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from run import ConfigError
 from text.output.call_syntaxes import (
     GemmaFormat,
-    JsonFormat,
     NamedFormat,
     PythonFormat,
     TaggedFormat,
@@ -33,19 +32,18 @@ HARMONY_HEADS = (
     "",
 )
 FORMATS = (
-    JsonFormat(
+    ToolFormat(
         name="hermes",
         other_names=("granite4", "ernie45"),
         open="<tool_call>",
         close="</tool_call>",
         described_by=("within <tool_call></tool_call> XML tags",),
-        ends=("</tool_call>",),
         before=r'open "\n"',
         between=r'"\n" close ws open "\n"',
         after=r'"\n" close',
         marked="ws call ws close",
     ),
-    JsonFormat(
+    ToolFormat(
         name="mistral",
         open="[TOOL_CALLS]",
         first="[",
@@ -56,7 +54,7 @@ FORMATS = (
         after='"]"',
         marked='" "? "[" listed "]"',
     ),
-    JsonFormat(
+    ToolFormat(
         name="llama3_json",
         other_names=("llama4_json",),
         open="<|python_tag|>",
@@ -74,7 +72,7 @@ FORMATS = (
         first="[",
         next=",",
         implicit_start="[",
-        ends=("]", "<|python_end|>"),
+        ends=("]",),
         before='"["',
         between='"," ws',
         after='"]"',
@@ -85,9 +83,7 @@ FORMATS = (
         open="<tool_call>",
         bare=("<function={}>",),
         close="</tool_call>",
-        first="<function=",
         next="<function=",
-        ends=("</tool_call>",),
         name_end=">",
         key="<parameter=",
         key_end=">",
@@ -114,9 +110,7 @@ FORMATS = (
         open=DEEPSEEK_CALLS,
         bare=(f"{DEEPSEEK_CALL}function{DEEPSEEK_SEPARATOR}{{}}",),
         close=DEEPSEEK_CALLS_END,
-        first=DEEPSEEK_CALL,
         next=DEEPSEEK_CALL,
-        ends=(DEEPSEEK_CALLS_END,),
         name_begin=f"function{DEEPSEEK_SEPARATOR}",
         separator="\n```json\n",
         separators=r"\s*```json",
@@ -132,9 +126,7 @@ FORMATS = (
         open=DEEPSEEK_CALLS,
         bare=(f"{DEEPSEEK_CALL}{{}}",),
         close=DEEPSEEK_CALLS_END,
-        first=DEEPSEEK_CALL,
         next=DEEPSEEK_CALL,
-        ends=(DEEPSEEK_CALLS_END,),
         separator=DEEPSEEK_SEPARATOR,
         separators=DEEPSEEK_SEPARATOR,
         tail=DEEPSEEK_CALL_END,
@@ -165,9 +157,7 @@ FORMATS = (
         open="<|tool_calls_section_begin|>",
         bare=("<|tool_call_begin|>{}", "<|tool_call_begin|>functions.{}"),
         close="<|tool_calls_section_end|>",
-        first="<|tool_call_begin|>",
         next="<|tool_call_begin|>",
-        ends=("<|tool_calls_section_end|>",),
         name_begin="functions.",
         number="/:[0-9]{1,4}/",
         separator="<|tool_call_argument_begin|>",
@@ -184,9 +174,7 @@ FORMATS = (
         open="<minimax:tool_call>",
         bare=('<invoke name="{}">',),
         close="</minimax:tool_call>",
-        first='<invoke name="',
         next='<invoke name="',
-        ends=("</minimax:tool_call>",),
         name_end='">',
         key='<parameter name="',
         key_end='">',
@@ -204,13 +192,13 @@ FORMATS = (
         described_by=("List of tools: ",),
         first="[",
         next=",",
-        ends=("]", "<|tool_call_end|>"),
+        ends=("]",),
         before='open "["',
         between='"," ws',
         after='"]" close',
         marked='ws "[" listed "]" close',
     ),
-    JsonFormat(
+    ToolFormat(
         name="phi4_mini_json",
         other_names=("granite",),
         open="<|tool_call|>",
@@ -219,7 +207,7 @@ FORMATS = (
         described_by=("functools[", "<|tool_call|> followed by"),  # the second is Granite 3's
         first="[",
         next=",",
-        ends=("]", "<|/tool_call|>"),
+        ends=("]",),
         before='open "["',
         between='"," ws',
         after='"]"',
@@ -245,7 +233,6 @@ FORMATS = (
         open="<|tool_call>",
         bare=("call:{}{{",),
         close="<tool_call|>",
-        ends=("<tool_call|>",),
         inner=(GEMMA_QUOTE,),
         before="open",
         between="close open",
@@ -254,7 +241,7 @@ FORMATS = (
     ),
 )
 HERMES = FORMATS[0]  # which TOOLS_PROMPT (api/chats/template_adapter.py) asks for
-AS_TEXT = JsonFormat(name="none", open="")  # calls are not read: they stay text
+AS_TEXT = ToolFormat(name="none", open="")  # calls are not read: they stay text
 
 
 def format_named(name: str) -> ToolFormat:
