@@ -14,14 +14,7 @@ from flask import Response, request
 
 from api import adapters, clouds, status, tgi, tokenize
 from api.anthropic import messages
-from api.anthropic.types import (
-    AnthropicModelCard,
-    AnthropicModelList,
-    CountRequest,
-    MessagesRequest,
-    MessagesResponse,
-    TokenCount,
-)
+from api.anthropic import types as anthropic
 from api.chats.conversation import ChatRequest
 from api.chats.openai_shared import ModelCard, ModelList
 from api.generation.prepared_request import Served
@@ -235,9 +228,9 @@ ROUTES = (
         "/v1/messages",
         "Anthropic's messages",
         generates(messages.messages, renders=True),
-        bodies=(MessagesRequest,),
+        bodies=(anthropic.MessagesRequest,),
         example=LIMITED,
-        responses=(MessagesResponse,),
+        responses=(anthropic.MessagesResponse,),
         events=(Json,),
     ),
     Route(
@@ -245,9 +238,9 @@ ROUTES = (
         "/v1/messages/count_tokens",
         "The number of tokens of Anthropic's messages",
         replies(messages.count_tokens),
-        bodies=(CountRequest,),
+        bodies=(anthropic.CountRequest,),
         example=MESSAGES,
-        responses=(TokenCount,),
+        responses=(anthropic.TokenCount,),
     ),
     Route(
         "GET",
@@ -255,7 +248,7 @@ ROUTES = (
         "The served model, in a list",
         status.models,
         other_errors=(ANTHROPIC,),
-        responses=(ModelList, AnthropicModelList),
+        responses=(ModelList, anthropic.AnthropicModelList),
     ),
     Route(
         "GET",
@@ -263,7 +256,7 @@ ROUTES = (
         "The served model",
         status.model,
         other_errors=(ANTHROPIC,),
-        responses=(ModelCard, AnthropicModelCard),
+        responses=(ModelCard, anthropic.AnthropicModelCard),
     ),
     Route(
         "POST",

@@ -26,7 +26,7 @@ from api.openai import chat, completions, responses
 from config import Config
 from protocol import ModelInfo, Token
 from text.grammar import Grammars
-from text.output.allowed_calls import ModelTools
+from text.output.call_syntaxes import ModelTools
 from text.output.reasoning import ModelReasoning
 from text.output.tool_formats import FORMATS
 from text.template import ChatTemplate

@@ -40,7 +40,7 @@ VALUES = {
     "tokenizer_config_path": [(str(HERE / "README.md"), str(HERE / "README.md")), (__file__, __file__)],
     "chat_template_kwargs": [('{"a": 1}', '{"a": 1}'), ("{}", "{}")],
     "mm_processor_kwargs": [('{"size": 9}', '{"size": 9}'), ("{}", "{}")],
-    "tool_parser": [("hermes", "hermes"), ("glm47", "glm45")],
+    "tool_parser": [("hermes", "hermes"), ("GLM47", "glm47")],
     "reasoning_parser": [("think", "think"), ("qwen3", "think")],
     "reasoning_fields": [("both", "both"), ("reasoning", "reasoning")],
     "device": [("cpu", "cpu"), ("Neuron", "neuron")],
@@ -805,14 +805,6 @@ def test_of_a_filter_that_tgis_launcher_takes_the_first_level_counts(theirs, our
 def test_a_method_of_tgi_is_right_where_the_checkpoint_is_quantized(method):
     for name in ("QUANTIZE", "HF_MODEL_QUANTIZE"):
         assert of(**{name: method}).quantize == config.CHECKPOINT_QUANTIZE
-
-
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [("qwen3_xml", "qwen3_coder"), ("llama4_pythonic", "pythonic"), ("granite4", "hermes"), ("ernie45", "hermes")],
-)
-def test_a_tool_parser_may_have_vllms_name(theirs, ours):
-    assert parse(["--model-id", "m", "--tool-call-parser", theirs], {}).tool_parser == ours
 
 
 @pytest.mark.parametrize("word", ["fp8_e4m3fn", "fp8_e4m3", "fp8"])

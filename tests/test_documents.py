@@ -19,8 +19,7 @@ from engine.metrics import Metrics
 from models.checkpoint.quantization import SUPPORTED
 from models.neuron import families
 from run import HERE
-from text.output.allowed_calls import AllowedCalls, ModelTools, calls_grammar, not_written
-from text.output.call_syntaxes import Function
+from text.output.call_syntaxes import AllowedCalls, Function, ModelTools, calls_grammar, not_written
 from text.output.tool_formats import FORMATS
 
 DOCUMENTS = [path for folder in (".", "bench", "demo", "docs", "docs/*", "deploy/*") for path in HERE.glob(f"{folder}/*.md")]
@@ -143,6 +142,7 @@ def test_the_page_about_neuron_has_each_family():
 def test_the_page_about_tools_has_each_format_and_what_its_calls_enforce():
     begin, formats, *_others = re.split(r"^## .*\n", (HERE / "docs" / "api" / "tools.md").read_text(), flags=re.MULTILINE)
     assert set(re.findall(r"^\| `(\w+)` \|", formats, flags=re.MULTILINE)) == {form.name for form in FORMATS} | {"none"}
+    assert {name for form in FORMATS for name in form.other_names} <= set(re.findall(r"`(\w+)`", formats))
     properties = {"word": {"type": "string", "pattern": "^(sun|rain)$"}, "number": {"type": "integer", "maximum": 3}}
     function = Function("f", {"type": "object", "properties": properties}, True)
     grammars = {}

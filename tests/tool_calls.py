@@ -5,7 +5,7 @@ from tokenizers import AddedToken
 
 from api.chats.tools import tool_policy
 from text.output import tool_formats
-from text.output.allowed_calls import ModelTools
+from text.output.call_syntaxes import ModelTools
 from text.output.reasoning import Thinking
 from text.stream import Piece
 

@@ -14,7 +14,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -77,7 +77,7 @@ class ChatTemplate:
         self.response_template = response_template  # transformers': how an answer is parsed
         self.for_tools = self  # the template for chats with tools; some models have one of its own
         self.words = frozenset(WORD.findall(source))  # in quotes, such as the names of roles
-        self.call_ids = next((rule for mark, rule in CALL_IDS.items() if mark in source), ANY_IDS)
+        self._write_ids = next((write for mark, write in CALL_IDS.items() if mark in source), None)
         self._special_tokens = special_tokens
 
     @classmethod
@@ -125,7 +125,8 @@ class ChatTemplate:
         A last message of the assistant is continued: the text ends right after its content. Raises
         TemplateError, and RecursionError for messages that are nested too deeply.
         """
-        messages = self.call_ids.written(messages)
+        if self._write_ids:
+            messages = self._write_ids(messages)
         last = messages[-1] if messages else {}
         if last.get("role") != "assistant":
             return self._write(messages, tools, options, begins_answer)
@@ -143,6 +144,10 @@ class ChatTemplate:
             reason = "does not print the last message of the assistant, so it cannot be continued"
             raise TemplateError(f"this model's chat template {reason}")
         return text.replace(marker, "")  # the template may have printed it before
+
+    @property
+    def needs_short_ids(self) -> bool:
+        return self._write_ids is _with_short_ids
 
     @functools.cached_property
     def takes_parts(self) -> bool:
@@ -313,6 +318,7 @@ def _parts_of(content: str) -> list[Json]:
 
 
 def _with_short_ids(messages: list[Json]) -> list[Json]:
+    """The ids of calls as Mistral's templates require them: 9 letters and digits."""
     changed = []
     for message in messages:
         message = dict(message)
@@ -333,6 +339,7 @@ def _short_id(given: Any) -> str:
 
 
 def _with_named_ids(messages: list[Json]) -> list[Json]:
+    """The ids of calls as Kimi's templates write them in the place of the functions' names."""
     ids = {}
     number = 0
     changed = []
@@ -351,21 +358,11 @@ def _with_named_ids(messages: list[Json]) -> list[Json]:
     return changed
 
 
-class CallIds(NamedTuple):
-    """A rule about the ids of calls: what makes new ones, and writes the messages of a chat with theirs."""
-
-    new: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
-    written: Callable[[list[Json]], list[Json]] = lambda messages: messages
-
-
-# By what the source of a template has.
+# Templates with a rule about the ids of calls, by what their source has, and what writes messages by it.
 CALL_IDS = {
-    # Mistral's require 9 letters and digits.
-    "[TOOL_CALLS]": CallIds(lambda: secrets.token_hex(5)[:9], _with_short_ids),
-    # Kimi's write an id in the place of the function's name.
-    "<|tool_call_begin|>": CallIds(written=_with_named_ids),
+    "[TOOL_CALLS]": _with_short_ids,  # Mistral's
+    "<|tool_call_begin|>": _with_named_ids,  # Kimi's
 }
-ANY_IDS = CallIds()
 
 
 def _template_in(config: Json, name: str = "default") -> str | None:

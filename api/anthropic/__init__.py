@@ -1,1 +1,1 @@
-"""Anthropic's API: messages."""
+"""Anthropic's API: messages, and the number of their tokens."""

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from api.anthropic.types import AnthropicToolChoice, CountRequest
 from api.chats import client_tools
-from api.chats.client_tools import Definition
 from api.chats.content import needed
 from api.chats.tools import definitions
 from api.http.errors import invalid
@@ -15,7 +12,7 @@ from api.http.fields import Json
 HOSTED_SEARCH = "tool_search_tool_"  # what the types of Anthropic's searches begin with
 # The tools that Anthropic defines and the client runs, by type, without the date that follows it: each is a
 # function.
-CLIENT_TOOLS: dict[str, Callable[[str, Json], Definition]] = {
+CLIENT_TOOLS = {
     "bash": client_tools.bash,
     "text_editor": client_tools.text_editor,
     "memory": client_tools.memory,

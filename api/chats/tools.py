@@ -13,14 +13,14 @@ from typing import Any
 from api.http.errors import invalid
 from api.http.fields import CHAT_FIELDS, FieldNames, Json
 from text.grammar import GrammarError, left_out
-from text.output.allowed_calls import (
+from text.output.call_syntaxes import (
     AllowedCalls,
+    Function,
     ModelTools,
     ParametersError,
     calls_grammar,
     not_written,
 )
-from text.output.call_syntaxes import Function
 from text.output.tool_formats import AS_TEXT, FORMATS
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")

@@ -24,7 +24,7 @@ from config import TGI_NAME, Config
 from protocol import MAX_GRAMMAR, GenerateOptions, Image, ModelInfo, SamplingParams
 from text.grammar import GrammarChecker
 from text.images.preprocessor import ImagePreprocessor
-from text.output.allowed_calls import ModelTools
+from text.output.call_syntaxes import ModelTools
 from text.output.parser import ParserConfig
 from text.output.reasoning import ModelReasoning
 from text.output.tool_detection import model_tools

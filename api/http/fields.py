@@ -67,7 +67,7 @@ _STRUCTURED_OUTPUT_FIELDS = [
     "guided_whitespace_pattern",
 ]
 _LIMITS = ["max_new_tokens", "max_output_tokens", "max_completion_tokens", "max_tokens"]
-_OTHERS = (
+_OTHER_NAMES = (
     "n do_sample stop_sequences return_full_text truncate top_n_tokens tools tool_choice "
     "chat_template_kwargs mm_processor_kwargs regex json_schema output_format system instructions parameters "
     "enable_thinking think thinking reasoning extra_body add_special_tokens reasoning_effort "
@@ -77,7 +77,7 @@ CHANGES_TEXT = {
     *SamplingOptions.__struct_fields__,
     *_STRUCTURED_OUTPUT_FIELDS,
     *_LIMITS,
-    *_OTHERS.split(),
+    *_OTHER_NAMES.split(),
 }
 SAME_MEANING = {
     **dict.fromkeys([*_LIMITS, "n_predict", "num_predict"], _LIMITS),

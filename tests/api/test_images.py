@@ -32,7 +32,7 @@ from api.http.errors import ApiError
 from api.http.response_store import OwnedResponses, ResponseStore
 from api.openai import chat, responses
 from text.images.preprocessor import ImagePreprocessor
-from text.output.allowed_calls import ModelTools
+from text.output.call_syntaxes import ModelTools
 from text.output.reasoning import ModelReasoning
 from text.output.tool_formats import FORMATS
 from text.template import ChatTemplate, image_mark

@@ -25,7 +25,7 @@ from api.openai.responses_output import ResponsesWriter
 from api.openai.responses_tools import ResponsesTools
 from api.openai.responses_types import ResponsesRequest
 from protocol import Token
-from text.output.allowed_calls import ModelTools
+from text.output.call_syntaxes import ModelTools
 from text.output.json_mender import complete_members
 from text.output.parser import ParserConfig
 from text.tokenizer import Tokenizer

@@ -5,8 +5,11 @@ import templates
 import tiny_tokenizers
 from tool_calls import FORMATS, TEMPLATES
 
+import web
+from config import Config
+from run import ConfigError
 from text.output.tool_detection import model_tools, written_format
-from text.output.tool_formats import AS_TEXT
+from text.output.tool_formats import AS_TEXT, format_named
 from text.template import ChatTemplate
 from text.template_capabilities import TemplateCapabilities
 from text.tokenizer import Tokenizer
@@ -24,7 +27,7 @@ def test_the_format_of_calls_is_the_one_that_reads_what_the_template_writes(name
     assert capabilities.tools
     found = model_tools(template, capabilities, tokenizer, None)
     assert found.format.name == name and not found.in_prompt
-    assert (len(found.call_ids.new()) == 9) == name.startswith("mistral")
+    assert found.short_ids == name.startswith("mistral")
     assert found.parallel == (name not in ("llama3_json", "openai")), "they write one call of a message"
     for parser in ("none", "hermes"):
         assert model_tools(template, TemplateCapabilities(), tokenizer, parser).format.name == parser
@@ -186,3 +189,21 @@ def test_a_template_of_its_own_for_tools_is_used_for_them(tokenizer, tmp_path):
     assert template.render([{"role": "user", "content": ""}]) == "d"
     assert template.for_tools.render([{"role": "user", "content": ""}], ["f"]).startswith("['f']")
     assert model_tools(template, TemplateCapabilities(), tokenizer, None).format.name == "hermes"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("qwen3_xml", "qwen3_coder"), ("llama4_pythonic", "pythonic"), ("granite4", "hermes"), ("ernie45", "hermes")],
+)
+def test_a_tool_parser_may_have_vllms_name(theirs, ours, tokenizer):
+    assert format_named(theirs).name == format_named(ours).name == ours
+    assert model_tools(ChatTemplate("{{ tools }}", {}), TemplateCapabilities(tools=True), tokenizer, theirs).format.name == ours
+
+
+def test_a_tool_parser_that_there_is_not_ends_the_startup_with_one_line_that_names_those_that_there_are(monkeypatch):
+    with pytest.raises(ConfigError, match=r"^--tool-parser \(TOOL_PARSER\) 'hermas': must be one of hermes, .*, none$"):
+        format_named("hermas")
+    monkeypatch.setattr(web.configuration, "load", lambda: Config(model_id="m", tool_parser="hermas"))
+    monkeypatch.setattr(web, "die_with_parent", lambda: None)
+    monkeypatch.setattr(web.logs, "set_up", lambda *_settings: None)
+    assert web.main() == 2

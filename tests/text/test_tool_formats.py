@@ -26,8 +26,7 @@ from tool_calls import (
 
 from api.http.errors import ApiError
 from text.grammar import of_json_schema
-from text.output.allowed_calls import MOST_CALLS, not_written
-from text.output.call_syntaxes import Function, types_of
+from text.output.call_syntaxes import MOST_CALLS, Function, not_written, types_of
 from text.output.parser import ParserConfig
 
 

@@ -1,24 +1,27 @@
-"""How one call of a tool is written: a class a syntax, with its grammar and how it is read.
+"""How models write calls of tools: a class a syntax, with its grammar and how it is read; and the grammars of
+outputs with calls.
 
-A format of tool calls is an object of one of these classes; tool_formats.py has them all. `OutputParser`
-(parser.py) reads a call after its `head`: arguments in JSON while they grow, other ones up to the closing
-bracket, and a syntax that `is_whole` when a call is complete, by its `calls_in`.
+A format is an object of one of these classes; tool_formats.py has them all. `OutputParser` (parser.py) finds
+the `head` of a call, and reads arguments in JSON while they grow, other ones up to the closing bracket. A
+call of a syntax that `is_whole` is read when it is complete, by its `calls_in`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import keyword
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from run import Json
-from text.grammar import GrammarError, json_rule, lark_string
+from text.grammar import GrammarError, json_rule, lark_string, of_rules
+from text.json_schema import pointer
 from text.output.call_mender import ERRORS, Call, CallText, any_of, as_json
 from text.output.json_mender import CONSTANTS, GEMMA_QUOTE, whole_value
 
@@ -44,6 +47,8 @@ CONSTRAINTS = {
     *("unevaluatedItems", "unevaluatedProperties"),
 }
 ANNOTATIONS = ("title", "description", "default", "examples")  # which constrain nothing
+# Side by side that are asked for: small models would repeat theirs up to the end of the context.
+MOST_CALLS = 16
 MAX_DEPTH = 8  # of schemas that name each other
 # `argument` with any name, `value`: any literal, and the literals of each type.
 ANY_LITERALS = [
@@ -119,7 +124,7 @@ class ToolFormat:
     implicit_start: str = ""  # what calls begin with where they may be the whole text, without a marker
     ends: tuple[str, ...] = ()  # what may follow calls, in front of `close`
     inner: tuple[str, ...] = ()  # further markers
-    before: str = ""
+    before: str = "open"
     between: str = ""
     after: str = ""
     marked: str = ""
@@ -136,8 +141,9 @@ class ToolFormat:
     @property
     def markers(self) -> list[str]:
         """What may be a token by itself."""
-        around = [text for text in (self.open, self.close) if text]
-        return [*self.inner, *(text for text in around if not any(inner in text for inner in self.inner))]
+        around = (self.open, self.close)
+        apart = [text for text in around if text and not any(part in text for part in self.inner)]
+        return [*self.inner, *apart]
 
     @property
     def parts(self) -> list[str]:
@@ -194,17 +200,14 @@ class NamedFormat(ToolFormat):
 
 
 class PairsFormat(ToolFormat):
-    """Calls of which the arguments are pairs of a key and a literal."""
+    """Calls of which the arguments are pairs of a key and a literal.
+
+    A subclass has the `language`, how a call begins (with the name for {}), what equals, commas and the end
+    are, which names are keys, how a value is written, and `literals`: the rules `argument` and `value`, and a
+    rule for each type.
+    """
 
     writes_json = False
-    language: str
-    begin: str  # with the name in it
-    equals: str
-    comma: str
-    end: str
-    literals: list[str]  # the rules `argument` and `value`, and those of each type
-    is_key: Callable[[str], bool]
-    written: Callable[[Any], str]  # a value as a literal
 
     def call_rules(self, rule: str, function: Function, _arguments: str, lark: ToLark) -> list[str]:
         """The properties in their order, those that are not required may be missing."""
@@ -217,20 +220,17 @@ class PairsFormat(ToolFormat):
             if not self.is_key(name):
                 detail = f"must have names that are valid in {self.language}. Given: {name[:40]!r}"
                 raise GrammarError(detail)
+            values = " | ".join(lark(self.written(value)) for value in _values(schema))
+            literal = values or _named_type(schema) or "value"
             for place, comma in (("first", ""), ("next", self.comma)):
                 key = lark_string(comma + name + self.equals)
-                argument = f"{key} ({self._literal(schema, lark)}) {rule}_next_{k + 1}"
+                argument = f"{key} ({literal}) {rule}_next_{k + 1}"
                 skipped = "" if function.requires(name) else f" | {rule}_{place}_{k + 1}"
                 rules.append(f"{rule}_{place}_{k}: {argument}{skipped}")
         return [*rules, f'{rule}_first_{len(properties)}: ""', f'{rule}_next_{len(properties)}: ""']
 
     def shared_rules(self, _lark: ToLark, _token_id: TokenId) -> list[str]:
         return self.literals
-
-    def _literal(self, schema: Any, lark: ToLark) -> str:
-        if values := _values(schema):
-            return " | ".join(lark(self.written(value)) for value in values)
-        return _named_type(schema) or "value"
 
     def enforced(self, schema: Any, _parameters: Json) -> set[str]:
         """The keywords of a property that `call_rules` enforces."""
@@ -427,6 +427,146 @@ class TaggedFormat(ToolFormat):
         if not (is_certain and text.is_final):
             raise ValueError("the value may go on, or have the part of another")
         return misfit or (at, value)
+
+
+@dataclass(frozen=True)
+class ModelTools:
+    """The tool support of the served model's chat template, detected when it is loaded."""
+
+    format: ToolFormat | None  # None: unknown
+    token_id: TokenId = lambda _text: None
+    parallel: bool = True  # calls in one message
+    short_ids: bool = False  # of 9 letters and digits
+    in_prompt: bool = False  # the template has no place for tools, so the system message describes them
+
+
+@dataclass(frozen=True)
+class AllowedCalls:
+    """The calls that an output may have: of `functions`, more than one if `parallel`."""
+
+    model: ModelTools
+    functions: Sequence[Function]
+    mode: str  # auto, required or named
+    parallel: bool
+    may_repeat: bool = False  # a call that equals an earlier one of the output
+
+    @property
+    def format(self) -> ToolFormat:
+        assert self.model.format is not None, "calls in an unknown format are rejected"
+        return self.model.format
+
+    @property
+    def names(self) -> list[str]:
+        return [function.name for function in self.functions]
+
+    @property
+    def is_named(self) -> bool:
+        return self.mode == "named"
+
+    @property
+    def requires_call(self) -> bool:
+        return self.mode != "auto"
+
+
+class ParametersError(GrammarError):
+    """The parameters of the function of this name cannot be enforced; the message is for the client."""
+
+    def __init__(self, function: str, message: str):
+        super().__init__(message)
+        self.function = function
+
+
+def calls_grammar(calls: AllowedCalls, start: str, body: str = "") -> str:
+    """The grammar `start`, made of the rules `calls`, `auto` (text with calls or without) and `body`, another
+    grammar.
+
+    Raises GrammarError, which is a ParametersError where one function is the reason.
+    """
+    form = calls.format
+    token_id = calls.model.token_id
+    lark = functools.partial(terminals, markers=form.markers, token_id=token_id)
+    outer = [
+        f"start: {start}",
+        f"calls: {form.before} listed {form.after}",
+        f"listed: call ({form.between} call){{0,{MOST_CALLS - 1}}}" if calls.parallel else "listed: call",
+    ]
+    if form.auto:
+        outer.append(f"auto: {form.auto}")
+    elif form.implicit_start:  # what a text begins with decides
+        outer.append("auto: TEXT? | calls")
+    else:
+        outer.append(f"auto: (head {form.marked}){'*' if calls.parallel else '?'} TEXT")
+    rules = [
+        re.sub(r'"(?:[^"\\]|\\.)+"', lambda quoted: f"({lark(json.loads(quoted[0]))})", rule)
+        for rule in outer
+    ]
+    rules.append("call: " + " | ".join(f"call{n}" for n in range(len(calls.functions))))
+    rules.append(r"ws: /\n? ?/")
+    for name, marker in (("open", form.open), ("close", form.close), ("next", form.next)):
+        if marker:
+            rules.append(f"{name}: {lark(marker)}")
+    if form.implicit_start:
+        rules.append(rf"TEXT: /\s*[^\{form.implicit_start}\s](.|\n)*/")
+    else:
+        rules += up_to(form.open, token_id)
+    for n, function in enumerate(calls.functions):
+        if start == "auto" and not function.is_strict:
+            function = Function(function.name, {"type": "object"})
+        try:
+            # Templates write calls in one line, so models do, too. A schema that cannot be enforced is
+            # rejected in every syntax.
+            arguments = json_rule({"type": "object"} | function.parameters, " ?", function.is_strict)
+            rules += form.call_rules(f"call{n}", function, arguments, lark)
+        except GrammarError as error:
+            raise ParametersError(function.name, f"of {function.name} {error}") from None
+    rules += form.shared_rules(lark, token_id)
+    return of_rules(rules, body, "body")
+
+
+def not_written(form: ToolFormat, function: Function) -> Iterator[str]:
+    """What the grammar of a call leaves out of the function's schema because the format does not write
+    arguments as JSON: JSON pointers."""
+    if form.writes_json:
+        return
+    parameters = function.parameters
+    enforced = {"type", "properties"}
+    required = parameters.get("required")
+    if not isinstance(required, list) or all(name in [*function.properties] for name in required):
+        enforced.add("required")
+    if function.properties or not isinstance(parameters.get("additionalProperties"), dict):
+        enforced.add("additionalProperties")
+    yield from _constraints(parameters, enforced, "")
+    for name, schema in function.properties.items():
+        enforced = form.enforced(schema, parameters)
+        yield from _constraints(schema, enforced, pointer((((), "properties"), name)))
+
+
+def _constraints(schema: Any, enforced: set[str], place: str) -> Iterator[str]:
+    for name in schema if isinstance(schema, dict) else ():
+        if name in CONSTRAINTS - enforced:
+            yield f"{place}/{name}"
+
+
+def mended_calls(
+    text: str, calls: AllowedCalls, rest: str | None = "", is_final: bool = True, is_exact: bool = False
+) -> list[tuple[str, str]] | None:
+    """The names and the arguments, in JSON, of the calls that are all of the text but for markers and
+    comments; None: it has something else.
+
+    rest: what follows the text; None: it is truncated, and the last call has the arguments that are complete.
+    is_final: `rest` is all that follows; if it is not, a value that may go on there is none. is_exact: calls
+    of other formats are none.
+    """
+    form = calls.format
+    schemas = {function.name: function.parameters for function in calls.functions}
+    inner = () if form.call_end else form.inner
+    markers = (form.open, *form.also_open, form.close, *inner)
+    whole = CallText(text, schemas, markers, not form.is_whole, rest, is_final)
+    others = () if is_exact else (CallText.in_json, CallText.in_python, form.after_names)
+    for read in (form.calls_in, *others):
+        with contextlib.suppress(*ERRORS):
+            return [whole.checked(*call) for call in read(whole, whole.skipped(0))]
+    return None
 
 
 def types_of(

@@ -10,14 +10,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import secrets
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 
-from text.output.allowed_calls import AllowedCalls, mended_calls
 from text.output.call_mender import MAX_HEAD, any_of, may_be_calls
+from text.output.call_syntaxes import AllowedCalls, mended_calls
 from text.output.reasoning import Thinking
 from text.stream import Piece
 
@@ -454,7 +455,8 @@ class OutputParser:
     def _begin(self, name: str, arguments: str = "") -> None:
         if name not in self._calls.names:
             raise _NotACall
-        self._held = CallBegin(self._begun, self._calls.model.call_ids.new(), name)
+        call_id = secrets.token_hex(5)[:9] if self._calls.model.short_ids else f"call_{secrets.token_hex(12)}"
+        self._held = CallBegin(self._begun, call_id, name)
         self._called = name
         self._arguments = ""
         self._begun += 1

@@ -9,8 +9,7 @@ import json
 import os
 from typing import Any
 
-from text.output.allowed_calls import AllowedCalls, ModelTools
-from text.output.call_syntaxes import Function, ToolFormat
+from text.output.call_syntaxes import AllowedCalls, Function, ModelTools, ToolFormat
 from text.output.parser import ParserConfig
 from text.output.tool_formats import AS_TEXT, FORMATS, HERMES, format_named
 from text.stream import Piece
@@ -64,7 +63,7 @@ def model_tools(
         format=found,
         token_id=tokenizer.token_to_id,
         parallel=written is None or capabilities.several_calls,
-        call_ids=template.call_ids,
+        short_ids=template.needs_short_ids,
     )
 
 
