@@ -21,7 +21,7 @@ import msgspec
 
 from run import Json
 from text.grammar import GrammarError, json_rule, lark_string, of_rules
-from text.json_schema import pointer
+from text.json_schema import pointer, referred
 from text.output.call_mender import ERRORS, Call, CallText, any_of, as_json
 from text.output.json_mender import CONSTANTS, GEMMA_QUOTE, whole_value
 
@@ -584,23 +584,16 @@ def types_of(
         return {given} if isinstance(given, str) else set(map(str, given))
     if values := _values(schema):
         return {TYPES[type(value)] for value in values}
-    if isinstance(path := schema.get("$ref"), str):
+    if isinstance(path := schema.get("$ref"), str) and path != "#":
         if path not in known:
             known[path] = set()
-            known[path] = types_of(_definition(path, parameters), parameters, depth + 1, known)
+            known[path] = types_of(referred(path, parameters).schema, parameters, depth + 1, known)
         return known[path]
     for name in ("anyOf", "oneOf", "allOf"):
         if isinstance(options := schema.get(name), list):
             found = [types_of(option, parameters, depth + 1, known) for option in options]
             return set().union(*found) if all(found) else set()
     return {"object"} if "properties" in schema else set()
-
-
-def _definition(path: str, parameters: Json) -> Any:
-    found: Any = parameters
-    for name in path.removeprefix("#/").split("/"):
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
 
 
 def _values(schema: Any) -> list[Any]:
