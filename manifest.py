@@ -35,65 +35,125 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", SU)  # whose positions depend on
 
 # Values of transformers' classes for keys that a vision-language model's text_config may leave out, such as
 # Gemma 3 4B's context length.
-TEXT_DEFAULTS: dict[str, dict[str, int]] = {
-    "gemma3_text": {
-        "max_position_embeddings": 131072,
-        "hidden_size": 2304,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-    },
-    "llama": {
-        "max_position_embeddings": 2048,
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
-    "mistral": {
-        "max_position_embeddings": 131072,
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
+TEXT_FIELDS = (
+    "max_position_embeddings",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+TEXT_DEFAULTS = {
+    kind: dict(zip(TEXT_FIELDS, values))
+    for kind, values in {
+        "gemma3_text": (131072, 262208, 2304, 9216, 26, 8, 4, 256),
+        "granite": (2048, 32000, 4096, 11008, 32, 32),
+        "llama": (2048, 32000, 4096, 11008, 32, 32),
+        "mistral": (131072, 32000, 4096, 14336, 32, 32, 8),
+        "qwen2": (32768, 151936, 4096, 22016, 32, 32, 32),
+        "qwen3": (32768, 151936, 4096, 22016, 32, 32, 32, 128),
+    }.items()
+}
+VISION_FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "image_size",
+    "patch_size",
+    "hidden_act",
+    "layer_norm_eps",
+)
+
+
+def _vision_defaults(*values: Any) -> Json:
+    return dict(zip(VISION_FIELDS, values))
+
+
+# The same for a vision_config, of towers that several families have.
+VISION_DEFAULTS = {
+    "clip_vision_model": _vision_defaults(768, 3072, 12, 12, 224, 32, "quick_gelu", 1e-5),
+    "siglip_vision_model": _vision_defaults(768, 3072, 12, 12, 224, 16, "gelu_pytorch_tanh", 1e-6),
+    "pixtral": _vision_defaults(1024, 4096, 24, 16, 1024, 16, "gelu", 1e-5),
 }
 
-# Vision-language models whose images are read; of others, the text part is served.
-NEURON_VISION_FAMILIES = (
-    "idefics3",
-    "internvl",
-    "llava",
-    "llava_next",
-    "llava_onevision",
-    "mistral3",
-    "smolvlm",
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """A family of vision-language models whose images are read; of others, the text part is served.
+
+    A family is a row of VISION_FAMILIES. Where no class has its layout or its tower, it is that class, too.
+    """
+
+    # By the class of transformers' image processor: the class in text/images/layouts.py.
+    layouts: dict[str, str]
+    tower: str = "ProjectedTower"  # the class in models/images/towers.py
+    # Values of transformers' class for keys that config.json may leave out. Of them are which layer's output
+    # the projector reads, and whether it reads all of that or ("default") all but the first token.
+    defaults: Json = field(default_factory=dict)
+    vision_defaults: Json = field(default_factory=dict)  # the same for its vision_config
+    whole_images: bool = False  # the tokens of an image attend to each other: all of them run in one call
+    on_neuron: bool = False
+
+
+TEXT_ONLY = VisionFamily({})
+ANY_RESOLUTION = {"LlavaNextImageProcessor": "AnyResolution", "LlavaOnevisionImageProcessor": "AnyResolution"}
+PIXEL_BOUNDS = {"Qwen2VLImageProcessor": "PixelBounds"}
+BEFORE_LAST = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
+MISTRAL = {"vision_feature_layer": -1, "spatial_merge_size": 2}
+IDEFICS = VisionFamily(
+    {"Idefics3ImageProcessor": "RowsAndColumns", "SmolVLMImageProcessor": "RowsAndColumns"},
+    vision_defaults=_vision_defaults(1152, 3072, 12, 16, 224, 32, "gelu_pytorch_tanh", 1e-6),
+    on_neuron=True,
 )
-VISION_FAMILIES = (
-    *NEURON_VISION_FAMILIES,
-    "gemma3",
-    "glm_ocr",
-    "lighton_ocr",
-    "paddleocr_vl",
-    "qwen2_5_vl",
-    "qwen2_vl",
-    "qwen3_vl",
-)
-# The names in LAYOUTS of text/images/layouts.py (tested).
-IMAGE_PROCESSORS = (
-    "CLIPImageProcessor",
-    "SiglipImageProcessor",
-    "LlavaNextImageProcessor",
-    "LlavaOnevisionImageProcessor",
-    "Idefics3ImageProcessor",
-    "SmolVLMImageProcessor",
-    "PixtralImageProcessor",
-    "GotOcr2ImageProcessor",
-    "Qwen2VLImageProcessor",
-    "Gemma3ImageProcessor",
-    "Glm46VImageProcessor",
-    "PaddleOCRVLImageProcessor",
-)
+VISION_FAMILIES = {  # by the model_type
+    "llava": VisionFamily(
+        {
+            "CLIPImageProcessor": "CenterCrop",
+            "SiglipImageProcessor": "Square",
+            "PixtralImageProcessor": "Lines",
+        },
+        defaults=BEFORE_LAST,
+        on_neuron=True,
+    ),
+    "llava_next": VisionFamily(ANY_RESOLUTION, defaults=BEFORE_LAST, on_neuron=True),
+    "llava_onevision": VisionFamily(ANY_RESOLUTION, defaults={"vision_feature_layer": -1}, on_neuron=True),
+    "idefics3": IDEFICS,
+    "smolvlm": IDEFICS,
+    "mistral3": VisionFamily({"PixtralImageProcessor": "Lines"}, defaults=MISTRAL, on_neuron=True),
+    "internvl": VisionFamily(
+        {"GotOcr2ImageProcessor": "Grid"},
+        defaults={"vision_feature_layer": -1, "vision_feature_select_strategy": "default"},
+        vision_defaults=_vision_defaults(1024, 4096, 24, 16, 448, 14, "gelu", 1e-6),
+        on_neuron=True,
+    ),
+    "lighton_ocr": VisionFamily({"PixtralImageProcessor": "Blocks"}, defaults=MISTRAL),
+    "gemma3": VisionFamily({"Gemma3ImageProcessor": "Pooled"}, whole_images=True),
+    "qwen2_vl": VisionFamily(PIXEL_BOUNDS, tower="QwenTower", vision_defaults={"hidden_act": "quick_gelu"}),
+    "qwen2_5_vl": VisionFamily(
+        PIXEL_BOUNDS,
+        tower="QwenTower",
+        vision_defaults={"hidden_act": "silu", "window_size": 112, "fullatt_block_indexes": (7, 15, 23, 31)},
+    ),
+    "qwen3_vl": VisionFamily(
+        PIXEL_BOUNDS,
+        tower="QwenTower",
+        vision_defaults={"hidden_act": "gelu_pytorch_tanh", "deepstack_visual_indexes": (8, 16, 24)},
+    ),
+    "glm_ocr": VisionFamily(
+        {"Glm46VImageProcessor": "FrameBounds"},
+        tower="GlmTower",
+        vision_defaults={"hidden_act": "silu", "rms_norm_eps": 1e-5},
+    ),
+    "paddleocr_vl": VisionFamily(
+        {"PaddleOCRVLImageProcessor": "UpscaledBounds"},
+        tower="PaddleTower",
+        vision_defaults=_vision_defaults(1152, 4304, 27, 16, 384, 14, "gelu_pytorch_tanh", 1e-6)
+        | {"spatial_merge_size": 2},
+    ),
+}
 
 # Parameters of transformers' generation that this server does not support, and their values without effect.
 UNSUPPORTED_GENERATION: dict[str, tuple[Any, ...]] = {
@@ -150,13 +210,21 @@ class Manifest:
         return whole(config.get("image_token_id", config.get("image_token_index")))
 
     @property
+    def vision_family(self) -> VisionFamily:
+        return vision_family(self.config_json)
+
+    @property
+    def layout(self) -> str | None:
+        """How images are preprocessed: a class in text/images/layouts.py. None: only text is read."""
+        return self.vision_family.layouts.get(self.image_processor)
+
+    @property
     def reads_images(self) -> bool:
-        return self.model_type in VISION_FAMILIES and self.image_processor in IMAGE_PROCESSORS
+        return self.layout is not None
 
     @property
     def whole_images(self) -> bool:
-        """Whether the tokens of an image attend to each other, so that all of them must run in one call."""
-        return self.model_type == "gemma3" and self.reads_images
+        return self.reads_images and self.vision_family.whole_images
 
     @property
     def why_no_images(self) -> str:
@@ -189,7 +257,11 @@ class Manifest:
     @property
     def text_config(self) -> Json:
         """The text part of a vision-language model's config.json."""
-        return _text_config(self.config_json)
+        return text_part(self.config_json)
+
+    @property
+    def vision_config(self) -> Json:
+        return vision_part(self.config_json)
 
     @property
     def length_limit(self) -> int | None:
@@ -247,7 +319,7 @@ class Manifest:
                 raise ConfigError(
                     f"{folder / 'config.json'}: {dtype}; write a type's name, such as 'bfloat16'"
                 )
-        lengths = [_text_config(config).get(name) for name in CONTEXT_LENGTHS]
+        lengths = [text_part(config).get(name) for name in CONTEXT_LENGTHS]
         generation_config = read_json(folder / "generation_config.json")
         eos_ids = [*_eos_ids(config), *_eos_ids(generation_config)]
         return cls(
@@ -261,11 +333,31 @@ class Manifest:
         )
 
 
-def _text_config(config: Json) -> Json:
+def text_part(config: Json) -> Json:
     text = config.get("text_config")
-    if not text:
+    if not text or not isinstance(text, dict):
         return config
     return {**TEXT_DEFAULTS.get(text.get("model_type"), {}), **text}
+
+
+def vision_family(config: Json) -> VisionFamily:
+    return VISION_FAMILIES.get(config.get("model_type"), TEXT_ONLY)
+
+
+def vision_part(config: Json) -> Json:
+    """The vision part of a vision-language model's config.json; {}: it has none."""
+    vision = config.get("vision_config")
+    if not isinstance(vision, dict):
+        return {}
+    given = {name: value for name, value in vision.items() if value is not None}
+    for name in ("image_size", "patch_size"):
+        if isinstance(given.get(name), list):  # height and width, which are equal
+            given[name] = given[name][0]
+    return {
+        **vision_family(config).vision_defaults,
+        **VISION_DEFAULTS.get(vision.get("model_type"), {}),
+        **given,
+    }
 
 
 def _processor_config(folder: Path) -> Json:

@@ -54,6 +54,7 @@ TYPE = "image_processor_type"
         ("llava", {}, f"its folder has no preprocessor_config.json or processor_config.json that .* preprocessed ({TYPE})"),
         ("llava", {"preprocessor_config.json": {"size": 336}}, f"its folder has no .* ({TYPE})"),
         ("llava", {"processor_config.json": {"image_processor": {TYPE: "My"}}}, f"its {TYPE} My is not supported"),
+        ("llava", {"preprocessor_config.json": {TYPE: "GotOcr2ImageProcessor"}}, f"its {TYPE} GotOcr2.* is not supported"),
         ("llama", {"preprocessor_config.json": CLIP}, ""),
         ("paligemma", {"preprocessor_config.json": {TYPE: "SiglipImageProcessor"}}, ""),
     ],

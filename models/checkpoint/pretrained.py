@@ -12,14 +12,13 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForImageTextToText
 
 from config import Config
-from manifest import SHARDS, check_weights
+from manifest import SHARDS, VISION_FAMILIES, check_weights
 from models.checkpoint.architecture import read_architecture, with_version_of_code
 from models.errors import ModelError, reported_as
 from models.images.embeddings import Canvas
-from models.images.towers import VisionTower
+from models.images.towers import VisionTower, tower_class
 
 # Functions of PyTorch that read a few rows of a tensor, or none of its numbers.
 READS_FEW = {"__get__", "__getitem__", "embedding", "size", "dim"}
@@ -62,39 +61,9 @@ def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Modul
         raise ModelError(
             f"{folder} holds {name} in the shape {list(found)}, where its config.json says {list(expected)}"
         )
-    if architecture.auto_class is AutoModelForImageTextToText:
-        _scale_logits(model)
-        _add_deepstack(model)
-        _place_as_trained(model)
+    if family := VISION_FAMILIES.get(model.config.model_type):
+        tower_class(family).adapt(model)
     return model.to(device).eval()
-
-
-def _scale_logits(model: torch.nn.Module) -> None:
-    """transformers scales Granite's logits in its text model alone, not in LlavaNext."""
-    scaling = getattr(model.config.get_text_config(), "logits_scaling", None)
-    if scaling and model.config.model_type == "llava_next":
-        model.get_output_embeddings().register_forward_hook(lambda _head, _inputs, logits: logits / scaling)
-
-
-def _add_deepstack(model: torch.nn.Module) -> None:
-    """Lets the first layers of Qwen3-VL's text model add the `deepstack` of `embed`. transformers' own way
-    selects tokens by a mask, which cannot be traced."""
-
-    def add(n: int, arguments: dict[str, Any], output: torch.Tensor) -> torch.Tensor:
-        return output + arguments["deepstack"][n] if "deepstack" in arguments else output
-
-    vision_config = getattr(model.config, "vision_config", None)  # a family of text has none
-    for n in range(len(getattr(vision_config, "deepstack_visual_indexes", ()))):
-        model.get_decoder().layers[n].register_forward_hook(
-            lambda _layer, _inputs, arguments, output, n=n: add(n, arguments, output), with_kwargs=True
-        )
-
-
-def _place_as_trained(model: torch.nn.Module) -> None:
-    """PaddleOCR-VL was trained with positions that are interpolated without aligned corners, as in
-    transformers 5.0, vLLM and the code on the hub; transformers 5.20 aligns them."""
-    if model.config.model_type == "paddleocr_vl":
-        model.model.visual.vision_model.embeddings.interpolation_align_corners = False
 
 
 def embed(
@@ -189,12 +158,8 @@ class VisionCheck:
             sizes["image_sizes"] = torch.tensor([[height, width]], device=model.device)
         self.tiles = np.random.default_rng(0).integers(0, 256, (count, height, width, 3), np.uint8)
         values = tower.normalize(torch.from_numpy(self.tiles).to(model.device)).to(model.dtype)
-        if has_grid_positions(model):
-            values = _in_patches(values[0], height // 8, config.model_type)
-        elif self.canvas or config.model_type in ("idefics3", "smolvlm"):
-            values = values[None]  # of one image
         with torch.inference_mode():
-            found = model.get_image_features(pixel_values=values, **sizes)
+            found = model.get_image_features(pixel_values=tower.for_transformers(values), **sizes)
         embeddings = torch.cat([each.flatten(0, -2) for each in found.pooler_output])
         for features in getattr(found, "deepstack_features", None) or ():
             embeddings = torch.cat([embeddings, *features], -1)
@@ -210,16 +175,6 @@ class VisionCheck:
         if error <= VISION_TOLERANCE[dtype]:
             return None
         return f"its image embeddings differ from those of transformers by {error:.2g} times the largest"
-
-
-def _in_patches(values: torch.Tensor, side: int, kind: str) -> torch.Tensor:
-    """An image, [3, height, width], as transformers' Qwen models take it: a row for each patch, of two equal
-    frames, and the four of a token together. PaddleOCR-VL takes [patches, 3, side, side], row by row."""
-    if kind == "paddleocr_vl":
-        return values.unflatten(2, (-1, side)).unflatten(1, (-1, side)).permute(1, 3, 0, 2, 4).flatten(0, 1)
-    blocks = values.unflatten(2, (-1, 2, side)).unflatten(1, (-1, 2, side))
-    patches = blocks.permute(1, 4, 2, 5, 0, 3, 6).flatten(0, 3)
-    return patches.unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1)
 
 
 def has_experts(model: torch.nn.Module) -> bool:

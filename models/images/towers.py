@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from manifest import Manifest, VisionFamily
 from models.images.embeddings import encode
 from run import Json
 
@@ -46,28 +47,6 @@ PROJECTORS = (
 )
 NEWLINES = ("model.image_newline", "image_newline")
 
-# What a config.json leaves out has the defaults of transformers' configuration classes. Here those of the
-# whole model, by its model_type: which layer's output the projector reads (None: that of the whole tower),
-# and whether it reads all of that or ("default") all but the first token.
-SELECTED = {
-    "llava": (-2, "default"),
-    "llava_next": (-2, "default"),
-    "llava_onevision": (-1, "full"),
-    "mistral3": (-1, "full"),
-    "lighton_ocr": (-1, "full"),
-    "internvl": (-1, "default"),
-    "idefics3": (None, "full"),
-    "smolvlm": (None, "full"),
-    "gemma3": (None, "full"),
-    "paddleocr_vl": (None, "full"),
-}
-# The defaults of the tower: heads, activation, epsilon of the norms.
-CLIP = (12, "quick_gelu", 1e-5)
-SIGLIP = (12, "gelu_pytorch_tanh", 1e-6)
-IDEFICS = (16, "gelu_pytorch_tanh", 1e-6)  # and PaddleOCR-VL
-INTERNVIT = (16, "gelu", 1e-6)
-PIXTRAL = (16, "gelu", 1e-5)
-
 ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -82,29 +61,22 @@ class VisionTower(nn.Module):
     """Reads a tile, uint8 RGB [1, height, width, 3], and returns the embeddings of its tokens, float32
     [tokens, width of the language model]. `make_tower` makes one.
 
-    config: the checkpoint's config.json; preprocessor: its `processor_config` (manifest.py), for how pixels
-    are normalized; tensors: by their names in the checkpoint, or those of transformers' model; dtype: of the
-    arithmetic, if not that of the tensors. Raises KeyError for a part that is missing.
+    tensors: by their names in the checkpoint, or those of transformers' model; dtype: of the arithmetic, if
+    not that of the tensors. Raises KeyError for a part that is missing.
     """
 
     # Pixels of a tile's side; None: tiles have any size, a multiple of `token_side`.
     tile_side: int | None = None
     token_side: int
 
-    def __init__(
-        self,
-        config: Json,
-        preprocessor: Json,
-        tensors: Mapping[str, Tensor],
-        dtype: torch.dtype | None = None,
-    ):
+    def __init__(self, manifest: Manifest, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None):
         super().__init__()
-        self._config = config
-        self._kind = config["model_type"]
+        self._config = {**manifest.vision_family.defaults, **manifest.config_json}
+        self._vision = manifest.vision_config
         self._tower = _Tensors(tensors, TOWERS, dtype)
         newline = next((tensors[name] for name in NEWLINES if name in tensors), None)
         self.register_buffer("newline", newline)  # [width]: the embedding after each row of a canvas
-        scale, shift = _normalization(preprocessor)
+        scale, shift = _normalization(manifest.processor_config)
         self.register_buffer("scale", scale)
         self.register_buffer("shift", shift)
 
@@ -123,23 +95,27 @@ class VisionTower(nn.Module):
         """The values of pixels, uint8 [tiles, height, width, 3] -> float32 [tiles, 3, height, width]."""
         return (tiles.float() * self.scale - self.shift).permute(0, 3, 1, 2)
 
+    def for_transformers(self, values: Tensor) -> Tensor:
+        """What transformers' model takes for the tiles of an image, of which `normalize` made `values`."""
+        return values
+
+    @staticmethod
+    def adapt(model: nn.Module) -> None:
+        """Changes transformers' model of the family where this server needs another computation."""
+
 
 class ProjectedTower(VisionTower):
-    """A tower of transformers' vision models, whose output a projector reads."""
+    """A tower of transformers' vision models, whose output a projector reads. The names of their tensors tell
+    which ones they are."""
 
-    def __init__(
-        self,
-        config: Json,
-        preprocessor: Json,
-        tensors: Mapping[str, Tensor],
-        dtype: torch.dtype | None = None,
-    ):
-        super().__init__(config, preprocessor, tensors, dtype)
-        kind = self._kind
+    def __init__(self, manifest: Manifest, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None):
+        super().__init__(manifest, tensors, dtype)
+        vision = self._vision
         tower = self._tower
         self._projector = _Tensors(tensors, PROJECTORS, dtype)
         self._is_pixtral = "patch_conv.weight" in tower
         self._is_internvit = "embeddings.cls_token" in tower
+        self._is_idefics = "modality_projection.proj.weight" in self._projector
         # Their names in CLIP and SigLIP; InternViT and Pixtral have others.
         self._patches = "embeddings.patch_embedding"
         self._first_token = "embeddings.class_embedding"
@@ -149,36 +125,23 @@ class ProjectedTower(VisionTower):
         if self._is_pixtral:
             self._patches = "patch_conv"
             self._layers = "transformer.layers"
-            defaults = PIXTRAL
         elif self._is_internvit:
             self._patches = "embeddings.patch_embeddings.projection"
             self._first_token = "embeddings.cls_token"
             self._positions = "embeddings.position_embeddings"
             self._layers = "encoder.layer"
             self._final_norm = "layernorm"
-            defaults = INTERNVIT
-        elif "pre_layrnorm.weight" in tower:
-            defaults = CLIP
-        else:
-            defaults = IDEFICS if kind in ("idefics3", "smolvlm", "paddleocr_vl") else SIGLIP
-        vision = config["vision_config"]
-        heads, activation, epsilon = defaults
-        self._heads = vision.get("num_attention_heads", heads)
-        self._activation = ACTIVATIONS[vision.get("hidden_act", activation)]
-        self._epsilon = epsilon if self._is_pixtral else vision.get("layer_norm_eps", epsilon)
+        self._heads = vision["num_attention_heads"]
+        self._activation = ACTIVATIONS[vision["hidden_act"]]
+        self._epsilon = vision["layer_norm_eps"]
         self._uses_rms = vision.get("norm_type") == "rms_norm"
-        self._layer_count = vision.get("num_hidden_layers", tower.count(self._layers))
+        self._layer_count = vision["num_hidden_layers"]
         self._patch_side = tower[f"{self._patches}.weight"].shape[-1]
-        side = None if self._is_pixtral else vision["image_size"]
-        self.tile_side = side[0] if isinstance(side, list) else side
-        self._merges_pixtral = kind in ("mistral3", "lighton_ocr")
-        self._merge = config.get("spatial_merge_size", 2) if self._merges_pixtral else 1
+        self._merge = self._config.get("spatial_merge_size") or vision.get("spatial_merge_size", 1)
         self.token_side = self._patch_side * self._merge
-        layer, strategy = SELECTED[kind]
-        self._selected = config.get("vision_feature_layer", layer) if layer else None
-        self._drops_first = config.get("vision_feature_select_strategy", strategy) == "default"
-        if layer is None or self._merges_pixtral:
-            self._drops_first = False
+        self.tile_side = None if self._is_pixtral else vision["image_size"]
+        self._selected = self._config.get("vision_feature_layer")
+        self._drops_first = self._config.get("vision_feature_select_strategy") == "default"
 
     def forward(self, tile: Tensor) -> Tensor:
         grid = self._grid(tile)
@@ -221,8 +184,7 @@ class ProjectedTower(VisionTower):
 
     def _rotation(self, x: Tensor, rows: int, columns: int) -> Rotation:
         width = x.shape[-1] // self._heads
-        vision = self._config["vision_config"]
-        theta = (vision.get("rope_parameters") or vision).get("rope_theta", 10_000.0)
+        theta = (self._vision.get("rope_parameters") or self._vision).get("rope_theta", 10_000.0)
         frequencies = theta ** -(torch.arange(0, width, 2, device=x.device).float() / width)
         down = frequencies[::2]
         across = frequencies[1::2] if self._is_pixtral else down
@@ -280,28 +242,37 @@ class ProjectedTower(VisionTower):
         norm = self._tower.rms_norm if self._uses_rms else self._tower.layer_norm
         return norm(x, name, self._epsilon)
 
-    # The projectors. x: [patches, width]
-
     def _project(self, x: Tensor, rows: int, columns: int) -> Tensor:
+        """x: [patches, width] -> [tokens, width of the language model]."""
         projector = self._projector
         config = self._config
-        if self._kind in ("idefics3", "smolvlm"):
+        if self._is_idefics:
             joined = _join(x, rows, columns, config.get("scale_factor", 2)).flatten(1)
             return projector.linear(joined, "modality_projection.proj")
-        if self._kind == "gemma3":
+        if "mm_input_projection_weight" in projector:  # Gemma
             side = math.isqrt(config.get("mm_tokens_per_image", 256))
             pooled = F.avg_pool2d(x.t().view(1, -1, rows, columns), rows // side)
             x = projector.rms_norm(pooled[0].flatten(1).t(), "mm_soft_emb_norm", self._epsilon, offset=1.0)
             return x @ projector["mm_input_projection_weight"]
-        if self._kind == "internvl":
+        if "layer_norm.weight" in projector:  # InternVL
             joined = _join(x, rows, columns, round(1 / config.get("downsample_ratio", 0.5))).flatten(1)
             x = projector.layer_norm(joined, "layer_norm", 1e-5)
-        if self._merges_pixtral:
+        if "patch_merger.merging_layer.weight" in projector:  # Mistral Small, LightOnOCR
             x = projector.rms_norm(x, "norm", config["text_config"].get("rms_norm_eps", 1e-6))
             joined = _join(x, rows, columns, self._merge)
             x = projector.linear(joined.transpose(1, 2).flatten(1), "patch_merger.merging_layer")
         activation = ACTIVATIONS[config.get("projector_hidden_act", "gelu")]
         return projector.linear(activation(projector.linear(x, "linear_1")), "linear_2")
+
+    def for_transformers(self, values: Tensor) -> Tensor:
+        return values if self.newline is None and not self._is_idefics else values[None]
+
+    @staticmethod
+    def adapt(model: nn.Module) -> None:
+        """transformers scales Granite's logits in its text model alone, not in those of LLaVA."""
+        if scaling := getattr(model.config.get_text_config(), "logits_scaling", None):
+            head = model.get_output_embeddings()
+            head.register_forward_hook(lambda _head, _inputs, logits: logits / scaling)
 
 
 class PaddleTower(ProjectedTower):
@@ -311,13 +282,11 @@ class PaddleTower(ProjectedTower):
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self.tile_side = None
-        self._merge = self._config["vision_config"].get("spatial_merge_size", 2)
-        self.token_side = self._patch_side * self._merge
 
     def forward(self, tile: Tensor) -> Tensor:
         grid = self._grid(tile)
         rows, columns = grid.shape[2], grid.shape[3]
-        # See `_place_as_trained` in pytorch/model.py.
+        # See `adapt`.
         x = grid + _scaled_positions(self._tower[self._positions], rows, columns, align_corners=False)
         x = x.flatten(2).transpose(1, 2)
         rotation = self._rotation(x, rows, columns)
@@ -326,6 +295,18 @@ class PaddleTower(ProjectedTower):
         x = self._tower.layer_norm(x[0], self._final_norm, self._epsilon)
         x = self._projector.layer_norm(x, "pre_norm", 1e-5)
         return self._project(_join(x, rows, columns, self._merge).flatten(1), rows, columns).float()
+
+    def for_transformers(self, values: Tensor) -> Tensor:
+        """[1, 3, height, width] -> [patches, 3, side, side], row by row."""
+        side = self._patch_side
+        blocks = values[0].unflatten(2, (-1, side)).unflatten(1, (-1, side))
+        return blocks.permute(1, 3, 0, 2, 4).flatten(0, 1)
+
+    @staticmethod
+    def adapt(model: nn.Module) -> None:
+        """It was trained with positions that are interpolated without aligned corners, as in transformers
+        5.0, vLLM and the code on the hub; transformers 5.20 aligns them."""
+        model.model.visual.vision_model.embeddings.interpolation_align_corners = False
 
 
 class _Attended(NamedTuple):
@@ -345,32 +326,24 @@ class QwenTower(VisionTower):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        vision = self._config["vision_config"]
+        vision = self._vision
         self._heads = vision.get("num_heads", 16)
         self._merge = vision.get("spatial_merge_size", 2)
         self._patch_side = self._tower["patch_embed.proj.weight"].shape[-1]
         self.token_side = self._patch_side * self._merge
         self._layer_count = self._tower.count("blocks")
-        self._epsilon = 1e-6  # of the norms
-        self._window = 0  # tokens along a side; 0: all layers attend to the whole image
-        self._deepstack: Sequence[int] = ()  # the layers whose outputs are read
+        self._epsilon = vision.get("rms_norm_eps", 1e-6)
+        self._activation = ACTIVATIONS[vision["hidden_act"]]
+        # Tokens along a side; 0: all layers attend to the whole image.
+        self._window = vision.get("window_size", 0) // self.token_side
+        self._whole: Sequence[int] = vision.get("fullatt_block_indexes", ())
+        self._deepstack: Sequence[int] = vision.get("deepstack_visual_indexes", ())  # layers that are read
         # The names of a layer's MLP and of the merger's parts.
         self._mlp_names = ("fc1", "fc2")
         self._merger_names = ("ln_q", "mlp.0", "mlp.2")
-        activation = "quick_gelu"
-        if self._kind == "qwen2_5_vl":
-            activation = "silu"
-            self._window = vision.get("window_size", 112) // self.token_side
-            self._whole = vision.get("fullatt_block_indexes", (7, 15, 23, 31))
-        elif self._kind == "qwen3_vl":
-            activation = "gelu_pytorch_tanh"
+        if "merger.linear_fc1.weight" in self._tower:
             self._mlp_names = ("linear_fc1", "linear_fc2")
             self._merger_names = ("norm", *self._mlp_names)
-            self._deepstack = vision.get("deepstack_visual_indexes", (8, 16, 24))
-        elif self._kind == "glm_ocr":
-            activation = "silu"
-            self._epsilon = vision.get("rms_norm_eps", 1e-5)
-        self._activation = ACTIVATIONS[vision.get("hidden_act", activation)]
 
     def forward(self, tile: Tensor) -> Tensor:
         tower = self._tower
@@ -395,6 +368,26 @@ class QwenTower(VisionTower):
                 deepstack.append(self._merged(self._joined(x), merger))
         merged = self._merged(x, "merger")
         return torch.cat([merged, *deepstack], -1).float()
+
+    def for_transformers(self, values: Tensor) -> Tensor:
+        """[1, 3, height, width] -> a row for each patch, of two equal frames; those of a token together."""
+        block = (-1, self._merge, self._patch_side)
+        blocks = values[0].unflatten(2, block).unflatten(1, block)
+        patches = blocks.permute(1, 4, 2, 5, 0, 3, 6).flatten(0, 3)
+        return patches.unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1)
+
+    @staticmethod
+    def adapt(model: nn.Module) -> None:
+        """Lets the first layers of Qwen3-VL's text model add the `deepstack` of `embed` (pretrained.py).
+        transformers' own way selects tokens by a mask, which cannot be traced."""
+
+        def add(n: int, arguments: dict[str, Any], output: Tensor) -> Tensor:
+            return output + arguments["deepstack"][n] if "deepstack" in arguments else output
+
+        for n in range(len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))):
+            model.get_decoder().layers[n].register_forward_hook(
+                lambda _layer, _inputs, arguments, output, n=n: add(n, arguments, output), with_kwargs=True
+            )
 
     def _by_token(self, grid: Tensor) -> Tensor:
         """[rows, columns, width] -> [patches, width], those of a token together."""
@@ -491,24 +484,13 @@ class GlmTower(QwenTower):
         return self._mlp(F.gelu(x), at)
 
 
-TOWER_CLASSES = {
-    "qwen2_vl": QwenTower,
-    "qwen2_5_vl": QwenTower,
-    "qwen3_vl": QwenTower,
-    "glm_ocr": GlmTower,
-    "paddleocr_vl": PaddleTower,
-}
+def tower_class(family: VisionFamily) -> type[VisionTower]:
+    return globals()[family.tower]
 
 
-def make_tower(
-    config: Json,
-    preprocessor: Json,
-    tensors: Mapping[str, Tensor],
-    dtype: torch.dtype | None = None,
-) -> VisionTower:
+def make_tower(manifest: Manifest, *arguments: Any) -> VisionTower:
     """The tower of a model; the arguments are those of `VisionTower`."""
-    kind = TOWER_CLASSES.get(config["model_type"], ProjectedTower)
-    return kind(config, preprocessor, tensors, dtype)
+    return tower_class(manifest.vision_family)(manifest, *arguments)
 
 
 class _Tensors(nn.Module):

@@ -15,7 +15,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from manifest import NEURON_VISION_FAMILIES, ORIGINAL_LENGTH
+from manifest import ORIGINAL_LENGTH, text_part, vision_family
 from models.checkpoint import rope
 from models.errors import named
 from models.neuron.family import (
@@ -460,21 +460,6 @@ class InternLM2(Family):
         return tensors
 
 
-# What transformers' classes have where the text_config of a vision-language model leaves out a size: all of
-# them SIZES, but for OTHER_SIZES.
-SIZES = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-}
-OTHER_SIZES: dict[str, dict[str, int]] = {
-    "mistral": {"intermediate_size": 14336},
-    "qwen2": {"intermediate_size": 22016, "vocab_size": 151936},
-    "qwen3": {"intermediate_size": 22016, "vocab_size": 151936},
-}
-
 FAMILIES: dict[str, type[Family]] = {
     "llama": Llama,
     "code_llama": Llama,
@@ -500,12 +485,10 @@ FAMILIES: dict[str, type[Family]] = {
 def text_config(config_json: Json) -> Json:
     """The config.json of a model's text part: of a vision-language model the `text_config`, as if it were a
     file of its own."""
-    text = config_json.get("text_config")
-    if config_json.get("model_type") not in NEURON_VISION_FAMILIES or not isinstance(text, dict):
+    if not vision_family(config_json).on_neuron:
         return config_json
-    kind = text.get("model_type")
     dtypes = {name: config_json[name] for name in ("torch_dtype", "dtype") if config_json.get(name)}
-    return {**SIZES, **OTHER_SIZES.get(kind, {}), **text, **dtypes}
+    return {**text_part(config_json), **dtypes}
 
 
 def of(config_json: Json) -> Family:

@@ -106,7 +106,7 @@ class NeuronModel(StaticBatchModel):
         manifest = build.manifest
         try:
             tensors = read_tensors(build.checkpoint())
-            self._vision = make_tower(manifest.config_json, manifest.processor_config, tensors).float()
+            self._vision = make_tower(manifest, tensors).float()
         except Exception as error:
             logger.debug("no vision tower", exc_info=True)
             warn_text_only(build.config.model_name, named(error))

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import config as configuration
 from config import FP8, Config
-from manifest import NEURON_VISION_FAMILIES, read_json
+from manifest import VISION_FIELDS, read_json, vision_family, vision_part
 from models.checkpoint.fetch import fetch
 from models.checkpoint.quantization import Quantization, dequantized_config, written_dtype
 from models.errors import ModelError
@@ -63,16 +63,6 @@ INSTANCES = {
     for row in _ROWS
 }
 
-# What transformers' classes have where a vision_config leaves out a size, by the beginning of its model_type:
-# hidden_size, intermediate_size, num_hidden_layers, image_size, patch_size.
-TOWER_SIZES = {
-    "clip": (768, 3072, 12, 224, 32),
-    "siglip": (768, 3072, 12, 224, 16),
-    "idefics3": (1152, 3072, 12, 224, 32),
-    "smolvlm": (1152, 3072, 12, 224, 32),
-    "pixtral": (1024, 4096, 24, 1024, 16),
-    "internvl": (1024, 4096, 24, 448, 14),
-}
 # Estimates.
 HOST_FLOPS = 37e9  # of a host core in float32, a second
 TILE_CORES = 16  # that a tile keeps busy
@@ -88,19 +78,14 @@ class Tower:
     @classmethod
     def of(cls, config_json: Json) -> Tower | None:
         """By a config.json; None for a model that reads text only."""
-        vision = config_json.get("vision_config")
-        if config_json.get("model_type") not in NEURON_VISION_FAMILIES or not isinstance(vision, dict):
+        vision = vision_part(config_json)
+        if not vision_family(config_json).on_neuron or not vision.keys() >= {*VISION_FIELDS}:
             return None
-        kind = str(vision.get("model_type"))
-        sizes = next((sizes for name, sizes in TOWER_SIZES.items() if kind.startswith(name)), None)
-        if sizes is None:
-            return None
-        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "image_size", "patch_size")
-        given = [vision.get(name) or size for name, size in zip(names, sizes)]
-        hidden, intermediate, layers, side, patch = (n[0] if isinstance(n, list) else n for n in given)
-        matrices = 3 if kind == "pixtral" else 2  # of an MLP
-        layer = 4 * hidden * hidden + matrices * hidden * intermediate
-        patches = (side // patch) ** 2
+        hidden = vision["hidden_size"]
+        patches = (vision["image_size"] // vision["patch_size"]) ** 2
+        matrices = 3 if vision.get("model_type") == "pixtral" else 2  # of an MLP
+        layer = 4 * hidden * hidden + matrices * hidden * vision["intermediate_size"]
+        layers = vision["num_hidden_layers"]
         width = families.text_config(config_json).get("hidden_size", hidden)
         return cls(
             parameters=layers * layer + hidden * width + width * width,

@@ -273,7 +273,7 @@ def _convert_vision(model: torch.nn.Module, manifest: Manifest, target: Path, co
         # The numbers of a bfloat16 model are stored as such, and computed with in float32. (OpenVINO's own
         # compression to float16 rounds everything, also the angles of rotary positions.)
         tensors = {name: tensor.to(dtype) for name, tensor in model.state_dict().items() if is_vision(name)}
-        tower = make_tower(manifest.config_json, manifest.processor_config, tensors, torch.float32)
+        tower = make_tower(manifest, tensors, torch.float32)
         with InFloat32(dtype):
             check = VisionCheck(model, tower)
         newline = None if tower.newline is None else tower.newline.tolist()

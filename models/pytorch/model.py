@@ -287,7 +287,7 @@ class TorchModel(StaticBatchModel):
             return
         try:
             tensors = self._model.state_dict()  # shared, not copied
-            tower = make_tower(manifest.config_json, manifest.processor_config, tensors)
+            tower = make_tower(manifest, tensors)
             self._vision = tower.to(self.device)
             check = VisionCheck(self._model, tower)
             fault = check.find_fault(self.encode_image(check.tiles, check.canvas, lambda: False), self.dtype)

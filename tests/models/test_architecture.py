@@ -130,6 +130,24 @@ def test_what_a_text_config_leaves_out_is_read_as_transformers_reads_it(tmp_path
     assert found.kv_bytes and found.max_positions
 
 
+@pytest.mark.parametrize("kind", manifest.VISION_FAMILIES)
+def test_what_the_config_of_a_vision_family_leaves_out_is_as_transformers_has_it(kind):
+    own = json.loads(transformers.CONFIG_MAPPING[kind]().to_json_string(use_diff=False))
+    family = manifest.VISION_FAMILIES[kind]
+    assert {name: own.get(name, value) for name, value in family.defaults.items()} == family.defaults
+    found = manifest.vision_part({"model_type": kind, "vision_config": {}})
+    expected = manifest.vision_part(own)
+    assert json.loads(json.dumps(found)) == {name: expected[name] for name in found}
+
+
+@pytest.mark.parametrize("kind", manifest.VISION_DEFAULTS)
+def test_what_a_vision_config_leaves_out_is_as_transformers_has_it(kind):
+    own = transformers.CONFIG_MAPPING[kind]()
+    given = manifest.vision_part({"vision_config": {"model_type": kind, "image_size": None, "patch_size": [14, 14]}})
+    assert given.pop("patch_size") == 14
+    assert {name: getattr(own, name, value) for name, value in given.items()} == given
+
+
 def test_attention_in_chunks_is_served_within_one_chunk(zoo, architecture):
     folder = zoo.folder("llama-4")
     assert read(folder, architecture, max_total_tokens=POSITIONS).parameters

@@ -29,7 +29,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 import models
 from config import Config
-from manifest import Manifest
+from manifest import VISION_FAMILIES, Manifest
 from models.accuracy import find_fault, kl_divergence
 from models.base import Chunk
 from models.cache import model_key
@@ -422,7 +422,7 @@ def test_a_tower_is_read_from_files_with_older_and_newer_names(visions, tmp_path
             old = next((old for old in renamed if name.startswith(old)), "")
             tensors[renamed.get(old, "") + name.removeprefix(old)] = tensor
         save_file(tensors, tmp_path / "model.safetensors")
-        tower = make_tower(manifest.config_json, manifest.processor_config, read_tensors(tmp_path))
+        tower = make_tower(manifest, read_tensors(tmp_path))
         found = np.stack([tower(torch.from_numpy(tile[None])).numpy() for tile in picture.tiles])
         newline = None if tower.newline is None else tower.newline.numpy()
         assert np.abs(arrange(found, picture.image.canvas, newline) - expected).max() < 1e-4
@@ -449,6 +449,12 @@ def test_paddleocr_vl_is_read_from_files_as_they_are_published(visions, tmp_path
     encode(model, visions.picture("paddleocr_vl"))
     (found,) = model.forward([Chunk(0, visions.prompt("paddleocr_vl"), 0)])
     assert is_close([found], visions.text("paddleocr_vl")[2][:1])
+
+
+def test_every_tower_is_that_of_a_family():
+    named = {vision.tower_class(family) for family in VISION_FAMILIES.values()}
+    made = {each for each in vars(vision).values() if isinstance(each, type) and issubclass(each, vision.VisionTower)}
+    assert named == made - {vision.VisionTower}
 
 
 @pytest.mark.parametrize("size", [(768, 768), (500, 2000), (2000, 500), (2300, 2300), (1111, 999)])
@@ -500,7 +506,7 @@ def test_a_tower_in_bfloat16_is_stored_so_and_loses_nothing(visions, tmp_path, c
     found = encoder.encode(tiles, (), lambda: False)
     manifest = Manifest.read(folder)
     tensors = {name: tensor.bfloat16().float() for name, tensor in read_tensors(folder).items()}
-    tower = make_tower(manifest.config_json, manifest.processor_config, tensors)
+    tower = make_tower(manifest, tensors)
     expected = tower(torch.from_numpy(tiles)).numpy()
     assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
     stored = sum(tensor.nbytes for tensor in tensors.values())

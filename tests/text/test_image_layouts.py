@@ -13,10 +13,10 @@ from image_files import noise, save_preprocessor
 from PIL import Image
 from vision_models import FAMILIES
 
-from config import MM_PROCESSOR_FIELDS
-from manifest import IMAGE_PROCESSORS, Manifest
+from manifest import VISION_FAMILIES, Manifest
 from run import ConfigError
-from text.images.layouts import LAYOUTS, read_layout
+from text.images import layouts
+from text.images.layouts import read_layout
 
 # Of transformers: the module of the processor, and what that passes to the image processor.
 PROCESSORS = {
@@ -265,6 +265,7 @@ def test_options_change_what_the_files_say(name, overrides, tokens, tmp_path):
     ("name", "overrides", "what"),
     [
         ("llava", {"size": 224}, r"size; the fields that this model supports: none$"),
+        ("smolvlm", {"max_tiles": 4}, r"max_tiles; the fields that this model supports: size, do_image_splitting$"),
         ("smolvlm", {"max_patches": 4}, r"max_patches; the fields that this model supports: size, do_image_splitting$"),
         ("smolvlm", {"size": {"longest_edge": 0}}, r"`size` must be a positive whole number, .* given: 0$"),
         ("pixtral", {"size": {"height": 600, "width": 400}}, r"`size` must be a positive whole number, .* 'width': 400}$"),
@@ -299,7 +300,8 @@ def test_files_that_lack_a_size_are_refused(tmp_path):
         read_layout(save_preprocessor("llava", tmp_path, crop_size=None), {})
 
 
-def test_the_tables_of_layouts_and_of_their_options_are_complete():
-    assert set(LAYOUTS) == set(IMAGE_PROCESSORS)
-    assert {option for layout in LAYOUTS.values() for option in layout.options} == set(MM_PROCESSOR_FIELDS)
-    assert all(layout.one_tile.keys() <= set(layout.options) for layout in LAYOUTS.values())
+def test_every_layout_is_that_of_a_family_and_has_the_options_that_it_sets():
+    used = {getattr(layouts, name) for family in VISION_FAMILIES.values() for name in family.layouts.values()}
+    made = {each for each in vars(layouts).values() if isinstance(each, type) and issubclass(each, layouts.Layout)}
+    assert used == made - {layouts.Layout}
+    assert all(layout.one_tile.keys() <= set(layout.options) for layout in used)

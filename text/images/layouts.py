@@ -1,9 +1,9 @@
 """How the images of each vision-language family become tiles for its vision tower, and the text that stands
 for them in a prompt.
 
-An image layout is a row of LAYOUTS. The tiles equal those of transformers' image processors for Pillow to the
-byte. Layouts call methods of Pillow's images, but this file does not import Pillow: API server processes
-import it.
+An image layout is a class, which rows of VISION_FAMILIES (manifest.py) name. The tiles equal those of
+transformers' image processors for Pillow to the byte. Layouts call methods of Pillow's images, but this file
+does not import Pillow: API server processes import it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Facts(dict):
     @property
     def drops_first(self) -> bool:
         """Whether LLaVA leaves out the tower's first output."""
-        return self.get("vision_feature_select_strategy", "default") == "default"
+        return self.get("vision_feature_select_strategy") == "default"
 
     def number(self, name: str, default: int | None = None) -> int:
         """A positive whole number, which may stand in an object: {"height": 384, "width": 384}. Raises
@@ -412,34 +412,15 @@ class Blocks(Layout):
         return Tiles([tile], tokens, self.token * tokens)
 
 
-# The layouts by the `image_processor_type` of a model's preprocessor file, without "Fast".
-LAYOUTS: dict[str, type[Layout]] = {
-    "CLIPImageProcessor": CenterCrop,
-    "SiglipImageProcessor": Square,
-    "LlavaNextImageProcessor": AnyResolution,
-    "LlavaOnevisionImageProcessor": AnyResolution,
-    "Idefics3ImageProcessor": RowsAndColumns,
-    "SmolVLMImageProcessor": RowsAndColumns,
-    "PixtralImageProcessor": Lines,
-    "GotOcr2ImageProcessor": Grid,
-    "Qwen2VLImageProcessor": PixelBounds,
-    "Gemma3ImageProcessor": Pooled,
-    "Glm46VImageProcessor": FrameBounds,
-    "PaddleOCRVLImageProcessor": UpscaledBounds,
-}
-
-
 def read_layout(manifest: Manifest, overrides: Json) -> Layout:
     """The layout of a model that reads images; `overrides` take the place of its preprocessor file's fields.
     Raises ConfigError."""
-    layout = LAYOUTS[manifest.image_processor]
-    if manifest.model_type == "lighton_ocr":  # with Pixtral's image processor
-        layout = Blocks
+    layout = globals()[manifest.layout]
     if unknown := overrides.keys() - layout.options:
         supported = f"the fields that this model supports: {', '.join(layout.options) or 'none'}"
         raise ConfigError(f"--mm-processor-kwargs (MM_PROCESSOR_KWARGS): {min(unknown)}; {supported}")
-    vision_config = manifest.config_json.get("vision_config") or {}
-    facts = Facts({**vision_config, **manifest.config_json, **manifest.processor_config, **overrides})
+    config = manifest.vision_family.defaults | manifest.vision_config | manifest.config_json
+    facts = Facts(config | manifest.processor_config | overrides)
     if "size" in overrides:  # also in the place of these fields of older files
         facts |= {name: overrides.get(name) for name in ("min_pixels", "max_pixels")}
     return layout(facts)
