@@ -460,8 +460,8 @@ class Config:
         None,
         "MM_PROCESSOR_KWARGS",
         "Fields of the model's preprocessor_config.json to override, as a JSON object, such as "
-        '{"size": {"longest_edge": 1024}} for fewer tokens of an image; docs/images.md lists those of each '
-        "family.",
+        '{"size": {"longest_edge": 1024}} for fewer tokens of an image. Another field than those that the '
+        "model supports is refused with their names.",
         parse=_json_object,
     )
     escape_special_tokens: bool = setting(

@@ -9,6 +9,7 @@ traces a tower into an OpenVINO graph and compares it with transformers; `pytorc
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -381,13 +382,12 @@ class QwenTower(VisionTower):
         """Lets the first layers of Qwen3-VL's text model add the `deepstack` of `embed` (pretrained.py).
         transformers' own way selects tokens by a mask, which cannot be traced."""
 
-        def add(n: int, arguments: dict[str, Any], output: Tensor) -> Tensor:
+        def add(n: int, _layer: nn.Module, _inputs: tuple, arguments: dict[str, Any], output: Tensor):
             return output + arguments["deepstack"][n] if "deepstack" in arguments else output
 
         for n in range(len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))):
-            model.get_decoder().layers[n].register_forward_hook(
-                lambda _layer, _inputs, arguments, output, n=n: add(n, arguments, output), with_kwargs=True
-            )
+            hook = functools.partial(add, n)
+            model.get_decoder().layers[n].register_forward_hook(hook, with_kwargs=True)
 
     def _by_token(self, grid: Tensor) -> Tensor:
         """[rows, columns, width] -> [patches, width], those of a token together."""
