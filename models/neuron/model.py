@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +35,20 @@ MIN_TEMPERATURE = 0.01
 MAX_TEMPERATURE = 10000.0
 # Largest difference between the logits of a prompt run in chunks and run whole, as a share of their range.
 CHUNK_TOLERANCE = {"float32": 0.01, "bfloat16": 0.05, "float16": 0.05}
+
+
+class Part(NamedTuple):
+    """A part of the model that is checked at startup and can be left out."""
+
+    name: str
+    graph: str  # that it needs
+    setting: str  # with which it is left out
+    off: str  # its value
+
+
+HYBRID = Part("On-device sampling", "hybrid sampling", "--sampling", "host")
+CHUNKS = Part("Chunked prefill", "the compiled graph of prompt chunks", "--prefill-chunk", "0")
+DRAFTS = Part("Speculative decoding", "the compiled graph of draft tokens", "--speculate", "0")
 
 
 class NeuronModel(StaticBatchModel):
@@ -75,25 +89,18 @@ class NeuronModel(StaticBatchModel):
         self._held: dict[int, list[int]] = {}  # slot → the tokens in its KV cache
         self._drafts: dict[int, Sequence[int]] = {}  # slot → draft tokens after them, not yet accepted
         self._pinned: dict[int, set[int]] = {}  # slot → the images in its KV cache, by key
-        if self.sampling == "hybrid":
-            problem = self._problem(self._hybrid_problem, "hybrid sampling", "--sampling host")
-            if problem:
-                logger.warning("On-device sampling is off (--sampling): %s", problem)
-                self.return_token_ids(False)
-                self.sampling = "host"
-        if self.sampling != "device":  # which returns only ids
-            self._check_logits(config.model_name)
+        if self.sampling == "hybrid" and not self._works(HYBRID, self._hybrid_fault):
+            self.return_token_ids(False)
+            self.sampling = "host"
         if config.prefill_chunk != 0 and 0 < compiled_config.prefill_chunk < self.max_input_tokens:
             self.prefill_chunk = compiled_config.prefill_chunk
-            if problem := self._chunk_problem():
-                logger.warning("Chunked prefill is off (--prefill-chunk): %s", problem)
-                self.prefill_chunk = None
+        self._check_prompt(config.model_name)
+        if self.prefill_chunk and not self._works(CHUNKS, self._chunk_fault):
+            self.prefill_chunk = None
         if compiled_config.verify_length:
             self.verify_length = compiled_config.verify_length
             self.max_draft_rows = self.verify_length * self.batch_size
-            what = "the compiled graph of draft tokens"
-            if problem := self._problem(self._verify_problem, what, "--speculate 0"):
-                logger.warning("Speculative decoding is off (--speculate): %s", problem)
+            if not self._works(DRAFTS, self._verify_fault):
                 self.max_draft_rows = self.verify_length = 0
         self._held.clear()
         self.prefix_granularity = self.prefill_chunk
@@ -115,70 +122,70 @@ class NeuronModel(StaticBatchModel):
         text = self._model.chkpt_model.model
         text.embed_tokens = HostEmbedding(text.embed_tokens, self.encoder_cache, build.family.embedding_scale)
 
-    def _problem(self, check: Callable[[], str | None], what: str, remedy: str) -> str | None:
-        """What `check` finds, or why it cannot run. Raises ModelError."""
+    def _works(self, part: Part, find_fault: Callable[[], str | None]) -> bool:
+        """Whether a part of the model passes its check at startup; logs why it is off. Raises ModelError for
+        an error of the device itself."""
         try:
-            return check()
+            fault = find_fault()
         except DeviceLost as error:
-            return _reason(error, what, remedy)
+            if is_device_error(error):
+                raise ModelError(f"{part.graph} fails ({error}); give {part.setting} {part.off}") from None
+            fault = str(error)
+        if fault:
+            logger.warning("%s is off (%s): %s", part.name, part.setting, fault)
+        return not fault
 
-    def _hybrid_problem(self) -> str | None:
+    def _hybrid_fault(self) -> str | None:
         """Compares the id with the logits after the same prompt: what is wrong with the id, if anything."""
         chunk = Chunk(self.batch_size - 1, [1], 0)
         self.return_token_ids(True)
-        (token,) = _comparable(self.forward([chunk]))
+        (token,) = _rows(self.forward([chunk]))
         self.return_token_ids(False)
-        logits = _comparable(self.forward([chunk]))
-        if not 0 <= token < self.vocab_size or logits[token] < logits.max():  # not of NaN: see _check_logits
+        (logits,) = _rows(self.forward([chunk]))
+        if not 0 <= token < self.vocab_size or logits[token] < logits.max():  # not of NaN: see _check_prompt
             return f"the device chose token {token}, not the most likely one, {logits.argmax()}"
         return None
 
-    def _check_logits(self, model_name: str) -> None:
-        """Runs a prompt whole. Raises ModelError where a logit after it is NaN or infinite."""
-        output = self.forward([Chunk(self.batch_size - 1, [7, 11][: self.max_input_tokens], 0)])
-        if not np.isfinite(_comparable(output)).all():
+    @property
+    def _check_length(self) -> int:
+        """Tokens of the prompts that run at startup: more than one chunk."""
+        return min((self.prefill_chunk or 0) * 3 // 2 + 2, self.max_input_tokens)
+
+    def _check_prompt(self, model_name: str) -> None:
+        """Runs a prompt whole. Raises ModelError where a logit after it is NaN or infinite, DeviceLost where
+        it fails: that is not an error of the graph of chunks, which is compared with such a prompt."""
+        prompt = ([7, 11] * self._check_length)[: self._check_length]
+        output = self.forward([Chunk(self.batch_size - 1, prompt, 0)])
+        if self.sampling != "device" and not np.isfinite(_rows(output)).all():
             raise ModelError(
                 f"{model_name} computes logits that are NaN or infinite in {self.dtype}, so it cannot "
                 "generate text: its weights are damaged, or need another --dtype (DTYPE)"
             )
 
-    def _chunk_problem(self) -> str | None:
+    def _chunk_fault(self) -> str | None:
         """Runs a prompt in chunks and whole, each time with a decode step after it: how the results differ,
         if they do.
 
         It runs in the highest slot, with a decode step of slot 0. The tokens repeat, so that the next one is
         predictable. Chunks come first, so that they cannot use the KV cache of the whole prompt.
         """
-        length = min(self.prefill_chunk * 3 // 2 + 1, self.max_input_tokens)
-        prompt = [(37 * (n % 50) + 5) % self.vocab_size for n in range(length)]
-        try:
-            chunked = self._run_at_start(prompt, [0, min(self.prefill_chunk, length - 2)])
-        except DeviceLost as error:
-            return _reason(error, "the compiled graph of prompt chunks", "--prefill-chunk 0")
-        # An error of the whole prompt is not one of the graph of chunks: without chunks it would fail, too.
+        prompt = [(37 * (n % 50) + 5) % self.vocab_size for n in range(self._check_length)]
+        chunked = self._run_at_start(prompt, [0, min(self.prefill_chunk, len(prompt) - 2)])
         difference = self._difference(chunked, self._run_at_start(prompt, [0]))
         return difference and f"chunked and whole prefill give {difference}"
 
-    def _verify_problem(self) -> str | None:
+    def _verify_fault(self) -> str | None:
         """Verifies a draft token in the highest slot: how the results differ from two steps, if they do."""
         slot = self.batch_size - 1
         tokens = [5, 42]
         self.forward([Chunk(slot, tokens, 0)])
-        steps = [
-            _comparable(self.forward([Chunk(slot, [token], begin)])) for begin, token in enumerate(tokens, 2)
-        ]
+        steps = [_rows(self.forward([Chunk(slot, [token], begin)])) for begin, token in enumerate(tokens, 2)]
         self.forward([Chunk(slot, tokens, 0)])
-        output = self.forward([Chunk(slot, tokens, 2, verify=True)])
-        if self._returns_ids:
-            verified = [[token] for token in output.ids.tolist()]
-        else:
-            verified = [_comparable(output[n : n + 1]) for n in range(len(tokens))]
-        difference = self._difference(verified, steps)
+        verified = _rows(self.forward([Chunk(slot, tokens, 2, verify=True)]))
+        difference = self._difference(verified, np.concatenate(steps))
         return difference and f"verification and decode steps give {difference}"
 
-    def _difference(
-        self, found: Sequence[np.ndarray | list[int]], expected: Sequence[np.ndarray | list[int]]
-    ) -> str | None:
+    def _difference(self, found: np.ndarray, expected: np.ndarray) -> str | None:
         """How results of two ways to run the same tokens differ, if more than by rounding. In a mixture of
         experts rounding swaps experts that nearly tie, so one of the results may differ."""
         faults = []
@@ -193,7 +200,7 @@ class NeuronModel(StaticBatchModel):
         may_differ = 1 if self._has_experts else 0
         return faults[0] if len(faults) > may_differ else None
 
-    def _run_at_start(self, prompt: list[int], begins: list[int]) -> list[np.ndarray | list[int]]:
+    def _run_at_start(self, prompt: list[int], begins: list[int]) -> np.ndarray:
         """What comes after a prompt whose chunks begin at `begins`, and after one more token."""
         slot = self.batch_size - 1
         for begin, end in zip(begins, [*begins[1:], len(prompt)]):
@@ -202,7 +209,7 @@ class NeuronModel(StaticBatchModel):
                 self.forward([Chunk(0, prompt[:2], 0)])
                 self.forward([Chunk(0, prompt[:1], 2)])
         step = self.forward([Chunk(slot, prompt[:1], len(prompt))])
-        return [_comparable(output), _comparable(step)]
+        return np.concatenate([_rows(output), _rows(step)])
 
     def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
         """Raises DeviceLost.
@@ -262,47 +269,50 @@ class NeuronModel(StaticBatchModel):
         """Up to `verify_length` tokens of every live slot: logits [tokens of all chunks, vocab], or ids
         [tokens, 1].
 
-        The graph runs `verify_length` tokens of every slot. Fillers after a chunk write positions that are
-        written again before anything attends to them. Near the end of a slot a row begins earlier, with
-        tokens that the slot holds. A free slot gets fillers after its tokens, or some of its tokens again
+        The graph runs every slot. A free slot gets fillers after its tokens, or some of its tokens again
         where fillers would need a longer graph. Slot 0 may not begin at 0: that would run a prompt.
         """
-        length = self.verify_length
         last = max(chunk.begin for chunk in chunks)
-        ends = {slot: len(held) for slot, held in self._held.items() if 0 < len(held) <= last}
-        begins = {slot: ends.get(slot, 1) for slot in range(self.batch_size)}
+        begins = dict.fromkeys(range(self.batch_size), 1)
+        begins |= {slot: len(held) for slot, held in self._held.items() if len(held) <= last}
         for slot, tokens, begin, *_ in chunks:
-            assert begin == len(self._held[slot]) > 0 and len(tokens) <= length
+            assert begin == len(self._held[slot]) > 0 and len(tokens) <= self.verify_length
             self._held[slot] += tokens
             begins[slot] = begin
-        rows = []
-        ids = []
-        for slot, begin in begins.items():
-            begins[slot] = start = min(begin, self._position_buckets[-1] - length)
-            ids.append((self._held.get(slot, []) + [0] * (start + length))[start : start + length])
-            rows.append(range(start, start + length))
-        output = self._run_several(ids, rows, range(self.batch_size))
+        starts, output = self._run_several(self.verify_length, begins)
         columns = []  # of [tokens, slots]
         for slot, tokens, begin, *_ in chunks:
-            place = begin - begins[slot]
+            place = begin - starts[slot]
             columns += [(place + n) * self.batch_size + slot for n in range(len(tokens))]
             self._drafts[slot] = tokens[1:]
             del self._held[slot][begin + 1 :]
-        if self._returns_ids:
-            return output.T.reshape(-1)[columns][:, None]
         return output.transpose(0, 1).reshape(output.shape[1], -1)[:, columns].T
 
-    def _run_several(self, ids: Any, positions: Any, slots: Any) -> torch.Tensor:
-        """Runs a graph for several tokens of some slots: logits [tokens, vocab, slots], or ids [slots,
-        tokens]. transformers-neuronx finds graphs by their tokens alone, so it only sees the right one."""
+    def _run_several(self, length: int, begins: dict[int, int]) -> tuple[dict[int, int], torch.Tensor]:
+        """Runs `length` tokens of each slot of `begins`, from its position on: where each row began, and
+        logits [tokens, vocab, slots], or ids [tokens, 1, slots].
+
+        The graph has a fixed number of tokens. Fillers after those that a slot holds write positions that are
+        written again before anything attends to them. Near the end of a slot a row begins earlier.
+        transformers-neuronx finds graphs by their tokens alone, so it only sees the right one.
+        """
+        starts = {slot: min(begin, self._position_buckets[-1] - length) for slot, begin in begins.items()}
+        ids = []
+        for slot, start in starts.items():
+            padded = self._held.get(slot, []) + [0] * (start + length)
+            ids.append(padded[start : start + length])
+        positions = [range(start, start + length) for start in starts.values()]
         model = self._model
         every = model.decoder_lm_head_for_speculation
-        key = (len(ids[0]), len(ids))
+        key = (length, len(starts))
         model.decoder_lm_head_for_speculation = {key: every[key]}
         try:
-            return self._call(model.speculative_forward, ids, positions, slots, speculation_length=key[0])
+            output = self._call(
+                model.speculative_forward, ids, positions, list(starts), speculation_length=length
+            )
         finally:
             model.decoder_lm_head_for_speculation = every
+        return starts, output.T[:, None] if self._returns_ids else output
 
     def _run_step(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """A decode step: logits [len(chunks), vocab], or ids [len(chunks), 1]. transformers-neuronx allocates
@@ -358,17 +368,17 @@ class NeuronModel(StaticBatchModel):
         held = self._held[slot] = [*held[:begin], *tokens]
         self._pin_images(slot, held)
         if begin:
-            return self._extend_prefill(slot, held, begin if all_logits else end - 1, begin)
-        first = held[:1] if all_logits else held
-        ids = first
-        positions = range(len(first))
-        if len(first) == 1:  # would run as a decode step, which damages every other slot
-            ids = [*first, 0]
+            return self._extend_prefill(slot, begin if all_logits else end - 1, begin)
+        ids = held[:1] if all_logits else held
+        count = len(ids)
+        positions = range(count)
+        if count == 1:  # would run as a decode step, which damages every other slot
+            ids = [*ids, 0]
             positions = [0, 0]
         output = self._call(self._model, [ids], [positions], [slot])
-        if len(first) == len(held):
+        if count == len(held):
             return output
-        return torch.cat([output, self._extend_prefill(slot, held, 1, 1)])
+        return torch.cat([output, self._extend_prefill(slot, 1, 1)])
 
     def _pin_images(self, slot: int, held: list[int]) -> None:
         """Keeps the embeddings of the images that a slot holds, also when their request has ended: its tokens
@@ -382,22 +392,13 @@ class NeuronModel(StaticBatchModel):
         self.encoder_cache.pin(self._pinned[slot])
         self.encoder_cache.unpin(before)
 
-    def _extend_prefill(self, slot: int, held: list[int], first: int, begin: int) -> torch.Tensor:
-        """Runs the tokens from position `begin` > 0 on: logits [len(held) - first, vocab] after those from
-        `first` on; or ids.
-
-        The graph has a fixed number of tokens and returns logits after each. Fillers after the last token
-        write positions that are written again before anything attends to them. Near the end of the slot the
-        chunk begins earlier, with tokens that the slot holds.
-        """
-        chunk = self.prefill_chunk
-        start = min(begin, self._position_buckets[-1] - chunk)
-        ids = (held + [0] * chunk)[start : start + chunk]
-        positions = range(start, start + chunk)
-        output = self._run_several([ids], [positions], [slot])
-        output = output.T if self._returns_ids else output[:, :, 0]
+    def _extend_prefill(self, slot: int, first: int, begin: int) -> torch.Tensor:
+        """Runs the tokens that a slot holds from position `begin` > 0 on, at most a chunk: logits [tokens,
+        vocab] after those from `first` on; or ids [tokens, 1]."""
+        starts, output = self._run_several(self.prefill_chunk, {slot: begin})
+        start = starts[slot]
         # A copy: a view would keep the logits of all tokens.
-        return output[first - start : len(held) - start].contiguous()
+        return output[first - start : len(self._held[slot]) - start, :, 0].contiguous()
 
     def _call(self, program: Callable, ids: Any, positions: Any, slots: Any, **options: int) -> torch.Tensor:
         """int64 [n, q], [n, q], [n] → what transformers-neuronx returns. After an error of the runtime the
@@ -428,17 +429,8 @@ class HostEmbedding(torch.nn.Module):
         return embedded.unflatten(0, ids.shape)
 
 
-def _reason(error: DeviceLost, what: str, remedy: str) -> str:
-    """Why a check at startup cannot run. Raises ModelError for an error of the device itself."""
-    if is_device_error(error):
-        raise ModelError(f"{what} fails ({error}); give {remedy}") from None
-    return str(error)
-
-
-def _comparable(output: Logits | SampledIds) -> np.ndarray | list[int]:
-    """One row as float32, or the sampled id."""
+def _rows(output: Logits | SampledIds) -> np.ndarray:
+    """Logits as float32, or the sampled ids."""
     if isinstance(output, SampledIds):
-        return output.ids.tolist()
-    if output.dtype == np.uint16:
-        return (output[0].astype(np.uint32) << 16).view(np.float32)
-    return output[0]
+        return output.ids
+    return (output.astype(np.uint32) << 16).view(np.float32) if output.dtype == np.uint16 else output
