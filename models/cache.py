@@ -87,9 +87,6 @@ class ModelCache:
             lock = os.open((self.folder / key).with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(lock, fcntl.LOCK_SH)
 
-    def remove(self, key: str) -> None:
-        shutil.rmtree(self.folder / key, ignore_errors=True)
-
     def find_or_add(self, key: str | None, convert: Callable[[Path], None], scratch: Path) -> Path:
         """The folder of an entry, which `convert` fills where there is none; `scratch` where the cache cannot
         be written, or where `key` is None. One of several processes converts, and the others wait. Raises

@@ -14,12 +14,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
-import itertools
 import json
 import logging
 import math
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -95,6 +95,7 @@ class Segment(NamedTuple):
     tokens: Sequence[int]
     begin: int
     rows: int  # how many of the last tokens' logits are returned
+    adapter: int = 0  # its number; 0: none
 
 
 class OpenVinoModel(StaticBatchModel):
@@ -245,10 +246,9 @@ class OpenVinoModel(StaticBatchModel):
         return np.concatenate([logits_of[place] for place in range(len(chunks))])
 
     def _forward(self, chunks: Sequence[Chunk], shift: int) -> np.ndarray:
-        adapter_of = {chunk.slot: chunk.adapter for chunk in chunks}
-        self._select_adapters(adapter_of.values())
+        self._select_adapters(chunk.adapter for chunk in chunks)
         calls = split(chunks, self._max_call_tokens, self.chunk_granularity, self.whole_images)
-        logits = [self._infer(call, shift, adapter_of) for call in calls]
+        logits = [self._infer(call, shift) for call in calls]
         return logits[0] if len(logits) == 1 else np.concatenate(logits)
 
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
@@ -284,11 +284,11 @@ class OpenVinoModel(StaticBatchModel):
     def _time_call(self, rows: int) -> float:
         """Seconds."""
         begun_at = time.perf_counter()
-        self._infer([Segment(self.prefix_slots, (0,) * rows, 0, rows)], shift=0, adapter_of={})
+        self._infer([Segment(self.prefix_slots, (0,) * rows, 0, rows)])
         return time.perf_counter() - begun_at
 
-    def _infer(self, segments: list[Segment], shift: int, adapter_of: Mapping[int, int]) -> np.ndarray:
-        """Runs the segments in one call. `adapter_of`: the adapters of slots."""
+    def _infer(self, segments: list[Segment], shift: int = 0) -> np.ndarray:
+        """Runs the segments in one call."""
         missing = self._min_rows - sum(len(segment.tokens) for segment in segments)
         if missing > 0:
             segments = [*segments, Segment(self.prefix_slots, (0,) * missing, 0, 0)]
@@ -298,7 +298,7 @@ class OpenVinoModel(StaticBatchModel):
         keep = []
         starts = [0]
         blocks = []
-        for slot, tokens, begin, rows in segments:
+        for slot, tokens, begin, rows, _adapter in segments:
             end = begin + len(tokens)
             assert 0 <= slot < len(self._blocks) and 0 <= begin < end <= self.max_total_tokens
             longest = max(longest, end)
@@ -331,7 +331,7 @@ class OpenVinoModel(StaticBatchModel):
             "max_context_len": np.array(longest, np.int32),
         }
         if self.adapters:
-            numbers = [adapter_of.get(segment.slot, 0) for segment in segments for _ in segment.tokens]
+            numbers = [segment.adapter for segment in segments for _ in segment.tokens]
             inputs["adapters"] = self.adapters.mask(numbers, self._columns[:2])
         for name, array in inputs.items():
             self._request.set_tensor(name, ov.Tensor(array))
@@ -375,40 +375,37 @@ def split(
     image is a call by itself, whatever its length, unless there is no limit."""
     call = []
     room = max_tokens
-    for slot, tokens, begin, all_logits, verify, _adapter in chunks:
+    for slot, tokens, begin, all_logits, verify, adapter in chunks:
         if verify:  # a row each: the tokens before it in the call are in the cache when it is computed
-            call += [Segment(slot, (token,), begin + n, 1) for n, token in enumerate(tokens)]
+            call += [Segment(slot, (token,), begin + n, 1, adapter) for n, token in enumerate(tokens)]
             room -= len(tokens)
             continue
-        done = 0
+        end = begin + len(tokens)
         is_cut = whole_images and max_tokens < math.inf and min(tokens) < 0
-        parts = split_at_images(np.array(tokens)) if is_cut else [tokens]
-        ends = list(itertools.accumulate(map(len, parts)))
-        while done < len(tokens):
-            if done == ends[0]:
-                del ends[0]
-            if is_cut and tokens[done] < 0:
+        for part in split_at_images(np.array(tokens)) if is_cut else [tokens]:
+            if is_cut and part[0] < 0:
                 if call:
                     yield call
-                yield [Segment(slot, tokens[done : ends[0]], begin + done, int(ends[0] == len(tokens)))]
+                yield [Segment(slot, part, begin, int(begin + len(part) == end), adapter)]
                 call = []
                 room = max_tokens
-                done = ends[0]
+                begin += len(part)
                 continue
-            left = ends[0] - done
-            take = left
-            if left > room:
-                take = min(room, left - 2)
-                take -= (begin + done + take) % granularity
-            if take < min(left, 2):
-                yield call
-                call = []
-                room = max_tokens
-                continue
-            done += take
-            room -= take
-            wanted = take if all_logits else int(done == len(tokens))
-            call.append(Segment(slot, tokens[done - take : done], begin + done - take, wanted))
+            while len(part) > 0:
+                take = len(part)
+                if take > room:
+                    take = min(room, take - 2)
+                    take -= (begin + take) % granularity
+                if take < min(len(part), 2):
+                    yield call
+                    call = []
+                    room = max_tokens
+                    continue
+                wanted = take if all_logits else int(begin + take == end)
+                call.append(Segment(slot, part[:take], begin, wanted, adapter))
+                part = part[take:]
+                begin += take
+                room -= take
     if call:
         yield call
 
@@ -586,7 +583,7 @@ def load(config: Config, folder: Path, manifest: Manifest, announce: Callable[[s
                 logger.warning(
                     "The converted model in %s is damaged (%s): converting again", entry, named(error)
                 )
-                cache.remove(key)
+                shutil.rmtree(cache.folder / key, ignore_errors=True)
         # The folder of this run is removed even if this process is killed.
         with tempfile.TemporaryDirectory(dir=os.environ.get("NEURON_TEXTGEN_RUN_DIR")) as scratch:
             entry = cache.find_or_add(key, convert, Path(scratch))
@@ -597,7 +594,7 @@ def load(config: Config, folder: Path, manifest: Manifest, announce: Callable[[s
             except Exception as error:
                 with contextlib.suppress(OSError):  # a read-only cache
                     write_rejection(entry, named(error))
-                raise NotConverted(named(error)) from error
+                raise
     except (ConfigError, ModelError, NotConverted):
         raise
     except Exception as error:  # of the conversion; the next startup tries again
