@@ -230,6 +230,14 @@ def check_compiler(compiled_config: CompiledConfig, installed: str, name: str) -
 
 
 @dataclass(frozen=True)
+class Record:
+    """What is read of the record of an entry."""
+
+    files: Checksums
+    built: CompiledConfig
+
+
+@dataclass(frozen=True)
 class Cache:
     """The graphs that `serve` compiled, one folder for each set, inside the compiler's own cache folder."""
 
@@ -257,20 +265,21 @@ class Cache:
                 stack.enter_context(locked(lock, "compiling these graphs into", is_shared))
             yield
 
-    def find(self, model: str, compiled_config: CompiledConfig) -> Path | None:
-        """The folder with the graphs of a model (`model_key`). A damaged one is removed."""
+    def find(self, model: str, compiled_config: CompiledConfig) -> tuple[Path, CompiledConfig] | None:
+        """The folder with the graphs of a model (`model_key`), and what was compiled. A damaged one is
+        removed."""
         entry = self._entry(model, compiled_config)
         record = entry / RECORD
         if not record.is_file():
             return None
         try:
-            damage = verify_checksums(entry, read_json(record)["files"])
-            self.built(entry)
-        except (ConfigError, KeyError, TypeError, ValueError, AttributeError, OSError, msgspec.MsgspecError):
+            kept = msgspec.convert(read_json(record), Record)
+            damage = verify_checksums(entry, kept.files)
+        except (ConfigError, msgspec.ValidationError):
             damage = f"{record} is damaged"
         if damage is None:
             mark_used(record)
-            return entry
+            return entry, kept.built
         logger.warning("%s: removing these compiled graphs from the cache, to compile again", damage)
         shutil.rmtree(entry, ignore_errors=True)
         return None
@@ -297,16 +306,12 @@ class Cache:
         evict(self.folder.glob(f"*/{RECORD}"), self.size_gb, "--compile-cache-size (COMPILE_CACHE_SIZE)")
         return entry
 
-    @staticmethod
-    def built(entry: Path) -> CompiledConfig:
-        return msgspec.convert(read_json(entry / RECORD)["built"], CompiledConfig)
-
     def _entry(self, model: str, compiled_config: CompiledConfig) -> Path:
         return self.folder / digest([model, _values(compiled_config)])
 
 
 def _values(compiled_config: CompiledConfig) -> Json:
-    """Everything that the compiled graphs of a checkpoint depend on, as JSON keeps it."""
+    """Everything that the compiled graphs of a checkpoint depend on, for JSON."""
     values = dataclasses.asdict(compiled_config)
     for name in ("verify_length", "kv_cache_dtype"):
         if not values[name]:
@@ -314,7 +319,7 @@ def _values(compiled_config: CompiledConfig) -> Json:
     values["NEURON_CC_FLAGS"] = os.environ.get("NEURON_CC_FLAGS", "")
     for package in RUNTIME:
         values[package] = installed(package)
-    return json.loads(json.dumps(values))
+    return values
 
 
 def checksums(folder: Path) -> Checksums:

@@ -26,6 +26,7 @@ from transformers_neuronx.layers import attention, rotary
 from transformers_neuronx.llama import hlo as llama_hlo
 from transformers_neuronx.llama import model as llama
 
+from models.adapters import common_name
 from models.checkpoint.rope import Rope
 from models.errors import ModelError
 from models.neuron.family import ArchSpec, Family, GetTensor, K, LayerKind, O, Q, Tensors, V
@@ -57,13 +58,6 @@ PLACES = {
 }
 
 HEAD = "lm_head.weight"
-# How tensors of the text part of a vision-language model begin, and those of a model of its own.
-TEXT_PREFIXES = {
-    "language_model.model.": "model.",
-    "model.language_model.": "model.",
-    "model.text_model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-}
 
 
 @contextlib.contextmanager
@@ -284,37 +278,30 @@ def _interleave_qkv(
 
 
 class Checkpoint:
-    """The tensors of the safetensors files in a folder, by name; those of the text part of a vision-language
-    model by the names of a model of its own."""
+    """The tensors of the safetensors files in a folder, by any spelling of their names, as those of the text
+    part of a vision-language model have another one."""
 
     def __init__(self, folder: Path):
         """Raises ModelError where there are none."""
         self._places: dict[str, tuple[Path, str]] = {}  # file, name in it
         for path in sorted(folder.glob("model*.safetensors")):
             with safe_open(path, "pt") as file:
-                self._places |= {_name_of_text(name): (path, name) for name in file.keys()}  # noqa: SIM118
+                self._places |= {common_name(name): (path, name) for name in file.keys()}  # noqa: SIM118
         if not self._places:
             raise ModelError(f"there is no model.safetensors, which this family of models needs, in {folder}")
 
     def __contains__(self, name: str) -> bool:
-        return name in self._places
+        return common_name(name) in self._places
 
     def __call__(self, name: str) -> torch.Tensor:
         if name not in self:
             raise ModelError(f"the checkpoint has no tensor {name}")
-        path, name_in_file = self._places[name]
+        path, name_in_file = self._places[common_name(name)]
         with safe_open(path, "pt") as file:
             return file.get_tensor(name_in_file)
 
     def in_layer(self, number: int) -> GetTensor:
         return lambda name: self(f"model.layers.{number}.{name}")
-
-
-def _name_of_text(name: str) -> str:
-    for prefix, own in TEXT_PREFIXES.items():
-        if name.startswith(prefix):
-            return own + name.removeprefix(prefix)
-    return name
 
 
 class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
@@ -555,7 +542,8 @@ class Fp8Cache:
         self._config = neuron_config
         self._project = attention.query_key_value
         self._rotate = rotary.rotate_half
-        self._stored: dict[int, Any] = {}  # id of a key with its bias → the key without it
+        self._key: Any = None  # of the running tokens, with its bias
+        self._bare: Any = None  # without it
         self._reads_keys = itertools.cycle((True, False))  # keys are read before values
 
     @contextlib.contextmanager
@@ -583,9 +571,9 @@ class Fp8Cache:
         if self.key_bias is None:
             return query, bare
         self._rotation_options = (arguments, options)
-        key = hlo.add(bare, self._rotated_bias(bare.sizes, bare.dtype, sin_cos))
-        self._stored[id(key)] = bare
-        return query, key
+        self._bare = bare
+        self._key = hlo.add(bare, self._rotated_bias(bare.sizes, bare.dtype, sin_cos))
+        return query, self._key
 
     def _rotated_bias(self, sizes: tuple[int, ...], dtype: Any, sin_cos: Any) -> Any:
         arguments, options = self._rotation_options
@@ -596,7 +584,8 @@ class Fp8Cache:
         return from_fp8(self._write(tensor, self._config), self._config)
 
     def _write(self, tensor: Any, config: Any) -> Any:
-        return to_fp8(hlo.clamp(self._stored.get(id(tensor), tensor), -FP8_MAX, FP8_MAX), config)
+        stored = self._bare if tensor is self._key else tensor
+        return to_fp8(hlo.clamp(stored, -FP8_MAX, FP8_MAX), config)
 
     def _read(self, cached: Any, config: Any) -> Any:
         tensor = from_fp8(cached, config)

@@ -224,7 +224,7 @@ def test_a_cache_finds_its_own_entries_and_nothing_else(tmp_path):
     cache = Cache(tmp_path / "cache", 1.0)
     assert cache.find("model", PROGRAMS) is None
     entry = cache.add("model", PROGRAMS, save_programs)
-    assert cache.find("model", PROGRAMS) == entry
+    assert cache.find("model", PROGRAMS) == (entry, PROGRAMS)
     assert (entry / "a.neff").read_text() == "a program"
     assert cache.find("other", PROGRAMS) is None
     assert cache.find("model", dataclasses.replace(PROGRAMS, batch_size=8)) is None
@@ -258,7 +258,7 @@ def test_a_damaged_file_is_named_and_its_programs_are_removed(tmp_path, name, da
     assert caplog.messages == [f"{entry}/{reason}: removing these compiled graphs from the cache, to compile again"]
     assert not entry.exists()
     cache.add("model", PROGRAMS, save_programs)
-    assert cache.find("model", PROGRAMS) == entry
+    assert cache.find("model", PROGRAMS) == (entry, PROGRAMS)
 
 
 def test_the_least_recently_used_programs_go_first(tmp_path, caplog):
@@ -296,7 +296,7 @@ def test_what_an_interrupted_compile_left_is_removed_by_the_next_and_a_running_o
         assert Path(folder, "a.neff").exists()
 
     entry = cache.add("a", PROGRAMS, save)
-    assert {path.name for path in tmp_path.iterdir()} == {entry.name, cache.find("b", PROGRAMS).name}
+    assert {path.name for path in tmp_path.iterdir()} == {entry.name, cache.find("b", PROGRAMS)[0].name}
 
 
 @pytest.mark.parametrize("package", ["torch-neuronx", "libneuronxla"])

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from test_server import as_float32, cores, refuse_to_compile, serve  # noqa: F401
 from transformers_neuronx import compiler
 
+from models.adapters import common_name
 from models.base import Chunk
-from models.neuron import graph as neuron_graph
 from protocol import Generate, Image, SubmitRequests
 from run import HERE, ConfigError
 
@@ -90,9 +90,10 @@ def test_the_compiled_graphs_of_the_text_model_serve_it(references, tmp_path, mo
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config["text_config"] | {"architectures": ["LlamaForCausalLM"]}))
     tensors = load_file(Path(reference.folder, "model.safetensors"))
-    names = {name: neuron_graph._name_of_text(name) for name in tensors}
-    text = {own: tensors[name].contiguous() for name, own in names.items() if own.startswith(("model.layers", "model.norm"))}
-    text |= {own: tensors[name] for name, own in names.items() if own in ("model.embed_tokens.weight", "lm_head.weight")}
+    by_name = {common_name(name): tensor.contiguous() for name, tensor in tensors.items()}
+    of_text = ("layers.", "norm.", "embed_tokens.")
+    text = {f"model.{name}": tensor for name, tensor in by_name.items() if name.startswith(of_text)}
+    text["lm_head.weight"] = by_name["lm_head.weight"]
     save_file(text, folder / "model.safetensors", {"format": "pt"})
     served(reference._replace(folder=folder), tmp_path, **settings)
     monkeypatch.setattr(compiler, "compile_hlo_module", refuse_to_compile)
