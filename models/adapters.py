@@ -116,7 +116,7 @@ class Adapters:
         for module, pair in updates.items():
             self._check_fit(name, module, [array.shape[1] for array in pair])
         rank = max(len(down) for down, _up in updates.values())
-        columns = _columns(rank)
+        columns = -(-rank // COLUMNS) * COLUMNS
         row_bytes = sum(array.itemsize * array.shape[1] for pair in self.weights.values() for array in pair)
         if (total := self.nbytes + columns * row_bytes) > most_bytes:
             raise ModelError(f"all LoRA adapters would take {total / 1e9:.2f} GB; {MEMORY_LIMIT}")
@@ -183,10 +183,6 @@ class Adapters:
                 f"the LoRA adapter {name} changes {module} from {sizes[0]} to {sizes[1]} numbers, and it has "
                 f"{expected[0]} and {expected[1]}: is this its base model?"
             )
-
-
-def _columns(rank: int) -> int:
-    return -(-rank // COLUMNS) * COLUMNS
 
 
 def _to_bfloat16(values: np.ndarray) -> np.ndarray:

@@ -38,10 +38,10 @@ def detect(root: str | Path = "/", environ: Mapping[str, str] = os.environ) -> M
     if not devices:
         return None
     sysfs = root / "sys/devices/virtual/neuron_device"
-    cores = sum(_number(_read(sysfs / f"neuron{device}/core_count")) or 2 for device in devices)
+    cores = sum(_number(read_text(sysfs / f"neuron{device}/core_count")) or 2 for device in devices)
     # The instance type on EC2's Nitro machines.
-    product = _read(root / "sys/devices/virtual/dmi/id/product_name")
-    architecture = _read(sysfs / f"neuron{min(devices)}/info/architecture/instance_type").lower()
+    product = read_text(root / "sys/devices/virtual/dmi/id/product_name")
+    architecture = read_text(sysfs / f"neuron{min(devices)}/info/architecture/instance_type").lower()
     is_named = product.startswith(tuple(f"{family}." for family in INSTANCE_FAMILIES))
     families = [
         family
@@ -99,15 +99,15 @@ def _cores_in_row(ranges: str) -> int | None:
 def host_memory(root: Path = Path("/")) -> int | None:
     """Bytes of memory of this machine, or the least that a cgroup of this process allows, or one above it, of
     version 2 or 1. A container may see its own cgroup as the root, under a path that is not below it."""
-    total = re.search(r"MemTotal:\s+(\d+) kB", _read(root / "proc/meminfo"))
+    total = re.search(r"MemTotal:\s+(\d+) kB", read_text(root / "proc/meminfo"))
     limits = [int(total[1]) * 1024 if total else None]
-    for path in re.findall(":/(.*)", ":/\n" + _read(root / "proc/self/cgroup")):
+    for path in re.findall(":/(.*)", ":/\n" + read_text(root / "proc/self/cgroup")):
         for mount in ("", "unified", "memory"):
             group = root / "sys/fs/cgroup" / mount / path
             for folder in (group, *group.parents):
                 # Above memory.high a process is slowed down until it hardly moves.
                 names = ("memory.max", "memory.high", "memory.limit_in_bytes")
-                limits += [_number(_read(folder / name)) for name in names]
+                limits += [_number(read_text(folder / name)) for name in names]
     return min(filter(None, limits), default=None)
 
 
@@ -125,7 +125,8 @@ def usable_threads(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     return max(1, threads)
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Without the spaces around it; "" where the file cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):

@@ -50,6 +50,13 @@ TENSORIZER_OPTIONS = "--internal-hlo2tensorizer-options"
 FP8_OPTION = "--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
 AMP = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
+# What `BuildPlan.fallbacks` changes, for the log.
+LEFT_OUT = {
+    "prefill_chunk": "Chunked prefill is off (--prefill-chunk)",
+    "verify_length": "Speculative decoding is off (--speculate)",
+    "sampling": "Tokens are sampled on the host (--sampling)",
+}
+
 DEVICE_ERROR = "nrt_|neuron runtime|neuron device|cores are held"  # an error that the compiler does not cause
 INIT_ERROR = "nrt_init|could not be initialized"  # may be a driver that does not fit the runtime library
 NO_FP8 = "evrf051|f8e4m3"  # an error of the compiler
@@ -161,12 +168,9 @@ class BuildPlan:
 
     def warn_of(self, built: CompiledConfig, reason: str) -> None:
         """Logs what `built` lacks of this plan."""
-        if self.compiled_config.prefill_chunk != built.prefill_chunk:
-            logger.warning("Chunked prefill is off (--prefill-chunk), %s", reason)
-        if self.compiled_config.verify_length != built.verify_length:
-            logger.warning("Speculative decoding is off (--speculate), %s", reason)
-        if self.compiled_config.sampling != built.sampling:
-            logger.warning("Tokens are sampled on the %s (--sampling), %s", built.sampling, reason)
+        for name, notice in LEFT_OUT.items():
+            if getattr(self.compiled_config, name) != getattr(built, name):
+                logger.warning("%s, %s", notice, reason)
 
     def compiled(self) -> Path | None:
         """The folder of the compiled graphs that came with the model. Raises ModelError for a damaged one."""
@@ -443,10 +447,10 @@ def make_compiled(
             first_error = first_error or error
             model = None
             gc.collect()  # its weights are on the device
-            continue
-        build.warn_of(way.compiled_config, f"as compiling for it failed: {first_error}")
-        return model, way
-    raise AssertionError("the last way returns or raises")
+        else:
+            break
+    build.warn_of(way.compiled_config, f"as compiling for it failed: {first_error}")
+    return model, way
 
 
 @contextlib.contextmanager

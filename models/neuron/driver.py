@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from models.machine import read_text
 from run import ConfigError
 
 logger = logging.getLogger("model")
@@ -58,8 +59,8 @@ class Versions(NamedTuple):
 
     @classmethod
     def read(cls) -> Versions:
-        package = RUNTIME.search(_text(PACKAGES))
-        return cls(_text(DRIVER).strip() or None, package[1] if package else None)
+        package = RUNTIME.search(read_text(PACKAGES))
+        return cls(read_text(DRIVER) or None, package[1] if package else None)
 
     def __str__(self) -> str:
         return f"Neuron driver {self.driver or 'unknown'} with runtime library {self.runtime or 'unknown'}"
@@ -72,7 +73,9 @@ class Versions(NamedTuple):
             logger.warning("%s: whether they fit is not checked", self)
             return
         for misfit in MISFITS:
-            if _within(driver, misfit.drivers) and _within(runtime, misfit.runtimes):
+            first, last = misfit.drivers
+            oldest, newest = misfit.runtimes
+            if first <= driver <= last and oldest <= runtime <= newest:
                 remedy = f"they work where {HOST}, or {misfit.image}"
                 if misfit.is_known:
                     raise ConfigError(f"{self} fails in nrt_init(); {remedy}")
@@ -82,20 +85,9 @@ class Versions(NamedTuple):
             logger.warning("%s: the driver is newer than those that this server knows", self)
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
 def _release(version: str | None) -> Release | None:
     found = re.match(r"(\d+)\.(\d+)", version or "")
     return (int(found[1]), int(found[2])) if found else None
-
-
-def _within(release: Release, bounds: tuple[Release, Release]) -> bool:
-    return bounds[0] <= release <= bounds[1]
 
 
 def main() -> int:

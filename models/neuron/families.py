@@ -108,9 +108,7 @@ class Phi3(Family):
     }
     supported_values: ClassVar = Family.supported_values | {"rope_scaling": ("default", "longrope")}
     biases = ()
-
-    def windows(self) -> Windows:
-        return [self.config.get("sliding_window")] * self.layers
+    windows = Mistral.windows
 
     def layer(self, get: GetTensor) -> Tensors:
         of_heads, of_kv_heads = (count * self.head_dim for count in (self.heads, self.kv_heads))
@@ -185,11 +183,8 @@ class Gemma(Family):
 class Gemma2(Gemma):
     """Norms before and after; every second layer has a sliding window; scores and logits are capped."""
 
-    defaults: ClassVar = {
+    defaults: ClassVar = Gemma.defaults | {
         "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
         "final_logit_softcapping": 30.0,
