@@ -92,7 +92,7 @@ def _files_on_hub(config: Config, repository: str) -> list[str]:
 
     with _hub_errors(repository, config.revision):
         # `list_repo_files` would try for 23 s where the hub is down.
-        info = HfApi(token=_token()).model_info(repository, revision=config.revision)
+        info = HfApi().model_info(repository, revision=config.revision)
     return [file.rfilename for file in info.siblings or ()]
 
 
@@ -139,7 +139,7 @@ def adapter_shapes(config: Config, source: str) -> dict[str, list[int]]:
         )
         if isinstance(cached, str):
             return shapes_in(Path(cached).parent)
-        hub = HfApi(token=_token())
+        hub = HfApi()
         try:
             header = hub.parse_safetensors_file_metadata(repository, ADAPTER[1], revision=revision or None)
         except EntryNotFoundError:
@@ -221,7 +221,6 @@ def _download(config: Config, model_id: str, revision: str | None, patterns: Seq
         folder = snapshot_download(
             model_id,
             revision=revision,
-            token=_token(),
             cache_dir=cache,
             allow_patterns=patterns,
             ignore_patterns=unwanted,
@@ -247,7 +246,7 @@ class _DownloadState:
         from huggingface_hub.hf_api import RepoFile
         from huggingface_hub.utils import filter_repo_objects
 
-        tree = HfApi(token=_token()).list_repo_tree(self.model_id, recursive=True, revision=self.revision)
+        tree = HfApi().list_repo_tree(self.model_id, recursive=True, revision=self.revision)
         sizes = {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
         names = filter_repo_objects(sizes, allow_patterns=self.patterns, ignore_patterns=self.unwanted)
         return {name: sizes[name] for name in names}
@@ -271,25 +270,21 @@ class _DownloadState:
         return f": {done / 1e6:,.0f} of {total / 1e6:,.0f} MB ({100 * done // max(total, 1)} %)"
 
 
-def _token() -> str | None:
-    """The token under TGI's older name; None: huggingface_hub reads the other names itself."""
-    if os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN"):
-        return None
-    return os.environ.get("HF_API_TOKEN") or None
-
-
 @contextlib.contextmanager
 def _hub_errors(model_id: str, revision: str | None) -> Iterator[None]:
     """Turns what huggingface_hub raises into a ModelError of one line."""
-    _quiet_hub_library()
+    _set_up_hub_library()
     with reported_as(f"{model_id} cannot be downloaded", lambda error: _explain(error, revision)):
         yield
 
 
-def _quiet_hub_library() -> None:
-    """Only errors of huggingface_hub are logged, without progress bars: `_explain` says what went wrong."""
+def _set_up_hub_library() -> None:
+    """Only errors of huggingface_hub are logged, without progress bars: `_explain` says what went wrong. It
+    reads the token under TGI's older name, too."""
     from huggingface_hub.utils import disable_progress_bars
 
+    if token := os.environ.get("HF_API_TOKEN"):
+        os.environ.setdefault("HUGGING_FACE_HUB_TOKEN", token)
     if not sys.stderr.isatty():
         disable_progress_bars()
     library = logging.getLogger("huggingface_hub")

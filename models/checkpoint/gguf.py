@@ -290,7 +290,9 @@ def _tokenizer(file: File) -> tuple[Tokenizer, Json]:
     tokenizer, _ = convert_gguf_tokenizer(architecture, contents)
     adds_bos = True  # the default of sentencepiece
     if contents["tokenizer_type"] == "llama" and not architecture.startswith("gemma"):
-        tokenizer.normalizer = _blanks(file)
+        # Sentencepiece's mark for a space, which also begins a text, and what follows a special token.
+        prefix = [] if file.tokenizer("add_space_prefix") is False else [normalizers.Prepend("▁")]
+        tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
         tokenizer.pre_tokenizer = None
     elif contents["tokenizer_type"] == "gpt2":
         pre = contents.get("pre_tokenizer_type", "default")
@@ -307,12 +309,6 @@ def _tokenizer(file: File) -> tuple[Tokenizer, Json]:
         special_tokens=[*before.items(), *after.items()],
     )
     return _of_the_vocabulary(tokenizer, len(contents["tokens"])), special
-
-
-def _blanks(file: File) -> normalizers.Normalizer:
-    """Sentencepiece's mark for a space, which also begins a text, and what follows a special token."""
-    prefix = [] if file.tokenizer("add_space_prefix") is False else [normalizers.Prepend("▁")]
-    return normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
 
 
 def _added(token: str | None, token_id: int | None, is_added: bool | None) -> dict[str, int]:

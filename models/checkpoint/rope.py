@@ -11,7 +11,6 @@ from manifest import ORIGINAL_LENGTH, SU
 from run import Json
 
 NEURONX_ROPE_TYPES = ("default", "llama3")  # computed by transformers-neuronx
-SCALED = ("linear", "dynamic", "yarn", "longrope")  # computed here
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ def kind(config: Json) -> str:
 def scaled(config: Json, size: int) -> Rope | None:
     """The rotary positions of a config.json for the first `size` values of a head; None for those that
     transformers-neuronx computes. A longrope has the factors for prompts within the original length."""
-    make = {"linear": _linear, "dynamic": _dynamic, "yarn": _yarn, "longrope": _longrope}.get(kind(config))
+    make = SCALED.get(kind(config))
     return make(config, size) if make else None
 
 
@@ -103,3 +102,6 @@ def _longrope(config: Json, size: int) -> Rope:
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
     shortened = zip(plain(config["rope_theta"], size).frequencies, scaling["short_factor"], strict=True)
     return Rope(tuple(each / short for each, short in shortened), attention)
+
+
+SCALED = {"linear": _linear, "dynamic": _dynamic, "yarn": _yarn, "longrope": _longrope}  # computed here

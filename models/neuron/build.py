@@ -307,12 +307,14 @@ def make(build: BuildPlan, work_dir: Path) -> Any:
     """The model of transformers-neuronx with its weights in host memory, not compiled, not on the device."""
     # It calls torch.load without weights_only, and pickles may run code.
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    family = build.family
     checkpoint = build.checkpoint()
-    check_weights(plan.Shape(build.family).parameters, checkpoint)
+    check_weights(plan.Shape(family).parameters, checkpoint)
+    config_json = build.legacy if family.neuronx_class else family.as_llama()
     compiled_config = build.compiled_config
     with reported_as(f"{build.config.model_name} cannot be built for Neuron", explain):
         model = _class_of(build).from_pretrained(
-            str(_view_of(checkpoint, _config_json(build), work_dir / "checkpoint")),
+            str(_view_of(checkpoint, config_json, work_dir / "checkpoint")),
             batch_size=compiled_config.batch_size,
             tp_degree=compiled_config.tp_degree,
             amp=AMP[compiled_config.dtype],
@@ -340,11 +342,6 @@ def _class_of(build: BuildPlan) -> Any:
     from models.neuron.graph import class_of
 
     return class_of(family, compiled_config.sampling)
-
-
-def _config_json(build: BuildPlan) -> Json:
-    """The config.json of the folder that transformers-neuronx reads."""
-    return build.legacy if build.family.neuronx_class else build.family.as_llama()
 
 
 def _view_of(checkpoint: Path, config_json: Json, view: Path) -> Path:

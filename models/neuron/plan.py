@@ -57,10 +57,9 @@ PREFILL_FLOPS = 0.17 * 95e12
 
 _DATA = json.loads(Path(__file__).with_name("plan.json").read_text(encoding="utf-8"))
 TP_DEGREES: dict[str, list[int]] = _DATA["tp_degrees"]  # by family
-_ROWS: list[Json] = _DATA["instances"]
 INSTANCES = {
     row["name"]: Machine(row["cores"], row["family"], row["name"], row["host_gib"] * GIB, row["host_cores"])
-    for row in _ROWS
+    for row in _DATA["instances"]
 }
 
 # Estimates.

@@ -31,6 +31,7 @@ from manifest import Manifest
 from models.accuracy import find_fault, kl_divergence
 from models.base import Chunk
 from models.cache import (
+    NotConverted,
     write_entry,
     write_rejection,
 )
@@ -90,10 +91,6 @@ WHOLE = "model.whole"  # the files of the graph whose weights are being compress
 SPARE_BYTES = 50_000_000  # of the disk, for the graph without its weights
 
 
-class UnsupportedModel(Exception):
-    """A model that OpenVINO cannot serve; the message is a part of a log line."""
-
-
 class Placeholder(torch.nn.Module):
     """Stands for one layer's attention while the model is traced; returns any [tokens, width]. `facts`: what
     its name holds for `read_graph`. width: heads * value size."""
@@ -128,7 +125,7 @@ def _attend(
     """The attention function of transformers: query [1, heads, tokens, head size] -> [1, tokens, heads, value
     size]."""
     if softcap is not None:
-        raise UnsupportedModel("its attention caps scores")
+        raise NotConverted("its attention caps scores")
     _, heads, _, size = query.shape
     _, kv_heads, _, value_size = value.shape
     if not hasattr(module, "placeholder"):
@@ -234,7 +231,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
             raise
         logger.debug("not converted", exc_info=True)
         cause = error.__cause__ or error  # OpenVINO wraps what a model raises
-        write_rejection(target, str(error) if type(error) is UnsupportedModel else named(cause))
+        write_rejection(target, str(error) if type(error) is NotConverted else named(cause))
     else:
         write_entry(target, facts)
 
@@ -367,7 +364,7 @@ def trace(model: torch.nn.Module, image_width: int | None = None) -> ov.Model:
         model(input_ids=ids[None], position_ids=ids[None], use_cache=False)  # makes the placeholders
         placeholders = [module.placeholder for module in model.modules() if hasattr(module, "placeholder")]
         if len(placeholders) != model.config.get_text_config().num_hidden_layers:
-            raise UnsupportedModel("its layers do not use the attention interface of transformers")
+            raise NotConverted("its layers do not use the attention interface of transformers")
         for module in model.modules():
             if hasattr(module, "original_inv_freq"):  # longrope: one buffer of two names cannot be traced
                 module.inv_freq = torch.nn.Buffer(module.inv_freq.clone(), persistent=False)
@@ -439,7 +436,7 @@ class Check:
 
     def reject_faults(self, target: Path, facts: Json) -> None:
         """Runs the saved graph in float32: long and short chunks, one and two slots a call, at the first and
-        at the last positions. Raises UnsupportedModel where one of these differs."""
+        at the last positions. Raises NotConverted where one of these differs."""
         model = self._model(target, facts | {"arithmetic": "float32"}, self.window)
         at_end = model.forward([Chunk(0, self.short, 0, all_logits=True)], self.shift)
         for found, expected in (
@@ -448,7 +445,7 @@ class Check:
             self._short_chunks(model),
         ):
             if fault := find_fault(found, expected, "float32", facts["has_experts"]):
-                raise UnsupportedModel(fault)
+                raise NotConverted(fault)
 
     def _short_chunks(self, model: OpenVinoModel) -> tuple[np.ndarray, np.ndarray]:
         """The logits after each chunk of two slots, and the expected ones."""
