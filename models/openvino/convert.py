@@ -46,7 +46,6 @@ from models.checkpoint.pretrained import (
 )
 from models.errors import ModelError, first_line, is_out_of_memory, named
 from models.images.towers import VisionTower, is_vision, make_tower
-from models.machine import usable_threads
 
 # Before openvino, which it keeps from loading its telemetry.
 from models.openvino.model import (
@@ -483,7 +482,7 @@ class Check:
 
     def _model(self, target: Path, facts: Json, longest_window: int | None = None) -> OpenVinoModel:
         graph = read_graph(target / "model.xml", facts.get("whole_images", False), longest_window)
-        return OpenVinoModel(graph, facts, slots=3, max_total_tokens=len(self.ids), threads=usable_threads())
+        return OpenVinoModel(graph, facts, Config(max_batch_size=3, max_total_tokens=len(self.ids)))
 
 
 def _ids_of_text(folder: Path, vocab_size: int) -> list[int]:

@@ -23,7 +23,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,10 +35,10 @@ import openvino as ov  # noqa: E402
 from openvino import opset13 as ops  # noqa: E402
 from openvino.op import _PagedAttentionExtension as PagedAttention  # noqa: E402
 
-from config import DEFAULT_BATCH_SIZE, Config  # noqa: E402
+from config import Config  # noqa: E402
 from manifest import Manifest  # noqa: E402
 from models.accuracy import find_fault  # noqa: E402
-from models.adapters import Adapters, Updates, common_name, configured  # noqa: E402
+from models.adapters import Adapters, common_name, configured  # noqa: E402
 from models.base import Chunk, StaticBatchModel  # noqa: E402
 from models.cache import (  # noqa: E402
     NNCF,
@@ -111,50 +111,38 @@ class OpenVinoModel(StaticBatchModel):
     _grid_positions: GridPositions | None = None
     max_draft_rows = verify_length = VERIFY_TOKENS
 
-    def __init__(
-        self,
-        graph: ov.Model,
-        facts: Json,
-        slots: int,
-        max_total_tokens: int,
-        threads: int,
-        kv_cache_dtype: str = "auto",
-        prefix_slots: int = 0,
-        adapters: Mapping[str, Updates] | None = None,
-        loads_adapters: bool = False,
-    ):
-        """adapters: the LoRA adapters that chunks may choose, by name. loads_adapters: there may be others
-        later, of any linear layers."""
-        self.batch_size = slots
-        self.prefix_slots = max(slots, prefix_slots)
-        self.max_total_tokens = max_total_tokens
-        self.max_input_tokens = max_total_tokens - 1
+    def __init__(self, graph: ov.Model, facts: Json, config: Config):
+        """`config` as `with_manifest` returns it. Raises ModelError."""
+        self.batch_size = config.max_batch_size
+        self.prefix_slots = max(config.max_batch_size, config.prefix_slots or 0)
+        self.max_total_tokens = config.max_total_tokens
+        self.max_input_tokens = config.max_input_tokens
         self.vocab_size = facts["vocab_size"]
         self.dtype = facts["dtype"]
         self.quantize = facts["quantize"]
         core = ov.Core()
         settings = {
             "PERFORMANCE_HINT": "LATENCY",
-            "INFERENCE_NUM_THREADS": threads,
+            "INFERENCE_NUM_THREADS": config.threads or usable_threads(),
             "ENABLE_CPU_PINNING": False,  # other processes share the cores
         }
         self.threads = _threads_taken(core, settings)
         self._settings = settings
         self._min_rows = MIN_ROWS
-        precisions = self._choose_precisions(core, graph, facts, kv_cache_dtype)
-        if adapters or loads_adapters:
-            self._add_adapters(graph, adapters or {}, loads_adapters)
+        precisions = self._choose_precisions(core, graph, facts, config.kv_cache_dtype)
+        if config.lora_adapters or config.lora_folder:
+            self._add_adapters(graph, config)
         compiled = core.compile_model(graph, "CPU", settings | precisions)
         self._request = compiled.create_infer_request()
         shapes = {port.get_any_name(): port.get_partial_shape() for port in compiled.inputs}
-        blocks = math.ceil(max_total_tokens / BLOCK)
+        blocks = math.ceil(self.max_total_tokens / BLOCK)
         # The blocks of each slot, and of the padding row.
         rows = self.prefix_slots + 1
         if IMAGE_INPUTS[0] in shapes:
             self.encoder_cache = EncoderCache(width=shapes[IMAGE_INPUTS[0]][1].get_length())
             self.whole_images = facts.get("whole_images", False)
             if len(shapes["position_ids"]) > 1:
-                self._grid_positions = GridPositions(rows, max_total_tokens, self.encoder_cache)
+                self._grid_positions = GridPositions(rows, self.max_total_tokens, self.encoder_cache)
         self._blocks = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks)
         self._kv_cache = [  # openvino holds no reference to the arrays
             self._add_cache(port) for port in compiled.inputs if "_cache." in port.get_any_name()
@@ -210,11 +198,14 @@ class OpenVinoModel(StaticBatchModel):
         self._request.set_tensor(port.get_any_name(), ov.Tensor(zeros, ov.Shape(shape), kind))
         return zeros
 
-    def _add_adapters(self, graph: ov.Model, adapters: Mapping[str, Updates], loads_adapters: bool) -> None:
+    def _add_adapters(self, graph: ov.Model, config: Config) -> None:
         """Raises ModelError for adapters that do not fit the graph."""
+        adapters = configured(config)
         dtype = "bfloat16" if self.quantize else self.computed_in
         self._adapter_type = ov.Type.bf16 if dtype == "bfloat16" else ov.Type.f32
-        modules = None if loads_adapters else {module for updates in adapters.values() for module in updates}
+        modules = None  # of adapters that are loaded later: any
+        if not config.lora_folder:
+            modules = {module for updates in adapters.values() for module in updates}
         self.adapters = Adapters(add_adapters(graph, modules, self._adapter_type), dtype)
         for name, updates in adapters.items():
             self.adapters.add(name, updates)
@@ -630,21 +621,10 @@ def _load_entry(config: Config, entry: Path) -> OpenVinoModel:
     if facts["refused"]:
         raise NotConverted(facts["refused"])
     check_length_limit(config.model_name, facts["max_total_tokens"], config.max_total_tokens)
-    slots = config.max_batch_size or DEFAULT_BATCH_SIZE
-    threads = config.threads or usable_threads()
     try:
         model = OpenVinoModel(
-            read_graph(entry / "model.xml", facts.get("whole_images", False)),
-            facts,
-            slots,
-            config.max_total_tokens,
-            threads,
-            config.kv_cache_dtype,
-            config.prefix_slots or 0,
-            configured(config),
-            config.lora_folder is not None,
+            read_graph(entry / "model.xml", facts.get("whole_images", False)), facts, config
         )
-        model.max_input_tokens = config.max_input_tokens
         _compare(model, facts)
         model.choose_padding()
         if model.kv_cache_dtype == "u8" and not config.speculate:
@@ -658,8 +638,8 @@ def _load_entry(config: Config, entry: Path) -> OpenVinoModel:
         if not is_out_of_memory(error):
             raise
         raise ModelError(
-            f"{slots} slots of {config.max_total_tokens} tokens need more memory than there is ({error}); "
-            "lower --max-batch-size (MAX_BATCH_SIZE) or --max-total-tokens (MAX_TOTAL_TOKENS)"
+            f"{config.max_batch_size} slots of {config.max_total_tokens} tokens need more memory than there "
+            f"is ({error}); lower --max-batch-size (MAX_BATCH_SIZE) or --max-total-tokens (MAX_TOTAL_TOKENS)"
         ) from None
     logger.info(
         "OpenVINO: weights in %s, computed in %s, threads: %d; KV cache in %s, %d bytes per token; "
