@@ -19,13 +19,13 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
 from packaging.version import Version
 
-from config import DTYPES, NEURON_CONFIG, Config
+from config import DTYPES, Config
 from manifest import read_json
 from models.cache import digest, evict, installed, locked, mark_used, renamed_when_complete
 from run import ConfigError, Json, check_private
@@ -56,35 +56,28 @@ def buckets(limit: int, given: Sequence[int] | None, flag: str) -> tuple[int, ..
     return tuple(sorted({*given, limit}))
 
 
-Count = Annotated[int, msgspec.Meta(ge=1, le=10**6)]
-Option = Annotated[
-    str, msgspec.Meta(pattern="^(" + "|".join(f"{k}={v}" for k, v in NEURON_CONFIG.items()) + ")$")
-]
-Counts = Annotated[tuple[Count, ...], msgspec.Meta(min_length=1)]
-
-
 @dataclass(frozen=True)
 class CompiledConfig:
     """The values that a set of graphs was compiled for, and runs with. `compile` writes them as a `neuron`
     section."""
 
-    batch_size: Count  # slots
-    tp_degree: Count
+    batch_size: int  # slots
+    tp_degree: int
     dtype: Literal["float32", "bfloat16", "float16"]
-    prefill_buckets: Counts
-    position_buckets: Counts
+    prefill_buckets: tuple[int, ...]
+    position_buckets: tuple[int, ...]
     quantize: Literal["int8"] | None
     sampling: Literal["host", "device", "hybrid"]
     compiler_version: str
     transformers_neuronx_version: str
     exporter: Literal["neuron-textgen"] = EXPORTER
     continuous_batching: bool = True  # of every family; a part of older manifests and keys
-    neuron_config: tuple[Option, ...] = ()  # further options of transformers-neuronx, NAME=VALUE
+    neuron_config: tuple[str, ...] = ()  # further options of transformers-neuronx, NAME=VALUE
     # Tokens of a prompt chunk; 0: prompts run whole, as in older manifests.
-    prefill_chunk: Annotated[int, msgspec.Meta(ge=0)] = 0
+    prefill_chunk: int = 0
     model_class: str | None = None  # None: an older manifest
     # Tokens of each slot in the graph that verifies draft tokens; 0: there is none, as in older manifests.
-    verify_length: Annotated[int, msgspec.Meta(ge=0)] = 0
+    verify_length: int = 0
     kv_cache_dtype: Literal["fp8_e4m3fn"] | None = None  # None: `dtype`, as in older manifests
 
     @property
@@ -101,9 +94,9 @@ class Optimum:
     """What optimum-neuron compiled a model for. transformers-neuronx does not find these graphs: they are
     named by hashes, and another version built them with other options."""
 
-    batch_size: Count
-    sequence_length: Count
-    num_cores: Count
+    batch_size: int
+    sequence_length: int
+    num_cores: int
     auto_cast_type: Literal["fp32", "bf16", "fp16", "float32", "bfloat16", "float16"]
     task: Literal["text-generation"] = "text-generation"
 
@@ -289,10 +282,10 @@ class Cache:
         model: str,
         compiled_config: CompiledConfig,
         save: Callable[[str], None],
-        built: CompiledConfig | None = None,
+        built: CompiledConfig,
     ) -> Path:
-        """Keeps what `save` writes into a folder. `built`: what was compiled, where not everything in
-        `compiled_config` could be. Raises OSError on failure; an incomplete entry is never found."""
+        """Keeps what `save` writes into a folder. `built`: what was compiled, as not everything in
+        `compiled_config` may compile. Raises OSError on failure; an incomplete entry is never found."""
         entry = self._entry(model, compiled_config)
         with renamed_when_complete(entry) as new:
             save(str(new))
@@ -300,7 +293,7 @@ class Cache:
                 "model": model,
                 "programs": _values(compiled_config),
                 "files": checksums(new),
-                "built": dataclasses.asdict(built or compiled_config),
+                "built": dataclasses.asdict(built),
             }
             (new / RECORD).write_text(json.dumps(record, indent=1))
         evict(self.folder.glob(f"*/{RECORD}"), self.size_gb, "--compile-cache-size (COMPILE_CACHE_SIZE)")
