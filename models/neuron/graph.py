@@ -235,10 +235,9 @@ class HybridProgram(decoder.DecoderProgramFullyUnrolled):
             for length in self.n_positions_list:
                 kernel, memory = self.kernels[length, batch_size], self.memories[length, batch_size]
                 inputs = self.input_buffers[place]
-                self.executors[length, batch_size] = (
-                    kernel.build_executor(memory, [*inputs], [logits]),
-                    kernel.build_executor(memory, [*inputs], [ids]),
-                )
+                self.executors[length, batch_size] = [
+                    kernel.build_executor(memory, [*inputs], [output]) for output in (logits, ids)
+                ]
 
     def execute(self, bucket_id: int, batch_size: int, *inputs: Any, return_ranks: int = -1) -> Any:
         executor = self.executors[self.n_positions_list[bucket_id], batch_size][self.returns_ids]
@@ -328,12 +327,11 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         if self._stores_bare_keys:
             positions = hlo.iota(hidden.scribe.s32, (1, self.n_positions), 1)
             self._cached_sin_cos = self._rotation(positions, hidden.dtype)
-        if self.graph.ropes:
-            values[2] = [_sin_cos(cache_ids, hidden.dtype, rope) for rope in self.graph.ropes]
+        own = [_sin_cos(cache_ids, hidden.dtype, rope) for rope in self.graph.ropes]
+        self._ropes = own or [values[2]]
+        values[2] = self._ropes[0]  # for the layers of transformers-neuronx
         if not self.graph.has_own_layers:
-            values[2] = values[2][0] if self.graph.ropes else values[2]
             return tuple(values)
-        self._ropes = values[2] if self.graph.ropes else [values[2]]
         self._next = iter(self._kinds)
         windows = {kind.window for kind in self._kinds}
         self._masks = {each: _within(values[6], cache_ids, self._shown(each)) for each in windows}

@@ -339,15 +339,18 @@ def choose(shape: Shape, machine: Machine, config: Config) -> Sizing:
     longest = min(shape.family.length, MAX_LENGTH, config.max_batch_total_tokens or MAX_LENGTH)
     lengths = [longest >> n for n in range(16) if n == 0 or longest >> n >= 128]
     batch_sizes = [1 << n for n in range(MAX_BATCH_SIZE.bit_length())]
-    options = {
-        "dtype": config.dtype,
-        "quantize": config.quantize,
-        "neuron_config": config.neuron_config or (),
-        "prefill_chunk": chunk,
-        "kv_cache_dtype": config.kv_cache_dtype,
-    }
     sizings = [
-        Sizing(shape, tp_degree, batch_size, length, **options)
+        Sizing(
+            shape,
+            tp_degree,
+            batch_size,
+            length,
+            dtype=config.dtype,
+            quantize=config.quantize,
+            neuron_config=config.neuron_config or (),
+            prefill_chunk=chunk,
+            kv_cache_dtype=config.kv_cache_dtype,
+        )
         for tp_degree in ([config.tp_degree] if config.tp_degree else degrees)
         for length in ([config.max_total_tokens] if config.max_total_tokens else lengths)
         for batch_size in sorted({config.slots(length, slots) for slots in batch_sizes})
