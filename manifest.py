@@ -31,7 +31,7 @@ LFS_POINTER = b"version https://git-lfs"
 CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 ORIGINAL_LENGTH = "original_max_position_embeddings"  # before rope was scaled
 SU = "su"  # the rope type longrope in Phi-3's first files
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", SU)  # whose positions depend on the longest sequence
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # whose positions depend on the longest sequence
 
 # Values of transformers' classes for keys that a vision-language model's text_config may leave out, such as
 # Gemma 3 4B's context length.
@@ -276,7 +276,7 @@ class Manifest:
         limits = [
             each.get(ORIGINAL_LENGTH) or facts.get(ORIGINAL_LENGTH) or self.max_positions
             for each in (rope, *by_layer_type)
-            if (each.get("rope_type") or each.get("type")) in LENGTH_DEPENDENT_ROPE
+            if rope_kind(each) in LENGTH_DEPENDENT_ROPE
         ]
         return min(filter(None, limits), default=None)
 
@@ -358,6 +358,12 @@ def vision_part(config: Json) -> Json:
         **VISION_DEFAULTS.get(vision.get("model_type"), {}),
         **given,
     }
+
+
+def rope_kind(rope: Json) -> str:
+    """The rope_type of a config.json's `rope_scaling` or `rope_parameters`."""
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    return "longrope" if kind == SU else kind
 
 
 def _processor_config(folder: Path) -> Json:

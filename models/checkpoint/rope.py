@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from manifest import ORIGINAL_LENGTH, SU
+from manifest import ORIGINAL_LENGTH, rope_kind
 from run import Json
 
 NEURONX_ROPE_TYPES = ("default", "llama3")  # computed by transformers-neuronx
@@ -23,9 +23,7 @@ class Rope:
 
 def kind(config: Json) -> str:
     """The rope_type of a config.json, under the names of transformers 4."""
-    scaling = config.get("rope_scaling") or {}
-    found = scaling.get("rope_type", scaling.get("type", "default"))
-    return "longrope" if found == SU else found
+    return rope_kind(config.get("rope_scaling") or {})
 
 
 def scaled(config: Json, size: int) -> Rope | None:

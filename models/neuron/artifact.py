@@ -163,6 +163,20 @@ def with_optimum(config: Config, optimum: Optimum) -> Config:
     return dataclasses.replace(config, **values)
 
 
+# The settings whose values a compiled model has, if they are given; of the buckets some of them.
+BINDING = (
+    "tp_degree",
+    "dtype",
+    "quantize",
+    "sampling",
+    "prefill_buckets",
+    "position_buckets",
+    "prefill_chunk",
+    "neuron_config",
+    "kv_cache_dtype",
+)
+
+
 def with_compiled_config(config: Config, compiled_config: CompiledConfig, name: str) -> Config:
     """`config` with every value that was left open taken from `compiled_config`, of the model `name`.
 
@@ -182,8 +196,7 @@ def with_compiled_config(config: Config, compiled_config: CompiledConfig, name: 
             raise ConfigError(
                 f"{_named(setting, given)} is more than the {limit} that {name} was compiled for; {remedy}"
             )
-    binding = ("tp_degree", "dtype", "quantize", "sampling", "prefill_buckets", "position_buckets")
-    for setting in (*binding, "prefill_chunk", "neuron_config", "kv_cache_dtype"):
+    for setting in BINDING:
         given = getattr(config, setting)
         compiled = getattr(compiled_config, setting)
         is_subset = isinstance(given, tuple) and set(given) <= set(compiled)  # the limits are always buckets

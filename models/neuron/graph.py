@@ -282,10 +282,10 @@ class Checkpoint:
 
     def __init__(self, folder: Path):
         """Raises ModelError where there are none."""
-        self._places: dict[str, tuple[Path, str]] = {}  # file, name in it
+        self._places: dict[str, tuple[safe_open, str]] = {}  # file, name in it
         for path in sorted(folder.glob("model*.safetensors")):
-            with safe_open(path, "pt") as file:
-                self._places |= {common_name(name): (path, name) for name in file.keys()}  # noqa: SIM118
+            file = safe_open(path, "pt")
+            self._places |= {common_name(name): (file, name) for name in file.keys()}  # noqa: SIM118
         if not self._places:
             raise ModelError(f"there is no model.safetensors, which this family of models needs, in {folder}")
 
@@ -295,9 +295,8 @@ class Checkpoint:
     def __call__(self, name: str) -> torch.Tensor:
         if name not in self:
             raise ModelError(f"the checkpoint has no tensor {name}")
-        path, name_in_file = self._places[common_name(name)]
-        with safe_open(path, "pt") as file:
-            return file.get_tensor(name_in_file)
+        file, name_in_file = self._places[common_name(name)]
+        return file.get_tensor(name_in_file)
 
     def in_layer(self, number: int) -> GetTensor:
         return lambda name: self(f"model.layers.{number}.{name}")
