@@ -228,7 +228,7 @@ class Checkpoint:
         return weight.to(self._dtype) if weight.dtype in (torch.float16, torch.bfloat16) else weight
 
 
-def write_checkpoint(folder: Path, dtype: str, target: Path) -> None:
+def convert_quantized(folder: Path, dtype: str, target: Path) -> None:
     """Raises ModelError where the weights cannot be dequantized, or where the disk has no room for them."""
     with reported_as(f"{folder} cannot be read"):
         checkpoint = Checkpoint(folder, Quantization.read(folder), getattr(torch, dtype))
@@ -251,6 +251,6 @@ def write_checkpoint(folder: Path, dtype: str, target: Path) -> None:
 
 if __name__ == "__main__":
     try:
-        write_checkpoint(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+        convert_quantized(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
     except (ModelError, ConfigError) as error:
         sys.exit(str(error))

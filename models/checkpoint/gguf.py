@@ -154,7 +154,7 @@ class File:
         return field.contents() if field else None
 
 
-def write_checkpoint(path: Path, dtype: str, target: Path) -> None:
+def convert_gguf(path: Path, dtype: str, target: Path) -> None:
     """Raises ModelError where the file cannot be read, or not all of it."""
     transformers.utils.logging.set_verbosity_error()
     with reported_as(f"{path.name} cannot be read as a model"):
@@ -349,6 +349,6 @@ def _eos_ids(tokenizer: Tokenizer, file: File) -> list[int]:
 
 if __name__ == "__main__":
     try:
-        write_checkpoint(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+        convert_gguf(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
     except ModelError as error:
         sys.exit(str(error))

@@ -4,7 +4,7 @@ the settings.
 A compiled model is a folder: `config.json` with a `neuron` section, tokenizer files, `compiled/` with the
 graphs, and `checkpoint/` with the weights, or the hub id to download them by. `compile` writes such folders;
 `with_compiled_config` rejects settings that contradict one. optimum-neuron writes such folders, too: only
-their values and weights are used. A `Cache` keeps the graphs that `serve` compiles itself. Imports neither
+their values and weights are used. `CachedGraphs` are those that `serve` compiles itself. Imports neither
 torch nor transformers-neuronx."""
 
 from __future__ import annotations
@@ -244,76 +244,76 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Cache:
-    """The graphs that `serve` compiled, one folder for each set, inside the compiler's own cache folder."""
+class CachedGraphs:
+    """A set of graphs that `serve` compiled, in a folder of its own inside the compiler's cache folder."""
 
-    folder: Path
-    size_gb: float
+    cache: Path  # the folder of all sets
+    size_gb: float  # that they may have together
+    model: str  # its `model_key`
+    compiled_config: CompiledConfig
 
     @classmethod
-    def here(cls, size_gb: float, environ: Mapping[str, str] = os.environ) -> Cache | None:
+    def here(
+        cls,
+        size_gb: float,
+        model: str,
+        compiled_config: CompiledConfig,
+        environ: Mapping[str, str] = os.environ,
+    ) -> CachedGraphs | None:
         """None when NEURON_COMPILE_CACHE_URL is not a local folder: only the compiler can look there. Raises
         ConfigError where other users may write into the folder."""
         url = urlsplit(environ.get("NEURON_COMPILE_CACHE_URL", "").strip() or CACHE)
         if url.scheme not in ("", "file"):
             return None
-        folder = Path(url.path) / EXPORTER
-        check_private(folder, f"{folder} (NEURON_COMPILE_CACHE_URL)")
-        return cls(folder, size_gb)
+        cache = Path(url.path) / EXPORTER
+        check_private(cache, f"{cache} (NEURON_COMPILE_CACHE_URL)")
+        return cls(cache, size_gb, model, compiled_config)
+
+    @property
+    def folder(self) -> Path:
+        return self.cache / digest([self.model, _values(self.compiled_config)])
 
     @contextlib.contextmanager
-    def locked(self, model: str, compiled_config: CompiledConfig, is_shared: bool) -> Iterator[None]:
-        """Holds the lock of an entry, shared to load it, or exclusive to make it; none where the cache cannot
-        be written."""
+    def locked(self, is_shared: bool) -> Iterator[None]:
+        """Holds the lock of the folder, shared to load it, or exclusive to make it; none where the cache
+        cannot be written."""
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):
-                lock = self._entry(model, compiled_config).with_suffix(".lock")
+                lock = self.folder.with_suffix(".lock")
                 stack.enter_context(locked(lock, "compiling these graphs into", is_shared))
             yield
 
-    def find(self, model: str, compiled_config: CompiledConfig) -> tuple[Path, CompiledConfig] | None:
-        """The folder with the graphs of a model (`model_key`), and what was compiled. A damaged one is
-        removed."""
-        entry = self._entry(model, compiled_config)
-        record = entry / RECORD
+    def find(self) -> CompiledConfig | None:
+        """What was compiled, where the graphs are there. Damaged ones are removed."""
+        folder = self.folder
+        record = folder / RECORD
         if not record.is_file():
             return None
         try:
             kept = msgspec.convert(read_json(record), Record)
-            damage = verify_checksums(entry, kept.files)
+            damage = verify_checksums(folder, kept.files)
         except (ConfigError, msgspec.ValidationError):
             damage = f"{record} is damaged"
         if damage is None:
             mark_used(record)
-            return entry, kept.built
+            return kept.built
         logger.warning("%s: removing these compiled graphs from the cache, to compile again", damage)
-        shutil.rmtree(entry, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         return None
 
-    def add(
-        self,
-        model: str,
-        compiled_config: CompiledConfig,
-        save: Callable[[str], None],
-        built: CompiledConfig,
-    ) -> Path:
+    def add(self, save: Callable[[str], None], built: CompiledConfig) -> None:
         """Keeps what `save` writes into a folder. `built`: what was compiled, as not everything in
         `compiled_config` may compile. Raises OSError on failure; an incomplete entry is never found."""
-        entry = self._entry(model, compiled_config)
-        with renamed_when_complete(entry) as new:
+        with renamed_when_complete(self.folder) as new:
             save(str(new))
             record = {
-                "model": model,
-                "programs": _values(compiled_config),
+                "model": self.model,
+                "programs": _values(self.compiled_config),
                 "files": checksums(new),
                 "built": dataclasses.asdict(built),
             }
             (new / RECORD).write_text(json.dumps(record, indent=1))
-        evict(self.folder.glob(f"*/{RECORD}"), self.size_gb, "--compile-cache-size (COMPILE_CACHE_SIZE)")
-        return entry
-
-    def _entry(self, model: str, compiled_config: CompiledConfig) -> Path:
-        return self.folder / digest([model, _values(compiled_config)])
+        evict(self.cache.glob(f"*/{RECORD}"), self.size_gb, "--compile-cache-size (COMPILE_CACHE_SIZE)")
 
 
 def _values(compiled_config: CompiledConfig) -> Json:

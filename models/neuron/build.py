@@ -33,7 +33,7 @@ from models.checkpoint.fetch import fetch_artifact, fetch_checkpoint, fetch_weig
 from models.errors import ModelError, first_line, named, progress_logged, reported_as
 from models.machine import Machine, detect, host_memory, usable_cores
 from models.neuron import artifact, families, plan
-from models.neuron.artifact import Artifact, Cache, CompiledConfig, buckets
+from models.neuron.artifact import Artifact, CachedGraphs, CompiledConfig, buckets
 from models.neuron.driver import Versions
 from models.neuron.family import Family
 from models.neuron.legacy_config import legacy_config
@@ -297,8 +297,9 @@ def load_model(build: BuildPlan, work_dir: Path, announce: Callable[[str], None]
         os.environ.setdefault("NEURON_RT_NUM_CORES", str(build.compiled_config.tp_degree))
     if compiled := build.compiled():
         return _loaded(build, work_dir, compiled), build
-    if cache := Cache.here(build.config.compile_cache_size):
-        return _cached(cache, build, work_dir, announce)
+    key = artifact.model_key(build.legacy)
+    if cached := CachedGraphs.here(build.config.compile_cache_size, key, build.compiled_config):
+        return _load_cached(cached, build, work_dir, announce)
     announce("compiling")  # only the compiler can read its cache, at NEURON_COMPILE_CACHE_URL
     return make_compiled(build, work_dir, _to_device, f"the model {NOT_ON_DEVICE}")
 
@@ -492,24 +493,22 @@ def flags_for_fp8(flags: str) -> str:
     return shlex.join([*words, f"{TENSORIZER_OPTIONS}={options}"])
 
 
-def _cached(
-    cache: Cache, build: BuildPlan, work_dir: Path, announce: Callable[[str], None]
+def _load_cached(
+    cached: CachedGraphs, build: BuildPlan, work_dir: Path, announce: Callable[[str], None]
 ) -> tuple[Any, BuildPlan]:
     """As `make_compiled`, on the device, with graphs of the cache; newly compiled ones are added to it."""
-    key = artifact.model_key(build.legacy)
-    wanted = build.compiled_config
-    with cache.locked(key, wanted, is_shared=True):  # several servers may load the same graphs
-        if kept := _kept(cache, key, build, work_dir):
+    with cached.locked(is_shared=True):  # several servers may load the same graphs
+        if kept := _kept(cached, build, work_dir):
             return kept
-    with cache.locked(key, wanted, is_shared=False):  # one compiles them, and the others wait
-        if kept := _kept(cache, key, build, work_dir):
+    with cached.locked(is_shared=False):  # one compiles them, and the others wait
+        if kept := _kept(cached, build, work_dir):
             return kept
-        logger.info("%s has no compiled graphs for this model, these settings and versions", cache.folder)
+        logger.info("%s has no compiled graphs for this model, these settings and versions", cached.cache)
         announce("compiling")
         model, build = make_compiled(build, work_dir, _to_device, f"the model {NOT_ON_DEVICE}")
         try:
-            entry = cache.add(key, wanted, model.save, built=build.compiled_config)
-            logger.info("Kept the compiled graphs in %s for the next startup", entry)
+            cached.add(model.save, build.compiled_config)
+            logger.info("Kept the compiled graphs in %s for the next startup", cached.folder)
         except OSError as error:
             logger.warning(
                 "The compiled graphs cannot be kept, so each startup compiles them again: %s; "
@@ -520,22 +519,21 @@ def _cached(
     return model, build
 
 
-def _kept(cache: Cache, key: str, build: BuildPlan, work_dir: Path) -> tuple[Any, BuildPlan] | None:
+def _kept(cached: CachedGraphs, build: BuildPlan, work_dir: Path) -> tuple[Any, BuildPlan] | None:
     """The model with the graphs of the cache. Graphs are removed where another version of this server or of
     transformers-neuronx named them differently."""
-    found = cache.find(key, build.compiled_config)
-    if not found:
+    built = cached.find()
+    if not built:
         return None
-    entry, built = found
-    build.warn_of(built, f"as compiling for it has failed; remove {entry} to try again")
+    build.warn_of(built, f"as compiling for it has failed; remove {cached.folder} to try again")
     build = dataclasses.replace(build, compiled_config=built)
     try:
-        return _loaded(build, work_dir, entry), build
+        return _loaded(build, work_dir, cached.folder), build
     except ModelError as error:
         if f"{NOT_ON_DEVICE}: {MISSING}" not in str(error):
             raise
         logger.warning("%s: removing these compiled graphs from the cache, to compile again", error)
-    shutil.rmtree(entry, ignore_errors=True)
+    shutil.rmtree(cached.folder, ignore_errors=True)
     gc.collect()  # the weights that were loaded
     return None
 

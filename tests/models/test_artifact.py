@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 from pathlib import Path
@@ -15,7 +16,7 @@ from config import Config
 from models.cache import evict
 from models.neuron.artifact import (
     Artifact,
-    Cache,
+    CachedGraphs,
     CompiledConfig,
     check_compiler,
     model_key,
@@ -212,23 +213,28 @@ def save_programs(folder):
     Path(folder, "a.neff").write_text("a program")
 
 
+def keep(graphs, save=save_programs):
+    graphs.add(save, graphs.compiled_config)
+    return graphs.folder
+
+
 def test_a_cache_finds_its_own_entries_and_nothing_else(tmp_path):
-    cache = Cache(tmp_path / "cache", 1.0)
-    assert cache.find("model", PROGRAMS) is None
-    entry = cache.add("model", PROGRAMS, save_programs, PROGRAMS)
-    assert cache.find("model", PROGRAMS) == (entry, PROGRAMS)
+    cache = functools.partial(CachedGraphs, tmp_path / "cache", 1.0)
+    assert cache("model", PROGRAMS).find() is None
+    entry = keep(cache("model", PROGRAMS))
+    assert cache("model", PROGRAMS).find() == PROGRAMS
     assert (entry / "a.neff").read_text() == "a program"
-    assert cache.find("other", PROGRAMS) is None
-    assert cache.find("model", dataclasses.replace(PROGRAMS, batch_size=8)) is None
+    assert cache("other", PROGRAMS).find() is None
+    assert cache("model", dataclasses.replace(PROGRAMS, batch_size=8)).find() is None
 
 
 def test_what_a_newer_version_added_changes_no_key_where_it_is_not_used(tmp_path, monkeypatch):
     monkeypatch.delenv("NEURON_CC_FLAGS", raising=False)
     monkeypatch.setattr("models.neuron.artifact.installed", lambda package: None)
-    cache = Cache(tmp_path, 1.0)
-    assert cache.add("model", PROGRAMS, save_programs, PROGRAMS).name == "ae7bb255f0c8fef2b38b5409891decd8"
+    cache = functools.partial(CachedGraphs, tmp_path, 1.0)
+    assert keep(cache("model", PROGRAMS)).name == "ae7bb255f0c8fef2b38b5409891decd8"
     for added in ({"verify_length": 4}, {"kv_cache_dtype": "fp8_e4m3fn"}):
-        assert cache.find("model", dataclasses.replace(PROGRAMS, **added)) is None
+        assert cache("model", dataclasses.replace(PROGRAMS, **added)).find() is None
 
 
 @pytest.mark.parametrize(
@@ -243,77 +249,75 @@ def test_what_a_newer_version_added_changes_no_key_where_it_is_not_used(tmp_path
     ],
 )
 def test_a_damaged_file_is_named_and_its_programs_are_removed(tmp_path, name, damage, reason, caplog):
-    cache = Cache(tmp_path, 1.0)
-    entry = cache.add("model", PROGRAMS, save_programs, PROGRAMS)
+    cache = functools.partial(CachedGraphs, tmp_path, 1.0)
+    entry = keep(cache("model", PROGRAMS))
     damage(entry / name)
-    assert cache.find("model", PROGRAMS) is None
+    assert cache("model", PROGRAMS).find() is None
     assert caplog.messages == [f"{entry}/{reason}: removing these compiled graphs from the cache, to compile again"]
     assert not entry.exists()
-    cache.add("model", PROGRAMS, save_programs, PROGRAMS)
-    assert cache.find("model", PROGRAMS) == (entry, PROGRAMS)
+    keep(cache("model", PROGRAMS))
+    assert cache("model", PROGRAMS).find() == PROGRAMS
 
 
 def test_the_least_recently_used_programs_go_first(tmp_path, caplog):
     caplog.set_level("INFO")
-    size = sum(
-        file.stat().st_size for file in Cache(tmp_path / "other", 1.0).add("a", PROGRAMS, save_programs, PROGRAMS).iterdir()
-    )
-    cache = Cache(tmp_path / "cache", 2.5 * size / 1e9)
+    size = sum(file.stat().st_size for file in keep(CachedGraphs(tmp_path / "other", 1.0, "a", PROGRAMS)).iterdir())
+    cache = functools.partial(CachedGraphs, tmp_path / "cache", 2.5 * size / 1e9)
     for age, model in enumerate("abc"):
-        entry = cache.add(model, PROGRAMS, save_programs, PROGRAMS)
+        entry = keep(cache(model, PROGRAMS))
         os.utime(entry / "programs.json", (age, age))
         if model == "b":
-            assert cache.find("a", PROGRAMS)  # used now
-    assert [bool(cache.find(model, PROGRAMS)) for model in "abc"] == [True, False, True]
+            assert cache("a", PROGRAMS).find()  # used now
+    assert [bool(cache(model, PROGRAMS).find()) for model in "abc"] == [True, False, True]
     assert "the cache exceeds --compile-cache-size (COMPILE_CACHE_SIZE)" in caplog.text
 
 
 def test_programs_that_another_process_removes_meanwhile_do_not_matter(tmp_path):
-    kept = Cache(tmp_path, 1.0).add("a", PROGRAMS, save_programs, PROGRAMS)
+    kept = keep(CachedGraphs(tmp_path, 1.0, "a", PROGRAMS))
     evict([tmp_path / "removed" / "programs.json", kept / "programs.json"], 1.0, "--compile-cache-size")
     assert kept.exists()
 
 
 def test_programs_are_kept_even_where_they_alone_are_more_than_the_cache_may_hold(tmp_path):
-    cache = Cache(tmp_path, 1e-9)
-    cache.add("a", PROGRAMS, save_programs, PROGRAMS)
-    assert cache.find("a", PROGRAMS)
+    cache = functools.partial(CachedGraphs, tmp_path, 1e-9)
+    keep(cache("a", PROGRAMS))
+    assert cache("a", PROGRAMS).find()
 
 
 def test_what_an_interrupted_compile_left_is_removed_by_the_next_and_a_running_one_is_not_disturbed(tmp_path):
-    cache = Cache(tmp_path, 1.0)
+    cache = functools.partial(CachedGraphs, tmp_path, 1.0)
     (tmp_path / ".neuron-textgen-abandoned.new").mkdir()
 
     def save(folder):
         save_programs(folder)
-        cache.add("b", PROGRAMS, save_programs, PROGRAMS)  # another process, at the same time
+        keep(cache("b", PROGRAMS))  # another process, at the same time
         assert Path(folder, "a.neff").exists()
 
-    entry = cache.add("a", PROGRAMS, save, PROGRAMS)
-    assert {path.name for path in tmp_path.iterdir()} == {entry.name, cache.find("b", PROGRAMS)[0].name}
+    entry = keep(cache("a", PROGRAMS), save)
+    assert {path.name for path in tmp_path.iterdir()} == {entry.name, cache("b", PROGRAMS).folder.name}
 
 
 @pytest.mark.parametrize("package", ["torch-neuronx", "libneuronxla"])
 def test_programs_for_another_version_of_the_runtime_are_not_found(tmp_path, monkeypatch, package):
-    cache = Cache(tmp_path, 1.0)
-    cache.add("model", PROGRAMS, save_programs, PROGRAMS)
+    cache = functools.partial(CachedGraphs, tmp_path, 1.0)
+    keep(cache("model", PROGRAMS))
     monkeypatch.setattr("models.neuron.artifact.installed", lambda name: "2.9" if name == package else None)
-    assert cache.find("model", PROGRAMS) is None
+    assert cache("model", PROGRAMS).find() is None
 
 
 @pytest.mark.parametrize("change", [{"compiler_version": "2.21"}, {"transformers_neuronx_version": "0.14"}])
 def test_programs_of_another_compiler_or_library_are_not_found(tmp_path, change):
-    cache = Cache(tmp_path, 1.0)
-    cache.add("model", PROGRAMS, save_programs, PROGRAMS)
-    assert cache.find("model", dataclasses.replace(PROGRAMS, **change)) is None
+    cache = functools.partial(CachedGraphs, tmp_path, 1.0)
+    keep(cache("model", PROGRAMS))
+    assert cache("model", dataclasses.replace(PROGRAMS, **change)).find() is None
 
 
 def test_programs_for_other_compiler_flags_are_not_found(tmp_path, monkeypatch):
-    cache = Cache(tmp_path, 1.0)
+    cache = functools.partial(CachedGraphs, tmp_path, 1.0)
     monkeypatch.setenv("NEURON_CC_FLAGS", "-O1")
-    cache.add("model", PROGRAMS, save_programs, PROGRAMS)
+    keep(cache("model", PROGRAMS))
     monkeypatch.setenv("NEURON_CC_FLAGS", "-O2")
-    assert cache.find("model", PROGRAMS) is None
+    assert cache("model", PROGRAMS).find() is None
 
 
 def test_an_entry_that_was_not_saved_completely_is_not_found(tmp_path):
@@ -321,21 +325,21 @@ def test_an_entry_that_was_not_saved_completely_is_not_found(tmp_path):
         save_programs(folder)
         raise OSError(28, "No space left on device")
 
-    cache = Cache(tmp_path, 1.0)
+    cache = functools.partial(CachedGraphs, tmp_path, 1.0)
     with pytest.raises(OSError):
-        cache.add("model", PROGRAMS, save_half, PROGRAMS)
-    assert cache.find("model", PROGRAMS) is None
+        cache("model", PROGRAMS).add(save_half, PROGRAMS)
+    assert cache("model", PROGRAMS).find() is None
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("record", ["", "{", "[]", "{}", '{"model": "model", "programs": 1}', '{"model": 1, "programs": {}}'])
 def test_a_damaged_record_does_not_matter(tmp_path, record):
-    cache = Cache(tmp_path, 1.0)
+    cache = functools.partial(CachedGraphs, tmp_path, 1.0)
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "programs.json").write_text(record)
-    assert cache.find("model", PROGRAMS) is None
-    cache.add("model", PROGRAMS, save_programs, PROGRAMS)
-    assert cache.find("model", PROGRAMS)
+    assert cache("model", PROGRAMS).find() is None
+    keep(cache("model", PROGRAMS))
+    assert cache("model", PROGRAMS).find()
 
 
 @pytest.mark.parametrize(
@@ -349,8 +353,8 @@ def test_a_damaged_record_does_not_matter(tmp_path, record):
     ],
 )
 def test_the_cache_is_in_the_compilers_cache_folder(url, folder):
-    found = Cache.here(5.0, {} if url is None else {"NEURON_COMPILE_CACHE_URL": url})
-    assert found == (folder and Cache(Path(folder), 5.0))
+    found = CachedGraphs.here(5.0, "model", PROGRAMS, {} if url is None else {"NEURON_COMPILE_CACHE_URL": url})
+    assert found == (folder and CachedGraphs(Path(folder), 5.0, "model", PROGRAMS))
 
 
 def test_the_model_key_depends_on_what_is_computed_alone():

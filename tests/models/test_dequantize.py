@@ -15,7 +15,7 @@ from config import CHECKPOINT_QUANTIZE, Config
 from manifest import read_json
 from models.cache import READERS
 from models.checkpoint import dequantize, source
-from models.checkpoint.dequantize import FORMATS, write_checkpoint
+from models.checkpoint.dequantize import FORMATS, convert_quantized
 from models.child import run_module
 from models.errors import ModelError
 from run import ConfigError
@@ -40,7 +40,7 @@ def plain(tmp_path_factory):
 
 def dequantized(folder, target, dtype="float32"):
     target.mkdir()
-    write_checkpoint(folder, dtype, target)
+    convert_quantized(folder, dtype, target)
     return {name: tensor for path in target.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 

@@ -10,7 +10,7 @@ from tiny_models import save_checkpoint
 
 from engine.defaults import sampling_defaults
 from manifest import Manifest, read_json
-from models.checkpoint.gguf import LAYERS_OF_27B, write_checkpoint
+from models.checkpoint.gguf import LAYERS_OF_27B, convert_gguf
 from models.errors import ModelError
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
@@ -134,7 +134,7 @@ def logits(folder):
 
 def read(file, target, dtype="float32"):
     target.mkdir()
-    write_checkpoint(file, dtype, target)
+    convert_gguf(file, dtype, target)
     return target
 
 
@@ -277,7 +277,7 @@ def test_a_text_ends_at_eos_at_eot_and_at_each_token_that_ends_a_turn(checkpoint
 )
 def test_the_sampling_of_a_file_is_the_default_as_that_of_generation_config_is(checkpoint, tmp_path, given, defaults):
     keys = {f"general.sampling.{key}": value for key, value in given.items()}
-    write_checkpoint(write_gguf(tmp_path / "model.gguf", checkpoint, keys=keys), "float32", tmp_path / "read")
+    convert_gguf(write_gguf(tmp_path / "model.gguf", checkpoint, keys=keys), "float32", tmp_path / "read")
     assert sampling_defaults(Manifest.read(tmp_path / "read"), "host") == defaults
 
 
