@@ -14,6 +14,8 @@ from pathlib import Path
 from run import ConfigError
 
 GIB = 1 << 30
+# The types of numbers as transformers-neuronx and OpenVINO name them.
+SHORT_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "u8": "u8"}
 INSTANCE_FAMILIES = ("inf2", "trn1")  # trn1n, a trn1 with a faster network, counts as trn1
 
 
@@ -43,14 +45,14 @@ def detect(root: str | Path = "/", environ: Mapping[str, str] = os.environ) -> M
     product = read_text(root / "sys/devices/virtual/dmi/id/product_name")
     architecture = read_text(sysfs / f"neuron{min(devices)}/info/architecture/instance_type").lower()
     is_named = product.startswith(tuple(f"{family}." for family in INSTANCE_FAMILIES))
-    families = [
+    families = (
         family
         for family in INSTANCE_FAMILIES
         if product.startswith(family) or architecture.startswith(family)
-    ]
+    )
     return Machine(
         cores=usable_cores(cores, environ),
-        family=families[0] if families else None,
+        family=next(families, None),
         instance=product if is_named else None,
         host_bytes=host_memory(root),
     )

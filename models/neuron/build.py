@@ -31,7 +31,7 @@ from config import DEVICE_TOP_K, FP8, Config
 from manifest import Manifest, check_weights
 from models.checkpoint.fetch import fetch_artifact, fetch_checkpoint, fetch_weights
 from models.errors import ModelError, first_line, named, progress_logged, reported_as
-from models.machine import Machine, detect, host_memory, usable_cores
+from models.machine import SHORT_DTYPES, Machine, detect, host_memory, usable_cores
 from models.neuron import artifact, families, plan
 from models.neuron.artifact import Artifact, CachedGraphs, CompiledConfig, buckets
 from models.neuron.driver import Versions
@@ -48,7 +48,6 @@ GREEDY = (1, 1.0, 1.0)  # top_k, top_p, temperature of a slot where the device s
 FLAGS = "NEURON_CC_FLAGS"
 TENSORIZER_OPTIONS = "--internal-hlo2tensorizer-options"
 FP8_OPTION = "--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
-AMP = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 # What `BuildPlan.fallbacks` changes, for the log.
 LEFT_OUT = {
@@ -120,12 +119,12 @@ class BuildPlan:
         found = Artifact.of(manifest.config_json, folder / "config.json")
         if found and found.compiled_config:
             compiled_config = found.compiled_config
-            config = _configured_for(compiled_config, shape, config).with_manifest(manifest)
+            config = _configured_for(compiled_config, shape, config)
         else:
             if found:
                 config = artifact.with_optimum(config, found.optimum)
             config, compiled_config = _sized(shape, config)
-            config = config.with_manifest(manifest)
+        config = config.with_manifest(manifest)
         if manifest.reads_images and plan.ON_DEVICE_EMBEDDING in compiled_config.neuron_config:
             raise ConfigError(
                 f"--neuron-config {plan.ON_DEVICE_EMBEDDING} (NEURON_CONFIG) is not supported for models "
@@ -318,7 +317,7 @@ def make(build: BuildPlan, work_dir: Path) -> Any:
             str(_view_of(checkpoint, config_json, work_dir / "checkpoint")),
             batch_size=compiled_config.batch_size,
             tp_degree=compiled_config.tp_degree,
-            amp=AMP[compiled_config.dtype],
+            amp=SHORT_DTYPES[compiled_config.dtype],
             n_positions=list(compiled_config.position_buckets),
             context_length_estimate=list(compiled_config.prefill_buckets),
             neuron_config=_neuron_config(build),
@@ -376,13 +375,13 @@ def _neuron_config(build: BuildPlan) -> Any:
         options["on_device_generation"] = generation_config(slots, build.legacy["vocab_size"])
     if compiled_config.quantize == "int8":
         options["quant"] = library().QuantizationConfig(
-            quant_dtype="s8", dequant_dtype=AMP[compiled_config.dtype]
+            quant_dtype="s8", dequant_dtype=SHORT_DTYPES[compiled_config.dtype]
         )
     if compiled_config.kv_cache_dtype:
         from transformers_neuronx.config import KVCacheQuantizationConfig
 
         options["kv_cache_quant"] = KVCacheQuantizationConfig(
-            quant_dtype="f8e4m3fn", dequant_dtype=AMP[compiled_config.dtype]
+            quant_dtype="f8e4m3fn", dequant_dtype=SHORT_DTYPES[compiled_config.dtype]
         )
     for option in compiled_config.neuron_config:
         name, value = option.split("=")

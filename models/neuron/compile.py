@@ -2,7 +2,7 @@
 compiles.
 
 Owns what such a folder holds apart from the graphs: the manifest, the tokenizer, and the weights of a local
-model. The settings go to `neuron_build.BuildPlan`, which decides what is compiled. Needs no device.
+model. The settings go to `build.BuildPlan`, which decides what is compiled. Needs no device.
 
     python3 -m models.neuron.compile --model-id X --output DIR [flags]
 """

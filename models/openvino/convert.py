@@ -46,13 +46,13 @@ from models.checkpoint.pretrained import (
 )
 from models.errors import ModelError, first_line, is_out_of_memory, named
 from models.images.towers import VisionTower, is_vision, make_tower
+from models.machine import SHORT_DTYPES
 
 # Before openvino, which it keeps from loading its telemetry.
 from models.openvino.model import (
     IMAGE_INPUTS,
     MERGED,
     PLACEHOLDER,
-    PRECISIONS,
     OpenVinoModel,
     VisionEncoder,
     check_quantizer,
@@ -326,7 +326,10 @@ def _vision_fault(
     computed_in: str = "float32",
     group: int = 0,
 ) -> str | None:
-    settings = {"INFERENCE_PRECISION_HINT": PRECISIONS[computed_in], "DYNAMIC_QUANTIZATION_GROUP_SIZE": group}
+    settings = {
+        "INFERENCE_PRECISION_HINT": SHORT_DTYPES[computed_in],
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": group,
+    }
     encoder = VisionEncoder(path, newline, settings)
     return check.find_fault(encoder.encode(check.tiles, check.canvas, lambda: False), precision)
 

@@ -60,7 +60,7 @@ from models.errors import (  # noqa: E402
 from models.images.embeddings import encode  # noqa: E402
 from models.images.encoder_cache import EncoderCache, split_at_images  # noqa: E402
 from models.images.grid_positions import GridPositions  # noqa: E402
-from models.machine import host_memory, usable_threads  # noqa: E402
+from models.machine import SHORT_DTYPES, host_memory, usable_threads  # noqa: E402
 from run import HERE, ConfigError, Json  # noqa: E402
 
 logger = logging.getLogger("model")
@@ -84,7 +84,6 @@ LINEAR = re.compile(r"__module\.model\.(.+\..+)/(?:aten|ov_ext)::linear/MatMul")
 MERGED = "linear layers "
 WORTH_COMPRESSING = 100_000_000  # bytes of weights
 IMAGE_INPUTS = ("image_embeddings", "image_places")  # of graphs of models that read images
-PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "u8": "u8"}  # OpenVINO's names
 BATCH_INPUTS = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
 
 
@@ -182,12 +181,12 @@ class OpenVinoModel(StaticBatchModel):
         is_any_length_exact = is_bfloat16 or (self.quantize is not None and has_bfloat16)
         self._max_call_tokens = math.inf if is_any_length_exact else FLOAT32_TOKENS
         settings: Json = {  # both default to less precise types on some CPUs
-            "INFERENCE_PRECISION_HINT": PRECISIONS[self.computed_in],
-            "KV_CACHE_PRECISION": PRECISIONS[self.kv_cache_dtype],
+            "INFERENCE_PRECISION_HINT": SHORT_DTYPES[self.computed_in],
+            "KV_CACHE_PRECISION": SHORT_DTYPES[self.kv_cache_dtype],
         }
         if self.quantize:
             settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = facts.get("activation_group", ACTIVATION_GROUP)
-        self._vision_precision = PRECISIONS["bfloat16" if tolerates_bfloat16 else "float32"]
+        self._vision_precision = SHORT_DTYPES["bfloat16" if tolerates_bfloat16 else "float32"]
         return settings
 
     def _add_cache(self, port: ov.ConstOutput) -> np.ndarray:
