@@ -12,7 +12,7 @@ from test_vision import Zoo  # noqa: E402
 from protocol import encode  # noqa: E402
 
 root = Path(sys.argv[1])
-zoo = Zoo(root)
+zoo = Zoo()
 for family in sys.argv[2:]:
     prompt = zoo.prompt(family)
     text, _lead, _logits = zoo.text(family)
