@@ -292,7 +292,7 @@ class OpenVinoModel(StaticBatchModel):
             end = begin + len(tokens)
             assert 0 <= slot < len(self._blocks) and 0 <= begin < end <= self.max_total_tokens
             longest = max(longest, end)
-            ids += tokens
+            ids.extend(tokens)  # which may be an array
             if self._grid_positions:
                 positions.append(self._grid_positions.extend(slot, tokens, begin) + shift)
             else:
