@@ -44,6 +44,7 @@ logger = logging.getLogger("model")
 # How long to wait for cores that another process holds: replacing a container takes some time.
 CORES_WAIT_S = 60.0
 CORES_RETRY_S = 2.0
+LOGITS_DTYPES = ("float32", "bfloat16")  # the host samples from these; others are cast to float32
 GREEDY = (1, 1.0, 1.0)  # top_k, top_p, temperature of a slot where the device samples
 FLAGS = "NEURON_CC_FLAGS"
 TENSORIZER_OPTIONS = "--internal-hlo2tensorizer-options"
@@ -366,8 +367,10 @@ def _neuron_config(build: BuildPlan) -> Any:
             batch_size_for_shared_caches=compiled_config.batch_size
         ),
     }
-    # The host samples from bfloat16: a cast to float32 would take it longer. It does not from float16.
-    options["cast_logits_dtype"] = "float32" if compiled_config.dtype == "float16" else compiled_config.dtype
+    # A cast of bfloat16 logits to float32 would take the host longer than sampling from them.
+    options["cast_logits_dtype"] = (
+        compiled_config.dtype if compiled_config.dtype in LOGITS_DTYPES else "float32"
+    )
     if compiled_config.sampling == "hybrid":
         options["log_softmax_scores"] = True  # see HybridDecoder
     if compiled_config.sampling != "host":
