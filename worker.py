@@ -41,7 +41,7 @@ from engine.sampling.ngram_proposer import NgramProposer
 from engine.sampling.sampling import SamplerState
 from engine.scheduler import Scheduler, SchedulerConfig, Step
 from engine.step import StepOutput, StepRunner, StepTimer
-from models.base import StaticBatchModel
+from models.base import Engine, StaticBatchModel
 from models.checkpoint.source import load_updates
 from models.checkpoint.tokenizer import TokenizerFacts, check_tokenizer, find_tokenizer
 from models.errors import DeviceLost, ModelError
@@ -397,12 +397,12 @@ class Startup:
         self._metrics.series("startup_phase_seconds", name).inc(seconds)  # a phase may come twice
         logger.info("Done %s %s in %.1f s", name, what, seconds)
 
-    def _load(self, prepared: models.Prepared) -> StaticBatchModel:
+    def _load(self, prepared: Engine) -> StaticBatchModel:
         if not self._config.is_local:
             with self.phase("downloading", f"the weights of {self._config.model_name}"):
                 prepared.fetch_weights()
         with self.phase("loading", "weights"):
-            return prepared.load(lambda phase: self._link.report(Status(phase)))
+            return models.load(prepared, lambda phase: self._link.report(Status(phase)))
 
     def _wait_for_loops(self, compiling: Future[None]) -> None:
         with self.phase("compiling", "the sampling loops"):
@@ -414,7 +414,7 @@ class Startup:
 
     def _announce(
         self,
-        prepared: models.Prepared,
+        prepared: Engine,
         tokenizer: TokenizerFacts,
         model: StaticBatchModel,
         eos_token_ids: list[int],
@@ -430,7 +430,7 @@ class Startup:
             batch_size=model.batch_size,
             max_input_tokens=model.max_input_tokens,
             max_total_tokens=model.max_total_tokens,
-            device=model.device,
+            device=prepared.device,
             dtype=model.dtype,
             model_dir=str(prepared.folder),
             prompt_logprobs=model.supports_prompt_logits,
@@ -439,7 +439,7 @@ class Startup:
             reads_images=model.encoder_cache is not None,
             kv_cache_dtype=model.kv_cache_dtype,
             kv_bytes_per_token=model.kv_bytes_per_token,
-            neuron_versions=prepared.neuron_versions,
+            neuron_versions=prepared.versions,
             sampling_defaults=sampling_defaults(prepared.manifest, model.sampling) if has_defaults else {},
             stop_strings=prepared.manifest.stop_strings if has_defaults else [],
             adapters=self._adapter_sources,
@@ -448,7 +448,7 @@ class Startup:
         logger.info(
             "%s on %s (%s), weights in %s: %d slots of %d tokens, prompts up to %d, EOS ids %s",
             info.model_name,
-            model.device,
+            prepared.device,
             model.engine,
             model.quantize or model.dtype,
             model.batch_size,

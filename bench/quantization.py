@@ -27,6 +27,7 @@ from config import Config  # noqa: E402
 from manifest import Manifest  # noqa: E402
 from models.base import Chunk  # noqa: E402
 from models.errors import ModelError  # noqa: E402
+from models.openvino import OpenVino  # noqa: E402
 from run import ConfigError  # noqa: E402
 
 TOKENS, WINDOW, SLOTS = 2048, 512, 16
@@ -71,7 +72,7 @@ def main() -> None:
         config = Config(model_id=str(given.model_id), dtype=dtype, quantize=quantize, max_total_tokens=WINDOW + 1)
         config = dataclasses.replace(config, max_batch_size=SLOTS)
         try:
-            model = models.load_on_cpu(config.with_manifest(manifest), given.model_id, manifest, lambda phase: None)
+            model = models.load(OpenVino(config.with_manifest(manifest), given.model_id, manifest), lambda phase: None)
         except (ConfigError, ModelError) as error:
             print(f"{quantize or dtype:10} {error}")
             continue

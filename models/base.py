@@ -1,19 +1,24 @@
 """The interface between the worker and a model: a fixed number of slots, each with its own positions in one
-KV cache.
+KV cache; and what an engine says of itself.
 
-`models.prepare` picks the implementation; each one raises `ModelError` with the reason in one line for what
-it cannot serve. A model has slots, tokens and positions; it is independent of requests, and samples only
-where the device does."""
+`models.prepare` picks the `Engine`; each one raises `ModelError` with the reason in one line for what it
+cannot serve, and loads a `StaticBatchModel`. A model has slots, tokens and positions; it is independent of
+requests, and samples only where the device does."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
+from config import Config
+from manifest import Manifest
 from models.adapters import Adapters
+from models.errors import ModelError
 from models.images.encoder_cache import EncoderCache
 
 logger = logging.getLogger("model")
@@ -46,6 +51,8 @@ class SampledIds(NamedTuple):
 # type for. They may be a transposed view (transformers-neuronx leaves [vocab, rows] in memory); `sampling.py`
 # reads both orders.
 Logits = np.ndarray
+# Takes the name of a long phase of loading a model, such as "compiling".
+Announce = Callable[[str], None]
 
 
 class ImageEncoder(Protocol):
@@ -62,7 +69,6 @@ class StaticBatchModel:
     engine."""
 
     engine: str  # "openvino", "torch" or "neuron"
-    device: str  # "cpu", "cuda" or "neuron"
     dtype: str  # "float32", "bfloat16" or "float16"
     quantize: str | None = None  # "int8" or "int4" where the weights are compressed
     kv_cache_dtype: str  # as `dtype`, "u8" or "fp8_e4m3fn"
@@ -131,3 +137,66 @@ class StaticBatchModel:
         `is_cancelled` says so between two of them. Called from one thread, also while `forward` runs. Only
         where there is an `encoder_cache`."""
         return self._vision.encode(pixels, canvas, is_cancelled)
+
+
+@dataclass
+class Engine:
+    """An engine, and a model that it can serve on this machine. Class attributes without a value are set by
+    each engine.
+
+    It is in the `__init__.py` of the engine's folder, which imports what is heavy only where that is used:
+    the machine of another engine may not have it."""
+
+    config: Config
+    folder: Path  # of the model, with everything but its weights
+    manifest: Manifest
+    sha: str | None = None  # the model's commit on the hub; None: a local folder
+
+    device: ClassVar[str]  # its value of --device
+    name: ClassVar[str]  # in messages
+    library: ClassVar[str]  # in messages: what serves a model
+    logits_dtypes: ClassVar = ("float32",)  # that logits may have, for the sampling loops
+    quantizations: ClassVar = ()  # values of --quantize; none: weights stay as they are
+    takes_adapters: ClassVar = True  # whether requests can choose LoRA adapters
+    uses_transformers: ClassVar = True  # whether the classes of transformers 5 load a checkpoint
+    # Settings that no other engine has, and the values that are its own, which messages name; (): all values.
+    settings: ClassVar = {}
+    # Why another engine rejects them, as a format string.
+    elsewhere: ClassVar = "this server runs on {engine.device}"
+    versions: ClassVar = {}  # ModelInfo.neuron_versions
+
+    @staticmethod
+    def is_here() -> bool:
+        """Whether --device auto takes this engine. Raises ModelError where it should and cannot."""
+        return False
+
+    @staticmethod
+    def check_machine() -> None:
+        """Raises ConfigError or ModelError where the engine cannot run on this machine."""
+
+    @staticmethod
+    def trial_quantize(config: Config) -> str | None:
+        """How the weights of the trial model are compressed by default."""
+
+    @staticmethod
+    def memory_bytes() -> int | None:
+        """Of the device; None: unknown."""
+
+    def prepare(self) -> None:
+        """Fills in the settings that were left open. Raises ConfigError or ModelError for a model that cannot
+        be served."""
+        if self.manifest.is_compiled:
+            raise ModelError(
+                f"{self.config.model_name} is compiled for Neuron, and this server runs on {self.device}; "
+                "give its checkpoint"
+            )
+        self.config = self.config.with_manifest(self.manifest, self.memory_bytes())
+
+    def fetch_weights(self) -> None:
+        """Downloads the weights of a model on the hub. Before that, raises ConfigError or ModelError for a
+        model that cannot be served."""
+        raise NotImplementedError
+
+    def load(self, announce: Announce) -> StaticBatchModel:
+        """The model, ready to run. Raises ConfigError or ModelError."""
+        raise NotImplementedError

@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
         elif arguments == ["--ahead"]:
             prepared = models.prepare(parse([], os.environ))
             prepared.fetch_weights()
-            prepared.load(lambda phase: None)
+            models.load(prepared, lambda phase: None)
         elif arguments[0] == "--check":
             read_architecture(Config.from_json(sys.stdin.read()), Path(arguments[1]))
         else:

@@ -10,8 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from config import FP8, Config
-
 logger = logging.getLogger("model")
 
 PROGRESS_S = 10.0
@@ -44,17 +42,6 @@ def check_length_limit(model: str, limit: int | None, length: int) -> None:
 def warn_text_only(model: str, fault: str) -> None:
     """For a model that reads images and whose vision tower is not served."""
     logger.warning("%s: only the text part of this model is served, without images: %s", model, fault)
-
-
-def reject_openvino_settings(config: Config, engine: str) -> None:
-    """Raises ModelError where a setting of OpenVINO's KV cache is given, and another engine serves."""
-    for name in ("kv_cache_dtype", "prefix_slots"):
-        value = getattr(config, name)
-        if value not in (None, "auto", FP8):
-            raise ModelError(
-                f"--{name.replace('_', '-')} {value} ({name.upper()}) is for OpenVINO on CPUs, and "
-                f"{config.model_name} is served by {engine}; leave it out"
-            )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

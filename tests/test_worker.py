@@ -444,11 +444,12 @@ class Prepared:
     def __init__(self, config):
         self.config = config
 
-    def load(self, announce):
-        begun.wait()  # both run beside it
-        raise ModelError("on purpose")
+def load(prepared, announce):
+    begun.wait()  # both run beside it
+    raise ModelError("on purpose")
 
 worker.models.prepare = Prepared
+worker.models.load = load
 worker.sampling.compile_loops = worker.check_tokenizer = run_for_ever
 sys.exit(worker.main())
 """

@@ -53,11 +53,11 @@ class Quantization:
     method: str
     settings: Json
 
-    def notice(self, config: Config) -> str:
+    def notice(self, config: Config, can_compress: bool = True) -> str:
         """How the checkpoint is served, and what would take less memory."""
         served = f"is served dequantized, with the memory of {written_dtype(config)}"
         hint = ""
-        if not config.quantize and config.device != "cuda":
+        if can_compress and not config.quantize:
             hint = "; --quantize int8 (QUANTIZE) takes 1 byte a weight"
         return f"{config.model_name} is quantized with {self.method} and {served}{hint}"
 

@@ -27,8 +27,8 @@ from packaging.version import Version
 from config import AUTO_QUANTIZE, CHECKPOINT_QUANTIZE, TRIAL_MODEL, Config
 from manifest import SAFETENSORS
 from models.adapters import MEMORY_LIMIT, A, Updates, read_updates
+from models.base import Engine
 from models.cache import (
-    NNCF,
     READERS,
     ModelCache,
     digest,
@@ -64,12 +64,14 @@ READING_S = 240.0  # for an adapter that is loaded at run time, on a machine tha
 CHECKPOINT = ("*.json", "*.safetensors", "*.model")  # files that tell one base model from another
 
 
-def fetch_source(config: Config) -> tuple[Config, Path, str | None]:
+def fetch_source(config: Config, engine: type[Engine]) -> tuple[Config, Path, str | None]:
     """The settings with the resolved model and LoRA adapters, the checkpoint's folder (without the weights of
-    a hub model), and its commit on the hub: None for a local one, and for a GGUF file. `config` names the
-    device. Raises ConfigError and ModelError."""
+    a hub model), and its commit on the hub: None for a local one, and for a GGUF file. Raises ConfigError
+    and ModelError."""
     if config.model_id == TRIAL_MODEL:
-        config = _trial_model(_with_quantize(config))
+        if config.quantize == AUTO_QUANTIZE:
+            config = dataclasses.replace(config, quantize=engine.trial_quantize(config))
+        config = _trial_model(config)
     config = _with_file_of_tag(config)
     if config.is_gguf:
         _check_gguf(config.model_id)  # before a download
@@ -83,7 +85,7 @@ def fetch_source(config: Config) -> tuple[Config, Path, str | None]:
         folder = _from_gguf(config, folder, commit)
         commit = None
     elif quantization := Quantization.read(folder):
-        folder = _dequantized(config, folder, quantization)
+        folder = _dequantized(config, engine, folder, quantization)
         config = _with_source(config, str(folder))
     elif config.quantize == CHECKPOINT_QUANTIZE:
         raise ConfigError(
@@ -96,7 +98,7 @@ def fetch_source(config: Config) -> tuple[Config, Path, str | None]:
         )
         config = dataclasses.replace(config, quantize=None)
     if config.merge_lora:
-        folder = _merged(config, folder)
+        folder = _merged(config, engine, folder)
         config = _with_source(config, str(folder))
     if config.lora_adapters:
         folders = {name: read_adapter(config, name, source) for name, source in config.adapters.items()}
@@ -105,29 +107,18 @@ def fetch_source(config: Config) -> tuple[Config, Path, str | None]:
     return config, folder, commit
 
 
-def check_architecture(config: Config, folder: Path) -> None:
-    """Raises ConfigError for a model that no engine serves by its config.json, where weights would have to be
-    downloaded: where they are there, loading them says so. Runs in a child process, which imports torch."""
-    if not any(folder.glob(*SAFETENSORS)):
+def fetch_checked_weights(config: Config, folder: Path, engine: type[Engine]) -> Path:
+    """The folder of a checkpoint with its weights. Before a download, raises ConfigError for a model that
+    transformers cannot serve by its config.json: where weights are there, loading them says so. That runs in
+    a child process, which imports torch."""
+    if engine.uses_transformers and not any(folder.glob(*SAFETENSORS)):
         run_converter(["--check", str(folder)], config)
+    return fetch_weights(config, folder, SAFETENSORS)
 
 
 def _with_source(config: Config, model_id: str) -> Config:
     """The settings with the model in another place; clients see the name that was given."""
     return dataclasses.replace(config, model_id=model_id, served_model_name=config.model_name)
-
-
-def _with_quantize(config: Config) -> Config:
-    """The settings of the trial model: int8 where no other value was given and nncf is installed."""
-    if config.quantize != AUTO_QUANTIZE:
-        return config
-    quantize = None
-    if config.device == "cpu" and config.dtype != "float16":  # which only plain PyTorch serves
-        if importlib.util.find_spec("nncf"):
-            quantize = "int8"
-        else:
-            logger.info('%s is not compressed; for int8: pip install "%s"', TRIAL_MODEL, NNCF)
-    return dataclasses.replace(config, quantize=quantize)
 
 
 def _trial_model(config: Config) -> Config:
@@ -243,26 +234,22 @@ def _from_gguf(config: Config, file: Path, commit: str | None) -> Path:
     )
 
 
-def _dequantized(config: Config, folder: Path, quantization: Quantization) -> Path:
+def _dequantized(config: Config, engine: type[Engine], folder: Path, quantization: Quantization) -> Path:
     """The checkpoint in `folder` with its weights dequantized: in bfloat16, or in what `dtype` says."""
     dtype = written_dtype(config)
-    logger.info("%s", quantization.notice(config))
-    if config.device != "neuron":
-        check_architecture(config, folder)
-    folder = fetch_weights(config, folder, SAFETENSORS)
+    logger.info("%s", quantization.notice(config, bool(engine.quantizations)))
+    folder = fetch_checked_weights(config, folder, engine)
     doing = f"dequantizing {config.model_name} into {dtype}"
     return _build_cached(
         config, "dequantize", [identify(folder, CHECKPOINT), dtype], [str(folder), dtype], doing
     )
 
 
-def _merged(config: Config, base: Path) -> Path:
+def _merged(config: Config, engine: type[Engine], base: Path) -> Path:
     """The checkpoint in `base` with the adapter merged into its weights."""
     name, source = config.merge_lora.split("=", 1)
     adapter = fetch_adapter(config, source)
-    if config.device != "neuron":
-        check_architecture(config, base)
-    base = fetch_weights(config, base, SAFETENSORS)
+    base = fetch_checked_weights(config, base, engine)
     identity = [identify(base, CHECKPOINT), identify(adapter, ("adapter_*",)), installed("safetensors")]
     doing = f"merging {name} into {config.model_name}"
     return _build_cached(config, "lora", identity, [str(base), str(adapter)], doing)

@@ -29,6 +29,7 @@ from typing import Any
 
 from config import DEVICE_TOP_K, FP8, Config
 from manifest import Manifest, check_weights
+from models.base import Announce
 from models.checkpoint.fetch import fetch_artifact, fetch_checkpoint, fetch_weights
 from models.errors import ModelError, first_line, named, progress_logged, reported_as
 from models.machine import SHORT_DTYPES, Machine, detect, host_memory, usable_cores
@@ -284,10 +285,22 @@ def compiler_version() -> str:
     return str(neuronxcc.__version__)
 
 
+def log_versions() -> dict[str, str | None]:
+    """What graphs are compiled and run with; None: unknown."""
+    versions = {
+        **Versions.read()._asdict(),
+        "compiler": compiler_version(),
+        "transformers_neuronx": str(library().__version__),
+    }
+    listed = ", ".join(f"{name} {version or 'unknown'}" for name, version in versions.items())
+    logger.info("Neuron versions: %s", listed)
+    return versions
+
+
 # The model of transformers-neuronx: built, compiled, loaded
 
 
-def load_model(build: BuildPlan, work_dir: Path, announce: Callable[[str], None]) -> tuple[Any, BuildPlan]:
+def load_model(build: BuildPlan, work_dir: Path, announce: Announce) -> tuple[Any, BuildPlan]:
     """The model on the device, and what was built, which may be one of `BuildPlan.fallbacks`.
 
     `work_dir` is a folder of this run, for the checkpoint as transformers-neuronx reads it. Calls `announce`
@@ -496,7 +509,7 @@ def flags_for_fp8(flags: str) -> str:
 
 
 def _load_cached(
-    cached: CachedGraphs, build: BuildPlan, work_dir: Path, announce: Callable[[str], None]
+    cached: CachedGraphs, build: BuildPlan, work_dir: Path, announce: Announce
 ) -> tuple[Any, BuildPlan]:
     """As `make_compiled`, on the device, with graphs of the cache; newly compiled ones are added to it."""
     with cached.locked(is_shared=True):  # several servers may load the same graphs

@@ -28,7 +28,7 @@ from models.checkpoint.fetch import OTHER_FORMAT, TEMPLATES
 from models.checkpoint.source import fetch_source
 from models.errors import ModelError
 from models.machine import detect
-from models.neuron import artifact
+from models.neuron import Neuron, artifact
 from models.neuron.build import BuildPlan, make_compiled
 from run import ConfigError
 
@@ -42,7 +42,7 @@ def compile_model(config: Config, output: Path) -> None:
         raise ConfigError(f"--output {output} exists and is not empty; name another folder, or remove it")
     if output.is_symlink() or output.is_mount():  # cannot be replaced by the finished folder
         raise ConfigError(f"--output {output} is a symbolic link or a mount point; name a folder in it")
-    config, folder, commit = fetch_source(config)
+    config, folder, commit = fetch_source(config, Neuron)
     if folder.name != commit:  # not as the hub has it: from a GGUF file, dequantized, or with an adapter
         commit = None
     manifest = Manifest.read(folder)
@@ -125,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
         logs.set_up(config.log_level, config.json_output)
         if config.device not in ("auto", "neuron"):
             raise ConfigError(f"--device {config.device}: only models for Neuron are compiled; leave it out")
-        compile_model(dataclasses.replace(config, device="neuron"), Path(options.output).expanduser())
+        compile_model(config, Path(options.output).expanduser())
     except (argparse.ArgumentError, ConfigError, ModelError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

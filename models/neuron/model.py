@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from config import DEVICE_TOP_K
-from models.base import Chunk, Logits, SampledIds, StaticBatchModel
+from models.base import Announce, Chunk, Logits, SampledIds, StaticBatchModel
 from models.errors import DeviceLost, ModelError, named, warn_text_only
 from models.images.encoder_cache import EncoderCache, split_ids
 from models.images.towers import make_tower, read_tensors
@@ -61,11 +61,8 @@ class NeuronModel(StaticBatchModel):
     """
 
     engine = "neuron"
-    device = "neuron"
 
-    def __init__(
-        self, build: BuildPlan, work_dir: Path, announce: Callable[[str], None] = lambda phase: None
-    ):
+    def __init__(self, build: BuildPlan, work_dir: Path, announce: Announce = lambda phase: None):
         """`work_dir` is a folder of this run. `announce` is called with "compiling" before anything is
         compiled.
 

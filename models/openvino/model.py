@@ -39,7 +39,7 @@ from config import Config  # noqa: E402
 from manifest import Manifest  # noqa: E402
 from models.accuracy import find_fault  # noqa: E402
 from models.adapters import Adapters, common_name, configured  # noqa: E402
-from models.base import Chunk, StaticBatchModel  # noqa: E402
+from models.base import Announce, Chunk, StaticBatchModel  # noqa: E402
 from models.cache import (  # noqa: E402
     NNCF,
     ModelCache,
@@ -101,7 +101,6 @@ class OpenVinoModel(StaticBatchModel):
     """A converted model and its KV cache. `graph` comes from `read_graph`; `facts` is its `entry.json`."""
 
     engine = "openvino"
-    device = "cpu"
     supports_chunked_prefill = True
     prefill_chunk = 256
     supports_prompt_logits = True
@@ -541,7 +540,7 @@ def _constant(value: Any, kind: type = np.int32):
     return ops.constant(np.array(value, kind)).output(0)
 
 
-def load(config: Config, folder: Path, manifest: Manifest, announce: Callable[[str], None]) -> OpenVinoModel:
+def load(config: Config, folder: Path, manifest: Manifest, announce: Announce) -> OpenVinoModel:
     """The model in `folder`; `config` as `with_manifest` returns it. Calls `announce` with the name of a long
     phase.
 

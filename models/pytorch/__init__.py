@@ -1,1 +1,45 @@
 """The engine for CUDA GPUs, and for what OpenVINO cannot convert, in plain PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from models.base import Announce, Engine, StaticBatchModel
+from models.checkpoint.source import fetch_checked_weights
+from models.errors import ModelError
+
+
+class PyTorch(Engine):
+    device = "cuda"
+    name = "PyTorch"
+    library = "plain PyTorch"
+
+    @staticmethod
+    def is_here() -> bool:
+        # The device files first: importing torch takes seconds. dxg is the GPU's in WSL.
+        if not any(path.name == "dxg" or path.name.startswith("nvidia") for path in Path("/dev").iterdir()):
+            return False
+        import torch
+
+        return torch.cuda.is_available()
+
+    @classmethod
+    def check_machine(cls) -> None:
+        if not cls.is_here():
+            raise ModelError(
+                "--device cuda: torch finds no CUDA GPU on this machine; use --device cpu or auto"
+            )
+
+    @staticmethod
+    def memory_bytes() -> int | None:
+        import torch
+
+        return torch.cuda.mem_get_info()[1]
+
+    def fetch_weights(self) -> None:
+        fetch_checked_weights(self.config, self.folder, self)
+
+    def load(self, announce: Announce) -> StaticBatchModel:
+        from models.pytorch.model import TorchModel
+
+        return TorchModel(self.config, self.folder, self.device)

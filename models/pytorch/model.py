@@ -234,11 +234,6 @@ class TorchModel(StaticBatchModel):
     _grid_positions: GridPositions | None = None
 
     def __init__(self, config: Config, folder: Path, device: str):
-        if config.quantize:
-            raise ModelError(
-                f"--quantize {config.quantize} (QUANTIZE): {config.model_name} runs in PyTorch, "
-                "where weights stay as they are; leave it out"
-            )
         self.device = device
         self.batch_size = self.prefix_slots = config.max_batch_size or DEFAULT_BATCH_SIZE
         self.max_total_tokens = config.max_total_tokens

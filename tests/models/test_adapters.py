@@ -124,7 +124,7 @@ def serve(engine, base, names, folder=None, **changes):
     prepared = models.prepare(settings(base, **changes))
     if engine == "torch":
         return TorchModel(prepared.config, base, "cpu")
-    model = prepared.load(lambda phase: None)
+    model = models.load(prepared, lambda phase: None)
     assert model.engine == "openvino"
     return model
 

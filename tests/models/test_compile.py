@@ -56,7 +56,7 @@ def test_mistrals_own_copy_of_the_weights_and_what_is_no_part_of_a_chat_stay_beh
 
 def test_a_checkpoint_that_was_made_of_a_hub_model_is_taken_along(tmp_path, monkeypatch):
     folder = checkpoint(tmp_path / "model")
-    monkeypatch.setattr(subcommand, "fetch_source", lambda config: (config, folder, "the commit of its source"))
+    monkeypatch.setattr(subcommand, "fetch_source", lambda config, engine: (config, folder, "the commit of its source"))
     output = tmp_path / "compiled"
     assert subcommand.main(words("someone/model:file.gguf", output)) == 0
     assert (output / "checkpoint" / "model.safetensors").samefile(folder / "model.safetensors")

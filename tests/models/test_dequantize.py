@@ -18,6 +18,7 @@ from models.checkpoint import dequantize, source
 from models.checkpoint.dequantize import FORMATS, convert_quantized
 from models.child import run_module
 from models.errors import ModelError
+from models.openvino import OpenVino
 from run import ConfigError
 
 pytestmark = [pytest.mark.models, pytest.mark.usefixtures("no_children"), pytest.mark.filterwarnings("ignore")]
@@ -248,7 +249,7 @@ def config(tmp_path):
 )
 def test_the_tokens_are_those_of_transformers_with_the_dequantized_weights(plain, tmp_path, config, layout, family):
     folder = quantize(plain[family], tmp_path / "quantized", layout)
-    model = models.prepare(config(folder)).load(lambda phase: None)
+    model = models.load(models.prepare(config(folder)), lambda phase: None)
     assert model.engine == "openvino"
     for reference in references(tmp_path / "reference", lengths=(2, 11)):
         (sequence,) = run(model, [reference.prompt])
@@ -259,7 +260,7 @@ def test_the_tokens_are_those_of_transformers_with_the_dequantized_weights(plain
 def test_the_tokens_of_gpt_oss_are_those_of_transformers(gpt_oss, config):
     folder, _reference = gpt_oss
     edit_config(folder.with_name("reference"), dtype="float32")
-    model = models.prepare(config(folder)).load(lambda phase: None)
+    model = models.load(models.prepare(config(folder)), lambda phase: None)
     assert model.engine == "openvino"
     for reference in references(folder.with_name("reference"), lengths=(2, 11)):
         assert run(model, [reference.prompt])[0].tokens == reference.tokens
@@ -268,9 +269,9 @@ def test_the_tokens_of_gpt_oss_are_those_of_transformers(gpt_oss, config):
 @pytest.mark.usefixtures("conversions")
 def test_compressed_to_int8_again_it_is_what_its_dequantized_form_is_compressed_to(plain, tmp_path, config):
     folder = quantize(plain["llama"], tmp_path / "quantized", "awq")
-    model = models.prepare(config(folder, quantize="int8")).load(lambda phase: None)
+    model = models.load(models.prepare(config(folder, quantize="int8")), lambda phase: None)
     assert model.quantize == "int8"
-    expected = models.prepare(config(tmp_path / "reference", quantize="int8")).load(lambda phase: None)
+    expected = models.load(models.prepare(config(tmp_path / "reference", quantize="int8")), lambda phase: None)
     prompts = [[5, 6, 7], [80, 2]]
     assert [each.tokens for each in run(model, prompts)] == [each.tokens for each in run(expected, prompts)]
 
@@ -309,7 +310,7 @@ def test_other_weights_another_dtype_and_another_version_of_this_reader_are_dequ
     folder = quantize(plain["llama"], tmp_path / "quantized", "awq")
 
     def entry(**settings):
-        return source.fetch_source(config(folder, **settings))[1]
+        return source.fetch_source(config(folder, **settings), OpenVino)[1]
 
     entries = [entry(), entry(dtype="bfloat16")]
     assert entry() == entries[0] and entry(dtype="auto") == entries[1]
@@ -361,5 +362,5 @@ def test_a_child_process_dequantizes_what_a_server_then_serves(plain, tmp_path, 
     prepared = models.prepare(config(folder))
     assert prepared.config.model_name == str(folder)
     expected = references(tmp_path / "reference", lengths=(3,))[0]
-    (sequence,) = run(prepared.load(lambda phase: None), [expected.prompt])
+    (sequence,) = run(models.load(prepared, lambda phase: None), [expected.prompt])
     assert sequence.tokens == expected.tokens

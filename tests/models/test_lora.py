@@ -249,7 +249,7 @@ def test_the_merged_checkpoint_is_there_as_long_as_it_is_served_however_small_th
     save_adapter(base, tmp_path / "adapter")
     config = config_of(base, tmp_path, f"mine={tmp_path / 'adapter'}")
     prepared = models.prepare(dataclasses.replace(config, model_cache_size=1e-6))
-    prepared.load(lambda phase: None)
+    models.load(prepared, lambda phase: None)
     assert list((tmp_path / "cache").glob("model-*"))  # its conversion would have removed what was not used last
     assert (prepared.folder / "config.json").is_file()
 

@@ -27,6 +27,7 @@ from models.cache import (
     write_entry,
 )
 from models.errors import ModelError
+from models.openvino import OpenVino
 from models.openvino import model as openvino_model
 from run import HERE, ConfigError
 
@@ -65,7 +66,7 @@ def config(checkpoint, tmp_path):
 
 
 def load(config: Config):
-    return models.load_on_cpu(config, Path(config.model_id), Manifest.read(config.model_id), lambda phase: None)
+    return models.load(OpenVino(config, Path(config.model_id), Manifest.read(config.model_id)), lambda phase: None)
 
 
 def cache_in(folder: Path, size_gb: float = 1.0) -> ModelCache:
@@ -77,9 +78,9 @@ import json, sys
 from pathlib import Path
 from config import Config
 from manifest import Manifest
-from models import load_on_cpu as load
+from models import OpenVino, load
 config = Config.from_json(sys.stdin.read())
-model = load(config, Path(config.model_id), Manifest.read(config.model_id), lambda phase: None)
+model = load(OpenVino(config, Path(config.model_id), Manifest.read(config.model_id)), lambda phase: None)
 print(model.engine, "torch" in sys.modules, "transformers" in sys.modules)
 """
 

@@ -60,7 +60,7 @@ def test_a_pair_that_fails_ends_the_startup_with_both_ways_out_before_anything_i
     host, monkeypatch, caplog, capsys, driver, runtime, image
 ):
     loaded = []
-    monkeypatch.setattr(models, "fetch_source", loaded.append)
+    monkeypatch.setattr(models, "fetch_source", lambda *given: loaded.append(given))
     host(driver, runtime)
     with pytest.raises(ConfigError) as refused:
         models.prepare(Config(model_id="someone/model", device="neuron"))
@@ -94,11 +94,11 @@ def test_a_pair_of_which_nothing_is_known_is_one_warning_and_no_refusal(host, ca
 
 
 def test_where_there_is_neither_a_driver_nor_a_device_nothing_is_compared(host, monkeypatch, caplog):
-    monkeypatch.setattr(models, "fetch_source", lambda config: 1 / 0)  # what comes next
+    monkeypatch.setattr(models, "fetch_source", lambda config, engine: 1 / 0)  # what comes next
     warnings = []
     for machine in (None, "a device"):
         host(None)
-        monkeypatch.setattr(models, "detect", lambda machine=machine: machine)
+        monkeypatch.setattr("models.neuron.detect", lambda machine=machine: machine)
         with pytest.raises(ZeroDivisionError):
             models.prepare(Config(model_id="someone/model", device="neuron"))
         warnings.append(len(caplog.records))

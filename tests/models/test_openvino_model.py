@@ -26,6 +26,7 @@ from models.accuracy import kl_divergence
 from models.base import Chunk
 from models.cache import read_entry
 from models.errors import ModelError
+from models.openvino import OpenVino
 from models.openvino import model as openvino_model
 
 # The warnings are of torch, openvino and nncf, while converting.
@@ -41,7 +42,7 @@ def serve(folder, max_total_tokens=POSITIONS, max_batch_size=32, **changes):
 
 
 def load(config, folder):
-    return models.load_on_cpu(config, folder, Manifest.read(folder), lambda phase: None)
+    return models.load(OpenVino(config, folder, Manifest.read(folder)), lambda phase: None)
 
 
 @pytest.mark.parametrize("family", IN_TORCH)
@@ -567,5 +568,5 @@ def test_a_model_is_converted_ahead_of_its_start(tmp_path, monkeypatch, converte
     assert models.convert.main(["--ahead"]) == 0
     caplog.clear()
     config = Config(model_id=str(folder), model_cache=str(tmp_path / "cache"), device="cpu", max_total_tokens=POSITIONS)
-    assert models.prepare(config).load(lambda phase: None).engine == "openvino"
+    assert models.load(models.prepare(config), lambda phase: None).engine == "openvino"
     assert "Converting" not in caplog.text

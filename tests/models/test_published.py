@@ -14,8 +14,8 @@ from tiny_models import run
 
 import models
 from config import Config
-from models import load_on_cpu as load
 from models.base import Chunk
+from models.openvino import OpenVino
 from models.pytorch.model import TorchModel
 from run import HERE
 
@@ -49,7 +49,7 @@ def test_every_prompt_is_continued_as_transformers_does_it(name, prompts):
     ids = [model.ids(prompt) for prompt in prompts]
     config = model.config(max_total_tokens=max(map(len, ids)) + TOKENS, max_batch_size=4)
     config = config.with_manifest(model.prepared.manifest)
-    openvino = load(config, model.folder, model.prepared.manifest, lambda phase: None)
+    openvino = models.load(OpenVino(config, model.folder, model.prepared.manifest), lambda phase: None)
     assert openvino.engine == "openvino"
     for served, most in ((openvino, len(ids)), (TorchModel(config, model.folder, "cpu"), 6)):
         for sequence in run(served, [list(prompt) for prompt in ids[:most]], new_tokens=TOKENS):
@@ -66,7 +66,7 @@ def load_in_bfloat16(smollm2, quantize, max_total_tokens):
     """From the checkpoint that `smollm2` has made of the file: another one of the file would take 20 s."""
     where = {"model_id": str(smollm2.folder), "model_cache": str(weights.CACHE), "device": "cpu", "threads": 2}
     config = Config(**where, dtype="bfloat16", quantize=quantize, max_total_tokens=max_total_tokens)
-    served = models.prepare(config).load(lambda phase: None)
+    served = models.load(models.prepare(config), lambda phase: None)
     assert (served.engine, served.dtype, served.quantize) == ("openvino", "bfloat16", quantize)
     return served
 

@@ -1,6 +1,5 @@
 """A model in a GGUF file: it becomes the checkpoint that it was made of, once, wherever the file is."""
 
-import dataclasses
 import http.server
 import importlib.util
 import json
@@ -29,6 +28,8 @@ from config import AUTO_QUANTIZE, CHECKPOINT_QUANTIZE, DEFAULT_MAX_TOTAL_TOKENS,
 from models.cache import NNCF, READERS
 from models.checkpoint import source as ours
 from models.errors import ModelError
+from models.neuron import Neuron
+from models.openvino import OpenVino
 from run import HERE, ConfigError
 
 pytestmark = [pytest.mark.models, pytest.mark.usefixtures("no_children"), pytest.mark.filterwarnings("ignore")]
@@ -91,10 +92,10 @@ def test_an_entry_that_an_older_version_of_our_reader_wrote_is_not_used(file, ch
     (tmp_path / "adapter_config.json").touch()
     given = config(file) if kind == "gguf" else config(checkpoint, merge_lora=f"mine={tmp_path}")
     monkeypatch.setitem(READERS, kind, READERS[kind] - 1)
-    _config, older, _commit = ours.fetch_source(given)
+    _config, older, _commit = ours.fetch_source(given, OpenVino)
     monkeypatch.undo()
     monkeypatch.setattr(ours, "run_module", lambda *_, **_environ: None)
-    _config, current, _commit = ours.fetch_source(given)
+    _config, current, _commit = ours.fetch_source(given, OpenVino)
     assert (older / "entry.json").is_file() and (current / "entry.json").is_file()
     assert older != current
 
@@ -129,20 +130,20 @@ def test_what_is_published_beside_a_model_is_not_offered_as_the_model(hub, file,
     for each in (*BESIDE, "tiny.imatrix.dat"):
         (tmp_path / each).write_bytes(b"GGUF")
     shutil.copy(file, tmp_path / name)
-    assert ours.fetch_source(config(tmp_path))[1].is_dir()
+    assert ours.fetch_source(config(tmp_path), OpenVino)[1].is_dir()
     hub.push("someone/model", {name: file.read_bytes()} | {f"parts/{each}": b"GGUF" for each in BESIDE})
     for model_id in ("someone/model", "someone/model:Q8_0"):
-        ours.fetch_source(config(model_id))
+        ours.fetch_source(config(model_id), OpenVino)
     assert hub.fetched == [name]
     with pytest.raises(ModelError, match=r"no GGUF file whose name ends in F16; for a GGUF file name it: --model-id \S+gguf$"):
-        ours.fetch_source(config("someone/model:F16"))
+        ours.fetch_source(config("someone/model:F16"), OpenVino)
 
 
 def test_a_file_alone_is_the_model_whatever_its_name(hub, file, config, tmp_path):
     shutil.copy(file, tmp_path / "tiny-DRAFT-0.5B.gguf")
-    assert ours.fetch_source(config(tmp_path))[1].is_dir()
+    assert ours.fetch_source(config(tmp_path), OpenVino)[1].is_dir()
     hub.push("someone/draft", {"tiny-DRAFT-0.5B.gguf": file.read_bytes(), "README.md": b"#"})
-    ours.fetch_source(config("someone/draft"))
+    ours.fetch_source(config("someone/draft"), OpenVino)
     assert hub.fetched == ["tiny-DRAFT-0.5B.gguf"]
 
 
@@ -390,7 +391,7 @@ def test_make_run_installs_what_compresses_the_model_to_try(tmp_path, model, ins
 
 def test_the_model_to_try_is_not_compressed_for_another_device(hub, checkpoint, config):
     hub.push(ours.TRIAL_REPOSITORY, checkpoint)
-    found, *_ = ours.fetch_source(dataclasses.replace(config("smollm2", quantize=AUTO_QUANTIZE), device="neuron"))
+    found, *_ = ours.fetch_source(config("smollm2", quantize=AUTO_QUANTIZE), Neuron)
     assert found.quantize is None
 
 

@@ -45,6 +45,7 @@ from manifest import Manifest
 from models.base import Chunk
 from models.cache import NotConverted
 from models.errors import DeviceLost, ModelError
+from models.openvino import OpenVino
 from models.pytorch.model import TorchModel
 from protocol import Generate
 from run import ConfigError
@@ -305,7 +306,7 @@ def test_plain_pytorch_computes_in_bfloat16_where_the_cpu_and_the_checkpoint_do_
     monkeypatch.setattr(models, "cpu_multiplies_bfloat16", lambda: can_multiply)
     monkeypatch.setattr("models.openvino.model.load", reject)
     folder = save_checkpoint(tmp_path, tiny_models.llama(), dtype=getattr(torch, saved))
-    model = models.load_on_cpu(settings(folder, dtype=dtype), folder, Manifest.read(folder), print)
+    model = models.load(OpenVino(settings(folder, dtype=dtype), folder, Manifest.read(folder)), print)
     is_bfloat16 = dtype == "bfloat16" or (saved == "bfloat16" and can_multiply)
     assert model.dtype == ("bfloat16" if is_bfloat16 else "float32")
 

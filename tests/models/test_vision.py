@@ -37,7 +37,7 @@ from models.checkpoint import pretrained
 from models.images import towers as vision
 from models.images.embeddings import Canvas, arrange
 from models.images.towers import make_tower, read_tensors
-from models.openvino import convert
+from models.openvino import OpenVino, convert
 from models.openvino import model as openvino_model
 from models.pytorch.model import TorchModel
 from protocol import Image
@@ -178,7 +178,7 @@ def serve(folder, engine="openvino", **changes):
     config = settings(folder, 3000, **{"max_batch_size": 4, "dtype": "float32"} | changes)
     if engine == "torch":
         return TorchModel(config, folder, "cpu")
-    return models.load_on_cpu(config, folder, Manifest.read(folder), lambda phase: None)
+    return models.load(OpenVino(config, folder, Manifest.read(folder)), lambda phase: None)
 
 
 def encode(model, picture):
@@ -588,7 +588,7 @@ def test_how_pixels_are_normalized_belongs_to_the_key_of_a_model_that_reads_imag
 def test_a_worker_reads_images_without_torch(visions, tmp_path):
     folder = visions.folder("smolvlm")
     config = settings(folder, 300)
-    models.load_on_cpu(config, folder, Manifest.read(folder), lambda phase: None)
+    models.load(OpenVino(config, folder, Manifest.read(folder)), lambda phase: None)
     code = """if True:
     import sys
     from pathlib import Path
@@ -598,7 +598,7 @@ def test_a_worker_reads_images_without_torch(visions, tmp_path):
     import numpy as np
     config = Config.from_json(sys.argv[1])
     folder = Path(config.model_id)
-    model = models.load_on_cpu(config, folder, Manifest.read(folder), lambda phase: None)
+    model = models.load(models.OpenVino(config, folder, Manifest.read(folder)), lambda phase: None)
     embeddings = model.encode_image(np.zeros((1, 256, 256, 3), np.uint8), (), lambda: False)
     print(embeddings.shape, {"torch", "transformers", "PIL"} & sys.modules.keys())"""
     printed = subprocess.run(

@@ -102,7 +102,7 @@ def test_checkpoints_of_older_forms_are_served_and_compiled(tmp_path, form, fami
 def test_a_quantized_checkpoint_is_served_and_compiled_dequantized(tmp_path, monkeypatch, family, layout):
     def load(prepared):
         monkeypatch.setenv("NEURON_TEXTGEN_RUN_DIR", tempfile.mkdtemp(dir=tmp_path))
-        return prepared.load(lambda phase: None)
+        return models.load(prepared, lambda phase: None)
 
     expected = made(family, tmp_path / "model")
     plain, folder = Path(expected.folder), tmp_path / "quantized"

@@ -88,7 +88,7 @@ def load(folder, record, dtype):
     started_at = time.monotonic()
     # Two threads: OpenVINO's kernels for bfloat16 need them.
     where = {"model_id": str(folder), "model_cache": str(folder.parent / "cache"), "device": "cpu", "threads": 2}
-    served = models.prepare(Config(**where, dtype=dtype, max_total_tokens=TOTAL_TOKENS)).load(lambda phase: None)
+    served = models.load(models.prepare(Config(**where, dtype=dtype, max_total_tokens=TOTAL_TOKENS)), lambda phase: None)
     record(dtype, f"{served.engine} {time.monotonic() - started_at:.1f}")
     return served
 
