@@ -40,7 +40,6 @@ def prepare(config: Config) -> Engine:
     Raises ConfigError or ModelError, with the reason in one line, for what cannot be served.
     """
     engine = choose_engine(config.device)
-    engine.check_machine()
     for setting in ("lora_adapters", "lora_folder"):
         if getattr(config, setting) and not engine.takes_adapters:
             raise ModelError(
@@ -70,11 +69,9 @@ def prepare(config: Config) -> Engine:
 
 
 def choose_engine(wanted: str) -> type[Engine]:
-    """The engine for a value of --device. Raises ModelError."""
+    """The engine for a value of --device. Raises ConfigError or ModelError."""
     return next(
-        engine
-        for engine in reversed(ENGINES)
-        if wanted == engine.device or (wanted == "auto" and engine.is_here())
+        engine for engine in reversed(ENGINES) if wanted in (engine.device, "auto") and engine.is_here(wanted)
     )
 
 

@@ -156,7 +156,9 @@ class Engine:
     name: ClassVar[str]  # in messages
     library: ClassVar[str]  # in messages: what serves a model
     logits_dtypes: ClassVar = ("float32",)  # that logits may have, for the sampling loops
+    dtypes: ClassVar = ("float32", "bfloat16", "float16")  # that it computes in
     quantizations: ClassVar = ()  # values of --quantize; none: weights stay as they are
+    trial_quantize: ClassVar = None  # the default of the trial model
     takes_adapters: ClassVar = True  # whether requests can choose LoRA adapters
     uses_transformers: ClassVar = True  # whether the classes of transformers 5 load a checkpoint
     # Settings that no other engine has, and the values that are its own, which messages name; (): all values.
@@ -166,17 +168,10 @@ class Engine:
     versions: ClassVar = {}  # ModelInfo.neuron_versions
 
     @staticmethod
-    def is_here() -> bool:
-        """Whether --device auto takes this engine. Raises ModelError where it should and cannot."""
-        return False
-
-    @staticmethod
-    def check_machine() -> None:
-        """Raises ConfigError or ModelError where the engine cannot run on this machine."""
-
-    @staticmethod
-    def trial_quantize(config: Config) -> str | None:
-        """How the weights of the trial model are compressed by default."""
+    def is_here(wanted: str) -> bool:
+        """Whether this machine has the device, for a --device that is `device` or "auto". Raises ConfigError
+        or ModelError where the engine should run and cannot."""
+        raise NotImplementedError
 
     @staticmethod
     def memory_bytes() -> int | None:

@@ -29,6 +29,7 @@ from manifest import SAFETENSORS
 from models.adapters import MEMORY_LIMIT, A, Updates, read_updates
 from models.base import Engine
 from models.cache import (
+    NNCF,
     READERS,
     ModelCache,
     digest,
@@ -69,9 +70,7 @@ def fetch_source(config: Config, engine: type[Engine]) -> tuple[Config, Path, st
     a hub model), and its commit on the hub: None for a local one, and for a GGUF file. Raises ConfigError
     and ModelError."""
     if config.model_id == TRIAL_MODEL:
-        if config.quantize == AUTO_QUANTIZE:
-            config = dataclasses.replace(config, quantize=engine.trial_quantize(config))
-        config = _trial_model(config)
+        config = _trial_model(_with_quantize(config, engine))
     config = _with_file_of_tag(config)
     if config.is_gguf:
         _check_gguf(config.model_id)  # before a download
@@ -119,6 +118,18 @@ def fetch_checked_weights(config: Config, folder: Path, engine: type[Engine]) ->
 def _with_source(config: Config, model_id: str) -> Config:
     """The settings with the model in another place; clients see the name that was given."""
     return dataclasses.replace(config, model_id=model_id, served_model_name=config.model_name)
+
+
+def _with_quantize(config: Config, engine: type[Engine]) -> Config:
+    """The settings of the trial model: as the engine compresses it where no other value was given and nncf is
+    installed."""
+    if config.quantize != AUTO_QUANTIZE:
+        return config
+    quantize = engine.trial_quantize if config.dtype in ("auto", *engine.dtypes) else None
+    if quantize and not importlib.util.find_spec("nncf"):
+        logger.info('%s is not compressed; for %s: pip install "%s"', TRIAL_MODEL, quantize, NNCF)
+        quantize = None
+    return dataclasses.replace(config, quantize=quantize)
 
 
 def _trial_model(config: Config) -> Config:

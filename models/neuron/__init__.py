@@ -33,24 +33,21 @@ class Neuron(Engine):
     }
 
     @staticmethod
-    def is_here() -> bool:
-        if list(Path("/dev").glob("neuron[0-9]*")):
-            return True
-        if importlib.util.find_spec("transformers_neuronx"):
-            # In the image for Neuron, do not fall back to the host's CPU.
-            raise ModelError(
-                "transformers-neuronx is installed but there is no Neuron device: pass it to the container "
-                "with --device=/dev/neuron0, or serve with the image for CPUs"
-            )
-        return False
-
-    @staticmethod
-    def check_machine() -> None:
+    def is_here(wanted: str) -> bool:
         from models.neuron.driver import Versions
 
+        if wanted == "auto" and not list(Path("/dev").glob("neuron[0-9]*")):
+            if importlib.util.find_spec("transformers_neuronx"):
+                # In the image for Neuron, do not fall back to the host's CPU.
+                raise ModelError(
+                    "transformers-neuronx is installed but there is no Neuron device: pass it to the "
+                    "container with --device=/dev/neuron0, or serve with the image for CPUs"
+                )
+            return False
         versions = Versions.read()
         if versions.driver or detect():  # graphs may be compiled, or simulated, where there is no driver
             versions.check()
+        return True
 
     def prepare(self) -> None:
         """Decides what to compile or to load, too."""

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 from typing import ClassVar
 
-from config import MAX_COUNT, TRIAL_MODEL, Config
+from config import MAX_COUNT
 from models.base import Announce, Engine, StaticBatchModel
-from models.cache import NNCF
 from models.checkpoint.source import fetch_checked_weights
 from models.errors import ModelError
 from models.machine import host_memory
-
-logger = logging.getLogger("model")
 
 
 class OpenVino(Engine):
     device = "cpu"
     name = "OpenVINO on CPUs"
     library = "OpenVINO"
+    dtypes = ("float32", "bfloat16")
     quantizations = ("int8", "int4")
+    trial_quantize = "int8"
     settings: ClassVar = {
         "kv_cache_dtype": ("float32", "bfloat16", "u8"),
         "prefix_slots": range(1, MAX_COUNT + 1),
@@ -29,23 +27,11 @@ class OpenVino(Engine):
     memory_bytes = staticmethod(host_memory)
 
     @staticmethod
-    def is_here() -> bool:
-        return True
-
-    @staticmethod
-    def check_machine() -> None:
+    def is_here(wanted: str) -> bool:
         if not importlib.util.find_spec("openvino"):
             needed = "--device cpu (DEVICE) needs the package openvino, which is not installed here"
             raise ModelError(f"{needed}; the image for CPUs has it")
-
-    @staticmethod
-    def trial_quantize(config: Config) -> str | None:
-        if config.dtype == "float16":  # which only plain PyTorch serves
-            return None
-        if importlib.util.find_spec("nncf"):
-            return "int8"
-        logger.info('%s is not compressed; for int8: pip install "%s"', TRIAL_MODEL, NNCF)
-        return None
+        return True
 
     def fetch_weights(self) -> None:
         from models.openvino.model import check_convertible

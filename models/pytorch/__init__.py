@@ -15,20 +15,18 @@ class PyTorch(Engine):
     library = "plain PyTorch"
 
     @staticmethod
-    def is_here() -> bool:
+    def is_here(wanted: str) -> bool:
         # The device files first: importing torch takes seconds. dxg is the GPU's in WSL.
-        if not any(path.name == "dxg" or path.name.startswith("nvidia") for path in Path("/dev").iterdir()):
-            return False
-        import torch
+        is_here = any(path.name == "dxg" or path.name.startswith("nvidia") for path in Path("/dev").iterdir())
+        if is_here:
+            import torch
 
-        return torch.cuda.is_available()
-
-    @classmethod
-    def check_machine(cls) -> None:
-        if not cls.is_here():
+            is_here = torch.cuda.is_available()
+        if wanted == "cuda" and not is_here:
             raise ModelError(
                 "--device cuda: torch finds no CUDA GPU on this machine; use --device cpu or auto"
             )
+        return is_here
 
     @staticmethod
     def memory_bytes() -> int | None:
