@@ -18,7 +18,7 @@ from models.checkpoint.source import fetch_source
 from models.errors import ModelError
 from models.machine import cpu_multiplies_bfloat16
 from models.neuron import Neuron
-from models.openvino import OpenVino
+from models.openvino import OpenVino, with_dtype
 from models.pytorch import PyTorch
 
 logger = logging.getLogger("model")
@@ -93,7 +93,6 @@ def load(engine: Engine, announce: Announce) -> StaticBatchModel:
     if config.dtype == "auto" and not cpu_multiplies_bfloat16():
         config = dataclasses.replace(config, dtype="float32")  # PyTorch's bfloat16 is slower there
     logger.warning("%s runs in plain PyTorch, slower: %s", config.model_name, why)
-    from models.openvino.model import with_dtype
     from models.pytorch.model import TorchModel
 
     return TorchModel(with_dtype(config, engine.manifest), engine.folder, engine.device)

@@ -20,8 +20,8 @@ from manifest import Manifest
 from models.cache import CANNOT_SERVE, CANNOT_WRITE, OUT_OF_MEMORY, model_key, renamed_when_complete
 from models.checkpoint.architecture import read_architecture
 from models.errors import ModelError, is_out_of_memory
+from models.openvino import SHIPPED, with_dtype
 from models.openvino.convert import convert
-from models.openvino.model import SHIPPED, with_dtype
 from run import ConfigError, die_with_parent
 
 

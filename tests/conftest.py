@@ -116,6 +116,6 @@ def conversions(converter, monkeypatch):
         converted.append(config.model_id)
         converter.convert(config, *map(Path, arguments))
 
-    monkeypatch.setattr(openvino_model, "run_converter", convert)
+    monkeypatch.setattr("models.openvino.run_converter", convert)
     monkeypatch.setattr(openvino_model, "usable_threads", lambda: 1)
     return converted

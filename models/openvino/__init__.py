@@ -1,15 +1,35 @@
-"""The engine for CPUs, through OpenVINO, and the conversion of checkpoints."""
+"""The engine for CPUs, through OpenVINO: `model.py` runs a model that `convert.py` has converted.
+
+A model is converted once, in a child process, and kept in the cache (`cache.py`). What does not convert is
+served by plain PyTorch. This file imports neither openvino nor torch."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib.util
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
 from typing import ClassVar
 
-from config import MAX_COUNT
+from config import MAX_COUNT, Config
+from manifest import Manifest
 from models.base import Announce, Engine, StaticBatchModel
+from models.cache import NNCF, ModelCache, NotConverted, model_key, run_converter, write_rejection
 from models.checkpoint.source import fetch_checked_weights
-from models.errors import ModelError
+from models.errors import ModelError, named, progress_logged
 from models.machine import host_memory
+from run import HERE, ConfigError
+
+logger = logging.getLogger("model")
+
+# The demonstration model in the image, converted when the image is built.
+SHIPPED = HERE / "demo" / "converted"
+KNOWN_ERRORS = (ConfigError, ModelError, NotConverted)
 
 
 class OpenVino(Engine):
@@ -34,13 +54,80 @@ class OpenVino(Engine):
         return True
 
     def fetch_weights(self) -> None:
-        from models.openvino.model import check_convertible
-
-        check_convertible(self.config, self.folder, self.manifest)
+        config = with_dtype(self.config, self.manifest)
+        if not _find_entry(config, ModelCache(config), model_key(config, self.folder, self.manifest)):
+            check_quantizer(config)
         fetch_checked_weights(self.config, self.folder, self)
 
     def load(self, announce: Announce) -> StaticBatchModel:
         """Raises NotConverted for what plain PyTorch may serve, too."""
-        from models.openvino.model import load
+        from models.openvino.model import load_entry
 
-        return load(self.config, self.folder, self.manifest, announce)
+        config = with_dtype(self.config.with_prefix_slots(self.manifest, host_memory()), self.manifest)
+        if config.dtype not in self.dtypes:
+            raise NotConverted("OpenVINO computes in float32 or bfloat16 on a CPU, not in float16")
+        cache = ModelCache(config)
+        key = model_key(config, self.folder, self.manifest)
+
+        def convert(target: Path) -> None:
+            check_quantizer(config)
+            announce("converting")
+            logger.info("Converting %s for OpenVINO, once", config.model_name)
+            with progress_logged(f"converting {config.model_name}"):
+                try:
+                    run_converter([str(self.folder), str(target)], config)
+                except NotConverted as crash:
+                    write_rejection(target, str(crash))
+
+        try:
+            if entry := _find_entry(config, cache, key):
+                try:
+                    return load_entry(config, entry)
+                except KNOWN_ERRORS:
+                    raise
+                except Exception as error:
+                    logger.warning(
+                        "The converted model in %s is damaged (%s): converting again", entry, named(error)
+                    )
+                    shutil.rmtree(cache.folder / key, ignore_errors=True)
+            # The folder of this run is removed even if this process is killed.
+            with tempfile.TemporaryDirectory(dir=os.environ.get("NEURON_TEXTGEN_RUN_DIR")) as scratch:
+                entry = cache.find_or_add(key, convert, Path(scratch))
+                try:
+                    return load_entry(config, entry)
+                except (*KNOWN_ERRORS, OSError):
+                    raise
+                except Exception as error:
+                    with contextlib.suppress(OSError):  # a read-only cache
+                        write_rejection(entry, named(error))
+                    raise
+        except KNOWN_ERRORS:
+            raise
+        except Exception as error:  # where it is one of the conversion, the next startup tries again
+            raise NotConverted(named(error)) from error
+
+
+def check_quantizer(config: Config) -> None:
+    """Raises ModelError where --quantize needs nncf and it is not installed."""
+    if config.quantize and not importlib.util.find_spec("nncf"):
+        needed = f"--quantize {config.quantize} (QUANTIZE) needs nncf for the first startup"
+        raise ModelError(f'{needed}: {sys.executable} -m pip install "{NNCF}"')
+
+
+def _find_entry(config: Config, cache: ModelCache, key: str | None) -> Path | None:
+    if key is None:
+        return None
+    if config.is_demo and (SHIPPED / key).is_dir():
+        return SHIPPED / key
+    return cache.find(key)
+
+
+def with_dtype(config: Config, manifest: Manifest) -> Config:
+    """`config` with a dtype for "auto": bfloat16 where the checkpoint has it, else float32; float32 also for
+    the demonstration model, whose text is the same on every machine."""
+    if config.dtype != "auto":
+        return config
+    stored = manifest.text_config.get("dtype") or manifest.text_config.get("torch_dtype")
+    stored = stored or manifest.config_json.get("dtype") or manifest.config_json.get("torch_dtype")
+    is_bfloat16 = stored == "bfloat16" and not config.is_demo
+    return dataclasses.replace(config, dtype="bfloat16" if is_bfloat16 else "float32")

@@ -49,15 +49,14 @@ from models.images.towers import VisionTower, is_vision, make_tower
 from models.machine import SHORT_DTYPES
 
 # Before openvino, which it keeps from loading its telemetry.
+from models.openvino import check_quantizer, with_dtype
 from models.openvino.model import (
     IMAGE_INPUTS,
     MERGED,
     PLACEHOLDER,
     OpenVinoModel,
     VisionEncoder,
-    check_quantizer,
     read_graph,
-    with_dtype,
 )
 from run import HERE, Json
 

@@ -1,27 +1,20 @@
-"""Decoder-only models on a CPU, through OpenVINO. `load` picks the engine.
+"""Decoder-only models on a CPU, through OpenVINO.
 
-A model is converted once (`convert.py`, in a child process) and kept in the cache (`cache.py`) as an OpenVINO
-graph whose attention layers are placeholders. Here the graph is read, the placeholders become PagedAttention,
-and the graph is compiled; a few logits are compared with those of `transformers` at every startup. Models
-that do not convert are served by `pytorch/model.py`.
+A converted model is an OpenVINO graph whose attention layers are placeholders. Here the graph is read, the
+placeholders become PagedAttention, and the graph is compiled; a few logits are compared with those of
+`transformers` at every startup.
 
 Each slot owns a fixed range of the KV cache's blocks, so there is no block allocator, and one call runs any
-mix of chunks. This file imports neither torch nor transformers, unless the model is served by plain PyTorch.
+mix of chunks. This file imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import importlib.util
 import json
 import logging
 import math
-import os
 import re
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -36,32 +29,24 @@ from openvino import opset13 as ops  # noqa: E402
 from openvino.op import _PagedAttentionExtension as PagedAttention  # noqa: E402
 
 from config import Config  # noqa: E402
-from manifest import Manifest  # noqa: E402
 from models.accuracy import find_fault  # noqa: E402
 from models.adapters import Adapters, common_name, configured  # noqa: E402
-from models.base import Announce, Chunk, StaticBatchModel  # noqa: E402
+from models.base import Chunk, StaticBatchModel  # noqa: E402
 from models.cache import (  # noqa: E402
-    NNCF,
-    ModelCache,
     NotConverted,
-    model_key,
     read_entry,
-    run_converter,
-    write_rejection,
 )
 from models.errors import (  # noqa: E402
     ModelError,
     check_length_limit,
     is_out_of_memory,
-    named,
-    progress_logged,
     warn_text_only,
 )
 from models.images.embeddings import encode  # noqa: E402
 from models.images.encoder_cache import EncoderCache, split_at_images  # noqa: E402
 from models.images.grid_positions import GridPositions  # noqa: E402
-from models.machine import SHORT_DTYPES, host_memory, usable_threads  # noqa: E402
-from run import HERE, ConfigError, Json  # noqa: E402
+from models.machine import SHORT_DTYPES, usable_threads  # noqa: E402
+from run import Json  # noqa: E402
 
 logger = logging.getLogger("model")
 
@@ -75,8 +60,6 @@ VERIFY_TOKENS = 16
 # AMX, four rows can be faster than fewer.
 MIN_ROWS, PADDED_ROWS = 2, 4
 PADDING_GAIN = 0.9  # of the time of the smaller call
-# The demonstration model in the image, converted when the image is built.
-SHIPPED = HERE / "demo" / "converted"
 PLACEHOLDER = "paged_attention "  # then a JSON object, which `convert.py` writes
 # The names of linear layers in a graph of a model; those of the head, which is outside of the layers, have no
 # dot. Layers that were merged into one product are the outputs of a node with this prefix and their names.
@@ -540,79 +523,7 @@ def _constant(value: Any, kind: type = np.int32):
     return ops.constant(np.array(value, kind)).output(0)
 
 
-def load(config: Config, folder: Path, manifest: Manifest, announce: Announce) -> OpenVinoModel:
-    """The model in `folder`; `config` as `with_manifest` returns it. Calls `announce` with the name of a long
-    phase.
-
-    Raises NotConverted for what plain PyTorch may serve, ModelError or ConfigError for what no engine can.
-    """
-    config = with_dtype(config.with_prefix_slots(manifest, host_memory()), manifest)
-    if config.dtype == "float16":
-        raise NotConverted("OpenVINO computes in float32 or bfloat16 on a CPU, not in float16")
-    cache = ModelCache(config)
-    key = model_key(config, folder, manifest)
-
-    def convert(target: Path) -> None:
-        check_quantizer(config)
-        announce("converting")
-        logger.info("Converting %s for OpenVINO, once", config.model_name)
-        with progress_logged(f"converting {config.model_name}"):
-            try:
-                run_converter([str(folder), str(target)], config)
-            except NotConverted as crash:
-                write_rejection(target, str(crash))
-
-    try:
-        if entry := _find_entry(config, cache, key):
-            try:
-                return _load_entry(config, entry)
-            except (ConfigError, ModelError, NotConverted):
-                raise
-            except Exception as error:
-                logger.warning(
-                    "The converted model in %s is damaged (%s): converting again", entry, named(error)
-                )
-                shutil.rmtree(cache.folder / key, ignore_errors=True)
-        # The folder of this run is removed even if this process is killed.
-        with tempfile.TemporaryDirectory(dir=os.environ.get("NEURON_TEXTGEN_RUN_DIR")) as scratch:
-            entry = cache.find_or_add(key, convert, Path(scratch))
-            try:
-                return _load_entry(config, entry)
-            except (ConfigError, ModelError, NotConverted, OSError):
-                raise
-            except Exception as error:
-                with contextlib.suppress(OSError):  # a read-only cache
-                    write_rejection(entry, named(error))
-                raise
-    except (ConfigError, ModelError, NotConverted):
-        raise
-    except Exception as error:  # of the conversion; the next startup tries again
-        raise NotConverted(named(error)) from error
-
-
-def check_convertible(config: Config, folder: Path, manifest: Manifest) -> None:
-    """Raises ModelError for a model that is not converted yet where a package is missing that converts it."""
-    config = with_dtype(config, manifest)
-    if not _find_entry(config, ModelCache(config), model_key(config, folder, manifest)):
-        check_quantizer(config)
-
-
-def check_quantizer(config: Config) -> None:
-    """Raises ModelError where --quantize needs nncf and it is not installed."""
-    if config.quantize and not importlib.util.find_spec("nncf"):
-        needed = f"--quantize {config.quantize} (QUANTIZE) needs nncf for the first startup"
-        raise ModelError(f'{needed}: {sys.executable} -m pip install "{NNCF}"')
-
-
-def _find_entry(config: Config, cache: ModelCache, key: str | None) -> Path | None:
-    if key is None:
-        return None
-    if config.is_demo and (SHIPPED / key).is_dir():
-        return SHIPPED / key
-    return cache.find(key)
-
-
-def _load_entry(config: Config, entry: Path) -> OpenVinoModel:
+def load_entry(config: Config, entry: Path) -> OpenVinoModel:
     """Raises NotConverted for a model that OpenVINO cannot serve, ModelError for unsupported settings,
     another exception for a damaged entry."""
     facts = read_entry(entry)
@@ -670,14 +581,3 @@ def _compare(model: OpenVinoModel, facts: Json) -> None:
         columns = found[:, reference["columns"]]
         if fault := find_fault(columns, wanted, model.precision, facts["has_experts"]):
             raise ValueError(fault)
-
-
-def with_dtype(config: Config, manifest: Manifest) -> Config:
-    """`config` with a dtype for "auto": bfloat16 where the checkpoint has it, else float32; float32 also for
-    the demonstration model, whose text is the same on every machine."""
-    if config.dtype != "auto":
-        return config
-    stored = manifest.text_config.get("dtype") or manifest.text_config.get("torch_dtype")
-    stored = stored or manifest.config_json.get("dtype") or manifest.config_json.get("torch_dtype")
-    is_bfloat16 = stored == "bfloat16" and not config.is_demo
-    return dataclasses.replace(config, dtype="bfloat16" if is_bfloat16 else "float32")

@@ -56,7 +56,7 @@ def copies(entry, monkeypatch):
         made.append(config.model_id)
         shutil.copytree(entry, arguments[1], dirs_exist_ok=True)
 
-    monkeypatch.setattr(openvino_model, "run_converter", convert)
+    monkeypatch.setattr("models.openvino.run_converter", convert)
     return made
 
 
@@ -184,11 +184,11 @@ from pathlib import Path
 import models.cache
 from config import Config
 from manifest import Manifest
-from models.openvino import model as openvino_model
+from models.openvino import OpenVino
 models.cache.CONVERTER_VERSION = int(sys.argv[1])
 config = Config.from_json(sys.stdin.read())
 try:
-    print(openvino_model.load(config, Path(config.model_id), Manifest.read(config.model_id), lambda phase: None))
+    print(OpenVino(config, Path(config.model_id), Manifest.read(config.model_id)).load(lambda phase: None))
 except models.cache.NotConverted as error:
     print(f"plain PyTorch: {error}")
 except Exception as error:
@@ -333,7 +333,7 @@ def test_what_cannot_be_kept_is_converted_into_the_folder_of_the_run(config, ent
         targets.append(Path(arguments[1]))
         shutil.copytree(entry, arguments[1], dirs_exist_ok=True)
 
-    monkeypatch.setattr(openvino_model, "run_converter", convert)
+    monkeypatch.setattr("models.openvino.run_converter", convert)
     monkeypatch.setenv("NEURON_TEXTGEN_RUN_DIR", str(tmp_path))
     load(dataclasses.replace(config, model_cache="/proc/no-such-folder"))
     assert [target.parent for target in targets] == [tmp_path] and not targets[0].exists()

@@ -331,7 +331,7 @@ def test_a_start_finds_a_fault_of_decode_steps_alone_and_of_prompts_alone(zoo, t
 
     monkeypatch.setattr(openvino_model.OpenVinoModel, "forward", wrong)
     with pytest.raises(ValueError, match="its logits differ from those of transformers by"):
-        openvino_model._load_entry(config, tmp_path)
+        openvino_model.load_entry(config, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -304,7 +304,7 @@ def test_plain_pytorch_computes_in_bfloat16_where_the_cpu_and_the_checkpoint_do_
         raise NotConverted("a test")
 
     monkeypatch.setattr(models, "cpu_multiplies_bfloat16", lambda: can_multiply)
-    monkeypatch.setattr("models.openvino.model.load", reject)
+    monkeypatch.setattr("models.openvino.OpenVino.load", reject)
     folder = save_checkpoint(tmp_path, tiny_models.llama(), dtype=getattr(torch, saved))
     model = models.load(OpenVino(settings(folder, dtype=dtype), folder, Manifest.read(folder)), print)
     is_bfloat16 = dtype == "bfloat16" or (saved == "bfloat16" and can_multiply)
