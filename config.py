@@ -52,6 +52,7 @@ KV_SHARE_OF_FLOAT32 = {"bfloat16": 0.5, "u8": 0.3}  # bytes of a KV cache; u8 wi
 DEFAULT_BATCH_SIZE = 4
 MAX_DEFAULT_PREFIX_SLOTS = 64  # a prompt is compared with what each of them holds
 DEVICE_TOP_K = 256  # largest top-k of on-device sampling
+DEVICES = ("cpu", "cuda", "neuron")  # of ENGINES in models/__init__.py (tested)
 # The names in FORMATS of text/output/reasoning.py (tested), and vLLM's parsers that mean the first of them.
 REASONING_PARSERS = ("think", "deepseek_r1", "mistral", "seed_oss", "gemma4", "openai_gptoss")
 REASONING_FIELDS = {
@@ -498,7 +499,7 @@ class Config:
         "auto",
         "DEVICE",
         "auto, cpu, cuda or neuron; auto uses what the machine has.",
-        parse=_one_of("auto", "cpu", "cuda", "neuron"),
+        parse=_one_of("auto", *DEVICES),
     )
     dtype: str = setting(
         "auto",

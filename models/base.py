@@ -155,16 +155,16 @@ class Engine:
     device: ClassVar[str]  # its value of --device
     name: ClassVar[str]  # in messages
     library: ClassVar[str]  # in messages: what serves a model
-    logits_dtypes: ClassVar = ("float32",)  # that logits may have, for the sampling loops
-    dtypes: ClassVar = ("float32", "bfloat16", "float16")  # that it computes in
-    quantizations: ClassVar = ()  # values of --quantize; none: weights stay as they are
-    trial_quantize: ClassVar = None  # the default of the trial model
-    takes_adapters: ClassVar = True  # whether requests can choose LoRA adapters
-    uses_transformers: ClassVar = True  # whether the classes of transformers 5 load a checkpoint
+    logits_dtypes = ("float32",)  # that logits may have, for the sampling loops
+    dtypes = ("float32", "bfloat16", "float16")  # that it computes in
+    quantizations = ()  # values of --quantize; none: weights stay as they are
+    trial_quantize = None  # the default of the trial model
+    takes_adapters = True  # whether requests can choose LoRA adapters
+    uses_transformers = True  # whether the classes of transformers 5 load a checkpoint
     # Settings that no other engine has, and the values that are its own, which messages name; (): all values.
     settings: ClassVar = {}
     # Why another engine rejects them, as a format string.
-    elsewhere: ClassVar = "this server runs on {engine.device}"
+    elsewhere = "this server runs on {engine.device}"
     versions: ClassVar = {}  # ModelInfo.neuron_versions
 
     @staticmethod

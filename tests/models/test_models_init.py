@@ -23,6 +23,31 @@ def refusal(**settings) -> str:
     return str(caught.value)
 
 
+def test_each_device_has_its_engine():
+    assert tuple(engine.device for engine in models.ENGINES) == config.DEVICES
+
+
+def test_compressed_weights_are_refused_on_a_gpu_before_a_download(monkeypatch):
+    monkeypatch.setattr(models.PyTorch, "is_here", lambda wanted: True)
+    line = "--quantize int8 (QUANTIZE): neuron-textgen/demo runs in PyTorch, where weights stay as they are; leave it out"
+    assert refusal(device="cuda", quantize="int8") == line
+
+
+@pytest.mark.parametrize("device", ["cuda", "neuron"])
+@pytest.mark.parametrize(
+    ("flag", "setting"),
+    [
+        ("--kv-cache-dtype u8 (KV_CACHE_DTYPE)", {"kv_cache_dtype": "u8"}),
+        ("--prefix-slots 9 (PREFIX_SLOTS)", {"prefix_slots": 9}),
+    ],
+)
+def test_a_setting_for_openvino_is_refused_elsewhere_by_name(monkeypatch, device, flag, setting):
+    monkeypatch.setattr(models.PyTorch, "is_here", lambda wanted: True)
+    library = {"cuda": "plain PyTorch", "neuron": "transformers-neuronx"}[device]
+    why = f"is for OpenVINO on CPUs, and neuron-textgen/demo is served by {library}; leave it out"
+    assert refusal(device=device, **setting) == f"{flag} {why}"
+
+
 @pytest.mark.skipif(any(Path("/dev").glob("nvidia*")), reason="this machine has a GPU")
 def test_cuda_is_refused_where_there_is_none():
     assert refusal(device="cuda") == "--device cuda: torch finds no CUDA GPU on this machine; use --device cpu or auto"
