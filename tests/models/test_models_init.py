@@ -27,10 +27,11 @@ def test_each_device_has_its_engine():
     assert tuple(engine.device for engine in models.ENGINES) == config.DEVICES
 
 
-def test_compressed_weights_are_refused_on_a_gpu_before_a_download(monkeypatch):
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_compressed_weights_are_refused_on_a_gpu_before_a_download(monkeypatch, quantize):
     monkeypatch.setattr(models.PyTorch, "is_here", lambda wanted: True)
-    line = "--quantize int8 (QUANTIZE): neuron-textgen/demo runs in PyTorch, where weights stay as they are; leave it out"
-    assert refusal(device="cuda", quantize="int8") == line
+    why = "neuron-textgen/demo runs in PyTorch, where weights stay as they are; leave it out"
+    assert refusal(device="cuda", quantize=quantize) == f"--quantize {quantize} (QUANTIZE): {why}"
 
 
 @pytest.mark.parametrize("device", ["cuda", "neuron"])

@@ -509,9 +509,3 @@ def test_a_model_computes_in_float32_what_its_float32_copy_does_to_the_last_bit_
         for one, prompt in zip(found, prompts)
     )
     assert not np.array_equal(found[0], rounded)
-
-
-@pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_compressed_weights_are_refused(zoo, quantize):
-    message = refusal(zoo.folder("llama"), quantize=quantize)
-    assert message.startswith(f"--quantize {quantize} (QUANTIZE): ") and message.endswith("; leave it out")
