@@ -21,13 +21,14 @@ import gevent
 from gevent import socket, ssl
 from gevent.lock import BoundedSemaphore
 
+from api.http.bodies import YIELD_S
+
 MAX_BYTES = 20_000_000  # of an image file, and of what a server sends for it
 MAX_SECONDS = 10.0  # for a URL, with its redirects
 CONNECT_SECONDS = 3.0  # to one address: a host may have others
 MAX_REDIRECTS = 3
 PORTS = {"http": 80, "https": 443}
 PIECE = 65_536  # bytes
-YIELD_S = 1e-6  # sleep(0) lets other greenlets run, but does not look for input each time
 UNICAST = ipaddress.ip_network("2000::/3")
 STANDARD = bytes.maketrans(b"-_", b"+/")  # from base64's URL-safe alphabet
 # What stands percent-encoded in base64, and what it stands for: urllib takes 7 s for 9 million of them.

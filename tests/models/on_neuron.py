@@ -195,3 +195,14 @@ class Batch:
 def assert_text_alone(batch, slot, prompt):
     text = batch.leave(slot)
     assert text == alone(prompt, len(text))
+
+
+def assert_serves_whole(model, caplog, warnings=1):
+    assert model.prefill_chunk is None and model.prefix_granularity is None and not model.supports_prompt_logits
+    assert caplog.text.count("Chunked prefill is off") == warnings
+    batch = Batch(model)
+    batch.join(0, [5] * 10)
+    batch.step()
+    batch.join(1, [6] * 3)
+    batch.step()
+    assert_text_alone(batch, 0, [5] * 10)

@@ -22,6 +22,7 @@ from on_neuron import (  # noqa: F401
     Batch,
     alone,
     as_float32,
+    assert_serves_whole,
     assert_text_alone,
     built,
     checkpoint,
@@ -357,17 +358,6 @@ def test_a_model_whose_logits_are_no_numbers_is_refused_at_the_start(tmp_path, m
 
 
 # When chunks are turned off
-
-
-def assert_serves_whole(model, caplog, warnings=1):
-    assert model.prefill_chunk is None and model.prefix_granularity is None and not model.supports_prompt_logits
-    assert caplog.text.count("Chunked prefill is off") == warnings
-    batch = Batch(model)
-    batch.join(0, [5] * 10)
-    batch.step()
-    batch.join(1, [6] * 3)
-    batch.step()
-    assert_text_alone(batch, 0, [5] * 10)
 
 
 def wrong_slot(real, model, ids, positions, slots, speculation_length):

@@ -17,6 +17,7 @@ from on_neuron import (  # noqa: F401
     LLAMA,
     WINDOW,
     Batch,
+    assert_serves_whole,
     assert_text_alone,
     built,
     checkpoint,
@@ -33,7 +34,6 @@ from on_neuron import (  # noqa: F401
     refusal,
     serve,
 )
-from test_neuron import assert_serves_whole
 
 from models.cache import evict, locked
 from models.errors import ModelError
