@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 from fakes.model import image
 from fakes.tokenizer import VOCABULARY
+
 from text.images.preprocessor import PreprocessedImage
 from text.limited import LimitExceeded, Rejected
 
