@@ -93,7 +93,7 @@ test-fast: $(VENV)/test.installed
 # The marker `families` keeps all but one of each mechanism out of `make test`.
 test-families: $(VENV)/test.installed $(VENV)/templates/installed $(VENV)/published/installed
 	"$(BIN)/python" -m pytest -m "families or processes" --numprocesses 2 --dist worksteal tests/published \
-		tests/models/test_published.py tests/models/test_vision.py $(ARGS)
+		tests/models/test_published.py tests/models/images/test_towers.py $(ARGS)
 	RANDOM_EXAMPLES=$(or $(RANDOM_EXAMPLES),300) "$(BIN)/python" -m pytest -m "hypothesis or random_examples" --numprocesses 2 \
 		--timeout 0 $(ARGS) || test $$? = 5 # ARGS name no such test
 
@@ -125,7 +125,7 @@ test-neuron: $(if $(NEURON),$(VENV)-neuron/test.installed $(VENV)-neuron/sdk/ins
 		"a checkout (git clone https://github.com/aws-neuron/transformers-neuronx)" >&2; echo "or the FOLDER of: pip install" \
 		"--no-deps --target FOLDER --extra-index-url https://pip.repos.neuron.amazonaws.com transformers-neuronx" >&2; exit 2; }
 	@ln -sfn "$(NEURON)" "$(CURDIR)"/tests/neuron_sim/shim/* "$$($(call PURELIB,$(NEURON_BIN)))"
-	"$(NEURON_BIN)/python" -m pytest -c tests/neuron_sim/pytest.ini tests/neuron_sim tests/neuron_contract.py $(ARGS)
+	"$(NEURON_BIN)/python" -m pytest -c tests/neuron_sim/pytest.ini tests/neuron_sim tests/helpers/neuron_contract.py $(ARGS)
 	PYTHONPATH="$(AT)-neuron/sdk" "$(NEURON_BIN)/python" -m pytest -c tests/neuron_sim/pytest.ini \
 		$(addprefix tests/neuron_sim/test_,transformers5.py published.py model_defaults.py) $(ARGS) || test $$? = 5 # ARGS name no such test
 

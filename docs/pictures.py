@@ -17,7 +17,7 @@ from urllib.parse import quote
 from PIL import Image
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests")]
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests"), str(HERE.parent / "tests" / "helpers")]
 
 from chat_page import Page, chromium  # noqa: E402
 

@@ -46,7 +46,7 @@ def test_thousands_of_requests_get_the_answers_that_the_document_promises(server
     for path in ("/", "/v1", "/invocations", "/generate_stream"):  # they take what others take
         command += ["--exclude-path", path]
     command += ["--seed", "1", "--no-color", "--max-failures", "5"]
-    environment = os.environ | {"SCHEMATHESIS_HOOKS": "contract_hooks", "PYTHONPATH": str(Path(__file__).parent)}
+    environment = os.environ | {"SCHEMATHESIS_HOOKS": "contract_hooks", "PYTHONPATH": str(Path(__file__).parent / "helpers")}
     done = subprocess.run([sys.executable, *command], cwd=server.tmp, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (generated,) = re.findall(r"(\d+) generated", done.stdout)

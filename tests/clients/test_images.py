@@ -84,7 +84,7 @@ def image_url(host):
 def url(tmp_path_factory, host, secure_host, certificate):
     """Of a server of the model, which fetches images of the two hosts."""
     folder = tmp_path_factory.mktemp("models")
-    make = [os.environ["SERVER_PYTHON"], "tests/vision_models.py", str(folder), "llava"]
+    make = [os.environ["SERVER_PYTHON"], "tests/helpers/vision_models.py", str(folder), "llava"]
     subprocess.run(make, cwd=ROOT, check=True, capture_output=True)
     settings = {"MODEL_ID": str(folder / "llava"), "MODEL_CACHE": str(folder / "cache"), "SERVED_MODEL_NAME": MODEL}
     with serving(**settings, ALLOWED_MEDIA_DOMAINS=f"{host} {secure_host}", SSL_CERT_FILE=str(certificate)) as url:

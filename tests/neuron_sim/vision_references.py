@@ -1,13 +1,13 @@
 """python vision_references.py FOLDER FAMILY ...: tiny checkpoints that transformers 5 makes, an image for each, and how
-transformers continues a prompt with it (tests/models/test_vision.py)."""
+transformers continues a prompt with it (tests/models/images/test_towers.py)."""
 
 import sys
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "models")]
+sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "helpers"), str(TESTS / "models" / "images")]
 
-from test_vision import Zoo  # noqa: E402
+from test_towers import Zoo  # noqa: E402
 
 from protocol import encode  # noqa: E402
 

@@ -1,7 +1,7 @@
 """Tiny checkpoints of models that read images, with all the files that a published one has: tile sizes, patch sizes, special
 tokens, preprocessor settings and chat templates as published, two narrow layers, random weights. And pictures for them.
 
-`python tests/vision_models.py FOLDER [FAMILY ...]` writes them. Only `make` imports transformers.
+`python tests/helpers/vision_models.py FOLDER [FAMILY ...]` writes them. Only `make` imports transformers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What transformers-neuronx does with the calls that neuron/model.py makes, as tests that the library and the simulated device
 of fakes/neuron both pass.
 
-`make test` runs them on the device (models/test_neuron_contract.py), `make test-neuron` on the library. Only the library's own
+`make test` runs them on the device (models/neuron/test_contract.py), `make test-neuron` on the library. Only the library's own
 interface is used.
 """
 

@@ -33,7 +33,7 @@ def _processor() -> list[str]:
 
 def _folder() -> Path:
     code = [*identify(HERE, ("config.py", "manifest.py")), *identify(HERE / "models", ("*.py", "*/*.py"))]
-    helpers = identify(HERE / "tests", ("made.py", "tiny_models.py", "vision_models.py"))
+    helpers = identify(HERE / "tests" / "helpers", ("made.py", "tiny_models.py", "vision_models.py"))
     helpers += identify(HERE / "tests" / "published", ("*.py",))
     name = digest([code, helpers, [installed(package) for package in PACKAGES], _processor()])
     folder = Path(sys.prefix) / "made" / name
