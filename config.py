@@ -34,7 +34,7 @@ import msgspec
 
 import logs
 from manifest import Manifest, has_gguf
-from run import HERE, ConfigError, Json, check_limits, explained, run_dir
+from run import HERE, ConfigError, Json, check_process_limits, explained, run_dir
 
 VERSION = "0.2.0"  # the same as in pyproject.toml (tested)
 DEMO_MODEL = HERE / "demo" / "model"
@@ -53,7 +53,8 @@ DEFAULT_BATCH_SIZE = 4
 MAX_DEFAULT_PREFIX_SLOTS = 64  # a prompt is compared with what each of them holds
 DEVICE_TOP_K = 256  # largest top-k of on-device sampling
 DEVICES = ("cpu", "cuda", "neuron")  # of ENGINES in models/__init__.py (tested)
-# The names in FORMATS of text/output/reasoning.py (tested), and vLLM's parsers that mean the first of them.
+# The names in REASONING_FORMATS of text/output/reasoning_formats.py (tested), and vLLM's parsers that mean
+# the first of them.
 REASONING_PARSERS = ("think", "deepseek_r1", "mistral", "seed_oss", "gemma4", "openai_gptoss")
 REASONING_FIELDS = {
     "both": ("reasoning", "reasoning_content"),  # vLLM's name, SGLang's
@@ -126,7 +127,7 @@ def _lengths(value: str) -> tuple[int, ...]:
     return tuple(sorted({_whole(part) for part in value.split(",")}))
 
 
-def _neuron_config(value: str) -> tuple[str, ...]:
+def _parse_neuron_config(value: str) -> tuple[str, ...]:
     given = {}
     for option in value.split(","):
         name, _, written = option.strip().partition("=")
@@ -268,7 +269,7 @@ def _path(value: str) -> str:
     return value
 
 
-def _key(value: str) -> str:
+def _api_key(value: str) -> str:
     if not re.fullmatch(r"[!-~]+", value):
         raise ValueError("must be printable ASCII characters without spaces")
     return value
@@ -286,7 +287,7 @@ def _key_file(value: str) -> str:
 def keys_of(path: str) -> list[str]:
     """The API keys in a file, one per line. Raises OSError, and ValueError if the file has an invalid key or
     none: without a key the server would be open to everybody."""
-    keys = [_key(line.strip()) for line in Path(path).read_text().splitlines() if line.strip()]
+    keys = [_api_key(line.strip()) for line in Path(path).read_text().splitlines() if line.strip()]
     if not keys:
         raise ValueError("has no key in it")
     return keys
@@ -598,7 +599,7 @@ class Config:
         "NEURON_CONFIG",
         "transformers-neuronx options to compile with, as NAME=VALUE, separated by commas: "
         f"{', '.join(NEURON_CONFIG)}. They do not change the output. The flag may be repeated.",
-        parse=_neuron_config,
+        parse=_parse_neuron_config,
     )
     prefill_chunk: int | None = setting(
         None,
@@ -725,7 +726,7 @@ class Config:
         "API_KEY",
         "Key that requests must send as `Authorization: Bearer` or `x-api-key`, except those for health and "
         "metrics and the pages / and /docs.",
-        parse=_key,
+        parse=_api_key,
     )
     api_key_file: str | None = setting(
         None,
@@ -1017,7 +1018,7 @@ IN_SHELL = (
 )
 SETTINGS = {"--" + entry.name.replace("_", "-"): entry for entry in dataclasses.fields(Config)}
 # The groups of --help and docs/settings.md: each begins with a setting and ends where the next one begins.
-GROUPS = {
+SETTING_GROUPS = {
     "--model-id": "Model",
     "--device": "Device and precision",
     "--tp-degree": "Slots and context length",
@@ -1112,8 +1113,8 @@ def _parser() -> _Parser:
     parser.add_argument("-V", "--version", action="version", version=version, help="Print the version.")
     group = parser
     for flag, entry in SETTINGS.items():
-        if flag in GROUPS:
-            group = parser.add_argument_group(GROUPS[flag])
+        if flag in SETTING_GROUPS:
+            group = parser.add_argument_group(SETTING_GROUPS[flag])
         about = entry.metadata
         value: Json = {"metavar": "X"}
         action = "append"
@@ -1155,7 +1156,7 @@ def _given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
     return given
 
 
-def _read(name: str, value: str, entry: dataclasses.Field) -> Any:
+def _parse_value(name: str, value: str, entry: dataclasses.Field) -> Any:
     """A setting's value as it was written under `name`."""
     if not value:
         raise ConfigError(f"{name} needs a value")
@@ -1184,7 +1185,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     values = {}
     for flag, entry in SETTINGS.items():
         if names := _names_given(flag, given):
-            values[entry.name] = _read(names[0], given[names[0]], entry)
+            values[entry.name] = _parse_value(names[0], given[names[0]], entry)
     if "model_id" not in values and (SAGEMAKER_MODEL / "config.json").is_file():
         values["model_id"] = str(SAGEMAKER_MODEL)
     if values.get("model_id") == TRIAL_MODEL:
@@ -1225,7 +1226,7 @@ def main(argv: Sequence[str]) -> int:
     folder = run_dir() if "NEURON_TEXTGEN_RUN_DIR" in os.environ else None
     try:
         if folder:
-            check_limits(folder)
+            check_process_limits(folder)
         config = parse(argv, os.environ)
         if folder:
             listen(config).close()  # before anything is loaded, so the reason is the only line

@@ -321,11 +321,11 @@ class Manifest:
                 )
         lengths = [text_part(config).get(name) for name in CONTEXT_LENGTHS]
         generation_config = read_json(folder / "generation_config.json")
-        eos_ids = [*_eos_ids(config), *_eos_ids(generation_config)]
+        eos_ids = [*_config_eos_ids(config), *_config_eos_ids(generation_config)]
         return cls(
             model_type=config["model_type"],
             max_positions=next((n for n in map(whole, lengths) if n and n > 0), None),
-            eos_token_ids=tuple(dict.fromkeys(eos_ids or _eos_ids(text_config))),
+            eos_token_ids=tuple(dict.fromkeys(eos_ids or _config_eos_ids(text_config))),
             is_compiled="neuron" in config,
             config_json=config,
             generation_config=generation_config,
@@ -377,7 +377,7 @@ def _processor_config(folder: Path) -> Json:
     return {name: value for fields in files for name, value in fields.items() if value is not None}
 
 
-def _eos_ids(config: Json) -> list[int]:
+def _config_eos_ids(config: Json) -> list[int]:
     return list(_token_ids(config.get("eos_token_id")))
 
 

@@ -77,7 +77,7 @@ def check_private(folder: Path, name: str) -> None:
             )
 
 
-def check_limits(run_dir: Path) -> None:
+def check_process_limits(run_dir: Path) -> None:
     """Raises ConfigError where the limits of this process are too low for any model. `run_dir`: where its
     socket is to be."""
     excess = len(os.fsencode(run_dir / SOCKET)) - MAX_SOCKET_NAME

@@ -1,7 +1,7 @@
 """The engine worker, owner of the device: startup, and the loop receive → next step → run → update → publish.
 
 Requests arrive as token ids and leave as token ids; text and HTTP never reach this process. The parts are in
-engine/: what runs next (scheduler.py), one step of the device (step.py), a request's life (requests.py),
+engine/: what runs next (scheduler.py), one step of the device (step.py), a request's life (lifecycle.py),
 messages (outputs.py), the socket (link.py).
 """
 
@@ -28,14 +28,14 @@ from config import Config
 from engine.adapter_changes import AdapterChanges
 from engine.admission import Admission
 from engine.defaults import sampling_defaults
-from engine.image_encoding import ImageEncoder
+from engine.image_encoding import ImageThread
+from engine.lifecycle import Requests
 from engine.link import ForLoop, Link, PeerLost
 from engine.metrics import Metrics
 from engine.outputs import Publisher
 from engine.preparation import Preparation
 from engine.profiling import Profiler
 from engine.request import Request, RequestGroup
-from engine.requests import Requests
 from engine.sampling import sampling
 from engine.sampling.ngram_proposer import NgramProposer
 from engine.sampling.sampling import SamplerState
@@ -92,7 +92,7 @@ class Worker:
         wake = deps.link.interrupt
         images = None
         if self._encoder_cache:
-            images = ImageEncoder(model, deps.admission, deps.metrics, wake)
+            images = ImageThread(model, deps.admission, deps.metrics, wake)
         self._preparation = Preparation(deps.grammars, images, deps.metrics, wake)
         self._runner = StepRunner(model)
         self._timer = StepTimer()

@@ -56,9 +56,9 @@ class VertexResponse(Struct):
     predictions: list[str]
 
 
-def invocations(data: Json, served: Served) -> ResponseWriter:
+def read_invocation(data: Json, served: Served) -> ResponseWriter:
     """A native, chat or completion request, answered in that API's format."""
-    read, error_format = fields.choose(data, INVOCATIONS)
+    read, error_format = fields.choose_variant(data, INVOCATIONS)
     with in_format(error_format):
         return read(data, served)
 
@@ -66,7 +66,9 @@ def invocations(data: Json, served: Served) -> ResponseWriter:
 def text(data: Json, served: Served) -> ResponseWriter:
     """The continuation of a prompt as a stream of plain text, as TorchServe's handlers for Inferentia2 send
     it."""
-    return TextResponseWriter([tgi.check(tgi.read(data), served, streams=True)], served, streams=True)
+    return TextResponseWriter(
+        [tgi.check(tgi.read_generate(data), served, streams=True)], served, streams=True
+    )
 
 
 def vertex(data: Json, served: Served) -> ResponseWriter:
@@ -82,7 +84,7 @@ def vertex(data: Json, served: Served) -> ResponseWriter:
     return PredictionsResponseWriter(requests, served, prefixes, VertexResponse)
 
 
-def infer(sentence: str, served: Served) -> ResponseWriter:
+def continuation(sentence: str, served: Served) -> ResponseWriter:
     """The sentence and its continuation, in a list."""
     if not sentence:
         raise errors.invalid("sentence", "cannot be empty")
@@ -101,7 +103,7 @@ def _instances(given: list[Any], served: Served) -> list[GenerateRequest | ChatR
 
 def _instance(given: Any) -> GenerateRequest | ChatRequest:
     data = fields.convert(given, Json)
-    read = fields.choose(data, {"inputs": tgi.read, "messages": _read_chat})
+    read = fields.choose_variant(data, {"inputs": tgi.read_generate, "messages": _read_chat})
     instance = read(data)
     parameters = getattr(instance, "parameters", None)
     for name in ONLY_TEXT:
@@ -130,7 +132,7 @@ class PredictionsResponseWriter(ResponseWriter):
         self._form = form
 
     def whole(self, sequences: list[GeneratedSequence]) -> Struct | list:
-        texts = (_content(best_of(candidates)) for candidates in self._by_request(sequences))
+        texts = (_answer_of(best_of(candidates)) for candidates in self._by_request(sequences))
         return self._form([prefix + text for prefix, text in zip(self._prefixes, texts)])
 
 
@@ -148,6 +150,6 @@ class TextResponseWriter(ResponseWriter):
         raise ConnectionResetError(errno.ECONNRESET, error.message)
 
 
-def _content(sequence: GeneratedSequence) -> str:
+def _answer_of(sequence: GeneratedSequence) -> str:
     """The text without the model's reasoning."""
     return sequence.prepared.parser_config.whole(sequence.pieces, sequence.is_truncated).content

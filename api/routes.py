@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from flask import Response, request
 
-from api import adapters, clouds, status, tgi, tokenize
+from api import adapter_routes, clouds, status, tgi, tokenize
 from api.anthropic import messages
 from api.anthropic import types as anthropic
 from api.chats.conversation import ChatRequest
@@ -46,7 +46,7 @@ def replies(make: Callable[[Json, Served], Any]) -> Callable[[Server], Response]
 def invocations(server: Server) -> Response:
     adapter = request.headers.get(SAGEMAKER_ADAPTER)
     if request.mimetype != "text/plain":
-        read = of_adapter(clouds.invocations, adapter)
+        read = of_adapter(clouds.read_invocation, adapter)
         return server.generate(read, renders=True, deadline_s=SAGEMAKER_DEADLINE_S)
     best = request.accept_mimetypes.best_match(["text/plain", "application/json"])
     read = of_adapter(tgi.compat if best == "application/json" else clouds.text, adapter)
@@ -65,7 +65,7 @@ def of_adapter(read: Read, name: str | None) -> Read:
 
 def infer(server: Server) -> Response:
     sentence = request.args.get("sentence", "")
-    return server.generate_from(lambda served: clouds.infer(sentence, served))
+    return server.generate_from(lambda served: clouds.continuation(sentence, served))
 
 
 def info(server: Server) -> Response:
@@ -89,7 +89,7 @@ LIST = (list[tgi.GenerateResponse],)
 EVENT = (tgi.StreamResponse,)
 COMPLETED = (completions.Completion,)
 CHATTED = (chat.ChatCompletion,)
-CHUNK = (chat.ChatChunk,)
+CHAT_CHUNK = (chat.ChatChunk,)
 PROMPT = {"inputs": QUESTION, "parameters": {"max_new_tokens": 20}}
 MESSAGES = {"messages": [{"role": "user", "content": QUESTION}]}
 LIMITED = MESSAGES | {"max_tokens": 20}
@@ -169,7 +169,7 @@ ROUTES = (
         bodies=CHAT,
         example=LIMITED,
         responses=CHATTED,
-        events=CHUNK,
+        events=CHAT_CHUNK,
     ),
     Route(
         "POST",
@@ -262,8 +262,8 @@ ROUTES = (
         "POST",
         "/v1/load_lora_adapter",
         "Load a LoRA adapter, as vLLM has it",
-        adapters.load,
-        bodies=(adapters.LoadAdapter,),
+        adapter_routes.load_adapter,
+        bodies=(adapter_routes.LoadAdapter,),
         example={"lora_name": "french", "lora_path": "french"},
         content_type="text/plain",
     ),
@@ -271,8 +271,8 @@ ROUTES = (
         "POST",
         "/v1/unload_lora_adapter",
         "Unload a LoRA adapter when no request uses it any more",
-        adapters.unload,
-        bodies=(adapters.UnloadAdapter,),
+        adapter_routes.unload_adapter,
+        bodies=(adapter_routes.UnloadAdapter,),
         example={"lora_name": "french"},
         content_type="text/plain",
     ),
@@ -280,8 +280,8 @@ ROUTES = (
         "POST",
         "/adapters",
         "SageMaker: load a LoRA adapter",
-        adapters.register,
-        bodies=(adapters.SageMakerAdapter,),
+        adapter_routes.register,
+        bodies=(adapter_routes.SageMakerAdapter,),
         example={"name": "french", "src": "french"},
         content_type="text/plain",
     ),
@@ -289,7 +289,7 @@ ROUTES = (
         "DELETE",
         "/adapters/{name}",
         "SageMaker: unload a LoRA adapter",
-        adapters.unregister,
+        adapter_routes.unregister,
         content_type="text/plain",
     ),
     Route(
@@ -301,7 +301,7 @@ ROUTES = (
         bodies=NATIVE + CHAT + COMPLETION,
         example=PROMPT,
         responses=LIST + CHATTED + COMPLETED,
-        events=EVENT + CHUNK + COMPLETED,
+        events=EVENT + CHAT_CHUNK + COMPLETED,
         takes_text=True,
     ),
     Route(

@@ -36,7 +36,7 @@ from api.http.engine_client import EngineClient, attempt
 from api.http.errors import CLIENT_CLOSED_REQUEST, in_format
 from api.http.fields import Json
 from api.http.response_store import OwnedResponses, ResponseStore
-from api.http.types import encode
+from api.http.types import encode_json
 from config import Config
 from protocol import RequestStats
 from text.grammar import GrammarError
@@ -124,14 +124,14 @@ class Server:
         _served = self.served  # not before the model is ready
         check_is_json()
         with self._bodies.read(self.payload_limit) as body:
-            return fields.read(fields.parse(body), kind)
+            return fields.read(fields.parse_body(body), kind)
 
     def reply(self, make: Callable[[Json, Served], Any]) -> Response:
         """A response without generated text to a JSON body."""
         served = self.served
         check_is_json()
         with self._bodies.read(self.payload_limit) as body, served.images:
-            return json_response(self._read(lambda served: make(fields.parse(body), served), served))
+            return json_response(self._read(lambda served: make(fields.parse_body(body), served), served))
 
     def generate(self, read: Read, renders: bool = False, deadline_s: float | None = None) -> Response:
         """Generates what the JSON body of the request asks for.
@@ -141,7 +141,7 @@ class Server:
         """
         served = self._begin()
         check_is_json()
-        return self._generate(read, fields.parse, served, renders, deadline_s)
+        return self._generate(read, fields.parse_body, served, renders, deadline_s)
 
     def generate_from_text(self, read: Read, deadline_s: float | None = None) -> Response:
         """Generates for a body that is the prompt itself, as plain text: `read` gets it as `inputs`."""
@@ -239,7 +239,7 @@ class Server:
     def _whole(self, writer: ResponseWriter, generation: ActiveRequest, headers: dict[str, str]) -> Response:
         with generation:
             generation.run()
-            body = self._run(writer, lambda: encode(writer.whole(generation.sequences)))
+            body = self._run(writer, lambda: encode_json(writer.whole(generation.sequences)))
             response = Response(body, mimetype=JSON)
             response.headers.extend(headers | timing_headers(generation))
             return response
@@ -302,7 +302,7 @@ def log_fields(**more: Any) -> Json:
 
 
 def json_response(body: Any) -> Response:
-    return Response(encode(body), mimetype=JSON)
+    return Response(encode_json(body), mimetype=JSON)
 
 
 def empty_response() -> Response:

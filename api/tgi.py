@@ -25,7 +25,7 @@ from text.stream import Piece
 from text.template import images_of
 
 # An image in a prompt, as TGI reads it. No text is read twice, whatever it repeats.
-IMAGE = re.compile(r"!\[\]\(\s*((?i:data:|https?://)[^)!]*(?:!(?!\[\]\()[^)!]*)*)\)")
+MARKDOWN_IMAGE = re.compile(r"!\[\]\(\s*((?i:data:|https?://)[^)!]*(?:!(?!\[\]\()[^)!]*)*)\)")
 
 
 class Parameters(SamplingFields, kw_only=True):
@@ -169,16 +169,16 @@ class Info(Struct):
 
 
 def generate(data: Json, served: Served) -> ResponseWriter:
-    return _writer(read(data), served, streams=False)
+    return _writer(read_generate(data), served, streams=False)
 
 
 def generate_stream(data: Json, served: Served) -> ResponseWriter:
-    return _writer(read(data), served, streams=True)
+    return _writer(read_generate(data), served, streams=True)
 
 
 def compat(data: Json, served: Served) -> ResponseWriter:
     """`POST /`: streams with `stream`, and returns the prompt unless `return_full_text` is false."""
-    request = read(data)
+    request = read_generate(data)
     if request.parameters.return_full_text is None:
         request.parameters.return_full_text = True
     return _writer(request, served, streams=bool(request.stream), in_list=True)
@@ -188,7 +188,7 @@ def _writer(request: GenerateRequest, served: Served, streams: bool, in_list: bo
     return NativeResponseWriter(check(request, served, streams), served, request, streams, in_list)
 
 
-def read(data: Json) -> GenerateRequest:
+def read_generate(data: Json) -> GenerateRequest:
     return fields.read(data, GenerateRequest, parameters=Parameters)
 
 
@@ -266,7 +266,7 @@ def prompt_of(inputs: str, served: Served) -> tuple[str, list[int]]:
     images.set_options({}, "")  # those of a chat in the same body
     if not images.are_read:
         return inputs, []
-    texts = IMAGE.split(inputs)
+    texts = MARKDOWN_IMAGE.split(inputs)
     urls = texts[1::2]
     if not urls:
         return inputs, []
@@ -317,7 +317,7 @@ class NativeResponseWriter(ResponseWriter):
         events = []
         for piece in pieces:
             self._index += 1
-            response = StreamResponse(self._index, _token(piece))
+            response = StreamResponse(self._index, _token_out(piece))
             if piece.top:
                 response.top_tokens = self._top_tokens(piece)
             if piece is pieces[-1] and sequence.finish_reason is not None:
@@ -340,7 +340,7 @@ class NativeResponseWriter(ResponseWriter):
         details = self._finish(sequence)
         prompt = self._prompt_pieces(sequence) if sequence.prepared.prompt_logprobs else []
         details["prefill"] = [PrefillToken(piece.id, piece.text, rounded(piece.logprob)) for piece in prompt]
-        details["tokens"] = [_token(piece) for piece in sequence.pieces]
+        details["tokens"] = [_token_out(piece) for piece in sequence.pieces]
         if sequence.prepared.top_n_tokens:
             details["top_tokens"] = [self._top_tokens(piece) for piece in sequence.pieces]
         return details
@@ -353,5 +353,5 @@ class NativeResponseWriter(ResponseWriter):
         ]
 
 
-def _token(piece: Piece) -> TokenOut:
+def _token_out(piece: Piece) -> TokenOut:
     return TokenOut(piece.id, piece.text, rounded(piece.logprob), piece.special)

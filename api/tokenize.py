@@ -94,23 +94,23 @@ Tokenized = list[SimpleToken] | TokenizeResponse | ContentTokens
 
 def tokenize(data: Json, served: Served) -> Tokenized:
     """The tokens of a text or chat, in the API whose required field the body has."""
-    return fields.choose(data, TOKENIZE)(data, served)
+    return fields.choose_variant(data, TOKENIZE)(data, served)
 
 
 def _inputs(data: Json, served: Served) -> list[SimpleToken]:
     tokenizer = served.text.tokenizer
-    prompt, order = tgi.prompt_of(tgi.read(data).inputs, served)
+    prompt, order = tgi.prompt_of(tgi.read_generate(data).inputs, served)
     text, _images = served.images.expand(prompt, order, "inputs")
     return _tokens(text if order else tokenizer.escape(text), tokenizer, add_special_tokens=True)
 
 
-def _prompt(data: Json, served: Served) -> TokenizeResponse:
+def _tokenize_prompt(data: Json, served: Served) -> TokenizeResponse:
     request = fields.read(data, TokenizePrompt)
     text = served.text.tokenizer.escape(request.prompt)
     return _counted(text, request, request.add_special_tokens is not False, served)
 
 
-def _messages(data: Json, served: Served) -> TokenizeResponse:
+def _tokenize_messages(data: Json, served: Served) -> TokenizeResponse:
     request = fields.read(data, TokenizeChat)
     text = prepare_chat(request, served).prompt
     return _counted(text, request, bool(request.add_special_tokens), served)
@@ -124,7 +124,7 @@ def _counted(
     return TokenizeResponse(len(ids), served.info.max_total_tokens, ids, texts)
 
 
-def _content(data: Json, served: Served) -> ContentTokens:
+def _tokenize_content(data: Json, served: Served) -> ContentTokens:
     request = fields.read(data, TokenizeContent)
     require(request.parse_special is not False, "parse_special", "is not supported if it is false")
     tokenizer = served.text.tokenizer
@@ -144,7 +144,12 @@ def _piece(token_id: int, tokenizer: Tokenizer) -> str | list[int]:
         return list(exact)
 
 
-TOKENIZE = {"inputs": _inputs, "prompt": _prompt, "messages": _messages, "content": _content}
+TOKENIZE = {
+    "inputs": _inputs,
+    "prompt": _tokenize_prompt,
+    "messages": _tokenize_messages,
+    "content": _tokenize_content,
+}
 
 
 def detokenize(data: Json, served: Served) -> DetokenizeResponse:

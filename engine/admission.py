@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-MAX_PIXEL_BYTES = 512 << 20  # of images that wait for the encoder
+MAX_WAITING_PIXEL_BYTES = 512 << 20  # of images that wait for the encoder
 
 
 class Admission:
@@ -29,7 +29,7 @@ class Admission:
         with self._lock:
             if self.count + count > self.limit:
                 return "overloaded"
-            if self.pixel_bytes and self.pixel_bytes + pixel_bytes > MAX_PIXEL_BYTES:
+            if self.pixel_bytes and self.pixel_bytes + pixel_bytes > MAX_WAITING_PIXEL_BYTES:
                 return "overloaded"
             self.count += count
             self.pixel_bytes += pixel_bytes

@@ -22,7 +22,7 @@ from protocol import Image
 logger = logging.getLogger("worker")
 
 
-class ImageEncoder:
+class ImageThread:
     """Encodes the images of requests round-robin: a request with one image does not wait for all images of
     another one. `wake` is called when an image is done. Only the loop's thread calls its methods."""
 

@@ -51,7 +51,7 @@ class PeerLost(msgspec.Struct, frozen=True):
 ForLoop = SubmitRequests | Cancel | AdapterChange | Hello | PeerLost
 
 
-_decode = msgspec.msgpack.Decoder(FromWeb).decode
+_decode_message = msgspec.msgpack.Decoder(FromWeb).decode
 
 
 class Link:
@@ -163,7 +163,7 @@ class Link:
         is_new = peer not in self._peers
         self._peers.add(peer)
         try:
-            message = _decode(body)
+            message = _decode_message(body)
         except ValueError as error:
             logger.error("a message from an API server process cannot be decoded: %s", error)
             self._reject_undecodable(peer, body)

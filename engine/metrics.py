@@ -23,7 +23,7 @@ from protocol import RequestStats
 METHODS = ("prefill", "decode")
 FAILURES = ("overloaded", "validation", "incomplete", "template", "generation", "dropped")
 HTTP_ERRORS = (400, 401, 404, 405, 408, 413, 414, 415, 422, 424, 429, 431, 500, 501, 503, 529)
-REASONS = ("backpressure", "wait_exceeded")
+SHED_REASONS = ("backpressure", "wait_exceeded")
 
 # (class, name without "tgi_", help, label name, the label's values that are there from the start)
 METRICS = (
@@ -82,7 +82,7 @@ METRICS = (
         "method",
         ("decode",),
     ),
-    (Counter, "batch_concat", "Prompts that joined a running batch", "reason", REASONS),
+    (Counter, "batch_concat", "Prompts that joined a running batch", "reason", SHED_REASONS),
     (Histogram, "grammar_mask_duration", "Seconds of computing a step's token masks, while the device runs"),
     (Histogram, "grammar_compile_duration", "Seconds of compiling a grammar"),
     (Counter, "images", "Images in requests"),

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from engine.image_encoding import ImageEncoder
+from engine.image_encoding import ImageThread
 from engine.metrics import Metrics
 from engine.request import Request, State
 from protocol import Image
@@ -38,7 +38,7 @@ class Preparation:
     def __init__(
         self,
         grammars: Grammars | None,
-        images: ImageEncoder | None,
+        images: ImageThread | None,
         metrics: Metrics,
         wake: Callable[[], None],
     ):

@@ -29,7 +29,7 @@ from config import Config
 from models.errors import ModelError
 
 UPDATES = "updates.safetensors"
-DOWN, UP = ".down", ".up"  # endings of the names of its tensors
+DOWN_SUFFIX, UP_SUFFIX = ".down", ".up"  # endings of the names of its tensors
 A, B = ".lora_A.weight", ".lora_B.weight"  # and of those that peft saves: [rank, inputs] and [outputs, rank]
 PREFIX = "base_model.model."  # of the names that peft saves
 COLUMNS = 16
@@ -52,8 +52,11 @@ def common_name(name: str) -> str:
 
 def read_updates(folder: Path) -> Updates:
     tensors = load_file(folder / UPDATES)
-    modules = [name.removesuffix(DOWN) for name in tensors if name.endswith(DOWN)]
-    return {common_name(module): (tensors[module + DOWN], tensors[module + UP]) for module in modules}
+    modules = [name.removesuffix(DOWN_SUFFIX) for name in tensors if name.endswith(DOWN_SUFFIX)]
+    return {
+        common_name(module): (tensors[module + DOWN_SUFFIX], tensors[module + UP_SUFFIX])
+        for module in modules
+    }
 
 
 def configured(config: Config) -> dict[str, Updates]:

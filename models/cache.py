@@ -41,18 +41,18 @@ HASHED_BYTES = 64_000_000
 # Exit codes of the child process, its reason in the last line of its output.
 CANNOT_SERVE = 2
 CANNOT_WRITE = 3
-OUT_OF_MEMORY = 4
+OUT_OF_MEMORY_CODE = 4
 CRASHES = (signal.SIGSEGV, signal.SIGFPE, signal.SIGILL)  # which the next conversion would meet again
 # Compresses weights; needed only by a conversion.
 NNCF = "nncf==3.4.0"
 # Raise these with any change of what a conversion writes, or of how it is read: entries of other versions are
-# not used. CONVERTER_VERSION is for models, READERS for tokenizers, and for checkpoints of gguf.py, lora.py
-# and dequantize.py.
+# not used. CONVERTER_VERSION is for models, READER_VERSIONS for tokenizers, and for checkpoints of gguf.py,
+# lora.py and dequantize.py.
 CONVERTER_VERSION = 5
 # These are for models that read images, whose entries hold a vision tower as well, and compressed weights.
 VISION_VERSION = 4
 COMPRESSION_VERSION = 5
-READERS = {"gguf": 3, "lora": 4, "dequantize": 2, "tokenizer": 6}
+READER_VERSIONS = {"gguf": 3, "lora": 4, "dequantize": 2, "tokenizer": 6}
 HELD: set[Path] = set()  # the entries that this process keeps: an adapter may be loaded many times
 
 
@@ -189,7 +189,7 @@ def _lock_if_free(path: Path) -> Iterator[bool]:
         yield is_free
 
 
-def model_key(config: Config, folder: Path, manifest: Manifest) -> str | None:
+def cache_key(config: Config, folder: Path, manifest: Manifest) -> str | None:
     """Names the entry of a checkpoint; None where its code comes from another repository, which may change at
     any time.
 
@@ -213,7 +213,7 @@ def model_key(config: Config, folder: Path, manifest: Manifest) -> str | None:
 def tokenizer_key(folder: Path) -> str:
     """Names the entry of the tokenizer that was converted from the model's in `folder`."""
     files = identify(folder, ("*.json", "*.model", "*.txt"))
-    return f"tokenizer-{digest([files, READERS['tokenizer'], installed('transformers')])}"
+    return f"tokenizer-{digest([files, READER_VERSIONS['tokenizer'], installed('transformers')])}"
 
 
 def run_converter(arguments: list[str], config: Config) -> None:
@@ -229,8 +229,8 @@ def run_converter(arguments: list[str], config: Config) -> None:
             raise ConfigError(str(error)) from None
         if error.code == CANNOT_WRITE:
             raise OSError(str(error)) from None
-        if error.code in (OUT_OF_MEMORY, -signal.SIGKILL):
-            how = "ran out of memory" if error.code == OUT_OF_MEMORY else "was killed (SIGKILL)"
+        if error.code in (OUT_OF_MEMORY_CODE, -signal.SIGKILL):
+            how = "ran out of memory" if error.code == OUT_OF_MEMORY_CODE else "was killed (SIGKILL)"
             raise ConfigError(
                 f"the conversion of {config.model_name} {how}: it needs 1 GB and 1.2 to 2 times the "
                 "checkpoint's size; add memory, or convert it on a larger machine (python -m models.convert "

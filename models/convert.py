@@ -17,7 +17,7 @@ import logs
 import models
 from config import Config, parse
 from manifest import Manifest
-from models.cache import CANNOT_SERVE, CANNOT_WRITE, OUT_OF_MEMORY, model_key, renamed_when_complete
+from models.cache import CANNOT_SERVE, CANNOT_WRITE, OUT_OF_MEMORY_CODE, cache_key, renamed_when_complete
 from models.checkpoint.architecture import read_architecture
 from models.errors import ModelError, is_out_of_memory
 from models.openvino import SHIPPED, with_dtype
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
             folder = Path(config.model_id)
             manifest = Manifest.read(folder)
             config = with_dtype(config.with_manifest(manifest), manifest)
-            with renamed_when_complete(SHIPPED / model_key(config, folder, manifest)) as target:
+            with renamed_when_complete(SHIPPED / cache_key(config, folder, manifest)) as target:
                 convert(config, folder, target)
         elif arguments == ["--ahead"]:
             prepared = models.prepare(parse([], os.environ))
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
             convert(config, Path(arguments[0]), Path(arguments[1]))
     except Exception as error:
         if is_out_of_memory(error):
-            return OUT_OF_MEMORY
+            return OUT_OF_MEMORY_CODE
         if not isinstance(error, (ConfigError, ModelError, OSError)):
             raise
         print(error)

@@ -18,7 +18,7 @@ from published.configs import CONFIGS
 from published.families import CODE, FAMILIES, OPENVINO, TORCH
 
 from api.routes import openapi_document
-from config import FP8, GROUPS, SETTINGS, Config
+from config import FP8, SETTING_GROUPS, SETTINGS, Config
 from engine.metrics import Metrics
 from manifest import CONTEXT_LENGTHS, Manifest
 from models.errors import ModelError
@@ -155,7 +155,7 @@ def smallest(name, **settings):
     shape = plan.Shape.from_config(CONFIGS[name])
     for instance, machine in plan.INSTANCES.items():
         with contextlib.suppress(ConfigError):
-            sizing = plan.choose(shape, machine, Config(model_id=name, **settings))
+            sizing = plan.choose_sizing(shape, machine, Config(model_id=name, **settings))
             is_enough = shape.memory_warning(machine) is None and sizing.length >= plan.USEFUL_LENGTH
             if machine.family == "inf2" and is_enough:
                 return instance, sizing
@@ -185,8 +185,8 @@ def settings():
     """A section with a table for each group."""
     groups = {}
     for flag, entry in SETTINGS.items():
-        if flag in GROUPS:
-            rows = groups[GROUPS[flag]] = []
+        if flag in SETTING_GROUPS:
+            rows = groups[SETTING_GROUPS[flag]] = []
         about = entry.metadata
         rows.append((f"`{flag}`", in_code(about["names"]), about["shown"], about["help"]))
     head = "flag | environment | default | meaning"

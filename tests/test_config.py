@@ -18,8 +18,8 @@ from config import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_MAX_TOTAL_TOKENS,
     DEMO_MODEL,
-    GROUPS,
     MAX_DEFAULT_PREFIX_SLOTS,
+    SETTING_GROUPS,
     SETTINGS,
     Config,
     parse,
@@ -725,7 +725,7 @@ def test_the_help_names_every_setting_its_variables_its_meaning_and_its_default(
     for default in ("Default:8080.", "Default:0.0.0.0.", "Default:false.", "Default:25.", "Default:max_total_tokens-1."):
         assert default in words
     groups = re.findall(r"^(\S.*):$", shown.stdout, flags=re.MULTILINE)
-    assert groups == ["options", *GROUPS.values()] and set(GROUPS) < set(SETTINGS)
+    assert groups == ["options", *SETTING_GROUPS.values()] and set(SETTING_GROUPS) < set(SETTINGS)
     assert str(DEMO_MODEL) not in words
     assert "--cuda-graphs" not in words
 

@@ -16,11 +16,11 @@ from product import FILES
 import config
 from api.routes import openapi_document
 from engine.metrics import Metrics
-from models.checkpoint.quantization import SUPPORTED
+from models.checkpoint.quantization import SUPPORTED_METHODS
 from models.neuron import families
 from run import HERE
 from text.output.call_syntaxes import AllowedCalls, Function, ModelTools, calls_grammar, not_written
-from text.output.tool_formats import FORMATS
+from text.output.tool_formats import TOOL_FORMATS
 
 DOCUMENTS = [path for folder in (".", "bench", "demo", "docs", "docs/*", "deploy/*") for path in HERE.glob(f"{folder}/*.md")]
 README = (HERE / "README.md").read_text()
@@ -98,8 +98,8 @@ def test_a_start_command_of_another_server_means_what_the_guide_says(there, here
 def test_the_table_of_quantized_checkpoints_has_what_is_supported():
     rows = (HERE / "docs" / "checkpoints.md").read_text().split("\n| `quant_method` |")[1].split("\n\n")[0].splitlines()[2:]
     table = {cells[1].strip(" `"): cells[2:4] for cells in (line.split("|") for line in rows)}
-    assert set(table) == set(SUPPORTED)
-    for method, settings in SUPPORTED.items():
+    assert set(table) == set(SUPPORTED_METHODS)
+    for method, settings in SUPPORTED_METHODS.items():
         supported = {value for values in settings.values() for value in values if isinstance(value, str)}
         supported |= {f"{value} bits" for value in settings.get("bits", settings.get("num_bits", ()))}
         there, rejected = table[method]
@@ -141,19 +141,19 @@ def test_the_page_about_neuron_has_each_family():
 
 def test_the_page_about_tools_has_each_format_and_what_its_calls_enforce():
     begin, formats, *_others = re.split(r"^## .*\n", (HERE / "docs" / "api" / "tools.md").read_text(), flags=re.MULTILINE)
-    assert set(re.findall(r"^\| `(\w+)` \|", formats, flags=re.MULTILINE)) == {form.name for form in FORMATS} | {"none"}
-    assert {name for form in FORMATS for name in form.other_names} <= set(re.findall(r"`(\w+)`", formats))
+    assert set(re.findall(r"^\| `(\w+)` \|", formats, flags=re.MULTILINE)) == {form.name for form in TOOL_FORMATS} | {"none"}
+    assert {name for form in TOOL_FORMATS for name in form.other_names} <= set(re.findall(r"`(\w+)`", formats))
     properties = {"word": {"type": "string", "pattern": "^(sun|rain)$"}, "number": {"type": "integer", "maximum": 3}}
     function = Function("f", {"type": "object", "properties": properties}, True)
     grammars = {}
-    for form in FORMATS:
+    for form in TOOL_FORMATS:
         calls = AllowedCalls(ModelTools(form), [function], "required", parallel=False)
         grammars[form.name] = calls_grammar(calls, "calls")
     rows = re.findall(r"^\| ((?:`\w+`, )+`\w+`) \|", begin, flags=re.MULTILINE)
     in_tags, in_pairs = (set(re.findall(r"\w+", names)) for names in rows)
     assert {name for name, grammar in grammars.items() if "sun|rain" not in grammar} == in_tags | in_pairs
     assert {name for name, grammar in grammars.items() if "maximum" not in grammar} == in_pairs
-    not_enforced = {form.name: set(not_written(form, function)) for form in FORMATS}
+    not_enforced = {form.name: set(not_written(form, function)) for form in TOOL_FORMATS}
     assert {name for name, places in not_enforced.items() if "/properties/word/pattern" in places} == in_tags | in_pairs
     assert {name for name, places in not_enforced.items() if "/properties/number/maximum" in places} == in_pairs
 

@@ -45,10 +45,10 @@ ONLY_IN = {
 }
 # The files and folders of a folder, the top floor first: each imports from floors below alone.
 FLOORS = {
-    "api": "routes | openapi | tokenize clouds status | openai anthropic tgi adapters | server chats | generation | http",
+    "api": "routes | openapi | tokenize clouds status | openai anthropic tgi adapter_routes | server chats | generation | http",
     "text": "output | infill stream | tokenizer template_capabilities grammar | json_schema template images"
     " | json_numbers json_patterns escaping limited",
-    "engine": "requests | adapter_changes outputs preparation | image_encoding link | metrics profiling | step | scheduler"
+    "engine": "lifecycle | adapter_changes outputs preparation | image_encoding link | metrics profiling | step | scheduler"
     " | request | admission defaults masks slots sampling",
     "models": "convert | __init__ | openvino pytorch neuron | checkpoint | base | adapters cache"
     " | accuracy child errors images machine",

@@ -26,7 +26,7 @@ from text.json_schema import enforceable, referred, without_nulls
 from text.limited import LimitExceeded, Rejected, SandboxedFunction
 
 WHITESPACE = r"\n? {0,16}"  # between JSON tokens: the ways in which models write it, without endless spaces
-MAX_BYTES = 120_000
+MAX_GRAMMAR_BYTES = 120_000
 MAX_REGEX_BYTES = 4_000
 COMPILE_S = 0.25  # of processor time, in the worker, too
 CHECK_S = 0.5  # of processor time, for compiling and the masks of the first tokens
@@ -134,7 +134,7 @@ def lark_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")  # which JSON leaves as it is
 
 
-def _checked_size(text: str, limit: int = MAX_BYTES, what: str = "bytes") -> str:
+def _checked_size(text: str, limit: int = MAX_GRAMMAR_BYTES, what: str = "bytes") -> str:
     given = len(text.encode("utf-8", "replace"))
     if given > limit:
         raise GrammarError(f"must have at most {limit} {what}. Given: {given}")

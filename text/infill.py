@@ -1,7 +1,7 @@
 """Filling in the middle: the prompt that a code model reads for a text before and a text after its output.
 
-`LAYOUTS` has one row a way to write it. Sources: the model cards of Qwen2.5-Coder, CodeGemma, StarCoder,
-Granite Code and DeepSeek-Coder.
+`INFILL_LAYOUTS` has one row a way to write it. Sources: the model cards of Qwen2.5-Coder, CodeGemma,
+StarCoder, Granite Code and DeepSeek-Coder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class InfillLayout(NamedTuple):
         return [] if None in ids else ids
 
 
-LAYOUTS = (
+INFILL_LAYOUTS = (
     InfillLayout("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     InfillLayout("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     InfillLayout("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
@@ -36,4 +36,4 @@ LAYOUTS = (
 
 def layout_of(tokenizer: Tokenizer) -> InfillLayout | None:
     """The layout whose tokens the tokenizer has."""
-    return next((layout for layout in LAYOUTS if layout.token_ids(tokenizer)), None)
+    return next((layout for layout in INFILL_LAYOUTS if layout.token_ids(tokenizer)), None)

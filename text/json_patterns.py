@@ -8,7 +8,7 @@ import re
 
 from llguidance import LLMatcher
 
-ESCAPED = r"\\[pPux]\{[^}]{1,40}\}|\\u[\da-fA-F]{4}|\\x[\da-fA-F]{2}|\\c[A-Za-z]|\\."
+ESCAPE_SEQUENCE = r"\\[pPux]\{[^}]{1,40}\}|\\u[\da-fA-F]{4}|\\x[\da-fA-F]{2}|\\c[A-Za-z]|\\."
 PAIR = re.compile(r"\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}")  # of UTF-16: one character
 TOKEN = re.compile(
     r"(?P<characters>\[\^?(?:\\.|[^\]\\])*\])"
@@ -16,10 +16,10 @@ TOKEN = re.compile(
     # off, and repetitions that do not go back.
     r"|(?P<unclear>\(\?(?!i?[:)]|P?<)|\{,\d*\}|\\[av]|\\c[^H-JLMh-jlm]|\\\Z|\["
     r"|[*+?]\+|\{\d+(?:,\d*)?\}\+)"
-    rf"|(?P<kept>\{{\d+(?:,\d*)?\}}|{ESCAPED})|.",
+    rf"|(?P<kept>\{{\d+(?:,\d*)?\}}|{ESCAPE_SEQUENCE})|.",
     re.DOTALL,
 )
-ATOM = rf"(?:{ESCAPED}|[^\\])"
+ATOM = rf"(?:{ESCAPE_SEQUENCE}|[^\\])"
 RANGE = re.compile(rf"({ATOM})(?:-({ATOM}))?", re.DOTALL)
 SEVERAL = re.compile(r"\\[dDwWsSpP]")
 ENDS_OF_WORDS = {r"\<": "<", r"\>": ">"}  # in Rust

@@ -39,8 +39,8 @@ BOUNDS = (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
 STRING_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 # The types by Python's, but for numbers, which integers are, too.
 OTHER_TYPES = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object"}
-TYPES = {*OTHER_TYPES.values(), "number"}
-LISTED = re.compile(r"\^(?:([\w -]+)|\((?:\?:)?([\w |-]+)\))\$")
+JSON_TYPES = {*OTHER_TYPES.values(), "number"}
+LIST_PATTERN = re.compile(r"\^(?:([\w -]+)|\((?:\?:)?([\w |-]+)\))\$")
 UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
 MAX_DEPENDENTS = 3  # names that others depend on: each doubles the alternatives
 MAX_DEPENDENT_PROPERTIES = 40  # of an object that has such names
@@ -133,7 +133,7 @@ def _places(document: Schema) -> list[Place]:
     seen = {id(document)}
     others = set()
     for schema, path in found:
-        others.update(id(value) for name in VALUES for value in _within(schema.get(name)))
+        others.update(id(value) for name in VALUES for value in _nested_values(schema.get(name)))
         others.update(id(schema[name]) for name in NAMED_SCHEMAS if name in schema)
         for part in _parts(schema, path, document):
             if isinstance(part.schema, dict) and id(part.schema) not in seen:
@@ -155,7 +155,7 @@ def _parts(schema: Schema, path: Path, document: Schema) -> Iterator[Place]:
             yield from (Place(part, (place, name)) for name, part in value.items())
 
 
-def _within(value: Any) -> Iterator[Any]:
+def _nested_values(value: Any) -> Iterator[Any]:
     """The value and all that it holds."""
     waiting = [value]
     for each in waiting:
@@ -235,17 +235,17 @@ def _properties(schema: Schema) -> Schema:
 def _types(schema: Any) -> set[str]:
     """The types of the values that a schema allows, as far as its `type` says, or else its listed values."""
     if not isinstance(schema, dict):
-        return set() if schema is False else TYPES
+        return set() if schema is False else JSON_TYPES
     given = schema.get("type")
-    if given is None and (values := _values(schema)) is not None:
+    if given is None and (values := _allowed_values(schema)) is not None:
         return {OTHER_TYPES.get(type(value), "number") for value in values}
     if not isinstance(given, (str, list)):
-        return TYPES
+        return JSON_TYPES
     names = {given} if isinstance(given, str) else set(map(str, given))
     return names | {"number"} if "integer" in names else names
 
 
-def _values(schema: Any) -> list[Any] | None:
+def _allowed_values(schema: Any) -> list[Any] | None:
     """The only values that a schema allows; None: it lists none."""
     if not isinstance(schema, dict):
         return None
@@ -258,7 +258,7 @@ def _values(schema: Any) -> list[Any] | None:
 
 def _unsupported(schema: Schema, context: Context) -> Iterator[str]:
     """Keywords that llguidance does not have."""
-    for keyword, (kind, is_said) in UNSUPPORTED.items():
+    for keyword, (kind, is_said) in UNSUPPORTED_KEYWORDS.items():
         if keyword not in schema:
             continue
         value = schema.pop(keyword)
@@ -292,7 +292,7 @@ def _says_names(schema: Schema, value: Any, context: Context) -> bool:
         return False
     if not said:
         return True
-    names = _values(said)
+    names = _allowed_values(said)
     pattern = said.get("pattern")
     if names and all(isinstance(name, str) for name in names) and sum(map(len, names)) <= MAX_NAMES:
         pattern = f"^(?:{'|'.join(map(re.escape, names))})$"
@@ -314,7 +314,7 @@ def _says_dependents(schema: Schema, value: Any, context: Context) -> bool:
     if not context.has_few_dependents or len(_properties(schema)) > MAX_DEPENDENT_PROPERTIES:
         return False
     # llguidance has no combinations of references in a circle.
-    if any(isinstance(part, dict) and "$ref" in part for part in _within(value)):
+    if any(isinstance(part, dict) and "$ref" in part for part in _nested_values(value)):
         return False
     schema["allOf"] = [*conditions]
     for name, then in value.items():
@@ -330,7 +330,7 @@ def _count_dependents(schema: Schema) -> int:
 
 
 # The types to which keywords apply ("": any), and whether the schema says the same without them.
-UNSUPPORTED: dict[str, tuple[str, Callable[[Schema, Any, Context], bool]]] = {
+UNSUPPORTED_KEYWORDS: dict[str, tuple[str, Callable[[Schema, Any, Context], bool]]] = {
     "unevaluatedProperties": ("object", partial(_says_unevaluated, "additionalProperties")),
     "unevaluatedItems": ("array", partial(_says_unevaluated, "items")),
     "propertyNames": ("object", _says_names),
@@ -403,8 +403,8 @@ def _is_divisor(value: Any) -> bool:
 def _listed(schema: Schema, _: Context) -> Iterator[str]:
     """Listed values, as far as llguidance takes them for what they are."""
     for keyword in VALUES:
-        values = _values({keyword: schema[keyword]}) if keyword in schema else None
-        exact = [value for value in values or [] if all(map(_is_exact, _within(value)))]
+        values = _allowed_values({keyword: schema[keyword]}) if keyword in schema else None
+        exact = [value for value in values or [] if all(map(_is_exact, _nested_values(value)))]
         if values and not exact:
             del schema[keyword]
             yield keyword
@@ -459,7 +459,7 @@ def _exhausted_patterns(schema: Schema, _: Context) -> Iterator[str]:
 
 def _listed_names(pattern: str) -> set[str]:
     """The names that a pattern lists, as in `^(a|b)$`; none: it may match others."""
-    listed = LISTED.fullmatch(pattern)
+    listed = LIST_PATTERN.fullmatch(pattern)
     return set((listed[1] or listed[2]).split("|")) if listed else set()
 
 
@@ -490,7 +490,7 @@ def _counts(schema: Schema, _: Context) -> Iterator[str]:
         yield "minProperties"
 
 
-def _one_of(schema: Schema, context: Context) -> Iterator[str]:
+def _one_of_keyword(schema: Schema, context: Context) -> Iterator[str]:
     """llguidance takes `oneOf` for `anyOf`, which is the same where no value is allowed by two of them."""
     options = schema.get("oneOf")
     if isinstance(options, list) and not _are_exclusive(options, _types(schema), context.document):
@@ -533,7 +533,7 @@ def _differ(schemas: Iterable[Any]) -> bool:
     """Whether all list their values, and no two the same."""
     values = []
     for schema in schemas:
-        if (listed := _values(schema)) is None or _is_long(schema):
+        if (listed := _allowed_values(schema)) is None or _is_long(schema):
             return False
         values += listed
     is_plain = not any(isinstance(value, (dict, list)) for value in values)
@@ -545,7 +545,7 @@ def _differ(schemas: Iterable[Any]) -> bool:
 RULES = (
     _numbers,
     _listed,
-    _one_of,
+    _one_of_keyword,
     _irregular_patterns,
     _exhausted_patterns,
     _unsupported,

@@ -47,9 +47,9 @@ class TemplateError(Exception):
 
 # Followed by one of 256 characters from FIRST_IMAGE on, this stands for an image in the content of a message.
 # No client can write lone surrogates, and those of text/escaping.py are others.
-IMAGE = "\ud800"
+IMAGE_PLACEHOLDER = "\ud800"
 FIRST_IMAGE = 0xD900
-IMAGE_MARK = re.compile(f"{IMAGE}([{chr(FIRST_IMAGE)}-{chr(FIRST_IMAGE + 255)}])")
+IMAGE_MARK = re.compile(f"{IMAGE_PLACEHOLDER}([{chr(FIRST_IMAGE)}-{chr(FIRST_IMAGE + 255)}])")
 # Around the thoughts of a system message or of an assistant in its content.
 THOUGHT = "\ud800\udb00{}\ud800\udb01"
 THOUGHTS = re.compile(THOUGHT.format("(.*?)"), re.DOTALL)
@@ -57,7 +57,7 @@ THOUGHTS = re.compile(THOUGHT.format("(.*?)"), re.DOTALL)
 
 def image_mark(number: int) -> str:
     """What stands in the content of a message for the image with this number, below 256."""
-    return IMAGE + chr(FIRST_IMAGE + number)
+    return IMAGE_PLACEHOLDER + chr(FIRST_IMAGE + number)
 
 
 def images_of(text: str) -> list[int]:
@@ -261,7 +261,7 @@ def raise_exception(message: Any) -> None:
     raise jinja2.TemplateError(str(message))
 
 
-_compiled = functools.lru_cache(8)(TemplateEnvironment().from_string)
+_compile_template = functools.lru_cache(8)(TemplateEnvironment().from_string)
 
 
 def renderer(most_characters: int) -> Callable[[list], str]:
@@ -270,7 +270,7 @@ def renderer(most_characters: int) -> Callable[[list], str]:
     def render(request: list) -> str:
         source, variables = request
         try:
-            text = _compiled(source).render(variables)
+            text = _compile_template(source).render(variables)
         except MemoryError:
             raise
         except jinja2.TemplateSyntaxError as error:

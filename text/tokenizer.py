@@ -78,7 +78,7 @@ class Tokenizer:
         escapes: bool = False,
         reserved: Collection[int] = (),
     ):
-        self._tokenizer = _read(Path(tokenizer_dir) / "tokenizer.json")
+        self._tokenizer = _read_tokenizer(Path(tokenizer_dir) / "tokenizer.json")
         # Both return None for what the vocabulary does not have.
         self.id_to_token = self._tokenizer.id_to_token
         self.token_to_id = self._tokenizer.token_to_id
@@ -198,7 +198,7 @@ class Tokenizer:
         return self.has_byte_fallback and BYTE_TOKEN.fullmatch(self.id_to_token(token_id) or "") is not None
 
 
-def _read(path: Path) -> tokenizers.Tokenizer:
+def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception for whatever is wrong with the file
@@ -240,7 +240,7 @@ def _described(part: pre_tokenizers.PreTokenizer | decoders.Decoder | None) -> J
     return json.loads(part.__getstate__()) if part else {}
 
 
-def check(
+def read_facts(
     folder: Path,
     tokenizer_dir: Path,
     tokenizer_config_path: str | None = None,
@@ -288,6 +288,6 @@ def _check_images(folder: Path, tokenizer: Tokenizer, overrides: Json) -> None:
 
 if __name__ == "__main__":
     try:
-        print(json.dumps(check(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])))
+        print(json.dumps(read_facts(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])))
     except ConfigError as error:
         sys.exit(str(error))

@@ -16,7 +16,7 @@ from api.anthropic.tools import MessagesTools
 from api.anthropic.types import AnthropicToolChoice, CountRequest, MessagesRequest, TokenCount
 from api.chats.content import PARTS, ContentReader, joined, needed
 from api.chats.conversation import ChatRequest, Message, prepare_chat
-from api.chats.reasoning import ON, unseal
+from api.chats.reasoning import THINKING_ON, unseal
 from api.chats.tools import ADDED_TOOLS
 from api.generation.prepared_request import Served, ids_of
 from api.generation.request_images import RequestImages
@@ -67,7 +67,7 @@ def _chat_of(
             messages.append(message)
     reader.log_skipped()
     choice = request.tool_choice or AnthropicToolChoice("auto")
-    format_name, response_format = _response_format(request)
+    format_name, response_format = _output_format(request)
     is_single = choice.disable_parallel_tool_use
     chat = ChatRequest(
         model=request.model,
@@ -78,7 +78,7 @@ def _chat_of(
         response_format=response_format,
         reasoning_effort=_effort(request),
         thinking_token_budget=request.thinking.budget_tokens if request.thinking else None,
-        chat_template_kwargs=_template_options(request),
+        chat_template_kwargs=_thinking_options(request),
     )
     names = FieldNames(
         messages=paths,
@@ -135,7 +135,7 @@ def _thoughts(reader: BlockReader, path: str, block: Json) -> Message:
     return Message("assistant", reasoning_content=thoughts)
 
 
-def _call(_reader: BlockReader, path: str, block: Json) -> Message:
+def _tool_use(_reader: BlockReader, path: str, block: Json) -> Message:
     given = needed(path, block, "input", dict) if block.get("input") is not None else {}
     function = {"name": needed(path, block, "name", str), "arguments": given}
     if block.get("toolset_name") is not None:  # a member of a toolset, in a conversation with another server
@@ -145,7 +145,7 @@ def _call(_reader: BlockReader, path: str, block: Json) -> Message:
     return Message("assistant", tool_calls=[call])
 
 
-def _result(reader: BlockReader, path: str, block: Json) -> Message:
+def _tool_result(reader: BlockReader, path: str, block: Json) -> Message:
     text = reader.fields(path, block, "content?")
     if block.get("is_error"):
         text = f"Error: {text}"
@@ -191,8 +191,8 @@ def _browser_state(_reader: BlockReader, _path: str, block: Json) -> str:
 # The readable types of blocks, and of what is in them.
 BLOCKS = PARTS | {
     "thinking": _thoughts,
-    "tool_use": _call,
-    "tool_result": _result,
+    "tool_use": _tool_use,
+    "tool_result": _tool_result,
     "document": _document,
     "search_result": "title? source? content",
     "compaction": "content?",
@@ -221,7 +221,7 @@ BLOCKS = PARTS | {
 }
 
 
-def _response_format(request: CountRequest) -> tuple[str, Json | None]:
+def _output_format(request: CountRequest) -> tuple[str, Json | None]:
     """The name of the field that has the format, and the format in a chat's form."""
     given = request.output_config.format if request.output_config else None
     name = "output_config.format" if given else "output_format"
@@ -239,7 +239,7 @@ def _effort(request: CountRequest) -> str | None:
     return request.output_config.effort if request.output_config else None
 
 
-def _template_options(request: CountRequest) -> Json:
+def _thinking_options(request: CountRequest) -> Json:
     options = request.chat_template_kwargs or {}
     is_enabled = request.thinking is not None and request.thinking.type == "enabled"
-    return ON | options if is_enabled else options
+    return THINKING_ON | options if is_enabled else options

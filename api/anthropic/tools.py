@@ -104,7 +104,7 @@ class MessagesTools:
         kind = tool.get("type") or "custom"
         family, _, date = str(kind).rpartition("_")
         if kind == "custom":
-            function = _function(path, tool)
+            function = _chat_function(path, tool)
         elif date.isdigit() and family in CLIENT_TOOLS:
             definition = CLIENT_TOOLS[family](date, tool)
             function = {"name": needed(path, tool, "name", str), **definition._asdict()}
@@ -119,7 +119,7 @@ class MessagesTools:
         return form
 
 
-def _function(path: str, tool: Json) -> Json:
+def _chat_function(path: str, tool: Json) -> Json:
     """Raises ApiError."""
     function = {
         "name": needed(path, tool, "name", str),

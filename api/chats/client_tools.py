@@ -14,7 +14,7 @@ from api.http.fields import Json, require
 TEXT = {"type": "string"}
 INTEGER = {"type": "integer"}
 BOOLEAN = {"type": "boolean"}
-TEXTS = {"type": "array", "items": TEXT}
+TEXT_LIST = {"type": "array", "items": TEXT}
 POINT = {"type": "array", "items": INTEGER, "minItems": 2, "maxItems": 2}
 NO_UNDO = "20250429"  # the first text editor without `undo_edit`; the text of its `insert` is `insert_text`
 EDITOR_COMMANDS = ("view", "create", "str_replace", "insert")
@@ -44,7 +44,7 @@ def _object(required: str, **properties: Json | str) -> Json:
     return {"type": "object", "properties": schemas, "required": required.split()}
 
 
-def _choice(values: Sequence[str]) -> Json:
+def _enum(values: Sequence[str]) -> Json:
     return {"type": "string", "enum": list(values)}
 
 
@@ -76,7 +76,7 @@ def text_editor(date: str, tool: Json) -> Definition:
     if tool.get("max_characters") is not None:
         text += f" `view` shows at most {tool['max_characters']} characters."
     properties = _editing("new_str" if is_old else "insert_text")
-    return Definition(text, _object("command path", command=_choice(commands), **properties))
+    return Definition(text, _object("command path", command=_enum(commands), **properties))
 
 
 def memory(_date: str, _tool: Json) -> Definition:
@@ -86,7 +86,7 @@ def memory(_date: str, _tool: Json) -> Definition:
         "View that folder before you begin, and write down what later conversations need.",
         _object(
             "command",
-            command=_choice(commands),
+            command=_enum(commands),
             **_editing("insert_text"),
             old_path="`rename`: the path until now.",
             new_path="`rename`: the new path.",
@@ -118,7 +118,7 @@ def shell(_tool: Json) -> Definition:
         "Runs shell commands on the user's machine, and returns the output of each.",
         _object(
             "commands",
-            commands=_with(TEXTS, "Commands, each of which runs by itself."),
+            commands=_with(TEXT_LIST, "Commands, each of which runs by itself."),
             timeout_ms=_with(INTEGER, "Milliseconds after which they are ended."),
             max_output_length=_with(INTEGER, "Characters of output to return."),
         ),
@@ -130,7 +130,7 @@ def local_shell(_tool: Json) -> Definition:
         "Runs a command on the user's machine, and returns its output.",
         _object(
             "command",
-            command=_with(TEXTS, 'The program and its arguments, such as ["bash", "-lc", "ls | wc -l"].'),
+            command=_with(TEXT_LIST, 'The program and its arguments, such as ["bash", "-lc", "ls | wc -l"].'),
             working_directory="The folder to run it in.",
             env=_with({"type": "object", "additionalProperties": TEXT}, "Environment variables."),
             timeout_ms=_with(INTEGER, "Milliseconds after which it is ended."),
@@ -143,7 +143,7 @@ def apply_patch(_tool: Json) -> Definition:
         "Creates, changes or deletes one file.",
         _object(
             "type path",
-            type=_choice(["create_file", "update_file", "delete_file"]),
+            type=_enum(["create_file", "update_file", "delete_file"]),
             path="The file.",
             diff=(
                 "`create_file`: each line of the new file after a `+`. `update_file`: for each change a line "

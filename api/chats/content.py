@@ -24,7 +24,7 @@ OMITTED = "[{kind} omitted: this server reads {readable} only]"
 # reused.
 BILLING = re.compile(r"^[ \t]*x-anthropic-billing-header:.*\n?", re.IGNORECASE | re.MULTILINE)
 SYSTEM_ROLES = ("system", "developer")
-KINDS = {str: "a string", dict: "an object", list: "a list"}
+TYPES_IN_WORDS = {str: "a string", dict: "an object", list: "a list"}
 
 V = TypeVar("V", str, Json, list)
 M = TypeVar("M")  # an API's parts that are no text, such as tool calls
@@ -114,7 +114,7 @@ def needed(path: str, part: Json, name: str, kind: type[V] | None = None) -> V:
     if value is None:
         raise invalid(path, f"needs `{name}`")
     if kind is not None:
-        require(isinstance(value, kind), f"{path}.{name}", f"must be {KINDS[kind]}")
+        require(isinstance(value, kind), f"{path}.{name}", f"must be {TYPES_IN_WORDS[kind]}")
     return value
 
 

@@ -39,7 +39,7 @@ from text.grammar import GrammarError
 from text.json_schema import without_nulls
 from text.output.json_mender import whole_value
 from text.output.parser import ParserConfig
-from text.output.reasoning import Thinking
+from text.output.reasoning_formats import Thinking
 from text.template import IMAGE_MARK, RESERVED, THOUGHT, THOUGHTS, TemplateError, images_of
 
 OPENAI_TOP_LOGPROBS = 20  # OpenAI's own limit
@@ -123,28 +123,28 @@ class ChatRequest(OpenAIRequest, kw_only=True):
 def prepare_chat(
     chat: ChatRequest,
     served: Served,
-    names: FieldNames = CHAT_FIELDS,
-    found: Sequence[Json] = (),
+    field_names: FieldNames = CHAT_FIELDS,
+    inline_tools: Sequence[Json] = (),
 ) -> PreparedRequest:
     """The prepared request of a chat.
 
-    found: further tools that may be called, whose definitions stand in the messages; `names` has their paths
-    after those of the others. Without others they are listed as well: a template says with the list how tools
-    are called.
+    inline_tools: further tools that may be called, whose definitions stand in the messages; `field_names` has
+    their paths after those of the others. Without others they are listed as well: a template says with the
+    list how tools are called.
     """
     text = served.text
     chat = replace(chat, tools=without_nulls(chat.tools))
     _check_continuation(chat)
-    prepared = _check(chat, served, names)
-    constraint = formats.of_openai(chat, names)
-    tools = [*(chat.tools or []), *found]
-    policy = tool_policy(tools, chat.tool_choice, chat.parallel_tool_calls, text.tools, names)
+    prepared = _check(chat, served, field_names)
+    constraint = formats.of_openai(chat, field_names)
+    tools = [*(chat.tools or []), *inline_tools]
+    policy = tool_policy(tools, chat.tool_choice, chat.parallel_tool_calls, text.tools, field_names)
     sampling = prepared.sampling
     if tools and chat.tool_choice == "none":
         sampling = _without_calls(sampling, served)
-    if found and not chat.tools:
+    if inline_tools and not chat.tools:
         chat = replace(chat, tools=tools)
-    prompt, order, continued = _prompt(chat, served, names)
+    prompt, order, continued = _render_prompt(chat, served, field_names)
     require(not (order and prepared.prompt_logprobs), "prompt_logprobs", WITH_IMAGES)
     if constraint.grammar:
         constraint = constraint._replace(grammar=text.reasoning.in_answer(constraint.grammar))
@@ -153,7 +153,9 @@ def prepare_chat(
     thinking = text.reasoning.thinking(prompt, continued)
     parser_config = ParserConfig(policy, thinking, enforces_calls=bool(constraint.grammar))
     if thinking:
-        constraint = _with_reasoning(constraint, thinking, _budget(chat, prepared, served), served, names)
+        constraint = _with_reasoning(
+            constraint, thinking, _budget(chat, prepared, served), served, field_names
+        )
     prepared = replace(
         with_grammar(prepared, *constraint, served.info),
         sampling=sampling,
@@ -175,13 +177,13 @@ def _with_calls(constraint: Constraint, policy: ToolPolicy) -> Constraint:
 
 
 def _with_reasoning(
-    constraint: Constraint, thinking: Thinking, budget: int | None, served: Served, names: FieldNames
+    constraint: Constraint, thinking: Thinking, budget: int | None, served: Served, field_names: FieldNames
 ) -> Constraint:
     """Reasoning, and then what the constraint allows."""
     path, grammar, not_enforced = constraint
     if not grammar and budget is None:
         return constraint
-    path = path if grammar else names.budget
+    path = path if grammar else field_names.budget
     try:
         return Constraint(path, served.text.reasoning.grammar(thinking, grammar, budget), not_enforced)
     except GrammarError as error:
@@ -228,19 +230,19 @@ def _prediction(given: Prediction, served: Served) -> list[int]:
     return tokens
 
 
-def _check(chat: ChatRequest, served: Served, names: FieldNames) -> PreparedRequest:
+def _check(chat: ChatRequest, served: Served, field_names: FieldNames) -> PreparedRequest:
     """Checks all fields but the messages and tools. The prompt is empty: the chat template writes
     it."""
     require(chat.logprobs or not chat.top_logprobs, "top_logprobs", "needs `logprobs` to be true")
     limit_field = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
     limit = getattr(chat, limit_field)
-    limit_name = names.limit or limit_field
+    limit_name = field_names.limit or limit_field
     require(limit != 0, limit_name, "must be strictly positive")
     count = len(chat.messages)
     most = served.info.max_input_tokens
     limit_text = f"more than the {most} tokens of the longest prompt (--max-input-tokens raises it)"
-    require(count <= most, names.prompt, f"has {count} messages, {limit_text}")
-    prepared = check_openai(chat, "", limit, bool(chat.logprobs), served, names)
+    require(count <= most, field_names.prompt, f"has {count} messages, {limit_text}")
+    prepared = check_openai(chat, "", limit, bool(chat.logprobs), served, field_names)
     most = max(OPENAI_TOP_LOGPROBS, served.config.max_top_n_tokens)
     check_top_n(chat.top_logprobs, "top_logprobs", most)
     return replace(
@@ -248,12 +250,12 @@ def _check(chat: ChatRequest, served: Served, names: FieldNames) -> PreparedRequ
         top_n_tokens=max(chat.top_logprobs or 0, prepared.top_n_tokens),
         add_special_tokens=bool(chat.add_special_tokens),  # the template writes them
         is_escaped=True,
-        prompt_name=names.prompt,
+        prompt_name=field_names.prompt,
         limit_name=limit_name,
     )
 
 
-def _prompt(chat: ChatRequest, served: Served, names: FieldNames) -> tuple[str, list[int], str]:
+def _render_prompt(chat: ChatRequest, served: Served, field_names: FieldNames) -> tuple[str, list[int], str]:
     """The text that the model's chat template makes of the messages and tools, the numbers of the images in
     it, and the assistant's text at its end that the output is to continue."""
     template = served.text.template
@@ -265,7 +267,7 @@ def _prompt(chat: ChatRequest, served: Served, names: FieldNames) -> tuple[str, 
     if chat.tools or any(message.tool_calls or message.role == "tool" for message in chat.messages):
         template = template.for_tools
     served.images.set_options(chat.mm_processor_kwargs or {}, "mm_processor_kwargs")
-    messages = _messages(chat.messages, template.words, names, served.images)
+    messages = _template_messages(chat.messages, template.words, field_names, served.images)
     tools: list[Json] | None = None
     if chat.tools and (chat.tool_choice != "none" or capabilities.tools):
         tools = [as_function(tool) for tool in chat.tools]
@@ -283,7 +285,7 @@ def _prompt(chat: ChatRequest, served: Served, names: FieldNames) -> tuple[str, 
         texts = IMAGE_MARK.split(message["content"])[::2]
         is_written = message["role"] in PLAIN_ROLES or all(text.strip() in prompt for text in texts)
         detail = "has a role that the model's chat template leaves out"
-        require(is_written, names.prompt, detail, given=message["role"])
+        require(is_written, field_names.prompt, detail, given=message["role"])
     order = [number for message in escaped for number in images_of(message["content"])]
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or last.get("tool_calls"):
@@ -318,21 +320,23 @@ def _reasoning_of(chat: ChatRequest) -> tuple[str | None, bool | None]:
     return effort, is_on
 
 
-def _messages(
-    messages: list[Message], template_words: Collection[str], names: FieldNames, images: RequestImages
+def _template_messages(
+    messages: list[Message], template_words: Collection[str], field_names: FieldNames, images: RequestImages
 ) -> list[Json]:
     """Messages as a chat template reads them, the content of each as one text. Raises ApiError.
 
     A role is one of ROLES, or a word that the template has in quotes: templates may write any other next to
     control tokens.
     """
-    require(len(messages) > 0, names.prompt, "cannot be empty")
+    require(len(messages) > 0, field_names.prompt, "cannot be empty")
     for n, message in enumerate(messages):
         is_known = message.role in ROLES or message.role in template_words
         detail = f"must be one of {', '.join(ROLES)}, or another role that the model's chat template names"
-        require(is_known, f"{names.message(n)}.role", detail, given=message.role[:40])
+        require(is_known, f"{field_names.message(n)}.role", detail, given=message.role[:40])
     reader = ContentReader(CHAT_PARTS, images)
-    written = [_message(reader, names.message(n), message) for n, message in enumerate(messages)]
+    written = [
+        _template_message(reader, field_names.message(n), message) for n, message in enumerate(messages)
+    ]
     reader.log_skipped()
     # A system message of nothing that a model reads is left out, an empty one is what it is.
     return [
@@ -342,9 +346,9 @@ def _messages(
     ]
 
 
-def _message(reader: ContentReader, path: str, message: Message) -> Json:
+def _template_message(reader: ContentReader, path: str, message: Message) -> Json:
     content = message.content or message.refusal or message.content
-    calls = [*_calls(path, message)]
+    calls = [*_calls_of(path, message)]
     text = reader.text(f"{path}.content", content or "", "", message.role)
     thoughts = message.reasoning_content or message.reasoning
     if message.role == "assistant":
@@ -369,7 +373,7 @@ def _message(reader: ContentReader, path: str, message: Message) -> Json:
     return {name: value for name, value in written.items() if value is not None}
 
 
-def _calls(path: str, message: Message) -> Iterator[Json]:
+def _calls_of(path: str, message: Message) -> Iterator[Json]:
     """The calls of a message, with their arguments as objects. A custom tool is a function of one text."""
     if message.function_call is not None:
         function_path = f"{path}.function_call"
@@ -394,14 +398,16 @@ def _with_arguments(path: str, call: Json) -> Json:
     return call | {"function": function | {"arguments": arguments}}
 
 
-def arguments_of(path: str, given: Any) -> Json:
+def arguments_of(path: str, arguments: Any) -> Json:
     """The arguments of an earlier tool call, given as an object or as JSON in a string. Of JSON that
     `max_tokens` has truncated, the members that are complete. Raises ApiError for any other value."""
-    read = _value_of(given) if isinstance(given, str) else given
+    read = _value_of(arguments) if isinstance(arguments, str) else arguments
     if read is None:
         return {}
     detail = "must be a JSON object: the arguments of a tool call by their names"
-    require(isinstance(read, dict), path, detail, given=given[:40] if isinstance(given, str) else None)
+    require(
+        isinstance(read, dict), path, detail, given=arguments[:40] if isinstance(arguments, str) else None
+    )
     return read
 
 

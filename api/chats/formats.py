@@ -84,21 +84,21 @@ class Constraint(NamedTuple):
 
 def of_native(grammar: Json | None) -> Constraint:
     """What TGI's `grammar` asks for. Raises ApiError."""
-    return _grammar(_of_type("grammar", grammar), WHITESPACE)
+    return _constraint(_of_type("grammar", grammar), WHITESPACE)
 
 
-def of_openai(request: FormatFields, names: FieldNames = CHAT_FIELDS) -> Constraint:
+def of_openai(request: FormatFields, field_names: FieldNames = CHAT_FIELDS) -> Constraint:
     """What the fields of a chat or completion request ask for. Raises ApiError."""
     outputs = request.structured_outputs or StructuredOutputs()
     within = _of_fields("structured_outputs.", outputs)
     if request.structured_outputs is not None and not within:
         raise invalid("structured_outputs", "needs one of `json`, `regex`, `choice` and `json_object`")
     formats = [
-        *_of_type(names.format, request.response_format, names.schema),
+        *_of_type(field_names.format, request.response_format, field_names.schema),
         *within,
         *_of_fields("", request),
     ]
-    return _grammar(formats, _whitespace(outputs))
+    return _constraint(formats, _whitespace(outputs))
 
 
 def _whitespace(outputs: StructuredOutputs) -> str | None:
@@ -135,7 +135,7 @@ def _of_fields(prefix: str, fields: FormatFields | StructuredOutputs) -> list[Fo
     return [Format(prefix + name, KINDS[name], value) for name, value in given if value not in (None, False)]
 
 
-def _grammar(formats: list[Format], whitespace: str | None) -> Constraint:
+def _constraint(formats: list[Format], whitespace: str | None) -> Constraint:
     if not formats:
         return Constraint()
     path, kind, value, is_strict = formats[0]

@@ -156,7 +156,7 @@ def check_openai(
     limit: int | None,
     logprobs: bool,
     served: Served,
-    names: FieldNames = CHAT_FIELDS,
+    field_names: FieldNames = CHAT_FIELDS,
     **host_only: Any,
 ) -> PreparedRequest:
     """Checks the fields that chat and completion requests share. They sample unless the temperature is 0, as
@@ -173,7 +173,7 @@ def check_openai(
     require(1 <= n <= most, "n", detail)
     check_sampling(request)
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    check_stop(stop, served.config, names.stop)
+    check_stop(stop, served.config, field_names.stop)
     stop_token_ids = request.stop_token_ids or []
     check_ids(stop_token_ids, "stop_token_ids", info)
     detail = "is allowed only if `stream` is true"
@@ -186,7 +186,7 @@ def check_openai(
     defaults = info.sampling_defaults
     temperature = defaults.get("temperature") if request.temperature is None else request.temperature
     sampling = sampling_of(request, temperature != 0, defaults, logit_bias=logit_bias)
-    host_only[names.logprobs] = logprobs
+    host_only[field_names.logprobs] = logprobs
     host_only["min_tokens"] = min_tokens
     host_only["logit_bias"] = any(bias for _token, bias in logit_bias)
     check_device(info, request, sampling, **host_only)

@@ -1,6 +1,6 @@
 """Reasoning as all chat APIs share it: how much of it a request asks for, and its opaque form in responses.
 
-The models' formats are in text/output/reasoning.py.
+The models' formats are in text/output/reasoning_formats.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 # The nearest efforts that templates name, for one that the model's template does not.
 NEAREST = {"minimal": "low", "xhigh": "high", "max": "high"}
-ON = {"enable_thinking": True, "thinking": True}
-OFF = {"enable_thinking": False, "thinking": False}
+THINKING_ON = {"enable_thinking": True, "thinking": True}
+THINKING_OFF = {"enable_thinking": False, "thinking": False}
 SEAL = "v1."
 
 
@@ -25,11 +25,11 @@ def template_variables(
     template_words: the words that the template has in quotes.
     """
     if effort == "none" or is_on is False:
-        return OFF
+        return THINKING_OFF
     if effort is None:
-        return ON if is_on else {}
+        return THINKING_ON if is_on else {}
     known = effort if effort in template_words else NEAREST.get(effort, effort)
-    return ON | {"reasoning_effort": known}
+    return THINKING_ON | {"reasoning_effort": known}
 
 
 def seal(text: str) -> str:

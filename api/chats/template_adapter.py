@@ -48,7 +48,7 @@ def adapt_to_template(
         functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
         messages = [{"role": "system", "content": TOOLS_PROMPT.format(tools=functions)}, *messages]
     messages = _with_images_apart(messages, capabilities)
-    messages = _merged(_with_system(messages, capabilities), capabilities)
+    messages = _merged_roles(_with_system(messages, capabilities), capabilities)
     if capabilities.calls and not capabilities.text_of_calls:
         messages = _with_text_apart(messages, capabilities)
     if capabilities.calls and not capabilities.several_calls:
@@ -134,7 +134,7 @@ def _with_system(messages: Messages, capabilities: TemplateCapabilities) -> Mess
     if takes_system:
         return [head[0] | {"content": text}, *others]
     if others and others[0]["role"] == "user":
-        return [_joined({"content": text}, others[0]), *others[1:]]
+        return [_joined_messages({"content": text}, others[0]), *others[1:]]
     return [{"role": "user", "content": text}, *others]
 
 
@@ -147,12 +147,12 @@ def _with_folded_system(messages: Messages) -> Messages:
         role = message["role"]
         is_system = role in SYSTEM_ROLES
         if is_system and folded and folded[-1]["role"] in HEARD_ROLES:
-            folded[-1] = _joined(folded[-1], {"content": message["content"]})
+            folded[-1] = _joined_messages(folded[-1], {"content": message["content"]})
         elif is_system:
             folded.append({"role": "user", "content": message["content"]})
             is_apart = True
         elif is_apart and role in HEARD_ROLES:
-            folded[-1] = _joined({"content": folded[-1]["content"]}, message)
+            folded[-1] = _joined_messages({"content": folded[-1]["content"]}, message)
             is_apart = False
         else:
             folded.append(message)
@@ -160,14 +160,14 @@ def _with_folded_system(messages: Messages) -> Messages:
     return folded
 
 
-def _merged(messages: Messages, capabilities: TemplateCapabilities) -> Messages:
+def _merged_roles(messages: Messages, capabilities: TemplateCapabilities) -> Messages:
     """Consecutive messages of one role as one message, unless the template supports them."""
     apart = {"user": capabilities.users, "assistant": capabilities.assistants}
     merged = []
     for message in messages:
         role = message["role"]
         if merged and merged[-1]["role"] == role and not apart.get(role, True):
-            merged[-1] = _joined(merged[-1], message)
+            merged[-1] = _joined_messages(merged[-1], message)
         else:
             merged.append(message)
     return merged
@@ -180,7 +180,7 @@ def _with_text_apart(messages: Messages, capabilities: TemplateCapabilities) -> 
         return [message for turn in _turns(messages) for message in _with_one_text(turn)]
     apart = []
     for message in messages:
-        if _calls(message) and message["content"]:
+        if _has_calls(message) and message["content"]:
             apart.append({"role": "assistant", "content": message["content"]})
             message = message | {"content": ""}
         apart.append(message)
@@ -200,10 +200,12 @@ def _turns(messages: Messages) -> list[Messages]:
 def _with_one_text(turn: Messages) -> Messages:
     """All text of the assistant in its last message without calls, or else in one before its calls."""
     said = [message for message in turn if message["role"] == "assistant" and message["content"]]
-    first_call = next((n for n, message in enumerate(turn) if _calls(message)), None)
+    first_call = next((n for n, message in enumerate(turn) if _has_calls(message)), None)
     if first_call is None or not said:
         return turn
-    plain = [n for n, message in enumerate(turn) if message["role"] == "assistant" and not _calls(message)]
+    plain = [
+        n for n, message in enumerate(turn) if message["role"] == "assistant" and not _has_calls(message)
+    ]
     place = plain[-1] if plain else first_call
     answer = turn[place] if plain else {"role": "assistant"}
     text = APART.join(message["content"] for message in said)
@@ -211,14 +213,14 @@ def _with_one_text(turn: Messages) -> Messages:
     for n, message in enumerate(turn):
         if n == place:
             written.append(answer | {"content": text})
-        if _calls(message):
+        if _has_calls(message):
             written.append(message | {"content": ""})
         elif n not in plain:
             written.append(message)
     return written
 
 
-def _calls(message: TemplateMessage) -> bool:
+def _has_calls(message: TemplateMessage) -> bool:
     return message["role"] == "assistant" and bool(message.get("tool_calls"))
 
 
@@ -230,12 +232,12 @@ def _with_calls_apart(messages: Messages) -> Messages:
         if message["role"] != "tool":
             apart += waiting
             waiting = []
-        if _calls(message):
+        if _has_calls(message):
             first, *others = message["tool_calls"]
             waiting = [{"role": "assistant", "content": "", "tool_calls": [call]} for call in others]
             message = message | {"tool_calls": [first]}
         answered = message.get("tool_call_id")
-        is_last = apart and _calls(apart[-1]) and _call_id(apart[-1]) == answered
+        is_last = apart and _has_calls(apart[-1]) and _call_id(apart[-1]) == answered
         if answered and not is_last:
             called = next((n for n, call in enumerate(waiting) if _call_id(call) == answered), None)
             if called is not None:
@@ -258,13 +260,13 @@ def _with_answers(messages: Messages) -> Messages:
             if not has_spoken and answered[-1]["role"] == "tool":
                 answered.append({"role": "assistant", "content": ""})
             has_spoken = False
-        elif role == "assistant" and not _calls(message):
+        elif role == "assistant" and not _has_calls(message):
             has_spoken = True
         answered.append(message)
     return answered
 
 
-def _joined(one: TemplateMessage, other: TemplateMessage) -> TemplateMessage:
+def _joined_messages(one: TemplateMessage, other: TemplateMessage) -> TemplateMessage:
     joined = one | other
     for name in ("content", "reasoning_content"):
         texts = [message[name] for message in (one, other) if message.get(name)]

@@ -21,10 +21,10 @@ from text.output.call_syntaxes import (
     calls_grammar,
     not_written,
 )
-from text.output.tool_formats import AS_TEXT, FORMATS
+from text.output.tool_formats import AS_TEXT, TOOL_FORMATS
 
-NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
-KINDS = ("function", "custom")
+FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+TOOL_TYPES = ("function", "custom")
 CUSTOM_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 # Characters that truncation can leave of an escaped one, such as \ud83d\ude4.
 MAX_PARTIAL_ESCAPE = 12
@@ -36,7 +36,7 @@ NO_PLACE = (
 )
 UNKNOWN = (
     "is not supported: the tool call format of this model's chat template is unknown; "
-    f"set --tool-parser (TOOL_PARSER) to {', '.join(form.name for form in FORMATS)}, "
+    f"set --tool-parser (TOOL_PARSER) to {', '.join(form.name for form in TOOL_FORMATS)}, "
     "or to none to get calls as text"
 )
 NO_PARSER = "cannot constrain calls with --tool-parser none (TOOL_PARSER)"
@@ -100,19 +100,19 @@ def tool_policy(
     tool_choice: str | Json | None,
     parallel_tool_calls: bool | None,
     model: ModelTools,
-    names: FieldNames = CHAT_FIELDS,
+    field_names: FieldNames = CHAT_FIELDS,
 ) -> ToolPolicy | None:
     """What a chat may call; None: nothing, or calls stay text. Raises ApiError."""
     functions = {}
     paths = {}
     for n, tool in enumerate(tools or []):
-        path, function = _function(names.tool(n), tool, names)
+        path, function = _checked_function(field_names.tool(n), tool, field_names)
         name = function.name
         if name in functions:
             raise invalid(f"{path}.name", "is the name of two tools", given=name)
         functions[name] = function
-        paths[name] = path + (".format" if tool.get("type") == "custom" else names.parameters)
-    mode, chosen = _choice(tool_choice, list(functions), names)
+        paths[name] = path + (".format" if tool.get("type") == "custom" else field_names.parameters)
+    mode, chosen = _choice(tool_choice, list(functions), field_names)
     if mode == "none":
         return None
     if model.in_prompt and model.format is AS_TEXT:
@@ -183,10 +183,10 @@ def custom_input(arguments: str) -> str:
     return ""  # truncated before the input began
 
 
-def _function(path: str, tool: Json, names: FieldNames) -> tuple[str, Function]:
+def _checked_function(path: str, tool: Json, field_names: FieldNames) -> tuple[str, Function]:
     """A tool of a request, checked, and the path of what describes it."""
-    name, path, described = _named(tool, path, names)
-    if not NAME.fullmatch(name):
+    name, path, described = _named(tool, path, field_names)
+    if not FUNCTION_NAME.fullmatch(name):
         rule = "must have 1 to 128 letters, digits, dots, dashes or underscores"
         raise invalid(f"{path}.name", rule, given=name[:140])
     if not isinstance(described.get("description", ""), str | None):
@@ -200,18 +200,18 @@ def _function(path: str, tool: Json, names: FieldNames) -> tuple[str, Function]:
         parameters = {"properties": {}, "additionalProperties": False}
     is_object = isinstance(parameters, dict) and parameters.get("type", "object") == "object"
     if not is_object or not isinstance(parameters.get("properties", {}), dict):
-        raise invalid(path + names.parameters, "must be the JSON schema of an object")
+        raise invalid(path + field_names.parameters, "must be the JSON schema of an object")
     return path, Function(name, parameters, function.get("strict") is True)
 
 
-def _named(tool: Any, path: str, names: FieldNames) -> tuple[str, str, Json]:
+def _named(tool: Any, path: str, field_names: FieldNames) -> tuple[str, str, Json]:
     """The name in `{"type": "function", "function": {"name": …}}`, the path of the inner object, and that
     object; a custom tool has it as `custom`."""
     kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
-    if kind not in KINDS:
+    if kind not in TOOL_TYPES:
         raise invalid(f"{path}.type", "must be function or custom", given=str(kind)[:40])
     described = tool.get(kind) if isinstance(tool, dict) else None
-    if names.nests_tools:
+    if field_names.nests_tools:
         path += f".{kind}"
     if not isinstance(described, dict):
         raise invalid(path, "is missing, or is not an object")

@@ -23,8 +23,8 @@ from gevent.lock import BoundedSemaphore
 
 from api.http.bodies import YIELD_S
 
-MAX_BYTES = 20_000_000  # of an image file, and of what a server sends for it
-MAX_SECONDS = 10.0  # for a URL, with its redirects
+MAX_IMAGE_BYTES = 20_000_000  # of an image file, and of what a server sends for it
+MAX_FETCH_S = 10.0  # for a URL, with its redirects
 CONNECT_SECONDS = 3.0  # to one address: a host may have others
 MAX_REDIRECTS = 3
 PORTS = {"http": 80, "https": 443}
@@ -32,9 +32,9 @@ PIECE = 65_536  # bytes
 UNICAST = ipaddress.ip_network("2000::/3")
 STANDARD = bytes.maketrans(b"-_", b"+/")  # from base64's URL-safe alphabet
 # What stands percent-encoded in base64, and what it stands for: urllib takes 7 s for 9 million of them.
-ESCAPES = "%2B %2b %2F %2f %3D %3d %0A %0a %0D %0d %20"
-ESCAPED = "++//==\n\n\r\r "  # the character of each
-FETCHES = BoundedSemaphore(8)  # at a time, in an API server process: each may hold MAX_BYTES
+PERCENT_ENCODED = "%2B %2b %2F %2f %3D %3d %0A %0a %0D %0d %20"
+PERCENT_DECODED = "++//==\n\n\r\r "  # the character of each
+FETCHES = BoundedSemaphore(8)  # at a time, in an API server process: each may hold MAX_IMAGE_BYTES
 
 
 class ImageUrlError(Exception):
@@ -53,7 +53,7 @@ def read_data_url(url: str) -> bytes:
 def read_base64(data: str) -> bytes:
     """The file whose base64 (RFC 4648, sections 4 and 5) is `data`: in lines or not, padded or not,
     percent-encoded or not."""
-    for escape, character in zip(ESCAPES.split(), ESCAPED) if "%" in data else ():
+    for escape, character in zip(PERCENT_ENCODED.split(), PERCENT_DECODED) if "%" in data else ():
         data = data.replace(escape, character)
     try:
         lines = [line.strip() for line in data.encode("ascii").splitlines()]
@@ -64,7 +64,7 @@ def read_base64(data: str) -> bytes:
         raise ImageUrlError(what) from None
     if not file:
         raise ImageUrlError("has no data")
-    if len(file) > MAX_BYTES:
+    if len(file) > MAX_IMAGE_BYTES:
         raise _too_large()
     return file
 
@@ -75,8 +75,8 @@ def fetch_image(url: str, domains: Container[str]) -> bytes:
     `domains` is what the operator allows (`--allowed-media-domains`): hosts, with a port where it is not the
     scheme's. All addresses of a host must be public, or be in `domains` themselves.
     """
-    too_slow = ImageUrlError(f"takes longer than {MAX_SECONDS:g} s to fetch")
-    with gevent.Timeout(MAX_SECONDS, too_slow), FETCHES:
+    too_slow = ImageUrlError(f"takes longer than {MAX_FETCH_S:g} s to fetch")
+    with gevent.Timeout(MAX_FETCH_S, too_slow), FETCHES:
         for _ in range(1 + MAX_REDIRECTS):
             place = _Place.of(url)
             if place.authority not in domains:
@@ -150,7 +150,7 @@ def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
 def _open(place: _Place, address: str) -> socket.socket:
     """Raises OSError."""
     sock = socket.create_connection((address, place.port), CONNECT_SECONDS)
-    sock.settimeout(None)  # MAX_SECONDS are for all of it
+    sock.settimeout(None)  # MAX_FETCH_S are for all of it
     try:
         if place.scheme == "https":
             sock = _tls().wrap_socket(sock, server_hostname=place.host, do_handshake_on_connect=False)
@@ -174,12 +174,12 @@ def _tls() -> ssl.SSLContext:
 
 
 class _Stream(io.RawIOBase):
-    """The input of a connected socket for http.client, which reads at most MAX_BYTES from it: body, headers
-    and interim responses together."""
+    """The input of a connected socket for http.client, which reads at most MAX_IMAGE_BYTES from it: body,
+    headers and interim responses together."""
 
     def __init__(self, sock: socket.socket):
         self._sock = sock
-        self._left = MAX_BYTES
+        self._left = MAX_IMAGE_BYTES
 
     def makefile(self, _mode: str) -> io.BufferedReader:
         return io.BufferedReader(self, PIECE)
@@ -216,7 +216,7 @@ def _get(place: _Place, sock: socket.socket) -> tuple[bytes | None, str]:
             raise ImageUrlError(f"is answered with status {response.status}")
         if response.getheader("Content-Encoding", "identity").lower() != "identity":
             raise ImageUrlError("is answered with compressed data (Content-Encoding)")
-        if (response.length or 0) > MAX_BYTES:
+        if (response.length or 0) > MAX_IMAGE_BYTES:
             raise _too_large()
         file = bytearray()
         while piece := response.read(PIECE):
@@ -229,4 +229,4 @@ def _get(place: _Place, sock: socket.socket) -> tuple[bytes | None, str]:
 
 
 def _too_large() -> ImageUrlError:
-    return ImageUrlError(f"has more than the {MAX_BYTES} bytes that an image may have")
+    return ImageUrlError(f"has more than the {MAX_IMAGE_BYTES} bytes that an image may have")

@@ -26,7 +26,7 @@ from text.grammar import GrammarChecker
 from text.images.preprocessor import ImagePreprocessor
 from text.output.call_syntaxes import ModelTools
 from text.output.parser import ParserConfig
-from text.output.reasoning import ModelReasoning
+from text.output.reasoning_formats import ModelReasoning
 from text.output.tool_detection import model_tools
 from text.output.tool_formats import AS_TEXT
 from text.template import ChatTemplate
@@ -169,10 +169,12 @@ def with_grammar(
     return replace(prepared, grammar=grammar, grammar_name=name, not_enforced=not_enforced)
 
 
-def with_images(prepared: PreparedRequest, prompt: str, order: list[int], served: Served) -> PreparedRequest:
+def with_images(
+    prepared: PreparedRequest, prompt: str, image_numbers: list[int], served: Served
+) -> PreparedRequest:
     """The request with this prompt, in which the images of the request with these numbers have placeholders.
     Raises ApiError and ImagesNeeded."""
-    expanded, images = served.images.expand(prompt, order, prepared.prompt_name)
+    expanded, images = served.images.expand(prompt, image_numbers, prepared.prompt_name)
     return replace(
         prepared,
         prompt=expanded,

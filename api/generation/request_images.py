@@ -18,7 +18,7 @@ from typing import Any
 import gevent
 from gevent.lock import BoundedSemaphore
 
-from api.generation.image_urls import MAX_BYTES, ImageUrlError, fetch_image, read_base64, read_data_url
+from api.generation.image_urls import MAX_IMAGE_BYTES, ImageUrlError, fetch_image, read_base64, read_data_url
 from api.http.engine_client import attempt
 from api.http.errors import invalid
 from api.http.fields import require
@@ -29,8 +29,8 @@ from text.template import image_mark
 
 MAX_IMAGES = 20  # of one request
 MAX_PIXEL_BYTES = 256_000_000  # of one request: about 20 images of 17 tiles of 512 x 512
-MAX_SECONDS = 20.0  # of preprocessing, for one request
-MAX_FETCHED = 2 * MAX_BYTES  # of one request, whose body says nothing about their size
+MAX_PREPROCESSING_S = 20.0  # of preprocessing, for one request
+MAX_FETCHED = 2 * MAX_IMAGE_BYTES  # of one request, whose body says nothing about their size
 # How many requests of an API server process may hold pixels, or fetched files, at a time.
 WITH_PIXELS = 2
 WITH_FETCHED = 8
@@ -126,15 +126,15 @@ class RequestImages:
                 raise invalid(path, str(error)) from None
         return image_mark(number)
 
-    def expand(self, prompt: str, order: Sequence[int], name: str) -> tuple[str, list[Image]]:
+    def expand(self, prompt: str, image_numbers: Sequence[int], name: str) -> tuple[str, list[Image]]:
         """The prompt with the text of the images' tokens in the place of the placeholders, and the images.
         Raises ApiError and ImagesNeeded.
 
-        order: the numbers of the images as the prompt has them; name: of the field with the prompt.
+        image_numbers: the numbers of the images as the prompt has them; name: of the field with the prompt.
         """
-        if not order:
+        if not image_numbers:
             return prompt, []
-        placed = [self._images[number] for number in order]
+        placed = [self._images[number] for number in image_numbers]
         texts = prompt.split(self.preprocess.placeholder)
         written = len(texts) - 1
         detail = f"has {len(placed)} images, and the model's chat template writes {written} of them"
@@ -162,8 +162,8 @@ class RequestImages:
                 self._holds_pixels = True
         for image in waiting:
             check_client()
-            detail = f"is too much: the images of a request may take {MAX_SECONDS:g} s to preprocess"
-            require(self._spent_s < MAX_SECONDS, image.path, detail)
+            detail = f"is too much: the images of a request may take {MAX_PREPROCESSING_S:g} s to preprocess"
+            require(self._spent_s < MAX_PREPROCESSING_S, image.path, detail)
             self._spent_s += self._loader.run(functools.partial(self._preprocess, image))
             pixels = sum(len(each.read.pixels) for each in self._images if each.read)
             detail = f"is too much: the images of a request may have {MAX_PIXEL_BYTES} bytes of pixels"

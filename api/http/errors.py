@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from api.http.types import encode
+from api.http.types import encode_json
 from run import Json
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
@@ -162,7 +162,7 @@ def in_format(error_format: ErrorFormat) -> Iterator[None]:
 
 def event(body: Struct | Json) -> bytes:
     """A server-sent event."""
-    return b"data: " + encode(body) + b"\n\n"
+    return b"data: " + encode_json(body) + b"\n\n"
 
 
 def named_event(body: Json) -> bytes:

@@ -27,7 +27,7 @@ T = TypeVar("T", bound=Struct)
 V = TypeVar("V")
 
 # An escape in JSON: two for a surrogate pair, half of one, or any other.
-ESCAPE = re.compile(
+JSON_ESCAPE = re.compile(
     rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.", re.DOTALL
 )
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # begins what Windows tools write
@@ -131,17 +131,17 @@ class FieldNames:
 CHAT_FIELDS = FieldNames()
 
 
-def parse(body: bytes) -> Json:
+def parse_body(body: bytes) -> Json:
     """The JSON object of a request's body. Raises ApiError: 400 when it is not JSON, 422 when it is no
     object."""
     try:
         data = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        data = _decode(without_surrogates(body.removeprefix(BYTE_ORDER_MARK)))
+        data = _decode_json(without_surrogates(body.removeprefix(BYTE_ORDER_MARK)))
     return convert(data, Json)
 
 
-def _decode(body: bytes) -> Any:
+def _decode_json(body: bytes) -> Any:
     try:
         return msgspec.json.decode(body)
     except msgspec.ValidationError as error:  # JSON, but a number that no float or integer holds
@@ -154,7 +154,7 @@ def _decode(body: bytes) -> Any:
 def without_surrogates(text: bytes) -> bytes:
     """JSON with a question mark in the place of each escape that is half of a surrogate pair: no text can
     hold one. Agents cut long texts within an emoji, and send that text again with every later request."""
-    return ESCAPE.sub(lambda escape: b"?" if escape["half"] else escape[0], text)
+    return JSON_ESCAPE.sub(lambda escape: b"?" if escape["half"] else escape[0], text)
 
 
 def parse_text(body: bytes, charset: str) -> Json:
@@ -201,7 +201,7 @@ def _with_whole_numbers(data: Json) -> Json:
     return data | numbers
 
 
-def choose(data: Json, variants: dict[str, V]) -> V:
+def choose_variant(data: Json, variants: dict[str, V]) -> V:
     """Which variant a request is: the first of `variants` whose field it has. Raises ApiError."""
     for name, variant in variants.items():
         if data.get(name) is not None:

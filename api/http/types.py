@@ -25,7 +25,7 @@ JsonSchema = dict[str, Any] | str  # a string holds the schema as JSON
 
 SCHEMA = "#/components/schemas/{name}"  # where the OpenAPI document has the schema of a type
 
-encode = msgspec.json.Encoder().encode
+encode_json = msgspec.json.Encoder().encode
 
 
 def _field(parameter: SamplingParameter) -> Any:

@@ -91,11 +91,11 @@ def _jobs(request: CompletionRequest, served: Served) -> list[PreparedRequest]:
     gives_prompt = served.info.prompt_logprobs or not request.ranks_prompt
     require(gives_prompt, "logprobs", f"with `echo` {fields.NO_PROMPT_LOGITS}")
     constraint = formats.of_openai(request)
-    prepared = [_prepare(request, prompt, best_of, served) for prompt in prompts]
+    prepared = [_prepare_completion(request, prompt, best_of, served) for prompt in prompts]
     return [with_grammar(each, *constraint, served.info) for each in prepared]
 
 
-def _prepare(
+def _prepare_completion(
     request: CompletionRequest, prompt: str | list[int], best_of: int, served: Served
 ) -> PreparedRequest:
     require(prompt or request.suffix, "prompt", "cannot be empty")

@@ -20,7 +20,7 @@ from api.http import fields
 from api.http.errors import invalid
 from api.http.fields import FieldNames, Json, require
 from api.http.response_store import OwnedResponses
-from api.http.types import SamplingOptions, encode
+from api.http.types import SamplingOptions, encode_json
 from api.openai.responses_output import CompactionWriter, ResponsesWriter, TriggeredCompactionWriter
 from api.openai.responses_tools import BUILT_IN, ResponsesTools
 from api.openai.responses_types import CompactRequest, InputTokens, ReasoningConfig, ResponsesRequest
@@ -43,13 +43,13 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 def responses(data: Json, served: Served) -> ResponseWriter:
-    request = _read(data)
+    request = _read_request(data)
     conversation = Conversation(request, served.responses)
     if conversation.own and conversation.own[-1].get("type") == TRIGGER:
         return _triggered(request, conversation, served)
-    prepared = _prepare(request, conversation, served)
+    prepared = _prepare_response(request, conversation, served)
     request.store = request.store is not False and served.responses.is_on
-    own_input = encode(conversation.own) if request.store else b""
+    own_input = encode_json(conversation.own) if request.store else b""
     return ResponsesWriter(prepared, served, request, conversation.tools, own_input)
 
 
@@ -59,14 +59,14 @@ def _triggered(request: ResponsesRequest, conversation: Conversation, served: Se
     more = {"stream": request.stream, "chat_template_kwargs": request.chat_template_kwargs}
     summary_request = _summary_request(request, tools=request.tools, tool_choice="none", **more)
     _ask_for_summary(conversation)
-    prepared = _prepare(summary_request, conversation, served)
+    prepared = _prepare_response(summary_request, conversation, served)
     request.store = False
     return TriggeredCompactionWriter(prepared, served, request, conversation.tools)
 
 
 def input_tokens(data: Json, served: Served) -> InputTokens:
-    request = _read(data)
-    prepared = _prepare(request, Conversation(request, served.responses), served)
+    request = _read_request(data)
+    prepared = _prepare_response(request, Conversation(request, served.responses), served)
     return InputTokens(len(ids_of(prepared, served)))
 
 
@@ -75,7 +75,7 @@ def compact(data: Json, served: Served) -> ResponseWriter:
     request = _summary_request(fields.read(data, CompactRequest))
     conversation = Conversation(request, served.responses)
     _ask_for_summary(conversation)
-    return CompactionWriter([_prepare(request, conversation, served)], served)
+    return CompactionWriter([_prepare_response(request, conversation, served)], served)
 
 
 def _summary_request(given: CompactRequest | ResponsesRequest, **more: Any) -> ResponsesRequest:
@@ -97,7 +97,7 @@ def _ask_for_summary(conversation: Conversation) -> None:
     conversation.own.append({"role": "user", "content": SUMMARIZE})
 
 
-def _read(data: Json) -> ResponsesRequest:
+def _read_request(data: Json) -> ResponsesRequest:
     request = fields.read(data, ResponsesRequest)
     for name, why in REJECTED_FIELDS.items():
         if getattr(request, name):
@@ -107,9 +107,11 @@ def _read(data: Json) -> ResponsesRequest:
     return request
 
 
-def _prepare(request: ResponsesRequest, conversation: Conversation, served: Served) -> PreparedRequest:
+def _prepare_response(
+    request: ResponsesRequest, conversation: Conversation, served: Served
+) -> PreparedRequest:
     tools = conversation.tools
-    paths, messages = _messages(request, conversation, served.images)
+    paths, messages = _chat_messages(request, conversation, served.images)
     chat = ChatRequest(
         model=request.model,
         messages=messages,
@@ -165,7 +167,7 @@ class Conversation:
         return before + [(f"input[{i}]", item) for i, item in enumerate(self.own)]
 
 
-def _messages(
+def _chat_messages(
     request: ResponsesRequest, conversation: Conversation, images: RequestImages
 ) -> tuple[list[str], list[Message]]:
     """The messages of the chat and the path of each in the request."""
@@ -184,7 +186,7 @@ def _messages(
         if message is None:
             continue
         if _continues(messages, message):
-            messages[-1] = _joined(messages[-1], message)
+            messages[-1] = _joined_turn(messages[-1], message)
         else:
             paths.append(path)
             messages.append(message)
@@ -209,7 +211,7 @@ def _continues(messages: list[Message], message: Message) -> bool:
     return bool(message.tool_calls) or (last.content is None and not last.tool_calls)
 
 
-def _joined(one: Message, other: Message) -> Message:
+def _joined_turn(one: Message, other: Message) -> Message:
     thoughts = [each.reasoning_content for each in (one, other) if each.reasoning_content]
     return Message(
         "assistant",
@@ -227,7 +229,7 @@ class ItemReader(ContentReader[Message]):
         self.tools = tools
 
 
-def _message(reader: ItemReader, path: str, item: Json) -> Message:
+def _item_message(reader: ItemReader, path: str, item: Json) -> Message:
     role = needed(path, item, "role", str)
     # As in chats, an assistant's message may have none.
     content = item.get("content") if role == "assistant" else needed(path, item, "content")
@@ -241,7 +243,7 @@ def _reasoning(reader: ItemReader, path: str, item: Json) -> Message | None:
     return Message("assistant", reasoning_content=thoughts) if thoughts else None
 
 
-def _compaction(_reader: ItemReader, _path: str, item: Json) -> Message | None:
+def _compacted(_reader: ItemReader, _path: str, item: Json) -> Message | None:
     summary = unseal(item.get("encrypted_content"))
     return Message("user", SUMMARY.format(summary)) if summary else None
 
@@ -264,11 +266,11 @@ def _not_encrypted(reader: ItemReader, path: str, part: Json) -> str:
 
 
 def _function_call(reader: ItemReader, path: str, item: Json) -> Message:
-    return _call(reader, path, item, arguments_of(f"{path}.arguments", item.get("arguments")))
+    return _call_message(reader, path, item, arguments_of(f"{path}.arguments", item.get("arguments")))
 
 
 def _custom_call(reader: ItemReader, path: str, item: Json) -> Message:
-    return _call(reader, path, item, {"input": needed(path, item, "input", str)})
+    return _call_message(reader, path, item, {"input": needed(path, item, "input", str)})
 
 
 def _built_in_call(kind: str) -> Callable[[ItemReader, str, Json], Message]:
@@ -277,7 +279,7 @@ def _built_in_call(kind: str) -> Callable[[ItemReader, str, Json], Message]:
 
     def read(reader: ItemReader, path: str, item: Json) -> Message:
         arguments = row.read(needed(path, item, row.field, dict))
-        return _call(reader, path, item | {"name": kind}, arguments)
+        return _call_message(reader, path, item | {"name": kind}, arguments)
 
     return read
 
@@ -291,26 +293,26 @@ def _tool_search_call(reader: ItemReader, path: str, item: Json) -> Message | No
 def _computer_call(reader: ItemReader, path: str, item: Json) -> Message:
     """Of a conversation with another server."""
     arguments = {name: item[name] for name in ("action", "actions") if item.get(name) is not None}
-    return _call(reader, path, item | {"name": "computer"}, arguments)
+    return _call_message(reader, path, item | {"name": "computer"}, arguments)
 
 
-def _call(reader: ItemReader, path: str, item: Json, arguments: Json) -> Message:
+def _call_message(reader: ItemReader, path: str, item: Json, arguments: Json) -> Message:
     name = reader.tools.name_of(needed(path, item, "name", str), item.get("namespace"))
     function = {"name": name, "arguments": arguments}
     call = {"id": needed(path, item, "call_id", str), "type": "function", "function": function}
     return Message("assistant", tool_calls=[call])
 
 
-def _output(reader: ItemReader, path: str, item: Json) -> Message:
-    return _result(path, item, reader.text(f"{path}.output", item.get("output") or "", ""))
+def _call_output(reader: ItemReader, path: str, item: Json) -> Message:
+    return _result_message(path, item, reader.text(f"{path}.output", item.get("output") or "", ""))
 
 
-def _result(path: str, item: Json, text: str) -> Message:
+def _result_message(path: str, item: Json, text: str) -> Message:
     return Message("tool", text, tool_call_id=needed(path, item, "call_id", str))
 
 
 def _local_shell_output(reader: ItemReader, path: str, item: Json) -> Message:
-    return _output(reader, path, {"call_id": item.get("id")} | item)
+    return _call_output(reader, path, {"call_id": item.get("id")} | item)
 
 
 def _shell_output(reader: ItemReader, path: str, item: Json) -> Message:
@@ -323,18 +325,18 @@ def _shell_output(reader: ItemReader, path: str, item: Json) -> Message:
             texts.append("timed out")
         elif outcome.get("exit_code"):
             texts.append(f"exit code {outcome['exit_code']}")
-    return _result(path, item, "\n".join(filter(None, texts)))
+    return _result_message(path, item, "\n".join(filter(None, texts)))
 
 
 def _patch_output(reader: ItemReader, path: str, item: Json) -> Message:
-    return _result(path, item, reader.fields(path, item, "status? output?"))
+    return _result_message(path, item, reader.fields(path, item, "status? output?"))
 
 
 def _found_tools(reader: ItemReader, path: str, item: Json) -> Message | None:
     """The definitions of the tools that a search found."""
     if item.get("call_id") is None:
         return _additional_tools(reader, path, item)  # OpenAI ran it
-    return _result(path, item, reader.tools.added(path, item))
+    return _result_message(path, item, reader.tools.added(path, item))
 
 
 def _additional_tools(reader: ItemReader, path: str, item: Json) -> Message | None:
@@ -356,15 +358,15 @@ def _image(reader: ItemReader, path: str, part: Json) -> str:
 
 # The readable types of items, and of what is in them.
 ITEMS = PARTS | {
-    "message": _message,
+    "message": _item_message,
     "agent_message": _agent_message,
     "encrypted_content": _not_encrypted,
     "reasoning": _reasoning,
-    "compaction": _compaction,
+    "compaction": _compacted,
     "function_call": _function_call,
-    "function_call_output": _output,
+    "function_call_output": _call_output,
     "custom_tool_call": _custom_call,
-    "custom_tool_call_output": _output,
+    "custom_tool_call_output": _call_output,
     "local_shell_call": _built_in_call("local_shell"),
     "local_shell_call_output": _local_shell_output,
     "shell_call": _built_in_call("shell"),
@@ -372,7 +374,7 @@ ITEMS = PARTS | {
     "apply_patch_call": _built_in_call("apply_patch"),
     "apply_patch_call_output": _patch_output,
     "computer_call": _computer_call,
-    "computer_call_output": _output,
+    "computer_call_output": _call_output,
     "tool_search_call": _tool_search_call,
     "tool_search_output": _found_tools,
     "additional_tools": _additional_tools,

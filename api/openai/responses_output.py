@@ -21,7 +21,7 @@ from api.generation.response_writer import GeneratedSequence
 from api.http.errors import OPENAI, ApiError, named_event
 from api.http.fields import Json
 from api.http.response_store import StoredResponse, item_id, new_key, response_id
-from api.http.types import SamplingOptions, encode
+from api.http.types import SamplingOptions, encode_json
 from api.openai.responses_tools import BUILT_IN, ResponsesTools
 from api.openai.responses_types import (
     AnyOutputItem,
@@ -74,7 +74,7 @@ NOT_REPEATED = set(SamplingOptions.__struct_fields__) - DEFAULTS.keys()
 FUNCTION_KEYS = {"description": None, "parameters": None, "strict": False}
 SCHEMA_KEYS = {"description": None, "strict": False}
 # How text is written: the type and the prefix of the ids of its item, and the type of its content.
-TEXTS = {
+TEXT_ITEMS = {
     Content: (OutputMessage, "msg", OutputText),
     Reasoning: (OutputReasoning, "rs", ReasoningText),
 }
@@ -175,10 +175,10 @@ class ResponsesWriter(OpenAIResponseWriter):
     def _save(self) -> bool:
         """Whether the response is stored from now on."""
         response = self._response
-        output = encode([_without_logprobs(item) for item in response.output])
+        output = encode_json([_without_logprobs(item) for item in response.output])
         previous_id = response.previous_response_id
         return self._stored.save(
-            StoredResponse(response.id, previous_id, self._own_input, output, encode(response))
+            StoredResponse(response.id, previous_id, self._own_input, output, encode_json(response))
         )
 
     def _read(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[Json]:
@@ -216,7 +216,7 @@ class ResponsesWriter(OpenAIResponseWriter):
             self._newest.arguments += part.text
             yield self._item_event("response.function_call_arguments.delta", delta=part.text)
         else:
-            kind, prefix, content_kind = TEXTS[type(part)]
+            kind, prefix, content_kind = TEXT_ITEMS[type(part)]
             if not isinstance(self._newest, kind):
                 yield from self._begin_item(prefix, kind)
                 self._newest.content.append(content_kind())
@@ -329,7 +329,7 @@ def _without_logprobs(item: OutputItem) -> OutputItem:
     return replace(item, content=[replace(part, logprobs=[]) for part in item.content])
 
 
-def _compaction(key: str, summary: str) -> Compaction:
+def _compaction_item(key: str, summary: str) -> Compaction:
     """Raises ApiError for a blank summary, with which the whole conversation would be lost."""
     if not summary.strip():
         raise ApiError(424, "generation", "The model wrote no summary of the conversation")
@@ -352,7 +352,7 @@ class TriggeredCompactionWriter(ResponsesWriter):
         return b"".join(map(named_event, events))
 
     def _complete(self, sequences: list[GeneratedSequence]) -> ResponsesResponse:
-        item = _compaction(self._key, self._summary)
+        item = _compaction_item(self._key, self._summary)
         response = super()._complete(sequences)
         response.status = "completed"  # `max_output_tokens` was not the client's
         response.incomplete_details = None
@@ -378,6 +378,6 @@ class CompactionWriter(OpenAIResponseWriter):
         return CompactedConversation(
             id=response_id(key),
             created_at=int(time.time()),
-            output=[_compaction(key, read.content)],
+            output=[_compaction_item(key, read.content)],
             usage=ResponsesUsage.of(self._usage(sequences), read.reasoning_tokens),
         )

@@ -26,7 +26,7 @@ from numba.core.caching import UserProvidedCacheLocator  # noqa: E402
 LANES = 32  # a lane: each LANES-th token of a group
 STEPS = 16  # tokens of a lane
 GROUP = LANES * STEPS
-LISTED = 64  # top tokens listed first for top-p and min-p without top-k
+FIRST_TOP_TOKENS = 64  # top tokens listed first for top-p and min-p without top-k
 NEEDS_FULL_SORT = -1  # in the place of a token: `sampling.sample_whole_row` has to choose it
 FAILED = -2
 NO_MASK = np.empty((0, 0), np.uint32)
@@ -115,21 +115,21 @@ class LoopsCache(UserProvidedCacheLocator):
 numba.config.CACHE_LOCATOR_CLASSES = f"{__name__}.LoopsCache,InTreeCacheLocator"
 
 
-def _compiled(function):
+def _njit(function):
     try:
         return numba.njit(function, cache=True, nogil=True, error_model="numpy")
     except RuntimeError:  # no folder for the cache can be written
         return numba.njit(function, nogil=True, error_model="numpy")
 
 
-@_compiled
+@_njit
 def float32_of(bits):
     """The float32 with these bits, or these of its upper half: a bfloat16. The compiler knows their size."""
     integer = type(bits)
     return np.int32(np.int32(bits) << (16 * (integer(1 << 16) == 0))).view(np.float32)
 
 
-@_compiled
+@_njit
 def score_of(source, row, token):
     """-inf for a token that the mask excludes."""
     first = row
@@ -144,7 +144,7 @@ def score_of(source, row, token):
     return float32_of(source.flat[first + token * source.adjacent])
 
 
-@_compiled
+@_njit
 def copied(source, rows):
     """Rows of the source, float32 [len(rows), vocab]."""
     scores = np.empty((len(rows), source.vocab), np.float32)
@@ -155,7 +155,7 @@ def copied(source, rows):
     return scores
 
 
-@_compiled
+@_njit
 def masked_scores(source, row, start, part, masked):
     """`part`, the LANES tokens from `start` on, with -inf for those that the mask excludes; empty if it
     excludes all."""
@@ -179,7 +179,7 @@ def masked_scores(source, row, start, part, masked):
     return masked[: len(part)]
 
 
-@_compiled
+@_njit
 def sortable_bits(bits, highest):
     """An integer ordered as the float with these bits is; the same again makes the bits of it. highest: of
     the integers."""
@@ -187,7 +187,7 @@ def sortable_bits(bits, highest):
     return integer(bits ^ integer(integer(bits >> integer(31)) & highest))
 
 
-@_compiled
+@_njit
 def maxima_of(source):
     """The highest score of each lane, or NaN, float32 [rows, lanes]. Scores are compared as integers of their
     size, less an offset that brings NaNs of both signs to the top."""
@@ -216,7 +216,7 @@ def maxima_of(source):
     return maxima
 
 
-@_compiled
+@_njit
 def weight_of(score, peak, scale):
     """2 ** ((score - peak) * scale) in float32; 0 below 2 ** -100 and for impossible tokens."""
     exponent = np.float32((score - peak) * scale)
@@ -229,7 +229,7 @@ def weight_of(score, peak, scale):
     return bits.view(np.float32) if is_positive else ZERO
 
 
-@_compiled
+@_njit
 def sums_of(source, peaks, scales):
     """The sum of the weights of each group of tokens, float64 [rows, groups]: lanes first, whatever the
     memory order."""
@@ -259,7 +259,7 @@ def sums_of(source, peaks, scales):
     return sums
 
 
-@_compiled
+@_njit
 def sort(scores, ids, count):
     """Sorts the first `count`, highest scores first, equal ones by id (Shell sort)."""
     for gap in (1750, 701, 301, 132, 57, 23, 10, 4, 1):
@@ -274,7 +274,7 @@ def sort(scores, ids, count):
             scores[i] = score
 
 
-@_compiled
+@_njit
 def threshold_of(scores, k):
     """A score that k of them reach; the lowest finite float32 if fewer are finite. Bisects the integers in
     their order."""
@@ -294,7 +294,7 @@ def threshold_of(scores, k):
     return float32_of(sortable_bits(np.int32(low), INT32_MAX))
 
 
-@_compiled
+@_njit
 def list_top(source, row, maxima, peak, k, ids, scores):
     """Lists the top k possible tokens and ties of the k-th: most likely first, ties by id. Returns their
     number."""
@@ -316,7 +316,7 @@ def list_top(source, row, maxima, peak, k, ids, scores):
     return listed
 
 
-@_compiled
+@_njit
 def sample_index(weights, draw):
     """The index at the share `draw` of all weights, never one without weight, and the share of that weight
     below it."""
@@ -334,7 +334,7 @@ def sample_index(weights, draw):
     return place, share
 
 
-@_compiled
+@_njit
 def draw_listed(ids, scores, is_complete, sums, peak, temperature, top_p, min_p, draw):
     """A token from the listed ones, most likely first; NEEDS_FULL_SORT if top-p and min-p may keep others."""
     weights = np.exp((scores.astype(np.float64) - peak) / temperature)
@@ -351,7 +351,7 @@ def draw_listed(ids, scores, is_complete, sums, peak, temperature, top_p, min_p,
     return NEEDS_FULL_SORT
 
 
-@_compiled
+@_njit
 def draw_any(source, place, sums, peak, scale, draw):
     """A token from all of them, in the order of their ids."""
     group, share = sample_index(sums, draw)
@@ -361,7 +361,7 @@ def draw_any(source, place, sums, peak, scale, draw):
     return group * GROUP + sample_index(weights, share)[0]
 
 
-@_compiled
+@_njit
 def next_draw(streams, row):
     """The next random number of a row's stream, in [0, 1)."""
     state = streams[row] = streams[row] + GAMMA
@@ -370,8 +370,8 @@ def next_draw(streams, row):
     return ((state ^ (state >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
 
 
-@_compiled
-def choose(source, maxima, peaks, indices, parameters):
+@_njit
+def choose_tokens(source, maxima, peaks, indices, parameters):
     """The token of each row, NEEDS_FULL_SORT or FAILED. indices: each row's place in `parameters`; -1 leaves
     it out."""
     scales = parameters.scale[indices]
@@ -399,8 +399,8 @@ def choose(source, maxima, peaks, indices, parameters):
             continue
         elif top_k == 0 and top_p >= 1.0 and min_p == 0.0:
             tokens[place] = draw_any(source, place, sums[place], peak, scales[place], draw)
-        wanted = top_k if top_k > 0 else LISTED
-        while tokens[place] == NEEDS_FULL_SORT and wanted <= 8 * max(LISTED, top_k):
+        wanted = top_k if top_k > 0 else FIRST_TOP_TOKENS
+        while tokens[place] == NEEDS_FULL_SORT and wanted <= 8 * max(FIRST_TOP_TOKENS, top_k):
             count = list_top(source, place, maxima[place], peak, wanted, ids, scores)
             is_complete = top_k > 0 or count < wanted
             temperature = parameters.temperature[row]

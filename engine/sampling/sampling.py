@@ -205,7 +205,7 @@ def _choose(
     """Puts the tokens of a source's rows into their places in `chosen`. indices: these places; -1 leaves a
     row out."""
     peaks = maxima.max(axis=1)
-    tokens = loops.choose(source, maxima, peaks, indices, batch.parameters)
+    tokens = loops.choose_tokens(source, maxima, peaks, indices, batch.parameters)
     for place, (row, token) in enumerate(zip(indices.tolist(), tokens.tolist())):
         if row < 0:
             continue

@@ -21,7 +21,7 @@ from models.errors import ModelError, check_length_limit, reported_as
 # The supported types of layers, by their names in config classes; "global" is GPT-Neo's.
 LAYERS = ("full_attention", "sliding_attention", "global")
 # What families have whose config does not name its layers.
-UNSUPPORTED = {
+UNSUPPORTED_FAMILIES = {
     "bloom": "ALiBi (attention biased by distance)",
     "diffusion_gemma": "diffusion of many tokens at a time",
     "openai-gpt": "layers without a KV cache",
@@ -35,7 +35,7 @@ TEXT_ALONE = ("gemma3n",)
 TEXT_KEY_MAPPING = {r"^model\.language_model\.": "model."}
 
 
-class Architecture(NamedTuple):
+class CheckpointArchitecture(NamedTuple):
     """A model that can be served, as far as its config.json tells."""
 
     config: transformers.PretrainedConfig
@@ -45,7 +45,7 @@ class Architecture(NamedTuple):
     key_mapping: dict[str, str] | None  # of names in the checkpoint to those of the class, where they differ
 
 
-def read_architecture(config: Config, folder: Path) -> Architecture:
+def read_architecture(config: Config, folder: Path) -> CheckpointArchitecture:
     """Raises ModelError for what no engine serves: other models than causal language models, unknown families
     and layers, code that is not trusted or does not run, a `max_total_tokens` beyond the model's limit."""
     manifest = Manifest.read(folder)
@@ -71,7 +71,7 @@ def read_architecture(config: Config, folder: Path) -> Architecture:
             )
     parameters = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
     key_mapping = TEXT_KEY_MAPPING if kind in TEXT_ALONE else None
-    return Architecture(hf_config, auto_class, type(model), parameters, key_mapping)
+    return CheckpointArchitecture(hf_config, auto_class, type(model), parameters, key_mapping)
 
 
 def _read_config(config: Config, folder: Path, manifest: Manifest) -> transformers.PretrainedConfig:
@@ -127,9 +127,9 @@ def _reject_layers(manifest: Manifest, text_config) -> None:
     layers = getattr(text_config, "layer_types", None) or getattr(text_config, "attention_layers", [])
     unknown = [f"{layer} layers" for layer in layers if layer not in served]
     if getattr(text_config, "alibi", False):  # Falcon's
-        unknown.append(UNSUPPORTED["bloom"])
-    if kind in UNSUPPORTED:
-        unknown.append(UNSUPPORTED[kind])
+        unknown.append(UNSUPPORTED_FAMILIES["bloom"])
+    if kind in UNSUPPORTED_FAMILIES:
+        unknown.append(UNSUPPORTED_FAMILIES[kind])
     is_encoder = type(text_config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not text_config.is_decoder
     # True: EmbeddingGemma's and PaliGemma's; "vision": among the tokens of an image.
     if is_encoder or getattr(text_config, "use_bidirectional_attention", None) is True:

@@ -47,7 +47,7 @@ Parts = Mapping[str, Tensor]  # the stored tensors of one weight
 def awq(parts: Parts, settings: Json) -> Tensor:
     """`qweight` int32 [in, out / 8], `qzeros` int32 [groups, out / 8], `scales` [groups, out]."""
     weight, zeros = (_unpack(parts[name], 4, AWQ_ORDER).T for name in ("qweight", "qzeros"))
-    return _scaled(weight, parts["scales"].T, zeros)
+    return _scaled_weight(weight, parts["scales"].T, zeros)
 
 
 def gptq(parts: Parts, settings: Json) -> Tensor:
@@ -60,7 +60,7 @@ def gptq(parts: Parts, settings: Json) -> Tensor:
         # The first version stores one less: of whole words, where a zero point of 0 borrows from the next.
         zeros = zeros + 0xFFFFFFFF // ((1 << bits) - 1)
     zeros = _unpack(zeros, bits).T
-    return _scaled(_unpack(parts["qweight"].T, bits), scales, zeros, groups=parts.get("g_idx"))
+    return _scaled_weight(_unpack(parts["qweight"].T, bits), scales, zeros, groups=parts.get("g_idx"))
 
 
 def bitsandbytes(parts: Parts, settings: Json) -> Tensor:
@@ -99,13 +99,13 @@ def compressed_tensors(parts: Parts, settings: Json) -> Tensor:
     if groups is not None and (groups < 0).any():  # not set: the groups are in order
         groups = None
     blocks = next(filter(None, values_of(settings, "block_structure")), None)
-    return _scaled(weight, parts["weight_scale"], zeros, groups, blocks)
+    return _scaled_weight(weight, parts["weight_scale"], zeros, groups, blocks)
 
 
 def fp8(parts: Parts, settings: Json) -> Tensor:
     """`weight` float8 [out, in], `weight_scale`: one, or one for each block."""
     blocks = settings.get("weight_block_size") or FP8_BLOCK
-    return _scaled(parts["weight"], parts["weight_scale"], blocks=blocks)
+    return _scaled_weight(parts["weight"], parts["weight_scale"], blocks=blocks)
 
 
 def mxfp4(parts: Parts, settings: Json) -> Tensor:
@@ -117,7 +117,7 @@ def mxfp4(parts: Parts, settings: Json) -> Tensor:
 
 
 # How the stored tensors of a weight are named: the name of the weight, and the part.
-FORMATS: dict[str, tuple[Callable[[Parts, Json], Tensor], str]] = {
+TENSOR_FORMATS: dict[str, tuple[Callable[[Parts, Json], Tensor], str]] = {
     "awq": (awq, r"(.+)\.(qweight|qzeros|scales)"),
     "bitsandbytes": (
         bitsandbytes,
@@ -139,7 +139,7 @@ def _unpack(packed: Tensor, bits: int, order: Any = ...) -> Tensor:
     return (packed[..., None] >> shifts & (1 << bits) - 1).flatten(-2)
 
 
-def _scaled(
+def _scaled_weight(
     weight: Tensor,
     scales: Tensor,
     zeros: Tensor | None = None,
@@ -171,7 +171,7 @@ def _scaled(
     return weight * spread(scales)
 
 
-class Checkpoint:
+class QuantizedCheckpoint:
     """The weights of a quantized checkpoint in `dtype`."""
 
     def __init__(self, folder: Path, quantization: Quantization, dtype: torch.dtype):
@@ -184,7 +184,7 @@ class Checkpoint:
                 self._files |= dict.fromkeys(file.keys(), file)
         if not self._files:
             raise ModelError(f"{folder} holds no weights (*.safetensors)")
-        pattern = FORMATS[quantization.method][1]
+        pattern = TENSOR_FORMATS[quantization.method][1]
         self._weights: dict[str, dict[str, str]] = defaultdict(dict)  # the names of the parts of each weight
         for name in sorted(self._files):
             if match := re.fullmatch(pattern, name):
@@ -220,7 +220,7 @@ class Checkpoint:
     def _weight(self, name: str, parts: Mapping[str, str]) -> Tensor:
         tensors = {part: self._files[stored].get_tensor(stored) for part, stored in parts.items()}
         if [*parts.values()] != [name]:
-            weight = FORMATS[self._quantization.method][0](tensors, self._quantization.settings)
+            weight = TENSOR_FORMATS[self._quantization.method][0](tensors, self._quantization.settings)
             return weight.to(self._dtype).contiguous()
         (weight,) = tensors.values()
         if weight.dtype.itemsize == 1 and weight.dtype != torch.bool:
@@ -231,7 +231,7 @@ class Checkpoint:
 def convert_quantized(folder: Path, dtype: str, target: Path) -> None:
     """Raises ModelError where the weights cannot be dequantized, or where the disk has no room for them."""
     with reported_as(f"{folder} cannot be read"):
-        checkpoint = Checkpoint(folder, Quantization.read(folder), getattr(torch, dtype))
+        checkpoint = QuantizedCheckpoint(folder, Quantization.read(folder), getattr(torch, dtype))
     free = shutil.disk_usage(target).free
     if free < checkpoint.nbytes:
         raise ModelError(

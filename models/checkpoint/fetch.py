@@ -293,7 +293,7 @@ def _set_up_hub_library() -> None:
 
 
 # What the hub's errors mean, by their names in huggingface_hub.errors.
-REASONS = {
+HUB_ERRORS = {
     "OfflineModeIsEnabled": "{not_cached}, and HF_HUB_OFFLINE is set; unset it, or give a local folder",
     "HFValidationError": "--model-id (MODEL_ID) is neither a folder nor a hub id: {cause}",
     "GatedRepoError": "it is gated: request access on its page, and give a token of that account in HF_TOKEN",
@@ -314,7 +314,7 @@ def _explain(error: BaseException, revision: str | None) -> str:
     not_cached = "it is not in the cache"
     if hasattr(error, "snapshot_path"):
         not_cached = "its copy in the cache is incomplete"
-    for kind, reason in REASONS.items():
+    for kind, reason in HUB_ERRORS.items():
         if isinstance(cause, getattr(errors, kind)):
             return reason.format(not_cached=not_cached, cause=first_line(cause), revision=revision)
     if status:

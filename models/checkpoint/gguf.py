@@ -28,7 +28,7 @@ from models.errors import ModelError, reported_as
 from run import Json
 
 # The keys that are read, for every architecture; any other could change what the model computes.
-KEYS = {
+GGUF_KEYS = {
     "attention.head_count",
     "attention.head_count_kv",
     "attention.key_length",
@@ -145,7 +145,7 @@ class File:
     def unknown_keys(self) -> list[str]:
         """Keys that have a value and are not read."""
         prefix = f"{self.architecture}."
-        known = KEYS | ARCHITECTURES[self.architecture]
+        known = GGUF_KEYS | ARCHITECTURES[self.architecture]
         given = [key.removeprefix(prefix) for key in self._reader.fields if key.startswith(prefix)]
         return [key for key in given if key not in known and not key.startswith(OF_IMAGES) and self[key]]
 
@@ -170,7 +170,7 @@ def convert_gguf(path: Path, dtype: str, target: Path) -> None:
     # It has been dequantized: otherwise save_pretrained of transformers 5 fails, and config.json is wrong.
     model.hf_quantizer = None
     vars(model.config).pop("quantization_config", None)
-    model.generation_config.eos_token_id = _eos_ids(tokenizer, file)
+    model.generation_config.eos_token_id = _gguf_eos_ids(tokenizer, file)
     model.generation_config.do_sample = True  # save_pretrained wants it for the next ones
     for name, key in SAMPLING.items():
         value = file.value(f"general.sampling.{key}")
@@ -241,11 +241,11 @@ def _rope(config: Any, file: File) -> Json:
     if kind == "linear":
         return rope | {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
-        return rope | _yarn(file) | {"factor": factor, "original_max_position_embeddings": original}
+        return rope | _yarn_settings(file) | {"factor": factor, "original_max_position_embeddings": original}
     raise file.rejection(f"has rope scaling of the type {kind}, which cannot be read")
 
 
-def _yarn(file: File) -> Json:
+def _yarn_settings(file: File) -> Json:
     given = {
         "attention_factor": file["rope.scaling.yarn_attn_factor"] or file["rope.scaling.attn_factor"],
         "beta_fast": file["rope.scaling.yarn_beta_fast"],
@@ -340,7 +340,7 @@ def _pre_tokenizer(name: str, tokenizer: Tokenizer, file: File) -> pre_tokenizer
     raise file.rejection(f"has the pre-tokenizer {name}, which is not known")
 
 
-def _eos_ids(tokenizer: Tokenizer, file: File) -> list[int]:
+def _gguf_eos_ids(tokenizer: Tokenizer, file: File) -> list[int]:
     named = [file.tokenizer(f"{kind}_token_id") for kind in ("eos", "eot", "eom")]
     special = tokenizer.get_added_tokens_decoder().items()
     ends = [token_id for token_id, token in special if token.special and token.content in ENDS]

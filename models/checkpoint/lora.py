@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from logs import escaped
 from manifest import read_json
-from models.adapters import DOWN, PREFIX, UP, UPDATES, A, B, common_name
+from models.adapters import DOWN_SUFFIX, PREFIX, UP_SUFFIX, UPDATES, A, B, common_name
 from models.checkpoint.fetch import ADAPTER, copy_metadata, shapes_in
 from models.errors import ModelError, is_out_of_memory, named
 from run import ConfigError
@@ -38,7 +38,7 @@ MAGNITUDE = ".lora_magnitude_vector"
 # The tensor of the base model that each of them changes.
 CHANGES = {A: ".weight", B: ".weight", MAGNITUDE: ".weight", BIAS: ".bias"}
 # Settings of adapter_config.json that decide how to merge, and their supported values; unset always is.
-SUPPORTED: dict[str, tuple[Any, ...]] = {
+SUPPORTED_LORA_SETTINGS: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "init_lora_weights": (True, "gaussian", "orthogonal", "eva", "mica"),  # others also change the base model
     "fan_in_fan_out": (),
@@ -64,7 +64,7 @@ class Adapter:
 
     def __init__(self, folder: Path):
         self._config = read_json(folder / "adapter_config.json", required=True)
-        for name, values in SUPPORTED.items():
+        for name, values in SUPPORTED_LORA_SETTINGS.items():
             given = self._config.get(name)
             if given and given not in values:
                 raise ModelError(f"`{name}` is {given!r}, which cannot be merged; {INSTEAD}")
@@ -110,8 +110,8 @@ class Adapter:
             )
         updates = {}
         for module in sorted(modules):
-            updates[module + DOWN] = self._tensors[module + A].float()
-            updates[module + UP] = (self._tensors[module + B].float() * self._scale(module)).T
+            updates[module + DOWN_SUFFIX] = self._tensors[module + A].float()
+            updates[module + UP_SUFFIX] = (self._tensors[module + B].float() * self._scale(module)).T
         if not updates:
             raise ModelError("the adapter holds no LoRA weights")
         for name, tensor in updates.items():

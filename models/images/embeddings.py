@@ -23,7 +23,7 @@ class Canvas(NamedTuple):
     scaled_columns: int
 
 
-def encode(
+def encode_tiles(
     tower: Callable[[np.ndarray], np.ndarray],
     pixels: np.ndarray,
     canvas: tuple[int, ...],

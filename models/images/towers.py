@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from manifest import Manifest, VisionFamily
-from models.images.embeddings import encode
+from models.images.embeddings import encode_tiles
 from run import Json
 
 # Where checkpoints have the parts: transformers renamed them more than once. The longer names come first.
@@ -87,7 +87,7 @@ class VisionTower(nn.Module):
     ) -> np.ndarray | None:
         """As `encode_image` of StaticBatchModel (base.py)."""
         newline = None if self.newline is None else self.newline.float().cpu().numpy()
-        return encode(self._run, pixels, canvas, newline, is_cancelled)
+        return encode_tiles(self._run, pixels, canvas, newline, is_cancelled)
 
     def _run(self, tile: np.ndarray) -> np.ndarray:
         return self(torch.tensor(tile, device=self.scale.device)).cpu().numpy()

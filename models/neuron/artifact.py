@@ -154,7 +154,7 @@ def with_optimum(config: Config, optimum: Optimum) -> Config:
         "dtype": DTYPES[optimum.auto_cast_type],
     }
     values = {name: value for name, value in values.items() if getattr(config, name) in (None, "auto")}
-    named = ", ".join(_named(name, value) for name, value in values.items())
+    named = ", ".join(_flag(name, value) for name, value in values.items())
     logger.info(
         "The compiled graphs of optimum-neuron cannot be loaded; %s is compiled with its values: %s",
         config.model_name,
@@ -194,7 +194,7 @@ def with_compiled_config(config: Config, compiled_config: CompiledConfig, name: 
         given = getattr(config, setting) or 0
         if given > limit:
             raise ConfigError(
-                f"{_named(setting, given)} is more than the {limit} that {name} was compiled for; {remedy}"
+                f"{_flag(setting, given)} is more than the {limit} that {name} was compiled for; {remedy}"
             )
     for setting in BINDING:
         given = getattr(config, setting)
@@ -202,7 +202,7 @@ def with_compiled_config(config: Config, compiled_config: CompiledConfig, name: 
         is_subset = isinstance(given, tuple) and set(given) <= set(compiled)  # the limits are always buckets
         if given not in (None, "auto", 0, compiled) and not is_subset:
             raise ConfigError(
-                f"{_named(setting, given)} contradicts {name}, compiled for {_shown(compiled)}; {remedy}"
+                f"{_flag(setting, given)} contradicts {name}, compiled for {_shown(compiled)}; {remedy}"
             )
     total = config.max_total_tokens or compiled_config.max_total_tokens
     return dataclasses.replace(
@@ -214,7 +214,7 @@ def with_compiled_config(config: Config, compiled_config: CompiledConfig, name: 
     )
 
 
-def _named(setting: str, value: Any) -> str:
+def _flag(setting: str, value: Any) -> str:
     return f"--{setting.replace('_', '-')} {_shown(value)} ({setting.upper()})"
 
 
@@ -249,7 +249,7 @@ class CachedGraphs:
 
     cache: Path  # the folder of all sets
     size_gb: float  # that they may have together
-    model: str  # its `model_key`
+    model: str  # its `config_digest`
     compiled_config: CompiledConfig
 
     @classmethod
@@ -271,7 +271,7 @@ class CachedGraphs:
 
     @property
     def folder(self) -> Path:
-        return self.cache / digest([self.model, _values(self.compiled_config)])
+        return self.cache / digest([self.model, _graph_settings(self.compiled_config)])
 
     @contextlib.contextmanager
     def locked(self, is_shared: bool) -> Iterator[None]:
@@ -308,7 +308,7 @@ class CachedGraphs:
             save(str(new))
             record = {
                 "model": self.model,
-                "programs": _values(self.compiled_config),
+                "programs": _graph_settings(self.compiled_config),
                 "files": checksums(new),
                 "built": dataclasses.asdict(built),
             }
@@ -316,7 +316,7 @@ class CachedGraphs:
         evict(self.cache.glob(f"*/{RECORD}"), self.size_gb, "--compile-cache-size (COMPILE_CACHE_SIZE)")
 
 
-def _values(compiled_config: CompiledConfig) -> Json:
+def _graph_settings(compiled_config: CompiledConfig) -> Json:
     """Everything that the compiled graphs of a checkpoint depend on, for JSON."""
     values = dataclasses.asdict(compiled_config)
     for name in ("verify_length", "kv_cache_dtype"):
@@ -351,6 +351,6 @@ def verify_checksums(folder: Path, files: Checksums) -> str | None:
     return None
 
 
-def model_key(checkpoint_config: Json) -> str:
+def config_digest(checkpoint_config: Json) -> str:
     """A digest of the fields of a checkpoint's config.json that its compiled graphs depend on."""
     return digest({name: value for name, value in checkpoint_config.items() if name not in VOLATILE})

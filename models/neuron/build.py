@@ -35,8 +35,8 @@ from models.errors import ModelError, first_line, named, progress_logged, report
 from models.machine import SHORT_DTYPES, Machine, detect, host_memory, usable_cores
 from models.neuron import artifact, families, plan
 from models.neuron.artifact import Artifact, CachedGraphs, CompiledConfig, buckets
+from models.neuron.base_family import Family
 from models.neuron.driver import Versions
-from models.neuron.family import Family
 from models.neuron.legacy_config import legacy_config
 from run import ConfigError, Json
 
@@ -201,7 +201,7 @@ def _configured_for(compiled_config: CompiledConfig, shape: plan.Shape, config: 
 def _sized(shape: plan.Shape, config: Config) -> tuple[Config, CompiledConfig]:
     """`config` with the sizes for this machine, and what has to be compiled for it."""
     machine = _machine(config)
-    sizing = plan.choose(shape, machine, config)
+    sizing = plan.choose_sizing(shape, machine, config)
     logger.info("On %s with %d cores: %s", machine.instance or "this machine", machine.cores, sizing)
     if warning := shape.memory_warning(machine):
         logger.warning(warning)
@@ -310,7 +310,7 @@ def load_model(build: BuildPlan, work_dir: Path, announce: Announce) -> tuple[An
         os.environ.setdefault("NEURON_RT_NUM_CORES", str(build.compiled_config.tp_degree))
     if compiled := build.compiled():
         return _loaded(build, work_dir, compiled), build
-    key = artifact.model_key(build.legacy)
+    key = artifact.config_digest(build.legacy)
     if cached := CachedGraphs.here(build.config.compile_cache_size, key, build.compiled_config):
         return _load_cached(cached, build, work_dir, announce)
     announce("compiling")  # only the compiler can read its cache, at NEURON_COMPILE_CACHE_URL

@@ -22,15 +22,15 @@ logger = logging.getLogger("model")
 
 DRIVER = Path("/sys/module/neuron/version")  # containers see the host's
 PACKAGES = Path("/var/lib/dpkg/status")
-RUNTIME = re.compile(r"^Package: aws-neuronx-runtime-lib\n(?:.+\n)*?Version: (.+)", re.MULTILINE)
+RUNTIME_VERSION = re.compile(r"^Package: aws-neuronx-runtime-lib\n(?:.+\n)*?Version: (.+)", re.MULTILINE)
 
 HOST = "the host has driver 2.28 (aws-neuronx-dkms=2.28.*, or an AMI of SDK 2.30 or older)"
 NEWER_RUNTIME = 'the image a newer runtime library (make image ARGS="--build-arg NEURON_RUNTIME=2.33")'
 OLDER_RUNTIME = "the image its own runtime library (make image without NEURON_RUNTIME)"
 
 Release = tuple[int, int]
-FIRST: Release = (0, 0)
-LAST: Release = (999, 0)
+EARLIEST: Release = (0, 0)
+LATEST: Release = (999, 0)
 NEWEST_DRIVER: Release = (2, 30)  # of SDK 2.32
 
 
@@ -44,10 +44,10 @@ class Misfit(NamedTuple):
 
 
 MISFITS = (
-    Misfit(((2, 29), (2, 29)), (FIRST, (2, 32)), True, NEWER_RUNTIME),
-    Misfit(((2, 30), LAST), (FIRST, (2, 32)), False, NEWER_RUNTIME),
-    Misfit((FIRST, (2, 26)), ((2, 32), (2, 32)), True, OLDER_RUNTIME),
-    Misfit((FIRST, (2, 26)), ((2, 33), LAST), False, OLDER_RUNTIME),
+    Misfit(((2, 29), (2, 29)), (EARLIEST, (2, 32)), True, NEWER_RUNTIME),
+    Misfit(((2, 30), LATEST), (EARLIEST, (2, 32)), False, NEWER_RUNTIME),
+    Misfit((EARLIEST, (2, 26)), ((2, 32), (2, 32)), True, OLDER_RUNTIME),
+    Misfit((EARLIEST, (2, 26)), ((2, 33), LATEST), False, OLDER_RUNTIME),
 )
 
 
@@ -59,7 +59,7 @@ class Versions(NamedTuple):
 
     @classmethod
     def read(cls) -> Versions:
-        package = RUNTIME.search(read_text(PACKAGES))
+        package = RUNTIME_VERSION.search(read_text(PACKAGES))
         return cls(read_text(DRIVER) or None, package[1] if package else None)
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
 """The families of models that are supported on Neuron: a class for each.
 
 transformers-neuronx's class for Llama serves them all: the others are read as a Llama that differs
-(`family.py`). A new one is a class and a row of FAMILIES here, and a row of
+(`base_family.py`). A new one is a class and a row of FAMILIES here, and a row of
 tests/neuron_sim/test_families.py.
 
 Source: transformers 4.57, models/*/configuration_*.py and modeling_*.py. Imports neither torch nor
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 from manifest import ORIGINAL_LENGTH, text_part, vision_family
 from models.checkpoint import rope
 from models.errors import named
-from models.neuron.family import (
+from models.neuron.base_family import (
     DOWN,
     GATE,
     MLP,

@@ -29,7 +29,7 @@ from transformers_neuronx.llama import model as llama
 from models.adapters import common_name
 from models.checkpoint.rope import Rope
 from models.errors import ModelError
-from models.neuron.family import ArchSpec, Family, GetTensor, K, LayerKind, O, Q, Tensors, V
+from models.neuron.base_family import ArchSpec, Family, GetTensor, K, LayerKind, O, Q, Tensors, V
 
 # The functions of transformers-neuronx that are replaced below.
 LlamaConfig = llama.LlamaConfig
@@ -129,7 +129,7 @@ class FamilyForSampling(llama.LlamaForSampling):
         """The library asks each module for its tensors when it needs them, and drops them afterwards."""
         if self.family.neuronx_class and not self.family.is_nested:
             return super().load_state_dict_dir(folder)
-        checkpoint = Checkpoint(Path(folder))
+        checkpoint = CheckpointTensors(Path(folder))
         family = self.family
         if family.is_nested:  # its two configs may say different things
             family = copy.copy(family)
@@ -276,7 +276,7 @@ def _interleave_qkv(
     return interleave_qkv(q[None], k[None], v[None], tp_degree, dim=1)[0]
 
 
-class Checkpoint:
+class CheckpointTensors:
     """The tensors of the safetensors files in a folder, by any spelling of their names, as those of the text
     part of a vision-language model have another one."""
 
@@ -333,7 +333,7 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
             return tuple(values)
         self._next = iter(self._kinds)
         windows = {kind.window for kind in self._kinds}
-        self._masks = {each: _within(values[6], cache_ids, self._shown(each)) for each in windows}
+        self._masks = {each: _in_window(values[6], cache_ids, self._shown(each)) for each in windows}
         self._active = {each: _within_active(values[7], self._shown(each)) for each in windows}
         return tuple(values)
 
@@ -646,7 +646,7 @@ def _sin_cos(positions: Any, dtype: Any, rope: Rope) -> tuple[Any, Any]:
     return tuple(hlo.cast(values, dtype) for values in both)
 
 
-def _within(mask: Any, positions: Any, window: int | None) -> Any:
+def _in_window(mask: Any, positions: Any, window: int | None) -> Any:
     """`mask` [slots, tokens, positions] without positions that are `window` or more before their token."""
     if not window:
         return mask
@@ -655,7 +655,7 @@ def _within(mask: Any, positions: Any, window: int | None) -> Any:
 
 
 def _within_active(mask: Any, window: int | None) -> Any:
-    """As `_within`, between the tokens of one call: [slots, tokens, tokens]."""
+    """As `_in_window`, between the tokens of one call: [slots, tokens, tokens]."""
     if not window or mask is None or len(mask.sizes) < 3:
         return mask
     s32 = mask.scribe.s32

@@ -2,8 +2,8 @@
 
 Arithmetic over a model's config.json: how heads and weights are split across NeuronCores, the device memory
 of weights and KV cache, and the tp_degree, batch size and context length to use. `main` prints it;
-neuron/build.py calls `choose` for the machine it runs on. Instance types are data, in plan.json. Reads no
-weights.
+neuron/build.py calls `choose_sizing` for the machine it runs on. Instance types are data, in plan.json. Reads
+no weights.
 
 Source references: "T/" is the code of transformers-neuronx 0.13.322, "SDK@" is the public repository
 aws-neuron-sdk at a tag."""
@@ -29,7 +29,7 @@ from models.checkpoint.quantization import Quantization, dequantized_config, wri
 from models.errors import ModelError
 from models.machine import GIB, Machine
 from models.neuron import families
-from models.neuron.family import Family
+from models.neuron.base_family import Family
 from run import ConfigError, Json
 
 MAX_CORES = 32  # of the largest machine
@@ -326,7 +326,7 @@ def allowed_tp_degrees(family: str | None, cores: int) -> list[int]:
     return sorted(degree for degree in known if degree <= cores)
 
 
-def choose(shape: Shape, machine: Machine, config: Config) -> Sizing:
+def choose_sizing(shape: Shape, machine: Machine, config: Config) -> Sizing:
     """The tp_degree, batch size and context length for a machine; those that are set in `config` are kept.
 
     The longest slots up to the model's context length and 4096 that fit (else halves of it), then the largest
@@ -433,7 +433,7 @@ def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config)
         yield ""
         yield machine.instance
         try:
-            sizing = choose(shape, machine, config)
+            sizing = choose_sizing(shape, machine, config)
         except ConfigError as error:
             yield f"  {error}"
             continue
@@ -459,7 +459,7 @@ def _report_machine(sizing: Sizing, machine: Machine, config: Config) -> Iterato
     if shape.tower:
         yield f"  an image takes about {shape.tower.tile_s(machine):.1f} s a tile on the host (estimate)"
     with contextlib.suppress(ConfigError):  # not supported with it
-        smaller = choose(shape, machine, replace(config, kv_cache_dtype=FP8))
+        smaller = choose_sizing(shape, machine, replace(config, kv_cache_dtype=FP8))
         if smaller.batch_size * smaller.length > sizing.batch_size * sizing.length:
             slots = f"batch size {smaller.batch_size}, context length {smaller.length}"
             yield f"  with --kv-cache-dtype {FP8}: {slots} (not validated on hardware)"
@@ -517,15 +517,15 @@ def main(argv: Sequence[str]) -> int:
         for line in (*notices, *report(config.model_name, shape, machines, config)):
             indent = " " * (len(line) - len(line.lstrip()) + 4)
             print(textwrap.fill(line, 100, subsequent_indent=indent, break_on_hyphens=False))
-        return 0 if any(_fits(shape, machine, config) for machine in machines) else 1
+        return 0 if any(_has_sizing(shape, machine, config) for machine in machines) else 1
     except (argparse.ArgumentError, ConfigError, ModelError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def _fits(shape: Shape, machine: Machine, config: Config) -> bool:
+def _has_sizing(shape: Shape, machine: Machine, config: Config) -> bool:
     try:
-        choose(shape, machine, config)
+        choose_sizing(shape, machine, config)
     except ConfigError:
         return False
     return True

@@ -19,7 +19,7 @@ from typing import ClassVar
 from config import MAX_COUNT, Config
 from manifest import Manifest
 from models.base import Announce, Engine, StaticBatchModel
-from models.cache import NNCF, ModelCache, NotConverted, model_key, run_converter, write_rejection
+from models.cache import NNCF, ModelCache, NotConverted, cache_key, run_converter, write_rejection
 from models.checkpoint.source import fetch_checked_weights
 from models.errors import ModelError, named, progress_logged
 from models.machine import host_memory
@@ -55,7 +55,7 @@ class OpenVino(Engine):
 
     def fetch_weights(self) -> None:
         config = with_dtype(self.config, self.manifest)
-        if not _find_entry(config, ModelCache(config), model_key(config, self.folder, self.manifest)):
+        if not _find_entry(config, ModelCache(config), cache_key(config, self.folder, self.manifest)):
             check_quantizer(config)
         fetch_checked_weights(self.config, self.folder, self)
 
@@ -67,7 +67,7 @@ class OpenVino(Engine):
         if config.dtype not in self.dtypes:
             raise NotConverted("OpenVINO computes in float32 or bfloat16 on a CPU, not in float16")
         cache = ModelCache(config)
-        key = model_key(config, self.folder, self.manifest)
+        key = cache_key(config, self.folder, self.manifest)
 
         def convert(target: Path) -> None:
             check_quantizer(config)

@@ -69,14 +69,14 @@ logger = logging.getLogger("model")
 
 CHECK_TEXT = HERE / "models" / "openvino" / "check_text.txt"  # of 1776: all models know it
 PLACEHOLDERS = "openvino_placeholder"  # the name of an attention function of transformers
-CHUNK = OpenVinoModel.prefill_chunk
-CHECK_TOKENS = CHUNK + 16
+OPENVINO_CHUNK = OpenVinoModel.prefill_chunk
+CHECK_TOKENS = OPENVINO_CHUNK + 16
 SHORT_CHECK_TOKENS = 80  # crosses the edges of two blocks
 SHORT_CHECK_BEGINS = (0, 1, 3, 34, 67, 68, 70), (0, 35, 36, 37, 54, 55)  # of the chunks of two slots
 CHECK_WINDOW = 40  # longer sliding windows are shortened to this for the check, so that they slide in it
 # How many int4 weights, and how many activations, share a scale. The first that passes its check is used:
 # large groups are faster, small ones more accurate.
-GROUPS = (128, 64, 32)
+GROUP_SIZES = (128, 64, 32)
 # The share of the linear layers that gets int4, with the smallest groups; the others get int8. Models of a
 # few hundred million parameters do not tolerate int4 everywhere.
 INT4_SHARES = (0.8, 0.5)
@@ -85,7 +85,7 @@ MAX_ACTIVATION_KL = 0.02
 # Linear layers of one input become one where they have at most so many outputs together: dividing the result
 # costs prompts more than large layers gain.
 MERGED_OUTPUTS = 4096
-WHOLE = "model.whole"  # the files of the graph whose weights are being compressed
+UNCOMPRESSED_GRAPH = "model.whole"  # the files of the graph whose weights are being compressed
 SPARE_BYTES = 50_000_000  # of the disk, for the graph without its weights
 
 
@@ -108,7 +108,7 @@ class Placeholder(torch.nn.Module):
         return [ops.slice(joined, *(ops.constant([n]) for n in (0, self.width, 1, 1))).output(0)]
 
 
-def _attend(
+def _attend_placeholder(
     module,
     query,
     key,
@@ -141,7 +141,7 @@ def _attend(
     return module.placeholder(*flat).reshape(1, -1, heads, value_size), None
 
 
-ALL_ATTENTION_FUNCTIONS.register(PLACEHOLDERS, _attend)
+ALL_ATTENTION_FUNCTIONS.register(PLACEHOLDERS, _attend_placeholder)
 
 
 class _Flat(torch.nn.Module):
@@ -304,7 +304,7 @@ def _compress_vision(
     logging.getLogger("nncf").setLevel(logging.ERROR)
     try:
         _save(nncf.compress_weights(graph.clone(), mode=nncf.CompressWeightsMode.INT8_ASYM), path)
-        for group in GROUPS:
+        for group in GROUP_SIZES:
             fault = _vision_fault(path, check, newline, "int8", config.dtype, group)
             if fault is None:
                 return group
@@ -469,14 +469,14 @@ class Check:
         return find_fault(found, self.text_logits, model.precision, facts["has_experts"])
 
     def activation_group(self, target: Path, facts: Json, most: int) -> int:
-        """How many activations share a scale: the largest of GROUPS up to `most` that the model tolerates,
-        else the smallest."""
+        """How many activations share a scale: the largest of GROUP_SIZES up to `most` that the model
+        tolerates, else the smallest."""
 
         def logits_with(group: int) -> np.ndarray:
             return _prompt_logits(self._model(target, facts | {"activation_group": group}), self.text)
 
         exact = logits_with(0)
-        groups = [group for group in GROUPS if group <= most]
+        groups = [group for group in GROUP_SIZES if group <= most]
         for group in groups[:-1]:
             if kl_divergence(logits_with(group), exact).mean() <= MAX_ACTIVATION_KL:
                 return group
@@ -499,8 +499,8 @@ def _ids_of_text(folder: Path, vocab_size: int) -> list[int]:
 
 def _prompt_logits(model: OpenVinoModel, ids: Sequence[int]) -> np.ndarray:
     """The logits after each token of a prompt, which runs in chunks: float32 [tokens, vocab]."""
-    begins = range(0, len(ids), CHUNK)
-    chunks = [Chunk(0, ids[begin : begin + CHUNK], begin, all_logits=True) for begin in begins]
+    begins = range(0, len(ids), OPENVINO_CHUNK)
+    chunks = [Chunk(0, ids[begin : begin + OPENVINO_CHUNK], begin, all_logits=True) for begin in begins]
     return np.concatenate([model.forward([chunk]) for chunk in chunks])
 
 
@@ -511,11 +511,11 @@ def _compress(config: Config, check: Check, target: Path, facts: Json) -> None:
 
     logging.getLogger("nncf").setLevel(logging.ERROR)  # nncf.set_log_level would change our handlers as well
     for ending in ("xml", "bin"):
-        (target / f"model.{ending}").rename(target / f"{WHOLE}.{ending}")
+        (target / f"model.{ending}").rename(target / f"{UNCOMPRESSED_GRAPH}.{ending}")
     for way in _ways_to_compress(config.quantize, nncf):
         # Read anew, because compression cannot be undone. Its weights are pages of the file, which the kernel
         # drops when memory is short.
-        graph = ov.Core().read_model(target / f"{WHOLE}.xml")
+        graph = ov.Core().read_model(target / f"{UNCOMPRESSED_GRAPH}.xml")
         _merge_linear_layers(graph)
         graph = nncf.compress_weights(graph, **way)
         _save(graph, target / "model.xml")
@@ -523,12 +523,12 @@ def _compress(config: Config, check: Check, target: Path, facts: Json) -> None:
         ports = [node.output(0) for node in graph.get_ops()]
         groups = {port.get_shape()[-1] for port in ports if port.get_element_type() == ov.Type.u4} - {1}
         del graph, ports
-        facts["activation_group"] = check.activation_group(target, facts, min(groups, default=GROUPS[0]))
+        facts["activation_group"] = check.activation_group(target, facts, min(groups, default=GROUP_SIZES[0]))
         fault = check.fault_on_text(target, facts)
         if fault is None:
             if way.get("ratio", 1.0) < 1:
                 logger.info("int4 in %.0f %% of the layers, int8 in the others", 100 * way["ratio"])
-            for path in target.glob(f"{WHOLE}.*"):
+            for path in target.glob(f"{UNCOMPRESSED_GRAPH}.*"):
                 path.unlink()
             return
     other = ", or use int8" if config.quantize == "int4" else ""
@@ -588,7 +588,7 @@ def _ways_to_compress(quantize: str, nncf: Any) -> list[dict[str, Any]]:
     # A layer whose width the group does not divide gets the largest that does, or int8 where 32 does not.
     adjust = nncf.AdvancedCompressionParameters(group_size_fallback_mode=nncf.GroupSizeFallbackMode.ADJUST)
     mode = nncf.CompressWeightsMode.INT4_ASYM
-    whole = [{"mode": mode, "group_size": group, "advanced_parameters": adjust} for group in GROUPS]
+    whole = [{"mode": mode, "group_size": group, "advanced_parameters": adjust} for group in GROUP_SIZES]
     return whole + [whole[-1] | {"ratio": share} for share in INT4_SHARES]
 
 

@@ -42,7 +42,7 @@ from models.errors import (  # noqa: E402
     is_out_of_memory,
     warn_text_only,
 )
-from models.images.embeddings import encode  # noqa: E402
+from models.images.embeddings import encode_tiles  # noqa: E402
 from models.images.encoder_cache import EncoderCache, split_at_images  # noqa: E402
 from models.images.grid_positions import GridPositions  # noqa: E402
 from models.machine import SHORT_DTYPES, usable_threads  # noqa: E402
@@ -322,7 +322,7 @@ class VisionEncoder:
         self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
     ) -> np.ndarray | None:
         """As `encode_image` of StaticBatchModel."""
-        return encode(self._run, pixels, canvas, self._newline, is_cancelled)
+        return encode_tiles(self._run, pixels, canvas, self._newline, is_cancelled)
 
     def _run(self, tile: np.ndarray) -> np.ndarray:
         # To its end: after InferRequest.cancel() OpenVINO 2026.4 computes tiles of another size with stale

@@ -67,7 +67,7 @@ def test_a_bug_of_ours_is_an_answer_too(served, monkeypatch, caplog):
     monkeypatch.setattr(served.seen.text.tokenizer.__class__, "encode", lambda *_: 1 // 0)
     response = served.post("/generate", {"inputs": "a"})
     assert response.status_code == 422
-    monkeypatch.setattr("api.http.fields.parse", lambda *_: 1 // 0)
+    monkeypatch.setattr("api.http.fields.parse_body", lambda *_: 1 // 0)
     response = served.post("/generate", {"inputs": "a"})
     assert response.status_code == 500
     assert response.json == {"error": "Internal server error", "error_type": "internal"}

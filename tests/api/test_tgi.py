@@ -23,7 +23,7 @@ from fakes.tokenizer import VOCABULARY
 from served import LIMITS, WINDOW, events
 
 from api.generation.prepared_request import PreparedRequest
-from api.http.types import encode
+from api.http.types import encode_json
 from api.tgi import Info
 from config import VERSION
 from protocol import SamplingParams
@@ -320,7 +320,7 @@ def test_info_has_tgis_keys_and_the_limits_in_force(served):
     model = msgspec.structs.replace(
         INFO, quantize="int8", kv_cache_dtype="u8", kv_bytes_per_token=7, neuron_versions={"driver": None}
     )
-    assert json.loads(encode(Info.of(serving(model, config)))) == {
+    assert json.loads(encode_json(Info.of(serving(model, config)))) == {
         **dict.fromkeys(["model_pipeline_tag", "sha", "docker_label"]),
         **{"model_id": "someone/model", "model_sha": "abc123", "model_device_type": "cpu", "model_dtype": "float32"},
         **{"max_concurrent_requests": 77, "max_best_of": 3, "max_stop_sequences": 4, "max_client_batch_size": 4},

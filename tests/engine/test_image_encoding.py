@@ -215,7 +215,7 @@ def test_a_request_whose_images_exceed_the_encoder_cache_runs_alone():
 
 
 def test_images_that_wait_are_bounded_and_make_room_when_they_are_encoded_or_cancelled(monkeypatch):
-    monkeypatch.setattr(admission, "MAX_PIXEL_BYTES", 2 * len(image(1).pixels))
+    monkeypatch.setattr(admission, "MAX_WAITING_PIXEL_BYTES", 2 * len(image(1).pixels))
     driven = driven_with()
     driven.model.may_encode.clear()
     driven.arrive(asks(1, image(5)), asks(2, image(6)), asks(3, image(7)), Generate(4, [3], 3))

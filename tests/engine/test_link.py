@@ -321,7 +321,7 @@ def test_what_a_process_sends_in_a_wrong_way_ends_that_message_and_nothing_else(
 
 def test_a_request_whose_images_find_no_room_is_refused_at_once(worker, connect, admission, monkeypatch):
     worker.announce(msgspec.structs.replace(INFO, reads_images=True))
-    monkeypatch.setattr("engine.admission.MAX_PIXEL_BYTES", 25)
+    monkeypatch.setattr("engine.admission.MAX_WAITING_PIXEL_BYTES", 25)
     web = connect()
     image = Image(2**46 - 1, MAX_IMAGE_TOKENS, (1, 2, 2), bytes(12))
     for number in (1, 2, 3, 4):

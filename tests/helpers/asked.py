@@ -21,14 +21,14 @@ from api.generation.response_writer import GeneratedSequence
 from api.http import fields
 from api.http.errors import OPENAI, TGI, ApiError
 from api.http.response_store import OwnedResponses, ResponseStore
-from api.http.types import encode
+from api.http.types import encode_json
 from api.openai import chat, completions, responses
 from config import Config
 from protocol import ModelInfo, Token
 from text.grammar import Grammars
 from text.output.call_syntaxes import ModelTools
-from text.output.reasoning import ModelReasoning
-from text.output.tool_formats import FORMATS
+from text.output.reasoning_formats import ModelReasoning
+from text.output.tool_formats import TOOL_FORMATS
 from text.template import ChatTemplate
 from text.template_capabilities import TemplateCapabilities
 from text.tokenizer import Tokenizer
@@ -67,7 +67,7 @@ def text() -> ModelText:
         tokenizer = Tokenizer(folder)
     template = ChatTemplate(TEMPLATE, {})
     capabilities = TemplateCapabilities.of(template)
-    return ModelText(tokenizer, template, None, ModelTools(FORMATS[0]), capabilities, ModelReasoning())
+    return ModelText(tokenizer, template, None, ModelTools(TOOL_FORMATS[0]), capabilities, ModelReasoning())
 
 
 def serving(info=INFO, config=CONFIG) -> Served:
@@ -110,7 +110,7 @@ def body_of(dialect, **given):
 
 def answer_to(dialect, body, info=INFO, config=CONFIG):
     """The answer that a whole body asks for, from its bytes on."""
-    data = fields.parse(body if isinstance(body, bytes) else json.dumps(body).encode())
+    data = fields.parse_body(body if isinstance(body, bytes) else json.dumps(body).encode())
     return DIALECTS[dialect][0](data, serving(info, config))
 
 
@@ -139,11 +139,11 @@ def refusal(dialect, info=INFO, config=CONFIG, **given) -> ApiError:
 
 
 def as_tgi(error):
-    return json.loads(encode(TGI.body(error)))
+    return json.loads(encode_json(TGI.body(error)))
 
 
 def as_openai(error):
-    return json.loads(encode(OPENAI.body(error)))["error"]
+    return json.loads(encode_json(OPENAI.body(error)))["error"]
 
 
 def assert_invalid(error: ApiError, detail: str) -> None:
@@ -173,4 +173,4 @@ def written(answer, text, finish_reason):
             break
     if answer.streams:
         return (stream + answer.stream_end([sequence])).decode()
-    return json.loads(encode(answer.whole([sequence])))
+    return json.loads(encode_json(answer.whole([sequence])))

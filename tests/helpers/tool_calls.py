@@ -6,10 +6,10 @@ from tokenizers import AddedToken
 from api.chats.tools import tool_policy
 from text.output import tool_formats
 from text.output.call_syntaxes import ModelTools
-from text.output.reasoning import Thinking
+from text.output.reasoning_formats import Thinking
 from text.stream import Piece
 
-FORMS = {form.name: form for form in (*tool_formats.FORMATS, tool_formats.AS_TEXT)}
+FORMS = {form.name: form for form in (*tool_formats.TOOL_FORMATS, tool_formats.AS_TEXT)}
 
 # Written for these tests, in the style of the published ones.
 TEMPLATES = {

@@ -20,7 +20,7 @@ from config import Config
 from manifest import Manifest
 from models.cache import (
     ModelCache,
-    model_key,
+    cache_key,
     read_entry,
     renamed_when_complete,
     tokenizer_key,
@@ -105,7 +105,7 @@ def test_a_converted_model_is_used_again_and_a_changed_checkpoint_is_converted_a
 
 
 def key(config, folder):
-    return model_key(config, folder, Manifest.read(folder))
+    return cache_key(config, folder, Manifest.read(folder))
 
 
 def test_the_key_depends_on_all_that_a_conversion_reads(config, checkpoint, tmp_path, monkeypatch):
@@ -113,7 +113,7 @@ def test_the_key_depends_on_all_that_a_conversion_reads(config, checkpoint, tmp_
     keys.append(key(dataclasses.replace(config, quantize="int8"), checkpoint))
     hub = dataclasses.replace(config, model_id="someone/llama")
     of_hub = Manifest("llama", None, ())
-    keys += [model_key(hub, Path("snapshots") / commit, of_hub) for commit in ("c0ffee", "decade")]
+    keys += [cache_key(hub, Path("snapshots") / commit, of_hub) for commit in ("c0ffee", "decade")]
     code = save_checkpoint(tmp_path / "code", llama())
     keys.append(key(dataclasses.replace(config, model_id=str(code)), edit_config(code, auto_map={})))
     (code / "modeling.py").write_text("1")
@@ -129,7 +129,7 @@ def test_the_key_depends_on_all_that_a_conversion_reads(config, checkpoint, tmp_
 def test_a_tokenizer_that_an_older_version_converted_is_converted_anew(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.model").write_bytes(b"1")
     current = tokenizer_key(tmp_path)
-    monkeypatch.setitem(models.cache.READERS, "tokenizer", models.cache.READERS["tokenizer"] - 1)
+    monkeypatch.setitem(models.cache.READER_VERSIONS, "tokenizer", models.cache.READER_VERSIONS["tokenizer"] - 1)
     assert tokenizer_key(tmp_path) != current
 
 
@@ -275,7 +275,7 @@ def test_a_converter_that_runs_out_of_memory_says_so_by_its_exit_code(checkpoint
     monkeypatch.setattr(converter, "trace", fill_memory)
     monkeypatch.setattr(models.convert.logs, "set_up", lambda *_: None)  # of pytest's process
     monkeypatch.setattr("sys.stdin", io.StringIO(settings(checkpoint).to_json()))
-    assert models.convert.main([str(checkpoint), str(tmp_path)]) == models.cache.OUT_OF_MEMORY
+    assert models.convert.main([str(checkpoint), str(tmp_path)]) == models.cache.OUT_OF_MEMORY_CODE
     assert list(tmp_path.iterdir()) == []
 
 

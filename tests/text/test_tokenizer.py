@@ -16,7 +16,7 @@ from image_files import save_preprocessor
 from tiny_tokenizers import ALL, ANY_TEXT, REAL_TEXTS, Kind, any_ids, kind_of, save
 
 from run import HERE, ConfigError
-from text.tokenizer import Tokenizer, check
+from text.tokenizer import Tokenizer, read_facts
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -162,7 +162,7 @@ def test_the_eos_tokens_are_the_one_that_the_files_name_and_ends_of_turns_that_a
     raw = tiny_tokenizers.byte_level()
     raw.add_special_tokens(flagged)
     raw.add_tokens(plain)
-    found = check(save(raw, tmp_path, eos_token=eos), tmp_path)
+    found = read_facts(save(raw, tmp_path, eos_token=eos), tmp_path)
     assert found["eos_token_ids"] == [raw.token_to_id(name) for name in expected]
 
 
@@ -170,7 +170,7 @@ def test_the_eos_tokens_are_the_one_that_the_files_name_and_ends_of_turns_that_a
 def test_a_corrupt_tokenizer_is_refused_in_one_line(tmp_path, content):
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read as a tokenizer: ") as refused:
-        check(tmp_path, tmp_path)
+        read_facts(tmp_path, tmp_path)
     assert len(str(refused.value).splitlines()) == 1
 
 
@@ -178,13 +178,13 @@ def test_a_tokenizer_config_that_is_no_json_is_refused(tmp_path):
     folder = save(tiny_tokenizers.byte_level(), tmp_path)
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json cannot be read as JSON"):
-        check(folder, tmp_path)
+        read_facts(folder, tmp_path)
 
 
 def test_a_tokenizer_that_turns_text_into_nothing_is_refused(tmp_path):
     folder = save(tokenizers.Tokenizer(tokenizers.models.BPE()), tmp_path)
     with pytest.raises(ConfigError, match="turns text into nothing"):
-        check(folder, tmp_path)
+        read_facts(folder, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -205,10 +205,10 @@ def test_what_says_how_images_are_read_must_fit_the_model(tmp_path, name, token_
     if name:
         save_preprocessor(name, tmp_path, image_token_id=token_id)
     if why is None:
-        check(tmp_path, tmp_path, None, kwargs)
+        read_facts(tmp_path, tmp_path, None, kwargs)
         return
     with pytest.raises(ConfigError, match=why):
-        check(tmp_path, tmp_path, None, kwargs)
+        read_facts(tmp_path, tmp_path, None, kwargs)
 
 
 def test_as_a_process_it_prints_what_the_worker_must_know(tmp_path):

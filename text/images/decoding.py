@@ -22,7 +22,7 @@ DECODERS = (
     WebPImagePlugin.WebPImageFile,
     GifImagePlugin.GifImageFile,
 )
-FORMATS = [decoder.format for decoder in DECODERS]
+FILE_FORMATS = [decoder.format for decoder in DECODERS]
 MAX_PIXELS = 50_000_000
 MAX_TOKENS = 2**16 - 1  # MAX_IMAGE_TOKENS of protocol.py (tested)
 MAX_RATIO = 200  # of the longer side to the shorter
@@ -59,7 +59,7 @@ def preprocessor(model_dir: str, overrides: Json) -> Callable[[list], bytes]:
 def decode(data: bytes) -> Image.Image:
     """An image as people see it: its first frame, upright, in RGB. Raises Rejected."""
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)  # reads the header
+        image = Image.open(io.BytesIO(data), formats=FILE_FORMATS)  # reads the header
         if max(image.size) > MAX_RATIO * min(image.size):
             width, height = image.size
             raise Rejected(

@@ -203,12 +203,14 @@ class RowsAndColumns(Layout):
         self._tokens = facts.number("image_seq_len", 169)
 
     def __call__(self, image: Image) -> Tiles:
-        width, height = _scaled(image, self._longest)
+        width, height = _scaled_size(image, self._longest)
         image = self._resized(image, max(width + width % 2, 1), max(height + height % 2, 1))
         tiles = []
         if self._is_split:
             longest = math.ceil(max(image.size) / self._side) * self._side
-            width, height = (math.ceil(edge / self._side) * self._side for edge in _scaled(image, longest))
+            width, height = (
+                math.ceil(edge / self._side) * self._side for edge in _scaled_size(image, longest)
+            )
             image = self._resized(image, width, height)
             tiles = _cut(image, self._side)
         if len(tiles) < 2:
@@ -432,7 +434,7 @@ def _cut(image: Image, side: int) -> list[Image]:
     return [image.crop((x, y, x + side, y + side)) for x, y in corners]
 
 
-def _scaled(image: Image, longest: int) -> tuple[int, int]:
+def _scaled_size(image: Image, longest: int) -> tuple[int, int]:
     """Width and height with a long side of `longest`."""
     ratio = image.width / image.height
     return (longest, int(longest / ratio)) if ratio >= 1 else (int(longest * ratio), longest)

@@ -21,7 +21,7 @@ from text.output.json_mender import CONSTANTS, GEMMA_QUOTE, read_value, whole_va
 
 # What may stand between calls. A comment has all of its line, or there would be too many ways to match.
 BESIDE = (r"\s", "[,;]", r"```\w*", r"(?://|#)[^\n]*(?:\n|\Z)", r"/\*.*?\*/")
-NAME = "[A-Za-z0-9_.-]+"
+NAME_PATTERN = "[A-Za-z0-9_.-]+"
 NAME_KEYS = ("name", "function", "tool", "tool_name")  # of a call in JSON
 ARGUMENTS_KEYS = ("arguments", "parameters", "args", "params", "input")
 OTHER_KEYS = {*NAME_KEYS, "type", "id", "index"}  # of a call without arguments
@@ -40,13 +40,13 @@ FIRST_WORDS = {
 }
 MAX_HEAD = 1_000  # characters of a call before its arguments, or of a parameter's name
 ERRORS = (ValueError, LookupError, SyntaxError, TypeError, AttributeError, MemoryError, RecursionError)
-Call = tuple[Any, Any]  # name and arguments, neither of them checked
+UncheckedCall = tuple[Any, Any]  # name and arguments, neither of them checked
 
 
 def may_be_calls(text: str, names: Sequence[str]) -> bool:
     """Whether `mended_calls` may find calls of these functions when there is more of the text."""
     head = text[:MAX_HEAD]
-    first = re.match(f"\\W*({NAME})?", head)[1] or ""
+    first = re.match(f"\\W*({NAME_PATTERN})?", head)[1] or ""
     if not any(word.startswith(first.removeprefix("functions.")) for word in (*names, *FIRST_WORDS)):
         return False
     return len(text) < MAX_HEAD or any(
@@ -87,14 +87,14 @@ class CallText:
             raise ValueError("not the call of an offered tool")
         return name, as_json(arguments)
 
-    def in_json(self, at: int) -> Iterator[Call]:
+    def in_json(self, at: int) -> Iterator[UncheckedCall]:
         """Objects with a name and arguments, or lists of them."""
         while at < len(self.text):
             value, at = read_value(self.text, at)
             yield from _calls_in(value)
             at = self.skipped(at)
 
-    def in_python(self, at: int) -> Iterator[Call]:
+    def in_python(self, at: int) -> Iterator[UncheckedCall]:
         """Calls with keyword arguments, or lists of them."""
         for statement in ast.parse(self.text[at:].strip()).body:
             value = statement.value
@@ -107,11 +107,11 @@ class CallText:
                     raise ValueError("arguments without a name, or with one name")
                 yield ast.unparse(call.func), arguments
 
-    def after_names(self, at: int, is_loose: bool = False) -> Iterator[Call]:
+    def after_names(self, at: int, is_loose: bool = False) -> Iterator[UncheckedCall]:
         """Objects of arguments, each after a name. is_loose: texts in them need no quotes."""
         while at < len(self.text):
             begin = self.text.index("{", at)
-            words = re.findall(NAME, self._beside.sub(" ", self.text[at:begin]))
+            words = re.findall(NAME_PATTERN, self._beside.sub(" ", self.text[at:begin]))
             offered = [word for word in words if word.removeprefix("functions.") in self.schemas]
             if any(word not in (*FILLERS, *offered) and not word.isdigit() for word in words):
                 raise ValueError("other words")
@@ -148,7 +148,7 @@ def as_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode().decode()
 
 
-def _calls_in(value: Any) -> Iterator[Call]:
+def _calls_in(value: Any) -> Iterator[UncheckedCall]:
     """The calls in a value of JSON."""
     if isinstance(value, list):
         for each in value:

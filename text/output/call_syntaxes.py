@@ -22,11 +22,11 @@ import msgspec
 from run import Json
 from text.grammar import GrammarError, json_rule, lark_string, of_rules
 from text.json_schema import pointer, referred
-from text.output.call_mender import ERRORS, Call, CallText, any_of, as_json
+from text.output.call_mender import ERRORS, CallText, UncheckedCall, any_of, as_json
 from text.output.json_mender import CONSTANTS, GEMMA_QUOTE, whole_value
 
 # JSON Schema's names of types, which the rules of literals have, too.
-TYPES = {
+TYPE_NAMES = {
     str: "string",
     int: "integer",
     float: "number",
@@ -46,7 +46,7 @@ CONSTRAINTS = {
     *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
     *("unevaluatedItems", "unevaluatedProperties"),
 }
-ANNOTATIONS = ("title", "description", "default", "examples")  # which constrain nothing
+UNCONSTRAINING = ("title", "description", "default", "examples")  # which constrain nothing
 # Side by side that are asked for: small models would repeat theirs up to the end of the context.
 MOST_CALLS = 16
 MAX_DEPTH = 8  # of schemas that name each other
@@ -166,11 +166,11 @@ class ToolFormat:
         """What the rules of all calls use."""
         return []
 
-    def calls_in(self, text: CallText, at: int) -> Iterator[Call]:
+    def calls_in(self, text: CallText, at: int) -> Iterator[UncheckedCall]:
         """The calls of a whole text from this place on. Raises one of ERRORS for another text."""
         return self.after_names(text, at)
 
-    def after_names(self, text: CallText, at: int) -> Iterator[Call]:
+    def after_names(self, text: CallText, at: int) -> Iterator[UncheckedCall]:
         """Objects of arguments, each after a name."""
         return text.after_names(at)
 
@@ -220,7 +220,7 @@ class PairsFormat(ToolFormat):
             if not self.is_key(name):
                 detail = f"must have names that are valid in {self.language}. Given: {name[:40]!r}"
                 raise GrammarError(detail)
-            values = " | ".join(lark(self.written(value)) for value in _values(schema))
+            values = " | ".join(lark(self.written(value)) for value in _enum_values(schema))
             literal = values or _named_type(schema) or "value"
             for place, comma in (("first", ""), ("next", self.comma)):
                 key = lark_string(comma + name + self.equals)
@@ -234,7 +234,7 @@ class PairsFormat(ToolFormat):
 
     def enforced(self, schema: Any, _parameters: Json) -> set[str]:
         """The keywords of a property that `call_rules` enforces."""
-        if _values(schema):
+        if _enum_values(schema):
             return {"type", "enum", "const"}
         return {"type"} if _named_type(schema) else set()
 
@@ -260,7 +260,7 @@ class PythonFormat(PairsFormat):
     def head(self, names: str) -> str:
         return rf"\s*({names})\("
 
-    def calls_in(self, text: CallText, at: int) -> Iterator[Call]:
+    def calls_in(self, text: CallText, at: int) -> Iterator[UncheckedCall]:
         return text.in_python(at)
 
 
@@ -287,7 +287,7 @@ class GemmaFormat(PairsFormat):
         quoted = up_to(GEMMA_QUOTE, token_id, "quoted", "QUOTED")
         return [*self.literals, f"string: {lark(GEMMA_QUOTE)} quoted", *quoted]
 
-    def after_names(self, text: CallText, at: int) -> Iterator[Call]:
+    def after_names(self, text: CallText, at: int) -> Iterator[UncheckedCall]:
         yield from text.after_names(at, is_loose=True)
         text.check_rest(self.open, re.escape(self.open), GEMMA_QUOTE, self.close)
 
@@ -344,7 +344,7 @@ class TaggedFormat(ToolFormat):
     def _value_rules(self, rule: str, schema: Any, parameters: Json, lark: ToLark) -> list[str]:
         """A value and the tag after it: raw text if the schema allows text, otherwise JSON."""
         types = types_of(schema, parameters)
-        values = _values(schema)
+        values = _enum_values(schema)
         end = lark(self.value_end)
         if types == {"string"} and values:
             space = r"/\n?/" if self.line_breaks else ""
@@ -354,7 +354,9 @@ class TaggedFormat(ToolFormat):
         definitions: Json = {}
         if "$ref" in json.dumps(schema):
             definitions = {name: parameters[name] for name in DEFINITIONS if name in parameters}
-        constrained = definitions | {name: value for name, value in schema.items() if name not in ANNOTATIONS}
+        constrained = definitions | {
+            name: value for name, value in schema.items() if name not in UNCONSTRAINING
+        }
         return [f"{rule}: ws {rule}_json ws {end}", f"{rule}_json: {json_rule(constrained, ' ?')}"]
 
     def enforced(self, schema: Any, parameters: Json) -> set[str]:
@@ -363,7 +365,7 @@ class TaggedFormat(ToolFormat):
             return CONSTRAINTS  # written as JSON
         return {"type", "enum", "const"} if types == {"string"} else {"type"}
 
-    def calls_in(self, text: CallText, at: int) -> Iterator[Call]:
+    def calls_in(self, text: CallText, at: int) -> Iterator[UncheckedCall]:
         """A text in which something else is between tags is none."""
         begins = _tag(self.next) or rf"(?:\A|{re.escape(self.open)})\s*"
         call = rf"{begins}(?P<name>{any_of(text.schemas)}){_tag(self.name_end)}(?![^\s<])"
@@ -408,8 +410,8 @@ class TaggedFormat(ToolFormat):
             tag, behind = pieces[at]
             is_blank = text.is_blank(behind)
             if tag[0] == self.value_end and is_blank:
-                value = _typed(written, types, self.line_breaks)
-                if _fits(value, types) and (at == n + 1 or text.is_final):
+                value = _typed_value(written, types, self.line_breaks)
+                if _is_of_type(value, types) and (at == n + 1 or text.is_final):
                     return at + 1, value
                 misfit = misfit or (at + 1, value)
             follows = pieces[at + 1][0] if at + 1 < len(pieces) else None
@@ -422,8 +424,8 @@ class TaggedFormat(ToolFormat):
             written += tag[0] + behind
         else:
             at = len(pieces)
-        value = _typed(written.rstrip("\n"), types, self.line_breaks)
-        is_certain = misfit or (self.value_end not in written and _fits(value, types))
+        value = _typed_value(written.rstrip("\n"), types, self.line_breaks)
+        is_certain = misfit or (self.value_end not in written and _is_of_type(value, types))
         if not (is_certain and text.is_final):
             raise ValueError("the value may go on, or have the part of another")
         return misfit or (at, value)
@@ -582,8 +584,8 @@ def types_of(
     known = {} if known is None else known
     if isinstance(given := schema.get("type"), (str, list)):
         return {given} if isinstance(given, str) else set(map(str, given))
-    if values := _values(schema):
-        return {TYPES[type(value)] for value in values}
+    if values := _enum_values(schema):
+        return {TYPE_NAMES[type(value)] for value in values}
     if isinstance(path := schema.get("$ref"), str) and path != "#":
         if path not in known:
             known[path] = set()
@@ -596,7 +598,7 @@ def types_of(
     return {"object"} if "properties" in schema else set()
 
 
-def _values(schema: Any) -> list[Any]:
+def _enum_values(schema: Any) -> list[Any]:
     """The only values that a schema allows, if it names them."""
     if not isinstance(schema, dict):
         return []
@@ -607,10 +609,10 @@ def _values(schema: Any) -> list[Any]:
 def _named_type(schema: Any) -> str:
     """The only type that a schema allows, if it names it."""
     kind = schema.get("type") if isinstance(schema, dict) else ""
-    return kind if kind in TYPES.values() else ""
+    return kind if kind in TYPE_NAMES.values() else ""
 
 
-def _typed(text: str, types: set[str], line_breaks: bool) -> Any:
+def _typed_value(text: str, types: set[str], line_breaks: bool) -> Any:
     """The value of a parameter of these types (none: of any). Text of none of them stays a string, for the
     client's function to reject. line_breaks: one on each side belongs to the tags."""
     if line_breaks:
@@ -623,13 +625,13 @@ def _typed(text: str, types: set[str], line_breaks: bool) -> Any:
         else:
             value = msgspec.json.decode(written) if may_be_text else whole_value(written)
         as_json(value)
-        if types != {"string"} and (_fits(value, types) or not may_be_text):
+        if types != {"string"} and (_is_of_type(value, types) or not may_be_text):
             return value
     return text
 
 
-def _fits(value: Any, types: set[str]) -> bool:
-    kind = TYPES[type(value)]
+def _is_of_type(value: Any, types: set[str]) -> bool:
+    kind = TYPE_NAMES[type(value)]
     return not types or kind in types or (kind == "integer" and "number" in types)
 
 

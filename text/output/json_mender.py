@@ -17,7 +17,7 @@ BARE_WORD = re.compile(r"[^,{}\[\]\"'<]+")
 NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 PARTIAL = re.compile(r"-?\d*(\.\d*)?([eE][+-]?\d*)?")  # a number that goes on
 BARE_KEY = re.compile(r"[^:=,{}\[\]\"'<\n]+")
-ESCAPE = re.compile(r'\\(?:([bfnrt/\\"]|u[0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))|"', re.DOTALL)
+ESCAPE_OR_QUOTE = re.compile(r'\\(?:([bfnrt/\\"]|u[0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))|"', re.DOTALL)
 KNOWN_ESCAPES = {"", *"bfnrtux/\\\"'"}  # "": a quote that is none
 CONSTANTS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 
@@ -126,10 +126,10 @@ def _read_string(text: str, at: int) -> tuple[str, int]:
         raise Unfinished
     if quote == GEMMA_QUOTE:
         return found[1], found.end()
-    escapes = {escape[0][1:2] for escape in ESCAPE.finditer(found[1])}
+    escapes = {escape[0][1:2] for escape in ESCAPE_OR_QUOTE.finditer(found[1])}
     if escapes - KNOWN_ESCAPES and escapes & set("bfnrtu"):
         raise ValueError(f"a backslash that may be one from {at}")  # C:\new\Users
-    return json.loads(f'"{ESCAPE.sub(_escape, found[1])}"', strict=False), found.end()
+    return json.loads(f'"{ESCAPE_OR_QUOTE.sub(_escape, found[1])}"', strict=False), found.end()
 
 
 def _escape(found: re.Match) -> str:

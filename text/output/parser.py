@@ -19,7 +19,7 @@ import msgspec
 
 from text.output.call_mender import MAX_HEAD, any_of, may_be_calls
 from text.output.call_syntaxes import AllowedCalls, mended_calls
-from text.output.reasoning import Thinking
+from text.output.reasoning_formats import Thinking
 from text.stream import Piece
 
 MORE_STARTS = tuple("{[,;/#`")  # of what may follow a call in front of the closing marker

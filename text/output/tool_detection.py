@@ -11,7 +11,7 @@ from typing import Any
 
 from text.output.call_syntaxes import AllowedCalls, Function, ModelTools, ToolFormat
 from text.output.parser import ParserConfig
-from text.output.tool_formats import AS_TEXT, FORMATS, HERMES, format_named
+from text.output.tool_formats import AS_TEXT, HERMES, TOOL_FORMATS, format_named
 from text.stream import Piece
 from text.template import ChatTemplate, TemplateError
 from text.template_capabilities import USER, TemplateCapabilities, calls_and_results
@@ -70,7 +70,7 @@ def model_tools(
 def written_format(template: ChatTemplate) -> ToolFormat | None:
     """The first format that reads a call as the template writes it; None: none."""
     chats = [_chat_with_call(template, arguments) for arguments in (ARGUMENTS, json.dumps(ARGUMENTS))]
-    return next((form for form in FORMATS if any(_reads(form, chat) for chat in chats)), None)
+    return next((form for form in TOOL_FORMATS if any(_reads(form, chat) for chat in chats)), None)
 
 
 def _parsed_format(response_template: Any) -> ToolFormat | None:
@@ -79,13 +79,13 @@ def _parsed_format(response_template: Any) -> ToolFormat | None:
     fields = response_template.get("fields") if isinstance(response_template, dict) else None
     patterns = json.dumps(fields.get("tool_calls"), ensure_ascii=False) if isinstance(fields, dict) else ""
     patterns = patterns.replace("\\", "")
-    fitting = [form for form in FORMATS if all(text in patterns for text in form.parts)]
+    fitting = [form for form in TOOL_FORMATS if all(text in patterns for text in form.parts)]
     return max(fitting, key=lambda form: sum(map(len, form.parts)), default=None)
 
 
 def _described_format(source: str) -> ToolFormat | None:
     """The format of a template that writes no calls: it asks the model for them in these words."""
-    return next((form for form in FORMATS if any(words in source for words in form.described_by)), None)
+    return next((form for form in TOOL_FORMATS if any(words in source for words in form.described_by)), None)
 
 
 def _chat_with_call(template: ChatTemplate, arguments: Any) -> str:

@@ -31,7 +31,7 @@ HARMONY_HEADS = (
     "<|channel|>analysis ",
     "",
 )
-FORMATS = (
+TOOL_FORMATS = (
     ToolFormat(
         name="hermes",
         other_names=("granite4", "ernie45"),
@@ -238,13 +238,13 @@ FORMATS = (
         marked="call close",
     ),
 )
-HERMES = FORMATS[0]  # which TOOLS_PROMPT (api/chats/template_adapter.py) asks for
+HERMES = TOOL_FORMATS[0]  # which TOOLS_PROMPT (api/chats/template_adapter.py) asks for
 AS_TEXT = ToolFormat(name="none", open="")  # calls are not read: they stay text
 
 
 def format_named(name: str) -> ToolFormat:
     """The format of this name, or of vLLM's parser of this name. Raises ConfigError."""
-    formats = (*FORMATS, AS_TEXT)
+    formats = (*TOOL_FORMATS, AS_TEXT)
     for form in formats:
         if name in (form.name, *form.other_names):
             return form

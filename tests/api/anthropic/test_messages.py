@@ -24,7 +24,7 @@ from openai_api import whole as asked
 from api.anthropic.output import MessagesResponseWriter
 from api.anthropic.tools import MessagesTools
 from api.anthropic.types import MessagesRequest, ThinkingConfig
-from api.chats.reasoning import OFF, ON, unseal
+from api.chats.reasoning import THINKING_OFF, THINKING_ON, unseal
 from api.http.errors import ANTHROPIC, ApiError
 
 ROUTE = "/v1/messages"
@@ -283,7 +283,7 @@ def test_a_message_of_skipped_blocks_only_is_empty():
     assert prepared("messages", messages=[user({"type": "x"}), says({"type": "x"}), USER]).prompt == "u:;a:;u:Hi;a:"
 
 
-@pytest.mark.parametrize(("thinking", "options"), [("enabled", ON), ("disabled", OFF), ("adaptive", {})])
+@pytest.mark.parametrize(("thinking", "options"), [("enabled", THINKING_ON), ("disabled", THINKING_OFF), ("adaptive", {})])
 def test_thinking_is_a_variable_of_the_template(thinking, options, monkeypatch):
     rendered = record_renders(monkeypatch)
     prepared("messages", thinking={"type": thinking, "budget_tokens": 99})

@@ -21,7 +21,7 @@ from api.openai.responses_types import ResponsesRequest
 from protocol import Token
 from text.json_schema import without_nulls
 from text.output.parser import ParserConfig
-from text.output.reasoning import FORMATS, THINK, ModelReasoning, Thinking
+from text.output.reasoning_formats import REASONING_FORMATS, THINK, ModelReasoning, Thinking
 from text.stream import Piece
 from text.template import ChatTemplate
 from text.template_capabilities import TemplateCapabilities
@@ -167,7 +167,7 @@ def test_reasoning_without_an_answer_is_continued(end):
 
 
 def test_deepseek_r1s_output_begins_within_reasoning():
-    form = next(form for form in FORMATS if form.name == "deepseek_r1")
+    form = next(form for form in REASONING_FORMATS if form.name == "deepseek_r1")
     config = ParserConfig(None, ModelReasoning(form).thinking("a:"))
     for begin in ("", "<think>", "<think>\n"):
         for size in (1, 100):

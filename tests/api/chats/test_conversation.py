@@ -10,7 +10,7 @@ from asked import CONFIG, DIALECTS, USER, answer_to, nameless, prepared, record_
 from tool_calls import FORMATS, TOOLS, WRITTEN, use
 
 from api.chats.conversation import ROLES
-from text.output.reasoning import THINK, ModelReasoning
+from text.output.reasoning_formats import THINK, ModelReasoning
 from text.template import RESERVED, ChatTemplate, renderer
 from text.template_capabilities import TemplateCapabilities
 

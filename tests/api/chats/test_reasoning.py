@@ -9,7 +9,7 @@ from asked import ON_DEVICE, USER, record_renders, serving
 from api.anthropic import messages
 from api.chats.reasoning import seal, unseal
 from api.openai import chat, responses
-from text.output.reasoning import THINK, ModelReasoning
+from text.output.reasoning_formats import THINK, ModelReasoning
 from text.template import ChatTemplate
 from text.template_capabilities import TemplateCapabilities
 

@@ -18,7 +18,7 @@ from api.chats.tools import CUSTOM_INPUT, as_function, tool_policy
 from api.generation.prepared_request import PreparedRequest, TokenizedPrompt
 from api.generation.response_writer import GeneratedSequence
 from api.http.errors import ApiError
-from api.http.types import encode
+from api.http.types import encode_json
 from api.openai import chat
 from api.openai.chat import ChatResponseWriter
 from api.openai.responses_output import ResponsesWriter
@@ -210,7 +210,7 @@ def chat_answer(
             sequence.pieces += pieces
             events += answer.events(sequence, pieces) if streams else b""
     if not streams:
-        return json.loads(encode(answer.whole([sequence for sequence, _ in sequences])))["choices"]
+        return json.loads(encode_json(answer.whole([sequence for sequence, _ in sequences])))["choices"]
     return [json.loads(event.removeprefix("data: "))["choices"][0] for event in events.decode().split("\n\n")[:-1]]
 
 
@@ -337,7 +337,7 @@ def dialect_answer(make, folder, name, text):
         events += streamed.events(sequence, pieces)
     events += streamed.stream_end([sequence])
     data = [line.removeprefix("data: ") for line in events.decode().split("\n") if line.startswith("data: ")]
-    return json.loads(encode(make(prepared, model, False).whole([sequence]))), [json.loads(event) for event in data]
+    return json.loads(encode_json(make(prepared, model, False).whole([sequence]))), [json.loads(event) for event in data]
 
 
 ONE_OF_TWO = {

@@ -96,7 +96,7 @@ def test_what_is_no_data_url_in_base64_is_refused_with_a_sentence(name):
 
 
 def test_data_of_too_many_bytes_is_refused(monkeypatch):
-    monkeypatch.setattr(image_urls, "MAX_BYTES", 9)
+    monkeypatch.setattr(image_urls, "MAX_IMAGE_BYTES", 9)
     for most in (b"x" * 9, b"x" * 8):
         assert read_base64(base64.b64encode(most).decode()) == most
     for many in (b"x" * 10, b"x" * 12, b"x" * 1000):
@@ -360,7 +360,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_an_answer_without_bounds_or_sense_is_refused_and_takes_little_memory(name, host, monkeypatch):
-    monkeypatch.setattr(image_urls, "MAX_BYTES", MANY)
+    monkeypatch.setattr(image_urls, "MAX_IMAGE_BYTES", MANY)
     host.answers["/"], words = BROKEN[name]
     tracemalloc.start()
     try:
@@ -373,7 +373,7 @@ def test_an_answer_without_bounds_or_sense_is_refused_and_takes_little_memory(na
 
 
 def test_an_image_of_the_largest_size_is_fetched_however_it_is_sent(host, monkeypatch):
-    monkeypatch.setattr(image_urls, "MAX_BYTES", MANY)
+    monkeypatch.setattr(image_urls, "MAX_IMAGE_BYTES", MANY)
     file = bytes(MANY - 100)  # and the headers
     chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (file[:3], file[3:500_000]))
     rest = file[500_000 : len(file) - 500]
@@ -408,7 +408,7 @@ SLOW = {
 
 @pytest.mark.parametrize("name", SLOW)
 def test_a_slow_answer_ends_in_time(name, host, over, monkeypatch):
-    monkeypatch.setattr(image_urls, "MAX_SECONDS", 0.3)
+    monkeypatch.setattr(image_urls, "MAX_FETCH_S", 0.3)
     host.answers["/"] = slowly(*SLOW[name], over)
     begun_at = time.monotonic()
     at = f"127.0.0.1:{host.port}"
@@ -417,7 +417,7 @@ def test_a_slow_answer_ends_in_time(name, host, over, monkeypatch):
 
 
 def test_the_time_is_for_all_redirects_and_the_look_up_too(host, names, over, monkeypatch):
-    monkeypatch.setattr(image_urls, "MAX_SECONDS", 0.5)
+    monkeypatch.setattr(image_urls, "MAX_FETCH_S", 0.5)
     at = f"127.0.0.1:{host.port}"
 
     def late(answer):
@@ -432,8 +432,8 @@ def test_the_time_is_for_all_redirects_and_the_look_up_too(host, names, over, mo
 
 @pytest.mark.parametrize("name", ["interim responses without end", "chunks without end", "until it closes"])
 def test_a_fast_answer_without_end_neither_stops_other_greenlets_nor_escapes_the_timeout(name, host, monkeypatch):
-    monkeypatch.setattr(image_urls, "MAX_SECONDS", 0.5)
-    monkeypatch.setattr(image_urls, "MAX_BYTES", 10**12)
+    monkeypatch.setattr(image_urls, "MAX_FETCH_S", 0.5)
+    monkeypatch.setattr(image_urls, "MAX_IMAGE_BYTES", 10**12)
     host.answers["/"], _ = BROKEN[name]
     ticked = []
 
@@ -558,5 +558,5 @@ def test_a_host_with_a_certificate_that_is_not_valid_gets_no_request(kind, secur
 
 def test_http_at_the_port_of_https_is_refused_and_a_silent_handshake_ends_in_time(host, names, over, monkeypatch):
     at = f"127.0.0.1:{host.port}"
-    monkeypatch.setattr(image_urls, "MAX_SECONDS", 0.5)
+    monkeypatch.setattr(image_urls, "MAX_FETCH_S", 0.5)
     assert refused(f"https://{at}/a.png", at) == "takes longer than 0.5 s to fetch"  # the listener waits for a head

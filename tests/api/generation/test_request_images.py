@@ -33,8 +33,8 @@ from api.http.response_store import OwnedResponses, ResponseStore
 from api.openai import chat, responses
 from text.images.preprocessor import ImagePreprocessor
 from text.output.call_syntaxes import ModelTools
-from text.output.reasoning import ModelReasoning
-from text.output.tool_formats import FORMATS
+from text.output.reasoning_formats import ModelReasoning
+from text.output.tool_formats import TOOL_FORMATS
 from text.template import ChatTemplate, image_mark
 from text.template_capabilities import TemplateCapabilities
 from text.tokenizer import Tokenizer
@@ -64,7 +64,7 @@ def text(source):
         tokenizer = Tokenizer(folder, reserved=[IMAGE_ID])
     template = ChatTemplate(source, {})
     capabilities = TemplateCapabilities.of(template, IMAGE)
-    return ModelText(tokenizer, template, None, ModelTools(FORMATS[0]), capabilities, ModelReasoning(), FakePreprocessor())
+    return ModelText(tokenizer, template, None, ModelTools(TOOL_FORMATS[0]), capabilities, ModelReasoning(), FakePreprocessor())
 
 
 def data_url(file, kind="image/png"):
@@ -79,7 +79,7 @@ def serving(source=ALL_ROLES, info=SEEING, config=CONFIG):
 
 def loaded(make, body, served):
     """What the server does: reads the request again when its images are loaded."""
-    data = fields.parse(json.dumps(body).encode())
+    data = fields.parse_body(json.dumps(body).encode())
     with served.images:
         while True:
             try:
@@ -402,7 +402,7 @@ def test_a_text_only_model_answers_as_before(monkeypatch):
     note = "[image omitted: this server reads text only]"
     for given, _ in APIS.values():
         make, body = given(data_url(CAT))
-        (prepared,) = make(fields.parse(json.dumps(body).encode()), plain.serving()).requests
+        (prepared,) = make(fields.parse_body(json.dumps(body).encode()), plain.serving()).requests
         if make is tgi.generate:
             assert prepared.prompt == body["inputs"]
         else:
@@ -431,9 +431,9 @@ def test_what_clients_write_cannot_become_an_image_or_its_token():
 
 
 def test_no_body_has_half_a_surrogate_pair():
-    assert fields.parse(b'{"inputs": "\\ud800\\ud900"}') == {"inputs": "??"}
+    assert fields.parse_body(b'{"inputs": "\\ud800\\ud900"}') == {"inputs": "??"}
     with pytest.raises(ApiError) as error:
-        fields.parse(b'{"inputs": "\xed\xa0\x80\xed\xa4\x80"}')
+        fields.parse_body(b'{"inputs": "\xed\xa0\x80\xed\xa4\x80"}')
     assert error.value.status == 400
 
 
@@ -457,7 +457,7 @@ def test_the_pixels_of_a_request_and_the_time_that_they_take_are_bounded(monkeyp
     error = refused(chat.chat, body)
     assert error.param == "messages[0].content[1].image_url.url"
     assert "may have 11 bytes of pixels. Given: 12" in str(error)
-    monkeypatch.setattr("api.generation.request_images.MAX_SECONDS", 0.0)
+    monkeypatch.setattr("api.generation.request_images.MAX_PREPROCESSING_S", 0.0)
     error = refused(chat.chat, body)
     assert error.param == "messages[0].content[0].image_url.url"
     assert "may take 0 s to preprocess" in str(error)
@@ -476,7 +476,7 @@ def test_a_client_that_disconnects_stops_the_work_on_its_images():
 
     served = serving()
     served.images.preprocess.files.clear()
-    data = fields.parse(json.dumps(chat_of(of_chat(data_url(CAT)), of_chat(data_url(DOG)))).encode())
+    data = fields.parse_body(json.dumps(chat_of(of_chat(data_url(CAT)), of_chat(data_url(DOG)))).encode())
     with pytest.raises(ImagesNeeded):
         chat.chat(data, served)
     with pytest.raises(Gone):

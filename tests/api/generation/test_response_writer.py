@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from asked import encode, prepared, serving
+from asked import encode_json, prepared, serving
 
 from api.generation.prepared_request import TokenizedPrompt
 from api.generation.response_writer import GeneratedSequence, rounded
@@ -27,7 +27,7 @@ def sequence(number=0, **fields):
     ],
 )
 def test_a_logprob_is_written_with_seven_decimals_and_as_null_where_it_is_no_number(logprob, written):
-    assert encode(rounded(logprob)) == written
+    assert encode_json(rounded(logprob)) == written
 
 
 def test_a_sequence_that_is_cut_gives_what_was_held_back_for_a_stop_string():

@@ -82,13 +82,13 @@ def test_what_is_no_json_is_answered_with_400(body):
 )
 def test_half_of_a_surrogate_pair_ends_no_session(text, read):
     """An agent that cuts a tool's output within an emoji sends it again with every later request."""
-    assert fields.parse(b'{"inputs":"%b"}' % text) == {"inputs": read}
-    assert fields.parse(b'{"%b":1}' % text) == {read: 1}
+    assert fields.parse_body(b'{"inputs":"%b"}' % text) == {"inputs": read}
+    assert fields.parse_body(b'{"%b":1}' % text) == {read: 1}
 
 
 def test_half_of_a_surrogate_pair_is_not_blamed_for_another_fault():
     with pytest.raises(ApiError, match=r"trailing characters \(byte 10\)"):
-        fields.parse(b'{"a":"\\ud83d"}]')
+        fields.parse_body(b'{"a":"\\ud83d"}]')
 
 
 @pytest.mark.parametrize(
@@ -262,8 +262,8 @@ def test_null_means_absent(dialect):
 def test_a_byte_order_mark_before_a_body_is_skipped():
     for body in ({"inputs": "a\ufeff"}, {"inputs": "\ufeffa", "parameters": {"seed": None}}):
         written = json.dumps(body, ensure_ascii=False)
-        assert fields.parse(bytearray(written.encode("utf-8-sig"))) == body
-    assert fields.parse(b'\xef\xbb\xbf{"inputs":"\\ud83d"}') == {"inputs": "?"}
+        assert fields.parse_body(bytearray(written.encode("utf-8-sig"))) == body
+    assert fields.parse_body(b'\xef\xbb\xbf{"inputs":"\\ud83d"}') == {"inputs": "?"}
     for text, charset in (("héllo", "utf-8"), ("hello", "us-ascii"), ("ï»¿héllo", "iso-8859-1")):
         assert fields.parse_text(text.encode(charset), charset) == {"inputs": text}
     assert fields.parse_text("héllo".encode("utf-8-sig"), "utf-8") == {"inputs": "héllo"}

@@ -37,7 +37,7 @@ class Client:
 
     def writer(self, **body):
         served = Served(CONFIG, INFO, text(), OwnedResponses(self.store, self.key, self.max_bytes))
-        return responses.responses(fields.parse(json.dumps({"input": "Hi"} | body).encode()), served)
+        return responses.responses(fields.parse_body(json.dumps({"input": "Hi"} | body).encode()), served)
 
     def ask(self, answer="Yes", finish_reason="eos_token", **body):
         return written(self.writer(**body), answer, finish_reason)

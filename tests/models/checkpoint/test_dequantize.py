@@ -13,9 +13,9 @@ from tiny_models import GROUPED, POSITIONS, edit_config, llama, references, run,
 import models
 from config import CHECKPOINT_QUANTIZE, Config
 from manifest import read_json
-from models.cache import READERS
+from models.cache import READER_VERSIONS
 from models.checkpoint import dequantize, source
-from models.checkpoint.dequantize import FORMATS, convert_quantized
+from models.checkpoint.dequantize import TENSOR_FORMATS, convert_quantized
 from models.child import run_module
 from models.errors import ModelError
 from models.openvino import OpenVino
@@ -127,7 +127,7 @@ def test_the_experts_of_gpt_oss_are_those_that_codes_and_exponents_stand_for(gpt
 def test_packed_rows_and_columns_that_fill_no_word(bits, groups):
     weight = np.random.default_rng(0).normal(size=(13, 45)).astype(np.float32)
     parts, values = ct_packed(weight, bits, symmetric=False, **groups)
-    found = FORMATS["compressed-tensors"][0](parts, LAYOUTS["ct 4 bits"][0])
+    found = TENSOR_FORMATS["compressed-tensors"][0](parts, LAYOUTS["ct 4 bits"][0])
     np.testing.assert_array_equal(found, values)
 
 
@@ -142,7 +142,7 @@ def test_zero_points_of_0_and_of_the_largest_lie_beside_others(bits, version):
     weight[columns[24:40]] = -np.abs(weight[columns[24:40]])  # the largest
     parts, values = gptq(weight, bits, symmetric=False, version=version)
     settings = {"checkpoint_format": "gptq" if version == 1 else "gptq_v2"}
-    np.testing.assert_array_equal(FORMATS["gptq"][0](parts, settings), values)
+    np.testing.assert_array_equal(TENSOR_FORMATS["gptq"][0](parts, settings), values)
     assert np.abs(values[columns[:40]] - weight[columns[:40]]).max() < 1 / (2**bits - 1)
 
 
@@ -151,7 +151,7 @@ def test_a_block_of_bitsandbytes_that_is_not_full():
     parts["weight"] = parts["weight"][:39]
     state = {"blocksize": 64, "shape": [6, 13]}
     parts["weight.quant_state"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    found = FORMATS["bitsandbytes"][0](parts, {})
+    found = TENSOR_FORMATS["bitsandbytes"][0](parts, {})
     np.testing.assert_array_equal(found, values.flatten()[:78].reshape(6, 13))
 
 
@@ -159,7 +159,7 @@ def test_a_g_idx_that_is_not_set_means_groups_in_order():
     weight = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
     parts, values = ct_packed(weight)
     parts["weight_g_idx"] = torch.full((32,), -1, dtype=torch.int32)
-    found = FORMATS["compressed-tensors"][0](parts, LAYOUTS["ct 4 bits"][0])
+    found = TENSOR_FORMATS["compressed-tensors"][0](parts, LAYOUTS["ct 4 bits"][0])
     np.testing.assert_array_equal(found, values)
 
 
@@ -314,7 +314,7 @@ def test_other_weights_another_dtype_and_another_version_of_this_reader_are_dequ
 
     entries = [entry(), entry(dtype="bfloat16")]
     assert entry() == entries[0] and entry(dtype="auto") == entries[1]
-    monkeypatch.setitem(READERS, "dequantize", READERS["dequantize"] + 1)
+    monkeypatch.setitem(READER_VERSIONS, "dequantize", READER_VERSIONS["dequantize"] + 1)
     entries.append(entry())
     change(folder, lambda name, tensor: (name, tensor * 2 if name.endswith("scales") else tensor))
     assert len({*entries, entry()}) == 4

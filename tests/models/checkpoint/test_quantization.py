@@ -7,10 +7,10 @@ import pytest
 
 import models
 from config import Config
-from models.checkpoint.quantization import SUPPORTED, Quantization, dequantized_config
+from models.checkpoint.quantization import SUPPORTED_METHODS, Quantization, dequantized_config
 from models.errors import ModelError
 
-METHODS = ", ".join(SUPPORTED)
+METHODS = ", ".join(SUPPORTED_METHODS)
 CT = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 
 

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 import models
 from config import AUTO_QUANTIZE, CHECKPOINT_QUANTIZE, DEFAULT_MAX_TOTAL_TOKENS, Config, parse
-from models.cache import NNCF, READERS
+from models.cache import NNCF, READER_VERSIONS
 from models.checkpoint import source as ours
 from models.errors import ModelError
 from models.neuron import Neuron
@@ -91,7 +91,7 @@ def test_an_entry_that_an_older_version_of_our_reader_wrote_is_not_used(file, ch
     monkeypatch.setattr(ours, "run_module", lambda *_, **_environ: None)
     (tmp_path / "adapter_config.json").touch()
     given = config(file) if kind == "gguf" else config(checkpoint, merge_lora=f"mine={tmp_path}")
-    monkeypatch.setitem(READERS, kind, READERS[kind] - 1)
+    monkeypatch.setitem(READER_VERSIONS, kind, READER_VERSIONS[kind] - 1)
     _config, older, _commit = ours.fetch_source(given, OpenVino)
     monkeypatch.undo()
     monkeypatch.setattr(ours, "run_module", lambda *_, **_environ: None)

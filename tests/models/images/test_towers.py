@@ -32,7 +32,7 @@ from config import Config
 from manifest import VISION_FAMILIES, Manifest
 from models.accuracy import find_fault, kl_divergence
 from models.base import Chunk
-from models.cache import model_key
+from models.cache import cache_key
 from models.checkpoint import pretrained
 from models.images import towers as vision
 from models.images.embeddings import Canvas, arrange
@@ -575,13 +575,13 @@ def test_the_windows_of_a_large_image_are_those_of_transformers(visions, tmp_pat
 def test_how_pixels_are_normalized_belongs_to_the_key_of_a_model_that_reads_images(visions, tmp_path):
     folder = vision_models.make("llava", tmp_path / "llava")
     config = settings(folder)
-    keys = [model_key(config, folder, Manifest.read(folder))]
+    keys = [cache_key(config, folder, Manifest.read(folder))]
     path = folder / "preprocessor_config.json"
     processor = json.loads(path.read_text())
     for changes in ({"image_mean": [0.5, 0.5, 0.5]}, {"image_processor_type": "unknown"}, {"image_mean": [0.1, 0.5, 0.5]}):
         processor |= changes
         path.write_text(json.dumps(processor))
-        keys.append(model_key(config, folder, Manifest.read(folder)))
+        keys.append(cache_key(config, folder, Manifest.read(folder)))
     assert len(set(keys)) == 3 and keys[2] == keys[3]  # without images, it is that of the text
 
 

@@ -19,7 +19,7 @@ from models.neuron.artifact import (
     CachedGraphs,
     CompiledConfig,
     check_compiler,
-    model_key,
+    config_digest,
     with_compiled_config,
     with_optimum,
 )
@@ -359,5 +359,7 @@ def test_the_cache_is_in_the_compilers_cache_folder(url, folder):
 
 def test_the_model_key_depends_on_what_is_computed_alone():
     config = {"model_type": "llama", "hidden_size": 64}
-    assert model_key(config) == model_key(config | {"transformers_version": "4.48.3", "_name_or_path": "/x", "neuron": {}})
-    assert model_key(config) != model_key(config | {"hidden_size": 128})
+    assert config_digest(config) == config_digest(
+        config | {"transformers_version": "4.48.3", "_name_or_path": "/x", "neuron": {}}
+    )
+    assert config_digest(config) != config_digest(config | {"hidden_size": 128})

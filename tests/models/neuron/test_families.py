@@ -8,8 +8,8 @@ from published.configs import CONFIGS, PARAMETERS
 from models.checkpoint import rope
 from models.errors import ModelError
 from models.neuron import families
+from models.neuron.base_family import LayerKind
 from models.neuron.families import FAMILIES
-from models.neuron.family import LayerKind
 from models.neuron.plan import Shape
 from run import ConfigError
 

@@ -54,7 +54,7 @@ shapes = st.sampled_from(list(SHAPES.values()))
 
 
 def choose(shape, machine, **settings):
-    return plan.choose(shape, machine, Config(model_id="x", **settings))
+    return plan.choose_sizing(shape, machine, Config(model_id="x", **settings))
 
 
 @pytest.mark.parametrize(

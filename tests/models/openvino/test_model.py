@@ -267,7 +267,7 @@ def test_a_sliding_window_longer_than_the_check_is_checked_too(tmp_path, convert
     config = Config(model_id=str(folder), device="cpu").with_manifest(Manifest.read(folder))
     converter.convert(config, folder, tmp_path)
     refused = [read_entry(tmp_path)["refused"]]
-    attend = converter._attend
+    attend = converter._attend_placeholder
     never_slides = lambda *args, sliding_window=None, **kwargs: attend(*args, **kwargs)  # noqa: E731
     monkeypatch.setitem(converter.ALL_ATTENTION_FUNCTIONS, converter.PLACEHOLDERS, never_slides)
     converter.convert(config, folder, tmp_path)

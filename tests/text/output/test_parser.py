@@ -34,8 +34,8 @@ from text.output.parser import (
     ParserConfig,
     Reasoning,
 )
-from text.output.reasoning import FORMATS as FORMATS_OF_REASONING
-from text.output.reasoning import Thinking
+from text.output.reasoning_formats import REASONING_FORMATS as FORMATS_OF_REASONING
+from text.output.reasoning_formats import Thinking
 from text.stream import Piece
 
 

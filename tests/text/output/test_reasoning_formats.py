@@ -8,9 +8,9 @@ from tool_calls import FORMATS, KINDS, WRITTEN, thinking_of, tokenizer_of, use
 
 from config import REASONING_PARSERS
 from text.grammar import GrammarError, of_json_schema, of_regex
-from text.output import reasoning
+from text.output import reasoning_formats
 from text.output.parser import ParserConfig
-from text.output.reasoning import THINK, ModelReasoning, Thinking
+from text.output.reasoning_formats import THINK, ModelReasoning, Thinking
 from text.stream import TextStream
 from text.template import ChatTemplate
 from text.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ def model_of(tokenizer):
 
 
 def test_every_format_may_be_set():
-    assert [form.name for form in reasoning.FORMATS] == list(REASONING_PARSERS)
+    assert [form.name for form in reasoning_formats.REASONING_FORMATS] == list(REASONING_PARSERS)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_spelled_marker_is_part_of_the_reasoning_where_the_marker_is_a_token(k
     assert whole.reasoning_tokens == len(spelled) + 1
 
 
-HARMONY = reasoning.FORMATS[-1]
+HARMONY = reasoning_formats.REASONING_FORMATS[-1]
 HARMONY_TOKENS = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]
 FINAL = "<|channel|>final<|message|>"
 THOUGHTS = "<|channel|>analysis<|message|>Hm.<|end|>"

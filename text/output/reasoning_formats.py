@@ -38,7 +38,7 @@ class ReasoningFormat:
 
 
 THINK = ReasoningFormat("think", "<think>", "</think>")
-FORMATS = (
+REASONING_FORMATS = (
     THINK,
     ReasoningFormat("deepseek_r1", "<think>", "</think>", begins_open=True),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
@@ -79,7 +79,7 @@ class ModelReasoning:
     def of(cls, template: ChatTemplate | None, tokenizer: Tokenizer, parser: str | None) -> ModelReasoning:
         """parser: --reasoning-parser, which overrides what is found."""
         source = template.source if template else ""
-        for form in FORMATS:
+        for form in REASONING_FORMATS:
             is_found = form.open in source or form.close in source
             if form.name == parser or (parser is None and is_found):
                 return cls(form, tokenizer.token_to_id)

@@ -45,13 +45,13 @@ class SageMakerAdapter(Struct):
     src: str
 
 
-def load(server: Server) -> Response:
+def load_adapter(server: Server) -> Response:
     request = server.read(LoadAdapter)
     source = _source_of(request.lora_path, "lora_path", server)
     return _load(server, request.lora_name, "lora_name", source, request.load_inplace)
 
 
-def unload(server: Server) -> Response:
+def unload_adapter(server: Server) -> Response:
     return _unload(server, server.read(UnloadAdapter).lora_name)
 
 
