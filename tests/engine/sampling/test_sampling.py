@@ -613,7 +613,7 @@ def compiled():
 
 compile_loops(["float32", "bfloat16"])
 before = compiled()
-assert before["choose"]
+assert before["choose_tokens"]
 filters = {}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.2}, {"typical_p": 0.5}, {"top_k": 700}, {"repetition_penalty": 2.0}
 for vocab in 40, 4096:
     rows = len(filters) + 1

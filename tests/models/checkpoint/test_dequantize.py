@@ -19,6 +19,7 @@ from models.checkpoint.dequantize import TENSOR_FORMATS, convert_quantized
 from models.child import run_module
 from models.errors import ModelError
 from models.openvino import OpenVino
+from models.pytorch import PyTorch
 from run import ConfigError
 
 pytestmark = [pytest.mark.models, pytest.mark.usefixtures("no_children"), pytest.mark.filterwarnings("ignore")]
@@ -309,8 +310,8 @@ def test_other_weights_another_dtype_and_another_version_of_this_reader_are_dequ
     monkeypatch.setattr(source, "run_module", lambda arguments, **environ: None)
     folder = quantize(plain["llama"], tmp_path / "quantized", "awq")
 
-    def entry(**settings):
-        return source.fetch_source(config(folder, **settings), OpenVino)[1]
+    def entry(engine=OpenVino, **settings):
+        return source.fetch_source(config(folder, **settings), engine)[1]
 
     entries = [entry(), entry(dtype="bfloat16")]
     assert entry() == entries[0] and entry(dtype="auto") == entries[1]
@@ -319,7 +320,7 @@ def test_other_weights_another_dtype_and_another_version_of_this_reader_are_dequ
     change(folder, lambda name, tensor: (name, tensor * 2 if name.endswith("scales") else tensor))
     assert len({*entries, entry()}) == 4
     caplog.clear()
-    entry(device="cuda")  # where weights are not compressed
+    entry(PyTorch)  # where weights are not compressed
     assert f"{folder} is quantized with awq and is served dequantized, with the memory of float32" in caplog.messages
 
 
