@@ -1,6 +1,6 @@
 """Tools that an API defines and the client runs: what each does, and the schema of its arguments.
 
-messages.py and responses.py have the tables of their types. Sources: the types of Anthropic's and OpenAI's
+anthropic/tools.py and openai/responses_tools.py have the tables of their types. Sources: the types of Anthropic's and OpenAI's
 SDKs and their documentation of these tools; the descriptions are this server's own.
 """
 

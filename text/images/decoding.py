@@ -1,5 +1,5 @@
-"""The child process that decodes the images of clients with Pillow and cuts them into tiles (images.py has
-the other end)."""
+"""The child process that decodes the images of clients with Pillow and cuts them into tiles
+(preprocessor.py has the other end)."""
 
 from __future__ import annotations
 
