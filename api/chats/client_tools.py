@@ -1,7 +1,7 @@
 """Tools that an API defines and the client runs: what each does, and the schema of its arguments.
 
-anthropic/tools.py and openai/responses_tools.py have the tables of their types. Sources: the types of Anthropic's and OpenAI's
-SDKs and their documentation of these tools; the descriptions are this server's own.
+anthropic/tools.py and openai/responses_tools.py have the tables of their types. Sources: the types of
+Anthropic's and OpenAI's SDKs and their documentation of these tools; the descriptions are this server's own.
 """
 
 from __future__ import annotations

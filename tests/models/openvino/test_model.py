@@ -348,7 +348,8 @@ def test_weights_that_are_no_numbers_are_refused_in_one_line_that_names_them(tmp
 def test_positions_that_stretch_with_the_text_are_served_up_to_the_trained_length_only(zoo):
     folder = zoo.folder("llama-dynamic")
     assert serve(folder).engine == "openvino"
-    longer = Config(model_id=str(folder), model_cache=str(folder.parent / "cache"), max_total_tokens=25, max_input_tokens=24, max_batch_size=1)
+    cache = str(folder.parent / "cache")
+    longer = Config(str(folder), model_cache=cache, max_total_tokens=25, max_input_tokens=24, max_batch_size=1)
     with pytest.raises(ModelError, match=f"beyond {POSITIONS} tokens; give --max-total-tokens {POSITIONS} or less"):
         load(longer, folder)
 
@@ -391,7 +392,8 @@ def test_a_vision_tower_is_not_in_the_graph(zoo, tmp_path, converter, family):
 def test_a_model_that_was_converted_for_one_chunk_of_attention_is_not_served_beyond_it(zoo):
     folder = zoo.folder("llama-4")
     assert serve(folder).engine == "openvino"
-    longer = Config(model_id=str(folder), model_cache=str(folder.parent / "cache"), max_total_tokens=25, max_input_tokens=24, max_batch_size=1)
+    cache = str(folder.parent / "cache")
+    longer = Config(str(folder), model_cache=cache, max_total_tokens=25, max_input_tokens=24, max_batch_size=1)
     with pytest.raises(ModelError, match=f"beyond {POSITIONS} tokens; give --max-total-tokens {POSITIONS} or less"):
         load(longer, folder)
 
