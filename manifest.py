@@ -351,11 +351,12 @@ def vision_part(config: Json) -> Json:
         return {}
     given = {name: value for name, value in vision.items() if value is not None}
     for name in ("image_size", "patch_size"):
-        if isinstance(given.get(name), list):  # height and width, which are equal
-            given[name] = given[name][0]
+        match given.get(name):
+            case [side, *_]:  # height and width, which are equal
+                given[name] = side
     return {
         **vision_family(config).vision_defaults,
-        **VISION_DEFAULTS.get(vision.get("model_type"), {}),
+        **VISION_DEFAULTS.get(str(vision.get("model_type")), {}),
         **given,
     }
 

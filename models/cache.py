@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from config import Config
-from manifest import Manifest
+from manifest import Manifest, check_regular
 from models.child import ChildError, run_module
 from run import ConfigError, Json, check_private
 
@@ -74,6 +74,7 @@ class ModelCache:
         entry = self.folder / key
         if not (entry / ENTRY).is_file():
             return None
+        check_regular(entry)
         mark_used(entry / ENTRY)
         return entry
 

@@ -9,7 +9,7 @@ from boot import boot
 from processes import Server
 
 from config import DEMO_MODEL
-from manifest import Manifest, check_weight_files, check_weights
+from manifest import Manifest, check_weight_files, check_weights, vision_part
 from models.errors import ModelError
 from run import ConfigError
 
@@ -326,3 +326,8 @@ def test_ids_beyond_the_vocabulary_do_not_keep_a_model_from_being_served(tmp_pat
 @pytest.mark.parametrize(("name", "kind"), [("model", "folder"), ("model.gguf", "file")])
 def test_what_does_not_exist_is_called_what_it_would_be(tmp_path, name, kind):
     assert refusal(tmp_path / name) == f"--model-id {tmp_path / name}: there is no such {kind}"
+
+
+@pytest.mark.parametrize("vision", [{"image_size": []}, {"model_type": ["x"]}, {"model_type": {}}])
+def test_a_vision_config_of_another_form_is_read_as_far_as_it_goes(vision):
+    assert vision_part({"model_type": "llava", "vision_config": vision}).items() >= vision.items()

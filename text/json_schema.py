@@ -174,11 +174,15 @@ def referred(reference: Any, document: Schema) -> Place:
     for part in names[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
         if isinstance(found, list):
-            found = found[int(key)] if key.isdecimal() and int(key[:9]) < len(found) else None
+            found = found[int(key)] if _is_place(key, found) else None
         else:
             found = found.get(key) if isinstance(found, dict) else None
         path = (path, key)
     return Place(found, path)
+
+
+def _is_place(key: str, items: list) -> bool:
+    return key.isdecimal() and len(key) < 9 and int(key) < len(items)  # int() refuses very long ones
 
 
 def _resolved(schema: Any, document: Schema) -> Any:

@@ -30,6 +30,7 @@ from typing import Any
 from run import HERE
 
 CHILD = "import sys; sys.path[0] = sys.argv[1]; from text.limited import main; main(*sys.argv[2:])"
+MOST_BYTES = 2**30  # of an answer
 WALL_S = 30.0  # many times what a request takes on a busy machine
 # What Python needs to start, and what shows to which run a process belongs: no keys.
 ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "TZ", "NEURON_TEXTGEN_RUN_DIR")
@@ -128,7 +129,7 @@ class _Child:
         """The two messages of the child; None: it has ended."""
         with contextlib.suppress(OSError, EOFError):
             self._requests.send_bytes(request)
-            return self._answers.recv_bytes(), self._answers.recv_bytes()
+            return self._answers.recv_bytes(MOST_BYTES), self._answers.recv_bytes(MOST_BYTES)
         return None
 
     def end(self) -> int:

@@ -283,8 +283,8 @@ def _set_up_hub_library() -> None:
     reads the token under TGI's older name, too."""
     from huggingface_hub.utils import disable_progress_bars
 
-    if token := os.environ.get("HF_API_TOKEN"):
-        os.environ.setdefault("HUGGING_FACE_HUB_TOKEN", token)
+    if token := os.environ.get("HUGGING_FACE_HUB_TOKEN") or os.environ.get("HF_API_TOKEN"):
+        os.environ["HUGGING_FACE_HUB_TOKEN"] = token
     if not sys.stderr.isatty():
         disable_progress_bars()
     library = logging.getLogger("huggingface_hub")

@@ -134,7 +134,8 @@ class ProjectedTower(VisionTower):
             self._final_norm = "layernorm"
         self._heads = vision["num_attention_heads"]
         self._activation = ACTIVATIONS[vision["hidden_act"]]
-        self._epsilon = vision["layer_norm_eps"]
+        # transformers does not read Pixtral's.
+        self._epsilon = 1e-5 if self._is_pixtral else vision["layer_norm_eps"]
         self._uses_rms = vision.get("norm_type") == "rms_norm"
         self._layer_count = vision["num_hidden_layers"]
         self._patch_side = tower[f"{self._patches}.weight"].shape[-1]

@@ -19,13 +19,13 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
 from packaging.version import Version
 
-from config import DTYPES, Config
+from config import DTYPES, NEURON_CONFIG, Config
 from manifest import read_json
 from models.cache import digest, evict, installed, locked, mark_used, renamed_when_complete
 from run import ConfigError, Json, check_private
@@ -56,28 +56,37 @@ def buckets(limit: int, given: Sequence[int] | None, flag: str) -> tuple[int, ..
     return tuple(sorted({*given, limit}))
 
 
+# A compiled folder may come from the hub.
+Count = Annotated[int, msgspec.Meta(ge=1, le=10**6)]
+Counts = Annotated[tuple[Count, ...], msgspec.Meta(min_length=1)]
+Length = Annotated[int, msgspec.Meta(ge=0)]
+Option = Annotated[
+    str, msgspec.Meta(pattern="^(" + "|".join(f"{k}={v}" for k, v in NEURON_CONFIG.items()) + ")$")
+]
+
+
 @dataclass(frozen=True)
 class CompiledConfig:
     """The values that a set of graphs was compiled for, and runs with. `compile` writes them as a `neuron`
     section."""
 
-    batch_size: int  # slots
-    tp_degree: int
+    batch_size: Count  # slots
+    tp_degree: Count
     dtype: Literal["float32", "bfloat16", "float16"]
-    prefill_buckets: tuple[int, ...]
-    position_buckets: tuple[int, ...]
+    prefill_buckets: Counts
+    position_buckets: Counts
     quantize: Literal["int8"] | None
     sampling: Literal["host", "device", "hybrid"]
     compiler_version: str
     transformers_neuronx_version: str
     exporter: Literal["neuron-textgen"] = EXPORTER
     continuous_batching: bool = True  # of every family; a part of older manifests and keys
-    neuron_config: tuple[str, ...] = ()  # further options of transformers-neuronx, NAME=VALUE
+    neuron_config: tuple[Option, ...] = ()  # further options of transformers-neuronx, NAME=VALUE
     # Tokens of a prompt chunk; 0: prompts run whole, as in older manifests.
-    prefill_chunk: int = 0
+    prefill_chunk: Length = 0
     model_class: str | None = None  # None: an older manifest
     # Tokens of each slot in the graph that verifies draft tokens; 0: there is none, as in older manifests.
-    verify_length: int = 0
+    verify_length: Length = 0
     kv_cache_dtype: Literal["fp8_e4m3fn"] | None = None  # None: `dtype`, as in older manifests
 
     @property
@@ -94,9 +103,9 @@ class Optimum:
     """What optimum-neuron compiled a model for. transformers-neuronx does not find these graphs: they are
     named by hashes, and another version built them with other options."""
 
-    batch_size: int
-    sequence_length: int
-    num_cores: int
+    batch_size: Count
+    sequence_length: Count
+    num_cores: Count
     auto_cast_type: Literal["fp32", "bf16", "fp16", "float32", "bfloat16", "float16"]
     task: Literal["text-generation"] = "text-generation"
 
@@ -292,7 +301,7 @@ class CachedGraphs:
         try:
             kept = msgspec.convert(read_json(record), Record)
             damage = verify_checksums(folder, kept.files)
-        except (ConfigError, msgspec.ValidationError):
+        except (ConfigError, msgspec.ValidationError, OSError):
             damage = f"{record} is damaged"
         if damage is None:
             mark_used(record)

@@ -257,3 +257,10 @@ def _is_allowed(text, matcher, tokenizer):
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     copy = matcher.deep_copy()
     return copy.validate_tokens(ids) == len(ids) and all(map(copy.consume_token, ids)) and copy.is_accepting()
+
+
+@pytest.mark.parametrize("place", ["0000000000999", "9", "0" * 9 + "9" * 5000, "-1", "x"])
+def test_a_reference_to_a_place_that_a_list_does_not_have_is_said_to_be_wrong(place):
+    schema = {"anyOf": [{}], "properties": {"x": {"$ref": f"#/anyOf/{place}"}}}
+    with pytest.raises(GrammarError):
+        checker().check(of_json_schema(schema))

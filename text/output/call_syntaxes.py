@@ -208,6 +208,7 @@ class PairsFormat(ToolFormat):
     """
 
     writes_json = False
+    braces = 0
 
     def call_rules(self, rule: str, function: Function, _arguments: str, lark: ToLark) -> list[str]:
         """The properties in their order, those that are not required may be missing."""
