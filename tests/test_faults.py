@@ -135,7 +135,9 @@ def server(shared):
     try:
         wait_until(lambda: now() == before, "everything given back", 30)
     except AssertionError:
-        assert now() == before
+        left = now()
+        more = {pid: links - before["descriptors"].get(pid, Counter()) for pid, links in left["descriptors"].items()}
+        assert left == before, {pid: links for pid, links in more.items() if links}
     assert threads(shared) < 40, "a request costs a greenlet; only long texts have threads, a few of them"
 
 

@@ -134,7 +134,9 @@ class _Child:
 
     def end(self) -> int:
         """The exit code of a child that has ended; the negative number of the signal that ended it."""
+        # Now: whoever keeps the error that follows keeps this object, too.
         self._requests.close()
+        self._answers.close()
         return os.waitstatus_to_exitcode(posix.waitpid(self._pid, 0)[1])
 
 
