@@ -5,8 +5,9 @@ can make expensive.
 is replaced. It names the function as `module:maker`; `maker(*setup)` runs once in each child and returns the
 function, which takes a JSON value and returns a text or bytes, or raises `Rejected`.
 
-A child reads requests in JSON from its standard input until that ends. It writes two messages for each: one
-that is empty unless the request is rejected, and the result or the reason, texts in UTF-8.
+A child reads requests from its standard input until that ends, each as four bytes of length and JSON. It
+writes for each whether it was rejected (a byte), four bytes of length, and the result or the reason, texts in
+UTF-8.
 """
 
 from __future__ import annotations
@@ -19,18 +20,17 @@ import os
 import posix
 import resource
 import signal
+import struct
 import sys
 from collections import deque
 from collections.abc import Sequence
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from run import HERE
 
 CHILD = "import sys; sys.path[0] = sys.argv[1]; from text.limited import main; main(*sys.argv[2:])"
-MOST_BYTES = 2**30  # of an answer
+PIPE_BYTES = 2**16  # what a pipe holds
 WALL_S = 30.0  # many times what a request takes on a busy machine
 # What Python needs to start, and what shows to which run a process belongs: no keys.
 ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "TZ", "NEURON_TEXTGEN_RUN_DIR")
@@ -113,31 +113,55 @@ class _Child:
     """
 
     def __init__(self, arguments: list[str]):
-        requests, self._requests = Pipe(duplex=False)  # which no other process inherits
-        self._answers, answers = Pipe(duplex=False)
+        requests, self._requests = posix.pipe()  # which no other process inherits
+        self._answers, answers = posix.pipe()
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | ONE_THREAD
-        streams = [(os.POSIX_SPAWN_DUP2, end.fileno(), n) for n, end in enumerate((requests, answers))]
+        streams = [(os.POSIX_SPAWN_DUP2, requests, 0), (os.POSIX_SPAWN_DUP2, answers, 1)]
         command = [sys.executable, "-c", CHILD, str(HERE), *arguments]
-        with requests, answers:
+        try:
             self._pid = posix.posix_spawn(sys.executable, command, environment, file_actions=streams)
+        except OSError:
+            self._close()
+            raise
+        finally:
+            posix.close(requests)
+            posix.close(answers)
 
     @property
     def is_alive(self) -> bool:
-        return posix.waitpid(self._pid, os.WNOHANG) == (0, 0)
+        if posix.waitpid(self._pid, os.WNOHANG) == (0, 0):
+            return True
+        self._close()
+        return False
 
-    def ask(self, request: bytes) -> tuple[bytes, bytes] | None:
-        """The two messages of the child; None: it has ended."""
-        with contextlib.suppress(OSError, EOFError):
-            self._requests.send_bytes(request)
-            return self._answers.recv_bytes(MOST_BYTES), self._answers.recv_bytes(MOST_BYTES)
-        return None
+    def ask(self, request: bytes) -> tuple[bool, bytes] | None:
+        """Whether the request is rejected, and the result or the reason; None: the child has ended."""
+        unsent = memoryview(len(request).to_bytes(4, "big") + request)
+        try:
+            while unsent:
+                unsent = unsent[posix.write(self._requests, unsent) :]
+            is_rejected, length = struct.unpack(">?I", self._read(5))
+            return is_rejected, self._read(length)
+        except (BrokenPipeError, EOFError):
+            return None
 
     def end(self) -> int:
         """The exit code of a child that has ended; the negative number of the signal that ended it."""
-        # Now: whoever keeps the error that follows keeps this object, too.
-        self._requests.close()
-        self._answers.close()
+        self._close()
         return os.waitstatus_to_exitcode(posix.waitpid(self._pid, 0)[1])
+
+    def _read(self, size: int) -> bytes:
+        parts = []
+        while size:
+            parts.append(posix.read(self._answers, min(size, PIPE_BYTES)))
+            size -= len(parts[-1])
+            if not parts[-1]:
+                raise EOFError
+        return b"".join(parts)
+
+    def _close(self) -> None:
+        posix.close(self._requests)
+        posix.close(self._answers)
 
 
 def _as_text(result: bytes) -> str:
@@ -155,33 +179,29 @@ def _address_space() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-def serve(maker: str, setup: str, limits: str) -> None:
+def serve(requests: BinaryIO, answers: BinaryIO, maker: str, setup: str, limits: str) -> None:
     """Makes the function, and answers requests until they end."""
-    requests = Connection(0, writable=False)
-    answers = Connection(1, readable=False)
     module, name = maker.split(":")
     cpu_s, memory_bytes, wall_s = json.loads(limits)
     signal.setitimer(signal.ITIMER_REAL, wall_s)  # SIGALRM ends it
     function = getattr(importlib.import_module(module), name)(*json.loads(setup))
     signal.setitimer(signal.ITIMER_REAL, 0)  # waiting for a request is not part of it
     _limit(resource.RLIMIT_AS, _address_space() + memory_bytes)
-    while True:
-        try:
-            request = json.loads(requests.recv_bytes())
-        except EOFError:
-            return
+    while header := requests.read(4):
+        request = json.loads(requests.read(int.from_bytes(header, "big")))
         signal.setitimer(signal.ITIMER_REAL, wall_s)
         signal.setitimer(signal.ITIMER_PROF, cpu_s)  # SIGPROF ends it; RLIMIT_CPU counts whole seconds
-        rejection = b""
+        is_rejected = False
         try:
             result = function(request)
         except Rejected as error:
-            rejection = b"rejected"
+            is_rejected = True
             result = str(error)
         signal.setitimer(signal.ITIMER_PROF, 0)  # reading the next request is not part of it
         signal.setitimer(signal.ITIMER_REAL, 0)
-        answers.send_bytes(rejection)
-        answers.send_bytes(result.encode("utf-8", "surrogatepass") if isinstance(result, str) else result)
+        data = result.encode("utf-8", "surrogatepass") if isinstance(result, str) else result
+        answers.write(struct.pack(">?I", is_rejected, len(data)) + data)
+        answers.flush()
 
 
 def main(*arguments: str) -> None:
@@ -191,6 +211,6 @@ def main(*arguments: str) -> None:
     for kind, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NOFILE, 16)):
         _limit(kind, most)
     try:
-        serve(*arguments)
+        serve(sys.stdin.buffer, sys.stdout.buffer, *arguments)
     except MemoryError:
         os._exit(errno.ENOMEM)  # `SandboxedFunction` has the words for it

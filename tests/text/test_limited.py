@@ -157,8 +157,7 @@ def test_a_process_has_neither_the_keys_nor_the_files_of_the_one_that_started_it
     before = children()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.set_inheritable(True)
-        render = limited()  # whose end would be that of the process
-        render(["{{ strftime_now('%H') }}", {}])
+        limited()(["{{ strftime_now('%H') }}", {}])
         (pid,) = children() - before
         files = [os.readlink(fd).split(":")[0] for fd in Path(f"/proc/{pid}/fd").iterdir()]
     assert set(files) == {"pipe", "/dev/null"}
