@@ -154,7 +154,7 @@ class Engine:
 
     device: ClassVar[str]  # its value of --device
     name: ClassVar[str]  # in messages
-    library: ClassVar[str]  # in messages: what serves a model
+    served_by: ClassVar[str]  # in messages: the library that runs a model
     logits_dtypes = ("float32",)  # that logits may have, for the sampling loops
     dtypes = ("float32", "bfloat16", "float16")  # that it computes in
     quantizations = ()  # values of --quantize; none: weights stay as they are

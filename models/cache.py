@@ -2,7 +2,7 @@
 
 An entry is a folder named by a key: a hash of everything its contents depend on. It is written to a temporary
 folder and renamed, so a visible entry is complete. The OpenVINO engine and `tokenizer.py` look for an entry
-before they convert. This file reads only the `entry.json` of an entry, and imports neither numpy nor torch.
+before they convert. This file reads only the `entry.json` of an entry, and does not import torch.
 
     FOLDER/model-<key>/        entry.json, and model.xml and model.bin of OpenVINO where the model converts;
                                vision.xml and vision.bin where it reads images

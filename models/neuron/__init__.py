@@ -16,7 +16,7 @@ from run import run_dir
 class Neuron(Engine):
     device = "neuron"
     name = "Neuron"
-    library = "transformers-neuronx"
+    served_by = "transformers-neuronx"
     logits_dtypes = ("float32", "bfloat16")
     quantizations = ("int8",)
     takes_adapters = False

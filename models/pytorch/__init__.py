@@ -12,7 +12,7 @@ from models.errors import ModelError
 class PyTorch(Engine):
     device = "cuda"
     name = "PyTorch"
-    library = "plain PyTorch"
+    served_by = "plain PyTorch"
 
     @staticmethod
     def is_here(wanted: str) -> bool:
