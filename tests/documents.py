@@ -13,7 +13,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "helpers"))
 
-from product import FILES
 from published.configs import CONFIGS
 from published.families import CODE, FAMILIES, OPENVINO, TORCH
 
@@ -25,6 +24,9 @@ from models.errors import ModelError
 from models.machine import GIB
 from models.neuron import families, plan
 from run import HERE, ConfigError
+
+FOLDERS = ("api", "text", "engine", "models")  # the product's Python files are theirs and the top level's
+FILES = [*sorted(HERE.glob("*.py")), *(path for folder in FOLDERS for path in sorted((HERE / folder).glob("**/*.py")))]
 
 
 def table(head, rows):
@@ -49,7 +51,7 @@ def files():
 
 def mistakes():
     """What models write wrong in calls that are read all the same, with the formats in which tests try it."""
-    from miswritten import MISWRITTEN  # which needs what the environment of Neuron's tests does not have
+    from tool_calls import MISWRITTEN  # which needs what the environment of Neuron's tests does not have
 
     formats = {}
     for what, name, _text, _calls in MISWRITTEN:

@@ -11,7 +11,7 @@ import sys
 import documents
 import pytest
 import yaml
-from product import FILES
+from documents import FILES
 
 import config
 from api.routes import openapi_document

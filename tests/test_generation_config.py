@@ -6,7 +6,7 @@ import shutil
 
 import msgspec
 import pytest
-from boot import boot
+from loop import boot
 from processes import Server
 from published.configs import BY_DEFAULTS, GENERATION_CONFIGS, REQUESTS, sampling_defaults
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from product import FILES
+from documents import FILES
 
 from run import HERE
 

@@ -8,7 +8,7 @@ import re
 import time
 
 import pytest
-from product import FILES
+from documents import FILES
 
 import logs
 

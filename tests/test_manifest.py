@@ -5,7 +5,7 @@ import re
 import shutil
 
 import pytest
-from boot import boot
+from loop import boot
 from processes import Server
 
 from config import DEMO_MODEL

@@ -3,7 +3,7 @@
 import ast
 import re
 
-from product import FILES
+from documents import FILES
 
 from run import HERE
 

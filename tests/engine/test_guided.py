@@ -18,6 +18,7 @@ from processes import wait_until
 from tiny_tokenizers import byte_level
 
 import worker
+from engine.masks import masks_of
 from protocol import MAX_GRAMMAR, Cancel, Generate, SamplingParams
 from text import grammar
 from text.grammar import Grammars, Matcher, of_json_schema, of_regex
@@ -305,3 +306,15 @@ def test_a_grammar_that_was_compiled_for_a_request_that_is_over_is_not_given_to_
     driven.arrive(Cancel(1, "over"), Generate(1, [1], 5))
     driven.run()
     assert driven.tokens[1] == greedy([1], 5, tokenizer().get_vocab_size())
+
+
+class Broken:
+    """A matcher whose mask cannot be computed."""
+
+    def fill(self, address, size):
+        raise RuntimeError("on purpose")
+
+
+def test_a_mask_that_cannot_be_computed_is_the_error_of_its_row_alone():
+    found = masks_of([None, Broken()], 40)
+    assert list(found.errors) == [1] and (found.mask == 0xFFFFFFFF).all() and found.mask.shape == (2, 2)

@@ -1,19 +1,22 @@
 """A worker on a fake model, without a socket or a thread: the test sends, runs the steps and reads what was published."""
 
 import math
+import os
 import threading
 from collections import defaultdict
+from unittest import mock
 
 import pytest
 from fakes.model import EOS, FakeModel
+from processes import MODEL_CACHE
 
-from config import Config
+from config import Config, parse
 from engine.adapter_changes import AdapterChanges
 from engine.admission import Admission
 from engine.metrics import Metrics
 from engine.scheduler import SchedulerConfig
 from protocol import End, Generate, ModelInfo, Status, SubmitRequests, Tokens
-from worker import Worker, WorkerDeps
+from worker import Startup, Worker, WorkerDeps
 
 WAIT_S = 20
 ENGINES = {"supports_chunked_prefill": {"supports_chunked_prefill": True}, "chunks": {"prefill_chunk": 4}, "whole": {}}
@@ -236,3 +239,18 @@ class Driven:
                 elif getattr(item, "finish_reason", None):
                     ends[item.id] = item.finish_reason
         return ends
+
+
+def boot(run_dir, *flags):
+    """What the worker of a server with these flags tells the web processes, started here: it loads a folder's model on a CPU.
+
+    Raises what ends its start.
+    """
+    # Another test of this process may have imported the simulated transformers-neuronx.
+    config = parse(flags, {"MODEL_CACHE": str(MODEL_CACHE), "DEVICE": "cpu"})
+    wire = Wire()
+    with mock.patch.dict(os.environ, NEURON_TEXTGEN_RUN_DIR=str(run_dir)):
+        worker = Startup(config, wire, Admission(1), Metrics()).run()
+    worker.drain()
+    worker.run()  # which ends at once, and ends the worker's threads
+    return wire.info

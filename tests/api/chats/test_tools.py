@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import served as served_app
 import tiny_tokenizers
-from asked import allows, serving
+from asked import allows, grammars, serving
 from tool_calls import BOTH, CALLS, FORMATS, KINDS, LITERALS, NOW, TOOLS, WRITTEN, thinking_of, tokenizer_of, tool, use
 
 from api.anthropic.output import MessagesResponseWriter
-from api.anthropic.tools import MessagesTools
+from api.anthropic.tools import CLIENT_TOOLS, MessagesTools
 from api.anthropic.types import MessagesRequest
 from api.chats.conversation import NEVER, ChatRequest
 from api.chats.tools import CUSTOM_INPUT, as_function, tool_policy
@@ -22,7 +22,7 @@ from api.http.types import encode_json
 from api.openai import chat
 from api.openai.chat import ChatResponseWriter
 from api.openai.responses_output import ResponsesWriter
-from api.openai.responses_tools import ResponsesTools
+from api.openai.responses_tools import BUILT_IN, ResponsesTools
 from api.openai.responses_types import ResponsesRequest
 from protocol import Token
 from text.output.call_syntaxes import ModelTools
@@ -617,3 +617,25 @@ def test_a_format_begins_after_thinking_which_is_a_field_of_its_own(serve, monke
     body["logit_bias"] = {str(served.tokenizer.token_to_id("<")): -100}  # or the model could think
     message = served.post("/v1/chat/completions", body).json["choices"][0]["message"]
     assert message["content"] == "abbb"
+
+
+# Tools that an API defines and the client runs.
+DEFINITIONS = {name: row.definition({"parameters": None}) for name, row in BUILT_IN.items()}
+for name, definition in CLIENT_TOOLS.items():
+    for date in ("20241022", "20260801"):
+        DEFINITIONS[f"{name}_{date}"] = definition(date, {})
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_can_enforce_the_schema_of_every_tool(form):
+    for name, definition in DEFINITIONS.items():
+        function = {"name": name, **definition._asdict()}
+        policy = use(form, [{"type": "function", "function": function}], "required")
+        grammars().compile(policy.grammar)
+
+
+def test_every_description_and_schema_is_complete():
+    for name, definition in DEFINITIONS.items():
+        properties = definition.parameters["properties"]
+        assert properties and set(definition.parameters["required"]) <= properties.keys(), name
+        assert definition.description.endswith((".", ").")), name

@@ -7,13 +7,13 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from miswritten import MISWRITTEN
 from tool_calls import (
     BOTH,
     CALLS,
     ENDS,
     FORMATS,
     FORMS,
+    MISWRITTEN,
     TAGS,
     THINKING,
     WRITTEN,
