@@ -232,7 +232,9 @@ def test_published_weights_lose_less_than_a_hundredth_of_a_nat(tmp_path):
     if not is_installed("smollm2"):
         pytest.skip(WHY)
     command = [PYTHON, "-m", "published.weights", "smollm2"]
-    printed = subprocess.check_output(command, text=True, env=os.environ | {"PYTHONPATH": f"{HERE}/tests:{HERE}"})
+    printed = subprocess.check_output(
+        command, text=True, env=os.environ | {"PYTHONPATH": f"{HERE}/tests:{HERE}/tests/helpers:{HERE}"}
+    )
     made = json.loads(printed.splitlines()[-1])
     tokens = [token for prompt in made["prompts"] for token in prompt][:160]
     limits = {"max_total_tokens": 192, "max_input_tokens": 191, "max_batch_size": 2, "position_buckets": (192,)}

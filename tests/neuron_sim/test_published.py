@@ -24,7 +24,9 @@ def test_every_prompt_is_continued_as_transformers_does_it(tmp_path, name, tp_de
     if not is_installed(name):
         pytest.skip(WHY)
     command = [PYTHON, "-m", "published.weights", name]
-    printed = subprocess.check_output(command, text=True, env=os.environ | {"PYTHONPATH": f"{HERE}/tests:{HERE}"})
+    printed = subprocess.check_output(
+        command, text=True, env=os.environ | {"PYTHONPATH": f"{HERE}/tests:{HERE}/tests/helpers:{HERE}"}
+    )
     expected = json.loads(printed.splitlines()[-1])
     prompts = expected["prompts"][:count]
     length = max(map(len, prompts)) + TOKENS
