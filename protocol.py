@@ -78,6 +78,8 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
     keep_eos: bool = False  # a completed grammar still gets an end-of-sequence token
     prediction: list[int] = []  # the output that the client expects, as draft tokens
     adapter: str = ""  # the name of a LoRA adapter; "": none
+    # Positions in the prompt between messages, where other prompts of the same conversation may go on.
+    borders: list[int] = []
 
 
 class Image(msgspec.Struct, frozen=True, gc=False):
@@ -248,6 +250,7 @@ class ModelInfo(msgspec.Struct, tag="model_info", frozen=True):
     reads_images: bool = False
     kv_cache_dtype: str = ""
     kv_bytes_per_token: int | None = None  # of all layers; None: unknown
+    state_bytes: int = 0  # of the recurrent states of a slot; 0: the model has none
     # On Neuron the versions of driver, runtime, compiler and transformers_neuronx; None: unknown.
     neuron_versions: dict[str, str | None] = {}
     # For requests on /v1 routes, by the names of `SamplingParams`.

@@ -26,6 +26,7 @@ from engine.request import Request, State
 from engine.slots import SlotAssignment, Slots
 from models.base import Chunk
 from models.images.encoder_cache import cuts_image
+from models.states import States
 
 # Prompt tokens of a step with chunked prefill. A larger budget lowers the prompts' time to first token and
 # raises the inter-token latency of the running requests.
@@ -35,6 +36,8 @@ PREFILL_TOKENS_ALONE = 256
 PREFILL_TOKENS_PER_DECODE = 128  # while requests run
 # The same while more whole prompts have or can have a slot than requests run.
 MAX_PREFILL_TOKENS_PER_DECODE = 2048
+# Between snapshots of recurrent states in a prompt without messages.
+SNAPSHOT_INTERVAL = 2048
 ALL_LOGITS_TOKENS = 64  # in one step: the logits after each of them are held in memory
 
 
@@ -50,6 +53,7 @@ class SchedulerConfig:
     prefix_granularity: int | None = None
     supports_prefix_copy: bool = False
     whole_images: bool = False
+    states: States | None = None
     max_batch_prefill_tokens: int | None = None  # None: the constants above, and `set_prompt_budget`
     max_draft_rows: int = 0  # tokens of all rows of a step with draft tokens
     verify_length: int = 0  # of one of these rows
@@ -111,7 +115,11 @@ class Scheduler:
         )
         self._total = limits.prefix_slots or limits.slots
         self._slots = Slots(
-            self._total, limits.prefix_granularity, limits.supports_prefix_copy, limits.whole_images
+            self._total,
+            limits.prefix_granularity,
+            limits.supports_prefix_copy,
+            limits.whole_images,
+            limits.states,
         )
         self._copies: list[SlotAssignment] = []  # of the next step
 
@@ -166,10 +174,16 @@ class Scheduler:
             end = self._past_image(request.prompt, begin + tokens)
             if begin == request.cached:
                 request.started_at = now
+            keep = ""
+            if (border := self._snapshot_position(request, begin, end)) is not None:
+                end = border
+                keep = "border" if request.generate.borders else "interval"
             if end == len(request.prompt):
                 step.sample_indices.append(len(chunks))
             tokens = request.prompt[begin:end]
-            chunks.append(Chunk(request.slot, tokens, begin, request.all_logits, adapter=request.adapter))
+            chunks.append(
+                Chunk(request.slot, tokens, begin, request.all_logits, adapter=request.adapter, keep=keep)
+            )
             step.requests.append(request)
         return step
 
@@ -181,6 +195,19 @@ class Scheduler:
             if end >= len(prompt) - 1:  # no chunk of one token is left
                 return len(prompt)
         return end
+
+    def _snapshot_position(self, request: Request, begin: int, end: int) -> int | None:
+        """Where a chunk from `begin` to `end` ends instead, to keep the state that the model has there; None:
+        nowhere. No chunk of one token is left on either side."""
+        if self._limits.states is None or request.all_logits:
+            return None
+        prompt = request.prompt
+        step = self._limits.prefix_granularity
+        for border in request.generate.borders or range(SNAPSHOT_INTERVAL, len(prompt), SNAPSHOT_INTERVAL):
+            border -= border % step
+            if begin + 1 < border <= min(end, len(prompt) - 2) and not cuts_image(prompt, border):
+                return border
+        return None
 
     def _propose_drafts(self, rows: list[Request]) -> list[list[int]]:
         """The draft tokens of each row. No row gets any if half of them or more have none, since these would

@@ -4,7 +4,8 @@ Prefix caching: a slot keeps its contents when its request ends, so a request wh
 same tokens (the next turn of a chat, a common system prompt) runs only the rest, if both have the same LoRA
 adapter. Slots beyond those that run at a time only hold prompts. Only tokens that ran as prompt chunks, with
 the boundaries of any prompt's chunks, count as cached: outputs must be bitwise the same in any slot.
-Generated tokens do not count, because a decode step rounds differently than a prompt chunk.
+Generated tokens do not count, because a decode step rounds differently than a prompt chunk. A model with
+recurrent states continues only where a snapshot is (models/states.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from models.images.encoder_cache import cuts_image
+from models.states import States
 
 
 class SlotAssignment(NamedTuple):
@@ -33,12 +35,14 @@ class Slots:
         prefix_granularity: int | None,
         supports_prefix_copy: bool,
         whole_images: bool,
+        states: States | None = None,
     ):
-        """`prefix_granularity`, `supports_prefix_copy`, `whole_images`: see StaticBatchModel."""
+        """`prefix_granularity`, `supports_prefix_copy`, `whole_images`, `states`: see StaticBatchModel."""
         self.free = list(range(count))  # the least recently used first
         self._prefix_granularity = prefix_granularity
         self._supports_copy = supports_prefix_copy
         self._whole_images = whole_images
+        self._states = states
         self._held: list[list[int]] = [[] for _ in range(count)]
         self._adapters = [0] * count  # with which each slot's contents were computed
 
@@ -54,8 +58,8 @@ class Slots:
         if step and reuse:
             head = prompt[: (len(prompt) - 2) // step * step]
             common = [
-                self._reusable(prompt, common_prefix(head, held)) if computed_with == adapter else 0
-                for held, computed_with in zip(self._held, self._adapters)
+                self._reusable(slot, prompt, common_prefix(head, held)) if computed_with == adapter else 0
+                for slot, (held, computed_with) in enumerate(zip(self._held, self._adapters))
             ]
         spares = self._supports_copy or not all(self._held[slot] for slot in self.free)
 
@@ -70,11 +74,15 @@ class Slots:
             source = max(range(len(common)), key=lambda other: (common[other], other == slot))
         self.free.remove(slot)
         self._held[slot] = list(prompt[: common[source]])
+        if self._states:
+            self._states.resume(source, slot, common[source])
         self._adapters[slot] = adapter
         return SlotAssignment(slot, common[source], source)
 
-    def _reusable(self, prompt: Sequence[int], common: int) -> int:
-        """How many of the first `common` tokens of a prompt can be reused."""
+    def _reusable(self, slot: int, prompt: Sequence[int], common: int) -> int:
+        """How many of the first `common` tokens of a prompt, which `slot` holds, can be reused."""
+        if self._states:  # no snapshot cuts an image
+            return self._states.reusable(slot, common)
         common -= common % self._prefix_granularity
         while self._whole_images and common and cuts_image(prompt, common):
             common -= self._prefix_granularity

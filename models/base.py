@@ -20,6 +20,7 @@ from manifest import Manifest
 from models.adapters import Adapters
 from models.errors import ModelError
 from models.images.encoder_cache import EncoderCache
+from models.states import States
 
 logger = logging.getLogger("model")
 
@@ -34,6 +35,7 @@ class Chunk(NamedTuple):
     all_logits: bool = False  # return the logits after every token, for log-probabilities of prompts
     verify: bool = False  # the same, as decode steps would give them
     adapter: int = 0  # the number of a LoRA adapter (adapters.py); 0: none
+    keep: str = ""  # a snapshot of the state after it: "", "border" (of a message) or "interval"
 
     @property
     def rows(self) -> int:
@@ -99,6 +101,8 @@ class StaticBatchModel:
     # For a model that reads images: the embeddings that image tokens (negative ids) in chunks stand for.
     encoder_cache: EncoderCache | None = None
     _vision: ImageEncoder  # set where there is an `encoder_cache`
+    states: States | None = None  # of a model whose layers have recurrent states
+    state_bytes: int = 0  # of all layers, in one of their blocks
     adapters: Adapters | None = None  # that chunks may choose; None: none can be served
 
     def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:

@@ -17,10 +17,12 @@ import numpy as np
 from models.adapters import Adapters
 from models.base import Chunk, SampledIds, StaticBatchModel
 from models.images.encoder_cache import EncoderCache, split_ids
+from models.states import States
 from protocol import Image
 
 VOCABULARY = 50
 EOS = 0
+POISON = (-1,)  # in the place of a state: whatever reads it generates another text
 ADAPTER = {"layer": (np.ones((1, 1), np.float32), np.ones((1, 1), np.float32))}
 
 
@@ -68,6 +70,7 @@ class FakeModel(StaticBatchModel):
         verify_length: int = 0,
         prefix_slots: int = 0,
         adapters: Sequence[str] = (),
+        snapshots: int | None = None,
     ):
         self.batch_size, self.vocab_size, self.sampling = batch_size, vocab_size, sampling
         self.prefix_slots = prefix_slots or batch_size
@@ -84,6 +87,9 @@ class FakeModel(StaticBatchModel):
         for name in adapters:
             self.adapters.add(name, ADAPTER)
         self.computed_with = [0] * self.prefix_slots  # the adapter of what each slot holds
+        if snapshots is not None:  # a recurrent state, which is all tokens so far
+            self.states = States(self.prefix_slots, snapshots, self.max_draft_rows)
+            self.blocks = [(), *[POISON] * (self.states.count - 1)]
         self.calls: list[list[Chunk]] = []
         self.failures: list[Exception] = []  # raised by the next calls
         self.nan_slots: set[int] = set()
@@ -113,6 +119,10 @@ class FakeModel(StaticBatchModel):
         assert self.may_run.wait(60)
         if self.failures:
             raise self.failures.pop(0)
+        if self.states:
+            self.states.accept({chunk.slot: chunk.begin for chunk in chunks})
+            for block in self.states.unused:
+                self.blocks[block] = POISON
         rows = []
         for chunk in chunks:
             slot, tokens = chunk.slot, list(chunk.tokens)
@@ -126,6 +136,12 @@ class FakeModel(StaticBatchModel):
             assert not chunk.adapter or self.adapters.columns_of([chunk.adapter]), "its weights are there"
             self.computed_with[slot] = chunk.adapter
             before = self.cache[slot][: chunk.begin]
+            if self.states:
+                run = self.states.begin(slot, chunk.begin, len(tokens), chunk.verify)
+                before = list(self.blocks[run.read])
+                for n, block in enumerate(run.writes, 1):
+                    self.blocks[block] = (*before, *tokens[: n if chunk.verify else len(tokens)])
+                self.states.end([run], {slot: chunk.keep})
             self.cache[slot] = before + tokens
             ends = range(len(self.cache[slot]) + 1 - chunk.rows, len(self.cache[slot]) + 1)
             for end in ends:

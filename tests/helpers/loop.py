@@ -139,6 +139,7 @@ class Driven:
             "prefix_granularity",
             "supports_prefix_copy",
             "whole_images",
+            "states",
             "max_draft_rows",
             "verify_length",
         )

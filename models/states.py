@@ -1,0 +1,148 @@
+"""Recurrent states of slots: which block of the state tables a call reads, which it writes, and which are
+kept.
+
+Layers with linear attention, short convolutions or state spaces have a state of a fixed size beside the KV
+cache. It goes forward only: no call can take it back to an earlier position. So a prompt that begins like
+another one continues from a snapshot, a block that is kept as it was after one of the other's chunks; and
+draft tokens write a block each, of which the one after the last accepted token goes on. What the blocks hold
+is the engine's; all rules about them are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+ZERO = 0  # the block that every sequence begins with: zeros, never written
+
+
+class State(NamedTuple):
+    """The state after the first `position` tokens of a slot."""
+
+    position: int
+    block: int
+
+
+class Run(NamedTuple):
+    """The next tokens of one slot in a call."""
+
+    slot: int
+    position: int
+    tokens: int
+    read: int  # block
+    writes: list[int]  # the block of the state after the last token; of draft tokens one after each
+
+    @property
+    def end(self) -> int:
+        return self.position + self.tokens
+
+
+class States:
+    """The blocks of the state tables: ZERO, one for each slot to write to, `snapshots` more, and as many for
+    the draft tokens of a call."""
+
+    def __init__(self, slots: int, snapshots: int, draft_tokens: int = 0):
+        self.count = 1 + slots + snapshots + draft_tokens
+        self.snapshots = snapshots
+        self._own = list(range(1, 1 + slots))  # the block that each slot writes next
+        self._free = list(range(1 + slots, 1 + slots + snapshots))
+        self._for_drafts = list(range(1 + slots + snapshots, self.count))
+        self._drafts: dict[int, list[State]] = {}  # by slot: of its last call, not yet accepted
+        # Of each slot; None: a call that failed has changed it.
+        self._current: list[State | None] = [State(0, ZERO)] * slots
+        self._kept: list[dict[int, int]] = [{} for _ in range(slots)]  # by slot: position → block
+        self._at_border: dict[int, bool] = {}  # by block of a snapshot; the least recently used first
+
+    @property
+    def kept(self) -> int:
+        """How many snapshots there are."""
+        return len(self._at_border)
+
+    @property
+    def unused(self) -> set[int]:
+        """The blocks that no call reads any more before it has written them."""
+        used = {state.block for states in self._drafts.values() for state in states}
+        return set(range(1, self.count)) - self._continued - used - self._at_border.keys()
+
+    @property
+    def _continued(self) -> set[int]:
+        """The blocks that slots continue from."""
+        return {state.block for state in self._current if state}
+
+    def reusable(self, slot: int, tokens: int) -> int:
+        """The last position among the first `tokens` of a slot that a sequence can continue from."""
+        return max((position for position in self._kept[slot] if position <= tokens), default=0)
+
+    def resume(self, source: int, slot: int, tokens: int) -> None:
+        """Continues `slot` after the first `tokens` tokens that `source` holds, as `reusable` returned it."""
+        self._accept(slot, None)
+        self._kept[slot] = {
+            position: block for position, block in self._kept[source].items() if position <= tokens
+        }
+        self._current[slot] = State(tokens, self._kept[slot][tokens] if tokens else ZERO)
+        for block in self._kept[slot].values():
+            self._at_border[block] = self._at_border.pop(block)
+        self._free_unkept()
+
+    def accept(self, positions: Mapping[int, int]) -> None:
+        """The slots whose tokens run next, and at which positions: so many of their draft tokens were
+        accepted. A slot with draft tokens that is not among them has ended."""
+        for slot in list(self._drafts):
+            self._accept(slot, positions.get(slot))
+
+    def _accept(self, slot: int, position: int | None) -> None:
+        for state in self._drafts.pop(slot, ()):
+            if state.position == position:
+                self._current[slot] = state
+                self._own[slot], state = state.block, State(0, self._own[slot])
+            if state.block != self._own[slot]:
+                self._for_drafts.append(state.block)
+
+    def begin(self, slot: int, position: int, tokens: int, are_drafts: bool = False) -> Run:
+        """The next tokens of a slot in a call. Raises ValueError where its state is not the one at
+        `position`."""
+        if position == 0:
+            self.resume(slot, slot, 0)
+        state = self._current[slot]
+        if state is None or state.position != position:
+            raise ValueError(f"slot {slot} has no state at position {position}")
+        self._current[slot] = None
+        writes = [self._own[slot]]
+        if are_drafts:
+            writes += [self._for_drafts.pop() for _ in range(tokens - 1)]
+            self._drafts[slot] = [State(position + n, block) for n, block in enumerate(writes, 1)]
+        return Run(slot, position, tokens, state.block, writes)
+
+    def end(self, runs: Sequence[Run], keep: Mapping[int, str]) -> None:
+        """The call of these runs succeeded. keep: how the state after a slot's tokens is kept for sequences
+        that begin alike (Chunk.keep), as far as there are blocks: snapshots at borders of messages replace
+        those at intervals, not the other way round."""
+        for run in runs:
+            if run.slot in self._drafts:
+                continue
+            written = run.writes[0]
+            self._current[run.slot] = State(run.end, written)
+            if keep.get(run.slot) and (block := self._take()) is not None:
+                self._own[run.slot] = block
+                self._kept[run.slot][run.end] = written
+                self._at_border[written] = keep[run.slot] == "border"
+
+    def _take(self) -> int | None:
+        """A free block, if need be that of a snapshot; None: there is none. The first and the last snapshot
+        of each slot, such as those of a system prompt and of the newest message, stay longest."""
+        if not self._free:
+            ends = {kept[end(kept)] for kept in self._kept if kept for end in (min, max)}
+            snapshots = sorted(self._at_border, key=lambda block: (self._at_border[block], block in ends))
+            victim = next((block for block in snapshots if block not in self._continued), None)
+            for kept in self._kept:
+                for position in [position for position, block in kept.items() if block == victim]:
+                    del kept[position]
+            self._free_unkept()
+        return self._free.pop() if self._free else None
+
+    def _free_unkept(self) -> None:
+        """Frees the blocks of snapshots that no slot has any more, and none continues from."""
+        held = {block for kept in self._kept for block in kept.values()} | self._continued
+        for block in self._at_border.keys() - held:
+            del self._at_border[block]
+            self._free.append(block)
