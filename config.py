@@ -420,6 +420,13 @@ class Config:
         "MAX_LORA_MEMORY",
         "GB of memory for all LoRA adapters, beyond which none is loaded, and of the file of one.",
     )
+    max_snapshot_memory: float = setting(
+        1.0,
+        "MAX_SNAPSHOT_MEMORY",
+        "GB of memory for snapshots of recurrent states, from which prompts that begin alike go on. Only "
+        "models with linear attention, short convolutions or state spaces have such states.",
+        parse=_ratio,
+    )
     revision: str | None = setting(
         None,
         "REVISION HF_MODEL_REVISION",

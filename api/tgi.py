@@ -138,6 +138,7 @@ class Info(Struct):
     quantize: str | None
     kv_cache_dtype: str
     kv_bytes_per_token: int | None
+    state_bytes: int
     neuron_versions: dict[str, str | None]
     sampling_defaults: dict[str, int | float]
     stop_strings: list[str]

@@ -99,9 +99,9 @@ def converter():
         try:
             return trace(*args, **options)
         finally:  # a 16-bit model's trace leaves a torch.bmm that computes nothing
-            models.openvino.convert.patch_model._unpatch_torch_functions()
+            models.openvino.trace.patch_model._unpatch_torch_functions()
 
-    models.openvino.convert.trace = trace_and_restore
+    models.openvino.trace.trace = models.openvino.convert.trace = trace_and_restore
     return models.openvino.convert
 
 

@@ -63,6 +63,7 @@ VALUES = {
     "max_lora_rank": [("64", 64), ("8", 8)],
     "max_cpu_loras": [("7", 7), ("1", 1)],
     "max_lora_memory": [("0.5", 0.5), ("2", 2.0)],
+    "max_snapshot_memory": [("0.5", 0.5), ("0", 0.0)],
     "lora_folder": [("/tmp", "/tmp"), ("~/adapters", os.path.expanduser("~/adapters"))],
     "merge_lora": [("someone/adapter@v2", "someone/adapter=someone/adapter@v2"), ("mine=/tmp", "mine=/tmp")],
     "position_buckets": [("7", (7,)), ("9,8", (8, 9))],

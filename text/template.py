@@ -6,10 +6,12 @@ limits on time and memory (limited.py).
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import hashlib
 import json
+import os
 import re
 import secrets
 from collections.abc import Callable, Mapping
@@ -148,6 +150,29 @@ class ChatTemplate:
     @property
     def needs_short_ids(self) -> bool:
         return self._write_ids is _with_short_ids
+
+    def borders(
+        self,
+        prompt: str,
+        messages: list[dict],
+        tools: list[dict] | None = None,
+        options: Mapping[str, Any] | None = None,
+        begins_answer: bool = True,
+    ) -> list[int]:
+        """Where in a `prompt` of `render`, in characters, other prompts of its conversation may go on: before
+        the first and the newest message of the user, and before the response. Templates leave out earlier
+        reasoning, so these are where the chat differs with another text, or without a response."""
+        users = [n for n, message in enumerate(messages) if message.get("role") == "user"]
+        chats = [(messages, False)] if begins_answer else []
+        for n in {*users[:1], *users[-1:]}:
+            other = {**messages[n], "content": WORD_OF_NONE}
+            chats.append(([*messages[:n], other, *messages[n + 1 :]], begins_answer))
+        found = set()
+        for chat, begins in chats:
+            with contextlib.suppress(TemplateError):
+                written = self.render(chat, tools, options, begins)
+                found.add(len(os.path.commonprefix([prompt, written])))  # noqa: RUF071 of any texts, not of paths
+        return sorted(found - {0})
 
     @functools.cached_property
     def takes_parts(self) -> bool:

@@ -144,7 +144,7 @@ def prepare_chat(
         sampling = _without_calls(sampling, served)
     if inline_tools and not chat.tools:
         chat = replace(chat, tools=tools)
-    prompt, order, continued = _render_prompt(chat, served, field_names)
+    prompt, order, continued, borders = _render_prompt(chat, served, field_names)
     require(not (order and prepared.prompt_logprobs), "prompt_logprobs", WITH_IMAGES)
     if constraint.grammar:
         constraint = constraint._replace(grammar=text.reasoning.in_answer(constraint.grammar))
@@ -164,7 +164,7 @@ def prepare_chat(
         parser_config=parser_config,
         prediction=_prediction(chat.prediction, served) if chat.prediction else [],
     )
-    return with_images(prepared, prompt, order, served)
+    return with_images(prepared, prompt, order, served, borders)
 
 
 def _with_calls(constraint: Constraint, policy: ToolPolicy) -> Constraint:
@@ -255,9 +255,12 @@ def _check(chat: ChatRequest, served: Served, field_names: FieldNames) -> Prepar
     )
 
 
-def _render_prompt(chat: ChatRequest, served: Served, field_names: FieldNames) -> tuple[str, list[int], str]:
+def _render_prompt(
+    chat: ChatRequest, served: Served, field_names: FieldNames
+) -> tuple[str, list[int], str, list[int]]:
     """The text that the model's chat template makes of the messages and tools, the numbers of the images in
-    it, and the assistant's text at its end that the output is to continue."""
+    it, the assistant's text at its end that the output is to continue, and for a model with recurrent states
+    the borders of its messages."""
     template = served.text.template
     escape = served.text.tokenizer.escape
     if template is None:
@@ -278,6 +281,9 @@ def _render_prompt(chat: ChatRequest, served: Served, field_names: FieldNames) -
         listed = escape(tools) if capabilities.tools else None
         begins_answer = chat.add_generation_prompt is not False or bool(chat.continue_final_message)
         prompt = template.render(escaped, listed, options, begins_answer)
+        borders = []
+        if served.info.state_bytes:
+            borders = template.borders(prompt, escaped, listed, options, begins_answer)
     except TemplateError as error:
         # A template's error may repeat the client's own words.
         raise ApiError(422, "template_error", "Template error: ", quoted=str(error)) from None
@@ -289,14 +295,14 @@ def _render_prompt(chat: ChatRequest, served: Served, field_names: FieldNames) -
     order = [number for message in escaped for number in images_of(message["content"])]
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or last.get("tool_calls"):
-        return prompt, order, ""
+        return prompt, order, "", borders
     thoughts = last.get("reasoning_content")
     form = served.text.reasoning.format
     is_closed = form is None or prompt.rstrip().endswith(form.close)  # or the client has turned reasoning off
     if last["content"].strip() or not (thoughts and begins_answer) or is_closed:
-        return prompt, order, last["content"]
+        return prompt, order, last["content"], borders
     is_open = prompt.rstrip().endswith(form.open.rstrip())
-    return prompt + form.open * (not is_open) + escape(thoughts), order, form.open
+    return prompt + form.open * (not is_open) + escape(thoughts), order, form.open, borders
 
 
 def _template_options(chat: ChatRequest, served: Served) -> Json:

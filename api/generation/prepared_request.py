@@ -132,6 +132,7 @@ class PreparedRequest(GenerateOptions, frozen=True):
     images: list[Image] = msgspec.field(default_factory=list)  # emptied when the worker has them
     image_tokens: int = 0  # of all of them
     image_characters: int = 0  # that the prompt has for these tokens
+    message_borders: list[int] = msgspec.field(default_factory=list)  # `borders`, in characters
 
     @property
     def characters(self) -> int:
@@ -170,17 +171,29 @@ def with_grammar(
 
 
 def with_images(
-    prepared: PreparedRequest, prompt: str, image_numbers: list[int], served: Served
+    prepared: PreparedRequest,
+    prompt: str,
+    image_numbers: list[int],
+    served: Served,
+    borders: Sequence[int] = (),
 ) -> PreparedRequest:
     """The request with this prompt, in which the images of the request with these numbers have placeholders.
-    Raises ApiError and ImagesNeeded."""
+    borders: between its messages, in characters. Raises ApiError and ImagesNeeded."""
     expanded, images = served.images.expand(prompt, image_numbers, prepared.prompt_name)
+    beginnings = [prompt[:border] for border in borders]
+    if image_numbers:
+        counts = [text.count(served.images.preprocess.placeholder) for text in beginnings]
+        beginnings = [
+            served.images.expand(text, image_numbers[:count], prepared.prompt_name)[0]
+            for text, count in zip(beginnings, counts)
+        ]
     return replace(
         prepared,
         prompt=expanded,
         images=images,
         image_tokens=sum(image.tokens for image in images),
         image_characters=len(expanded) - len(prompt),
+        message_borders=[len(text) for text in beginnings],
     )
 
 
@@ -191,7 +204,23 @@ def prompts_of(requests: list[PreparedRequest], served: Served) -> list[Tokenize
     if asked > most:  # it could never be accepted
         limit = f"at most {most} may run and wait (--max-concurrent-requests)"
         raise invalid(None, f"the request asks for {asked} sequences, and {limit}")
-    return [_fit(prepared, ids_of(prepared, served), served.info) for prepared in requests]
+    return [
+        _with_borders(_fit(prepared, ids_of(prepared, served), served.info), served) for prepared in requests
+    ]
+
+
+def _with_borders(prompt: TokenizedPrompt, served: Served) -> TokenizedPrompt:
+    """The prompt with the borders of its messages in tokens. A token may reach over one: then it is before
+    that token."""
+    prepared = prompt.prepared
+    if not prepared.message_borders or prepared.truncate is not None:
+        return prompt
+    borders = set()
+    for characters in prepared.message_borders:
+        beginning = replace(prepared, prompt=prepared.prompt[:characters], images=[])
+        pairs = zip(ids_of(beginning, served), prompt.ids)
+        borders.add(sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    return prompt._replace(prepared=replace(prepared, borders=sorted(borders - {0})))
 
 
 def ids_of(prepared: PreparedRequest, served: Served) -> list[int]:

@@ -18,17 +18,22 @@ from manifest import SU, Manifest
 from models.checkpoint import rope
 from models.errors import ModelError, check_length_limit, reported_as
 
+# Types of layers with a recurrent state; "hybrid" has attention, too, "moe" and "mlp" have none.
+RECURRENT = ("linear_attention", "conv", "mamba", "hybrid", "moe", "mlp")
 # The supported types of layers, by their names in config classes; "global" is GPT-Neo's.
-LAYERS = ("full_attention", "sliding_attention", "global")
+LAYERS = ("full_attention", "sliding_attention", "global", *RECURRENT)
 # What families have whose config does not name its layers.
 UNSUPPORTED_FAMILIES = {
     "bloom": "ALiBi (attention biased by distance)",
     "diffusion_gemma": "diffusion of many tokens at a time",
+    "minimax": "lightning attention",
     "openai-gpt": "layers without a KV cache",
     "recurrent_gemma": "recurrent layers",
     "rwkv": "recurrent layers",
     "xglm": "attention code of its own",
     "xlstm": "recurrent layers",
+    "zamba": "attention shared by layers",
+    "zamba2": "attention shared by layers",
 }
 # Families whose text part is loaded without the rest: Gemma 3n's vision tower needs the package timm.
 TEXT_ALONE = ("gemma3n",)

@@ -3,6 +3,7 @@ begin with."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,16 @@ def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Modul
         )
     if family := VISION_FAMILIES.get(model.config.model_type):
         tower_class(family).adapt(model)
+    _limit_time_steps(model)
     return model.to(device).eval()
+
+
+def _limit_time_steps(model: torch.nn.Module) -> None:
+    """transformers 5.20 takes the limits of another field for Nemotron-H: its mixers clamp at 0.001."""
+    if model.config.model_type == "nemotron_h":
+        for module in model.modules():
+            if hasattr(module, "time_step_limit"):
+                module.time_step_limit = tuple(model.config.time_step_limit)
 
 
 def embed(
@@ -87,16 +97,22 @@ def has_grid_positions(model: torch.nn.Module) -> bool:
     return "mrope_section" in (getattr(model.config.get_text_config(), "rope_parameters", None) or {})
 
 
+def positions(model: torch.nn.Module, numbers: torch.Tensor | None) -> dict[str, Any]:
+    """The argument of positions, int64 [rows, q], for models that take it: Mamba's have none."""
+    is_taken = "position_ids" in inspect.signature(type(model).forward).parameters
+    return {"position_ids": numbers} if is_taken else {}
+
+
 def reference_logits(model: torch.nn.Module, ids: Sequence[int], begin: int = 0) -> np.ndarray:
     """The logits after each token from transformers' own forward, without a cache: float32 [tokens, vocab].
 
     `model` as `load_pretrained` returns it; `begin`: the position of the first token. Raises ModelError for
     logits that are NaN or infinite, with which no engine can serve.
     """
-    positions = torch.arange(begin, begin + len(ids), device=model.device)[None] if begin else None
+    numbers = torch.arange(begin, begin + len(ids), device=model.device)[None] if begin else None
     with torch.inference_mode():
         tokens = torch.tensor([list(ids)], device=model.device)
-        out = model(input_ids=tokens, position_ids=positions, use_cache=False)
+        out = model(input_ids=tokens, use_cache=False, **positions(model, numbers))
         logits = out.logits[0].float().cpu().numpy()
     if not np.isfinite(logits).all():
         dtype = str(model.dtype).removeprefix("torch.")
@@ -175,6 +191,16 @@ class VisionCheck:
         if error <= VISION_TOLERANCE[dtype]:
             return None
         return f"its image embeddings differ from those of transformers by {error:.2g} times the largest"
+
+
+def has_states(model: torch.nn.Module) -> bool:
+    """Whether layers have recurrent states: all of these begin with a short convolution."""
+    return any(map(is_causal_convolution, model.modules()))
+
+
+def is_causal_convolution(module: torch.nn.Module) -> bool:
+    """Whether it is the short convolution of a layer with a recurrent state."""
+    return isinstance(module, torch.nn.Conv1d) and module.groups == module.in_channels > 1
 
 
 def has_experts(model: torch.nn.Module) -> bool:

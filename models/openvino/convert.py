@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import logging
 import shutil
 from collections import defaultdict
@@ -22,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openvino as ov
 import torch
+from openvino import opset13 as ops
 from transformers import PreTrainedTokenizerFast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from config import Config
 from manifest import Manifest
@@ -38,37 +38,22 @@ from models.cache import (
 from models.checkpoint.pretrained import (
     InFloat32,
     VisionCheck,
-    embed,
     has_experts,
-    has_grid_positions,
     load_pretrained,
     reference_logits,
 )
 from models.errors import ModelError, first_line, is_out_of_memory, named
 from models.images.towers import VisionTower, is_vision, make_tower
 from models.machine import SHORT_DTYPES
-
-# Before openvino, which it keeps from loading its telemetry.
 from models.openvino import check_quantizer, with_dtype
-from models.openvino.model import (
-    IMAGE_INPUTS,
-    MERGED,
-    PLACEHOLDER,
-    OpenVinoModel,
-    VisionEncoder,
-    read_graph,
-)
+from models.openvino.graph import MERGED, read_graph
+from models.openvino.model import OpenVinoModel, VisionEncoder
+from models.openvino.trace import trace
 from run import HERE, Json
-
-import openvino as ov  # isort: skip
-from openvino import opset13 as ops  # isort: skip
-from openvino.frontend.pytorch import ConversionExtension, ModuleExtension, patch_model  # isort: skip
-from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder  # isort: skip
 
 logger = logging.getLogger("model")
 
 CHECK_TEXT = HERE / "models" / "openvino" / "check_text.txt"  # of 1776: all models know it
-PLACEHOLDERS = "openvino_placeholder"  # the name of an attention function of transformers
 OPENVINO_CHUNK = OpenVinoModel.prefill_chunk
 CHECK_TOKENS = OPENVINO_CHUNK + 16
 SHORT_CHECK_TOKENS = 80  # crosses the edges of two blocks
@@ -87,91 +72,6 @@ MAX_ACTIVATION_KL = 0.02
 MERGED_OUTPUTS = 4096
 UNCOMPRESSED_GRAPH = "model.whole"  # the files of the graph whose weights are being compressed
 SPARE_BYTES = 50_000_000  # of the disk, for the graph without its weights
-
-
-class Placeholder(torch.nn.Module):
-    """Stands for one layer's attention while the model is traced; returns any [tokens, width]. `facts`: what
-    its name holds for `read_graph`. width: heads * value size."""
-
-    def __init__(self, facts: Json, width: int):
-        super().__init__()
-        self.name = PLACEHOLDER + json.dumps(facts)
-        self.width = width
-
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return query[:, :1].expand(-1, self.width) * 1.0
-
-    def in_graph(self, context) -> list[ov.Output]:
-        """Concat and Slice, which any saved graph can hold; one with PagedAttention cannot be read back."""
-        joined = ops.concat([context.get_input(i) for i in range(3)], 1)
-        joined.set_friendly_name(self.name)
-        return [ops.slice(joined, *(ops.constant([n]) for n in (0, self.width, 1, 1))).output(0)]
-
-
-def _attend_placeholder(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    scaling=None,
-    sliding_window=None,
-    softcap=None,
-    s_aux=None,
-    **_,
-):
-    """The attention function of transformers: query [1, heads, tokens, head size] -> [1, tokens, heads, value
-    size]."""
-    if softcap is not None:
-        raise NotConverted("its attention caps scores")
-    _, heads, _, size = query.shape
-    _, kv_heads, _, value_size = value.shape
-    if not hasattr(module, "placeholder"):
-        facts = {
-            "index": module.layer_idx,
-            "scaling": float(size**-0.5 if scaling is None else scaling),
-            "window": int(sliding_window or 0),
-            "kv_heads": kv_heads,
-            "key_size": size,
-            "value_size": value_size,
-            "sinks": [] if s_aux is None else s_aux.tolist(),
-        }
-        module.placeholder = Placeholder(facts, heads * value_size)
-    flat = (states.transpose(1, 2).flatten(2)[0] for states in (query, key, value))
-    return module.placeholder(*flat).reshape(1, -1, heads, value_size), None
-
-
-ALL_ATTENTION_FUNCTIONS.register(PLACEHOLDERS, _attend_placeholder)
-
-
-class _Flat(torch.nn.Module):
-    """input_ids, position_ids: int64 [tokens] of all chunks; keep: int64 [rows], which tokens' logits are
-    returned; image_embeddings: float32 [image tokens, width], image_places: int64 [image tokens], the places
-    of these among the tokens, for models that read images. position_ids: [3, tokens] where
-    `has_grid_positions` says so."""
-
-    inputs = ("input_ids", "position_ids", "keep")
-
-    def __init__(self, model: torch.nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids, position_ids, keep):
-        return self.model(
-            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, logits_to_keep=keep
-        ).logits[0]
-
-
-class _FlatWithImages(_Flat):
-    inputs = (*_Flat.inputs, *IMAGE_INPUTS)
-
-    def forward(self, input_ids, position_ids, keep, image_embeddings, image_places):
-        return self.model(
-            **embed(self.model, input_ids[None], image_embeddings, image_places),
-            position_ids=position_ids.unsqueeze(-2),
-            use_cache=False,
-            logits_to_keep=keep,
-        ).logits[0]
 
 
 def convert(config: Config, folder: Path, target: Path) -> None:
@@ -352,56 +252,6 @@ class Steps:
     def begin(self, what: str) -> None:
         self._number += 1
         logger.info("Converting %s, step %d of %d: %s", self._name, self._number, self._total, what)
-
-
-def trace(model: torch.nn.Module, image_width: int | None = None) -> ov.Model:
-    """A graph with placeholders. `image_width`: of the embeddings of images, if the graph reads them. Changes
-    the torch model, which cannot be used afterwards."""
-    model.requires_grad_(False).set_attn_implementation(PLACEHOLDERS)
-    # The other implementations do not convert, or break where an expert has no token.
-    model.set_experts_implementation("batched_mm")
-    ids = torch.arange(5)
-    with torch.no_grad():
-        model(input_ids=ids[None], position_ids=ids[None], use_cache=False)  # makes the placeholders
-        placeholders = [module.placeholder for module in model.modules() if hasattr(module, "placeholder")]
-        if len(placeholders) != model.config.get_text_config().num_hidden_layers:
-            raise NotConverted("its layers do not use the attention interface of transformers")
-        for module in model.modules():
-            if hasattr(module, "original_inv_freq"):  # longrope: one buffer of two names cannot be traced
-                module.inv_freq = torch.nn.Buffer(module.inv_freq.clone(), persistent=False)
-        # 16-bit constants in a float32 graph; else the angles are computed in 16 bits, too.
-        if model.dtype != torch.float32:
-            getattr(patch_model, "__make_16bit_traceable")(model)
-        flat = _Flat(model)
-        example = (ids, ids, ids[2:4])
-        shapes = {name: [-1] for name in _FlatWithImages.inputs}
-        if image_width:
-            flat = _FlatWithImages(model)
-            shapes["image_embeddings"] = [-1, image_width]
-            if has_grid_positions(model):
-                shapes["position_ids"] = [3, -1]
-                example = (ids, ids.repeat(3, 1), ids[2:4])
-            example += (torch.zeros(2, image_width), ids[1:3])
-        modules = {
-            placeholder: ModuleExtension(placeholder, placeholder.name) for placeholder in placeholders
-        }
-        traced = TorchScriptPythonDecoder(
-            flat,
-            example_input=example,
-            module_extensions=modules,
-            trace_kwargs={"check_trace": False},
-        )
-        in_graph = [
-            ConversionExtension(placeholder.name, placeholder.in_graph) for placeholder in placeholders
-        ]
-        graph = ov.convert_model(traced, example_input=example, extension=in_graph)
-    for name, port in zip(flat.inputs, graph.inputs):
-        is_embedding = name == IMAGE_INPUTS[0]
-        port.get_node().set_element_type(ov.Type.f32 if is_embedding else ov.Type.i64)
-        port.get_node().set_partial_shape(ov.PartialShape(shapes[name]))
-        port.get_tensor().set_names({name})
-    graph.validate_nodes_and_infer_types()
-    return graph
 
 
 class Check:

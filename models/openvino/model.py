@@ -10,43 +10,46 @@ mix of chunks. This file imports neither torch nor transformers.
 
 from __future__ import annotations
 
-import json
+import itertools
 import logging
 import math
-import re
-import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-# openvino then uses its own stub: no usage data leaves the machine.
-sys.modules.setdefault("openvino_telemetry", None)
+import numpy as np
+import openvino as ov
+from openvino import opset13 as ops
 
-import numpy as np  # noqa: E402
-import openvino as ov  # noqa: E402
-from openvino import opset13 as ops  # noqa: E402
-from openvino.op import _PagedAttentionExtension as PagedAttention  # noqa: E402
-
-from config import Config  # noqa: E402
-from models.accuracy import find_fault  # noqa: E402
-from models.adapters import Adapters, common_name, configured  # noqa: E402
-from models.base import Chunk, StaticBatchModel  # noqa: E402
-from models.cache import (  # noqa: E402
+from config import Config
+from models.accuracy import find_fault
+from models.adapters import Adapters, configured
+from models.base import Chunk, StaticBatchModel
+from models.cache import (
     NotConverted,
     read_entry,
 )
-from models.errors import (  # noqa: E402
+from models.errors import (
     ModelError,
     check_length_limit,
     is_out_of_memory,
     warn_text_only,
 )
-from models.images.embeddings import encode_tiles  # noqa: E402
-from models.images.encoder_cache import EncoderCache, split_at_images  # noqa: E402
-from models.images.grid_positions import GridPositions  # noqa: E402
-from models.machine import SHORT_DTYPES, usable_threads  # noqa: E402
-from run import Json  # noqa: E402
+from models.images.embeddings import encode_tiles
+from models.images.encoder_cache import EncoderCache, split_at_images
+from models.images.grid_positions import GridPositions
+from models.machine import SHORT_DTYPES, usable_threads
+from models.openvino.graph import (
+    IMAGE_INPUTS,
+    adapter_inputs,
+    add_adapters,
+    attend_in_bfloat16,
+    read_graph,
+)
+from models.openvino.state_ops import TABLE, state_inputs
+from models.states import Run, States
+from run import Json
 
 logger = logging.getLogger("model")
 
@@ -60,14 +63,7 @@ VERIFY_TOKENS = 16
 # AMX, four rows can be faster than fewer.
 MIN_ROWS, PADDED_ROWS = 2, 4
 PADDING_GAIN = 0.9  # of the time of the smaller call
-PLACEHOLDER = "paged_attention "  # then a JSON object, which `convert.py` writes
-# The names of linear layers in a graph of a model; those of the head, which is outside of the layers, have no
-# dot. Layers that were merged into one product are the outputs of a node with this prefix and their names.
-LINEAR = re.compile(r"__module\.model\.(.+\..+)/(?:aten|ov_ext)::linear/MatMul")
-MERGED = "linear layers "
 WORTH_COMPRESSING = 100_000_000  # bytes of weights
-IMAGE_INPUTS = ("image_embeddings", "image_places")  # of graphs of models that read images
-BATCH_INPUTS = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
 
 
 class Segment(NamedTuple):
@@ -78,6 +74,7 @@ class Segment(NamedTuple):
     begin: int
     rows: int  # how many of the last tokens' logits are returned
     adapter: int = 0  # its number; 0: none
+    keep: str = ""  # as in Chunk
 
 
 class OpenVinoModel(StaticBatchModel):
@@ -115,8 +112,11 @@ class OpenVinoModel(StaticBatchModel):
             self._add_adapters(graph, config)
         compiled = core.compile_model(graph, "CPU", settings | precisions)
         self._request = compiled.create_infer_request()
+        self._inputs = {port.get_any_name() for port in compiled.inputs}
         shapes = {port.get_any_name(): port.get_partial_shape() for port in compiled.inputs}
         blocks = math.ceil(self.max_total_tokens / BLOCK)
+        if any(name.startswith(TABLE) for name in self._inputs):
+            self._add_states(compiled, config)
         # The blocks of each slot, and of the padding row.
         rows = self.prefix_slots + 1
         if IMAGE_INPUTS[0] in shapes:
@@ -136,12 +136,15 @@ class OpenVinoModel(StaticBatchModel):
         """OpenVINO's settings for the arithmetic and the KV cache. Sets what follows from them for calls and
         in the graph. Raises ModelError."""
         has_bfloat16 = "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-        # On one thread OpenVINO's AMX kernel for MLPs divides by zero, half the threads: SIGFPE.
+        has_states = any(port.get_any_name().startswith(TABLE) for port in graph.inputs)
+        # On one thread OpenVINO's AMX kernel for MLPs divides by zero, half the threads: SIGFPE. Rounding
+        # errors of states add up with each token.
         tolerates_bfloat16 = (
             has_bfloat16
             and self.dtype == "bfloat16"
             and facts["arithmetic"] != "float32"
             and self.threads > 1
+            and not has_states
         )
         # Compressed weights are multiplied by quantized activations, in float32: faster than bfloat16, and
         # batch-invariant, which bfloat16 over compressed weights is not on AMX.
@@ -156,7 +159,7 @@ class OpenVinoModel(StaticBatchModel):
                 f"{self.computed_in} here, which takes a KV cache in {' or '.join(accepted)}; give auto or u8"
             )
         if self.kv_cache_dtype == "bfloat16" and not is_bfloat16:
-            _attend_in_bfloat16(graph)
+            attend_in_bfloat16(graph)
         if self.kv_cache_dtype == "u8":  # the scale of a block changes as the block fills
             self.chunk_granularity = self.prefix_granularity = BLOCK
         self.precision = self.quantize or ("u8" if self.kv_cache_dtype == "u8" else self.computed_in)
@@ -179,6 +182,22 @@ class OpenVinoModel(StaticBatchModel):
         self._request.set_tensor(port.get_any_name(), ov.Tensor(zeros, ov.Shape(shape), kind))
         return zeros
 
+    def _add_states(self, compiled: ov.CompiledModel, config: Config) -> None:
+        """The tables of recurrent states; a block is one row of each. No more slots hold prompts than there
+        may be snapshots beside those that run."""
+        shapes = {
+            port.get_any_name(): [size.get_length() for size in list(port.get_partial_shape())[1:]]
+            for port in compiled.inputs
+            if port.get_any_name().startswith(TABLE)
+        }
+        self.state_bytes = 4 * sum(map(math.prod, shapes.values()))
+        snapshots = int(config.max_snapshot_memory * 1e9) // self.state_bytes
+        self.prefix_slots = min(self.prefix_slots, self.batch_size + snapshots)
+        self.states = States(self.prefix_slots + 1, snapshots, self.max_draft_rows)
+        self._tables = [np.zeros((self.states.count, *shape), np.float32) for shape in shapes.values()]
+        for name, table in zip(shapes, self._tables):
+            self._request.set_tensor(name, ov.Tensor(table, shared_memory=True))
+
     def _add_adapters(self, graph: ov.Model, config: Config) -> None:
         """Raises ModelError for adapters that do not fit the graph."""
         adapters = configured(config)
@@ -200,13 +219,15 @@ class OpenVinoModel(StaticBatchModel):
         if self._columns == (begin, end, self.adapters.version):
             return
         for module, pair in self.adapters.weights.items():
-            for name, array in zip(_adapter_inputs(module), pair):
+            for name, array in zip(adapter_inputs(module), pair):
                 shape = ov.Shape([1, end - begin, array.shape[1]])
                 self._request.set_tensor(name, ov.Tensor(array[begin:end], shape, self._adapter_type))
         self._columns = (begin, end, self.adapters.version)
 
     def forward(self, chunks: Sequence[Chunk], shift: int = 0) -> np.ndarray:
         """`shift` is added to the positions that the model gets, for the check of a conversion."""
+        if self.states:
+            self.states.accept({chunk.slot: chunk.begin for chunk in chunks})
         groups = self.adapters.groups([chunk.adapter for chunk in chunks]) if self.adapters else ()
         if len(groups) <= 1:
             return self._forward(chunks, shift)
@@ -270,7 +291,7 @@ class OpenVinoModel(StaticBatchModel):
         keep = []
         starts = [0]
         blocks = []
-        for slot, tokens, begin, rows, _adapter in segments:
+        for slot, tokens, begin, rows, *_ in segments:
             end = begin + len(tokens)
             assert 0 <= slot < len(self._blocks) and 0 <= begin < end <= self.max_total_tokens
             longest = max(longest, end)
@@ -305,10 +326,25 @@ class OpenVinoModel(StaticBatchModel):
         if self.adapters:
             numbers = [segment.adapter for segment in segments for _ in segment.tokens]
             inputs["adapters"] = self.adapters.mask(numbers, self._columns[:2])
+        runs = self._state_runs(segments) if self.states else []
+        if runs:
+            inputs |= state_inputs(runs)
         for name, array in inputs.items():
-            self._request.set_tensor(name, ov.Tensor(array))
+            if name in self._inputs:
+                self._request.set_tensor(name, ov.Tensor(array))
         self._request.infer()  # without the interpreter's lock
+        if runs:
+            self.states.end(runs, {segment.slot: segment.keep for segment in segments})
         return self._request.get_output_tensor(0).data[:kept].copy()
+
+    def _state_runs(self, segments: Sequence[Segment]) -> list[Run]:
+        """The segments of each slot as one run. Draft tokens have a segment each."""
+        runs = []
+        for slot, of_slot in itertools.groupby(segments, key=lambda segment: segment.slot):
+            first, *others = of_slot
+            tokens = len(first.tokens) + len(others)
+            runs.append(self.states.begin(slot, first.begin, tokens, are_drafts=bool(others)))
+        return runs
 
 
 class VisionEncoder:
@@ -347,7 +383,7 @@ def split(
     image is a call by itself, whatever its length, unless there is no limit."""
     call = []
     room = max_tokens
-    for slot, tokens, begin, all_logits, verify, adapter in chunks:
+    for slot, tokens, begin, all_logits, verify, adapter, keep in chunks:
         if verify:  # a row each: the tokens before it in the call are in the cache when it is computed
             call += [Segment(slot, (token,), begin + n, 1, adapter) for n, token in enumerate(tokens)]
             room -= len(tokens)
@@ -374,153 +410,13 @@ def split(
                     room = max_tokens
                     continue
                 wanted = take if all_logits else int(begin + take == end)
-                call.append(Segment(slot, part[:take], begin, wanted, adapter))
+                kept = keep if begin + take == end else ""
+                call.append(Segment(slot, part[:take], begin, wanted, adapter, kept))
                 part = part[take:]
                 begin += take
                 room -= take
     if call:
         yield call
-
-
-def read_graph(path: Path, whole_images: bool = False, longest_window: int | None = None) -> ov.Model:
-    """Reads a converted graph and replaces its placeholders by PagedAttention. With `whole_images` it has
-    another input, which says which tokens attend to each other. `longest_window` shortens sliding windows."""
-    graph = ov.Core().read_model(path)
-    parameters = [
-        _parameter(name, [] if name == "max_context_len" else [-1], ov.Type.i32) for name in BATCH_INPUTS
-    ]
-    batch = [parameter.output(0) for parameter in parameters]
-    types = _constant([])
-    if whole_images:
-        parameters.append(_parameter("token_type_ids", [-1], ov.Type.i32))
-        types = parameters[-1].output(0)
-    for node in graph.get_ordered_ops():
-        if not node.get_friendly_name().startswith(PLACEHOLDER):
-            continue
-        layer = json.loads(node.get_friendly_name()[len(PLACEHOLDER) :])
-        window = min(layer["window"], longest_window or layer["window"])
-        caches = [
-            _parameter(f"{kind}_cache.{layer['index']}", [-1] * 4, ov.Type.dynamic)
-            for kind in ("key", "value")
-        ]
-        # Query, key, value: [tokens, heads * head size].
-        operands = [*node.input_values(), *(cache.output(0) for cache in caches)]
-        attention = _paged_attention(layer, window, operands, batch, types)
-        (cut,) = node.output(0).get_target_inputs()  # the Slice that stands for attention's result
-        cut.get_node().output(0).replace(attention.output(0))
-        parameters += caches
-    graph.add_parameters(parameters)
-    graph.validate_nodes_and_infer_types()
-    return graph
-
-
-def _paged_attention(
-    layer: Json, window: int, operands: list[ov.Output], batch: list[ov.Output], types: ov.Output
-) -> PagedAttention:
-    """The attention of a layer. `operands` are query, key, value and both caches, `batch` has the inputs
-    BATCH_INPUTS, and `types` is 1 for each token of an image."""
-    *places, max_context_len = batch
-    none = _constant([])
-    no_floats = _constant([], np.float32)
-    zero = _constant(0)
-    attention = PagedAttention(
-        [
-            *operands,
-            *places,
-            _constant(layer["scaling"], np.float32),
-            _constant(window),  # 0: no window
-            no_floats,  # ALiBi slopes
-            max_context_len,
-            none,  # score aggregation window
-            *(none, none, no_floats),  # rotation of cached blocks
-            *(no_floats, zero, zero),  # sparse attention: threshold, block size, stride
-            _constant(np.reshape(layer["sinks"], (1, -1, 1, 1)), np.float32),
-            *(zero, none, none, none),  # adaptive eviction
-            types,
-            *(_constant([], np.uint8), none),
-        ]
-    )
-    facts = attention.get_rt_info()
-    facts["k_head_size"] = layer["key_size"]
-    facts["v_head_size"] = layer["value_size"]
-    facts["num_k_heads"] = layer["kv_heads"]
-    facts["num_v_heads"] = layer["kv_heads"]
-    return attention
-
-
-def add_adapters(
-    graph: ov.Model, modules: Collection[str] | None, kind: ov.Type
-) -> dict[str, tuple[int, int]]:
-    """Adds the updates of LoRA adapters to these linear layers, or to all of them, as inputs of the graph
-    (adapters.py). Returns the inputs and outputs of each layer that it found. kind: of the inputs."""
-    mask = _parameter("adapters", [-1, -1], ov.Type.f32)  # [tokens, columns]
-    parameters = [mask]
-    layers = {}
-    for module, (product, output) in _linear_layers(graph).items():
-        if modules is not None and module not in modules:
-            continue
-        given = product.input_value(0)
-        sizes = tuple(port.get_partial_shape()[2].get_length() for port in (given, output))
-        down, up = (
-            _parameter(name, [1, -1, size], kind) for name, size in zip(_adapter_inputs(module), sizes)
-        )
-        readers = output.get_target_inputs()
-        narrow = ops.matmul(given, ops.convert(down, "f32"), False, True)
-        update = ops.matmul(ops.multiply(narrow, mask), ops.convert(up, "f32"), False, False)
-        changed = ops.add(output, update)
-        for reader in readers:
-            reader.replace_source_output(changed.output(0))
-        parameters += (down, up)
-        layers[module] = sizes
-    graph.add_parameters(parameters)
-    graph.validate_nodes_and_infer_types()
-    return layers
-
-
-def _adapter_inputs(module: str) -> tuple[str, str]:
-    return f"adapters_down.{module}", f"adapters_up.{module}"
-
-
-def _linear_layers(graph: ov.Model) -> dict[str, tuple[ov.Node, ov.Output]]:
-    """The matrix product of each linear layer that computes [1, tokens, outputs], and its output, by the name
-    of its module (adapters.py)."""
-    found = {}
-    for node in graph.get_ordered_ops():
-        names = [node.get_friendly_name()]
-        product = node
-        if names[0].startswith(MERGED):
-            names = names[0].removeprefix(MERGED).split()
-            product = node.input_value(0).get_node()
-        for name, output in zip(names, node.outputs()):
-            layer = LINEAR.fullmatch(name)
-            if layer and output.get_partial_shape().rank == 3:
-                found[common_name(layer[1])] = (product, output)
-    return found
-
-
-def _attend_in_bfloat16(graph: ov.Model) -> None:
-    """Attention and its KV cache in bfloat16, in a graph that is computed in float32."""
-    for node in graph.get_ordered_ops():
-        if not isinstance(node, PagedAttention):
-            continue
-        for operand in node.inputs()[:3]:  # query, key, value
-            narrowed = ops.convert(operand.get_source_output(), "bf16")
-            operand.replace_source_output(narrowed.output(0))
-        readers = node.output(0).get_target_inputs()
-        widened = ops.convert(node.output(0), "f32")
-        for reader in readers:
-            reader.replace_source_output(widened.output(0))
-    graph.validate_nodes_and_infer_types()
-
-
-def _parameter(name: str, shape: list[int], kind: ov.Type):
-    parameter = ops.parameter(ov.PartialShape(shape), kind, name=name)
-    parameter.output(0).get_tensor().set_names({name})
-    return parameter
-
-
-def _constant(value: Any, kind: type = np.int32):
-    return ops.constant(np.array(value, kind)).output(0)
 
 
 def load_entry(config: Config, entry: Path) -> OpenVinoModel:
@@ -560,6 +456,12 @@ def load_entry(config: Config, entry: Path) -> OpenVinoModel:
         model.kv_bytes_per_token,
         model.prefix_slots,
     )
+    if model.states:
+        logger.info(
+            "Recurrent states: %.1f MB per slot; up to %d snapshots (--max-snapshot-memory)",
+            model.state_bytes / 1e6,
+            model.states.snapshots,
+        )
     if model.quantize and model.kv_cache_dtype == "float32":
         logger.info("--kv-cache-dtype u8 takes 30 % of that memory")
     if not model.quantize and (entry / "model.bin").stat().st_size > WORTH_COMPRESSING:

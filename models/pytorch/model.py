@@ -32,6 +32,7 @@ from models.checkpoint.pretrained import (
     embed,
     has_experts,
     has_grid_positions,
+    has_states,
     load_pretrained,
     reference_logits,
 )
@@ -246,6 +247,10 @@ class TorchModel(StaticBatchModel):
         self.max_draft_rows = self.verify_length * self.batch_size
         self._model = load_pretrained(config, folder, device)
         self._kind = self._model.config.model_type
+        if has_states(self._model):
+            raise ModelError(
+                f"{self._kind} models have recurrent states, which only OpenVINO on CPUs serves here"
+            )
         self.vocab_size = self._model.config.get_text_config().vocab_size
         self.dtype = self.kv_cache_dtype = str(self._model.dtype).removeprefix("torch.")
         self._load_vision(Manifest.read(folder))

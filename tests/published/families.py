@@ -46,12 +46,16 @@ def served(name, model, engine=OPENVINO, default_engine=None, **changes):
     return Family(name, model, engine, default_engine or engine, changes=changes)
 
 
+def hybrid(name, model):
+    """With recurrent states, which plain PyTorch does not serve."""
+    return Family(name, model, on_torch=False)
+
+
 def refused(name, model, words, **changes):
     return Family(name, model, refused=words, changes=changes)
 
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-LINEAR = "linear_attention layers"
 CODE = "come with Python code; --trust-remote-code (TRUST_REMOTE_CODE) runs it"
 
 FAMILIES = [
@@ -99,9 +103,9 @@ FAMILIES = [
     served("Qwen3 with yarn", "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B"),
     served("Qwen3 MoE", "Qwen/Qwen3-30B-A3B"),
     served("Qwen1.5 MoE", "Qwen/Qwen1.5-MoE-A2.7B-Chat"),
-    refused("Qwen3-Next", "Qwen/Qwen3-Next-80B-A3B-Instruct", LINEAR),
-    refused("Qwen3.5", "Qwen/Qwen3.5-4B", LINEAR),
-    refused("Qwen3.5, text", "Qwen/Qwen3.5-4B, text", LINEAR),
+    hybrid("Qwen3-Next", "Qwen/Qwen3-Next-80B-A3B-Instruct"),
+    hybrid("Qwen3.5", "Qwen/Qwen3.5-4B"),
+    hybrid("Qwen3.5, text", "Qwen/Qwen3.5-4B, text"),
     served("Qwen3.5 of full attention", "Qwen/Qwen3.5-4B, text", layer_types=["full_attention"] * 32),
     served("Gemma", "google/gemma-2b-it"),
     served("Gemma 2", "google/gemma-2-2b-it", TORCH),
@@ -122,7 +126,7 @@ FAMILIES = [
     served("Phi-4 mini", "microsoft/Phi-4-mini-instruct"),
     served("Granite 3", "ibm-granite/granite-3.3-2b-instruct"),
     served("Granite 3 MoE", "ibm-granite/granite-3.1-3b-a800m-instruct"),
-    refused("Granite 4 hybrid", "ibm-granite/granite-4.0-h-tiny", LINEAR),
+    hybrid("Granite 4 hybrid", "ibm-granite/granite-4.0-h-tiny"),
     served("Granite 4 dense", "ibm-granite/granite-4.0-micro"),
     served("OLMo", "allenai/OLMo-1.7-7B-hf"),
     served("OLMo 2", "allenai/OLMo-2-0425-1B-Instruct"),
@@ -163,7 +167,7 @@ FAMILIES = [
     served("Hunyuan 7B", "tencent/Hunyuan-7B-Instruct"),
     served("Hunyuan A13B", "tencent/Hunyuan-A13B-Instruct"),
     served("Seed-OSS", "ByteDance-Seed/Seed-OSS-36B-Instruct"),
-    refused("LFM2", "LiquidAI/LFM2-1.2B", "conv layers"),
+    hybrid("LFM2", "LiquidAI/LFM2-1.2B"),
     served("Apertus", "swiss-ai/Apertus-8B-Instruct-2509"),
     served("AFM 4.5B", "arcee-ai/AFM-4.5B"),
     served("MiniMax M2", "MiniMaxAI/MiniMax-M2"),
@@ -177,14 +181,14 @@ FAMILIES = [
     refused("GPT-Neo", "EleutherAI/gpt-neo-125m", "local layers"),
     refused("BLOOM", "bigscience/bloom-560m", "ALiBi"),
     served("MPT", "mosaicml/mpt-7b-chat", TORCH),
-    refused("Mamba", "state-spaces/mamba-130m-hf", LINEAR),
-    refused("Mamba 2", "mistralai/Mamba-Codestral-7B-v0.1", LINEAR),
-    refused("Falcon Mamba", "tiiuae/falcon-mamba-7b-instruct", LINEAR),
-    refused("Bamba", "ibm-ai-platform/Bamba-9B-v2", LINEAR),
-    refused("Jamba", "ai21labs/AI21-Jamba-Mini-1.6", LINEAR),
-    refused("Falcon H1", "tiiuae/Falcon-H1-1.5B-Instruct", "hybrid layers"),
-    refused("Nemotron H", "nvidia/Nemotron-H-8B-Reasoning-128K", LINEAR),
-    refused("Zamba 2", "Zyphra/Zamba2-1.2B-instruct", LINEAR),
+    hybrid("Mamba", "state-spaces/mamba-130m-hf"),
+    hybrid("Mamba 2", "mistralai/Mamba-Codestral-7B-v0.1"),
+    hybrid("Falcon Mamba", "tiiuae/falcon-mamba-7b-instruct"),
+    hybrid("Bamba", "ibm-ai-platform/Bamba-9B-v2"),
+    hybrid("Jamba", "ai21labs/AI21-Jamba-Mini-1.6"),
+    hybrid("Falcon H1", "tiiuae/Falcon-H1-1.5B-Instruct"),
+    hybrid("Nemotron H", "nvidia/Nemotron-H-8B-Reasoning-128K"),
+    refused("Zamba 2", "Zyphra/Zamba2-1.2B-instruct", "attention shared by layers"),
     refused("RecurrentGemma", "google/recurrentgemma-2b-it", "recurrent layers"),
     refused("RWKV", "RWKV/rwkv-4-169m-pile", "recurrent layers"),
     served("Qwen3-VL", "Qwen/Qwen3-VL-8B-Instruct"),
@@ -206,8 +210,8 @@ FAMILIES = [
     served("JetMoE", "jetmoe/jetmoe-8b", TORCH),
     served("nanochat", "karpathy/nanochat-d32"),
     served("Trinity", "arcee-ai/Trinity-Mini"),
-    refused("LFM2 MoE", "LiquidAI/LFM2-8B-A1B", "conv layers"),
-    refused("MiniMax-01", "MiniMaxAI/MiniMax-Text-01-hf", LINEAR),
+    hybrid("LFM2 MoE", "LiquidAI/LFM2-8B-A1B"),
+    refused("MiniMax-01", "MiniMaxAI/MiniMax-Text-01-hf", "lightning attention"),
 ]
 
 # One family for each mechanism, for `make test`.
@@ -224,6 +228,9 @@ MECHANISMS = {
     "multipliers": "Granite 3",
     "sinks": "gpt-oss",
     "mrope": "Qwen2.5-VL",
-    "state-space layers: refused": "Jamba",
+    "attention shared by layers: refused": "Zamba 2",
+    "linear attention": "Qwen3.5, text",
+    "short convolutions": "LFM2",
+    "state spaces": "Granite 4 hybrid",
 }
 assert len({family.id for family in FAMILIES}) == len(FAMILIES) and {*MECHANISMS.values()} <= {f.name for f in FAMILIES}

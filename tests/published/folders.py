@@ -33,6 +33,8 @@ LARGEST = {
     "num_experts num_local_experts n_routed_experts moe_num_experts": 8,
     "num_experts_per_tok experts_per_token moe_topk moe_top_k moe_k topk_group": 2,
     "n_group": 4,
+    "n_groups": 2,
+    "mamba_d_ssm": 128,
     "first_k_dense_replace moe_layer_start_index num_dense_layers": 1,
     "sliding_window window_size": 64,
     "kv_lora_rank": 32,

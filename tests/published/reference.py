@@ -83,6 +83,7 @@ class Reference:
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
+            use_cache=self.model.config.model_type != "nemotron_h",  # its steps differ from its own prompts
             max_new_tokens=tokens,
             repetition_penalty=repetition_penalty,
             logits_processor=[PresencePenalty(presence_penalty, ids.shape[1])],

@@ -1,0 +1,179 @@
+"""The graph of a converted model: its placeholders become paged operations, and LoRA adapters are added.
+
+`trace.py` writes the placeholders, `state_ops.py` has the operations of recurrent layers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+from openvino import opset13 as ops
+from openvino.op import _PagedAttentionExtension as PagedAttention
+
+from models.adapters import common_name
+from models.openvino.state_ops import STATE_INPUTS, recurrent_layer
+from run import Json
+
+PLACEHOLDER = "placeholder "  # then a JSON object, which `trace.py` writes
+# The names of linear layers in a graph of a model; those of the head, which is outside of the layers, have no
+# dot. Layers that were merged into one product are the outputs of a node with this prefix and their names.
+LINEAR = re.compile(r"__module\.model\.(.+\..+)/(?:aten|ov_ext)::linear/MatMul")
+MERGED = "linear layers "
+IMAGE_INPUTS = ("image_embeddings", "image_places")  # of graphs of models that read images
+BATCH_INPUTS = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
+
+
+def read_graph(path: Path, whole_images: bool = False, longest_window: int | None = None) -> ov.Model:
+    """Reads a converted graph and replaces its placeholders by paged operations. With `whole_images` it has
+    another input, which says which tokens attend to each other. `longest_window` shortens sliding windows."""
+    graph = ov.Core().read_model(path)
+    parameters = [
+        _parameter(name, [] if name == "max_context_len" else [-1], ov.Type.i32) for name in BATCH_INPUTS
+    ]
+    batch = [parameter.output(0) for parameter in parameters]
+    types = _constant([])
+    places: list[ov.Node] = []  # the inputs STATE_INPUTS, of models with recurrent layers
+    if whole_images:
+        parameters.append(_parameter("token_type_ids", [-1], ov.Type.i32))
+        types = parameters[-1].output(0)
+    for node in graph.get_ordered_ops():
+        if not node.get_friendly_name().startswith(PLACEHOLDER):
+            continue
+        layer = json.loads(node.get_friendly_name()[len(PLACEHOLDER) :])
+        operands = node.input_values()
+        for i in range(len(operands) - layer["weights"], len(operands)):
+            operands[i] = operands[i].get_node().input_value(1)  # of the Add
+        (cut,) = node.output(0).get_target_inputs()  # the Slice that stands for the layer's result
+        if layer["kind"] == "attention":
+            window = min(layer["window"], longest_window or layer["window"])
+            inputs = [
+                _parameter(f"{kind}_cache.{layer['index']}", [-1] * 4, ov.Type.dynamic)
+                for kind in ("key", "value")
+            ]
+            # Query, key, value: [tokens, heads * head size].
+            operands += [cache.output(0) for cache in inputs]
+            result = _paged_attention(layer, window, operands, batch, types).output(0)
+        else:
+            places = places or [_parameter(name, [-1], ov.Type.i32) for name in STATE_INPUTS]
+            table, result = recurrent_layer(layer, operands, [place.output(0) for place in places])
+            inputs = [table]
+        cut.get_node().output(0).replace(result)
+        parameters += inputs
+    graph.add_parameters(parameters + places)
+    graph.validate_nodes_and_infer_types()
+    return graph
+
+
+def _paged_attention(
+    layer: Json, window: int, operands: list[ov.Output], batch: list[ov.Output], types: ov.Output
+) -> PagedAttention:
+    """The attention of a layer. `operands` are query, key, value and both caches, `batch` has the inputs
+    BATCH_INPUTS, and `types` is 1 for each token of an image."""
+    *places, max_context_len = batch
+    none = _constant([])
+    no_floats = _constant([], np.float32)
+    zero = _constant(0)
+    attention = PagedAttention(
+        [
+            *operands,
+            *places,
+            _constant(layer["scaling"], np.float32),
+            _constant(window),  # 0: no window
+            no_floats,  # ALiBi slopes
+            max_context_len,
+            none,  # score aggregation window
+            *(none, none, no_floats),  # rotation of cached blocks
+            *(no_floats, zero, zero),  # sparse attention: threshold, block size, stride
+            _constant(np.reshape(layer["sinks"], (1, -1, 1, 1)), np.float32),
+            *(zero, none, none, none),  # adaptive eviction
+            types,
+            *(_constant([], np.uint8), none),
+        ]
+    )
+    facts = attention.get_rt_info()
+    facts["k_head_size"] = layer["key_size"]
+    facts["v_head_size"] = layer["value_size"]
+    facts["num_k_heads"] = layer["kv_heads"]
+    facts["num_v_heads"] = layer["kv_heads"]
+    return attention
+
+
+def add_adapters(
+    graph: ov.Model, modules: Collection[str] | None, kind: ov.Type
+) -> dict[str, tuple[int, int]]:
+    """Adds the updates of LoRA adapters to these linear layers, or to all of them, as inputs of the graph
+    (adapters.py). Returns the inputs and outputs of each layer that it found. kind: of the inputs."""
+    mask = _parameter("adapters", [-1, -1], ov.Type.f32)  # [tokens, columns]
+    parameters = [mask]
+    layers = {}
+    for module, (product, output) in _linear_layers(graph).items():
+        if modules is not None and module not in modules:
+            continue
+        given = product.input_value(0)
+        sizes = tuple(port.get_partial_shape()[2].get_length() for port in (given, output))
+        down, up = (
+            _parameter(name, [1, -1, size], kind) for name, size in zip(adapter_inputs(module), sizes)
+        )
+        readers = output.get_target_inputs()
+        narrow = ops.matmul(given, ops.convert(down, "f32"), False, True)
+        update = ops.matmul(ops.multiply(narrow, mask), ops.convert(up, "f32"), False, False)
+        changed = ops.add(output, update)
+        for reader in readers:
+            reader.replace_source_output(changed.output(0))
+        parameters += (down, up)
+        layers[module] = sizes
+    graph.add_parameters(parameters)
+    graph.validate_nodes_and_infer_types()
+    return layers
+
+
+def adapter_inputs(module: str) -> tuple[str, str]:
+    return f"adapters_down.{module}", f"adapters_up.{module}"
+
+
+def _linear_layers(graph: ov.Model) -> dict[str, tuple[ov.Node, ov.Output]]:
+    """The matrix product of each linear layer that computes [1, tokens, outputs], and its output, by the name
+    of its module (adapters.py)."""
+    found = {}
+    for node in graph.get_ordered_ops():
+        names = [node.get_friendly_name()]
+        product = node
+        if names[0].startswith(MERGED):
+            names = names[0].removeprefix(MERGED).split()
+            product = node.input_value(0).get_node()
+        for name, output in zip(names, node.outputs()):
+            layer = LINEAR.fullmatch(name)
+            if layer and output.get_partial_shape().rank == 3:
+                found[common_name(layer[1])] = (product, output)
+    return found
+
+
+def attend_in_bfloat16(graph: ov.Model) -> None:
+    """Attention and its KV cache in bfloat16, in a graph that is computed in float32."""
+    for node in graph.get_ordered_ops():
+        if not isinstance(node, PagedAttention):
+            continue
+        for operand in node.inputs()[:3]:  # query, key, value
+            narrowed = ops.convert(operand.get_source_output(), "bf16")
+            operand.replace_source_output(narrowed.output(0))
+        readers = node.output(0).get_target_inputs()
+        widened = ops.convert(node.output(0), "f32")
+        for reader in readers:
+            reader.replace_source_output(widened.output(0))
+    graph.validate_nodes_and_infer_types()
+
+
+def _parameter(name: str, shape: list[int], kind: ov.Type):
+    parameter = ops.parameter(ov.PartialShape(shape), kind, name=name)
+    parameter.output(0).get_tensor().set_names({name})
+    return parameter
+
+
+def _constant(value: Any, kind: type = np.int32):
+    return ops.constant(np.array(value, kind)).output(0)

@@ -1,0 +1,306 @@
+"""A model of PyTorch as an OpenVINO graph with placeholders for attention and recurrent layers, of which
+`graph.py` makes paged operations when the graph is read.
+
+transformers computes attention by a function that it looks up by the name of an implementation, and
+convolutions and recurrences by functions that its modeling modules look up in their globals: while a model is
+traced, these make placeholders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+
+import torch
+from transformers.activations import ACT2FN
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from models.cache import NotConverted
+from models.checkpoint.pretrained import (
+    embed,
+    has_grid_positions,
+    has_states,
+    is_causal_convolution,
+    positions,
+)
+from models.openvino.graph import IMAGE_INPUTS, PLACEHOLDER
+from run import Json
+
+import openvino as ov  # isort: skip
+from openvino import opset13 as ops  # isort: skip
+from openvino.frontend.pytorch import ConversionExtension, ModuleExtension, patch_model  # isort: skip
+from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder  # isort: skip
+
+PLACEHOLDERS = "openvino_placeholder"  # the name of an attention function of transformers
+
+
+class Placeholder(torch.nn.Module):
+    """Stands for one layer's attention, convolution or recurrence while the model is traced; returns any
+    [tokens, width].
+
+    facts: what its name holds for `read_graph`. width: of the result. weights: how many of its last operands
+    are weights, of one row; the others are [tokens, any width].
+    """
+
+    def __init__(self, facts: Json, width: int, weights: int = 0):
+        super().__init__()
+        self.name = PLACEHOLDER + json.dumps(facts | {"weights": weights})
+        self.width = width
+        self.weights = weights
+
+    def forward(self, *operands: torch.Tensor) -> torch.Tensor:
+        return operands[0][:, :1].expand(-1, self.width) * 1.0
+
+    def in_graph(self, context) -> list[ov.Output]:
+        """Concat and Slice, which any saved graph can hold; one with paged operations cannot be read back.
+        Weights are added to a column of the tokens, which gives them as many rows."""
+        operands = [context.get_input(i) for i in range(context.get_input_size())]
+        column = ops.slice(operands[0], *(ops.constant([n]) for n in (0, 1, 1, 1)))
+        for i in range(len(operands) - self.weights, len(operands)):
+            operands[i] = ops.add(column, operands[i]).output(0)
+        joined = ops.concat(operands, 1)
+        joined.set_friendly_name(self.name)
+        return [ops.slice(joined, *(ops.constant([n]) for n in (0, self.width, 1, 1))).output(0)]
+
+
+class Mixers:
+    """Makes placeholders for the convolutions and recurrences of a model."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.placeholders: list[Placeholder] = []
+        self._model = model
+        self._module: torch.nn.Module  # whose forward runs
+
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[None]:
+        """While the functions of transformers' modules are replaced."""
+        functions = {
+            "causal_conv1d_fn": self._convolve,
+            "torch_chunk_gated_delta_rule": self._delta_rule,
+            "mamba2_chunk_scan": self._scan,
+            "mamba_selective_scan": self._scan_by_channel,
+        }
+        with contextlib.ExitStack() as undo:
+            for module in self._model.modules():
+                if not any(is_causal_convolution(child) for child in module.children()):
+                    continue
+                hook = module.register_forward_pre_hook(self._enter)
+                undo.callback(hook.remove)
+                modeling = vars(sys.modules[type(module).__module__])
+                for name in functions.keys() & modeling.keys():
+                    if modeling[name] not in functions.values():
+                        undo.callback(modeling.__setitem__, name, modeling[name])
+                        modeling[name] = functions[name]
+            yield
+
+    def _enter(self, module: torch.nn.Module, _arguments) -> None:
+        self._module = module
+
+    def _run(self, facts: Json, width: int, operands: list[torch.Tensor], weights: int = 0) -> torch.Tensor:
+        """Runs the placeholder of the module whose forward runs; makes it before."""
+        name = f"{facts['kind']}_placeholder"
+        if not hasattr(self._module, name):
+            placeholder = Placeholder({"index": len(self.placeholders), **facts}, width, weights)
+            setattr(self._module, name, placeholder)
+            self.placeholders.append(placeholder)
+        return getattr(self._module, name)(*operands)
+
+    def _convolve(self, hidden_states, weight, bias=None, activation=None, **_):
+        """hidden_states: [1, channels, tokens]; weight: [channels, kernel]."""
+        channels, kernel = weight.shape
+        weights = [weight.reshape(1, -1)] + ([] if bias is None else [bias[None]])
+        facts = {"kind": "conv", "channels": channels, "kernel": kernel}
+        tokens = self._run(facts, channels, [hidden_states[0].T, *weights], len(weights))
+        convolved = tokens.T[None]
+        return convolved if activation is None else ACT2FN[activation](convolved)
+
+    def _delta_rule(self, query, key, value, g, beta, use_qk_l2norm_in_kernel=False, **_):
+        """query, key: [1, tokens, heads, key size]; value: [1, tokens, value heads, value size]; g, beta: [1,
+        tokens, value heads]."""
+        heads, key_size = query.shape[2:]
+        value_heads, value_size = value.shape[2:]
+        facts = {
+            "kind": "delta",
+            "heads": heads,
+            "value_heads": value_heads,
+            "key_size": key_size,
+            "value_size": value_size,
+            "norm": bool(use_qk_l2norm_in_kernel),
+        }
+        operands = [part[0].flatten(1) for part in (query, key, value, g, beta)]
+        mixed = self._run(facts, value_heads * value_size, operands)
+        return mixed.reshape(1, -1, value_heads, value_size), None
+
+    def _scan(
+        self,
+        hidden_states,
+        dt,
+        A,
+        B,
+        C,
+        D=None,
+        dt_bias=None,
+        dt_softplus=False,
+        dt_limit=(0.0, float("inf")),
+        **_,
+    ):
+        """Mamba 2. hidden_states: [1, tokens, heads, size]; dt: [1, tokens, heads]; A, D: [heads]; B, C: [1,
+        tokens, groups, state size]."""
+        heads, size = hidden_states.shape[2:]
+        groups, state_size = B.shape[2:]
+        dt = _time_step(dt, dt_bias, dt_softplus)
+        low, high = dt_limit
+        if low > 0 or high < float("inf"):
+            dt = dt.clamp(low, high)
+        facts = {"kind": "scan", "heads": heads, "size": size, "groups": groups, "state_size": state_size}
+        operands = [hidden_states[0].flatten(1), dt[0], B[0].flatten(1), C[0].flatten(1), A[None]]
+        mixed = self._run(facts, heads * size, operands, weights=1).reshape(1, -1, heads, size)
+        return mixed if D is None else mixed + hidden_states * D[:, None]
+
+    def _scan_by_channel(
+        self, hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, **_
+    ):
+        """Mamba 1. hidden_states, dt, z: [1, channels, tokens]; A: [channels, state size]; B, C: [1, state
+        size, tokens]; D: [channels]."""
+        bias = None if delta_bias is None else delta_bias[:, None]
+        dt = _time_step(dt, bias, delta_softplus)
+        channels, state_size = A.shape
+        facts = {"kind": "scan_by_channel", "channels": channels, "state_size": state_size}
+        operands = [*(part[0].T for part in (hidden_states, dt, B, C)), A.T.reshape(1, -1)]
+        mixed = self._run(facts, channels, operands, weights=1).T[None]
+        if D is not None:
+            mixed = mixed + hidden_states * D[:, None]
+        return mixed if z is None else mixed * torch.nn.functional.silu(z)
+
+
+def _time_step(dt: torch.Tensor, bias: torch.Tensor | None, has_softplus: bool) -> torch.Tensor:
+    dt = dt if bias is None else dt + bias
+    return torch.nn.functional.softplus(dt) if has_softplus else dt
+
+
+def _attend_placeholder(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    sliding_window=None,
+    softcap=None,
+    s_aux=None,
+    **_,
+):
+    """The attention function of transformers: query [1, heads, tokens, head size] -> [1, tokens, heads, value
+    size]."""
+    if softcap is not None:
+        raise NotConverted("its attention caps scores")
+    _, heads, _, size = query.shape
+    _, kv_heads, _, value_size = value.shape
+    if not hasattr(module, "placeholder"):
+        facts = {
+            "kind": "attention",
+            "index": module.layer_idx,
+            "scaling": float(size**-0.5 if scaling is None else scaling),
+            "window": int(sliding_window or 0),
+            "kv_heads": kv_heads,
+            "key_size": size,
+            "value_size": value_size,
+            "sinks": [] if s_aux is None else s_aux.tolist(),
+        }
+        module.placeholder = Placeholder(facts, heads * value_size)
+    flat = (states.transpose(1, 2).flatten(2)[0] for states in (query, key, value))
+    return module.placeholder(*flat).reshape(1, -1, heads, value_size), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(PLACEHOLDERS, _attend_placeholder)
+
+
+class _Flat(torch.nn.Module):
+    """input_ids, position_ids: int64 [tokens] of all chunks; keep: int64 [rows], which tokens' logits are
+    returned; image_embeddings: float32 [image tokens, width], image_places: int64 [image tokens], the places
+    of these among the tokens, for models that read images. position_ids: [3, tokens] where
+    `has_grid_positions` says so."""
+
+    inputs = ("input_ids", "position_ids", "keep")
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, position_ids, keep):
+        return self.model(
+            input_ids=input_ids[None],
+            **positions(self.model, position_ids[None]),
+            use_cache=False,
+            logits_to_keep=keep,
+        ).logits[0]
+
+
+class _FlatWithImages(_Flat):
+    inputs = (*_Flat.inputs, *IMAGE_INPUTS)
+
+    def forward(self, input_ids, position_ids, keep, image_embeddings, image_places):
+        return self.model(
+            **embed(self.model, input_ids[None], image_embeddings, image_places),
+            position_ids=position_ids.unsqueeze(-2),
+            use_cache=False,
+            logits_to_keep=keep,
+        ).logits[0]
+
+
+def trace(model: torch.nn.Module, image_width: int | None = None) -> ov.Model:
+    """A graph with placeholders. `image_width`: of the embeddings of images, if the graph reads them. Changes
+    the torch model, which cannot be used afterwards."""
+    model.requires_grad_(False).set_attn_implementation(PLACEHOLDERS)
+    # The other implementations do not convert, or break where an expert has no token.
+    model.set_experts_implementation("batched_mm")
+    if has_states(model):
+        # Falcon Mamba and Jamba then use the weights of a layer through the layer, in the graph's types.
+        model.config._is_quantized = True
+    ids = torch.arange(5)
+    mixers = Mixers(model)
+    with torch.no_grad(), mixers.replaced():
+        model(input_ids=ids[None], use_cache=False, **positions(model, ids[None]))  # makes the placeholders
+        placeholders = [module.placeholder for module in model.modules() if hasattr(module, "placeholder")]
+        layers = model.config.get_text_config().num_hidden_layers
+        if not mixers.placeholders and len(placeholders) != layers:
+            raise NotConverted("its layers do not use the attention interface of transformers")
+        placeholders += mixers.placeholders
+        for module in model.modules():
+            if hasattr(module, "original_inv_freq"):  # longrope: one buffer of two names cannot be traced
+                module.inv_freq = torch.nn.Buffer(module.inv_freq.clone(), persistent=False)
+        # 16-bit constants in a float32 graph; else the angles are computed in 16 bits, too.
+        if model.dtype != torch.float32:
+            getattr(patch_model, "__make_16bit_traceable")(model)
+        flat = _Flat(model)
+        example = (ids, ids, ids[2:4])
+        shapes = {name: [-1] for name in _FlatWithImages.inputs}
+        if image_width:
+            flat = _FlatWithImages(model)
+            shapes["image_embeddings"] = [-1, image_width]
+            if has_grid_positions(model):
+                shapes["position_ids"] = [3, -1]
+                example = (ids, ids.repeat(3, 1), ids[2:4])
+            example += (torch.zeros(2, image_width), ids[1:3])
+        modules = {
+            placeholder: ModuleExtension(placeholder, placeholder.name) for placeholder in placeholders
+        }
+        traced = TorchScriptPythonDecoder(
+            flat,
+            example_input=example,
+            module_extensions=modules,
+            trace_kwargs={"check_trace": False},
+        )
+        in_graph = [
+            ConversionExtension(placeholder.name, placeholder.in_graph) for placeholder in placeholders
+        ]
+        graph = ov.convert_model(traced, example_input=example, extension=in_graph)
+    for name, port in zip(flat.inputs, graph.inputs):
+        is_embedding = name == IMAGE_INPUTS[0]
+        port.get_node().set_element_type(ov.Type.f32 if is_embedding else ov.Type.i64)
+        port.get_node().set_partial_shape(ov.PartialShape(shapes[name]))
+        port.get_tensor().set_names({name})
+    graph.validate_nodes_and_infer_types()
+    return graph
