@@ -31,6 +31,8 @@ from worker import Worker, WorkerDeps
 
 responses.SUMMARIZE = "Sum up"  # the context of the model here is short
 WAIT_S = 20
+# A model that mixes prompts and decodes and reuses prefixes.
+REUSING = {"supports_chunked_prefill": True, "prefix_granularity": 1, "supports_prefix_copy": True}
 WINDOW = 60
 LIMITS = {"max_concurrent_requests": 6, "payload_limit": 5000}
 TEMPLATE = (
@@ -71,7 +73,7 @@ class PausableModel(ImageModel):
 class Served:
     """An app, the worker behind it, and the model behind that."""
 
-    def __init__(self, folder, slots=2, prefill_chunk=None, adapters=(), **settings):
+    def __init__(self, folder, slots=2, prefill_chunk=None, adapters=(), snapshots=None, **settings):
         self.folder = folder
         self.tokenizer = byte_tokenizer(folder)
         (folder / "chat_template.jinja").write_text(TEMPLATE)
@@ -83,6 +85,7 @@ class Served:
             sampling=sampled_by,
             prefill_chunk=prefill_chunk,
             adapters=adapters,
+            **({} if snapshots is None else REUSING | {"snapshots": snapshots}),
         )
         address = self.address = f"ipc://{folder}/worker.sock"
         self.metrics = Metrics("m")
@@ -91,11 +94,20 @@ class Served:
         limits = (VOCABULARY, [EOS], 2, WINDOW - 1, WINDOW)
         info = ModelInfo("m", None, str(folder), *limits, "fake", "float32", model_dir=str(folder), sampling=sampled_by)
         folders = {name: f"/adapters/{name}" for name in adapters}
+        if snapshots is not None:
+            info = msgspec.structs.replace(info, state_bytes=1)
         self.info = msgspec.structs.replace(info, prompt_logprobs=self.model.supports_prompt_logits, adapters=folders)
         self.read = []  # the adapters that were loaded: name, source
         parts = WorkerDeps(
             model=self.model,
-            limits=SchedulerConfig(slots=slots, prefill_chunk=prefill_chunk),
+            limits=SchedulerConfig(
+                slots=slots,
+                prefill_chunk=prefill_chunk,
+                supports_chunked_prefill=self.model.supports_chunked_prefill,
+                prefix_granularity=self.model.prefix_granularity,
+                supports_prefix_copy=self.model.supports_prefix_copy,
+                states=self.model.states,
+            ),
             eos_token_ids=frozenset([EOS]),
             link=self.link,
             admission=self.admission,

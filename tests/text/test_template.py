@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jinja2
 import pytest
+import templates
 import tiny_tokenizers
 import tool_calls
 from fakes.tokenizer import byte_tokenizer
@@ -478,3 +479,47 @@ def test_a_template_that_does_not_compile_fails_chats_and_not_the_loading(tmp_pa
         with pytest.raises(TemplateError) as refused:
             chat.render([USER])
         assert len(str(refused.value).splitlines()) == 1
+
+
+LOOK = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}
+TURNS = [
+    {"role": "system", "content": "Answer briefly."},
+    {"role": "user", "content": "How is the weather?"},
+    {"role": "assistant", "content": "", "reasoning_content": "I look.", "tool_calls": [LOOK]},
+    {"role": "tool", "content": "blue"},
+    {"role": "assistant", "content": "Fine.", "reasoning_content": "Blue is fine."},
+    {"role": "user", "content": "And tomorrow?"},
+    {"role": "assistant", "content": "Rain.", "reasoning_content": "I guess."},
+    {"role": "user", "content": "Thanks."},
+]
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3.5", "qwen3.6", "qwen3.8", "Qwen3-Next-Thinking", "llama3_1", "gemma3", "smollm2"]
+)
+def test_the_prompt_of_each_request_goes_on_at_a_border_of_an_earlier_one(name):
+    template = {**templates.with_rules(), **templates.published()}.get(name) or templates.collected(name)
+    if template is None:
+        pytest.skip("this template is not installed")
+    turns = (
+        TURNS if name.startswith(("qwen", "Qwen")) else [turn for turn in TURNS if turn["role"] != "tool" and turn["content"]]
+    )
+    begun: set[str] = set()
+    for end, turn in enumerate(turns):
+        if turn["role"] != "assistant":
+            continue
+        chat = turns[:end]
+        prompt = template.render(chat)
+        beginnings = {prompt[:border] for border in template.borders(prompt, chat)}
+        assert all(prompt.startswith(each) for each in beginnings) and beginnings
+        reused = max((len(each) for each in begun if prompt.startswith(each)), default=0)
+        if begun:
+            # Of what stands before the newest message of the user, at most the response before it is run again.
+            newest = max(n for n, each in enumerate(chat) if each["role"] == "user")
+            before = max(n for n in range(newest) if chat[n]["role"] == "user") if newest > 1 else newest
+            assert reused >= prompt.index(chat[before]["content"]) + len(chat[before]["content"])
+        begun |= beginnings
+    other = [*turns[:1], {"role": "user", "content": "Something else"}]
+    prompt = template.render(other)
+    shared = max(len(each) for each in begun if prompt.startswith(each))
+    assert shared >= prompt.index("Answer briefly.") + len("Answer briefly."), "other chats begin with the system prompt"

@@ -5,6 +5,7 @@ import pytest
 from fakes.model import EOS, next_logprobs
 from fakes.tokenizer import VOCABULARY
 from openai_api import CHAT, MESSAGES, SAMPLED, UNCACHED, chunks, streamed_text, whole
+from served import Served
 
 
 def test_a_chat_is_answered_by_what_follows_its_template(served):
@@ -65,3 +66,19 @@ def test_no_part_of_a_stop_string_shows_in_the_bytes_of_log_probabilities(served
         choice = whole(served, CHAT, MESSAGES | {"stop": stop, "logprobs": True})["choices"][0]
         spelled = b"".join(bytes(token["bytes"] or []) for token in choice["logprobs"]["content"])
         assert spelled.decode(errors="replace") == choice["message"]["content"] == full.split(stop)[0]
+
+
+def test_the_next_turn_of_a_chat_goes_on_from_a_snapshot_between_its_messages(tmp_path):
+    served = Served(tmp_path, snapshots=8).get_ready()
+    try:
+        system, first = {"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}
+        whole(served, CHAT, {"messages": [system, first], "max_tokens": 2})
+        second = {"messages": [system, first, {"role": "assistant", "content": "Yo"}, {"role": "user", "content": "Bye"}]}
+        answer = whole(served, CHAT, second | {"max_tokens": 2, "temperature": 0})
+        assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": len("s:Be brief;u:Hi;")}
+        text = served.tokenizer.decode(served.expected("s:Be brief;u:Hi;a:Yo;u:Bye;a:", 2))
+        assert answer["choices"][0]["message"]["content"] == text
+        other = whole(served, CHAT, {"messages": [system, {"role": "user", "content": "Go"}], "max_tokens": 2})
+        assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == len("s:Be brief;u:")
+    finally:
+        served.close()
