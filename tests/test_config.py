@@ -324,6 +324,7 @@ WRONG |= {
     "port": WHOLE_NUMBERS | dict.fromkeys(("0", "65536", "-1"), "must be between 1 and 65535"),
     "max_top_n_tokens": WHOLE_NUMBERS | dict.fromkeys(("0", "-1", "10001"), "must be between 1 and 10000"),
     "waiting_served_ratio": dict.fromkeys(("often", "-1", "inf", "nan", "1e20"), "must be a number between 0 and 1000000"),
+    "max_snapshot_memory": dict.fromkeys(("often", "-1", "inf", "nan", "1e20"), "must be a number between 0 and 1000000"),
     "prefill_chunk": WHOLE_NUMBERS | {"-1": "must be at least 0", "1": "must be 0 (off) or at least 3"},
     "prefill_buckets": {"128,": "must be a whole number", "0,1": "must be at least 1"},
     "tokenizer_config_path": {"/nowhere": "there is no such file"},

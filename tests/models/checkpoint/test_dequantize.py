@@ -296,9 +296,9 @@ def test_a_model_on_the_hub_is_fetched_dequantized_once_and_keeps_its_name(hub, 
 
 
 def test_a_quantized_model_that_no_engine_serves_is_rejected_before_its_weights_are_fetched(hub, config):
-    facts = {"model_type": "mamba2", "quantization_config": LAYOUTS["fp8"][0]}
+    facts = {"model_type": "zamba2", "quantization_config": LAYOUTS["fp8"][0]}
     hub.push("someone/model", {"config.json": json.dumps(facts).encode(), "model.safetensors": b"weights"})
-    with pytest.raises(ConfigError, match="mamba2"):
+    with pytest.raises(ConfigError, match="zamba2"):
         models.prepare(config("someone/model"))
     assert hub.fetched == ["config.json"]
 

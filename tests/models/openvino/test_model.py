@@ -263,13 +263,15 @@ def test_limits_may_be_as_small_as_they_get(zoo, slots, window, longest):
 
 def test_a_sliding_window_longer_than_the_check_is_checked_too(tmp_path, converter, monkeypatch):
     """A layer that does not slide, where transformers' slides, shows in the check with a shortened window."""
+    from models.openvino import trace  # imports torch
+
     folder = save_checkpoint(tmp_path / "mistral", tiny_models.mistral(sliding_window=400, max_position_embeddings=500))
     config = Config(model_id=str(folder), device="cpu").with_manifest(Manifest.read(folder))
     converter.convert(config, folder, tmp_path)
     refused = [read_entry(tmp_path)["refused"]]
-    attend = converter._attend_placeholder
+    attend = trace._attend_placeholder
     never_slides = lambda *args, sliding_window=None, **kwargs: attend(*args, **kwargs)  # noqa: E731
-    monkeypatch.setitem(converter.ALL_ATTENTION_FUNCTIONS, converter.PLACEHOLDERS, never_slides)
+    monkeypatch.setitem(trace.ALL_ATTENTION_FUNCTIONS, trace.PLACEHOLDERS, never_slides)
     converter.convert(config, folder, tmp_path)
     refused.append(read_entry(tmp_path)["refused"])
     assert refused[0] is None and refused[1].startswith("its logits differ from those of transformers by")
@@ -554,7 +556,7 @@ def test_a_long_call_is_split_into_shorter_ones_that_leave_no_token_of_a_chunk_a
         assert 0 < sum(len(piece[1]) for piece in call) <= most
         for piece in call:
             found[piece[0]].append(piece)
-    for slot, tokens, begin, all_logits, _verify, _adapter in chunks:
+    for slot, tokens, begin, all_logits, *_ in chunks:
         assert [token for piece in found[slot] for token in piece[1]] == tokens
         assert [piece[2] for piece in found[slot]] == [begin + piece[1][0] for piece in found[slot]]
         assert min(len(piece[1]) for piece in found[slot]) >= min(2, len(tokens))
