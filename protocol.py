@@ -251,6 +251,7 @@ class ModelInfo(msgspec.Struct, tag="model_info", frozen=True):
     kv_cache_dtype: str = ""
     kv_bytes_per_token: int | None = None  # of all layers; None: unknown
     state_bytes: int = 0  # of the recurrent states of a slot; 0: the model has none
+    max_snapshots: int = 0  # of these states
     # On Neuron the versions of driver, runtime, compiler and transformers_neuronx; None: unknown.
     neuron_versions: dict[str, str | None] = {}
     # For requests on /v1 routes, by the names of `SamplingParams`.

@@ -85,6 +85,7 @@ class Worker:
         self.stopping = False  # running requests are ended, too
         self._eos_token_ids = deps.eos_token_ids
         self._encoder_cache = model.encoder_cache
+        self._states = model.states
         self._adapters = model.adapters
         self._adapter_changes = deps.adapter_changes
         self._samples_on_host = model.sampling != "device"
@@ -234,6 +235,7 @@ class Worker:
             "batch_current_max_tokens": self.scheduler.max_tokens,
             "last_step_age_seconds": time.monotonic() - self._progress_at if busy else 0.0,
             "encoder_cache_bytes": self._encoder_cache.nbytes if self._encoder_cache else 0,
+            "state_snapshots": self._states.kept if self._states else 0,
             "vllm:num_requests_running": busy,
             "vllm:num_requests_waiting": queued,
             "vllm:kv_cache_usage_perc": held_tokens / self._cache_tokens,
@@ -440,6 +442,7 @@ class Startup:
             kv_cache_dtype=model.kv_cache_dtype,
             kv_bytes_per_token=model.kv_bytes_per_token,
             state_bytes=model.state_bytes,
+            max_snapshots=model.states.snapshots if model.states else 0,
             neuron_versions=prepared.versions,
             sampling_defaults=sampling_defaults(prepared.manifest, model.sampling) if has_defaults else {},
             stop_strings=prepared.manifest.stop_strings if has_defaults else [],

@@ -139,6 +139,7 @@ class Info(Struct):
     kv_cache_dtype: str
     kv_bytes_per_token: int | None
     state_bytes: int
+    max_snapshots: int
     neuron_versions: dict[str, str | None]
     sampling_defaults: dict[str, int | float]
     stop_strings: list[str]

@@ -89,6 +89,7 @@ METRICS = (
     (Counter, "encoder_cache_hits", "Images whose embeddings were in the encoder cache"),
     (Gauge, "encoder_cache_bytes", "Bytes of image embeddings in the encoder cache"),
     (Histogram, "image_encode_duration", "Seconds of encoding an image"),
+    (Gauge, "state_snapshots", "Snapshots of recurrent states that prompts can continue from"),
     (Counter, "prefix_cache_tokens", "Prompt tokens found in the prefix cache"),
     (Gauge, "ready", "1 while new requests are accepted, else 0"),
     (Gauge, "slots_busy", "Occupied slots"),

@@ -334,6 +334,7 @@ def test_info_has_tgis_keys_and_the_limits_in_force(served):
             "kv_cache_dtype": "u8",
             "kv_bytes_per_token": 7,
             "state_bytes": 0,
+            "max_snapshots": 0,
             "neuron_versions": {"driver": None},
             "sampling_defaults": {},
             "stop_strings": [],

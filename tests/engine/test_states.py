@@ -115,7 +115,7 @@ def test_random_schedules_generate_what_each_request_generates_alone(seed, monke
         driven.arrive(Cancel(10**9, "keeps the loop from waiting"))
         driven.step()
         assert served.blocks[ZERO] == ()
-        assert served.states.kept <= served.states.snapshots
+        assert driven.worker.load()["state_snapshots"] == served.states.kept <= served.states.snapshots
     driven.run()
     for request in requests:
         wanted = alone[request.id]
