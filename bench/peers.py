@@ -44,11 +44,16 @@ from bench import write
 SMOLLM2_135M = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
 SMOLLM2_135M |= {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "eos_token_id": None}
 SMOLLM2_135M |= {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}
-SHAPES = {  # of Llama
-    "135m": SMOLLM2_135M,
-    "1b": SMOLLM2_135M
-    | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
-    | {"num_attention_heads": 32, "num_key_value_heads": 8},
+LLAMA_1B = SMOLLM2_135M | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+LLAMA_1B |= {"num_attention_heads": 32, "num_key_value_heads": 8}
+QWEN35_800M = {"vocab_size": 248320, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24}
+QWEN35_800M |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_value_heads": 16}
+QWEN35_800M |= {"tie_word_embeddings": True, "eos_token_id": None}
+QWEN35_800M |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}}
+SHAPES = {  # a class of transformers, and its configuration
+    "135m": ("Llama", SMOLLM2_135M),
+    "1b": ("Llama", LLAMA_1B),
+    "qwen3.5-0.8b": ("Qwen3_5", QWEN35_800M),
 }
 
 OURS = (
@@ -101,7 +106,9 @@ def save_checkpoint(folder: Path, shape: str = "135m") -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPES[shape]))
+    family, facts = SHAPES[shape]
+    config = getattr(transformers, f"{family}TextConfig" if family == "Qwen3_5" else f"{family}Config")(**facts)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
     model.to(torch.bfloat16).save_pretrained(folder)
     return folder
 
@@ -114,14 +121,16 @@ def read_gguf(file: Path, folder: Path) -> Path:
 
 
 def write_ggufs(model: Path, folder: Path) -> dict[str, Path]:
-    """A Llama's checkpoint as GGUF files with its matrices in Q8_0 and in Q4_0."""
+    """The checkpoint of a shape as GGUF files with its matrices in Q8_0 and in Q4_0."""
     import gguf
     import torch
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(model)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    writer = gguf.GGUFWriter(folder / "bfloat16.gguf", "llama")
+    is_hybrid = config.model_type == "qwen3_5_text"
+    kind_of_model = gguf.MODEL_ARCH.QWEN35 if is_hybrid else gguf.MODEL_ARCH.LLAMA
+    writer = gguf.GGUFWriter(folder / "bfloat16.gguf", gguf.MODEL_ARCH_NAMES[kind_of_model])
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -130,6 +139,17 @@ def write_ggufs(model: Path, folder: Path) -> dict[str, Path]:
     writer.add_head_count_kv(kv_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if is_hybrid:
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+        writer.add_full_attention_interval(4)
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
     writer.add_vocab_size(config.vocab_size)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_tokenizer_model("gpt2")
@@ -138,18 +158,24 @@ def write_ggufs(model: Path, folder: Path) -> dict[str, Path]:
     tokens = sorted(state["vocab"], key=state["vocab"].get)
     writer.add_token_list(tokens + [f"<unused {n}>" for n in range(len(tokens), config.vocab_size)])
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in state["merges"]])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(kind_of_model, config.num_hidden_layers)
     weights = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
     for name, weight in weights.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         # llama.cpp rotates neighbouring numbers of a head, transformers its halves.
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
+        if not is_hybrid and name.endswith(("q_proj.weight", "k_proj.weight")):
             count = heads if "q_proj" in name else kv_heads
             weight = weight.reshape(count, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
-        data = weight.contiguous().numpy()
-        kind = gguf.GGMLQuantizationType.F32 if data.ndim == 1 else gguf.GGMLQuantizationType.BF16
-        tensor = names.get_name(name, try_suffixes=(".weight",))
+        if name.endswith("A_log"):
+            weight = -weight.exp()
+        elif name.endswith("norm.weight") and is_hybrid and "linear_attn" not in name:
+            weight = weight + 1
+        is_convolution = "conv1d" in name
+        data = (weight.squeeze(1) if is_convolution else weight).contiguous().numpy()
+        is_vector = data.ndim == 1 or is_convolution
+        kind = gguf.GGMLQuantizationType.F32 if is_vector else gguf.GGMLQuantizationType.BF16
+        tensor = names.get_name(name.replace("dt_bias", "dt_proj.bias"), try_suffixes=(".weight", ".bias"))
         writer.add_tensor(tensor, gguf.quants.quantize(data, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
