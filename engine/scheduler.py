@@ -205,7 +205,8 @@ class Scheduler:
         step = self._limits.prefix_granularity
         for border in request.generate.borders or range(SNAPSHOT_INTERVAL, len(prompt), SNAPSHOT_INTERVAL):
             border -= border % step
-            if begin + 1 < border <= min(end, len(prompt) - 2) and not cuts_image(prompt, border):
+            is_inside = begin + 1 < border <= min(end, len(prompt) - 2)
+            if is_inside and max(prompt[border - 1 : border + 1]) >= 0:  # not within an image
                 return border
         return None
 
