@@ -108,6 +108,7 @@ IDEFICS = VisionFamily(
     vision_defaults=_vision_defaults(1152, 3072, 12, 16, 224, 32, "gelu_pytorch_tanh", 1e-6),
     on_neuron=True,
 )
+QWEN35 = VisionFamily(PIXEL_BOUNDS, tower="QwenTower", vision_defaults={"hidden_act": "gelu_pytorch_tanh"})
 VISION_FAMILIES = {  # by the model_type
     "llava": VisionFamily(
         {
@@ -142,6 +143,8 @@ VISION_FAMILIES = {  # by the model_type
         tower="QwenTower",
         vision_defaults={"hidden_act": "gelu_pytorch_tanh", "deepstack_visual_indexes": (8, 16, 24)},
     ),
+    "qwen3_5": QWEN35,
+    "qwen3_5_moe": QWEN35,
     "glm_ocr": VisionFamily(
         {"Glm46VImageProcessor": "FrameBounds"},
         tower="GlmTower",

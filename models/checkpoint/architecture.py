@@ -65,7 +65,8 @@ def read_architecture(config: Config, folder: Path) -> CheckpointArchitecture:
         hf_config = _read_config(config, folder, manifest)
         if kind in TEXT_ALONE:
             hf_config = hf_config.get_text_config()
-        auto_class = _auto_class(hf_config)
+        # Families such as Qwen3.5 have a class for their text alone, too.
+        auto_class = AutoModelForImageTextToText if manifest.reads_images else _auto_class(hf_config)
         _reject_layers(manifest, hf_config.get_text_config())
         if config.max_total_tokens:
             check_length_limit(config.model_name, manifest.length_limit, config.max_total_tokens)

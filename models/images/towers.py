@@ -1,7 +1,7 @@
 """Vision towers and their projectors in plain torch, from the tensors of a checkpoint.
 
 CLIP, SigLIP, InternViT and Pixtral, as LLaVA, Idefics 3, InternVL, Mistral Small 3, LightOnOCR, Gemma 3 and
-PaddleOCR-VL use them; and those of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and GLM-OCR.
+PaddleOCR-VL use them; and those of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and GLM-OCR.
 
 Needs no transformers, whose classes differ between the versions of the engines. `openvino/convert.py`
 traces a tower into an OpenVINO graph and compares it with transformers; `pytorch/model.py` runs it.
@@ -322,9 +322,9 @@ class _Attended(NamedTuple):
 
 
 class QwenTower(VisionTower):
-    """The tower of Qwen2-VL, of Qwen2.5-VL, some of whose layers attend within windows, and of Qwen3-VL. In
-    Qwen3-VL the embeddings that the first layers of the language model add (DeepStack) follow on the others:
-    [tokens, (1 + layers) * width]."""
+    """The tower of Qwen2-VL, of Qwen2.5-VL, some of whose layers attend within windows, of Qwen3-VL and
+    of Qwen3.5. In Qwen3-VL the embeddings that the first layers of the language model add (DeepStack) follow
+    on the others: [tokens, (1 + layers) * width]."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)

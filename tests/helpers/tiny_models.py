@@ -336,6 +336,7 @@ def run(
         prefix_granularity=model.prefix_granularity and min(model.prefix_granularity, chunk),
         supports_prefix_copy=model.supports_prefix_copy,
         whole_images=model.whole_images,
+        states=model.states,
     )
     scheduler = Scheduler(limits)
     sequences = []

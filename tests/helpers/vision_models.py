@@ -300,6 +300,33 @@ def qwen3_vl() -> Family:
     return _qwen("qwen3_vl", vision, {"rope_parameters": MROPE | {"mrope_interleaved": True}}, bounds)
 
 
+def qwen3_5() -> Family:
+    """Qwen3-VL's tower, whose layers stay its own, before linear attention in the first of two layers."""
+    base = qwen3_vl()
+    vision = base.config["vision_config"] | {"deepstack_visual_indexes": []}
+    text = {
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention"],
+        "head_dim": 48,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 32,
+        "rope_parameters": MROPE | {"mrope_interleaved": True, "partial_rotary_factor": 0.25},
+    }
+    return base._replace(
+        config={"model_type": "qwen3_5", "vision_config": vision}, text=text, processor={"processor_class": "Qwen3VLProcessor"}
+    )
+
+
+def qwen3_5_moe() -> Family:
+    base = qwen3_5()
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    return base._replace(
+        config=base.config | {"model_type": "qwen3_5_moe"}, text=base.text | experts | {"model_type": "qwen3_5_moe_text"}
+    )
+
+
 def glm_ocr() -> Family:
     """As Qwen2-VL, with norms of heads and a convolution for the patches of a token, whose bounds count two frames."""
     vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 48, "patch_size": 14}
@@ -354,7 +381,7 @@ FAMILIES: dict[str, Callable[[], Family]] = {
     for family in (
         *(llava, llava_next, granite_vision, llava_onevision, smolvlm, idefics3),
         *(pixtral, mistral3, lighton_ocr, internvl),
-        *(qwen2_vl, qwen2_5_vl, qwen3_vl, glm_ocr, paddleocr_vl, gemma3),
+        *(qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_5, qwen3_5_moe, glm_ocr, paddleocr_vl, gemma3),
     )
 }
 

@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+import vision_models
+
 from published.configs import of_hub
 
 OPENVINO = "openvino"
@@ -28,6 +30,7 @@ class Family:
     changes: dict[str, Any] = field(default_factory=dict)
     on_torch: bool = True  # plain PyTorch, which serves on CUDA, serves it, too
     seed: int = 0  # of the random weights; another one where tokens do not lead clearly
+    images: str = ""  # the family of vision_models.py whose preprocessor, template and tokens it has; "": it is served as text
 
     @property
     def id(self) -> str:
@@ -38,6 +41,10 @@ class Family:
         return of_hub(self.model)[0] | self.changes
 
     @property
+    def vision(self) -> vision_models.Family:
+        return vision_models.FAMILIES[self.images]()
+
+    @property
     def generation_config(self) -> dict[str, Any] | None:
         return of_hub(self.model)[1]
 
@@ -46,9 +53,9 @@ def served(name, model, engine=OPENVINO, default_engine=None, **changes):
     return Family(name, model, engine, default_engine or engine, changes=changes)
 
 
-def hybrid(name, model):
+def hybrid(name, model, **others):
     """With recurrent states, which plain PyTorch does not serve."""
-    return Family(name, model, on_torch=False)
+    return Family(name, model, on_torch=False, **others)
 
 
 def refused(name, model, words, **changes):
@@ -104,7 +111,7 @@ FAMILIES = [
     served("Qwen3 MoE", "Qwen/Qwen3-30B-A3B"),
     served("Qwen1.5 MoE", "Qwen/Qwen1.5-MoE-A2.7B-Chat"),
     hybrid("Qwen3-Next", "Qwen/Qwen3-Next-80B-A3B-Instruct"),
-    hybrid("Qwen3.5", "Qwen/Qwen3.5-4B"),
+    hybrid("Qwen3.5", "Qwen/Qwen3.5-4B", images="qwen3_5"),
     hybrid("Qwen3.5, text", "Qwen/Qwen3.5-4B, text"),
     served("Qwen3.5 of full attention", "Qwen/Qwen3.5-4B, text", layer_types=["full_attention"] * 32),
     served("Gemma", "google/gemma-2b-it"),

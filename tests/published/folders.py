@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+import vision_models
 from templates import FOLDER as TOKENIZERS
 from tokenizers import Tokenizer
 
@@ -215,8 +216,12 @@ def write(folder: Path, family: Family) -> Path:
     """The files of a model as it is published, smaller, with random weights."""
     model, config, generation_config = family.model, family.config, family.generation_config
     tokenizer = _write_tokenizer(folder, model)
+    if family.images:
+        _write_vision(folder, family, tokenizer)
     lent = tokenizer.get_vocab_size() if tokenizer_folder(model) == Path(DEMO_MODEL) else None
     config = {"architectures": [architecture(config)]} | small(config, lent)
+    if family.images:
+        config["image_token_id"] = tokenizer.token_to_id(family.vision.placeholder)
     _write(folder / "config.json", config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(family.seed)
@@ -252,6 +257,14 @@ def _write_tokenizer(folder: Path, model: str) -> Tokenizer:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def _write_vision(folder: Path, family: Family, tokenizer: Tokenizer) -> None:
+    """What a model that reads images has beside its tower. Adds its tokens to those of a lent tokenizer."""
+    tokenizer.add_special_tokens(family.vision.special_tokens)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(family.vision.template)
+    _write(folder / "preprocessor_config.json", family.vision.preprocessor | vision_models.ALWAYS)
 
 
 def _randomize(network: torch.nn.Module) -> None:

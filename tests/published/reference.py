@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import made
 import numpy as np
 import torch
 import transformers
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from models.cache import digest
 from published.folders import known
@@ -52,8 +54,8 @@ class Reference:
     @functools.cached_property
     def model(self) -> transformers.PreTrainedModel:
         config = known(json.loads((self.folder / "config.json").read_text()))
-        is_text = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-        auto = transformers.AutoModelForCausalLM if is_text else transformers.AutoModelForImageTextToText
+        reads_images = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        auto = transformers.AutoModelForImageTextToText if reads_images else transformers.AutoModelForCausalLM
         # Eager, because the faster attention leaves Gemma 2's softcaps out.
         model = auto.from_pretrained(self.folder, config=config, dtype=torch.float32, attn_implementation="eager").eval()
         model.generation_config = transformers.GenerationConfig()
@@ -64,6 +66,17 @@ class Reference:
 
     def chat_ids(self, messages: list[dict]) -> tuple[int, ...]:
         return tuple(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+    def continued_with_image(self, messages: list[dict], picture) -> list[int]:
+        """The same for a chat with one image."""
+        processor = Qwen2VLImageProcessorPil.from_pretrained(self.folder)
+        images = processor(images=[picture], return_tensors="pt")
+        tokens = int(images["image_grid_thw"].prod()) // processor.merge_size**2
+        image_id = self.model.config.image_token_id
+        ids = [[token] * tokens if token == image_id else [token] for token in self.chat_ids(messages)]
+        ids = list(itertools.chain.from_iterable(ids))
+        types = torch.tensor([[int(token == image_id) for token in ids]])
+        return self._generate(ids, TOKENS, mm_token_type_ids=types, **images)[0]
 
     def _continued(self, ids, tokens=TOKENS, **penalties):
         """What transformers continues a prompt with, up to the first token that does not lead clearly, and the
@@ -77,11 +90,12 @@ class Reference:
         with np.load(made.once(f"continued/{name}", make) / "continued.npz") as kept:
             return kept["tokens"].tolist(), kept["logprobs"]
 
-    def _generate(self, ids, tokens, repetition_penalty=1.0, presence_penalty=0.0):
+    def _generate(self, ids, tokens, repetition_penalty=1.0, presence_penalty=0.0, **images):
         ids = torch.tensor([ids])
         out = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
+            **images,
             do_sample=False,
             use_cache=self.model.config.model_type != "nemotron_h",  # its steps differ from its own prompts
             max_new_tokens=tokens,

@@ -1,11 +1,14 @@
 """Families in folders as they are published, served by the real entrypoint and asked through every API."""
 
+import base64
+import io
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import made
 import pytest
+import vision_models
 from processes import Server
 from tiny_models import run, settings
 
@@ -179,6 +182,36 @@ def test_a_family_is_served_and_its_texts_are_those_of_transformers(record_prope
         torch_model = TorchModel(settings(folder, len(long) + TOKENS, dtype="float32"), folder, "cpu")
         (sequence,) = run(torch_model, [list(long)])
         Expected(reference, long, eos=[]).assert_ids(sequence.tokens)
+
+
+@pytest.mark.parametrize("family", rows([family for family in SERVED if family.images]))
+def test_a_family_reads_images_in_chats_as_transformers_does(family):
+    folder = written(family)
+    reference = Reference(folder)
+    picture = vision_models.picture("small")
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    text = {"type": "text", "text": "What is this?"}
+    answer = {"role": "assistant", "content": "A cat."}
+    later = [answer, CHAT[0]]
+
+    def chat(image):
+        return [{"role": "user", "content": [image, text]}]
+
+    with start(folder, DTYPE="float32") as server:
+        server.wait_ready()
+        for turns in ([], later):
+            found = server.post(
+                "/v1/chat/completions",
+                {"messages": chat({"type": "image_url", "image_url": {"url": url}}) + turns, **GREEDY},
+            )
+            tokens = reference.continued_with_image(chat({"type": "image"}) + turns, picture)
+            assert len(tokens) >= CLEAR_TOKENS, "too few tokens lead clearly to compare"
+            expected = reference.tokenizer.decode(tokens, skip_special_tokens=True)
+            assert found["choices"][0]["message"]["content"].startswith(expected.rstrip("\ufffd"))
+        details = found["usage"]["prompt_tokens_details"]
+        assert details["cached_tokens"] > details["image_tokens"] > 0
 
 
 @pytest.mark.parametrize("family", rows(REFUSED))

@@ -308,8 +308,8 @@ class Pooled(Layout):
 
 
 class PixelBounds(Layout):
-    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: one tile in the form of the image, of so many pixels as it has, but no
-    fewer and no more than `size` says."""
+    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5: one tile in the form of the image, of so many pixels as it
+    has, but no fewer and no more than `size` says."""
 
     image_token = "<|image_pad|>"
     options = ("size", "min_pixels", "max_pixels")

@@ -216,3 +216,15 @@ def test_a_model_that_reads_images_and_comes_with_code_is_loaded_as_transformers
     found = read(write_config(tmp_path, **published), architecture)
     assert found.auto_class is transformers.AutoModelForImageTextToText
     assert found.config.get_text_config().rope_parameters["mrope_section"] == [16, 24, 24]
+
+
+@pytest.mark.parametrize(
+    ("image_processor", "loaded"),
+    [("Qwen2VLImageProcessorFast", "Qwen3_5ForConditionalGeneration"), ("", "Qwen3_5ForCausalLM")],
+)
+def test_qwen35_is_loaded_without_its_tower_where_nothing_says_how_images_are_preprocessed(
+    tmp_path, architecture, image_processor, loaded
+):
+    folder = write_config(tmp_path, **OTHERS["Qwen/Qwen3.5-4B"])
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": image_processor}))
+    assert read(folder, architecture).model_class.__name__ == loaded

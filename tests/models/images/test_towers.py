@@ -20,6 +20,7 @@ import pytest
 import torch
 import transformers
 import vision_models
+from loop import Driven, NoMetrics
 from safetensors.torch import load_file, save_file
 from tiny_models import MARGIN, run, settings
 from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
@@ -40,7 +41,7 @@ from models.images.towers import make_tower, read_tensors
 from models.openvino import OpenVino, convert
 from models.openvino import model as openvino_model
 from models.pytorch.model import TorchModel
-from protocol import Image
+from protocol import Generate, Image, SubmitRequests
 from run import HERE
 
 pytestmark = [pytest.mark.models, pytest.mark.usefixtures("conversions"), pytest.mark.filterwarnings("ignore")]
@@ -49,7 +50,8 @@ NEW_TOKENS = 8
 QUESTION = [260, 40, 41, 290, 70, 81, 92]  # any ids of text
 CANVASES = ("llava_next", "granite_vision", "llava_onevision")
 LINES = {"pixtral": (5 * 16, 7 * 16), "mistral3": (4 * 28, 6 * 28), "lighton_ocr": (9 * 14, 7 * 14)}  # with rests
-GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm_ocr", "paddleocr_vl")  # of positions of three numbers
+HYBRIDS = ("qwen3_5", "qwen3_5_moe")  # with recurrent states, which OpenVINO alone serves
+GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", *HYBRIDS, "glm_ocr", "paddleocr_vl")  # of positions of three numbers
 BOTH = ("openvino", "torch")
 PUBLISHED = 1
 
@@ -122,11 +124,14 @@ class Zoo:
         return [1, *first, 280, *second, *QUESTION]
 
     def _text(self, family, shrink=None, has_two=False):
-        """What transformers continues the prompt with, and the smallest lead of a token."""
-        model = self.reference(family, shrink)
         prompt = self.of_two_images(family) if has_two else self.prompt(family, 0, shrink)
-        inputs = [self.picture(family, seed, shrink).inputs for seed in range(1 + has_two)]
-        inputs = {name: torch.cat([each[name] for each in inputs]) for name in inputs[0]}
+        return self.continued(family, prompt, [0, 1][: 1 + has_two], shrink)
+
+    def continued(self, family, prompt, seeds, shrink=None):
+        """What transformers continues a prompt with the images of these seeds with, and the smallest lead of a token."""
+        model = self.reference(family, shrink)
+        inputs = [self.picture(family, seed, shrink).inputs for seed in seeds]
+        inputs = {name: torch.cat([each[name] for each in inputs]) for name in (inputs[0] if seeds else ())}
         ids = torch.tensor([[model.config.image_token_id if token < 0 else token for token in prompt]])
         if family == "gemma3":
             inputs["token_type_ids"] = torch.tensor([[int(token < 0) for token in prompt]])
@@ -196,12 +201,16 @@ def is_close(found, expected):
     return np.abs(np.stack(found) - expected).max() < 1e-4 * np.ptp(expected)
 
 
+def on_each_engine(families):
+    served = [(family, engine) for family in families for engine in BOTH if engine == "openvino" or family not in HYBRIDS]
+    return pytest.mark.parametrize(("family", "engine"), served)
+
+
 SIZES = [pytest.param(None, id="small"), pytest.param(PUBLISHED, id="published", marks=pytest.mark.families)]
 
 
-@pytest.mark.parametrize("engine", BOTH)
+@on_each_engine(vision_models.FAMILIES)
 @pytest.mark.parametrize("shrink", SIZES)
-@pytest.mark.parametrize("family", vision_models.FAMILIES)
 def test_images_are_read_as_by_transformers_alone_and_in_any_schedule_to_the_last_bit(visions, caplog, family, shrink, engine):
     """In chunks, beside texts and other images, after prefixes of the same image and of another one."""
     folder = visions.folder(family, shrink)
@@ -241,8 +250,7 @@ def test_images_are_read_in_any_schedule_to_the_last_bit_with_a_kv_cache_in_eigh
     assert np.abs(alone[0].logits[0] - expected[0]).max() < 0.05 * np.ptp(expected[0])
 
 
-@pytest.mark.parametrize("engine", BOTH)
-@pytest.mark.parametrize("family", [*GRIDS, "gemma3"])
+@on_each_engine([*GRIDS, "gemma3"])
 def test_two_images_have_their_places_in_prefixes_that_are_copied_and_under_drafts(visions, family, engine):
     model = serve(visions.folder(family), engine, speculate=3)
     for seed in (0, 1):
@@ -250,20 +258,58 @@ def test_two_images_have_their_places_in_prefixes_that_are_copied_and_under_draf
     prompt = visions.of_two_images(family)
     expected, lead, of_transformers = visions.text(family, None, True)
     assert lead > MARGIN
-    logits = [model.forward([Chunk(0, prompt, 0)])[0]]
+    ends = [len(prompt) - len(QUESTION)]
+    model.forward([Chunk(0, prompt[: ends[0]], 0, keep="border")])
+    logits = [model.forward([Chunk(0, prompt[ends[0] :], ends[0])])[0]]
     logits += [model.forward([Chunk(0, [token], len(prompt) + n)])[0] for n, token in enumerate(expected[:-1])]
     assert [int(row.argmax()) for row in logits] == expected and is_close(logits, of_transformers)
-    ends = [len(prompt) - len(QUESTION)]
-    if not model.whole_images:
+    if not model.whole_images and not model.states:
         ends += [ends[0] - 5, 20]  # within images
     for end in ends:
+        if model.states:
+            model.states.resume(0, 2, end)
         model.copy_prefix(0, 2, end)
         (row,) = model.forward([Chunk(2, prompt[end:], end)])
         assert int(row.argmax()) == expected[0] and np.abs(row - logits[0]).max() < 1e-4
     wrong = [expected[0], *((token + 1) % model.vocab_size for token in expected[1:4])]
     model.forward([Chunk(2, wrong, len(prompt), verify=True)])
-    found = model.forward([Chunk(2, expected[:4], len(prompt), verify=True)])
-    assert [int(row.argmax()) for row in found] == expected[1:5]
+    found = model.forward([Chunk(2, expected[1:5], len(prompt) + 1, verify=True)])
+    assert [int(row.argmax()) for row in found] == expected[2:6]
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_chat_goes_on_from_snapshots_behind_its_own_images(visions, family):
+    """Also one whose message begins with an image; the texts are those of transformers, which has no snapshots."""
+    model = serve(visions.folder(family), max_batch_size=1, prefix_slots=3)
+    driven = Driven(served=model, metrics=NoMetrics())
+    system = [1, 280, 290, 70, 71]
+
+    def ask(text, borders, *seeds):
+        """How many tokens were cached."""
+        number = len(driven.ends)
+        prompt = [*text, 5, 6]
+        images = [visions.picture(family, seed).image for seed in seeds]
+        request = Generate(number, prompt, NEW_TOKENS, ignore_eos=True, borders=[*borders, len(text)])
+        driven.arrive(SubmitRequests([request], images))
+        driven.run()
+        expected, lead, _logits = visions.continued(family, prompt, seeds)
+        assert lead > MARGIN and driven.tokens[number] == expected
+        return driven.prompts[number].cached
+
+    def about(seed):
+        return [40, *visions.picture(family, seed).image.ids, 41, *QUESTION]
+
+    first = [*system, *about(0)]
+    answered = [*first, 5, 6, 92, 81, 2]
+    second = [*answered, *QUESTION]
+    shown = [*second, 5, 6, 81, 2]
+    third = [*shown, *about(1)]
+    assert ask(first, [len(system)], 0) == 0
+    assert ask(second, [len(system), len(answered)], 0) == len(first)
+    assert ask(third, [len(system), len(shown)], 0, 1) == len(second)
+    assert ask([*system, *about(1)], [len(system)], 1) == len(system)
+    assert ask([*system, *QUESTION], [len(system)]) == len(system)
+    assert ask(QUESTION * 4, []) == 0
 
 
 @pytest.mark.parametrize("engine", BOTH)

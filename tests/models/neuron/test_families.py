@@ -228,7 +228,7 @@ def test_sizes_that_a_text_config_leaves_out_are_those_of_transformers_classes()
         families.of({"model_type": "llama"})
 
 
-OTHER_POSITIONS = ["gemma3", "glm_ocr", "lighton_ocr", "paddleocr_vl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+OTHER_POSITIONS = ["gemma3", "glm_ocr", "lighton_ocr", "paddleocr_vl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 
 
 @pytest.mark.parametrize("kind", OTHER_POSITIONS)

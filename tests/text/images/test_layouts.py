@@ -25,9 +25,11 @@ PROCESSORS = {
     "idefics3": ("idefics3", {"return_row_col_info": True}),
     "mistral3": ("pixtral", {"patch_size": 28}),
     "internvl": ("internvl", {"crop_to_patches": True}),
+    "qwen3_5": ("qwen3_vl", {}),
+    "qwen3_5_moe": ("qwen3_vl", {}),
     "glm_ocr": ("glm46v", {}),
 }
-QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 GRIDS = (*QWEN, "glm_ocr", "paddleocr_vl")
 # An icon, a thin image, an upright and a wide one, an odd one, one that LLaVA-OneVision scales down.
 SIZES = [(64, 48), (23, 200), (333, 777), (1024, 512), (1201, 799), (1650, 1411)]
@@ -133,6 +135,8 @@ TOKENS = {
     "qwen2_vl": (324, 2035, 336, 4),
     "qwen2_5_vl": (324, 2035, 336, 4),
     "qwen3_vl": (256, 1536, 240, 70),
+    "qwen3_5": (256, 1536, 240, 70),
+    "qwen3_5_moe": (256, 1536, 240, 70),
     "glm_ocr": (324, 2035, 336, 12),
     "paddleocr_vl": (324, 2035, 336, 192),
     "gemma3": (256, 256, 256, 256),
