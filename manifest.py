@@ -290,7 +290,7 @@ class Manifest:
         try:
             heads = facts["num_attention_heads"]
             size = facts.get("head_dim") or facts["hidden_size"] // heads
-            return 2 * 4 * size * (facts.get("num_key_value_heads") or heads) * facts["num_hidden_layers"]
+            return 2 * 4 * size * (facts.get("num_key_value_heads") or heads) * attention_layers(facts)
         except (KeyError, TypeError, ZeroDivisionError):
             return None
 
@@ -341,6 +341,22 @@ def text_part(config: Json) -> Json:
     if not text or not isinstance(text, dict):
         return config
     return {**TEXT_DEFAULTS.get(text.get("model_type"), {}), **text}
+
+
+def attention_layers(facts: Json) -> int:
+    """How many layers of a text config have a KV cache: others have a recurrent state, or neither. Raises
+    KeyError where it does not say."""
+    for name in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
+        if kinds := facts.get(name):
+            others = ("linear_attention", "mamba", "conv", "moe", "mlp", *"ME-")
+            return sum(kind not in others for kind in kinds)
+    for name in ("attn_layer_indices", "full_attn_idxs"):
+        if name in facts:
+            return len(facts[name])
+    layers = facts["num_hidden_layers"]
+    if period := facts.get("attn_layer_period"):
+        return len(range(facts["attn_layer_offset"], layers, period))
+    return layers // facts.get("full_attention_interval", 1)
 
 
 def vision_family(config: Json) -> VisionFamily:

@@ -20,16 +20,42 @@ from models.errors import ModelError, check_length_limit, reported_as
 
 # Types of layers with a recurrent state; "hybrid" has attention, too, "moe" and "mlp" have none.
 RECURRENT = ("linear_attention", "conv", "mamba", "hybrid", "moe", "mlp")
-# The supported types of layers, by their names in config classes; "global" is GPT-Neo's.
-LAYERS = ("full_attention", "sliding_attention", "global", *RECURRENT)
-# What families have whose config does not name its layers.
+# The families that have them as they are served, by the `model_type` of their text part.
+RECURRENT_FAMILIES = (
+    "bamba",
+    "falcon_h1",
+    "falcon_mamba",
+    "granitemoehybrid",
+    "jamba",
+    "lfm2",
+    "lfm2_moe",
+    "mamba",
+    "mamba2",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+)
+# The other supported types of layers, by their names in config classes; "global" is GPT-Neo's.
+LAYERS = ("full_attention", "sliding_attention", "global")
+# What other families have, by `model_type`; also of some that come with code, which does not help.
 UNSUPPORTED_FAMILIES = {
     "bloom": "ALiBi (attention biased by distance)",
     "diffusion_gemma": "diffusion of many tokens at a time",
+    "glm5_next": "linear attention that decays by channel",
+    "kimi_k3": "linear attention that decays by channel",
+    "kimi_linear": "linear attention that decays by channel",
     "minimax": "lightning attention",
+    "minimax_m1": "lightning attention",
+    "minimax_text_01": "lightning attention",
     "openai-gpt": "layers without a KV cache",
+    "qwen4_exp": "indexed attention",
     "recurrent_gemma": "recurrent layers",
     "rwkv": "recurrent layers",
+    "rwkv5": "recurrent layers",
+    "rwkv6": "recurrent layers",
+    "rwkv7": "recurrent layers",
     "xglm": "attention code of its own",
     "xlstm": "recurrent layers",
     "zamba": "attention shared by layers",
@@ -55,6 +81,8 @@ def read_architecture(config: Config, folder: Path) -> CheckpointArchitecture:
     and layers, code that is not trusted or does not run, a `max_total_tokens` beyond the model's limit."""
     manifest = Manifest.read(folder)
     kind = manifest.model_type
+    if why := UNSUPPORTED_FAMILIES.get(kind.removesuffix("_text")):
+        raise _rejection(kind, why)
     has_code = "auto_map" in manifest.config_json
     if kind not in transformers.CONFIG_MAPPING and has_code and not config.trust_remote_code:
         raise ModelError(
@@ -126,19 +154,22 @@ def _auto_class(hf_config) -> type:
 
 
 def _reject_layers(manifest: Manifest, text_config) -> None:
-    kind = manifest.model_type
     served = LAYERS
+    if text_config.model_type in RECURRENT_FAMILIES:
+        served += RECURRENT
     if manifest.text_config.get("attention_chunk_size"):  # which `length_limit` keeps to one chunk
         served += ("chunked_attention",)
     layers = getattr(text_config, "layer_types", None) or getattr(text_config, "attention_layers", [])
     unknown = [f"{layer} layers" for layer in layers if layer not in served]
     if getattr(text_config, "alibi", False):  # Falcon's
         unknown.append(UNSUPPORTED_FAMILIES["bloom"])
-    if kind in UNSUPPORTED_FAMILIES:
-        unknown.append(UNSUPPORTED_FAMILIES[kind])
     is_encoder = type(text_config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not text_config.is_decoder
     # True: EmbeddingGemma's and PaliGemma's; "vision": among the tokens of an image.
     if is_encoder or getattr(text_config, "use_bidirectional_attention", None) is True:
         unknown.append("attention in both directions")
     if unknown:
-        raise ModelError(f"{kind} models with {unknown[0]} are not supported on a static batch")
+        raise _rejection(manifest.model_type, unknown[0])
+
+
+def _rejection(kind: str, why: str) -> ModelError:
+    return ModelError(f"{kind} models with {why} are not supported on a static batch")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
 from config import Config
-from manifest import SHARDS, VISION_FAMILIES, check_weights
+from manifest import SHARDS, VISION_FAMILIES, Manifest, check_weights
 from models.checkpoint.architecture import read_architecture, with_version_of_code
 from models.errors import ModelError, reported_as
 from models.images.embeddings import Canvas
@@ -56,16 +56,29 @@ def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Modul
             output_loading_info=True,
         )
     missing = sorted(report["missing_keys"])
+    if missing == ["lm_head.weight"] and _may_be_tied(folder):
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+        missing = []
     if missing:  # transformers would fill them with random numbers
         raise ModelError(f"{folder} lacks {len(missing)} of its weights, {missing[0]} among them")
     for name, found, expected in sorted(report["mismatched_keys"]):
         raise ModelError(
             f"{folder} holds {name} in the shape {list(found)}, where its config.json says {list(expected)}"
         )
+    unread = sorted(report["unexpected_keys"])  # without those that the class ignores, such as of MTP layers
+    if unread and has_states(model):
+        raise ModelError(f"{folder} holds {len(unread)} weights that are not read, {unread[0]} among them")
     if family := VISION_FAMILIES.get(model.config.model_type):
         tower_class(family).adapt(model)
     _limit_time_steps(model)
     return model.to(device).eval()
+
+
+def _may_be_tied(folder: Path) -> bool:
+    """Whether the embeddings of a checkpoint without lm_head are its head: its config.json, or the text part
+    of it, says so, or one of them says nothing."""
+    manifest = Manifest.read(folder)
+    return any(part.get("tie_word_embeddings", True) for part in (manifest.config_json, manifest.text_config))
 
 
 def _limit_time_steps(model: torch.nn.Module) -> None:
