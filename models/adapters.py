@@ -37,8 +37,8 @@ MEMORY_LIMIT = "--max-lora-memory (MAX_LORA_MEMORY) says how much they may take"
 MAX_COLUMNS = 512
 
 # Parts of names that differ between a checkpoint, its adapters and the classes of transformers' versions:
-# `model.layers`, `language_model.model.layers` and `model.language_model.layers` are one.
-WRAPPERS = re.compile(r"\b((text_|language_)?model|(?<=tower\.)vision_model)\.")
+# `model.layers`, `language_model.model.layers`, `model.language_model.layers` and `backbone.layers` are one.
+WRAPPERS = re.compile(r"\b((text_|language_)?model|backbone|(?<=tower\.)vision_model)\.")
 
 # Matrices by the `common_name` of a module: down [rank, inputs] and up [rank, outputs], which is scaled; in
 # float32.

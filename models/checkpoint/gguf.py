@@ -58,12 +58,24 @@ OF_IMAGES = ("mm.", "vision.")  # keys about another file
 WINDOW = {"attention.sliding_window"}
 CAPS = {"attn_logit_softcapping", "final_logit_softcapping"}
 EXPERTS = {"expert_count", "expert_used_count", "expert_feed_forward_length"}
+SHARED_EXPERT = {"expert_shared_feed_forward_length"}
+STATE_SPACE = {"ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank"}
+QWEN35 = STATE_SPACE | {
+    "full_attention_interval",
+    "nextn_predict_layers",
+    "rope.dimension_sections",
+    "ssm.group_count",
+}
 ARCHITECTURES: dict[str, set[str]] = {
     "llama": set(),
     "qwen2": set(),
-    "qwen2moe": EXPERTS | {"expert_shared_feed_forward_length"},
+    "qwen2moe": EXPERTS | SHARED_EXPERT,
     "qwen3": set(),
     "qwen3moe": EXPERTS,
+    "qwen35": QWEN35,
+    "qwen35moe": QWEN35 | EXPERTS | SHARED_EXPERT,
+    "lfm2": {"shortconv.l_cache"},
+    "mamba": STATE_SPACE,
     "gemma2": WINDOW | CAPS,
     "gemma3": WINDOW | CAPS | {"rope.freq_base_swa"},
     "phi3": WINDOW,
@@ -210,7 +222,7 @@ def _complete(config: Any, file: File) -> Any:
     if file.architecture == "gemma3":
         near = {"rope_type": "default", "rope_theta": file["rope.freq_base_swa"] or 10000.0}
         config.rope_parameters = {"full_attention": _rope(config, file), "sliding_attention": near}
-    elif file.architecture != "gpt2":
+    elif file.architecture not in ("gpt2", "mamba"):
         config.rope_parameters = _rope(config, file)
     return config
 
@@ -218,7 +230,8 @@ def _complete(config: Any, file: File) -> Any:
 def _rope(config: Any, file: File) -> Json:
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     theta = file["rope.freq_base"] or 10000.0
-    rope = {"rope_theta": theta}
+    sections = {name: each for name, each in config.rope_parameters.items() if name.startswith("mrope_")}
+    rope = sections | {"rope_theta": theta}
     if "partial_rotary_factor" in config.rope_parameters:
         # For Nemotron the file counts them for another head size; all published models rotate half of a head.
         rotated = size / 2 if file.architecture == "nemotron" else file["rope.dimension_count"]
@@ -277,7 +290,9 @@ def _check_weights(model: Any, missing: list[str], file: File) -> None:
             found = f"in the shape {list(weight.shape)}, not {list(wanted.shape)}"
             raise file.rejection(f"holds {name} {found}")
         weight.data = weight.data.reshape(wanted.shape)
-    stored = sum(int(t.n_elements) for name, t in file.tensors.items() if not name.startswith("rope_f"))
+    # Behind the last layer are those that predict further tokens.
+    unread = ("rope_f", f"blk.{model.config.num_hidden_layers}.")
+    stored = sum(int(t.n_elements) for name, t in file.tensors.items() if not name.startswith(unread))
     read = sum(weight.numel() for weight in model.parameters())
     if stored != read:
         raise file.rejection(f"holds {stored:,} parameters, of which {read:,} can be read")

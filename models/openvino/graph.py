@@ -115,13 +115,15 @@ def add_adapters(
     for module, (product, output) in _linear_layers(graph).items():
         if modules is not None and module not in modules:
             continue
-        given = product.input_value(0)
-        sizes = tuple(port.get_partial_shape()[2].get_length() for port in (given, output))
+        given, weights = product.input_values()
+        # The input's own shape is not known behind a recurrent layer.
+        sizes = weights.get_shape()[1], output.get_partial_shape()[2].get_length()
         down, up = (
             _parameter(name, [1, -1, size], kind) for name, size in zip(adapter_inputs(module), sizes)
         )
         readers = output.get_target_inputs()
-        narrow = ops.matmul(given, ops.convert(down, "f32"), False, True)
+        is_transposed = product.get_attributes()["transpose_a"]  # as behind the convolutions of LFM2
+        narrow = ops.matmul(given, ops.convert(down, "f32"), is_transposed, True)
         update = ops.matmul(ops.multiply(narrow, mask), ops.convert(up, "f32"), False, False)
         changed = ops.add(output, update)
         for reader in readers:

@@ -8,16 +8,23 @@ TOKENS = 97
 ADD = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string", list: "add_array"}
 
 
-def write_gguf(path, checkpoint, architecture="llama", keys=(), extra=(), left_out=None):
-    """`keys` are metadata beside the usual ones, `extra` tensors beside the model's, `left_out` the end of a tensor's name."""
+def write_gguf(path, checkpoint, architecture="llama", keys=(), extra=(), left_out=None, quantized=False):
+    """`keys` are metadata beside the usual ones, `extra` tensors beside the model's, `left_out` the end of a tensor's name.
+    quantized: matrices are in Q8_0."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in {**metadata(model.config, architecture), **tokenizer(model.config.vocab_size), **dict(keys)}.items():
         if value is not None:
             getattr(writer, ADD[type(value)])(key, value)
     for name, array in {**tensors(model, architecture), **dict(extra)}.items():
-        if not left_out or not name.endswith(left_out):
-            writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
+        if left_out and name.endswith(left_out):
+            continue
+        array = np.ascontiguousarray(array, np.float32)
+        if quantized and array.ndim == 2 and array.shape[1] % 32 == 0:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -27,16 +34,16 @@ def write_gguf(path, checkpoint, architecture="llama", keys=(), extra=(), left_o
 
 def metadata(config, architecture):
     values = {
-        "context_length": config.max_position_embeddings,
+        "context_length": getattr(config, "max_position_embeddings", None),
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
+        "feed_forward_length": getattr(config, "intermediate_size", None),
+        "attention.head_count": getattr(config, "num_attention_heads", 0),
+        "attention.head_count_kv": getattr(config, "num_key_value_heads", None),
         "attention.key_length": getattr(config, "head_dim", None),
         "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
         "attention.layer_norm_epsilon": getattr(config, "norm_eps", getattr(config, "norm_epsilon", None)),
-        "rope.freq_base": config.rope_parameters.get("rope_theta"),
+        "rope.freq_base": getattr(config, "rope_parameters", {}).get("rope_theta"),
         "vocab_size": config.vocab_size,
     }
     return {f"{architecture}.{name}": value for name, value in values.items()}
@@ -70,12 +77,39 @@ def tensors(model, architecture):
             gate, up = np.split(array, 2, axis=1)
             written |= {f"blk.{layer}.ffn_gate_exps.weight": gate, f"blk.{layer}.ffn_up_exps.weight": up}
             continue
-        if architecture in ("gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
+        has_offset = architecture.startswith(("gemma", "nemotron", "qwen35")) and "linear_attn" not in name
+        if has_offset and name.endswith("norm.weight"):
             array = array + 1
+        if name.endswith("A_log"):
+            array = -np.exp(array)
+        if name.endswith(("conv1d.weight", "conv.conv.weight")):
+            array = array.squeeze(1)
+        if "linear_attn." in name:
+            array = tiled(array, name, config)
+            name = name.replace("dt_bias", "dt_proj.bias")
         if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             # Its rotation pairs neighbours.
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        written[theirs if theirs.endswith((".weight", ".bias")) else f"{theirs}.weight"] = array
+        has_suffix = theirs.endswith((".weight", ".bias", "ssm_a", "ssm_d"))
+        written[theirs if has_suffix else f"{theirs}.weight"] = array
     return written
+
+
+def tiled(array, name, config):
+    """Value heads of a linear attention in llama.cpp's order: head n belongs to key head n mod the number of key heads."""
+    keys, size = config.linear_num_key_heads, config.linear_value_head_dim
+    values = config.linear_num_value_heads
+    order = np.arange(values).reshape(keys, -1).T.flatten()
+    rows = (order[:, None] * size + np.arange(size)).flatten()
+    if name.endswith(("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight")):
+        return array[order]
+    if name.endswith("in_proj_z.weight"):
+        return array[rows]
+    if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+        first = 2 * keys * config.linear_key_head_dim  # query and key stay as they are
+        return np.concatenate([array[:first], array[first:][rows]])
+    if name.endswith("out_proj.weight"):
+        return array[:, rows]
+    return array

@@ -6,6 +6,7 @@ import tokenizers
 import torch
 import transformers
 from ggufs import write_gguf
+from safetensors.torch import load_file
 from tiny_models import save_checkpoint
 
 from engine.defaults import sampling_defaults
@@ -45,12 +46,23 @@ FAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8}
+SECTIONS = {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
+
+
 def rope(theta=10000.0, **more):
     return {"rope_parameters": {"rope_type": "default", "rope_theta": theta} | more}
 
 
 def llama(**changes):
     return transformers.LlamaConfig(**SMALL | rope() | changes)
+
+
+def qwen35(architecture, **keys):
+    """The keys of its layers, and others."""
+    keys |= {"full_attention_interval": 2, "rope.dimension_count": 8, "rope.dimension_sections": [2, 1, 1, 0]}
+    keys |= {"ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 32}
+    return {f"{architecture}.{name}": value for name, value in keys.items()}
 
 
 # What is proved: the configuration, the architecture, the keys beside the usual ones.
@@ -117,6 +129,49 @@ FAMILIES = {
         },
     ),
     "theta": (transformers.Starcoder2Config(**SMALL | rope(1e6), sliding_window=4096), "starcoder2", {}),
+    "linear attention": (
+        transformers.Qwen3_5TextConfig(**SMALL | LINEAR | rope(1e7, **SECTIONS), head_dim=32, full_attention_interval=2),
+        "qwen35",
+        qwen35("qwen35"),
+    ),
+    "linear attention and experts": (
+        transformers.Qwen3_5MoeTextConfig(
+            **SMALL | LINEAR | EXPERTS | rope(1e7, **SECTIONS),
+            head_dim=32,
+            full_attention_interval=2,
+            shared_expert_intermediate_size=48,
+        ),
+        "qwen35moe",
+        qwen35(
+            "qwen35moe",
+            expert_count=4,
+            expert_used_count=2,
+            expert_feed_forward_length=32,
+            expert_shared_feed_forward_length=48,
+        ),
+    ),
+    "short convolutions": (
+        transformers.Lfm2Config(
+            **SMALL | {"tie_word_embeddings": True} | rope(1e6), full_attn_idxs=[1], block_auto_adjust_ff_dim=False
+        ),
+        "lfm2",
+        {"lfm2.attention.head_count_kv": [0, 2], "lfm2.shortconv.l_cache": 3, "lfm2.attention.layer_norm_rms_epsilon": 1e-5},
+    ),
+    "state spaces": (
+        transformers.MambaConfig(
+            vocab_size=97, hidden_size=64, num_hidden_layers=2, state_size=16, expand=2, tie_word_embeddings=False
+        ),
+        "mamba",
+        {
+            "mamba.context_length": POSITIONS,
+            "mamba.attention.layer_norm_rms_epsilon": 1e-5,
+            "mamba.feed_forward_length": 0,
+            "mamba.ssm.conv_kernel": 4,
+            "mamba.ssm.inner_size": 128,
+            "mamba.ssm.state_size": 16,
+            "mamba.ssm.time_step_rank": 4,
+        },
+    ),
     "a part of each head": (
         transformers.NemotronConfig(**SMALL | rope(partial_rotary_factor=0.5), head_dim=32, norm_eps=1e-3),
         "nemotron",
@@ -153,6 +208,24 @@ def test_logits_are_those_of_the_original_checkpoint(name, tmp_path):
     if name.startswith("longrope"):
         factors = {"rope_factors_short.weight": np.array(SHORT), "rope_factors_long.weight": np.array(LONG)}
     assert_equal(checkpoint, write_gguf(tmp_path / "tiny.gguf", checkpoint, architecture, keys, factors), tmp_path)
+
+
+def test_quantized_matrices_of_linear_attention_are_dequantized_in_the_order_of_their_heads(tmp_path):
+    config, architecture, keys = FAMILIES["linear attention"]
+    checkpoint = save_checkpoint(tmp_path / "original", config)
+    file = write_gguf(tmp_path / "tiny.gguf", checkpoint, architecture, keys, quantized=True)
+    found, expected = (load_file(folder / "model.safetensors") for folder in (read(file, tmp_path / "read"), checkpoint))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).abs().max() < 0.01, name
+
+
+def test_the_block_that_predicts_further_tokens_is_left_out(tmp_path):
+    config, architecture, keys = FAMILIES["linear attention"]
+    checkpoint = save_checkpoint(tmp_path / "original", config)
+    more = {"qwen35.block_count": 3, "qwen35.nextn_predict_layers": 1}
+    extra = {"blk.2.nextn.eh_proj.weight": np.ones((64, 128)), "blk.2.ffn_up.weight": np.ones((96, 64))}
+    assert_equal(checkpoint, write_gguf(tmp_path / "tiny.gguf", checkpoint, architecture, keys | more, extra), tmp_path)
 
 
 def test_attention_of_gemma_2_27b_is_scaled_by_the_size_of_the_model(tmp_path, monkeypatch):
@@ -207,6 +280,7 @@ REFUSED = {
     "holds 74,192 parameters, of which 74,176 can be read": {"extra": {"blk.0.attn_q_norm.weight": np.zeros(16)}},
     "the pre-tokenizer viking, which is not known": {"keys": {"tokenizer.ggml.pre": "viking"}},
     "the architecture granite; falcon, gemma2, .* can be read": {"architecture": "granite"},
+    "the architecture granitehybrid; falcon, gemma2, .* can be read": {"architecture": "granitehybrid"},
 }
 
 
