@@ -4,6 +4,7 @@ Facts of the files on the hub, but for the factors of longropes. `CONFIGS` are t
 of their parameters as it is counted there, so a wrong size is found; `OTHERS` are other families. `of_hub` gives both files.
 """
 
+import math
 from typing import Any
 
 
@@ -329,6 +330,17 @@ _OTHERS = {
         | {"patch_size": 16, "deepstack_visual_indexes": []},
     },
     "Qwen/Qwen3.5-4B, text": QWEN35,
+    "Qwen/Qwen3.5-35B-A3B": {
+        **{"model_type": "qwen3_5_moe", "tie_word_embeddings": False, "image_token_id": 248056, "video_token_id": 248057},
+        "text_config": {name: value for name, value in QWEN35.items() if name != "intermediate_size"}
+        | of("qwen3_5_moe_text", {"hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2})
+        | {"layer_types": [*["linear_attention"] * 3, "full_attention"] * 10, "num_experts": 256, "num_experts_per_tok": 8}
+        | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "mtp_num_hidden_layers": 1}
+        | {"tie_word_embeddings": False},
+        "vision_config": of("qwen3_5_moe", QWEN_VISION, depth=27, hidden_size=1152, intermediate_size=4304)
+        | {"out_hidden_size": 2048, "patch_size": 16, "deepstack_visual_indexes": []},
+    },
+    "Qwen/Qwen3.8-Flash-Next": {"model_type": "qwen4_exp", "text_config": {"model_type": "qwen4_exp_text"}},
     "Qwen/Qwen2-VL-7B-Instruct": sizes(3584, 18944, 28, 28, 4)
     | of("qwen2_vl", QWEN | QWEN_IMAGES, rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]})
     | {"vision_config": QWEN_VISION | {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "hidden_size": 3584}},
@@ -540,6 +552,17 @@ _OTHERS = {
         "block_ff_dim": 12288,
     }
     | {"full_attn_idxs": [2, 5, 8, 10, 12, 14]},
+    "LiquidAI/LFM2.5-1.2B-Instruct": sizes(2048, 12288, 16, 32, 8)
+    | of("lfm2", {"vocab_size": 65536, "max_position_embeddings": 128000, "rope_theta": 1000000.0, "norm_eps": 1e-5})
+    | {"conv_L_cache": 3, "conv_bias": False, "conv_dim": 2048, "block_auto_adjust_ff_dim": True, "block_use_swiglu": True}
+    | {"block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "tie_embedding": True, "eos_token_id": 7}
+    | {
+        "layer_types": [
+            *["conv", "conv", "full_attention"] * 3,
+            *["conv", "full_attention"] * 3,
+            "conv",
+        ]
+    },
     "LiquidAI/LFM2-8B-A1B": sizes(2048, 7168, 24, 32, 8)
     | of("lfm2_moe", {"vocab_size": 65536, "max_position_embeddings": 128000, "conv_L_cache": 3, "num_experts": 32})
     | {"moe_intermediate_size": 1792, "num_dense_layers": 2, "num_experts_per_tok": 4, "norm_topk_prob": True}
@@ -625,6 +648,29 @@ _OTHERS = {
     | of("nemotron_h", {"head_dim": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8})
     | {"hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", "vocab_size": 131072}
     | code("nemotron_h", "NemotronH"),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": sizes(2688, 1856, 52, 32, 2)
+    | of("nemotron_h", {"head_dim": 128, "mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8})
+    | {"hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "vocab_size": 131072}
+    | {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 1, "moe_intermediate_size": 1856}
+    | {"moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
+    | {"n_group": 1, "topk_group": 1, "time_step_limit": [0.0, math.inf], "max_position_embeddings": 262144}
+    | code("nemotron_h", "NemotronH"),
+    "allenai/Olmo-Hybrid-7B": sizes(3840, 11008, 32, 30, 30)
+    | of("olmo_hybrid", {"vocab_size": 100352, "max_position_embeddings": 65536, "rms_norm_eps": 1e-6})
+    | {"layer_types": [*["linear_attention"] * 3, "full_attention"] * 8, "linear_allow_neg_eigval": True}
+    | {"linear_num_key_heads": 30, "linear_num_value_heads": 30, "linear_key_head_dim": 96, "linear_value_head_dim": 192}
+    | {"linear_conv_kernel_dim": 4, "rope_parameters": None, "eos_token_id": 100257, "pad_token_id": 100277},
+    "moonshotai/Kimi-Linear-48B-A3B-Instruct": sizes(2304, 9216, 27, 32, 32)
+    | of("kimi_linear", {"vocab_size": 163840, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64})
+    | code("kimi", "KimiLinear"),
+    "moonshotai/Kimi-K3": of("kimi_k3", {"text_config": {"model_type": "kimi_linear"}, "vision_config": {}})
+    | code("kimi_k3", "KimiK3", "ForConditionalGeneration"),
+    "zai-org/GLM-5.3-Flash": of("glm5_next", {"text_config": {"model_type": "glm5_next_text"}}),
+    "NX-AI/xLSTM-7b": of("xlstm", {"hidden_size": 4096, "num_hidden_layers": 32, "num_heads": 8, "vocab_size": 50304}),
+    "Zyphra/Zamba-7B-v1": of("zamba", {"hidden_size": 3712, "num_hidden_layers": 76, "num_attention_heads": 16}),
+    "MiniMaxAI/MiniMax-Text-01": of("minimax_text_01", {"hidden_size": 6144, "num_hidden_layers": 80})
+    | code("minimax_text_01", "MiniMaxText01"),
+    "fla-hub/rwkv7-1.5B-world": of("rwkv7", {"hidden_size": 2048, "num_hidden_layers": 24}) | code("rwkv7", "RWKV7"),
     "Zyphra/Zamba2-1.2B-instruct": sizes(2048, 8192, 38, 32, 32)
     | of("zamba2", {"mamba_d_state": 128, "mamba_headdim": 64, "n_mamba_heads": 64, "mamba_ngroups": 1, "num_mem_blocks": 1})
     | {"vocab_size": 32000}

@@ -64,6 +64,7 @@ def refused(name, model, words, **changes):
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 CODE = "come with Python code; --trust-remote-code (TRUST_REMOTE_CODE) runs it"
+CHANNEL_DECAY = "linear attention that decays by channel"
 
 FAMILIES = [
     served("Llama 2", "meta-llama/Llama-2-7b-chat-hf"),
@@ -113,6 +114,8 @@ FAMILIES = [
     hybrid("Qwen3-Next", "Qwen/Qwen3-Next-80B-A3B-Instruct"),
     hybrid("Qwen3.5", "Qwen/Qwen3.5-4B", images="qwen3_5"),
     hybrid("Qwen3.5, text", "Qwen/Qwen3.5-4B, text"),
+    hybrid("Qwen3.5 MoE", "Qwen/Qwen3.5-35B-A3B"),
+    refused("Qwen3.8 Flash Next", "Qwen/Qwen3.8-Flash-Next", "indexed attention"),
     served("Qwen3.5 of full attention", "Qwen/Qwen3.5-4B, text", layer_types=["full_attention"] * 32),
     served("Gemma", "google/gemma-2b-it"),
     served("Gemma 2", "google/gemma-2-2b-it", TORCH),
@@ -150,6 +153,9 @@ FAMILIES = [
     served("DeepSeek V2", "deepseek-ai/DeepSeek-V2-Chat"),
     served("DeepSeek V3", "unsloth/DeepSeek-V3-bf16"),
     served("Moonlight", "moonshotai/Moonlight-16B-A3B-Instruct"),
+    refused("Kimi Linear", "moonshotai/Kimi-Linear-48B-A3B-Instruct", CHANNEL_DECAY),
+    refused("Kimi K3", "moonshotai/Kimi-K3", CHANNEL_DECAY),
+    refused("GLM-5.3 Flash", "zai-org/GLM-5.3-Flash", CHANNEL_DECAY),
     refused("Kimi K2", "moonshotai/Kimi-K2-Instruct", CODE),
     served("dots.llm1", "rednote-hilab/dots.llm1.inst"),
     served("GLM-4 9B", "THUDM/glm-4-9b-chat-hf"),
@@ -175,6 +181,7 @@ FAMILIES = [
     served("Hunyuan A13B", "tencent/Hunyuan-A13B-Instruct"),
     served("Seed-OSS", "ByteDance-Seed/Seed-OSS-36B-Instruct"),
     hybrid("LFM2", "LiquidAI/LFM2-1.2B"),
+    hybrid("LFM2.5", "LiquidAI/LFM2.5-1.2B-Instruct"),
     served("Apertus", "swiss-ai/Apertus-8B-Instruct-2509"),
     served("AFM 4.5B", "arcee-ai/AFM-4.5B"),
     served("MiniMax M2", "MiniMaxAI/MiniMax-M2"),
@@ -195,9 +202,14 @@ FAMILIES = [
     hybrid("Jamba", "ai21labs/AI21-Jamba-Mini-1.6"),
     hybrid("Falcon H1", "tiiuae/Falcon-H1-1.5B-Instruct"),
     hybrid("Nemotron H", "nvidia/Nemotron-H-8B-Reasoning-128K"),
+    hybrid("Nemotron 3 Nano", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
+    hybrid("OLMo Hybrid", "allenai/Olmo-Hybrid-7B"),
+    refused("Zamba", "Zyphra/Zamba-7B-v1", "attention shared by layers"),
     refused("Zamba 2", "Zyphra/Zamba2-1.2B-instruct", "attention shared by layers"),
     refused("RecurrentGemma", "google/recurrentgemma-2b-it", "recurrent layers"),
     refused("RWKV", "RWKV/rwkv-4-169m-pile", "recurrent layers"),
+    refused("RWKV 7", "fla-hub/rwkv7-1.5B-world", "recurrent layers"),
+    refused("xLSTM", "NX-AI/xLSTM-7b", "recurrent layers"),
     served("Qwen3-VL", "Qwen/Qwen3-VL-8B-Instruct"),
     served("Qwen2.5-VL", "Qwen/Qwen2.5-VL-7B-Instruct"),
     refused("T5", "google-t5/t5-small", "encoder-decoder"),
@@ -219,6 +231,7 @@ FAMILIES = [
     served("Trinity", "arcee-ai/Trinity-Mini"),
     hybrid("LFM2 MoE", "LiquidAI/LFM2-8B-A1B"),
     refused("MiniMax-01", "MiniMaxAI/MiniMax-Text-01-hf", "lightning attention"),
+    refused("MiniMax-01 with its own code", "MiniMaxAI/MiniMax-Text-01", "lightning attention"),
 ]
 
 # One family for each mechanism, for `make test`.

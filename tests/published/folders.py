@@ -131,8 +131,9 @@ def _first(config: dict[str, Any], names: Sequence[str]) -> int | None:
 def _small(config: dict[str, Any], layers: int) -> dict[str, Any]:
     shape = Shape.of(config, layers)
     reduced = {name: _small_value(name, value, shape, config) for name, value in config.items()}
+    # Of a name for each layer, or a letter.
     return {
-        name: value[:layers] if isinstance(value, list) and len(value) == shape.layers[0] else value
+        name: value[:layers] if isinstance(value, (list, str)) and len(value) == shape.layers[0] else value
         for name, value in reduced.items()
     }
 

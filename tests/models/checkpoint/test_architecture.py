@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import tiny_models
 import transformers
+from published import folders
 from published.configs import OTHERS
+from published.families import FAMILIES, Family
 from safetensors.torch import load_file
 from tiny_models import POSITIONS, VOCABULARY, save_checkpoint
 
@@ -91,6 +93,71 @@ def test_a_longrope_is_known_by_its_first_name_and_needs_no_factor(tmp_path, arc
 def test_a_family_whose_state_or_attention_slots_cannot_share_is_refused_by_name(tmp_path, architecture, kind, facts, why):
     folder = write_config(tmp_path, model_type=kind, **facts)
     assert refusal(folder, architecture) == f"{kind} models with {why} {STATIC_BATCH}"
+
+
+REFUSED = [family for family in FAMILIES if family.refused and "encoder" not in family.refused]
+
+
+@pytest.mark.parametrize("family", REFUSED, ids=lambda family: family.id)
+def test_the_published_config_of_a_family_that_is_not_served_says_why_in_one_line(tmp_path, architecture, family):
+    assert family.refused in refusal(write_config(tmp_path, **family.config), architecture, max_total_tokens=0)
+
+
+# The kinds of the first layers of published models, by their initials.
+KINDS = {
+    "Qwen/Qwen3.5-4B": "LLLF",  # layer_types of the text part
+    "Qwen/Qwen3.5-35B-A3B": "LLLF",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": "LLLF",  # full_attention_interval
+    "allenai/Olmo-Hybrid-7B": "LLLF",
+    "ibm-granite/granite-4.0-h-tiny": "LLLLLF",  # mamba and attention
+    "ibm-granite/granite-4.0-micro": "FFFF",
+    "nvidia/Nemotron-H-8B-Reasoning-128K": "LmLmLmLF",  # M-*
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "LMLMLF",  # ME*
+    "ibm-ai-platform/Bamba-9B-v2": "LLLLLLLLLF",  # attn_layer_indices
+    "ai21labs/AI21-Jamba-Mini-1.6": "LLLLF",  # attn_layer_period
+    "tiiuae/Falcon-H1-1.5B-Instruct": "HHHH",  # none
+    "state-spaces/mamba-130m-hf": "LLLL",
+    "mistralai/Mamba-Codestral-7B-v0.1": "LLLL",
+    "tiiuae/falcon-mamba-7b-instruct": "LLLL",
+    "LiquidAI/LFM2-1.2B": "CCFC",  # full_attn_idxs
+    "LiquidAI/LFM2.5-1.2B-Instruct": "CCFC",
+    "LiquidAI/LFM2-8B-A1B": "CCFC",
+}
+INITIALS = {"linear_attention": "L", "full_attention": "F", "hybrid": "H", "conv": "C", "moe": "M", "mlp": "m"}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_kinds_of_layers_of_a_published_hybrid_are_known_in_each_spelling(tmp_path, architecture, name):
+    config = folders.small(Family("", name).config, VOCABULARY)
+    kinds = read(write_config(tmp_path, **config), architecture).config.get_text_config().layer_types
+    assert "".join(INITIALS[kind] for kind in kinds) == KINDS[name]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_only_layers_with_attention_count_for_the_kv_cache_of_a_published_hybrid(tmp_path, name):
+    """As many bytes a token as the config of transformers says; none is known for models without attention."""
+    config = Family("", name).config
+    text = folders.known(config).get_text_config()
+    layers = sum(kind in ("full_attention", "hybrid") for kind in text.layer_types)
+    expected = None
+    if layers:
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        expected = 2 * 4 * layers * size * text.num_key_value_heads
+    assert Manifest.read(write_config(tmp_path, **config)).kv_bytes == expected
+
+
+def test_a_pattern_of_layers_wins_over_their_number(tmp_path, architecture):
+    config = folders.small(OTHERS["nvidia/Nemotron-H-8B-Reasoning-128K"], VOCABULARY) | {"num_hidden_layers": 3}
+    folder = write_config(tmp_path, **config)
+    assert len(read(folder, architecture).config.layer_types) == 8
+    one = write_config(tmp_path, **config | {"num_hidden_layers": 8})
+    assert Manifest.read(folder).kv_bytes == Manifest.read(one).kv_bytes
+
+
+def test_recurrent_layers_of_a_family_that_is_not_known_are_refused(tmp_path, architecture):
+    """Such as of families that a later transformers has: they may be computed in another way."""
+    line = refusal(write_config(tmp_path, model_type="bailing_hybrid"), architecture)
+    assert line == f"bailing_hybrid models with linear_attention layers {STATIC_BATCH}"
 
 
 @pytest.mark.parametrize("kind", ["t5", "vit"])
