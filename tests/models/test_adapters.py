@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+import transformers
 import vision_models
 from adapter_schedules import check_schedule, vocabulary
 from published.weights import CACHE, Published
@@ -21,6 +22,7 @@ from models.accuracy import kl_divergence
 from models.adapters import Adapters, read_updates
 from models.base import Chunk
 from models.checkpoint import source
+from models.checkpoint.pretrained import load_pretrained, reference_logits
 from models.errors import ModelError
 from models.pytorch.model import TorchModel
 
@@ -308,6 +310,96 @@ def test_modules_of_a_model_that_reads_images_are_found_in_every_spelling(reader
     merged = models.prepare(settings(reader, merge_lora=f"a={reader.parent / 'new'}", max_total_tokens=POSITIONS))
     expected = rows(TorchModel(merged.config, merged.folder, "cpu"), [None])
     np.testing.assert_allclose(found["new"], expected[None], atol=1e-3)
+
+
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": POSITIONS}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+# A model, its linear layers beside those of attention and MLPs, and the beginning of its names in another spelling.
+RECURRENT = {
+    "linear attention": (
+        transformers.Qwen3_5TextConfig(
+            **SIZES | HEADS,
+            num_hidden_layers=4,
+            head_dim=32,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+        ),
+        [f"model.layers.1.linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj")],
+        "model.language_model.",
+    ),
+    "short convolutions": (
+        transformers.Lfm2Config(**SIZES | HEADS, num_hidden_layers=2, full_attn_idxs=[1], block_auto_adjust_ff_dim=False),
+        ["model.layers.0.conv.in_proj", "model.layers.0.conv.out_proj", "model.layers.0.feed_forward.w2"],
+        "language_model.model.",
+    ),
+    "Mamba 2": (
+        transformers.NemotronHConfig(
+            **SIZES | HEADS,
+            head_dim=16,
+            hybrid_override_pattern="M*-",
+            mamba_num_heads=4,
+            mamba_head_dim=32,
+            ssm_state_size=16,
+            n_groups=2,
+        ),
+        ["model.layers.0.mixer.in_proj", "model.layers.0.mixer.out_proj", "model.layers.1.mixer.q_proj"],
+        "backbone.",  # as the checkpoint has it
+    ),
+    "Mamba": (
+        transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, state_size=8),
+        [f"backbone.layers.0.mixer.{name}" for name in ("in_proj", "x_proj", "out_proj")],
+        "model.",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_linear_layers_around_recurrences_have_adapters_in_every_spelling(tmp_path, kind):
+    config, modules, other = RECURRENT[kind]
+    base = made_checkpoint(config)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    generator = torch.Generator().manual_seed(0)
+    pairs = {}
+    for name in modules:
+        rows_of, columns = model.get_submodule(name).weight.shape
+        pairs[name] = torch.randn(2, columns, generator=generator) / 8, torch.randn(rows_of, 2, generator=generator) / 8
+    write_adapter(tmp_path / "own", pairs)
+    first = modules[0].partition("layers.")[0]
+    write_adapter(tmp_path / "other", {name.replace(first, other, 1): pair for name, pair in pairs.items()})
+    served = serve("openvino", base, ["own", "other"], tmp_path)
+    found = rows(served, [None, "own", "other"])
+    for name in ("own", "other"):
+        merged = models.prepare(settings(base, merge_lora=f"a={tmp_path / name}", max_total_tokens=POSITIONS))
+        expected = reference_logits(load_pretrained(merged.config, merged.folder, "cpu"), IDS)
+        np.testing.assert_allclose(found[name], expected[-5:], atol=1e-4 * np.abs(expected).max())
+    assert np.abs(found["own"] - found[None]).max() > 0.1
+
+
+def test_layers_of_one_input_that_were_merged_have_adapters_of_their_own(tmp_path):
+    """As int8 merges those of a linear attention."""
+    config, modules, _other = RECURRENT["linear attention"]
+    base = made_checkpoint(config, spread=0.05)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    shapes = {name: model.get_submodule(name).weight.shape for name in modules}
+    generator = torch.Generator().manual_seed(0)
+    pairs = {
+        name: (torch.randn(2, columns, generator=generator) / 8, torch.randn(outputs, 2, generator=generator) / 4)
+        for name, (outputs, columns) in shapes.items()
+    }
+    write_adapter(tmp_path / "own", pairs)
+    found = rows(serve("openvino", base, ["own"], tmp_path, quantize="int8"), [None, "own"])
+    merged = models.prepare(settings(base, merge_lora=f"a={tmp_path / 'own'}", max_total_tokens=POSITIONS))
+    expected = reference_logits(load_pretrained(merged.config, merged.folder, "cpu"), IDS)[-5:]
+    assert kl_divergence(found["own"], expected).mean() < 0.1 * kl_divergence(found[None], expected).mean()
+
+
+def test_the_time_steps_of_mamba_are_no_linear_layer_and_refused_by_name(tmp_path):
+    base = made_checkpoint(RECURRENT["Mamba"][0])
+    write_adapter(tmp_path / "own", {"backbone.layers.0.mixer.dt_proj": (torch.ones(2, 4), torch.ones(128, 2))})
+    with pytest.raises(ModelError, match=r"own changes layers\.0\.mixer\.dt_proj, which is no linear layer"):
+        serve("openvino", base, ["own"], tmp_path)
 
 
 @pytest.mark.parametrize("engine", ["openvino", "torch"])

@@ -129,7 +129,7 @@ def test_the_file_decides_whether_embeddings_are_tied(tmp_path, tensors, configs
 @pytest.mark.parametrize("names", ["wrapper", "text"])
 @pytest.mark.parametrize("layout", ["fp8 in blocks", "ct fp8 of channels", "ct 4 bits"])
 def test_weights_are_dequantized_where_they_have_a_scale_whatever_the_lists_say(tmp_path, tensors, configs, names, layout):
-    """Attention and MLPs have scales here, and linear attention has none; the lists name wrappers' modules, and none of ours."""
+    """Attention and MLPs have scales here, linear attention has none; the lists name modules of wrappers, and none of ours."""
     given = without_vision(tensors)
     plain = write(tmp_path / "plain", text_names(given) if names == "text" else given, configs[names])
     quantized = quantize(plain, tmp_path / "quantized", layout)
