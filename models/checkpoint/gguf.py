@@ -114,7 +114,7 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 # vocabularies have words that no merges lead to.
 LIKE_LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "lfm2", "tekken"}
 LIKE_GPT2 = {"gpt-2", "phi-2", "default", "mpt", "olmo", "jais", "trillion", "exaone4"}
-NORMALIZED = {"qwen2", "stablelm2"}
+NORMALIZED = {"qwen2", "qwen35", "stablelm2"}
 LIKE_SMOLLM = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
 # Special tokens at which llama.cpp stops generation, whatever the file names as EOS.
 ENDS = {

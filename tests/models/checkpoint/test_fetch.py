@@ -126,7 +126,7 @@ LLAMA_4 = {"model_type": "llama4", "text_config": {"attention_chunk_size": 8192}
     ("device", "facts", "settings", "why"),
     [
         ("cpu", {"model_type": "zamba2"}, {}, "zamba2 models with attention shared by layers are not supported"),
-        ("cuda", {"model_type": "qwen3_next"}, {}, "qwen3_next models with linear_attention layers are not supported"),
+        ("cuda", {"model_type": "kimi_linear"}, {}, "kimi_linear models with linear attention that decays by channel"),
         ("cpu", {"model_type": "own", "auto_map": {}}, {}, r"own models come with Python code; --trust-remote-code"),
         ("cpu", LLAMA_4, LENGTH, r"beyond 8192 tokens; give --max-total-tokens 8192 or less"),
     ],

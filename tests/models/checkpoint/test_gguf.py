@@ -355,6 +355,12 @@ def test_the_sampling_of_a_file_is_the_default_as_that_of_generation_config_is(c
     assert sampling_defaults(Manifest.read(tmp_path / "read"), "host") == defaults
 
 
+@pytest.mark.parametrize(("pre", "text"), [("qwen2", "\u00e9"), ("qwen35", "\u00e9"), ("lfm2", "e\u0301")])
+def test_a_text_is_composed_where_the_tokenizer_of_the_family_does_it(checkpoint, tmp_path, pre, text):
+    _folder, tokenizer = read_tokenizer(checkpoint, tmp_path, pre=pre)
+    assert (tokenizer.normalizer.normalize_str("e\u0301") if tokenizer.normalizer else "e\u0301") == text
+
+
 def test_no_text_becomes_an_id_beyond_the_vocabulary(checkpoint, tmp_path):
     """transformers adds <|endoftext|> to the vocabulary of Llama 3, and the model has no such embedding."""
     _folder, tokenizer = read_tokenizer(checkpoint, tmp_path, pre="llama-bpe")
