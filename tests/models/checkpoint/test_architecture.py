@@ -144,6 +144,8 @@ def test_only_layers_with_attention_count_for_the_kv_cache_of_a_published_hybrid
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         expected = 2 * 4 * layers * size * text.num_key_value_heads
     assert Manifest.read(write_config(tmp_path, **config)).kv_bytes == expected
+    folders.known(config).save_pretrained(tmp_path)  # under the newest names
+    assert Manifest.read(tmp_path).kv_bytes == expected
 
 
 def test_a_pattern_of_layers_wins_over_their_number(tmp_path, architecture):
