@@ -11,7 +11,9 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from models.checkpoint.pretrained import (
     has_grid_positions,
     has_states,
     load_pretrained,
+    positions,
     reference_logits,
 )
 from models.errors import DeviceLost, ModelError, first_line, named, reported_as, warn_text_only
@@ -41,6 +44,7 @@ from models.images.encoder_cache import EncoderCache, split_at_images
 from models.images.grid_positions import GridPositions
 from models.images.towers import make_tower
 from models.machine import usable_threads
+from models.states import ZERO, Run, States
 
 logger = logging.getLogger("model")
 
@@ -60,8 +64,9 @@ class _SlotCache(Cache):
     without a chunk write nothing.
     """
 
-    def __init__(self, rows: int, slot_length: int):
-        super().__init__(layers=[])
+    def __init__(self, rows: int, slot_length: int, layers: list):
+        """`layers`: those of transformers that hold recurrent states."""
+        super().__init__(layers=layers)
         self.rows = rows
         self.slot_length = slot_length
         self.sliding_windows: dict[int, int | None] = {}  # by layer
@@ -78,12 +83,12 @@ class _SlotCache(Cache):
         begins = torch.tensor([chunk.begin for chunk in chunks])
         slots = torch.tensor([chunk.slot for chunk in chunks])
         length = max(len(chunk.tokens) for chunk in chunks)
-        rows = slots if is_step else [0]
+        self.places = [chunk.slot for chunk in chunks] if is_step else [0]  # of the chunks among the rows
         ids, positions = torch.zeros(2, self.rows if is_step else 1, length, dtype=torch.int64)
         # Rows shorter than those with draft tokens are padded; the output of the padding is not read.
         padded = [[*chunk.tokens, *[0] * (length - len(chunk.tokens))] for chunk in chunks]
-        ids[rows] = torch.tensor(padded)
-        positions[rows] = (begins[:, None] + torch.arange(length)).clamp(max=self.slot_length - 1)
+        ids[self.places] = torch.tensor(padded)
+        positions[self.places] = (begins[:, None] + torch.arange(length)).clamp(max=self.slot_length - 1)
         self.slots = slots.to(device)
         self._begins = begins.to(device)
         self._positions = positions.to(device)
@@ -141,6 +146,17 @@ class _SlotCache(Cache):
             zero = torch.zeros((), dtype=dtype, device=position.device)
             self._masks[sliding_window] = zero.where(allowed, torch.finfo(dtype).min)
         return self._masks[sliding_window]
+
+
+def _continue_scan(state, scan, hidden_states, dt, A, B, C, z, delta_bias, **options):
+    """Mamba 1's `scan` of transformers from `state`, [rows, channels, state size]: its outputs and the state
+    are those from zeros and what is left of `state` after each token. hidden_states, dt, z: [rows, channels,
+    tokens]; A: [channels, state size]; B, C: [rows, state size, tokens]."""
+    found, last = scan(hidden_states, dt, A, B, C, z=z, delta_bias=delta_bias, **options)
+    dt = F.softplus((dt + delta_bias[:, None].to(dt.dtype)).float())
+    left = state[:, :, None] * torch.exp(A[:, None] * dt.cumsum(-1)[..., None])
+    more = torch.einsum("rcts,rst->rct", left, C.float()) * F.silu(z.float())
+    return found + more.to(found.dtype), last + left[:, :, -1]
 
 
 def _zeros(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
@@ -247,10 +263,6 @@ class TorchModel(StaticBatchModel):
         self.max_draft_rows = self.verify_length * self.batch_size
         self._model = load_pretrained(config, folder, device)
         self._kind = self._model.config.model_type
-        if has_states(self._model):
-            raise ModelError(
-                f"{self._kind} models have recurrent states, which only OpenVINO on CPUs serves here"
-            )
         self.vocab_size = self._model.config.get_text_config().vocab_size
         self.dtype = self.kv_cache_dtype = str(self._model.dtype).removeprefix("torch.")
         self._load_vision(Manifest.read(folder))
@@ -261,7 +273,11 @@ class TorchModel(StaticBatchModel):
         count = min(SAMPLE_TOKENS, self.max_input_tokens + 1)
         ids = torch.randint(0, self.vocab_size, (count,), generator=random).tolist()
         refusal = f"{self._kind} models are not supported on a static batch"
+        self._layers: list = []  # of transformers, which hold the recurrent states of a pass
+        self._cache_argument = "past_key_values"  # of transformers' forward
         with reported_as(with_version_of_code(refusal, config, folder)):
+            if has_states(self._model):
+                self._add_states(config)
             self._select_attention(ids)
             self._batch_invariant_rows(ids)
         if config.lora_adapters or config.lora_folder:
@@ -279,6 +295,32 @@ class TorchModel(StaticBatchModel):
         except torch.AcceleratorError as error:  # every later call would fail as well
             raise DeviceLost(f"{type(error).__name__}: {first_line(error)}") from error
         return logits
+
+    @torch.inference_mode()
+    def _add_states(self, config: Config) -> None:
+        """Makes the tables of recurrent states, [blocks, ...] for each state that transformers makes of a
+        token."""
+        out = self._model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=self.device), use_cache=True)
+        (self._cache_argument,) = out.keys() & {"past_key_values", "cache_params"}
+        # After this token they always have a state: that of a new sequence is zeros.
+        self._layers = out[self._cache_argument].layers
+        mixers = [layer for layer in self._layers if hasattr(layer, "conv_states")]
+        self._recurrent = [m.recurrent_states for m in mixers if m.recurrent_states[0] is not None]
+        for states in self._recurrent:
+            states[0] = states[0].float()  # rounding errors would add up
+        held = self._recurrent + [m.conv_states for m in mixers if m.conv_states[0] is not None]
+        self.state_bytes = sum(states[0].nbytes for states in held)
+        self.states = States(self.batch_size, int(config.max_snapshot_memory * 1e9) // self.state_bytes)
+        self._tables = [
+            (states, _zeros((self.states.count, *states[0].shape[1:]), states[0])) for states in held
+        ]
+        self.verify_length = self.max_draft_rows = 0
+        logger.info(
+            "Recurrent states: %.1f MB per slot; up to %d snapshots (--max-snapshot-memory); no speculative "
+            "decoding",
+            self.state_bytes / 1e6,
+            self.states.snapshots,
+        )
 
     def _load_vision(self, manifest: Manifest) -> None:
         """Sets `encoder_cache` where the model reads images, and its tower computes what that of transformers
@@ -371,22 +413,26 @@ class TorchModel(StaticBatchModel):
             adapter_of = {chunk.slot: chunk.adapter for chunk in chunks}
             rows = range(cache.rows) if is_step else adapter_of
             self._select_adapters([adapter_of.get(row, 0) for row in rows])
-        ids, positions = cache.start(chunks, is_step, self.device)
+        ids, numbers = cache.start(chunks, is_step, self.device)
         tokens = {"input_ids": ids}
         if any(min(chunk.tokens) < 0 for chunk in chunks):  # of images
             if self.whole_images:
                 cache.join_images(ids)
             tokens = self._embed(ids)
         if self._grid_positions:
-            positions = self._in_grids(chunks, positions)
-        out = self._model(
-            **tokens,
-            position_ids=positions,
-            past_key_values=cache,
-            attention_mask=cache.mask(None, self._model.dtype) if self._mask_is_given else None,
-            use_cache=True,
-            logits_to_keep=0 if all_logits else 1,
-        )
+            numbers = self._in_grids(chunks, numbers)
+        runs = self._read_states(chunks, len(ids))
+        with self._continued_scans():
+            out = self._model(
+                **tokens,
+                **positions(self._model, numbers),
+                **{self._cache_argument: cache},
+                attention_mask=cache.mask(None, self._model.dtype) if self._mask_is_given else None,
+                use_cache=True,
+                logits_to_keep=0 if all_logits else 1,
+            )
+        if runs:
+            self._write_states(runs, chunks)
         if is_step and all_logits:
             logits = torch.cat([out.logits[chunk.slot, : chunk.rows] for chunk in chunks])
         else:
@@ -394,6 +440,40 @@ class TorchModel(StaticBatchModel):
         if not all_logits:
             logits = logits[-len(chunks) :]  # not every family supports logits_to_keep
         return logits.float().cpu().numpy()
+
+    def _read_states(self, chunks: Sequence[Chunk], rows: int) -> list[Run]:
+        """Gives the layers copies of the states that this pass begins with."""
+        if not self.states:
+            return []
+        runs = [self.states.begin(chunk.slot, chunk.begin, len(chunk.tokens)) for chunk in chunks]
+        blocks = [ZERO] * rows
+        for place, run in zip(self._cache.places, runs):
+            blocks[place] = run.read
+        for held, table in self._tables:
+            held[0] = table[blocks]
+        return runs
+
+    def _write_states(self, runs: list[Run], chunks: Sequence[Chunk]) -> None:
+        blocks = [run.writes[0] for run in runs]
+        for held, table in self._tables:
+            table[blocks] = held[0][self._cache.places]
+        self.states.end(runs, {chunk.slot: chunk.keep for chunk in chunks})
+
+    @contextmanager
+    def _continued_scans(self) -> Iterator[None]:
+        """While the scans of Mamba 1, which transformers begins with zeros, go on from the states."""
+        modeling = vars(sys.modules[type(self._model).__module__])
+        name = "mamba_selective_scan"
+        if not self.states or name not in modeling:
+            yield
+            return
+        scan = modeling[name]
+        states = (states[0] for states in self._recurrent)  # in the order of the layers
+        modeling[name] = lambda *given, **options: _continue_scan(next(states), scan, *given, **options)
+        try:
+            yield
+        finally:
+            modeling[name] = scan
 
     def _embed(self, ids: torch.Tensor) -> dict[str, Any]:
         """What the model's forward takes for ids, [rows, q], with tokens of images."""
@@ -411,7 +491,7 @@ class TorchModel(StaticBatchModel):
         return positions
 
     def _make_cache(self, rows: int) -> None:
-        self._cache = _SlotCache(rows, self.max_total_tokens)
+        self._cache = _SlotCache(rows, self.max_total_tokens, self._layers)
         if self.encoder_cache and has_grid_positions(self._model):
             self._grid_positions = GridPositions(rows, self.max_total_tokens, self.encoder_cache)
         for module in self._model.modules():
@@ -429,7 +509,7 @@ class TorchModel(StaticBatchModel):
         self._model.set_attn_implementation(STATIC_BATCH)
         self._make_cache(self.batch_size)
         self.forward([Chunk(0, ids[:1], 0)])  # fills `sliding_windows`
-        self._mask_is_given = not self._cache.sliding_windows
+        self._mask_is_given = not self._cache.sliding_windows and self.states is None
         refusal = f"{self._kind} models are not supported on a static batch"
         windows = [getattr(text_config, name, None) for name in ("sliding_window", "window_size")]
         if self._mask_is_given and any(windows):
@@ -470,7 +550,7 @@ class TorchModel(StaticBatchModel):
         """
         for rows in range(self.batch_size, self.batch_size + 8):
             self._make_cache(rows)
-            if all(self._rows_are_equal(token, position) for position, token in enumerate(ids[:2])):
+            if self._rows_are_equal(ids[:2]):
                 return
         self._batches_rows = False
         self._make_cache(self.batch_size)
@@ -479,11 +559,18 @@ class TorchModel(StaticBatchModel):
             self._kind,
         )
 
-    def _rows_are_equal(self, token: int, position: int) -> bool:
-        """Runs the same token in all slots together, then alone in the first and the last slot."""
-        chunks = [Chunk(slot, [token], position) for slot in range(self.batch_size)]
-        logits = np.concatenate([self.forward(rows) for rows in (chunks, chunks[:1], chunks[-1:])])
-        return bool((logits == logits[0]).all())
+    def _rows_are_equal(self, ids: list[int]) -> bool:
+        """Runs the same tokens in all slots together, then alone in the first and the last slot."""
+        slots = range(self.batch_size)
+        logits = [
+            [
+                self.forward([Chunk(slot, [token], position) for slot in rows])
+                for position, token in enumerate(ids)
+            ]
+            for rows in (slots, slots[:1], slots[-1:])
+        ]
+        rows = np.concatenate(logits, 1)  # [positions, rows, vocab]
+        return bool((rows == rows[:, :1]).all())
 
     def _check_sliding_windows(self, text_config) -> None:
         """Rejects a sliding window that a family does not pass to its attention function, which would ignore
