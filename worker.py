@@ -466,6 +466,12 @@ class Startup:
                 ", ".join(model.adapters.numbers) or "none yet",
                 model.adapters.nbytes / 1e6,
             )
+        if model.states:
+            logger.info(
+                "Recurrent states: %.1f MB per slot; up to %d snapshots (--max-snapshot-memory)",
+                model.state_bytes / 1e6,
+                model.states.snapshots,
+            )
         if model.encoder_cache:
             logger.info(
                 "Image input is supported; encoder cache: up to %d MiB",

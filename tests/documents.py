@@ -87,7 +87,7 @@ def served_families():
 
     models = {}  # by all other columns
     for family in FAMILIES:
-        on_cuda = "PyTorch" if family.on_torch and not family.refused else "no"
+        on_cuda = "no" if family.refused else "PyTorch"
         where = (on_cpu(family), on_cuda, on_neuron(family))
         models.setdefault((family.config["model_type"], where), []).append(family.name)
     rows = [(f"`{kind}`", ", ".join(names), *where) for (kind, where), names in models.items()]

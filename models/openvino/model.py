@@ -456,12 +456,6 @@ def load_entry(config: Config, entry: Path) -> OpenVinoModel:
         model.kv_bytes_per_token,
         model.prefix_slots,
     )
-    if model.states:
-        logger.info(
-            "Recurrent states: %.1f MB per slot; up to %d snapshots (--max-snapshot-memory)",
-            model.state_bytes / 1e6,
-            model.states.snapshots,
-        )
     if model.quantize and model.kv_cache_dtype == "float32":
         logger.info("--kv-cache-dtype u8 takes 30 % of that memory")
     if not model.quantize and (entry / "model.bin").stat().st_size > WORTH_COMPRESSING:

@@ -13,7 +13,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,6 @@ from models.checkpoint.pretrained import (
     has_grid_positions,
     has_states,
     load_pretrained,
-    positions,
     reference_logits,
 )
 from models.errors import DeviceLost, ModelError, first_line, named, reported_as, warn_text_only
@@ -44,7 +43,7 @@ from models.images.encoder_cache import EncoderCache, split_at_images
 from models.images.grid_positions import GridPositions
 from models.images.towers import make_tower
 from models.machine import usable_threads
-from models.states import ZERO, Run, States
+from models.states import ZERO, States
 
 logger = logging.getLogger("model")
 
@@ -315,12 +314,8 @@ class TorchModel(StaticBatchModel):
             (states, _zeros((self.states.count, *states[0].shape[1:]), states[0])) for states in held
         ]
         self.verify_length = self.max_draft_rows = 0
-        logger.info(
-            "Recurrent states: %.1f MB per slot; up to %d snapshots (--max-snapshot-memory); no speculative "
-            "decoding",
-            self.state_bytes / 1e6,
-            self.states.snapshots,
-        )
+        if config.speculate:
+            logger.info("--speculate has no effect here: a recurrent state does not go back")
 
     def _load_vision(self, manifest: Manifest) -> None:
         """Sets `encoder_cache` where the model reads images, and its tower computes what that of transformers
@@ -413,26 +408,23 @@ class TorchModel(StaticBatchModel):
             adapter_of = {chunk.slot: chunk.adapter for chunk in chunks}
             rows = range(cache.rows) if is_step else adapter_of
             self._select_adapters([adapter_of.get(row, 0) for row in rows])
-        ids, numbers = cache.start(chunks, is_step, self.device)
+        ids, positions = cache.start(chunks, is_step, self.device)
         tokens = {"input_ids": ids}
         if any(min(chunk.tokens) < 0 for chunk in chunks):  # of images
             if self.whole_images:
                 cache.join_images(ids)
             tokens = self._embed(ids)
         if self._grid_positions:
-            numbers = self._in_grids(chunks, numbers)
-        runs = self._read_states(chunks, len(ids))
-        with self._continued_scans():
+            positions = self._in_grids(chunks, positions)
+        with self._states_of(chunks, len(ids)) if self.states else nullcontext():
             out = self._model(
                 **tokens,
-                **positions(self._model, numbers),
+                position_ids=positions,
                 **{self._cache_argument: cache},
                 attention_mask=cache.mask(None, self._model.dtype) if self._mask_is_given else None,
                 use_cache=True,
                 logits_to_keep=0 if all_logits else 1,
             )
-        if runs:
-            self._write_states(runs, chunks)
         if is_step and all_logits:
             logits = torch.cat([out.logits[chunk.slot, : chunk.rows] for chunk in chunks])
         else:
@@ -441,22 +433,21 @@ class TorchModel(StaticBatchModel):
             logits = logits[-len(chunks) :]  # not every family supports logits_to_keep
         return logits.float().cpu().numpy()
 
-    def _read_states(self, chunks: Sequence[Chunk], rows: int) -> list[Run]:
-        """Gives the layers copies of the states that this pass begins with."""
-        if not self.states:
-            return []
+    @contextmanager
+    def _states_of(self, chunks: Sequence[Chunk], rows: int) -> Iterator[None]:
+        """Gives the layers copies of the states that a pass of `rows` begins with, and keeps those after it.
+        Rows without a chunk get zeros."""
         runs = [self.states.begin(chunk.slot, chunk.begin, len(chunk.tokens)) for chunk in chunks]
-        blocks = [ZERO] * rows
+        read = [ZERO] * rows
         for place, run in zip(self._cache.places, runs):
-            blocks[place] = run.read
+            read[place] = run.read
         for held, table in self._tables:
-            held[0] = table[blocks]
-        return runs
-
-    def _write_states(self, runs: list[Run], chunks: Sequence[Chunk]) -> None:
-        blocks = [run.writes[0] for run in runs]
+            held[0] = table[read]
+        with self._continued_scans():
+            yield
+        written = [run.writes[0] for run in runs]
         for held, table in self._tables:
-            table[blocks] = held[0][self._cache.places]
+            table[written] = held[0][self._cache.places]
         self.states.end(runs, {chunk.slot: chunk.keep for chunk in chunks})
 
     @contextmanager
@@ -464,11 +455,11 @@ class TorchModel(StaticBatchModel):
         """While the scans of Mamba 1, which transformers begins with zeros, go on from the states."""
         modeling = vars(sys.modules[type(self._model).__module__])
         name = "mamba_selective_scan"
-        if not self.states or name not in modeling:
+        scan = modeling.get(name)
+        if scan is None:
             yield
             return
-        scan = modeling[name]
-        states = (states[0] for states in self._recurrent)  # in the order of the layers
+        states = (held[0] for held in self._recurrent)  # in the order of the layers
         modeling[name] = lambda *given, **options: _continue_scan(next(states), scan, *given, **options)
         try:
             yield
@@ -560,17 +551,13 @@ class TorchModel(StaticBatchModel):
         )
 
     def _rows_are_equal(self, ids: list[int]) -> bool:
-        """Runs the same tokens in all slots together, then alone in the first and the last slot."""
-        slots = range(self.batch_size)
-        logits = [
-            [
-                self.forward([Chunk(slot, [token], position) for slot in rows])
-                for position, token in enumerate(ids)
-            ]
-            for rows in (slots, slots[:1], slots[-1:])
-        ]
-        rows = np.concatenate(logits, 1)  # [positions, rows, vocab]
-        return bool((rows == rows[:, :1]).all())
+        """Runs the same tokens alone in the first slot, in all slots together, and alone in the last one."""
+        alone = [self.forward([Chunk(0, [token], position)]) for position, token in enumerate(ids)]
+        return all(
+            (self.forward([Chunk(slot, [token], position) for slot in slots]) == alone[position]).all()
+            for slots in (range(self.batch_size), [self.batch_size - 1])
+            for position, token in enumerate(ids)
+        )
 
     def _check_sliding_windows(self, text_config) -> None:
         """Rejects a sliding window that a family does not pass to its attention function, which would ignore

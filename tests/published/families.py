@@ -28,7 +28,6 @@ class Family:
     default_engine: str = OPENVINO
     refused: str = ""
     changes: dict[str, Any] = field(default_factory=dict)
-    on_torch: bool = True  # plain PyTorch, which serves on CUDA, serves it, too
     seed: int = 0  # of the random weights; another one where tokens do not lead clearly
     images: str = ""  # the family of vision_models.py whose preprocessor, template and tokens it has; "": it is served as text
 
@@ -51,11 +50,6 @@ class Family:
 
 def served(name, model, engine=OPENVINO, default_engine=None, **changes):
     return Family(name, model, engine, default_engine or engine, changes=changes)
-
-
-def hybrid(name, model, **others):
-    """With recurrent states, which plain PyTorch does not serve."""
-    return Family(name, model, on_torch=False, **others)
 
 
 def refused(name, model, words, **changes):
@@ -111,10 +105,10 @@ FAMILIES = [
     served("Qwen3 with yarn", "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B"),
     served("Qwen3 MoE", "Qwen/Qwen3-30B-A3B"),
     served("Qwen1.5 MoE", "Qwen/Qwen1.5-MoE-A2.7B-Chat"),
-    hybrid("Qwen3-Next", "Qwen/Qwen3-Next-80B-A3B-Instruct"),
-    hybrid("Qwen3.5", "Qwen/Qwen3.5-4B", images="qwen3_5"),
-    hybrid("Qwen3.5, text", "Qwen/Qwen3.5-4B, text"),
-    hybrid("Qwen3.5 MoE", "Qwen/Qwen3.5-35B-A3B"),
+    served("Qwen3-Next", "Qwen/Qwen3-Next-80B-A3B-Instruct"),
+    Family("Qwen3.5", "Qwen/Qwen3.5-4B", images="qwen3_5"),
+    served("Qwen3.5, text", "Qwen/Qwen3.5-4B, text"),
+    served("Qwen3.5 MoE", "Qwen/Qwen3.5-35B-A3B"),
     refused("Qwen3.8 Flash Next", "Qwen/Qwen3.8-Flash-Next", "indexed attention"),
     served("Qwen3.5 of full attention", "Qwen/Qwen3.5-4B, text", layer_types=["full_attention"] * 32),
     served("Gemma", "google/gemma-2b-it"),
@@ -136,7 +130,7 @@ FAMILIES = [
     served("Phi-4 mini", "microsoft/Phi-4-mini-instruct"),
     served("Granite 3", "ibm-granite/granite-3.3-2b-instruct"),
     served("Granite 3 MoE", "ibm-granite/granite-3.1-3b-a800m-instruct"),
-    hybrid("Granite 4 hybrid", "ibm-granite/granite-4.0-h-tiny"),
+    served("Granite 4 hybrid", "ibm-granite/granite-4.0-h-tiny"),
     served("Granite 4 dense", "ibm-granite/granite-4.0-micro"),
     served("OLMo", "allenai/OLMo-1.7-7B-hf"),
     served("OLMo 2", "allenai/OLMo-2-0425-1B-Instruct"),
@@ -180,8 +174,8 @@ FAMILIES = [
     served("Hunyuan 7B", "tencent/Hunyuan-7B-Instruct"),
     served("Hunyuan A13B", "tencent/Hunyuan-A13B-Instruct"),
     served("Seed-OSS", "ByteDance-Seed/Seed-OSS-36B-Instruct"),
-    hybrid("LFM2", "LiquidAI/LFM2-1.2B"),
-    hybrid("LFM2.5", "LiquidAI/LFM2.5-1.2B-Instruct"),
+    served("LFM2", "LiquidAI/LFM2-1.2B"),
+    served("LFM2.5", "LiquidAI/LFM2.5-1.2B-Instruct"),
     served("Apertus", "swiss-ai/Apertus-8B-Instruct-2509"),
     served("AFM 4.5B", "arcee-ai/AFM-4.5B"),
     served("MiniMax M2", "MiniMaxAI/MiniMax-M2"),
@@ -195,15 +189,15 @@ FAMILIES = [
     refused("GPT-Neo", "EleutherAI/gpt-neo-125m", "local layers"),
     refused("BLOOM", "bigscience/bloom-560m", "ALiBi"),
     served("MPT", "mosaicml/mpt-7b-chat", TORCH),
-    hybrid("Mamba", "state-spaces/mamba-130m-hf"),
-    hybrid("Mamba 2", "mistralai/Mamba-Codestral-7B-v0.1"),
-    hybrid("Falcon Mamba", "tiiuae/falcon-mamba-7b-instruct"),
-    hybrid("Bamba", "ibm-ai-platform/Bamba-9B-v2"),
-    hybrid("Jamba", "ai21labs/AI21-Jamba-Mini-1.6"),
-    hybrid("Falcon H1", "tiiuae/Falcon-H1-1.5B-Instruct"),
-    hybrid("Nemotron H", "nvidia/Nemotron-H-8B-Reasoning-128K"),
-    hybrid("Nemotron 3 Nano", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
-    hybrid("OLMo Hybrid", "allenai/Olmo-Hybrid-7B"),
+    served("Mamba", "state-spaces/mamba-130m-hf"),
+    served("Mamba 2", "mistralai/Mamba-Codestral-7B-v0.1"),
+    served("Falcon Mamba", "tiiuae/falcon-mamba-7b-instruct"),
+    served("Bamba", "ibm-ai-platform/Bamba-9B-v2"),
+    served("Jamba", "ai21labs/AI21-Jamba-Mini-1.6"),
+    served("Falcon H1", "tiiuae/Falcon-H1-1.5B-Instruct"),
+    served("Nemotron H", "nvidia/Nemotron-H-8B-Reasoning-128K"),
+    served("Nemotron 3 Nano", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
+    served("OLMo Hybrid", "allenai/Olmo-Hybrid-7B"),
     refused("Zamba", "Zyphra/Zamba-7B-v1", "attention shared by layers"),
     refused("Zamba 2", "Zyphra/Zamba2-1.2B-instruct", "attention shared by layers"),
     refused("RecurrentGemma", "google/recurrentgemma-2b-it", "recurrent layers"),
@@ -229,7 +223,7 @@ FAMILIES = [
     served("JetMoE", "jetmoe/jetmoe-8b", TORCH),
     served("nanochat", "karpathy/nanochat-d32"),
     served("Trinity", "arcee-ai/Trinity-Mini"),
-    hybrid("LFM2 MoE", "LiquidAI/LFM2-8B-A1B"),
+    served("LFM2 MoE", "LiquidAI/LFM2-8B-A1B"),
     refused("MiniMax-01", "MiniMaxAI/MiniMax-Text-01-hf", "lightning attention"),
     refused("MiniMax-01 with its own code", "MiniMaxAI/MiniMax-Text-01", "lightning attention"),
 ]

@@ -178,10 +178,9 @@ def test_a_family_is_served_and_its_texts_are_those_of_transformers(record_prope
             expected[api].assert_ids(answer)
         else:
             expected.get(api, Expected(reference, chat, eos, **penalties)).assert_text(answer)
-    if family.on_torch:
-        torch_model = TorchModel(settings(folder, len(long) + TOKENS, dtype="float32"), folder, "cpu")
-        (sequence,) = run(torch_model, [list(long)])
-        Expected(reference, long, eos=[]).assert_ids(sequence.tokens)
+    torch_model = TorchModel(settings(folder, len(long) + TOKENS, dtype="float32"), folder, "cpu")
+    (sequence,) = run(torch_model, [list(long)])
+    Expected(reference, long, eos=[]).assert_ids(sequence.tokens)
 
 
 @pytest.mark.parametrize("family", rows([family for family in SERVED if family.images]))
