@@ -6,7 +6,6 @@ limits on time and memory (limited.py).
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import hashlib
@@ -160,19 +159,26 @@ class ChatTemplate:
         begins_answer: bool = True,
     ) -> list[int]:
         """Where in a `prompt` of `render`, in characters, other prompts of its conversation may go on: before
-        the first and the newest message of the user, and before the response. Templates leave out earlier
-        reasoning, so these are where the chat differs with another text, or without a response."""
+        the first and the newest message of the user, and before the response, or the earlier one that changes
+        with it. Templates leave out earlier reasoning, so these are where the chat differs with another text,
+        without a response, or with one."""
+
+        def common(chat: list[dict], begins_answer: bool) -> int:
+            try:
+                written = self.render(chat, tools, options, begins_answer)
+            except TemplateError:
+                return len(prompt)
+            return len(os.path.commonprefix([prompt, written]))  # noqa: RUF071 of any texts, not of paths
+
+        found = set()
         users = [n for n, message in enumerate(messages) if message.get("role") == "user"]
-        chats = [(messages, False)] if begins_answer else []
         for n in {*users[:1], *users[-1:]}:
             other = {**messages[n], "content": WORD_OF_NONE}
-            chats.append(([*messages[:n], other, *messages[n + 1 :]], begins_answer))
-        found = set()
-        for chat, begins in chats:
-            with contextlib.suppress(TemplateError):
-                written = self.render(chat, tools, options, begins)
-                found.add(len(os.path.commonprefix([prompt, written])))  # noqa: RUF071 of any texts, not of paths
-        return sorted(found - {0})
+            found.add(common([*messages[:n], other, *messages[n + 1 :]], begins_answer))
+        if begins_answer:
+            response = {"role": "assistant", "content": WORD_OF_NONE}
+            found.add(min(common(messages, False), common([*messages, response], True)))
+        return sorted(found - {0, len(prompt)})
 
     @functools.cached_property
     def takes_parts(self) -> bool:

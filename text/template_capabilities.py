@@ -26,11 +26,13 @@ class TemplateCapabilities:
     several_system: bool = True  # two of them there
     later_system: bool = True  # one after other messages
     developer: bool = False  # the role of this name, unlike unknown roles
+    no_user: bool = True  # a chat without a user message
     users: bool = True  # two in a row
     assistants: bool = True
     tools: bool = True  # which may be called
     calls: bool = True  # earlier ones, and their results
     text_of_calls: bool = True  # the content of a message that has calls
+    thinking: bool = False  # reasoning under this name beside the content
     several_calls: bool = True  # in one message
     user_after_result: bool = True  # a user message right after a tool result
     image_roles: frozenset[str] = frozenset()  # the roles of messages that may have images
@@ -50,6 +52,7 @@ class TemplateCapabilities:
         call = (SECOND, {"a": THIRD})
         calling, result = calls_and_results(call)
         tools = [{"type": "function", "function": function}]
+        said = {"content": FIFTH}
         end = {"role": "user", "content": FOURTH}
         for_tools = template.for_tools
         calls = _writes(for_tools, [USER, calling, result], tools)
@@ -72,12 +75,16 @@ class TemplateCapabilities:
             several_system=_writes(template, [system, system | {"content": SECOND}, end]),
             later_system=takes_system and later_system,
             developer=_writes_role(template, "developer") and not _writes_role(template, "bandicoot"),
+            no_user=_writes(template, [answer]),
             users=_writes(template, [USER, user]),
             assistants=_writes(template, [USER, answer, answer | {"content": THIRD}, end]),
             # gpt-oss' describes a function before it names it.
             tools=all(_writes(for_tools, [USER], tools, words=(word,)) for word in (SECOND, THIRD)),
             calls=calls,
-            text_of_calls=_writes(for_tools, [USER, calling | {"content": FIFTH}, result], tools),
+            text_of_calls=_writes(for_tools, [USER, calling | said, result], tools),
+            thinking=_writes(
+                for_tools, [USER, calling | said | {"thinking": THIRD}, result], tools, (FIRST, THIRD, FIFTH)
+            ),
             several_calls=_writes(for_tools, [USER, *calls_and_results(call, (SECOND, {"a": FIFTH}))], tools),
             user_after_result=_writes(for_tools, [USER, calling, result, end | {"content": FIFTH}], tools),
             image_roles=frozenset(image_roles),

@@ -9,8 +9,8 @@ import base64
 from collections.abc import Collection
 from typing import Any
 
-# The nearest efforts that templates name, for one that the model's template does not.
-NEAREST = {"minimal": "low", "xhigh": "high", "max": "high"}
+# The nearest efforts, for one that the model's template does not name; the last one if it names none.
+NEAREST = {"minimal": ["low"], "high": ["xhigh", "high"], "xhigh": ["high"], "max": ["xhigh", "high"]}
 THINKING_ON = {"enable_thinking": True, "thinking": True}
 THINKING_OFF = {"enable_thinking": False, "thinking": False}
 SEAL = "v1."
@@ -28,8 +28,9 @@ def template_variables(
         return THINKING_OFF
     if effort is None:
         return THINKING_ON if is_on else {}
-    known = effort if effort in template_words else NEAREST.get(effort, effort)
-    return THINKING_ON | {"reasoning_effort": known}
+    nearest = NEAREST.get(effort, [effort])
+    known = next((each for each in (effort, *nearest) if each in template_words), nearest[-1])
+    return THINKING_ON | {"reasoning_effort": known, "low_effort": known == "low"}
 
 
 def seal(text: str) -> str:

@@ -55,12 +55,12 @@ def adapt_to_template(
         messages = _with_calls_apart(messages)
     if capabilities.calls and not capabilities.user_after_result:
         messages = _with_answers(messages)
-    return [_with_thinking(message) for message in messages]
+    return [_with_thinking(message, capabilities) for message in messages]
 
 
-def _with_thinking(message: TemplateMessage) -> TemplateMessage:
-    """gpt-oss' template has a name of its own for reasoning, and rejects it beside content."""
-    if "reasoning_content" not in message or message["content"]:
+def _with_thinking(message: TemplateMessage, capabilities: TemplateCapabilities) -> TemplateMessage:
+    """The name of reasoning in the templates of LFM2.5 and gpt-oss, which rejects it beside content."""
+    if "reasoning_content" not in message or (message["content"] and not capabilities.thinking):
         return message
     return message | {"thinking": message["reasoning_content"]}
 
@@ -126,6 +126,8 @@ def _with_system(messages: Messages, capabilities: TemplateCapabilities) -> Mess
     others = messages[begins:]
     if not capabilities.later_system:
         others = _with_folded_system(others)
+    if others and not capabilities.no_user and all(message["role"] != "user" for message in others):
+        others = [{"role": "user", "content": ""}, *others]
     # Some templates write a system message only with the one that follows it.
     takes_system = capabilities.system and (others or capabilities.later_system)
     if not head or (takes_system and (len(head) == 1 or capabilities.several_system)):

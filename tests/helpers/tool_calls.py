@@ -320,6 +320,19 @@ MISWRITTEN = [
         '<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Bern"}<|tool_call_end|>',
         BERN,
     ),
+    ("no opening marker", "lfm2", '[weather(city="Bern")]', BERN),
+    (
+        "quotes and line breaks in strings as they are",
+        "lfm2",
+        "<|tool_call_start|>[weather(city='Be\n'r'n', days=2), now()]<|tool_call_end|>",
+        [("weather", {"city": "Be\n'r'n", "days": 2}), *NOW_CALL],
+    ),
+    (
+        "names that Python does not have",
+        "lfm2",
+        '<|tool_call_start|>[weather(from="Bern", in-days=[2])]<|tool_call_end|>',
+        [("weather", {"from": "Bern", "in-days": [2]})],
+    ),
     (
         "no `functions.`, or one too many",
         "openai",

@@ -18,9 +18,9 @@ OF_CALLS = {"calls", "text_of_calls", "several_calls", "user_after_result"}
 
 
 def missing(source, placeholder=""):
-    """The capabilities that a template has not."""
+    """The capabilities that a template has not, but for `thinking`."""
     found = TemplateCapabilities.of(ChatTemplate(source, {}))
-    return {field.name for field in fields(found) if getattr(found, field.name) is False}
+    return {field.name for field in fields(found) if getattr(found, field.name) is False} - {"thinking"}
 
 
 def without(condition, source=FULL):
@@ -39,7 +39,7 @@ def without(condition, source=FULL):
         (without("m.role not in ['user', 'assistant', 'system', 'tool']"), {"developer"}),
         (
             PLAIN.replace("<{{ m.role }}>", "{% if m.role in ['user', 'developer'] %}").replace(END, "{% endif %}" + END),
-            {"system", "several_system", "later_system", "assistants", "tools"} | OF_CALLS,
+            {"system", "several_system", "later_system", "no_user", "assistants", "tools"} | OF_CALLS,
         ),
         (without("m.role == 'system' and not loop.first"), {"developer", "several_system", "later_system"}),
         (without("m.role == 'system'"), {"developer", "system", "several_system", "later_system"}),
@@ -83,6 +83,19 @@ def test_what_a_template_loses_or_refuses_is_found(source, expected):
 @pytest.mark.parametrize("source", ["", "{{ raise_exception('no') }}", "{{ 1 / 0 }}"])
 def test_of_a_template_that_writes_no_chat_nothing_is_known(source):
     assert TemplateCapabilities.of(ChatTemplate(source, {})) == TemplateCapabilities()
+
+
+@pytest.mark.parametrize(
+    ("source", "has_thinking"),
+    [
+        (FULL, False),
+        (FULL.replace("reasoning_content", "thinking"), True),
+        # As gpt-oss'.
+        (without("m.content and m.thinking", FULL.replace("reasoning_content", "thinking")), False),
+    ],
+)
+def test_reasoning_beside_the_content_may_be_called_thinking(source, has_thinking):
+    assert TemplateCapabilities.of(ChatTemplate(source, {})).thinking == has_thinking
 
 
 EACH_PART = "{% for p in m.content %}"

@@ -99,13 +99,22 @@ class CallText:
         for statement in ast.parse(self.text[at:].strip()).body:
             value = statement.value
             for call in value.elts if isinstance(value, (ast.List, ast.Tuple)) else [value]:
-                arguments = {
-                    keyword.arg: ast.literal_eval(_JsonWords().visit(keyword.value))
-                    for keyword in call.keywords
-                }
+                arguments = {keyword.arg: _literal(keyword.value) for keyword in call.keywords}
                 if call.args or None in arguments or len(arguments) < len(call.keywords):
                     raise ValueError("arguments without a name, or with one name")
                 yield ast.unparse(call.func), arguments
+
+    def in_almost_python(self, at: int) -> Iterator[UncheckedCall]:
+        """Calls as templates write them in Python, without escapes: strings may have quotes and line breaks,
+        names dashes, or be Python's keywords."""
+        listed = re.fullmatch(r"\[?(.*)\)\s*\]?", self.text[at:].strip(), re.DOTALL)[1]
+        before, *calls = re.split(rf"(?:\A|\)\s*,)\s*({any_of(self.schemas)})\(", listed)
+        for name, written in zip(calls[::2], calls[1::2]):
+            no_key, *pairs = re.split(r"(?:\A|,)\s*([\w-]+)\s*=", written)
+            arguments = {key: _value_of(value) for key, value in zip(pairs[::2], pairs[1::2])}
+            if before or no_key.strip() or 2 * len(arguments) < len(pairs):
+                raise ValueError("other text, or two arguments of one name")
+            yield name, arguments
 
     def after_names(self, at: int, is_loose: bool = False) -> Iterator[UncheckedCall]:
         """Objects of arguments, each after a name. is_loose: texts in them need no quotes."""
@@ -164,6 +173,22 @@ def _calls_in(value: Any) -> Iterator[UncheckedCall]:
         arguments = whole_value(arguments)
     name = next((value[key] for key in NAME_KEYS if key in value), None)
     yield name, {} if arguments is None or arguments == "" else arguments
+
+
+def _value_of(argument: str) -> Any:
+    """A literal, or all that is between quotes."""
+    argument = argument.strip()
+    quoted = re.fullmatch("(['\"])(.*)\\1", argument, re.DOTALL)
+    if not quoted:
+        return _literal(ast.parse(argument, mode="eval").body)
+    try:
+        return whole_value(argument)
+    except ValueError:
+        return quoted[2]
+
+
+def _literal(expression: ast.expr) -> Any:
+    return ast.literal_eval(_JsonWords().visit(expression))
 
 
 class _JsonWords(ast.NodeTransformer):

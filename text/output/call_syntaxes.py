@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import keyword
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -118,7 +117,7 @@ class ToolFormat:
     also_open: tuple[str, ...] = ()  # other texts that may stand there
     bare: tuple[str, ...] = ()  # what else a call begins with, with the name of a function for {}
     close: str = ""  # the marker after them
-    described_by: tuple[str, ...] = ()  # words of templates that take tools and write no calls
+    described_by: tuple[str, ...] = ()  # words of templates that take tools and write no calls, or tokens
     next: str = ""  # stands in front of each call after the first one; it may be there, too,
     first: str = ""  # or this
     implicit_start: str = ""  # what calls begin with where they may be the whole text, without a marker
@@ -252,7 +251,7 @@ class PythonFormat(PairsFormat):
 
     @staticmethod
     def is_key(name: str) -> bool:
-        return name.isidentifier() and not keyword.iskeyword(name)
+        return bool(re.fullmatch(r"[^\W\d][\w-]*", name))
 
     @staticmethod
     def written(value: Any) -> str:
@@ -261,8 +260,10 @@ class PythonFormat(PairsFormat):
     def head(self, names: str) -> str:
         return rf"\s*({names})\("
 
-    def calls_in(self, text: CallText, at: int) -> Iterator[UncheckedCall]:
-        return text.in_python(at)
+    def calls_in(self, text: CallText, at: int) -> Iterable[UncheckedCall]:
+        with contextlib.suppress(*ERRORS):
+            return [*text.in_python(at)]
+        return text.in_almost_python(at)
 
 
 class GemmaFormat(PairsFormat):

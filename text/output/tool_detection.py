@@ -56,7 +56,9 @@ def model_tools(
         return ModelTools(form, tokenizer.token_to_id, in_prompt=True)
     template = template.for_tools
     written = written_format(template)
-    found = written or _parsed_format(template.response_template) or _described_format(template.source)
+    found = (
+        written or _parsed_format(template.response_template) or _described_format(template.source, tokenizer)
+    )
     if named and not (found and found.name.startswith(f"{named.name}_v")):  # vLLM's `mistral` is both
         found = named
     return ModelTools(
@@ -83,9 +85,13 @@ def _parsed_format(response_template: Any) -> ToolFormat | None:
     return max(fitting, key=lambda form: sum(map(len, form.parts)), default=None)
 
 
-def _described_format(source: str) -> ToolFormat | None:
-    """The format of a template that writes no calls: it asks the model for them in these words."""
-    return next((form for form in TOOL_FORMATS if any(words in source for words in form.described_by)), None)
+def _described_format(source: str, tokenizer: Tokenizer) -> ToolFormat | None:
+    """The format of a template that writes no calls: it asks the model for them in these words, or they are a
+    token."""
+    for form in TOOL_FORMATS:
+        if any(words in source or tokenizer.token_to_id(words) is not None for words in form.described_by):
+            return form
+    return None
 
 
 def _chat_with_call(template: ChatTemplate, arguments: Any) -> str:

@@ -187,8 +187,9 @@ TOOL_FORMATS = (
     PythonFormat(
         name="lfm2",
         open="<|tool_call_start|>",
+        bare=("[{}(",),
         close="<|tool_call_end|>",
-        described_by=("List of tools: ",),
+        described_by=("<|tool_call_start|>",),
         first="[",
         next=",",
         ends=("]",),

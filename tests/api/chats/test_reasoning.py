@@ -50,15 +50,19 @@ def test_an_effort_is_a_variable_of_the_template(dialect, fields, monkeypatch):
     rendered = record_renders(monkeypatch)
     MAKE[dialect](BODIES[dialect] | fields, serving())
     MAKE[dialect](BODIES[dialect] | fields | {"chat_template_kwargs": {"enable_thinking": None, "a": 1}}, serving())
-    on = {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}
+    on = {"enable_thinking": True, "thinking": True, "reasoning_effort": "high", "low_effort": False}
     assert [options for _, options in rendered] == [on, on | {"enable_thinking": None, "a": 1}]
 
 
-@pytest.mark.parametrize(("effort", "known"), [("minimal", "low"), ("max", "high"), ("xhigh", "xhigh"), ("new", "new")])
-def test_an_effort_that_the_template_does_not_name_is_the_nearest_one(effort, known, monkeypatch):
+@pytest.mark.parametrize(
+    ("effort", "known"), [("minimal", "low"), ("high", "high"), ("max", "high"), ("xhigh", "high"), ("new", "new")]
+)
+@pytest.mark.parametrize("strongest", ["high", "xhigh"])
+def test_an_effort_that_the_template_does_not_name_is_the_nearest_one(strongest, effort, known, monkeypatch):
     rendered = record_renders(monkeypatch)
     served = serving()
-    template = ChatTemplate("{{ 'xhigh' }}", {})
+    known = strongest if known == "high" else known
+    template = ChatTemplate(f"{{{{ '{strongest}' }}}}", {})
     served = replace(served, text=served.text._replace(template=template))
     chat.chat(BODIES["chat"] | {"reasoning_effort": effort}, served)
     assert rendered[0][1]["reasoning_effort"] == known

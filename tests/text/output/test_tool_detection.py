@@ -74,7 +74,7 @@ def test_a_format_that_does_not_read_the_call_is_not_taken_for_it(template, name
         ("{{ tools }}<tool_call>", None),
         ("{{ tools }}a JSON object within <tool_call></tool_call> XML tags", "hermes"),
         ("{{ tools }}{% set calls = [func_name] %}", None),
-        ("{{ 'List of tools: [' }}{{ tools }}]", "lfm2"),
+        ("{{ tools }}<|tool_call_start|>", "lfm2"),
         ("{{ tools }}formatted as functools[{}]", "phi4_mini_json"),
         ("{{ tools }}respond only with <|tool_call|> followed by a JSON list", "phi4_mini_json"),
         ("{{ tools }}<start_of_turn>[func_name1(params_name1=params_value1)]", "pythonic"),
@@ -86,6 +86,14 @@ def test_a_format_that_does_not_read_the_call_is_not_taken_for_it(template, name
 def test_a_template_that_writes_no_calls_may_describe_them(template, name, tokenizer):
     found = model_tools(ChatTemplate(template, {}), TemplateCapabilities(), tokenizer, None)
     assert (found.format and found.format.name) == name
+
+
+def test_calls_are_those_of_lfm2_if_their_marker_is_a_token_and_the_template_writes_none(tmp_path):
+    learned = tiny_tokenizers.byte_level()
+    learned.add_special_tokens(["<|tool_call_start|>"])
+    tokenizer = Tokenizer(tiny_tokenizers.save(learned, tmp_path))
+    assert model_tools(ChatTemplate("{{ tools }}", {}), TemplateCapabilities(), tokenizer, None).format.name == "lfm2"
+    assert model_tools(ChatTemplate(TEMPLATES["hermes"], {}), TemplateCapabilities(), tokenizer, None).format.name == "hermes"
 
 
 PUBLISHED = {

@@ -30,7 +30,7 @@ from text.output.call_syntaxes import MOST_CALLS, Function, not_written, types_o
 from text.output.parser import ParserConfig
 
 
-@pytest.mark.parametrize(("name", "key"), [("pythonic", "a-b"), ("lfm2", "class"), ("gemma4", "a:b")])
+@pytest.mark.parametrize(("name", "key"), [("pythonic", "a b"), ("lfm2", "1a"), ("gemma4", "a:b")])
 def test_calls_of_keys_and_literals_need_names_that_are_keys(name, key):
     with pytest.raises(ApiError, match=f"'{key}'") as raised:
         assert use(name, [tool(parameters={"properties": {key: {}}})], "required").grammar
