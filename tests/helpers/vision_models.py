@@ -448,7 +448,8 @@ def _draw(name: str, parameter) -> None:
     elif "embed_tokens" in name or "newline" in name:
         parameter.normal_(0, 0.5)
     elif parameter.dim() > 1:
-        parameter.normal_(0, 1.2 / parameter[0].numel() ** 0.5)
+        inputs = parameter.shape[-1] if "experts" in name else parameter[0].numel()
+        parameter.normal_(0, 1.2 / inputs**0.5)
 
 
 def _tokenizer(special_tokens: list[str]):

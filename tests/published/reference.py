@@ -58,6 +58,10 @@ class Reference:
         auto = transformers.AutoModelForImageTextToText if reads_images else transformers.AutoModelForCausalLM
         # Eager, because the faster attention leaves Gemma 2's softcaps out.
         model = auto.from_pretrained(self.folder, config=config, dtype=torch.float32, attn_implementation="eager").eval()
+        if config.model_type == "nemotron_h":  # transformers 5.20 takes the limits of another field
+            for module in model.modules():
+                if hasattr(module, "time_step_limit"):
+                    module.time_step_limit = tuple(config.time_step_limit)
         model.generation_config = transformers.GenerationConfig()
         return model
 
