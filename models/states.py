@@ -36,6 +36,11 @@ class Run(NamedTuple):
     def end(self) -> int:
         return self.position + self.tokens
 
+    @property
+    def is_prompt(self) -> bool:
+        """Whether it is a part of a prompt, of more than one token. Draft tokens write a state each."""
+        return self.tokens > len(self.writes)
+
 
 class States:
     """The blocks of the state tables: ZERO, one for each slot to write to, `snapshots` more, and as many for

@@ -23,6 +23,8 @@ from models.images.towers import VisionTower, tower_class
 
 # Functions of PyTorch that read a few rows of a tensor, or none of its numbers.
 READS_FEW = {"__get__", "__getitem__", "embedding", "size", "dim"}
+# What recurrences multiply by at each token, and their norms, by names of parameters: float32 in any dtype.
+FLOAT32_PARAMETERS = {"A_log", "dt_bias", r"\.D$", r"(linear_attn|mamba|mixer)\.o?_?norm\."}
 # Largest difference of an image embedding, as a share of the largest number.
 VISION_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.03, "int8": 0.1}
 
@@ -37,6 +39,8 @@ def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Modul
     architecture = read_architecture(config, folder)
     check_weights(architecture.parameters, folder)
     transformers.utils.logging.disable_progress_bar()
+    in_float32 = architecture.model_class._keep_in_fp32_modules_strict or ()
+    architecture.model_class._keep_in_fp32_modules_strict = FLOAT32_PARAMETERS.union(in_float32)
     weights = {}
     with reported_as(with_version_of_code(f"{folder} cannot be loaded", config, folder)):
         if not any(folder.glob("model.safetensors*")):  # shards without the index that transformers needs
@@ -116,8 +120,9 @@ def positions(model: torch.nn.Module, numbers: torch.Tensor | None) -> dict[str,
     return {"position_ids": numbers} if is_taken else {}
 
 
-def reference_logits(model: torch.nn.Module, ids: Sequence[int], begin: int = 0) -> np.ndarray:
-    """The logits after each token from transformers' own forward, without a cache: float32 [tokens, vocab].
+def reference_logits(model: torch.nn.Module, ids: Sequence[int], begin: int = 0, last: int = 0) -> np.ndarray:
+    """The logits after each token, or after the `last` ones, from transformers' own forward, without a cache:
+    float32 [tokens, vocab].
 
     `model` as `load_pretrained` returns it; `begin`: the position of the first token. Raises ModelError for
     logits that are NaN or infinite, with which no engine can serve.
@@ -125,7 +130,8 @@ def reference_logits(model: torch.nn.Module, ids: Sequence[int], begin: int = 0)
     numbers = torch.arange(begin, begin + len(ids), device=model.device)[None] if begin else None
     with torch.inference_mode():
         tokens = torch.tensor([list(ids)], device=model.device)
-        out = model(input_ids=tokens, use_cache=False, **positions(model, numbers))
+        kept = {"logits_to_keep": last} if last else {}
+        out = model(input_ids=tokens, use_cache=False, **kept, **positions(model, numbers))
         logits = out.logits[0].float().cpu().numpy()
     if not np.isfinite(logits).all():
         dtype = str(model.dtype).removeprefix("torch.")

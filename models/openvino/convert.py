@@ -14,9 +14,12 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import re
 import shutil
+import timeit
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,7 @@ from models.checkpoint.pretrained import (
     InFloat32,
     VisionCheck,
     has_experts,
+    has_states,
     load_pretrained,
     reference_logits,
 )
@@ -46,16 +50,20 @@ from models.errors import ModelError, first_line, is_out_of_memory, named
 from models.images.towers import VisionTower, is_vision, make_tower
 from models.machine import SHORT_DTYPES
 from models.openvino import check_quantizer, with_dtype
-from models.openvino.graph import MERGED, read_graph
+from models.openvino.delta_tiles import TILE
+from models.openvino.graph import MERGED, has_delta_rule, read_graph
 from models.openvino.model import OpenVinoModel, VisionEncoder
 from models.openvino.trace import trace
 from run import HERE, Json
 
 logger = logging.getLogger("model")
 
-CHECK_TEXT = HERE / "models" / "openvino" / "check_text.txt"  # of 1776: all models know it
+CHECK_TEXT = HERE / "models" / "openvino" / "check_text.txt"  # all models know it
 OPENVINO_CHUNK = OpenVinoModel.prefill_chunk
 CHECK_TOKENS = OPENVINO_CHUNK + 16
+# Errors of recurrent states add up: the text is that long for models with states, and ends with decode steps.
+LONG_TEXT_TOKENS = 2064
+LONG_TEXT_STEPS = 64
 SHORT_CHECK_TOKENS = 80  # crosses the edges of two blocks
 SHORT_CHECK_BEGINS = (0, 1, 3, 34, 67, 68, 70), (0, 35, 36, 37, 54, 55)  # of the chunks of two slots
 CHECK_WINDOW = 40  # longer sliding windows are shortened to this for the check, so that they slide in it
@@ -65,11 +73,17 @@ GROUP_SIZES = (128, 64, 32)
 # The share of the linear layers that gets int4, with the smallest groups; the others get int8. Models of a
 # few hundred million parameters do not tolerate int4 everywhere.
 INT4_SHARES = (0.8, 0.5)
+# The linear layers around a delta rule that get int8 beside int4, as patterns for nncf: for the gates and
+# the output, or for all.
+GATES = r".*\.linear_attn\.(in_proj_(a|b|ba)|[ab]_proj)/.*"
+INT8_LAYERS = ([GATES, r".*\.linear_attn\.(out_proj|o_proj)/.*"], [r".*\.linear_attn\..*"])
 # What the quantized activations may add to the divergence, in nats per token on average.
 MAX_ACTIVATION_KL = 0.02
 # Linear layers of one input become one where they have at most so many outputs together: dividing the result
 # costs prompts more than large layers gain.
 MERGED_OUTPUTS = 4096
+# Tiles are used where prompts take so much less time with them.
+MAX_TILES_TIME = 0.9
 UNCOMPRESSED_GRAPH = "model.whole"  # the files of the graph whose weights are being compressed
 SPARE_BYTES = 50_000_000  # of the disk, for the graph without its weights
 
@@ -104,7 +118,9 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         if manifest.reads_images:
             steps.begin("converting the vision tower")
             facts |= _convert_vision(model, manifest, target, config)
-        _set_types(model, getattr(torch, dtype))
+        for buffer in model.buffers():  # what is computed with beside weights
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.float()
         facts["reference"] = check.stored
         steps.begin("tracing")
         _save(trace(model, image_width=facts.get("image_width")), target / "model.xml")
@@ -113,6 +129,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         del model
         gc.collect()
         steps.begin("comparing logits")
+        facts["tiles"] = check.is_faster_in_tiles(target, facts)
         check.reject_faults(target, facts)
         if config.quantize:
             steps.begin(f"compressing to {config.quantize}, and comparing again")
@@ -147,15 +164,6 @@ def _check_room(config: Config, stored: int, target: Path) -> None:
 def _ends_conversion(error: Exception) -> bool:
     """Whether an error says nothing about how the model converts: no entry is written for it."""
     return isinstance(error, (ModelError, OSError)) or is_out_of_memory(error)
-
-
-def _set_types(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """All weights have `dtype` in the graph, and what is computed with beside them is float32."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    for buffer in model.buffers():
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.float()
 
 
 def _convert_vision(model: torch.nn.Module, manifest: Manifest, target: Path, config: Config) -> Json:
@@ -269,11 +277,16 @@ class Check:
         self.short = self.ids[:SHORT_CHECK_TOKENS]
         self.shift = positions - len(self.short)  # the model's last positions
         # Random ids where there is no tokenizer: they make small differences larger than texts do.
-        self.text = _ids_of_text(folder, vocab_size)[: len(self.ids)] or self.ids
-        self.text_logits = reference_logits(model, self.text)
+        text = _ids_of_text(folder, vocab_size) or random.integers(0, vocab_size, LONG_TEXT_TOKENS).tolist()
+        self.text = text[: len(self.ids)]
+        self.steps = 0
+        if has_states(model):
+            self.text = text[: min(LONG_TEXT_TOKENS, positions)]
+            self.steps = min(LONG_TEXT_STEPS, len(self.text) - 1)
+        self.text_logits = reference_logits(model, self.text, last=self.steps)
         stored = self.text[:SHORT_CHECK_TOKENS]
         columns = sorted(set(stored))  # likely tokens: what differs there matters
-        logits = self.text_logits[: len(stored), columns]
+        logits = reference_logits(model, stored)[:, columns]
         self.stored = {"ids": stored, "columns": columns, "logits": logits.tolist()}
         window = getattr(text_config, "sliding_window", None)
         # A window of all positions never slides, and families may not pass it to their attention function.
@@ -285,6 +298,17 @@ class Check:
         if self.window:
             text_config.sliding_window = window
 
+    def is_faster_in_tiles(self, target: Path, facts: Json) -> bool:
+        """Whether prompts of a model with a delta rule run faster in tiles."""
+        if not has_delta_rule(ov.Core().read_model(target / "model.xml")):
+            return False
+        prompt = [Chunk(0, self.short[:TILE], 0)]
+        seconds = []
+        for tiles in (False, True):
+            model = self._model(target, facts | {"tiles": tiles})
+            seconds.append(min(timeit.repeat(partial(model.forward, prompt), number=1)))
+        return seconds[1] <= MAX_TILES_TIME * seconds[0]
+
     def reject_faults(self, target: Path, facts: Json) -> None:
         """Runs the saved graph in float32: long and short chunks, one and two slots a call, at the first and
         at the last positions. Raises NotConverted where one of these differs."""
@@ -294,9 +318,15 @@ class Check:
             (at_end, self.at_end),
             (_prompt_logits(model, self.ids), self.logits),
             self._short_chunks(model),
+            *([self._run_text(model)] if self.steps else []),
         ):
             if fault := find_fault(found, expected, "float32", facts["has_experts"]):
                 raise NotConverted(fault)
+
+    def _run_text(self, model: OpenVinoModel) -> tuple[np.ndarray, np.ndarray]:
+        """The logits of the text, or of the decode steps behind it, and the expected ones."""
+        logits = _prompt_logits(model, self.text, self.steps)
+        return logits[-len(self.text_logits) :], self.text_logits
 
     def _short_chunks(self, model: OpenVinoModel) -> tuple[np.ndarray, np.ndarray]:
         """The logits after each chunk of two slots, and the expected ones."""
@@ -315,15 +345,14 @@ class Check:
     def fault_on_text(self, target: Path, facts: Json) -> str | None:
         """Runs the saved graph as it will be served, over a text. Returns how it differs, or None."""
         model = self._model(target, facts)
-        found = _prompt_logits(model, self.text)
-        return find_fault(found, self.text_logits, model.precision, facts["has_experts"])
+        return find_fault(*self._run_text(model), model.precision, facts["has_experts"])
 
     def activation_group(self, target: Path, facts: Json, most: int) -> int:
         """How many activations share a scale: the largest of GROUP_SIZES up to `most` that the model
         tolerates, else the smallest."""
 
         def logits_with(group: int) -> np.ndarray:
-            return _prompt_logits(self._model(target, facts | {"activation_group": group}), self.text)
+            return self._run_text(self._model(target, facts | {"activation_group": group}))[0]
 
         exact = logits_with(0)
         groups = [group for group in GROUP_SIZES if group <= most]
@@ -333,8 +362,10 @@ class Check:
         return groups[-1]
 
     def _model(self, target: Path, facts: Json, longest_window: int | None = None) -> OpenVinoModel:
-        graph = read_graph(target / "model.xml", facts.get("whole_images", False), longest_window)
-        return OpenVinoModel(graph, facts, Config(max_batch_size=3, max_total_tokens=len(self.ids)))
+        graph = read_graph(target / "model.xml", facts, longest_window)
+        return OpenVinoModel(
+            graph, facts, Config(max_batch_size=3, max_total_tokens=max(len(self.ids), len(self.text)))
+        )
 
 
 def _ids_of_text(folder: Path, vocab_size: int) -> list[int]:
@@ -347,10 +378,12 @@ def _ids_of_text(folder: Path, vocab_size: int) -> list[int]:
     return ids if max(ids, default=vocab_size) < vocab_size else []
 
 
-def _prompt_logits(model: OpenVinoModel, ids: Sequence[int]) -> np.ndarray:
-    """The logits after each token of a prompt, which runs in chunks: float32 [tokens, vocab]."""
-    begins = range(0, len(ids), OPENVINO_CHUNK)
-    chunks = [Chunk(0, ids[begin : begin + OPENVINO_CHUNK], begin, all_logits=True) for begin in begins]
+def _prompt_logits(model: OpenVinoModel, ids: Sequence[int], steps: int = 0) -> np.ndarray:
+    """The logits after each token of a prompt, which runs in chunks: float32 [tokens, vocab]. With decode
+    steps behind it: after each chunk and each step."""
+    end = len(ids) - steps
+    borders = [*range(0, end, OPENVINO_CHUNK), *range(end, len(ids) + 1)]
+    chunks = [Chunk(0, ids[n:m], n, all_logits=not steps) for n, m in itertools.pairwise(borders)]
     return np.concatenate([model.forward([chunk]) for chunk in chunks])
 
 
@@ -362,12 +395,15 @@ def _compress(config: Config, check: Check, target: Path, facts: Json) -> None:
     logging.getLogger("nncf").setLevel(logging.ERROR)  # nncf.set_log_level would change our handlers as well
     for ending in ("xml", "bin"):
         (target / f"model.{ending}").rename(target / f"{UNCOMPRESSED_GRAPH}.{ending}")
-    for way in _ways_to_compress(config.quantize, nncf):
+    uncompressed = ov.Core().read_model(target / f"{UNCOMPRESSED_GRAPH}.xml")
+    for way in _ways_to_compress(config.quantize, nncf, uncompressed):
         # Read anew, because compression cannot be undone. Its weights are pages of the file, which the kernel
         # drops when memory is short.
         graph = ov.Core().read_model(target / f"{UNCOMPRESSED_GRAPH}.xml")
         _merge_linear_layers(graph)
         graph = nncf.compress_weights(graph, **way)
+        if "ignored_scope" in way:  # nncf leaves these layers as they are
+            graph = nncf.compress_weights(graph, mode=nncf.CompressWeightsMode.INT8_ASYM)
         _save(graph, target / "model.xml")
         # More activations than weights to a scale are slower, and their rounding depends on other rows.
         ports = [node.output(0) for node in graph.get_ops()]
@@ -397,7 +433,8 @@ def _merge_linear_layers(graph: ov.Model) -> None:
         layers_of = defaultdict(list)
         for node in readers:
             if weights := _weights_of(node):
-                layers_of[weights.get_element_type().get_type_name()].append((node, weights))
+                is_gate = bool(re.fullmatch(GATES, node.get_friendly_name()))
+                layers_of[is_gate, weights.get_element_type().get_type_name()].append((node, weights))
         for layers in layers_of.values():
             outputs = sum(len(weights.data) for _node, weights in layers)
             if len(layers) > 1 and outputs <= MERGED_OUTPUTS:
@@ -431,15 +468,19 @@ def _weights_of(product: ov.Node) -> ov.Node | None:
     return weights if is_linear and product.get_attributes()["transpose_b"] else None
 
 
-def _ways_to_compress(quantize: str, nncf: Any) -> list[dict[str, Any]]:
-    """Arguments of nncf's `compress_weights`, the fastest and least accurate first."""
+def _ways_to_compress(quantize: str, nncf: Any, graph: ov.Model) -> list[dict[str, Any]]:
+    """Arguments of nncf's `compress_weights` for a graph, the fastest and least accurate first."""
     if quantize == "int8":
         return [{"mode": nncf.CompressWeightsMode.INT8_ASYM}]
     # A layer whose width the group does not divide gets the largest that does, or int8 where 32 does not.
     adjust = nncf.AdvancedCompressionParameters(group_size_fallback_mode=nncf.GroupSizeFallbackMode.ADJUST)
     mode = nncf.CompressWeightsMode.INT4_ASYM
-    whole = [{"mode": mode, "group_size": group, "advanced_parameters": adjust} for group in GROUP_SIZES]
-    return whole + [whole[-1] | {"ratio": share} for share in INT4_SHARES]
+    ways = [{"mode": mode, "group_size": group, "advanced_parameters": adjust} for group in GROUP_SIZES]
+    if has_delta_rule(graph):
+        sensitive, all_of_them = (nncf.IgnoredScope(patterns=patterns) for patterns in INT8_LAYERS)
+        ways = [way | {"ignored_scope": sensitive} for way in ways]
+        ways.append(ways[-1] | {"ignored_scope": all_of_them})
+    return ways + [ways[-1] | {"ratio": share} for share in INT4_SHARES]
 
 
 def _save(graph: ov.Model, path: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from openvino import opset13 as ops
 from openvino.op import _PagedAttentionExtension as PagedAttention
 
 from models.adapters import common_name
-from models.openvino.state_ops import STATE_INPUTS, recurrent_layer
+from models.openvino.state_ops import RecurrentLayers, parameter
 from run import Json
 
 PLACEHOLDER = "placeholder "  # then a JSON object, which `trace.py` writes
@@ -29,45 +29,51 @@ IMAGE_INPUTS = ("image_embeddings", "image_places")  # of graphs of models that 
 BATCH_INPUTS = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
 
 
-def read_graph(path: Path, whole_images: bool = False, longest_window: int | None = None) -> ov.Model:
-    """Reads a converted graph and replaces its placeholders by paged operations. With `whole_images` it has
-    another input, which says which tokens attend to each other. `longest_window` shortens sliding windows."""
+def read_graph(path: Path, facts: Json, longest_window: int | None = None) -> ov.Model:
+    """Reads a converted graph, of an entry with these facts, and replaces its placeholders by paged
+    operations. With `whole_images` it has another input, which says which tokens attend to each other.
+    `longest_window` shortens sliding windows."""
     graph = ov.Core().read_model(path)
-    parameters = [
-        _parameter(name, [] if name == "max_context_len" else [-1], ov.Type.i32) for name in BATCH_INPUTS
-    ]
-    batch = [parameter.output(0) for parameter in parameters]
+    parameters = [parameter(name, [] if name == "max_context_len" else [-1]) for name in BATCH_INPUTS]
+    batch = [each.output(0) for each in parameters]
     types = _constant([])
-    places: list[ov.Node] = []  # the inputs STATE_INPUTS, of models with recurrent layers
-    if whole_images:
-        parameters.append(_parameter("token_type_ids", [-1], ov.Type.i32))
+    recurrent = RecurrentLayers(facts.get("tiles", False))
+    if facts.get("whole_images"):
+        parameters.append(parameter("token_type_ids", [-1]))
         types = parameters[-1].output(0)
-    for node in graph.get_ordered_ops():
-        if not node.get_friendly_name().startswith(PLACEHOLDER):
-            continue
-        layer = json.loads(node.get_friendly_name()[len(PLACEHOLDER) :])
+    for node, layer in placeholders(graph):
         operands = node.input_values()
         for i in range(len(operands) - layer["weights"], len(operands)):
             operands[i] = operands[i].get_node().input_value(1)  # of the Add
         (cut,) = node.output(0).get_target_inputs()  # the Slice that stands for the layer's result
         if layer["kind"] == "attention":
             window = min(layer["window"], longest_window or layer["window"])
-            inputs = [
-                _parameter(f"{kind}_cache.{layer['index']}", [-1] * 4, ov.Type.dynamic)
+            caches = [
+                parameter(f"{kind}_cache.{layer['index']}", [-1] * 4, ov.Type.dynamic)
                 for kind in ("key", "value")
             ]
+            parameters += caches
             # Query, key, value: [tokens, heads * head size].
-            operands += [cache.output(0) for cache in inputs]
+            operands += [cache.output(0) for cache in caches]
             result = _paged_attention(layer, window, operands, batch, types).output(0)
         else:
-            places = places or [_parameter(name, [-1], ov.Type.i32) for name in STATE_INPUTS]
-            table, result = recurrent_layer(layer, operands, [place.output(0) for place in places])
-            inputs = [table]
+            result = recurrent.make(layer, operands)
         cut.get_node().output(0).replace(result)
-        parameters += inputs
-    graph.add_parameters(parameters + places)
+    graph.add_parameters([*parameters, *recurrent.inputs.values()])
+    graph.add_results([ops.result(states) for states in recurrent.outputs])
     graph.validate_nodes_and_infer_types()
     return graph
+
+
+def placeholders(graph: ov.Model) -> Iterator[tuple[ov.Node, Json]]:
+    """The nodes that stand for layers of a saved graph, and what their names hold."""
+    for node in graph.get_ordered_ops():
+        if node.get_friendly_name().startswith(PLACEHOLDER):
+            yield node, json.loads(node.get_friendly_name()[len(PLACEHOLDER) :])
+
+
+def has_delta_rule(graph: ov.Model) -> bool:
+    return any(layer["kind"] == "delta" for _node, layer in placeholders(graph))
 
 
 def _paged_attention(
@@ -109,7 +115,7 @@ def add_adapters(
 ) -> dict[str, tuple[int, int]]:
     """Adds the updates of LoRA adapters to these linear layers, or to all of them, as inputs of the graph
     (adapters.py). Returns the inputs and outputs of each layer that it found. kind: of the inputs."""
-    mask = _parameter("adapters", [-1, -1], ov.Type.f32)  # [tokens, columns]
+    mask = parameter("adapters", [-1, -1], ov.Type.f32)  # [tokens, columns]
     parameters = [mask]
     layers = {}
     for module, (product, output) in _linear_layers(graph).items():
@@ -118,9 +124,7 @@ def add_adapters(
         given, weights = product.input_values()
         # The input's own shape is not known behind a recurrent layer.
         sizes = weights.get_shape()[1], output.get_partial_shape()[2].get_length()
-        down, up = (
-            _parameter(name, [1, -1, size], kind) for name, size in zip(adapter_inputs(module), sizes)
-        )
+        down, up = (parameter(name, [1, -1, size], kind) for name, size in zip(adapter_inputs(module), sizes))
         readers = output.get_target_inputs()
         is_transposed = product.get_attributes()["transpose_a"]  # as behind the convolutions of LFM2
         narrow = ops.matmul(given, ops.convert(down, "f32"), is_transposed, True)
@@ -169,12 +173,6 @@ def attend_in_bfloat16(graph: ov.Model) -> None:
         for reader in readers:
             reader.replace_source_output(widened.output(0))
     graph.validate_nodes_and_infer_types()
-
-
-def _parameter(name: str, shape: list[int], kind: ov.Type):
-    parameter = ops.parameter(ov.PartialShape(shape), kind, name=name)
-    parameter.output(0).get_tensor().set_names({name})
-    return parameter
 
 
 def _constant(value: Any, kind: type = np.int32):

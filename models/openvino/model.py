@@ -40,6 +40,7 @@ from models.images.embeddings import encode_tiles
 from models.images.encoder_cache import EncoderCache, split_at_images
 from models.images.grid_positions import GridPositions
 from models.machine import SHORT_DTYPES, usable_threads
+from models.openvino.delta_tiles import TILE
 from models.openvino.graph import (
     IMAGE_INPUTS,
     adapter_inputs,
@@ -47,7 +48,7 @@ from models.openvino.graph import (
     attend_in_bfloat16,
     read_graph,
 )
-from models.openvino.state_ops import TABLE, state_inputs
+from models.openvino.state_ops import NEXT, TABLE, state_inputs
 from models.states import Run, States
 from run import Json
 
@@ -113,6 +114,10 @@ class OpenVinoModel(StaticBatchModel):
         compiled = core.compile_model(graph, "CPU", settings | precisions)
         self._request = compiled.create_infer_request()
         self._inputs = {port.get_any_name() for port in compiled.inputs}
+        self._next_states = compiled.outputs[1:]  # of graphs with tiles (delta_tiles.py)
+        if self._next_states:
+            self.chunk_granularity = self.prefix_granularity = TILE
+            self._max_call_tokens = TILE
         shapes = {port.get_any_name(): port.get_partial_shape() for port in compiled.inputs}
         blocks = math.ceil(self.max_total_tokens / BLOCK)
         if any(name.startswith(TABLE) for name in self._inputs):
@@ -194,8 +199,10 @@ class OpenVinoModel(StaticBatchModel):
         snapshots = int(config.max_snapshot_memory * 1e9) // self.state_bytes
         self.prefix_slots = min(self.prefix_slots, self.batch_size + snapshots)
         self.states = States(self.prefix_slots + 1, snapshots, self.max_draft_rows)
-        self._tables = [np.zeros((self.states.count, *shape), np.float32) for shape in shapes.values()]
-        for name, table in zip(shapes, self._tables):
+        self._tables = {
+            name: np.zeros((self.states.count, *shape), np.float32) for name, shape in shapes.items()
+        }
+        for name, table in self._tables.items():
             self._request.set_tensor(name, ov.Tensor(table, shared_memory=True))
 
     def _add_adapters(self, graph: ov.Model, config: Config) -> None:
@@ -333,6 +340,10 @@ class OpenVinoModel(StaticBatchModel):
             if name in self._inputs:
                 self._request.set_tensor(name, ov.Tensor(array))
         self._request.infer()  # without the interpreter's lock
+        if tiled := [run.writes[0] for run in runs if run.is_prompt]:
+            for port in self._next_states:
+                table = self._tables[port.get_any_name().removeprefix(NEXT)]
+                table[tiled] = self._request.get_tensor(port).data
         if runs:
             self.states.end(runs, {segment.slot: segment.keep for segment in segments})
         return self._request.get_output_tensor(0).data[:kept].copy()
@@ -379,8 +390,10 @@ def split(
     chunks: Sequence[Chunk], max_tokens: float, granularity: int = 1, whole_images: bool = False
 ) -> Iterator[list[Segment]]:
     """Calls of at most `max_tokens` tokens. The segments of a longer chunk, but its last, end at multiples of
-    `granularity`. None has one token: it would be rounded as a decode step is. With `whole_images` each
-    image is a call by itself, whatever its length, unless there is no limit."""
+    `granularity`. None has one token, which would be rounded as a decode step is, unless all prompts of its
+    length end with one. With `whole_images` each image is a call by itself, whatever its length, unless there
+    is no limit."""
+    shortest = 1 if granularity == max_tokens else 2
     call = []
     room = max_tokens
     for slot, tokens, begin, all_logits, verify, adapter, keep in chunks:
@@ -402,9 +415,9 @@ def split(
             while len(part) > 0:
                 take = len(part)
                 if take > room:
-                    take = min(room, take - 2)
+                    take = min(room, take - shortest)
                     take -= (begin + take) % granularity
-                if take < min(len(part), 2):
+                if take < min(len(part), shortest):
                     yield call
                     call = []
                     room = max_tokens
@@ -427,9 +440,7 @@ def load_entry(config: Config, entry: Path) -> OpenVinoModel:
         raise NotConverted(facts["refused"])
     check_length_limit(config.model_name, facts["max_total_tokens"], config.max_total_tokens)
     try:
-        model = OpenVinoModel(
-            read_graph(entry / "model.xml", facts.get("whole_images", False)), facts, config
-        )
+        model = OpenVinoModel(read_graph(entry / "model.xml", facts), facts, config)
         _compare(model, facts)
         model.choose_padding()
         if model.kv_cache_dtype == "u8" and not config.speculate:

@@ -7,107 +7,126 @@ and writes the state after every so many tokens, and after the last one, to othe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
+from models.openvino.delta_tiles import TILE, delta_rule_of_tiles
 from models.states import Run
 from run import Json
 
 TABLE = "state_table."  # the beginning of the names of inputs: float32 [blocks, ...]
-STATE_INPUTS = (
-    "state_begins",
-    "state_blocks",
-    "state_blocks_begins",
-    "state_past_lens",
-    "state_interval",
-)
+NEXT = "next "  # of outputs, before the name of a table: the states after tiles, which Python writes into it
+SEQUENCES = ("state_blocks", "state_blocks_begins", "state_past_lens", "state_interval")
 NEVER = 1 << 30  # an interval that no sequence reaches
-L2_NORM = {"q_l2_norm_eps": "1e-06", "k_l2_norm_eps": "1e-06"}
+L2_NORM = 'use_qk_l2norm="true" q_l2_norm_eps="1e-06" k_l2_norm_eps="1e-06"'
 PRECISIONS = {"f32": "FP32", "i32": "I32"}
 
 
-def recurrent_layer(
-    layer: Json, operands: Sequence[ov.Output], places: Sequence[ov.Output]
-) -> tuple[ov.Node, ov.Output]:
-    """The table of a placeholder's states, and its result. `operands` are the placeholder's, `places` has the
-    inputs STATE_INPUTS."""
-    make = {"conv": _convolution, "delta": _delta_rule, "scan": _scan, "scan_by_channel": _scan_by_channel}
-    return make[layer["kind"]](layer, operands, places)
+class RecurrentLayers:
+    """Makes the recurrent layers of a graph. `inputs` and `outputs` are what these add to it. With tiles
+    prompts run the delta rule in tiles (delta_tiles.py)."""
 
+    def __init__(self, tiles: bool):
+        self.inputs: dict[str, ov.Node] = {}
+        self.outputs: list[ov.Node] = []
+        self._tiles = tiles
 
-def _convolution(layer, operands, places):
-    channels, kernel = layer["channels"], layer["kernel"]
-    tokens, weight, *bias = operands
-    table = _table(layer, channels, kernel)
-    weight = _reshaped(weight, channels, 1, kernel)
-    bias = _reshaped(bias[0], channels) if bias else ops.constant(np.array([], np.float32)).output(0)
-    return table, _paged("PagedCausalConv1D", [tokens, table.output(0), weight, bias, *places])
+    def make(self, layer: Json, operands: Sequence[ov.Output]) -> ov.Output:
+        """The result of a placeholder."""
+        kinds = {
+            "conv": self._convolution,
+            "delta": self._tiled_delta_rule if self._tiles else self._delta_rule,
+            "scan": self._scan,
+            "scan_by_channel": self._scan_by_channel,
+        }
+        return kinds[layer["kind"]](layer, *operands)
 
+    def _convolution(self, layer, tokens, weight, bias=None):
+        channels, kernel = layer["channels"], layer["kernel"]
+        table = self._table(layer, channels, kernel)
+        weight = _reshaped(weight, channels, 1, kernel)
+        bias = ops.constant(np.array([], np.float32)).output(0) if bias is None else _reshaped(bias, channels)
+        return _paged("PagedCausalConv1D", [tokens, table, weight, bias, *self._sequences()])
 
-def _delta_rule(layer, operands, places):
-    query, key, value, gate, beta = operands
-    heads, key_size = layer["value_heads"], layer["key_size"]
-    table = _table(layer, heads, layer["value_size"], key_size)
-    inputs = [
-        _reshaped(query, -1, layer["heads"], key_size),
-        _reshaped(key, -1, layer["heads"], key_size),
-        _reshaped(value, -1, heads, layer["value_size"]),
-        *(table.output(0), gate, beta, *places),
-    ]
-    norm = L2_NORM | {"use_qk_l2norm": "true" if layer["norm"] else "false"}
-    mixed = _paged("PagedGatedDeltaNet", inputs, norm)
-    return table, _reshaped(mixed, -1, heads * layer["value_size"])
+    def _delta_rule(self, layer, query, key, value, gate, beta, begins="state_begins"):
+        heads, key_size, value_size = layer["heads"], layer["key_size"], layer["value_size"]
+        inputs = [
+            _reshaped(query, -1, heads, key_size),
+            _reshaped(key, -1, heads, key_size),
+            _reshaped(value, -1, heads, value_size),
+            self._table(layer, heads, value_size, key_size),
+            *(gate, beta, *self._sequences(begins)),
+        ]
+        return _reshaped(_paged("PagedGatedDeltaNet", inputs, L2_NORM), -1, heads * value_size)
 
+    def _tiled_delta_rule(self, layer, *operands):
+        """Prompts in tiles, and rows, which are the other tokens, through the operation, for which prompts
+        have no tokens."""
+        first = ops.constant(0)
+        row_tokens = self._input("row_tokens")
+        tile_tokens = self._input("tile_tokens", TILE)
+        rows = [ops.gather(each, row_tokens, first).output(0) for each in operands]
+        tiles = [ops.gather(each, tile_tokens, first) for each in operands]
+        from_rows = self._delta_rule(layer, *rows, begins="row_begins")
+        table = f"{TABLE}{layer['index']}"
+        states = ops.gather(self.inputs[table], self._input("tile_blocks"), first)
+        from_tiles, next_states = delta_rule_of_tiles(layer, tiles, states)
+        next_states.output(0).get_tensor().set_names({NEXT + table})
+        self.outputs.append(next_states)
+        joined = ops.concat([from_rows, from_tiles], 0)
+        return ops.gather(joined, self._input("token_places"), first).output(0)
 
-def _scan(layer, operands, places):
-    hidden_states, dt, b, c, a = operands
-    heads, size, groups, state_size = (layer[name] for name in ("heads", "size", "groups", "state_size"))
-    table = _table(layer, heads, size, state_size)
-    inputs = [
-        _reshaped(a, heads),
-        dt,
-        _reshaped(b, -1, groups, state_size),
-        _reshaped(hidden_states, -1, heads, size),
-        _reshaped(c, -1, groups, state_size),
-        *(table.output(0), *places),
-    ]
-    return table, _reshaped(_paged("PagedSelectiveSSM", inputs), -1, heads * size)
+    def _scan(self, layer, hidden_states, dt, b, c, a):
+        heads, size, groups, state_size = (layer[name] for name in ("heads", "size", "groups", "state_size"))
+        inputs = [
+            _reshaped(a, heads),
+            dt,
+            _reshaped(b, -1, groups, state_size),
+            _reshaped(hidden_states, -1, heads, size),
+            _reshaped(c, -1, groups, state_size),
+            self._table(layer, heads, size, state_size),
+            *self._sequences(),
+        ]
+        return _reshaped(_paged("PagedSelectiveSSM", inputs), -1, heads * size)
 
+    def _scan_by_channel(self, layer, hidden_states, dt, b, c, a):
+        """Mamba 1, whose decay differs by channel and by number of the state: each pair of them is a head of
+        one number, the heads of a number of the state are a group."""
+        channels, state_size = layer["channels"], layer["state_size"]
+        pairs = channels * state_size
+        repeats = ops.constant([1, state_size])
+        inputs = [
+            _reshaped(a, pairs),
+            ops.tile(dt, repeats).output(0),
+            _reshaped(b, -1, state_size, 1),
+            _reshaped(ops.tile(hidden_states, repeats).output(0), -1, pairs, 1),
+            _reshaped(c, -1, state_size, 1),
+            self._table(layer, pairs, 1, 1),
+            *self._sequences(),
+        ]
+        mixed = _reshaped(_paged("PagedSelectiveSSM", inputs), -1, state_size, channels)
+        return ops.reduce_sum(mixed, ops.constant([1]), False).output(0)
 
-def _scan_by_channel(layer, operands, places):
-    """Mamba 1, whose decay differs by channel and by number of the state: each pair of them is a head of one
-    number, the heads of a number of the state are a group."""
-    hidden_states, dt, b, c, a = operands
-    channels, state_size = layer["channels"], layer["state_size"]
-    pairs = channels * state_size
-    table = _table(layer, pairs, 1, 1)
-    repeats = ops.constant([1, state_size])
-    inputs = [
-        _reshaped(a, pairs),
-        ops.tile(dt, repeats).output(0),
-        _reshaped(b, -1, state_size, 1),
-        _reshaped(ops.tile(hidden_states, repeats).output(0), -1, pairs, 1),
-        _reshaped(c, -1, state_size, 1),
-        *(table.output(0), *places),
-    ]
-    mixed = _reshaped(_paged("PagedSelectiveSSM", inputs), -1, state_size, channels)
-    return table, ops.reduce_sum(mixed, ops.constant([1]), False).output(0)
+    def _table(self, layer: Json, *shape: int) -> ov.Output:
+        return self._input(f"{TABLE}{layer['index']}", *shape, kind=ov.Type.f32)
 
+    def _sequences(self, begins: str = "state_begins") -> list[ov.Output]:
+        return [self._input(name) for name in (begins, *SEQUENCES)]
 
-def _table(layer: Json, *shape: int) -> ov.Node:
-    parameter = ops.parameter(ov.PartialShape([-1, *shape]), ov.Type.f32)
-    parameter.output(0).get_tensor().set_names({f"{TABLE}{layer['index']}"})
-    return parameter
+    def _input(self, name: str, *shape: int, kind: ov.Type = ov.Type.i32) -> ov.Output:
+        if name not in self.inputs:
+            self.inputs[name] = parameter(name, [-1, *shape], kind)
+        return self.inputs[name].output(0)
 
 
 def _reshaped(output: ov.Output, *shape: int) -> ov.Output:
     return ops.reshape(output, ops.constant(list(shape)), False).output(0)
 
 
-def _paged(kind: str, inputs: Sequence[ov.Output], attributes: Mapping[str, str] | None = None) -> ov.Output:
+def _paged(kind: str, inputs: Sequence[ov.Output], attributes: str = "") -> ov.Output:
     """An operation that Python has no class for: read from a graph of one node, which the IR reader knows
     once the CPU plugin is loaded, and connected to its inputs."""
     last = len(inputs)
@@ -116,9 +135,9 @@ def _paged(kind: str, inputs: Sequence[ov.Output], attributes: Mapping[str, str]
     edges = []
     for i, given in enumerate(inputs):
         element_type = given.get_element_type().get_type_name()
-        sizes = [-1 if size.is_dynamic else size.get_length() for size in given.get_partial_shape()]
-        shape = ",".join("?" if size < 0 else str(size) for size in sizes)
-        dims = "".join(f"<dim>{size}</dim>" for size in sizes)
+        rank = len(given.get_partial_shape())
+        shape = ",".join("?" * rank)
+        dims = "<dim>-1</dim>" * rank
         precision = PRECISIONS[element_type]
         layers.append(
             f'<layer id="{i}" name="{i}" type="Parameter" version="opset1">'
@@ -127,10 +146,9 @@ def _paged(kind: str, inputs: Sequence[ov.Output], attributes: Mapping[str, str]
         )
         ports.append(f'<port id="{i}" precision="{precision}">{dims}</port>')
         edges.append(f'<edge from-layer="{i}" from-port="0" to-layer="{last}" to-port="{i}"/>')
-    data = "".join(f' {name}="{value}"' for name, value in (attributes or {}).items())
     ir = (
         f'<net name="{kind}" version="11"><layers>{"".join(layers)}'
-        f'<layer id="{last}" name="op" type="{kind}" version="extension"><data{data}/>'
+        f'<layer id="{last}" name="op" type="{kind}" version="extension"><data {attributes}/>'
         f'<input>{"".join(ports)}</input><output><port id="{last}" precision="FP32"/></output></layer>'
         f'<layer id="{last + 1}" name="result" type="Result" version="opset1">'
         f'<input><port id="0" precision="FP32"/></input></layer></layers><edges>{"".join(edges)}'
@@ -145,15 +163,32 @@ def _paged(kind: str, inputs: Sequence[ov.Output], attributes: Mapping[str, str]
 
 
 def state_inputs(runs: Sequence[Run]) -> dict[str, np.ndarray]:
-    """The inputs STATE_INPUTS of a call."""
-    begins = np.cumsum([0, *(run.tokens for run in runs)])
+    """The inputs of recurrent layers in a call. With tiles: which tokens are rows, [rows], and which each
+    tile has, [tiles, TILE], with numbers out of range for padding; the block that each tile reads; where each
+    token is among the rows and then the tiles."""
     blocks = [[run.read, *run.writes] for run in runs]
-    intervals = [1 if len(run.writes) > 1 else NEVER for run in runs]
-    values = (
-        begins,
-        np.concatenate(blocks),
-        np.cumsum([0, *map(len, blocks)]),
-        [run.position for run in runs],
-        intervals,
-    )
-    return {name: np.array(value, np.int32) for name, value in zip(STATE_INPUTS, values)}
+    lengths = np.array([run.tokens for run in runs])
+    ends = np.cumsum(lengths)
+    in_tile = np.array([run.is_prompt for run in runs])
+    row_tokens = np.flatnonzero(np.repeat(~in_tile, lengths))
+    tiles = (ends - lengths)[in_tile, None] + np.arange(TILE)
+    tiles = np.where(tiles < ends[in_tile, None], tiles, ends[-1])
+    inputs = {
+        "state_begins": [0, *ends],
+        "state_blocks": np.concatenate(blocks),
+        "state_blocks_begins": np.cumsum([0, *map(len, blocks)]),
+        "state_past_lens": [run.position for run in runs],
+        "state_interval": [1 if len(run.writes) > 1 else NEVER for run in runs],
+        "row_begins": [0, *np.cumsum(lengths * ~in_tile)],
+        "row_tokens": row_tokens,
+        "tile_tokens": tiles,
+        "tile_blocks": [run.read for run in runs if run.is_prompt],
+        "token_places": np.argsort(np.append(row_tokens, tiles), kind="stable")[: ends[-1]],
+    }
+    return {name: np.array(value, np.int32) for name, value in inputs.items()}
+
+
+def parameter(name: str, shape: list[int], kind: ov.Type = ov.Type.i32) -> ov.Node:
+    made = ops.parameter(ov.PartialShape(shape), kind, name=name)
+    made.output(0).get_tensor().set_names({name})
+    return made

@@ -21,7 +21,6 @@ from models.cache import NotConverted
 from models.checkpoint.pretrained import (
     embed,
     has_grid_positions,
-    has_states,
     is_causal_convolution,
     positions,
 )
@@ -116,22 +115,19 @@ class Mixers:
         convolved = tokens.T[None]
         return convolved if activation is None else ACT2FN[activation](convolved)
 
-    def _delta_rule(self, query, key, value, g, beta, use_qk_l2norm_in_kernel=False, **_):
-        """query, key: [1, tokens, heads, key size]; value: [1, tokens, value heads, value size]; g, beta: [1,
-        tokens, value heads]."""
-        heads, key_size = query.shape[2:]
-        value_heads, value_size = value.shape[2:]
+    def _delta_rule(self, query, key, value, g, beta, **_):
+        """query, key: [1, tokens, heads, key size]; value: [1, tokens, heads, value size]; g, beta: [1,
+        tokens, heads]."""
+        heads, value_size = value.shape[2:]
         facts = {
             "kind": "delta",
             "heads": heads,
-            "value_heads": value_heads,
-            "key_size": key_size,
+            "key_size": query.shape[3],
             "value_size": value_size,
-            "norm": bool(use_qk_l2norm_in_kernel),
         }
         operands = [part[0].flatten(1) for part in (query, key, value, g, beta)]
-        mixed = self._run(facts, value_heads * value_size, operands)
-        return mixed.reshape(1, -1, value_heads, value_size), None
+        mixed = self._run(facts, heads * value_size, operands)
+        return mixed.reshape(1, -1, heads, value_size), None
 
     def _scan(
         self,
@@ -256,9 +252,6 @@ def trace(model: torch.nn.Module, image_width: int | None = None) -> ov.Model:
     model.requires_grad_(False).set_attn_implementation(PLACEHOLDERS)
     # The other implementations do not convert, or break where an expert has no token.
     model.set_experts_implementation("batched_mm")
-    if has_states(model):
-        # Falcon Mamba and Jamba then use the weights of a layer through the layer, in the graph's types.
-        model.config._is_quantized = True
     ids = torch.arange(5)
     mixers = Mixers(model)
     with torch.no_grad(), mixers.replaced():
@@ -271,6 +264,8 @@ def trace(model: torch.nn.Module, image_width: int | None = None) -> ov.Model:
         for module in model.modules():
             if hasattr(module, "original_inv_freq"):  # longrope: one buffer of two names cannot be traced
                 module.inv_freq = torch.nn.Buffer(module.inv_freq.clone(), persistent=False)
+            if hasattr(module, "dt_proj"):  # whose weights Mamba's layers multiply by without calling it
+                module.dt_proj.float()
         # 16-bit constants in a float32 graph; else the angles are computed in 16 bits, too.
         if model.dtype != torch.float32:
             getattr(patch_model, "__make_16bit_traceable")(model)
