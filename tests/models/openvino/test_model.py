@@ -435,7 +435,7 @@ def test_int4_has_the_largest_group_that_divides_the_width_of_each_layer(tmp_pat
     model = serve(folder, dtype="bfloat16", quantize="int4", threads=1)
     assert (model.engine, model.quantize) == ("openvino", "int4")
     (entry,) = tmp_path.glob("cache/model-*")
-    nodes = openvino_model.read_graph(entry / "model.xml").get_ops()
+    nodes = openvino_model.read_graph(entry / "model.xml", {}).get_ops()
     compressed = [node.output(0) for node in nodes if node.get_type_name() == "Constant"]
     shapes = [list(each.get_shape()) for each in compressed if each.get_element_type().get_type_name() == "u4"]
     found = {width * group: group for _outputs, width, group in shapes if group > 1}  # 1: of zero points
@@ -460,7 +460,7 @@ def test_compressed_linear_layers_of_one_input_are_merged_up_to_a_size_and_compu
         cache = tmp_path / str(most)
         model = serve(wide, quantize="int8", model_cache=str(cache))
         (graph,) = cache.glob("model-*/model.xml")
-        products = sum(node.get_type_name() == "MatMul" for node in openvino_model.read_graph(graph).get_ops())
+        products = sum(node.get_type_name() == "MatMul" for node in openvino_model.read_graph(graph, {}).get_ops())
         found[most] = products, model.forward([Chunk(0, ids, 0, all_logits=True)])
     assert found[0][0] - found[768][0] == 2 and found[768][0] - found[4096][0] == 1
     for _products, logits in found.values():
