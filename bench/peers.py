@@ -50,10 +50,13 @@ QWEN35_800M = {"vocab_size": 248320, "hidden_size": 1024, "intermediate_size": 3
 QWEN35_800M |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_value_heads": 16}
 QWEN35_800M |= {"tie_word_embeddings": True, "eos_token_id": None}
 QWEN35_800M |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}}
+QWEN35_4B = QWEN35_800M | {"hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32}
+QWEN35_4B |= {"num_attention_heads": 16, "num_key_value_heads": 4, "linear_num_value_heads": 32}
 SHAPES = {  # a class of transformers, and its configuration
     "135m": ("Llama", SMOLLM2_135M),
     "1b": ("Llama", LLAMA_1B),
     "qwen3.5-0.8b": ("Qwen3_5", QWEN35_800M),
+    "qwen3.5-4b": ("Qwen3_5", QWEN35_4B),
 }
 
 OURS = (

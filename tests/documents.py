@@ -13,13 +13,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "helpers"))
 
-from published.configs import CONFIGS
+import torch
+import transformers
+from published.configs import CONFIGS, OTHERS
 from published.families import CODE, FAMILIES, OPENVINO, TORCH
 
 from api.routes import openapi_document
 from config import FP8, SETTING_GROUPS, SETTINGS, Config
 from engine.metrics import Metrics
-from manifest import CONTEXT_LENGTHS, Manifest
+from manifest import Manifest
 from models.errors import ModelError
 from models.machine import GIB
 from models.neuron import families, plan
@@ -98,6 +100,7 @@ SIZES = (
     "Qwen/Qwen3-0.6B",
     "meta-llama/Llama-3.2-1B-Instruct",
     "Qwen/Qwen3-4B-Instruct-2507",
+    "Qwen/Qwen3.5-4B",
     "meta-llama/Llama-3.1-8B-Instruct",
     "mistralai/Mistral-Nemo-Instruct-2407",
     "Qwen/Qwen3-32B",
@@ -110,10 +113,13 @@ def sizes():
     """Examples of memory. The context lengths are those that a server on a CPU chooses for 4 slots."""
 
     def row(name):
-        shape = plan.Shape.from_config(CONFIGS[name])
-        longest = next(CONFIGS[name][key] for key in CONTEXT_LENGTHS if key in CONFIGS[name])
-        manifest = Manifest(shape.family.model_type, longest, (), config_json=CONFIGS[name])
-        billions = shape.parameters / 1e9
+        config_json = (CONFIGS | OTHERS)[name]
+        text_config = transformers.AutoConfig.for_model(**config_json).get_text_config()
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(text_config)
+        longest = text_config.max_position_embeddings
+        manifest = Manifest(text_config.model_type, longest, (), config_json=config_json)
+        billions = sum(each.numel() for each in model.parameters()) / 1e9
         whole, compressed = (CONVERSION_GB + 2 * billions * times for times in CONVERSION)
         configs = [Config(model_id=name).with_manifest(manifest, memory * GIB) for memory in (16, 64, 256)]
         return [
