@@ -106,10 +106,13 @@ def save_checkpoint(folder: Path, shape: str = "135m") -> Path:
     trainer = trainers.BpeTrainer(vocab_size=SMOLLM2_135M["vocab_size"], initial_alphabet=alphabet, show_progress=False)
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("**/*.py"))[:4000]
     tokenizer.train_from_iterator((file.read_text(errors="replace") for file in files), trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    state = json.loads(tokenizer.to_str())
+    family, facts = SHAPES[shape]
+    vocabulary = state["model"]["vocab"]
+    vocabulary |= {f"<unused{n}>": n for n in range(len(vocabulary), facts["vocab_size"])}  # each token is a text
+    (folder / "tokenizer.json").write_text(json.dumps(state))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
     torch.manual_seed(0)
-    family, facts = SHAPES[shape]
     config = getattr(transformers, f"{family}TextConfig" if family == "Qwen3_5" else f"{family}Config")(**facts)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     model.to(torch.bfloat16).save_pretrained(folder)
@@ -159,7 +162,7 @@ def write_ggufs(model: Path, folder: Path) -> dict[str, Path]:
     writer.add_tokenizer_pre("smollm")
     state = json.loads((model / "tokenizer.json").read_text())["model"]
     tokens = sorted(state["vocab"], key=state["vocab"].get)
-    writer.add_token_list(tokens + [f"<unused {n}>" for n in range(len(tokens), config.vocab_size)])
+    writer.add_token_list(tokens)
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in state["merges"]])
     names = gguf.get_tensor_name_map(kind_of_model, config.num_hidden_layers)
     weights = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
