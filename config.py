@@ -1252,7 +1252,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     try:
         (folder / "config.json").write_text(config.to_json())
-        (folder / "settings.sh").write_bytes(os.fsencode(config.to_shell()))
+        (folder / "settings.new").write_bytes(os.fsencode(config.to_shell()))
+        (folder / "settings.new").rename(folder / "settings.sh")  # the script waits for all of it
     except OSError as error:
         print(f"error: {explained(error, str(folder)) or error}", file=sys.stderr)
         return 2

@@ -75,11 +75,12 @@ export NEURON_TEXTGEN_RUN_DIR=$run_dir
 export NEURON_TEXTGEN_PARENT=$$ # see run.py
 # Writes config.json, which the processes read, and settings.sh, which this script reads.
 (ignore_stops && exec "$python" "$here/config.py" "$@") &
-# A signal ends `wait`. Files of the model folder may take long to read: a second signal ends that, too.
+# A signal ends `wait`, and where the process ends at the same moment, bash has lost its code: what it has written
+# counts. Files of the model folder may take long to read: a second signal ends that, too.
 wait $!
 code=$?
-[ "$code" -le 128 ] || { wait $! && code=0; }
-[ "$code" -eq 0 ] || {
+[ "$code" -le 128 ] || wait $!
+[ -e "$run_dir/settings.sh" ] || {
     kill -KILL $!
     wait $!
     end_if_stopped
