@@ -335,7 +335,7 @@ class OpenVinoModel(StaticBatchModel):
             inputs["adapters"] = self.adapters.mask(numbers, self._columns[:2])
         runs = self._state_runs(segments) if self.states else []
         if runs:
-            inputs |= state_inputs(runs)
+            inputs |= state_inputs(runs, is_padded=missing > 0)
         for name, array in inputs.items():
             if name in self._inputs:
                 self._request.set_tensor(name, ov.Tensor(array))

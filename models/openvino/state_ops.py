@@ -7,6 +7,7 @@ and writes the state after every so many tokens, and after the last one, to othe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,7 +20,7 @@ from run import Json
 
 TABLE = "state_table."  # the beginning of the names of inputs: float32 [blocks, ...]
 NEXT = "next "  # of outputs, before the name of a table: the states after tiles, which Python writes into it
-SEQUENCES = ("state_blocks", "state_blocks_begins", "state_past_lens", "state_interval")
+SEQUENCES = ("begins", "blocks", "blocks_begins", "past_lens", "interval")
 NEVER = 1 << 30  # an interval that no sequence reaches
 L2_NORM = 'use_qk_l2norm="true" q_l2_norm_eps="1e-06" k_l2_norm_eps="1e-06"'
 PRECISIONS = {"f32": "FP32", "i32": "I32"}
@@ -51,26 +52,25 @@ class RecurrentLayers:
         bias = ops.constant(np.array([], np.float32)).output(0) if bias is None else _reshaped(bias, channels)
         return _paged("PagedCausalConv1D", [tokens, table, weight, bias, *self._sequences()])
 
-    def _delta_rule(self, layer, query, key, value, gate, beta, begins="state_begins"):
+    def _delta_rule(self, layer, query, key, value, gate, beta, which="state"):
         heads, key_size, value_size = layer["heads"], layer["key_size"], layer["value_size"]
         inputs = [
             _reshaped(query, -1, heads, key_size),
             _reshaped(key, -1, heads, key_size),
             _reshaped(value, -1, heads, value_size),
             self._table(layer, heads, value_size, key_size),
-            *(gate, beta, *self._sequences(begins)),
+            *(gate, beta, *self._sequences(which)),
         ]
         return _reshaped(_paged("PagedGatedDeltaNet", inputs, L2_NORM), -1, heads * value_size)
 
     def _tiled_delta_rule(self, layer, *operands):
-        """Prompts in tiles, and rows, which are the other tokens, through the operation, for which prompts
-        have no tokens."""
+        """Prompts in tiles, and rows, which are the other tokens, through the operation."""
         first = ops.constant(0)
         row_tokens = self._input("row_tokens")
         tile_tokens = self._input("tile_tokens", TILE)
         rows = [ops.gather(each, row_tokens, first).output(0) for each in operands]
         tiles = [ops.gather(each, tile_tokens, first) for each in operands]
-        from_rows = self._delta_rule(layer, *rows, begins="row_begins")
+        from_rows = self._delta_rule(layer, *rows, which="row")
         table = f"{TABLE}{layer['index']}"
         states = ops.gather(self.inputs[table], self._input("tile_blocks"), first)
         from_tiles, next_states = delta_rule_of_tiles(layer, tiles, states)
@@ -113,8 +113,8 @@ class RecurrentLayers:
     def _table(self, layer: Json, *shape: int) -> ov.Output:
         return self._input(f"{TABLE}{layer['index']}", *shape, kind=ov.Type.f32)
 
-    def _sequences(self, begins: str = "state_begins") -> list[ov.Output]:
-        return [self._input(name) for name in (begins, *SEQUENCES)]
+    def _sequences(self, which: str = "state") -> list[ov.Output]:
+        return [self._input(f"{which}_{name}") for name in SEQUENCES]
 
     def _input(self, name: str, *shape: int, kind: ov.Type = ov.Type.i32) -> ov.Output:
         if name not in self.inputs:
@@ -162,30 +162,43 @@ def _paged(kind: str, inputs: Sequence[ov.Output], attributes: str = "") -> ov.O
     return node.output(0)
 
 
-def state_inputs(runs: Sequence[Run]) -> dict[str, np.ndarray]:
-    """The inputs of recurrent layers in a call. With tiles: which tokens are rows, [rows], and which each
-    tile has, [tiles, TILE], with numbers out of range for padding; the block that each tile reads; where each
-    token is among the rows and then the tiles."""
-    blocks = [[run.read, *run.writes] for run in runs]
+def state_inputs(runs: Sequence[Run], is_padded: bool) -> dict[str, np.ndarray]:
+    """The inputs of recurrent layers in a call; is_padded: the last run is one token that is nobody's.
+
+    With tiles: which tokens are rows, [rows], without that one; which tokens each tile has, [tiles, TILE],
+    with numbers out of range for padding; the block that each tile reads; where each token is among the rows
+    and then the tiles."""
     lengths = np.array([run.tokens for run in runs])
     ends = np.cumsum(lengths)
     in_tile = np.array([run.is_prompt for run in runs])
-    row_tokens = np.flatnonzero(np.repeat(~in_tile, lengths))
+    in_rows = ~in_tile
+    in_rows[len(runs) - is_padded :] = False
+    row_tokens = np.flatnonzero(np.repeat(in_rows, lengths))
     tiles = (ends - lengths)[in_tile, None] + np.arange(TILE)
     tiles = np.where(tiles < ends[in_tile, None], tiles, ends[-1])
+    places = np.argsort(np.append(row_tokens, tiles), kind="stable")
     inputs = {
-        "state_begins": [0, *ends],
-        "state_blocks": np.concatenate(blocks),
-        "state_blocks_begins": np.cumsum([0, *map(len, blocks)]),
-        "state_past_lens": [run.position for run in runs],
-        "state_interval": [1 if len(run.writes) > 1 else NEVER for run in runs],
-        "row_begins": [0, *np.cumsum(lengths * ~in_tile)],
+        **_sequences("state", runs),
+        **_sequences("row", [run for run, is_row in zip(runs, in_rows) if is_row]),
         "row_tokens": row_tokens,
         "tile_tokens": tiles,
         "tile_blocks": [run.read for run in runs if run.is_prompt],
-        "token_places": np.argsort(np.append(row_tokens, tiles), kind="stable")[: ends[-1]],
+        "token_places": [*places[: ends[-1] - is_padded], *[0] * is_padded],
     }
     return {name: np.array(value, np.int32) for name, value in inputs.items()}
+
+
+def _sequences(which: str, runs: Sequence[Run]) -> dict[str, Sequence[int]]:
+    """The inputs SEQUENCES."""
+    blocks = [[run.read, *run.writes] for run in runs]
+    values = (
+        np.cumsum([0, *(run.tokens for run in runs)]),
+        list(itertools.chain(*blocks)),
+        np.cumsum([0, *map(len, blocks)]),
+        [run.position for run in runs],
+        [1 if len(run.writes) > 1 else NEVER for run in runs],
+    )
+    return dict(zip((f"{which}_{name}" for name in SEQUENCES), values))
 
 
 def parameter(name: str, shape: list[int], kind: ov.Type = ov.Type.i32) -> ov.Node:
