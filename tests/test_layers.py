@@ -50,7 +50,7 @@ FLOORS = {
     " | json_numbers json_patterns escaping limited",
     "engine": "lifecycle | adapter_changes outputs preparation | image_encoding link | metrics profiling | step | scheduler"
     " | request | admission defaults masks slots sampling",
-    "models": "convert | __init__ | openvino pytorch neuron | checkpoint | base | adapters cache states"
+    "models": "convert | __init__ | openvino pytorch neuron | checkpoint | base | adapters cache gguf states"
     " | accuracy child errors images machine",
 }
 MOST_FILES = 16  # of a folder, without those of its folders

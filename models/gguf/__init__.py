@@ -1,0 +1,1 @@
+"""GGUF files: the container that holds a model's keys, its tokenizer and its tensors."""
