@@ -461,10 +461,8 @@ def _instead_of_config(path: Path) -> str:
 
 
 def has_gguf(path: Path) -> bool:
-    """Whether a path is a GGUF file, or a folder with one in the place of an ordinary checkpoint."""
-    if path.is_file():
-        return path.suffix == ".gguf"
-    return not (path / "config.json").exists() and any(path.glob("*.gguf"))
+    """Whether a path is a file, or a folder with a GGUF file in the place of an ordinary checkpoint."""
+    return path.is_file() or (not (path / "config.json").exists() and any(path.glob("*.gguf")))
 
 
 def reject_lfs_pointer(path: Path) -> None:
@@ -504,8 +502,6 @@ def check_weight_files(folder: Path) -> None:
     remedy = "rename it"
     if other.endswith(".gguf"):
         remedy = f"name the file, --model-id {folder / other}"
-        if "-of-" in other:
-            remedy = "merge the files of the model with llama.cpp's gguf-split"
     elif other.startswith("consolidated"):
         remedy = "it has Mistral's own format; download the files of transformers' format, too"
     elif other.endswith(".bin"):

@@ -47,12 +47,12 @@ CRASHES = (signal.SIGSEGV, signal.SIGFPE, signal.SIGILL)  # which the next conve
 NNCF = "nncf==3.4.0"
 # Raise these with any change of what a conversion writes, or of how it is read: entries of other versions are
 # not used. CONVERTER_VERSION is for models, READER_VERSIONS for tokenizers, and for checkpoints of gguf.py,
-# lora.py and dequantize.py.
+# split.py, lora.py and dequantize.py.
 CONVERTER_VERSION = 7
 # These are for models that read images, whose entries hold a vision tower as well, and compressed weights.
 VISION_VERSION = 4
 COMPRESSION_VERSION = 5
-READER_VERSIONS = {"gguf": 3, "lora": 4, "dequantize": 2, "tokenizer": 6}
+READER_VERSIONS = {"gguf": 3, "split": 1, "lora": 4, "dequantize": 2, "tokenizer": 6}
 HELD: set[Path] = set()  # the entries that this process keeps: an adapter may be loaded many times
 
 

@@ -24,6 +24,7 @@ from safetensors import safe_open
 from config import Config
 from manifest import WEIGHTS, check_regular
 from models.adapters import check_shapes
+from models.checkpoint.split import parts_of
 from models.errors import ModelError, first_line, named, progress_logged, reported_as
 
 METADATA = ["*.json", "*.model", "*.jinja", "*.txt"]
@@ -43,7 +44,6 @@ NO_MODEL = re.compile(
     r"(?i)mmproj|projector|(^|/)imatrix|imatrix\w*\.gguf$"
     r"|(^|[-._/])(clip|draft|eagle3?|lora|adapter|vocab)[-._]"
 )
-SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")  # one of several files of a model
 CANDIDATES = 4  # files that an error names
 STATUSES = {
     401: "the hub rejects the token: give a valid one in HF_TOKEN, or none for a public model",
@@ -64,10 +64,12 @@ def fetch(config: Config, files: Sequence[str] = METADATA) -> tuple[Path, str | 
         return folder, None
     repository, _, file = config.model_id.partition(":")
     if file:
-        folder = _download(config, repository, config.revision, [file])
-        if not (folder / file).is_file():
-            raise ModelError(f"{repository} holds no file {file}{gguf_hint(config, repository)}")
-        return folder / file, folder.name
+        parts = parts_of(Path(file))
+        folder = _download(config, repository, config.revision, list(map(str, parts)))
+        for part in parts:
+            if not (folder / part).is_file():
+                raise ModelError(f"{repository} holds no file {part}{gguf_hint(config, repository)}")
+        return folder / parts[0], folder.name
     patterns = [*files, "*.py"] if config.trust_remote_code else files
     folder = _download(config, repository, config.revision, patterns)
     _download(config, repository, folder.name, [f"{TEMPLATES}/*.jinja"])
@@ -97,9 +99,10 @@ def _files_on_hub(config: Config, repository: str) -> list[str]:
 
 
 def matching(names: Sequence[str], pattern: re.Pattern[str]) -> list[str]:
-    """The GGUF files of models whose names without folders match."""
+    """The GGUF files of models whose names without folders match; of a model in several files, the first."""
     models = [name for name in names if GGUF.fullmatch(name) and not NO_MODEL.search(name)]
-    return sorted(name for name in models or names if pattern.fullmatch(Path(name).name))
+    found = {str(parts_of(Path(name))[0]) for name in models or names if pattern.fullmatch(Path(name).name)}
+    return sorted(found)
 
 
 def fetch_weights(config: Config, folder: Path, formats: Sequence[str] = WEIGHTS) -> Path:
@@ -193,10 +196,9 @@ def _with_weights(config: Config, model_id: str, folder: Path, formats: Sequence
 def gguf_hint(config: Config, repository: str, pattern: re.Pattern[str] = GGUF) -> str:
     """How to name a GGUF file of a model on the hub, as the end of a sentence; "": none can be served."""
     try:
-        names = list_files(config, repository, pattern)
+        models = list_files(config, repository, pattern)
     except ModelError:
         return ""
-    models = [name for name in names if not SPLIT.search(name)]
     if not models:
         return ""
     hint = f"; for a GGUF file name it: --model-id {repository}:{models[0]}"

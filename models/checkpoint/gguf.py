@@ -17,14 +17,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
-from gguf import GGUFReader
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers, processors
 from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as SPLITS
 
 from models.errors import ModelError, reported_as
+from models.gguf.container import GgufFile, read_gguf
 from run import Json
 
 # The keys that are read, for every architecture; any other could change what the model computes.
@@ -54,6 +55,7 @@ GGUF_KEYS = {
     "use_parallel_residual",
     "vocab_size",
 }
+ARRAYS = {"attention.head_count_kv", "rope.dimension_sections"}  # may have a number for each layer or part
 OF_IMAGES = ("mm.", "vision.")  # keys about another file
 WINDOW = {"attention.sliding_window"}
 CAPS = {"attn_logit_softcapping", "final_logit_softcapping"}
@@ -131,46 +133,11 @@ ENDS = {
 }
 
 
-class File:
-    """What a GGUF file says besides its weights."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self._reader = GGUFReader(path)
-        self.architecture = self.value("general.architecture")
-        self.tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-
-    def __getitem__(self, name: str) -> Any:
-        """The value of a key of the architecture; None where the file has none."""
-        return self.value(f"{self.architecture}.{name}")
-
-    def rejection(self, reason: str) -> ModelError:
-        return ModelError(f"{self.path.name} {reason}; serve the checkpoint that it was made of")
-
-    def tokenizer(self, name: str) -> Any:
-        return self.value(f"tokenizer.ggml.{name}")
-
-    def numbers(self, name: str) -> list[float] | None:
-        """A small float32 tensor."""
-        return self.tensors[name].data.tolist() if name in self.tensors else None
-
-    def unknown_keys(self) -> list[str]:
-        """Keys that have a value and are not read."""
-        prefix = f"{self.architecture}."
-        known = GGUF_KEYS | ARCHITECTURES[self.architecture]
-        given = [key.removeprefix(prefix) for key in self._reader.fields if key.startswith(prefix)]
-        return [key for key in given if key not in known and not key.startswith(OF_IMAGES) and self[key]]
-
-    def value(self, key: str) -> Any:
-        field = self._reader.fields.get(key)
-        return field.contents() if field else None
-
-
 def convert_gguf(path: Path, dtype: str, target: Path) -> None:
     """Raises ModelError where the file cannot be read, or not all of it."""
     transformers.utils.logging.set_verbosity_error()
     with reported_as(f"{path.name} cannot be read as a model"):
-        file = File(path)
+        file = read_gguf(path)
         _reject_unknown(file)
         where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
         config = _complete(transformers.AutoConfig.from_pretrained(**where), file)
@@ -185,7 +152,7 @@ def convert_gguf(path: Path, dtype: str, target: Path) -> None:
     model.generation_config.eos_token_id = _gguf_eos_ids(tokenizer, file)
     model.generation_config.do_sample = True  # save_pretrained wants it for the next ones
     for name, key in SAMPLING.items():
-        value = file.value(f"general.sampling.{key}")
+        value = file.keys.get(f"general.sampling.{key}")
         setattr(model.generation_config, name, value and round(value, 6))  # float32 makes 0.949999988 of 0.95
     model.save_pretrained(target)
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(target)
@@ -193,18 +160,24 @@ def convert_gguf(path: Path, dtype: str, target: Path) -> None:
     tokenizer.save(str(target / "tokenizer.json"))
 
 
-def _reject_unknown(file: File) -> None:
+def _reject_unknown(file: GgufFile) -> None:
     if file.architecture not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise file.rejection(f"is of the architecture {file.architecture}; {known} can be read")
-    if unknown := file.unknown_keys():
-        key = unknown[0]
-        raise file.rejection(f"has `{file.architecture}.{key}` {file[key]}, which cannot be read")
+    prefix = f"{file.architecture}."
+    readable = GGUF_KEYS | ARCHITECTURES[file.architecture]
+    for key, value in file.keys.items():
+        name = key.removeprefix(prefix)
+        if not key.startswith(prefix) or name.startswith(OF_IMAGES):
+            continue
+        is_read = name in readable & ARRAYS if np.ndim(value) else name in readable or not value
+        if not is_read:
+            raise file.rejection(f"has `{key}` {value}, which cannot be read")
     if file.architecture == "falcon" and file["attention.head_count_kv"] != 1:
         raise file.rejection("is a Falcon with several key and value heads, which cannot be read")
 
 
-def _complete(config: Any, file: File) -> Any:
+def _complete(config: Any, file: GgufFile) -> Any:
     """The configuration as transformers reads it, with the rest of what the file says."""
     for name, key in FIELDS.items():
         if hasattr(config, name) and file[key] is not None:
@@ -227,7 +200,7 @@ def _complete(config: Any, file: File) -> Any:
     return config
 
 
-def _rope(config: Any, file: File) -> Json:
+def _rope(config: Any, file: GgufFile) -> Json:
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     theta = file["rope.freq_base"] or 10000.0
     sections = {name: each for name, each in config.rope_parameters.items() if name.startswith("mrope_")}
@@ -258,7 +231,7 @@ def _rope(config: Any, file: File) -> Json:
     raise file.rejection(f"has rope scaling of the type {kind}, which cannot be read")
 
 
-def _yarn_settings(file: File) -> Json:
+def _yarn_settings(file: GgufFile) -> Json:
     given = {
         "attention_factor": file["rope.scaling.yarn_attn_factor"] or file["rope.scaling.attn_factor"],
         "beta_fast": file["rope.scaling.yarn_beta_fast"],
@@ -267,7 +240,7 @@ def _yarn_settings(file: File) -> Json:
     return {"rope_type": "yarn"} | {name: value for name, value in given.items() if value is not None}
 
 
-def _llama3(theta: float, divisors: list[float], file: File) -> Json:
+def _llama3(theta: float, divisors: list[float], file: GgufFile) -> Json:
     """The kind of rope that divides the frequencies by these numbers: that of Llama 3.1, 3.2 and 3.3."""
     size, factor = len(divisors), max(divisors)
     waves = 2 * math.pi * theta ** (torch.arange(size, dtype=torch.float64) / size)
@@ -279,7 +252,7 @@ def _llama3(theta: float, divisors: list[float], file: File) -> Json:
     return {"rope_type": "llama3", "factor": factor} | LLAMA3
 
 
-def _check_weights(model: Any, missing: list[str], file: File) -> None:
+def _check_weights(model: Any, missing: list[str], file: GgufFile) -> None:
     """Every weight of the model is in the file, in its shape, and the file has no other."""
     if missing:
         raise file.rejection(f"lacks {len(missing)} of the model's weights, such as {missing[0]}")
@@ -292,13 +265,13 @@ def _check_weights(model: Any, missing: list[str], file: File) -> None:
         weight.data = weight.data.reshape(wanted.shape)
     # Behind the last layer are those that predict further tokens.
     unread = ("rope_f", f"blk.{model.config.num_hidden_layers}.")
-    stored = sum(int(t.n_elements) for name, t in file.tensors.items() if not name.startswith(unread))
+    stored = sum(math.prod(t.shape) for name, t in file.tensors.items() if not name.startswith(unread))
     read = sum(weight.numel() for weight in model.parameters())
     if stored != read:
         raise file.rejection(f"holds {stored:,} parameters, of which {read:,} can be read")
 
 
-def _tokenizer(file: File) -> tuple[Tokenizer, Json]:
+def _tokenizer(file: GgufFile) -> tuple[Tokenizer, Json]:
     """The tokenizer, which splits text into words and adds BOS as llama.cpp does with this file; its special
     tokens and chat template, as transformers names them."""
     architecture, contents, special = get_gguf_tokenizer(str(file.path))
@@ -337,7 +310,7 @@ def _of_the_vocabulary(tokenizer: Tokenizer, size: int) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(contents))
 
 
-def _pre_tokenizer(name: str, tokenizer: Tokenizer, file: File) -> pre_tokenizers.PreTokenizer:
+def _pre_tokenizer(name: str, tokenizer: Tokenizer, file: GgufFile) -> pre_tokenizers.PreTokenizer:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if name in SPLITS:
         return tokenizer.pre_tokenizer
@@ -355,7 +328,7 @@ def _pre_tokenizer(name: str, tokenizer: Tokenizer, file: File) -> pre_tokenizer
     raise file.rejection(f"has the pre-tokenizer {name}, which is not known")
 
 
-def _gguf_eos_ids(tokenizer: Tokenizer, file: File) -> list[int]:
+def _gguf_eos_ids(tokenizer: Tokenizer, file: GgufFile) -> list[int]:
     named = [file.tokenizer(f"{kind}_token_id") for kind in ("eos", "eot", "eom")]
     special = tokenizer.get_added_tokens_decoder().items()
     ends = [token_id for token_id, token in special if token.special and token.content in ENDS]

@@ -40,7 +40,6 @@ from models.cache import (
 )
 from models.checkpoint.fetch import (
     GGUF,
-    SPLIT,
     adapter_shapes,
     fetch,
     fetch_adapter,
@@ -51,8 +50,10 @@ from models.checkpoint.fetch import (
     shapes_in,
 )
 from models.checkpoint.quantization import Quantization, written_dtype
+from models.checkpoint.split import parts_of
 from models.child import ChildError, run_module
 from models.errors import MachineError, ModelError, progress_logged, reported_as
+from models.gguf.container import read_gguf, read_part
 from run import ConfigError
 
 logger = logging.getLogger("model")
@@ -81,7 +82,7 @@ def fetch_source(config: Config, engine: type[Engine]) -> tuple[Config, Path, st
             _check_gguf(name)
             config = _with_source(config, _file_in_model(config, name))
             folder, commit = fetch(config)
-        folder = _from_gguf(config, folder, commit)
+        folder = _from_gguf(config, folder)
         commit = None
     elif quantization := Quantization.read(folder):
         folder = _dequantized(config, engine, folder, quantization)
@@ -184,15 +185,13 @@ def _with_file_of_tag(config: Config) -> Config:
         raise ModelError(
             f"{repository} holds no GGUF file whose name ends in {tag}{gguf_hint(config, repository)}"
         )
-    whole = [name for name in found if not SPLIT.search(name)]
-    if len(whole) > 1:
+    if len(found) > 1:
         raise ModelError(
-            f"{repository} holds {len(whole)} GGUF files whose names end in {tag}"
+            f"{repository} holds {len(found)} GGUF files whose names end in {tag}"
             f"{gguf_hint(config, repository, ending)}"
         )
-    name = (whole or found)[0]  # a part of a split file is rejected as such
-    logger.info("%s is %s", config.model_id, name)
-    return _with_source(config, f"{repository}:{name}")
+    logger.info("%s is %s", config.model_id, found[0])
+    return _with_source(config, f"{repository}:{found[0]}")
 
 
 def _name_of_file(config: Config, folder: Path) -> str | None:
@@ -206,19 +205,15 @@ def _name_of_file(config: Config, folder: Path) -> str | None:
     else:
         names = list_files(config, config.model_id, GGUF)
     if len(names) > 1:
-        whole = [name for name in names if not SPLIT.search(name)]
         raise ConfigError(
             f"{config.model_id} holds {len(names)} GGUF files; name one: "
-            f"--model-id {_file_in_model(config, min(whole or names))}"
+            f"--model-id {_file_in_model(config, names[0])}"
         )
     return names[0] if names else None
 
 
 def _check_gguf(name: str) -> None:
-    """Raises ModelError for a part of a split file, and where a GGUF file cannot be read with what is
-    installed."""
-    if SPLIT.search(name):
-        raise ModelError(f"{name} is one of several files of a model; merge them with llama.cpp's gguf-split")
+    """Raises ModelError where a GGUF file cannot be read with what is installed."""
     version = installed("transformers")
     if version and Version(version).major < 5:
         raise ModelError(
@@ -234,15 +229,28 @@ def _file_in_model(config: Config, name: str) -> str:
     return str(Path(config.model_id, name)) if config.is_local else f"{config.model_id}:{name}"
 
 
-def _from_gguf(config: Config, file: Path, commit: str | None) -> Path:
+def _from_gguf(config: Config, file: Path) -> Path:
     """The checkpoint that is made of a GGUF file: in bfloat16, or in what `dtype` says."""
+    file = _whole(config, file)
     dtype = written_dtype(config)
-    status = file.stat()
     versions = [installed(package) for package in ("transformers", *GGUF_PACKAGES)]
-    identity = [file.name, status.st_size, commit or int(status.st_mtime), dtype, versions]
+    identity = [read_gguf(file).identity, dtype, versions]
     return _build_cached(
         config, "gguf", identity, [str(file), dtype], f"dequantizing {file.name} into {dtype}"
     )
+
+
+def _whole(config: Config, file: Path) -> Path:
+    """A GGUF file, or the one that it is a part of, joined from all parts."""
+    parts = parts_of(file)
+    if len(parts) == 1:
+        return file
+    identities = [read_part(part).identity for part in parts]
+    gigabytes = 1e-9 * sum(part.stat().st_size for part in parts)
+    doing = f"joining {len(parts)} GGUF files into one of {gigabytes:.1f} GB"
+    folder = _build_cached(config, "split", identities, [str(file)], doing)
+    (whole,) = folder.glob("*.gguf")
+    return whole
 
 
 def _dequantized(config: Config, engine: type[Engine], folder: Path, quantization: Quantization) -> Path:

@@ -1,13 +1,14 @@
 """The container of a GGUF file: its keys and its table of tensors, checked before anything uses the file.
 
-The weights themselves are not read. A file may be cut, or made to harm: no number in it is believed before it
-is compared with what is left of the file, so nothing larger than the file's own keys is ever allocated.
+The weights themselves are not read. A file may be cut, or made to harm: every read is compared with what is
+left of the file first, so nothing is ever allocated beside the file's own keys.
 
-Source: ggml's description of the format, and what llama.cpp refuses.
+Source: ggml's description of the format, and what llama.cpp rejects.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Container
@@ -20,39 +21,49 @@ import numpy as np
 from models.child import shortened
 from models.errors import ModelError, reported_as
 
-VERSIONS = (2, 3)
-# The first bytes of other files, and what they are.
-OLDER = (b"lmgg", b"fmgg", b"tjgg", b"ggjt")
+LFS_POINTER = "it is a Git LFS pointer, not the file: run `git lfs pull` in its repository"
+WEB_PAGE = "it is a web page: download the file from the address with /resolve/ instead of /blob/"
+OLDER = "it is older than GGUF; give a file that was made after August 2023"
+# What other files are, by their first bytes.
 OTHER_FILES = {
-    b"vers": "is a Git LFS pointer, not the file: run `git lfs pull` in its repository, or download the file",
-    b"<": "is a web page, not the file: download the file from the address with /resolve/ instead of /blob/",
-    OLDER: "is of the format before GGUF; give a file that was made after August 2023",
-    b"": "is no GGUF file",
+    b"": "it is empty; download it again",
+    b"vers": LFS_POINTER,
+    b"<!DO": WEB_PAGE,
+    b"<!do": WEB_PAGE,
+    b"<htm": WEB_PAGE,
+    b"ggjt": OLDER,
+    b"tjgg": OLDER,
+    b"lmgg": OLDER,
 }
 MAX_METADATA = 256 << 20  # bytes of the keys and the table of tensors
-MAX_KEY = (1 << 16) - 1  # bytes
-MAX_NAME = 64  # bytes of the name of a tensor
-MAX_DIMENSIONS = 4
-MAX_ALIGNMENT = 1 << 20
-# The least bytes that these take.
-KEY_BYTES = 13
-TENSOR_BYTES = 24
-STRING_BYTES = 8
-# The types of values.
+MAX_STRING = 64 << 20  # bytes, as the two below
+MAX_KEY = (1 << 16) - 1
+MAX_NAME = 64  # of a tensor
+ALIGNMENT = 32  # bytes, where the file says nothing
+ALIGNMENTS = [1 << power for power in range(21)]
+# The types of values, and those of numbers in numpy.
 STRING = 8
 ARRAY = 9
 NUMBERS = {
-    0: np.dtype("u1"),
-    1: np.dtype("i1"),
-    2: np.dtype("<u2"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<u4"),
-    5: np.dtype("<i4"),
-    6: np.dtype("<f4"),
-    7: np.dtype("?"),
-    10: np.dtype("<u8"),
-    11: np.dtype("<i8"),
-    12: np.dtype("<f8"),
+    0: "u1",
+    1: "i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
+PROJECTOR = "is the part of a model that reads images (mmproj), without the model"
+# What holds no model, by its `general.type` or `general.architecture`.
+NO_MODELS = {
+    "adapter": "is a LoRA adapter; give it in safetensors with --lora-adapters, and as --model-id its model",
+    "clip": PROJECTOR,
+    "mmproj": PROJECTOR,
+    "imatrix": "is an importance matrix, not a model",
 }
 
 
@@ -127,6 +138,13 @@ class GgufFile:
     def architecture(self) -> str:
         return self.keys["general.architecture"]
 
+    @property
+    def identity(self) -> list[Any]:
+        """Tells the file from another one in its place. The time is in seconds, as image layers keep it."""
+        status = self.path.stat()
+        keys = hashlib.sha256(np.memmap(self.path, mode="r", shape=self.keys_end))
+        return [status.st_size, int(status.st_mtime), keys.hexdigest(), self.tensors]
+
     def __getitem__(self, name: str) -> Any:
         """The value of a key of the architecture; None where the file has none."""
         return self.keys.get(f"{self.architecture}.{name}")
@@ -134,158 +152,136 @@ class GgufFile:
     def tokenizer(self, name: str) -> Any:
         return self.keys.get(f"tokenizer.ggml.{name}")
 
+    def numbers(self, name: str) -> list[float] | None:
+        """The numbers of a small tensor in float32; None where the file has no such tensor."""
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            return None
+        if TYPES[tensor.type].name != "F32":
+            raise self.rejection(f"has {name} in {TYPES[tensor.type].name}, not in F32")
+        return np.fromfile(self.path, "<f4", tensor.size // 4, offset=tensor.offset).tolist()
+
     def rejection(self, reason: str) -> ModelError:
         return ModelError(f"{self.path.name} {shortened(reason)}; serve the checkpoint that it was made of")
 
 
 class _Head:
-    """The beginning of a file, read once from front to back, and never beyond its end."""
+    """The beginning of a file, read once from front to back. Raises ValueError for what is wrong with it."""
 
-    def __init__(self, name: str, file: BinaryIO):
+    def __init__(self, file: BinaryIO):
         self.position = 0
         self.size = os.fstat(file.fileno()).st_size
-        self._name = name
         self._file = file
 
-    def damaged(self, reason: str) -> ModelError:
-        return ModelError(f"{self._name} is damaged: {reason}; download it again")
-
-    def check_version(self) -> None:
-        magic = self._file.read(4)
-        if not magic:
-            raise ModelError(f"{self._name} is empty; download it again")
-        if magic != b"GGUF":
-            what = next(what for begin, what in OTHER_FILES.items() if magic.lstrip().startswith(begin))
-            raise ModelError(f"{self._name} {what}")
-        self.position = 4
-        version = self.integer(4)
-        if version & 0xFFFF == 0:
-            raise ModelError(f"{self._name} is made for big-endian machines; give one for little-endian ones")
-        if version not in VERSIONS:
-            known = " and ".join(map(str, VERSIONS))
-            raise ModelError(f"{self._name} is of version {version} of GGUF; {known} can be read")
-
-    def require(self, count: int) -> None:
-        """Raises ModelError unless so many bytes follow."""
-        end = self.position + count
-        if end > self.size:
-            raise self.damaged(f"it ends within its header, after {self.size:,} bytes")
-        if end > MAX_METADATA:
-            raise ModelError(f"{self._name} has more than {MAX_METADATA:,} bytes of metadata")
-
     def take(self, count: int) -> bytes:
-        self.require(count)
         self.position += count
+        if self.position > self.size:
+            raise ValueError(f"it ends within its header, after {self.size:,} bytes; download it again")
+        if self.position > MAX_METADATA:
+            raise ValueError(f"it has more than {MAX_METADATA:,} bytes of metadata")
         return self._file.read(count)
 
     def integer(self, size: int) -> int:
         return int.from_bytes(self.take(size), "little")
 
-    def text(self) -> str:
-        return self.take(self.integer(8)).decode(errors="surrogateescape")
+    def text(self, longest: int = MAX_STRING) -> str:
+        size = self.integer(8)
+        if size > longest:
+            raise ValueError(f"it holds a text of {size:,} bytes, where {longest:,} are the most")
+        return self.take(size).decode(errors="surrogateescape")
 
     def name(self, longest: int, others: Container[str]) -> str:
         """The name of a key or of a tensor, which `others` do not have."""
-        size = self.integer(8)
-        if size > longest:
-            raise self.damaged(f"a name in it has {size:,} bytes, and {longest:,} are possible")
-        name = self.take(size).decode(errors="surrogateescape")
-        if not name or not name.isprintable():
-            raise self.damaged("a name in it is no text")
-        if name in others:
-            raise self.damaged(f"it holds {shortened(name)} twice")
+        name = self.text(longest)
+        if not name or not name.isprintable() or name in others:
+            raise ValueError(f"it names something {name!r}, which is no name, or twice the same")
         return name
 
-    def value(self, kind: int) -> Any:
+    def value(self) -> Any:
+        kind = self.integer(4)
         if kind == STRING:
             return self.text()
         if kind == ARRAY:
             return self.array(self.integer(4), self.integer(8))
-        return self.numbers(kind, 1)[0].item()
+        return self.array(kind, 1).item()
 
-    def array(self, kind: int, count: int) -> list[str] | np.ndarray:
-        if kind != STRING:
-            return self.numbers(kind, count)
-        self.require(count * STRING_BYTES)
-        return [self.text() for _ in range(count)]
-
-    def numbers(self, kind: int, count: int) -> np.ndarray:
+    def array(self, kind: int, count: int) -> Any:
+        if kind == STRING:
+            return [self.text() for _ in range(count)]
         if kind not in NUMBERS:
-            raise self.damaged(f"a value in it is of the unknown type {kind}")
-        dtype = NUMBERS[kind]
+            raise ValueError(f"it holds a value of the type {kind}, which is not known")
+        dtype = np.dtype(NUMBERS[kind])
         return np.frombuffer(self.take(count * dtype.itemsize), dtype)
 
-    def alignment(self, keys: dict[str, Any]) -> int:
-        alignment = keys.get("general.alignment", 32)
-        if type(alignment) is int and 0 < alignment <= MAX_ALIGNMENT and alignment.bit_count() == 1:
-            return alignment
-        raise self.damaged(f"its alignment is no power of two up to {MAX_ALIGNMENT:,}")
-
     def tensor(self, name: str, offset: int) -> Tensor:
-        """Of the table of tensors; `offset`, from the first of them, is where it has to be."""
+        """An entry of the table of tensors. `offset`: where the tensor has to be, from the first one on."""
         dimensions = self.integer(4)
-        if not 1 <= dimensions <= MAX_DIMENSIONS:
-            raise self.damaged(f"{name} has {dimensions} dimensions")
+        if not 1 <= dimensions <= 4:
+            raise ValueError(f"its tensor {name} has {dimensions} dimensions")
         shape = tuple(self.integer(8) for _ in range(dimensions))
         number = self.integer(4)
         if number not in TYPES:
-            raise ModelError(
-                f"{self._name} holds {name} in the type {number} of ggml, which is not known; "
-                "give a file in another quantization"
-            )
+            raise ValueError(f"its tensor {name} has the type {number} of ggml, which is not known")
         kind = TYPES[number]
         count = math.prod(shape)
         if not 0 < count < 1 << 63 or shape[0] % kind.numbers:
-            raise self.damaged(f"{name} is {kind.name} in the shape {list(shape)}")
+            raise ValueError(f"its tensor {name} in {kind.name} has the shape {list(shape)}")
         if self.integer(8) != offset:
-            raise self.damaged(f"{name} does not follow the tensor before it")
+            raise ValueError(f"its tensor {name} does not follow the one before it")
         return Tensor(shape, number, offset, count // kind.numbers * kind.bytes)
 
 
 def read_gguf(path: Path) -> GgufFile:
     """Raises ModelError for a file that is not whole, or that holds something else than a model."""
     file = read_part(path)
-    kind = file.keys.get("general.type", "model")
-    architecture = file.keys.get("general.architecture")
-    if kind == "adapter":
-        raise file.rejection("is a LoRA adapter; give its safetensors with --lora-adapters")
-    if kind == "mmproj" or architecture == "clip":
-        raise file.rejection("is the part of a model that reads images (mmproj), without the model")
-    if kind == "imatrix" or "imatrix.datasets" in file.keys:
-        raise file.rejection("is an importance matrix, not a model")
-    if not isinstance(architecture, str):
+    for key in ("general.type", "general.architecture"):
+        if reason := NO_MODELS.get(str(file.keys.get(key))):
+            raise file.rejection(reason)
+    if not isinstance(file.keys.get("general.architecture"), str):
         raise file.rejection("names no architecture")
     if not file.tensors:
         raise file.rejection("is a vocabulary alone, without weights")
+    count = file.keys.get("split.tensors.count", len(file.tensors))
+    if len(file.tensors) != count:
+        raise file.rejection(f"is a part of a model, with {len(file.tensors)} of {count} tensors")
     return file
 
 
 def read_part(path: Path) -> GgufFile:
     """Of a file that is whole, whatever it holds. Raises ModelError."""
-    with reported_as(f"{path.name} cannot be read"), path.open("rb") as opened:
-        head = _Head(path.name, opened)
-        head.check_version()
-        tensor_count = head.integer(8)
-        key_count = head.integer(8)
-        head.require(tensor_count * TENSOR_BYTES + key_count * KEY_BYTES)
-        keys: dict[str, Any] = {}
-        for _ in range(key_count):
-            name = head.name(MAX_KEY, keys)
-            keys[name] = head.value(head.integer(4))
-        keys_end = head.position
-        alignment = head.alignment(keys)
-        tensors: dict[str, Tensor] = {}
-        end = 0  # of the last tensor, from the first one
-        for _ in range(tensor_count):
-            name = head.name(MAX_NAME, tensors)
-            tensors[name] = head.tensor(name, padded(end, alignment))
-            end = tensors[name].offset + tensors[name].size
+    with (
+        reported_as(f"{path.name} cannot be read", lambda error: shortened(str(error))),
+        path.open("rb") as opened,
+    ):
+        return _read(path, _Head(opened))
+
+
+def _read(path: Path, head: _Head) -> GgufFile:
+    magic = head.take(min(4, head.size))
+    if magic != b"GGUF":
+        raise ValueError(OTHER_FILES.get(magic, "it is no GGUF file"))
+    version = head.integer(4)
+    if version not in (2, 3):
+        raise ValueError(f"it is of version {version} of GGUF, neither 2 nor 3, or for big-endian machines")
+    tensor_count = head.integer(8)
+    keys: dict[str, Any] = {}
+    for _ in range(head.integer(8)):
+        name = head.name(MAX_KEY, keys)
+        keys[name] = head.value()
+    keys_end = head.position
+    alignment = keys.get("general.alignment", ALIGNMENT)
+    if type(alignment) is not int or alignment not in ALIGNMENTS:
+        raise ValueError(f"its alignment is not a power of two up to {ALIGNMENTS[-1]:,}")
+    tensors: dict[str, Tensor] = {}
+    end = 0  # of the last tensor, from the first one
+    for _ in range(tensor_count):
+        name = head.name(MAX_NAME, tensors)
+        tensors[name] = head.tensor(name, padded(end, alignment))
+        end = tensors[name].offset + tensors[name].size
     start = padded(head.position, alignment)
     if end and start + end > head.size:
-        raise ModelError(
-            f"{path.name} has {head.size:,} of {start + end:,} bytes: its download is not complete; "
-            "download it again"
-        )
+        size = f"it has {head.size:,} of {start + end:,} bytes"
+        raise ValueError(f"{size}: its download is not complete; download it again")
     placed = {name: tensor._replace(offset=start + tensor.offset) for name, tensor in tensors.items()}
     return GgufFile(path, keys, placed, keys_end)
 

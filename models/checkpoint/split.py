@@ -1,0 +1,62 @@
+"""A model in several GGUF files, as large ones are published, becomes one file.
+
+The first file holds the keys, each a part of the tensors.
+
+    python -m models.checkpoint.split FILE TARGET     writes the whole file into the folder TARGET
+
+Source: the names and keys that llama.cpp's gguf-split writes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from models.errors import ModelError
+from models.gguf.container import ALIGNMENT, padded, read_gguf, read_part
+
+SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
+
+
+def parts_of(file: Path) -> list[Path]:
+    """All files of the model that a file belongs to, by its name: where it is a link, to whatever name."""
+    split = SPLIT.fullmatch(file.name)
+    if not split:
+        return [file]
+    name, count = split.groups()
+    return [file.with_name(f"{name}-{part:05}-of-{count}.gguf") for part in range(1, int(count) + 1)]
+
+
+def join(file: Path, target: Path) -> None:
+    """Raises ModelError where a tensor is missing or there twice, OSError where the disk is too small."""
+    parts = [read_part(part) for part in parts_of(file)]
+    tensors = [(part, name, tensor) for part in parts for name, tensor in part.tensors.items()]
+    first = parts[0]
+    alignment = first.keys.get("general.alignment", ALIGNMENT)
+    keys = np.fromfile(first.path, "u1", first.keys_end).tobytes()
+    with open(target / SPLIT.sub(r"\1.gguf", file.name), "wb") as joined:
+        joined.write(keys[:8] + struct.pack("<Q", len(tensors)) + keys[16:])
+        end = 0
+        for _part, name, (shape, kind, _offset, size) in tensors:
+            encoded = name.encode()
+            entry = f"<Q{len(encoded)}sI{len(shape)}QIQ"
+            joined.write(struct.pack(entry, len(encoded), encoded, len(shape), *shape, kind, end))
+            end = padded(end + size, alignment)
+        os.posix_fallocate(joined.fileno(), 0, padded(joined.tell(), alignment) + end)
+        joined.flush()
+        whole = read_gguf(Path(joined.name))
+        for part, name, tensor in tensors:
+            joined.seek(whole.tensors[name].offset)
+            np.memmap(part.path, mode="r", offset=tensor.offset, shape=tensor.size).tofile(joined)
+
+
+if __name__ == "__main__":
+    try:
+        join(Path(sys.argv[1]), Path(sys.argv[2]))
+    except ModelError as error:
+        sys.exit(str(error))
