@@ -194,7 +194,7 @@ class _Head:
         """The name of a key or of a tensor, which `others` do not have."""
         name = self.text(longest)
         if not name or not name.isprintable() or name in others:
-            raise ValueError(f"it names something {name!r}, which is no name, or twice the same")
+            raise ValueError(f"it has an empty, unprintable or repeated name: {name!r}")
         return name
 
     def value(self) -> Any:
