@@ -207,7 +207,7 @@ IS_POINTER = "is a git-lfs pointer, not the file: run `git lfs pull` in its repo
         (["q4.gguf", "q8.gguf"], "holds no model.safetensors, but q4.gguf: name the file, --model-id "),
         (
             ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"],
-            "holds no model.safetensors, but m-00001-of-00002.gguf: merge the files of the model with llama.cpp's gguf-split",
+            "holds no model.safetensors, but m-00001-of-00002.gguf: name the file, --model-id ",
         ),
         (["model.safetensors", "consolidated.safetensors"], None),
         (["1.safetensors", "2.safetensors", "model.safetensors.index.json"], None),

@@ -213,7 +213,10 @@ def test_a_model_without_weights_is_refused_by_name(hub, config):
 def test_files_in_gguf_beside_a_config_json_are_named(hub, config):
     """As in repositories of unsloth."""
     hub.push("someone/model", files(FACTS, ["model-Q4_K_M.gguf", "model-Q8_0.gguf", "model-BF16-00001-of-00002.gguf"]))
-    hint = "; for a GGUF file name it: --model-id someone/model:model-Q4_K_M.gguf; there are also model-Q8_0.gguf"
+    hint = (
+        "; for a GGUF file name it: --model-id someone/model:model-BF16-00001-of-00002.gguf; "
+        "there are also model-Q4_K_M.gguf, model-Q8_0.gguf"
+    )
     assert refusal(config).endswith(hint)
 
 

@@ -16,6 +16,7 @@ import pytest
 import tokenizers
 import torch
 from fakes.hub import forget_connections
+from gguf_bytes import split
 from ggufs import write_gguf
 from huggingface_hub import constants
 from processes import Server
@@ -28,6 +29,7 @@ from config import AUTO_QUANTIZE, CHECKPOINT_QUANTIZE, DEFAULT_MAX_TOTAL_TOKENS,
 from models.cache import NNCF, READER_VERSIONS
 from models.checkpoint import source as ours
 from models.errors import ModelError
+from models.gguf.container import read_gguf
 from models.neuron import Neuron
 from models.openvino import OpenVino
 from run import HERE, ConfigError
@@ -147,26 +149,59 @@ def test_a_file_alone_is_the_model_whatever_its_name(hub, file, config, tmp_path
     assert hub.fetched == ["tiny-DRAFT-0.5B.gguf"]
 
 
-def test_a_part_of_a_model_is_no_file_to_name(config, tmp_path):
-    for name in ("a-00001-of-00002.gguf", "b.gguf"):
+def test_of_a_model_in_several_files_the_first_is_the_name(config, tmp_path):
+    for name in ("a-00001-of-00002.gguf", "a-00002-of-00002.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
-    with pytest.raises(ConfigError, match=r"holds 2 GGUF files; name one: --model-id .*/b\.gguf$"):
+    with pytest.raises(ConfigError, match=r"holds 2 GGUF files; name one: --model-id .*/a-00001-of-00002\.gguf$"):
         models.prepare(config(tmp_path))
 
 
-def test_a_part_of_a_model_is_refused(config, tmp_path):
-    part = tmp_path / "model-00001-of-00002.gguf"
-    part.write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match=f"{part.name} is one of several files of a model; merge them"):
-        models.prepare(config(part))
+@pytest.mark.parametrize("named", ["folder", "first", "second"])
+def test_a_model_in_several_files_is_served_whichever_is_named(file, checkpoint, config, tmp_path, caplog, named):
+    caplog.set_level("INFO", "model")
+    first, second = split(file, tmp_path, "tiny-Q8_0", (5, len(read_gguf(file).tensors) - 5))
+    model_id = {"folder": tmp_path, "first": first, "second": second}[named]
+    prepared = models.prepare(config(model_id, dtype="float32"))
+    np.testing.assert_allclose(logits(prepared.folder), logits(checkpoint), atol=1e-5)
+    assert prepared.config.model_name == str(model_id)
+    assert "Joining 2 GGUF files into one of 0.0 GB, once" in caplog.messages
+    second.unlink()
+    with pytest.raises(ModelError, match=r"^tiny-Q8_0-00002-of-00002\.gguf cannot be read: .* No such file"):
+        models.prepare(config(first, dtype="float32"))
 
 
-def test_what_is_no_gguf_file_is_one_line(config, tmp_path):
-    path = tmp_path / NAME
+def test_a_file_in_the_store_of_ollama_is_served(file, config, tmp_path):
+    blob = tmp_path / f"sha256-{'0' * 64}"
+    shutil.copy(file, blob)
+    assert config_of(["--model-id", str(blob)]).model_id == str(blob)
+    assert ours.fetch_source(config(blob), OpenVino)[1].is_dir()
+
+
+def config_of(flags):
+    return parse([*flags, "--device", "cpu"], {})
+
+
+@pytest.mark.parametrize("name", [NAME, "model.safetensors"])
+def test_what_is_no_gguf_file_is_refused_before_anything_is_made_of_it(config, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(ours, "run_module", None)
+    path = tmp_path / name
     path.write_bytes(b"no model")
-    with pytest.raises(ModelError, match=rf"{NAME} cannot be read as a model: .*(Error|Exception)") as refused:
+    config_of(["--model-id", str(path)])
+    with pytest.raises(ModelError, match=rf"^{name} cannot be read: it is no GGUF file$"):
         models.prepare(config(path))
-    assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_is_replaced_is_read_anew(file, checkpoint, config, tmp_path, monkeypatch):
+    monkeypatch.setattr(ours, "run_module", lambda *_, **_environ: None)
+    path = write_gguf(tmp_path / NAME, checkpoint)
+    times = path.stat().st_mtime_ns
+    first = ours.fetch_source(config(path), OpenVino)[1]
+    write_gguf(path, checkpoint, keys={"tokenizer.ggml.eos_token_id": 2})
+    os.utime(path, ns=(times, times))
+    assert ours.fetch_source(config(path), OpenVino)[1] != first
+    write_gguf(path, checkpoint)
+    os.utime(path, ns=(times, times))
+    assert ours.fetch_source(config(path), OpenVino)[1] == first
 
 
 def save_adapter(folder):
@@ -241,26 +276,36 @@ def test_on_the_hub_a_file_is_found_by_its_quantization(hub, file, config, tag):
     ("tag", "why"),
     [
         ("Q3", "no GGUF file whose name ends in Q3; for a GGUF file name it: --model-id "
-         "someone/model:a-Q4_0.gguf; there are also b-Q4_0.gguf, c-Q5.gguf, c-Q6.gguf, 1 more"),
+         "someone/model:BF16/a-BF16-00001-of-00002.gguf; there are also a-Q4_0.gguf, b-Q4_0.gguf, c-Q5.gguf, 2 more"),
         ("q4_0", "2 GGUF files whose names end in q4_0; for a GGUF file name it: --model-id "
          "someone/model:a-Q4_0.gguf; there are also b-Q4_0.gguf"),
     ],
 )  # fmt: skip
 def test_for_a_quantization_of_no_or_several_files_those_that_can_be_named_are_listed(hub, config, tag, why):
-    names = ["BF16/a-BF16-00001-of-00002.gguf", "a-Q4_0.gguf", "b-Q4_0.gguf", "c-Q5.gguf", "c-Q6.gguf", "c-Q8.gguf"]
-    hub.push("someone/model", dict.fromkeys([*names, "mmproj-Q4_0.gguf", "config.json"], b"1"))
+    parts = [f"BF16/a-BF16-0000{part}-of-00002.gguf" for part in (1, 2)]
+    names = ["a-Q4_0.gguf", "b-Q4_0.gguf", "c-Q5.gguf", "c-Q6.gguf", "c-Q8.gguf"]
+    hub.push("someone/model", dict.fromkeys([*parts, *names, "mmproj-Q4_0.gguf", "config.json"], b"1"))
     with pytest.raises(ModelError) as refused:
         models.prepare(config(f"someone/model:{tag}"))
     assert str(refused.value) == f"someone/model holds {why}"
     assert hub.fetched == []
 
 
-@pytest.mark.parametrize("name", ["BF16/a-BF16-00001-of-00002.gguf", "BF16"])
-def test_on_the_hub_a_part_of_a_model_is_refused_before_it_is_fetched(hub, config, name):
-    hub.push("someone/model", {f"BF16/a-BF16-0000{part}-of-00002.gguf": b"1" for part in (1, 2)})
-    with pytest.raises(ModelError, match=r"BF16/a-BF16-00001-of-00002\.gguf is one of several files of a model; merge them"):
-        models.prepare(config(f"someone/model:{name}"))
-    assert hub.fetched == []
+@pytest.mark.parametrize("name", [":Q8/a-Q8_0-00001-of-00002.gguf", ":Q8/a-Q8_0-00002-of-00002.gguf", ":Q8_0", ""])
+def test_on_the_hub_all_files_of_a_model_are_fetched(hub, file, checkpoint, config, tmp_path, name):
+    parts = split(file, tmp_path, "a-Q8_0", (3, len(read_gguf(file).tensors) - 3))
+    files = {f"Q8/{part.name}": part.read_bytes() for part in parts}
+    hub.push("someone/model", files | {"mmproj-Q8_0.gguf": b"1"})
+    prepared = models.prepare(config(f"someone/model{name}", dtype="float32"))
+    assert hub.fetched == sorted(files)
+    np.testing.assert_allclose(logits(prepared.folder), logits(checkpoint), atol=1e-5)
+    assert prepared.config.model_name == f"someone/model{name}"
+
+
+def test_on_the_hub_a_part_that_is_missing_is_named(hub, config):
+    hub.push("someone/model", {"a-00002-of-00002.gguf": b"1"})
+    with pytest.raises(ModelError, match=r"^someone/model holds no file a-00001-of-00002\.gguf"):
+        models.prepare(config("someone/model:a-00002-of-00002.gguf"))
 
 
 @pytest.mark.parametrize("is_down", [False, True], ids=["offline", "down"])
