@@ -15,7 +15,7 @@ from run import HERE
 MAX_MESSAGE = 200  # characters
 
 
-def shortened(message: str) -> str:
+def shortened(message: object) -> str:
     """One line of at most MAX_MESSAGE characters, of a message in which files may have a say; its middle is
     left out."""
     line = escaped(message, 100_000)

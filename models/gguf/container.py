@@ -21,13 +21,12 @@ import numpy as np
 from models.child import shortened
 from models.errors import ModelError, reported_as
 
-LFS_POINTER = "it is a Git LFS pointer, not the file: run `git lfs pull` in its repository"
 WEB_PAGE = "it is a web page: download the file from the address with /resolve/ instead of /blob/"
 OLDER = "it is older than GGUF; give a file that was made after August 2023"
 # What other files are, by their first bytes.
 OTHER_FILES = {
     b"": "it is empty; download it again",
-    b"vers": LFS_POINTER,
+    b"vers": "it is a Git LFS pointer, not the file: run `git lfs pull` in its repository",
     b"<!DO": WEB_PAGE,
     b"<!do": WEB_PAGE,
     b"<htm": WEB_PAGE,
@@ -112,8 +111,10 @@ _TABLE = """
     40  NVFP4     64   36
     41  Q1_0     128   18
 """
-_ROWS = [line.split() for line in _TABLE.strip().splitlines()]
-TYPES = {int(number): GgmlType(name, int(count), int(size)) for number, name, count, size in _ROWS}
+TYPES = {
+    int(number): GgmlType(name, int(numbers), int(size))
+    for number, name, numbers, size in map(str.split, _TABLE.strip().splitlines())
+}
 
 
 class Tensor(NamedTuple):
@@ -249,10 +250,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 def read_part(path: Path) -> GgufFile:
     """Of a file that is whole, whatever it holds. Raises ModelError."""
-    with (
-        reported_as(f"{path.name} cannot be read", lambda error: shortened(str(error))),
-        path.open("rb") as opened,
-    ):
+    with reported_as(f"{path.name} cannot be read", shortened), path.open("rb") as opened:
         return _read(path, _Head(opened))
 
 
