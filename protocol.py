@@ -218,8 +218,8 @@ class End(msgspec.Struct, tag="end", frozen=True):
 class Status(msgspec.Struct, tag="status", frozen=True):
     """Worker → web, every HEARTBEAT_S: the worker's state.
 
-    `phase` is "ready" when requests are accepted, before that the startup phase. `full`: new requests are
-    rejected as overload. `late`: the running step counts as stuck.
+    `phase` is "ready" when requests are accepted, before that the startup phase, and `progress` what of it
+    takes long. `full`: new requests are rejected as overload. `late`: the running step counts as stuck.
     """
 
     phase: str
@@ -228,6 +228,7 @@ class Status(msgspec.Struct, tag="status", frozen=True):
     queued: int = 0
     full: bool = False
     late: bool = False
+    progress: str = ""
 
 
 class ModelInfo(msgspec.Struct, tag="model_info", frozen=True):

@@ -38,10 +38,12 @@ def live(_server: Server) -> Response:
 
 
 def health(server: Server) -> Response:
-    server.engine.wait_while_loading()
-    phase = server.engine.phase
-    if phase != "ready":
-        raise ApiError(503, "healthcheck", "unhealthy", retry_after_s=5, phase=phase)
+    engine = server.engine
+    engine.wait_while_loading()
+    if engine.phase != "ready":
+        raise ApiError(
+            503, "healthcheck", "unhealthy", retry_after_s=5, phase=engine.phase, progress=engine.progress
+        )
     return empty_response()
 
 
@@ -97,14 +99,22 @@ def root(server: Server) -> Response:
 
 
 def _page(server: Server) -> Response:
-    data = ""
+    facts = {"preparing": server.config.model_name}
     if server.engine.phase == "ready":
         info = server.engine.info
-        chats = "true" if server.engine.text.template else "false"
-        images = "true" if info.reads_images and server.engine.text.template else "false"
-        data = f' data-model="{html.escape(info.model_name)}" data-chats="{chats}" data-images="{images}"'
-        data += f' data-context="{info.max_total_tokens}"'
-        if server.config.api_key or server.config.api_key_file:
-            data += ' data-key="true"'
-    text = PAGE.read_text().replace("<body>", f"<body{data}>")
-    return Response(text, mimetype="text/html", headers={"Content-Security-Policy": PAGE_POLICY})
+        text = server.engine.text
+        facts = {
+            "model": info.model_name,
+            "context": info.max_total_tokens,
+            "precision": info.quantize or info.dtype,
+            "device": info.device,
+            "sampling": info.sampling,
+            "chats": text.template is not None,
+            "images": info.reads_images,
+            "tools": not text.tools.in_prompt and getattr(text.tools.format, "name", None),
+            "key": bool(server.config.api_key or server.config.api_key_file),
+        }
+    # What is not so has no attribute.
+    data = "".join(f' data-{name}="{html.escape(str(value))}"' for name, value in facts.items() if value)
+    page = PAGE.read_text().replace("<body", "<body" + data)
+    return Response(page, mimetype="text/html", headers={"Content-Security-Policy": PAGE_POLICY})

@@ -21,6 +21,7 @@ import zmq
 
 from engine.admission import Admission
 from engine.metrics import Metrics
+from models.errors import progress
 from protocol import (
     HEARTBEAT_S,
     AdapterChange,
@@ -97,9 +98,9 @@ class Link:
         self._inbox.put(None)
 
     def report(self, status: Status, limit_s: float = math.inf) -> None:
-        """The status that heartbeats carry from now on; a new phase is sent at once. `full` is added when it
-        is sent, and `late` when heartbeats of more than `limit_s` seconds have been sent since: while the
-        whole machine stands still, none is."""
+        """The status that heartbeats carry from now on; a new phase is sent at once. `full` and `progress`
+        are added when it is sent, and `late` when heartbeats of more than `limit_s` seconds have been sent
+        since: while the whole machine stands still, none is."""
         is_news = status.phase != self._status.phase
         self._status = status
         self._left_s = limit_s
@@ -202,7 +203,12 @@ class Link:
         self._send_news()
 
     def _status_now(self) -> Status:
-        return msgspec.structs.replace(self._status, full=self._admission.is_full, late=self._left_s < 0)
+        return msgspec.structs.replace(
+            self._status,
+            full=self._admission.is_full,
+            late=self._left_s < 0,
+            progress=progress.text,
+        )
 
     def _send_news(self) -> None:
         """Sends the status if its phase or `full` is not what was sent last."""

@@ -77,21 +77,32 @@ def reported_as(failure: str, explain: Callable[[BaseException], str] = named) -
         raise ModelError(f"{failure}: {explain(error)}") from None
 
 
+class Progress:
+    text = ""  # what takes long at present, and how far it is
+
+
+progress = Progress()  # of this process, for the status that it sends
+
+
 @contextlib.contextmanager
-def progress_logged(what: str, measure: Callable[[], str] = str) -> Iterator[None]:
-    """Logs every PROGRESS_S seconds that `what` is still running, and what `measure` says of it, which runs
-    in a thread."""
+def progress_logged(what: str, measure: Callable[[], str] = str, is_logged: bool = True) -> Iterator[None]:
+    """Keeps in `progress`, and logs every PROGRESS_S seconds, that `what` is still running and what `measure`
+    says of it, which runs in a thread."""
     done = threading.Event()
     started_at = time.monotonic()
 
     def log_progress() -> None:
         while not done.wait(PROGRESS_S):
-            progress = measure()
+            measured = measure()
             if not done.is_set():
-                logger.info("Still %s after %.0f s%s", what, time.monotonic() - started_at, progress)
+                progress.text = f"{what} after {time.monotonic() - started_at:.0f} s{measured}"
+                if is_logged:
+                    logger.info("Still %s", progress.text)
 
+    progress.text = what
     threading.Thread(target=log_progress, name="progress", daemon=True).start()
     try:
         yield
     finally:
         done.set()
+        progress.text = ""

@@ -92,6 +92,7 @@ class EngineClient:
     ):
         self.info: ModelInfo | None = None
         self.text: Any = None
+        self.progress = ""  # of a worker that is not ready: what takes long, and how far it is
         self._load_text = load_text
         self._stuck_timeout_s = stuck_timeout_s
         self._on_stuck = on_stuck
@@ -259,6 +260,7 @@ class EngineClient:
             self._deliver([message])
         elif isinstance(message, Status):
             self._status = message
+            self.progress = message.progress
             self._has_status.set()
             if message.phase == "ready":
                 self._has_been_ready.set()

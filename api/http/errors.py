@@ -20,11 +20,13 @@ CLIENT_CLOSED_REQUEST = 499  # the status of a response to a client that has dis
 
 
 class ErrorBody(Struct, omit_defaults=True):
-    """An error of the native routes; `phase` is the state of a server that is not ready."""
+    """An error of the native routes; `phase` is the state of a server that is not ready, `progress` what takes
+    long in it."""
 
     error: str
     error_type: str
     phase: str | None = None
+    progress: str = ""
 
 
 class OpenAIErrorDetail(Struct, omit_defaults=True):
@@ -64,6 +66,7 @@ class ApiError(Exception):
     retry_after_s: int | None = None
     code: str | None = None  # OpenAI's; None: the `error_type`
     phase: str | None = None  # of the worker, when it is not ready
+    progress: str = ""  # in that phase
     param: str | None = None
     quoted: str = ""
     format: ErrorFormat | None = None  # None: that of the request's route
@@ -100,7 +103,7 @@ class ApiError(Exception):
 
 
 def _tgi_body(error: ApiError) -> ErrorBody:
-    return ErrorBody(error.message, error.error_type, error.phase)
+    return ErrorBody(error.message, error.error_type, error.phase, error.progress)
 
 
 def _openai_body(error: ApiError) -> OpenAIErrorBody:

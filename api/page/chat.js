@@ -5,6 +5,7 @@ import { at } from "./dom.js";
 import { getImages, imagesAreRead, setImages } from "./images.js";
 import { generate } from "./server.js";
 import { load, save } from "./storage.js";
+import { welcome } from "./welcome.js";
 
 const LABEL = chats ? "Message" : "Text to continue";
 const NOTHING = { content: "", images: [] };
@@ -15,18 +16,18 @@ let edited = null; // the index of the message that the text in the field replac
 let draft = NOTHING; // what was in the field before it
 let isLeaving = false; // for another page, or to load this one again
 
-/** Requests a response to {content, images} as the message at `index`. Without one, restores what was there. */
-async function ask({ content, images }, index) {
+/** Requests a response to {content, images, extra} as the message at `index`. Without one, restores what was there. */
+async function ask({ content, images, extra }, index) {
   const before = messages.slice(index);
   cut(index);
-  add({ role: "user", content, images });
+  add({ role: "user", content, images, extra });
   scrollToEnd();
   keep();
-  const plain = !chats || at("schema").value.trim() !== "";
+  const plain = !chats || Boolean(extra) || at("schema").value.trim() !== "";
   const answer = { role: "assistant", content: "", reasoning: "", thought: "", plain, figures: "" };
   running = new AbortController();
   showRunning(true);
-  const problem = await receive(answer, request(content), running.signal);
+  const problem = await receive(answer, request(content, extra), running.signal);
   running = null;
   showRunning(false);
   const isAnswered = messages.includes(answer);
@@ -52,8 +53,8 @@ async function receive(answer, [path, body], signal) {
     for await (const part of generate(path, body, at("key").value, signal)) {
       tokens = part.tokens ?? tokens;
       finish = part.finish ?? finish;
+      firstAt ||= performance.now(); // also of a token that is not shown, such as the marker of a tool call
       if (!part.reasoning && !part.content) continue;
-      firstAt ||= performance.now();
       article ??= add(answer);
       if (answer.reasoning && part.content) answer.thought ||= secondsSince(firstAt).toFixed(1);
       answer.reasoning += part.reasoning ?? "";
@@ -98,12 +99,12 @@ function showStatus(text) {
 
 // The request: its path and body.
 
-function request(text) {
+function request(text, extra) {
   if (!chats) return ["v1/completions", { ...parameters(), prompt: text }];
   const asked = messages.map(({ role, content, images }) => ({ role, content: parts(content, images) }));
   const system = at("system").value.trim();
   if (system) asked.unshift({ role: "system", content: system });
-  return ["v1/chat/completions", { ...parameters(), messages: asked }];
+  return ["v1/chat/completions", { ...parameters(), ...extra, messages: asked }];
 }
 
 /** The content of a message: a text, or images and the text. */
@@ -255,4 +256,10 @@ at("prompt-label").textContent = LABEL;
 at("system-label").hidden = !chats;
 at("model").textContent = document.body.dataset.model ?? at("model").textContent;
 at("toy").hidden = document.body.dataset.model !== "neuron-textgen/demo";
-restore();
+at("form").parentElement.hidden = !document.body.dataset.model;
+welcome((example) => {
+  if (!isReady()) return;
+  at("send").focus(); // which becomes Stop
+  ended = ask(example, 0);
+});
+if (document.body.dataset.model) restore();

@@ -86,7 +86,7 @@ const COMPLETIONS_ONLY = [["curl", curlCompletion]];
 function notes() {
   const lines = [];
   if (needsKey) lines.push("This server requires an API key: replace YOUR_KEY. Codex reads it from TEXTGEN_KEY.");
-  if (chats === "false") lines.push("This model has no chat template: it completes texts.");
+  if (!chats) lines.push("This model has no chat template: it completes texts.");
   else if (context < AGENTS_NEED) {
     lines.push(`Coding agents need a context length of ${AGENTS_NEED} tokens or more; this server has ${context}.`);
   }
@@ -94,7 +94,7 @@ function notes() {
 }
 
 function show() {
-  const clients = chats === "false" ? COMPLETIONS_ONLY : CLIENTS;
+  const clients = chats ? CLIENTS : COMPLETIONS_ONLY;
   at("clients").replaceChildren(...notes(), ...clients.map(([name, text]) => codeBlock(name, text())));
   at("connect").showModal();
 }

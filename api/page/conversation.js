@@ -5,7 +5,7 @@ import { thumbnail } from "./images.js";
 import { show } from "./markdown.js";
 
 const chat = at("chat");
-export const chats = document.body.dataset.chats !== "false"; // false: a model without a chat template
+export const chats = Boolean(document.body.dataset.chats); // false: a model without a chat template
 const TITLES = chats
   ? { user: "You", assistant: "Model", error: "Error" }
   : { user: "Text", assistant: "Continuation", error: "Error" };

@@ -2,7 +2,7 @@
 
 import { at, button, element } from "./dom.js";
 
-export const readsImages = document.body.dataset.images === "true"; // the model
+export const readsImages = Boolean(document.body.dataset.images && document.body.dataset.chats); // the model
 const MAX_SIDE = 2048; // pixels; more are scaled down here
 const AS_THEY_ARE = ["image/png", "image/jpeg", "image/webp", "image/gif"]; // what the server decodes
 const list = at("images");

@@ -16,12 +16,15 @@ export async function* generate(path, body, key, signal) {
     const delta = choice?.delta ?? { content: choice?.text }; // of a chat or of a completion
     yield {
       reasoning: delta.reasoning ?? delta.reasoning_content,
-      content: delta.content,
+      content: delta.content ?? delta.tool_calls?.map(written).join(""),
       tokens: event.usage?.completion_tokens,
       finish: choice?.finish_reason,
     };
   }
 }
+
+/** A part of a tool call as text: its first one has the function's name. */
+const written = ({ function: { name, arguments: given } }) => (name ? `${name} ` : "") + (given ?? "");
 
 function fail(error) {
   throw error.name === "AbortError" ? error : new Error("The connection to the server failed.");

@@ -214,11 +214,9 @@ def _download(config: Config, model_id: str, revision: str | None, patterns: Seq
 
     unwanted = None if all("/" in pattern for pattern in patterns) else OTHER_FORMATS
     cache = config.huggingface_hub_cache
-    if sys.stderr.isatty():  # where huggingface_hub draws a bar
-        progress = contextlib.nullcontext()
-    else:
-        state = _DownloadState(model_id, revision, cache, patterns, unwanted)
-        progress = progress_logged(f"downloading {model_id}", state.describe)
+    state = _DownloadState(model_id, revision, cache, patterns, unwanted)
+    draws_bar = sys.stderr.isatty()  # huggingface_hub
+    progress = progress_logged(f"downloading {model_id}", state.describe, is_logged=not draws_bar)
     with _hub_errors(model_id, revision), progress:
         folder = snapshot_download(
             model_id,

@@ -7,12 +7,17 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 from api.status import PAGE, PAGE_POLICY
 
-# Pages of other models: what the server says about them.
+TEXT_MODEL = 'data-model="local" data-context="512" data-precision="int8" data-device="cpu" data-sampling="host"'
+CHAT_MODEL = TEXT_MODEL + ' data-chats="True"'
+# Pages by name: what the server says about its model.
 VARIANTS = {
-    "without-chats.html": 'data-chats="false" data-model="local" data-context="512"',
-    "with-images.html": 'data-chats="true" data-images="true"',
-    "long-context.html": 'data-chats="true" data-model="local" data-context="65536"',
-    "with-key.html": 'data-chats="true" data-model="it&#39;s &quot;mine&quot;" data-context="4096" data-key="true"',
+    "page.html": CHAT_MODEL,
+    "without-chats.html": TEXT_MODEL,
+    "with-images.html": CHAT_MODEL + ' data-images="True"',
+    "with-tools.html": CHAT_MODEL + ' data-tools="hermes"',
+    "long-context.html": CHAT_MODEL.replace("512", "65536"),
+    "with-key.html": CHAT_MODEL.replace("local", "it&#39;s &quot;mine&quot;").replace("512", "4096") + ' data-key="True"',
+    "preparing.html": 'data-preparing="some/model"',
 }
 
 
@@ -59,6 +64,7 @@ class ChatServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}/page.html"
         self.url_of = {name: f"http://127.0.0.1:{self.server_port}/{name}" for name in VARIANTS}
         self.answers = queue.Queue()  # to the requests, as they come
+        self.health = (200, b"")
 
     def __enter__(self):
         threading.Thread(target=self.serve_forever).start()
@@ -79,6 +85,11 @@ class Handler(SimpleHTTPRequestHandler):
 
     def do_GET(self):
         name = self.path.strip("/")
+        if name == "health":
+            self.send_response(self.server.health[0])
+            self.end_headers()
+            self.wfile.write(self.server.health[1])
+            return
         if name not in VARIANTS:
             return super().do_GET()
         self.send_response(200)
