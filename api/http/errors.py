@@ -20,8 +20,8 @@ CLIENT_CLOSED_REQUEST = 499  # the status of a response to a client that has dis
 
 
 class ErrorBody(Struct, omit_defaults=True):
-    """An error of the native routes; `phase` is the state of a server that is not ready, `progress` what takes
-    long in it."""
+    """An error of the native routes; `phase` is the state of a server that is not ready, `progress` what it
+    does that takes long."""
 
     error: str
     error_type: str

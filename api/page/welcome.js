@@ -3,7 +3,8 @@
 import { at, element } from "./dom.js";
 
 const { model, preparing, chats, images, tools, sampling, context, precision, device, key } = document.body.dataset;
-const callsTools = tools && tools !== "none"; // the name of their format
+const isDemo = model === "neuron-textgen/demo";
+const callsTools = tools && tools !== "none" && !isDemo; // whose template has tools, which it was never taught
 const DEVICES = { cpu: "CPU", cuda: "NVIDIA GPU", neuron: "AWS Neuron" };
 const ONCE = ["converting", "compiling"]; // phases
 const TEXT = { type: "string" };
@@ -13,7 +14,7 @@ const TEXTS = ["Once upon a time, a lighthouse keeper found", "The planets are:\
 
 /** Messages to which this model can respond: {content, images, extra, kind}, with `extra` for the request's body. */
 function examples() {
-  if (model === "neuron-textgen/demo") return OF_DEMO.map((content) => ({ content }));
+  if (isDemo) return OF_DEMO.map((content) => ({ content }));
   if (!chats) return TEXTS.map((content) => ({ content }));
   const weather = { name: "get_weather", description: "The weather of a city", parameters: PLACE };
   const withTool = { tools: [{ type: "function", function: weather }] };

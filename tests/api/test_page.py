@@ -5,6 +5,7 @@ import ast
 import base64
 import io
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -13,9 +14,11 @@ import time
 import pytest
 from chat_page import Page, chromium, webdriver
 from fakes.chat_server import ChatServer
+from fakes.hub import Hub
 from PIL import Image
 from processes import Server, wait_until
 
+from config import DEMO_MODEL
 from run import HERE
 
 pytestmark = pytest.mark.processes
@@ -24,6 +27,7 @@ KEY = "the-key"
 OWN = "article.user .text"
 SOME = "article.assistant .text"
 PROBLEM = "article.error .text"
+SMALL = {"width": 360, "height": 760, "deviceScaleFactor": 1, "mobile": False}  # a screen
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +195,7 @@ def test_the_lines_that_connect_a_client_are_those_of_the_documents_that_clients
 def test_lines_that_connect_a_client_have_the_key_and_any_name_of_a_model_quoted(browser, scripted):
     page = Page(browser, scripted.url_of["with-key.html"])
     notes, blocks = connect(page)
-    name = 'it\'s "mine"'
+    name = '<b>it\'s</b> "mine"'
     assert notes[0].startswith("This server requires an API key: replace YOUR_KEY.") and len(notes) == 2
     assert notes[1] == "Coding agents need a context length of 32768 tokens or more; this server has 4096."
     shell = blocks["Claude Code"].removesuffix("claude") + 'printf %s= $ANTHROPIC_AUTH_TOKEN "$ANTHROPIC_MODEL"'
@@ -231,8 +235,145 @@ def test_a_line_that_connects_is_copied_and_answered_by_this_server(page):
     assert answer["model"] == "neuron-textgen/demo" and answer["choices"][0]["message"]["content"]
 
 
-def test_while_the_model_is_loading_there_is_nothing_to_connect_to(chat):
-    assert not chat.find("#open-connect")[0].is_displayed()
+DEMO = {"Weights": "float32", "Context": "1,024 tokens", "Runs on": "CPU", "Reads images": "no", "Calls tools": "not by itself"}
+
+
+def test_before_the_first_message_the_page_describes_the_model_and_a_click_sends_what_it_can_answer(page):
+    assert page.texts("#welcome-title") == ["neuron-textgen/demo"]
+    assert page.facts == DEMO | {"API key": "in Settings"}
+    assert page.texts("#examples button") == [
+        "What is Deep Learning?",
+        "How do I stream tokens?",
+        "Write a haiku about the sea.",
+    ]
+    for name, value in {"key": KEY, "temperature": 0, "max_tokens": 40}.items():
+        page.type(name, str(value))
+    page.find("#settings summary")[0].click()
+    page.try_out("How do I stream tokens?")
+    page.wait_for_end()
+    assert page.texts(OWN) == ["How do I stream tokens?"] and "/generate_stream" in page.texts(SOME)[0]
+    assert re.match(r"[0-9.]+ tokens/s, ", page.texts(".figures")[0])
+    assert not page.find("#welcome")[0].is_displayed()
+    page.click("New chat")
+    wait_until(page.find("#welcome")[0].is_displayed, "the model and messages to try again")
+
+
+def test_the_example_of_a_tool_shows_the_call_and_is_asked_with_the_tool_again(browser, scripted):
+    page = Page(browser, scripted.url_of["with-tools.html"], scripted.answers)
+    assert page.facts["Calls tools"] == "yes"
+    page.try_out("What is the weather in Tartu?")
+    for is_first in (True, False):
+        answer = page.next_answer()
+        (tool,) = answer.body["tools"]
+        assert tool["function"]["name"] == "get_weather" and answer.asked == ["What is the weather in Tartu?"]
+        call = [("get_weather", ""), (None, '{"city": '), (None, '"Tartu"}')]
+        for name, arguments in call:
+            answer.write(tool_calls=[{"index": 0, "function": {"name": name, "arguments": arguments}}])
+        answer.end()
+        page.wait_for_texts(SOME, ['get_weather {"city": "Tartu"}'])
+        page.wait_for_end()
+        if is_first:
+            page.click("Regenerate")
+    page.ask("Thanks")
+    answer = page.next_answer()
+    answer.end()
+    assert "tools" not in answer.body
+    page.wait_for_end()
+    assert page.violations() == []
+
+
+def test_the_example_of_a_picture_is_sent_with_it(seeing):
+    seeing.try_out("Which shapes and colors do you see?")
+    answer = seeing.next_answer()
+    answer.end()
+    ((image, text),) = answer.asked
+    assert text == {"type": "text", "text": "Which shapes and colors do you see?"}
+    head, picture = sent(image["image_url"]["url"])
+    assert (head, picture.size) == ("data:image/png;base64", (224, 224))
+    colors = [picture.convert("RGB").getpixel(place) for place in ((0, 0), (60, 60), (150, 150))]
+    assert colors == [(255, 255, 255), (221, 34, 34), (17, 85, 204)]
+
+
+def test_the_example_of_json_is_asked_with_a_schema(chat):
+    chat.try_out("Which city is the capital of Estonia?")
+    answer = chat.next_answer()
+    answer.end()
+    assert answer.body["response_format"]["json_schema"]["schema"]["required"] == ["city", "country"]
+
+
+@pytest.mark.parametrize(
+    ("variant", "kinds"),
+    [
+        ("page.html", ["", "with a JSON schema", ""]),
+        ("with-images.html", ["", "with a picture", "with a JSON schema"]),
+        ("with-tools.html", ["", "with a tool", "with a JSON schema"]),
+        ("without-chats.html", ["", "", ""]),
+        ("on-device.html", ["", "", ""]),
+    ],
+)
+def test_the_examples_are_what_the_model_can_do(browser, scripted, variant, kinds):
+    page = Page(browser, scripted.url_of[variant], scripted.answers)
+    assert page.texts("#examples small") == kinds
+    page.find("#examples button")[0].send_keys(webdriver.Keys.ENTER)
+    answer = page.next_answer()
+    assert page.browser.switch_to.active_element.get_attribute("id") == "stop"
+    answer.end()
+    assert answer.path == ("/v1/completions" if variant == "without-chats.html" else "/v1/chat/completions")
+    assert page.violations() == []
+
+
+def test_a_name_of_a_model_is_no_markup(browser, scripted):
+    page = Page(browser, scripted.url_of["with-key.html"])
+    assert page.texts("#welcome-title") == page.texts("h1") == ['<b>it\'s</b> "mine"'] and page.find("b") == []
+
+
+def test_before_the_first_message_everything_is_in_reach_on_a_small_screen(browser, scripted):
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", SMALL)
+    try:
+        page = Page(browser, scripted.url_of["with-key.html"])
+        page.script("document.querySelector('#settings').open = true")
+        views = "[document.documentElement, document.querySelector('#welcome')]"
+        assert page.script(f"return {views}.filter(view => view.scrollWidth > view.clientWidth)") == []
+        assert page.script("return document.documentElement.scrollHeight") == SMALL["height"]
+        page.find("#examples button")[-1].send_keys("")  # the keyboard brings it into view
+        assert page.script("return document.querySelector('#welcome').clientHeight") > 100
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_while_the_model_is_prepared_the_page_shows_how_far_it_is(browser, scripted):
+    scripted.health = {"phase": "downloading", "progress": "downloading some/model after 20 s: 120 of 480 MB (25 %)"}
+    page = Page(browser, scripted.url_of["preparing.html"])
+    assert page.texts("#welcome-title") == ["Preparing some/model"]
+    page.wait_for_texts("#phase", ["Downloading some/model after 20 s: 120 of 480 MB (25 %)"])
+    (bar,) = page.find("#bar")
+    wait_until(lambda: bar.get_property("position") == 0.25, "a quarter")
+    assert [one.id for one in page.find("#form, #open-connect, #examples button") if one.is_displayed()] == []
+    scripted.health = {"phase": "converting"}
+    page.wait_for_texts("#phase", ["Converting. Later starts skip this."])
+    wait_until(lambda: bar.get_property("position") == -1, "a bar without a share")
+    assert page.violations() == []
+
+
+def test_a_page_that_is_opened_during_a_download_becomes_the_chat(browser, tmp_path):
+    with Hub() as hub:
+        hub.push("someone/demo", DEMO_MODEL)
+        hub.fail("model.safetensors", "hang")
+        with Server("--model-id", "someone/demo", **hub.environment(tmp_path)) as server:
+            wait_until(hub.hangs.is_set, "the weights are requested")
+            page = Page(browser, f"http://127.0.0.1:{server.port}/")
+            assert page.texts("#welcome-title") == ["Preparing someone/demo"]
+            page.wait_for_texts("#phase", ["Downloading someone/demo"])
+            assert not page.find("#form")[0].is_displayed()
+            page.script("window.isThisPage = true")
+            hub.may_go_on.set()
+            wait_until(lambda: page.texts("#welcome-title") == ["someone/demo"], "the chat")
+            assert page.script("return window.isThisPage") is None
+            page.try_out("Write a short story")
+            page.wait_for(SOME)
+            page.wait_for_end()
+            assert "tokens/s" in page.texts(".figures")[0]
+            assert page.violations() == []
 
 
 def test_the_api_page_shows_the_routes(browser, server):
@@ -408,8 +549,7 @@ def test_a_conversation_survives_a_reload_unless_the_user_does_not_want_that(cha
 
 
 def test_on_a_small_screen_the_chat_is_usable_with_settings_open(chat):
-    small = {"width": 360, "height": 760, "deviceScaleFactor": 1, "mobile": False}
-    chat.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", small)
+    chat.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", SMALL)
     try:
         chat.exchange("A table", "| a | b |\n|---|---|\n| " + "wide" * 40 + " | b |\n\n`" + "code" * 40 + "`")
         chat.script("document.querySelector('#settings').open = true")
@@ -622,8 +762,7 @@ def test_a_model_that_reads_no_images_is_offered_none(chat, picture):
 
 
 def test_images_have_names_and_a_place_on_a_small_screen(seeing, picture):
-    small = {"width": 360, "height": 760, "deviceScaleFactor": 1, "mobile": False}
-    seeing.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", small)
+    seeing.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", SMALL)
     try:
         for size in ((900, 300), (300, 900), (200, 200), (1200, 100)):
             give(seeing, "#prompt", "paste", picture(*size))

@@ -79,7 +79,7 @@ def test_the_page_knows_whether_the_models_own_template_has_tools_whose_calls_ar
 
 
 def test_no_name_of_a_model_becomes_markup(serve):
-    name = "it's <b>\"mine\"</b>"
+    name = 'it\'s <b>"mine"</b>'
     served = serve(served_model_name=name)
     assert attributes(served) == {"preparing": name}
 

@@ -16,7 +16,9 @@ VARIANTS = {
     "with-images.html": CHAT_MODEL + ' data-images="True"',
     "with-tools.html": CHAT_MODEL + ' data-tools="hermes"',
     "long-context.html": CHAT_MODEL.replace("512", "65536"),
-    "with-key.html": CHAT_MODEL.replace("local", "it&#39;s &quot;mine&quot;").replace("512", "4096") + ' data-key="True"',
+    "with-key.html": CHAT_MODEL.replace("local", "&lt;b&gt;it&#39;s&lt;/b&gt; &quot;mine&quot;").replace("512", "4096")
+    + ' data-key="True"',
+    "on-device.html": CHAT_MODEL.replace("host", "device"),
     "preparing.html": 'data-preparing="some/model"',
 }
 
@@ -64,7 +66,7 @@ class ChatServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}/page.html"
         self.url_of = {name: f"http://127.0.0.1:{self.server_port}/{name}" for name in VARIANTS}
         self.answers = queue.Queue()  # to the requests, as they come
-        self.health = (200, b"")
+        self.health = {}  # what GET /health says: the server is not ready
 
     def __enter__(self):
         threading.Thread(target=self.serve_forever).start()
@@ -86,16 +88,17 @@ class Handler(SimpleHTTPRequestHandler):
     def do_GET(self):
         name = self.path.strip("/")
         if name == "health":
-            self.send_response(self.server.health[0])
-            self.end_headers()
-            self.wfile.write(self.server.health[1])
-            return
-        if name not in VARIANTS:
-            return super().do_GET()
-        self.send_response(200)
+            self._respond(503, json.dumps(self.server.health).encode())
+        elif name in VARIANTS:
+            self._respond(200, PAGE.read_bytes().replace(b"<body>", f"<body {VARIANTS[name]}>".encode()))
+        else:
+            super().do_GET()
+
+    def _respond(self, status, body):
+        self.send_response(status)
         self.send_header("Content-Type", "text/html")
         self.end_headers()
-        self.wfile.write(PAGE.read_bytes().replace(b"<body>", f"<body {VARIANTS[name]}>".encode()))
+        self.wfile.write(body)
 
     def do_POST(self):
         answer = Answer(self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))

@@ -56,6 +56,16 @@ class Page:
             self.type(name, str(value))
         self.type("prompt", text + "\n")
 
+    @property
+    def facts(self):
+        """What the page says about the model before the first message."""
+        return dict(zip(self.texts("#facts dt"), self.texts("#facts dd")))
+
+    def try_out(self, text):
+        """Clicks on the message with this text among those to try."""
+        (card,) = [card for card in self.find("#examples button") if card.text.startswith(text)]
+        card.click()
+
     def click(self, label):
         """The last button of this name that is shown."""
         shown = [button for button in self.find("button") if button.text == label]
