@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -27,7 +28,7 @@ from safetensors.numpy import save_file
 import models
 from config import DEMO_MODEL, Config
 from models.checkpoint.fetch import adapter_shapes, fetch, fetch_adapter, fetch_artifact, fetch_checkpoint, fetch_weights
-from models.errors import ModelError
+from models.errors import ModelError, progress
 from models.neuron import plan
 from models.neuron.artifact import Artifact
 from run import HERE, ConfigError
@@ -430,18 +431,26 @@ def test_a_file_where_the_cache_should_be_is_named(hub, tmp_path):
     assert "--huggingface-hub-cache" in message
 
 
-def test_while_a_download_goes_on_the_log_says_how_much_is_there(hub, config, monkeypatch, caplog):
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_while_a_download_goes_on_the_log_or_a_bar_and_the_status_say_how_much_is_there(
+    hub, config, monkeypatch, caplog, is_terminal
+):
     monkeypatch.setattr("models.errors.PROGRESS_S", 0.05)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)  # where huggingface_hub draws a bar
     caplog.set_level(logging.INFO)
     hub.push("someone/model", files(FACTS) | {name: bytes(3_000_000) + name.encode() for name in SHARDS})
     folder, _commit = fetch(config)
     hub.fail(SHARDS[1], "hang")
     fetching = threading.Thread(target=fetch_weights, args=(config, folder))
     fetching.start()
-    said = "Still downloading someone/model after 0 s: 3 of 6 MB (50 %)"
-    wait_until(lambda: said in re.sub(r"after \d+ s", "after 0 s", caplog.text), "a word of the download")
+    half = r"downloading someone/model after \d+ s: 3 of 6 MB \(50 %\)"
+    wait_until(lambda: re.fullmatch(half, progress.text), "half of it in the status")
+    if not is_terminal:
+        wait_until(lambda: re.search(f"Still {half}", caplog.text), "half of it in the log")
     hub.may_go_on.set()
     fetching.join()
+    assert progress.text == ""
+    assert ("Still" in caplog.text) != is_terminal
     assert (folder / SHARDS[1]).exists()
 
 
