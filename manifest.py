@@ -30,6 +30,7 @@ MAX_JSON = 50_000_000  # characters; an index of weights has a few million
 LFS_POINTER = b"version https://git-lfs"
 CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 ORIGINAL_LENGTH = "original_max_position_embeddings"  # before rope was scaled
+GGUF_FILE = "gguf_file"  # of the config.json of a folder without weights, which gguf_folder.py writes
 SU = "su"  # the rope type longrope in Phi-3's first files
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # whose positions depend on the longest sequence
 
@@ -282,6 +283,12 @@ class Manifest:
             if rope_kind(each) in LENGTH_DEPENDENT_ROPE
         ]
         return min(filter(None, limits), default=None)
+
+    @property
+    def gguf_file(self) -> Path | None:
+        """The GGUF file that the folder was made of, and that has its weights; None: the folder has them."""
+        file = self.config_json.get(GGUF_FILE)
+        return Path(file) if file else None
 
     @property
     def kv_bytes(self) -> int | None:

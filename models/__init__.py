@@ -77,13 +77,15 @@ def choose_engine(wanted: str) -> type[Engine]:
 
 def load(engine: Engine, announce: Announce) -> StaticBatchModel:
     """As `Engine.load`; in plain PyTorch what OpenVINO cannot serve."""
-    if engine.uses_transformers:
+    if engine.uses_transformers and not engine.manifest.gguf_file:
         check_weight_files(engine.folder)
     try:
         return engine.load(announce)
     except NotConverted as error:
         why = error
     config = engine.config
+    if engine.manifest.gguf_file:
+        raise ModelError(f"{config.model_name} cannot be served from its GGUF file: {why}")
     _reject_settings_of_others(config, PyTorch)
     if config.quantize:
         raise ModelError(

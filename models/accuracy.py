@@ -19,7 +19,7 @@ MAX_KL_DIVERGENCE = {
     "float32": (0.02, 0.02),
     "bfloat16": (0.1, 0.3),
     "float16": (0.1, 0.3),
-    "u8": (0.1, 0.3),  # a KV cache of eight bits under float32 or bfloat16
+    "u8": (0.1, 0.3),  # a KV cache, or activations, of eight bits under float32 or bfloat16
     "int8": (0.1, 1.0),
     "int4": (1.0, 10.0),
 }

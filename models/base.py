@@ -19,6 +19,7 @@ from config import Config
 from manifest import Manifest
 from models.adapters import Adapters
 from models.errors import ModelError
+from models.gguf.container import GgufFile
 from models.images.encoder_cache import EncoderCache
 from models.states import States
 
@@ -176,6 +177,12 @@ class Engine:
         """Whether this machine has the device, for a --device that is `device` or "auto". Raises ConfigError
         or ModelError where the engine should run and cannot."""
         raise NotImplementedError
+
+    @classmethod
+    def why_not_gguf(cls, config: Config, file: GgufFile) -> str | None:
+        """Why the engine does not compute with the weights of a GGUF file, as a part of a log line; None: it
+        does."""
+        return f"{cls.served_by} serves checkpoints"
 
     @staticmethod
     def memory_bytes() -> int | None:

@@ -18,10 +18,8 @@ import models
 from config import Config, parse
 from manifest import Manifest
 from models.cache import CANNOT_SERVE, CANNOT_WRITE, OUT_OF_MEMORY_CODE, cache_key, renamed_when_complete
-from models.checkpoint.architecture import read_architecture
 from models.errors import ModelError, is_out_of_memory
 from models.openvino import SHIPPED, with_dtype
-from models.openvino.convert import convert
 from run import ConfigError, die_with_parent
 
 
@@ -34,17 +32,19 @@ def main(arguments: list[str]) -> int:
             manifest = Manifest.read(folder)
             config = with_dtype(config.with_manifest(manifest), manifest)
             with renamed_when_complete(SHIPPED / cache_key(config, folder, manifest)) as target:
-                convert(config, folder, target)
+                _convert(config, folder, target)
         elif arguments == ["--ahead"]:
             prepared = models.prepare(parse([], os.environ))
             prepared.fetch_weights()
             models.load(prepared, lambda phase: None)
         elif arguments[0] == "--check":
+            from models.checkpoint.architecture import read_architecture
+
             read_architecture(Config.from_json(sys.stdin.read()), Path(arguments[1]))
         else:
             config = Config.from_json(sys.stdin.read())
             logs.set_up(config.log_level, config.json_output)
-            convert(config, Path(arguments[0]), Path(arguments[1]))
+            _convert(config, Path(arguments[0]), Path(arguments[1]))
     except Exception as error:
         if is_out_of_memory(error):
             return OUT_OF_MEMORY_CODE
@@ -53,6 +53,15 @@ def main(arguments: list[str]) -> int:
         print(error)
         return CANNOT_WRITE if isinstance(error, OSError) else CANNOT_SERVE
     return 0
+
+
+def _convert(config: Config, folder: Path, target: Path) -> None:
+    """A GGUF file is converted without torch and transformers, which other checkpoints need."""
+    if Manifest.read(folder).gguf_file:
+        from models.openvino.gguf import convert
+    else:
+        from models.openvino.convert import convert
+    convert(config, folder, target)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ ONLY_IN = {
     "gunicorn": "web api",
     "gevent": "web api",
     "zmq": "api.http.engine_client engine.link",
-    "tokenizers": "text models.checkpoint.gguf models.checkpoint.tokenizer",
+    "tokenizers": "text models.checkpoint.tokenizer models.gguf.tokenizer models.openvino.check_text",
     "llguidance": "text.grammar text.json_patterns",
     "jinja2": "text",
     "PIL": "text.images.decoding text.images.layouts",

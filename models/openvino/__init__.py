@@ -22,13 +22,17 @@ from models.base import Announce, Engine, StaticBatchModel
 from models.cache import NNCF, ModelCache, NotConverted, cache_key, run_converter, write_rejection
 from models.checkpoint.source import fetch_checked_weights
 from models.errors import ModelError, named, progress_logged
+from models.gguf.container import GgufFile
 from models.machine import host_memory
+from models.openvino.gguf_files import compressed_types, why_not
 from run import HERE, ConfigError
 
 logger = logging.getLogger("model")
 
 # openvino then uses its own stub: no usage data leaves the machine.
 sys.modules.setdefault("openvino_telemetry", None)
+# Weights in Q4_K keep their minima; else openvino rounds these to multiples of the scale.
+os.environ["OV_GGUF_Q4_K_ZP_F16"] = "1"
 
 # The demonstration model in the image, converted when the image is built.
 SHIPPED = HERE / "demo" / "converted"
@@ -56,7 +60,19 @@ class OpenVino(Engine):
             raise ModelError(f"{needed}; the image for CPUs has it")
         return True
 
+    @classmethod
+    def why_not_gguf(cls, config: Config, file: GgufFile) -> str | None:
+        if config.merge_lora:
+            return "--merge-lora (MERGE_LORA) changes its weights"
+        if config.dtype not in ("auto", *cls.dtypes):
+            return f"OpenVINO does not compute in {config.dtype}"
+        if config.quantize and not compressed_types(file):
+            return f"--quantize {config.quantize} (QUANTIZE) compresses its weights"
+        return why_not(file)
+
     def fetch_weights(self) -> None:
+        if self.manifest.gguf_file:
+            return
         config = with_dtype(self.config, self.manifest)
         if not _find_entry(config, ModelCache(config), cache_key(config, self.folder, self.manifest)):
             check_quantizer(config)

@@ -28,7 +28,6 @@ import numpy as np
 import openvino as ov
 import torch
 from openvino import opset13 as ops
-from transformers import PreTrainedTokenizerFast
 
 from config import Config
 from manifest import Manifest
@@ -47,25 +46,24 @@ from models.checkpoint.pretrained import (
     load_pretrained,
     reference_logits,
 )
-from models.errors import ModelError, first_line, is_out_of_memory, named
+from models.errors import ModelError, is_out_of_memory, named
 from models.images.towers import VisionTower, is_vision, make_tower
 from models.machine import SHORT_DTYPES
 from models.openvino import check_quantizer, with_dtype
+from models.openvino.check_text import SHORT_CHECK_TOKENS, ids_of_text
 from models.openvino.delta_tiles import TILE
-from models.openvino.graph import MERGED, has_delta_rule, read_graph
+from models.openvino.graph import MERGED, has_delta_rule, read_graph, save_graph
 from models.openvino.model import OpenVinoModel, VisionEncoder
 from models.openvino.trace import trace
-from run import HERE, Json
+from run import Json
 
 logger = logging.getLogger("model")
 
-CHECK_TEXT = HERE / "models" / "openvino" / "check_text.txt"  # all models know it
 OPENVINO_CHUNK = OpenVinoModel.prefill_chunk
 CHECK_TOKENS = OPENVINO_CHUNK + 16
 # Errors of recurrent states add up: the text is that long for models with states, and ends with decode steps.
 LONG_TEXT_TOKENS = 2064
 LONG_TEXT_STEPS = 64
-SHORT_CHECK_TOKENS = 80  # crosses the edges of two blocks
 SHORT_CHECK_BEGINS = (0, 1, 3, 34, 67, 68, 70), (0, 35, 36, 37, 54, 55)  # of the chunks of two slots
 CHECK_WINDOW = 40  # longer sliding windows are shortened to this for the check, so that they slide in it
 # How many int4 weights, and how many activations, share a scale. The first that passes its check is used:
@@ -124,7 +122,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
                 buffer.data = buffer.data.float()
         facts["reference"] = check.stored
         steps.begin("tracing")
-        _save(trace(model, image_width=facts.get("image_width")), target / "model.xml")
+        save_graph(trace(model, image_width=facts.get("image_width")), target / "model.xml")
         for parameter in model.parameters():
             parameter.data = torch.empty(0)  # PyTorch never frees modules that were traced
         del model
@@ -182,7 +180,7 @@ def _convert_vision(model: torch.nn.Module, manifest: Manifest, target: Path, co
             check = VisionCheck(model, tower)
         newline = None if tower.newline is None else tower.newline.tolist()
         graph = _trace_vision(tower, check.tiles[:1])
-        _save(graph, path)
+        save_graph(graph, path)
         fault = _vision_fault(path, check, newline, "float32")
     except Exception as error:
         if _ends_conversion(error):
@@ -212,7 +210,7 @@ def _compress_vision(
 
     logging.getLogger("nncf").setLevel(logging.ERROR)
     try:
-        _save(nncf.compress_weights(graph.clone(), mode=nncf.CompressWeightsMode.INT8_ASYM), path)
+        save_graph(nncf.compress_weights(graph.clone(), mode=nncf.CompressWeightsMode.INT8_ASYM), path)
         for group in GROUP_SIZES:
             fault = _vision_fault(path, check, newline, "int8", config.dtype, group)
             if fault is None:
@@ -222,7 +220,7 @@ def _compress_vision(
             raise
         fault = named(error)
     logger.info("The vision tower is not compressed: in int8 %s", fault)
-    _save(graph, path)
+    save_graph(graph, path)
     return 0
 
 
@@ -278,7 +276,7 @@ class Check:
         self.short = self.ids[:SHORT_CHECK_TOKENS]
         self.shift = positions - len(self.short)  # the model's last positions
         # Random ids where there is no tokenizer: they make small differences larger than texts do.
-        text = _ids_of_text(folder, vocab_size) or random.integers(0, vocab_size, LONG_TEXT_TOKENS).tolist()
+        text = ids_of_text(folder, vocab_size) or random.integers(0, vocab_size, LONG_TEXT_TOKENS).tolist()
         self.text = text[: len(self.ids)]
         self.steps = 0
         if has_states(model):
@@ -370,16 +368,6 @@ class Check:
         )
 
 
-def _ids_of_text(folder: Path, vocab_size: int) -> list[int]:
-    """The tokens of CHECK_TEXT; none where the folder has no tokenizer.json, or that of another model."""
-    text = CHECK_TEXT.read_text()
-    try:
-        ids = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json")).encode(text)
-    except Exception:  # tokenizers raises nothing more specific
-        return []
-    return ids if max(ids, default=vocab_size) < vocab_size else []
-
-
 def _prompt_logits(model: OpenVinoModel, ids: Sequence[int], steps: int = 0) -> np.ndarray:
     """The logits after each token of a prompt, which runs in chunks: float32 [tokens, vocab]. With decode
     steps behind it: after each chunk and each step."""
@@ -406,7 +394,7 @@ def _compress(config: Config, check: Check, target: Path, facts: Json) -> None:
         graph = nncf.compress_weights(graph, **way)
         if "ignored_scope" in way:  # nncf leaves these layers as they are
             graph = nncf.compress_weights(graph, mode=nncf.CompressWeightsMode.INT8_ASYM)
-        _save(graph, target / "model.xml")
+        save_graph(graph, target / "model.xml")
         # More activations than weights to a scale are slower, and their rounding depends on other rows.
         ports = [node.output(0) for node in graph.get_ops()]
         groups = {port.get_shape()[-1] for port in ports if port.get_element_type() == ov.Type.u4} - {1}
@@ -483,10 +471,3 @@ def _ways_to_compress(quantize: str, nncf: Any, graph: ov.Model) -> list[dict[st
         ways = [way | {"ignored_scope": sensitive} for way in ways]
         ways.append(ways[-1] | {"ignored_scope": all_of_them})
     return ways + [ways[-1] | {"ratio": share} for share in INT4_SHARES]
-
-
-def _save(graph: ov.Model, path: Path) -> None:
-    try:
-        ov.save_model(graph, path, compress_to_fp16=False)
-    except RuntimeError as error:
-        raise OSError(f"{path.parent} cannot be written: {first_line(error)}") from None

@@ -17,12 +17,14 @@ from openvino import opset13 as ops
 from openvino.op import _PagedAttentionExtension as PagedAttention
 
 from models.adapters import common_name
+from models.errors import first_line
 from models.openvino.state_ops import RecurrentLayers, parameter
 from run import Json
 
 PLACEHOLDER = "placeholder "  # then a JSON object, which `trace.py` writes
 # The names of linear layers in a graph of a model; those of the head, which is outside of the layers, have no
 # dot. Layers that were merged into one product are the outputs of a node with this prefix and their names.
+LINEAR_NAME = "__module.model.{}/aten::linear/MatMul"
 LINEAR = re.compile(r"__module\.model\.(.+\..+)/(?:aten|ov_ext)::linear/MatMul")
 MERGED = "linear layers "
 IMAGE_INPUTS = ("image_embeddings", "image_places")  # of graphs of models that read images
@@ -63,6 +65,13 @@ def read_graph(path: Path, facts: Json, longest_window: int | None = None) -> ov
     graph.add_results([ops.result(states) for states in recurrent.outputs])
     graph.validate_nodes_and_infer_types()
     return graph
+
+
+def placeholder(name: str, operands: list[ov.Output], width: int) -> ov.Output:
+    """Concat and Slice, which any saved graph can hold; one with paged operations cannot be read back."""
+    joined = ops.concat(operands, 1)
+    joined.set_friendly_name(name)
+    return ops.slice(joined, *(ops.constant([n]) for n in (0, width, 1, 1))).output(0)
 
 
 def placeholders(graph: ov.Model) -> Iterator[tuple[ov.Node, Json]]:
@@ -110,11 +119,21 @@ def _paged_attention(
     return attention
 
 
+def save_graph(graph: ov.Model, path: Path) -> None:
+    """Raises OSError."""
+    try:
+        ov.save_model(graph, path, compress_to_fp16=False)
+    except RuntimeError as error:
+        raise OSError(f"{path.parent} cannot be written: {first_line(error)}") from None
+
+
 def add_adapters(
-    graph: ov.Model, modules: Collection[str] | None, kind: ov.Type
+    graph: ov.Model, modules: Collection[str] | None, kind: ov.Type, paired_size: int
 ) -> dict[str, tuple[int, int]]:
     """Adds the updates of LoRA adapters to these linear layers, or to all of them, as inputs of the graph
-    (adapters.py). Returns the inputs and outputs of each layer that it found. kind: of the inputs."""
+    (adapters.py). Returns the inputs and outputs of each layer that it found. kind: of the inputs.
+    paired_size: of the heads whose queries and keys are in the order of GGUF files, where a rotation turns
+    neighbours; 0: none are."""
     mask = parameter("adapters", [-1, -1], ov.Type.f32)  # [tokens, columns]
     parameters = [mask]
     layers = {}
@@ -123,12 +142,15 @@ def add_adapters(
             continue
         given, weights = product.input_values()
         # The input's own shape is not known behind a recurrent layer.
-        sizes = weights.get_shape()[1], output.get_partial_shape()[2].get_length()
+        sizes = weights.get_shape()[1], output.get_partial_shape()[-1].get_length()
         down, up = (parameter(name, [1, -1, size], kind) for name, size in zip(adapter_inputs(module), sizes))
         readers = output.get_target_inputs()
         is_transposed = product.get_attributes()["transpose_a"]  # as behind the convolutions of LFM2
         narrow = ops.matmul(given, ops.convert(down, "f32"), is_transposed, True)
         update = ops.matmul(ops.multiply(narrow, mask), ops.convert(up, "f32"), False, False)
+        if paired_size and module.endswith(("q_proj", "k_proj")):
+            order = np.arange(sizes[1]).reshape(-1, 2, paired_size // 2).swapaxes(1, 2)
+            update = ops.gather(update, ops.constant(order.flatten()), ops.constant(-1))
         changed = ops.add(output, update)
         for reader in readers:
             reader.replace_source_output(changed.output(0))
@@ -144,8 +166,8 @@ def adapter_inputs(module: str) -> tuple[str, str]:
 
 
 def _linear_layers(graph: ov.Model) -> dict[str, tuple[ov.Node, ov.Output]]:
-    """The matrix product of each linear layer that computes [1, tokens, outputs], and its output, by the name
-    of its module (adapters.py)."""
+    """The matrix product of each linear layer that computes [.., tokens, outputs], and its output, by the
+    name of its module (adapters.py)."""
     found = {}
     for node in graph.get_ordered_ops():
         names = [node.get_friendly_name()]
@@ -155,7 +177,7 @@ def _linear_layers(graph: ov.Model) -> dict[str, tuple[ov.Node, ov.Output]]:
             product = node.input_value(0).get_node()
         for name, output in zip(names, node.outputs()):
             layer = LINEAR.fullmatch(name)
-            if layer and output.get_partial_shape().rank == 3:
+            if layer and output.get_partial_shape().rank.get_length() > 2:
                 found[common_name(layer[1])] = (product, output)
     return found
 

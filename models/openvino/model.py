@@ -98,7 +98,7 @@ class OpenVinoModel(StaticBatchModel):
         self.max_input_tokens = config.max_input_tokens
         self.vocab_size = facts["vocab_size"]
         self.dtype = facts["dtype"]
-        self.quantize = facts["quantize"]
+        self.quantize = facts["quantize"] or facts.get("compressed")
         core = ov.Core()
         settings = {
             "PERFORMANCE_HINT": "LATENCY",
@@ -110,7 +110,7 @@ class OpenVinoModel(StaticBatchModel):
         self._min_rows = MIN_ROWS
         precisions = self._choose_precisions(core, graph, facts, config.kv_cache_dtype)
         if config.lora_adapters or config.lora_folder:
-            self._add_adapters(graph, config)
+            self._add_adapters(graph, config, facts.get("paired_size", 0))
         compiled = core.compile_model(graph, "CPU", settings | precisions)
         self._request = compiled.create_infer_request()
         self._inputs = {port.get_any_name() for port in compiled.inputs}
@@ -167,15 +167,16 @@ class OpenVinoModel(StaticBatchModel):
             attend_in_bfloat16(graph)
         if self.kv_cache_dtype == "u8":  # the scale of a block changes as the block fills
             self.chunk_granularity = self.prefix_granularity = BLOCK
-        self.precision = self.quantize or ("u8" if self.kv_cache_dtype == "u8" else self.computed_in)
-        is_any_length_exact = is_bfloat16 or (self.quantize is not None and has_bfloat16)
+        activation_group = facts.get("activation_group", ACTIVATION_GROUP) if self.quantize else 0
+        self.precision = facts["quantize"] or ("u8" if activation_group else self.kv_cache_dtype)
+        is_any_length_exact = is_bfloat16 or (activation_group > 0 and has_bfloat16)
         self._max_call_tokens = math.inf if is_any_length_exact else FLOAT32_TOKENS
         settings: Json = {  # both default to less precise types on some CPUs
             "INFERENCE_PRECISION_HINT": SHORT_DTYPES[self.computed_in],
             "KV_CACHE_PRECISION": SHORT_DTYPES[self.kv_cache_dtype],
         }
         if self.quantize:
-            settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = facts.get("activation_group", ACTIVATION_GROUP)
+            settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = activation_group
         self._vision_precision = SHORT_DTYPES["bfloat16" if tolerates_bfloat16 else "float32"]
         return settings
 
@@ -205,7 +206,7 @@ class OpenVinoModel(StaticBatchModel):
         for name, table in self._tables.items():
             self._request.set_tensor(name, ov.Tensor(table, shared_memory=True))
 
-    def _add_adapters(self, graph: ov.Model, config: Config) -> None:
+    def _add_adapters(self, graph: ov.Model, config: Config, paired_size: int) -> None:
         """Raises ModelError for adapters that do not fit the graph."""
         adapters = configured(config)
         dtype = "bfloat16" if self.quantize else self.computed_in
@@ -213,7 +214,7 @@ class OpenVinoModel(StaticBatchModel):
         modules = None  # of adapters that are loaded later: any
         if not config.lora_folder:
             modules = {module for updates in adapters.values() for module in updates}
-        self.adapters = Adapters(add_adapters(graph, modules, self._adapter_type), dtype)
+        self.adapters = Adapters(add_adapters(graph, modules, self._adapter_type, paired_size), dtype)
         for name, updates in adapters.items():
             self.adapters.add(name, updates)
 

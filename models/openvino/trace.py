@@ -24,7 +24,7 @@ from models.checkpoint.pretrained import (
     is_causal_convolution,
     positions,
 )
-from models.openvino.graph import IMAGE_INPUTS, PLACEHOLDER
+from models.openvino.graph import IMAGE_INPUTS, PLACEHOLDER, placeholder
 from run import Json
 
 import openvino as ov  # isort: skip
@@ -53,15 +53,12 @@ class Placeholder(torch.nn.Module):
         return operands[0][:, :1].expand(-1, self.width) * 1.0
 
     def in_graph(self, context) -> list[ov.Output]:
-        """Concat and Slice, which any saved graph can hold; one with paged operations cannot be read back.
-        Weights are added to a column of the tokens, which gives them as many rows."""
+        """Weights are added to a column of the tokens, which gives them as many rows."""
         operands = [context.get_input(i) for i in range(context.get_input_size())]
         column = ops.slice(operands[0], *(ops.constant([n]) for n in (0, 1, 1, 1)))
         for i in range(len(operands) - self.weights, len(operands)):
             operands[i] = ops.add(column, operands[i]).output(0)
-        joined = ops.concat(operands, 1)
-        joined.set_friendly_name(self.name)
-        return [ops.slice(joined, *(ops.constant([n]) for n in (0, self.width, 1, 1))).output(0)]
+        return [placeholder(self.name, operands, self.width)]
 
 
 class Mixers:

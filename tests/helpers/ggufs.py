@@ -5,31 +5,64 @@ import numpy as np
 from transformers import AutoModelForCausalLM
 
 TOKENS = 97
+# Where a block of a type has its scales, in float16.
+SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 ADD = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string", list: "add_array"}
 
 
-def write_gguf(path, checkpoint, architecture="llama", keys=(), extra=(), left_out=None, quantized=False):
-    """`keys` are metadata beside the usual ones, `extra` tensors beside the model's, `left_out` the end of a tensor's name.
-    quantized: matrices are in Q8_0."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    writer = gguf.GGUFWriter(path, architecture)
-    for key, value in {**metadata(model.config, architecture), **tokenizer(model.config.vocab_size), **dict(keys)}.items():
+def write_keys(path, keys, rows):
+    """A file of metadata alone, and embeddings of so many tokens."""
+    writer = gguf.GGUFWriter(path, keys["general.architecture"])
+    _add(writer, {key: value for key, value in keys.items() if key != "general.architecture"})
+    writer.add_tensor("token_embd.weight", np.zeros((rows, 1), np.float32))
+    _write(writer)
+    return path
+
+
+def _add(writer, keys):
+    for key, value in keys.items():
         if value is not None:
             getattr(writer, ADD[type(value)])(key, value)
-    for name, array in {**tensors(model, architecture), **dict(extra)}.items():
-        if left_out and name.endswith(left_out):
-            continue
-        array = np.ascontiguousarray(array, np.float32)
-        if quantized and array.ndim == 2 and array.shape[1] % 32 == 0:
-            kind = gguf.GGMLQuantizationType.Q8_0
-            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(name, array)
+
+
+def _write(writer):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def write_gguf(path, checkpoint, architecture="llama", keys=(), extra=(), left_out=None, kinds=()):
+    """`keys` are metadata beside the usual ones, `extra` tensors beside the model's, `left_out` the end of a tensor's name.
+    kinds: the types of tensors by their number of dimensions, where they are not F32."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    writer = gguf.GGUFWriter(path, architecture)
+    _add(writer, {**metadata(model.config, architecture), **tokenizer(model.config.vocab_size), **dict(keys)})
+    for name, array in {**tensors(model, architecture), **dict(extra)}.items():
+        if left_out and name.endswith(left_out):
+            continue
+        array = np.ascontiguousarray(array, np.float32)
+        kind = gguf.GGMLQuantizationType[dict(kinds).get(array.ndim, "F32")]
+        if array.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0:
+            writer.add_tensor(name, quantized(array, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, array)
+    _write(writer)
     return path
+
+
+def quantized(array, kind):
+    """In the types that the package cannot write: random codes, with small scales. No group of weights has the scale 0, where
+    the frontend of OpenVINO loses the minimum; llama.cpp writes such groups for equal weights alone."""
+    if kind.name not in SCALES:
+        return gguf.quants.quantize(array, kind)
+    numbers, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(0).integers(0, 256, (*array.shape[:-1], array.shape[-1] // numbers, size), np.uint8)
+    blocks |= 0x11
+    for place in SCALES[kind.name]:
+        scales = np.random.default_rng(place).uniform(1e-4, 1e-3, blocks.shape[:-1]).astype(np.float16)
+        blocks[..., place : place + 2] = scales[..., None].view(np.uint8)
+    return blocks.reshape(*array.shape[:-1], -1)
 
 
 def metadata(config, architecture):
@@ -87,10 +120,10 @@ def tensors(model, architecture):
         if "linear_attn." in name:
             array = tiled(array, name, config)
             name = name.replace("dt_bias", "dt_proj.bias")
-        if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+        if architecture in ("llama", "mistral3") and ("q_proj" in name or "k_proj" in name):
             # Its rotation pairs neighbours.
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
-            array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+            array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         has_suffix = theirs.endswith((".weight", ".bias", "ssm_a", "ssm_d"))
         written[theirs if has_suffix else f"{theirs}.weight"] = array

@@ -14,8 +14,10 @@ from tiny_models import run
 
 import models
 from config import Config
+from models.accuracy import kl_divergence
 from models.base import Chunk
 from models.openvino import OpenVino
+from models.openvino.check_text import CHECK_TEXT
 from models.pytorch.model import TorchModel
 from run import HERE
 
@@ -60,6 +62,27 @@ def test_every_prompt_is_continued_as_transformers_does_it(name, prompts):
                 ours = torch.log_softmax(torch.from_numpy(np.array(logits)), -1).numpy()
                 likely = expected > LIKELY
                 assert np.abs(ours - expected)[likely].max() < 1e-3
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+@pytest.mark.parametrize("name", weights.NAMES)
+def test_a_file_as_it_is_gives_the_logits_of_its_dequantized_weights(name, dtype):
+    model = Published.of(name)
+    ids = model.ids(CHECK_TEXT.read_text())[:200]
+    where = {"model_id": str(weights.file(name)), "model_cache": str(weights.CACHE), "device": "cpu", "dtype": dtype}
+    config = Config(**where, max_total_tokens=200, max_batch_size=2)
+    served = models.load(models.prepare(config), lambda phase: None)
+    with torch.no_grad():
+        expected = model.model(torch.tensor([ids])).logits[0].numpy()
+    most = 1e-3 if served.kv_cache_dtype == "float32" else 3e-3
+    prompt = served.forward([Chunk(0, ids, 0, all_logits=True)])
+    assert kl_divergence(prompt, expected).mean() < most
+    served.forward([Chunk(0, ids[:160], 0)])
+    steps = np.concatenate([served.forward([Chunk(0, ids[n : n + 1], n)]) for n in range(160, 200)])
+    assert kl_divergence(steps, expected[160:]).mean() < most
+    (sequence,) = run(served, [model.ids(PROMPTS[0])], new_tokens=TOKENS)
+    tokens, _logprobs = model.continued(tuple(model.ids(PROMPTS[0])))
+    assert sequence.tokens[: len(tokens)] == tokens
 
 
 def load_in_bfloat16(smollm2, quantize, max_total_tokens):
@@ -108,7 +131,7 @@ def test_compressed_weights_lose_little(smollm2, quantize, most):
 @pytest.fixture(scope="module")
 def server(smollm2):
     settings = {
-        "MODEL_ID": str(smollm2.file),
+        "MODEL_ID": str(smollm2.folder),
         "MODEL_CACHE": str(weights.CACHE),
         "DTYPE": "float32",
         "MAX_TOTAL_TOKENS": "512",

@@ -17,6 +17,7 @@ import pytest
 
 import models
 from config import Config
+from models.cache import READER_VERSIONS, renamed_when_complete
 from published.reference import Reference
 
 FOLDER = Path(os.environ.get("PUBLISHED") or Path(sys.prefix) / "published")
@@ -66,8 +67,19 @@ PROMPTS = [
 ]
 
 
+def dequantized(path):
+    """The checkpoint of a file, made once."""
+    from models.checkpoint.gguf import convert_gguf
+
+    folder = CACHE / f"checkpoint-{path.stem}-{READER_VERSIONS['gguf']}"
+    if not folder.exists():
+        with renamed_when_complete(folder) as new:
+            convert_gguf(path, "float32", new)
+    return folder
+
+
 class Published(Reference):
-    """One of the models, as a checkpoint that is made once."""
+    """One of the models, as a checkpoint."""
 
     @classmethod
     @functools.cache
@@ -82,7 +94,7 @@ class Published(Reference):
         super().__init__(self.prepared.folder)
 
     def config(self, **settings):
-        where = {"model_id": str(self.file), "model_cache": str(CACHE), "device": "cpu"}
+        where = {"model_id": str(dequantized(self.file)), "model_cache": str(CACHE), "device": "cpu"}
         return Config(**where, dtype="float32", **settings)
 
 

@@ -32,6 +32,7 @@ from models.errors import ModelError
 from models.gguf.container import read_gguf
 from models.neuron import Neuron
 from models.openvino import OpenVino
+from models.pytorch import PyTorch
 from run import HERE, ConfigError
 
 pytestmark = [pytest.mark.models, pytest.mark.usefixtures("no_children"), pytest.mark.filterwarnings("ignore")]
@@ -44,9 +45,13 @@ def checkpoint(tmp_path_factory):
     return save_checkpoint(tmp_path_factory.mktemp("checkpoint") / "llama", llama(hidden_size=64, eos_token_id=1))
 
 
+OUTSIDE = {"llama.tensor_data_layout": "Meta AI original pth"}  # a key that OpenVINO's own reader ignores
+
+
 @pytest.fixture(scope="module")
 def file(checkpoint, tmp_path_factory):
-    return write_gguf(tmp_path_factory.mktemp("gguf") / NAME, checkpoint)
+    """One that is dequantized."""
+    return write_gguf(tmp_path_factory.mktemp("gguf") / NAME, checkpoint, keys=OUTSIDE)
 
 
 @pytest.fixture
@@ -68,6 +73,38 @@ def test_the_weights_and_the_tokenizer_are_those_of_the_file(file, checkpoint, c
     assert tokenizer.encode("AB", add_special_tokens=False).ids == [32, 33]
     assert (prepared.folder / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
     prepared.fetch_weights()  # there is nothing to fetch
+
+
+def test_why_a_file_is_dequantized_is_one_line(file, config, caplog):
+    caplog.set_level(logging.INFO)
+    models.prepare(config(file))
+    assert f"{NAME} is dequantized: `llama.tensor_data_layout` is Meta AI original pth" in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"dtype": "float16"}, "OpenVINO does not compute in float16"),
+        ({"merge_lora": "mine=/adapter"}, "--merge-lora (MERGE_LORA) changes its weights"),
+        ({"quantize": "int8"}, "--quantize int8 (QUANTIZE) compresses its weights"),
+    ],
+)
+def test_a_file_is_dequantized_where_its_weights_do_not_stay(checkpoint, config, tmp_path, settings, reason):
+    plain = read_gguf(write_gguf(tmp_path / NAME, checkpoint))
+    assert OpenVino.why_not_gguf(config(NAME), plain) is None
+    assert OpenVino.why_not_gguf(config(NAME, **settings), plain) == reason
+    assert PyTorch.why_not_gguf(config(NAME), plain) == "plain PyTorch serves checkpoints"
+
+
+def test_compressed_weights_stay_as_in_the_file_whatever_quantize_and_dtype_say(checkpoint, config, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    file = write_gguf(tmp_path / NAME, checkpoint, kinds={2: "Q8_0"})
+    prepared = models.prepare(config(file, quantize="int8", dtype="float32"))
+    assert f"{NAME}: weights as in the file, whatever --quantize or --dtype says" in caplog.messages
+    assert prepared.config.quantize is None and prepared.manifest.gguf_file == file
+    assert prepared.manifest.max_positions == 24 and not [*prepared.folder.glob("*.safetensors")]
+    served = models.load(prepared, lambda phase: None)
+    assert (served.engine, served.quantize) == ("openvino", "Q8_0")
 
 
 def test_a_method_of_tgi_in_quantize_changes_nothing_for_a_file(file, config):
@@ -233,7 +270,7 @@ def test_a_file_and_an_adapter_below_the_working_folder_are_served_with_the_bos_
 
 def test_without_the_packages_the_line_says_what_to_install(file, config, monkeypatch):
     monkeypatch.setattr(ours, "GGUF_PACKAGES", ("gguf", "no_such_package"))
-    with pytest.raises(ModelError, match=r"needs the package no_such_package: pip install gguf no_such_package"):
+    with pytest.raises(ModelError, match=r"needs the package no_such_package .*: pip install gguf no_such_package"):
         models.prepare(config(file))
 
 

@@ -1,0 +1,59 @@
+"""The folder of a GGUF file that an engine reads as it is: config.json and the tokenizer, without weights.
+
+    python -m models.checkpoint.gguf_folder FILE TARGET     writes them into the folder TARGET
+
+It imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from manifest import GGUF_FILE, ORIGINAL_LENGTH
+from models.cache import digest
+from models.errors import ModelError
+from models.gguf.container import GgufFile, read_gguf
+from models.gguf.tokenizer import write_tokenizer
+from run import Json
+
+MODEL_TYPES = {"gemma3": "gemma3_text", "mistral3": "ministral3"}  # where they are not the architectures
+LONG_FACTORS = "rope_factors_long.weight"
+
+
+def write_folder(path: Path, target: Path) -> None:
+    """Raises ModelError."""
+    file = read_gguf(path)
+    (target / "config.json").write_text(json.dumps(_config(file)))
+    write_tokenizer(file, target)
+
+
+def _config(file: GgufFile) -> Json:
+    """What the server reads of a config.json, and what names this file: a changed one is another model."""
+    heads = file["attention.head_count"]
+    config = {
+        GGUF_FILE: str(file.path),
+        "gguf_identity": digest(file.identity),
+        "model_type": MODEL_TYPES.get(file.architecture, file.architecture),
+        "torch_dtype": "bfloat16",
+        "max_position_embeddings": file["context_length"],
+        "vocab_size": file.tensors["token_embd.weight"].shape[1],
+        "hidden_size": file["embedding_length"],
+        "intermediate_size": file["feed_forward_length"],
+        "num_hidden_layers": file["block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": file["attention.head_count_kv"] or heads,
+        "head_dim": file["attention.key_length"] or file["embedding_length"] // heads,
+    }
+    if LONG_FACTORS in file.tensors:
+        original = file["rope.scaling.original_context_length"]
+        config["rope_parameters"] = {"rope_type": "longrope", ORIGINAL_LENGTH: original}
+    return config
+
+
+if __name__ == "__main__":
+    try:
+        write_folder(Path(sys.argv[1]), Path(sys.argv[2]))
+    except ModelError as error:
+        sys.exit(str(error))

@@ -1,0 +1,240 @@
+"""A GGUF file's tokenizer, chat templates and sampling defaults, from its keys, as the files of a checkpoint.
+
+Texts get the ids of the published tokenizer that the file was made of. Source: the keys that llama.cpp's
+converter writes, and what llama.cpp assumes where it writes none.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from models.child import shortened
+from models.errors import named, reported_as
+from models.gguf.container import GgufFile
+from models.gguf.pre_tokenizers import PRE_TOKENIZERS
+
+logger = logging.getLogger("model")
+
+# The kinds of tokenizers, and the id of BOS where a file wants it added and does not name it.
+KINDS = {"gemma4": None, "gpt2": 11, "llama": 1}
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)  # types of tokens
+# Tokens that end a response, whatever the file names as EOS; the last of them stand between files.
+_ENDS = """
+<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|endoftext|> <|end_of_text|> <end_of_turn> <end_of_utterance>
+<turn|> <|tool_response> <｜end▁of▁sentence｜> <EOT> _<EOT> [EOT] [EOS] [e~[
+<|return|> <|call|> <|calls|> <|flush|>
+<|fim_pad|> <|fim_repo|> <|repo_name|> <reponame> <|file_sep|>
+"""
+ENDS = set(_ENDS.split())
+SPECIAL_ENDS = {"</s>", "<eos>"}  # the same where they are special tokens: elsewhere they are HTML
+# Of these none ends a response where the model has the others: <|end|> ends a part of it there.
+NO_ENDS = [
+    ("<|end|>", {"<|return|>", "<|call|>"}),
+    ("<|end|>", {"<|calls|>", "<|flush|>"}),
+    ("</s>", {"<|tool_response>"}),
+]
+# Llama 3 in files from before May 2024, which name no pre-tokenizer: how many tokens, and the ids of two.
+LLAMA3 = (128_256, 128_000, 128_009)
+NOT_STRIPPING = {"<s>", "<unk>", "<|endoftext|>"}  # Phi-3: its other tokens take the spaces behind them
+# Fields of generation_config.json, and their keys. There is none for `penalty_last_n`: all tokens count.
+SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+TEMPLATE = "tokenizer.chat_template"
+TOOL_USE = f"{TEMPLATE}.tool_use"
+NO_TEXT = re.compile(r"\A\Z|[\ud800-\udfff]")  # surrogates stand for bytes that are no UTF-8
+MERGE = re.compile("(.[^ ]*) (.*)", re.DOTALL)  # the first part may begin with a space
+
+
+def write_tokenizer(file: GgufFile, folder: Path) -> None:
+    """Writes tokenizer.json, tokenizer_config.json, generation_config.json and the chat templates. Raises
+    ModelError for a tokenizer that is not known, or not complete."""
+    failure = f"{file.path.name} has a tokenizer that cannot be read"
+    with reported_as(failure, lambda error: shortened(named(error))):
+        templates = _templates(file)
+        tokenizer = _embedded(file) or _from_keys(file, "".join(templates.values()))
+        tokenizer.save(str(folder / "tokenizer.json"))
+        if templates:
+            _write_templates(file, templates, folder)
+        config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        for name in ("bos", "eos"):
+            config[f"{name}_token"] = "".join(_named(file, name))
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        generation = {"eos_token_id": _end_ids(file, tokenizer), "do_sample": True}
+        for name, key in SAMPLING.items():
+            if (value := file.keys.get(f"general.sampling.{key}")) is not None:
+                generation[name] = round(value, 6)  # float32 makes 0.949999988 of 0.95
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+
+
+def _named(file: GgufFile, name: str, default: int | None = None) -> dict[str, int]:
+    """A special token and its id; nothing where the file has none, or an id that is no token's."""
+    tokens = file.tokenizer("tokens")
+    token_id = file.tokenizer(f"{name}_token_id")
+    if token_id not in range(len(tokens)):
+        token_id = default
+    return {} if token_id is None else {tokens[token_id]: token_id}
+
+
+def _embedded(file: GgufFile) -> Tokenizer | None:
+    """The published tokenizer, where the file holds one of its size."""
+    try:
+        tokenizer = Tokenizer.from_str(file.keys["tokenizer.huggingface.json"])
+    except Exception:  # the library raises a bare Exception for whatever is wrong
+        return None
+    embeddings = file.tensors["token_embd.weight"].shape[1]
+    return tokenizer if max(tokenizer.get_vocab().values(), default=0) < embeddings else None
+
+
+def _from_keys(file: GgufFile, written: str) -> Tokenizer:
+    """`written`: what the chat templates write."""
+    kind = file.tokenizer("model")
+    if kind not in KINDS:
+        raise file.rejection(f"has a tokenizer of the kind {kind}; {', '.join(KINDS)} can be read")
+    tokens = file.tokenizer("tokens") or []
+    types = _types(file, tokens, written)
+    # With the added tokens, to which the library would give other ids.
+    ids = {token: n for n, token in enumerate(tokens) if types[n] != UNUSED}
+    if len(ids) != len(tokens) - types.count(UNUSED):
+        raise file.rejection("has a token twice")
+    merges = [MERGE.fullmatch(merge).groups() for merge in file.tokenizer("merges") or ()]
+    if kind == "gpt2":
+        tokenizer, adds_bos = _byte_level(file, ids, merges)
+    else:
+        normal = {token: n for token, n in ids.items() if types[n] == NORMAL}
+        tokenizer = _sentencepiece(file, ids, merges or _rebuilt_merges(file, normal))
+        adds_bos = True
+    is_phi3 = kind == "llama" and file.architecture == "phi3"
+    added = []
+    for token, token_type in zip(tokens, types):
+        if token_type in (UNKNOWN, CONTROL, USER_DEFINED):
+            rstrip = is_phi3 and token not in NOT_STRIPPING
+            special = token_type != USER_DEFINED
+            added.append(AddedToken(token, rstrip=rstrip, normalized=False, special=special))
+    tokenizer.add_tokens(added)
+    said = file.tokenizer("add_bos_token")
+    if said is not None and kind != "gemma4":  # which needs BOS, whatever its files say
+        adds_bos = said
+    before = _named(file, "bos", KINDS[kind] if said else None) if adds_bos else {}
+    after = _named(file, "eos") if file.tokenizer("add_eos_token") else {}
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*before, "$A", *after], special_tokens=[*before.items(), *after.items()]
+    )
+    return tokenizer
+
+
+def _types(file: GgufFile, tokens: list[str], written: str) -> list[int]:
+    """The type of each token: UNUSED of one that no text has, CONTROL of one that the file takes for text."""
+    types = file.tokenizer("token_type")
+    if types is None:
+        types = [] if file.tokenizer("model") == "gpt2" else [NORMAL] * len(tokens)
+    embeddings = file.tensors["token_embd.weight"].shape[1]
+    if not len(tokens) == len(types) == embeddings:
+        raise file.rejection(
+            f"has {len(tokens)} tokens, {len(types)} types of them and {embeddings} embeddings"
+        )
+    types = list(map(int, types))
+    mended = []
+    for n, token in enumerate(tokens):
+        is_text = types[n] == NORMAL
+        is_written = token.startswith("<") and token.endswith(">") and token in written
+        if is_text and NO_TEXT.search(token):
+            types[n] = UNUSED
+        elif types[n] != CONTROL and (token in ENDS or (is_text and is_written)):
+            types[n] = CONTROL
+            mended.append(token)
+    if mended:
+        logger.warning("%s takes %s for text, which are special tokens", file.path.name, ", ".join(mended))
+    return types
+
+
+def _byte_level(file: GgufFile, ids: dict[str, int], merges: list[tuple[str, ...]]) -> tuple[Tokenizer, bool]:
+    """BPE of bytes, and whether a text begins with BOS where the file does not say."""
+    if not merges:
+        raise file.rejection("has no merges of tokens")
+    name = file.tokenizer("pre") or "default"
+    if name == "default" and (len(ids), ids.get("<|begin_of_text|>"), ids.get("<|eot_id|>")) == LLAMA3:
+        name = "llama3"
+    if name not in PRE_TOKENIZERS:
+        raise file.rejection(f"has the pre-tokenizer {name}, which is not known")
+    pre_tokenizer = PRE_TOKENIZERS[name]
+    tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=pre_tokenizer.like_llama3))
+    if pre_tokenizer.is_normalized:
+        tokenizer.normalizer = normalizers.NFC()
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre_tokenizer.patterns]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, pre_tokenizer.like_llama3
+
+
+def _sentencepiece(file: GgufFile, ids: dict[str, int], merges: list[tuple[str, ...]]) -> Tokenizer:
+    """BPE of characters, with ▁ for a space and tokens of single bytes for what has no other."""
+    unknown = next(iter(_named(file, "unknown", 0)))
+    tokenizer = Tokenizer(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    normalizer = [normalizers.Replace(" ", "▁")]
+    decoder = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if file.tokenizer("model") == "llama" and file.tokenizer("add_space_prefix") is not False:
+        # A space begins a text, and what follows a special token.
+        normalizer.insert(0, normalizers.Prepend("▁"))
+        decoder.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(normalizer)
+    tokenizer.decoder = decoders.Sequence(decoder)
+    return tokenizer
+
+
+def _rebuilt_merges(file: GgufFile, ids: dict[str, int]) -> list[tuple[str, str]]:
+    """Every two tokens that make a third one, in the order of its score; for Gemma, whose scores have another
+    order, in that of its id."""
+    merges = []
+    for token in ids:
+        for at in range(len(token) - 1, 0, -1):  # those with a longer first part come first
+            left = token[:at]
+            right = token[at:]
+            if left in ids and right in ids:
+                merges.append((left, right))
+    if not file.architecture.startswith("gemma"):
+        scores = file.tokenizer("scores").tolist()
+        merges.sort(key=lambda merge: -scores[ids["".join(merge)]])
+    return merges
+
+
+def _end_ids(file: GgufFile, tokenizer: Tokenizer) -> list[int]:
+    """Where a response ends: at the ids that keys name, and at those of ENDS."""
+    added = tokenizer.get_added_tokens_decoder()
+    special = {token.content: token_id for token_id, token in added.items() if token.special}
+    ends = {special[token] for token in special.keys() & (ENDS | SPECIAL_ENDS)}
+    for name in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"):
+        ends.update(_named(file, name).values())
+    return sorted(ends - {special.get(token) for token, others in NO_ENDS if others <= special.keys()})
+
+
+def _templates(file: GgufFile) -> dict[str, str]:
+    """The chat templates by their keys."""
+    beside = file.path.with_name("chat_template.jinja")
+    if beside.exists():
+        return {TEMPLATE: beside.read_text(encoding="utf-8")}
+    # The list of their names begins like them.
+    return {key: text for key, text in file.keys.items() if key.startswith(TEMPLATE) and type(text) is str}
+
+
+def _write_templates(file: GgufFile, templates: dict[str, str], folder: Path) -> None:
+    reason = json.dumps(
+        shortened(f"{file.path.name} has no default chat template, but {', '.join(templates)}")
+    )
+    refusal = f"{{{{ raise_exception({reason}) }}}}"
+    default = templates.get(TEMPLATE) or templates.get(TOOL_USE) or refusal
+    (folder / "chat_template.jinja").write_text(default, encoding="utf-8")
+    if TOOL_USE in templates:
+        additional = folder / "additional_chat_templates"
+        additional.mkdir()
+        (additional / "tool_use.jinja").write_text(templates[TOOL_USE], encoding="utf-8")

@@ -1,0 +1,252 @@
+"""Converts a GGUF file into an entry of the model cache, without torch and transformers.
+
+OpenVINO's GGUF frontend makes a graph of a file over the file's own compressed weights. Its attention becomes
+the placeholders of `graph.py`, and its rotary positions are replaced by those of the file's keys.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import openvino as ov
+from openvino import opset13 as ops
+from openvino.frontend import FrontEndManager
+
+from config import Config
+from manifest import ORIGINAL_LENGTH, Manifest
+from models.accuracy import kl_divergence
+from models.base import Chunk
+from models.cache import write_entry
+from models.checkpoint.rope import Rope, plain, scaled
+from models.errors import reported_as
+from models.gguf.container import TYPES, GgufFile, read_gguf
+from models.openvino import with_dtype
+from models.openvino.check_text import SHORT_CHECK_TOKENS, ids_of_text
+from models.openvino.gguf_files import (
+    DIVISORS,
+    LAYERS_OF_GEMMA3_27B,
+    LONG_DIVISORS,
+    compressed_types,
+    head_size,
+    rotated_size,
+)
+from models.openvino.graph import LINEAR_NAME, PLACEHOLDER, placeholder, read_graph, save_graph
+from models.openvino.model import OpenVinoModel
+from models.openvino.state_ops import parameter
+from run import Json
+
+logger = logging.getLogger("model")
+
+# How many activations share a scale: as many as weights. They are quantized, unless --dtype is float32, where
+# that adds no more than this to the divergence, in nats per token on average. Products of many rows are twice
+# as fast with it, if the weights are of a type without minima.
+ACTIVATION_GROUP = 32
+WITHOUT_MINIMA = {"Q8_0", "Q6_K", "Q5_0", "Q4_0", "Q3_K"}
+MAX_ACTIVATION_KL = 1e-3
+# The names of linear layers in a checkpoint, which adapters have. (Those of Phi-3 are joined in another way.)
+MODULES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+WEIGHT = "weight.weight_"  # then the name of a tensor: nodes of the frontend
+INPUTS = {"inp_tokens": "input_ids", "inp_pos": "position_ids", "inp_out_ids": "keep"}
+SLIDING_MASK = "self_kq_mask_swa"
+OUTPUT = "result_output"
+
+
+def convert(config: Config, folder: Path, target: Path) -> None:
+    """Fills `target` with the entry of the GGUF file that `folder` was made of. Raises ModelError for a
+    broken file, OSError where `target` cannot be written."""
+    manifest = Manifest.read(folder)
+    config = with_dtype(config, manifest)
+    file = read_gguf(manifest.gguf_file)
+    vocab_size = file.tensors["token_embd.weight"].shape[1]
+    compressed = compressed_types(file) or None
+    facts: Json = {
+        "model": config.model_name,
+        "dtype": config.dtype,
+        "quantize": None,
+        "compressed": compressed,
+        "activation_group": 0,
+        "vocab_size": vocab_size,
+        "max_total_tokens": manifest.length_limit,
+        "has_experts": False,
+        "arithmetic": None,
+        "refused": None,
+        "paired_size": head_size(file) if file.architecture == "llama" else 0,
+    }
+    logger.info("Converting %s: weights in %s", file.path.name, compressed or config.dtype)
+    with reported_as(f"{file.path.name} cannot be read by OpenVINO"):
+        graph = _graph_of(file)
+    save_graph(graph, target / "model.xml")
+    del graph
+    ids = ids_of_text(folder, vocab_size) or list(range(vocab_size))
+    ids = ids[: min(SHORT_CHECK_TOKENS, file["context_length"])]
+    in_float32 = facts | {"arithmetic": "float32"}
+    exact = _logits(target, in_float32, ids)
+    kinds = {TYPES[each.type].name for name, each in file.tensors.items() if name.startswith("blk.")}
+    if kinds & WITHOUT_MINIMA and config.dtype != "float32":
+        grouped = _logits(target, in_float32 | {"activation_group": ACTIVATION_GROUP}, ids)
+        if kl_divergence(grouped, exact).mean() <= MAX_ACTIVATION_KL:
+            facts["activation_group"] = ACTIVATION_GROUP
+    columns = sorted(set(ids))
+    facts["reference"] = {"ids": ids, "columns": columns, "logits": exact[:, columns].tolist()}
+    write_entry(target, facts)
+
+
+def _logits(target: Path, facts: Json, ids: list[int]) -> np.ndarray:
+    """What the saved graph computes of a prompt: float32 [tokens, vocab]."""
+    config = Config(max_batch_size=1, max_total_tokens=len(ids))
+    model = OpenVinoModel(read_graph(target / "model.xml", facts), facts, config)
+    return model.forward([Chunk(0, ids, 0, all_logits=True)])
+
+
+def _graph_of(file: GgufFile) -> ov.Model:
+    """The file as a graph with placeholders. Raises RuntimeError where OpenVINO cannot read all of it."""
+    frontend = FrontEndManager().load_by_framework("gguf")  # `read_model` does not find it
+    graph = frontend.convert(frontend.load(str(file.path)))
+    nodes = graph.get_ordered_ops()
+    names = {node.get_friendly_name() for node in nodes}
+    used = {name.removeprefix(WEIGHT) for name in names if name.startswith(WEIGHT)}
+    # The frontend cuts joined queries, keys and values.
+    read = {name.replace("attn_qkv", f"attn_{part}") for name in file.tensors for part in "qkv"}
+    if differing := used ^ (read - {*DIVISORS.values(), LONG_DIVISORS}):
+        raise RuntimeError(f"its graph differs from the file in {min(differing)}")
+    given = {node.get_friendly_name(): node for node in graph.get_parameters()}
+    parameters = [parameter(name, [-1], ov.Type.i64) for name in INPUTS.values()]
+    for theirs, own in zip(INPUTS, parameters):
+        shaped = ops.reshape(ops.convert(own, "i32"), ops.constant([1, 1, 1, -1]), False)
+        given[theirs].output(0).replace(shaped.output(0))
+    attentions = [node for node in nodes if node.get_type_name() == "ScaledDotProductAttention"]
+    slides = [file.architecture == "phi3" or _has_sliding_mask(node) for node in attentions]
+    _replace_rotations(file, zip(attentions, slides), parameters[1])
+    for index, node in enumerate(attentions):
+        window = file["attention.sliding_window"] if slides[index] else None
+        _replace_attention(file, node, index, window or 0)
+    for node in nodes:
+        _name_as_in_checkpoints(node)
+    (logits,) = (result for result in graph.get_results() if result.get_friendly_name() == OUTPUT)
+    rows = ops.squeeze(logits.input_value(0), ops.constant([0, 1]))
+    return ov.Model([ops.result(rows)], parameters)
+
+
+def _replace_rotations(
+    file: GgufFile, attentions: Iterable[tuple[ov.Node, bool]], positions: ov.Node
+) -> None:
+    """Queries and keys are multiplied by cosines and sines of the file's keys, which are computed here: the
+    frontend leaves out some keys and tensors. `attentions`, and whether they have a sliding window."""
+    turns = {slides: _turns(_rope(file, slides), positions) for slides in (False, True)}
+    found = {}
+    for node, slides in attentions:
+        for operand in node.input_values()[:2]:
+            for turn in _turns_above(operand):
+                found[turn.get_friendly_name()] = (turn, turns[slides][turn.get_type_name()])
+    for turn, own in found.values():
+        (reader,) = turn.output(0).get_target_inputs()  # which multiplies by the frontend's factor
+        reader.get_node().output(0).replace(own)
+
+
+def _turns(rope: Rope, positions: ov.Node) -> dict[str, ov.Output]:
+    """The cosines and sines of all positions, [1, tokens, 1, pairs], by the types of their nodes."""
+    frequencies = np.array(rope.frequencies, np.float32)
+    column = ops.reshape(ops.convert(positions, "f32"), ops.constant([1, -1, 1, 1]), False)
+    angles = ops.multiply(column, ops.constant(frequencies.reshape(1, 1, 1, -1)))
+    factor = ops.constant(np.float32(rope.factor))
+    return {
+        "Cos": ops.multiply(ops.cos(angles), factor).output(0),
+        "Sin": ops.multiply(ops.sin(angles), factor).output(0),
+    }
+
+
+def _turns_above(operand: ov.Output) -> Iterator[ov.Node]:
+    """The frontend's cosines and sines that an operand of an attention is made with."""
+    node = operand.get_node()
+    if node.get_type_name() in ("Cos", "Sin"):
+        yield node
+    elif node.get_type_name() != "MatMul":
+        for above in node.input_values():
+            yield from _turns_above(above)
+
+
+def _rope(file: GgufFile, slides: bool) -> Rope:
+    """The rotary positions of the layers with, or without, a sliding window."""
+    size = rotated_size(file)
+    base = file["rope.freq_base"] or 10000.0
+    factor = file["rope.scaling.factor"]
+    if file.architecture == "gemma3" and slides:
+        base = file["rope.freq_base_swa"] or 10000.0
+        factor = None
+    kind = file["rope.scaling.type"] or "linear"
+    rope = plain(base, size)
+    if factor and kind != "none":
+        scaling = {
+            "rope_type": kind,
+            "factor": factor,
+            "beta_fast": file["rope.scaling.yarn_beta_fast"],
+            "beta_slow": file["rope.scaling.yarn_beta_slow"],
+            ORIGINAL_LENGTH: file["rope.scaling.original_context_length"],
+        }
+        rope = scaled({"rope_theta": base, "rope_scaling": scaling}, size)
+    if divisors := file.numbers(DIVISORS.get(file.architecture)):
+        divided = np.divide(rope.frequencies, divisors)
+        rope = Rope(tuple(divided), file["rope.scaling.attn_factor"] or 1.0)
+    return rope
+
+
+def _has_sliding_mask(attention: ov.Node) -> bool:
+    mask = attention.input_value(3).get_node()
+    while mask.get_type_name() != "Parameter":
+        mask = mask.input_value(0).get_node()
+    return mask.get_friendly_name() == SLIDING_MASK
+
+
+def _replace_attention(file: GgufFile, attention: ov.Node, index: int, window: int) -> None:
+    size = head_size(file)
+    heads = file["attention.head_count"]
+    kv_heads = file["attention.head_count_kv"] or heads
+    is_27b = file.architecture == "gemma3" and file["block_count"] == LAYERS_OF_GEMMA3_27B
+    layer = {
+        "kind": "attention",
+        "index": index,
+        "scaling": (file["embedding_length"] // heads if is_27b else size) ** -0.5,
+        "window": window,
+        "kv_heads": kv_heads,
+        "key_size": size,
+        "value_size": size,
+        "sinks": [],
+        "weights": 0,
+    }
+    operands = [
+        ops.reshape(_before_cache(operand), ops.constant([-1, count * size]), False).output(0)
+        for operand, count in zip(attention.input_values(), (heads, kv_heads, kv_heads))
+    ]
+    attended = placeholder(PLACEHOLDER + json.dumps(layer), operands, heads * size)
+    shaped = ops.reshape(attended, ops.constant([1, -1, heads, size]), False)
+    (reader,) = attention.output(0).get_target_inputs()  # a Transpose to [1, tokens, heads, size]
+    reader.get_node().output(0).replace(shaped.output(0))
+
+
+def _before_cache(operand: ov.Output) -> ov.Output:
+    """What the frontend rounds to float16 to attend with."""
+    node = operand.get_node()
+    while node.get_type_name() != "Convert":
+        node = node.input_value(2 if node.get_type_name() == "ScatterUpdate" else 0).get_node()
+    return node.input_value(0)
+
+
+def _name_as_in_checkpoints(node: ov.Node) -> None:
+    """Names a linear layer of a file as those of converted models are, for adapters."""
+    if node.get_type_name() == "MatMul":
+        weights = node.input_value(1).get_node().get_friendly_name().removeprefix(f"{WEIGHT}blk.")
+        layer, _, tensor = weights.removesuffix(".weight").partition(".")
+        if tensor in MODULES:
+            node.set_friendly_name(LINEAR_NAME.format(f"layers.{layer}.{MODULES[tensor]}"))

@@ -1,0 +1,128 @@
+"""Which GGUF files OpenVINO computes right.
+
+Its GGUF frontend ignores keys and tensors that it does not know, so all architectures, keys and tensors that
+are read right (`gguf.py`) are listed here; any other file is dequantized (checkpoint/gguf.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from models.child import shortened
+from models.gguf.container import TYPES, GgufFile
+
+# Keys of every architecture that may have any number, and those that are read right with these values alone.
+KEYS = {
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.layer_norm_rms_epsilon",
+    "attention.value_length",
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.factor",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "vocab_size",
+}
+VALUES = {
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.type": ("none", "linear", "yarn"),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+}
+# Keys of one architecture that may have any number.
+OWN_KEYS = {
+    "phi3": {"attention.sliding_window", "rope.scaling.attn_factor"},
+    "gemma3": {"attention.sliding_window", "rope.freq_base_swa"},
+}
+OF_IMAGES = ("mm.", "vision.")  # keys about another file
+NEEDED_KEYS = (
+    "attention.head_count attention.layer_norm_rms_epsilon block_count context_length embedding_length"
+)
+# The tensors of each layer.
+LAYER = "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down"
+BIASES = "attn_q.bias attn_k.bias attn_v.bias"
+HEAD_NORMS = "attn_q_norm attn_k_norm"
+ARCHITECTURES = {
+    "llama": LAYER,
+    "qwen2": f"{LAYER} {BIASES}",
+    "qwen3": f"{LAYER} {HEAD_NORMS}",
+    "phi3": "attn_norm attn_qkv attn_output ffn_norm ffn_up ffn_down",
+    "gemma3": f"{LAYER} {HEAD_NORMS} post_attention_norm post_ffw_norm",
+}
+OUTSIDE = {"token_embd.weight", "output_norm.weight"}  # the tensors of no layer
+# Tensors by which the frequencies of rotary positions are divided; the long ones are for positions beyond
+# those that are served (`length_limit` of manifest.py). The frontend uses none of them.
+DIVISORS = {"llama": "rope_freqs.weight", "phi3": "rope_factors_short.weight"}
+LONG_DIVISORS = "rope_factors_long.weight"
+PLAIN_TYPES = {"F32", "F16", "BF16"}
+READ_TYPES = {*PLAIN_TYPES, *["Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0"]}
+LAYERS_OF_GEMMA3_27B = 62  # whose attention is not scaled by the size of a head
+
+
+def why_not(file: GgufFile) -> str | None:
+    """Why a file is not computed as it is, as a part of a log line; None where it is."""
+    reason = next(_obstacles(file), None)
+    return reason and shortened(reason)
+
+
+def _obstacles(file: GgufFile) -> Iterator[str]:
+    if file.architecture not in ARCHITECTURES:
+        yield f"its architecture is {file.architecture}"
+        return
+    free = KEYS | OWN_KEYS.get(file.architecture, set())
+    for key, value in file.keys.items():
+        name = key.removeprefix(f"{file.architecture}.")
+        if name == key or name.startswith(OF_IMAGES):
+            continue
+        is_read = isinstance(value, (int, float)) and (name in free or not value)
+        if not is_read and not (isinstance(value, (float, str)) and value in VALUES.get(name, ())):
+            yield f"`{key}` is {value}"
+    for name in NEEDED_KEYS.split():
+        if not file[name]:
+            yield f"it has no `{name}`"
+            return
+    if file["attention.value_length"] not in (None, head_size(file)):
+        yield "the sizes of its keys and values differ"
+    if file.architecture != "phi3" and rotated_size(file) != head_size(file):
+        yield "it rotates a part of each head"
+    is_scaled = file["rope.scaling.type"] == "yarn" or LONG_DIVISORS in file.tensors
+    if is_scaled and not file["rope.scaling.original_context_length"]:
+        yield "it has no `rope.scaling.original_context_length`"
+    needed = OUTSIDE | _of_layers(file, ARCHITECTURES[file.architecture])
+    for name in sorted(needed - file.tensors.keys()):
+        yield f"it lacks the tensor {name}"
+    known = needed | _of_layers(file, BIASES) | {"output.weight", DIVISORS.get(file.architecture)}
+    for name, tensor in file.tensors.items():
+        kind = TYPES[tensor.type].name
+        if name not in known and (file.architecture, name) != ("phi3", LONG_DIVISORS):
+            yield f"it has the tensor {name}"
+        if kind not in READ_TYPES:
+            yield f"{name} is in {kind}"
+
+
+def _of_layers(file: GgufFile, names: str) -> set[str]:
+    """The tensors of all layers; more than the file holds where its number of layers is wrong."""
+    layers = min(file["block_count"], len(file.tensors))
+    ends = [name if "." in name else f"{name}.weight" for name in names.split()]
+    return {f"blk.{layer}.{end}" for layer in range(layers) for end in ends}
+
+
+def head_size(file: GgufFile) -> int:
+    return file["attention.key_length"] or file["embedding_length"] // file["attention.head_count"]
+
+
+def rotated_size(file: GgufFile) -> int:
+    return file["rope.dimension_count"] or head_size(file)
+
+
+def compressed_types(file: GgufFile) -> str:
+    """The types of its compressed weights, such as "Q4_K, Q6_K"; "" where none is."""
+    kinds = {TYPES[tensor.type].name for tensor in file.tensors.values()}
+    return ", ".join(sorted(kinds.difference(PLAIN_TYPES)))
