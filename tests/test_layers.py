@@ -142,3 +142,8 @@ def test_a_web_process_loads_neither_torch_nor_numpy():
 def test_a_worker_on_a_cpu_loads_neither_torch_nor_transformers():
     heavy = ("torch", "transformers", "flask", "tokenizers", "PIL", "openvino")
     assert loaded_by("import worker, models.openvino.model", *heavy) == ["openvino"]
+
+
+def test_keys_of_gguf_files_are_read_without_torch_and_transformers():
+    heavy = ("torch", "transformers", "gguf", "openvino", "sentencepiece")
+    assert loaded_by("import models.gguf.tokenizer, models.gguf.container", *heavy) == []

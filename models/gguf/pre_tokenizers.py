@@ -8,8 +8,6 @@ the names, and what a file with such a name leaves out.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -37,36 +35,48 @@ DEEPSEEK = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-DIGIT = r"\p{N}"
 CJK = "[\u4e00-\u9fa5\u3040-\u30ff]+"
 
-
-class PreTokenizer(NamedTuple):
-    patterns: tuple[str, ...]  # each splits what the ones before it have left
-    is_normalized: bool = False  # texts are brought into the form NFC
-    # Words of the vocabulary need no merges, and a text begins with BOS where the file does not say.
-    like_llama3: bool = False
-
-
-PRE_TOKENIZERS = {
-    name: pre_tokenizer
-    for names, pre_tokenizer in (
-        (
-            "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
-            PreTokenizer((LLAMA3,), like_llama3=True),
-        ),
-        ("dbrx smaug-bpe chatglm-bpe glm4", PreTokenizer((LLAMA3,))),
-        ("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2", PreTokenizer((QWEN2,), is_normalized=True)),
-        ("hunyuan solar-open grok-2", PreTokenizer((QWEN2,))),
-        ("qwen35", PreTokenizer((QWEN35,), is_normalized=True)),
-        ("gpt-4o llama4 kanana2 minimax-m2", PreTokenizer((O200K,))),
-        ("tekken", PreTokenizer((TEKKEN,), like_llama3=True)),
-        ("deepseek-v3 hunyuan-dense joyai-llm", PreTokenizer((r"\p{N}{1,3}", CJK, DEEPSEEK))),
-        ("smollm starcoder refact codeshell exaone minerva-7b mellum2", PreTokenizer((DIGIT, GPT2))),
-        ("command-r", PreTokenizer((DIGIT, GPT2), is_normalized=True)),
-        ("gpt-2 phi-2 jais trillion exaone4 gigachat a.x-4.0 mellum granite-docling", PreTokenizer((GPT2,))),
-        ("mpt olmo", PreTokenizer((GPT2,), is_normalized=True)),
-        ("falcon", PreTokenizer((r"[\p{P}$+<=>^`|~]+", GPT2, "[0-9]{3}"))),
-    )
+# What splits a text, by the names: each expression splits what the ones before it have left.
+SPLITS = {
+    name: splits
+    for names, splits in {
+        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": (LLAMA3,),
+        "dbrx smaug-bpe chatglm-bpe glm4": (LLAMA3,),
+        "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2": (QWEN2,),
+        "qwen35": (QWEN35,),
+        "gpt-4o llama4 kanana2 minimax-m2": (O200K,),
+        "tekken": (TEKKEN,),
+        "deepseek-v3 hunyuan-dense joyai-llm": (r"\p{N}{1,3}", CJK, DEEPSEEK),
+        "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": (r"\p{N}", GPT2),
+        "gpt-2 phi-2 mpt olmo jais trillion exaone4 gigachat a.x-4.0 mellum granite-docling": (GPT2,),
+        "falcon": (r"[\p{P}$+<=>^`|~]+", GPT2, "[0-9]{3}"),
+    }.items()
     for name in names.split()
+}
+# Their texts are brought into the form NFC.
+NORMALIZED = {
+    "qwen2",
+    "deepseek-r1-qwen",
+    "kormo",
+    "f2llmv2",
+    "megrez",
+    "stablelm2",
+    "qwen35",
+    "command-r",
+    "mpt",
+    "olmo",
+}
+# Whole words of their vocabularies need no merges, and texts begin with BOS where the file does not say.
+LIKE_LLAMA3 = {
+    "llama-bpe",
+    "llama3",
+    "llama-v3",
+    "falcon3",
+    "falcon-h1",
+    "pixtral",
+    "midm-2.0",
+    "lfm2",
+    "jina-v5-nano",
+    "tekken",
 }

@@ -16,9 +16,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from models.child import shortened
 from models.errors import named, reported_as
 from models.gguf.container import GgufFile
-from models.gguf.pre_tokenizers import PRE_TOKENIZERS
+from models.gguf.pre_tokenizers import LIKE_LLAMA3, NORMALIZED, SPLITS
 
 logger = logging.getLogger("model")
+
+Merges = list[tuple[str, ...]]  # pairs of tokens, those that are merged first at the beginning
 
 # The kinds of tokenizers, and the id of BOS where a file wants it added and does not name it.
 KINDS = {"gemma4": None, "gpt2": 11, "llama": 1}
@@ -39,15 +41,15 @@ NO_ENDS = [
     ("</s>", {"<|tool_response>"}),
 ]
 # Llama 3 in files from before May 2024, which name no pre-tokenizer: how many tokens, and the ids of two.
-LLAMA3 = (128_256, 128_000, 128_009)
+OLD_LLAMA3 = (128_256, 128_000, 128_009)
 NOT_STRIPPING = {"<s>", "<unk>", "<|endoftext|>"}  # Phi-3: its other tokens take the spaces behind them
 # Fields of generation_config.json, and their keys. There is none for `penalty_last_n`: all tokens count.
 SAMPLING = {
-    "temperature": "temp",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "penalty_repeat",
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
 }
 TEMPLATE = "tokenizer.chat_template"
 TOOL_USE = f"{TEMPLATE}.tool_use"
@@ -71,8 +73,8 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
         generation = {"eos_token_id": _end_ids(file, tokenizer), "do_sample": True}
         for name, key in SAMPLING.items():
-            if (value := file.keys.get(f"general.sampling.{key}")) is not None:
-                generation[name] = round(value, 6)  # float32 makes 0.949999988 of 0.95
+            if key in file.keys:
+                generation[name] = round(file.keys[key], 6)  # float32 makes 0.949999988 of 0.95
         (folder / "generation_config.json").write_text(json.dumps(generation))
 
 
@@ -92,7 +94,7 @@ def _embedded(file: GgufFile) -> Tokenizer | None:
     except Exception:  # the library raises a bare Exception for whatever is wrong
         return None
     embeddings = file.tensors["token_embd.weight"].shape[1]
-    return tokenizer if max(tokenizer.get_vocab().values(), default=0) < embeddings else None
+    return tokenizer if tokenizer.get_vocab_size() <= embeddings else None
 
 
 def _from_keys(file: GgufFile, written: str) -> Tokenizer:
@@ -157,27 +159,26 @@ def _types(file: GgufFile, tokens: list[str], written: str) -> list[int]:
     return types
 
 
-def _byte_level(file: GgufFile, ids: dict[str, int], merges: list[tuple[str, ...]]) -> tuple[Tokenizer, bool]:
+def _byte_level(file: GgufFile, ids: dict[str, int], merges: Merges) -> tuple[Tokenizer, bool]:
     """BPE of bytes, and whether a text begins with BOS where the file does not say."""
     if not merges:
         raise file.rejection("has no merges of tokens")
     name = file.tokenizer("pre") or "default"
-    if name == "default" and (len(ids), ids.get("<|begin_of_text|>"), ids.get("<|eot_id|>")) == LLAMA3:
+    if name == "default" and (len(ids), ids.get("<|begin_of_text|>"), ids.get("<|eot_id|>")) == OLD_LLAMA3:
         name = "llama3"
-    if name not in PRE_TOKENIZERS:
+    if name not in SPLITS:
         raise file.rejection(f"has the pre-tokenizer {name}, which is not known")
-    pre_tokenizer = PRE_TOKENIZERS[name]
-    tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=pre_tokenizer.like_llama3))
-    if pre_tokenizer.is_normalized:
+    tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=name in LIKE_LLAMA3))
+    if name in NORMALIZED:
         tokenizer.normalizer = normalizers.NFC()
-    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre_tokenizer.patterns]
+    splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in SPLITS[name]]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, pre_tokenizer.like_llama3
+    return tokenizer, name in LIKE_LLAMA3
 
 
-def _sentencepiece(file: GgufFile, ids: dict[str, int], merges: list[tuple[str, ...]]) -> Tokenizer:
+def _sentencepiece(file: GgufFile, ids: dict[str, int], merges: Merges) -> Tokenizer:
     """BPE of characters, with ▁ for a space and tokens of single bytes for what has no other."""
     unknown = next(iter(_named(file, "unknown", 0)))
     tokenizer = Tokenizer(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
@@ -192,7 +193,7 @@ def _sentencepiece(file: GgufFile, ids: dict[str, int], merges: list[tuple[str, 
     return tokenizer
 
 
-def _rebuilt_merges(file: GgufFile, ids: dict[str, int]) -> list[tuple[str, str]]:
+def _rebuilt_merges(file: GgufFile, ids: dict[str, int]) -> Merges:
     """Every two tokens that make a third one, in the order of its score; for Gemma, whose scores have another
     order, in that of its id."""
     merges = []
@@ -228,10 +229,8 @@ def _templates(file: GgufFile) -> dict[str, str]:
 
 
 def _write_templates(file: GgufFile, templates: dict[str, str], folder: Path) -> None:
-    reason = json.dumps(
-        shortened(f"{file.path.name} has no default chat template, but {', '.join(templates)}")
-    )
-    refusal = f"{{{{ raise_exception({reason}) }}}}"
+    reason = f"{file.path.name} has no default chat template, but {', '.join(templates)}"
+    refusal = f"{{{{ raise_exception({json.dumps(shortened(reason))}) }}}}"
     default = templates.get(TEMPLATE) or templates.get(TOOL_USE) or refusal
     (folder / "chat_template.jinja").write_text(default, encoding="utf-8")
     if TOOL_USE in templates:

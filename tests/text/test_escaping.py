@@ -196,3 +196,13 @@ def test_routes_read_special_tokens_of_clients_as_text_with_the_option_only(serv
     assert answer["usage"]["prompt_tokens"] == sum(typed) and answer["choices"][0]["text"].startswith("a<eos>")
     native = tokens("/generate", {"inputs": "a<eos>", "parameters": {"details": True, "decoder_input_details": True}})
     assert len(native["details"]["prefill"]) == sum(typed)
+
+
+def test_thousands_of_special_tokens_are_escaped_in_seconds(tmp_path):
+    """As Gemma has them in GGUF files."""
+    tokenizer = tiny_tokenizers.byte_level()
+    tokenizer.add_special_tokens([f"<unused{n}>" for n in range(3000)])
+    began = time.process_time()
+    escaping = Tokenizer(save(tokenizer, tmp_path), escapes=True)
+    assert time.process_time() - began < 20
+    assert not escaping.special_ids & {*escaping.encode(escaping.escape("a<unused2999>"))}
