@@ -48,12 +48,15 @@ class Escaping:
         # Also an EOS token that is not flagged as special.
         self.tokenizer.add_special_tokens([tokenizers.AddedToken(name) for name in special])
         self.tokenizer.encode_special_tokens = True
-        self._ids = {}
+        alike = []
         for name, alias in self._aliases.items():
             token = added[special[name]]
-            alike = tokenizers.AddedToken(alias, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False)
-            self.tokenizer.add_tokens([alike])
-            self._ids[self.tokenizer.token_to_id(alias)] = special[name]
+            alike.append(
+                tokenizers.AddedToken(alias, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False)
+            )
+        self.tokenizer.add_tokens(alike)  # at once: each call takes as long as there are tokens
+        token_to_id = self.tokenizer.token_to_id
+        self._ids = {token_to_id(alias): special[name] for name, alias in self._aliases.items()}
         model = json.loads(as_json)["model"]
         unknown = (model.get("unk_id"), tokenizer.token_to_id(model.get("unk_token") or ""))
         self._rejected_ids = special_ids.difference(unknown)  # any text may have the unknown token
