@@ -268,7 +268,7 @@ def test_files_of_one_repository_are_different_bases(hub, base, tmp_path, monkey
     save_adapter(base, tmp_path / "adapter")
     hub.push("someone/base", {"a.gguf": b"1", "b.gguf": b"2"})
     made = {"a.gguf": base, "b.gguf": save_checkpoint(tmp_path / "deeper", llama(num_hidden_layers=3))}
-    monkeypatch.setattr(source, "_from_gguf", lambda config, file: made[file.name])
+    monkeypatch.setattr(source, "_from_gguf", lambda config, engine, file: (config, made[file.name]))
     of_file = [config_of(f"someone/base:{name}", tmp_path, f"mine={tmp_path / 'adapter'}") for name in made]
     shallow, deep = (models.prepare(config).manifest.config_json["num_hidden_layers"] for config in of_file)
     assert (shallow, deep) == (2, 3)

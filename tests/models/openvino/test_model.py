@@ -28,6 +28,7 @@ from models.cache import read_entry
 from models.errors import ModelError
 from models.openvino import OpenVino
 from models.openvino import model as openvino_model
+from models.openvino.check_text import ids_of_text
 
 # The warnings are of torch, openvino and nncf, while converting.
 pytestmark = [pytest.mark.models, pytest.mark.usefixtures("conversions"), pytest.mark.filterwarnings("ignore")]
@@ -525,13 +526,13 @@ def test_a_model_that_does_not_tolerate_bfloat16_is_computed_in_float32(even, co
     assert "does not tolerate arithmetic in bfloat16, and is computed in float32: its KL divergence is 0.2" in caplog.text
 
 
-def test_the_loss_is_that_of_a_text_where_the_folder_has_a_tokenizer(tmp_path, converter):
+def test_the_loss_is_that_of_a_text_where_the_folder_has_a_tokenizer(tmp_path):
     folder = save_checkpoint(tmp_path / "llama", tiny_models.llama(vocab_size=300))
-    assert converter._ids_of_text(folder, 300) == []
+    assert ids_of_text(folder, 300) == []
     tokenizer = byte_tokenizer(folder)
-    ids = converter._ids_of_text(folder, 300)
+    ids = ids_of_text(folder, 300)
     assert tokenizer.decode(ids).startswith("When in the Course of human events")
-    assert converter._ids_of_text(folder, 100) == []  # it is not the tokenizer of this model
+    assert ids_of_text(folder, 100) == []  # it is not the tokenizer of this model
 
 
 def test_without_nncf_one_line_says_what_to_install(zoo, monkeypatch):

@@ -17,6 +17,7 @@ from models.base import Chunk
 from models.cache import NotConverted, read_entry
 from models.checkpoint.pretrained import load_pretrained
 from models.openvino import OpenVino
+from models.openvino.check_text import CHECK_TEXT
 from models.openvino.delta_tiles import TILE
 
 pytestmark = [pytest.mark.models, pytest.mark.usefixtures("conversions"), pytest.mark.filterwarnings("ignore")]
@@ -108,7 +109,7 @@ def test_a_state_that_is_wrong_after_a_long_text_is_found(tmp_path, converter, m
 @pytest.mark.parametrize("name", ["qwen3", "llama3_2", "mistral_nemo"])
 def test_the_text_is_long_enough(converter, name):
     tokenizer = Tokenizer.from_file(str(FOLDER / f"tokenizer-{name}" / "models" / "tokenizer.json"))
-    assert len(tokenizer.encode(converter.CHECK_TEXT.read_text()).ids) >= converter.LONG_TEXT_TOKENS
+    assert len(tokenizer.encode(CHECK_TEXT.read_text()).ids) >= converter.LONG_TEXT_TOKENS
 
 
 @pytest.mark.parametrize(("seconds", "tiles"), [(0.95, False), (0.85, True)])
