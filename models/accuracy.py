@@ -19,8 +19,8 @@ MAX_KL_DIVERGENCE = {
     "float32": (0.02, 0.02),
     "bfloat16": (0.1, 0.3),
     "float16": (0.1, 0.3),
-    "u8": (0.1, 0.3),  # a KV cache, or activations, of eight bits under float32 or bfloat16
-    "int8": (0.1, 1.0),
+    "u8": (0.1, 0.3),  # a KV cache of eight bits under float32 or bfloat16
+    "int8": (0.1, 1.0),  # weights or activations
     "int4": (1.0, 10.0),
 }
 # A mixture of experts has the limit of the mean for its median token, and this many times that for its mean.

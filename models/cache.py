@@ -48,7 +48,7 @@ NNCF = "nncf==3.4.0"
 # Raise these with any change of what a conversion writes, or of how it is read: entries of other versions are
 # not used. CONVERTER_VERSION is for models, READER_VERSIONS for tokenizers, and for checkpoints of gguf.py,
 # split.py, lora.py and dequantize.py.
-CONVERTER_VERSION = 7
+CONVERTER_VERSION = 8
 # These are for models that read images, whose entries hold a vision tower as well, and compressed weights.
 VISION_VERSION = 4
 COMPRESSION_VERSION = 5

@@ -168,7 +168,7 @@ class OpenVinoModel(StaticBatchModel):
         if self.kv_cache_dtype == "u8":  # the scale of a block changes as the block fills
             self.chunk_granularity = self.prefix_granularity = BLOCK
         activation_group = facts.get("activation_group", ACTIVATION_GROUP) if self.quantize else 0
-        self.precision = facts["quantize"] or ("u8" if activation_group else self.kv_cache_dtype)
+        self.precision = facts["quantize"] or ("int8" if activation_group else self.kv_cache_dtype)
         is_any_length_exact = is_bfloat16 or (activation_group > 0 and has_bfloat16)
         self._max_call_tokens = math.inf if is_any_length_exact else FLOAT32_TOKENS
         settings: Json = {  # both default to less precise types on some CPUs

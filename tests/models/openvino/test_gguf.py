@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from ggufs import SCALES, write_gguf
+from openvino import opset13 as ops
 from tiny_models import run, save_checkpoint, write_adapter
 
 import models
@@ -23,7 +24,7 @@ from models.checkpoint.gguf_folder import write_folder
 from models.gguf.container import TYPES, read_gguf
 from models.openvino.gguf import convert
 from models.openvino.gguf_files import why_not
-from models.openvino.graph import read_graph
+from models.openvino.graph import LINEAR_NAME, read_graph
 from models.openvino.model import OpenVinoModel, load_entry
 from run import HERE
 
@@ -271,6 +272,7 @@ def test_a_reason_holds_little_of_what_the_file_says(checkpoint, tmp_path):
     assert len(why_not_with(checkpoint, tmp_path, keys={"llama.rope.scaling.type": "x" * 10_000})) <= 200
 
 
+QUERIES = "layers.1.self_attn.q_proj"
 KINDS = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", *SCALES)
 
 
@@ -283,10 +285,29 @@ def test_weights_of_each_type_are_those_of_the_file(checkpoint, tmp_path, kind):
     assert TYPES[tensor.type].name == kind
     stored = np.fromfile(file, np.uint8, tensor.size, offset=tensor.offset).reshape(128, -1)
     expected = gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[kind])
-    nodes = ov.Core().read_model(entry / "model.xml").get_ordered_ops()
-    (weights,) = (node for node in nodes if node.get_friendly_name() == "weight.weight_blk.1.attn_q.weight")
-    found = ov.compile_model(ov.Model([weights], []), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})({})[0]
+    graph = ov.Core().read_model(entry / "model.xml")
+    (product,) = (node for node in graph.get_ordered_ops() if node.get_friendly_name() == LINEAR_NAME.format(QUERIES))
+    activations = ops.parameter([1, 1, 256, 256], np.float32)
+    product.input_value(0).replace(activations.output(0))
+    (reader,) = product.output(0).get_target_inputs()  # which adds the part of minima
+    whole = reader.get_node() if reader.get_node().get_type_name() == "Add" else product
+    exactly = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
+    compiled = ov.compile_model(ov.Model([ops.result(whole)], [activations]), "CPU", exactly)
+    found = compiled([np.eye(256, dtype=np.float32)[None, None]])[0][0, 0].T
     assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()
+
+
+def test_embeddings_with_minima_may_be_the_head(tmp_path):
+    checkpoint = save_checkpoint(tmp_path / "original", llama(hidden_size=256, tie_word_embeddings=True))
+    file = write_gguf(tmp_path / "tiny.gguf", checkpoint, kinds={2: "Q4_1"})
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    kind = gguf.GGMLQuantizationType.Q4_1
+    for weight in model.parameters():
+        if weight.ndim == 2:
+            stored = gguf.quants.quantize(weight.detach().numpy(), kind)
+            weight.data = torch.from_numpy(gguf.quants.dequantize(stored, kind).copy())
+    model.save_pretrained(checkpoint)
+    assert_close(logits(native(file, tmp_path)), reference(checkpoint), 0.1)
 
 
 @pytest.fixture(scope="module", params=["Q8_0", "Q4_K"])
