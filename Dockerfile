@@ -57,14 +57,6 @@ RUN find . ! -perm -444 -exec chmod a+rX {} + && python3 -m compileall -q . \
         python3 -m models.convert --demo && chmod -R a+rX demo; \
     fi
 
-# make image DEVICE=cpu MODEL=smollm2: with the model to try in it.
-ARG MODEL=""
-# hadolint ignore=DL3013
-RUN if [ -n "$MODEL" ]; then \
-        python3 -m pip --disable-pip-version-check install --no-cache-dir --root-user-action=ignore \
-            "$(sed -n 's/^quantize = \["\([^"]*\)".*/\1/p' pyproject.toml)"; \
-    fi
-
 # /data keeps downloads, compiled and converted models, and compiled sampling loops. The demonstration model starts
 # without it; --read-only needs a --tmpfs /tmp (TEMP: AWS's image names a folder for it that only its own user can
 # reach).
@@ -83,6 +75,8 @@ EXPOSE 80
 USER 1000
 # Not /app: neuronx-cc writes its log into the working folder.
 WORKDIR /data
+# make image DEVICE=cpu MODEL=smollm2: with the model to try in it.
+ARG MODEL=""
 # Downloaded and converted: where nothing is mounted on /data, a start needs no network.
 RUN if [ -n "$MODEL" ]; then MODEL_ID=$MODEL DEVICE=cpu PYTHONPATH=/app python3 -m models.convert --ahead; fi
 ENV MODEL_ID=${MODEL}

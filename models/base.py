@@ -163,7 +163,7 @@ class Engine:
     logits_dtypes = ("float32",)  # that logits may have, for the sampling loops
     dtypes = ("float32", "bfloat16", "float16")  # that it computes in
     quantizations = ()  # values of --quantize; none: weights stay as they are
-    trial_quantize = None  # the default of the trial model
+    reads_gguf = False  # whether it computes with the weights of GGUF files
     takes_adapters = True  # whether requests can choose LoRA adapters
     uses_transformers = True  # whether the classes of transformers 5 load a checkpoint
     # Settings that no other engine has, and the values that are its own, which messages name; (): all values.

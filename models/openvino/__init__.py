@@ -45,7 +45,7 @@ class OpenVino(Engine):
     served_by = "OpenVINO"
     dtypes = ("float32", "bfloat16")
     quantizations = ("int8", "int4")
-    trial_quantize = "int8"
+    reads_gguf = True
     settings: ClassVar = {
         "kv_cache_dtype": ("float32", "bfloat16", "u8"),
         "prefix_slots": range(1, MAX_COUNT + 1),

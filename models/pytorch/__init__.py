@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from models.base import Announce, Engine, StaticBatchModel
@@ -18,6 +19,7 @@ class PyTorch(Engine):
     def is_here(wanted: str) -> bool:
         # The device files first: importing torch takes seconds. dxg is the GPU's in WSL.
         is_here = any(path.name == "dxg" or path.name.startswith("nvidia") for path in Path("/dev").iterdir())
+        is_here = is_here and bool(find_spec("torch"))
         if is_here:
             import torch
 
