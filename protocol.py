@@ -251,6 +251,9 @@ class ModelInfo(msgspec.Struct, tag="model_info", frozen=True):
     reads_images: bool = False
     kv_cache_dtype: str = ""
     kv_bytes_per_token: int | None = None  # of all layers; None: unknown
+    # Of the worker when the model was loaded: its own memory, and pages of files; 0: unknown.
+    anonymous_bytes: int = 0
+    mapped_bytes: int = 0
     state_bytes: int = 0  # of the recurrent states of a slot; 0: the model has none
     max_snapshots: int = 0  # of these states
     # On Neuron the versions of driver, runtime, compiler and transformers_neuronx; None: unknown.

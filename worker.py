@@ -45,6 +45,7 @@ from models.base import Engine, StaticBatchModel
 from models.checkpoint.source import load_updates
 from models.checkpoint.tokenizer import TokenizerFacts, check_tokenizer, find_tokenizer
 from models.errors import DeviceLost, ModelError
+from models.machine import resident_memory
 from protocol import AdapterChange, Cancel, Hello, ModelInfo, RequestStats, Status, SubmitRequests
 from run import ConfigError, die_with_parent, explained, run_dir, socket_address
 from text.grammar import Grammars
@@ -423,6 +424,7 @@ class Startup:
     ) -> ModelInfo:
         """Tells the API server processes and the log what is served."""
         has_defaults = self._config.generation_config != "none"
+        memory = resident_memory()
         info = ModelInfo(
             model_name=self._config.model_name,
             model_sha=prepared.sha,
@@ -441,6 +443,8 @@ class Startup:
             reads_images=model.encoder_cache is not None,
             kv_cache_dtype=model.kv_cache_dtype,
             kv_bytes_per_token=model.kv_bytes_per_token,
+            anonymous_bytes=memory.get("Anon", 0),
+            mapped_bytes=memory.get("File", 0),
             state_bytes=model.state_bytes,
             max_snapshots=model.states.snapshots if model.states else 0,
             neuron_versions=prepared.versions,
@@ -459,6 +463,11 @@ class Startup:
             model.max_total_tokens,
             model.max_input_tokens,
             eos_token_ids,
+        )
+        logger.info(
+            "Memory of the worker: %.2f GB anonymous, %.2f GB of mapped files; that of the KV cache is added",
+            info.anonymous_bytes / 1e9,
+            info.mapped_bytes / 1e9,
         )
         if model.adapters:
             logger.info(

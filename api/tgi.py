@@ -138,6 +138,8 @@ class Info(Struct):
     quantize: str | None
     kv_cache_dtype: str
     kv_bytes_per_token: int | None
+    anonymous_bytes: int
+    mapped_bytes: int
     state_bytes: int
     max_snapshots: int
     neuron_versions: dict[str, str | None]

@@ -1,15 +1,21 @@
-"""The machine that this process runs on: CPU cores; NeuronCores, instance family, host memory.
+"""The machine that this process runs on: CPU cores; NeuronCores, instance family, host memory; and the memory
+of this process.
 
 Reads /dev, sysfs, procfs and the Neuron runtime's environment variables into a `Machine`; plan.py decides
 what fits on one. Imports no torch."""
 
 from __future__ import annotations
 
+import ctypes
+import math
+import mmap
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from run import ConfigError
 
@@ -125,6 +131,30 @@ def usable_threads(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
         if quota > 0:
             threads = min(threads, quota // period)
     return max(1, threads)
+
+
+def resident_memory() -> dict[str, int]:
+    """Bytes of this process in memory, of "Anon" and "File": its own, and pages of files, which the kernel
+    drops when memory is short."""
+    found = re.findall(r"^Rss(Anon|File):\s+(\d+) kB", read_text(Path("/proc/self/status")), re.MULTILINE)
+    return {kind: int(size) * 1024 for kind, size in found}
+
+
+def zeros(shape: Sequence[int]) -> np.ndarray:
+    """Bytes whose pages are taken as they are written; numpy asks for pages of 2 MB."""
+    memory = mmap.mmap(-1, math.prod(shape), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.uint8).reshape(shape)
+
+
+def release_files(folder: Path) -> None:
+    """Gives back the pages of the files in a folder that this process has mapped to read. What is read again
+    comes from the page cache."""
+    for line in read_text(Path("/proc/self/maps")).splitlines():
+        addresses, access, *_, path = line.split(maxsplit=5)
+        if access == "r--s" and Path(path).parent == folder:
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
 def read_text(path: Path) -> str:

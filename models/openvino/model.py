@@ -39,7 +39,7 @@ from models.errors import (
 from models.images.embeddings import encode_tiles
 from models.images.encoder_cache import EncoderCache, split_at_images
 from models.images.grid_positions import GridPositions
-from models.machine import SHORT_DTYPES, usable_threads
+from models.machine import SHORT_DTYPES, release_files, usable_threads, zeros
 from models.openvino.delta_tiles import TILE
 from models.openvino.graph import (
     IMAGE_INPUTS,
@@ -184,9 +184,9 @@ class OpenVinoModel(StaticBatchModel):
         """An array for the keys or the values of a layer: [blocks, KV heads, BLOCK, head size in bytes]."""
         kind = port.get_element_type()
         shape = [self._blocks.size, *(port.get_partial_shape()[i].get_length() for i in (1, 2, 3))]
-        zeros = np.zeros((*shape[:-1], shape[-1] * kind.size), np.uint8)
-        self._request.set_tensor(port.get_any_name(), ov.Tensor(zeros, ov.Shape(shape), kind))
-        return zeros
+        cache = zeros((*shape[:-1], shape[-1] * kind.size))
+        self._request.set_tensor(port.get_any_name(), ov.Tensor(cache, ov.Shape(shape), kind))
+        return cache
 
     def _add_states(self, compiled: ov.CompiledModel, config: Config) -> None:
         """The tables of recurrent states; a block is one row of each. No more slots hold prompts than there
@@ -270,6 +270,7 @@ class OpenVinoModel(StaticBatchModel):
 
     def choose_padding(self) -> None:
         """Measures whether small calls are faster with more rows."""
+        self._time_call(1)  # the first small call packs weights for such
         if self.computed_in != "bfloat16" or self.max_total_tokens < PADDED_ROWS:
             return
         small, padded = (min(self._time_call(rows) for _ in range(3)) for rows in (MIN_ROWS, PADDED_ROWS))
@@ -444,6 +445,7 @@ def load_entry(config: Config, entry: Path) -> OpenVinoModel:
         model = OpenVinoModel(read_graph(entry / "model.xml", facts), facts, config)
         _compare(model, facts)
         model.choose_padding()
+        release_files(entry)  # OpenVINO has packed the weights that it multiplies with
         if model.kv_cache_dtype == "u8" and not config.speculate:
             # Rejected draft tokens would have changed the scales of a block.
             model.max_draft_rows = model.verify_length = 0
