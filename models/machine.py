@@ -6,6 +6,7 @@ what fits on one. Imports no torch."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -143,18 +144,20 @@ def resident_memory() -> dict[str, int]:
 def zeros(shape: Sequence[int]) -> np.ndarray:
     """Bytes whose pages are taken as they are written; numpy asks for pages of 2 MB."""
     memory = mmap.mmap(-1, math.prod(shape), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    with contextlib.suppress(OSError):  # a kernel without large pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, np.uint8).reshape(shape)
 
 
 def release_files(folder: Path) -> None:
     """Gives back the pages of the files in a folder that this process has mapped to read. What is read again
     comes from the page cache."""
+    madvise = ctypes.CDLL(None).madvise
     for line in read_text(Path("/proc/self/maps")).splitlines():
         addresses, access, *_, path = line.split(maxsplit=5)
-        if access == "r--s" and Path(path).parent == folder:
+        if access == "r--s" and Path(path).parent == folder.resolve():
             begin, end = (int(address, 16) for address in addresses.split("-"))
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+            madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
 def read_text(path: Path) -> str:
