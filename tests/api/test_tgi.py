@@ -318,7 +318,13 @@ def test_info_has_tgis_keys_and_the_limits_in_force(served):
     assert (info["max_total_tokens"], info["max_concurrent_requests"]) == (WINDOW, LIMITS["max_concurrent_requests"])
     config = replace(CONFIG, max_concurrent_requests=77, web_concurrency=3)
     model = msgspec.structs.replace(
-        INFO, quantize="int8", kv_cache_dtype="u8", kv_bytes_per_token=7, neuron_versions={"driver": None}
+        INFO,
+        quantize="int8",
+        kv_cache_dtype="u8",
+        kv_bytes_per_token=7,
+        anonymous_bytes=8,
+        mapped_bytes=9,
+        neuron_versions={"driver": None},
     )
     assert json.loads(encode_json(Info.of(serving(model, config)))) == {
         **dict.fromkeys(["model_pipeline_tag", "sha", "docker_label"]),
@@ -333,6 +339,8 @@ def test_info_has_tgis_keys_and_the_limits_in_force(served):
             "quantize": "int8",
             "kv_cache_dtype": "u8",
             "kv_bytes_per_token": 7,
+            "anonymous_bytes": 8,
+            "mapped_bytes": 9,
             "state_bytes": 0,
             "max_snapshots": 0,
             "neuron_versions": {"driver": None},

@@ -1,8 +1,10 @@
-"""A Neuron machine is recognised by its files, and cores that the runtime would reject are rejected first."""
+"""A Neuron machine is recognised by its files, and cores that the runtime would reject are rejected first. Memory is taken as
+it is written, and pages of files are given back."""
 
+import numpy as np
 import pytest
 
-from models.machine import Machine, detect, host_memory, usable_threads
+from models.machine import Machine, detect, host_memory, release_files, resident_memory, usable_threads, zeros
 from run import ConfigError
 
 GIB = 1 << 30
@@ -156,3 +158,24 @@ def test_the_threads_are_the_cores_that_affinity_and_quota_allow(tmp_path, monke
         (tmp_path / name).write_text(text)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
     assert usable_threads(tmp_path) == threads
+
+
+def test_memory_is_taken_as_it_is_written():
+    before = resident_memory()["Anon"]
+    array = zeros((64, 2**20))
+    array[::16, 0] = 7
+    assert resident_memory()["Anon"] - before < 2**20
+    assert array[:, 0].sum() == 28 and array.shape == (64, 2**20)
+
+
+def test_pages_of_a_file_are_given_back_and_read_again(tmp_path):
+    size = 2**25
+    (tmp_path / "weights").write_bytes(bytes([7]) * size)
+    (tmp_path / "link").symlink_to(tmp_path)
+    array = np.memmap(tmp_path / "weights", mode="r")
+    before = resident_memory()["File"]
+    assert array.sum() == 7 * size
+    assert resident_memory()["File"] - before > 0.9 * size
+    release_files(tmp_path / "link")
+    assert resident_memory()["File"] - before < 0.1 * size
+    assert array.sum() == 7 * size

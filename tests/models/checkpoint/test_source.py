@@ -298,7 +298,10 @@ def test_a_file_is_served_without_torch_and_transformers(checkpoint, without_tor
         server.post("/v1/chat/completions", chat)
         response_format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
         server.post("/v1/chat/completions", chat | {"response_format": response_format})
-        assert json.loads(server.get("/info")[1])["quantize"] == "Q8_0"
+        info = json.loads(server.get("/info")[1])
+        assert info["quantize"] == "Q8_0"
+        shown = [f"{info[kind] / 1e9:.2f} GB" for kind in ("anonymous_bytes", "mapped_bytes")]
+        assert shown[0] > "0.05 GB" and f"Memory of the worker: {shown[0]} anonymous, {shown[1]} of mapped" in server.log
         assert server.stop() == 0
 
 

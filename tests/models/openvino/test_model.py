@@ -6,7 +6,9 @@ The checkpoints are tiny and random (`tiny_models`). They are converted in this 
 
 import logging
 import random
+import re
 from math import inf
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -245,6 +247,18 @@ def test_prompt_logits_are_those_of_transformers_and_of_a_prompt_without_them(zo
     expected = converter.reference_logits(loaded, reference.prompt)
     assert np.abs(np.array(scored.logits) - expected).max() < 1e-3
     assert scored.tokens == run(model, [reference.prompt])[0].tokens
+
+
+def test_a_loaded_model_holds_no_pages_of_the_file_that_its_weights_were_packed_from(even):
+    def resident_kb():
+        mapping = re.compile(r"^.*/model\.bin\n(?:.*\n)*?Rss: +(\d+) kB", re.MULTILINE)
+        return sum(map(int, mapping.findall(Path("/proc/self/smaps").read_text())))
+
+    before = resident_kb()  # of other tests' models, which may go
+    served = serve(even)
+    assert resident_kb() <= before
+    run(served, [[7]], 1)
+    assert resident_kb() > 0  # its embedding
 
 
 def test_logits_stay_as_they_are_when_the_model_runs_again(zoo):
