@@ -43,7 +43,7 @@ from api.http.errors import ANTHROPIC, CLIENT_CLOSED_REQUEST, ApiError
 from api.http.response_store import FILE, ResponseStore
 from config import Config, keys_of
 from protocol import ModelInfo
-from run import ConfigError, die_with_parent, run_dir, socket_address
+from run import ConfigError, die_with_parent, run_dir, socket_address, trim_memory
 from text.output.tool_formats import format_named
 
 logger = logging.getLogger("web")
@@ -351,6 +351,7 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
         text = ModelText.load(info, self._config)
         if info.sampling != "device":  # which supports no grammars
             text.grammars.start()
+        trim_memory()
         return text
 
 

@@ -47,7 +47,7 @@ from models.checkpoint.tokenizer import TokenizerFacts, check_tokenizer, find_to
 from models.errors import DeviceLost, ModelError
 from models.machine import resident_memory
 from protocol import AdapterChange, Cancel, Hello, ModelInfo, RequestStats, Status, SubmitRequests
-from run import ConfigError, die_with_parent, explained, run_dir, socket_address
+from run import ConfigError, die_with_parent, explained, run_dir, socket_address, trim_memory
 from text.grammar import Grammars
 
 logger = logging.getLogger("worker")
@@ -465,7 +465,7 @@ class Startup:
             eos_token_ids,
         )
         logger.info(
-            "Memory of the worker: %.2f GB anonymous, %.2f GB of mapped files; that of the KV cache is added",
+            "Memory of the worker: %.2f GB anonymous, %.2f GB of mapped files, without KV cache and grammars",
             info.anonymous_bytes / 1e9,
             info.mapped_bytes / 1e9,
         )
@@ -583,6 +583,7 @@ def main() -> int:
     threading.excepthook = functools.partial(log_thread_failure, link)
     try:
         worker = Startup(config, link, admission, metrics).run()
+        trim_memory()
         # A full collection over what was imported takes up to 150 ms, in which no token is generated.
         gc.freeze()
         signal.signal(signal.SIGTERM, lambda *_: worker.stop() if worker.draining else worker.drain())

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from run import HERE
+from run import HERE, trim_memory
 
 CHILD = "import sys; sys.path[0] = sys.argv[1]; from text.limited import main; main(*sys.argv[2:])"
 PIPE_BYTES = 2**16  # what a pipe holds
@@ -185,6 +185,7 @@ def serve(requests: BinaryIO, answers: BinaryIO, maker: str, setup: str, limits:
     cpu_s, memory_bytes, wall_s = json.loads(limits)
     signal.setitimer(signal.ITIMER_REAL, wall_s)  # SIGALRM ends it
     function = getattr(importlib.import_module(module), name)(*json.loads(setup))
+    trim_memory()
     signal.setitimer(signal.ITIMER_REAL, 0)  # waiting for a request is not part of it
     _limit(resource.RLIMIT_AS, _address_space() + memory_bytes)
     while header := requests.read(4):
