@@ -230,10 +230,10 @@ def _try_tokens(matcher: LLMatcher, choose: Callable[[int], int], ends: int) -> 
 class Grammars:
     """Compiles grammars for one model. May be used from any thread.
 
-    tokenizer_json: the text of its tokenizer.json; vocab_size: the width of the logits, in tokens.
+    tokenizer_json: its tokenizer.json; vocab_size: the width of the logits, in tokens.
     """
 
-    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]):
+    def __init__(self, tokenizer_json: str | bytes, vocab_size: int, eos_token_ids: Sequence[int]):
         self._error = ""
         try:
             # Its vocabulary stays text: as objects it would take 250 MB where it has 262,144 tokens.
@@ -249,8 +249,7 @@ class Grammars:
 
     @classmethod
     def load(cls, tokenizer_dir: str | Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
-        text = (Path(tokenizer_dir) / "tokenizer.json").read_text(encoding="utf-8")
-        return cls(text, vocab_size, eos_token_ids)
+        return cls((Path(tokenizer_dir) / "tokenizer.json").read_bytes(), vocab_size, eos_token_ids)
 
     def matcher(self, grammar: str) -> Matcher:
         """A matcher at the beginning of the text. Raises GrammarError.
