@@ -130,7 +130,7 @@ test-neuron: $(if $(NEURON),$(VENV)-neuron/test.installed $(VENV)-neuron/sdk/ins
 	@ln -sfn "$(NEURON)" "$(CURDIR)"/tests/neuron_sim/shim/* "$$($(call PURELIB,$(NEURON_BIN)))"
 	"$(NEURON_BIN)/python" -m pytest -c tests/neuron_sim/pytest.ini tests/neuron_sim tests/helpers/neuron_contract.py $(ARGS)
 	PYTHONPATH="$(AT)-neuron/sdk" "$(NEURON_BIN)/python" -m pytest -c tests/neuron_sim/pytest.ini \
-		$(addprefix tests/neuron_sim/test_,transformers5.py published.py model_defaults.py) $(ARGS) || test $$? = 5 # ARGS name no such test
+		$(addprefix tests/neuron_sim/test_,transformers5.py published.py model_defaults.py recurrent.py) $(ARGS) || test $$? = 5 # ARGS name no such test
 
 ui: $(VENV)-ui/ui.installed
 	@"$(UI_BIN)/python" deploy/gradio_app.py $(URL) $(ARGS)

@@ -39,7 +39,7 @@ ONLY_IN = {
     "numba": "engine",
     "torch": "models",
     "transformers": "models",
-    "transformers_neuronx": "models.neuron.build models.neuron.graph",
+    "transformers_neuronx": "models.neuron.build models.neuron.graph models.neuron.recurrent",
     "openvino": "models",
     "huggingface_hub": "models.checkpoint.fetch",
 }

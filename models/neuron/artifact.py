@@ -88,13 +88,18 @@ class CompiledConfig:
     # Tokens of each slot in the graph that verifies draft tokens; 0: there is none, as in older manifests.
     verify_length: Length = 0
     kv_cache_dtype: Literal["fp8_e4m3fn"] | None = None  # None: `dtype`, as in older manifests
+    # Positions at the end of each slot that only fillers use: where layers have recurrent states, a call
+    # cannot begin earlier than at the next token.
+    reserved: Length = 0
 
     @property
     def max_total_tokens(self) -> int:
-        return max(self.position_buckets)
+        return max(self.position_buckets) - self.reserved
 
     @property
     def max_input_tokens(self) -> int:
+        if self.reserved:  # prompts run in chunks
+            return self.max_total_tokens - 1
         return min(max(self.prefill_buckets), self.max_total_tokens - 1)
 
 
@@ -328,7 +333,7 @@ class CachedGraphs:
 def _graph_settings(compiled_config: CompiledConfig) -> Json:
     """Everything that the compiled graphs of a checkpoint depend on, for JSON."""
     values = dataclasses.asdict(compiled_config)
-    for name in ("verify_length", "kv_cache_dtype"):
+    for name in ("verify_length", "kv_cache_dtype", "reserved"):
         if not values[name]:
             del values[name]  # as in older keys
     values["NEURON_CC_FLAGS"] = os.environ.get("NEURON_CC_FLAGS", "")

@@ -39,6 +39,37 @@ Windows = list[int | None]  # the sliding window of each layer
 class LayerKind:
     rope: int | None = 0  # which of the rotary positions; None: the layer has none
     window: int | None = None  # sliding window in tokens, itself included; None: full attention
+    is_recurrent: bool = False  # a gated delta net in place of the attention
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta net. Its matrices have, for each key head one after the other, the query, the key, the
+    values that it serves, their gates, betas and decays."""
+
+    key_heads: int
+    group: int  # value heads of each
+    key_dim: int
+    value_dim: int
+    kernel: int  # of the convolution over queries, keys and values
+
+    @property
+    def values(self) -> int:
+        return self.group * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution, for a key head."""
+        return 2 * self.key_dim + self.values
+
+    @property
+    def width(self) -> int:
+        return self.channels + self.values + 2 * self.group
+
+    @property
+    def vectors(self) -> int:
+        """Values of a layer beside its matrices."""
+        return self.key_heads * (self.kernel * self.channels + 2 * self.group) + self.value_dim
 
 
 @dataclass(frozen=True)
@@ -74,6 +105,8 @@ class ArchSpec:
     has_sinks: bool = False  # each head's softmax has one more logit, of a value of zeros
     swiglu_limit: float | None = None  # of gate and up; None: the activation of the gate times up
     experts: Experts | None = None  # None: a dense model
+    # Of the recurrent layers; in the others each head's context is gated by the sigmoid of a projection.
+    delta_net: DeltaNet | None = None
 
     @property
     def has_own_layers(self) -> bool:
@@ -98,6 +131,7 @@ class Family:
     is_nested = False
     is_llama = False  # true where it only differs in a graph, biases or head_dim of its own
     experts: Experts | None = None
+    delta_net: DeltaNet | None = None
     head_norms: str | None = None  # this and the next as in ArchSpec
     norms = "before"
     query_scale = residual_scale = embedding_scale = head_scale = 1.0
@@ -189,6 +223,7 @@ class Family:
             head_norms=self.head_norms,
             norms=self.norms,
             experts=self.experts,
+            delta_net=self.delta_net,
         )
 
     @property
@@ -210,8 +245,16 @@ class Family:
         return ATTENTION if self.config.get("attention_bias") else []
 
     @functools.cached_property
+    def recurrent_layers(self) -> set[int]:
+        """The layers with a gated delta net. The class has `recurrent_layer`: their matrices, all projections
+        in place of the queries', none of keys and values; and `recurrent_tensors`: conv [kernel, channels],
+        decay_rate and dt_bias [value heads], gated_norm [value_dim]."""
+        return {number for number, kind in enumerate(self.graph().kinds) if kind.is_recurrent}
+
+    @functools.cached_property
     def vectors(self) -> int:
-        """How many values of a layer are in norms, biases and the router: few, and copied to every core."""
+        """How many values of the layers are in norms, biases, routers and convolutions: few, and counted as
+        if all were copied to every core."""
         of_heads = self.heads * self.head_dim
         of_kv_heads = self.kv_heads * self.head_dim
         sizes = {Q: of_heads, K: of_kv_heads, V: of_kv_heads, O: self.hidden}
@@ -222,7 +265,13 @@ class Family:
             router += self.experts.count * (1 + 2 * self.experts.columns + self.hidden)
         sinks = self.heads if self.graph().has_sinks else 0
         biases = sum(sizes[name] for name in self.biases)
-        return norms + biases + sinks + heads[self.head_norms] + router
+        of_attention = self.attention_layers * (biases + sinks + heads[self.head_norms])
+        recurrent = len(self.recurrent_layers) * self.delta_net.vectors if self.delta_net else 0
+        return self.layers * (norms + router) + of_attention + recurrent
+
+    @property
+    def attention_layers(self) -> int:
+        return self.layers - len(self.recurrent_layers)
 
     # Tensors. In a layer their names are without the layer's prefix.
 
@@ -248,7 +297,8 @@ class Family:
     def extra_tensors(self, get: GetTensor) -> Tensors:
         """The tensors of a layer that Llama's lacks: biases by the names of the checkpoint, q_norm, k_norm,
         after_attention, after_mlp and router [hidden, experts]; sinks [heads]; router_bias [experts],
-        gate_bias and up_bias [experts * columns], down_bias [experts, hidden]."""
+        gate_bias and up_bias [experts * columns], down_bias [experts, hidden]; attention_gate [heads *
+        head_dim, hidden]."""
         extra = self._scaled({f"{name}.bias": get(f"{name}.bias") for name in self.biases})
         if self.head_norms:
             extra |= {name: self.norm(get(f"self_attn.{name}.weight")) for name in ("q_norm", "k_norm")}

@@ -159,7 +159,7 @@ class BuildPlan:
         if self.compiled_config.verify_length:
             yield from self._with(verify_length=0).fallbacks()
             return
-        if self.compiled_config.prefill_chunk:
+        if self.compiled_config.prefill_chunk and not self.compiled_config.reserved:
             yield self._with(prefill_chunk=0)
         if self.compiled_config.sampling == "hybrid" and not self.config.sampling:
             yield from self._with(sampling="host").fallbacks()
@@ -193,7 +193,7 @@ def _configured_for(compiled_config: CompiledConfig, shape: plan.Shape, config: 
         reason = f"{config.model_name} was compiled for {compiled_config.model_class}, not {model_class}"
         raise ModelError(f"{reason}; compile it again")
     _check_position_buckets(compiled_config, f"compile {config.model_name} again")
-    shape.check_context_length(config.max_total_tokens)
+    shape.check(config)
     _machine(config)
     return config
 
@@ -220,8 +220,10 @@ def _sized(shape: plan.Shape, config: Config) -> tuple[Config, CompiledConfig]:
         batch_size=sizing.batch_size,
         tp_degree=sizing.tp_degree,
         dtype=dtype,
-        prefill_buckets=buckets(sizing.length, config.prefill_buckets, "--prefill-buckets"),
-        position_buckets=buckets(sizing.length, position_buckets, "--position-buckets"),
+        prefill_buckets=buckets(
+            sizing.reserved or sizing.length, config.prefill_buckets, "--prefill-buckets"
+        ),
+        position_buckets=buckets(sizing.positions, position_buckets, "--position-buckets"),
         quantize=config.quantize,
         kv_cache_dtype=FP8 if config.kv_cache_dtype == FP8 else None,
         sampling=config.sampling or "hybrid",
@@ -231,6 +233,7 @@ def _sized(shape: plan.Shape, config: Config) -> tuple[Config, CompiledConfig]:
         transformers_neuronx_version=str(library().__version__),
         neuron_config=config.neuron_config or (),
         verify_length=_verify_length(config, sizing.length),
+        reserved=sizing.reserved,
     )
     _check_position_buckets(compiled_config, "leave --position-buckets (POSITION_BUCKETS) out")
     return config, compiled_config

@@ -26,6 +26,7 @@ from models.neuron.base_family import (
     NORM_BEFORE_MLP,
     UP,
     ArchSpec,
+    DeltaNet,
     Experts,
     Family,
     GetTensor,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NOT_ANY_MORE = ("gpt2", "opt", "bloom", "gpt_neox")
+TEXT_ALONE = ("qwen3_5_text",)  # text parts of vision-language models whose images are not read on Neuron
 # Where sliding-window layers have rotary positions of their own, all are computed here; only
 # transformers-neuronx computes llama3.
 TWO_ROPES = {"rope_scaling": ("default", *rope.SCALED)}
@@ -178,6 +180,74 @@ class Gemma(Family):
 
     def norm(self, weight: Tensor) -> Tensor:
         return weight.float() + 1
+
+
+class Qwen35(Family):
+    """Qwen3.5 to 3.8, dense: gated delta nets, and in every fourth layer an attention with a gate."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "max_position_embeddings": 32768,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    }
+    head_norms = "each"
+    norm = Gemma.norm
+
+    def __init__(self, config: Json):
+        super().__init__(config)
+        names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        key_heads, value_heads, *sizes = (self._number(f"linear_{name}") for name in names)
+        self.delta_net = DeltaNet(key_heads, value_heads // key_heads, *sizes)
+
+    def kinds(self) -> tuple[LayerKind, ...]:
+        interval = self.config["full_attention_interval"]
+        types = self.config.get("layer_types")
+        types = types or [n % interval and "linear_attention" for n in range(1, self.layers + 1)]
+        return tuple(LayerKind(is_recurrent=each == "linear_attention") for each in types)
+
+    def layer(self, get: GetTensor) -> Tensors:
+        return super().layer(get) | {f"{Q}.weight": self._queries(get, 0)}
+
+    def extra_tensors(self, get: GetTensor) -> Tensors:
+        return super().extra_tensors(get) | {"attention_gate": self._queries(get, 1)}
+
+    def _queries(self, get: GetTensor, part: int) -> Tensor:
+        """Queries and their gates take turns by head."""
+        by_head = get(f"{Q}.weight").unflatten(0, (self.heads, 2, self.head_dim))
+        return by_head[:, part].flatten(0, 1)
+
+    def recurrent_layer(self, get: GetTensor) -> Tensors:
+        queries, *others = (get(f"linear_attn.in_proj_{name}.weight") for name in ("qkv", "z", "b", "a"))
+        attention = {
+            f"{Q}.weight": self._by_key_head(queries, *others),
+            f"{K}.weight": queries[:0],
+            f"{V}.weight": queries[:0],
+            f"{O}.weight": get("linear_attn.out_proj.weight"),
+        }
+        return super().layer(lambda name: attention[name] if name in attention else get(name))
+
+    def recurrent_tensors(self, get: GetTensor) -> Tensors:
+        return {
+            "conv": self._by_key_head(get("linear_attn.conv1d.weight")[:, 0]).T,
+            "decay_rate": -get("linear_attn.A_log").float().exp(),
+            "dt_bias": get("linear_attn.dt_bias"),
+            "gated_norm": get("linear_attn.norm.weight"),
+        }
+
+    def _by_key_head(self, queries_keys_values: Tensor, *others: Tensor) -> Tensor:
+        import torch  # what calls this has it
+
+        net = self.delta_net
+        sizes = [net.key_heads * size for size in (net.key_dim, net.key_dim, net.values)]
+        parts = (*queries_keys_values.split(sizes), *others)
+        return torch.cat([part.unflatten(0, (net.key_heads, -1)) for part in parts], 1).flatten(0, 1)
 
 
 class Gemma2(Gemma):
@@ -463,6 +533,7 @@ FAMILIES: dict[str, type[Family]] = {
     "qwen2": Qwen2,
     "qwen3": Qwen3,
     "qwen3_moe": Qwen3Moe,
+    "qwen3_5_text": Qwen35,
     "phi3": Phi3,
     "granite": Granite,
     "smollm3": SmolLM3,
@@ -480,7 +551,8 @@ FAMILIES: dict[str, type[Family]] = {
 def text_config(config_json: Json) -> Json:
     """The config.json of a model's text part: of a vision-language model the `text_config`, as if it were a
     file of its own."""
-    if not vision_family(config_json).on_neuron:
+    is_served = text_part(config_json).get("model_type") in TEXT_ALONE
+    if not (is_served or vision_family(config_json).on_neuron):
         return config_json
     dtypes = {name: config_json[name] for name in ("torch_dtype", "dtype") if config_json.get(name)}
     return {**text_part(config_json), **dtypes}

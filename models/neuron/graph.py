@@ -15,13 +15,13 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers_neuronx import decoder, hlo, utils
+from transformers_neuronx import decoder, hlo, parallel, utils
 from transformers_neuronx.layers import attention, rotary
 from transformers_neuronx.llama import hlo as llama_hlo
 from transformers_neuronx.llama import model as llama
@@ -30,6 +30,7 @@ from models.adapters import common_name
 from models.checkpoint.rope import Rope
 from models.errors import ModelError
 from models.neuron.base_family import ArchSpec, Family, GetTensor, K, LayerKind, O, Q, Tensors, V
+from models.neuron.recurrent import Rows, delta_net
 
 # The functions of transformers-neuronx that are replaced below.
 LlamaConfig = llama.LlamaConfig
@@ -82,6 +83,9 @@ class FamilyForSampling(llama.LlamaForSampling):
 
     family: Family
     is_hybrid: bool
+    # How many tokens of each row of the next call count, where layers have recurrent states; None: those of
+    # a whole prompt.
+    keep: Sequence[int] | None = None
 
     def __init__(self, config: Any, **options: Any):
         changed = {
@@ -89,7 +93,7 @@ class FamilyForSampling(llama.LlamaForSampling):
             "LlamaForSamplingNoEmbeddingHlo": functools.partial(Hlo, self.family),
         }
         self._returns_ids = False
-        kind = HybridDecoder if self.is_hybrid else decoder.DecoderLmHeadForSamplingNoEmbedding
+        kind = HybridDecoder if self.is_hybrid else FamilyDecoder
         with _replaced(llama, **changed), _replaced(decoder, DecoderLmHeadForSamplingNoEmbedding=kind):
             super().__init__(config, **options)
 
@@ -115,6 +119,12 @@ class FamilyForSampling(llama.LlamaForSampling):
         output = super().speculative_forward(*arguments, **options)
         # As transformers-neuronx returns them: [tokens, vocabulary, slots].
         return self._logits(output).permute(1, 2, 0) if self._gives_logits else output
+
+    def _preprocess(self, *arguments: Any, **options: Any) -> tuple[Any, ...]:
+        ids, positions, slots, last_token_id, *others = super()._preprocess(*arguments, **options)
+        if self.keep and self.family.recurrent_layers:
+            last_token_id = torch.tensor(self.keep, dtype=torch.int32) - 1
+        return ids, positions, slots, last_token_id, *others
 
     @property
     def _gives_logits(self) -> bool:
@@ -142,12 +152,13 @@ class FamilyForSampling(llama.LlamaForSampling):
 
         fills(model.model.embed_tokens, lambda: {"weight": family.embedding(checkpoint).float()})
         for number, layer in enumerate(model.model.layers):
-            fills(layer, functools.partial(family.layer, checkpoint.in_layer(number)))
+            read = family.recurrent_layer if number in family.recurrent_layers else family.layer
+            fills(layer, functools.partial(read, checkpoint.in_layer(number)))
         fills(model.model.norm, lambda: {"weight": family.norm(checkpoint("model.norm.weight"))})
         fills(model.lm_head, lambda: {"weight": family.head(checkpoint)})
 
     def load_weights(self) -> None:
-        program = HybridProgram if self.is_hybrid else decoder.DecoderProgramFullyUnrolled
+        program = HybridProgram if self.is_hybrid else FamilyProgram
         with _replaced(decoder, DecoderProgramFullyUnrolled=program):
             if self.family.neuronx_class:
                 super().load_weights()
@@ -169,6 +180,10 @@ class FamilyForSampling(llama.LlamaForSampling):
             super().load_weights()
 
     def _add_extra_tensors(self, layer: Any, to_neuron: Callable[[], None]) -> None:
+        if layer.layer_num in self.family.recurrent_layers:
+            self._make_recurrent(layer)
+            to_neuron()
+            return
         extra = self.family.extra_tensors(self._checkpoint.in_layer(layer.layer_num))
         dtype = self.chkpt_model.lm_head.weight.dtype
         graph = self.family.graph()
@@ -179,26 +194,74 @@ class FamilyForSampling(llama.LlamaForSampling):
             pieces = graph.experts.pieces(self.config.tp_degree)
             extra["expert_of"] = torch.eye(graph.experts.count).repeat_interleave(pieces, dim=1)
         if graph.has_sinks:
-            extra["sinks"] = self._of_padded_heads(extra["sinks"])
+            extra["sinks"] = self._of_padded_heads(extra["sinks"][:, None])
+        if graph.delta_net:
+            by_head = extra["attention_gate"].unflatten(0, (-1, self.family.head_dim))
+            extra["attention_gate"] = self._of_padded_heads(by_head).T
         for name, sharding in _added_parameters(graph).items():
-            layer.add_parameter(extra[name].float(), sharding=sharding)
+            own = dtype if name == "attention_gate" else torch.float32
+            layer.add_parameter(extra[name].to(own), sharding=sharding)
         to_neuron()
 
+    def _make_recurrent(self, layer: Any) -> None:
+        """Gives a layer the weights and buffers of a gated delta net, in the places of those of an attention.
+        There are heads of zeros where the cores do not divide its key heads."""
+        net = self.family.delta_net
+        tp_degree = self.config.tp_degree
+        heads = utils.round_up_to_divisor(net.key_heads, tp_degree)
+
+        def padded(tensor: torch.Tensor) -> torch.Tensor:
+            size = tensor.shape[-1] // net.key_heads
+            return utils.pad(tensor, tensor.dim() - 1, heads * size)
+
+        layer.attn_q_weight = padded(layer.attn_q_weight)
+        layer.attn_k_weight = layer.attn_v_weight = None
+        layer.attn_out_weight = padded(layer.attn_out_weight)
+        tensors = self.family.recurrent_tensors(self._checkpoint.in_layer(layer.layer_num))
+        for name, sharding in RECURRENT.items():
+            tensor = tensors[name].float()
+            layer.add_parameter(tensor if sharding is None else padded(tensor), sharding=sharding)
+        # Without what transformers-neuronx does to the heads of an attention.
+        layer.allow_pad = False
+        layer.neuron_config = copy.copy(layer.neuron_config)
+        layer.neuron_config.fuse_qkv = False
+        dtype = self.chkpt_model.lm_head.weight.dtype
+
+        def init_caches() -> None:
+            (slots,) = layer.batch_sizes
+            conv = torch.zeros(slots, net.kernel - 1, heads * net.channels, dtype=dtype)
+            state = torch.zeros(slots, heads * net.group * net.key_dim, net.value_dim)
+            on_cpu, on_device = parallel.CPUTensorManipulator, parallel.ParallelTensorManipulator
+            manipulator = (on_cpu if layer._cpu_compile else on_device)(tp_degree)
+            layer.attn_k_cache[slots] = manipulator.shard_along(conv, dim=2)
+            layer.attn_v_cache[slots] = manipulator.shard_along(state, dim=1)
+            layer.cache_shape[slots] = None
+
+        layer.init_caches = init_caches
+
     def _of_padded_heads(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of heads, with zeros where transformers-neuronx adds heads: after those of each key-value
-        head where several cores share it, else after all."""
+        """Values of heads [heads, size, ...], flattened, with zeros where transformers-neuronx adds heads:
+        after those of each key-value head where several cores share it, else after all."""
         heads = self.config.num_attention_heads
         kv_heads = self.config.num_key_value_heads
         added = -heads % self.config.tp_degree
         is_shared = heads != kv_heads and self.config.tp_degree % kv_heads == 0 and added % kv_heads == 0
         groups = kv_heads if is_shared else 1
-        return torch.nn.functional.pad(values.view(groups, -1), (0, added // groups)).flatten()
+        grouped = values.unflatten(0, (groups, -1))
+        zeros = grouped.new_zeros(groups, added // groups, *values.shape[1:])
+        return torch.cat([grouped, zeros], 1).flatten(0, 2)
+
+
+# The same as `_added_parameters`, of a recurrent layer.
+RECURRENT = {"conv": 1, "decay_rate": 0, "dt_bias": 0, "gated_norm": None}
 
 
 def _added_parameters(graph: ArchSpec) -> dict[str, int | None]:
     """What a layer has after LAYER_WEIGHTS, and the dimension that is split over the cores; None: each core
     has all."""
     added = {}
+    if graph.delta_net:
+        added["attention_gate"] = 1
     if graph.head_norms:
         added |= dict.fromkeys(("q_norm", "k_norm"), 0 if graph.head_norms == "all" else None)
     if graph.experts:
@@ -211,7 +274,24 @@ def _added_parameters(graph: ArchSpec) -> dict[str, int | None]:
     return added
 
 
-class HybridDecoder(decoder.DecoderLmHeadForSamplingNoEmbedding):
+def _is_state(cache: Any) -> bool:
+    """Whether it is a state, which has no positions by which transformers-neuronx could cut it. Without a
+    device it is a list."""
+    return len((cache[0] if isinstance(cache, list) else cache).shape) == 3
+
+
+class FamilyDecoder(decoder.DecoderLmHeadForSamplingNoEmbedding):
+    def _hlo_layers_params(self, builder: Any, *arguments: Any) -> tuple[Any, Any]:
+        parameter = builder.from_tensor
+
+        def from_tensor(tensor: Any, dim_size: Any = None) -> Any:
+            return parameter(tensor, None if dim_size and _is_state(tensor) else dim_size)
+
+        with _replaced(builder, from_tensor=from_tensor):
+            return super()._hlo_layers_params(builder, *arguments)
+
+
+class HybridDecoder(FamilyDecoder):
     """The decoder whose graphs return ids and logits, in place of the outputs of `log_softmax_scores`."""
 
     post_layer_builder = None  # transformers-neuronx passes it on
@@ -224,7 +304,18 @@ class HybridDecoder(decoder.DecoderLmHeadForSamplingNoEmbedding):
         return self._ids, logits
 
 
-class HybridProgram(decoder.DecoderProgramFullyUnrolled):
+class FamilyProgram(decoder.DecoderProgramFullyUnrolled):
+    def _fill_io_tensors(self, *arguments: Any) -> None:
+        cut = self.manipulator.slice_on_nc
+
+        def slice_on_nc(cache: Any, *place: int, **options: int) -> Any:
+            return cache if _is_state(cache) else cut(cache, *place, **options)
+
+        with _replaced(self.manipulator, slice_on_nc=slice_on_nc):
+            super()._fill_io_tensors(*arguments)
+
+
+class HybridProgram(FamilyProgram):
     """Copies to the host either the ids of one core, or the logits of all cores."""
 
     returns_ids = False
@@ -310,6 +401,7 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         super().__init__(*arguments, **options)
         self.graph = family.graph()
         self._weights = [*LAYER_WEIGHTS, *_added_parameters(self.graph)]
+        self._recurrent_weights = [*LAYER_WEIGHTS, *RECURRENT]
         # A norm makes keys small, whatever their bias.
         self._stores_bare_keys = bool(
             self.neuron_config.kv_cache_quant and K in family.biases and not self.graph.head_norms
@@ -322,6 +414,8 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         return tensors, (*sequence_dimensions[:3], None, *sequence_dimensions[4:])
 
     def pre_layer(self, hidden: Any, cache_ids: Any, *arguments: Any, **options: Any) -> tuple[Any, ...]:
+        if self.graph.delta_net:
+            self._rows = Rows(cache_ids, *arguments[:2])
         values = list(super().pre_layer(hidden, cache_ids, *arguments, **options))
         if self._stores_bare_keys:
             positions = hlo.iota(hidden.scribe.s32, (1, self.n_positions), 1)
@@ -360,27 +454,48 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         last_token_id, _rope, cache_ids, start_ids, block_to_seq = arguments[:5]
         others = arguments[7:12]
         keys, values, *rest = arguments[12:]
-        weights = dict(zip(self._weights, rest))
         kind = next(self._next)
+        weights = dict(zip(self._recurrent_weights if kind.is_recurrent else self._weights, rest))
         before = self.graph.norms in ("before", "both")
         after = self.graph.norms in ("after", "both")
 
         def normed(tensor: Any, name: str, is_wanted: bool) -> Any:
             return self._norm(tensor, weights[name]) if is_wanted else tensor
 
-        with self._attention_of(kind, weights):
-            inner, keys, values = self.attention(
-                normed(hidden, "pre_attn_ln_weight", before),
-                *(cache_ids, start_ids, last_token_id, block_to_seq),
-                self._ropes[kind.rope or 0],
-                *(self._masks[kind.window], self._active[kind.window]),
-                *others,
-                *(keys, values),
-                *(weights[name] for name in OF_ATTENTION),
-            )
+        inner = normed(hidden, "pre_attn_ln_weight", before)
+        if kind.is_recurrent:
+            inner, keys, values = self._delta_net(inner, keys, values, weights)
+        else:
+            with self._attention_of(kind, inner, weights):
+                inner, keys, values = self.attention(
+                    inner,
+                    *(cache_ids, start_ids, last_token_id, block_to_seq),
+                    self._ropes[kind.rope or 0],
+                    *(self._masks[kind.window], self._active[kind.window]),
+                    *others,
+                    *(keys, values),
+                    *(weights[name] for name in OF_ATTENTION),
+                )
         hidden = hlo.add(normed(inner, "post_attn_ln_weight", after), hidden)
         inner = self._mlp(normed(hidden, "pre_mlp_ln_weight", before), weights)
         return hlo.add(normed(inner, "post_mlp_ln_weight", after), hidden), keys, values
+
+    def _delta_net(self, hidden: Any, conv: Any, state: Any, weights: dict[str, Any]) -> tuple[Any, ...]:
+        rows, tokens, size = hidden.sizes
+        projected = hlo.dot10_add1(
+            hlo.reshape(hidden, (rows * tokens, size)),
+            *(weights[f"attn_q_{part}"] for part in ("weight", "bias", "scales")),
+            neuron_config=self.neuron_config,
+        )
+        eps = self.config.rms_norm_eps
+        output, *states = delta_net(self.graph.delta_net, self._rows, projected, conv, state, weights, eps)
+        output = attention.output(
+            output,
+            *(weights[f"attn_out_{part}"] for part in ("weight", "scales", "bias")),
+            self.config.tp_degree,
+            self.neuron_config,
+        )
+        return output, *states
 
     def _mlp(self, hidden: Any, weights: dict[str, Any]) -> Any:
         limit = self.graph.swiglu_limit
@@ -454,9 +569,10 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         )
 
     @contextlib.contextmanager
-    def _attention_of(self, kind: LayerKind, weights: dict[str, Any]) -> Iterator[None]:
+    def _attention_of(self, kind: LayerKind, hidden: Any, weights: dict[str, Any]) -> Iterator[None]:
         """Gives transformers-neuronx's attention what this layer has: norms of queries and keys, no
-        positions, capped scores, sinks. Its kernel for long prompts has no caps, sliding windows, sinks."""
+        positions, capped scores, sinks, a gate of its output. Its kernel for long prompts has no caps,
+        sliding windows, sinks."""
         turn = rotary.rotate_half
         score = attention.score
         cap = self.graph.attention_cap
@@ -474,6 +590,9 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
             changed["context_combined"] = functools.partial(with_sinks, attention.context_combined, 1)
         if cap or self.graph.has_sinks or self._shown(kind.window):
             changed["flash_attention"] = lambda query, key, value: None
+        if self.graph.delta_net:
+            gated = functools.partial(_gated_output, hidden, weights["attention_gate"], attention.output)
+            changed["output"] = gated
         with _replaced(rotary, rotate_half=rotate_half), _replaced(attention, **changed):
             yield
 
@@ -628,6 +747,15 @@ def _with_sinks(sinks: Any, context: Callable[..., Any], count: int, *arguments:
     share = hlo.permute(hlo.divide(others, hlo.add(others, sink)), [2, 0, 1])
     output = context(*arguments, **options)
     return multiply(output, hlo.broadcast(hlo.cast(share, output.dtype), output.sizes, [0, 1, 2]))
+
+
+def _gated_output(hidden: Any, weight: Any, output: Callable[..., Any], context: Any, *others: Any) -> Any:
+    """`output` of a context [tokens, slots, heads * head_dim] times its gate. hidden: [slots, tokens, ...]"""
+    slots, tokens, size = hidden.sizes
+    gate = _matrix_product(hlo.reshape(hidden, (slots * tokens, size)), weight)
+    gate = hlo.permute(hlo.reshape(gate, (slots, tokens, gate.sizes[1])), [1, 0, 2])
+    gate = hlo.reshape(gate.dtype[gate.sizes].Logistic(gate), context.sizes)
+    return output(multiply(context, gate), *others)
 
 
 def _sin_cos(positions: Any, dtype: Any, rope: Rope) -> tuple[Any, Any]:

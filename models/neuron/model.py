@@ -27,6 +27,7 @@ from models.neuron.build import (
     is_device_error,
     load_model,
 )
+from models.states import States
 
 logger = logging.getLogger("model")
 
@@ -86,6 +87,8 @@ class NeuronModel(StaticBatchModel):
         self._held: dict[int, list[int]] = {}  # slot → the tokens in its KV cache
         self._drafts: dict[int, Sequence[int]] = {}  # slot → draft tokens after them, not yet accepted
         self._pinned: dict[int, set[int]] = {}  # slot → the images in its KV cache, by key
+        if build.family.recurrent_layers:
+            self.states = States(self.batch_size, 0)
         if self.sampling == "hybrid" and not self._works(HYBRID, self._hybrid_fault):
             self.return_token_ids(False)
             self.sampling = "host"
@@ -93,6 +96,8 @@ class NeuronModel(StaticBatchModel):
             self.prefill_chunk = compiled_config.prefill_chunk
         self._check_prompt(config.model_name)
         if self.prefill_chunk and not self._works(CHUNKS, self._chunk_fault):
+            if self.states:
+                raise ModelError(f"{CHUNKS.name} is needed for the recurrent states of {config.model_name}")
             self.prefill_chunk = None
         if compiled_config.verify_length:
             self.verify_length = compiled_config.verify_length
@@ -108,6 +113,9 @@ class NeuronModel(StaticBatchModel):
     def _load_vision(self, build: BuildPlan) -> None:
         """Reads images from now on. The vision tower runs on the host, as the lookup of embeddings does."""
         manifest = build.manifest
+        if not manifest.vision_family.on_neuron:
+            warn_text_only(build.config.model_name, "its images are not supported on Neuron")
+            return
         try:
             tensors = read_tensors(build.checkpoint())
             self._vision = make_tower(manifest, tensors).float()
@@ -152,6 +160,8 @@ class NeuronModel(StaticBatchModel):
         """Runs a prompt whole. Raises ModelError where a logit after it is NaN or infinite, DeviceLost where
         it fails: that is not an error of the graph of chunks, which is compared with such a prompt."""
         prompt = ([7, 11] * self._check_length)[: self._check_length]
+        if self.states:
+            prompt = prompt[: self.prefill_chunk]
         output = self.forward([Chunk(self.batch_size - 1, prompt, 0)])
         if self.sampling != "device" and not np.isfinite(_rows(output)).all():
             raise ModelError(
@@ -168,7 +178,8 @@ class NeuronModel(StaticBatchModel):
         """
         prompt = [(37 * (n % 50) + 5) % self.vocab_size for n in range(self._check_length)]
         chunked = self._run_at_start(prompt, [0, min(self.prefill_chunk, len(prompt) - 2)])
-        difference = self._difference(chunked, self._run_at_start(prompt, [0]))
+        others = [0, len(prompt) - self.prefill_chunk] if self.states else [0]
+        difference = self._difference(chunked, self._run_at_start(prompt, others))
         return difference and f"chunked and whole prefill give {difference}"
 
     def _verify_fault(self) -> str | None:
@@ -238,6 +249,9 @@ class NeuronModel(StaticBatchModel):
         slots."""
         for chunk in chunks:
             self._commit_accepted(chunk)
+        runs = []
+        if self.states:
+            runs = [self.states.begin(chunk.slot, chunk.begin, len(chunk.tokens)) for chunk in chunks]
         first = chunks[0]
         goes_back = first.begin < max(1, len(self._held.get(first.slot, ())))
         if any(chunk.verify for chunk in chunks):
@@ -247,6 +261,8 @@ class NeuronModel(StaticBatchModel):
             output = self._run_prompt(chunk)
         else:
             output = self._run_step(chunks)
+        if self.states:
+            self.states.end(runs, {})
         if self._returns_ids:
             return SampledIds(output[:, 0].long().numpy())
         if output.dtype == torch.bfloat16:
@@ -276,7 +292,7 @@ class NeuronModel(StaticBatchModel):
             assert begin == len(self._held[slot]) > 0 and len(tokens) <= self.verify_length
             self._held[slot] += tokens
             begins[slot] = begin
-        starts, output = self._run_several(self.verify_length, begins)
+        starts, output = self._run_several(self.verify_length, begins, ())
         columns = []  # of [tokens, slots]
         for slot, tokens, begin, *_ in chunks:
             place = begin - starts[slot]
@@ -285,7 +301,9 @@ class NeuronModel(StaticBatchModel):
             del self._held[slot][begin + 1 :]
         return output.transpose(0, 1).reshape(output.shape[1], -1)[:, columns].T
 
-    def _run_several(self, length: int, begins: dict[int, int]) -> tuple[dict[int, int], torch.Tensor]:
+    def _run_several(
+        self, length: int, begins: dict[int, int], keep: Sequence[int]
+    ) -> tuple[dict[int, int], torch.Tensor]:
         """Runs `length` tokens of each slot of `begins`, from its position on: where each row began, and
         logits [tokens, vocab, slots], or ids [tokens, 1, slots].
 
@@ -305,7 +323,12 @@ class NeuronModel(StaticBatchModel):
         model.decoder_lm_head_for_speculation = {key: every[key]}
         try:
             output = self._call(
-                model.speculative_forward, ids, positions, list(starts), speculation_length=length
+                model.speculative_forward,
+                ids,
+                positions,
+                list(starts),
+                keep,
+                speculation_length=length,
             )
         finally:
             model.decoder_lm_head_for_speculation = every
@@ -330,8 +353,13 @@ class NeuronModel(StaticBatchModel):
         for chunk in chunks:
             self._held[chunk.slot] += chunk.tokens
         ids, positions = zip(*rows.values())
+        keep = [int(slot in slots) for slot in range(self.batch_size)]
         output = self._call(
-            self._model, [[token] for token in ids], [[position] for position in positions], list(rows)
+            self._model,
+            [[token] for token in ids],
+            [[position] for position in positions],
+            list(rows),
+            keep,
         )
         if list(rows)[: len(slots)] == slots:
             return output[: len(slots)]
@@ -392,14 +420,26 @@ class NeuronModel(StaticBatchModel):
     def _extend_prefill(self, slot: int, first: int, begin: int) -> torch.Tensor:
         """Runs the tokens that a slot holds from position `begin` > 0 on, at most a chunk: logits [tokens,
         vocab] after those from `first` on; or ids [tokens, 1]."""
-        starts, output = self._run_several(self.prefill_chunk, {slot: begin})
+        keep = [len(self._held[slot]) - begin]
+        starts, output = self._run_several(self.prefill_chunk, {slot: begin}, keep)
         start = starts[slot]
         # A copy: a view would keep the logits of all tokens.
         return output[first - start : len(self._held[slot]) - start, :, 0].contiguous()
 
-    def _call(self, program: Callable, ids: Any, positions: Any, slots: Any, **options: int) -> torch.Tensor:
-        """int64 [n, q], [n, q], [n] → what transformers-neuronx returns. After an error of the runtime the
+    def _call(
+        self,
+        program: Callable,
+        ids: Any,
+        positions: Any,
+        slots: Any,
+        keep: Sequence[int] | None = None,
+        **options: int,
+    ) -> torch.Tensor:
+        """int64 [n, q], [n, q], [n] → what transformers-neuronx returns. keep: how many tokens of each row
+        the recurrent states go on by; None: those of a whole prompt. After an error of the runtime the
         process must be restarted."""
+        if self.states:
+            self._model.keep = keep
         # Through numpy, which is much faster than torch.tensor.
         arrays = [torch.from_numpy(np.array(rows)) for rows in (ids, positions, slots)]
         try:

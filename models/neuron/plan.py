@@ -112,8 +112,16 @@ class Shape:
         """From the object in a config.json. Raises as `families.of` does."""
         return cls(families.of(data), Tower.of(data))
 
-    def check_context_length(self, length: int | None) -> None:
-        """Raises ConfigError for slots longer than the model's context length."""
+    def check(self, config: Config) -> None:
+        """Raises ConfigError for slots longer than the model's context length, for prompts that would run
+        whole, whose recurrent layers compute squares of their length, and for draft tokens, which would
+        change the states."""
+        if self.family.recurrent_layers and (config.prefill_chunk == 0 or config.speculate):
+            raise ConfigError(
+                "--prefill-chunk 0 (PREFILL_CHUNK) and --speculate (SPECULATE) are not supported for models "
+                "with recurrent layers on Neuron"
+            )
+        length = config.max_total_tokens
         if length and length > self.family.length:
             setting = f"--max-total-tokens {length} (MAX_TOTAL_TOKENS)"
             raise ConfigError(
@@ -127,9 +135,9 @@ class Shape:
     @property
     def parameters(self) -> int:
         family = self.family
-        layer = self.matrix_parameters(tp_degree=1) + family.vectors
         tables = family.vocab * (1 if family.is_tied else 2)
-        return family.layers * layer + family.hidden * (tables + 1)  # 1: the last norm
+        layers = self.matrix_parameters(tp_degree=1) + family.vectors
+        return layers + family.hidden * (tables + 1)  # 1: the last norm
 
     @property
     def host_bytes(self) -> int:
@@ -150,11 +158,17 @@ class Shape:
         )
 
     def matrix_parameters(self, tp_degree: int) -> int:
-        """Parameters of a layer's attention and MLP matrices on all cores, padded for `tp_degree`."""
+        """Parameters of all layers' attention and MLP matrices on all cores, padded for `tp_degree`."""
         family = self.family
-        attention = 2 * family.head_dim * sum(padded_heads(family.heads, family.kv_heads, tp_degree))
-        mlp = 3 * _round_up(family.intermediate, tp_degree)
-        return family.hidden * (attention + mlp)
+        graph = family.graph()
+        heads, kv_heads = padded_heads(family.heads, family.kv_heads, tp_degree)
+        gates = heads if graph.delta_net else 0
+        columns = family.attention_layers * family.head_dim * (2 * (heads + kv_heads) + gates)
+        if net := graph.delta_net:
+            heads = _round_up(net.key_heads, tp_degree)
+            columns += len(family.recurrent_layers) * heads * (net.width + net.values)
+        columns += family.layers * 3 * _round_up(family.intermediate, tp_degree)
+        return family.hidden * columns
 
 
 def padded_heads(heads: int, kv_heads: int, tp_degree: int) -> tuple[int, int]:
@@ -215,24 +229,46 @@ class Sizing:
         family = self.shape.family
         width = self._width
         matrices = self.shape.matrix_parameters(self.tp_degree) // self.tp_degree
-        layer = matrices * (1 if self.quantize else width) + family.vectors * width
+        layers = matrices * (1 if self.quantize else width) + family.vectors * width
         tables = 2 if ON_DEVICE_EMBEDDING in self.neuron_config else 1
-        return family.layers * layer + family.hidden * (tables * self._vocab + 1) * width
+        return layers + family.hidden * (tables * self._vocab + 1) * width
 
     @property
     def kv_bytes(self) -> int:
         family = self.shape.family
         _padded, cached = padded_heads(family.heads, family.kv_heads, self.tp_degree)
-        positions = self.length
+        positions = self.positions
         if SHARD_OVER_SEQUENCE in self.neuron_config:  # T/llama/model.py:41-56, T/decoder.py:1794-1807
             positions = (positions + 128) // max(1, self.tp_degree // family.kv_heads)
         heads = cached // self.tp_degree
         width = 1 if self.kv_cache_dtype == FP8 else self._width
-        return 2 * family.layers * positions * self.batch_size * heads * family.head_dim * width
+        layers = family.attention_layers
+        return 2 * layers * positions * self.batch_size * heads * family.head_dim * width
+
+    @property
+    def reserved(self) -> int:
+        """Positions that only fillers of chunks use (CompiledConfig.reserved)."""
+        return self.chunk if self.shape.family.recurrent_layers else 0
+
+    @property
+    def positions(self) -> int:
+        """Of the cache of a slot."""
+        return self.length + self.reserved
+
+    @property
+    def state_bytes(self) -> int:
+        """The recurrent states of all slots, and the last inputs of their convolutions."""
+        family = self.shape.family
+        if not (net := family.graph().delta_net):
+            return 0
+        heads = _round_up(net.key_heads, self.tp_degree) // self.tp_degree
+        state = net.values * net.key_dim * WIDTHS["float32"]
+        conv = (net.kernel - 1) * net.channels * self._width
+        return len(family.recurrent_layers) * self.batch_size * heads * (state + conv)
 
     @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.kv_bytes + self.chunk_bytes
+        return self.weights_bytes + self.kv_bytes + self.state_bytes + self.chunk_bytes
 
     @property
     def chunk_bytes(self) -> int:
@@ -292,8 +328,8 @@ class Sizing:
         if self.unsupported or self.fits:
             return self.unsupported
         free = HEADROOM * CORE_BYTES - self.weights_bytes - self.chunk_bytes
-        slots = int(free * self.batch_size // self.kv_bytes)
-        length = int(free * self.length // self.kv_bytes)
+        slots = int(free * self.batch_size // (self.kv_bytes + self.state_bytes))
+        length = int((free - self.state_bytes) * self.positions // self.kv_bytes) - self.reserved
         larger = [degree for degree in allowed_tp_degrees(None, MAX_CORES) if degree > self.tp_degree]
         fitting = [degree for degree in larger if replace(self, tp_degree=degree).fits]
         here = [f"--tp-degree {degree}" for degree in fitting if degree in degrees]
@@ -316,7 +352,10 @@ class Sizing:
     def __str__(self) -> str:
         sizes = f"tp_degree {self.tp_degree}, batch size {self.batch_size}, context length {self.length}"
         fp8 = " (FP8)" if self.kv_cache_dtype == FP8 else ""
-        memory = f"weights {self.weights_bytes / GIB:.2f} + KV cache {self.kv_bytes / GIB:.2f} GiB{fp8}"
+        states = f" + states {self.state_bytes / GIB:.2f}" if self.state_bytes else ""
+        memory = (
+            f"weights {self.weights_bytes / GIB:.2f} + KV cache {self.kv_bytes / GIB:.2f}{states} GiB{fp8}"
+        )
         return f"{sizes}: {memory}, {self.total_bytes / CORE_BYTES:.0%} of a core's {CORE_BYTES // GIB}"
 
 
@@ -334,7 +373,7 @@ def choose_sizing(shape: Shape, machine: Machine, config: Config) -> Sizing:
     of them. Raises ConfigError with the numbers and what would fit where nothing does.
     """
     chunk = _prefill_chunk(shape, config)
-    shape.check_context_length(config.max_total_tokens)
+    shape.check(config)
     degrees = _tp_degrees(machine, config)
     longest = min(shape.family.length, MAX_LENGTH, config.max_batch_total_tokens or MAX_LENGTH)
     lengths = [longest >> n for n in range(16) if n == 0 or longest >> n >= 128]
@@ -421,7 +460,7 @@ def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config)
         tower = shape.tower
         size = f"{tower.parameters:,} parameters, {tower.host_bytes / GIB:.1f} GiB of that memory in float32"
         yield f"reads images, with the vision tower on the host: about {size}"
-    float32_kib = 2 * family.layers * family.kv_heads * family.head_dim * WIDTHS["float32"] / 1024
+    float32_kib = 2 * family.attention_layers * family.kv_heads * family.head_dim * WIDTHS["float32"] / 1024
     sizes = [
         f"{share * float32_kib:.1f} KiB in {dtype}"
         for dtype, share in {"float32": 1, **configuration.KV_SHARE_OF_FLOAT32}.items()

@@ -177,15 +177,20 @@ def _logits(slots: int, vocab: int, eos_token_id: int) -> torch.Tensor:
 
 
 def add_modules(package: str, model: type) -> None:
-    """What models/neuron/graph.py imports of the library, to change it; `model` is its class for Llama."""
+    """What models/neuron/graph.py and recurrent.py import of the library, to change it; `model` is its class for Llama."""
     contents = {
+        "activations": {"sigmoid": None, "silu": None},
         "config": {"KVCacheQuantizationConfig": _Settings},
         "decoder": {
             "DecoderLmHeadForSamplingNoEmbedding": object,
             "DecoderProgramFullyUnrolled": object,
             "interleave_qkv": None,
         },
-        "hlo": {"multiply": None, "quantize_kv_cache_direct_cast": None, "dequantize_kv_cache_direct_cast": None},
+        "hlo": {
+            **dict.fromkeys(("add", "subtract", "multiply")),
+            **dict.fromkeys(("quantize_kv_cache_direct_cast", "dequantize_kv_cache_direct_cast")),
+        },
+        "parallel": {},
         "utils": {},
         "layers": {},
         "layers.attention": {},

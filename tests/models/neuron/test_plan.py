@@ -7,6 +7,7 @@ import sys
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from published.configs import OTHERS
 
 from config import Config
 from models.machine import GIB, Machine
@@ -112,6 +113,17 @@ def test_the_memory_of_a_core_is_that_of_two_worked_examples(tp_degree, batch_si
     assert round((sizing.weights_bytes + 128256 * 4096 * 2 / tp_degree) / 1e9, 1) == with_embedding_gb
     assert round(sizing.kv_bytes / 1e9, 2) == kv_gb
     assert sizing.fits
+
+
+def test_recurrent_layers_have_states_of_a_fixed_size_and_no_keys_and_values():
+    """Qwen3.5-4B: 24 of its 32 layers have 32 heads with 128 x 128 float32 values, and three inputs of 8192 channels."""
+    shape = Shape.from_config(OTHERS["Qwen/Qwen3.5-4B"])
+    assert shape.parameters == Shape.from_config(OTHERS["Qwen/Qwen3.5-4B, text"]).parameters == 4_205_751_296
+    sizing = Sizing(shape, 2, 16, 4096, prefill_chunk=128)
+    assert 2 * sizing.state_bytes == 16 * 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    assert 2 * sizing.kv_bytes == 16 * (4096 + 128) * 8 * 2 * 4 * 256 * 2  # fillers of chunks have positions, too
+    assert Sizing(shape, 24, 16, 4096).state_bytes == 16 * 24 * (2 * 128 * 128 * 4 + 3 * 512 * 2)  # 16 key heads become 24
+    assert "+ states 0.38 GiB" in str(sizing)
 
 
 def test_int8_halves_the_matrices_of_the_layers_and_nothing_else():

@@ -1,0 +1,114 @@
+"""Tiny random models with recurrent states, made with transformers 5, and what it computes for texts.
+
+python recurrent_models.py FOLDER     saves each of them with reference.pt: `texts` [texts, tokens]; of these `logits` [texts,
+tokens, vocabulary] in float32, `bfloat16` as the model computes in that, `int8` of matrices that are rounded to it; `answers`:
+prompts, and what greedy decoding continues them with.
+"""
+
+import copy
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+VOCABULARY = 320
+LENGTH = 200
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+MODELS = {
+    "qwen3_5, grouped": ("Qwen3_5TextConfig", {"linear_num_value_heads": 12}),  # three value heads for a key head
+    "qwen3_5, tied": ("Qwen3_5TextConfig", {"linear_num_value_heads": 4, "tie_word_embeddings": True}),
+}
+RATES = (-6.0, 2.7)  # of logarithms of decays: some heads forget at once, others keep nearly everything
+
+
+def make(name):
+    torch.manual_seed(0)
+    config_class, values = MODELS[name]
+    config = getattr(transformers, config_class)(**SMALL | values)
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "norm" in key:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            if key.endswith("A_log"):
+                parameter.uniform_(*RATES)
+            if key.endswith("dt_bias"):
+                parameter.normal_(0, 1)
+            if key.endswith("conv1d.weight"):
+                parameter.normal_(0, 0.5)
+    return model
+
+
+def texts():
+    """One repeats a token, one repeats three: keys that are alike, the hardest case of a triangular system."""
+    chance = torch.Generator().manual_seed(1)
+    made = torch.randint(3, VOCABULARY, (6, LENGTH), generator=chance)
+    made[1] = 7
+    made[2] = made[2, :3].repeat(LENGTH)[:LENGTH]
+    return made
+
+
+def logits_of(model):
+    with torch.inference_mode():
+        return torch.cat([model(text[None], use_cache=False).logits.float() for text in texts()])
+
+
+def rounded_to_int8(model):
+    """With a scale for each row of a matrix; gates of attentions, every second half of a head's rows in q_proj, stay."""
+    rounded = copy.deepcopy(model)
+    for name, module in rounded.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            scale = module.weight.detach().abs().amax(1, keepdim=True) / 127
+            new = (module.weight.detach() / scale).round() * scale
+            if name.endswith("q_proj"):
+                by_head = (-1, 2, model.config.head_dim, new.shape[1])
+                new.view(by_head)[:, 1] = module.weight.detach().view(by_head)[:, 1]
+            module.weight.data.copy_(new)
+    return rounded
+
+
+def greedy(model, prompt, count):
+    tokens, cache = list(prompt), None
+    with torch.inference_mode():
+        while len(tokens) < len(prompt) + count:
+            output = model(torch.tensor([tokens[-1:] if cache else tokens]), past_key_values=cache, use_cache=True)
+            tokens.append(output.logits[0, -1].argmax().item())
+            cache = output.past_key_values
+    return tokens[len(prompt) :]
+
+
+def answers(model):
+    chance = torch.Generator().manual_seed(2)
+    for n, length in enumerate((5, 1, 37, 8, 64, 21, 100, 32, 33, 2)):
+        prompt = torch.randint(3, VOCABULARY, (length,), generator=chance).tolist()
+        yield prompt, greedy(model, prompt, 5 + 7 * n % 30)
+
+
+if __name__ == "__main__":
+    for name in MODELS:
+        model = make(name)
+        model.save_pretrained(Path(sys.argv[1], name))
+        kept = {"texts": texts(), "logits": logits_of(model), "answers": [*answers(model)]}
+        kept["int8"] = logits_of(rounded_to_int8(model))
+        kept["bfloat16"] = logits_of(copy.deepcopy(model).bfloat16())
+        torch.save(kept, Path(sys.argv[1], name, "reference.pt"))

@@ -1,0 +1,188 @@
+"""Models with recurrent states on the real library: the logits and texts of transformers 5, which SERVER_PYTHON has."""
+
+import json
+import os
+import random
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from loop import Driven
+from safetensors.torch import load_file, save_file
+from test_families import LARGEST, errors, mean_error
+from test_server import as_float32, cores, refuse_to_compile, serve  # noqa: F401
+from transformers_neuronx import compiler
+
+from config import Config
+from manifest import Manifest
+from models.base import Chunk
+from models.neuron import compile as verb
+from models.neuron.build import BuildPlan
+from models.neuron.model import NeuronModel
+from protocol import Generate
+from run import HERE, ConfigError
+
+PYTHON = os.environ.get("SERVER_PYTHON", "")
+pytestmark = pytest.mark.skipif(not PYTHON, reason="SERVER_PYTHON names no interpreter with transformers 5")
+MODELS = ("qwen3_5, grouped", "qwen3_5, tied")
+CHUNK = 32
+LIMITS = {"max_total_tokens": 192, "max_input_tokens": 191, "max_batch_size": 4, "position_buckets": (64,)}
+
+
+class Made:
+    def __init__(self, folder):
+        self.folder = folder
+        kept = torch.load(folder / "reference.pt")
+        self.texts = kept["texts"].tolist()
+        self.answers = kept["answers"]
+        self.logits = kept["logits"]
+        self.rounded = {dtype: kept[dtype] for dtype in ("bfloat16", "int8")}
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recurrent")
+    script = HERE / "tests/neuron_sim/recurrent_models.py"
+    subprocess.run([PYTHON, "-I", script, folder], check=True, timeout=600)
+    return lambda name: Made(folder / name)
+
+
+class Slots:
+    """Texts in slots, and the largest error of a logit after any of their tokens."""
+
+    def __init__(self, model, reference):
+        self.model = model
+        self.reference = reference
+        self.held = {}  # slot → (text, tokens of it)
+        self.found, self.rows = [], []
+
+    def _compare(self, output, rows):
+        self.found.append(torch.from_numpy(as_float32(output).copy()))
+        self.rows += rows
+
+    def of(self, logits):
+        """The rows of the same tokens."""
+        return torch.stack([logits[text, end - 1] for text, end in self.rows])
+
+    @property
+    def worst(self):
+        return errors(torch.cat(self.found), self.of(self.reference.logits)).max().item()
+
+    def prompt(self, slot, text, length, all_logits=False):
+        begin, size = 0, self.model.prefill_chunk or length
+        while begin < length:
+            tokens = self.reference.texts[text][begin : min(begin + size, length)]
+            output = self.model.forward([Chunk(slot, tokens, begin, all_logits)])
+            ends = range(begin + 1, begin + len(tokens) + 1) if all_logits else [begin + len(tokens)]
+            begin += len(tokens)
+            self._compare(output, [(text, end) for end in ends])
+        self.held[slot] = (text, length)
+
+    def step(self, *slots):
+        chunks = []
+        for slot in slots:
+            text, length = self.held[slot]
+            chunks.append(Chunk(slot, self.reference.texts[text][length : length + 1], length))
+            self.held[slot] = (text, length + 1)
+        self._compare(self.model.forward(chunks), [self.held[slot] for slot in slots])
+
+
+@pytest.mark.parametrize(("tp_degree", "prefill_chunk"), [(1, CHUNK), (2, 16), (4, CHUNK), (12, CHUNK)])
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_chunks_and_steps_have_transformers_logits(made, tmp_path, monkeypatch, name, tp_degree, prefill_chunk):
+    """Of every length around a chunk; slots are used again, and idle ones keep their states."""
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-23")
+    model = serve(made(name), tmp_path, tp_degree=tp_degree, prefill_chunk=prefill_chunk, sampling="host", **LIMITS)
+    assert model.prefill_chunk == (prefill_chunk or None)
+    slots = Slots(model, made(name))
+    lengths = iter((1, 2, 5, 31, 32, 33, 63, 64, 65, 97, 128, 191))
+    for number in range(3):
+        for slot in (2, 0, 3, 1):
+            slots.prompt(slot, (slot + number) % 6, next(lengths), all_logits=bool(prefill_chunk) and slot == 3)
+            if prefill_chunk and number:
+                slots.step(*[other for other, (_text, length) in sorted(slots.held.items()) if length < 100 and other != slot])
+        for _ in range(3 if number < 2 else 1):
+            slots.step(0, 1, 2, 3)
+    print(f"{name}, tp {tp_degree}, chunk {prefill_chunk}: {len(slots.rows)} rows, {slots.worst:.1e}")
+    assert slots.worst < LARGEST
+
+
+def some_rows(model, reference):
+    slots = Slots(model, reference)
+    for slot, length in enumerate((5, 40, 97)):
+        slots.prompt(slot, slot, length)
+    for _ in range(20):
+        slots.step(0, 1, 2)
+    return slots
+
+
+def test_bfloat16_is_no_further_from_float32_than_transformers_own(made, tmp_path):
+    reference = made("qwen3_5, grouped")
+    slots = some_rows(serve(reference, tmp_path, prefill_chunk=CHUNK, dtype="bfloat16", **LIMITS), reference)
+    exact, theirs = slots.of(reference.logits), slots.of(reference.rounded["bfloat16"])
+    assert mean_error(torch.cat(slots.found), exact) < 1.1 * mean_error(theirs, exact)
+
+
+def test_a_model_is_compiled_and_served_from_the_artifact_in_int8(made, tmp_path, monkeypatch):
+    reference, output = made("qwen3_5, grouped"), tmp_path / "compiled"
+    words = ["--model-id", reference.folder, "--output", output, "--tp-degree", "2", "--dtype", "float32"]
+    words += ["--max-total-tokens", 192, "--max-batch-size", "4", "--prefill-chunk", CHUNK, "--quantize", "int8"]
+    assert verb.main(list(map(str, words))) == 0
+    monkeypatch.setattr(compiler, "compile_hlo_module", refuse_to_compile)
+    build = BuildPlan.decide(Config(model_id=str(output), device="neuron"), output, Manifest.read(output))
+    assert (build.config.max_total_tokens, build.config.max_input_tokens) == (192, 191)
+    model = NeuronModel(build, Path(tempfile.mkdtemp(dir=tmp_path)))
+    slots = some_rows(model, reference)
+    assert errors(torch.cat(slots.found), slots.of(reference.rounded["int8"])).max() < LARGEST
+
+
+@pytest.mark.parametrize(("tp_degree", "sampling"), [(1, "device"), (1, "host"), (2, "hybrid")])
+@pytest.mark.parametrize("name", MODELS)
+def test_random_arrivals_get_transformers_text(made, tmp_path, name, tp_degree, sampling):
+    settings = {"tp_degree": tp_degree, "prefill_chunk": CHUNK, "sampling": sampling}
+    driven = Driven(served=serve(made(name), tmp_path, **LIMITS, **settings))
+    chance = random.Random(5)
+    for number, (prompt, answer) in enumerate(made(name).answers):
+        driven.arrive(Generate(number, prompt, len(answer), ignore_eos=True, logprobs=number % 3 == 0))
+        for _ in range(chance.randrange(4)):
+            if not driven.is_idle or driven.wire.arrivals:
+                driven.step()
+    driven.run()
+    assert [driven.tokens[number] for number in range(len(made(name).answers))] == [answer for _, answer in made(name).answers]
+
+
+def test_the_text_of_a_vision_language_checkpoint_is_served_without_images(made, tmp_path, caplog):
+    """As Qwen3.5 is published: the text's tensors below model.language_model, beside those of vision and of draft layers."""
+    reference, folder = made("qwen3_5, tied"), tmp_path / "published"
+    folder.mkdir()
+    tensors = load_file(reference.folder / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    save_file(renamed | {"mtp.fc.weight": torch.zeros(2, 2), "model.visual.x": torch.zeros(2)}, folder / "model.safetensors")
+    text = json.loads((reference.folder / "config.json").read_text())
+    config = {
+        "model_type": "qwen3_5",
+        "text_config": text,
+        "vision_config": {"model_type": "qwen3_5"},
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "Qwen2VLImageProcessor"}))
+    model = serve(None, tmp_path, folder, prefill_chunk=CHUNK, sampling="host", **LIMITS)
+    assert model.encoder_cache is None and "only the text part of this model is served" in caplog.text
+    assert some_rows(model, reference).worst < LARGEST
+
+
+@pytest.mark.parametrize("setting", [{"prefill_chunk": 0}, {"speculate": 3}])
+def test_whole_prompts_and_draft_tokens_are_refused(made, tmp_path, setting):
+    with pytest.raises(
+        ConfigError, match=r"--prefill-chunk 0 \(PREFILL_CHUNK\) and --speculate \(SPECULATE\) are not supported"
+    ):
+        serve(made("qwen3_5, tied"), tmp_path, **LIMITS, **setting)
+
+
+def test_a_cache_in_fp8_rounds_the_keys_and_values_alone(made, tmp_path):
+    reference = made("qwen3_5, grouped")
+    model = serve(reference, tmp_path, prefill_chunk=CHUNK, sampling="host", kv_cache_dtype="fp8_e4m3fn", **LIMITS)
+    assert LARGEST < some_rows(model, reference).worst < 0.03
