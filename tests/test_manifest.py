@@ -320,7 +320,7 @@ def test_ids_beyond_the_vocabulary_do_not_keep_a_model_from_being_served(tmp_pat
     (demo / "generation_config.json").write_text(json.dumps({"eos_token_id": [999_999, 10**30, -1, 7]}))
     assert boot(tmp_path, "--model-id", str(demo)).eos_token_ids == [0, 7]
     assert caplog.text.count("Ignoring EOS ids") == 1
-    assert f"{demo} on cpu (openvino), weights in bfloat16: " in caplog.messages[-1]
+    assert f"{demo} on cpu (openvino), weights in bfloat16: " in caplog.messages[-2]
 
 
 @pytest.mark.parametrize(("name", "kind"), [("model", "folder"), ("model.gguf", "file")])

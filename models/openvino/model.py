@@ -270,7 +270,7 @@ class OpenVinoModel(StaticBatchModel):
 
     def choose_padding(self) -> None:
         """Measures whether small calls are faster with more rows."""
-        self._time_call(1)  # the first small call packs weights for such
+        self._time_call(MIN_ROWS)  # the first small call packs weights for such
         if self.computed_in != "bfloat16" or self.max_total_tokens < PADDED_ROWS:
             return
         small, padded = (min(self._time_call(rows) for _ in range(3)) for rows in (MIN_ROWS, PADDED_ROWS))
