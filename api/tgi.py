@@ -6,6 +6,7 @@ Source of the shapes: the HTTP API of Text Generation Inference 3.3.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 from typing import Annotated
 
@@ -22,7 +23,7 @@ from api.http.types import I32, U32, U64_MAX, AtLeastOne, Positive, SamplingFiel
 from config import VERSION
 from protocol import SAMPLING_PARAMETERS
 from text.stream import Piece
-from text.template import images_of
+from text.template import ChatTemplate, images_of
 
 # An image in a prompt, as TGI reads it. No text is read twice, whatever it repeats.
 MARKDOWN_IMAGE = re.compile(r"!\[\]\(\s*((?i:data:|https?://)[^)!]*(?:!(?!\[\]\()[^)!]*)*)\)")
@@ -113,6 +114,17 @@ class GenerateResponse(Struct):
     details: Details | UnsetType = UNSET
 
 
+class TemplateFacts(Struct):
+    """A chat template: the file, or the key of a GGUF file, that it is read from."""
+
+    origin: str
+    sha256: str
+
+    @classmethod
+    def of(cls, template: ChatTemplate) -> TemplateFacts:
+        return cls(template.origin, hashlib.sha256(template.source.encode(errors="replace")).hexdigest())
+
+
 class Info(Struct):
     """Body of `GET /info`: TGI's keys in TGI's order, then those of this server."""
 
@@ -145,6 +157,7 @@ class Info(Struct):
     neuron_versions: dict[str, str | None]
     sampling_defaults: dict[str, int | float]
     stop_strings: list[str]
+    chat_template: TemplateFacts | None
     tool_parser: str | None
     reasoning_parser: str | None
     input_modalities: list[str]
@@ -162,6 +175,7 @@ class Info(Struct):
             "model_dtype": info.dtype,
             "max_batch_size": info.batch_size,
             "validation_workers": served.config.web_concurrency,
+            "chat_template": TemplateFacts.of(text.template) if text.template else None,
             "tool_parser": text.tools.format.name if text.template and text.tools.format else None,
             "reasoning_parser": text.reasoning.format.name if text.reasoning.format else None,
             "input_modalities": info.input_modalities,

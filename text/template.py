@@ -22,7 +22,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
-from manifest import read_json
+from manifest import TEMPLATE_ORIGIN, read_json
 from run import ConfigError, Json
 from text.limited import LimitExceeded, Rejected, SandboxedFunction
 
@@ -75,6 +75,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: dict[str, str], response_template: Any = None):
         self.source = source
+        self.origin = ""  # the file that it is in, or its key in a GGUF file
         self.response_template = response_template  # transformers': how an answer is parsed
         self.for_tools = self  # the template for chats with tools; some models have one of its own
         self.words = frozenset(WORD.findall(source))  # in quotes, such as the names of roles
@@ -96,18 +97,22 @@ class ChatTemplate:
         if tokenizer_config_path and not config_path.exists():
             raise ConfigError(f"{config_path}: there is no such file")
         config = read_json(config_path)
-        source = (
-            (_template_in(config) if tokenizer_config_path else None)
-            or _read_if_there(folder / "chat_template.jinja")
-            or _template_in(read_json(folder / "chat_template.json"))
-            or _template_in(config)
-        )
-        if not source:
+        own = _template_in(config)
+        sources = {
+            str(tokenizer_config_path): own if tokenizer_config_path else None,
+            "chat_template.jinja": _read_if_there(folder / "chat_template.jinja"),
+            "chat_template.json": _template_in(read_json(folder / "chat_template.json")),
+            config_path.name: own,
+        }
+        found = [(origin, source) for origin, source in sources.items() if source]
+        if not found:
             return None
+        origin, source = found[0]
         special_tokens = special_tokens_in(read_json(folder / "special_tokens_map.json"))
         special_tokens |= special_tokens_in(config)
         response_template = config.get("response_template")
         template = cls(source, special_tokens, response_template)
+        template.origin = config.get(TEMPLATE_ORIGIN) or origin
         additional = folder / "additional_chat_templates" / "tool_use.jinja"
         if tool_use := _read_if_there(additional) or _template_in(config, "tool_use"):
             template.for_tools = cls(tool_use, special_tokens, response_template)

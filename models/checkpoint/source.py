@@ -216,18 +216,19 @@ def _from_gguf(config: Config, engine: type[Engine], path: Path) -> tuple[Config
     with the file's own, else a checkpoint in bfloat16, or in what `dtype` says."""
     path = _whole(config, path)
     file = read_gguf(path)
+    template = identify(path.parent, ("chat_template.jinja",))  # goes before the file's own
     if reason := engine.why_not_gguf(config, file):
         logger.info("%s is dequantized: %s", path.name, reason)
         _check_packages(path.name, GGUF_PACKAGES, f", because {reason}")
         dtype = written_dtype(config)
         versions = [installed(package) for package in GGUF_PACKAGES]
         doing = f"dequantizing {path.name} into {dtype}"
-        identity = [file.identity, dtype, versions]
+        identity = [file.identity, dtype, versions, template]
         return config, _build_cached(config, "gguf", identity, [str(path), dtype], doing)
     unused = {"--quantize": config.quantize, "--dtype": config.dtype != "auto"}
     flags = " or ".join(flag for flag, is_given in unused.items() if is_given)
     logger.info("%s: weights as in the file%s", path.name, flags and f", whatever {flags} says")
-    identity = [file.identity, str(path)]
+    identity = [file.identity, str(path), template]
     folder = _build_cached(config, "gguf_folder", identity, [str(path)], f"reading {path.name}")
     return dataclasses.replace(config, quantize=None), folder
 

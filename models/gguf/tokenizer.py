@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from manifest import TEMPLATE_ORIGIN
 from models.child import shortened
 from models.errors import named, reported_as
 from models.gguf.container import GgufFile
@@ -52,6 +53,7 @@ SAMPLING = {
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
 TEMPLATE = "tokenizer.chat_template"
+BESIDE = "chat_template.jinja"  # a file beside the GGUF file
 TOOL_USE = f"{TEMPLATE}.tool_use"
 NO_TEXT = re.compile(r"\A\Z|[\ud800-\udfff]")  # surrogates stand for bytes that are no UTF-8
 MERGE = re.compile("(.[^ ]*) (.*)", re.DOTALL)  # the first part may begin with a space
@@ -67,7 +69,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
         tokenizer.save(str(folder / "tokenizer.json"))
         if templates:
             _write_templates(file, templates, folder)
-        config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", TEMPLATE_ORIGIN: next(iter(templates), None)}
         for name in ("bos", "eos"):
             config[f"{name}_token"] = "".join(_named(file, name))
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -221,9 +223,9 @@ def _end_ids(file: GgufFile, tokenizer: Tokenizer) -> list[int]:
 
 def _templates(file: GgufFile) -> dict[str, str]:
     """The chat templates by their keys."""
-    beside = file.path.with_name("chat_template.jinja")
+    beside = file.path.with_name(BESIDE)
     if beside.exists():
-        return {TEMPLATE: beside.read_text(encoding="utf-8")}
+        return {BESIDE: beside.read_text(encoding="utf-8")}
     # The list of their names begins like them.
     return {key: text for key, text in file.keys.items() if key.startswith(TEMPLATE) and type(text) is str}
 
@@ -231,8 +233,8 @@ def _templates(file: GgufFile) -> dict[str, str]:
 def _write_templates(file: GgufFile, templates: dict[str, str], folder: Path) -> None:
     reason = f"{file.path.name} has no default chat template, but {', '.join(templates)}"
     refusal = f"{{{{ raise_exception({json.dumps(shortened(reason))}) }}}}"
-    default = templates.get(TEMPLATE) or templates.get(TOOL_USE) or refusal
-    (folder / "chat_template.jinja").write_text(default, encoding="utf-8")
+    default = templates.get(BESIDE) or templates.get(TEMPLATE) or templates.get(TOOL_USE) or refusal
+    (folder / BESIDE).write_text(default, encoding="utf-8")
     if TOOL_USE in templates:
         additional = folder / "additional_chat_templates"
         additional.mkdir()

@@ -346,6 +346,7 @@ def test_info_has_tgis_keys_and_the_limits_in_force(served):
             "neuron_versions": {"driver": None},
             "sampling_defaults": {},
             "stop_strings": [],
+            "chat_template": {"origin": "", "sha256": hashlib.sha256(TEMPLATE.encode()).hexdigest()},
             "tool_parser": "hermes",
             "reasoning_parser": None,
             "input_modalities": ["text"],

@@ -497,9 +497,15 @@ def test_without_a_template_none_is_made_up(tmp_path):
     assert ChatTemplate.load(read(tmp_path)) is None
 
 
+def test_a_template_is_known_by_its_key(tmp_path):
+    assert ChatTemplate.load(read(tmp_path, others={DEFAULT: "inside"})).origin == DEFAULT
+
+
 def test_a_template_beside_the_file_wins(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("beside é")
-    assert chat(read(tmp_path, others={DEFAULT: "inside", TOOL_USE: "tools"}), tools=[]) == "beside é"
+    folder = read(tmp_path, others={DEFAULT: "inside", TOOL_USE: "tools"})
+    assert chat(folder, tools=[]) == "beside é"
+    assert ChatTemplate.load(folder).origin == "chat_template.jinja"
 
 
 def test_a_template_reads_the_special_tokens_of_the_files_ids_and_all_functions(tmp_path):
