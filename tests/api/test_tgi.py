@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 from asked import (
     CONFIG,
     INFO,
+    TEMPLATE,
     answer_to,
     assert_invalid,
     prepared,
