@@ -32,8 +32,6 @@ CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq
 ORIGINAL_LENGTH = "original_max_position_embeddings"  # before rope was scaled
 GGUF_FILE = "gguf_file"  # of the config.json of a folder without weights, which gguf_folder.py writes
 TEMPLATE_ORIGIN = "chat_template_origin"  # of its tokenizer_config.json: what the file calls its template
-    "chat_template_origin"  # of the tokenizer_config.json of such a folder: what the file calls it
-)
 SU = "su"  # the rope type longrope in Phi-3's first files
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # whose positions depend on the longest sequence
 
