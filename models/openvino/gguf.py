@@ -122,7 +122,7 @@ def _graph_of(file: GgufFile) -> ov.Model:
     for index, node in enumerate(attentions):
         window = file["attention.sliding_window"] if slides[index] else None
         _replace_attention(file, node, index, window or 0)
-    sums: dict[ov.Output, ov.Output] = {}
+    sums: dict[str, ov.Output] = {}
     for node in nodes:
         _name_as_in_checkpoints(node)
         _take_minima_out(node, sums)
@@ -247,7 +247,7 @@ def _name_as_in_checkpoints(node: ov.Node) -> None:
 def _take_minima_out(product: ov.Node, sums: dict[str, ov.Output]) -> None:
     """Weights with minima, (numbers - zeros) * scales by groups, become (numbers - middle) * scales, and a
     small product adds the rest: sums of each group's activations times (middle - zeros) * scales. OpenVINO
-    quantizes the activations of weights without minima only. `sums`: those of activations, by their nodes."""
+    quantizes the activations of weights without minima only. `sums`: those of activations, by their names."""
     if not (parts := _parts_with_minima(product)):
         return
     numbers, zeros, scales = parts
@@ -263,7 +263,7 @@ def _take_minima_out(product: ov.Node, sums: dict[str, ov.Output]) -> None:
     scaled.input(0).replace_source_output(replaced.output(0))
     outputs, groups, size = numbers.shape
     activations = product.input_value(0)
-    name = activations.get_node().get_friendly_name()
+    name = f"{activations.get_node().get_friendly_name()} {activations.get_index()}"
     if name not in sums:
         grouped = ops.reshape(activations, ops.constant([-1, groups, size]), False)
         sums[name] = ops.reduce_sum(grouped, ops.constant([2]), False).output(0)
