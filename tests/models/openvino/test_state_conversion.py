@@ -112,9 +112,13 @@ def test_the_text_is_long_enough(converter, name):
     assert len(tokenizer.encode(CHECK_TEXT.read_text()).ids) >= converter.LONG_TEXT_TOKENS
 
 
-@pytest.mark.parametrize(("seconds", "tiles"), [(0.95, False), (0.85, True)])
-def test_prompts_run_in_tiles_where_these_take_a_tenth_less_time(tmp_path, converter, monkeypatch, seconds, tiles):
-    times = iter([[seconds, 9.0], [9.0, 1.0]])
+@pytest.mark.parametrize(
+    ("seconds", "in_rows", "tiles"), [(0.95, 1.0, False), (0.85, 1.0, True), (0.0011, 0.003, False), (0.0009, 0.003, True)]
+)
+def test_prompts_run_in_tiles_where_these_take_a_tenth_and_two_milliseconds_less(
+    tmp_path, converter, monkeypatch, seconds, in_rows, tiles
+):
+    times = iter([[in_rows, 9.0], [9.0, seconds]])
     monkeypatch.setattr(converter.timeit, "repeat", lambda *_, **__: next(times))
     model = serve(made_checkpoint(qwen()), tmp_path)
     assert model.chunk_granularity == model.prefix_granularity == (TILE if tiles else 1)
