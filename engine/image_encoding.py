@@ -1,6 +1,11 @@
 """The images of requests: a thread encodes each one once, into the model's encoder cache.
 
-Embeddings are pinned for as long as a request wants them, pixels are kept until they are encoded.
+An image goes through these states. Only the loop's thread moves it, but for the last step:
+
+    add ─► `_images` has its pixels ─ start ─► `_pending` ─ `_encode`, in the thread ─► the encoder cache
+                                                         └ it failed, or was cancelled ─► `_images` again
+
+`retain` names the images that requests want. It frees the pixels of others and of those that are encoded.
 """
 
 from __future__ import annotations
@@ -9,7 +14,7 @@ import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -30,23 +35,22 @@ class ImageThread:
         self, model: StaticBatchModel, admission: Admission, metrics: Metrics, wake: Callable[[], None]
     ):
         self._model = model
-        self.cache = model.encoder_cache
+        self._cache = model.encoder_cache
         self._admission = admission
         self._metrics = metrics
         self._wake = wake
         self._images: dict[int, Image] = {}  # that are not encoded yet, by key
-        self._wanted: Collection[int] = frozenset()  # keys
+        self._wanted: set[int] = set()  # keys
         self._pending: set[int] = set()  # keys, from `start` to `drain_errors`
         self._by_request: deque[deque[int]] = deque()  # keys; the first request is next
         self._done: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()  # key, error
         self._thread = ThreadPoolExecutor(1, "worker-images")
 
     def add(self, images: Iterable[Image]) -> None:
-        """Takes the images of a message. Requests that want them must pin them in the `cache` before the next
-        `retain`."""
+        """Takes the images of a message. The next `retain` must name those that requests want."""
         for image in images:
             self._metrics.series("images").inc()
-            if image.key in self.cache:
+            if image.key in self._cache:
                 self._metrics.series("encoder_cache_hits").inc()
             if image.key in self._images:
                 self._admission.release_pixels(len(image.pixels))
@@ -55,22 +59,24 @@ class ImageThread:
 
     def fit(self, tokens: Mapping[int, int]) -> bool:
         """Whether the embeddings of these images, key → tokens, fit into the encoder cache together."""
-        return self.cache.bytes_of(sum(tokens.values())) <= self.cache.limit_bytes
+        return self._cache.bytes_of(sum(tokens.values())) <= self._cache.limit_bytes
 
     def has(self, keys: Iterable[int]) -> bool:
         """Whether all these images are encoded."""
-        return all(key in self.cache for key in keys)
+        return all(key in self._cache for key in keys)
 
-    def retain(self, keys: Collection[int]) -> None:
-        """Keeps the pixels of these images alone, unless they are encoded, and cancels the encoding of
-        others."""
+    def retain(self, keys: set[int]) -> None:
+        """Names the images that requests want. Their embeddings stay in the cache, and their pixels until
+        they are encoded. The encoding of others is cancelled."""
+        self._cache.pin(keys - self._wanted)
+        self._cache.unpin(self._wanted - keys)
         self._wanted = keys
-        for key in [key for key in self._images if key not in keys or key in self.cache]:
+        for key in [key for key in self._images if key not in keys or key in self._cache]:
             self._admission.release_pixels(len(self._images.pop(key).pixels))
 
     def start(self, keys: Iterable[int]) -> None:
         """Encodes those of these images of a request that are not encoded yet."""
-        new = [key for key in keys if key not in self.cache and key not in self._pending]
+        new = [key for key in keys if key not in self._cache and key not in self._pending]
         if new:
             self._pending.update(new)
             self._by_request.append(deque(new))
@@ -89,7 +95,7 @@ class ImageThread:
 
     def close(self) -> None:
         """Ends the thread after the tile that it encodes."""
-        self._wanted = frozenset()
+        self._wanted = set()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _encode_next(self) -> None:
@@ -114,7 +120,7 @@ class ImageThread:
                 return ""
             if len(embeddings) != image.tokens:
                 raise ValueError(f"{image.tokens} image tokens have {len(embeddings)} embeddings")
-            self.cache.add(key, embeddings, image.canvas)
+            self._cache.add(key, embeddings, image.canvas)
         except Exception:
             logger.exception("an image of %s tiles cannot be encoded", image.shape[0])
             return "the image cannot be encoded"

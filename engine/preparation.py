@@ -1,6 +1,12 @@
 """What must be ready before a request may wait for a slot: its grammar and the embeddings of its images.
 
-A request in preparation counts as waiting: for the limit of requests, its waiting time and the metrics.
+    request   add ─► PREPARING ─ its grammar and its images are ready ─► `drain` returns it
+                               └ one of them fails                    ─► `drain` returns it with the error
+    grammar   waits for memory ─► `_compiler` compiles it ─► `matcher`, or an error
+    image     waits for memory ─► `ImageThread` encodes it ─► the encoder cache, or an error
+
+A request counts as waiting until it is ready: for the limit of requests, its waiting time and the metrics.
+Memory is given in the order of arrival. A request takes it until it ends, wherever it is by then.
 """
 
 from __future__ import annotations
@@ -8,9 +14,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 from engine.image_encoding import ImageThread
 from engine.metrics import Metrics
@@ -46,9 +51,7 @@ class Preparation:
         self._images = images
         self._metrics = metrics
         self._wake = wake
-        self._waiting: deque[Request] = deque()  # for memory for what they need
-        self._held: list[Request] = []  # requests that take memory, until they end
-        self._compiling: dict[Request, Future[str]] = {}
+        self._requests: list[Request] = []  # in the order of arrival, until they end
         self._compiler = ThreadPoolExecutor(1, "worker-preparation")
         before = threading.stack_size(STACK_BYTES)
         self._compiler.submit(int).result()  # starts the thread
@@ -57,7 +60,7 @@ class Preparation:
     @property
     def requests(self) -> list[Request]:
         """The requests that are not ready yet."""
-        return [request for request in (*self._held, *self._waiting) if request.state is State.PREPARING]
+        return [request for request in self._requests if request.state is State.PREPARING]
 
     def add_images(self, images: Iterable[Image]) -> None:
         """Takes the images of requests that are added next."""
@@ -65,36 +68,28 @@ class Preparation:
 
     def add(self, request: Request) -> None:
         request.state = State.PREPARING
-        self._waiting.append(request)
-        if request.images:
-            self._images.cache.pin(request.images)
+        self._requests.append(request)
         self.start()
 
     def start(self) -> None:
-        """Prepares as many requests as there is memory for, and frees that of requests that have ended. To be
-        called before the loop waits for messages."""
-        self._held = self._without_ended(self._held)
-        self._waiting = deque(self._without_ended(self._waiting))
-        while self._waiting and self._fits(self._waiting[0]):
-            self._held.append(self._waiting.popleft())
+        """Prepares as many requests as there is memory for, and frees that of requests that have ended. The
+        loop calls it before it waits for messages."""
+        self._requests = [request for request in self._requests if request.state is not State.ENDED]
         if self._images:
-            self._images.retain({key for request in self.requests for key in request.images})
-        for request in self._held:
+            self._images.retain({key for request in self._requests for key in request.images})
+        for request in self._fitting():
             if request.state is State.PREPARING:
                 self._prepare(request)
 
     def drain(self) -> list[tuple[Request, str]]:
-        """The requests whose preparation has ended, but for those that ended meanwhile, and why it failed, or
-        "". The caller adds them to the scheduler, or ends them."""
-        failed = {request: job.result() for request, job in self._compiling.items() if job.done()}
-        for request in failed:
-            del self._compiling[request]
+        """The requests whose preparation has ended, each with the reason why it failed, or "". The caller
+        adds them to the scheduler, or ends them."""
         failed_images = self._images.drain_errors() if self._images else {}
         prepared = []
-        for request in self._held:
-            if request.state is not State.PREPARING:
-                continue
-            errors = [failed.get(request), *(failed_images.get(key) for key in request.images)]
+        for request in self.requests:
+            job = request.compilation
+            errors = [job.result() if job and job.done() else ""]
+            errors += [failed_images.get(key) for key in request.images]
             error = next(filter(None, errors), "")
             if error or self._is_ready(request):
                 prepared.append((request, error))
@@ -106,22 +101,20 @@ class Preparation:
         if self._images:
             self._images.close()
 
-    def _without_ended(self, requests: Iterable[Request]) -> list[Request]:
-        going = []
-        for request in requests:
-            if request.state is not State.ENDED:
-                going.append(request)
-            elif request.images:
-                self._images.cache.unpin(request.images)
-        return going
-
-    def _fits(self, request: Request) -> bool:
-        """Whether there is memory for a request beside those that are held. A request alone always fits."""
-        characters = sum(len(held.generate.grammar) for held in self._held)
-        if characters and characters + len(request.generate.grammar) > MAX_COMPILED_CHARACTERS:
-            return False
-        tokens = {key: tokens for held in self._held for key, tokens in held.images.items()}
-        return not (tokens and request.images) or self._images.fit({**tokens, **request.images})
+    def _fitting(self) -> list[Request]:
+        """The requests that there is memory for. A request alone always fits."""
+        fitting = []
+        characters = 0
+        images: dict[int, int] = {}
+        for request in self._requests:
+            characters += len(request.generate.grammar)
+            together = {**images, **request.images}
+            exceeds_cache = images and request.images and not self._images.fit(together)
+            if exceeds_cache or (fitting and characters > MAX_COMPILED_CHARACTERS):
+                break
+            images = together
+            fitting.append(request)
+        return fitting
 
     def _is_ready(self, request: Request) -> bool:
         is_compiled = request.matcher is not None or not request.generate.grammar
@@ -133,9 +126,9 @@ class Preparation:
             return
         if request.images:
             self._images.start(request.images)
-        if request.generate.grammar and request.matcher is None and request not in self._compiling:
-            self._compiling[request] = self._compiler.submit(self._compile, request)
-            self._compiling[request].add_done_callback(lambda _job: self._wake())
+        if request.generate.grammar and not request.compilation:
+            request.compilation = self._compiler.submit(self._compile, request)
+            request.compilation.add_done_callback(lambda _job: self._wake())
 
     def _compile(self, request: Request) -> str:
         """Runs in the thread. Returns why it failed."""

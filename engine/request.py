@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from engine.sampling.ngram_proposer import NgramProposer
@@ -49,6 +50,8 @@ class Request:
     matcher: Matcher | None = None  # with constrained decoding
     proposer: NgramProposer | None = None  # with speculative decoding
     state: State = State.RECEIVED
+    # Kept by the preparation:
+    compilation: Future[str] | None = None  # of its grammar; the result says why it failed
     # Kept by the scheduler:
     slot: int | None = None  # None: it has none
     cached: int = 0  # prompt tokens found in the prefix cache
