@@ -5,7 +5,7 @@ one thread.
 
 Logits have the layouts of the models: float32 row-major (CPU), bfloat16 column-major (Neuron). "model":
 probabilities fall with their rank to the power of -1.5, as a language model's do; "flat": normal with a
-deviation of 2.5. Greedy float32 rows should take one pass: numpy's argmax.
+deviation of 2.5.
 """
 
 import argparse

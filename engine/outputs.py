@@ -163,7 +163,6 @@ def logprobs_of(output: StepOutput) -> dict[int, list[RowLogprobs]]:
         rows_of(output.logits, [rows[i][number] for i, number in places]),
         [output.tokens[i][number] for i, number in places],
         [requests[i].generate.top_n_tokens for i, _number in places],
-        output.maxima if wanted == output.step.sample_indices and not output.draft_tokens else None,
     )
     found: defaultdict[int, list[RowLogprobs]] = defaultdict(list)
     for (i, _number), row in zip(places, scored):

@@ -50,7 +50,6 @@ class StepOutput:
     accepted: int = 0  # draft tokens
     # [rows, vocab]; None with on-device sampling, or if no request wants log-probabilities.
     logits: np.ndarray | None = None
-    maxima: np.ndarray | None = None  # of the sampled rows (sampling.py: SamplingBatch)
     mask_s: float | None = None  # that the masks took; None without grammars
 
 
@@ -163,7 +162,6 @@ class StepRunner:
         if found.seconds is not None:
             output.mask_s = (output.mask_s or 0.0) + found.seconds
         choices = sampling.sample(rows_of(result, rows), self._batch, found.mask)
-        output.maxima = self._batch.maxima
         return [
             found.errors.get(place) or _follow_grammar(request, choice)
             for place, (request, choice) in enumerate(zip(requests, choices))

@@ -5,7 +5,7 @@ and the token mask; temperature; top-k (with ties of the k-th), top-p, min-p, ty
 batch-invariant: a row's result depends on its own logits, parameters and seed alone, to the bit.
 
 `sample_whole_row` is the readable reference. sampling/loops.py has the compiled loops that do the same for
-almost all rows, and numpy's argmax chooses greedy tokens where it is faster.
+almost all rows.
 """
 
 from __future__ import annotations
@@ -98,17 +98,13 @@ class SamplerState:
 
 class SamplingBatch:
     """A step's rows. Reuse it while they stay the same. It takes over their random streams: discard earlier
-    batches of them.
-
-    `maxima`: of the last logits, where the loops have read them all; they spare `logprobs` a pass.
-    """
+    batches of them."""
 
     def __init__(self, rows: Sequence[SamplerState]):
         def array(name: str, dtype: type = np.float64) -> np.ndarray:
             return np.array([getattr(row.parameters, name) for row in rows], dtype)
 
         self.rows = rows
-        self.maxima: np.ndarray | None = None
         greedy = np.array([row.parameters.seed is None for row in rows], bool)
         temperature = array("temperature")
         top_k = np.where(greedy, 1, array("top_k", np.int64))
@@ -130,12 +126,6 @@ class SamplingBatch:
             streams=streams,
             draws=np.zeros(len(rows)),
         )
-        self._all_greedy = bool(greedy.all())
-
-    @property
-    def is_argmax(self) -> bool:
-        """Whether the highest logit of each row is its token."""
-        return self._all_greedy and not any(row.changes_logits for row in self.rows)
 
 
 def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray = NO_MASK) -> list[int | Exception]:
@@ -144,47 +134,14 @@ def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray = NO_MASK)
     logits: float32 [rows, vocab], or uint16, the bits of bfloat16; in either memory order; not changed.
     mask: uint32 [rows, ceil(vocab / 32)], a set bit allows the token; applied before temperature and filters.
     """
-    batch.maxima = None
-    if mask is NO_MASK and _is_fast_for_numpy(logits) and batch.is_argmax:
-        chosen = _argmax(logits)
-    else:
-        chosen = _sample_in_loops(logits, batch, mask)
-    for row, token in zip(batch.rows, chosen):
-        if not isinstance(token, Exception):
-            row.record(token)
-    return chosen
-
-
-def _is_fast_for_numpy(logits: np.ndarray) -> bool:
-    """Measured: float32 rows take an eighth of the loops' time, columns twice as much and more
-    (bench/sampler.py)."""
-    return logits.dtype == np.float32 and logits.flags.c_contiguous
-
-
-def _argmax(logits: np.ndarray) -> list[int | Exception]:
-    """Ties go to the lowest id; a NaN counts as the highest."""
-    tokens = logits.argmax(axis=1).tolist()
-    return [
-        token if math.isfinite(row[token]) else _failure(row[token]) for row, token in zip(logits, tokens)
-    ]
-
-
-def _failure(peak: float) -> SamplingError:
-    return SamplingError(IMPOSSIBLE if peak == -math.inf else NOT_A_NUMBER)
-
-
-def _sample_in_loops(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray) -> list[int | Exception]:
-    """Rows whose logits are changed are copied, the others are read where they are."""
     source = loops.source_of(logits, mask)
     chosen: list[int | Exception | None] = [None] * source.rows
+    # Rows whose logits are changed are copied, the others are read where they are.
     changed = [index for index, row in enumerate(batch.rows) if row.changes_logits]
     if len(changed) < source.rows:
         indices = np.arange(source.rows)
         indices[changed] = -1
-        maxima = loops.maxima_of(source)
-        if mask is NO_MASK:
-            batch.maxima = maxima
-        _choose(source, maxima, indices, batch, chosen)
+        _choose(source, indices, batch, chosen)
     if changed:
         indices = np.array(changed)
         scores = loops.copied(source, indices)
@@ -194,23 +151,24 @@ def _sample_in_loops(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray)
             except Exception as error:
                 chosen[row] = error
                 indices[place] = -1
-        copy = loops.source_of(scores)
-        _choose(copy, loops.maxima_of(copy), indices, batch, chosen)
+        _choose(loops.source_of(scores), indices, batch, chosen)
+    for row, token in zip(batch.rows, chosen):
+        if not isinstance(token, Exception):
+            row.record(token)
     return chosen
 
 
-def _choose(
-    source: Source, maxima: np.ndarray, indices: np.ndarray, batch: SamplingBatch, chosen: list
-) -> None:
+def _choose(source: Source, indices: np.ndarray, batch: SamplingBatch, chosen: list) -> None:
     """Puts the tokens of a source's rows into their places in `chosen`. indices: these places; -1 leaves a
     row out."""
+    maxima = loops.maxima_of(source)
     peaks = maxima.max(axis=1)
     tokens = loops.choose_tokens(source, maxima, peaks, indices, batch.parameters)
     for place, (row, token) in enumerate(zip(indices.tolist(), tokens.tolist())):
         if row < 0:
             continue
         if token == FAILED:
-            chosen[row] = _failure(peaks[place])
+            chosen[row] = SamplingError(IMPOSSIBLE if peaks[place] == -math.inf else NOT_A_NUMBER)
         elif token == NEEDS_FULL_SORT:
             (scores,) = loops.copied(source, np.array([place]))
             chosen[row] = sample_whole_row(scores, batch.rows[row].parameters, batch.parameters.draws[row])
@@ -248,18 +206,12 @@ def filtered_weights(ordered: np.ndarray, parameters: SamplingParams) -> np.ndar
     return weights
 
 
-def logprobs(
-    logits: np.ndarray, tokens: Sequence[int], top_n: Sequence[int], maxima: np.ndarray | None = None
-) -> list[RowLogprobs]:
+def logprobs(logits: np.ndarray, tokens: Sequence[int], top_n: Sequence[int]) -> list[RowLogprobs]:
     """The log-probability of each row's token, and the `top_n` most likely ones, ties by id, without
-    impossible ones. logits: as for `sample`; maxima: what `sample` left in its batch for them. A row without
-    a highest logit fails."""
+    impossible ones. logits: as for `sample`. A row without a highest logit fails."""
     source = loops.source_of(logits)
-    if maxima is None and _is_fast_for_numpy(logits) and not any(top_n):
-        peaks = logits.max(axis=1)
-    else:
-        maxima = loops.maxima_of(source) if maxima is None else maxima
-        peaks = maxima.max(axis=1)
+    maxima = loops.maxima_of(source)
+    peaks = maxima.max(axis=1)
     totals = loops.sums_of(source, peaks, np.full(source.rows, LOG2_E, np.float32)).sum(axis=1)
     normalizers = peaks + np.log(totals, where=np.isfinite(peaks), out=totals)
     own = logits[range(source.rows), tokens]

@@ -118,8 +118,8 @@ def test_a_token_that_cannot_be_published_ends_that_request_alone_and_once(faili
     driven.output_thread.lag = lag
     driven.arrive(Generate(1, [1, 2], 8), Generate(2, [3], 8, top_n_tokens=1, ignore_eos=True))
 
-    def fails_once(logits, tokens, top_n, maxima):
-        found = logprobs(logits, tokens, top_n, maxima)
+    def fails_once(logits, tokens, top_n):
+        found = logprobs(logits, tokens, top_n)
         if 1 in top_n:
             calls.append(top_n)
             if len(calls) == failing_at:
