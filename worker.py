@@ -53,9 +53,9 @@ from text.grammar import Grammars
 logger = logging.getLogger("worker")
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerDeps:
-    """What a `Worker` is made of."""
+@dataclass(kw_only=True, eq=False)
+class Worker:
+    """The loop around one model."""
 
     model: StaticBatchModel
     limits: SchedulerConfig
@@ -65,48 +65,31 @@ class WorkerDeps:
     metrics: Metrics
     grammars: Grammars | None = None  # None with on-device sampling
     profiler: Profiler | None = None
-    web_processes: int = 0  # how many to wait for before logging "Connected"
+    web_processes: int = 0  # how many to wait for before logging "Connected"; 0: none
     address: str = ""  # of the HTTP server, for the log
     adapter_changes: AdapterChanges | None = None  # None: adapters stay as they are
     output_thread: Executor | None = None  # None: its own (see Publisher)
 
-
-class Worker:
-    """The loop around one model."""
-
-    def __init__(self, deps: WorkerDeps):
-        model = deps.model
-        self.link = deps.link
-        self.admission = deps.admission
-        self.metrics = deps.metrics
-        self.scheduler = Scheduler(deps.limits)
-        self.outputs = Publisher(deps.link, deps.metrics, deps.profiler, deps.output_thread)
-        self.requests = Requests(model, deps.eos_token_ids, self.scheduler, self.outputs, deps.admission)
+    def __post_init__(self):
+        model = self.model
+        self.scheduler = Scheduler(self.limits)
+        self.outputs = Publisher(self.link, self.metrics, self.profiler, self.output_thread)
+        self.requests = Requests(model, self.eos_token_ids, self.scheduler, self.outputs, self.admission)
         self.steps = 0  # decode steps
         self.stopping = False  # running requests are ended, too
-        self._eos_token_ids = deps.eos_token_ids
-        self._encoder_cache = model.encoder_cache
-        self._states = model.states
-        self._adapters = model.adapters
-        self._adapter_changes = deps.adapter_changes
-        self._samples_on_host = model.sampling != "device"
-        self._verifies = deps.limits.verify_length > 1
-        wake = deps.link.interrupt
         images = None
-        if self._encoder_cache:
-            images = ImageThread(model, deps.admission, deps.metrics, wake)
-        self._preparation = Preparation(deps.grammars, images, deps.metrics, wake)
+        if model.encoder_cache:
+            images = ImageThread(model, self.admission, self.metrics, self.link.interrupt)
+        self._preparation = Preparation(self.grammars, images, self.metrics, self.link.interrupt)
         self._runner = StepRunner(model)
         self._timer = StepTimer()
         self._progress_at = 0.0  # when the device last finished a step, or was given one after being idle
-        self._web_processes = deps.web_processes
-        self._address = deps.address
         self._ready_web_processes: set[int] = set()
         self.metrics.set_limits(model.batch_size, model.max_input_tokens, model.max_total_tokens)
         self._cache_tokens = model.batch_size * model.max_total_tokens
-        self.metrics.set_cache(self._cache_tokens, model.kv_cache_dtype, deps.limits.prefix_granularity)
+        self.metrics.set_cache(self._cache_tokens, model.kv_cache_dtype, self.limits.prefix_granularity)
         self.metrics.watch(self.load)
-        if self._adapters:
+        if model.adapters:
             self.metrics.watch_adapters(model.batch_size, self.adapters_in_use)
 
     @property
@@ -121,7 +104,7 @@ class Worker:
 
     @property
     def is_loading_adapters(self) -> bool:
-        return self._adapter_changes is not None and self._adapter_changes.is_loading
+        return self.adapter_changes is not None and self.adapter_changes.is_loading
 
     def run(self) -> None:
         """Serves until `stop`, or until everything is done after `drain`."""
@@ -137,8 +120,8 @@ class Worker:
                 self.requests.end(request, "draining")
         finally:
             self._preparation.close()
-            if self._adapter_changes:
-                self._adapter_changes.close()
+            if self.adapter_changes:
+                self.adapter_changes.close()
             self.outputs.close()
 
     def step(self) -> None:
@@ -153,8 +136,8 @@ class Worker:
 
     def receive(self) -> None:
         """Handles what arrived; waits for it when there is nothing else to do."""
-        if self._adapter_changes:
-            self._adapter_changes.apply(self.requests)
+        if self.adapter_changes:
+            self.adapter_changes.apply(self.requests)
         has_nothing_to_run = not self.scheduler.busy and not self.scheduler.waiting
         if has_nothing_to_run:
             self._report()
@@ -179,10 +162,9 @@ class Worker:
         """Schedules before it rejects overdue requests: one that gets a slot now is not overdue."""
         now = time.monotonic()
         step = self.scheduler.next(now)
-        preparing = self._preparation.requests
-        overdue = [request for request in preparing if self.scheduler.is_overdue(request, now)]
-        for request in (*self.scheduler.expired(now), *overdue):
-            self.requests.end(request, "overloaded", log_reason="waited too long")
+        for request in self.requests:
+            if self.scheduler.is_overdue(request, now):
+                self.requests.end(request, "overloaded", log_reason="waited too long")
         return step
 
     def run_step(self, step: Step) -> StepOutput:
@@ -227,16 +209,19 @@ class Worker:
         """The gauges of /metrics. Called on the socket's thread."""
         busy = self.scheduler.busy
         queued = self.queued
-        held_tokens = sum(request.held_tokens for request in self.requests)
+        with_slot = [request for request in self.requests if request.has_slot]
+        held_tokens = sum(request.prefilled + request.generated for request in with_slot)
         return {
             "ready": float(not self.draining),
             "queue_size": queued,
             "slots_busy": busy,
             "batch_current_size": busy,
-            "batch_current_max_tokens": self.scheduler.max_tokens,
+            "batch_current_max_tokens": sum(
+                len(request.prompt) + request.max_new_tokens for request in with_slot
+            ),
             "last_step_age_seconds": time.monotonic() - self._progress_at if busy else 0.0,
-            "encoder_cache_bytes": self._encoder_cache.nbytes if self._encoder_cache else 0,
-            "state_snapshots": self._states.kept if self._states else 0,
+            "encoder_cache_bytes": self.model.encoder_cache.nbytes if self.model.encoder_cache else 0,
+            "state_snapshots": self.model.states.kept if self.model.states else 0,
             "vllm:num_requests_running": busy,
             "vllm:num_requests_waiting": queued,
             "vllm:kv_cache_usage_perc": held_tokens / self._cache_tokens,
@@ -268,7 +253,7 @@ class Worker:
             if request := self.requests.get(message.id):  # None: it is over already
                 self.requests.end(request, "cancelled", log_reason=message.reason)
         elif isinstance(message, AdapterChange):
-            self._adapter_changes.begin(peer, message)
+            self.adapter_changes.begin(peer, message)
         elif isinstance(message, PeerLost):
             self._cancel_all_of(peer)
         elif isinstance(message, Hello):
@@ -278,7 +263,7 @@ class Worker:
         if not self.requests:
             self._progress_at = time.monotonic()
         group = RequestGroup()
-        adapters = self._adapters.numbers if self._adapters else ()
+        adapters = self.model.adapters.numbers if self.model.adapters else ()
         if message.images:
             self._preparation.add_images(message.images)
         images = {image.key: image.tokens for image in message.images}
@@ -301,12 +286,12 @@ class Worker:
         """Adds the request to the scheduler; one with a grammar or images when it is prepared."""
         generate = request.generate
         if generate.adapter:
-            request.adapter = self._adapters.numbers[generate.adapter]
-        if self._samples_on_host:
+            request.adapter = self.model.adapters.numbers[generate.adapter]
+        if self.model.sampling != "device":
             request.sampler = SamplerState(
-                generate.sampling, generate.prompt, self._eos_token_ids, generate.min_new_tokens
+                generate.sampling, generate.prompt, self.eos_token_ids, generate.min_new_tokens
             )
-        if self._verifies:
+        if self.limits.verify_length > 1:
             request.proposer = NgramProposer(generate.prompt, generate.prediction, request.max_new_tokens)
         if generate.grammar or request.images:
             self._preparation.add(request)
@@ -322,14 +307,14 @@ class Worker:
             self.requests.end(request, "cancelled", log_reason="server process lost")
 
     def _count_ready(self, hello: Hello) -> None:
-        if hello.ready and self._web_processes:
+        if hello.ready and self.web_processes:
             self._ready_web_processes.add(hello.pid)
-            if len(self._ready_web_processes) >= self._web_processes:
-                self._web_processes = 0
+            if len(self._ready_web_processes) >= self.web_processes:
+                self.web_processes = 0
                 (run_dir() / "ready").touch()
                 logger.info("Connected")
-                if self._address:
-                    logger.info("Listening on %s (API and web UI)", self._address)
+                if self.address:
+                    logger.info("Listening on %s (API and web UI)", self.address)
 
 
 class Startup:
@@ -366,7 +351,9 @@ class Startup:
         _check_vocabulary(tokenizer, model)
         named = [*prepared.manifest.eos_token_ids, *tokenizer.eos_token_ids]
         eos_token_ids = known_eos_ids(named, model.vocab_size)
-        info = self._announce(prepared, tokenizer, model, eos_token_ids)
+        info = self._info(prepared, tokenizer, model, eos_token_ids)
+        self._link.announce(info)
+        self._log_model(model, info)
         grammars = None
         if model.sampling != "device":
             grammars = Grammars.load(tokenizer.folder, model.vocab_size, eos_token_ids)
@@ -374,7 +361,7 @@ class Startup:
         if config.lora_folder:
             read = functools.partial(load_updates, config)
             adapter_changes = AdapterChanges(model.adapters, read, self._link, info, config)
-        deps = WorkerDeps(
+        return Worker(
             model=model,
             limits=scheduler_config(config, model),
             eos_token_ids=frozenset(eos_token_ids),
@@ -387,7 +374,6 @@ class Startup:
             address=config.address,
             adapter_changes=adapter_changes,
         )
-        return Worker(deps)
 
     @contextlib.contextmanager
     def phase(self, name: str, what: str) -> Iterator[None]:
@@ -415,17 +401,16 @@ class Startup:
                 what = f"no space for compiled loops in {os.environ.get('NUMBA_CACHE_DIR')} ({error})"
                 raise ConfigError(f"{what}; set NUMBA_CACHE_DIR to another folder") from error
 
-    def _announce(
+    def _info(
         self,
         prepared: Engine,
         tokenizer: TokenizerFacts,
         model: StaticBatchModel,
         eos_token_ids: list[int],
     ) -> ModelInfo:
-        """Tells the API server processes and the log what is served."""
         has_defaults = self._config.generation_config != "none"
         memory = resident_memory()
-        info = ModelInfo(
+        return ModelInfo(
             model_name=self._config.model_name,
             model_sha=prepared.sha,
             tokenizer_dir=str(tokenizer.folder),
@@ -452,17 +437,18 @@ class Startup:
             stop_strings=prepared.manifest.stop_strings if has_defaults else [],
             adapters=self._adapter_sources,
         )
-        self._link.announce(info)
+
+    def _log_model(self, model: StaticBatchModel, info: ModelInfo) -> None:
         logger.info(
             "%s on %s (%s), weights in %s: %d slots of %d tokens, prompts up to %d, EOS ids %s",
             info.model_name,
-            prepared.device,
+            info.device,
             model.engine,
-            model.quantize or model.dtype,
-            model.batch_size,
-            model.max_total_tokens,
-            model.max_input_tokens,
-            eos_token_ids,
+            info.quantize or info.dtype,
+            info.batch_size,
+            info.max_total_tokens,
+            info.max_input_tokens,
+            info.eos_token_ids,
         )
         logger.info(
             "Memory of the worker: %.2f GB anonymous, %.2f GB of mapped files, without KV cache and grammars",
@@ -470,25 +456,19 @@ class Startup:
             info.mapped_bytes / 1e9,
         )
         if model.adapters:
-            logger.info(
-                "LoRA adapters: %s; %.1f MB",
-                ", ".join(model.adapters.numbers) or "none yet",
-                model.adapters.nbytes / 1e6,
-            )
+            names = ", ".join(model.adapters.numbers) or "none yet"
+            logger.info("LoRA adapters: %s; %.1f MB", names, model.adapters.nbytes / 1e6)
         if model.states:
             logger.info(
                 "Recurrent states: %.1f MB per slot; up to %d snapshots (--max-snapshot-memory)",
-                model.state_bytes / 1e6,
-                model.states.snapshots,
+                info.state_bytes / 1e6,
+                info.max_snapshots,
             )
         if model.encoder_cache:
-            logger.info(
-                "Image input is supported; encoder cache: up to %d MiB",
-                model.encoder_cache.limit_bytes >> 20,
-            )
+            mib = model.encoder_cache.limit_bytes >> 20
+            logger.info("Image input is supported; encoder cache: up to %d MiB", mib)
         elif self._config.allowed_media_domains:
             logger.info("--allowed-media-domains has no effect here: this model is served without images")
-        return info
 
 
 def scheduler_config(config: Config, model: StaticBatchModel) -> SchedulerConfig:

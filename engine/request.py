@@ -74,11 +74,6 @@ class Request:
         return self.state in (State.PREFILLING, State.RUNNING)
 
     @property
-    def held_tokens(self) -> int:
-        """Tokens that its slot holds for it."""
-        return self.prefilled + self.generated if self.has_slot else 0
-
-    @property
     def id(self) -> int:
         return self.generate.id
 

@@ -99,8 +99,7 @@ class Step(NamedTuple):
 
 
 class Scheduler:
-    """Owns the queue and the slots. Callers may read `waiting`, `prefilling`, `running`, `busy` and
-    `max_tokens`."""
+    """Owns the queue and the slots. Callers may read `waiting`, `prefilling`, `running` and `busy`."""
 
     def __init__(self, limits: SchedulerConfig):
         self.waiting: deque[Request] = deque()
@@ -108,7 +107,6 @@ class Scheduler:
         # waited longest for tokens.
         self.prefilling: list[Request] = []
         self.running: list[Request] = []  # requests that generate, slots ascending
-        self.max_tokens = 0  # of the requests in slots: prompts and max_new_tokens
         self._limits = limits
         self._policy = (
             ChunkedPrefill(limits) if limits.supports_chunked_prefill else AlternatingPrefill(limits)
@@ -145,17 +143,9 @@ class Scheduler:
         elif request.state is State.WAITING:
             self.waiting.remove(request)
 
-    def expired(self, now: float) -> list[Request]:
-        """Takes the requests that have waited longer than `max_queue_time_s` out of the queue and returns
-        them."""
-        overdue = [request for request in self.waiting if self.is_overdue(request, now)]
-        for request in overdue:
-            self.waiting.remove(request)
-            request.state = State.ENDED
-        return overdue
-
     def is_overdue(self, request: Request, now: float) -> bool:
-        """Whether a request has waited too long. It may stay if another one of its group has started."""
+        """Whether a request has waited for a slot too long. It may stay if another one of its group, or it
+        itself, has had one."""
         return now - request.arrived_at > self._limits.max_queue_time_s and not request.group.has_started
 
     def next(self, now: float) -> Step | None:
@@ -293,7 +283,6 @@ class Scheduler:
             request.cached = request.prefilled = placement.cached
             if placement.source != placement.slot:
                 self._copies.append(placement)
-            self.max_tokens += len(request.prompt) + request.max_new_tokens
             request.state = State.PREFILLING
             self.prefilling.append(request)
 
@@ -311,7 +300,6 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self._slots.release(request.slot)
         request.slot = None
-        self.max_tokens -= len(request.prompt) + request.max_new_tokens
         (self.running if request.state is State.RUNNING else self.prefilling).remove(request)
         request.state = State.ENDED
 

@@ -175,7 +175,7 @@ def test_behind_connected_stands_the_address(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr("worker.run_dir", lambda: tmp_path)
     caplog.set_level("INFO")
     driven = Driven(web_processes=1)
-    driven.worker._address = Config(port=8081).address
+    driven.worker.address = Config(port=8081).address
     driven.arrive(Hello(1, True))
     driven.step()
     assert caplog.messages[-2:] == ["Connected", "Listening on http://localhost:8081/ (API and web UI)"]

@@ -16,7 +16,7 @@ from engine.admission import Admission
 from engine.metrics import Metrics
 from engine.scheduler import SchedulerConfig
 from protocol import End, Generate, ModelInfo, Status, SubmitRequests, Tokens
-from worker import Startup, Worker, WorkerDeps
+from worker import Startup, Worker
 
 WAIT_S = 20
 ENGINES = {"supports_chunked_prefill": {"supports_chunked_prefill": True}, "chunks": {"prefill_chunk": 4}, "whole": {}}
@@ -146,18 +146,16 @@ class Driven:
         facts = {name: getattr(self.model, name) for name in of_model}
         changes = read_adapter and AdapterChanges(self.model.adapters, read_adapter, self.wire, MODEL, Config(**settings or {}))
         self.worker = Worker(
-            WorkerDeps(
-                model=self.model,
-                limits=SchedulerConfig(slots=self.model.batch_size, **facts, **shared_out),
-                eos_token_ids=frozenset([EOS]),
-                link=self.wire,
-                admission=self.admission,
-                metrics=metrics or Metrics(),
-                grammars=grammars,
-                web_processes=web_processes,
-                output_thread=self.output_thread,
-                adapter_changes=changes,
-            )
+            model=self.model,
+            limits=SchedulerConfig(slots=self.model.batch_size, **facts, **shared_out),
+            eos_token_ids=frozenset([EOS]),
+            link=self.wire,
+            admission=self.admission,
+            metrics=metrics or Metrics(),
+            grammars=grammars,
+            web_processes=web_processes,
+            output_thread=self.output_thread,
+            adapter_changes=changes,
         )
 
     @property

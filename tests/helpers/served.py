@@ -27,7 +27,7 @@ from engine.scheduler import SchedulerConfig
 from models.errors import ModelError
 from protocol import ModelInfo
 from text.grammar import Grammars
-from worker import Worker, WorkerDeps
+from worker import Worker
 
 responses.SUMMARIZE = "Sum up"  # the context of the model here is short
 WAIT_S = 20
@@ -98,7 +98,7 @@ class Served:
             info = msgspec.structs.replace(info, state_bytes=1)
         self.info = msgspec.structs.replace(info, prompt_logprobs=self.model.supports_prompt_logits, adapters=folders)
         self.read = []  # the adapters that were loaded: name, source
-        parts = WorkerDeps(
+        self.worker = Worker(
             model=self.model,
             limits=SchedulerConfig(
                 slots=slots,
@@ -117,7 +117,6 @@ class Served:
             if adapters
             else None,
         )
-        self.worker = Worker(parts)
         self.config = Config(**LIMITS | settings)
         self.seen = EngineClient(address, lambda info: ModelText.load(info, self.config))
         self.store = ResponseStore(folder / "responses", self.config.response_store_size << 20)
