@@ -109,8 +109,8 @@ class Publisher:
     def _send(self, output: StepOutput) -> None:
         """One message per API server process: the tokens of its requests, with log-probabilities if
         requested."""
-        logprobs = logprobs_of(output)
-        for i, error in failed_rows(logprobs, score_prompts(output)).items():
+        logprobs, failed = score(output)
+        for i, error in failed.items():
             request = output.step.requests[i]
             logger.error("no log-probabilities for request %s", request.generate.request_id, exc_info=error)
             self._fail(request)
@@ -149,52 +149,31 @@ def _prompt_of(request: Request) -> PromptDone:
     )
 
 
-def logprobs_of(output: StepOutput) -> dict[int, list[RowLogprobs]]:
-    """By chunk, the log-probability and the most likely tokens at each of its new tokens, where requested."""
-    if output.logits is None:
-        return {}
-    requests = output.step.requests
-    wanted = [i for i, tokens in enumerate(output.tokens) if tokens and requests[i].generate.logprobs]
-    if not wanted:
-        return {}
-    rows = sampled_rows(output.step)
-    places = [(i, number) for i in wanted for number in range(len(output.tokens[i]))]
-    scored = sampling.logprobs(
-        rows_of(output.logits, [rows[i][number] for i, number in places]),
-        [output.tokens[i][number] for i, number in places],
-        [requests[i].generate.top_n_tokens for i, _number in places],
-    )
+def score(output: StepOutput) -> tuple[dict[int, list[RowLogprobs]], dict[int, Exception]]:
+    """By chunk, the log-probability and the most likely tokens at each of its new tokens, where requested; and
+    why a chunk has none, such as NaN logits. Adds those of prompt tokens to the requests that want them."""
     found: defaultdict[int, list[RowLogprobs]] = defaultdict(list)
-    for (i, _number), row in zip(places, scored):
-        found[i].append(row)
-    return found
-
-
-def score_prompts(output: StepOutput) -> dict[int, list[RowLogprobs]]:
-    """Adds the log-probabilities of prompt tokens to the requests that want them. Returns them by chunk."""
-    found = {}
-    if output.logits is None:
-        return found
-    rows = sampled_rows(output.step)
-    for i, (chunk, request) in enumerate(zip(output.step.chunks, output.step.requests)):
-        if not chunk.all_logits:
-            continue
-        followers = request.prompt[chunk.begin + 1 : chunk.begin + 1 + len(chunk.tokens)]
-        first = rows[i].stop - len(chunk.tokens)
-        logits = output.logits[first : first + len(followers)]
-        found[i] = sampling.logprobs(logits, followers, [request.generate.top_n_tokens] * len(followers))
-        scored = [row for row in found[i] if not isinstance(row, Exception)]
-        request.prompt_logprobs += [logprob for logprob, _top in scored]
-        request.prompt_top += [top for _logprob, top in scored]
-    return found
-
-
-def failed_rows(*found: dict[int, list[RowLogprobs]]) -> dict[int, Exception]:
-    """The chunks with a row that has no log-probabilities, such as NaN logits, and why."""
-    return {
-        i: row
-        for by_chunk in found
-        for i, rows in by_chunk.items()
-        for row in rows
-        if isinstance(row, Exception)
-    }
+    failed: dict[int, Exception] = {}
+    step = output.step
+    places = []  # chunk, row of the logits, token, whether it is a prompt's
+    for i, (chunk, request, rows) in enumerate(zip(step.chunks, step.requests, sampled_rows(step))):
+        if chunk.all_logits:
+            followers = request.prompt[chunk.begin + 1 : chunk.begin + 1 + len(chunk.tokens)]
+            first = rows.stop - len(chunk.tokens)
+            places += [(i, row, token, True) for row, token in enumerate(followers, first)]
+        if request.generate.logprobs:
+            places += [(i, row, token, False) for row, token in zip(rows, output.tokens[i])]
+    if output.logits is None or not places:
+        return found, failed
+    logits = rows_of(output.logits, [row for _i, row, *_ in places])
+    tokens = [token for _i, _row, token, _is_prompt in places]
+    top_n = [step.requests[i].generate.top_n_tokens for i, *_ in places]
+    for (i, *_, is_prompt), scored in zip(places, sampling.logprobs(logits, tokens, top_n)):
+        if isinstance(scored, Exception):
+            failed[i] = scored
+        elif is_prompt:
+            step.requests[i].prompt_logprobs.append(scored[0])
+            step.requests[i].prompt_top.append(scored[1])
+        else:
+            found[i].append(scored)
+    return found, failed

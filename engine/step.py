@@ -191,8 +191,10 @@ def sampled_rows(step: Step) -> list[range]:
 
 
 def rows_of(logits: np.ndarray, rows: list[int]) -> np.ndarray:
-    """Some rows of the logits, in this order; without a copy if they are the first ones."""
-    return logits[: len(rows)] if rows == list(range(len(rows))) else logits[rows]
+    """Some rows of the logits, in this order; without a copy if they are adjacent."""
+    first = rows[0]
+    end = first + len(rows)
+    return logits[first:end] if rows == list(range(first, end)) else logits[rows]
 
 
 def _is_accepted(chunk: Chunk, depth: int, token: int) -> bool:
