@@ -99,7 +99,7 @@ DTYPES = {
 }
 
 
-def _whole(value: str, low: int = 1, high: int = MAX_COUNT) -> int:
+def _whole_number(value: str, low: int = 1, high: int = MAX_COUNT) -> int:
     try:
         number = int(value)
     except ValueError:
@@ -111,8 +111,8 @@ def _whole(value: str, low: int = 1, high: int = MAX_COUNT) -> int:
     return number
 
 
-_from_0 = functools.partial(_whole, low=0)
-_from_2 = functools.partial(_whole, low=2)
+_from_0 = functools.partial(_whole_number, low=0)
+_from_2 = functools.partial(_whole_number, low=2)
 
 
 def _chunk(value: str) -> int:
@@ -123,7 +123,7 @@ def _chunk(value: str) -> int:
 
 
 def _lengths(value: str) -> tuple[int, ...]:
-    return tuple(sorted({_whole(part) for part in value.split(",")}))
+    return tuple(sorted({_whole_number(part) for part in value.split(",")}))
 
 
 def _parse_neuron_config(value: str) -> tuple[str, ...]:
@@ -349,7 +349,7 @@ def _host(value: str) -> str:
     return f"[{address}]" if address.version == 6 else str(address)
 
 
-PARSERS = {"str": str, "int": _whole, "float": _positive, "bool": _switch}  # by the type of a field
+PARSERS = {"str": str, "int": _whole_number, "float": _positive, "bool": _switch}  # by the type of a field
 
 
 def setting(
@@ -711,7 +711,7 @@ class Config:
         5,
         "MAX_TOP_N_TOKENS",
         "Maximum `top_n_tokens`, and `logprobs` in `/v1/completions`.",
-        parse=functools.partial(_whole, high=MAX_TOP_TOKENS),
+        parse=functools.partial(_whole_number, high=MAX_TOP_TOKENS),
     )
     hostname: str = setting(
         "0.0.0.0",
@@ -724,7 +724,7 @@ class Config:
         8080,
         "SAGEMAKER_BIND_TO_PORT AIP_HTTP_PORT PORT -p",
         "Port to listen on. SAGEMAKER_BIND_TO_PORT and Vertex AI's AIP_HTTP_PORT override PORT.",
-        parse=functools.partial(_whole, high=65535),
+        parse=functools.partial(_whole_number, high=65535),
     )
     api_key: str | None = setting(
         None,
@@ -1204,7 +1204,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     return config
 
 
-def load() -> Config:
+def resolved() -> Config:
     """The configuration that `entrypoint.sh` resolved for this run."""
     return Config.from_json((run_dir() / "config.json").read_bytes())
 

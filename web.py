@@ -357,7 +357,7 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
 
 def main() -> int:
     die_with_parent()
-    config = configuration.load()
+    config = configuration.resolved()
     logs.set_up(config.log_level, config.json_output)
     try:
         if config.otlp_endpoint:

@@ -550,7 +550,7 @@ def log_thread_failure(link: Link, failure: threading.ExceptHookArgs) -> None:
 
 def main() -> int:
     die_with_parent()
-    config = configuration.load()
+    config = configuration.resolved()
     logs.set_up(config.log_level, config.json_output)
     if config.is_demo:
         logger.info(

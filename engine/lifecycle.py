@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from engine.admission import Admission
 from engine.outputs import Publisher
-from engine.request import Request, RequestGroup, State
+from engine.request import Request, RequestGroup, RequestState
 from engine.scheduler import Scheduler
 from models.base import StaticBatchModel
 from protocol import Generate
@@ -72,7 +72,7 @@ class Requests:
     def finish(self, request: Request, reason: str) -> None:
         """Forgets a request that has left the scheduler, and logs it."""
         del self._by_id[request.id]
-        request.state = State.ENDED
+        request.state = RequestState.ENDED
         self._admission.release()
         now = time.monotonic()
         started_at = request.started_at or now

@@ -150,8 +150,8 @@ def _prompt_of(request: Request) -> PromptDone:
 
 
 def score(output: StepOutput) -> tuple[dict[int, list[RowLogprobs]], dict[int, Exception]]:
-    """By chunk, the log-probability and the most likely tokens at each of its new tokens, where requested; and
-    why a chunk has none, such as NaN logits. Adds those of prompt tokens to the requests that want them."""
+    """By chunk, the log-probability and the most likely tokens at each of its new tokens, where requested;
+    and why a chunk has none, such as NaN logits. Adds those of prompt tokens to the requests."""
     found: defaultdict[int, list[RowLogprobs]] = defaultdict(list)
     failed: dict[int, Exception] = {}
     step = output.step

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from engine.image_encoding import ImageThread
 from engine.metrics import Metrics
-from engine.request import Request, State
+from engine.request import Request, RequestState
 from protocol import Image
 from text.grammar import GrammarError, Grammars
 
@@ -60,25 +60,25 @@ class Preparation:
     @property
     def requests(self) -> list[Request]:
         """The requests that are not ready yet."""
-        return [request for request in self._requests if request.state is State.PREPARING]
+        return [request for request in self._requests if request.state is RequestState.PREPARING]
 
     def add_images(self, images: Iterable[Image]) -> None:
         """Takes the images of requests that are added next."""
         self._images.add(images)
 
     def add(self, request: Request) -> None:
-        request.state = State.PREPARING
+        request.state = RequestState.PREPARING
         self._requests.append(request)
         self.start()
 
     def start(self) -> None:
         """Prepares as many requests as there is memory for, and frees that of requests that have ended. The
         loop calls it before it waits for messages."""
-        self._requests = [request for request in self._requests if request.state is not State.ENDED]
+        self._requests = [request for request in self._requests if request.state is not RequestState.ENDED]
         if self._images:
             self._images.retain({key for request in self._requests for key in request.images})
         for request in self._fitting():
-            if request.state is State.PREPARING:
+            if request.state is RequestState.PREPARING:
                 self._prepare(request)
 
     def drain(self) -> list[tuple[Request, str]]:
@@ -132,7 +132,7 @@ class Preparation:
 
     def _compile(self, request: Request) -> str:
         """Runs in the thread. Returns why it failed."""
-        if request.state is State.ENDED:  # do not delay the others
+        if request.state is RequestState.ENDED:  # do not delay the others
             return ""
         started_at = time.monotonic()
         try:

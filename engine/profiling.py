@@ -21,7 +21,7 @@ from run import ConfigError
 logger = logging.getLogger("worker")
 
 DEFAULT_STEPS = 100
-LOOP, OUTPUT = 1, 2  # ids of the worker's threads in the file
+LOOP_THREAD, OUTPUT_THREAD = 1, 2  # ids of the worker's threads in the file
 
 
 class Profiler:
@@ -59,10 +59,10 @@ class Profiler:
                 "prompt_tokens": output.step.prompt_tokens,
             }
             for name, begin, end, thread in (
-                ("forward", output.started_at, output.ran_at, LOOP),
-                ("sample", output.ran_at, output.sampled_at, LOOP),
-                ("update slots", output.sampled_at, output.done_at, LOOP),
-                ("publish", publish_begin, publish_end, OUTPUT),
+                ("forward", output.started_at, output.ran_at, LOOP_THREAD),
+                ("sample", output.ran_at, output.sampled_at, LOOP_THREAD),
+                ("update slots", output.sampled_at, output.done_at, LOOP_THREAD),
+                ("publish", publish_begin, publish_end, OUTPUT_THREAD),
             ):
                 event = {"name": name, "ph": "X", "ts": begin * 1e6, "dur": (end - begin) * 1e6}
                 self._events.append(event | {"pid": 1, "tid": thread, "args": arguments})

@@ -16,7 +16,7 @@ from text.grammar import Matcher
 logger = logging.getLogger("worker")
 
 
-class State(enum.Enum):
+class RequestState(enum.Enum):
     """How far a request has come; each state follows the one before it, or is left for the end."""
 
     RECEIVED = enum.auto()
@@ -49,7 +49,7 @@ class Request:
     sampler: SamplerState | None = None  # None with on-device sampling
     matcher: Matcher | None = None  # with constrained decoding
     proposer: NgramProposer | None = None  # with speculative decoding
-    state: State = State.RECEIVED
+    state: RequestState = RequestState.RECEIVED
     # Kept by the preparation:
     compilation: Future[str] | None = None  # of its grammar; the result says why it failed
     # Kept by the scheduler:
@@ -71,7 +71,7 @@ class Request:
 
     @property
     def has_slot(self) -> bool:
-        return self.state in (State.PREFILLING, State.RUNNING)
+        return self.state in (RequestState.PREFILLING, RequestState.RUNNING)
 
     @property
     def id(self) -> int:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
-from engine.request import Request, State
+from engine.request import Request, RequestState
 from engine.slots import SlotAssignment, Slots
 from models.base import Chunk
 from models.images.encoder_cache import cuts_image
@@ -128,7 +128,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         assert len(request.prompt) > 0 and request.max_new_tokens > 0
-        request.state = State.WAITING
+        request.state = RequestState.WAITING
         self.waiting.append(request)
 
     def set_prompt_budget(self, tokens: int) -> None:
@@ -140,7 +140,7 @@ class Scheduler:
         """Takes a cancelled or failed request out of its slot or of the queue, if it is there."""
         if request.has_slot:
             self._release(request)
-        elif request.state is State.WAITING:
+        elif request.state is RequestState.WAITING:
             self.waiting.remove(request)
 
     def is_overdue(self, request: Request, now: float) -> bool:
@@ -246,7 +246,7 @@ class Scheduler:
         elif is_done:
             request.prefilled = end
             self.prefilling.remove(request)
-            request.state = State.RUNNING
+            request.state = RequestState.RUNNING
             insort(self.running, request, key=lambda row: row.slot)
             self._policy.prompt_done()
 
@@ -283,7 +283,7 @@ class Scheduler:
             request.cached = request.prefilled = placement.cached
             if placement.source != placement.slot:
                 self._copies.append(placement)
-            request.state = State.PREFILLING
+            request.state = RequestState.PREFILLING
             self.prefilling.append(request)
 
     def _next_waiting(self, now: float) -> Request:
@@ -300,8 +300,8 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self._slots.release(request.slot)
         request.slot = None
-        (self.running if request.state is State.RUNNING else self.prefilling).remove(request)
-        request.state = State.ENDED
+        (self.running if request.state is RequestState.RUNNING else self.prefilling).remove(request)
+        request.state = RequestState.ENDED
 
 
 def _decode_chunk(request: Request, draft_tokens: Sequence[int]) -> Chunk:

@@ -552,7 +552,7 @@ def test_a_folder_is_checked_for_a_model_and_beats_a_hub_id_of_the_same_name(tmp
 def test_a_run_reads_back_what_was_resolved_for_it(argv, tmp_path, monkeypatch):
     monkeypatch.setenv("NEURON_TEXTGEN_RUN_DIR", str(tmp_path))
     (tmp_path / "config.json").write_text(of(*argv).to_json())
-    assert config.load() == of(*argv)
+    assert config.resolved() == of(*argv)
     assert socket_address() == f"ipc://{tmp_path}/worker.sock"
 
 

@@ -1,10 +1,46 @@
 """The loops of sampling.py, compiled by numba: over logits as they lie in memory, float32 or bfloat16, by row
 or by token.
 
-The loops are batch-invariant, bit for bit: sums have one fixed order. The logits are read once for the maxima
-of lanes of tokens. The k-th highest of these is at most the k-th highest logit, so only lanes that reach it
-are searched for the top k. Weights are float32 powers of 2. `BatchSamplingParams` has one array for each
-parameter of a batch.
+A row's token depends on that row alone, to the bit. So sums have one fixed order, whatever the memory order
+and the number of rows. To be fast, the loops read a row once, and sort only the tokens that filters may keep.
+This is how a token is chosen:
+
+1. `maxima_of` reads all logits. A lane is each LANES-th token of a group; its maximum is kept. The highest
+   maximum of a row is its peak.
+2. `threshold_of` finds the k-th highest maximum. k lanes reach it, so at least k logits do, and no token
+   below it is among the top k.
+3. `list_top` reads the lanes that reach the threshold, and sorts what reaches it: the top k, with ties.
+4. `draw_listed` gives each listed token its weight, e to the power of (score - peak) / temperature, drops
+   what top-p and min-p exclude, and takes the token at the share `draw` of the rest.
+
+Without top-k it is not known how many tokens top-p and min-p keep: 64 are listed, then 512 if these were too
+few, then `sampling.sample_whole_row` sorts the row. Top-p also needs the sum of all weights (`sums_of`).
+Without any filter, `draw_any` takes the token from the sums of the groups, and nothing is listed.
+
+An example with three lanes, five tokens, temperature 1 and the random number 0.7:
+
+    token     0     1     2     3     4
+    logit   1.0   3.0   0.5   2.0   2.5
+    lane      0     1     2     0     1
+    weight  0.14  1.00  0.08  0.37  0.61      the sum is 2.19
+
+    maxima    lane 0: 2.0, lane 1: 3.0, lane 2: 0.5; the peak is 3.0
+    top_k 2   The threshold is 2.0. Lane 2 is not read again. Tokens 1, 4 and 3 reach the threshold; 1 and 4
+              are listed. 0.7 of their weights is 1.12, which token 1 (up to 1.00) does not reach: token 4.
+    top_p 0.8 The limit is 0.8 * 2.19 = 1.75. Tokens 1 and 4 have 1.61 together, so token 3 is kept as well.
+              0.7 of their weights is 1.38: token 4.
+    no filter 0.7 of all weights is 1.53. In the order of ids: token 0 reaches to 0.14, 1 to 1.14, 2 to 1.22,
+              3 to 1.59: token 3.
+
+Three things in the code look odd, and stay as they are:
+
+- Logits are compared as integers (`sortable_bits`). The compiler makes vector instructions of a maximum of
+  integers, and not of one of floats, where NaN is unequal to itself. Less an offset, NaNs of both signs are
+  the highest integers, so a NaN becomes the maximum of its lane and the row fails.
+- One loop reads both memory orders. transformers-neuronx leaves the logits of a token side by side
+  (`Source.adjacent` is the number of rows), other engines those of a row (`adjacent` is 1). In both cases the
+  logits of LANES tokens are LANES * adjacent numbers side by side, which the loop takes together.
+- Conditions are written as one expression, for the compiler: see the comments at these lines.
 """
 
 from __future__ import annotations
@@ -41,8 +77,6 @@ POWER_1 = np.float32(0.6931242)
 POWER_2 = np.float32(0.24024099)
 POWER_3 = np.float32(0.05590637)
 POWER_4 = np.float32(0.00958282)
-ONE = np.float32(1.0)
-ZERO = np.float32(0.0)
 MIN_EXPONENT = np.float32(-100.0)
 ROUND = np.float32(1.5 * 2**23)  # adding it rounds a float32 to a whole number
 # SplitMix64 (Steele, Lea and Flood 2014).
@@ -224,9 +258,9 @@ def weight_of(score, peak, scale):
     exponent = exponent if is_positive else MIN_EXPONENT
     rounded = np.float32(exponent + ROUND)
     x = np.float32(exponent - np.float32(rounded - ROUND))
-    power = np.float32(ONE + x * (POWER_1 + x * (POWER_2 + x * (POWER_3 + x * POWER_4))))
+    power = np.float32(np.float32(1.0) + x * (POWER_1 + x * (POWER_2 + x * (POWER_3 + x * POWER_4))))
     bits = np.int32(power.view(np.int32) + np.int32(rounded.view(np.int32) << np.int32(23)))
-    return bits.view(np.float32) if is_positive else ZERO
+    return bits.view(np.float32) if is_positive else np.float32(0.0)
 
 
 @_njit

@@ -11,7 +11,7 @@ from tiny_tokenizers import byte_level
 from engine import preparation
 from engine.metrics import Metrics
 from engine.preparation import Preparation
-from engine.request import Request, State
+from engine.request import Request, RequestState
 from protocol import Cancel, Generate
 from text.grammar import Grammars, of_regex
 
@@ -39,7 +39,7 @@ def test_a_panic_while_a_grammar_is_compiled_ends_the_request_that_waits_for_it(
     assert woken.wait(WAIT_S)
     assert panicking.drain() == [(waiting, "the grammar cannot be compiled")]
     assert waiting.matcher is None
-    waiting.state = State.ENDED  # as the loop does
+    waiting.state = RequestState.ENDED  # as the loop does
     assert panicking.drain() == []
 
 
@@ -62,11 +62,11 @@ def test_grammars_that_take_too_much_memory_together_are_compiled_when_others_ha
         assert woken.get(timeout=WAIT_S)
         ready = [prepared for prepared, _error in bounded.drain()]
         for prepared in ready:
-            prepared.state = State.WAITING  # as the scheduler does
+            prepared.state = RequestState.WAITING  # as the scheduler does
         order += ready
         if each is requests[0]:
             assert order == requests[:1]
-        each.state = State.ENDED
+        each.state = RequestState.ENDED
         bounded.start()
     assert order == requests
 

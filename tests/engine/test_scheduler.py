@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import scheduler as scheduling
-from engine.request import Request, RequestGroup, State
+from engine.request import Request, RequestGroup, RequestState
 from engine.scheduler import SchedulerConfig
 from models.base import Chunk
 from protocol import Generate, Image
@@ -145,7 +145,7 @@ def expired(scheduler, now):
     overdue = [each for each in scheduler.waiting if scheduler.is_overdue(each, now)]
     for each in overdue:
         scheduler.remove(each)
-        each.state = State.ENDED
+        each.state = RequestState.ENDED
     return overdue
 
 

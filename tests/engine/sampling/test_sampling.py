@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from engine.sampling import sampling
+from engine.sampling import loops, sampling
 from engine.sampling.sampling import (
     NO_MASK,
     SamplerState,
@@ -596,6 +596,24 @@ def test_log_probabilities_of_a_prompt_do_not_depend_on_its_chunks(as_laid_out):
 def test_other_dtypes_are_not_read_as_if_they_were_logits():
     with pytest.raises(AssertionError, match="logits are float32"):
         sample(np.zeros((1, 8), np.float64), SamplingBatch([SamplerState(SamplingParams(), [0])]))
+
+
+def test_the_example_that_explains_the_loops_is_right():
+    source = loops.source_of(rows_of([1.0, 3.0, 0.5, 2.0, 2.5]))
+    maxima = loops.maxima_of(source)
+    sums = loops.sums_of(source, np.float32([3.0]), np.float32([sampling.LOG2_E]))[0]
+    assert sums.sum() == pytest.approx(2.19, abs=0.005)
+
+    def listed(k):
+        ids, scores = np.empty(5, np.int64), np.empty(5, np.float32)
+        count = loops.list_top(source, 0, maxima[0], 3.0, k, ids, scores)
+        return ids, scores[:count], k == 2 or count < k
+
+    ids, scores, is_complete = listed(2)
+    assert ids[:2].tolist() == [1, 4]
+    assert loops.draw_listed(ids, scores, is_complete, sums, 3.0, 1.0, 1.0, 0.0, 0.7) == 4
+    assert loops.draw_listed(*listed(loops.FIRST_TOP_TOKENS), sums, 3.0, 1.0, 0.8, 0.0, 0.7) == 4
+    assert loops.draw_any(source, 0, sums, np.float32(3.0), np.float32(sampling.LOG2_E), 0.7) == 3
 
 
 @pytest.mark.processes
