@@ -161,7 +161,7 @@ class Worker:
     def next(self) -> Step | None:
         """Schedules before it rejects overdue requests: one that gets a slot now is not overdue."""
         now = time.monotonic()
-        step = self.scheduler.next(now)
+        step = self.scheduler.next(now, self._timer.prompt_budget)
         for request in self.requests:
             if self.scheduler.is_overdue(request, now):
                 self.requests.end(request, "overloaded", log_reason="waited too long")
@@ -176,7 +176,6 @@ class Worker:
         output = self._runner.run(step)
         if not output.failure:
             self._timer.record(step.prompt_tokens, output.ran_at - output.started_at)
-            self.scheduler.set_prompt_budget(self._timer.prompt_budget)
         return output
 
     def update(self, output: StepOutput) -> None:
@@ -317,23 +316,22 @@ class Worker:
                     logger.info("Listening on %s (API and web UI)", self.address)
 
 
+@dataclass
 class Startup:
     """Makes a worker, reporting each phase to the API server processes."""
 
-    def __init__(self, config: Config, link: Link, admission: Admission, metrics: Metrics):
-        self._config = config
-        self._adapter_sources = config.adapters
-        self._link = link
-        self._admission = admission
-        self._metrics = metrics
+    config: Config
+    link: Link
+    admission: Admission
+    metrics: Metrics
 
     def run(self) -> Worker:
         """Fetches and loads the model. Raises ConfigError or ModelError for what cannot be served."""
-        with self.phase("checking" if self._config.is_local else "downloading", self._config.model_name):
-            prepared = models.prepare(self._config)
-            config = self._config = prepared.config
+        with self.phase("checking" if self.config.is_local else "downloading", self.config.model_name):
+            prepared = models.prepare(self.config)
+            config = prepared.config
             find_tokenizer(prepared.folder)  # before weights are downloaded or converted
-            self._metrics.set_limits(
+            self.metrics.set_limits(
                 config.max_batch_size or 0, config.max_input_tokens, config.max_total_tokens
             )
         profiler = Profiler.of(config)
@@ -352,7 +350,7 @@ class Startup:
         named = [*prepared.manifest.eos_token_ids, *tokenizer.eos_token_ids]
         eos_token_ids = known_eos_ids(named, model.vocab_size)
         info = self._info(prepared, tokenizer, model, eos_token_ids)
-        self._link.announce(info)
+        self.link.announce(info)
         self._log_model(model, info)
         grammars = None
         if model.sampling != "device":
@@ -360,14 +358,14 @@ class Startup:
         adapter_changes = None
         if config.lora_folder:
             read = functools.partial(load_updates, config)
-            adapter_changes = AdapterChanges(model.adapters, read, self._link, info, config)
+            adapter_changes = AdapterChanges(model.adapters, read, self.link, info, config)
         return Worker(
             model=model,
             limits=scheduler_config(config, model),
             eos_token_ids=frozenset(eos_token_ids),
-            link=self._link,
-            admission=self._admission,
-            metrics=self._metrics,
+            link=self.link,
+            admission=self.admission,
+            metrics=self.metrics,
             grammars=grammars,
             profiler=profiler,
             web_processes=config.web_concurrency,
@@ -379,19 +377,19 @@ class Startup:
     def phase(self, name: str, what: str) -> Iterator[None]:
         """Reports a phase to the API server processes, and logs it with its duration."""
         started_at = time.monotonic()
-        self._link.report(Status(name))
+        self.link.report(Status(name))
         logger.info("%s %s", name.capitalize(), what)
         yield
         seconds = time.monotonic() - started_at
-        self._metrics.series("startup_phase_seconds", name).inc(seconds)  # a phase may come twice
+        self.metrics.series("startup_phase_seconds", name).inc(seconds)  # a phase may come twice
         logger.info("Done %s %s in %.1f s", name, what, seconds)
 
     def _load(self, prepared: Engine) -> StaticBatchModel:
-        if not self._config.is_local:
-            with self.phase("downloading", f"the weights of {self._config.model_name}"):
+        if not prepared.config.is_local:
+            with self.phase("downloading", f"the weights of {prepared.config.model_name}"):
                 prepared.fetch_weights()
         with self.phase("loading", "weights"):
-            return models.load(prepared, lambda phase: self._link.report(Status(phase)))
+            return models.load(prepared, lambda phase: self.link.report(Status(phase)))
 
     def _wait_for_loops(self, compiling: Future[None]) -> None:
         with self.phase("compiling", "the sampling loops"):
@@ -408,10 +406,10 @@ class Startup:
         model: StaticBatchModel,
         eos_token_ids: list[int],
     ) -> ModelInfo:
-        has_defaults = self._config.generation_config != "none"
+        has_defaults = self.config.generation_config != "none"
         memory = resident_memory()
         return ModelInfo(
-            model_name=self._config.model_name,
+            model_name=prepared.config.model_name,
             model_sha=prepared.sha,
             tokenizer_dir=str(tokenizer.folder),
             vocab_size=model.vocab_size,
@@ -435,7 +433,7 @@ class Startup:
             neuron_versions=prepared.versions,
             sampling_defaults=sampling_defaults(prepared.manifest, model.sampling) if has_defaults else {},
             stop_strings=prepared.manifest.stop_strings if has_defaults else [],
-            adapters=self._adapter_sources,
+            adapters=self.config.adapters,
         )
 
     def _log_model(self, model: StaticBatchModel, info: ModelInfo) -> None:
@@ -467,7 +465,7 @@ class Startup:
         if model.encoder_cache:
             mib = model.encoder_cache.limit_bytes >> 20
             logger.info("Image input is supported; encoder cache: up to %d MiB", mib)
-        elif self._config.allowed_media_domains:
+        elif self.config.allowed_media_domains:
             logger.info("--allowed-media-domains has no effect here: this model is served without images")
 
 

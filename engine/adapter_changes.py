@@ -127,12 +127,12 @@ class AdapterChanges:
         peer, change, *_ = pending
         try:
             changed = copying.result()
-        except (ModelError, ConfigError) as error:
-            self._end(peer, change, shortened(str(error)), isinstance(error, MachineError))
-            return
         except Exception as error:
-            logger.exception("the LoRA adapter %s cannot be changed", change.name)
-            self._end(peer, change, shortened(named(error)), is_of_machine=True)
+            is_known = isinstance(error, (ModelError, ConfigError))
+            if not is_known:
+                logger.exception("the LoRA adapter %s cannot be changed", change.name)
+            reason = shortened(str(error) if is_known else named(error))
+            self._end(peer, change, reason, not is_known or isinstance(error, MachineError))
             return
         self._adapters.exchange(changed)
         if not pending.reading:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from engine.admission import Admission
 from engine.outputs import Publisher
@@ -17,63 +18,56 @@ from models.base import StaticBatchModel
 from protocol import Generate
 
 
+@dataclass(eq=False)
 class Requests:
     """The admitted requests that have not ended."""
 
-    def __init__(
-        self,
-        model: StaticBatchModel,
-        eos_token_ids: frozenset[int],
-        scheduler: Scheduler,
-        outputs: Publisher,
-        admission: Admission,
-    ):
-        self._model = model
-        self._eos_token_ids = eos_token_ids
-        self._scheduler = scheduler
-        self._outputs = outputs
-        self._admission = admission
-        self._by_id: dict[int, Request] = {}
+    model: StaticBatchModel
+    eos_token_ids: frozenset[int]
+    scheduler: Scheduler
+    outputs: Publisher
+    admission: Admission
+    by_id: dict[int, Request] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return len(self.by_id)
 
     def __iter__(self):
-        return iter(list(self._by_id.values()))
+        return iter(list(self.by_id.values()))
 
     def get(self, request_id: int) -> Request | None:
         """None for a request that has ended."""
-        return self._by_id.get(request_id)
+        return self.by_id.get(request_id)
 
     def add(self, peer: bytes, generate: Generate, group: RequestGroup, images: Mapping[int, int]) -> Request:
         """A new request, which the caller adds to the scheduler. `images`: key → tokens."""
         now = time.monotonic()
         request = Request(
             generate=generate,
-            max_new_tokens=min(generate.max_new_tokens, self._model.max_total_tokens - len(generate.prompt)),
+            max_new_tokens=min(generate.max_new_tokens, self.model.max_total_tokens - len(generate.prompt)),
             arrived_at=generate.sent_at or now,
             peer=peer,
             group=group,
             images=images,
-            eos_token_ids=() if generate.ignore_eos else self._eos_token_ids,
+            eos_token_ids=() if generate.ignore_eos else self.eos_token_ids,
         )
-        self._by_id[generate.id] = request
+        self.by_id[generate.id] = request
         request.log("request queued")
         return request
 
     def end(self, request: Request, reason: str, message: str = "", log_reason: str | None = None) -> None:
         """Ends a request with a message instead of a token. Does nothing if it has ended."""
-        if request.id not in self._by_id:
+        if request.id not in self.by_id:
             return
-        self._outputs.end(request, reason, message)
-        self._scheduler.remove(request)
+        self.outputs.end(request, reason, message)
+        self.scheduler.remove(request)
         self.finish(request, log_reason or reason)
 
     def finish(self, request: Request, reason: str) -> None:
         """Forgets a request that has left the scheduler, and logs it."""
-        del self._by_id[request.id]
+        del self.by_id[request.id]
         request.state = RequestState.ENDED
-        self._admission.release()
+        self.admission.release()
         now = time.monotonic()
         started_at = request.started_at or now
         first_token_at = request.first_token_at or now
@@ -87,4 +81,4 @@ class Requests:
             "decode_ms": round((now - first_token_at) * 1000, 1),
             "finish_reason": reason.replace(" ", "_"),
         }
-        self._outputs.log_finished(fields)
+        self.outputs.log_finished(fields)

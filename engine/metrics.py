@@ -106,6 +106,7 @@ METRICS = (
         HTTP_ERRORS,
     ),
     (Counter, "client_disconnects", "Requests whose client disconnected before the end"),
+    (Gauge, "build_info", "1; the version of the server", "version", (VERSION,)),
 )
 # vLLM's names, types, labels and buckets, for tools that are made for it: the endpoint pickers of llm-d and
 # the Gateway API Inference Extension, AIPerf, Grafana dashboards. Columns as above; names are whole.
@@ -166,7 +167,6 @@ class Metrics:
         self._metrics: dict[str, Counter | Gauge | Histogram | Summary] = {}
         for kind, name, about, *label in METRICS + VLLM_METRICS:
             self._add(kind, name, about, *label)
-        self._add(Gauge, "build_info", "1; the version of the server", "version", (VERSION,))
         self.series("build_info", VERSION).set(1)
         ProcessCollector(registry=self._registry)  # of the worker
 

@@ -57,11 +57,6 @@ class Preparation:
         self._compiler.submit(int).result()  # starts the thread
         threading.stack_size(before)
 
-    @property
-    def requests(self) -> list[Request]:
-        """The requests that are not ready yet."""
-        return [request for request in self._requests if request.state is RequestState.PREPARING]
-
     def add_images(self, images: Iterable[Image]) -> None:
         """Takes the images of requests that are added next."""
         self._images.add(images)
@@ -86,7 +81,9 @@ class Preparation:
         adds them to the scheduler, or ends them."""
         failed_images = self._images.drain_errors() if self._images else {}
         prepared = []
-        for request in self.requests:
+        for request in self._requests:
+            if request.state is not RequestState.PREPARING:
+                continue
             job = request.compilation
             errors = [job.result() if job and job.done() else ""]
             errors += [failed_images.get(key) for key in request.images]

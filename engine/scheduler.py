@@ -30,7 +30,7 @@ from models.states import States
 
 # Prompt tokens of a step with chunked prefill. A larger budget lowers the prompts' time to first token and
 # raises the inter-token latency of the running requests.
-PREFILL_TOKENS_WITH_DECODE = 32  # while requests run, until `set_prompt_budget`
+PREFILL_TOKENS_WITH_DECODE = 32  # while requests run, until the time of a step is known
 PREFILL_TOKENS_ALONE = 256
 # Prompt tokens between two decode steps, without chunked prefill.
 PREFILL_TOKENS_PER_DECODE = 128  # while requests run
@@ -54,7 +54,7 @@ class SchedulerConfig:
     supports_prefix_copy: bool = False
     whole_images: bool = False
     states: States | None = None
-    max_batch_prefill_tokens: int | None = None  # None: the constants above, and `set_prompt_budget`
+    max_batch_prefill_tokens: int | None = None  # None: the constants above, and `Scheduler.next`
     max_draft_rows: int = 0  # tokens of all rows of a step with draft tokens
     verify_length: int = 0  # of one of these rows
     max_queue_time_s: float = math.inf
@@ -131,11 +131,6 @@ class Scheduler:
         request.state = RequestState.WAITING
         self.waiting.append(request)
 
-    def set_prompt_budget(self, tokens: int) -> None:
-        """Sets how many prompt tokens a step has time for beside running requests. No effect without chunked
-        prefill, or with `max_batch_prefill_tokens`."""
-        self._policy.set_budget(tokens)
-
     def remove(self, request: Request) -> None:
         """Takes a cancelled or failed request out of its slot or of the queue, if it is there."""
         if request.has_slot:
@@ -148,11 +143,15 @@ class Scheduler:
         itself, has had one."""
         return now - request.arrived_at > self._limits.max_queue_time_s and not request.group.has_started
 
-    def next(self, now: float) -> Step | None:
-        """The next step, or None if there is nothing to run. `update` follows with the step's tokens."""
+    def next(self, now: float, prompt_budget: int = PREFILL_TOKENS_WITH_DECODE) -> Step | None:
+        """The next step, or None if there is nothing to run. `update` follows with the step's tokens.
+
+        prompt_budget: the prompt tokens that a step has time for beside running requests. It has no effect
+        without chunked prefill, or with `max_batch_prefill_tokens`.
+        """
         self._assign_slots(now)
         startable = len(self.prefilling) + min(len(self.waiting), self._limits.slots - self.busy)
-        rows, prompts = self._policy.next(self.running, self.prefilling, startable)
+        rows, prompts = self._policy.next(self.running, self.prefilling, startable, prompt_budget)
         if not rows and not prompts:
             return None
         draft_tokens = [] if prompts else self._propose_drafts(rows)
@@ -318,10 +317,6 @@ class ChunkedPrefill:
 
     def __init__(self, limits: SchedulerConfig):
         self._limits = limits
-        self._budget_with_decode = limits.max_batch_prefill_tokens or PREFILL_TOKENS_WITH_DECODE
-
-    def set_budget(self, tokens: int) -> None:
-        self._budget_with_decode = self._limits.max_batch_prefill_tokens or tokens
 
     def too_few_wait(self, waiting: int, running: int) -> bool:
         """Never: a prompt does not interrupt decoding."""
@@ -331,9 +326,11 @@ class ChunkedPrefill:
         pass
 
     def next(
-        self, running: list[Request], prefilling: list[Request], startable: int
+        self, running: list[Request], prefilling: list[Request], _startable: int, prompt_budget: int
     ) -> tuple[list[Request], Prompts]:
-        budget = self._budget_with_decode if running else max(PREFILL_TOKENS_ALONE, self._budget_with_decode)
+        budget = self._limits.max_batch_prefill_tokens or prompt_budget
+        if not running:
+            budget = max(PREFILL_TOKENS_ALONE, budget)
         # Where chunks are long, a second prompt has room beside the first one.
         least = max(2, self._limits.chunk_granularity * min(2, len(prefilling)))
         return running, self._share(max(least, budget), prefilling)
@@ -382,9 +379,6 @@ class AlternatingPrefill:
         self._prompt_tokens = 0  # since the last decode step
         self._steps_since_prompt = 0  # decode steps since the last prompt was finished
 
-    def set_budget(self, tokens: int) -> None:
-        """Nothing: chunks have a fixed length, and other prompts run whole."""
-
     def too_few_wait(self, waiting: int, running: int) -> bool:
         return waiting < int(running * self._limits.waiting_served_ratio)
 
@@ -397,7 +391,7 @@ class AlternatingPrefill:
         self._steps_since_prompt = 0
 
     def next(
-        self, running: list[Request], prefilling: list[Request], startable: int
+        self, running: list[Request], prefilling: list[Request], startable: int, _prompt_budget: int
     ) -> tuple[list[Request], Prompts]:
         """`startable`: prompts that have or could have a slot."""
         if prefilling:

@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from config import DEVICE_TOP_K
-from engine.masks import Masks, masks_of
 from engine.request import Request
 from engine.sampling import sampling
 from engine.sampling.sampling import SamplingBatch, SamplingError
@@ -24,7 +24,7 @@ from engine.scheduler import PREFILL_TOKENS_WITH_DECODE, Step
 from models.base import Chunk, Logits, SampledIds, StaticBatchModel
 from models.errors import DeviceLost
 from protocol import SAMPLING_PARAMETERS
-from text.grammar import GrammarError
+from text.grammar import GrammarError, Matcher
 
 logger = logging.getLogger("worker")
 
@@ -51,6 +51,29 @@ class StepOutput:
     # [rows, vocab]; None with on-device sampling, or if no request wants log-probabilities.
     logits: np.ndarray | None = None
     mask_s: float | None = None  # that the masks took; None without grammars
+
+
+class Masks(NamedTuple):
+    """Which tokens grammars allow in the rows of a step."""
+
+    mask: np.ndarray  # uint32 [rows, ceil(vocab / 32)] as in sampling.py: sample
+    errors: dict[int, Exception]  # of rows without a mask
+    seconds: float | None
+
+
+def masks_of(matchers: Sequence[Matcher | None], vocab_size: int) -> Masks:
+    """The masks of a step's rows; a row without a matcher allows all tokens."""
+    started_at = time.monotonic()
+    errors = {}
+    mask = np.full((len(matchers), -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+    for row, matcher in enumerate(matchers):
+        try:
+            if matcher:
+                matcher.fill(mask[row].ctypes.data, mask[row].nbytes)
+        except Exception as error:  # one row must not stop the others
+            errors[row] = error
+            mask[row] = 0xFFFFFFFF
+    return Masks(mask, errors, time.monotonic() - started_at)
 
 
 class StepRunner:

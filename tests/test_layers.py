@@ -49,7 +49,7 @@ FLOORS = {
     "text": "output | infill stream | tokenizer template_capabilities grammar | json_schema template images"
     " | json_numbers json_patterns escaping limited",
     "engine": "lifecycle | adapter_changes outputs preparation | image_encoding link | metrics profiling | step | scheduler"
-    " | request | admission defaults masks slots sampling",
+    " | request | admission defaults slots sampling",
     "models": "convert | __init__ | openvino pytorch neuron | checkpoint | base | adapters cache gguf states"
     " | accuracy child errors images machine",
 }

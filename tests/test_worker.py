@@ -372,7 +372,7 @@ from models.errors import DeviceLost, ModelError
 
 def run(boot):
     if sys.argv[1] == "socket":
-        boot._link.send(b"", object())  # cannot be encoded
+        boot.link.send(b"", object())  # cannot be encoded
         threading.Event().wait()
     if sys.argv[1] == "thread":
         aside = threading.Thread(target=lambda: 1 / 0, name="aside")

@@ -18,7 +18,7 @@ from processes import wait_until
 from tiny_tokenizers import byte_level
 
 import worker
-from engine.masks import masks_of
+from engine.step import masks_of
 from protocol import MAX_GRAMMAR, Cancel, Generate, SamplingParams
 from text import grammar
 from text.grammar import Grammars, Matcher, of_json_schema, of_regex

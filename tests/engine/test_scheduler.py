@@ -219,9 +219,8 @@ def test_prompts_share_the_tokens_that_a_step_has_time_for_unless_a_setting_says
     for prompts in (1, 2, 4):
         scheduler = Scheduler(slots=8, **engine)
         running(scheduler, 1)
-        scheduler.set_prompt_budget(50)
         added(scheduler, *(request(600) for _ in range(prompts)))
-        assert sum(prompt_tokens(run_step(scheduler)[0])) == expected
+        assert sum(prompt_tokens(scheduler.next(0.0, 50))) == expected
 
 
 def test_prompts_of_the_same_length_run_one_after_the_other():
