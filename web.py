@@ -73,11 +73,7 @@ def create_app(config: Config, engine: EngineClient, store: ResponseStore) -> Fl
     app.before_request(guard.admit)
     app.after_request(guard.add_headers)
     handlers = ErrorHandlers(process)
-    app.register_error_handler(ApiError, handlers.api_error)
-    app.register_error_handler(EngineError, handlers.engine_error)
-    app.register_error_handler(RecursionError, handlers.too_deep)
-    app.register_error_handler(HTTPException, handlers.http_error)
-    app.register_error_handler(Exception, handlers.bug)
+    app.register_error_handler(Exception, handlers.respond)
     app.after_request(handlers.record)
     return app
 
@@ -198,39 +194,25 @@ class ErrorHandlers:
     def __init__(self, process: server.Server):
         self._process = process
 
-    def api_error(self, error: ApiError) -> Response:
-        of_route = routes.error_format(request.endpoint, request.path, request.headers)
-        error.request_id = g.request_id
-        g.rejection = error.text[:200]
-        response = server.json_response(error.body(g.get("error_format") or of_route))
-        response.status_code = error.status
-        if error.retry_after_s is not None:
-            response.headers["Retry-After"] = str(error.retry_after_s)
-        if error.status == 401:
-            response.headers["WWW-Authenticate"] = "Bearer"
-        if "generates" in g:
-            g.outcome = error.outcome
-        return response
-
-    def engine_error(self, error: EngineError) -> Response:
-        return self.api_error(errors.not_ready(str(error)))
-
-    def too_deep(self, _error: RecursionError) -> Response:
-        return self.api_error(errors.too_deep())
-
-    def http_error(self, error: HTTPException) -> Response:
+    def respond(self, error: Exception) -> Response:
         if isinstance(error, ClientDisconnected):
             g.outcome = "dropped" if "generates" in g else None
             return Response(status=CLIENT_CLOSED_REQUEST)  # for the metrics; the client has disconnected
-        response = self.api_error(self._of_http(error))
+        shown = self._shown(error)
+        of_route = routes.error_format(request.endpoint, request.path, request.headers)
+        shown.request_id = g.request_id
+        g.rejection = shown.text[:200]
+        response = server.json_response(shown.body(g.get("error_format") or of_route))
+        response.status_code = shown.status
+        if shown.retry_after_s is not None:
+            response.headers["Retry-After"] = str(shown.retry_after_s)
+        if shown.status == 401:
+            response.headers["WWW-Authenticate"] = "Bearer"
         if allowed := getattr(error, "valid_methods", None):
             response.headers["Allow"] = ", ".join(allowed)
+        if "generates" in g:
+            g.outcome = shown.outcome
         return response
-
-    def bug(self, error: Exception) -> Response:
-        extra = server.log_fields()
-        logger.error("%s %s failed", request.method, request.path, exc_info=error, extra=extra)
-        return self.api_error(errors.internal())
 
     def record(self, response: Response) -> Response:
         """Adds a failed request to the metrics; one that was sent to the worker does so itself."""
@@ -241,7 +223,18 @@ class ErrorHandlers:
             logger.info("request rejected", extra=extra | {"is_limited": True})
         return response
 
-    def _of_http(self, error: HTTPException) -> ApiError:
+    def _shown(self, error: Exception) -> ApiError:
+        """What the client reads. Logs what it does not read: an error of this server."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, EngineError):
+            return errors.not_ready(str(error))
+        if isinstance(error, RecursionError):
+            return errors.too_deep()
+        if not isinstance(error, HTTPException):
+            extra = server.log_fields()
+            logger.error("%s %s failed", request.method, request.path, exc_info=error, extra=extra)
+            return errors.internal()
         if error.code == 404:
             return ApiError(404, "not_found", f"There is no route {request.path}")
         if error.code == 405:
