@@ -1001,7 +1001,7 @@ class Config:
         return msgspec.json.decode(text, type=cls)
 
     def to_shell(self) -> str:
-        """What entrypoint.sh reads, as assignments; times also in milliseconds, because bash computes with
+        """The assignments that entrypoint.sh reads. Times are there in milliseconds, too: bash computes with
         integers."""
         lines = []
         for name in IN_SHELL:
@@ -1062,8 +1062,8 @@ COMPATIBILITY_ALIASES = dict(_read_aliases())
 
 
 def _names_given(flag: str, given: Mapping[str, str]) -> list[str]:
-    """The names of a setting that are given, flags first, its own before compatibility aliases. The first one
-    counts."""
+    """The names of a setting that have a value: flags before variables, own names before compatibility
+    aliases. The value of the first name counts."""
     others = [
         name
         for name, other in COMPATIBILITY_ALIASES.items()

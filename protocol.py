@@ -125,8 +125,8 @@ class Cancel(msgspec.Struct, tag="cancel", frozen=True):
 
 
 class AdapterChange(msgspec.Struct, tag="adapter_change", frozen=True):
-    """Web → worker: load the LoRA adapter `name` from `source`, with `in_place` also in the place of one of
-    that name, or unload it without a source. Answered by `AdapterChanged` with the same `id`."""
+    """Web → worker: load the LoRA adapter `name` from `source`, or unload it if `source` is empty. With
+    `in_place`, an adapter of that name is replaced. `AdapterChanged` with the same `id` answers."""
 
     id: int
     name: str
@@ -276,8 +276,8 @@ class MetricsText(msgspec.Struct, tag="metrics", frozen=True):
 
 
 class AdapterChanged(msgspec.Struct, tag="adapter_changed", frozen=True):
-    """Worker → web: the end of an `AdapterChange`; `error` says why it failed, and `is_of_machine` that the
-    same change may succeed later."""
+    """Worker → web: the end of an `AdapterChange`. `error` says why it failed. With `is_of_machine`, the same
+    change may succeed later."""
 
     id: int
     error: str = ""

@@ -79,8 +79,8 @@ def create_app(config: Config, engine: EngineClient, store: ResponseStore) -> Fl
 
 
 class RootPathMiddleware:
-    """WSGI: strips `--root-path` from a path that is no route by itself: with the root path /v1, /v1/models
-    and /v1/v1/models are the same route."""
+    """WSGI: strips `--root-path` from a path, unless the path is a route by itself. With the root path /v1,
+    both /v1/models and /v1/v1/models are the route /v1/models."""
 
     def __init__(self, app: Flask, root_path: str):
         self._app = app.wsgi_app
@@ -158,7 +158,8 @@ class AuthAndCors:
 
 
 class ApiKeys:
-    """The accepted keys: that of `--api-key`, and those of a file, which may change while the server runs."""
+    """The accepted keys: the key of `--api-key`, and the keys of a file. The file may change while the server
+    runs."""
 
     def __init__(self, config: Config):
         self._own = [config.api_key.encode()] if config.api_key else []
@@ -215,7 +216,7 @@ class ErrorHandlers:
         return response
 
     def record(self, response: Response) -> Response:
-        """Adds a failed request to the metrics; one that was sent to the worker does so itself."""
+        """Adds a failed request to the metrics. A request that was sent to the worker has added itself."""
         if response.status_code >= 400 and "generation" not in g:
             self._process.record_failure(response.status_code)
         if response.status_code < 500 and "rejection" in g:

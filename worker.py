@@ -159,7 +159,8 @@ class Worker:
             self.requests.end(request, "failed")
 
     def next(self) -> Step | None:
-        """Schedules before it rejects overdue requests: one that gets a slot now is not overdue."""
+        """The next step. Overdue requests are rejected after it is scheduled: a request that gets a slot now
+        is not overdue."""
         now = time.monotonic()
         step = self.scheduler.next(now, self._timer.prompt_budget)
         for request in self.requests:
@@ -536,8 +537,8 @@ def known_eos_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
 
 
 def log_thread_failure(link: Link, failure: threading.ExceptHookArgs) -> None:
-    """Logs an error that ended a thread, and ends the process if it was the socket's thread. Without another
-    one, such as a library's, requests are still served."""
+    """Logs the error that ended a thread. The end of the socket's thread ends the process. Without any other
+    thread, such as a library's, requests are still served."""
     is_needed = failure.thread is link.thread
     name = failure.thread.name if failure.thread else "unknown"
     level = logging.CRITICAL if is_needed else logging.ERROR

@@ -58,8 +58,8 @@ def predictions(server: Server, name: str) -> Response:
 
 
 def of_adapter(read: Read, name: str | None) -> Read:
-    """For requests to a LoRA adapter, or to the model itself, by its name beside the body; None: the body
-    says."""
+    """Reads requests that name a LoRA adapter, or the model, beside the body. `name` is None if the request
+    does not."""
     return lambda data, served: read(data, served.with_adapter(name) if name else served)
 
 

@@ -1,9 +1,11 @@
 """LoRA adapters that are loaded and unloaded while requests run.
 
-An adapter is read in a thread. Another one makes the weights of all adapters with it, or without one that is
-unloaded, and the model gets these between two steps. An adapter that is unloaded is not known to new requests
-from then on; it goes when the last request with it has ended. So does one that another replaces under its
-name.
+Loading: a thread reads the adapter. Another thread copies the weights of all adapters and adds the new ones.
+The model gets the copy between two steps.
+
+Unloading: new requests no longer find the adapter. When the last request with it has ended, a thread copies
+the weights without it, and the model gets the copy. An adapter that is replaced by another of its name goes
+the same way.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ READERS = 4  # adapters that are read at the same time, for which there is memor
 
 
 class Pending(NamedTuple):
-    """A change that has begun: an adapter is being read, or the one with `number` goes."""
+    """A change that has begun: an adapter is being read, or the adapter with `number` is to be removed."""
 
     peer: bytes
     change: AdapterChange
@@ -97,7 +99,8 @@ class AdapterChanges:
             self._end(peer, change, f"the LoRA adapter {change.name} is not loaded")
 
     def apply(self, requests: Collection[Request]) -> None:
-        """Between two steps: gives the model the weights that have been made, and has the next ones made."""
+        """Gives the model the copy that is ready, and begins the next one. The loop calls it between two
+        steps."""
         if self._copying and self._copying[1].done():
             self._exchange(*self._copying)
             self._copying = None

@@ -94,13 +94,16 @@ class Link:
         return [item for item in received if item is not None]
 
     def interrupt(self) -> None:
-        """Makes a waiting `receive` return. May be called from any thread and from a signal handler."""
+        """Makes a waiting `receive` return. Any thread and any signal handler may call it."""
         self._inbox.put(None)
 
     def report(self, status: Status, limit_s: float = math.inf) -> None:
-        """The status that heartbeats carry from now on; a new phase is sent at once. `full` and `progress`
-        are added when it is sent, and `late` when heartbeats of more than `limit_s` seconds have been sent
-        since: while the whole machine stands still, none is."""
+        """Sets the status that heartbeats carry from now on; a new phase is sent at once. `full`, `progress`
+        and `late` are added when a status is sent.
+
+        A status is late when the heartbeats since this call make up more than `limit_s` seconds. Heartbeats
+        are counted, not time, because a machine that stands still sends none.
+        """
         is_news = status.phase != self._status.phase
         self._status = status
         self._left_s = limit_s

@@ -201,9 +201,12 @@ class Metrics:
             self._add(Histogram, f"vllm:request_{name}_tokens", about, buckets=buckets)
 
     def set_cache(self, tokens: int, dtype: str, prefix_granularity: int | None) -> None:
-        """Adds vLLM's description of the KV cache: its `tokens` in blocks. Endpoint pickers compare prompts
-        block by block, so one block is the least that prefix caching reuses, and not so small that they give
-        up on long prompts. `prefix_granularity` is None without prefix caching."""
+        """Adds vLLM's description of the KV cache: its `tokens` in blocks. `prefix_granularity` is None
+        without prefix caching.
+
+        Endpoint pickers compare prompts block by block. So a block is the least that prefix caching reuses,
+        and at least MIN_BLOCK_SIZE tokens: pickers give up on prompts of too many blocks.
+        """
         block_size = max(MIN_BLOCK_SIZE, prefix_granularity or 0)
         labels = {
             "block_size": block_size,
@@ -216,13 +219,13 @@ class Metrics:
         info.labels(**labels).set(1)
 
     def watch(self, load: Callable[[], Mapping[str, float]]) -> None:
-        """Shows from now on what `load` returns: values of gauges by the names that `series` takes, as they
-        are when the metrics are rendered, on that thread."""
+        """Shows what `load` returns from now on: the values of gauges by the names that `series` takes.
+        `render` calls it, on its own thread."""
         self._load = load
 
     def watch_adapters(self, slots: int, adapters: Callable[[], tuple[set[str], set[str]]]) -> None:
-        """Shows from now on the LoRA adapters of running and of waiting requests, which `adapters` returns,
-        under vLLM's name: the gateways of Kubernetes' Inference Extension choose a replica by it."""
+        """Shows the LoRA adapters of running and of waiting requests, which `adapters` returns, from now on.
+        The gateways of Kubernetes' Inference Extension choose a replica by this metric of vLLM."""
         labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
         about = "The LoRA adapters of running and waiting requests; the value is the time"
         gauge = Gauge("vllm:lora_requests_info", about, labels, registry=self._registry)

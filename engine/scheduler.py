@@ -200,8 +200,9 @@ class Scheduler:
         return None
 
     def _propose_drafts(self, rows: list[Request]) -> list[list[int]]:
-        """The draft tokens of each row. No row gets any if half of them or more have none, since these would
-        wait for the others. Steps with prompts have no draft tokens: prompts take their share."""
+        """The draft tokens of each row. If half of the rows or more have none, no row gets any: rows without
+        draft tokens would wait for the others. The caller asks only in steps without prompts, which take the
+        share of draft tokens."""
         most = min(self._limits.max_draft_rows // max(1, len(rows)), self._limits.verify_length) - 1
         if most < 1:
             return []
@@ -336,9 +337,9 @@ class ChunkedPrefill:
         return running, self._share(max(least, budget), prefilling)
 
     def _share(self, budget: int, prefilling: list[Request]) -> Prompts:
-        """How many tokens of each prompt run: of the first at least half of the budget, and then of those
-        with the fewest tokens left. So prompts of the same length run one after the other, which brings their
-        first tokens earlier than running them together, and none waits for ever."""
+        """The number of tokens of each prompt that run. At least half of the budget is for the first prompt,
+        so that no prompt waits for ever. The rest goes to the prompts with the fewest tokens left. So prompts
+        of the same length run one after the other, which brings most of them an earlier first token."""
         if not prefilling:
             return []
         first = prefilling[0]
@@ -357,9 +358,9 @@ class ChunkedPrefill:
         return shares
 
     def _chunk_tokens(self, request: Request, most: int) -> int:
-        """The tokens of a prompt's next chunk. It may have one more than `most`, or as many as the model's
-        granularity asks for. No chunk of a longer prompt has one token: the model would round it as in a
-        decode step."""
+        """The number of tokens of a prompt's next chunk. It may exceed `most` by one, or up to the next
+        multiple of the model's granularity. No chunk of a longer prompt has one token: the model would round
+        it as in a decode step."""
         granularity = self._limits.chunk_granularity
         left = len(request.prompt) - request.prefilled
         limit = min(left, self._limits.longest_chunk, ALL_LOGITS_TOKENS if request.all_logits else left)

@@ -18,8 +18,8 @@ from models.states import States
 
 
 class SlotAssignment(NamedTuple):
-    """The slot of a request, how many of its prompt tokens are cached, and in which slot; they have to be
-    copied from another slot than its own."""
+    """The slot of a request, the number of its prompt tokens that are cached, and the slot that has them. If
+    `source` is another slot than `slot`, the tokens must be copied first."""
 
     slot: int
     cached: int
@@ -100,8 +100,8 @@ class Slots:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many of the first elements are equal. By halves, because slices are compared much faster than
-    elements."""
+    """The number of first elements that are equal. Halves are compared, because Python compares slices much
+    faster than elements."""
     low = 0
     high = min(len(a), len(b))
     while low < high:

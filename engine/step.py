@@ -203,8 +203,8 @@ def needs_logits(request: Request) -> bool:
 
 
 def sampled_rows(step: Step) -> list[range]:
-    """For each chunk, the rows of the step's logits that new tokens may come from: that of its last token,
-    with draft tokens those of all."""
+    """For each chunk, the rows of the step's logits that new tokens may come from: the row of its last token;
+    with draft tokens the rows of all its tokens."""
     found = []
     end = 0
     for chunk in step.chunks:
@@ -250,8 +250,8 @@ def _message_of(error: Exception, request: Request) -> str:
 
 
 class StepTimer:
-    """What steps take, learned from those so far: how long one may take before the device counts as stuck,
-    and how many prompt tokens it has time for."""
+    """Learns from past steps how long a step may take before the device counts as stuck, and how many prompt
+    tokens a step has time for."""
 
     FACTOR = 20  # times the typical duration
     MINIMUM_S = 5.0  # a busy machine sometimes delays a step by that much

@@ -45,9 +45,9 @@ OUT_OF_MEMORY_CODE = 4
 CRASHES = (signal.SIGSEGV, signal.SIGFPE, signal.SIGILL)  # which the next conversion would meet again
 # Compresses weights; needed only by a conversion.
 NNCF = "nncf==3.4.0"
-# Raise these with any change of what a conversion writes, or of how it is read: entries of other versions are
-# not used. CONVERTER_VERSION is for models, READER_VERSIONS for tokenizers, and for checkpoints of gguf.py,
-# split.py, lora.py and dequantize.py.
+# Raise a version with any change of what a conversion writes, or of how it is read: entries of other versions
+# are then ignored. CONVERTER_VERSION is that of models, READER_VERSIONS are those of tokenizers and of the
+# checkpoints that gguf.py, split.py, lora.py and dequantize.py write.
 CONVERTER_VERSION = 8
 # These are for models that read images, whose entries hold a vision tower as well, and compressed weights.
 VISION_VERSION = 4

@@ -33,9 +33,10 @@ M = TypeVar("M")  # an API's parts that are no text, such as tool calls
 class ContentReader(Generic[M]):
     """Reads the parts of one request.
 
-    types: the readable fields of each type, in their order, or a function of this reader, the part's path in
-    the request and the part. A name that ends with `?` is optional. A field is a text, a part, or a list of
-    them. images: those of the request, which are marks in its texts.
+    types: by the type of a part, the names of its readable fields, such as "title? content". A field is a
+    text, a part, or a list of them; one whose name ends with `?` may be missing. In the place of names there
+    may be a function, which is called with this reader, the part's path in the request, and the part.
+    images: the images of the request, which are marks in its texts.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class ContentReader(Generic[M]):
         return text
 
     def omission(self, kind: str) -> str:
-        """The note in the place of what the model cannot read."""
+        """The note that replaces content that the model cannot read."""
         readable = "text and images" if self.images.are_read else "text"
         return OMITTED.format(kind=kind, readable=readable)
 

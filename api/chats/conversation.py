@@ -128,9 +128,8 @@ def prepare_chat(
 ) -> PreparedRequest:
     """The prepared request of a chat.
 
-    inline_tools: further tools that may be called, whose definitions stand in the messages; `field_names` has
-    their paths after those of the others. Without others they are listed as well: a template says with the
-    list how tools are called.
+    inline_tools: tools that messages define. Their paths in `field_names` follow those of the tools that the
+    chat lists. A chat that lists none lists these: a template explains calls only beside a list.
     """
     text = served.text
     chat = replace(chat, tools=without_nulls(chat.tools))

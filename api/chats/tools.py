@@ -59,7 +59,8 @@ class ToolPolicy(AllowedCalls):
         """What the grammar leaves out of the functions' schemas. What no grammar enforces (`left_out`) is an
         error in strict ones, so only what the format of calls cannot write is left.
 
-        is_beside: beside another grammar, where also calls of functions that are not strict match.
+        is_beside: whether the output has another grammar. Then the calls of functions that are not strict
+        must match, too.
         """
         places = []
         for function in self._constrained(is_beside):

@@ -25,8 +25,8 @@ BODY_PIECE = 16_384  # bytes; in chunks of a byte they take 0.1 s
 LONG_PIECE = 262_144  # of a body of known length, which is read five times as fast
 COMPRESSED_PIECE = 2048  # bytes; makes at most 2 MB
 YIELD_S = 1e-6  # sleep(0) lets other greenlets run, but does not look for input each time
-# Bytes of bodies that arrive or are being prepared, in an API server process. Where bodies may be long, as
-# those with images, this is for the short ones, and so many of the longest fit in addition.
+# Bytes of bodies that arrive or are being prepared, in an API server process. LONGEST_BODIES bodies of the
+# largest size, such as those with images, fit in addition.
 HELD_LIMIT = 32_000_000
 LONGEST_BODIES = 4
 DISCARD_S = 1.0
@@ -140,7 +140,7 @@ def _has_zlib_header(body: bytes) -> bool:
 
 
 def _piece_size(body: bytearray) -> int:
-    """How many bytes of the current request's body to wait for: at most as many as are counted already."""
+    """How many bytes of the body to read next: no more than have been read already, or a piece."""
     if request.content_length is None:
         return BODY_PIECE
     return min(max(len(body), BODY_PIECE), LONG_PIECE)
@@ -171,8 +171,8 @@ def wrong_content_type(expected: str) -> ApiError:
 
 
 def drain_body() -> None:
-    """Reads the rest of a request's body, for DISCARD_S at most: of a rejected one, or of `GET /live` with a
-    body.
+    """Reads the rest of a body that no route has read, for DISCARD_S at most: the body of a rejected request,
+    or one of `GET /live`.
 
     gunicorn would read it in pieces of a kilobyte, each of which copies all that has arrived: a second for 2
     MB, during which the process serves no other request.

@@ -56,7 +56,8 @@ _NOT_SUPPORTED: list[tuple[Sequence[Any], str]] = [
     (["none", "auto"], "function_call"),
 ]
 NOT_SUPPORTED = {name: neutral for neutral, names in _NOT_SUPPORTED for name in names.split()}
-# Where a request has no such field, one of another API or of another place in the body is meant.
+# Fields that change the output. A body that cannot have one of them is rejected: the client means a field of
+# another API, or another place in the body.
 _STRUCTURED_OUTPUT_FIELDS = [
     "grammar",
     "response_format",

@@ -159,8 +159,8 @@ def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray = NO_MASK)
 
 
 def _choose(source: Source, indices: np.ndarray, batch: SamplingBatch, chosen: list) -> None:
-    """Puts the tokens of a source's rows into their places in `chosen`. indices: these places; -1 leaves a
-    row out."""
+    """Puts the token of each row of a source into `chosen`. indices: the place in `chosen` for each row; -1
+    leaves the row out."""
     maxima = loops.maxima_of(source)
     peaks = maxima.max(axis=1)
     tokens = loops.choose_tokens(source, maxima, peaks, indices, batch.parameters)

@@ -95,8 +95,8 @@ def _write_model(build: BuildPlan, manifest: Manifest, target: Path, commit: str
 
 
 def _link(source: str | Path, target: str | Path) -> None:
-    """A hard link to a file where both are in one file system, so that weights take no space twice; else a
-    copy."""
+    """Links the file, so that weights take no space twice. Copies it to another file system, where no hard
+    link is possible."""
     source = Path(source).resolve()
     try:
         os.link(source, target)

@@ -154,7 +154,7 @@ class OutputParser:
         self._undecided = ""  # text that is read and in no part yet
         self._header = ""  # of a message, which is not complete
         self._marker = ""  # in front of the calls that are read
-        self._unclosed = ""  # the marker that reasoning lacks, in which a call begins
+        self._unclosed = ""  # the marker of the reasoning's end, where a call began without it
         self._parts: list[OutputPart] = []
         self._ended = False
         self._is_cut = False  # by `max_tokens`
