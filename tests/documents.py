@@ -41,6 +41,26 @@ def in_code(names):
     return ", ".join(f"`{name}`" for name in names)
 
 
+def layers():
+    """Each layer of the product, from the top down: what it holds, floor by floor, and what it may import."""
+    from test_layers import FLOORS, MAY_IMPORT  # which needs FILES
+
+    def in_folder(folder, name):
+        return f"`{name}/`" if (HERE / folder / name).is_dir() else name
+
+    def layer(name):
+        if name in FOLDERS:
+            return f"{name}/"
+        return name.replace(".", "/") + ".py"
+
+    rows = []
+    for name, others in reversed(MAY_IMPORT.items()):
+        floors = [floor.split() for floor in FLOORS[name].split(" | ")] if name in FLOORS else []
+        shown = " → ".join(", ".join(in_folder(name, each) for each in floor) for floor in floors)
+        rows.append((in_code([layer(name)]), shown, in_code(map(layer, others.split()))))
+    return table("layer | its floors, the top one first | imports", rows)
+
+
 def files():
     """Each Python file with the first sentence of its docstring."""
 
@@ -282,6 +302,7 @@ ROW = r"^(?!\|)"  # a line that is no row of a table
 MADE = [
     ("api/tools.md", mistakes, ROW),
     ("architecture.md", files, ROW),
+    ("architecture.md", layers, ROW),
     ("memory.md", sizes, ROW),
     ("metrics.md", metrics, ROW),
     ("models.md", served_families, ROW),
