@@ -39,11 +39,6 @@ class Tiles(NamedTuple):
 class Facts(dict):
     """The fields of a model's preprocessor files and configuration."""
 
-    @property
-    def drops_first(self) -> bool:
-        """Whether LLaVA leaves out the tower's first output."""
-        return self.get("vision_feature_select_strategy") == "default"
-
     def number(self, name: str, default: int | None = None) -> int:
         """A positive whole number, which may stand in an object: {"height": 384, "width": 384}. Raises
         ConfigError."""
@@ -94,33 +89,38 @@ class Layout:
 class Square(Layout):
     """LLaVA with SigLIP: the image is one tile, whatever its form."""
 
+    side = "size"  # the field that has the side of the tile
+    class_tokens = 0  # outputs of the tower that are no patches
+
     def __init__(self, facts: Facts):
         super().__init__(facts)
-        self._side = facts.number("size")
-        # SigLIP has no class token: then it is the first patch that is left out.
-        self._tokens = (self._side // facts.number("patch_size")) ** 2 - facts.drops_first
+        self._side = facts.number(self.side)
+        # Without a class token it is the first patch that is left out.
+        drops_first = facts.get("vision_feature_select_strategy") == "default"
+        self._tokens = (self._side // facts.number("patch_size")) ** 2 + self.class_tokens - drops_first
 
     def __call__(self, image: Image) -> Tiles:
-        return Tiles([self._resized(image, self._side, self._side)], self._tokens, self.token * self._tokens)
+        return Tiles([self._tile(image)], self._tokens, self.token * self._tokens)
+
+    def _tile(self, image: Image) -> Image:
+        return self._resized(image, self._side, self._side)
 
 
-class CenterCrop(Layout):
+class CenterCrop(Square):
     """LLaVA-1.5: one tile out of the middle of the image, whose short side is scaled to `size`."""
+
+    side = "crop_size"
+    class_tokens = 1
 
     def __init__(self, facts: Facts):
         super().__init__(facts)
         self._edge = facts.number("size")
-        self._side = facts.number("crop_size")
-        # With CLIP's class token, where it is not left out.
-        self._tokens = (self._side // facts.number("patch_size")) ** 2 + 1 - facts.drops_first
 
-    def __call__(self, image: Image) -> Tiles:
-        long = int(self._edge * max(image.size) / min(image.size))
-        width, height = (self._edge, long) if image.width <= image.height else (long, self._edge)
+    def _tile(self, image: Image) -> Image:
+        width, height = (self._edge * side // min(image.size) for side in image.size)
         left = (width - self._side) // 2
         top = (height - self._side) // 2
-        box = (left, top, left + self._side, top + self._side)
-        return Tiles([self._resized(image, width, height).crop(box)], self._tokens, self.token * self._tokens)
+        return self._resized(image, width, height).crop((left, top, left + self._side, top + self._side))
 
 
 class AnyResolution(Layout):
@@ -140,22 +140,16 @@ class AnyResolution(Layout):
 
     def __call__(self, image: Image) -> Tiles:
         height, width = self._best_canvas(image)
-        if width / image.width < height / image.height:
-            new_width = width
-            new_height = min(math.ceil(image.height * (width / image.width)), height)
-        else:
-            new_width = min(math.ceil(image.width * (height / image.height)), width)
-            new_height = height
+        scale = min(width / image.width, height / image.height)
+        new_width = min(math.ceil(image.width * scale), width)
+        new_height = min(math.ceil(image.height * scale), height)
         left = (width - new_width) // 2
         top = (height - new_height) // 2
         # What is outside of the image is black.
         canvas = self._resized(image, new_width, new_height).crop((-left, -top, width - left, height - top))
         tiles = [self._resized(image, self._side, self._side), *_cut(canvas, self._side)]
-        packing = self._packing(image, height, width)
-        rows, columns, above, left, new_rows, new_columns = packing
-        if not new_rows:
-            new_rows, new_columns = rows - 2 * above, columns - 2 * left
-        tokens = self._patches**2 + new_rows * (new_columns + 1)  # each row ends with a newline's embedding
+        packing, rows, columns = self._packing(image, height, width)
+        tokens = self._patches**2 + rows * (columns + 1)  # each row ends with a newline's embedding
         return Tiles(tiles, tokens, self.token * tokens, packing)
 
     def _best_canvas(self, image: Image) -> tuple[int, int]:
@@ -167,24 +161,24 @@ class AnyResolution(Layout):
             scale = min(width / image.width, height / image.height)
             scaled = int(image.width * scale) * int(image.height * scale)
             kept = min(scaled, image.width * image.height)
-            return kept, kept - width * height
+            return kept, -width * height
 
         return max(self._canvases, key=fit)
 
-    def _packing(self, image: Image, height: int, width: int) -> tuple[int, ...]:
-        """`Tiles.canvas`. The rounding is that of transformers' models."""
+    def _packing(self, image: Image, height: int, width: int) -> tuple[tuple[int, ...], int, int]:
+        """`Tiles.canvas`, and the rows and columns that remain. The rounding is that of transformers'
+        models."""
         rows = self._patches * (height // self._side)
         columns = self._patches * (width // self._side)
-        above = left = new_rows = new_columns = 0
-        if image.width / image.height > columns / rows:
-            above = (rows - int(round(image.height * (columns / image.width), 7))) // 2
-        else:
-            left = (columns - int(round(image.width * (rows / image.height), 7))) // 2
+        scale = min(columns / image.width, rows / image.height)
+        above = (rows - int(round(image.height * scale, 7))) // 2
+        left = (columns - int(round(image.width * scale, 7))) // 2
         kept = (rows - 2 * above, columns - 2 * left)
-        ratio = math.sqrt(kept[0] * kept[1] / self._max_patches)
-        if ratio > 1.1:
-            new_rows, new_columns = int(kept[0] // ratio), int(kept[1] // ratio)
-        return rows, columns, above, left, new_rows, new_columns
+        ratio = math.sqrt(math.prod(kept) / self._max_patches)
+        if ratio <= 1.1:
+            return (rows, columns, above, left, 0, 0), *kept
+        scaled = [int(edge // ratio) for edge in kept]
+        return (rows, columns, above, left, *scaled), *scaled
 
 
 class RowsAndColumns(Layout):
@@ -205,24 +199,19 @@ class RowsAndColumns(Layout):
     def __call__(self, image: Image) -> Tiles:
         width, height = _scaled_size(image, self._longest)
         image = self._resized(image, max(width + width % 2, 1), max(height + height % 2, 1))
-        tiles = []
+        columns = rows = 1
         if self._is_split:
             longest = math.ceil(max(image.size) / self._side) * self._side
-            width, height = (
-                math.ceil(edge / self._side) * self._side for edge in _scaled_size(image, longest)
-            )
-            image = self._resized(image, width, height)
-            tiles = _cut(image, self._side)
-        if len(tiles) < 2:
-            tiles = []
-        columns = image.width // self._side
+            columns, rows = (math.ceil(edge / self._side) for edge in _scaled_size(image, longest))
+            image = self._resized(image, columns * self._side, rows * self._side)
+        whole_image = self._resized(image, self._side, self._side)
+        tiles = [*_cut(image, self._side), whole_image] if columns * rows > 1 else [whole_image]
         text = ""
-        for n in range(len(tiles)):
-            place = f"row_{n // columns + 1}_col_{n % columns + 1}"
-            text += self._tile(place) + "\n" * (n % columns == columns - 1)
-        if tiles:
+        for n in range(len(tiles) - 1):
+            text += self._tile(f"row_{n // columns + 1}_col_{n % columns + 1}")
+            text += "\n" * (n % columns == columns - 1)
+        if text:
             text += "\n"
-        tiles.append(self._resized(image, self._side, self._side))
         text += self._tile("global-img") + "<fake_token_around_image>"
         return Tiles(tiles, self._tokens * len(tiles), text)
 
@@ -230,26 +219,49 @@ class RowsAndColumns(Layout):
         return f"<fake_token_around_image><{name}>{self.token * self._tokens}"
 
 
-class Lines(Layout):
-    """Pixtral, Mistral Small 3: one tile in the form of the image, with a token at the end of each line."""
+class Blocks(Layout):
+    """LightOnOCR: one tile in the form of the image, of whole tokens."""
 
-    image_token = "[IMG]"
+    image_token = "<|image_pad|>"
     options = ("size",)
 
     def __init__(self, facts: Facts):
         super().__init__(facts)
         self._longest = facts.number("size")
-        self._patch = facts.number("patch_size") * facts.number("spatial_merge_size", 1)
-        self._break = str(facts.get("image_break_token") or "[IMG_BREAK]")
-        self._end = str(facts.get("image_end_token") or "[IMG_END]")
+        self._patch = facts.number("patch_size")
+        self._merge = facts.number("spatial_merge_size", 2)  # patches along a side of a token
 
     def __call__(self, image: Image) -> Tiles:
         ratio = max(1, image.height / self._longest, image.width / self._longest)
-        columns = math.ceil(int(image.width / ratio) / self._patch) or 1
-        rows = math.ceil(int(image.height / ratio) / self._patch) or 1
+        # At least a token, also for an icon of which transformers would make none.
+        rows, columns = (
+            max(math.ceil(int(edge / ratio) / self._patch), self._merge)
+            for edge in (image.height, image.width)
+        )
         tile = self._resized(image, columns * self._patch, rows * self._patch)
-        text = self._break.join([self.token * columns] * rows) + self._end
-        return Tiles([tile], rows * columns, text)
+        rows //= self._merge
+        columns //= self._merge
+        return Tiles([tile], rows * columns, self._text(rows, columns))
+
+    def _text(self, rows: int, columns: int) -> str:
+        return self.token * rows * columns
+
+
+class Lines(Blocks):
+    """Pixtral, Mistral Small 3: as `Blocks`, with a token at the end of each line. A tile is scaled to whole
+    tokens."""
+
+    image_token = "[IMG]"
+
+    def __init__(self, facts: Facts):
+        super().__init__(facts)
+        self._patch *= facts.number("spatial_merge_size", 1)
+        self._merge = 1
+        self._break = str(facts.get("image_break_token") or "[IMG_BREAK]")
+        self._end = str(facts.get("image_end_token") or "[IMG_END]")
+
+    def _text(self, rows: int, columns: int) -> str:
+        return self._break.join([self.token * columns] * rows) + self._end
 
 
 class Grid(Layout):
@@ -390,30 +402,6 @@ class UpscaledBounds(PixelBounds):
         return height, width
 
 
-class Blocks(Layout):
-    """LightOnOCR: as `Lines`, of whole tokens only and without ends of lines."""
-
-    image_token = "<|image_pad|>"
-    options = ("size",)
-
-    def __init__(self, facts: Facts):
-        super().__init__(facts)
-        self._longest = facts.number("size")
-        self._patch = facts.number("patch_size")
-        self._merge = facts.number("spatial_merge_size", 2)
-
-    def __call__(self, image: Image) -> Tiles:
-        ratio = max(1, image.height / self._longest, image.width / self._longest)
-        # At least a token, also for an icon of which transformers would make none.
-        rows, columns = (
-            max(math.ceil(int(edge / ratio) / self._patch), self._merge)
-            for edge in (image.height, image.width)
-        )
-        tile = self._resized(image, columns * self._patch, rows * self._patch)
-        tokens = rows // self._merge * (columns // self._merge)
-        return Tiles([tile], tokens, self.token * tokens)
-
-
 def read_layout(manifest: Manifest, overrides: Json) -> Layout:
     """The layout of a model that reads images; `overrides` take the place of its preprocessor file's fields.
     Raises ConfigError."""
@@ -437,18 +425,16 @@ def _cut(image: Image, side: int) -> list[Image]:
 def _scaled_size(image: Image, longest: int) -> tuple[int, int]:
     """Width and height with a long side of `longest`."""
     ratio = image.width / image.height
-    return (longest, int(longest / ratio)) if ratio >= 1 else (int(longest * ratio), longest)
+    return int(longest * min(1, ratio)), int(longest / max(1, ratio))
 
 
 def _sizes(given: Any, side: int) -> list[tuple[int, int]]:
     """Pairs of height and width. Raises ConfigError."""
-    pairs = given if isinstance(given, list) else []
-    sizes = [tuple(map(whole, pair)) for pair in pairs if isinstance(pair, list) and len(pair) == 2]
-    if (
-        not sizes
-        or len(sizes) < len(pairs)
-        or any(not edge or edge % side for size in sizes for edge in size)
-    ):
+    try:
+        sizes = [(whole(height), whole(width)) for height, width in given]
+    except (TypeError, ValueError):
+        sizes = []
+    if not sizes or any(not edge or edge % side for size in sizes for edge in size):
         detail = f"must be a list of pairs [height, width] of multiples of {side}"
         raise ConfigError(f"{SOURCES}: `image_grid_pinpoints` {detail}")
     return sizes
