@@ -18,17 +18,14 @@ from text.json_patterns import in_rust
 Schema = dict[str, Any]
 Path = tuple[Any, ...]  # of what holds it, and its key there; () is the root. Texts would grow with the depth
 
-# JSON Schema's keywords by what they hold.
-ONE_SCHEMA = ("additionalProperties", "items", "additionalItems", "unevaluatedProperties", "unevaluatedItems")
-SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-NAMED_SCHEMAS = (
-    "properties",
-    "patternProperties",
-    "$defs",
-    "definitions",
-    "dependentSchemas",
-    "dependencies",
-)
+# JSON Schema's keywords that hold a schema or a list of them, and those that hold schemas by name.
+SCHEMAS = {
+    *("additionalProperties", "items", "additionalItems", "unevaluatedProperties", "unevaluatedItems"),
+    *("allOf", "anyOf", "oneOf", "prefixItems"),
+}
+NAMED_SCHEMAS = {
+    *("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+}
 VALUES = ("const", "enum")
 MAY_BE_NULL = {"const", "default"}
 AS_GIVEN = {*VALUES, "default", "examples"}
@@ -46,7 +43,6 @@ MAX_DEPENDENTS = 3  # names that others depend on: each doubles the alternatives
 MAX_DEPENDENT_PROPERTIES = 40  # of an object that has such names
 MAX_HOPS = 8  # from reference to reference
 MAX_LISTED = 100  # keywords, values or names in a schema that is looked at for every reference to it
-MAX_NAMES = 4_000  # characters of names that become a pattern
 MAX_PLACE = 200  # characters
 MAX_PATTERNS = 4_000  # characters, each of which may take 0.08 ms
 PER_PATTERN = 20  # characters that each counts as more than it has
@@ -87,13 +83,13 @@ def without_nulls(schema: Any, has_names: bool = False) -> Any:
         return [without_nulls(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    if has_names:
-        return {name: without_nulls(each) for name, each in schema.items() if each is not None}
-    kept = {
-        name: value if name in AS_GIVEN else without_nulls(value, name in NAMED_SCHEMAS)
-        for name, value in schema.items()
-    }
-    return {name: value for name, value in kept.items() if value is not None or name in MAY_BE_NULL}
+    kept = {}
+    for name, value in schema.items():
+        if value is None and (has_names or name not in MAY_BE_NULL):
+            continue
+        is_given = not has_names and name in AS_GIVEN
+        kept[name] = value if is_given else without_nulls(value, not has_names and name in NAMED_SCHEMAS)
+    return kept
 
 
 def enforceable(document: Schema) -> tuple[Schema, tuple[str, ...]]:
@@ -104,8 +100,6 @@ def enforceable(document: Schema) -> tuple[Schema, tuple[str, ...]]:
     has beyond llguidance's keywords is left to llguidance to reject.
     """
     places = _places(document)
-    for schema, _ in places:
-        _drop_meaningless(schema)
     _close([schema for schema, _ in places])
     dependents = sum(_count_dependents(schema) for schema, _ in places)
     divisors = {schema["multipleOf"] for schema, _ in places if _is_divisor(schema.get("multipleOf"))}
@@ -147,12 +141,12 @@ def _parts(schema: Schema, path: Path, document: Schema) -> Iterator[Place]:
         place = (path, keyword)
         if keyword == "$ref":
             yield referred(value, document)
-        if keyword in ONE_SCHEMA:
-            yield Place(value, place)
-        if keyword in SCHEMA_LISTS and isinstance(value, list):
-            yield from (Place(part, (place, n)) for n, part in enumerate(value))
-        if keyword in NAMED_SCHEMAS and isinstance(value, dict):
+        elif keyword in NAMED_SCHEMAS and isinstance(value, dict):
             yield from (Place(part, (place, name)) for name, part in value.items())
+        elif keyword in SCHEMAS and isinstance(value, list):
+            yield from (Place(part, (place, n)) for n, part in enumerate(value))
+        elif keyword in SCHEMAS:
+            yield Place(value, place)
 
 
 def _nested_values(value: Any) -> Iterator[Any]:
@@ -201,18 +195,6 @@ def pointer(path: Path) -> str:
         path, key = path
         text = "/" + str(key).replace("~", "~0").replace("/", "~1") + text
     return text if len(text) <= MAX_PLACE else f"…{text[-MAX_PLACE:]}"
-
-
-def _drop_meaningless(schema: Schema) -> None:
-    """`additionalItems` alone says nothing, but llguidance overlooks `prefixItems` beside it. Drafts before 6
-    say by true or false whether a bound is open."""
-    for closed, opened in BOUNDS:
-        if isinstance(is_open := schema.get(opened), bool):
-            del schema[opened]
-            if is_open and closed in schema:
-                schema[opened] = schema.pop(closed)
-    if not isinstance(schema.get("items"), list):
-        schema.pop("additionalItems", None)
 
 
 def _close(schemas: list[Schema]) -> None:
@@ -272,6 +254,8 @@ def _unsupported(schema: Schema, context: Context) -> Iterator[str]:
             yield keyword
     for keyword in COMPANIONS:
         schema.pop(keyword, None)
+    if not isinstance(schema.get("items"), list):  # beside which llguidance overlooks `prefixItems`
+        schema.pop("additionalItems", None)
 
 
 def _says_unevaluated(others: str, schema: Schema, value: Any, _: Context) -> bool:
@@ -298,7 +282,7 @@ def _says_names(schema: Schema, value: Any, context: Context) -> bool:
         return True
     names = _allowed_values(said)
     pattern = said.get("pattern")
-    if names and all(isinstance(name, str) for name in names) and sum(map(len, names)) <= MAX_NAMES:
+    if names and all(isinstance(name, str) for name in names):
         pattern = f"^(?:{'|'.join(map(re.escape, names))})$"
     pattern = context.in_rust(pattern) if len(said) == 1 else None
     if not pattern or schema.get("properties") or "patternProperties" in schema:
@@ -370,7 +354,7 @@ def _numbers(schema: Schema, context: Context) -> Iterator[str]:
     """Bounds and multiples as llguidance reads them."""
     types = _types(schema)
     # Whether no other schema is about the same number.
-    is_alone = not any(name in schema for name in (*COMBINING, *VALUES))
+    is_alone = COMBINING.union(VALUES).isdisjoint(schema)
     least, most = (_bound(schema, *names) for names in BOUNDS)
     divisor = schema.get("multipleOf")
     if _is_divisor(divisor) and not (context.has_one_divisor and json_numbers.has_few_remainders(divisor)):
@@ -389,8 +373,11 @@ def _numbers(schema: Schema, context: Context) -> Iterator[str]:
 
 
 def _bound(schema: Schema, closed: str, opened: str) -> int | float | None:
-    """Takes one of the two bounds out of a schema."""
+    """Takes one of the two bounds out of a schema. Drafts before 6 say by true or false whether it is
+    open."""
     is_lower = closed == "minimum"
+    if schema.get(opened) is True and closed in schema:
+        schema[opened] = schema.pop(closed)
     given = [name for name in (closed, opened) if _is_number(schema.get(name))]
     ends = [json_numbers.within(schema.pop(name), is_lower, name == opened) for name in given]
     return (max if is_lower else min)(ends, default=None)
@@ -424,41 +411,32 @@ def _is_exact(value: Any) -> bool:
     return not _is_number(value) or json_numbers.is_exact(value)
 
 
-def _irregular_patterns(schema: Schema, context: Context) -> Iterator[str]:
+def _patterns(schema: Schema, context: Context) -> Iterator[str]:
+    """Patterns of names. After the properties of a closed object, llguidance would allow a comma, though a
+    pattern has no other name: what it says becomes a part of the property."""
     patterns = schema.get("patternProperties")
     if not isinstance(patterns, dict):
         return
+    named = _properties(schema)
+    is_closed = any(schema.get(name) is False for name in ("additionalProperties", "unevaluatedProperties"))
     said: Schema = {}
     for pattern, value in patterns.items():
-        if (name := context.in_rust(pattern)) is not None:
-            said[name] = {"allOf": [said[name], value]} if name in said else value
-            continue
-        yield "patternProperties"
-        if "additionalProperties" in schema:  # which would be for the names of the pattern, too
-            del schema["additionalProperties"]
-            yield "additionalProperties"
+        names = _listed_names(pattern)
+        if (written := context.in_rust(pattern)) is None:
+            yield "patternProperties"
+            if "additionalProperties" in schema:  # which would be for the names of the pattern, too
+                del schema["additionalProperties"]
+                yield "additionalProperties"
+        elif not (is_closed and names and names <= named.keys()):
+            said[written] = {"allOf": [said[written], value]} if written in said else value
+        elif len(names) == 1:
+            (name,) = names
+            named[name] = {"allOf": [named[name], value]}
+        else:
+            yield "patternProperties"
     schema["patternProperties"] = said
     if not said:
         del schema["patternProperties"]
-
-
-def _exhausted_patterns(schema: Schema, _: Context) -> Iterator[str]:
-    """After the properties of an object, llguidance allows a comma, though a pattern has no other name."""
-    patterns = schema.get("patternProperties")
-    named = _properties(schema)
-    is_closed = any(schema.get(name) is False for name in ("additionalProperties", "unevaluatedProperties"))
-    if not isinstance(patterns, dict) or not is_closed:
-        return
-    for pattern in list(patterns):
-        names = _listed_names(pattern)
-        if not names or not names <= named.keys():
-            continue
-        said = patterns.pop(pattern)
-        if len(names) == 1:
-            (name,) = names
-            named[name] = {"allOf": [named[name], said]}
-        else:
-            yield "patternProperties"
 
 
 def _listed_names(pattern: str) -> set[str]:
@@ -484,12 +462,14 @@ def _counts(schema: Schema, _: Context) -> Iterator[str]:
     more = least - len(required)
     counts_additional = names <= required and not is_combined
     counts_one = is_closed and not is_combined and more <= 1
-    if most < math.inf and not counts_additional and not (counts_one and most == len(required) + 1):
+    if counts_additional:
+        if more > 1:
+            yield "minProperties"  # though it is kept: it prevents empty objects
+        return
+    if most < math.inf and not (counts_one and most == len(required) + 1):
         del schema["maxProperties"]
         yield "maxProperties"
-    if counts_additional and more > 1:
-        yield "minProperties"  # though it is kept: it prevents empty objects
-    elif more > 0 and not counts_additional and not counts_one:
+    if more > 0 and not counts_one:
         del schema["minProperties"]
         yield "minProperties"
 
@@ -550,8 +530,7 @@ RULES = (
     _numbers,
     _listed,
     _one_of_keyword,
-    _irregular_patterns,
-    _exhausted_patterns,
+    _patterns,
     _unsupported,
     _strings,
     _counts,
