@@ -51,6 +51,7 @@ LIMITS = LLParserLimits(
 )
 MAX_PLACES = 10  # in an error
 NO_TEXT = "allows no text: it needs itself, or its `patternProperties` match only names that `properties` has"
+NESTED = "is nested too deeply"
 TOO_MANY_ITEMS = "An object may have about 500 properties that are not required"
 
 
@@ -103,7 +104,7 @@ def _enforceable(schema: Any) -> tuple[Json, tuple[str, ...]]:
     try:
         return enforceable(json.loads(_checked_size(json.dumps(without_nulls(schema), ensure_ascii=False))))
     except RecursionError:
-        raise GrammarError("is nested too deeply") from None
+        raise GrammarError(NESTED) from None
 
 
 def of_regex(text: str) -> str:
@@ -302,6 +303,8 @@ def _valid(matcher: LLMatcher) -> LLMatcher:
         reason = re.sub(r"^at \d+\(\d+\): ", "", (reasons or lines or ["is not valid"])[0])[:500]
         if reason == "NoExtensionBias":
             raise GrammarError(NO_TEXT)
+        if "recursion limit exceeded" in reason:
+            raise GrammarError(NESTED)
         if "Current row has" in reason or "Too many items" in reason:
             raise GrammarError(f"is too complex: {reason}. {TOO_MANY_ITEMS}")
         raise GrammarError(f"cannot be used: {reason}")
