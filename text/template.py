@@ -6,6 +6,7 @@ limits on time and memory (limited.py).
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import hashlib
@@ -40,6 +41,9 @@ RESERVED = {
     "pad_token",
     "unk_token",
 }
+
+
+WriteId = Callable[[str, str, int], str]  # from the given id, the function's name and the number of a call
 
 
 class TemplateError(Exception):
@@ -79,7 +83,7 @@ class ChatTemplate:
         self.response_template = response_template  # transformers': how an answer is parsed
         self.for_tools = self  # the template for chats with tools; some models have one of its own
         self.words = frozenset(WORD.findall(source))  # in quotes, such as the names of roles
-        self._write_ids = next((write for mark, write in CALL_IDS.items() if mark in source), None)
+        self._write_id = next((write for mark, write in CALL_IDS.items() if mark in source), None)
         self._special_tokens = special_tokens
 
     @classmethod
@@ -131,16 +135,16 @@ class ChatTemplate:
         A last message of the assistant is continued: the text ends right after its content. Raises
         TemplateError, and RecursionError for messages that are nested too deeply.
         """
-        if self._write_ids:
-            messages = self._write_ids(messages)
+        if self._write_id:
+            messages = _with_ids(messages, self._write_id)
         last = messages[-1] if messages else {}
-        if last.get("role") != "assistant":
-            return self._write(messages, tools, options, begins_answer)
         content = last.get("content") or ""
-        if not content.strip():  # nothing to continue; a tool call stays part of the chat
-            is_kept = last.get("tool_calls") or len(messages) == 1  # templates fail without messages
-            kept = messages if is_kept else messages[:-1]
-            return self._write(kept, tools, options, begins_answer)
+        is_answer = last.get("role") == "assistant"
+        if not is_answer or not content.strip():
+            # Nothing is continued. A tool call stays part of the chat; templates fail without messages.
+            if is_answer and not last.get("tool_calls") and len(messages) > 1:
+                messages = messages[:-1]
+            return self._write(messages, tools, options, begins_answer)
         # The content itself may occur anywhere in the chat, or be trimmed; this occurs nowhere else and is no
         # space.
         marker = secrets.token_hex(16)
@@ -151,9 +155,15 @@ class ChatTemplate:
             raise TemplateError(f"this model's chat template {reason}")
         return text.replace(marker, "")  # the template may have printed it before
 
+    def attempt(self, *chat: Any) -> str:
+        """What `render` returns for these arguments; "": the template rejects the chat."""
+        with contextlib.suppress(TemplateError):
+            return self.render(*chat)
+        return ""
+
     @property
     def needs_short_ids(self) -> bool:
-        return self._write_ids is _with_short_ids
+        return self._write_id is _short_id
 
     def borders(
         self,
@@ -169,10 +179,7 @@ class ChatTemplate:
         without a response, or with one."""
 
         def common(chat: list[dict], begins_answer: bool) -> int:
-            try:
-                written = self.render(chat, tools, options, begins_answer)
-            except TemplateError:
-                return len(prompt)
+            written = self.attempt(chat, tools, options, begins_answer)
             return len(os.path.commonprefix([prompt, written]))  # noqa: RUF071 of any texts, not of paths
 
         found = set()
@@ -353,29 +360,8 @@ def _parts_of(content: str) -> list[Json]:
     return parts
 
 
-def _with_short_ids(messages: list[Json]) -> list[Json]:
-    """The ids of calls as Mistral's templates require them: 9 letters and digits."""
-    changed = []
-    for message in messages:
-        message = dict(message)
-        if "tool_call_id" in message:
-            message["tool_call_id"] = _short_id(message["tool_call_id"])
-        if calls := message.get("tool_calls"):
-            message["tool_calls"] = [
-                call | {"id": _short_id(call["id"])} if "id" in call else call for call in calls
-            ]
-        changed.append(message)
-    return changed
-
-
-def _short_id(given: Any) -> str:
-    if re.fullmatch("[A-Za-z0-9]{9}", str(given)):
-        return given
-    return hashlib.sha256(str(given).encode()).hexdigest()[:9]
-
-
-def _with_named_ids(messages: list[Json]) -> list[Json]:
-    """The ids of calls as Kimi's templates write them in the place of the functions' names."""
+def _with_ids(messages: list[Json], write_id: WriteId) -> list[Json]:
+    """The messages with the ids of calls that the template requires."""
     ids = {}
     number = 0
     changed = []
@@ -383,22 +369,33 @@ def _with_named_ids(messages: list[Json]) -> list[Json]:
         message = dict(message)
         calls = []
         for call in message.get("tool_calls") or ():
-            calls.append(call | {"id": f"functions.{call['function']['name']}:{number}"})
-            ids[str(call.get("id"))] = calls[-1]["id"]
+            given = str(call.get("id"))
+            ids[given] = write_id(given, call["function"]["name"], number)
+            calls.append(call | {"id": ids[given]})
             number += 1
         if calls:
             message["tool_calls"] = calls
         if "tool_call_id" in message:
-            message["tool_call_id"] = ids.get(str(message["tool_call_id"]), message["tool_call_id"])
+            given = str(message["tool_call_id"])
+            message["tool_call_id"] = ids.get(given) or write_id(given, message.get("name", ""), number)
         changed.append(message)
     return changed
 
 
-# Templates with a rule about the ids of calls, by what their source has, and what writes messages by it.
-CALL_IDS = {
-    "[TOOL_CALLS]": _with_short_ids,  # Mistral's
-    "<|tool_call_begin|>": _with_named_ids,  # Kimi's
-}
+def _short_id(given: str, _name: str, _number: int) -> str:
+    """9 letters and digits, as Mistral's templates require."""
+    if re.fullmatch("[A-Za-z0-9]{9}", given):
+        return given
+    return hashlib.sha256(given.encode()).hexdigest()[:9]
+
+
+def _named_id(_given: str, name: str, number: int) -> str:
+    """What Kimi's templates write in the place of the function's name."""
+    return f"functions.{name}:{number}"
+
+
+# What writes the ids of calls, for templates that have a rule about them: by a part of their source.
+CALL_IDS: dict[str, WriteId] = {"[TOOL_CALLS]": _short_id, "<|tool_call_begin|>": _named_id}
 
 
 def _template_in(config: Json, name: str = "default") -> str | None:

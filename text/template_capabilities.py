@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from run import Json
-from text.template import ChatTemplate, TemplateError, image_mark
+from text.template import ChatTemplate, image_mark
 
 # Words that no template writes by itself.
 FIRST, SECOND, THIRD, FOURTH, FIFTH = "Quokka", "Wombat", "Numbat", "Dingo", "Bilby"
@@ -61,25 +61,30 @@ class TemplateCapabilities:
         if takes_system and calls:
             takes_system = _writes(for_tools, [system | {"content": FIFTH}, USER, calling, result], tools)
         later_system = _writes(template, [USER, answer, system | {"content": THIRD}, end])
+        image = {"content": FIFTH + image_mark(0)}
         with_image = {
-            "user": [USER],
-            "system": [system, user],
-            "assistant": [USER, answer, end],
-            "tool": [USER, calling, result],
+            "user": [USER | image],
+            "system": [system | image, user],
+            "assistant": [USER, answer | image, end],
+            "tool": [USER, calling, result | image],
         }
+        # An image may be written before the text.
         image_roles = (
-            role for role, chat in with_image.items() if _writes_image(for_tools, chat, role, placeholder)
+            role
+            for role, chat in with_image.items()
+            if placeholder and _has_words(for_tools.attempt(chat), placeholder, FIFTH)
         )
         return cls(
             system=takes_system,
             several_system=_writes(template, [system, system | {"content": SECOND}, end]),
             later_system=takes_system and later_system,
-            developer=_writes_role(template, "developer") and not _writes_role(template, "bandicoot"),
+            developer=_writes(template, [USER | {"role": "developer"}, user])
+            and not _writes(template, [USER | {"role": "bandicoot"}, user]),
             no_user=_writes(template, [answer]),
             users=_writes(template, [USER, user]),
             assistants=_writes(template, [USER, answer, answer | {"content": THIRD}, end]),
             # gpt-oss' describes a function before it names it.
-            tools=all(_writes(for_tools, [USER], tools, words=(word,)) for word in (SECOND, THIRD)),
+            tools=_has_words(for_tools.attempt([USER], tools), SECOND, THIRD),
             calls=calls,
             text_of_calls=_writes(for_tools, [USER, calling | said, result], tools),
             thinking=_writes(
@@ -104,38 +109,20 @@ def calls_and_results(*calls: tuple[str, Any]) -> list[Json]:
     return [{"role": "assistant", "content": "", "tool_calls": written}, *results]
 
 
-def _writes_role(template: ChatTemplate, role: str) -> bool:
-    return _writes(template, [USER | {"role": role}, {"role": "user", "content": SECOND}])
-
-
-def _writes_image(template: ChatTemplate, messages: list[Json], role: str, placeholder: str) -> bool:
-    """Whether the template writes an image in the message of this role, beside its text."""
-    (text,) = (message["content"] for message in messages if message["role"] == role)
-    with_image = [
-        message | {"content": text + image_mark(0)} if message["role"] == role else message
-        for message in messages
-    ]
-    # An image may be written before the text.
-    return bool(placeholder) and all(
-        _writes(template, with_image, words=(word,)) for word in (placeholder, text)
-    )
+def _has_words(text: str, *words: str) -> bool:
+    return all(word in text for word in words)
 
 
 def _writes(
     template: ChatTemplate,
     messages: list[Json],
     tools: list[Json] | None = None,
-    words: tuple[str, ...] | None = None,
+    words: tuple[str, ...] = (),
 ) -> bool:
     """Whether the template writes these messages with all their `words`, in their order."""
-    if words is None:
-        words = tuple(_words(messages))
-    try:
-        text = template.render(messages, tools)
-    except TemplateError:
-        return False
+    text = template.attempt(messages, tools)
     # From the end: a list of tools may have some of the words before.
-    for word in reversed(words):
+    for word in reversed(words or _words(messages)):
         text, found, _rest = text.rpartition(word)
         if not found:
             return False

@@ -13,7 +13,7 @@ from text.output.call_syntaxes import AllowedCalls, Function, ModelTools, ToolFo
 from text.output.parser import ParserConfig
 from text.output.tool_formats import AS_TEXT, HERMES, TOOL_FORMATS, format_named
 from text.stream import Piece
-from text.template import ChatTemplate, TemplateError
+from text.template import ChatTemplate
 from text.template_capabilities import USER, TemplateCapabilities, calls_and_results
 from text.tokenizer import Tokenizer
 
@@ -97,11 +97,8 @@ def _described_format(source: str, tokenizer: Tokenizer) -> ToolFormat | None:
 def _chat_with_call(template: ChatTemplate, arguments: Any) -> str:
     """A chat in which an assistant calls the function, from where a model would begin its turn; "": the
     template rejects it."""
-    try:
-        with_call = template.render([USER, *calls_and_results((NAME, arguments))], TOOLS)
-        with_text = template.render([USER, ANSWER, USER], TOOLS)
-    except TemplateError:
-        return ""
+    with_call = template.attempt([USER, *calls_and_results((NAME, arguments))], TOOLS)
+    with_text = template.attempt([USER, ANSWER, USER], TOOLS)
     common = os.path.commonprefix([with_call, with_text])  # noqa: RUF071 of any texts, not of paths
     return with_call.removeprefix(common)
 
