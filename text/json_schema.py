@@ -31,12 +31,20 @@ MAY_BE_NULL = {"const", "default"}
 AS_GIVEN = {*VALUES, "default", "examples"}
 ANNOTATIONS = {"title", "description", "default", "examples", "$comment", "deprecated"}
 COMBINING = {"allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "$dynamicRef", "$recursiveRef"}
+DEPENDENTS = ("dependencies", "dependentRequired", "dependentSchemas")
 OPEN = {"patternProperties", "unevaluatedProperties"}  # say which other properties are allowed
 BOUNDS = (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
 STRING_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-# The types by Python's, but for numbers, which integers are, too.
-OTHER_TYPES = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object"}
-JSON_TYPES = {*OTHER_TYPES.values(), "number"}
+TYPE_NAMES = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    type(None): "null",
+    list: "array",
+    dict: "object",
+}
+JSON_TYPES = {*TYPE_NAMES.values()} - {"integer"}  # integers are numbers, too
 LIST_PATTERN = re.compile(r"\^(?:([\w -]+)|\((?:\?:)?([\w |-]+)\))\$")
 UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
 MAX_DEPENDENTS = 3  # names that others depend on: each doubles the alternatives
@@ -101,7 +109,8 @@ def enforceable(document: Schema) -> tuple[Schema, tuple[str, ...]]:
     """
     places = _places(document)
     _close([schema for schema, _ in places])
-    dependents = sum(_count_dependents(schema) for schema, _ in places)
+    dependents = [schema[name] for schema, _ in places for name in DEPENDENTS if name in schema]
+    names = sum(len(each) for each in dependents if isinstance(each, dict))
     divisors = {schema["multipleOf"] for schema, _ in places if _is_divisor(schema.get("multipleOf"))}
     # Whether several schemas may be about the same value.
     may_meet = any(
@@ -110,7 +119,7 @@ def enforceable(document: Schema) -> tuple[Schema, tuple[str, ...]]:
         or (not COMBINING.isdisjoint(schema) and len(schema.keys() - ANNOTATIONS) > 1)
         for schema, _ in places
     )
-    context = Context(document, dependents <= MAX_DEPENDENTS, len(divisors) <= 1 or not may_meet, {})
+    context = Context(document, names <= MAX_DEPENDENTS, len(divisors) <= 1 or not may_meet, {})
     left_out = {}
     for schema, path in places:
         for rule in RULES:
@@ -223,15 +232,15 @@ def _types(schema: Any) -> set[str]:
     if not isinstance(schema, dict):
         return set() if schema is False else JSON_TYPES
     given = schema.get("type")
-    if given is None and (values := _allowed_values(schema)) is not None:
-        return {OTHER_TYPES.get(type(value), "number") for value in values}
+    if given is None and (values := allowed_values(schema)) is not None:
+        given = [TYPE_NAMES[type(value)] for value in values]
     if not isinstance(given, (str, list)):
         return JSON_TYPES
     names = {given} if isinstance(given, str) else set(map(str, given))
     return names | {"number"} if "integer" in names else names
 
 
-def _allowed_values(schema: Any) -> list[Any] | None:
+def allowed_values(schema: Any) -> list[Any] | None:
     """The only values that a schema allows; None: it lists none."""
     if not isinstance(schema, dict):
         return None
@@ -280,7 +289,7 @@ def _says_names(schema: Schema, value: Any, context: Context) -> bool:
         return False
     if not said:
         return True
-    names = _allowed_values(said)
+    names = allowed_values(said)
     pattern = said.get("pattern")
     if names and all(isinstance(name, str) for name in names):
         pattern = f"^(?:{'|'.join(map(re.escape, names))})$"
@@ -312,19 +321,12 @@ def _says_dependents(schema: Schema, value: Any, context: Context) -> bool:
     return True
 
 
-def _count_dependents(schema: Schema) -> int:
-    given = (schema.get(name) for name in ("dependencies", "dependentRequired", "dependentSchemas"))
-    return sum(len(names) for names in given if isinstance(names, dict))
-
-
 # The types to which keywords apply ("": any), and whether the schema says the same without them.
 UNSUPPORTED_KEYWORDS: dict[str, tuple[str, Callable[[Schema, Any, Context], bool]]] = {
     "unevaluatedProperties": ("object", partial(_says_unevaluated, "additionalProperties")),
     "unevaluatedItems": ("array", partial(_says_unevaluated, "items")),
     "propertyNames": ("object", _says_names),
-    "dependencies": ("object", _says_dependents),
-    "dependentRequired": ("object", _says_dependents),
-    "dependentSchemas": ("object", _says_dependents),
+    **dict.fromkeys(DEPENDENTS, ("object", _says_dependents)),
     "uniqueItems": ("array", lambda schema, value, _: value is not True or schema.get("maxItems") in (0, 1)),
     "contains": ("array", lambda schema, *_: schema.get("minContains") == 0 and "maxContains" not in schema),
     "not": ("", lambda _schema, value, _: value is False),
@@ -334,6 +336,15 @@ UNSUPPORTED_KEYWORDS: dict[str, tuple[str, Callable[[Schema, Any, Context], bool
 }
 # Which say nothing without one of these.
 COMPANIONS = ("then", "else", "minContains", "maxContains", "$dynamicAnchor", "$recursiveAnchor")
+# What says which values are valid, but for definitions.
+CONSTRAINTS = {
+    *SCHEMAS,
+    *UNSUPPORTED_KEYWORDS,
+    *VALUES,
+    *("type", "$ref", "minLength", "maxLength", "pattern", "format", "minItems", "maxItems", "multipleOf"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minProperties", "maxProperties"),
+    *("properties", "patternProperties", "required"),
+}
 
 
 def _strings(schema: Schema, context: Context) -> Iterator[str]:
@@ -394,7 +405,7 @@ def _is_divisor(value: Any) -> bool:
 def _listed(schema: Schema, _: Context) -> Iterator[str]:
     """Listed values, as far as llguidance takes them for what they are."""
     for keyword in VALUES:
-        values = _allowed_values({keyword: schema[keyword]}) if keyword in schema else None
+        values = allowed_values({keyword: schema[keyword]}) if keyword in schema else None
         exact = [value for value in values or [] if all(map(_is_exact, _nested_values(value)))]
         if values and not exact:
             del schema[keyword]
@@ -517,7 +528,7 @@ def _differ(schemas: Iterable[Any]) -> bool:
     """Whether all list their values, and no two the same."""
     values = []
     for schema in schemas:
-        if (listed := _allowed_values(schema)) is None or _is_long(schema):
+        if (listed := allowed_values(schema)) is None or _is_long(schema):
             return False
         values += listed
     is_plain = not any(isinstance(value, (dict, list)) for value in values)

@@ -20,32 +20,11 @@ import msgspec
 
 from run import Json
 from text.grammar import GrammarError, json_rule, lark_string, of_rules
-from text.json_schema import pointer, referred
+from text.json_schema import ANNOTATIONS, CONSTRAINTS, TYPE_NAMES, allowed_values, pointer, referred
 from text.output.call_mender import ERRORS, CallText, UncheckedCall, any_of, as_json
 from text.output.json_mender import CONSTANTS, GEMMA_QUOTE, whole_value
 
-# JSON Schema's names of types, which the rules of literals have, too.
-TYPE_NAMES = {
-    str: "string",
-    int: "integer",
-    float: "number",
-    bool: "boolean",
-    type(None): "null",
-    list: "array",
-    dict: "object",
-}
 DEFINITIONS = ("$defs", "definitions")
-# JSON Schema's keywords that say what is valid, but for those of definitions.
-CONSTRAINTS = {
-    *("type", "enum", "const", "anyOf", "oneOf", "allOf", "not", "if", "$ref"),
-    *("minLength", "maxLength", "pattern", "format"),
-    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-    *("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains"),
-    *("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
-    *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
-    *("unevaluatedItems", "unevaluatedProperties"),
-}
-UNCONSTRAINING = ("title", "description", "default", "examples")  # which constrain nothing
 # Side by side that are asked for: small models would repeat theirs up to the end of the context.
 MOST_CALLS = 16
 MAX_DEPTH = 8  # of schemas that name each other
@@ -220,7 +199,7 @@ class PairsFormat(ToolFormat):
             if not self.is_key(name):
                 detail = f"must have names that are valid in {self.language}. Given: {name[:40]!r}"
                 raise GrammarError(detail)
-            values = " | ".join(lark(self.written(value)) for value in _enum_values(schema))
+            values = " | ".join(lark(self.written(value)) for value in allowed_values(schema) or ())
             literal = values or _named_type(schema) or "value"
             for place, comma in (("first", ""), ("next", self.comma)):
                 key = lark_string(comma + name + self.equals)
@@ -234,7 +213,7 @@ class PairsFormat(ToolFormat):
 
     def enforced(self, schema: Any, _parameters: Json) -> set[str]:
         """The keywords of a property that `call_rules` enforces."""
-        if _enum_values(schema):
+        if allowed_values(schema):
             return {"type", "enum", "const"}
         return {"type"} if _named_type(schema) else set()
 
@@ -346,7 +325,7 @@ class TaggedFormat(ToolFormat):
     def _value_rules(self, rule: str, schema: Any, parameters: Json, lark: ToLark) -> list[str]:
         """A value and the tag after it: raw text if the schema allows text, otherwise JSON."""
         types = types_of(schema, parameters)
-        values = _enum_values(schema)
+        values = allowed_values(schema)
         end = lark(self.value_end)
         if types == {"string"} and values:
             space = r"/\n?/" if self.line_breaks else ""
@@ -356,9 +335,7 @@ class TaggedFormat(ToolFormat):
         definitions: Json = {}
         if "$ref" in json.dumps(schema):
             definitions = {name: parameters[name] for name in DEFINITIONS if name in parameters}
-        constrained = definitions | {
-            name: value for name, value in schema.items() if name not in UNCONSTRAINING
-        }
+        constrained = definitions | {name: value for name, value in schema.items() if name not in ANNOTATIONS}
         return [f"{rule}: ws {rule}_json ws {end}", f"{rule}_json: {json_rule(constrained, ' ?')}"]
 
     def enforced(self, schema: Any, parameters: Json) -> set[str]:
@@ -586,7 +563,7 @@ def types_of(
     known = {} if known is None else known
     if isinstance(given := schema.get("type"), (str, list)):
         return {given} if isinstance(given, str) else set(map(str, given))
-    if values := _enum_values(schema):
+    if values := allowed_values(schema):
         return {TYPE_NAMES[type(value)] for value in values}
     if isinstance(path := schema.get("$ref"), str) and path != "#":
         if path not in known:
@@ -598,14 +575,6 @@ def types_of(
             found = [types_of(option, parameters, depth + 1, known) for option in options]
             return set().union(*found) if all(found) else set()
     return {"object"} if "properties" in schema else set()
-
-
-def _enum_values(schema: Any) -> list[Any]:
-    """The only values that a schema allows, if it names them."""
-    if not isinstance(schema, dict):
-        return []
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    return values if isinstance(values, list) else []
 
 
 def _named_type(schema: Any) -> str:
