@@ -16,7 +16,6 @@ from text import json_numbers
 from text.json_patterns import in_rust
 
 Schema = dict[str, Any]
-Path = tuple[Any, ...]  # of what holds it, and its key there; () is the root. Texts would grow with the depth
 
 # JSON Schema's keywords that hold a schema or a list of them, and those that hold schemas by name.
 SCHEMAS = {
@@ -57,10 +56,10 @@ PER_PATTERN = 20  # characters that each counts as more than it has
 
 
 class Place(NamedTuple):
-    """A schema within another one; None: there is none at `path`."""
+    """A schema within another one; None: there is none at the JSON pointer `path`."""
 
     schema: Any
-    path: Path
+    path: str
 
 
 class Context(NamedTuple):
@@ -125,14 +124,14 @@ def enforceable(document: Schema) -> tuple[Schema, tuple[str, ...]]:
         for rule in RULES:
             for keyword in rule(schema, context):
                 if keyword not in left_out:
-                    left_out[keyword] = f"{pointer(path)}/{keyword}"
+                    left_out[keyword] = f"{path}/{keyword}"
     return document, tuple(left_out.values())
 
 
 def _places(document: Schema) -> list[Place]:
     """The schemas that `document` is made of or refers to, each once, but those that are also something else:
     a listed value, or names of properties."""
-    found = [Place(document, ())]
+    found = [Place(document, "")]
     seen = {id(document)}
     others = set()
     for schema, path in found:
@@ -145,15 +144,15 @@ def _places(document: Schema) -> list[Place]:
     return [place for place in found if id(place.schema) not in others]
 
 
-def _parts(schema: Schema, path: Path, document: Schema) -> Iterator[Place]:
+def _parts(schema: Schema, path: str, document: Schema) -> Iterator[Place]:
     for keyword, value in schema.items():
-        place = (path, keyword)
+        place = within(path, keyword)
         if keyword == "$ref":
             yield referred(value, document)
         elif keyword in NAMED_SCHEMAS and isinstance(value, dict):
-            yield from (Place(part, (place, name)) for name, part in value.items())
+            yield from (Place(part, within(place, name)) for name, part in value.items())
         elif keyword in SCHEMAS and isinstance(value, list):
-            yield from (Place(part, (place, n)) for n, part in enumerate(value))
+            yield from (Place(part, within(place, n)) for n, part in enumerate(value))
         elif keyword in SCHEMAS:
             yield Place(value, place)
 
@@ -169,19 +168,16 @@ def _nested_values(value: Any) -> Iterator[Any]:
 
 def referred(reference: Any, document: Schema) -> Place:
     """What a `$ref` within the document names; None where it names nothing by its place."""
-    found: Any = document
-    path: Path = ()
-    names = unquote(reference).split("/") if isinstance(reference, str) else [""]
-    if names[0] != "#":
-        return Place(None, path)
-    for part in names[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
+    text = unquote(reference) if isinstance(reference, str) else ""
+    begin, *names = text.split("/")
+    found: Any = document if begin == "#" else None
+    for name in names:
+        key = name.replace("~1", "/").replace("~0", "~")
         if isinstance(found, list):
             found = found[int(key)] if _is_place(key, found) else None
         else:
             found = found.get(key) if isinstance(found, dict) else None
-        path = (path, key)
-    return Place(found, path)
+    return Place(found, _end_of(text[1:]))
 
 
 def _is_place(key: str, items: list) -> bool:
@@ -197,13 +193,14 @@ def _resolved(schema: Any, document: Schema) -> Any:
     return schema
 
 
-def pointer(path: Path) -> str:
-    """A JSON pointer, or the end of a long one."""
-    text = ""
-    while path and len(text) < MAX_PLACE:
-        path, key = path
-        text = "/" + str(key).replace("~", "~0").replace("/", "~1") + text
-    return text if len(text) <= MAX_PLACE else f"…{text[-MAX_PLACE:]}"
+def within(path: str, key: Any) -> str:
+    """The JSON pointer to what is below `key` of the schema at `path`."""
+    return _end_of(f"{path}/{str(key).replace('~', '~0').replace('/', '~1')}")
+
+
+def _end_of(path: str) -> str:
+    """A JSON pointer, or the end of a long one: with all of it, texts would grow with the depth."""
+    return path if len(path) <= MAX_PLACE else f"…{path[-MAX_PLACE:]}"
 
 
 def _close(schemas: list[Schema]) -> None:

@@ -20,7 +20,7 @@ import msgspec
 
 from run import Json
 from text.grammar import GrammarError, json_rule, lark_string, of_rules
-from text.json_schema import ANNOTATIONS, CONSTRAINTS, TYPE_NAMES, allowed_values, pointer, referred
+from text.json_schema import ANNOTATIONS, CONSTRAINTS, TYPE_NAMES, allowed_values, referred, within
 from text.output.call_mender import ERRORS, CallText, UncheckedCall, any_of, as_json
 from text.output.json_mender import CONSTANTS, GEMMA_QUOTE, whole_value
 
@@ -519,7 +519,7 @@ def not_written(form: ToolFormat, function: Function) -> Iterator[str]:
     yield from _constraints(parameters, enforced, "")
     for name, schema in function.properties.items():
         enforced = form.enforced(schema, parameters)
-        yield from _constraints(schema, enforced, pointer((((), "properties"), name)))
+        yield from _constraints(schema, enforced, within("/properties", name))
 
 
 def _constraints(schema: Any, enforced: set[str], place: str) -> Iterator[str]:
