@@ -196,12 +196,9 @@ class ChatTemplate:
     def takes_parts(self) -> bool:
         """Whether a content has to be a list of parts: some templates of vision-language models leave out a
         content that is a text, without an error."""
-        if "image" not in self.words:
-            return False
-        contents = (WORD_OF_NONE, [{"type": "text", "text": WORD_OF_NONE}])
-        chats = ([{"role": "user", "content": content}] for content in contents)
-        is_text_written, is_part_written = map(self._writes, chats)
-        return is_part_written and not is_text_written
+        text = {"role": "user", "content": WORD_OF_NONE}
+        in_parts = text | {"content": [{"type": "text", "text": WORD_OF_NONE}]}
+        return "image" in self.words and not self._writes([text]) and self._writes([in_parts])
 
     @functools.cached_property
     def roles_of_thoughts(self) -> frozenset[str]:

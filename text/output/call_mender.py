@@ -49,15 +49,13 @@ def may_be_calls(text: str, names: Sequence[str]) -> bool:
     first = re.match(f"\\W*({NAME_PATTERN})?", head)[1] or ""
     if not any(word.startswith(first.removeprefix("functions.")) for word in (*names, *FIRST_WORDS)):
         return False
-    return len(text) < MAX_HEAD or any(
-        re.search(f"{re.escape(name)}.*[({{<]", head, re.DOTALL) for name in names
-    )
+    return len(text) < MAX_HEAD or bool(re.search(f"{any_of(names)}.*[({{<]", head, re.DOTALL))
 
 
 @dataclass
 class CallText:
-    """A text to read as calls. Its readers yield the calls from a place on, and raise one of ERRORS for
-    another text.
+    """A text to read as calls, without what may stand in front of them. Its readers yield the calls, and
+    raise one of ERRORS for another text.
 
     schemas: of the arguments, by the names of the functions; markers: what may stand beside calls;
     has_comments: so may comments, which values do not have; rest, is_final: see `mended_calls`.
@@ -69,6 +67,9 @@ class CallText:
     has_comments: bool
     rest: str | None
     is_final: bool
+
+    def __post_init__(self):
+        self.text = self.text[self.skipped(0) :]
 
     @functools.cached_property
     def _beside(self) -> re.Pattern:
@@ -87,16 +88,17 @@ class CallText:
             raise ValueError("not the call of an offered tool")
         return name, as_json(arguments)
 
-    def in_json(self, at: int) -> Iterator[UncheckedCall]:
+    def in_json(self) -> Iterator[UncheckedCall]:
         """Objects with a name and arguments, or lists of them."""
+        at = 0
         while at < len(self.text):
             value, at = read_value(self.text, at)
             yield from _calls_in(value)
             at = self.skipped(at)
 
-    def in_python(self, at: int) -> Iterator[UncheckedCall]:
+    def in_python(self) -> Iterator[UncheckedCall]:
         """Calls with keyword arguments, or lists of them."""
-        for statement in ast.parse(self.text[at:].strip()).body:
+        for statement in ast.parse(self.text.strip()).body:
             value = statement.value
             for call in value.elts if isinstance(value, (ast.List, ast.Tuple)) else [value]:
                 arguments = {keyword.arg: _literal(keyword.value) for keyword in call.keywords}
@@ -104,10 +106,10 @@ class CallText:
                     raise ValueError("arguments without a name, or with one name")
                 yield ast.unparse(call.func), arguments
 
-    def in_almost_python(self, at: int) -> Iterator[UncheckedCall]:
+    def in_almost_python(self) -> Iterator[UncheckedCall]:
         """Calls as templates write them in Python, without escapes: strings may have quotes and line breaks,
         names dashes, or be Python's keywords."""
-        listed = re.fullmatch(r"\[?(.*)\)\s*\]?", self.text[at:].strip(), re.DOTALL)[1]
+        listed = re.fullmatch(r"\[?(.*)\)\s*\]?", self.text.strip(), re.DOTALL)[1]
         before, *calls = re.split(rf"(?:\A|\)\s*,)\s*({any_of(self.schemas)})\(", listed)
         for name, written in zip(calls[::2], calls[1::2]):
             no_key, *pairs = re.split(r"(?:\A|,)\s*([\w-]+)\s*=", written)
@@ -116,8 +118,9 @@ class CallText:
                 raise ValueError("other text, or two arguments of one name")
             yield name, arguments
 
-    def after_names(self, at: int, is_loose: bool = False) -> Iterator[UncheckedCall]:
+    def after_names(self, is_loose: bool = False) -> Iterator[UncheckedCall]:
         """Objects of arguments, each after a name. is_loose: texts in them need no quotes."""
+        at = 0
         while at < len(self.text):
             begin = self.text.index("{", at)
             words = re.findall(NAME_PATTERN, self._beside.sub(" ", self.text[at:begin]))

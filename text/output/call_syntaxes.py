@@ -144,13 +144,13 @@ class ToolFormat:
         """What the rules of all calls use."""
         return []
 
-    def calls_in(self, text: CallText, at: int) -> Iterator[UncheckedCall]:
-        """The calls of a whole text from this place on. Raises one of ERRORS for another text."""
-        return self.after_names(text, at)
+    def calls_in(self, text: CallText) -> Iterator[UncheckedCall]:
+        """The calls of a whole text. Raises one of ERRORS for another text."""
+        return self.after_names(text)
 
-    def after_names(self, text: CallText, at: int) -> Iterator[UncheckedCall]:
+    def after_names(self, text: CallText) -> Iterator[UncheckedCall]:
         """Objects of arguments, each after a name."""
-        return text.after_names(at)
+        return text.after_names()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,10 +239,10 @@ class PythonFormat(PairsFormat):
     def head(self, names: str) -> str:
         return rf"\s*({names})\("
 
-    def calls_in(self, text: CallText, at: int) -> Iterable[UncheckedCall]:
+    def calls_in(self, text: CallText) -> Iterable[UncheckedCall]:
         with contextlib.suppress(*ERRORS):
-            return [*text.in_python(at)]
-        return text.in_almost_python(at)
+            return [*text.in_python()]
+        return text.in_almost_python()
 
 
 class GemmaFormat(PairsFormat):
@@ -268,8 +268,8 @@ class GemmaFormat(PairsFormat):
         quoted = up_to(GEMMA_QUOTE, token_id, "quoted", "QUOTED")
         return [*self.literals, f"string: {lark(GEMMA_QUOTE)} quoted", *quoted]
 
-    def after_names(self, text: CallText, at: int) -> Iterator[UncheckedCall]:
-        yield from text.after_names(at, is_loose=True)
+    def after_names(self, text: CallText) -> Iterator[UncheckedCall]:
+        yield from text.after_names(is_loose=True)
         text.check_rest(self.open, re.escape(self.open), GEMMA_QUOTE, self.close)
 
 
@@ -344,13 +344,13 @@ class TaggedFormat(ToolFormat):
             return CONSTRAINTS  # written as JSON
         return {"type", "enum", "const"} if types == {"string"} else {"type"}
 
-    def calls_in(self, text: CallText, at: int) -> Iterator[UncheckedCall]:
+    def calls_in(self, text: CallText) -> Iterator[UncheckedCall]:
         """A text in which something else is between tags is none."""
         begins = _tag(self.next) or rf"(?:\A|{re.escape(self.open)})\s*"
         call = rf"{begins}(?P<name>{any_of(text.schemas)}){_tag(self.name_end)}(?![^\s<])"
         value = rf"\s*{self.value}" if self.value else ""
         key = rf"{_tag(self.key)}\s*(?P<key>[^<>\n\"']+?)\s*{_tag(self.key_end)}{value}"
-        calls = text.text[at:]
+        calls = text.text
         if text.rest is None:  # up to the last value that is complete
             closed, end, _value = calls.rpartition(self.value_end)
             calls = closed + end or re.match(call, calls)[0]
@@ -546,7 +546,7 @@ def mended_calls(
     others = () if is_exact else (CallText.in_json, CallText.in_python, form.after_names)
     for read in (form.calls_in, *others):
         with contextlib.suppress(*ERRORS):
-            return [whole.checked(*call) for call in read(whole, whole.skipped(0))]
+            return [whole.checked(*call) for call in read(whole)]
     return None
 
 
