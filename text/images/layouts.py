@@ -271,12 +271,15 @@ class Grid(Layout):
     image_token = "<IMG_CONTEXT>"
     options = ("min_patches", "max_patches")
     one_tile: ClassVar = {"min_patches": 1, "max_patches": 1}
+    most = 12  # tiles, where no file says it
+    begin = "<img>"
+    end = "</img>"
 
     def __init__(self, facts: Facts):
         super().__init__(facts)
         self._side = facts.number("size")
         least = facts.number("min_patches", 1)
-        most = facts.number("max_patches", 12)
+        most = facts.number("max_patches", self.most)
         self._tokens = facts.number("image_seq_length", 256)
         edges = range(1, most + 1)
         grids = [(columns, rows) for columns in edges for rows in edges if least <= columns * rows <= most]
@@ -288,7 +291,7 @@ class Grid(Layout):
         if len(tiles) > 1:
             tiles.append(self._resized(image, self._side, self._side))
         tokens = self._tokens * len(tiles)
-        return Tiles(tiles, tokens, f"<img>{self.token * tokens}</img>")
+        return Tiles(tiles, tokens, self.begin + self.token * tokens + self.end)
 
     def _nearest(self, image: Image) -> tuple[int, int]:
         best = (1, 1)
@@ -302,21 +305,17 @@ class Grid(Layout):
         return best
 
 
-class Pooled(Layout):
+class Pooled(Grid):
     """Gemma 3: the image is one tile, whatever its form, of which always as many tokens remain."""
 
     image_token = "<image_soft_token>"
     placeholder = "<start_of_image>"
     resample = 2  # bilinear
-
-    def __init__(self, facts: Facts):
-        super().__init__(facts)
-        self._side = facts.number("size")
-        self._tokens = facts.number("image_seq_length", 256)
-
-    def __call__(self, image: Image) -> Tiles:
-        text = f"\n\n<start_of_image>{self.token * self._tokens}<end_of_image>\n\n"
-        return Tiles([self._resized(image, self._side, self._side)], self._tokens, text)
+    options = ()
+    one_tile: ClassVar = {}
+    most = 1
+    begin = "\n\n<start_of_image>"
+    end = "<end_of_image>\n\n"
 
 
 class PixelBounds(Layout):
