@@ -78,8 +78,6 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
     keep_eos: bool = False  # a completed grammar still gets an end-of-sequence token
     prediction: list[int] = []  # the output that the client expects, as draft tokens
     adapter: str = ""  # the name of a LoRA adapter; "": none
-    # Positions in the prompt between messages, where other prompts of the same conversation may go on.
-    borders: list[int] = []
 
 
 class Image(msgspec.Struct, frozen=True, gc=False):
@@ -105,6 +103,8 @@ class Generate(GenerateOptions, frozen=True):
     id: int
     prompt: list[int]
     max_new_tokens: int
+    # Positions in the prompt between messages, where other prompts of the same conversation may go on.
+    borders: list[int] = []
     sent_at: float = 0.0  # CLOCK_MONOTONIC in seconds, the same for all processes
     request_id: str = ""  # of the HTTP request, for the log
 

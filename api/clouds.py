@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
-from msgspec.structs import replace
 
 from api import tgi
 from api.chats.conversation import ChatRequest, prepare_chat
@@ -88,8 +87,8 @@ def continuation(sentence: str, served: Served) -> ResponseWriter:
     """The sentence and its continuation, in a list."""
     if not sentence:
         raise errors.invalid("sentence", "cannot be empty")
-    prepared = tgi.check(GenerateRequest(sentence), served, streams=False)
-    return PredictionsResponseWriter([replace(prepared, prompt_name="sentence")], served, [sentence], list)
+    prepared = tgi.check(GenerateRequest(sentence), served, streams=False, prompt_name="sentence")
+    return PredictionsResponseWriter([prepared], served, [sentence], list)
 
 
 def _instances(given: list[Any], served: Served) -> list[GenerateRequest | ChatRequest]:

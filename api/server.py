@@ -9,7 +9,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import gevent
@@ -18,7 +17,7 @@ from gevent.threadpool import ThreadPool
 from werkzeug.exceptions import ClientDisconnected
 
 from api.generation.prepared_request import PreparedRequest, Served, TokenizedPrompt, prompts_of
-from api.generation.request_images import ImageLoader, ImagesNeeded, RequestImages
+from api.generation.request_images import ImageLoader, RequestImages
 from api.generation.response_writer import ResponseWriter
 from api.generation.stream import (
     ActiveRequest,
@@ -33,7 +32,7 @@ from api.generation.tracing import RequestTrace, Tracer
 from api.http import errors, fields
 from api.http.bodies import Bodies, charset_of_text, check_is_json
 from api.http.engine_client import EngineClient, attempt
-from api.http.errors import CLIENT_CLOSED_REQUEST, in_format
+from api.http.errors import CLIENT_CLOSED_REQUEST
 from api.http.fields import Json
 from api.http.response_store import OwnedResponses, ResponseStore
 from api.http.types import encode_json
@@ -126,12 +125,17 @@ class Server:
         with self._bodies.read(self.payload_limit) as body:
             return fields.read(fields.parse_body(body), kind)
 
-    def reply(self, make: Callable[[Json, Served], Any]) -> Response:
-        """A response without generated text to a JSON body."""
+    def reply(self, make: Callable[[Json, Served], Callable[[], Any]]) -> Response:
+        """A response without generated text to a JSON body.
+
+        make: reads and checks the body, and returns what makes the response once the images are loaded.
+        """
         served = self.served
         check_is_json()
         with self._bodies.read(self.payload_limit) as body, served.images:
-            return json_response(self._read(lambda served: make(fields.parse_body(body), served), served))
+            respond = self._threads.run(lambda: make(fields.parse_body(body), served))
+            served.images.load(self._check_client)
+            return json_response(self._threads.run(respond))
 
     def generate(self, read: Read, renders: bool = False, deadline_s: float | None = None) -> Response:
         """Generates what the JSON body of the request asks for.
@@ -152,10 +156,7 @@ class Server:
     def generate_from(self, read: Callable[[Served], ResponseWriter]) -> Response:
         """Generates for a request without a body."""
         served = self._begin()
-        with served.images:
-            writer, prompts = self._read(functools.partial(_prepared, read), served, in_thread=False)
-            generation = self._submit(writer, prompts)
-        return self._respond(writer, generation)
+        return self._respond(*self._start(functools.partial(read, served), served))
 
     def _generate(
         self,
@@ -165,23 +166,28 @@ class Server:
         renders: bool = False,
         deadline_s: float | None = None,
     ) -> Response:
-        with self._bodies.read(self.payload_limit) as body, served.images:
-            prepare = functools.partial(_prepared, lambda served: read(parse(body), served))
+        with self._bodies.read(self.payload_limit) as body:
             is_long = renders or len(body) >= LONG_TEXT
-            writer, prompts = self._read(prepare, served, in_thread=is_long)
-            generation = self._submit(writer, prompts, deadline_s)
-        return self._respond(writer, generation)
+            started = self._start(lambda: read(parse(body), served), served, is_long, deadline_s)
+        return self._respond(*started)
 
-    def _read(self, make: Callable[[Served], T], served: Served, in_thread: bool = True) -> T:
-        """`make(served)`, in a thread if that takes long. It is called again whenever the request's images
-        have been loaded: that is done here, so that it holds no thread for texts."""
-        while True:
-            call = functools.partial(make, served)
-            try:
-                return self._threads.run(call) if in_thread else call()
-            except ImagesNeeded:
-                served.images.load(self._check_client)
-                served = replace(served, responses=self.responses)
+    def _start(
+        self,
+        read: Callable[[], ResponseWriter],
+        served: Served,
+        is_long: bool = False,
+        deadline_s: float | None = None,
+    ) -> tuple[ResponseWriter, ActiveRequest]:
+        """Prepares a request and sends it to the worker. Images are loaded in between, in the request's own
+        greenlet, so that they hold no thread for texts. Raises ApiError."""
+        with served.images:
+            writer = self._run(read, is_long)
+            g.error_format = writer.error_format
+            served.images.load(self._check_client)
+            tokenize = functools.partial(prompts_of, writer.requests, served)
+            characters = sum(prepared.characters for prepared in writer.requests)
+            prompts = self._run(tokenize, served.images.are_given or characters >= LONG_TEXT)
+            return writer, self._submit(writer, prompts, deadline_s)
 
     def _check_client(self) -> None:
         if self._connection().is_lost:
@@ -212,7 +218,6 @@ class Server:
         self, writer: ResponseWriter, prompts: list[TokenizedPrompt], deadline_s: float | None = None
     ) -> ActiveRequest:
         """Sends the prompts to the worker. Raises ApiError."""
-        g.error_format = writer.error_format
         _log_changes(writer, prompts)
         self._check_grammars(prompts)
         writer.request_id = g.request_id
@@ -239,7 +244,7 @@ class Server:
     def _whole(self, writer: ResponseWriter, generation: ActiveRequest, headers: dict[str, str]) -> Response:
         with generation:
             generation.run()
-            body = self._run(writer, lambda: encode_json(writer.whole(generation.sequences)))
+            body = self._run(lambda: encode_json(writer.whole(generation.sequences)), writer.lists_prompts)
             response = Response(body, mimetype=JSON)
             response.headers.extend(headers | timing_headers(generation))
             return response
@@ -253,13 +258,13 @@ class Server:
             "Cache-Control": "no-cache",
             "X-Accel-Buffering": "no",
         }
-        stream = EventStream(writer, generation, functools.partial(self._run, writer))
+        stream = EventStream(writer, generation, lambda write: self._run(write, writer.lists_prompts))
         return Response(stream, headers=headers)
 
-    def _run(self, writer: ResponseWriter, write: Callable[[], bytes]) -> bytes:
-        """What a writer's function returns. A thread runs it if it may list the tokens of a prompt: 30,000
-        take half a second."""
-        return self._threads.run(write) if writer.lists_prompts else write()
+    def _run(self, function: Callable[[], T], is_long: bool) -> T:
+        """What `function` returns. A thread runs it if it may take long: to list the 30,000 tokens of a
+        prompt takes half a second."""
+        return self._threads.run(function) if is_long else function()
 
     def _check_grammars(self, prompts: list[TokenizedPrompt]) -> None:
         given = {prompt.prepared.grammar: prompt.prepared for prompt in prompts if prompt.prepared.grammar}
@@ -311,15 +316,6 @@ def empty_response() -> Response:
     return response
 
 
-def _prepared(
-    read: Callable[[Served], ResponseWriter], served: Served
-) -> tuple[ResponseWriter, list[TokenizedPrompt]]:
-    """The response writer and its prompts."""
-    writer = read(served)
-    with in_format(writer.error_format):
-        return writer, prompts_of(writer.requests, served)
-
-
 def _log_changes(writer: ResponseWriter, prompts: list[TokenizedPrompt]) -> None:
     """Logs what differs from the request without an error."""
     if writer.left_out:
@@ -327,7 +323,9 @@ def _log_changes(writer: ResponseWriter, prompts: list[TokenizedPrompt]) -> None
         logger.debug("left out tools that this server does not run: %s", names, extra=log_fields())
     if places := _not_enforced(writer.requests):
         logger.debug("not enforced of JSON schemas: %s", ", ".join(places), extra=log_fields())
-    for prepared, _ids, most in prompts:
+    for prompt in prompts:
+        prepared = prompt.prepared
+        most = prompt.max_new_tokens
         if prepared.clamps_max_tokens and prepared.max_new_tokens and most < prepared.max_new_tokens:
             words = "clamped `%s` from %d to the %d tokens that are left of the context length"
             logger.debug(words, prepared.limit_name, prepared.max_new_tokens, most, extra=log_fields())

@@ -8,13 +8,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from api.chats import formats
-from api.generation.prepared_request import PreparedRequest, Served, with_grammar, with_images
+from api.generation.prepared_request import PreparedRequest, Served
 from api.generation.response_writer import GeneratedSequence, ResponseWriter, best_of, rounded
 from api.http import errors, fields
 from api.http.errors import event
@@ -210,7 +211,9 @@ def read_generate(data: Json) -> GenerateRequest:
     return fields.read(data, GenerateRequest, parameters=Parameters)
 
 
-def check(request: GenerateRequest, served: Served, streams: bool) -> PreparedRequest:
+def check(
+    request: GenerateRequest, served: Served, streams: bool, prompt_name: str = "inputs"
+) -> PreparedRequest:
     """Checks every field of a native request in TGI's order; raises ApiError for the first that is wrong."""
     config = served.config
     info = served.info
@@ -241,14 +244,20 @@ def check(request: GenerateRequest, served: Served, streams: bool) -> PreparedRe
     require(p.truncate is None or 1 <= p.truncate <= most, "truncate", detail)
     gives_prompt = info.prompt_logprobs or not p.decoder_input_details
     require(gives_prompt, "decoder_input_details", fields.NO_PROMPT_LOGITS)
-    prompt, order = prompt_of(request.inputs, served)
-    require(not (order and p.truncate), "truncate", fields.WITH_IMAGES)
-    require(not (order and p.decoder_input_details), "decoder_input_details", fields.WITH_IMAGES)
+    prompt, image_numbers = prompt_of(request.inputs, served)
+    require(not (image_numbers and p.truncate), "truncate", fields.WITH_IMAGES)
+    with_details = image_numbers and p.decoder_input_details
+    require(not with_details, "decoder_input_details", fields.WITH_IMAGES)
     sampling = fields.sampling_of(p, samples, defaults={})
     fields.check_device(info, p, sampling, best_of=best_of > 1, top_n_tokens=p.top_n_tokens)
-    prepared = PreparedRequest(
-        prompt=request.inputs,
-        is_escaped=bool(order),
+    constraint = formats.of_native(p.grammar)
+    constraint.check(info)
+    return PreparedRequest(
+        **constraint._asdict(),
+        prompt=prompt,
+        prompt_name=prompt_name,
+        image_numbers=image_numbers,
+        is_escaped=bool(image_numbers),
         sampling=sampling,
         sequences=best_of,
         max_new_tokens=p.max_new_tokens,
@@ -262,8 +271,6 @@ def check(request: GenerateRequest, served: Served, streams: bool) -> PreparedRe
         keep_eos=bool(p.details or p.decoder_input_details or p.top_n_tokens),
         adapter=adapter,
     )
-    prepared = with_grammar(prepared, *formats.of_native(p.grammar), info)
-    return with_images(prepared, prompt, order, served)
 
 
 def _adapter_of(p: Parameters, served: Served) -> str:
@@ -277,20 +284,18 @@ def _adapter_of(p: Parameters, served: Served) -> str:
     return adapter if adapter in served.info.adapters else ""
 
 
-def prompt_of(inputs: str, served: Served) -> tuple[str, list[int]]:
+def prompt_of(inputs: str, served: Served) -> tuple[str, Sequence[int]]:
     """The prompt, and the numbers of the images in it: then it has placeholders for them, and its text is
     escaped. Raises ApiError."""
     images = served.images
     images.set_options({}, "")  # those of a chat in the same body
-    if not images.are_read:
-        return inputs, []
-    texts = MARKDOWN_IMAGE.split(inputs)
+    texts = MARKDOWN_IMAGE.split(inputs) if images.are_read else [inputs]
     urls = texts[1::2]
     if not urls:
-        return inputs, []
-    order = [images_of(images.add(f"inputs.images[{n}]", url))[0] for n, url in enumerate(urls)]
+        return inputs, ()
+    image_numbers = [images_of(images.add(f"inputs.images[{n}]", url))[0] for n, url in enumerate(urls)]
     escape = served.text.tokenizer.escape
-    return images.preprocess.placeholder.join(map(escape, texts[::2])), order
+    return images.preprocess.placeholder.join(map(escape, texts[::2])), image_numbers
 
 
 def _samples(p: Parameters) -> bool:

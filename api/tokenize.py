@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from msgspec import Struct
 
 from api import tgi
 from api.chats.conversation import ChatRequest, prepare_chat
-from api.generation.prepared_request import Served
+from api.generation.prepared_request import PreparedRequest, Served
 from api.http import fields
 from api.http.errors import invalid
 from api.http.fields import Json, require
@@ -92,28 +94,31 @@ class DetokenizeResponse(Struct):
 Tokenized = list[SimpleToken] | TokenizeResponse | ContentTokens
 
 
-def tokenize(data: Json, served: Served) -> Tokenized:
-    """The tokens of a text or chat, in the API whose required field the body has."""
+def tokenize(data: Json, served: Served) -> Callable[[], Tokenized]:
+    """What lists the tokens of a text or chat, in the API whose required field the body has."""
     return fields.choose_variant(data, TOKENIZE)(data, served)
 
 
-def _inputs(data: Json, served: Served) -> list[SimpleToken]:
-    tokenizer = served.text.tokenizer
-    prompt, order = tgi.prompt_of(tgi.read_generate(data).inputs, served)
-    text, _images = served.images.expand(prompt, order, "inputs")
-    return _tokens(text if order else tokenizer.escape(text), tokenizer, add_special_tokens=True)
+def _inputs(data: Json, served: Served) -> Callable[[], list[SimpleToken]]:
+    prompt, image_numbers = tgi.prompt_of(tgi.read_generate(data).inputs, served)
+    text = prompt if image_numbers else served.text.tokenizer.escape(prompt)
+    return lambda: _tokens(served.images.expand(text, image_numbers), served, add_special_tokens=True)
 
 
-def _tokenize_prompt(data: Json, served: Served) -> TokenizeResponse:
+def _tokenize_prompt(data: Json, served: Served) -> Callable[[], TokenizeResponse]:
     request = fields.read(data, TokenizePrompt)
     text = served.text.tokenizer.escape(request.prompt)
-    return _counted(text, request, request.add_special_tokens is not False, served)
+    return lambda: _counted(text, request, request.add_special_tokens is not False, served)
 
 
-def _tokenize_messages(data: Json, served: Served) -> TokenizeResponse:
+def _tokenize_messages(data: Json, served: Served) -> Callable[[], TokenizeResponse]:
     request = fields.read(data, TokenizeChat)
-    text = prepare_chat(request, served).prompt
-    return _counted(text, request, bool(request.add_special_tokens), served)
+    prepared = prepare_chat(request, served)
+    return lambda: _counted(_text_of(prepared, served), request, prepared.add_special_tokens, served)
+
+
+def _text_of(prepared: PreparedRequest, served: Served) -> str:
+    return served.images.expand(prepared.prompt, prepared.image_numbers)
 
 
 def _counted(
@@ -124,10 +129,13 @@ def _counted(
     return TokenizeResponse(len(ids), served.info.max_total_tokens, ids, texts)
 
 
-def _tokenize_content(data: Json, served: Served) -> ContentTokens:
+def _tokenize_content(data: Json, served: Served) -> Callable[[], ContentTokens]:
     request = fields.read(data, TokenizeContent)
     require(request.parse_special is not False, "parse_special", "is not supported if it is false")
-    tokenizer = served.text.tokenizer
+    return lambda: _content_tokens(request, served.text.tokenizer)
+
+
+def _content_tokens(request: TokenizeContent, tokenizer: Tokenizer) -> ContentTokens:
     ids = _ids(tokenizer.escape(request.content), tokenizer, bool(request.add_special))
     if not request.with_pieces:
         return ContentTokens(ids)
@@ -152,20 +160,24 @@ TOKENIZE = {
 }
 
 
-def detokenize(data: Json, served: Served) -> DetokenizeResponse:
-    """The text of tokens; special tokens show their names."""
+def detokenize(data: Json, served: Served) -> Callable[[], DetokenizeResponse]:
+    """What joins the texts of tokens; special tokens show their names."""
     tokens = fields.read(data, DetokenizeRequest).tokens
     require(len(tokens) <= MAX_LISTED_TOKENS, "tokens", f"takes up to {MAX_LISTED_TOKENS} tokens")
     fields.check_ids(tokens, "tokens", served.info)
     text = "".join(prompt_texts(served.text.tokenizer, tokens))
-    return DetokenizeResponse(text, text)
+    return lambda: DetokenizeResponse(text, text)
 
 
-def chat_tokenize(data: Json, served: Served) -> ChatTokenizeResponse:
-    tokenizer = served.text.tokenizer
+def chat_tokenize(data: Json, served: Served) -> Callable[[], ChatTokenizeResponse]:
     prepared = prepare_chat(fields.read(data, ChatRequest), served)
-    tokens = _tokens(prepared.prompt, tokenizer, prepared.add_special_tokens)
-    return ChatTokenizeResponse(tokens, tokenizer.unescape(prepared.prompt))
+
+    def listed() -> ChatTokenizeResponse:
+        text = _text_of(prepared, served)
+        tokens = _tokens(text, served, prepared.add_special_tokens)
+        return ChatTokenizeResponse(tokens, served.text.tokenizer.unescape(text))
+
+    return listed
 
 
 def _ids(text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> list[int]:
@@ -176,7 +188,8 @@ def _ids(text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> list[int]
         raise invalid(None, f"tokenizer error: {error}") from None
 
 
-def _tokens(text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> list[SimpleToken]:
+def _tokens(text: str, served: Served, add_special_tokens: bool) -> list[SimpleToken]:
+    tokenizer = served.text.tokenizer
     raw = _raw(text, tokenizer)
     try:
         spans = tokenizer.spans(text, add_special_tokens, MAX_LISTED_TOKENS)

@@ -7,9 +7,7 @@ and how; others are skipped.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-
-from msgspec.structs import replace
+from collections.abc import Callable, Iterator
 
 from api.anthropic.output import MessagesResponseWriter
 from api.anthropic.tools import MessagesTools
@@ -34,21 +32,20 @@ def messages(data: Json, served: Served) -> ResponseWriter:
     require(not continues, "thread", "cannot be continued: no messages are stored here; send all of them")
     tools = MessagesTools(request)
     chat, names = _chat_of(request, tools, served.images)
-    chat.max_completion_tokens = request.max_tokens or None
+    chat.max_completion_tokens = request.max_tokens
     chat.stop = request.stop_sequences
     for name in SAMPLING_PARAMETERS.keys() & MessagesRequest.__struct_fields__:
         setattr(chat, name, getattr(request, name))
     prepared = prepare_chat(chat, served, names, tools.found)
-    if request.max_tokens == 0:  # for prefix caching alone
-        prepared = replace(prepared, max_new_tokens=0)
     return MessagesResponseWriter(prepared, served, request, tools)
 
 
-def count_tokens(data: Json, served: Served) -> TokenCount:
+def count_tokens(data: Json, served: Served) -> Callable[[], TokenCount]:
     request = fields.read(data | {"max_tokens": 1}, MessagesRequest)
     tools = MessagesTools(request)
     chat, names = _chat_of(request, tools, served.images)
-    return TokenCount(len(ids_of(prepare_chat(chat, served, names, tools.found), served)))
+    prepared = prepare_chat(chat, served, names, tools.found)
+    return lambda: TokenCount(len(ids_of(prepared, served)))
 
 
 def _chat_of(
@@ -84,6 +81,7 @@ def _chat_of(
         messages=paths,
         tools=tools.paths,
         limit="max_tokens",
+        least_limit=0,  # for prefix caching alone
         stop="stop_sequences",
         budget="thinking.budget_tokens",
         format=format_name,

@@ -20,7 +20,7 @@ from api.chats.openai_shared import OpenAIRequest, check_openai
 from api.chats.reasoning import template_variables
 from api.chats.template_adapter import ALIASES, adapt_to_template
 from api.chats.tools import ToolPolicy, as_function, tool_policy
-from api.generation.prepared_request import PreparedRequest, Served, with_grammar, with_images
+from api.generation.prepared_request import PreparedRequest, Served
 from api.generation.request_images import RequestImages
 from api.http.errors import ApiError, invalid
 from api.http.fields import (
@@ -134,17 +134,14 @@ def prepare_chat(
     text = served.text
     chat = replace(chat, tools=without_nulls(chat.tools))
     _check_continuation(chat)
-    prepared = _check(chat, served, field_names)
+    checked = _check(chat, served, field_names)
     constraint = formats.of_openai(chat, field_names)
     tools = [*(chat.tools or []), *inline_tools]
     policy = tool_policy(tools, chat.tool_choice, chat.parallel_tool_calls, text.tools, field_names)
-    sampling = prepared.sampling
     if tools and chat.tool_choice == "none":
-        sampling = _without_calls(sampling, served)
-    if inline_tools and not chat.tools:
-        chat = replace(chat, tools=tools)
-    prompt, order, continued, borders = _render_prompt(chat, served, field_names)
-    require(not (order and prepared.prompt_logprobs), "prompt_logprobs", WITH_IMAGES)
+        checked["sampling"] = _without_calls(checked["sampling"], served)
+    chat.tools = chat.tools or tools
+    prompt, image_numbers, continued, borders = _render_prompt(chat, served, field_names)
     if constraint.grammar:
         constraint = constraint._replace(grammar=text.reasoning.in_answer(constraint.grammar))
     if policy:
@@ -152,18 +149,20 @@ def prepare_chat(
     thinking = text.reasoning.thinking(prompt, continued)
     parser_config = ParserConfig(policy, thinking, enforces_calls=bool(constraint.grammar))
     if thinking:
-        constraint = _with_reasoning(
-            constraint, thinking, _budget(chat, prepared, served), served, field_names
-        )
-    prepared = replace(
-        with_grammar(prepared, *constraint, served.info),
-        sampling=sampling,
-        # The schemas of the tools may fail to compile.
-        grammar_name="tools" if constraint.path == "tool_choice" else constraint.path,
+        budget = _budget(chat, checked["max_new_tokens"], served)
+        constraint = _with_reasoning(constraint, thinking, budget, served, field_names)
+    constraint.check(served.info, chat.ignore_eos)
+    if constraint.grammar_name == "tool_choice":
+        constraint = constraint._replace(grammar_name="tools")  # whose schemas may fail to compile
+    return PreparedRequest(
+        **checked,
+        **constraint._asdict(),
+        prompt=prompt,
+        image_numbers=image_numbers,
+        message_borders=borders,
         parser_config=parser_config,
         prediction=_prediction(chat.prediction, served) if chat.prediction else [],
     )
-    return with_images(prepared, prompt, order, served, borders)
 
 
 def _with_calls(constraint: Constraint, policy: ToolPolicy) -> Constraint:
@@ -208,12 +207,12 @@ def _check_continuation(chat: ChatRequest) -> None:
         require(not chat.add_generation_prompt, "add_generation_prompt", detail)
 
 
-def _budget(chat: ChatRequest, prepared: PreparedRequest, served: Served) -> int | None:
+def _budget(chat: ChatRequest, max_new_tokens: int | None, served: Served) -> int | None:
     """The most tokens of reasoning; None: as many as the output may have."""
     given = [chat.thinking_token_budget, chat.thinking_budget_tokens]
     given += [each for switch in chat.switches for each in (switch.budget_tokens, switch.max_tokens)]
     budget = next((each for each in given if each is not None), None)
-    limits = [served.info.max_total_tokens, prepared.max_new_tokens]
+    limits = [served.info.max_total_tokens, max_new_tokens]
     most = min(limit for limit in limits if limit is not None)
     return budget if budget is not None and 0 <= budget < most else None
 
@@ -229,29 +228,27 @@ def _prediction(given: Prediction, served: Served) -> list[int]:
     return tokens
 
 
-def _check(chat: ChatRequest, served: Served, field_names: FieldNames) -> PreparedRequest:
-    """Checks all fields but the messages and tools. The prompt is empty: the chat template writes
-    it."""
+def _check(chat: ChatRequest, served: Served, field_names: FieldNames) -> Json:
+    """Checks all fields but the messages and tools. Returns fields of the PreparedRequest, by name."""
     require(chat.logprobs or not chat.top_logprobs, "top_logprobs", "needs `logprobs` to be true")
     limit_field = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
     limit = getattr(chat, limit_field)
     limit_name = field_names.limit or limit_field
-    require(limit != 0, limit_name, "must be strictly positive")
+    require(limit is None or limit >= field_names.least_limit, limit_name, "must be strictly positive")
     count = len(chat.messages)
     most = served.info.max_input_tokens
     limit_text = f"more than the {most} tokens of the longest prompt (--max-input-tokens raises it)"
     require(count <= most, field_names.prompt, f"has {count} messages, {limit_text}")
-    prepared = check_openai(chat, "", limit, bool(chat.logprobs), served, field_names)
+    checked = check_openai(chat, limit, bool(chat.logprobs), served, field_names)
     most = max(OPENAI_TOP_LOGPROBS, served.config.max_top_n_tokens)
     check_top_n(chat.top_logprobs, "top_logprobs", most)
-    return replace(
-        prepared,
-        top_n_tokens=max(chat.top_logprobs or 0, prepared.top_n_tokens),
-        add_special_tokens=bool(chat.add_special_tokens),  # the template writes them
-        is_escaped=True,
-        prompt_name=field_names.prompt,
-        limit_name=limit_name,
-    )
+    return checked | {
+        "top_n_tokens": max(chat.top_logprobs or 0, checked["top_n_tokens"]),
+        "add_special_tokens": bool(chat.add_special_tokens),  # the template writes them
+        "is_escaped": True,
+        "prompt_name": field_names.prompt,
+        "limit_name": limit_name,
+    }
 
 
 def _render_prompt(
@@ -292,6 +289,11 @@ def _render_prompt(
         detail = "has a role that the model's chat template leaves out"
         require(is_written, field_names.prompt, detail, given=message["role"])
     order = [number for message in escaped for number in images_of(message["content"])]
+    if order:
+        require(chat.prompt_logprobs is None, "prompt_logprobs", WITH_IMAGES)
+        written = prompt.count(served.text.images.placeholder)
+        detail = f"has {len(order)} images, and the model's chat template writes {written} of them"
+        require(written == len(order), field_names.prompt, detail)
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or last.get("tool_calls"):
         return prompt, order, "", borders

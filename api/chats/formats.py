@@ -12,8 +12,9 @@ import msgspec
 from msgspec import Struct
 
 from api.http.errors import invalid
-from api.http.fields import CHAT_FIELDS, FieldNames, Json
+from api.http.fields import CHAT_FIELDS, NEEDS_HOST, FieldNames, Json, require
 from api.http.types import JsonSchema, SamplingOptions
+from protocol import MAX_GRAMMAR, ModelInfo
 from text.grammar import WHITESPACE, GrammarError, left_out, of_choice, of_json_schema, of_regex
 
 # Where `response_format` and `grammar` have the schema or the regular expression, by their `type`: OpenAI's
@@ -72,14 +73,22 @@ class Format(NamedTuple):
 
 
 class Constraint(NamedTuple):
-    """The path of the field that asks for a grammar, and the grammar; both are empty when none does.
+    """The grammar of an output, in the names of PreparedRequest's fields. All are empty when no field of the
+    request asks for one."""
 
-    not_enforced: what the grammar leaves out of its JSON schema (`left_out`).
-    """
-
-    path: str = ""
+    grammar_name: str = ""  # the path of the field
     grammar: str = ""
-    not_enforced: tuple[str, ...] = ()
+    not_enforced: tuple[str, ...] = ()  # what the grammar leaves out of its JSON schema (`left_out`)
+
+    def check(self, info: ModelInfo, ignores_eos: bool | None = False) -> None:
+        """Raises ApiError for a grammar that this model, or a request that `ignores_eos`, cannot have."""
+        if not self.grammar:
+            return
+        name = self.grammar_name
+        require(info.sampling != "device", name, NEEDS_HOST)
+        detail = f"makes a grammar of more than {MAX_GRAMMAR} characters"
+        require(len(self.grammar) <= MAX_GRAMMAR, name, detail)
+        require(not ignores_eos, "ignore_eos", f"cannot be combined with `{name}`, which ends the text")
 
 
 def of_native(grammar: Json | None) -> Constraint:

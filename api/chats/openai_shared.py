@@ -152,18 +152,17 @@ class ModelList(Struct):
 
 def check_openai(
     request: OpenAIRequest,
-    prompt: str | list[int],
     limit: int | None,
     logprobs: bool,
     served: Served,
     field_names: FieldNames = CHAT_FIELDS,
     **host_only: Any,
-) -> PreparedRequest:
+) -> Json:
     """Checks the fields that chat and completion requests share. They sample unless the temperature is 0, as
     OpenAI's do. Fields of sampling that the request leaves out get the model's defaults.
 
     limit: of the generated tokens; host_only: further fields that need host sampling, and whether they are
-    asked for.
+    asked for. Returns the fields of the PreparedRequest, by name. Raises ApiError.
     """
     info = served.info
     adapter = served.adapter_of(request.model)
@@ -190,27 +189,24 @@ def check_openai(
     host_only["min_tokens"] = min_tokens
     host_only["logit_bias"] = any(bias for _token, bias in logit_bias)
     check_device(info, request, sampling, **host_only)
-    return PreparedRequest(
-        prompt=prompt,
-        sampling=sampling,
-        sequences=n,
-        max_new_tokens=limit,
-        min_new_tokens=min_tokens,
-        ignore_eos=bool(request.ignore_eos),
-        stop=stop if request.ignore_eos else [*stop, *info.stop_strings],
-        keep_stop=False,
-        stop_token_ids=frozenset(stop_token_ids),
-        add_special_tokens=request.add_special_tokens is not False,
-        shows_special_tokens=request.skip_special_tokens is False,
-        logprobs=logprobs,
-        prompt_logprobs=request.prompt_logprobs is not None,
-        top_n_tokens=request.prompt_logprobs or 0,
-        keep_eos=logprobs,
-        prompt_name="prompt",
-        limit_name="max_tokens",
-        clamps_max_tokens=True,
-        adapter=adapter,
-    )
+    return {
+        "sampling": sampling,
+        "sequences": n,
+        "max_new_tokens": limit,
+        "min_new_tokens": min_tokens,
+        "ignore_eos": bool(request.ignore_eos),
+        "stop": stop if request.ignore_eos else [*stop, *info.stop_strings],
+        "keep_stop": False,
+        "stop_token_ids": frozenset(stop_token_ids),
+        "add_special_tokens": request.add_special_tokens is not False,
+        "shows_special_tokens": request.skip_special_tokens is False,
+        "logprobs": logprobs,
+        "prompt_logprobs": request.prompt_logprobs is not None,
+        "top_n_tokens": request.prompt_logprobs or 0,
+        "keep_eos": logprobs,
+        "clamps_max_tokens": True,
+        "adapter": adapter,
+    }
 
 
 def _check_prompt_logprobs(request: OpenAIRequest, served: Served) -> None:
@@ -245,7 +241,7 @@ class OpenAIResponseWriter(ResponseWriter):
         prompt_tokens = sum(len(sequence.prompt) for sequence in first)
         completion_tokens = sum(sequence.tokens for sequence in sequences)
         cached = sum(sequence.prompt_done.cached for sequence in first)
-        of_images = sum(sequence.prepared.image_tokens for sequence in first)
+        of_images = sum(sequence.image_tokens for sequence in first)
         prompt_details = PromptTokensDetails(cached, of_images or UNSET)
         details = CompletionTokensDetails(
             accepted_prediction_tokens=sum(sequence.accepted_draft_tokens for sequence in sequences),

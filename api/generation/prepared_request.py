@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import msgspec
 from msgspec.structs import replace
 
 from api.generation.request_images import RequestImages
 from api.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid, too_large, unknown_model
-from api.http.fields import NEEDS_HOST, check_ids, require
+from api.http.fields import check_ids, require
 from api.http.response_store import OwnedResponses
 from api.http.types import U64_MAX
 from config import TGI_NAME, Config
-from protocol import MAX_GRAMMAR, GenerateOptions, Image, ModelInfo, SamplingParams
+from protocol import GenerateOptions, Image, ModelInfo, SamplingParams
 from text.grammar import GrammarChecker
 from text.images.preprocessor import ImagePreprocessor
 from text.output.call_syntaxes import ModelTools
@@ -110,7 +110,7 @@ class Served:
 
 
 class PreparedRequest(GenerateOptions, frozen=True):
-    """A checked prompt and what to generate from it."""
+    """A checked prompt and what to generate from it. An API makes it when all fields are checked."""
 
     prompt: str | list[int]
     sequences: int = 1
@@ -122,22 +122,20 @@ class PreparedRequest(GenerateOptions, frozen=True):
     add_special_tokens: bool = True
     shows_special_tokens: bool = False  # in the generated text
     is_escaped: bool = False  # the client's words in the prompt, next to special tokens of the server
-    grammar_name: str = "grammar"  # what the request calls it, for error messages
+    grammar_name: str = ""  # what the request calls it, for error messages
     not_enforced: tuple[str, ...] = ()  # what the grammar leaves out of JSON schemas: JSON pointers
     prompt_name: str = "inputs"
     limit_name: str = "max_new_tokens"
     # OpenAI's and Anthropic's: `max_new_tokens` is clamped to the rest of the context.
     clamps_max_tokens: bool = False
     parser_config: ParserConfig = ParserConfig()  # which parts the text of a chat has
-    images: list[Image] = msgspec.field(default_factory=list)  # emptied when the worker has them
-    image_tokens: int = 0  # of all of them
-    image_characters: int = 0  # that the prompt has for these tokens
-    message_borders: list[int] = msgspec.field(default_factory=list)  # `borders`, in characters
+    image_numbers: Sequence[int] = ()  # of the request's images, for whose tokens the prompt has placeholders
+    message_borders: Sequence[int] = ()  # where messages of the prompt end, in characters
 
     @property
     def characters(self) -> int:
         """How many characters the client and the template wrote."""
-        return len(self.prompt) - self.image_characters if isinstance(self.prompt, str) else 0
+        return len(self.prompt) if isinstance(self.prompt, str) else 0
 
     def sampling_of(self, sequence: int) -> SamplingParams:
         """Each sequence has a random stream of its own, which follows from the request's seed."""
@@ -147,85 +145,51 @@ class PreparedRequest(GenerateOptions, frozen=True):
 
 
 class TokenizedPrompt(NamedTuple):
-    """A prompt as it runs."""
+    """A prompt as it runs. borders: between its messages, in tokens."""
 
     prepared: PreparedRequest
     ids: list[int]
     max_new_tokens: int
+    images: Sequence[Image] = ()
+    borders: Sequence[int] = ()
 
-
-def with_grammar(
-    prepared: PreparedRequest, name: str, grammar: str, not_enforced: tuple[str, ...], info: ModelInfo
-) -> PreparedRequest:
-    """The request with the grammar that the field `name` asks for; an empty one changes nothing. Raises
-    ApiError.
-
-    not_enforced: what the grammar leaves out of JSON schemas (`left_out` in text/grammar.py).
-    """
-    if not grammar:
-        return prepared
-    require(info.sampling != "device", name, NEEDS_HOST)
-    require(len(grammar) <= MAX_GRAMMAR, name, f"makes a grammar of more than {MAX_GRAMMAR} characters")
-    require(not prepared.ignore_eos, "ignore_eos", f"cannot be combined with `{name}`, which ends the text")
-    return replace(prepared, grammar=grammar, grammar_name=name, not_enforced=not_enforced)
-
-
-def with_images(
-    prepared: PreparedRequest,
-    prompt: str,
-    image_numbers: list[int],
-    served: Served,
-    borders: Sequence[int] = (),
-) -> PreparedRequest:
-    """The request with this prompt, in which the images of the request with these numbers have placeholders.
-    borders: between its messages, in characters. Raises ApiError and ImagesNeeded."""
-    expanded, images = served.images.expand(prompt, image_numbers, prepared.prompt_name)
-    beginnings = [prompt[:border] for border in borders]
-    if image_numbers:
-        counts = [text.count(served.images.preprocess.placeholder) for text in beginnings]
-        beginnings = [
-            served.images.expand(text, image_numbers[:count], prepared.prompt_name)[0]
-            for text, count in zip(beginnings, counts)
-        ]
-    return replace(
-        prepared,
-        prompt=expanded,
-        images=images,
-        image_tokens=sum(image.tokens for image in images),
-        image_characters=len(expanded) - len(prompt),
-        message_borders=[len(text) for text in beginnings],
-    )
+    @property
+    def image_tokens(self) -> int:
+        return sum(image.tokens for image in self.images)
 
 
 def prompts_of(requests: list[PreparedRequest], served: Served) -> list[TokenizedPrompt]:
-    """The prompts of a request in token ids. Raises ApiError for what cannot run."""
+    """The prompts of a request in token ids, once its images are loaded. Raises ApiError for what cannot
+    run."""
     asked = sum(prepared.sequences for prepared in requests)
     most = served.config.max_concurrent_requests
     if asked > most:  # it could never be accepted
         limit = f"at most {most} may run and wait (--max-concurrent-requests)"
         raise invalid(None, f"the request asks for {asked} sequences, and {limit}")
-    return [
-        _with_borders(_fit(prepared, ids_of(prepared, served), served.info), served) for prepared in requests
-    ]
+    return [_tokenized(prepared, served) for prepared in requests]
 
 
-def _with_borders(prompt: TokenizedPrompt, served: Served) -> TokenizedPrompt:
-    """The prompt with the borders of its messages in tokens. A token may reach over one: then it is before
-    that token."""
-    prepared = prompt.prepared
-    if not prepared.message_borders or prepared.truncate is not None:
-        return prompt
-    borders = set()
-    for characters in prepared.message_borders:
-        beginning = replace(prepared, prompt=prepared.prompt[:characters], images=[])
-        pairs = zip(ids_of(beginning, served), prompt.ids)
-        borders.add(sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
-    return prompt._replace(prepared=replace(prepared, borders=sorted(borders - {0})))
+def _tokenized(prepared: PreparedRequest, served: Served) -> TokenizedPrompt:
+    """The prompt to run (its last `truncate` tokens if asked for)."""
+    ids = ids_of(prepared, served)
+    if prepared.truncate is not None:
+        ids = ids[-prepared.truncate :]
+    images = served.images.read(prepared.image_numbers)
+    # A token may reach over a border, which is then before that token.
+    beginnings = [ids_of(prepared, served, characters) for characters in prepared.message_borders]
+    borders = {len(os.path.commonprefix([beginning, ids])) for beginning in beginnings}  # noqa: RUF071 of lists
+    prompt = TokenizedPrompt(
+        prepared, ids, _most_tokens(prepared, ids, served), images, sorted(borders - {0})
+    )
+    if images:
+        image_tokens = ids.count(served.text.images.token_id)
+        assert image_tokens == prompt.image_tokens, "clients' are escaped"
+    return prompt
 
 
-def ids_of(prepared: PreparedRequest, served: Served) -> list[int]:
-    """The tokens of a prompt, with the model's image token for each token of an image. Raises ApiError for a
-    text that cannot be tokenized, or is far too long."""
+def ids_of(prepared: PreparedRequest, served: Served, characters: int | None = None) -> list[int]:
+    """The tokens of a prompt, or of its first `characters`, with the model's image token for each token of an
+    image. Raises ApiError for a text that cannot be tokenized, or is far too long."""
     if not isinstance(prepared.prompt, str):
         return prepared.prompt
     tokenizer = served.text.tokenizer
@@ -233,72 +197,63 @@ def ids_of(prepared: PreparedRequest, served: Served) -> list[int]:
     most_text = served.config.body_limit(reads_images=False)
     if served.images.are_read and prepared.characters > most_text:  # images alone may be longer
         raise too_large(most_text)
-    if (
-        prepared.truncate is None
-        and len(prepared.prompt) > served.info.max_total_tokens * tokenizer.longest_token
-    ):
-        raise _too_many_tokens(
-            prepared, f"at least {len(prepared.prompt) // tokenizer.longest_token}", served.info
-        )
-    text = prepared.prompt if prepared.is_escaped else tokenizer.escape(prepared.prompt)
+    text = served.images.expand(prepared.prompt[:characters], prepared.image_numbers)
+    if prepared.truncate is None and len(text) > served.info.max_total_tokens * tokenizer.longest_token:
+        raise _too_many_tokens(prepared, f"at least {len(text) // tokenizer.longest_token}", served)
+    text = text if prepared.is_escaped else tokenizer.escape(text)
     try:
-        ids = tokenizer.encode(text, prepared.add_special_tokens)
+        return tokenizer.encode(text, prepared.add_special_tokens)
     except Exception as error:
         raise invalid(None, f"tokenizer error: {error}") from None
-    if prepared.images:
-        assert ids.count(served.text.images.token_id) == prepared.image_tokens, "clients' are escaped"
-    return ids
 
 
-def with_image_ids(ids: list[int], images: list[Image], token_id: int) -> list[int]:
+def with_image_ids(ids: list[int], images: Sequence[Image], token_id: int) -> list[int]:
     """The tokens as the worker knows them: the ids of the images in the places of the model's image token."""
     following = itertools.chain.from_iterable(image.ids for image in images)
     return [next(following) if i == token_id else i for i in ids]
 
 
-def _fit(prepared: PreparedRequest, ids: list[int], info: ModelInfo) -> TokenizedPrompt:
-    """The prompt to run (its last `truncate` tokens if asked for) and how many tokens may follow it.
-
-    Raises ApiError with the numbers when the two exceed the context length.
-    """
-    if prepared.truncate is not None:
-        ids = ids[-prepared.truncate :]
+def _most_tokens(prepared: PreparedRequest, ids: list[int], served: Served) -> int:
+    """How many tokens may follow a prompt. Raises ApiError with the numbers when the two exceed the context
+    length."""
+    info = served.info
     length = len(ids)
     context_length = info.max_total_tokens
     most = context_length - length if prepared.max_new_tokens is None else prepared.max_new_tokens
     if prepared.clamps_max_tokens:
         most = min(most, context_length - length)
     elif length + most > context_length and prepared.max_new_tokens is not None:
-        of_images = _of_images(prepared)
+        of_images = _of_images(prepared, served)
         tokens = f"{length} `{prepared.prompt_name}` tokens{of_images} and {most} `{prepared.limit_name}`"
         limit = f"tokens + `{prepared.limit_name}` must be <= {context_length} (--max-total-tokens raises it)"
         detail = f"{limit}. Given: {tokens}"
         raise invalid(prepared.prompt_name, detail, CONTEXT_LENGTH_EXCEEDED)
     if length > info.max_input_tokens:
-        raise _too_many_tokens(prepared, f"{length}", info)
+        raise _too_many_tokens(prepared, f"{length}", served)
     require(length > 0, prepared.prompt_name, "cannot be empty")
     check_ids([max(ids)], prepared.prompt_name, info)
     # A prompt that is only scored runs with one token, which is dropped.
-    return TokenizedPrompt(prepared, ids, max(most, 1))
+    return max(most, 1)
 
 
-def _too_many_tokens(prepared: PreparedRequest, given: str, info: ModelInfo) -> ApiError:
-    limit = f"must have at most {info.max_input_tokens} tokens"
-    given += _of_images(prepared)
+def _too_many_tokens(prepared: PreparedRequest, given: str, served: Served) -> ApiError:
+    limit = f"must have at most {served.info.max_input_tokens} tokens"
+    given += _of_images(prepared, served)
     if not prepared.clamps_max_tokens:
         detail = f"{limit} (--max-input-tokens raises it). Given: {given}"
         return invalid(prepared.prompt_name, detail, CONTEXT_LENGTH_EXCEEDED)
     # OpenAI's status and code, and the words that clients such as LangChain look for.
-    limit_text = f"This model's maximum context length is {info.max_total_tokens} tokens"
+    limit_text = f"This model's maximum context length is {served.info.max_total_tokens} tokens"
     what = f"{limit_text} (--max-total-tokens raises it): `{prepared.prompt_name}` {limit}. Given: {given}"
     return ApiError(
         400, CONTEXT_LENGTH_EXCEEDED, what, code=CONTEXT_LENGTH_EXCEEDED, param=prepared.prompt_name
     )
 
 
-def _of_images(prepared: PreparedRequest) -> str:
+def _of_images(prepared: PreparedRequest, served: Served) -> str:
     """How many of a prompt's tokens are of images, for error messages."""
-    if not prepared.images:
+    images = served.images.read(prepared.image_numbers)
+    if not images:
         return ""
-    images = "1 image" if len(prepared.images) == 1 else f"{len(prepared.images)} images"
-    return f" ({prepared.image_tokens} of them for {images})"
+    tokens = sum(image.tokens for image in images)
+    return f" ({tokens} of them for {len(images)} image{'s' if len(images) > 1 else ''})"

@@ -1,15 +1,14 @@
 """The images of one HTTP request: their places in the prompt, their files, and what the model reads of them.
 
 An API's reader adds each image and puts its mark into a message's text (text/template.py). The chat template
-writes a placeholder for each mark, and `expand` replaces these by the images' tokens. Where it finds images
-that are not loaded it raises ImagesNeeded: then server.py loads them, and reads the request again.
+writes a placeholder for each mark. When the whole request is read and checked, server.py loads the images,
+and `expand` replaces the placeholders by the images' tokens.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,18 +36,15 @@ WITH_FETCHED = 8
 DETAILS = ("low", "high", "auto", "original")
 
 
-class ImagesNeeded(Exception):
-    """The request has images that `RequestImages.load` has not loaded."""
-
-
 @dataclass
 class RequestImage:
-    """path: its field in the request; source: its file, or an http(s) URL; is_low: `detail` is `low`; read:
-    None until it is loaded."""
+    """path: its field in the request; source: its file, or an http(s) URL; is_low: `detail` is `low`;
+    options: fields of the preprocessor to override; read: None until it is loaded."""
 
     path: str
     source: bytes | str
     is_low: bool
+    options: Mapping[str, Any]
     read: PreprocessedImage | None = None
 
 
@@ -76,15 +72,18 @@ class RequestImages:
         self.preprocess = preprocess
         self._loader = loader
         self._images: list[RequestImage] = []
-        self._options: Mapping[str, Any] = {}  # of the request, for all its images
-        self._added = 0  # since the request was last read
-        self._spent_s = 0.0
+        self._options: Mapping[str, Any] = {}  # of the images that are added next
         self._holds_pixels = False
 
     @property
     def are_read(self) -> bool:
         """Whether the model reads images."""
         return self.preprocess is not None
+
+    @property
+    def are_given(self) -> bool:
+        """Whether the request has any."""
+        return bool(self._images)
 
     def __enter__(self) -> RequestImages:
         return self
@@ -95,8 +94,8 @@ class RequestImages:
             self._loader.with_pixels.release()
 
     def set_options(self, options: Mapping[str, Any], name: str) -> None:
-        """Fields of the model's preprocessor to override for these images; name: of their field. Raises
-        ApiError."""
+        """Fields of the model's preprocessor to override for the images that are added next; name: of their
+        field. Raises ApiError."""
         if not self.are_read:
             return
         supported = self.preprocess.options
@@ -116,59 +115,52 @@ class RequestImages:
         return self._add(path, None, lambda: read_base64(data))
 
     def _add(self, path: str, detail: Any, read: Callable[[], bytes | str]) -> str:
-        number = self._added
-        self._added += 1
-        if number == len(self._images):
-            require(number < MAX_IMAGES, path, f"is one image too many: a request may have {MAX_IMAGES}")
-            try:
-                self._images.append(RequestImage(path, read(), detail == "low"))
-            except ImageUrlError as error:
-                raise invalid(path, str(error)) from None
+        number = len(self._images)
+        require(number < MAX_IMAGES, path, f"is one image too many: a request may have {MAX_IMAGES}")
+        try:
+            self._images.append(RequestImage(path, read(), detail == "low", self._options))
+        except ImageUrlError as error:
+            raise invalid(path, str(error)) from None
         return image_mark(number)
 
-    def expand(self, prompt: str, image_numbers: Sequence[int], name: str) -> tuple[str, list[Image]]:
-        """The prompt with the text of the images' tokens in the place of the placeholders, and the images.
-        Raises ApiError and ImagesNeeded.
+    def expand(self, text: str, image_numbers: Sequence[int]) -> str:
+        """A prompt, or its beginning, with the text of the images' tokens in the place of the placeholders.
 
-        image_numbers: the numbers of the images as the prompt has them; name: of the field with the prompt.
+        image_numbers: the numbers of the images as the prompt has them.
         """
         if not image_numbers:
-            return prompt, []
-        placed = [self._images[number] for number in image_numbers]
-        texts = prompt.split(self.preprocess.placeholder)
-        written = len(texts) - 1
-        detail = f"has {len(placed)} images, and the model's chat template writes {written} of them"
-        require(written == len(placed), name, detail)
-        read = [image.read for image in placed if image.read is not None]
-        if len(read) < len(placed):
-            raise ImagesNeeded
-        pieces = itertools.zip_longest(texts, (image.text for image in read), fillvalue="")
-        expanded = "".join(itertools.chain.from_iterable(pieces))
-        images = [Image(image.key, image.tokens, image.shape, image.pixels, image.canvas) for image in read]
-        return expanded, images
+            return text
+        first, *others = text.split(self.preprocess.placeholder)
+        placed = zip(image_numbers, others)
+        return first + "".join(self._images[number].read.text + other for number, other in placed)
+
+    def read(self, image_numbers: Sequence[int]) -> list[Image]:
+        """The images with these numbers, as the worker gets them."""
+        images = (self._images[number].read for number in image_numbers)
+        return [Image(image.key, image.tokens, image.shape, image.pixels, image.canvas) for image in images]
 
     def load(self, check_client: Callable[[], None]) -> None:
-        """Fetches and preprocesses the images, in the request's greenlet; then the request is read again, and
-        has the same images in the same order. Raises ApiError.
+        """Fetches and preprocesses the images, in the request's greenlet. Raises ApiError.
 
         check_client: called before each image; raises when the client has disconnected.
         """
-        waiting = [image for image in self._images if image.read is None]
-        remote = [image for image in waiting if isinstance(image.source, str)]
+        if not self._images:
+            return
+        remote = [image for image in self._images if isinstance(image.source, str)]
         with self._loader.with_fetched if remote else contextlib.nullcontext():
             self._fetch(remote)
-            if not self._holds_pixels:
-                self._loader.with_pixels.acquire()
-                self._holds_pixels = True
-        for image in waiting:
+            self._loader.with_pixels.acquire()
+            self._holds_pixels = True
+        spent_s = 0.0
+        pixels = 0
+        for image in self._images:
             check_client()
             detail = f"is too much: the images of a request may take {MAX_PREPROCESSING_S:g} s to preprocess"
-            require(self._spent_s < MAX_PREPROCESSING_S, image.path, detail)
-            self._spent_s += self._loader.run(functools.partial(self._preprocess, image))
-            pixels = sum(len(each.read.pixels) for each in self._images if each.read)
+            require(spent_s < MAX_PREPROCESSING_S, image.path, detail)
+            spent_s += self._loader.run(functools.partial(self._preprocess, image))
+            pixels += len(image.read.pixels)
             detail = f"is too much: the images of a request may have {MAX_PIXEL_BYTES} bytes of pixels"
             require(pixels <= MAX_PIXEL_BYTES, image.path, f"{detail}. Given: {pixels}")
-        self._added = 0
 
     def _fetch(self, remote: list[RequestImage]) -> None:
         """All of them at the same time."""
@@ -192,7 +184,7 @@ class RequestImages:
         """How many seconds it took."""
         begin = time.monotonic()
         try:
-            image.read = self.preprocess(image.source, image.is_low, self._options)
+            image.read = self.preprocess(image.source, image.is_low, image.options)
         except (Rejected, LimitExceeded) as error:
             raise invalid(image.path, str(error)) from None
         image.source = b""

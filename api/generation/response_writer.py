@@ -30,6 +30,7 @@ class GeneratedSequence:
         prepared = prompt.prepared
         self.prepared = prepared
         self.prompt = prompt.ids
+        self.image_tokens = prompt.image_tokens
         self.max_new_tokens = prompt.max_new_tokens
         self.number = number  # among the sequences of its request
         self.index = index  # among all of its request

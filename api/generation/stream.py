@@ -118,7 +118,7 @@ class ActiveRequest:
         self._messages = SimpleQueue()  # lists of the worker's messages; None: the client has disconnected
         self._unfinished: dict[int, GeneratedSequence] = {}  # by the id in the worker
         generates = [generate for prompt in prompts for generate in self._generates(prompt)]
-        images = {image.key: image for prompt in prompts for image in prompt.prepared.images}
+        images = {image.key: image for prompt in prompts for image in prompt.images}
         try:
             engine.submit(generates, self._messages, list(images.values()))
         except TooLarge:
@@ -126,8 +126,6 @@ class ActiveRequest:
             what = f"the request asks for {len(generates)} sequences whose prompts have {tokens} tokens "
             what += "altogether, too many to be sent at once; send several requests"
             raise errors.invalid(None, what) from None
-        for prompt in prompts:
-            prompt.prepared.images.clear()  # megabytes that only the worker needs
         tokens = sum(len(prompt.ids) for prompt in prompts)
         adapter = {"adapter": self._adapter} if self._adapter else {}
         self._log("sent to the worker", sequences=len(generates), prompt_tokens=tokens, **adapter)
@@ -236,8 +234,8 @@ class ActiveRequest:
         """The messages to the worker for one request, each with a sequence that waits for its tokens."""
         prepared = prompt.prepared
         ids = prompt.ids
-        if prepared.images:
-            ids = with_image_ids(ids, prepared.images, self._engine.text.images.token_id)
+        if prompt.images:
+            ids = with_image_ids(ids, prompt.images, self._engine.text.images.token_id)
         options = {name: getattr(prepared, name) for name in GenerateOptions.__struct_fields__}
         for number in range(prepared.sequences):
             sequence = GeneratedSequence(self._engine.text.tokenizer, prompt, number, len(self.sequences))
@@ -246,6 +244,7 @@ class ActiveRequest:
                 secrets.randbits(63),
                 ids,
                 prompt.max_new_tokens,
+                prompt.borders,
                 sent_at=self.sent_at,
                 request_id=self.arrival.request_id,
                 **options,

@@ -113,6 +113,7 @@ class FieldNames:
     tools: Sequence[str] = ()
     prompt: str = "messages"
     limit: str = ""  # max_tokens or max_completion_tokens
+    least_limit: int = 1
     stop: str = "stop"
     logprobs: str = "logprobs"
     budget: str = "thinking_token_budget"

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from msgspec import UNSET, Struct, UnsetType
-from msgspec.structs import replace
 
 from api.chats import formats
 from api.chats.openai_shared import (
@@ -20,7 +19,7 @@ from api.chats.openai_shared import (
     Usage,
     check_openai,
 )
-from api.generation.prepared_request import PreparedRequest, Served, with_grammar
+from api.generation.prepared_request import PreparedRequest, Served
 from api.generation.response_writer import GeneratedSequence, ResponseWriter, rounded
 from api.http import errors, fields
 from api.http.fields import Json, require
@@ -91,43 +90,46 @@ def _jobs(request: CompletionRequest, served: Served) -> list[PreparedRequest]:
     gives_prompt = served.info.prompt_logprobs or not request.ranks_prompt
     require(gives_prompt, "logprobs", f"with `echo` {fields.NO_PROMPT_LOGITS}")
     constraint = formats.of_openai(request)
-    prepared = [_prepare_completion(request, prompt, best_of, served) for prompt in prompts]
-    return [with_grammar(each, *constraint, served.info) for each in prepared]
+    checked = [_check_prompt(request, prompt, best_of, served) for prompt in prompts]
+    constraint.check(served.info, request.ignore_eos)
+    return [PreparedRequest(**each, **constraint._asdict()) for each in checked]
 
 
-def _prepare_completion(
-    request: CompletionRequest, prompt: str | list[int], best_of: int, served: Served
-) -> PreparedRequest:
+def _check_prompt(request: CompletionRequest, prompt: str | list[int], best_of: int, served: Served) -> Json:
+    """Returns the fields of the PreparedRequest of one prompt, by name. Raises ApiError."""
     require(prompt or request.suffix, "prompt", "cannot be empty")
     if isinstance(prompt, list):
         fields.check_ids(prompt, "prompt", served.info)
     ranks = best_of > (request.n or 1)
     wants_logprobs = request.logprobs is not None
-    prepared = check_openai(request, prompt, request.max_tokens, wants_logprobs, served, best_of=ranks)
-    prepared = replace(
-        prepared,
-        sequences=best_of,
-        logprobs=wants_logprobs or ranks,
-        prompt_logprobs=prepared.prompt_logprobs or request.ranks_prompt,
-        top_n_tokens=max(request.logprobs or 0, prepared.top_n_tokens),
-    )
-    return _with_suffix(prepared, request.suffix, served) if request.suffix else prepared
+    checked = check_openai(request, request.max_tokens, wants_logprobs, served, best_of=ranks)
+    checked |= {
+        "prompt": prompt,
+        "prompt_name": "prompt",
+        "limit_name": "max_tokens",
+        "is_escaped": bool(request.suffix),
+        "sequences": best_of,
+        "logprobs": wants_logprobs or ranks,
+        "prompt_logprobs": checked["prompt_logprobs"] or request.ranks_prompt,
+        "top_n_tokens": max(request.logprobs or 0, checked["top_n_tokens"]),
+    }
+    if request.suffix:
+        checked["prompt"], ends = _infilling(prompt, request.suffix, served)
+        # Some models go on with a next file or a next gap.
+        checked["stop_token_ids"] = checked["stop_token_ids"].union(ends)
+    return checked
 
 
-def _with_suffix(prepared: PreparedRequest, suffix: str, served: Served) -> PreparedRequest:
-    """The output is to stand between the prompt and the suffix."""
+def _infilling(prompt: str | list[int], suffix: str, served: Served) -> tuple[str, list[int]]:
+    """The escaped text after which the model writes what stands between prompt and suffix, and the tokens of
+    its layout. Raises ApiError."""
     tokenizer = served.text.tokenizer
     layout = layout_of(tokenizer)
     detail = "is not supported by this model: its tokenizer has no tokens for filling in the middle"
     require(layout, "suffix", detail)
-    require(isinstance(prepared.prompt, str), "prompt", "must be text if there is a `suffix`")
-    return replace(
-        prepared,
-        prompt=layout.prompt(tokenizer.escape(prepared.prompt), tokenizer.escape(suffix)),
-        is_escaped=True,
-        # Some models go on with a next file or a next gap.
-        stop_token_ids=prepared.stop_token_ids.union(layout.token_ids(tokenizer)),
-    )
+    require(isinstance(prompt, str), "prompt", "must be text if there is a `suffix`")
+    text = layout.prompt(tokenizer.escape(prompt), tokenizer.escape(suffix))
+    return text, layout.token_ids(tokenizer)
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[str] | list[list[int]]:

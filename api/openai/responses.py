@@ -64,10 +64,10 @@ def _triggered(request: ResponsesRequest, conversation: Conversation, served: Se
     return TriggeredCompactionWriter(prepared, served, request, conversation.tools)
 
 
-def input_tokens(data: Json, served: Served) -> InputTokens:
+def input_tokens(data: Json, served: Served) -> Callable[[], InputTokens]:
     request = _read_request(data)
     prepared = _prepare_response(request, Conversation(request, served.responses), served)
-    return InputTokens(len(ids_of(prepared, served)))
+    return lambda: InputTokens(len(ids_of(prepared, served)))
 
 
 def compact(data: Json, served: Served) -> ResponseWriter:

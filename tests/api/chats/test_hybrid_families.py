@@ -264,7 +264,7 @@ def driven(snapshots, prefix_slots=0):
 
 def generate(served, number, chat_messages, **fields):
     (prompt,) = prompts_of([asked(served, *chat_messages, tools=TOOLS, **fields)], served)
-    return Generate(number, prompt.ids, 3, borders=prompt.prepared.borders)
+    return Generate(number, prompt.ids, 3, borders=prompt.borders)
 
 
 def responses_in(said):

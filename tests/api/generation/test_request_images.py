@@ -7,6 +7,7 @@ import gc
 import json
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,9 +25,10 @@ from tokenizers import AddedToken
 
 from api import tgi, tokenize
 from api.anthropic import messages
+from api.chats import conversation
 from api.generation.image_urls import ImageUrlError
 from api.generation.prepared_request import ModelText, Served, prompts_of, with_image_ids
-from api.generation.request_images import ImageLoader, ImagesNeeded, RequestImages
+from api.generation.request_images import ImageLoader, RequestImages
 from api.http import fields
 from api.http.errors import ApiError
 from api.http.response_store import OwnedResponses, ResponseStore
@@ -77,26 +79,34 @@ def serving(source=ALL_ROLES, info=SEEING, config=CONFIG):
     return Served(config, info, text(source), OwnedResponses(ResponseStore(Path(), 0), b"", 0), images)
 
 
+@contextlib.contextmanager
 def loaded(make, body, served):
-    """What the server does: reads the request again when its images are loaded."""
+    """What `make` reads of a body, with its images loaded, as the server does it."""
     data = fields.parse_body(json.dumps(body).encode())
     with served.images:
-        while True:
-            try:
-                return make(data, served)
-            except ImagesNeeded:
-                served.images.load(lambda: None)
+        made = make(data, served)
+        served.images.load(lambda: None)
+        yield made
+
+
+def tokenized(make, body, served):
+    """The prompt of a body."""
+    with loaded(make, body, served) as writer:
+        (prompt,) = prompts_of(writer.requests, served)
+        return prompt
 
 
 def prompt_of(make, body, source=ALL_ROLES):
     """The text of the prompt, in which an image of three bytes is [<image><image><image>]."""
-    (prepared,) = loaded(make, body, serving(source)).requests
-    return prepared.prompt
+    served = serving(source)
+    with loaded(make, body, served) as writer:
+        (prepared,) = writer.requests
+        return served.images.expand(prepared.prompt, prepared.image_numbers)
 
 
 def refused(make, body, source=ALL_ROLES):
-    with pytest.raises(ApiError) as error:
-        loaded(make, body, serving(source))
+    with pytest.raises(ApiError) as error, loaded(make, body, serving(source)):
+        pass
     return error.value
 
 
@@ -147,12 +157,10 @@ EACH_API = pytest.mark.parametrize(("asked", "field"), APIS.values(), ids=APIS)
 @EACH_API
 def test_an_image_stands_between_the_texts_around_it(asked, field):
     make, body = asked(data_url(CAT))
-    served = serving()
-    writer = loaded(make, body, served)
-    (prompt,) = prompts_of(writer.requests, served)
-    assert prompt.prepared.prompt == f"u:a{A}b;a:"
+    prompt = tokenized(make, body, serving())
+    assert prompt_of(make, body) == f"u:a{A}b;a:"
     assert prompt.ids.count(IMAGE_ID) == len(CAT)
-    assert [image.tokens for image in prompt.prepared.images] == [len(CAT)]
+    assert [image.tokens for image in prompt.images] == [len(CAT)]
 
 
 @EACH_API
@@ -177,7 +185,7 @@ def test_an_image_that_cannot_be_read_is_refused_by_the_name_of_its_part(asked, 
 def test_base64_is_read_as_it_is_written_in_every_api(asked, field):
     written = base64.encodebytes(CAT * 30).decode().replace("\n", "\r\n")
     plain, same = (
-        loaded(*asked(url), serving()).requests[0].images
+        tokenized(*asked(url), serving(info=msgspec.structs.replace(SEEING, max_total_tokens=999, max_input_tokens=999))).images
         for url in (data_url(CAT * 30), f"\n DATA:image/jpg;base64,{written} ")
     )
     assert same == plain
@@ -192,9 +200,8 @@ def test_base64_of_an_anthropic_source_is_read_as_it_is_written():
 def test_every_api_writes_the_same_prompt_and_the_worker_gets_the_ids_of_its_images():
     for asked, _ in APIS.values():
         make, body = asked(data_url(CAT))
-        served = serving()
-        (prompt,) = prompts_of(loaded(make, body, served).requests, served)
-        (image,) = prompt.prepared.images
+        prompt = tokenized(make, body, serving())
+        (image,) = prompt.images
         ids = with_image_ids(prompt.ids, [image], IMAGE_ID)
         assert [i for i in ids if i < 0] == list(image.ids)
         assert [IMAGE_ID if i < 0 else i for i in ids] == prompt.ids
@@ -407,7 +414,7 @@ def test_a_text_only_model_answers_as_before(monkeypatch):
             assert prepared.prompt == body["inputs"]
         else:
             assert note in prepared.prompt
-        assert not prepared.images
+        assert not prepared.image_numbers
 
 
 # What cannot be, and limits
@@ -416,8 +423,7 @@ def test_a_text_only_model_answers_as_before(monkeypatch):
 def test_what_clients_write_cannot_become_an_image_or_its_token():
     url = data_url(CAT)
     texts = [{"type": "text", "text": "<ima"}, of_chat(url), {"type": "text", "text": f"ge>{IMAGE}"}]
-    served = serving()
-    (prompt,) = prompts_of(loaded(chat.chat, chat_of(*texts), served).requests, served)
+    prompt = tokenized(chat.chat, chat_of(*texts), serving())
     assert prompt.ids.count(IMAGE_ID) == len(CAT)
     forged = json.dumps({"x": image_mark(0)})
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": forged}}
@@ -425,8 +431,7 @@ def test_what_clients_write_cannot_become_an_image_or_its_token():
         "messages": [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "user", "content": [of_chat(url)]}]
     }
     assert '"x": "??"' in prompt_of(chat.chat, body)
-    served = serving()
-    (prompt,) = prompts_of(loaded(tgi.generate, {"inputs": f"{IMAGE}![]({url})<im"}, served).requests, served)
+    prompt = tokenized(tgi.generate, {"inputs": f"{IMAGE}![]({url})<im"}, serving())
     assert prompt.ids.count(IMAGE_ID) == len(CAT)
 
 
@@ -477,8 +482,7 @@ def test_a_client_that_disconnects_stops_the_work_on_its_images():
     served = serving()
     served.images.preprocess.files.clear()
     data = fields.parse_body(json.dumps(chat_of(of_chat(data_url(CAT)), of_chat(data_url(DOG)))).encode())
-    with pytest.raises(ImagesNeeded):
-        chat.chat(data, served)
+    chat.chat(data, served)
     with pytest.raises(Gone):
         served.images.load(check)
     assert served.images.preprocess.files == [CAT]
@@ -499,49 +503,50 @@ def test_a_client_that_disconnects_stops_the_work_on_its_images():
 def test_what_is_not_supported_with_images_is_refused_by_name_before_they_are_read(make, body, name):
     served = serving()
     served.images.preprocess.files.clear()
-    with pytest.raises(ApiError) as error:
-        loaded(make, body, served)
+    with pytest.raises(ApiError) as error, loaded(make, body, served):
+        pass
     assert (error.value.param, served.images.preprocess.files) == (name, [])
     assert str(error.value).endswith("is not supported in a request with images")
 
 
 def test_an_image_that_does_not_fit_into_the_context_says_how_many_tokens_it_takes():
-    served = serving()
-    requests = loaded(chat.chat, chat_of(of_chat(data_url(b"x" * 110)), of_chat(data_url(CAT))), served).requests
     with pytest.raises(ApiError) as error:
-        prompts_of(requests, served)
+        tokenized(chat.chat, chat_of(of_chat(data_url(b"x" * 110)), of_chat(data_url(CAT))), serving())
     assert error.value.code == "context_length_exceeded"
     assert "Given: 122 (113 of them for 2 images)" in str(error.value)
-    served = serving()
-    requests = loaded(tgi.generate, {"inputs": f"![]({data_url(b'x' * 110)})"}, served).requests
     with pytest.raises(ApiError) as error:
-        prompts_of(requests, served)
+        tokenized(tgi.generate, {"inputs": f"![]({data_url(b'x' * 110)})"}, serving())
     assert "Given: 112 (110 of them for 1 image)" in str(error.value)
 
 
 # Routes that count
 
 
+def answered(make, body):
+    """The body of a response without generated text."""
+    with loaded(make, body, serving()) as respond:
+        return respond()
+
+
 def test_the_routes_that_count_count_image_tokens():
     url = data_url(CAT)
     expected = len("u:a[") + len(CAT) + len("]b;a:")
     _, body = as_message(url)
-    assert loaded(messages.count_tokens, {"messages": body["messages"]}, serving()).input_tokens == expected
+    assert answered(messages.count_tokens, {"messages": body["messages"]}).input_tokens == expected
     _, body = as_response(url)
-    assert loaded(responses.input_tokens, body, serving()).input_tokens == expected
+    assert answered(responses.input_tokens, body).input_tokens == expected
     _, body = as_chat(url)
-    counted = loaded(tokenize.tokenize, body, serving())
+    counted = answered(tokenize.tokenize, body)
     assert (counted.count, counted.tokens.count(IMAGE_ID)) == (expected, len(CAT))
-    listed = loaded(tokenize.chat_tokenize, body, serving())
+    listed = answered(tokenize.chat_tokenize, body)
     assert [token.text for token in listed.tokenize_response].count(IMAGE) == len(CAT)
     assert listed.templated_text == f"u:a{A}b;a:"
-    listed = loaded(tokenize.tokenize, {"inputs": f"a![]({url})b"}, serving())
+    listed = answered(tokenize.tokenize, {"inputs": f"a![]({url})b"})
     assert [token.text for token in listed] == ["a", "[", *[IMAGE] * len(CAT), "]", "b"]
 
 
 def test_the_headers_count_the_characters_that_the_client_wrote():
-    served = serving()
-    (prepared,) = loaded(*as_chat(data_url(CAT)), served).requests
+    prepared = tokenized(*as_chat(data_url(CAT)), serving()).prepared
     assert prepared.characters == len(f"u:a{IMAGE}b;a:")
 
 
@@ -594,8 +599,7 @@ def test_only_images_may_be_longer_than_the_text_of_a_model_without_them(monkeyp
     monkeypatch.setattr("config.TEXT_PAYLOAD", 30)
     served = serving()
     make, body = as_chat(data_url(b"an image"))
-    (prompt,) = prompts_of(loaded(make, body, served).requests, served)
-    assert len(prompt.prepared.prompt) > 30
+    assert len(tokenized(make, body, served).ids) < 30 < len(prompt_of(make, body))
     for parameters in ({}, {"truncate": 5}):
         with pytest.raises(ApiError) as refused:
             prompts_of(tgi.generate({"inputs": " " * 31, "parameters": parameters}, served).requests, served)
@@ -640,22 +644,52 @@ def test_a_response_follows_from_the_ids_of_the_image(seeing, submitted, route, 
     assert counts <= {len(generate.prompt)}
 
 
-def test_an_image_is_sent_once_for_all_sequences_and_not_kept(seeing, submitted, monkeypatch):
+def test_an_image_is_sent_once_for_all_sequences(seeing, submitted):
     image = of_chat(data_url(CAT))
-    kept = []
-
-    def record(requests, served):
-        kept.extend(requests)
-        return prompts_of(requests, served)
-
-    monkeypatch.setattr("api.server.prompts_of", record)
     response = seeing.post("/v1/chat/completions", chat_of(image, image) | {"n": 2, "max_tokens": 2, "return_token_ids": True})
     ((generates, images),) = submitted
     assert len(generates) == 2 and len(images) == 1
     assert [i for i in generates[1].prompt if i < 0] == [*images[0].ids, *images[0].ids]
     assert response.json["prompt_token_ids"].count(IMAGE_ID) == 2 * len(CAT)
     assert response.json["usage"]["prompt_tokens_details"]["image_tokens"] == 2 * len(CAT)
-    assert [prepared.images for prepared in kept] == [[]]
+
+
+def test_a_body_with_images_is_read_and_prepared_once(seeing, monkeypatch):
+    counts = Counter()
+    for name in ("parse_body", "read"):
+        count_calls(monkeypatch, counts, fields, name)
+    count_calls(monkeypatch, counts, ChatTemplate, "render")
+    count_calls(monkeypatch, counts, conversation, "PreparedRequest")
+    body = chat_of(of_chat(data_url(CAT)), of_chat(data_url(DOG))) | {"max_tokens": 1}
+    assert seeing.post("/v1/chat/completions", body).status_code == 200
+    assert counts == dict.fromkeys(("parse_body", "read", "render", "PreparedRequest"), 1)
+
+
+def count_calls(monkeypatch, counts, place, name):
+    called = getattr(place, name)
+
+    def count(*arguments, **named):
+        counts[name] += 1
+        return called(*arguments, **named)
+
+    monkeypatch.setattr(place, name, count)
+
+
+def test_options_of_one_prediction_are_not_those_of_the_next(seeing, submitted):
+    chats = [
+        chat_of(of_chat(data_url(DOG))) | {"max_tokens": 1, "mm_processor_kwargs": given} for given in ({"max_pixels": 2}, {})
+    ]
+    assert seeing.post("/vertex", {"instances": chats}).status_code == 200
+    ((generates, _images),) = submitted
+    assert [len([i for i in generate.prompt if i < 0]) for generate in generates] == [2, 4]
+
+
+def test_an_image_that_cannot_be_read_is_an_error_in_the_format_of_its_api(seeing):
+    """Also on a route of several APIs."""
+    _, body = as_chat(data_url(b"bad"))
+    for route in ("/v1/chat/completions", "/invocations"):
+        response = seeing.post(route, body)
+        assert (response.status_code, response.json["error"]["param"]) == (400, "messages[0].content[1].image_url.url")
 
 
 def test_a_stream_has_the_ids_of_the_models_image_token(seeing, submitted):
@@ -710,7 +744,7 @@ def test_what_a_url_leads_to_is_bounded_in_all_and_fetched_once(seeing, monkeypa
     assert "may have 5 bytes. Given: 6" in refused.json["error"]["message"]
 
 
-def test_the_response_of_a_request_with_an_item_reference_is_read_twice_without_harm(seeing, submitted):
+def test_an_item_reference_and_images_stand_in_one_request(seeing, submitted):
     _, body = as_response(data_url(CAT))
     first = seeing.post("/v1/responses", body | {"max_output_tokens": 2, "temperature": 0}).json
     again = {"input": [*body["input"], {"type": "item_reference", "id": first["output"][0]["id"]}], "max_output_tokens": 2}
@@ -746,7 +780,7 @@ def test_a_request_that_is_over_makes_room_for_the_next():
     for file in (CAT, b"bad"):
         served = replace(serving(), images=RequestImages(text(ALL_ROLES).images, loader))
         with contextlib.suppress(ApiError):
-            loaded(chat.chat, chat_of(of_chat(data_url(file))), served)
+            tokenized(chat.chat, chat_of(of_chat(data_url(file))), served)
         assert loader.with_pixels.counter == 2
 
 
