@@ -5,6 +5,7 @@ blueprint for Inferentia, and TorchServe's `/predictions`. They wrap requests of
 from __future__ import annotations
 
 import errno
+import functools
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from api import tgi
 from api.chats.conversation import ChatRequest, prepare_chat
 from api.generation.prepared_request import PreparedRequest, Served
 from api.generation.response_writer import GeneratedSequence, ResponseWriter, best_of
-from api.http import errors, fields
+from api.http import fields
 from api.http.errors import OPENAI, TGI, ApiError, in_format
 from api.http.fields import Json, require
 from api.http.types import SCHEMA
@@ -85,8 +86,7 @@ def vertex(data: Json, served: Served) -> ResponseWriter:
 
 def continuation(sentence: str, served: Served) -> ResponseWriter:
     """The sentence and its continuation, in a list."""
-    if not sentence:
-        raise errors.invalid("sentence", "cannot be empty")
+    require(sentence, "sentence", "cannot be empty")
     prepared = tgi.check(GenerateRequest(sentence), served, streams=False, prompt_name="sentence")
     return PredictionsResponseWriter([prepared], served, [sentence], list)
 
@@ -102,18 +102,14 @@ def _instances(given: list[Any], served: Served) -> list[GenerateRequest | ChatR
 
 def _instance(given: Any) -> GenerateRequest | ChatRequest:
     data = fields.convert(given, Json)
-    read = fields.choose_variant(data, {"inputs": tgi.read_generate, "messages": _read_chat})
-    instance = read(data)
+    read_chat = functools.partial(fields.read, kind=ChatRequest)
+    instance = fields.choose_variant(data, {"inputs": tgi.read_generate, "messages": read_chat})(data)
     parameters = getattr(instance, "parameters", None)
     for name in ONLY_TEXT:
         asked = getattr(instance, name, None) or getattr(parameters, name, None)
         require(not asked, name, "is not supported in `instances`: a prediction is a text")
     require((getattr(instance, "n", None) or 1) == 1, "n", "!= 1 is not supported in `instances`")
     return instance
-
-
-def _read_chat(data: Json) -> ChatRequest:
-    return fields.read(data, ChatRequest)
 
 
 class PredictionsResponseWriter(ResponseWriter):

@@ -29,7 +29,7 @@ from api.openai.responses_types import (
     ResponsesResponse,
 )
 from api.openapi import QUESTION, Route, format_of, openapi
-from api.server import Read, Server, json_response
+from api.server import Read, Server, json_response, text_parser
 
 SAGEMAKER_ADAPTER = "X-Amzn-SageMaker-Adapter-Identifier"  # a header
 SAGEMAKER_DEADLINE_S = 55.0  # SageMaker times out after 60
@@ -50,11 +50,11 @@ def invocations(server: Server) -> Response:
         return server.generate(read, renders=True, deadline_s=SAGEMAKER_DEADLINE_S)
     best = request.accept_mimetypes.best_match(["text/plain", "application/json"])
     read = of_adapter(tgi.compat if best == "application/json" else clouds.text, adapter)
-    return server.generate_from_text(read, deadline_s=SAGEMAKER_DEADLINE_S)
+    return server.generate(read, deadline_s=SAGEMAKER_DEADLINE_S, parser=text_parser)
 
 
 def predictions(server: Server, name: str) -> Response:
-    return server.generate_from_text(of_adapter(clouds.text, name))
+    return server.generate(of_adapter(clouds.text, name), parser=text_parser)
 
 
 def of_adapter(read: Read, name: str | None) -> Read:

@@ -51,7 +51,20 @@ MAX_NOT_ENFORCED = 10  # keywords in the header
 FIND_TOOL_S = 2.0  # for which of the tools a grammar cannot be used
 
 Read = Callable[[Json, Served], ResponseWriter]  # of an API: from a body to the writer of its response
+Parse = Callable[[bytes], Json]
 T = TypeVar("T")
+
+
+def json_parser() -> Parse:
+    """Raises ApiError for a request of another type."""
+    check_is_json()
+    return fields.parse_body
+
+
+def text_parser() -> Parse:
+    """For a body that is the prompt itself, as plain text: an API gets it as `inputs`. Raises ApiError for a
+    request of another type."""
+    return functools.partial(fields.parse_text, charset=charset_of_text())
 
 
 class TextThreads:
@@ -137,57 +150,32 @@ class Server:
             served.images.load(self._check_client)
             return json_response(self._threads.run(respond))
 
-    def generate(self, read: Read, renders: bool = False, deadline_s: float | None = None) -> Response:
-        """Generates what the JSON body of the request asks for.
+    def generate(
+        self,
+        read: Read,
+        renders: bool = False,
+        deadline_s: float | None = None,
+        parser: Callable[[], Parse] = json_parser,
+    ) -> Response:
+        """Generates what the body of the request asks for.
 
         renders: it may render a chat template, which takes long; deadline_s: of a response that is not
-        streamed, unless configured.
+        streamed, unless configured; parser: gives what parses the body, once the request's type is checked.
         """
         served = self._begin()
-        check_is_json()
-        return self._generate(read, fields.parse_body, served, renders, deadline_s)
-
-    def generate_from_text(self, read: Read, deadline_s: float | None = None) -> Response:
-        """Generates for a body that is the prompt itself, as plain text: `read` gets it as `inputs`."""
-        served = self._begin()
-        parse = functools.partial(fields.parse_text, charset=charset_of_text())
-        return self._generate(read, parse, served, deadline_s=deadline_s)
+        parse = parser()
+        with self._bodies.read(self.payload_limit) as body, served.images:
+            writer = self._run(lambda: read(parse(body), served), renders or len(body) >= LONG_TEXT)
+            generation = self._submit(writer, served, deadline_s)
+        return self._respond(writer, generation)
 
     def generate_from(self, read: Callable[[Served], ResponseWriter]) -> Response:
         """Generates for a request without a body."""
         served = self._begin()
-        return self._respond(*self._start(functools.partial(read, served), served))
-
-    def _generate(
-        self,
-        read: Read,
-        parse: Callable[[bytes], Json],
-        served: Served,
-        renders: bool = False,
-        deadline_s: float | None = None,
-    ) -> Response:
-        with self._bodies.read(self.payload_limit) as body:
-            is_long = renders or len(body) >= LONG_TEXT
-            started = self._start(lambda: read(parse(body), served), served, is_long, deadline_s)
-        return self._respond(*started)
-
-    def _start(
-        self,
-        read: Callable[[], ResponseWriter],
-        served: Served,
-        is_long: bool = False,
-        deadline_s: float | None = None,
-    ) -> tuple[ResponseWriter, ActiveRequest]:
-        """Prepares a request and sends it to the worker. Images are loaded in between, in the request's own
-        greenlet, so that they hold no thread for texts. Raises ApiError."""
         with served.images:
-            writer = self._run(read, is_long)
-            g.error_format = writer.error_format
-            served.images.load(self._check_client)
-            tokenize = functools.partial(prompts_of, writer.requests, served)
-            characters = sum(prepared.characters for prepared in writer.requests)
-            prompts = self._run(tokenize, served.images.are_given or characters >= LONG_TEXT)
-            return writer, self._submit(writer, prompts, deadline_s)
+            writer = read(served)
+            generation = self._submit(writer, served)
+        return self._respond(writer, generation)
 
     def _check_client(self) -> None:
         if self._connection().is_lost:
@@ -215,9 +203,15 @@ class Server:
         return served
 
     def _submit(
-        self, writer: ResponseWriter, prompts: list[TokenizedPrompt], deadline_s: float | None = None
+        self, writer: ResponseWriter, served: Served, deadline_s: float | None = None
     ) -> ActiveRequest:
-        """Sends the prompts to the worker. Raises ApiError."""
+        """Loads the images, in the request's own greenlet, so that they hold no thread for texts, and sends
+        the prompts to the worker. Raises ApiError."""
+        g.error_format = writer.error_format
+        served.images.load(self._check_client)
+        tokenize = functools.partial(prompts_of, writer.requests, served)
+        characters = sum(prepared.characters for prepared in writer.requests)
+        prompts = self._run(tokenize, served.images.are_given or characters >= LONG_TEXT)
         _log_changes(writer, prompts)
         self._check_grammars(prompts)
         writer.request_id = g.request_id

@@ -231,11 +231,12 @@ def check(
         fields.check_best_of(best_of, config)
         require(samples, "best_of", "> 1 needs sampling: set `do_sample` or `temperature`")
     adapter = _adapter_of(p, served)
-    require(p.temperature is None or p.temperature > 0, "temperature", "must be strictly positive")
-    require(p.top_k is None or p.top_k > 0, "top_k", "must be strictly positive")
+    for name in ("temperature", "top_k", "max_new_tokens"):
+        value = getattr(p, name)
+        require(value is None or value > 0, name, "must be strictly positive")
     fields.check_sampling(p)
-    require(p.max_new_tokens != 0, "max_new_tokens", "must be strictly positive")
-    fields.check_stop(p.stop or [], config)
+    stop = p.stop or []
+    fields.check_stop(stop, config)
     require(best_of == 1 or p.seed is None, "seed", "must not be set when `best_of` > 1")
     fields.check_top_n(p.top_n_tokens, "top_n_tokens", config.max_top_n_tokens)
     require(request.inputs != "", "inputs", "cannot be empty")
@@ -245,11 +246,10 @@ def check(
     gives_prompt = info.prompt_logprobs or not p.decoder_input_details
     require(gives_prompt, "decoder_input_details", fields.NO_PROMPT_LOGITS)
     prompt, image_numbers = prompt_of(request.inputs, served)
-    require(not (image_numbers and p.truncate), "truncate", fields.WITH_IMAGES)
-    with_details = image_numbers and p.decoder_input_details
-    require(not with_details, "decoder_input_details", fields.WITH_IMAGES)
-    sampling = fields.sampling_of(p, samples, defaults={})
-    fields.check_device(info, p, sampling, best_of=best_of > 1, top_n_tokens=p.top_n_tokens)
+    for name in ("truncate", "decoder_input_details"):
+        require(not (image_numbers and getattr(p, name)), name, fields.WITH_IMAGES)
+    host_only = {"best_of": best_of > 1, "top_n_tokens": p.top_n_tokens}
+    sampling = fields.sampling_of(p, samples, info, {}, host_only)
     constraint = formats.of_native(p.grammar)
     constraint.check(info)
     return PreparedRequest(
@@ -257,11 +257,10 @@ def check(
         prompt=prompt,
         prompt_name=prompt_name,
         image_numbers=image_numbers,
-        is_escaped=bool(image_numbers),
         sampling=sampling,
         sequences=best_of,
         max_new_tokens=p.max_new_tokens,
-        stop=p.stop or [],
+        stop=stop,
         truncate=p.truncate,
         top_n_tokens=p.top_n_tokens or 0,
         # Always with host sampling, as in TGI.
@@ -285,17 +284,15 @@ def _adapter_of(p: Parameters, served: Served) -> str:
 
 
 def prompt_of(inputs: str, served: Served) -> tuple[str, Sequence[int]]:
-    """The prompt, and the numbers of the images in it: then it has placeholders for them, and its text is
-    escaped. Raises ApiError."""
+    """The escaped prompt with placeholders for its images, and their numbers. Raises ApiError."""
     images = served.images
-    images.set_options({}, "")  # those of a chat in the same body
-    texts = MARKDOWN_IMAGE.split(inputs) if images.are_read else [inputs]
-    urls = texts[1::2]
-    if not urls:
-        return inputs, ()
-    image_numbers = [images_of(images.add(f"inputs.images[{n}]", url))[0] for n, url in enumerate(urls)]
     escape = served.text.tokenizer.escape
-    return images.preprocess.placeholder.join(map(escape, texts[::2])), image_numbers
+    if not images.are_read:
+        return escape(inputs), ()
+    images.set_options({}, "")  # those of a chat in the same body
+    texts = MARKDOWN_IMAGE.split(inputs)
+    marks = [images.add(f"inputs.images[{n}]", url) for n, url in enumerate(texts[1::2])]
+    return images.preprocess.placeholder.join(map(escape, texts[::2])), images_of("".join(marks))
 
 
 def _samples(p: Parameters) -> bool:

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from api import tgi
 from api.chats.conversation import ChatRequest, prepare_chat
-from api.generation.prepared_request import PreparedRequest, Served
+from api.generation.prepared_request import PreparedRequest, Served, encoded
 from api.http import fields
 from api.http.errors import invalid
 from api.http.fields import Json, require
@@ -100,8 +100,7 @@ def tokenize(data: Json, served: Served) -> Callable[[], Tokenized]:
 
 
 def _inputs(data: Json, served: Served) -> Callable[[], list[SimpleToken]]:
-    prompt, image_numbers = tgi.prompt_of(tgi.read_generate(data).inputs, served)
-    text = prompt if image_numbers else served.text.tokenizer.escape(prompt)
+    text, image_numbers = tgi.prompt_of(tgi.read_generate(data).inputs, served)
     return lambda: _tokens(served.images.expand(text, image_numbers), served, add_special_tokens=True)
 
 
@@ -124,7 +123,8 @@ def _text_of(prepared: PreparedRequest, served: Served) -> str:
 def _counted(
     text: str, request: TokenizePrompt | TokenizeChat, add_special_tokens: bool, served: Served
 ) -> TokenizeResponse:
-    ids = _ids(text, served.text.tokenizer, add_special_tokens)
+    _raw(text, served)
+    ids = encoded(text, served, add_special_tokens)
     texts = prompt_texts(served.text.tokenizer, ids) if request.return_token_strs else None
     return TokenizeResponse(len(ids), served.info.max_total_tokens, ids, texts)
 
@@ -132,14 +132,13 @@ def _counted(
 def _tokenize_content(data: Json, served: Served) -> Callable[[], ContentTokens]:
     request = fields.read(data, TokenizeContent)
     require(request.parse_special is not False, "parse_special", "is not supported if it is false")
-    return lambda: _content_tokens(request, served.text.tokenizer)
-
-
-def _content_tokens(request: TokenizeContent, tokenizer: Tokenizer) -> ContentTokens:
-    ids = _ids(tokenizer.escape(request.content), tokenizer, bool(request.add_special))
-    if not request.with_pieces:
-        return ContentTokens(ids)
-    return ContentTokens([TokenPiece(token_id, _piece(token_id, tokenizer)) for token_id in ids])
+    tokenizer = served.text.tokenizer
+    text = tokenizer.escape(request.content)
+    _raw(text, served)
+    ids = encoded(text, served, bool(request.add_special))
+    if request.with_pieces:
+        ids = [TokenPiece(token_id, _piece(token_id, tokenizer)) for token_id in ids]
+    return lambda: ContentTokens(ids)
 
 
 def _piece(token_id: int, tokenizer: Tokenizer) -> str | list[int]:
@@ -180,19 +179,10 @@ def chat_tokenize(data: Json, served: Served) -> Callable[[], ChatTokenizeRespon
     return listed
 
 
-def _ids(text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> list[int]:
-    _raw(text, tokenizer)
-    try:
-        return tokenizer.encode(text, add_special_tokens)
-    except ValueError as error:
-        raise invalid(None, f"tokenizer error: {error}") from None
-
-
 def _tokens(text: str, served: Served, add_special_tokens: bool) -> list[SimpleToken]:
-    tokenizer = served.text.tokenizer
-    raw = _raw(text, tokenizer)
+    raw = _raw(text, served)
     try:
-        spans = tokenizer.spans(text, add_special_tokens, MAX_LISTED_TOKENS)
+        spans = served.text.tokenizer.spans(text, add_special_tokens, MAX_LISTED_TOKENS)
     except TooManyTokens as error:
         what = f"the text has {error.args[0]} tokens; at most {MAX_LISTED_TOKENS} are listed"
         raise invalid(None, what) from None
@@ -201,12 +191,9 @@ def _tokens(text: str, served: Served, add_special_tokens: bool) -> list[SimpleT
     return [SimpleToken(i, raw[start:stop].decode(errors="replace"), start, stop) for i, start, stop in spans]
 
 
-def _raw(text: str, tokenizer: Tokenizer) -> bytes:
-    """The text's bytes. Raises ApiError for too many of them, or half of a surrogate pair."""
-    try:
-        raw = tokenizer.unescape(text).encode()
-    except ValueError as error:
-        raise invalid(None, f"tokenizer error: {error}") from None
+def _raw(text: str, served: Served) -> bytes:
+    """The text's bytes. Raises ApiError for too many of them."""
+    raw = served.text.tokenizer.unescape(text).encode()
     if len(raw) > MAX_TOKENIZED:
         limit = f"a text to tokenize must have at most {MAX_TOKENIZED} bytes"
         raise invalid(None, f"{limit}. Given: {len(raw)}")

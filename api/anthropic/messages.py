@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from api.anthropic.output import MessagesResponseWriter
 from api.anthropic.tools import MessagesTools
-from api.anthropic.types import AnthropicToolChoice, CountRequest, MessagesRequest, TokenCount
+from api.anthropic.types import AnthropicToolChoice, CountRequest, InputMessage, MessagesRequest, TokenCount
 from api.chats.content import PARTS, ContentReader, joined, needed
 from api.chats.conversation import ChatRequest, Message, prepare_chat
 from api.chats.reasoning import THINKING_ON, unseal
@@ -52,14 +52,14 @@ def _chat_of(
     request: CountRequest, tools: MessagesTools, images: RequestImages
 ) -> tuple[ChatRequest, FieldNames]:
     """The chat of a request, without limits and sampling. Raises ApiError."""
-    reader = BlockReader(tools, images)
+    reader = ContentReader[Message](BLOCKS, images, tools)
     paths = []
     messages: list[Message] = []
     if request.system:
         paths.append("system")
         messages.append(Message("system", reader.text("system", request.system)))
     for n, given in enumerate(request.messages):
-        for message in reader.messages(f"messages[{n}]", given.role, given.content):
+        for message in _messages_of(reader, f"messages[{n}]", given):
             paths.append(f"messages[{n}]")
             messages.append(message)
     reader.log_skipped()
@@ -92,32 +92,26 @@ def _chat_of(
     return chat, names
 
 
-class BlockReader(ContentReader[Message]):
-    """Reads the blocks of a request: texts, and messages with thoughts, a call or its result."""
-
-    def __init__(self, tools: MessagesTools, images: RequestImages):
-        super().__init__(BLOCKS, images)
-        self.tools = tools
-
-    def messages(self, path: str, role: str, content: str | list[Json]) -> Iterator[Message]:
-        """What one message of the request becomes: blocks that belong to another role stand apart."""
-        begun = Message(role)
-        is_alone = True
-        for kind, part in self.parts(f"{path}.content", content):
-            if isinstance(part, str):
-                begun.content = _appended(begun, kind, part)
-            elif part.role == role:
-                begun.reasoning_content = (begun.reasoning_content or "") + (part.reasoning_content or "")
-                begun.tool_calls = [*(begun.tool_calls or []), *(part.tool_calls or [])]
-            else:
-                if begun != Message(role):
-                    yield begun
-                yield part
-                begun = Message(role)
-                is_alone = False
-        if is_alone or begun != Message(role):
-            begun.content = begun.content or ""
-            yield begun
+def _messages_of(reader: ContentReader, path: str, given: InputMessage) -> Iterator[Message]:
+    """What one message of the request becomes: blocks that belong to another role stand apart."""
+    role = given.role
+    begun = Message(role)
+    is_alone = True
+    for kind, part in reader.parts(f"{path}.content", given.content):
+        if isinstance(part, str):
+            begun.content = _appended(begun, kind, part)
+        elif part.role == role:
+            begun.reasoning_content = (begun.reasoning_content or "") + (part.reasoning_content or "")
+            begun.tool_calls = [*(begun.tool_calls or []), *(part.tool_calls or [])]
+        else:
+            if begun != Message(role):
+                yield begun
+            yield part
+            begun = Message(role)
+            is_alone = False
+    if is_alone or begun != Message(role):
+        begun.content = begun.content or ""
+        yield begun
 
 
 def _appended(message: Message, kind: str, text: str) -> str:
@@ -128,12 +122,12 @@ def _appended(message: Message, kind: str, text: str) -> str:
     return joined(message.content or "", text, "\n")
 
 
-def _thoughts(reader: BlockReader, path: str, block: Json) -> Message:
+def _thoughts(reader: ContentReader, path: str, block: Json) -> Message:
     thoughts = reader.fields(path, block, "thinking?") or unseal(block.get("signature"))
     return Message("assistant", reasoning_content=thoughts)
 
 
-def _tool_use(_reader: BlockReader, path: str, block: Json) -> Message:
+def _tool_use(_reader: ContentReader, path: str, block: Json) -> Message:
     given = needed(path, block, "input", dict) if block.get("input") is not None else {}
     function = {"name": needed(path, block, "name", str), "arguments": given}
     if block.get("toolset_name") is not None:  # a member of a toolset, in a conversation with another server
@@ -143,14 +137,14 @@ def _tool_use(_reader: BlockReader, path: str, block: Json) -> Message:
     return Message("assistant", tool_calls=[call])
 
 
-def _tool_result(reader: BlockReader, path: str, block: Json) -> Message:
+def _tool_result(reader: ContentReader, path: str, block: Json) -> Message:
     text = reader.fields(path, block, "content?")
     if block.get("is_error"):
         text = f"Error: {text}"
     return Message("tool", text, tool_call_id=needed(path, block, "tool_use_id", str))
 
 
-def _document(reader: BlockReader, path: str, block: Json) -> str:
+def _document(reader: ContentReader, path: str, block: Json) -> str:
     source = needed(path, block, "source", dict)
     readable = {"text": "data", "content": "content"}.get(needed(f"{path}.source", source, "type", str))
     if readable is None:
@@ -159,21 +153,21 @@ def _document(reader: BlockReader, path: str, block: Json) -> str:
     return "\n".join(filter(None, [head, reader.fields(f"{path}.source", source, readable)]))
 
 
-def _tool_reference(reader: BlockReader, path: str, block: Json) -> str:
+def _tool_reference(reader: ContentReader, path: str, block: Json) -> str:
     name = "name" if "name" in block else "tool_name"  # in a tool_addition, in a result
     return reader.tools.add(needed(path, block, name, str))
 
 
-def _tool_definition(reader: BlockReader, path: str, block: Json) -> str:
+def _tool_definition(reader: ContentReader, path: str, block: Json) -> str:
     return reader.tools.define(f"{path}.definition", needed(path, block, "definition", dict))
 
 
-def _tool_addition(reader: BlockReader, path: str, block: Json) -> str:
+def _tool_addition(reader: ContentReader, path: str, block: Json) -> str:
     added = reader.fields(path, block, "tool")
     return ADDED_TOOLS + added if added else ""
 
 
-def _tool_removal(reader: BlockReader, path: str, block: Json) -> str:
+def _tool_removal(reader: ContentReader, path: str, block: Json) -> str:
     reference = needed(path, block, "tool", dict)
     if reference.get("type") != "tool_reference":
         return ""  # to tools that Anthropic runs
@@ -182,7 +176,7 @@ def _tool_removal(reader: BlockReader, path: str, block: Json) -> str:
     return f"You may no longer call the function {name}."
 
 
-def _browser_state(_reader: BlockReader, _path: str, block: Json) -> str:
+def _browser_state(_reader: ContentReader, _path: str, block: Json) -> str:
     return f"Browser tabs: {json.dumps(block.get('tabs'), ensure_ascii=False)}"
 
 

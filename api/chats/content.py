@@ -37,14 +37,17 @@ class ContentReader(Generic[M]):
     text, a part, or a list of them; one whose name ends with `?` may be missing. In the place of names there
     may be a function, which is called with this reader, the part's path in the request, and the part.
     images: the images of the request, which are marks in its texts.
+    tools: those of the request, for functions in `types`.
     """
 
     def __init__(
         self,
         types: Mapping[str, str | Callable[[Any, str, Json], str | M | None]],
         images: RequestImages = NO_IMAGES,
+        tools: Any = None,
     ):
         self.images = images
+        self.tools = tools
         self._types = types
         self._skipped: set[str] = set()
 
@@ -138,18 +141,19 @@ def image(reader: ContentReader, path: str, part: Json) -> str:
     usual = "source" if part.get("type") == "image" else "image_url"
     name = next((name for name in ("image_url", "image", "url") if part.get(name) is not None), usual)
     given = needed(path, part, name)
-    place = f"{path}.{name}"
-    detail = part.get("detail")
-    detail_place = f"{path}.detail"
     if isinstance(given, dict):
-        detail = given.get("detail", detail)
-        detail_place = f"{place}.detail"
-        given = needed(place, given, "url")
-        place = f"{place}.url"
-    require(isinstance(given, str), place, "must be a string")
+        return _linked(reader, f"{path}.{name}", {"detail": part.get("detail")} | given, "url")
+    return _linked(reader, path, part, name)
+
+
+def _linked(reader: ContentReader, path: str, part: Json, name: str) -> str:
+    """The image whose URL is the field `name`."""
+    url = needed(path, part, name)
+    require(isinstance(url, str), f"{path}.{name}", "must be a string")
+    detail = part.get("detail")
     known = f"must be one of {', '.join(DETAILS)}"
-    require(detail is None or detail in DETAILS, detail_place, known, given=str(detail)[:40])
-    return reader.images.add(place, given, detail)
+    require(detail in (None, *DETAILS), f"{path}.detail", known, given=str(detail)[:40])
+    return reader.images.add(f"{path}.{name}", url, detail)
 
 
 def _sourced(reader: ContentReader, path: str, source: Json) -> str:

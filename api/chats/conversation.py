@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -46,6 +46,7 @@ OPENAI_TOP_LOGPROBS = 20  # OpenAI's own limit
 NEVER = -100.0  # the bias by which OpenAI bans a token
 PLAIN_ROLES = ("system", "user", "assistant", "tool")  # which template_capabilities.py has tried
 ROLES = (*PLAIN_ROLES, *ALIASES)
+V = TypeVar("V")
 
 
 def _thinking(reader: ContentReader, path: str, part: Json) -> str:
@@ -133,7 +134,11 @@ def prepare_chat(
     """
     text = served.text
     chat = replace(chat, tools=without_nulls(chat.tools))
-    _check_continuation(chat)
+    if chat.continue_final_message:  # vLLM's, for what happens unasked
+        is_assistants = chat.messages and chat.messages[-1].role == "assistant"
+        require(is_assistants, "continue_final_message", "needs a last message of the assistant")
+        detail = "cannot be true together with `continue_final_message`"
+        require(not chat.add_generation_prompt, "add_generation_prompt", detail)
     checked = _check(chat, served, field_names)
     constraint = formats.of_openai(chat, field_names)
     tools = [*(chat.tools or []), *inline_tools]
@@ -179,9 +184,10 @@ def _with_reasoning(
 ) -> Constraint:
     """Reasoning, and then what the constraint allows."""
     path, grammar, not_enforced = constraint
-    if not grammar and budget is None:
-        return constraint
-    path = path if grammar else field_names.budget
+    if not grammar:
+        if budget is None:
+            return constraint
+        path = field_names.budget
     try:
         return Constraint(path, served.text.reasoning.grammar(thinking, grammar, budget), not_enforced)
     except GrammarError as error:
@@ -198,22 +204,12 @@ def _without_calls(sampling: SamplingParams, served: Served) -> SamplingParams:
     return replace(sampling, logit_bias=list(biases.items()))
 
 
-def _check_continuation(chat: ChatRequest) -> None:
-    """vLLM's fields for what happens unasked: a last message of the assistant is continued."""
-    if chat.continue_final_message:
-        is_assistants = chat.messages and chat.messages[-1].role == "assistant"
-        require(is_assistants, "continue_final_message", "needs a last message of the assistant")
-        detail = "cannot be true together with `continue_final_message`"
-        require(not chat.add_generation_prompt, "add_generation_prompt", detail)
-
-
 def _budget(chat: ChatRequest, max_new_tokens: int | None, served: Served) -> int | None:
     """The most tokens of reasoning; None: as many as the output may have."""
-    given = [chat.thinking_token_budget, chat.thinking_budget_tokens]
-    given += [each for switch in chat.switches for each in (switch.budget_tokens, switch.max_tokens)]
-    budget = next((each for each in given if each is not None), None)
-    limits = [served.info.max_total_tokens, max_new_tokens]
-    most = min(limit for limit in limits if limit is not None)
+    budgets = [chat.thinking_token_budget, chat.thinking_budget_tokens]
+    budgets += [each for switch in chat.switches for each in (switch.budget_tokens, switch.max_tokens)]
+    budget = _first(int, budgets)
+    most = min(filter(None, (served.info.max_total_tokens, max_new_tokens)))
     return budget if budget is not None and 0 <= budget < most else None
 
 
@@ -240,12 +236,10 @@ def _check(chat: ChatRequest, served: Served, field_names: FieldNames) -> Json:
     limit_text = f"more than the {most} tokens of the longest prompt (--max-input-tokens raises it)"
     require(count <= most, field_names.prompt, f"has {count} messages, {limit_text}")
     checked = check_openai(chat, limit, bool(chat.logprobs), served, field_names)
-    most = max(OPENAI_TOP_LOGPROBS, served.config.max_top_n_tokens)
-    check_top_n(chat.top_logprobs, "top_logprobs", most)
+    check_top_n(chat.top_logprobs, "top_logprobs", max(OPENAI_TOP_LOGPROBS, served.config.max_top_n_tokens))
     return checked | {
         "top_n_tokens": max(chat.top_logprobs or 0, checked["top_n_tokens"]),
         "add_special_tokens": bool(chat.add_special_tokens),  # the template writes them
-        "is_escaped": True,
         "prompt_name": field_names.prompt,
         "limit_name": limit_name,
     }
@@ -267,10 +261,8 @@ def _render_prompt(
         template = template.for_tools
     served.images.set_options(chat.mm_processor_kwargs or {}, "mm_processor_kwargs")
     messages = _template_messages(chat.messages, template.words, field_names, served.images)
-    tools: list[Json] | None = None
-    if chat.tools and (chat.tool_choice != "none" or capabilities.tools):
-        tools = [as_function(tool) for tool in chat.tools]
-    messages = adapt_to_template(messages, tools, capabilities)
+    tools = [as_function(tool) for tool in chat.tools or ()] or None
+    messages = adapt_to_template(messages, tools if chat.tool_choice != "none" else None, capabilities)
     # A role is a word that the template expects.
     escaped = [escape(message) | {"role": message["role"]} for message in messages]
     try:
@@ -283,12 +275,13 @@ def _render_prompt(
     except TemplateError as error:
         # A template's error may repeat the client's own words.
         raise ApiError(422, "template_error", "Template error: ", quoted=str(error)) from None
+    order = []
     for message in escaped:
         texts = IMAGE_MARK.split(message["content"])[::2]
         is_written = message["role"] in PLAIN_ROLES or all(text.strip() in prompt for text in texts)
         detail = "has a role that the model's chat template leaves out"
         require(is_written, field_names.prompt, detail, given=message["role"])
-    order = [number for message in escaped for number in images_of(message["content"])]
+        order += images_of(message["content"])
     if order:
         require(chat.prompt_logprobs is None, "prompt_logprobs", WITH_IMAGES)
         written = prompt.count(served.text.images.placeholder)
@@ -297,20 +290,26 @@ def _render_prompt(
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or last.get("tool_calls"):
         return prompt, order, "", borders
+    continued = last["content"]
     thoughts = last.get("reasoning_content")
     form = served.text.reasoning.format
-    is_closed = form is None or prompt.rstrip().endswith(form.close)  # or the client has turned reasoning off
-    if last["content"].strip() or not (thoughts and begins_answer) or is_closed:
-        return prompt, order, last["content"], borders
-    is_open = prompt.rstrip().endswith(form.open.rstrip())
-    return prompt + form.open * (not is_open) + escape(thoughts), order, form.open, borders
+    end = prompt.rstrip()
+    if form and thoughts and begins_answer and not continued.strip() and not end.endswith(form.close):
+        if not end.endswith(form.open.rstrip()):
+            prompt += form.open
+        prompt += escape(thoughts)
+        continued = form.open
+    return prompt, order, continued, borders
 
 
 def _template_options(chat: ChatRequest, served: Served) -> Json:
     """Variables for the template: of the server, of the request's reasoning effort, and of the request
     itself, the later ones before the others."""
     escape = served.text.tokenizer.escape
-    variables = template_variables(*_reasoning_of(chat), served.text.template.words)
+    asked = [chat.reasoning_effort, chat.enable_thinking, chat.think, chat.thinking, chat.reasoning]
+    asked += [each for switch in chat.switches for each in (switch.effort, switch.is_on)]
+    effort = _first(str, asked)
+    variables = template_variables(effort, _first(bool, asked), served.text.template.words)
     options = served.config.template_options | escape(variables) | escape(chat.chat_template_kwargs or {})
     for name in options:
         is_name = name.isidentifier() and not name.startswith("_") and name not in RESERVED
@@ -318,13 +317,9 @@ def _template_options(chat: ChatRequest, served: Served) -> Json:
     return options
 
 
-def _reasoning_of(chat: ChatRequest) -> tuple[str | None, bool | None]:
-    """The effort that a chat asks for, and whether its model is to reason; None: the chat does not say."""
-    asked = [chat.reasoning_effort, chat.enable_thinking, chat.think, chat.thinking, chat.reasoning]
-    asked += [each for switch in chat.switches for each in (switch.effort, switch.is_on)]
-    effort = next((each for each in asked if isinstance(each, str)), None)
-    is_on = next((each for each in asked if isinstance(each, bool)), None)
-    return effort, is_on
+def _first(kind: type[V], values: list[Any]) -> V | None:
+    """The first value of this type; None: there is none."""
+    return next((value for value in values if isinstance(value, kind)), None)
 
 
 def _template_messages(
@@ -336,21 +331,19 @@ def _template_messages(
     control tokens.
     """
     require(len(messages) > 0, field_names.prompt, "cannot be empty")
-    for n, message in enumerate(messages):
-        is_known = message.role in ROLES or message.role in template_words
-        detail = f"must be one of {', '.join(ROLES)}, or another role that the model's chat template names"
-        require(is_known, f"{field_names.message(n)}.role", detail, given=message.role[:40])
     reader = ContentReader(CHAT_PARTS, images)
-    written = [
-        _template_message(reader, field_names.message(n), message) for n, message in enumerate(messages)
-    ]
+    written = []
+    for n, given in enumerate(messages):
+        path = field_names.message(n)
+        is_known = given.role in ROLES or given.role in template_words
+        detail = f"must be one of {', '.join(ROLES)}, or another role that the model's chat template names"
+        require(is_known, f"{path}.role", detail, given=given.role[:40])
+        message = _template_message(reader, path, given)
+        # A system message of nothing that a model reads is left out, an empty one is what it is.
+        if message["content"] or not given.content or given.role not in SYSTEM_ROLES:
+            written.append(message)
     reader.log_skipped()
-    # A system message of nothing that a model reads is left out, an empty one is what it is.
-    return [
-        message
-        for message, given in zip(written, messages, strict=True)
-        if message["content"] or not given.content or given.role not in SYSTEM_ROLES
-    ]
+    return written
 
 
 def _template_message(reader: ContentReader, path: str, message: Message) -> Json:

@@ -126,14 +126,12 @@ def _of_type(name: str, given: Json | None, schema: str = "json_schema.") -> lis
     if not isinstance(kind, str) or kind not in SCHEMA_PATHS:
         raise invalid(f"{name}.type", f"must be one of text, {', '.join(SCHEMA_PATHS)}", given=str(kind)[:40])
     for place in SCHEMA_PATHS[kind]:
-        value = given
-        is_strict = False
-        for key in place.split("."):
-            is_strict = isinstance(value, dict) and value.get("strict") is True
-            value = value.get(key) if isinstance(value, dict) else None
-        if value is not None:
+        outer, _, key = place.rpartition(".")
+        holder = given.get(outer) if outer else given
+        if isinstance(holder, dict) and holder.get(key) is not None:
             path = place.replace("json_schema.", schema)
-            return [Format(f"{name}.{path}", "regex" if kind == "regex" else "json", value, is_strict)]
+            is_strict = holder.get("strict") is True
+            return [Format(f"{name}.{path}", "regex" if kind == "regex" else "json", holder[key], is_strict)]
     if kind == "json_object":
         return [Format(name, "json_object", True)]
     raise invalid(name, f"of the type {kind} needs `{'` or `'.join(SCHEMA_PATHS[kind])}`")

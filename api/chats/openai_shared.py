@@ -23,7 +23,6 @@ from api.http.fields import (
     NO_PROMPT_LOGITS,
     FieldNames,
     Json,
-    check_device,
     check_ids,
     check_sampling,
     check_stop,
@@ -184,11 +183,9 @@ def check_openai(
     logit_bias = _logit_bias(request.logit_bias or {}, info)
     defaults = info.sampling_defaults
     temperature = defaults.get("temperature") if request.temperature is None else request.temperature
-    sampling = sampling_of(request, temperature != 0, defaults, logit_bias=logit_bias)
-    host_only[field_names.logprobs] = logprobs
-    host_only["min_tokens"] = min_tokens
+    host_only |= {field_names.logprobs: logprobs, "min_tokens": min_tokens}
     host_only["logit_bias"] = any(bias for _token, bias in logit_bias)
-    check_device(info, request, sampling, **host_only)
+    sampling = sampling_of(request, temperature != 0, info, defaults, host_only, logit_bias)
     return {
         "sampling": sampling,
         "sequences": n,

@@ -8,6 +8,7 @@ arguments as objects, `tool_call_id`, `reasoning_content`.
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -94,36 +95,28 @@ def _with_images_apart(messages: Messages, capabilities: TemplateCapabilities) -
     continued."""
     apart = []
     marks = ""  # of images that wait for their place
-    for n, message in enumerate(messages):
+    for message in messages:
         role = message["role"]
-        if role not in ("tool", *SYSTEM_ROLES):
-            apart += _images_alone(marks)
+        if marks and role not in ("tool", *SYSTEM_ROLES):
+            apart.append({"role": "user", "content": marks})
             marks = ""
         if role not in capabilities.image_roles:
             for number in images_of(message["content"]):
                 mark = image_mark(number)
                 message = message | {"content": message["content"].replace(mark, IMAGE_APART)}
                 marks += mark
-        is_continued = role == "assistant" and n == len(messages) - 1
-        if is_continued:
-            apart += _images_alone(marks)
-            marks = ""
         apart.append(message)
-    return apart + _images_alone(marks)
-
-
-def _images_alone(marks: str) -> Messages:
-    return [{"role": "user", "content": marks}] if marks else []
+    if marks:
+        is_continued = messages[-1]["role"] == "assistant"
+        apart.insert(len(apart) - is_continued, {"role": "user", "content": marks})
+    return apart
 
 
 def _with_system(messages: Messages, capabilities: TemplateCapabilities) -> Messages:
     """Leading system messages as the template takes them, or in the first user message; later ones where
     they are, or next to it: a chat that grows keeps its prefix, which may be cached."""
-    begins = 0
-    while begins < len(messages) and messages[begins]["role"] in SYSTEM_ROLES:
-        begins += 1
-    head = messages[:begins]
-    others = messages[begins:]
+    head = list(itertools.takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages))
+    others = messages[len(head) :]
     if not capabilities.later_system:
         others = _with_folded_system(others)
     if others and not capabilities.no_user and all(message["role"] != "user" for message in others):
@@ -146,19 +139,15 @@ def _with_folded_system(messages: Messages) -> Messages:
     folded = []
     is_apart = False  # the last one has only the text of system messages
     for message in messages:
-        role = message["role"]
-        is_system = role in SYSTEM_ROLES
+        text = {"content": message["content"]}
+        is_system = message["role"] in SYSTEM_ROLES
         if is_system and folded and folded[-1]["role"] in HEARD_ROLES:
-            folded[-1] = _joined_messages(folded[-1], {"content": message["content"]})
-        elif is_system:
-            folded.append({"role": "user", "content": message["content"]})
-            is_apart = True
-        elif is_apart and role in HEARD_ROLES:
-            folded[-1] = _joined_messages({"content": folded[-1]["content"]}, message)
-            is_apart = False
-        else:
-            folded.append(message)
-            is_apart = False
+            folded[-1] = _joined_messages(folded[-1], text)
+            continue
+        if is_apart and message["role"] in HEARD_ROLES:
+            message = _joined_messages({"content": folded.pop()["content"]}, message)
+        folded.append({"role": "user"} | text if is_system else message)
+        is_apart = is_system
     return folded
 
 
@@ -201,20 +190,17 @@ def _turns(messages: Messages) -> list[Messages]:
 
 def _with_one_text(turn: Messages) -> Messages:
     """All text of the assistant in its last message without calls, or else in one before its calls."""
-    said = [message for message in turn if message["role"] == "assistant" and message["content"]]
-    first_call = next((n for n, message in enumerate(turn) if _has_calls(message)), None)
-    if first_call is None or not said:
+    spoken = [n for n, message in enumerate(turn) if message["role"] == "assistant"]
+    plain = [n for n in spoken if not _has_calls(turn[n])]
+    texts = [turn[n]["content"] for n in spoken if turn[n]["content"]]
+    if len(plain) == len(spoken) or not texts:
         return turn
-    plain = [
-        n for n, message in enumerate(turn) if message["role"] == "assistant" and not _has_calls(message)
-    ]
-    place = plain[-1] if plain else first_call
-    answer = turn[place] if plain else {"role": "assistant"}
-    text = APART.join(message["content"] for message in said)
+    place = plain[-1] if plain else spoken[0]
     written = []
     for n, message in enumerate(turn):
         if n == place:
-            written.append(answer | {"content": text})
+            answer = message if plain else {"role": "assistant"}
+            written.append(answer | {"content": APART.join(texts)})
         if _has_calls(message):
             written.append(message | {"content": ""})
         elif n not in plain:

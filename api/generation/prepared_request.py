@@ -112,7 +112,7 @@ class Served:
 class PreparedRequest(GenerateOptions, frozen=True):
     """A checked prompt and what to generate from it. An API makes it when all fields are checked."""
 
-    prompt: str | list[int]
+    prompt: str | list[int]  # a text's special tokens are the server's: those of the client are escaped
     sequences: int = 1
     max_new_tokens: int | None = None  # None: what is left of the context; 0: the prompt is only scored
     stop: Sequence[str] = ()
@@ -121,7 +121,6 @@ class PreparedRequest(GenerateOptions, frozen=True):
     truncate: int | None = None
     add_special_tokens: bool = True
     shows_special_tokens: bool = False  # in the generated text
-    is_escaped: bool = False  # the client's words in the prompt, next to special tokens of the server
     grammar_name: str = ""  # what the request calls it, for error messages
     not_enforced: tuple[str, ...] = ()  # what the grammar leaves out of JSON schemas: JSON pointers
     prompt_name: str = "inputs"
@@ -192,17 +191,21 @@ def ids_of(prepared: PreparedRequest, served: Served, characters: int | None = N
     image. Raises ApiError for a text that cannot be tokenized, or is far too long."""
     if not isinstance(prepared.prompt, str):
         return prepared.prompt
-    tokenizer = served.text.tokenizer
+    longest_token = served.text.tokenizer.longest_token
     # Tokenizing a text takes a hundred times its memory, so one that cannot fit is rejected before.
     most_text = served.config.body_limit(reads_images=False)
     if served.images.are_read and prepared.characters > most_text:  # images alone may be longer
         raise too_large(most_text)
     text = served.images.expand(prepared.prompt[:characters], prepared.image_numbers)
-    if prepared.truncate is None and len(text) > served.info.max_total_tokens * tokenizer.longest_token:
-        raise _too_many_tokens(prepared, f"at least {len(text) // tokenizer.longest_token}", served)
-    text = text if prepared.is_escaped else tokenizer.escape(text)
+    if prepared.truncate is None and len(text) > served.info.max_total_tokens * longest_token:
+        raise _too_many_tokens(prepared, f"at least {len(text) // longest_token}", served)
+    return encoded(text, served, prepared.add_special_tokens)
+
+
+def encoded(text: str, served: Served, add_special_tokens: bool) -> list[int]:
+    """The tokens of an escaped text. Raises ApiError."""
     try:
-        return tokenizer.encode(text, prepared.add_special_tokens)
+        return served.text.tokenizer.encode(text, add_special_tokens)
     except Exception as error:
         raise invalid(None, f"tokenizer error: {error}") from None
 

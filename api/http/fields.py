@@ -299,30 +299,20 @@ def check_ids(ids: list[int], name: str, info: ModelInfo) -> None:
     require(unknown is None, name, detail)
 
 
-def check_device(info: ModelInfo, fields: SamplingFields, sampling: SamplingParams, **host_only: Any) -> None:
-    """With on-device sampling, rejects what needs host sampling. A greedy request may have a seed and
-    filters: they do nothing."""
-    if info.sampling != "device":
-        return
-    samples = sampling.seed is not None
-    host_only["seed"] = sampling.is_seed_given
-    for name, parameter in SAMPLING_PARAMETERS.items():
-        if not parameter.on_device and (samples or not parameter.is_filter):
-            host_only[name] = getattr(sampling, name) != parameter.neutral
-    for name, asked in host_only.items():
-        require(not asked, name, NEEDS_HOST)
-    few = not samples or (fields.top_k or 0) <= DEVICE_TOP_K
-    require(few, "top_k", f"above {DEVICE_TOP_K} {NEEDS_HOST}. Given: {fields.top_k}")
-
-
 def sampling_of(
     fields: SamplingFields,
     samples: bool,
+    info: ModelInfo,
     defaults: Mapping[str, int | float],
+    host_only: Json,
     logit_bias: Sequence[tuple[int, float]] = (),
 ) -> SamplingParams:
     """How tokens are sampled, by `defaults` where a field is absent. Without a seed in it, the most likely
-    token is taken at each step."""
+    token is taken at each step.
+
+    host_only: other fields that need host sampling, and whether they are asked for. Raises ApiError for what
+    does where the device samples. A greedy request may have a seed and filters: they do nothing.
+    """
     seed = None
     if samples:
         # OpenAI's may be negative.
@@ -332,4 +322,15 @@ def sampling_of(
     numbers["temperature"] = numbers.get("temperature") or SAMPLING_PARAMETERS["temperature"].neutral
     numbers["top_k"] = max(numbers.get("top_k", 0), 0)
     is_seed_given = samples and fields.seed is not None
-    return SamplingParams(**numbers, seed=seed, is_seed_given=is_seed_given, logit_bias=list(logit_bias))
+    sampling = SamplingParams(**numbers, seed=seed, is_seed_given=is_seed_given, logit_bias=list(logit_bias))
+    if info.sampling != "device":
+        return sampling
+    host_only["seed"] = is_seed_given
+    for name, parameter in SAMPLING_PARAMETERS.items():
+        if not parameter.on_device and (samples or not parameter.is_filter):
+            host_only[name] = getattr(sampling, name) != parameter.neutral
+    for name, asked in host_only.items():
+        require(not asked, name, NEEDS_HOST)
+    few = not samples or (fields.top_k or 0) <= DEVICE_TOP_K
+    require(few, "top_k", f"above {DEVICE_TOP_K} {NEEDS_HOST}. Given: {fields.top_k}")
+    return sampling

@@ -100,6 +100,8 @@ def _check_prompt(request: CompletionRequest, prompt: str | list[int], best_of: 
     require(prompt or request.suffix, "prompt", "cannot be empty")
     if isinstance(prompt, list):
         fields.check_ids(prompt, "prompt", served.info)
+    else:
+        prompt = served.text.tokenizer.escape(prompt)
     ranks = best_of > (request.n or 1)
     wants_logprobs = request.logprobs is not None
     checked = check_openai(request, request.max_tokens, wants_logprobs, served, best_of=ranks)
@@ -107,29 +109,21 @@ def _check_prompt(request: CompletionRequest, prompt: str | list[int], best_of: 
         "prompt": prompt,
         "prompt_name": "prompt",
         "limit_name": "max_tokens",
-        "is_escaped": bool(request.suffix),
         "sequences": best_of,
         "logprobs": wants_logprobs or ranks,
         "prompt_logprobs": checked["prompt_logprobs"] or request.ranks_prompt,
         "top_n_tokens": max(request.logprobs or 0, checked["top_n_tokens"]),
     }
     if request.suffix:
-        checked["prompt"], ends = _infilling(prompt, request.suffix, served)
+        tokenizer = served.text.tokenizer
+        layout = layout_of(tokenizer)
+        detail = "is not supported by this model: its tokenizer has no tokens for filling in the middle"
+        require(layout, "suffix", detail)
+        require(isinstance(prompt, str), "prompt", "must be text if there is a `suffix`")
+        checked["prompt"] = layout.prompt(prompt, tokenizer.escape(request.suffix))
         # Some models go on with a next file or a next gap.
-        checked["stop_token_ids"] = checked["stop_token_ids"].union(ends)
+        checked["stop_token_ids"] = checked["stop_token_ids"].union(layout.token_ids(tokenizer))
     return checked
-
-
-def _infilling(prompt: str | list[int], suffix: str, served: Served) -> tuple[str, list[int]]:
-    """The escaped text after which the model writes what stands between prompt and suffix, and the tokens of
-    its layout. Raises ApiError."""
-    tokenizer = served.text.tokenizer
-    layout = layout_of(tokenizer)
-    detail = "is not supported by this model: its tokenizer has no tokens for filling in the middle"
-    require(layout, "suffix", detail)
-    require(isinstance(prompt, str), "prompt", "must be text if there is a `suffix`")
-    text = layout.prompt(tokenizer.escape(prompt), tokenizer.escape(suffix))
-    return text, layout.token_ids(tokenizer)
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[str] | list[list[int]]:
@@ -209,7 +203,7 @@ class CompletionResponseWriter(ChunkedResponseWriter):
         if not self._echoes:
             return ""
         prompt = sequence.prepared.prompt
-        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+        return self.tokenizer.unescape(prompt) if isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
     def _echoed_pieces(self, sequence: GeneratedSequence) -> list[Piece]:
         """The prompt's tokens where they are listed; `special` tokens are not in the echo."""

@@ -171,7 +171,7 @@ def _chat_messages(
     request: ResponsesRequest, conversation: Conversation, images: RequestImages
 ) -> tuple[list[str], list[Message]]:
     """The messages of the chat and the path of each in the request."""
-    reader = ItemReader(conversation.tools, images)
+    reader = ContentReader[Message](ITEMS, images, conversation.tools)
     paths = []
     messages = []
     if request.instructions:
@@ -221,41 +221,33 @@ def _joined_turn(one: Message, other: Message) -> Message:
     )
 
 
-class ItemReader(ContentReader[Message]):
-    """Reads the items of a request and their parts: messages, and texts."""
-
-    def __init__(self, tools: ResponsesTools, images: RequestImages):
-        super().__init__(ITEMS, images)
-        self.tools = tools
-
-
-def _item_message(reader: ItemReader, path: str, item: Json) -> Message:
+def _item_message(reader: ContentReader, path: str, item: Json) -> Message:
     role = needed(path, item, "role", str)
     # As in chats, an assistant's message may have none.
     content = item.get("content") if role == "assistant" else needed(path, item, "content")
     return Message(role, reader.text(f"{path}.content", content or "", "", role))
 
 
-def _reasoning(reader: ItemReader, path: str, item: Json) -> Message | None:
+def _reasoning(reader: ContentReader, path: str, item: Json) -> Message | None:
     name = "content" if item.get("content") else "summary"
     thoughts = reader.text(f"{path}.{name}", item.get(name) or "", "")
     thoughts = thoughts or unseal(item.get("encrypted_content"))
     return Message("assistant", reasoning_content=thoughts) if thoughts else None
 
 
-def _compacted(_reader: ItemReader, _path: str, item: Json) -> Message | None:
+def _compacted(_reader: ContentReader, _path: str, item: Json) -> Message | None:
     summary = unseal(item.get("encrypted_content"))
     return Message("user", SUMMARY.format(summary)) if summary else None
 
 
-def _agent_message(reader: ItemReader, path: str, item: Json) -> Message | None:
+def _agent_message(reader: ContentReader, path: str, item: Json) -> Message | None:
     """A message that another agent of the same client wrote to this one."""
     text = reader.text(f"{path}.content", item.get("content") or "", "")
     author = reader.fields(path, item, "author?")
     return Message("user", f"Message from {author or 'an agent'}:\n{text}") if text else None
 
 
-def _not_encrypted(reader: ItemReader, path: str, part: Json) -> str:
+def _not_encrypted(reader: ContentReader, path: str, part: Json) -> str:
     """Clients send the message of an agent in this part as the model wrote it, unless OpenAI's server has
     encrypted it."""
     text = reader.fields(path, part, "encrypted_content?")
@@ -265,45 +257,45 @@ def _not_encrypted(reader: ItemReader, path: str, part: Json) -> str:
     return text
 
 
-def _function_call(reader: ItemReader, path: str, item: Json) -> Message:
+def _function_call(reader: ContentReader, path: str, item: Json) -> Message:
     return _call_message(reader, path, item, arguments_of(f"{path}.arguments", item.get("arguments")))
 
 
-def _custom_call(reader: ItemReader, path: str, item: Json) -> Message:
+def _custom_call(reader: ContentReader, path: str, item: Json) -> Message:
     return _call_message(reader, path, item, {"input": needed(path, item, "input", str)})
 
 
-def _built_in_call(kind: str) -> Callable[[ItemReader, str, Json], Message]:
+def _built_in_call(kind: str) -> Callable[[ContentReader, str, Json], Message]:
     """Reads the call of a tool that OpenAI defines and the client runs."""
     row = BUILT_IN[kind]
 
-    def read(reader: ItemReader, path: str, item: Json) -> Message:
+    def read(reader: ContentReader, path: str, item: Json) -> Message:
         arguments = row.read(needed(path, item, row.field, dict))
         return _call_message(reader, path, item | {"name": kind}, arguments)
 
     return read
 
 
-def _tool_search_call(reader: ItemReader, path: str, item: Json) -> Message | None:
+def _tool_search_call(reader: ContentReader, path: str, item: Json) -> Message | None:
     if item.get("call_id") is None:
         return None  # OpenAI ran it
     return _built_in_call("tool_search")(reader, path, item)
 
 
-def _computer_call(reader: ItemReader, path: str, item: Json) -> Message:
+def _computer_call(reader: ContentReader, path: str, item: Json) -> Message:
     """Of a conversation with another server."""
     arguments = {name: item[name] for name in ("action", "actions") if item.get(name) is not None}
     return _call_message(reader, path, item | {"name": "computer"}, arguments)
 
 
-def _call_message(reader: ItemReader, path: str, item: Json, arguments: Json) -> Message:
+def _call_message(reader: ContentReader, path: str, item: Json, arguments: Json) -> Message:
     name = reader.tools.name_of(needed(path, item, "name", str), item.get("namespace"))
     function = {"name": name, "arguments": arguments}
     call = {"id": needed(path, item, "call_id", str), "type": "function", "function": function}
     return Message("assistant", tool_calls=[call])
 
 
-def _call_output(reader: ItemReader, path: str, item: Json) -> Message:
+def _call_output(reader: ContentReader, path: str, item: Json) -> Message:
     return _result_message(path, item, reader.text(f"{path}.output", item.get("output") or "", ""))
 
 
@@ -311,11 +303,11 @@ def _result_message(path: str, item: Json, text: str) -> Message:
     return Message("tool", text, tool_call_id=needed(path, item, "call_id", str))
 
 
-def _local_shell_output(reader: ItemReader, path: str, item: Json) -> Message:
+def _local_shell_output(reader: ContentReader, path: str, item: Json) -> Message:
     return _call_output(reader, path, {"call_id": item.get("id")} | item)
 
 
-def _shell_output(reader: ItemReader, path: str, item: Json) -> Message:
+def _shell_output(reader: ContentReader, path: str, item: Json) -> Message:
     texts = []
     for i, chunk in enumerate(needed(path, item, "output", list)):
         where = f"{path}.output[{i}]"
@@ -328,29 +320,29 @@ def _shell_output(reader: ItemReader, path: str, item: Json) -> Message:
     return _result_message(path, item, "\n".join(filter(None, texts)))
 
 
-def _patch_output(reader: ItemReader, path: str, item: Json) -> Message:
+def _patch_output(reader: ContentReader, path: str, item: Json) -> Message:
     return _result_message(path, item, reader.fields(path, item, "status? output?"))
 
 
-def _found_tools(reader: ItemReader, path: str, item: Json) -> Message | None:
+def _found_tools(reader: ContentReader, path: str, item: Json) -> Message | None:
     """The definitions of the tools that a search found."""
     if item.get("call_id") is None:
         return _additional_tools(reader, path, item)  # OpenAI ran it
     return _result_message(path, item, reader.tools.added(path, item))
 
 
-def _additional_tools(reader: ItemReader, path: str, item: Json) -> Message | None:
+def _additional_tools(reader: ContentReader, path: str, item: Json) -> Message | None:
     added = reader.tools.added(path, item)
     return Message("system", ADDED_TOOLS + added) if added else None
 
 
-def _file_search(reader: ItemReader, path: str, item: Json) -> str:
+def _file_search(reader: ContentReader, path: str, item: Json) -> str:
     results = needed(path, item, "results", list) if item.get("results") is not None else []
     found = enumerate(results)
     return "\n".join(reader.fields(f"{path}.results[{i}]", one, "filename? text?") for i, one in found)
 
 
-def _image(reader: ItemReader, path: str, part: Json) -> str:
+def _image(reader: ContentReader, path: str, part: Json) -> str:
     """That of another API, or one that a tool made which OpenAI ran."""
     is_given = any(part.get(name) for name in ("image", "source", "base64"))
     return image(reader, path, part) if is_given else reader.omission("image")
