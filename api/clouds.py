@@ -74,7 +74,12 @@ def text(data: Json, served: Served) -> ResponseWriter:
 def vertex(data: Json, served: Served) -> ResponseWriter:
     requests = []
     prefixes = []
-    for instance in _instances(fields.read(data, VertexRequest).instances, served):
+    given = fields.read(data, VertexRequest).instances
+    if not given:
+        # TGI's `error_type`.
+        raise ApiError(422, "Input validation error", "Input validation error: `instances` cannot be empty")
+    fields.check_batch(len(given), "instances", "instances", served.config)
+    for instance in [_instance(each) for each in given]:
         if isinstance(instance, ChatRequest):
             requests.append(prepare_chat(instance, served))
             prefixes.append("")
@@ -91,16 +96,8 @@ def continuation(sentence: str, served: Served) -> ResponseWriter:
     return PredictionsResponseWriter([prepared], served, [sentence], list)
 
 
-def _instances(given: list[Any], served: Served) -> list[GenerateRequest | ChatRequest]:
-    """Each parsed as a native or a chat request. Raises ApiError."""
-    if not given:
-        # TGI's `error_type`.
-        raise ApiError(422, "Input validation error", "Input validation error: `instances` cannot be empty")
-    fields.check_batch(len(given), "instances", "instances", served.config)
-    return [_instance(data) for data in given]
-
-
 def _instance(given: Any) -> GenerateRequest | ChatRequest:
+    """Parsed as a native or a chat request. Raises ApiError."""
     data = fields.convert(given, Json)
     read_chat = functools.partial(fields.read, kind=ChatRequest)
     instance = fields.choose_variant(data, {"inputs": tgi.read_generate, "messages": read_chat})(data)

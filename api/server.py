@@ -17,7 +17,7 @@ from gevent.threadpool import ThreadPool
 from werkzeug.exceptions import ClientDisconnected
 
 from api.generation.prepared_request import PreparedRequest, Served, TokenizedPrompt, prompts_of
-from api.generation.request_images import ImageLoader, RequestImages
+from api.generation.request_images import ImageLoader, Later, RequestImages
 from api.generation.response_writer import ResponseWriter
 from api.generation.stream import (
     ActiveRequest,
@@ -138,7 +138,7 @@ class Server:
         with self._bodies.read(self.payload_limit) as body:
             return fields.read(fields.parse_body(body), kind)
 
-    def reply(self, make: Callable[[Json, Served], Callable[[], Any]]) -> Response:
+    def reply(self, make: Callable[[Json, Served], Later]) -> Response:
         """A response without generated text to a JSON body.
 
         make: reads and checks the body, and returns what makes the response once the images are loaded.
@@ -229,31 +229,19 @@ class Server:
         if keywords := {place.rpartition("/")[2] for place in _not_enforced(writer.requests)}:
             headers["x-schema-not-enforced"] = ", ".join(sorted(keywords)[:MAX_NOT_ENFORCED])
         try:
-            if writer.streams:
-                return self._streamed(writer, generation, headers)
-            return self._whole(writer, generation, headers)
+            if writer.streams:  # once the status is certain
+                stream = EventStream(writer, generation, lambda write: self._run(write, writer.lists_prompts))
+                headers["Content-Type"] = writer.content_type
+                headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+                return Response(stream, headers=headers)
+            with generation:
+                generation.run()
+                body = self._run(
+                    lambda: encode_json(writer.whole(generation.sequences)), writer.lists_prompts
+                )
+                return Response(body, headers=headers | timing_headers(generation), mimetype=JSON)
         except ClientGone:
             return Response(status=CLIENT_CLOSED_REQUEST)  # for the metrics
-
-    def _whole(self, writer: ResponseWriter, generation: ActiveRequest, headers: dict[str, str]) -> Response:
-        with generation:
-            generation.run()
-            body = self._run(lambda: encode_json(writer.whole(generation.sequences)), writer.lists_prompts)
-            response = Response(body, mimetype=JSON)
-            response.headers.extend(headers | timing_headers(generation))
-            return response
-
-    def _streamed(
-        self, writer: ResponseWriter, generation: ActiveRequest, headers: dict[str, str]
-    ) -> Response:
-        """The response, once its status is certain."""
-        headers |= {
-            "Content-Type": writer.content_type,
-            "Cache-Control": "no-cache",
-            "X-Accel-Buffering": "no",
-        }
-        stream = EventStream(writer, generation, lambda write: self._run(write, writer.lists_prompts))
-        return Response(stream, headers=headers)
 
     def _run(self, function: Callable[[], T], is_long: bool) -> T:
         """What `function` returns. A thread runs it if it may take long: to list the 30,000 tokens of a
@@ -261,8 +249,8 @@ class Server:
         return self._threads.run(function) if is_long else function()
 
     def _check_grammars(self, prompts: list[TokenizedPrompt]) -> None:
-        given = {prompt.prepared.grammar: prompt.prepared for prompt in prompts if prompt.prepared.grammar}
-        for grammar, prepared in given.items():
+        by_grammar = {prompt.prepared.grammar: prompt.prepared for prompt in prompts}
+        for grammar, prepared in by_grammar.items():
             try:
                 self._check_grammar(grammar)
             except GrammarError as error:
@@ -271,7 +259,7 @@ class Server:
 
     def _check_grammar(self, grammar: str) -> None:
         grammars = self.engine.text.grammars
-        if not grammars.knows(grammar):
+        if grammar and not grammars.knows(grammar):
             self._threads.run(functools.partial(grammars.check, grammar))
 
     def _check_tools(self, prepared: PreparedRequest) -> None:

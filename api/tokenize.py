@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from msgspec import Struct
 
 from api import tgi
 from api.chats.conversation import ChatRequest, prepare_chat
 from api.generation.prepared_request import PreparedRequest, Served, encoded
+from api.generation.request_images import Later
 from api.http import fields
 from api.http.errors import invalid
 from api.http.fields import Json, require
@@ -91,26 +90,23 @@ class DetokenizeResponse(Struct):
     content: str
 
 
-Tokenized = list[SimpleToken] | TokenizeResponse | ContentTokens
-
-
-def tokenize(data: Json, served: Served) -> Callable[[], Tokenized]:
+def tokenize(data: Json, served: Served) -> Later:
     """What lists the tokens of a text or chat, in the API whose required field the body has."""
     return fields.choose_variant(data, TOKENIZE)(data, served)
 
 
-def _inputs(data: Json, served: Served) -> Callable[[], list[SimpleToken]]:
+def _inputs(data: Json, served: Served) -> Later:
     text, image_numbers = tgi.prompt_of(tgi.read_generate(data).inputs, served)
     return lambda: _tokens(served.images.expand(text, image_numbers), served, add_special_tokens=True)
 
 
-def _tokenize_prompt(data: Json, served: Served) -> Callable[[], TokenizeResponse]:
+def _tokenize_prompt(data: Json, served: Served) -> Later:
     request = fields.read(data, TokenizePrompt)
     text = served.text.tokenizer.escape(request.prompt)
     return lambda: _counted(text, request, request.add_special_tokens is not False, served)
 
 
-def _tokenize_messages(data: Json, served: Served) -> Callable[[], TokenizeResponse]:
+def _tokenize_messages(data: Json, served: Served) -> Later:
     request = fields.read(data, TokenizeChat)
     prepared = prepare_chat(request, served)
     return lambda: _counted(_text_of(prepared, served), request, prepared.add_special_tokens, served)
@@ -129,7 +125,7 @@ def _counted(
     return TokenizeResponse(len(ids), served.info.max_total_tokens, ids, texts)
 
 
-def _tokenize_content(data: Json, served: Served) -> Callable[[], ContentTokens]:
+def _tokenize_content(data: Json, served: Served) -> Later:
     request = fields.read(data, TokenizeContent)
     require(request.parse_special is not False, "parse_special", "is not supported if it is false")
     tokenizer = served.text.tokenizer
@@ -159,7 +155,7 @@ TOKENIZE = {
 }
 
 
-def detokenize(data: Json, served: Served) -> Callable[[], DetokenizeResponse]:
+def detokenize(data: Json, served: Served) -> Later:
     """What joins the texts of tokens; special tokens show their names."""
     tokens = fields.read(data, DetokenizeRequest).tokens
     require(len(tokens) <= MAX_LISTED_TOKENS, "tokens", f"takes up to {MAX_LISTED_TOKENS} tokens")
@@ -168,7 +164,7 @@ def detokenize(data: Json, served: Served) -> Callable[[], DetokenizeResponse]:
     return lambda: DetokenizeResponse(text, text)
 
 
-def chat_tokenize(data: Json, served: Served) -> Callable[[], ChatTokenizeResponse]:
+def chat_tokenize(data: Json, served: Served) -> Later:
     prepared = prepare_chat(fields.read(data, ChatRequest), served)
 
     def listed() -> ChatTokenizeResponse:

@@ -7,7 +7,7 @@ and how; others are skipped.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from api.anthropic.output import MessagesResponseWriter
 from api.anthropic.tools import MessagesTools
@@ -17,7 +17,7 @@ from api.chats.conversation import ChatRequest, Message, prepare_chat
 from api.chats.reasoning import THINKING_ON, unseal
 from api.chats.tools import ADDED_TOOLS
 from api.generation.prepared_request import Served, ids_of
-from api.generation.request_images import RequestImages
+from api.generation.request_images import Later, RequestImages
 from api.generation.response_writer import ResponseWriter
 from api.http import fields
 from api.http.errors import invalid
@@ -40,7 +40,7 @@ def messages(data: Json, served: Served) -> ResponseWriter:
     return MessagesResponseWriter(prepared, served, request, tools)
 
 
-def count_tokens(data: Json, served: Served) -> Callable[[], TokenCount]:
+def count_tokens(data: Json, served: Served) -> Later:
     request = fields.read(data | {"max_tokens": 1}, MessagesRequest)
     tools = MessagesTools(request)
     chat, names = _chat_of(request, tools, served.images)
@@ -52,7 +52,7 @@ def _chat_of(
     request: CountRequest, tools: MessagesTools, images: RequestImages
 ) -> tuple[ChatRequest, FieldNames]:
     """The chat of a request, without limits and sampling. Raises ApiError."""
-    reader = ContentReader[Message](BLOCKS, images, tools)
+    reader = ContentReader(BLOCKS, images, tools)
     paths = []
     messages: list[Message] = []
     if request.system:
@@ -85,7 +85,7 @@ def _chat_of(
         stop="stop_sequences",
         budget="thinking.budget_tokens",
         format=format_name,
-        schema="",
+        schema=["schema"],
         nests_tools=False,
         parameters=".input_schema",
     )
@@ -222,7 +222,7 @@ def _output_format(request: CountRequest) -> tuple[str, Json | None]:
         return name, None
     if given.get("type") != "json_schema" or given.get("schema") is None:
         raise invalid(name, "must have the type json_schema and a `schema`")
-    return name, {"type": "json_schema", "json_schema": {"schema": given["schema"]}}
+    return name, {"type": "json_schema", "schema": given["schema"]}
 
 
 def _effort(request: CountRequest) -> str | None:

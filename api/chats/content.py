@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from api.generation.request_images import DETAILS, NO_IMAGES, RequestImages
 from api.http.errors import invalid
@@ -27,10 +27,9 @@ SYSTEM_ROLES = ("system", "developer")
 TYPES_IN_WORDS = {str: "a string", dict: "an object", list: "a list"}
 
 V = TypeVar("V", str, Json, list)
-M = TypeVar("M")  # an API's parts that are no text, such as tool calls
 
 
-class ContentReader(Generic[M]):
+class ContentReader:
     """Reads the parts of one request.
 
     types: by the type of a part, the names of its readable fields, such as "title? content". A field is a
@@ -42,7 +41,7 @@ class ContentReader(Generic[M]):
 
     def __init__(
         self,
-        types: Mapping[str, str | Callable[[Any, str, Json], str | M | None]],
+        types: Mapping[str, str | Callable[[Any, str, Json], Any]],
         images: RequestImages = NO_IMAGES,
         tools: Any = None,
     ):
@@ -51,7 +50,7 @@ class ContentReader(Generic[M]):
         self._types = types
         self._skipped: set[str] = set()
 
-    def parts(self, path: str, content: Any) -> Iterator[tuple[str, str | M]]:
+    def parts(self, path: str, content: Any) -> Iterator[tuple[str, Any]]:
         """Each readable part of `content` (a text, a part, or a list of them) with its type. Raises
         ApiError."""
         if isinstance(content, list):
@@ -67,8 +66,9 @@ class ContentReader(Generic[M]):
             if content:
                 yield "", content
 
-    def part(self, path: str, kind: str, part: Json) -> str | M | None:
-        """One part as what its type is. Raises ApiError."""
+    def part(self, path: str, kind: str, part: Json) -> Any:
+        """One part as what its type is: a text, or an API's own form, such as a message with a tool call. A
+        part that is skipped is None. Raises ApiError."""
         reader = self._types.get(kind)
         if reader is None:
             self.skip(kind)

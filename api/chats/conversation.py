@@ -268,10 +268,9 @@ def _render_prompt(
     try:
         listed = escape(tools) if capabilities.tools else None
         begins_answer = chat.add_generation_prompt is not False or bool(chat.continue_final_message)
-        prompt = template.render(escaped, listed, options, begins_answer)
-        borders = []
-        if served.info.state_bytes:
-            borders = template.borders(prompt, escaped, listed, options, begins_answer)
+        rendered = (escaped, listed, options, begins_answer)
+        prompt = template.render(*rendered)
+        borders = template.borders(prompt, *rendered) if served.info.state_bytes else []
     except TemplateError as error:
         # A template's error may repeat the client's own words.
         raise ApiError(422, "template_error", "Template error: ", quoted=str(error)) from None

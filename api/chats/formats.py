@@ -18,10 +18,10 @@ from protocol import MAX_GRAMMAR, ModelInfo
 from text.grammar import WHITESPACE, GrammarError, left_out, of_choice, of_json_schema, of_regex
 
 # Where `response_format` and `grammar` have the schema or the regular expression, by their `type`: OpenAI's
-# place and others.
+# place and others. FieldNames has that of json_schema.
 SCHEMA_PATHS = {
     "json_object": ["schema", "value"],
-    "json_schema": ["json_schema.schema", "value.schema"],
+    "json_schema": [],
     "json": ["value"],
     "regex": ["value"],
 }
@@ -103,38 +103,31 @@ def of_openai(request: FormatFields, field_names: FieldNames = CHAT_FIELDS) -> C
     if request.structured_outputs is not None and not within:
         raise invalid("structured_outputs", "needs one of `json`, `regex`, `choice` and `json_object`")
     formats = [
-        *_of_type(field_names.format, request.response_format, field_names.schema),
+        *_of_type(field_names.format, request.response_format, field_names),
         *within,
         *_of_fields("", request),
     ]
-    return _constraint(formats, _whitespace(outputs))
+    whitespace = WHITESPACE if outputs.whitespace_pattern is None else outputs.whitespace_pattern
+    return _constraint(formats, None if outputs.disable_any_whitespace else whitespace)
 
 
-def _whitespace(outputs: StructuredOutputs) -> str | None:
-    """The regular expression for what may stand between JSON tokens; None: nothing."""
-    if outputs.disable_any_whitespace:
-        return None
-    return WHITESPACE if outputs.whitespace_pattern is None else outputs.whitespace_pattern
-
-
-def _of_type(name: str, given: Json | None, schema: str = "json_schema.") -> list[Format]:
-    """What the field `name`, which has a `type`, asks for: a list of one, or of none. schema: what stands for
-    `json_schema.` in the API's paths."""
+def _of_type(name: str, given: Json | None, field_names: FieldNames = CHAT_FIELDS) -> list[Format]:
+    """What the field `name`, which has a `type`, asks for: a list of one, or of none."""
     kind = (given or {}).get("type")
     if not given or kind == "text":
         return []
     if not isinstance(kind, str) or kind not in SCHEMA_PATHS:
         raise invalid(f"{name}.type", f"must be one of text, {', '.join(SCHEMA_PATHS)}", given=str(kind)[:40])
-    for place in SCHEMA_PATHS[kind]:
+    places = field_names.schema if kind == "json_schema" else SCHEMA_PATHS[kind]
+    for place in places:
         outer, _, key = place.rpartition(".")
         holder = given.get(outer) if outer else given
         if isinstance(holder, dict) and holder.get(key) is not None:
-            path = place.replace("json_schema.", schema)
             is_strict = holder.get("strict") is True
-            return [Format(f"{name}.{path}", "regex" if kind == "regex" else "json", holder[key], is_strict)]
+            return [Format(f"{name}.{place}", "regex" if kind == "regex" else "json", holder[key], is_strict)]
     if kind == "json_object":
         return [Format(name, "json_object", True)]
-    raise invalid(name, f"of the type {kind} needs `{'` or `'.join(SCHEMA_PATHS[kind])}`")
+    raise invalid(name, f"of the type {kind} needs `{'` or `'.join(places)}`")
 
 
 def _of_fields(prefix: str, fields: FormatFields | StructuredOutputs) -> list[Format]:
@@ -143,15 +136,15 @@ def _of_fields(prefix: str, fields: FormatFields | StructuredOutputs) -> list[Fo
 
 
 def _constraint(formats: list[Format], whitespace: str | None) -> Constraint:
+    """whitespace: the regular expression for what may stand between JSON tokens; None: nothing."""
     if not formats:
         return Constraint()
     path, kind, value, is_strict = formats[0]
-    if kind == "unsupported":
-        raise invalid(path, "is not supported")
+    require(kind != "unsupported", path, "is not supported")
     if len(formats) > 1:
         raise invalid(formats[1].path, f"cannot be combined with `{path}`: a request has one output format")
-    if kind == "regex" and not isinstance(value, str):
-        raise invalid(path, "must be a regular expression, as a string")
+    is_text = kind != "regex" or isinstance(value, str)
+    require(is_text, path, "must be a regular expression, as a string")
     try:
         if kind == "regex":
             return Constraint(path, of_regex(value))

@@ -176,7 +176,10 @@ def check_openai(
     check_ids(stop_token_ids, "stop_token_ids", info)
     detail = "is allowed only if `stream` is true"
     require(request.stream or request.stream_options is None, "stream_options", detail)
-    _check_prompt_logprobs(request, served)
+    if request.prompt_logprobs is not None:
+        check_top_n(request.prompt_logprobs, "prompt_logprobs", served.config.max_top_n_tokens)
+        require(not request.stream, "prompt_logprobs", "is not supported when streaming tokens")
+        require(info.prompt_logprobs, "prompt_logprobs", NO_PROMPT_LOGITS)
     min_tokens = request.min_tokens or 0
     detail = f"must be <= the maximum of tokens to generate. Given: {min_tokens} and {limit}"
     require(limit is None or min_tokens <= limit, "min_tokens", detail)
@@ -204,14 +207,6 @@ def check_openai(
         "clamps_max_tokens": True,
         "adapter": adapter,
     }
-
-
-def _check_prompt_logprobs(request: OpenAIRequest, served: Served) -> None:
-    if request.prompt_logprobs is None:
-        return
-    check_top_n(request.prompt_logprobs, "prompt_logprobs", served.config.max_top_n_tokens)
-    require(not request.stream, "prompt_logprobs", "is not supported when streaming tokens")
-    require(served.info.prompt_logprobs, "prompt_logprobs", NO_PROMPT_LOGITS)
 
 
 def _logit_bias(given: dict[str, float], info: ModelInfo) -> list[tuple[int, float]]:

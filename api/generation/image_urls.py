@@ -85,7 +85,7 @@ def fetch_image(url: str, domains: Container[str]) -> bytes:
                     "(--allowed-media-domains); send the image as a `data:` URL"
                 )
             with contextlib.closing(_connect(place, domains)) as sock:
-                file, url = _get(place, sock)
+                file, url = _get(place, url, sock)
             if file is not None:
                 return file
     raise ImageUrlError(f"redirects more than {MAX_REDIRECTS} times")
@@ -94,7 +94,6 @@ def fetch_image(url: str, domains: Container[str]) -> bytes:
 class _Place(NamedTuple):
     """What a URL names. A host is a name, or an address without brackets."""
 
-    url: str
     scheme: str
     host: str
     port: int
@@ -115,7 +114,7 @@ class _Place(NamedTuple):
         if "@" in parts.netloc:
             raise ImageUrlError("must have no user name or password in it")
         query = f"?{parts.query}" if parts.query else ""
-        return cls(url, parts.scheme, host, port, (parts.path or "/") + query)
+        return cls(parts.scheme, host, port, (parts.path or "/") + query)
 
     @property
     def authority(self) -> str:
@@ -196,7 +195,7 @@ class _Stream(io.RawIOBase):
         return count
 
 
-def _get(place: _Place, sock: socket.socket) -> tuple[bytes | None, str]:
+def _get(place: _Place, url: str, sock: socket.socket) -> tuple[bytes | None, str]:
     """The file, or None and the URL that the response redirects to."""
     connection = http.client.HTTPConnection(place.host, place.port)
     connection.sock = sock  # so it opens none of its own
@@ -211,7 +210,7 @@ def _get(place: _Place, sock: socket.socket) -> tuple[bytes | None, str]:
         response = http.client.HTTPResponse(_Stream(sock), method="GET")
         response.begin()
         if response.status in (301, 302, 303, 307, 308) and (location := response.getheader("Location")):
-            return None, urljoin(place.url, location)
+            return None, urljoin(url, location)
         if response.status != 200:
             raise ImageUrlError(f"is answered with status {response.status}")
         if response.getheader("Content-Encoding", "identity").lower() != "identity":

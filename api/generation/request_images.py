@@ -34,6 +34,7 @@ MAX_FETCHED = 2 * MAX_IMAGE_BYTES  # of one request, whose body says nothing abo
 WITH_PIXELS = 2
 WITH_FETCHED = 8
 DETAILS = ("low", "high", "auto", "original")
+Later = Callable[[], Any]  # makes a response once the images are loaded
 
 
 @dataclass
@@ -108,17 +109,17 @@ class RequestImages:
         """The mark of the image of a `data:`, http or https URL. Raises ApiError."""
         url = url.strip()
         is_remote = url[:5].lower().startswith("http")
-        return self._add(path, detail, lambda: url if is_remote else read_data_url(url))
+        return self._add(path, url, str if is_remote else read_data_url, detail)
 
     def add_base64(self, path: str, data: str) -> str:
         """The mark of an image in base64. Raises ApiError."""
-        return self._add(path, None, lambda: read_base64(data))
+        return self._add(path, data, read_base64)
 
-    def _add(self, path: str, detail: Any, read: Callable[[], bytes | str]) -> str:
+    def _add(self, path: str, given: str, read: Callable[[str], bytes | str], detail: Any = None) -> str:
         number = len(self._images)
         require(number < MAX_IMAGES, path, f"is one image too many: a request may have {MAX_IMAGES}")
         try:
-            self._images.append(RequestImage(path, read(), detail == "low", self._options))
+            self._images.append(RequestImage(path, read(given), detail == "low", self._options))
         except ImageUrlError as error:
             raise invalid(path, str(error)) from None
         return image_mark(number)

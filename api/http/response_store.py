@@ -14,7 +14,7 @@ import secrets
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -53,10 +53,6 @@ def new_key() -> str:
 def item_id(prefix: str, key: str, number: int) -> str:
     """The id of an output item, from which that of its response follows."""
     return f"{prefix}_{key}_{number}"
-
-
-def _response_of(item_id: str) -> str:
-    return response_id(item_id.rpartition("_")[0].partition("_")[2])
 
 
 class StoredResponse(NamedTuple):
@@ -105,20 +101,19 @@ class ResponseStore:
         return True
 
     def find(self, owner: bytes, id: str) -> StoredResponse | None:
-        if not self.is_on:
-            return None
-        with self._open() as database:
-            found = database.execute("SELECT * FROM responses WHERE id = ? AND owner = ?", (id, owner))
-            row = found.fetchone()
-        return StoredResponse(*row[:-1]) if row else None
+        rows = self._run("SELECT * FROM responses WHERE id = ? AND owner = ?", id, owner)
+        return StoredResponse(*rows[0][:-1]) if rows else None
 
     def delete(self, owner: bytes, id: str) -> bool:
         """Whether it was there."""
+        return bool(self._run("DELETE FROM responses WHERE id = ? AND owner = ? RETURNING id", id, owner))
+
+    def _run(self, statement: str, *values: Any) -> list[tuple]:
+        """The rows that a statement returns; none if the store is off."""
         if not self.is_on:
-            return False
+            return []
         with self._open() as database:
-            found = database.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (id, owner))
-            return found.rowcount > 0
+            return database.execute(statement, values).fetchall()
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
@@ -182,7 +177,7 @@ class OwnedResponses:
         if id in self._references:  # so that a short request cannot ask for a long text many times
             raise invalid(path, "refers to an item for the second time", given=id)
         self._references.add(id)
-        response = _response_of(id)
+        response = response_id(id.rpartition("_")[0].partition("_")[2])
         if response not in self._items:
             stored = self._store.find(self._owner, response)
             items = self._decode(path, stored.output) if stored else []

@@ -14,7 +14,7 @@ from api.chats.conversation import ChatRequest, Message, arguments_of, prepare_c
 from api.chats.reasoning import unseal
 from api.chats.tools import ADDED_TOOLS
 from api.generation.prepared_request import PreparedRequest, Served, ids_of
-from api.generation.request_images import RequestImages
+from api.generation.request_images import Later, RequestImages
 from api.generation.response_writer import ResponseWriter
 from api.http import fields
 from api.http.errors import invalid
@@ -64,7 +64,7 @@ def _triggered(request: ResponsesRequest, conversation: Conversation, served: Se
     return TriggeredCompactionWriter(prepared, served, request, conversation.tools)
 
 
-def input_tokens(data: Json, served: Served) -> Callable[[], InputTokens]:
+def input_tokens(data: Json, served: Served) -> Later:
     request = _read_request(data)
     prepared = _prepare_response(request, Conversation(request, served.responses), served)
     return lambda: InputTokens(len(ids_of(prepared, served)))
@@ -118,7 +118,7 @@ def _prepare_response(
         max_completion_tokens=request.max_output_tokens,
         logprobs=bool(request.top_logprobs) or LOGPROBS in (request.include or []),
         top_logprobs=request.top_logprobs,
-        response_format=_response_format(request.text and request.text.format),
+        response_format=request.text and request.text.format,
         tools=tools.listed or None,
         tool_choice=tools.choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
@@ -134,7 +134,7 @@ def _prepare_response(
         limit="max_output_tokens",
         logprobs="top_logprobs",
         format="text.format",
-        schema="",
+        schema=["schema"],
         nests_tools=False,
         allowed_tools="",
     )
@@ -171,7 +171,7 @@ def _chat_messages(
     request: ResponsesRequest, conversation: Conversation, images: RequestImages
 ) -> tuple[list[str], list[Message]]:
     """The messages of the chat and the path of each in the request."""
-    reader = ContentReader[Message](ITEMS, images, conversation.tools)
+    reader = ContentReader(ITEMS, images, conversation.tools)
     paths = []
     messages = []
     if request.instructions:
@@ -381,12 +381,3 @@ ITEMS = PARTS | {
     "program": "code?",
     "program_output": "result?",
 }
-
-
-def _response_format(given: Json | None) -> Json | None:
-    """`text.format` in a chat's form, which has a JSON schema one level deeper."""
-    if not given or given.get("type") != "json_schema":
-        return given
-    if given.get("schema") is None:
-        raise invalid("text.format", "of the type json_schema needs `schema`")
-    return {"type": "json_schema", "json_schema": given}
