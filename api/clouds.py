@@ -16,7 +16,7 @@ from api.chats.conversation import ChatRequest, prepare_chat
 from api.generation.prepared_request import PreparedRequest, Served
 from api.generation.response_writer import GeneratedSequence, ResponseWriter, best_of
 from api.http import fields
-from api.http.errors import OPENAI, TGI, ApiError, in_format
+from api.http.errors import OPENAI, TGI, ApiError
 from api.http.fields import Json, require
 from api.http.types import SCHEMA
 from api.openai import chat, completions
@@ -59,8 +59,11 @@ class VertexResponse(Struct):
 def read_invocation(data: Json, served: Served) -> ResponseWriter:
     """A native, chat or completion request, answered in that API's format."""
     read, error_format = fields.choose_variant(data, INVOCATIONS)
-    with in_format(error_format):
+    try:
         return read(data, served)
+    except ApiError as error:
+        error.set_format(error_format)
+        raise
 
 
 def text(data: Json, served: Served) -> ResponseWriter:

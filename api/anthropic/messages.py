@@ -13,7 +13,7 @@ from api.anthropic.output import MessagesResponseWriter
 from api.anthropic.tools import MessagesTools
 from api.anthropic.types import AnthropicToolChoice, CountRequest, InputMessage, MessagesRequest, TokenCount
 from api.chats.content import PARTS, ContentReader, joined, needed
-from api.chats.conversation import ChatRequest, Message, prepare_chat
+from api.chats.conversation import ChatRequest, Message, call_message, prepare_chat
 from api.chats.reasoning import THINKING_ON, unseal
 from api.chats.tools import ADDED_TOOLS
 from api.generation.prepared_request import Served, ids_of
@@ -129,12 +129,11 @@ def _thoughts(reader: ContentReader, path: str, block: Json) -> Message:
 
 def _tool_use(_reader: ContentReader, path: str, block: Json) -> Message:
     given = needed(path, block, "input", dict) if block.get("input") is not None else {}
-    function = {"name": needed(path, block, "name", str), "arguments": given}
+    name = needed(path, block, "name", str)
     if block.get("toolset_name") is not None:  # a member of a toolset, in a conversation with another server
-        arguments = {"action": function["name"]} | given
-        function = {"name": needed(path, block, "toolset_name", str), "arguments": arguments}
-    call = {"id": needed(path, block, "id", str), "type": "function", "function": function}
-    return Message("assistant", tool_calls=[call])
+        given = {"action": name} | given
+        name = needed(path, block, "toolset_name", str)
+    return call_message(needed(path, block, "id", str), name, given)
 
 
 def _tool_result(reader: ContentReader, path: str, block: Json) -> Message:

@@ -71,6 +71,12 @@ class Message(Struct, omit_defaults=True):
     reasoning: str | None = None  # the same
 
 
+def call_message(id: str, name: str, arguments: Json) -> Message:
+    """A message of the assistant that calls a function."""
+    function = {"name": name, "arguments": arguments}
+    return Message("assistant", tool_calls=[{"id": id, "type": "function", "function": function}])
+
+
 class ReasoningSwitch(Struct):
     """`type` is that of `thinking`, enabled or disabled; `effort` and `enabled` are those of `reasoning`."""
 

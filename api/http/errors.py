@@ -5,9 +5,8 @@ A message is where its error is raised, or here if several places raise it.
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from msgspec import Struct
@@ -150,17 +149,6 @@ ANTHROPIC = ErrorFormat(
     _anthropic_body,
     {405: 404, 408: 400, 415: 400, 422: 400, 424: 500, 429: 529, 501: 400, 503: 529},
 )
-
-
-@contextlib.contextmanager
-def in_format(error_format: ErrorFormat) -> Iterator[None]:
-    """Errors of the block have this format, unless they have one already, and not that of the request's
-    route."""
-    try:
-        yield
-    except ApiError as error:
-        error.set_format(error_format)
-        raise
 
 
 def event(body: Struct | Json) -> bytes:

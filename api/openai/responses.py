@@ -6,11 +6,11 @@ the response.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 from api.chats.content import PARTS, ContentReader, image, needed
-from api.chats.conversation import ChatRequest, Message, arguments_of, prepare_chat
+from api.chats.conversation import ChatRequest, Message, arguments_of, call_message, prepare_chat
 from api.chats.reasoning import unseal
 from api.chats.tools import ADDED_TOOLS
 from api.generation.prepared_request import PreparedRequest, Served, ids_of
@@ -265,21 +265,17 @@ def _custom_call(reader: ContentReader, path: str, item: Json) -> Message:
     return _call_message(reader, path, item, {"input": needed(path, item, "input", str)})
 
 
-def _built_in_call(kind: str) -> Callable[[ContentReader, str, Json], Message]:
-    """Reads the call of a tool that OpenAI defines and the client runs."""
+def _built_in_call(kind: str, reader: ContentReader, path: str, item: Json) -> Message:
+    """The call of a tool that OpenAI defines and the client runs."""
     row = BUILT_IN[kind]
-
-    def read(reader: ContentReader, path: str, item: Json) -> Message:
-        arguments = row.read(needed(path, item, row.field, dict))
-        return _call_message(reader, path, item | {"name": kind}, arguments)
-
-    return read
+    arguments = row.read(needed(path, item, row.field, dict))
+    return _call_message(reader, path, item | {"name": kind}, arguments)
 
 
 def _tool_search_call(reader: ContentReader, path: str, item: Json) -> Message | None:
     if item.get("call_id") is None:
         return None  # OpenAI ran it
-    return _built_in_call("tool_search")(reader, path, item)
+    return _built_in_call("tool_search", reader, path, item)
 
 
 def _computer_call(reader: ContentReader, path: str, item: Json) -> Message:
@@ -290,9 +286,7 @@ def _computer_call(reader: ContentReader, path: str, item: Json) -> Message:
 
 def _call_message(reader: ContentReader, path: str, item: Json, arguments: Json) -> Message:
     name = reader.tools.name_of(needed(path, item, "name", str), item.get("namespace"))
-    function = {"name": name, "arguments": arguments}
-    call = {"id": needed(path, item, "call_id", str), "type": "function", "function": function}
-    return Message("assistant", tool_calls=[call])
+    return call_message(needed(path, item, "call_id", str), name, arguments)
 
 
 def _call_output(reader: ContentReader, path: str, item: Json) -> Message:
@@ -359,11 +353,11 @@ ITEMS = PARTS | {
     "function_call_output": _call_output,
     "custom_tool_call": _custom_call,
     "custom_tool_call_output": _call_output,
-    "local_shell_call": _built_in_call("local_shell"),
+    "local_shell_call": functools.partial(_built_in_call, "local_shell"),
     "local_shell_call_output": _local_shell_output,
-    "shell_call": _built_in_call("shell"),
+    "shell_call": functools.partial(_built_in_call, "shell"),
     "shell_call_output": _shell_output,
-    "apply_patch_call": _built_in_call("apply_patch"),
+    "apply_patch_call": functools.partial(_built_in_call, "apply_patch"),
     "apply_patch_call_output": _patch_output,
     "computer_call": _computer_call,
     "computer_call_output": _call_output,
