@@ -21,6 +21,7 @@ from api.http.fields import Json, require
 from api.http.types import SCHEMA
 from api.openai import chat, completions
 from api.tgi import GenerateRequest
+from text.output.parser import Content
 from text.stream import Piece
 
 # The APIs of `/invocations` by a body's required field, and their error formats.
@@ -127,7 +128,8 @@ class PredictionsResponseWriter(ResponseWriter):
         self._form = form
 
     def whole(self, sequences: list[GeneratedSequence]) -> Struct | list:
-        texts = (_answer_of(best_of(candidates)) for candidates in self._by_request(sequences))
+        # Without the model's reasoning.
+        texts = (best_of(candidates).output.text_of(Content) for candidates in self._by_request(sequences))
         return self._form([prefix + text for prefix, text in zip(self._prefixes, texts)])
 
 
@@ -143,8 +145,3 @@ class TextResponseWriter(ResponseWriter):
     def failure(self, error: ApiError) -> bytes:
         """Breaks the connection: in a plain text an error would look like a part of it."""
         raise ConnectionResetError(errno.ECONNRESET, error.message)
-
-
-def _answer_of(sequence: GeneratedSequence) -> str:
-    """The text without the model's reasoning."""
-    return sequence.prepared.parser_config.whole(sequence.pieces, sequence.is_truncated).content

@@ -145,6 +145,7 @@ class Piece:
     special: bool
     top: list[tuple[int, float]] = field(default_factory=list)
     trimmed: int = 0  # how many bytes of its end a stop string took
+    added: list = field(default_factory=list)  # to the parts of the output, by text/output/parser.py
 
 
 class TextStream:
@@ -168,16 +169,17 @@ class TextStream:
         stops: Sequence[str] = (),
         keep_stop: bool = True,
         min_tokens: int = 0,
-        content_of: Callable[[Piece], tuple[str, int]] | None = None,
+        parse: Callable[[Piece, str], tuple[str, int]] | None = None,
     ):
-        """content_of: the content that a token makes certain, in which stop strings count, and how many
-        characters behind it may yet be content; None: all text is content."""
+        """parse: takes a token and the text that it adds. Returns the content that has become certain, in
+        which stop strings count, and how many characters behind it may yet be content. None: all text is
+        content."""
         self._tokenizer = tokenizer
         self._detokenizer = detokenizer_for(tokenizer, prompt)
         self._stops = [stop for stop in stops if stop]
         self._keep_stop = keep_stop
         self._min_tokens = min_tokens
-        self._content_of = content_of
+        self._parse = parse
         self._parts: list[str] = []
         self._length = 0  # characters: of all the text,
         self._certain = 0  # of that which stays, whatever comes,
@@ -188,6 +190,7 @@ class TextStream:
         self._opener: Piece | None = None  # the piece in which the character began that is not complete yet
         self.tokens = 0
         self.stop: str | None = None  # the stop string that is complete; the text ends with it, or before it
+        self.cut = 0  # how many characters of content it took, those behind it included
 
     @property
     def stopped(self) -> bool:
@@ -213,14 +216,12 @@ class TextStream:
         is_special = token_id in self._tokenizer.special_ids
         special = is_special and not shows_special
         name = (self._tokenizer.id_to_token(token_id) or "") if is_special else ""
-        piece = Piece(token_id, name if special else "", logprob, special, top)
-        text = name if is_special and shows_special else self._detokenizer.push(token_id)
+        piece = Piece(token_id, "", logprob, special, top)
+        text = name if is_special else self._detokenizer.push(token_id)
         self._pending.append(piece)
-        if special and self._content_of:
-            self._look_for_stops(*self._content_of(piece))
+        self._add(piece, text)
         if not special:
             self._carrier = piece
-            self._add(text)
             if not self._detokenizer.holds_text:
                 self._opener = None
             elif text or self._opener is None:
@@ -236,21 +237,20 @@ class TextStream:
 
     def finish(self) -> list[Piece]:
         """The text that was held back, after the last token."""
-        self._add(self._detokenizer.finish())
+        if text := self._detokenizer.finish():
+            assert self._carrier is not None, "only such a token brings text"
+            self._add(self._carrier, text)
         if not self.stopped:
             self._certain = self._length  # nothing comes that could complete a stop string
         return self._release(everything=True)
 
-    def _add(self, text: str) -> None:
-        """Gives text to the newest piece that can carry it, and looks whether a stop string ends in it."""
-        if not text:
-            return
-        assert self._carrier is not None, "only such a token brings text"
-        self._carrier.text += text
-        self._parts.append(text)
-        self._length += len(text)
-        piece = Piece(self._carrier.id, text, None, special=False)
-        self._look_for_stops(*(self._content_of(piece) if self._content_of else (text, 0)))
+    def _add(self, piece: Piece, text: str) -> None:
+        """Gives text to a piece, and looks whether a stop string ends in it."""
+        piece.text += text
+        content = "" if piece.special else text
+        self._parts.append(content)
+        self._length += len(content)
+        self._look_for_stops(*(self._parse(piece, text) if self._parse else (content, 0)))
 
     def _look_for_stops(self, content: str, held: int) -> None:
         """content: what is new; held: how many characters behind it may yet be content."""
@@ -270,7 +270,8 @@ class TextStream:
         self.stop = max((stop for stop in self._stops if recent.endswith(stop, 0, end)), key=len)
         if not self._keep_stop:
             end -= len(self.stop)
-        self._trim(min(len(recent) - end + held, self._length - self._released))
+        self.cut = len(recent) - end
+        self._trim(min(self.cut + held, self._length - self._released))
 
     def _trim(self, excess: int) -> None:
         """Takes that many characters off the end of the text, which no piece that was returned has a part

@@ -23,9 +23,15 @@ from api.generation.response_writer import GeneratedSequence, ResponseWriter
 from api.http.errors import ANTHROPIC, ApiError, named_event
 from api.http.fields import Json
 from text.output.json_mender import complete_members
-from text.output.parser import Arguments, CallBegin, Content, OutputPart, Reasoning
+from text.output.parser import Call, Content, OutputPart, Reasoning
 from text.stream import Piece
 
+# The type of a text's deltas, and the field of these that has it.
+DELTAS = {
+    Content: ("text_delta", "text"),
+    Reasoning: ("thinking_delta", "thinking"),
+    Call: ("input_json_delta", "partial_json"),
+}
 STOP_REASONS = {"length": "max_tokens", "eos_token": "end_turn", "stop_sequence": "stop_sequence"}
 
 
@@ -44,12 +50,9 @@ class MessagesResponseWriter(ResponseWriter):
         super().__init__([prepared], served, request.stream)
         self._stop_sequences = request.stop_sequences or []
         self.left_out = tools.left_out
-        self._parser = prepared.parser_config.parser()
         self._omits_thinking = request.thinking is not None and request.thinking.display == "omitted"
         self._has_begun = False
         self._content: list[TextBlock | ThinkingBlock | ToolUseBlock] = []
-        self._arguments = ""  # of the newest call
-        self._thoughts = ""  # that the signature carries
 
     def whole(self, sequences: list[GeneratedSequence]) -> MessagesResponse:
         (sequence,) = sequences
@@ -82,7 +85,7 @@ class MessagesResponseWriter(ResponseWriter):
 
     def _usage(self, sequence: GeneratedSequence) -> MessagesUsage:
         cached = sequence.prompt_done.cached
-        details = OutputTokensDetails(self._parser.reasoning_tokens)
+        details = OutputTokensDetails(sequence.reasoning_tokens)
         return MessagesUsage(len(sequence.prompt) - cached, sequence.tokens, cached, details)
 
     def _stop_sequence(self, sequence: GeneratedSequence) -> str | None:
@@ -94,7 +97,7 @@ class MessagesResponseWriter(ResponseWriter):
         reason = STOP_REASONS[sequence.finish_reason]
         if reason == "stop_sequence" and not self._stop_sequence(sequence):
             reason = "end_turn"  # a stop string of the model's own
-        if reason == "end_turn" and self._parser.has_calls:
+        if reason == "end_turn" and sequence.output.has_calls:
             return "tool_use"
         asked = sequence.prepared.max_new_tokens
         if sequence.is_truncated and asked and sequence.tokens >= sequence.max_new_tokens < asked:
@@ -108,50 +111,36 @@ class MessagesResponseWriter(ResponseWriter):
             yield {"type": "message_start", "message": self._response(sequence)}
             yield {"type": "ping"}
         for piece in pieces:
-            for part in self._parser.read(piece):
-                yield from self._take(part)
+            yield from self._write(sequence, piece.added)
         if sequence.finish_reason is not None:
-            for part in self._parser.finish(sequence.is_truncated):
-                yield from self._take(part)
-            yield from self._end_block()
+            yield from self._write(sequence, sequence.rest)
+            yield from self._end_part(sequence)
 
-    def _take(self, part: OutputPart) -> Iterator[Json]:
-        newest = self._content[-1] if self._content else None
-        if isinstance(part, CallBegin):
-            yield from self._begin_block(ToolUseBlock(part.id, part.name))
-        elif isinstance(part, Arguments):
-            self._arguments += part.text
-            yield self._delta({"type": "input_json_delta", "partial_json": part.text})
-        elif isinstance(part, Reasoning):
-            if not isinstance(newest, ThinkingBlock):
-                yield from self._begin_block(ThinkingBlock())
-            if self._omits_thinking:
-                self._thoughts += part.text
-            else:
-                self._content[-1].thinking += part.text
-                yield self._delta({"type": "thinking_delta", "thinking": part.text})
-        elif isinstance(part, Content) and part.text:
-            if not isinstance(newest, TextBlock):
-                yield from self._begin_block(TextBlock())
-            self._content[-1].text += part.text
-            yield self._delta({"type": "text_delta", "text": part.text})
-
-    def _begin_block(self, block: TextBlock | ThinkingBlock | ToolUseBlock) -> Iterator[Json]:
-        yield from self._end_block()
+    def _begin(self, part: OutputPart) -> Iterator[Json]:
+        if isinstance(part, Call):
+            block = ToolUseBlock(part.id, part.name)
+        else:
+            block = TextBlock() if isinstance(part, Content) else ThinkingBlock()
         self._content.append(block)
         yield {"type": "content_block_start", "index": len(self._content) - 1, "content_block": block}
 
+    def _continue(self, part: OutputPart, text: str) -> Iterator[Json]:
+        kind, name = DELTAS[type(part)]
+        if text and not (isinstance(part, Reasoning) and self._omits_thinking):
+            yield self._delta({"type": kind, name: text})
+
+    def _end(self, part: OutputPart) -> Iterator[Json]:
+        block = self._content[-1]
+        if isinstance(block, TextBlock):
+            block.text = part.text
+        elif isinstance(block, ToolUseBlock):
+            block.input = complete_members(part.text)
+        else:
+            shown, sealed = ("", part.text) if self._omits_thinking else (part.text, "")
+            block.thinking = shown
+            block.signature = seal(sealed)
+            yield self._delta({"type": "signature_delta", "signature": block.signature})
+        yield {"type": "content_block_stop", "index": len(self._content) - 1}
+
     def _delta(self, delta: dict[str, str]) -> Json:
         return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}
-
-    def _end_block(self) -> Iterator[Json]:
-        if not self._content:
-            return
-        newest = self._content[-1]
-        if isinstance(newest, ToolUseBlock):
-            newest.input = complete_members(self._arguments)
-            self._arguments = ""
-        if isinstance(newest, ThinkingBlock):
-            newest.signature = seal(self._thoughts)
-            yield self._delta({"type": "signature_delta", "signature": newest.signature})
-        yield {"type": "content_block_stop", "index": len(self._content) - 1}

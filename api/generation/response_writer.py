@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice, zip_longest
+from typing import Any
 
 from msgspec import Struct
 
 from api.generation.prepared_request import PreparedRequest, Served, TokenizedPrompt
 from api.http.errors import TGI, ApiError, ErrorFormat, event
 from protocol import PromptDone, Token
+from text.output.parser import Added, Content, OutputPart
 from text.stream import Piece, TextStream, prompt_texts
 from text.tokenizer import Tokenizer
 
@@ -24,7 +26,8 @@ NOT_RUN = PromptDone(id=0, queued_s=0.0)  # of a prompt that has not been run
 
 
 class GeneratedSequence:
-    """One completion of a prompt. Times are CLOCK_MONOTONIC, in seconds."""
+    """One completion of a prompt, and the only one to parse it: each of its pieces has what it adds to the
+    parts of the `output`, `rest` what the end adds. Times are CLOCK_MONOTONIC, in seconds."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: TokenizedPrompt, number: int, index: int):
         prepared = prompt.prepared
@@ -35,25 +38,25 @@ class GeneratedSequence:
         self.number = number  # among the sequences of its request
         self.index = index  # among all of its request
         self.sampling = prepared.sampling_of(number)
-        parser_config = prepared.parser_config
-        # Reads along where stop strings do not count in all of the text, or calls may end it.
-        is_read = parser_config.calls or (parser_config.thinking and prepared.stop)
-        self._parser = parser_config.parser() if is_read else None
+        self._parser = prepared.parser_config.parser()
         self.stream = TextStream(
             tokenizer,
             prompt.ids,
             prepared.stop,
             prepared.keep_stop,
             prepared.min_new_tokens,
-            self._parser and self._parser.content_of,
+            self._parser.read,
         )
+        self.output = self._parser.output
+        self.rest: list[Added] = []
+        self.written: OutputPart | None = None  # the part that the response is at
         self.pieces: list[Piece] = []  # all of them, for a response that is not streamed
         self.prompt_done = NOT_RUN
         self.finish_reason: str | None = None
         self.first_token_at: float | None = None
         self.finished_at = 0.0
         self.accepted_draft_tokens = 0  # that took no step of their own
-        self.reasoning_tokens = 0  # which the writer of a chat's response counts
+        self.reasoning_tokens = 0
         self._logprobs = 0.0
 
     @property
@@ -74,24 +77,24 @@ class GeneratedSequence:
         """The pieces whose text has become certain with `token`."""
         self.first_token_at = self.first_token_at or time.monotonic()
         if self.prepared.max_new_tokens == 0:  # only the prompt is scored
-            self._finish("length")
-            return []
+            return self._give([], "length")
         self.accepted_draft_tokens += token.from_draft
         self._logprobs += token.logprob or 0.0  # None with on-device sampling, which ranks nothing
+        reason = token.finish_reason
+        was_thinking = self._parser.is_thinking
         if self._stops_at(token):
-            self._finish("stop_sequence")
-            return self.stream.stop_before(token.token, token.logprob, token.top)
-        shows_special = self.prepared.shows_special_tokens and token.finish_reason != "eos_token"
-        is_last = token.finish_reason is not None
-        pieces = self.stream.push(token.token, token.logprob, token.top, is_last, shows_special)
-        if self.stream.stopped:
-            self._finish("stop_sequence")
-        elif token.finish_reason is not None:
-            self._finish(token.finish_reason)
-        elif self._parser and self._parser.is_done and not self.prepared.ignore_eos:
+            reason = "stop_sequence"
+            pieces = self.stream.stop_before(token.token, token.logprob, token.top)
+        else:
+            shows_special = self.prepared.shows_special_tokens and reason != "eos_token"
+            is_last = reason is not None
+            pieces = self.stream.push(token.token, token.logprob, token.top, is_last, shows_special)
+        self.reasoning_tokens += was_thinking or self._parser.is_thinking
+        is_done = self._parser.is_done and not self.prepared.ignore_eos
+        if is_done and reason is None and not self.stream.stopped:
             pieces += self.stream.finish()
-            self._finish("stop_sequence")
-        return pieces
+            reason = "stop_sequence"
+        return self._give(pieces, reason)
 
     def _stops_at(self, token: Token) -> bool:
         if token.token not in self.prepared.stop_token_ids or token.finish_reason == "eos_token":
@@ -100,17 +103,40 @@ class GeneratedSequence:
 
     def truncate(self) -> list[Piece]:
         """Ends it at the deadline. Returns the text that was held back."""
-        pieces = self.stream.finish()
-        self._finish("stop_sequence" if self.stream.stopped else "length")
+        return self._give(self.stream.finish(), "length")
+
+    def _give(self, pieces: list[Piece], reason: str | None) -> list[Piece]:
+        """The pieces that are given out. reason: why the output ends with them, if no stop string does it."""
+        if self.stream.stopped:
+            reason = "stop_sequence"
+            self._cut(pieces)
+        elif reason is not None:
+            self.rest = self._parser.finish(reason == "length")
+        if reason is not None:
+            self.finish_reason = reason
+            self.finished_at = time.monotonic()
         return pieces
 
-    def _finish(self, reason: str) -> None:
-        self.finish_reason = reason
-        self.finished_at = time.monotonic()
+    def _cut(self, pieces: list[Piece]) -> None:
+        """Takes the content that a stop string took, and what is behind it, off the end of the output."""
+        length = self.stream.cut
+        for piece in reversed(pieces):
+            while length and piece.added:
+                part, text = piece.added.pop()
+                part.texts.pop()
+                if isinstance(part, Content):
+                    kept = text[: max(0, len(text) - length)]
+                    length -= len(text) - len(kept)
+                    if kept:
+                        piece.added.append((part, kept))
+                        part.texts.append(kept)
+                if not part.texts:
+                    self.output.parts.pop()
 
 
 class ResponseWriter:
-    """The response to one HTTP request. Each API has a subclass."""
+    """The response to one HTTP request. Each API has a subclass. What it writes of a chat's output is said by
+    `_begin`, `_continue` and `_end` of a part."""
 
     error_format: ErrorFormat = TGI
     content_type = "text/event-stream; charset=utf-8"  # of a stream; some clients read Latin-1 without it
@@ -147,6 +173,30 @@ class ResponseWriter:
         """The end of a stream with an error."""
         error.request_id = self.request_id
         return event(error.body(self.error_format))
+
+    def _write(self, sequence: GeneratedSequence, added: list[Added]) -> Iterator[Any]:
+        """What the response gets for what is added to the parts of a sequence."""
+        for part, text in added:
+            if part is not sequence.written:
+                yield from self._end_part(sequence)
+                sequence.written = part
+                yield from self._begin(part)
+            yield from self._continue(part, text)
+
+    def _end_part(self, sequence: GeneratedSequence) -> Iterator[Any]:
+        part = sequence.written
+        sequence.written = None
+        if part:
+            yield from self._end(part)
+
+    def _begin(self, part: OutputPart) -> Iterable[Any]:
+        return ()
+
+    def _continue(self, part: OutputPart, text: str) -> Iterable[Any]:
+        return ()
+
+    def _end(self, part: OutputPart) -> Iterable[Any]:
+        return ()
 
     def _by_request(self, sequences: list[GeneratedSequence]) -> list[list[GeneratedSequence]]:
         rest = iter(sequences)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
@@ -23,7 +23,7 @@ from api.generation.response_writer import GeneratedSequence, ResponseWriter
 from api.http import fields
 from api.http.fields import Json
 from config import REASONING_FIELDS
-from text.output.parser import Arguments, Call, Content, OutputParser, OutputPart, Reasoning
+from text.output.parser import Call, Content, OutputPart, Reasoning
 from text.stream import Piece
 
 
@@ -134,11 +134,11 @@ class ChatResponseWriter(ChunkedResponseWriter):
 
     def __init__(self, prepared: PreparedRequest, served: Served, request: ChatRequest):
         super().__init__([prepared], served, request)
-        self._parser_config = prepared.parser_config
+        self._calls = prepared.parser_config.calls
         tools = request.tools or []
         self._thoughts = REASONING_FIELDS[served.config.reasoning_fields]
         self._custom = {tool["custom"]["name"] for tool in tools if tool.get("type") == "custom"}
-        self._readers: dict[GeneratedSequence, DeltaReader] = {}  # of those with events in the stream
+        self._begun: set[GeneratedSequence] = set()  # with events in the stream
         self._wants_logprobs = request.logprobs
         self._top_n = request.top_logprobs or 0
         if self.streams:
@@ -155,38 +155,36 @@ class ChatResponseWriter(ChunkedResponseWriter):
         )
 
     def _choice(self, index: int, sequence: GeneratedSequence) -> ChatChoice:
-        read = self._parser_config.whole(sequence.pieces, sequence.is_truncated)
-        sequence.reasoning_tokens = read.reasoning_tokens
-        message = ChatMessage("assistant", read.content)
-        for name in self._thoughts if read.reasoning else ():
-            setattr(message, name, read.reasoning)
-        if read.calls:
-            if not read.content and not self._parser_config.calls.requires_call:
+        output = sequence.output
+        message = ChatMessage("assistant", output.text_of(Content))
+        reasoning = output.text_of(Reasoning)
+        for name in self._thoughts if reasoning else ():
+            setattr(message, name, reasoning)
+        if output.calls:
+            if not message.content and not self._calls.requires_call:
                 message.content = None
-            message.tool_calls = [self._tool_call(call) for call in read.calls]
-        reason = self._finish_reason(sequence, bool(read.calls) and not read.is_truncated)
+            message.tool_calls = [self._tool_call(call) for call in output.calls]
+        reason = self._finish_reason(sequence)
         logprobs = self._logprobs(sequence.pieces)
         return ChatChoice(index, message, logprobs, reason, self._token_ids(sequence.pieces))
 
     def _beside_choice(self, sequence: GeneratedSequence) -> Json:
-        if sequence in self._readers:
+        if sequence in self._begun:
             return {}
         return {"prompt_token_ids": self._prompt_token_ids(sequence)}
 
     def _tool_call(self, call: Call) -> ToolCall:
         if call.name in self._custom:
-            return ToolCall(call.id, "custom", custom=CalledCustom(call.name, custom_input(call.arguments)))
-        return ToolCall(call.id, "function", CalledFunction(call.name, call.arguments))
+            return ToolCall(call.id, "custom", custom=CalledCustom(call.name, custom_input(call.text)))
+        return ToolCall(call.id, "function", CalledFunction(call.name, call.text))
 
     def _choices(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[ChunkChoice]:
         choice = functools.partial(ChunkChoice, sequence.index)
-        if sequence not in self._readers:
-            self._readers[sequence] = DeltaReader(self._parser_config.parser(), self._custom, self._thoughts)
+        if sequence not in self._begun:
+            self._begun.add(sequence)
             yield choice(Delta(role="assistant", content=""))
-        reader = self._readers[sequence]
         for piece in pieces:
-            deltas = reader.read(piece)
-            sequence.reasoning_tokens = reader.parser.reasoning_tokens
+            deltas = list(self._write(sequence, piece.added))
             if (self._wants_logprobs or self._returns_token_ids) and not deltas:
                 deltas = [Delta(content="")]
             for n, delta in enumerate(deltas):
@@ -194,15 +192,33 @@ class ChatResponseWriter(ChunkedResponseWriter):
                 logprobs = None if n else self._logprobs([piece])
                 yield choice(delta, logprobs, token_ids=self._token_ids(pieces_of_delta))
         if sequence.finish_reason is not None:
-            yield from map(choice, reader.finish(sequence.is_truncated))
+            yield from map(choice, self._write(sequence, sequence.rest))
+            yield from map(choice, self._end_part(sequence))
             # Loops that print `delta.content` expect a text in the last event, too.
-            has_calls = reader.parser.has_calls
-            last = Delta() if has_calls else Delta(content="")
-            yield choice(last, None, self._finish_reason(sequence, has_calls))
+            last = Delta() if sequence.output.has_calls else Delta(content="")
+            yield choice(last, None, self._finish_reason(sequence))
 
-    def _finish_reason(self, sequence: GeneratedSequence, has_calls: bool) -> str:
+    def _begin(self, part: OutputPart) -> Iterator[Delta]:
+        if isinstance(part, Call) and part.name in self._custom:
+            yield _call_delta(part.index, part.id, "custom", custom=CustomDelta(part.name))
+        elif isinstance(part, Call):
+            yield _call_delta(part.index, part.id, "function", FunctionDelta(part.name))
+
+    def _continue(self, part: OutputPart, text: str) -> Iterator[Delta]:
+        if isinstance(part, Content):
+            yield Delta(content=text)
+        elif isinstance(part, Reasoning):
+            yield Delta(**dict.fromkeys(self._thoughts, text))
+        elif text and part.name not in self._custom:
+            yield _call_delta(part.index, function=FunctionDelta(arguments=text))
+
+    def _end(self, part: OutputPart) -> Iterator[Delta]:
+        if isinstance(part, Call) and part.name in self._custom:  # its arguments are JSON until here
+            yield _call_delta(part.index, custom=CustomDelta(input=custom_input(part.text)))
+
+    def _finish_reason(self, sequence: GeneratedSequence) -> str:
         reason = FINISH_REASONS[sequence.finish_reason]
-        if reason == "stop" and has_calls and not self._parser_config.calls.is_named:
+        if reason == "stop" and sequence.output.has_calls and not self._calls.is_named:
             return "tool_calls"
         return reason
 
@@ -210,48 +226,6 @@ class ChatResponseWriter(ChunkedResponseWriter):
         if not self._wants_logprobs:
             return None
         return ChatLogprobs([self._token_logprob(piece) for piece in pieces])
-
-
-class DeltaReader:
-    """Reads the text of one sequence as deltas. The input of a custom tool is one delta, at the end of its
-    call: its arguments are JSON until then."""
-
-    def __init__(self, parser: OutputParser, custom: Collection[str], thoughts: Collection[str]):
-        self.parser = parser
-        self._thoughts = thoughts  # names of the fields with reasoning
-        self._custom = custom  # names
-        self._call: int | None = None  # the index of the call of a custom tool that is being read
-        self._arguments = ""
-
-    def read(self, piece: Piece) -> list[Delta]:
-        return [*self._deltas(self.parser.read(piece))]
-
-    def finish(self, is_truncated: bool) -> list[Delta]:
-        return [*self._deltas(self.parser.finish(is_truncated)), *self._end_call()]
-
-    def _deltas(self, parts: list[OutputPart]) -> Iterator[Delta]:
-        for part in parts:
-            if isinstance(part, Arguments) and self._call is not None:
-                self._arguments += part.text
-                continue
-            yield from self._end_call()
-            if isinstance(part, Content):
-                yield Delta(content=part.text)
-            elif isinstance(part, Reasoning):
-                yield Delta(**dict.fromkeys(self._thoughts, part.text))
-            elif isinstance(part, Arguments):
-                yield _call_delta(part.index, function=FunctionDelta(arguments=part.text))
-            elif part.name in self._custom:
-                self._call = part.index
-                yield _call_delta(part.index, part.id, "custom", custom=CustomDelta(part.name))
-            else:
-                yield _call_delta(part.index, part.id, "function", FunctionDelta(part.name))
-
-    def _end_call(self) -> Iterator[Delta]:
-        if self._call is not None:
-            yield _call_delta(self._call, custom=CustomDelta(input=custom_input(self._arguments)))
-            self._call = None
-            self._arguments = ""
 
 
 def _call_delta(*fields: Any, **named: Any) -> Delta:

@@ -45,9 +45,8 @@ from api.openai.responses_types import (
     SummaryText,
     TextConfig,
 )
-from text.output import parser as output_parser
 from text.output.json_mender import complete_members
-from text.output.parser import Arguments, CallBegin, Content, Reasoning
+from text.output.parser import Added, Call, Content, OutputPart, Reasoning
 from text.stream import Piece
 
 SEALED_REASONING = "reasoning.encrypted_content"
@@ -120,13 +119,11 @@ class ResponsesWriter(OpenAIResponseWriter):
         self._stored = served.responses
         self._key = new_key()
         self._wants_logprobs = prepared.logprobs
-        self._parser = prepared.parser_config.parser()
         reasoning = request.reasoning or ReasoningConfig()
         self._wants_summary = bool(reasoning.summary or reasoning.generate_summary)
         self._wants_sealed = SEALED_REASONING in (request.include or [])
         self._events = 0
-        self._call = 0  # the index of the newest call
-        self._arguments = ""  # of the newest call of a custom tool
+        self._is_truncated = False  # the item that is written
         self._logprobs_read: list[TokenLogprob] = []  # of text that has not been written yet
         self._response = ResponsesResponse(
             **_repeated(request, DEFAULTS | served.info.sampling_defaults),
@@ -167,7 +164,7 @@ class ResponsesWriter(OpenAIResponseWriter):
         response.completed_at = int(time.time())
         response.status = "incomplete" if is_truncated else "completed"
         response.incomplete_details = {"reason": "max_output_tokens"} if is_truncated else None
-        response.usage = ResponsesUsage.of(usage, self._parser.reasoning_tokens)
+        response.usage = ResponsesUsage.of(usage)
         if response.store:  # before the client knows its end
             response.store = self._save()
         return response
@@ -189,14 +186,13 @@ class ResponsesWriter(OpenAIResponseWriter):
         for piece in pieces:
             if self._wants_logprobs and not piece.special:
                 self._logprobs_read.append(self._token_logprob(piece))
-            for part in self._parser.read(piece):
-                yield from self._take(part)
+            yield from self._write(sequence, piece.added)
         if sequence.finish_reason is not None:
-            for part in self._parser.finish(sequence.is_truncated):
-                yield from self._take(part)
+            yield from self._write(sequence, sequence.rest)
             if self._newest is None:
-                yield from self._take(Content(""))  # clients expect a message
-            yield from self._end_item(sequence.is_truncated)
+                yield from self._write(sequence, [(Content(), "")])  # clients expect a message
+            self._is_truncated = sequence.is_truncated
+            yield from self._end_part(sequence)
 
     def _bytes(self, token_id: int, text: str, trimmed: int = 0) -> list[int]:
         return super()._bytes(token_id, text, trimmed) or []  # the interface has no null here
@@ -205,65 +201,56 @@ class ResponsesWriter(OpenAIResponseWriter):
     def _newest(self) -> AnyOutputItem | None:
         return self._response.output[-1] if self._response.output else None
 
-    def _take(self, part: output_parser.OutputPart) -> Iterator[Json]:
+    def _begin(self, part: OutputPart) -> Iterator[Json]:
+        if isinstance(part, Call):
+            tool = self._tools.of(part.name)
+            named = {"call_id": part.id, "name": tool.name, "namespace": tool.namespace or UNSET}
+            if tool.kind in BUILT_IN:
+                row = BUILT_IN[tool.kind]
+                yield from self._begin_item(row.prefix, row.item, call_id=part.id)
+            elif tool.kind == "custom":
+                yield from self._begin_item("ctc", CustomToolCall, **named)
+            else:
+                yield from self._begin_item("fc", FunctionCall, **named)
+            return
+        kind, prefix, content_kind = TEXT_ITEMS[type(part)]
+        yield from self._begin_item(prefix, kind)
+        self._newest.content.append(content_kind())
+        yield self._item_event("response.content_part.added", content_index=0, part=self._newest.content[0])
+        if self._summarizes:
+            self._newest.summary.append(SummaryText())
+            yield self._summary_event("part.added", part=self._newest.summary[0])
+
+    def _continue(self, part: OutputPart, text: str) -> Iterator[Json]:
         logprobs = self._logprobs_read
         self._logprobs_read = []
-        if isinstance(part, CallBegin):
-            yield from self._begin_call(part)
-        elif isinstance(part, Arguments) and isinstance(self._newest, (CustomToolCall, BuiltInCall)):
-            self._arguments += part.text  # in another form than the item has them
-        elif isinstance(part, Arguments):
-            self._newest.arguments += part.text
-            yield self._item_event("response.function_call_arguments.delta", delta=part.text)
-        else:
-            kind, prefix, content_kind = TEXT_ITEMS[type(part)]
-            if not isinstance(self._newest, kind):
-                yield from self._begin_item(prefix, kind)
-                self._newest.content.append(content_kind())
-                yield self._item_event(
-                    "response.content_part.added", content_index=0, part=self._newest.content[0]
-                )
-                if self._summarizes:
-                    self._newest.summary.append(SummaryText())
-                    yield self._summary_event("part.added", part=self._newest.summary[0])
-            content = self._newest.content[0]
-            content.text += part.text
-            if isinstance(content, OutputText):
-                content.logprobs += logprobs
-            if part.text:
-                yield self._text_event("delta", logprobs, delta=part.text)
-                if self._summarizes:
-                    self._newest.summary[0].text += part.text
-                    yield self._summary_event("text.delta", delta=part.text)
-
-    def _begin_call(self, part: CallBegin) -> Iterator[Json]:
-        tool = self._tools.of(part.name)
-        named = {"call_id": part.id, "name": tool.name, "namespace": tool.namespace or UNSET}
-        if tool.kind in BUILT_IN:
-            row = BUILT_IN[tool.kind]
-            yield from self._begin_item(row.prefix, row.item, call_id=part.id)
-            self._built_in = row
-        elif tool.kind == "custom":
-            yield from self._begin_item("ctc", CustomToolCall, **named)
-        else:
-            yield from self._begin_item("fc", FunctionCall, **named)
-        self._call = part.index  # from here on: the item before it has ended with its own
+        item = self._newest
+        if isinstance(item, OutputMessage):
+            item.content[0].logprobs += logprobs
+        if not text:
+            return
+        if isinstance(item, FunctionCall):
+            item.arguments += text
+            yield self._item_event("response.function_call_arguments.delta", delta=text)
+        elif not isinstance(part, Call):  # a call of another kind has its arguments in another form
+            item.content[0].text += text
+            yield self._text_event("delta", logprobs, delta=text)
+            if self._summarizes:
+                item.summary[0].text += text
+                yield self._summary_event("text.delta", delta=text)
 
     def _begin_item(self, prefix: str, kind: type[OutputItem], **fields: Any) -> Iterator[Json]:
-        if self._newest:
-            yield from self._end_item()
         item = kind(id=item_id(prefix, self._key, len(self._response.output)), **fields)
         self._response.output.append(item)
         if not isinstance(item, BuiltInCall):  # clients expect its arguments from the beginning
             yield self._item_event("response.output_item.added", item=item)
 
-    def _end_item(self, is_truncated: bool = False) -> Iterator[Json]:
+    def _end(self, part: OutputPart) -> Iterator[Json]:
         item = self._newest
-        is_call = isinstance(item, (FunctionCall, CustomToolCall, BuiltInCall))
         if isinstance(item, BuiltInCall):
-            yield from self._write_built_in(item)
+            yield from self._write_built_in(item, part)
         elif isinstance(item, CustomToolCall):
-            item.input = custom_input(self._arguments)
+            item.input = custom_input(part.text)
             yield self._item_event("response.custom_tool_call_input.delta", delta=item.input)
             yield self._item_event("response.custom_tool_call_input.done", input=item.input)
         elif isinstance(item, FunctionCall):
@@ -277,18 +264,17 @@ class ResponsesWriter(OpenAIResponseWriter):
             yield self._summary_event("text.done", text=item.summary[0].text)
             yield self._summary_event("part.done", part=item.summary[0])
         if isinstance(item, OutputReasoning) and self._wants_sealed:
-            item.encrypted_content = seal(item.content[0].text)
-        self._arguments = ""
+            item.encrypted_content = seal(part.text)
         item.status = "completed"
-        if is_truncated or (is_call and self._call >= self._parser.complete):
+        if self._is_truncated or (isinstance(part, Call) and not part.is_complete):
             # The status of a patch has no other value for it.
             item.status = "in_progress" if isinstance(item, ApplyPatchCall) else "incomplete"
         yield self._item_event("response.output_item.done", item=item)
 
-    def _write_built_in(self, item: BuiltInCall) -> Iterator[Json]:
+    def _write_built_in(self, item: BuiltInCall, call: Call) -> Iterator[Json]:
         """The beginning of an item whose arguments are complete."""
-        arguments = complete_members(self._arguments)
-        setattr(item, self._built_in.field, self._built_in.defaults | arguments)
+        row = BUILT_IN[self._tools.of(call.name).kind]
+        setattr(item, row.field, row.defaults | complete_members(call.text))
         yield self._item_event("response.output_item.added", item=item)
         commands = item.action["commands"] if isinstance(item, ShellCall) else []
         for n, command in enumerate(commands if isinstance(commands, list) else ()):
@@ -339,8 +325,6 @@ def _compaction_item(key: str, summary: str) -> Compaction:
 class TriggeredCompactionWriter(ResponsesWriter):
     """A response to a `compaction_trigger`: its one item is the summary of the conversation."""
 
-    _summary = ""
-
     def stream_end(self, sequences: list[GeneratedSequence]) -> bytes:
         response = self._complete(sequences)
         item = self._newest
@@ -352,19 +336,14 @@ class TriggeredCompactionWriter(ResponsesWriter):
         return b"".join(map(named_event, events))
 
     def _complete(self, sequences: list[GeneratedSequence]) -> ResponsesResponse:
-        item = _compaction_item(self._key, self._summary)
+        item = _compaction_item(self._key, sequences[0].output.text_of(Content))
         response = super()._complete(sequences)
         response.status = "completed"  # `max_output_tokens` was not the client's
         response.incomplete_details = None
         response.output.append(item)
         return response
 
-    def _take(self, part: output_parser.OutputPart) -> Iterator[Json]:
-        if isinstance(part, Content):
-            self._summary += part.text
-        yield from ()
-
-    def _end_item(self, is_truncated: bool = False) -> Iterator[Json]:
+    def _write(self, _sequence: GeneratedSequence, _added: list[Added]) -> Iterator[Json]:
         yield from ()
 
 
@@ -373,11 +352,10 @@ class CompactionWriter(OpenAIResponseWriter):
 
     def whole(self, sequences: list[GeneratedSequence]) -> CompactedConversation:
         (sequence,) = sequences
-        read = sequence.prepared.parser_config.whole(sequence.pieces, sequence.is_truncated)
         key = new_key()
         return CompactedConversation(
             id=response_id(key),
             created_at=int(time.time()),
-            output=[_compaction_item(key, read.content)],
-            usage=ResponsesUsage.of(self._usage(sequences), read.reasoning_tokens),
+            output=[_compaction_item(key, sequence.output.text_of(Content))],
+            usage=ResponsesUsage.of(self._usage(sequences)),
         )

@@ -192,12 +192,12 @@ class ResponsesUsage(Struct):
     total_tokens: int
 
     @classmethod
-    def of(cls, usage: Usage, reasoning_tokens: int) -> ResponsesUsage:
+    def of(cls, usage: Usage) -> ResponsesUsage:
         return cls(
             usage.prompt_tokens,
             {"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0},
             usage.completion_tokens,
-            {"reasoning_tokens": reasoning_tokens},
+            {"reasoning_tokens": usage.completion_tokens_details.reasoning_tokens},
             usage.total_tokens,
         )
 

@@ -1,11 +1,14 @@
 """Calls of tools as models write them in each format, and the chat templates that show which format it is."""
 
+from typing import NamedTuple
+
 import tiny_tokenizers
 from tokenizers import AddedToken
 
 from api.chats.tools import tool_policy
 from text.output import tool_formats
 from text.output.call_syntaxes import ModelTools
+from text.output.parser import Content, Reasoning
 from text.output.reasoning_formats import Thinking
 from text.stream import Piece
 
@@ -247,9 +250,39 @@ def thinking_of(begin):
     return {"": None, "before": Thinking(), "inside": Thinking(is_open=True)}[begin]
 
 
+class Called(NamedTuple):
+    id: str
+    name: str
+    arguments: str
+
+
+class Whole(NamedTuple):
+    """A complete output."""
+
+    content: str
+    reasoning: str
+    calls: list[Called]
+    is_truncated: bool = False  # in the last call
+
+
+def whole(output):
+    calls = [Called(call.id, call.name, call.text) for call in output.calls]
+    is_truncated = bool(calls) and not output.has_calls
+    return Whole(output.text_of(Content), output.text_of(Reasoning), calls, is_truncated)
+
+
+def parsed_pieces(parser_config, pieces, is_truncated=False):
+    parser = parser_config.parser()
+    output = parser.output
+    for piece in pieces:
+        parser.read(piece, piece.text)
+    parser.finish(is_truncated)
+    return whole(output)
+
+
 def parsed(parser_config, text, is_truncated=False):
     """A complete output of this text."""
-    return parser_config.whole([Piece(0, text, None, False)], is_truncated)
+    return parsed_pieces(parser_config, [Piece(0, text, None, False)], is_truncated)
 
 
 # What is a token in the models' own tokenizers, besides the markers around calls.

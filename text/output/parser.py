@@ -11,9 +11,8 @@ import contextlib
 import functools
 import re
 import secrets
-from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -27,50 +26,56 @@ IMPLICIT_STARTS = ("{", "[")  # a model may take one for the other
 MAX_COMMAS = 20  # commas after which the complete arguments of a Python call may end
 
 
-@dataclass(frozen=True)
-class Content:
-    text: str
+@dataclass(eq=False)
+class OutputPart:
+    """A part of an output, which grows."""
+
+    texts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
 
 
-@dataclass(frozen=True)
-class Reasoning:
-    text: str
+class Content(OutputPart):
+    pass
 
 
-@dataclass(frozen=True)
-class CallBegin:
-    """The call number `index` of the output begins; its arguments follow."""
+class Reasoning(OutputPart):
+    pass
+
+
+@dataclass(eq=False, kw_only=True)
+class Call(OutputPart):
+    """The call number `index` of the output; its text is its arguments in JSON."""
 
     index: int
     id: str
     name: str
+    is_complete: bool = False
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """A piece of the arguments of a call: all of them together are JSON."""
-
-    index: int
-    text: str
+Added = tuple[OutputPart, str]  # a part and the text that it gets; the first one begins it
 
 
-OutputPart = Content | Reasoning | CallBegin | Arguments
+class ParsedOutput:
+    """The parts of an output."""
 
+    def __init__(self):
+        self.parts: list[OutputPart] = []
 
-class Call(NamedTuple):
-    id: str
-    name: str
-    arguments: str
+    def text_of(self, kind: type[OutputPart]) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, kind))
 
+    @property
+    def calls(self) -> list[Call]:
+        return [part for part in self.parts if isinstance(part, Call)]
 
-class ParsedOutput(NamedTuple):
-    """A complete output."""
-
-    content: str
-    reasoning: str
-    calls: list[Call]
-    is_truncated: bool = False  # in the last call
-    reasoning_tokens: int = 0
+    @property
+    def has_calls(self) -> bool:
+        """Whether there are calls, all of them complete."""
+        calls = self.calls
+        return bool(calls) and calls[-1].is_complete
 
 
 @dataclass(frozen=True)
@@ -90,28 +95,6 @@ class ParserConfig:
         thinks = self.thinking.format.markers if self.thinking else ()
         calls = self.calls.format.markers if self.calls else ()
         return frozenset((*calls, *thinks))
-
-    def whole(self, pieces: Sequence[Piece], is_truncated: bool = False) -> ParsedOutput:
-        """The parts of a complete output. is_truncated: it ended at `max_tokens`."""
-        parser = self.parser()
-        parts = [part for piece in pieces for part in parser.read(piece)]
-        parts += parser.finish(is_truncated)
-
-        def text_of(kind: type[OutputPart], index: int | None = None) -> str:
-            return "".join(
-                part.text
-                for part in parts
-                if isinstance(part, kind) and getattr(part, "index", None) == index
-            )
-
-        calls = [
-            Call(part.id, part.name, text_of(Arguments, part.index))
-            for part in parts
-            if isinstance(part, CallBegin)
-        ]
-        return ParsedOutput(
-            text_of(Content), text_of(Reasoning), calls, parser.is_truncated, parser.reasoning_tokens
-        )
 
 
 # Generators that read from the parser's buffer, and yield when they need more text.
@@ -149,53 +132,35 @@ class OutputParser:
         self._calls = parser_config.calls
         self._streams_calls = parser_config.enforces_calls
         self._thinking = parser_config.thinking
-        self._is_thinking = self._thinking is not None and self._thinking.is_open
+        self.is_thinking = self._thinking is not None and self._thinking.is_open
         self._buffer = ""  # text that is not read yet
         self._undecided = ""  # text that is read and in no part yet
         self._header = ""  # of a message, which is not complete
         self._marker = ""  # in front of the calls that are read
         self._unclosed = ""  # the marker of the reasoning's end, where a call began without it
-        self._parts: list[OutputPart] = []
+        self.output = ParsedOutput()
+        self._added: list[Added] = []  # to it
         self._ended = False
         self._is_cut = False  # by `max_tokens`
-        self._begun = 0  # calls
-        self.complete = 0  # calls
+        self._newest: Call | None = None  # the newest one
+        self._is_held = False  # that call: it is not in the output
         self._keeps_truncated = False  # a truncated call is a call, not content
-        self._earlier: list[tuple[str, str]] = []  # calls that may not be repeated
-        self._called = ""  # the function of the newest call,
-        self._arguments = ""  # and its arguments so far
-        self._held: CallBegin | None = None  # the newest call, while it is held back
         self.is_done = False  # nothing that follows is read
-        self.reasoning_tokens = 0
         self._steps = self._read()
 
-    @property
-    def has_calls(self) -> bool:
-        """Whether there are calls in the text, all of them complete."""
-        return 0 < self._begun == self.complete
-
-    @property
-    def is_truncated(self) -> bool:
-        """Whether the last call has only some of its arguments."""
-        return self.complete < self._begun
-
-    def read(self, piece: Piece) -> list[OutputPart]:
-        """The parts that a token adds. Of special tokens only the markers have a text."""
-        text = "" if piece.special and piece.text not in self._markers else piece.text
-        was_thinking = self._is_thinking
-        if was_thinking and piece.id == self._thinking.close_id:
-            self._is_thinking = False
+    def read(self, piece: Piece, text: str) -> tuple[str, int]:
+        """Reads a token, which gets what it adds, and its text. Returns the content that has become certain,
+        and how many characters behind it are held back. Of special tokens only the markers have a text."""
+        if piece.special and text not in self._markers:
+            text = ""
+        if self.is_thinking and piece.id == self._thinking.close_id:
+            self.is_thinking = False
             text = text.removesuffix(self._thinking.format.close)
         elif self._thinking and self._thinking.format.headers:
             text = self._without_header(text)
-        parts = self.push(text)
-        self.reasoning_tokens += was_thinking or self._is_thinking
-        return parts
-
-    def content_of(self, piece: Piece) -> tuple[str, int]:
-        """Reads a token. The content that has become certain, and how many characters behind it are held
-        back."""
-        content = "".join(part.text for part in self.read(piece) if isinstance(part, Content))
+        added = self.push(text)
+        piece.added += added
+        content = "".join(text for part, text in added if isinstance(part, Content))
         return content, len(self._undecided) + len(self._buffer)
 
     def _without_header(self, text: str) -> str:
@@ -212,14 +177,15 @@ class OutputParser:
         self._header = ""
         return header if header == self._thinking.format.open or " to=" in header else ""
 
-    def push(self, text: str) -> list[OutputPart]:
-        self._buffer += text
-        next(self._steps, None)
-        parts = self._parts
-        self._parts = []
-        return parts
+    def push(self, text: str) -> list[Added]:
+        if not self.is_done:
+            self._buffer += text
+            next(self._steps, None)
+        added = self._added
+        self._added = []
+        return added
 
-    def finish(self, is_truncated: bool = False) -> list[OutputPart]:
+    def finish(self, is_truncated: bool = False) -> list[Added]:
         """The text that was held back, at the end of the output.
 
         is_truncated: it ended at `max_tokens`. A call that this truncates stays a call, without the rest of
@@ -238,16 +204,17 @@ class OutputParser:
             goes_on = False
             try:
                 yield from self._read_calls()
-                if self.complete and not self._buffer:
+                if self.output.has_calls and not self._buffer:
                     self._undecided = ""  # spaces after the last call
             except _NotACall as error:
                 if isinstance(error, _Truncated) and self._keeps_truncated:
                     self._end_truncated()
                 else:
-                    self._take_back()
+                    self._is_held = False  # what was held back is content
                     reads_whole = self._calls.format.is_whole or not self._streams_calls
                     goes_on = reads_whole and (yield from self._read_whole())
         while True:
+            self._take(len(self._buffer))
             self._send(Content)
             if self._ended:
                 return
@@ -260,32 +227,27 @@ class OutputParser:
         elif not thinking.is_open:
             if not (yield from self._skip(thinking.format.open)):
                 return
-            self._is_thinking = True
+            self.is_thinking = True
         self._undecided = ""
         closes = "" if thinking.close_id is not None else thinking.format.close
-        found = yield from self._until(Reasoning, markers_of(self._ends_of_reasoning(closes)))
+        form = self._calls.format if self._calls else None
+        ends = (closes, *((form.open, *form.also_open) if form else ()))
+        found = yield from self._until(Reasoning, markers_of(tuple(filter(None, ends))))
         if found == closes:
             yield from self._skip_spaces()
         else:
             self._unclosed = thinking.format.close
             self._streams_calls = False  # in reasoning any text is allowed
             self._buffer = found + self._buffer
-        self._is_thinking = False
+        self.is_thinking = False
         self._undecided = ""
-
-    def _ends_of_reasoning(self, close: str) -> tuple[str, ...]:
-        """What ends reasoning: `close` ("": the token that `read` knows) or, if calls are allowed, their
-        marker."""
-        form = self._calls.format if self._calls else None
-        return tuple(filter(None, (close, *((form.open, *form.also_open) if form else ()))))
 
     def _end_truncated(self) -> None:
         """The text ended within a call."""
-        requires_call = self._calls.requires_call
-        if not self._keeps_truncated or not (self._begun or requires_call):
-            self._take_back()
+        is_begun = self._is_held or self.output.calls
+        if not (is_begun or self._calls.requires_call):
             return
-        if not self._begun and len(self._calls.names) == 1:
+        if not is_begun and len(self._calls.names) == 1:
             self._begin(self._calls.names[0])
         self._release()
         self._undecided = ""
@@ -316,12 +278,11 @@ class OutputParser:
             for end in [*ends[0 if is_final else tried :], *last]:
                 rest = text[end:].removeprefix(form.close)
                 calls = mended_calls(text[:end], self._calls, rest, is_final, self._streams_calls)
-                if calls or (calls == [] and self.complete):
+                if calls or (calls == [] and self.output.has_calls):
                     self._buffer = rest
                     for name, arguments in calls:
-                        if not self.is_done:
-                            self._begin(name, arguments)
-                            yield from self._end_call()
+                        self._begin(name, arguments)
+                        yield from self._end_call()
                     if self._unclosed:
                         yield from self._skip(self._unclosed)
                     self._undecided = ""
@@ -335,12 +296,6 @@ class OutputParser:
                 self._begin(name, arguments.removesuffix("}"))
             self._end_truncated()
         return False
-
-    def _take_back(self) -> None:
-        """What was held back of a call is content."""
-        if self._held:
-            self._held = None
-            self._begun -= 1
 
     def _read_calls(self) -> Resumable:
         """Calls after a marker or, if the format allows that, at the beginning of the text; other text is
@@ -399,23 +354,17 @@ class OutputParser:
     def _end_call(self) -> Resumable:
         """The newest call is complete. One that repeats an earlier call is dropped: small models go on and
         on."""
-        call = (self._called, self._arguments)
-        if call in self._earlier:
-            self._held = None
-            self._begun -= 1
+        if self._newest.text in self._earlier():
+            self._is_held = False
             self.is_done = True
         else:
             self._release()
-            if not self._calls.may_repeat:
-                self._earlier.append(call)
-            self.complete += 1
+            self._newest.is_complete = True
             self.is_done = not self._calls.parallel
-        while self.is_done:  # the rest is dropped
-            self._buffer = ""
-            if self._ended:
-                break
-            yield
         self._undecided = ""
+        if self.is_done:  # the rest is dropped
+            self._buffer = ""
+            yield
 
     def _head(self, pattern: str, braces: int = 0) -> Generator[None, None, tuple[str, str]]:
         """Reads what is in front of the arguments of a call, with `braces` in it. Returns it, and the name in
@@ -456,10 +405,8 @@ class OutputParser:
         if name not in self._calls.names:
             raise _NotACall
         call_id = secrets.token_hex(5)[:9] if self._calls.model.short_ids else f"call_{secrets.token_hex(12)}"
-        self._held = CallBegin(self._begun, call_id, name)
-        self._called = name
-        self._arguments = ""
-        self._begun += 1
+        self._newest = Call(index=len(self.output.calls), id=call_id, name=name)
+        self._is_held = True
         self._send_arguments(arguments)
 
     def _bracketed(self, depth: int = 0, sends: bool = False) -> ResumableText:
@@ -501,30 +448,31 @@ class OutputParser:
         while True:
             before, found = markers.split(self._buffer)
             held = "" if found else markers.begun(before)
-            is_end = self._ended or (kind is Reasoning and not self._is_thinking)
+            is_end = self._ended or (kind is Reasoning and not self.is_thinking)
             if is_end and held and may_be_truncated:
                 raise _Truncated
             if is_end:
                 held = ""
-            self._send(kind, len(before) - len(held))
+            if len(before) > len(held):
+                self._take(len(before) - len(held))
+                self._send(kind)
             if found:
                 self._take(len(found))
             if found or is_end:
                 return found
             yield
 
-    def _skip(self, *markers: str) -> ResumableText:
+    def _skip(self, marker: str) -> ResumableText:
         """Reads spaces and the marker after them, which it returns; "" if there is none."""
         yield from self._skip_spaces()
-        while True:
-            for marker in filter(self._buffer.startswith, markers):
-                return self._take(len(marker))
-            is_begun = any(marker.startswith(self._buffer) for marker in markers)
+        while not self._buffer.startswith(marker):
+            is_begun = marker.startswith(self._buffer)
             if is_begun and self._ended and self._keeps_truncated:
                 self._take(len(self._buffer))
             if self._ended or not is_begun:
                 return ""
             yield
+        return self._take(len(marker))
 
     def _skip_spaces(self) -> Resumable:
         while not self._ended and not self._buffer.lstrip():
@@ -538,29 +486,29 @@ class OutputParser:
         yield
 
     def _send_arguments(self, text: str) -> None:
-        self._arguments += text
-        if self._held is None:
+        call = self._newest
+        if not self._is_held:
             self._undecided = ""
             if text:
-                self._parts.append(Arguments(self._begun - 1, text))
-        elif self._streams_calls and not self._may_repeat():
+                self._add(call, text)
+            return
+        call.texts.append(text)
+        if self._streams_calls and not any(earlier.startswith(call.text) for earlier in self._earlier()):
             self._release()
 
-    def _may_repeat(self) -> bool:
-        """Whether the newest call begins like an earlier one."""
-        return any(
-            name == self._called and arguments.startswith(self._arguments)
-            for name, arguments in self._earlier
-        )
+    def _earlier(self) -> list[str]:
+        """The arguments that the newest call may not have: those of earlier calls of its function."""
+        calls = [] if self._calls.may_repeat else self.output.calls
+        return [call.text for call in calls if call.name == self._newest.name and call is not self._newest]
 
     def _release(self) -> None:
         """Sends a call that was held back."""
-        if self._held:
-            self._parts.append(self._held)
-            self._held = None
+        if self._is_held:
+            self._is_held = False
             self._undecided = ""
-            if self._arguments:
-                self._parts.append(Arguments(self._begun - 1, self._arguments))
+            text = self._newest.text
+            self._newest.texts.clear()
+            self._add(self._newest, text)
 
     def _take(self, length: int) -> str:
         taken = self._buffer[:length]
@@ -568,13 +516,18 @@ class OutputParser:
         self._undecided += taken
         return taken
 
-    def _send(self, kind: type[Content] | type[Reasoning], length: int | None = None) -> None:
-        """Sends the next text, and before it what is unsent."""
-        if length is None or length > 0:
-            self._take(len(self._buffer) if length is None else length)
-            if self._undecided:
-                self._parts.append(kind(self._undecided))
-            self._undecided = ""
+    def _send(self, kind: type[Content] | type[Reasoning]) -> None:
+        """Sends the text that is read."""
+        if self._undecided:
+            newest = self.output.parts[-1] if self.output.parts else None
+            self._add(newest if isinstance(newest, kind) else kind(), self._undecided)
+        self._undecided = ""
+
+    def _add(self, part: OutputPart, text: str) -> None:
+        if not part.texts:
+            self.output.parts.append(part)
+        part.texts.append(text)
+        self._added.append((part, text))
 
 
 class _NotACall(Exception):

@@ -12,7 +12,6 @@ from typing import Any
 from text.output.call_syntaxes import AllowedCalls, Function, ModelTools, ToolFormat
 from text.output.parser import ParserConfig
 from text.output.tool_formats import AS_TEXT, HERMES, TOOL_FORMATS, format_named
-from text.stream import Piece
 from text.template import ChatTemplate
 from text.template_capabilities import USER, TemplateCapabilities, calls_and_results
 from text.tokenizer import Tokenizer
@@ -105,5 +104,7 @@ def _chat_with_call(template: ChatTemplate, arguments: Any) -> str:
 
 def _reads(form: ToolFormat, chat: str) -> bool:
     calls = AllowedCalls(ModelTools(form), [Function(NAME, PARAMETERS)], "auto", parallel=True)
-    whole = ParserConfig(calls, enforces_calls=True).whole([Piece(0, chat, None, special=False)])
-    return [(call.name, json.loads(call.arguments)) for call in whole.calls] == [(NAME, ARGUMENTS)]
+    parser = ParserConfig(calls, enforces_calls=True).parser()
+    parser.push(chat)
+    parser.finish()
+    return [(call.name, json.loads(call.text)) for call in parser.output.calls] == [(NAME, ARGUMENTS)]

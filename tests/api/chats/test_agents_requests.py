@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from asked import DIALECTS, USER, prepared, record_renders, refusal, serving, text
 from fakes.model import EOS
-from tool_calls import tool, use
+from tool_calls import parsed_pieces, tool, use, whole
 
 from api import tokenize
 from api.anthropic.messages import count_tokens
@@ -163,7 +163,7 @@ def test_reasoning_without_an_answer_is_continued(end):
     (made,) = chat.chat({"messages": [USER, {"role": "assistant", "reasoning_content": "Hm, "}]}, served).requests
     assert made.prompt == "Hi;a:<think>" + "\n" * end.endswith("\n") + "Hm, "
     assert made.parser_config.thinking.is_open
-    assert made.parser_config.whole([Piece(1, "so.</think>Hello", None, False)])[:2] == ("Hello", "so.")
+    assert parsed_pieces(made.parser_config, [Piece(1, "so.</think>Hello", None, False)])[:2] == ("Hello", "so.")
 
 
 def test_deepseek_r1s_output_begins_within_reasoning():
@@ -173,8 +173,8 @@ def test_deepseek_r1s_output_begins_within_reasoning():
         for size in (1, 100):
             written = begin + "Hm.</think>\n\nSix."
             pieces = [Piece(1, written[at : at + size], None, False) for at in range(0, len(written), size)]
-            whole = config.whole(pieces)
-            assert (whole.reasoning.strip(), whole.content) == ("Hm.", "Six.")
+            told = parsed_pieces(config, pieces)
+            assert (told.reasoning.strip(), told.content) == ("Hm.", "Six.")
 
 
 def generated(parser_config, stop, pieces):
@@ -188,7 +188,7 @@ def generated(parser_config, stop, pieces):
             sequence.pieces += sequence.take(Token(1, token, None))
     if sequence.finish_reason is None:
         sequence.pieces += sequence.truncate()
-    return sequence, parser_config.whole(sequence.pieces, sequence.is_truncated)
+    return sequence, whole(sequence.output)
 
 
 @pytest.mark.parametrize("is_open", [False, True])
@@ -206,8 +206,8 @@ def generated(parser_config, stop, pieces):
 def test_stop_strings_count_in_the_answer_and_not_in_reasoning(is_open, written, reasoning, content, stop):
     config = ParserConfig(None, Thinking(is_open=is_open))
     begin = "" if is_open else "<think>"
-    sequence, whole = generated(config, ["\n\n", "eggs", "Question:"], [begin, written])
-    assert (whole.reasoning, whole.content, sequence.stream.stop) == (reasoning, content, stop)
+    sequence, told = generated(config, ["\n\n", "eggs", "Question:"], [begin, written])
+    assert (told.reasoning, told.content, sequence.stream.stop) == (reasoning, content, stop)
 
 
 CALL = '<tool_call>\n{"name": "now", "arguments": {"a": "STOP\\n<"}}\n</tool_call>'
@@ -227,8 +227,8 @@ OTHER = CALL.replace('"a"', '"b"')
 )
 def test_stop_strings_do_not_count_in_calls_or_around_them(stop, written, content, calls, found):
     config = ParserConfig(use("hermes", [tool("now"), tool()]))
-    sequence, whole = generated(config, stop, [written])
-    assert (whole.content.rstrip("\n"), len(whole.calls), sequence.stream.stop) == (content, calls, found)
+    sequence, told = generated(config, stop, [written])
+    assert (told.content.rstrip("\n"), len(told.calls), sequence.stream.stop) == (content, calls, found)
 
 
 def test_special_tokens_are_text_where_they_are_not_to_be_skipped(served):

@@ -10,6 +10,7 @@ from asked import CONFIG, DIALECTS, USER, answer_to, nameless, prepared, record_
 from tool_calls import FORMATS, TOOLS, WRITTEN, use
 
 from api.chats.conversation import ROLES
+from text.output.parser import OutputParser
 from text.output.reasoning_formats import THINK, ModelReasoning
 from text.template import RESERVED, ChatTemplate, renderer
 from text.template_capabilities import TemplateCapabilities
@@ -229,14 +230,37 @@ def test_an_answer_that_max_tokens_has_truncated_after_any_token_is_taken_back(d
     served = calling(name, thinking="<think>" in before)
     whole = before + WRITTEN[name]
     asked_for = body | {history: [USER], "tools": TOOLS_OF[dialect]}
-    first = make(asked_for, served)
     for end in [token.end() for token in re.finditer(r"\w+|\W", whole)]:
-        answer = written(first, whole[:end], "length")
+        answer = written(make(asked_for, served), whole[:end], "length")
         items, texts, calls = sent_back(dialect, answer)
         prompt = make(asked_for | {history: [USER, *items, USER]}, served).requests[0].prompt
         values = ["Bern" for _, arguments in calls if '"Bern"' in arguments]
         missing = [text for text in [*texts, *values, *(f"<call>{called}" for called, _ in calls)] if text not in prompt]
         assert not missing, (whole[:end], prompt)
+
+
+@pytest.mark.parametrize("stop", [None, "Done"])
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("dialect", TOOLS_OF)
+def test_each_token_is_parsed_once(dialect, streams, stop, monkeypatch):
+    parsed = []
+    push = OutputParser.push
+
+    def counted(parser, text):
+        parsed.append(text)
+        return push(parser, text)
+
+    make, body = DIALECTS[dialect]
+    body = body | {"stream": streams, "tools": TOOLS_OF[dialect]}
+    if stop and dialect != "responses":
+        body |= {"stop_sequences" if dialect == "messages" else "stop": [stop]}
+    answer = make(body, calling("hermes", thinking=True))
+    text = "<think>Hm.</think>Text. " + WRITTEN["hermes"]
+    monkeypatch.setattr(OutputParser, "push", counted)
+    told = json.dumps(written(answer, text, "eos_token"))
+    assert "weather" in told and "now" in told
+    assert "".join(parsed) == text
+    assert len(parsed) == len(text) + 2  # a byte a token, the EOS token, and the end
 
 
 CONVERSATIONS = {  # with what the assistant thought before its call

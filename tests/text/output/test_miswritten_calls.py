@@ -6,9 +6,9 @@ import random
 
 import pytest
 from hypothesis import settings
-from tool_calls import CALLS, ENDS, FORMATS, FORMS, PYTHON, TAGS, parsed, tool, use
+from tool_calls import CALLS, ENDS, FORMATS, FORMS, PYTHON, TAGS, parsed, tool, use, whole
 
-from text.output.parser import CallBegin, Content, ParserConfig
+from text.output.parser import ParserConfig
 
 EXAMPLES = settings.default.max_examples  # for each format and mistake
 KEYS = ["city", "days", "Main Hall", "a.b", "c-d", "e"]
@@ -174,11 +174,12 @@ MISTAKES = [(name, mistake) for name in FORMATS for mistake in mistakes(name)]
 
 def read(text, name, size):
     parser = ParserConfig(use(name, TOOLS)).parser()
-    parts = [part for at in range(0, len(text), size) for part in parser.push(text[at : at + size])] + parser.finish()
-    calls = [part.name for part in parts if isinstance(part, CallBegin)]
-    content = "".join(part.text for part in parts if isinstance(part, Content))
-    arguments = "".join(part.text for part in parts if not isinstance(part, (CallBegin, Content)))
-    return content, calls, arguments
+    output = parser.output
+    for at in range(0, len(text), size):
+        parser.push(text[at : at + size])
+    parser.finish()
+    content, _reasoning, calls, _is_truncated = whole(output)
+    return content, [call.name for call in calls], "".join(call.arguments for call in calls)
 
 
 @pytest.mark.parametrize(("name", "mistake"), MISTAKES)
@@ -188,14 +189,14 @@ def test_arguments_are_read_as_they_were_or_all_of_the_text_is_content(name, mis
     for _ in range(EXAMPLES):
         arguments = arguments_of(chance, name)
         text = mistake(name, arguments, chance)
-        whole = parsed(ParserConfig(use(name, TOOLS)), text)
-        called = [(call.name, json.loads(call.arguments)) for call in whole.calls]
+        told = parsed(ParserConfig(use(name, TOOLS)), text)
+        called = [(call.name, json.loads(call.arguments)) for call in told.calls]
         if called:
-            assert (called, whole.content) == ([("weather", arguments)], ""), text
+            assert (called, told.content) == ([("weather", arguments)], ""), text
             is_read = True
         else:
-            assert whole.content == text
+            assert told.content == text
         content, calls, joined = read(text, name, chance.randint(1, 7))
-        assert (content, calls) == (whole.content, [call.name for call in whole.calls])
-        assert joined == "".join(call.arguments for call in whole.calls)
+        assert (content, calls) == (told.content, [call.name for call in told.calls])
+        assert joined == "".join(call.arguments for call in told.calls)
     assert is_read

@@ -17,8 +17,10 @@ from tool_calls import (
     TAGS,
     THINKING,
     WRITTEN,
+    Whole,
     in_tags,
     parsed,
+    parsed_pieces,
     thinking_of,
     tool,
     use,
@@ -26,42 +28,35 @@ from tool_calls import (
 )
 
 from text.output.json_mender import complete_members
-from text.output.parser import (
-    Arguments,
-    CallBegin,
-    Content,
-    ParsedOutput,
-    ParserConfig,
-    Reasoning,
-)
+from text.output.parser import Call, Content, ParserConfig, Reasoning
 from text.output.reasoning_formats import REASONING_FORMATS as FORMATS_OF_REASONING
 from text.output.reasoning_formats import Thinking
 from text.stream import Piece
 
 
-def read(parser, text, size=None, is_truncated=False):
-    """The parts of `text`, which arrives in pieces of `size` characters, as (kind, index, text); texts that follow each other
-    are joined, and the ids of calls left out."""
-    pieces = [text[at : at + size] for at in range(0, len(text), size)] if size else [text]
-    parts = []
-    for part in [part for piece in pieces for part in parser.push(piece)] + parser.finish(is_truncated):
-        kind, index = type(part), getattr(part, "index", None)
-        if parts and kind is not CallBegin and parts[-1][:2] == (kind, index):
-            parts[-1] = (kind, index, parts[-1][2] + part.text)
-        else:
-            parts.append((kind, index, part.name if kind is CallBegin else part.text))
-    return parts
+def output_of(parser, text, size=None, is_truncated=False):
+    """The output of `text`, which arrives in pieces of `size` characters."""
+    output = parser.output
+    for piece in [text[at : at + size] for at in range(0, len(text), size)] if size else [text]:
+        parser.push(piece)
+    parser.finish(is_truncated)
+    assert [call.index for call in output.calls] == [*range(len(output.calls))]
+    return output
+
+
+def told(output):
+    """Its parts as (kind, name, text)."""
+    return [(type(part), getattr(part, "name", None), part.text) for part in output.parts]
+
+
+def read(*args, **options):
+    return told(output_of(*args, **options))
 
 
 def joined(parts):
     """The parts of a stream as a complete output: content, reasoning and calls."""
     text = {kind: "".join(text for each, _, text in parts if each is kind) for kind in (Content, Reasoning)}
-    calls = [
-        (name, "".join(text for kind, at, text in parts if kind is Arguments and at == index))
-        for begin, index, name in parts
-        if begin is CallBegin
-    ]
-    return text[Content], text[Reasoning], calls
+    return text[Content], text[Reasoning], [(name, text) for kind, name, text in parts if kind is Call]
 
 
 def joined_whole(whole):
@@ -80,7 +75,7 @@ def calls_of(whole):
 @pytest.mark.parametrize("size", [None, 1, 2, 3, 7])
 def test_calls_are_read_however_the_text_is_split(name, size):
     parts = read(ParserConfig(use(name)).parser(), WRITTEN[name], size)
-    assert parts == [(CallBegin, 0, "weather"), (Arguments, 0, '{"city": "Bern"}'), (CallBegin, 1, "now"), (Arguments, 1, "{}")]
+    assert parts == [(Call, "weather", '{"city": "Bern"}'), (Call, "now", "{}")]
 
 
 SNIPPETS = [
@@ -121,17 +116,17 @@ def test_any_text_gives_the_same_parts_however_it_is_split(
 ):
     parser_config = ParserConfig(use(name, parallel=parallel, choice=choice), thinking_of(thinking), enforces_calls)
     text = "".join(snippets)
-    parser = parser_config.parser()
-    parts = read(parser, text, size, is_truncated)
-    other = parser_config.parser()
-    assert parts == read(other, text, None, is_truncated)
-    assert (parser.complete, parser.has_calls, parser.is_truncated) == (other.complete, other.has_calls, other.is_truncated)
+    output = output_of(parser_config.parser(), text, size, is_truncated)
+    other = output_of(parser_config.parser(), text, None, is_truncated)
+    parts = told(output)
+    assert parts == told(other)
+    assert [call.is_complete for call in output.calls] == [call.is_complete for call in other.calls]
     whole = parsed(parser_config, text, is_truncated)
     complete = whole.calls[:-1] if whole.is_truncated else whole.calls
     assert all(isinstance(json.loads(call.arguments), dict) for call in complete)
     assert joined_whole(whole) == joined(parts)
     if not whole.calls and not thinking and choice == "auto":
-        assert whole == ParsedOutput(text, "", [])
+        assert whole == Whole(text, "", [])
 
 
 ALMOST_RIGHT = settings.default.max_examples  # for each format
@@ -157,10 +152,10 @@ def test_an_almost_right_output_has_the_same_parts_streamed_and_whole(name):
     for _ in range(ALMOST_RIGHT):
         text = almost_right(name, chance)
         whole = parsed(ParserConfig(use(name)), text)
-        parser = ParserConfig(use(name)).parser()
-        assert joined(read(parser, text, chance.randint(1, 9))) == joined_whole(whole), text
+        output = output_of(ParserConfig(use(name)).parser(), text, chance.randint(1, 9))
+        assert joined(told(output)) == joined_whole(whole), text
         assert all(isinstance(json.loads(call.arguments), dict) for call in whole.calls), text
-        assert parser.has_calls == bool(whole.calls) and not parser.is_truncated
+        assert all(call.is_complete for call in output.calls) and not whole.is_truncated
         assert whole.calls or whole.content == text
         outcomes.add(bool(whole.calls))
     assert outcomes == {True, False}
@@ -173,13 +168,13 @@ def test_a_call_that_is_cut_anywhere_is_the_same_in_a_stream_and_in_a_whole_answ
     written = CALLS[name][0] + ENDS.get(name, "")
     lengths = []
     for end in range(1, len(written) + 1):
-        parser = parser_config.parser()
-        parts = read(parser, written[:end], 3, is_truncated=True)
+        output = output_of(parser_config.parser(), written[:end], 3, is_truncated=True)
+        parts = told(output)
         whole = parsed(parser_config, written[:end], is_truncated=True)
         assert whole.content == "".join(text for kind, _, text in parts if kind is Content)
-        assert whole.is_truncated == parser.is_truncated
+        assert whole.is_truncated == (bool(output.calls) and not output.has_calls)
         assert [call.arguments for call in whole.calls] == (
-            ["".join(text for kind, _, text in parts if kind is Arguments)] if whole.calls else []
+            ["".join(text for kind, _, text in parts if kind is Call)] if whole.calls else []
         )
         assert all(call.name == "weather" for call in whole.calls)
         assert choice == "auto" or not whole.content
@@ -191,7 +186,7 @@ def test_a_call_that_is_cut_anywhere_is_the_same_in_a_stream_and_in_a_whole_answ
 def test_a_stop_string_cuts_a_forced_call_too():
     text = CALLS["hermes"][0][:-20]
     assert [call.arguments for call in parsed(ParserConfig(use(choice="required")), text).calls] == ['{"city": "']
-    assert parsed(ParserConfig(use()), text) == ParsedOutput(text, "", [])
+    assert parsed(ParserConfig(use()), text) == Whole(text, "", [])
 
 
 @pytest.mark.parametrize(
@@ -223,7 +218,7 @@ def test_no_text_is_lost_or_made_up_in_a_text_without_calls(name, snippets):
     text = "".join(snippets)
     parser = ParserConfig(use(name)).parser()
     parts = read(parser, text, 1)
-    if not any(kind is CallBegin for kind, *_ in parts):
+    if not any(kind is Call for kind, *_ in parts):
         assert "".join(written for *_, written in parts) == text
 
 
@@ -361,7 +356,7 @@ def test_calls_are_read_as_models_write_them(name, text, content, calls):
     ],
 )
 def test_what_is_not_a_call_stays_content(name, text):
-    assert parsed(ParserConfig(use(name)), text) == ParsedOutput(text, "", [])
+    assert parsed(ParserConfig(use(name)), text) == Whole(text, "", [])
 
 
 HARMONY = next(form for form in FORMATS_OF_REASONING if form.name == "openai_gptoss")
@@ -395,16 +390,15 @@ def test_a_call_of_gpt_oss_follows_its_other_messages(text, reasoning, content, 
     config = ParserConfig(use("openai"), Thinking(HARMONY, close_id=2))
     tokens = [token for token in re.split(r"(<\|\w+\|>)", text) if token]
     ids = {"<|end|>": 2}
-    whole = config.whole([Piece(ids.get(token, 1), token, None, token.startswith("<|")) for token in tokens])
+    whole = parsed_pieces(config, [Piece(ids.get(token, 1), token, None, token.startswith("<|")) for token in tokens])
     assert (whole.reasoning, whole.content, calls_of(whole)) == (reasoning, content, calls)
 
 
 @pytest.mark.parametrize("rest", ["\n<tool_call>nonsense", '\n<tool_call>{"name": "now", "arguments": {"a" 1}}'])
 def test_what_follows_a_call_and_is_none_is_content(rest):
-    parser = ParserConfig(use()).parser()
-    parts = [(CallBegin, 0, "weather"), (Arguments, 0, '{"city": "Bern"}'), (Content, None, rest)]
-    assert read(parser, CALLS["hermes"][0] + rest, 1) == parts
-    assert parser.has_calls
+    output = output_of(ParserConfig(use()).parser(), CALLS["hermes"][0] + rest, 1)
+    assert told(output) == [(Call, "weather", '{"city": "Bern"}'), (Content, None, rest)]
+    assert output.has_calls
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -413,30 +407,33 @@ def test_a_call_that_no_grammar_enforces_is_held_back_until_it_is_complete(name)
     parser = ParserConfig(use(name)).parser()
     text += "\n" if name in (*TAGS, "gemma4") else ""  # a value may have the end of a call: what follows shows that it has not
     parts = [part for at, each in enumerate(text) for part in [*parser.push(each), at]]
-    first = next(at for at, part in enumerate(parts) if isinstance(part, CallBegin))
-    assert isinstance(parts[first + 1], Arguments) and json.loads(parts[first + 1].text) == {"city": "Bern, " * 100}
-    assert isinstance(parts[first + 2], int) and not any(isinstance(part, Arguments) for part in parts[first + 2 :])
+    (added,) = [part for part in parts if not isinstance(part, int) and isinstance(part[0], Call)]
+    assert json.loads(added[1]) == {"city": "Bern, " * 100}
+
+
+def pushed(parser, text):
+    return [(type(part), added) for part, added in parser.push(text)]
 
 
 def test_nothing_is_held_back_that_cannot_belong_to_a_call():
     parser = ParserConfig(use(), enforces_calls=True).parser()
-    assert parser.push("Hello <") == [Content("Hello ")]
-    assert parser.push("b> <tool") == [Content("<b> ")]
-    assert parser.push("_call>") == []
-    assert parser.push('{"name": "weather", "arguments": {"ci')[1:] == [Arguments(0, '{"ci')]
-    assert parser.push('ty": "B') == [Arguments(0, 'ty": "B')]
+    assert pushed(parser, "Hello <") == [(Content, "Hello ")]
+    assert pushed(parser, "b> <tool") == [(Content, "<b> ")]
+    assert pushed(parser, "_call>") == []
+    assert pushed(parser, '{"name": "weather", "arguments": {"ci') == [(Call, ""), (Call, '{"ci')]
+    assert pushed(parser, 'ty": "B') == [(Call, 'ty": "B')]
     unknown = ParserConfig(use("glm45")).parser()
-    assert unknown.push("<tool_call>wea") == []
-    assert unknown.push("r") == [Content("<tool_call>wear")]
+    assert pushed(unknown, "<tool_call>wea") == []
+    assert pushed(unknown, "r") == [(Content, "<tool_call>wear")]
     json_answer = ParserConfig(use("llama3_json")).parser()
-    assert json_answer.push('{"na') == []
-    assert json_answer.push("il") == [Content('{"nail')]
+    assert pushed(json_answer, '{"na') == []
+    assert pushed(json_answer, "il") == [(Content, '{"nail')]
 
 
 def test_what_follows_a_name_is_not_held_back_for_long():
     parser = ParserConfig(use("mistral_v11")).parser()
-    assert parser.push("[TOOL_CALLS]now and then " + "x" * 900) == []
-    assert parser.push("x" * 100) == [Content("[TOOL_CALLS]now and then " + "x" * 1000)]
+    assert pushed(parser, "[TOOL_CALLS]now and then " + "x" * 900) == []
+    assert pushed(parser, "x" * 100) == [(Content, "[TOOL_CALLS]now and then " + "x" * 1000)]
 
 
 @pytest.mark.parametrize("size", [1, None])
@@ -444,7 +441,7 @@ def test_what_follows_a_name_is_not_held_back_for_long():
 def test_a_name_that_begins_with_that_of_another_tool_is_read_to_its_end(name, size):
     tools = [tool("now"), tool("nowhere")]
     parts = read(ParserConfig(use(name, tools)).parser(), with_argument(name, function="nowhere"), size)
-    assert parts == [(CallBegin, 0, "nowhere"), (Arguments, 0, '{"city": "Bern"}')]
+    assert parts == [(Call, "nowhere", '{"city": "Bern"}')]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -499,10 +496,9 @@ def test_what_follows_thinking_and_is_no_call_is_content():
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "mistral_v11"])
 def test_an_answer_whose_last_call_is_sent_and_does_not_end_is_not_one_of_calls(name):
     text = WRITTEN[name]
-    parser = ParserConfig(use(name), enforces_calls=True).parser()
-    parts = read(parser, text[: text.rindex("{}") + 1])
-    assert [each for kind, _, each in parts if kind is CallBegin] == ["weather", "now"]
-    assert not parser.has_calls and parser.complete == 1
+    output = output_of(ParserConfig(use(name), enforces_calls=True).parser(), text[: text.rindex("{}") + 1])
+    assert [(call.name, call.is_complete) for call in output.calls] == [("weather", True), ("now", False)]
+    assert not output.has_calls
 
 
 def call(arguments, end="}\n</tool_call>"):
@@ -528,13 +524,13 @@ def test_a_call_that_is_almost_right_is_mended_the_same_in_a_stream(mistake, siz
     whole = parsed(ParserConfig(use()), text)
     assert (whole.content, calls_of(whole)) == ("", [("weather", arguments)])
     parts = read(ParserConfig(use()).parser(), text, size)
-    assert parts == [(CallBegin, 0, "weather"), (Arguments, 0, whole.calls[0].arguments)]
+    assert parts == [(Call, "weather", whole.calls[0].arguments)]
 
 
 @pytest.mark.parametrize("arguments", ['{"city": }', '{"city" "Bern"}', '{"city": "Bern]', '{"city": Bern}', '"Bern"', "[]"])
 def test_a_call_with_another_mistake_is_content(arguments):
     text = call(arguments)
-    assert parsed(ParserConfig(use()), text) == ParsedOutput(text, "", [])
+    assert parsed(ParserConfig(use()), text) == Whole(text, "", [])
 
 
 VALUES = st.recursive(
@@ -561,7 +557,7 @@ def test_any_mistake_gives_valid_arguments_or_content(arguments, mistakes, at, s
     assert all(isinstance(json.loads(each.arguments), dict) for each in whole.calls)
     if whole.calls:
         parts = read(ParserConfig(use()).parser(), text, size)
-        assert [each for each in parts if each[0] is Arguments] == [(Arguments, 0, whole.calls[0].arguments)]
+        assert [each for each in parts if each[0] is Call] == [(Call, "weather", whole.calls[0].arguments)]
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "gemma4"])
@@ -581,10 +577,10 @@ def test_a_call_that_repeats_an_earlier_one_ends_the_output(name, enforces_calls
     text = WRITTEN[name] + WRITTEN[name]
     for size in (1, None):
         parser = ParserConfig(use(name), enforces_calls=enforces_calls).parser()
-        parts = read(parser, text + "and more", size)
-        assert [called for kind, _, called in parts if kind is CallBegin] == ["weather", "now"]
-        assert parser.is_done and parser.has_calls
-        assert not any(kind is Content and written.strip() for kind, _, written in parts)
+        output = output_of(parser, text + "and more", size)
+        assert [call.name for call in output.calls] == ["weather", "now"]
+        assert parser.is_done and output.has_calls
+        assert not output.text_of(Content).strip()
     assert len(parsed(ParserConfig(use(name, parallel=True)), text).calls) == (4 if use(name).parallel else 1)
 
 
@@ -592,7 +588,7 @@ def test_a_call_that_begins_like_an_earlier_one_is_a_call():
     calls = [call('{"city": "Bern"}'), call('{"city": "Bern", "days": 2}'), call('{"city": "B"}')]
     for size, enforces_calls in ((1, True), (1, False), (None, True)):
         parts = read(ParserConfig(use(), enforces_calls=enforces_calls).parser(), "".join(calls), size)
-        assert [written for kind, _, written in parts if kind is Arguments] == [
+        assert [written for kind, _, written in parts if kind is Call] == [
             '{"city": "Bern"}',
             '{"city": "Bern", "days": 2}',
             '{"city": "B"}',
@@ -661,10 +657,9 @@ def test_a_required_call_may_have_the_tags_of_its_format_in_a_value(name):
     value = f"<a> {FORMS[name].key} {FORMS[name].open}"
     config = ParserConfig(use(name, choice="required"), enforces_calls=True)
     for size in (1, None):
-        parser = config.parser()
-        parts = read(parser, in_tags(name, city=value), size)
-        assert [written for kind, _, written in parts if kind is Arguments] == [json.dumps({"city": value})]
-        assert parser.has_calls
+        output = output_of(config.parser(), in_tags(name, city=value), size)
+        assert [call.text for call in output.calls] == [json.dumps({"city": value})]
+        assert output.has_calls
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -691,7 +686,7 @@ DOCUMENTED = "x</function>\n</tool_call>\n<tool_call>\n<function=now>\n</functio
     ],
 )
 def test_what_may_be_read_in_two_ways_is_content(name, text):
-    assert parsed(ParserConfig(use(name)), text) == ParsedOutput(text, "", [])
+    assert parsed(ParserConfig(use(name)), text) == Whole(text, "", [])
 
 
 def test_tags_in_a_value_and_text_behind_a_call_do_not_change_it():

@@ -4,12 +4,15 @@ import pytest
 import templates
 import tiny_tokenizers
 from grammars import Judge
-from tool_calls import FORMATS, KINDS, WRITTEN, thinking_of, tokenizer_of, use
+from tool_calls import FORMATS, KINDS, WRITTEN, parsed_pieces, thinking_of, tokenizer_of, use
 
+from api.generation.prepared_request import PreparedRequest, TokenizedPrompt
+from api.generation.response_writer import GeneratedSequence
 from config import REASONING_PARSERS
+from protocol import Token
 from text.grammar import GrammarError, of_json_schema, of_regex
 from text.output import reasoning_formats
-from text.output.parser import ParserConfig
+from text.output.parser import Content, ParserConfig, Reasoning
 from text.output.reasoning_formats import THINK, ModelReasoning, Thinking
 from text.stream import TextStream
 from text.template import ChatTemplate
@@ -135,14 +138,13 @@ def test_a_spelled_marker_is_part_of_the_reasoning_where_the_marker_is_a_token(k
     tokenizer = Tokenizer(tiny_tokenizers.save(made, tmp_path))
     close_id = made.token_to_id("</think>")
     spelled = [made.token_to_id(character) for character in "a</think>b"]
-    stream = TextStream(tokenizer, [])
-    pieces = []
+    prepared = PreparedRequest("", parser_config=ParserConfig(None, Thinking(THINK, True, close_id)))
+    sequence = GeneratedSequence(tokenizer, TokenizedPrompt(prepared, [], 99), 0, 0)
     for token in [*spelled, close_id, made.token_to_id("c")]:
-        pieces += stream.push(token, 0.0, [], False)
-    pieces += stream.finish()
-    whole = ParserConfig(None, Thinking(THINK, True, close_id)).whole(pieces)
-    assert (whole.reasoning, whole.content) == ("a</think>b", "c")
-    assert whole.reasoning_tokens == len(spelled) + 1
+        sequence.take(Token(0, token, 0.0))
+    sequence.truncate()
+    assert (sequence.output.text_of(Reasoning), sequence.output.text_of(Content)) == ("a</think>b", "c")
+    assert sequence.reasoning_tokens == len(spelled) + 1
 
 
 HARMONY = reasoning_formats.REASONING_FORMATS[-1]
@@ -175,7 +177,7 @@ def test_of_several_messages_the_headers_are_left_out(harmony, tmp_path, written
     stream = TextStream(tokenizer, [])
     pieces = [piece for i in harmony.encode(written).ids for piece in stream.push(i, 0.0, [], False)] + stream.finish()
     close_id = harmony.token_to_id("<|end|>")
-    whole = ParserConfig(None, Thinking(HARMONY, False, close_id)).whole(pieces)
+    whole = parsed_pieces(ParserConfig(None, Thinking(HARMONY, False, close_id)), pieces)
     assert (whole.reasoning, whole.content) == (thoughts, content)
 
 
