@@ -5,10 +5,12 @@ from __future__ import annotations
 from api.anthropic.types import AnthropicToolChoice, CountRequest
 from api.chats import client_tools
 from api.chats.content import needed
-from api.chats.tools import definitions
+from api.chats.tools import NOT_RUN, OfferedTools, definitions
 from api.http.errors import invalid
 from api.http.fields import Json
 
+MODES = {"auto": "auto", "any": "required", "none": "none"}  # of a chat, by the type of a choice
+DEFERRED = "names a tool that is deferred (`defer_loading`) or removed: no `tool_reference` adds it"
 HOSTED_SEARCH = "tool_search_tool_"  # what the types of Anthropic's searches begin with
 # The tools that Anthropic defines and the client runs, by type, without the date that follows it: each is a
 # function.
@@ -19,41 +21,24 @@ CLIENT_TOOLS = {
 }
 
 
-class MessagesTools:
-    """The tools of a request in a chat's form. Those that Anthropic runs are left out.
-
-    `listed` are for the template's list. Blocks of the conversation may add others: they may be called, too,
-    but their definitions stand at the place of the block, so that a tool search leaves the prefix as it is.
-    Until then a tool may be deferred (`defer_loading`), unless Anthropic would search them.
-    """
+class MessagesTools(OfferedTools):
+    """The tools of a request, and those that blocks of its conversation define."""
 
     def __init__(self, request: CountRequest):
-        self.listed: list[Json] = []
-        self.left_out: set[str] = {"mcp_servers"} if request.mcp_servers else set()  # types
-        self._hosted: set[str] = set()  # the names of those that are left out
+        super().__init__()
+        if request.mcp_servers:
+            self.left_out.add("mcp_servers")
         self._known: dict[str, tuple[str, Json]] = {}  # the path and the form of each tool, by its name
-        self._listed_paths: list[str] = []
-        self._found: dict[str, tuple[str, Json]] = {}
-        self._removed: set[str] = set()
         tools = request.tools or []
         defers = not any(str(tool.get("type")).startswith(HOSTED_SEARCH) for tool in tools)
         for i, tool in enumerate(tools):
             path = f"tools[{i}]"
             client_tools.reject_computer_use(path, tool)
-            form = self._know(path, tool)
-            if form and not (defers and tool.get("defer_loading")):
-                self.listed.append(form)
-                self._listed_paths.append(path)
-
-    @property
-    def found(self) -> list[Json]:
-        """The tools that blocks have added."""
-        return [form for _path, form in self._found.values()]
-
-    @property
-    def paths(self) -> list[str]:
-        """The paths of the tools that are listed, then of those that are found."""
-        return [*self._listed_paths, *(path for path, _form in self._found.values())]
+            name = self._know(path, tool)
+            if name and defers and tool.get("defer_loading"):
+                self._rejected[name] = DEFERRED
+            elif name:
+                self._listed.append(self._known[name])
 
     def add(self, name: str) -> str:
         """The definition of a tool that may be called from here on; the name alone if there is no such
@@ -61,46 +46,38 @@ class MessagesTools:
         if name not in self._known:
             return name
         path, form = self._known[name]
-        self._removed.discard(name)
+        self._rejected.pop(name, None)
         if form not in self.listed:
             self._found[name] = (path, form)
         return definitions([form])
 
     def define(self, path: str, tool: Json) -> str:
         """As `add`, for a tool that is defined here."""
-        form = self._know(path, tool)
-        return self.add(form["function"]["name"]) if form else ""
+        name = self._know(path, tool)
+        return self.add(name) if name else ""
 
     def remove(self, name: str) -> None:
         """From here on the tool may not be called."""
-        self._removed.add(name)
+        self._rejected.setdefault(name, DEFERRED)
 
     def choice(self, given: AnthropicToolChoice) -> str | Json:
         """`tool_choice` in a chat's form. Raises ApiError."""
-        offered = [*(form["function"]["name"] for form in self.listed), *self._found]
-        names = [name for name in offered if name not in self._removed]
-        mode = {"auto": "auto", "any": "required", "none": "none"}.get(given.type)
-        if mode and (mode == "none" or len(names) == len(offered)):
-            return mode
-        if mode == "auto" and not names:
-            return "none"
-        if mode:
-            named = [{"function": {"name": name}} for name in names]
-            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+        if given.type in MODES:
+            mode = MODES[given.type]
+            names = [form["function"]["name"] for form in (*self.listed, *self.found)]
+            rejected = [name for name in names if name in self._rejected]
+            if mode == "none" or not rejected:
+                return mode
+            if mode == "auto" and names == rejected:
+                return "none"
+            return self.only(mode, names)
         if given.type != "tool" or given.name is None:
             detail = "must be auto, any, none, or tool with a `name`"
             raise invalid("tool_choice", detail, given=given.type[:40])
-        detail = ""
-        if given.name in self._hosted:
-            detail = "names a tool that this server does not run"
-        elif given.name in self._known and given.name not in names:
-            detail = "names a tool that is deferred (`defer_loading`) or removed: no `tool_reference` adds it"
-        if detail:
-            raise invalid("tool_choice.name", detail, given=given.name[:40])
-        return {"type": "function", "function": {"name": given.name}}
+        return self.one(given.name)
 
-    def _know(self, path: str, tool: Json) -> Json | None:
-        """A tool in a chat's form; None if Anthropic runs it. Raises ApiError."""
+    def _know(self, path: str, tool: Json) -> str | None:
+        """The name of a tool, which is known from here on; None if Anthropic runs it. Raises ApiError."""
         kind = tool.get("type") or "custom"
         family, _, date = str(kind).rpartition("_")
         if kind == "custom":
@@ -112,11 +89,10 @@ class MessagesTools:
                 function["strict"] = True
         else:
             self.left_out.add(str(kind)[:40])
-            self._hosted.add(str(tool.get("name")))
+            self._rejected[str(tool.get("name"))] = NOT_RUN
             return None
-        form = {"type": "function", "function": function}
-        self._known[function["name"]] = (path, form)
-        return form
+        self._known[function["name"]] = (path, {"type": "function", "function": function})
+        return function["name"]
 
 
 def _chat_function(path: str, tool: Json) -> Json:

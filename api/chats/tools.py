@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ TOOL_TYPES = ("function", "custom")
 CUSTOM_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 # Characters that truncation can leave of an escaped one, such as \ud83d\ude4.
 MAX_PARTIAL_ESCAPE = 12
+NOT_RUN = "names a tool that this server does not run"
 ADDED_TOOLS = "You may also call these functions:\n"
 MODES = ("none", "auto", "required")
 NO_PLACE = (
@@ -40,6 +41,45 @@ UNKNOWN = (
     "or to none to get calls as text"
 )
 NO_PARSER = "cannot constrain calls with --tool-parser none (TOOL_PARSER)"
+
+
+class OfferedTools:
+    """The tools of a request in a chat's form. Those that the API's provider runs are left out.
+
+    `listed` are for the template's list. `found` are those that the conversation adds: they may be called,
+    too, but their definitions stand at that place, so that a tool search leaves the prefix as it is. Others
+    are deferred (`defer_loading`) until the conversation adds them, unless the provider would search them.
+    """
+
+    def __init__(self):
+        self.left_out: set[str] = set()  # types
+        self._listed: list[tuple[str, Json]] = []  # the path in the request and the form of each,
+        self._found: dict[str, tuple[str, Json]] = {}  # here by name
+        self._rejected: dict[str, str] = {}  # why tools of these names may not be called
+
+    @property
+    def listed(self) -> list[Json]:
+        return [form for _path, form in self._listed]
+
+    @property
+    def found(self) -> list[Json]:
+        return [form for _path, form in self._found.values()]
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of the tools that are listed, then of those that are found."""
+        return [path for path, _form in (*self._listed, *self._found.values())]
+
+    def only(self, mode: str, names: Iterable[Any]) -> Json:
+        """`tool_choice` of a chat that may call those of these tools that may be called."""
+        tools = [{"function": {"name": name}} for name in names if str(name) not in self._rejected]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+    def one(self, name: str | None) -> Json:
+        """`tool_choice` of a chat that has to call this tool. Raises ApiError."""
+        if name in self._rejected:
+            raise invalid("tool_choice.name", self._rejected[name], given=name[:40])
+        return {"type": "function", "function": {"name": name}}
 
 
 @dataclass(frozen=True)

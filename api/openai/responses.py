@@ -322,11 +322,11 @@ def _found_tools(reader: ContentReader, path: str, item: Json) -> Message | None
     """The definitions of the tools that a search found."""
     if item.get("call_id") is None:
         return _additional_tools(reader, path, item)  # OpenAI ran it
-    return _result_message(path, item, reader.tools.added(path, item))
+    return _result_message(path, item, reader.tools.added[path])
 
 
 def _additional_tools(reader: ContentReader, path: str, item: Json) -> Message | None:
-    added = reader.tools.added(path, item)
+    added = reader.tools.added.get(path)  # none of those that are listed
     return Message("system", ADDED_TOOLS + added) if added else None
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from api.chats import client_tools
 from api.chats.client_tools import Definition
 from api.chats.template_adapter import SYSTEM_ROLES
-from api.chats.tools import definitions
+from api.chats.tools import NOT_RUN, OfferedTools, definitions
 from api.http.errors import invalid
 from api.http.fields import Json
 from api.openai.responses_types import (
@@ -23,6 +23,7 @@ from api.openai.responses_types import (
     ToolSearchCall,
 )
 
+DEFERRED = "names a tool that is deferred (`defer_loading`); a `tool_search_output` has to add it"
 ADDING_ITEMS = ("additional_tools", "tool_search_output")
 
 
@@ -77,40 +78,37 @@ class ClientTool(NamedTuple):
     kind: str = "function"
 
 
-class ResponsesTools:
-    """The tools of a request in a chat's form. Those that OpenAI runs are left out.
-
-    `listed` are for the template's list: `tools`, and `additional_tools` in front of the conversation.
-    `found` are those that later items add: they may be called, too, but their definitions stand at the place
-    of the item, so that a tool search leaves the prefix as it is. Others are deferred (`defer_loading`) until
-    an item adds them, unless OpenAI would search them.
-    """
+class ResponsesTools(OfferedTools):
+    """`tools`, and those of the items that add some. `additional_tools` in front of the conversation are
+    listed, too."""
 
     def __init__(self, request: ResponsesRequest, items: Sequence[tuple[str, Json]]):
         """items: of the conversation, each with its path in the request."""
-        self.listed: list[Json] = []
-        self.found: list[Json] = []
-        self.paths: list[str] = []  # of these in the request
-        self.left_out: set[str] = set()  # types
+        super().__init__()
+        self.added: dict[str, str] = {}  # the definitions that an item adds, by its path
         self._named: dict[str, ClientTool] = {}  # by the name that the model calls
         given = {"": {"tools": request.tools, "type": "additional_tools"}}
         given |= {path: item for path, item in items if item.get("type") in ADDING_ITEMS}
-        leading = itertools.takewhile(lambda each: _is_leading(each[1]), items)
-        self._leading = {"", *(path for path, _item in leading)}
-        offered = [tool for path, item in given.items() for tool in _flat(path, item.get("tools"))]
+        leading = {"", *(path for path, _item in itertools.takewhile(_is_leading, items))}
+        offered = [tool for path, item in given.items() for tool in _flat(path, item)]
         self._name(offered)
         searches = [tool for _path, _namespace, tool in offered if tool.get("type") == "tool_search"]
-        self._defers = not searches or any(map(_is_client_search, searches))
+        defers = not searches or any(map(_is_client_search, searches))
         known = set()
         for path, item in given.items():
-            for where, tool in self._added(path, item):
-                name = tool[tool["type"]].get("name", "")
+            tools = list(self._chat_forms(path, item, defers and item["type"] != "tool_search_output"))
+            if path not in leading:
+                self.added[path] = definitions([form for _path, form in tools])
+            for where, form in tools:
+                name = form[form["type"]].get("name", "")
                 if name in known and path:  # added again
                     continue
                 known.add(name)
-                self.paths.append(where)
-                (self.listed if path in self._leading else self.found).append(tool)
-        self._deferred = self._named.keys() - known
+                if path in leading:
+                    self._listed.append((where, form))
+                else:
+                    self._found[name] = (where, form)
+        self._rejected = dict.fromkeys(self._named.keys() - known, DEFERRED)
 
     def of(self, name: str) -> ClientTool:
         """The tool that the model calls by this name."""
@@ -123,32 +121,19 @@ class ResponsesTools:
                 return own
         return name
 
-    def added(self, path: str, item: Json) -> str:
-        """The definitions of the tools that an item adds to those that are listed."""
-        if path in self._leading:
-            return ""
-        return definitions([tool for _path, tool in self._added(path, item)])
-
     def choice(self, given: str | ResponsesToolChoice | None) -> str | Json | None:
         """`tool_choice` in a chat's form."""
         if not isinstance(given, ResponsesToolChoice):
             return given
         if given.type in self.left_out:
-            detail = "names a tool that this server does not run"
-            raise invalid("tool_choice.type", detail, given=given.type[:40])
+            raise invalid("tool_choice.type", NOT_RUN, given=given.type[:40])
         if given.type == "allowed_tools":
             known = [tool for tool in given.tools or [] if str(tool.get("type")) not in self.left_out]
-            names = [tool.get("name") or tool.get("type") for tool in known]
-            named = [{"function": {"name": name}} for name in names if str(name) not in self._deferred]
-            return {"type": given.type, given.type: {"mode": given.mode or "auto", "tools": named}}
+            return self.only(given.mode or "auto", (tool.get("name") or tool.get("type") for tool in known))
         if given.type not in ("function", "custom", *BUILT_IN):
             detail = f"must be function, custom, {', '.join(BUILT_IN)} or allowed_tools"
             raise invalid("tool_choice.type", detail, given=given.type[:40])
-        name = given.type if given.type in BUILT_IN else given.name
-        if name in self._deferred:
-            detail = "names a tool that is deferred (`defer_loading`); a `tool_search_output` has to add it"
-            raise invalid("tool_choice.name", detail, given=name[:40])
-        return {"type": "function", "function": {"name": name}}
+        return self.one(given.type if given.type in BUILT_IN else given.name)
 
     def _name(self, offered: list[tuple[str, Json | None, Json]]) -> None:
         """Gives each tool its name for the model: with its namespace where two have the same."""
@@ -158,12 +143,11 @@ class ResponsesTools:
             is_own = tool.namespace is None or names[tool.name] == 1
             self._named[tool.name if is_own else f"{tool.namespace}__{tool.name}"] = tool
 
-    def _added(self, path: str, item: Json) -> Iterator[tuple[str, Json]]:
+    def _chat_forms(self, path: str, item: Json, defers: bool) -> Iterator[tuple[str, Json]]:
         """Each of an item's tools in a chat's form, with its path. The description of a namespace stands in
         front of that of its first tool."""
-        defers = self._defers and item["type"] != "tool_search_output"
         described: set[str | None] = {None}
-        for where, namespace, tool in _flat(path, item.get("tools")):
+        for where, namespace, tool in _flat(path, item):
             if not isinstance(tool.get("type"), str):
                 raise invalid(f"{where}.type", "is missing, or is not a string")
             client_tool = _client_tool(namespace, tool)
@@ -186,17 +170,15 @@ class ResponsesTools:
             yield where, form
 
 
-def _flat(path: str, tools: Any) -> Iterator[tuple[str, Json | None, Json]]:
-    """Each of an object's `tools` with its path and its namespace."""
-    path = f"{path}.tools".lstrip(".")
+def _flat(path: str, item: Json, namespace: Json | None = None) -> Iterator[tuple[str, Json | None, Json]]:
+    """Each of an item's `tools` with its path and its namespace."""
+    tools = item.get("tools")
     for i, tool in enumerate(tools if isinstance(tools, list) else ()):
-        if not isinstance(tool, dict):
-            continue
-        if tool.get("type") != "namespace":
-            yield f"{path}[{i}]", None, tool
-            continue
-        for where, _namespace, inner in _flat(f"{path}[{i}]", tool.get("tools")):
-            yield where, tool, inner
+        where = f"{path}.tools[{i}]".lstrip(".")
+        if isinstance(tool, dict) and tool.get("type") == "namespace":
+            yield from _flat(where, tool, tool)
+        elif isinstance(tool, dict):
+            yield where, namespace, tool
 
 
 def _client_tool(namespace: Json | None, tool: Json) -> ClientTool:
@@ -205,8 +187,9 @@ def _client_tool(namespace: Json | None, tool: Json) -> ClientTool:
     return ClientTool(name, str(namespace.get("name")) if namespace else None, kind)
 
 
-def _is_leading(item: Json) -> bool:
+def _is_leading(placed: tuple[str, Json]) -> bool:
     """Whether an item may stand in front of the conversation."""
+    _path, item = placed
     return item.get("type") == "additional_tools" or item.get("role") in SYSTEM_ROLES
 
 
