@@ -188,11 +188,11 @@ class Info(Struct):
 
 
 def generate(data: Json, served: Served) -> ResponseWriter:
-    return _writer(read_generate(data), served, streams=False)
+    return NativeResponseWriter(read_generate(data), served, streams=False)
 
 
 def generate_stream(data: Json, served: Served) -> ResponseWriter:
-    return _writer(read_generate(data), served, streams=True)
+    return NativeResponseWriter(read_generate(data), served, streams=True)
 
 
 def compat(data: Json, served: Served) -> ResponseWriter:
@@ -200,11 +200,7 @@ def compat(data: Json, served: Served) -> ResponseWriter:
     request = read_generate(data)
     if request.parameters.return_full_text is None:
         request.parameters.return_full_text = True
-    return _writer(request, served, streams=bool(request.stream), in_list=True)
-
-
-def _writer(request: GenerateRequest, served: Served, streams: bool, in_list: bool = False) -> ResponseWriter:
-    return NativeResponseWriter(check(request, served, streams), served, request, streams, in_list)
+    return NativeResponseWriter(request, served, streams=bool(request.stream), in_list=True)
 
 
 def read_generate(data: Json) -> GenerateRequest:
@@ -305,15 +301,8 @@ def _samples(p: Parameters) -> bool:
 class NativeResponseWriter(ResponseWriter):
     """TGI's own formats. `in_list`: `POST /` returns a list."""
 
-    def __init__(
-        self,
-        prepared: PreparedRequest,
-        served: Served,
-        request: GenerateRequest,
-        streams: bool,
-        in_list: bool,
-    ):
-        super().__init__([prepared], served, streams)
+    def __init__(self, request: GenerateRequest, served: Served, streams: bool, in_list: bool = False):
+        super().__init__([check(request, served, streams)], served, streams)
         parameters = request.parameters
         self._in_list = in_list
         self._prefix = request.inputs if parameters.return_full_text else ""
