@@ -288,10 +288,9 @@ class ChunkedResponseWriter(OpenAIResponseWriter):
 
     def events(self, sequence: GeneratedSequence, pieces: list[Piece]) -> bytes:
         beside = self._beside_choice(sequence)
-        choices = list(self._choices(sequence, pieces))
         usage = self._usage([sequence]) if self._usage_always else None
         chunks = b""
-        for choice in choices:
+        for choice in self._choices(sequence, pieces):
             chunks += self._chunk([choice], usage, **beside)
             beside = {}
         return chunks

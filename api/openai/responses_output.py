@@ -166,17 +166,13 @@ class ResponsesWriter(OpenAIResponseWriter):
         response.incomplete_details = {"reason": "max_output_tokens"} if is_truncated else None
         response.usage = ResponsesUsage.of(usage)
         if response.store:  # before the client knows its end
-            response.store = self._save()
+            output = encode_json([_without_logprobs(item) for item in response.output])
+            previous_id = response.previous_response_id
+            whole = encode_json(response)
+            response.store = self._stored.save(
+                StoredResponse(response.id, previous_id, self._own_input, output, whole)
+            )
         return response
-
-    def _save(self) -> bool:
-        """Whether the response is stored from now on."""
-        response = self._response
-        output = encode_json([_without_logprobs(item) for item in response.output])
-        previous_id = response.previous_response_id
-        return self._stored.save(
-            StoredResponse(response.id, previous_id, self._own_input, output, encode_json(response))
-        )
 
     def _read(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[Json]:
         """The events that `pieces` add; each has to be used before the next one is made."""
