@@ -274,14 +274,10 @@ class Manifest:
         facts = self.text_config
         if chunk := facts.get("attention_chunk_size"):
             return chunk
-        rope = facts.get("rope_parameters") or facts.get("rope_scaling")
-        if not isinstance(rope, dict):
-            return None
-        by_layer_type = [each for each in rope.values() if isinstance(each, dict)]
         limits = [
-            each.get(ORIGINAL_LENGTH) or facts.get(ORIGINAL_LENGTH) or self.max_positions
-            for each in (rope, *by_layer_type)
-            if rope_kind(each) in LENGTH_DEPENDENT_ROPE
+            rope[ORIGINAL_LENGTH] or self.max_positions
+            for rope in read_ropes(facts)
+            if rope["rope_type"] in LENGTH_DEPENDENT_ROPE
         ]
         return min(filter(None, limits), default=None)
 
@@ -388,10 +384,24 @@ def vision_part(config: Json) -> Json:
     }
 
 
-def rope_kind(rope: Json) -> str:
-    """The rope_type of a config.json's `rope_scaling` or `rope_parameters`."""
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    return "longrope" if kind == SU else kind
+def read_ropes(facts: Json) -> list[Json]:
+    """The rotary positions of a text config, one for all layers or one for each type of them, under the names
+    of transformers 5, which puts the base and the original length there, too."""
+    given = facts.get("rope_parameters") or facts.get("rope_scaling")
+    if not isinstance(given, dict):
+        given = {}
+    longest = facts.get("max_position_embeddings")
+    ropes = []
+    for each in [each for each in given.values() if isinstance(each, dict)] or [given]:
+        kind = each.get("rope_type") or each.get("type") or "default"
+        original = facts.get(ORIGINAL_LENGTH) or each.get(ORIGINAL_LENGTH) or longest
+        rope = {"rope_theta": facts.get("rope_theta"), **each, "rope_type": kind, ORIGINAL_LENGTH: original}
+        if kind in (SU, "longrope"):
+            rope["rope_type"] = "longrope"
+            if longest and longest != original:
+                rope["factor"] = longest / original
+        ropes.append(rope)
+    return ropes
 
 
 def _processor_config(folder: Path) -> Json:

@@ -14,8 +14,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from config import Config
-from manifest import SU, Manifest
-from models.checkpoint import rope
+from manifest import SU, Manifest, read_ropes
 from models.errors import ModelError, check_length_limit, reported_as
 
 # Types of layers with a recurrent state; "hybrid" has attention, too, "moe" and "mlp" have none.
@@ -117,9 +116,9 @@ def _read_config(config: Config, folder: Path, manifest: Manifest) -> transforme
     runs_code = config.trust_remote_code and "auto_map" in given
     is_built_in = kind in transformers.CONFIG_MAPPING and not runs_code
     is_lacking = SU in (scaling.get("rope_type"), scaling.get("type")) or kind == "minicpm3"
-    if is_built_in and is_lacking and rope.kind(given) == "longrope":
-        factor = given["max_position_embeddings"] / rope.original_length(given)
-        longrope = {"factor": factor, **scaling, "rope_type": "longrope"}
+    (rope, *_others) = read_ropes(given)
+    if is_built_in and is_lacking and rope["rope_type"] == "longrope":
+        longrope = {"factor": rope.get("factor", 1.0), **scaling, "rope_type": "longrope"}
         return transformers.CONFIG_MAPPING[kind].from_dict({**given, "rope_scaling": longrope})
     return AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from config import DTYPES
+from manifest import ORIGINAL_LENGTH, read_ropes
 from models.checkpoint import rope
 from models.checkpoint.rope import Rope
 from models.errors import ModelError
@@ -154,8 +155,9 @@ class Family:
         self.head_dim = self._number("head_dim", self.hidden // self.heads)
         self.is_tied = bool(c.get("tie_word_embeddings", False))
         self.dtype = DTYPES.get(str(c.get("torch_dtype")), "float32")
-        if rope.kind(c) == "longrope":
-            self.length = min(self.length, rope.original_length(c))
+        self.rope, *_others = read_ropes(c)
+        if self.rope["rope_type"] == "longrope":
+            self.length = min(self.length, self.rope[ORIGINAL_LENGTH])
 
     def _number(self, name: str, default: int | None = None) -> int:
         value = default if self.config.get(name) is None else self.config[name]
@@ -166,7 +168,7 @@ class Family:
     def check(self) -> None:
         """Raises ModelError for an unsupported value of config.json, with the field and the supported
         values."""
-        found = dict(self.config, rope_scaling=rope.kind(self.config))
+        found = dict(self.config, rope_scaling=self.rope["rope_type"])
         for name, supported_values in self.supported_values.items():
             if found.get(name) in (None, {}, *supported_values):
                 continue
@@ -209,14 +211,14 @@ class Family:
             "max_position_embeddings": c.get("max_position_embeddings"),
             "rms_norm_eps": c["rms_norm_eps"],
             "rope_theta": c["rope_theta"],
-            "rope_scaling": c.get("rope_scaling") if rope.kind(c) == "llama3" else None,
+            "rope_scaling": c.get("rope_scaling") if self.rope["rope_type"] == "llama3" else None,
             "rotary_percentage": c.get("partial_rotary_factor") or 1.0,
             "bos_token_id": c.get("bos_token_id"),
             "eos_token_id": c.get("eos_token_id"),
         }
 
     def graph(self) -> ArchSpec:
-        own = rope.scaled(self.config, self._rotated)
+        own = rope.scaled(self.rope, self._rotated)
         return ArchSpec(
             ropes=(own,) if own else (),
             kinds=self.kinds(),

@@ -293,9 +293,9 @@ class Gemma2(Gemma):
 
 def _with_two_ropes(family: Family, graph: ArchSpec, near_base: float) -> ArchSpec:
     """Layers with a sliding window get positions of this base, which are not scaled."""
-    c = family.config
-    everywhere = rope.scaled(c, family.head_dim) or rope.plain(c["rope_theta"], family.head_dim)
-    near = rope.plain(near_base, family.head_dim)
+    size = family.head_dim
+    everywhere = rope.scaled(family.rope, size) or rope.plain(family.rope["rope_theta"], size)
+    near = rope.plain(near_base, size)
     kinds = tuple(LayerKind(1 if window else 0, window) for window in family.windows())
     return replace(graph, ropes=(everywhere, near), kinds=kinds)
 

@@ -187,7 +187,7 @@ def _rope(file: GgufFile, slides: bool) -> Rope:
             "beta_slow": file["rope.scaling.yarn_beta_slow"],
             ORIGINAL_LENGTH: file["rope.scaling.original_context_length"],
         }
-        rope = scaled({"rope_theta": base, "rope_scaling": scaling}, size)
+        rope = scaled({"rope_theta": base, **scaling}, size)
     if divisors := file.numbers(DIVISORS.get(file.architecture)):
         divided = np.divide(rope.frequencies, divisors)
         rope = Rope(tuple(divided), file["rope.scaling.attn_factor"] or 1.0)

@@ -5,6 +5,7 @@ import math
 import pytest
 from published.configs import CONFIGS, PARAMETERS
 
+from manifest import read_ropes
 from models.checkpoint import rope
 from models.errors import ModelError
 from models.neuron import families
@@ -138,7 +139,8 @@ def test_scaled_positions_are_those_of_transformers(scaling):
         rope_parameters={"original_max_position_embeddings": 256, **scaling, "rope_theta": 5e5},
     )
     expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
-    found = rope.scaled({"rope_theta": 5e5, "max_position_embeddings": 256, "rope_scaling": scaling}, 16)
+    (given,) = read_ropes({"rope_theta": 5e5, "max_position_embeddings": 256, "rope_scaling": scaling})
+    found = rope.scaled(given, 16)
     torch.testing.assert_close(torch.tensor(found.frequencies), expected)
     assert math.isclose(found.factor, factor, rel_tol=1e-6)
 
@@ -146,7 +148,7 @@ def test_scaled_positions_are_those_of_transformers(scaling):
 def test_a_longrope_ends_at_its_original_length():
     scaling = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     family = of("phi3", rope_scaling=scaling, original_max_position_embeddings=16)
-    assert family.length == 16 and rope.kind(family.config) == "longrope"
+    assert family.length == 16 and family.rope["rope_type"] == "longrope"
 
 
 def test_config_files_of_transformers_5_name_positions_by_the_kind_of_layer():
