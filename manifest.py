@@ -391,16 +391,13 @@ def read_ropes(facts: Json) -> list[Json]:
     if not isinstance(given, dict):
         given = {}
     longest = facts.get("max_position_embeddings")
-    ropes = []
-    for each in [each for each in given.values() if isinstance(each, dict)] or [given]:
-        kind = each.get("rope_type") or each.get("type") or "default"
-        original = facts.get(ORIGINAL_LENGTH) or each.get(ORIGINAL_LENGTH) or longest
-        rope = {"rope_theta": facts.get("rope_theta"), **each, "rope_type": kind, ORIGINAL_LENGTH: original}
-        if kind in (SU, "longrope"):
-            rope["rope_type"] = "longrope"
-            if longest and longest != original:
-                rope["factor"] = longest / original
-        ropes.append(rope)
+    shared = {"rope_theta": facts.get("rope_theta"), ORIGINAL_LENGTH: facts.get(ORIGINAL_LENGTH) or longest}
+    ropes = [shared | each for each in given.values() if isinstance(each, dict)] or [shared | given]
+    for rope in ropes:
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        rope["rope_type"] = "longrope" if kind == SU else kind
+        if rope["rope_type"] == "longrope" and longest and longest != rope[ORIGINAL_LENGTH]:
+            rope["factor"] = longest / rope[ORIGINAL_LENGTH]
     return ropes
 
 

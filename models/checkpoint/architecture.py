@@ -116,7 +116,7 @@ def _read_config(config: Config, folder: Path, manifest: Manifest) -> transforme
     runs_code = config.trust_remote_code and "auto_map" in given
     is_built_in = kind in transformers.CONFIG_MAPPING and not runs_code
     is_lacking = SU in (scaling.get("rope_type"), scaling.get("type")) or kind == "minicpm3"
-    (rope, *_others) = read_ropes(given)
+    rope = read_ropes(given)[0]
     if is_built_in and is_lacking and rope["rope_type"] == "longrope":
         longrope = {"factor": rope.get("factor", 1.0), **scaling, "rope_type": "longrope"}
         return transformers.CONFIG_MAPPING[kind].from_dict({**given, "rope_scaling": longrope})

@@ -155,9 +155,12 @@ class Family:
         self.head_dim = self._number("head_dim", self.hidden // self.heads)
         self.is_tied = bool(c.get("tie_word_embeddings", False))
         self.dtype = DTYPES.get(str(c.get("torch_dtype")), "float32")
-        self.rope, *_others = read_ropes(c)
         if self.rope["rope_type"] == "longrope":
             self.length = min(self.length, self.rope[ORIGINAL_LENGTH])
+
+    @property
+    def rope(self) -> Json:
+        return read_ropes(self.config)[0]
 
     def _number(self, name: str, default: int | None = None) -> int:
         value = default if self.config.get(name) is None else self.config[name]
