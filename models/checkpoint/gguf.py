@@ -19,41 +19,35 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from manifest import ORIGINAL_LENGTH
+from models.checkpoint.rope import plain
 from models.errors import ModelError, reported_as
 from models.gguf.container import GgufFile, read_gguf
+from models.gguf.keys import (
+    DIVISORS,
+    KEYS,
+    LAYERS_OF_27B,
+    head_size,
+    keys_of_model,
+    rotary_positions,
+    scaling_size,
+)
 from models.gguf.tokenizer import write_tokenizer
 from run import Json
 
 # The keys that are read, for every architecture; any other could change what the model computes.
-GGUF_KEYS = {
-    "attention.head_count",
-    "attention.head_count_kv",
-    "attention.key_length",
+GGUF_KEYS = KEYS | {
     "attention.layer_norm_epsilon",
-    "attention.layer_norm_rms_epsilon",
-    "attention.value_length",
-    "block_count",
-    "context_length",
-    "embedding_length",
-    "feed_forward_length",
-    "rope.dimension_count",
-    "rope.freq_base",
     "rope.scale_linear",
     "rope.scaling.attn_factor",
-    "rope.scaling.factor",
-    "rope.scaling.finetuned",
-    "rope.scaling.original_context_length",
     "rope.scaling.type",
     "rope.scaling.yarn_attn_factor",
-    "rope.scaling.yarn_beta_fast",
-    "rope.scaling.yarn_beta_slow",
     "tensor_data_layout",
     "use_parallel_residual",
-    "vocab_size",
 }
 ARRAYS = {"attention.head_count_kv", "rope.dimension_sections"}  # may have a number for each layer or part
-OF_IMAGES = ("mm.", "vision.")  # keys about another file
 WINDOW = {"attention.sliding_window"}
 CAPS = {"attn_logit_softcapping", "final_logit_softcapping"}
 EXPERTS = {"expert_count", "expert_used_count", "expert_feed_forward_length"}
@@ -99,8 +93,7 @@ FIELDS = {
     "original_max_position_embeddings": "rope.scaling.original_context_length",
 }
 BIASES = {"attention_bias": "blk.0.attn_output.bias", "mlp_bias": "blk.0.ffn_down.bias"}
-LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # their attention is not scaled by the size of a head
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL_LENGTH: 8192}
 
 
 def convert_gguf(path: Path, dtype: str, target: Path) -> None:
@@ -109,7 +102,7 @@ def convert_gguf(path: Path, dtype: str, target: Path) -> None:
     with reported_as(f"{path.name} cannot be read as a model"):
         file = read_gguf(path)
         _reject_unknown(file)
-        write_tokenizer(read_gguf(path), target)
+        write_tokenizer(file, target)
         where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
         config = _complete(transformers.AutoConfig.from_pretrained(**where), file)
         model, loading = transformers.AutoModelForCausalLM.from_pretrained(
@@ -127,15 +120,11 @@ def _reject_unknown(file: GgufFile) -> None:
     if file.architecture not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise file.rejection(f"is of the architecture {file.architecture}; {known} can be read")
-    prefix = f"{file.architecture}."
     readable = GGUF_KEYS | ARCHITECTURES[file.architecture]
-    for key, value in file.keys.items():
-        name = key.removeprefix(prefix)
-        if not key.startswith(prefix) or name.startswith(OF_IMAGES):
-            continue
+    for name, value in keys_of_model(file).items():
         is_read = name in readable & ARRAYS if np.ndim(value) else name in readable or not value
         if not is_read:
-            raise file.rejection(f"has `{key}` {value}, which cannot be read")
+            raise file.rejection(f"has `{file.architecture}.{name}` {value}, which cannot be read")
     if file.architecture == "falcon" and file["attention.head_count_kv"] != 1:
         raise file.rejection("is a Falcon with several key and value heads, which cannot be read")
 
@@ -152,67 +141,32 @@ def _complete(config: Any, file: GgufFile) -> Any:
     if file.architecture == "starcoder2":
         config.sliding_window = 4096  # in all of them; there is no key for it
     if file.architecture in LAYERS_OF_27B:
-        is_27b = config.num_hidden_layers == LAYERS_OF_27B[file.architecture]
-        own_size = config.hidden_size // config.num_attention_heads
-        config.query_pre_attn_scalar = own_size if is_27b else config.head_dim
+        config.query_pre_attn_scalar = scaling_size(file)
     if file.architecture == "gemma3":
-        near = {"rope_type": "default", "rope_theta": file["rope.freq_base_swa"] or 10000.0}
-        config.rope_parameters = {"full_attention": _rope(config, file), "sliding_attention": near}
+        near = rotary_positions(file, slides=True)
+        config.rope_parameters = {"full_attention": rotary_positions(file), "sliding_attention": near}
     elif file.architecture not in ("gpt2", "mamba"):
         config.rope_parameters = _rope(config, file)
     return config
 
 
 def _rope(config: Any, file: GgufFile) -> Json:
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    theta = file["rope.freq_base"] or 10000.0
-    sections = {name: each for name, each in config.rope_parameters.items() if name.startswith("mrope_")}
-    rope = sections | {"rope_theta": theta}
-    if "partial_rotary_factor" in config.rope_parameters:
-        # For Nemotron the file counts them for another head size; all published models rotate half of a head.
-        rotated = size / 2 if file.architecture == "nemotron" else file["rope.dimension_count"]
-        rope["partial_rotary_factor"] = rotated / size
-    if factors := file.numbers("rope_freqs.weight"):
-        return rope | _llama3(theta, factors, file)
-    kind = file["rope.scaling.type"] or "linear"
-    factor = file["rope.scaling.factor"] or file["rope.scale_linear"]
-    original = file["rope.scaling.original_context_length"]
-    if long := file.numbers("rope_factors_long.weight"):
-        return rope | {
-            "rope_type": "longrope",
-            "long_factor": long,
-            "short_factor": file.numbers("rope_factors_short.weight"),
-            "original_max_position_embeddings": original,
-            "attention_factor": file["rope.scaling.attn_factor"],
-        }
-    if kind == "none" or not factor:
-        return rope | {"rope_type": "default"}
-    if kind == "linear":
-        return rope | {"rope_type": "linear", "factor": factor}
-    if kind == "yarn":
-        return rope | _yarn_settings(file) | {"factor": factor, "original_max_position_embeddings": original}
-    raise file.rejection(f"has rope scaling of the type {kind}, which cannot be read")
-
-
-def _yarn_settings(file: GgufFile) -> Json:
-    given = {
-        "attention_factor": file["rope.scaling.yarn_attn_factor"] or file["rope.scaling.attn_factor"],
-        "beta_fast": file["rope.scaling.yarn_beta_fast"],
-        "beta_slow": file["rope.scaling.yarn_beta_slow"],
-    }
-    return {"rope_type": "yarn"} | {name: value for name, value in given.items() if value is not None}
-
-
-def _llama3(theta: float, divisors: list[float], file: GgufFile) -> Json:
-    """The kind of rope that divides the frequencies by these numbers: that of Llama 3.1, 3.2 and 3.3."""
-    size, factor = len(divisors), max(divisors)
-    waves = 2 * math.pi * theta ** (torch.arange(size, dtype=torch.float64) / size)
-    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
-    unscaled = ((LLAMA3["original_max_position_embeddings"] / waves - low) / (high - low)).clamp(0, 1)
-    expected = 1 / (unscaled + (1 - unscaled) / factor)
-    if not torch.allclose(expected, torch.tensor(divisors).double(), rtol=1e-3):
-        raise file.rejection("has a rope_freqs.weight that is not Llama 3.1's")
-    return {"rope_type": "llama3", "factor": factor} | LLAMA3
+    rope = rotary_positions(file)
+    for name, value in config.rope_parameters.items():
+        if name.startswith("mrope_"):
+            rope[name] = value
+        elif name == "partial_rotary_factor":
+            # Nemotron's file counts them for another head size; all published models rotate half of a head.
+            is_nemotron = file.architecture == "nemotron"
+            rope[name] = 0.5 if is_nemotron else file["rope.dimension_count"] / head_size(file)
+    if divisors := file.numbers(DIVISORS):
+        rope |= LLAMA3 | {"factor": max(divisors)}
+        config.rope_parameters = rope
+        divided, _factor = ROPE_INIT_FUNCTIONS["llama3"](config)
+        expected = plain(rope["rope_theta"], 2 * len(divisors)).frequencies / divided.numpy()
+        if not np.allclose(expected, divisors, rtol=1e-3):
+            raise file.rejection(f"has a {DIVISORS} that is not Llama 3.1's")
+    return rope
 
 
 def _check_weights(model: Any, missing: list[str], file: GgufFile) -> None:

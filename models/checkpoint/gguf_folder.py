@@ -15,11 +15,11 @@ from manifest import GGUF_FILE, ORIGINAL_LENGTH
 from models.cache import digest
 from models.errors import ModelError
 from models.gguf.container import GgufFile, read_gguf
+from models.gguf.keys import LONG_DIVISORS, head_size
 from models.gguf.tokenizer import write_tokenizer
 from run import Json
 
 MODEL_TYPES = {"gemma3": "gemma3_text", "mistral3": "ministral3"}  # where they are not the architectures
-LONG_FACTORS = "rope_factors_long.weight"
 
 
 def write_folder(path: Path, target: Path) -> None:
@@ -44,9 +44,9 @@ def _config(file: GgufFile) -> Json:
         "num_hidden_layers": file["block_count"],
         "num_attention_heads": heads,
         "num_key_value_heads": file["attention.head_count_kv"] or heads,
-        "head_dim": file["attention.key_length"] or file["embedding_length"] // heads,
+        "head_dim": head_size(file),
     }
-    if LONG_FACTORS in file.tensors:
+    if LONG_DIVISORS in file.tensors:
         original = file["rope.scaling.original_context_length"]
         config["rope_parameters"] = {"rope_type": "longrope", ORIGINAL_LENGTH: original}
     return config

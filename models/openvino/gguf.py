@@ -17,22 +17,16 @@ from openvino import opset13 as ops
 from openvino.frontend import FrontEndManager
 
 from config import Config
-from manifest import ORIGINAL_LENGTH, Manifest
+from manifest import Manifest
 from models.base import Chunk
 from models.cache import write_entry
 from models.checkpoint.rope import Rope, plain, scaled
 from models.errors import reported_as
 from models.gguf.container import GgufFile, read_gguf
+from models.gguf.keys import DIVISORS, head_size, rotary_positions, scaling_size
 from models.openvino import with_dtype
 from models.openvino.check_text import SHORT_CHECK_TOKENS, ids_of_text
-from models.openvino.gguf_files import (
-    DIVISORS,
-    LAYERS_OF_GEMMA3_27B,
-    LONG_DIVISORS,
-    compressed_types,
-    head_size,
-    rotated_size,
-)
+from models.openvino.gguf_files import OWN_DIVISORS, compressed_types, rotated_size
 from models.openvino.graph import LINEAR_NAME, PLACEHOLDER, placeholder, read_graph, save_graph
 from models.openvino.model import OpenVinoModel
 from models.openvino.state_ops import parameter
@@ -109,7 +103,7 @@ def _graph_of(file: GgufFile) -> ov.Model:
     used = {name.removeprefix(WEIGHT) for name in names if name.startswith(WEIGHT)}
     # The frontend cuts joined queries, keys and values.
     read = {name.replace("attn_qkv", f"attn_{part}") for name in file.tensors for part in "qkv"}
-    if differing := used ^ (read - {*DIVISORS.values(), LONG_DIVISORS}):
+    if differing := used ^ (read - OWN_DIVISORS.get(file.architecture, set())):
         raise RuntimeError(f"its graph differs from the file in {min(differing)}")
     given = {node.get_friendly_name(): node for node in graph.get_parameters()}
     parameters = [parameter(name, [-1], ov.Type.i64) for name in INPUTS.values()]
@@ -172,25 +166,10 @@ def _turns_above(operand: ov.Output) -> Iterator[ov.Node]:
 def _rope(file: GgufFile, slides: bool) -> Rope:
     """The rotary positions of the layers with, or without, a sliding window."""
     size = rotated_size(file)
-    base = file["rope.freq_base"] or 10000.0
-    factor = file["rope.scaling.factor"]
-    if file.architecture == "gemma3" and slides:
-        base = file["rope.freq_base_swa"] or 10000.0
-        factor = None
-    kind = file["rope.scaling.type"] or "linear"
-    rope = plain(base, size)
-    if factor and kind != "none":
-        scaling = {
-            "rope_type": kind,
-            "factor": factor,
-            "beta_fast": file["rope.scaling.yarn_beta_fast"],
-            "beta_slow": file["rope.scaling.yarn_beta_slow"],
-            ORIGINAL_LENGTH: file["rope.scaling.original_context_length"],
-        }
-        rope = scaled({"rope_theta": base, **scaling}, size)
-    if divisors := file.numbers(DIVISORS.get(file.architecture)):
-        divided = np.divide(rope.frequencies, divisors)
-        rope = Rope(tuple(divided), file["rope.scaling.attn_factor"] or 1.0)
+    given = rotary_positions(file, slides)
+    rope = scaled(given, size) or plain(given["rope_theta"], size)
+    if divisors := file.numbers(DIVISORS):
+        rope = Rope(tuple(np.divide(rope.frequencies, divisors)), rope.factor)
     return rope
 
 
@@ -205,11 +184,10 @@ def _replace_attention(file: GgufFile, attention: ov.Node, index: int, window: i
     size = head_size(file)
     heads = file["attention.head_count"]
     kv_heads = file["attention.head_count_kv"] or heads
-    is_27b = file.architecture == "gemma3" and file["block_count"] == LAYERS_OF_GEMMA3_27B
     layer = {
         "kind": "attention",
         "index": index,
-        "scaling": (file["embedding_length"] // heads if is_27b else size) ** -0.5,
+        "scaling": scaling_size(file) ** -0.5,
         "window": window,
         "kv_heads": kv_heads,
         "key_size": size,

@@ -10,27 +10,9 @@ from collections.abc import Iterator
 
 from models.child import shortened
 from models.gguf.container import TYPES, GgufFile
+from models.gguf.keys import DIVISORS, KEYS, LONG_DIVISORS, SHORT_DIVISORS, head_size, keys_of_model
 
-# Keys of every architecture that may have any number, and those that are read right with these values alone.
-KEYS = {
-    "attention.head_count",
-    "attention.head_count_kv",
-    "attention.key_length",
-    "attention.layer_norm_rms_epsilon",
-    "attention.value_length",
-    "block_count",
-    "context_length",
-    "embedding_length",
-    "feed_forward_length",
-    "rope.dimension_count",
-    "rope.freq_base",
-    "rope.scaling.factor",
-    "rope.scaling.finetuned",
-    "rope.scaling.original_context_length",
-    "rope.scaling.yarn_beta_fast",
-    "rope.scaling.yarn_beta_slow",
-    "vocab_size",
-}
+# Keys that are read right with these values alone.
 VALUES = {
     "rope.scaling.attn_factor": (1.0,),
     "rope.scaling.type": ("none", "linear", "yarn"),
@@ -41,7 +23,6 @@ OWN_KEYS = {
     "phi3": {"attention.sliding_window", "rope.scaling.attn_factor"},
     "gemma3": {"attention.sliding_window", "rope.freq_base_swa"},
 }
-OF_IMAGES = ("mm.", "vision.")  # keys about another file
 NEEDED_KEYS = (
     "attention.head_count attention.layer_norm_rms_epsilon block_count context_length embedding_length"
 )
@@ -57,13 +38,10 @@ ARCHITECTURES = {
     "gemma3": f"{LAYER} {HEAD_NORMS} post_attention_norm post_ffw_norm",
 }
 OUTSIDE = {"token_embd.weight", "output_norm.weight"}  # the tensors of no layer
-# Tensors by which the frequencies of rotary positions are divided; the long ones are for positions beyond
-# those that are served (`length_limit` of manifest.py). The frontend uses none of them.
-DIVISORS = {"llama": "rope_freqs.weight", "phi3": "rope_factors_short.weight"}
-LONG_DIVISORS = "rope_factors_long.weight"
+# Those of an architecture, which are no weights. The frontend uses none of them.
+OWN_DIVISORS = {"llama": {DIVISORS}, "phi3": {SHORT_DIVISORS, LONG_DIVISORS}}
 PLAIN_TYPES = {"F32", "F16", "BF16"}
 READ_TYPES = {*PLAIN_TYPES, *["Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0"]}
-LAYERS_OF_GEMMA3_27B = 62  # whose attention is not scaled by the size of a head
 
 
 def why_not(file: GgufFile) -> str | None:
@@ -77,13 +55,10 @@ def _obstacles(file: GgufFile) -> Iterator[str]:
         yield f"its architecture is {file.architecture}"
         return
     free = KEYS | OWN_KEYS.get(file.architecture, set())
-    for key, value in file.keys.items():
-        name = key.removeprefix(f"{file.architecture}.")
-        if name == key or name.startswith(OF_IMAGES):
-            continue
+    for name, value in keys_of_model(file).items():
         is_read = isinstance(value, (int, float)) and (name in free or not value)
         if not is_read and not (isinstance(value, (float, str)) and value in VALUES.get(name, ())):
-            yield f"`{key}` is {value}"
+            yield f"`{file.architecture}.{name}` is {value}"
     for name in NEEDED_KEYS.split():
         if not file[name]:
             yield f"it has no `{name}`"
@@ -98,10 +73,10 @@ def _obstacles(file: GgufFile) -> Iterator[str]:
     needed = OUTSIDE | _of_layers(file, ARCHITECTURES[file.architecture])
     for name in sorted(needed - file.tensors.keys()):
         yield f"it lacks the tensor {name}"
-    known = needed | _of_layers(file, BIASES) | {"output.weight", DIVISORS.get(file.architecture)}
+    known = needed | _of_layers(file, BIASES) | {"output.weight"} | OWN_DIVISORS.get(file.architecture, set())
     for name, tensor in file.tensors.items():
         kind = TYPES[tensor.type].name
-        if name not in known and (file.architecture, name) != ("phi3", LONG_DIVISORS):
+        if name not in known:
             yield f"it has the tensor {name}"
         if kind not in READ_TYPES:
             yield f"{name} is in {kind}"
@@ -112,10 +87,6 @@ def _of_layers(file: GgufFile, names: str) -> set[str]:
     layers = min(file["block_count"], len(file.tensors))
     ends = [name if "." in name else f"{name}.weight" for name in names.split()]
     return {f"blk.{layer}.{end}" for layer in range(layers) for end in ends}
-
-
-def head_size(file: GgufFile) -> int:
-    return file["attention.key_length"] or file["embedding_length"] // file["attention.head_count"]
 
 
 def rotated_size(file: GgufFile) -> int:

@@ -11,8 +11,9 @@ from tiny_models import save_checkpoint
 
 from engine.defaults import sampling_defaults
 from manifest import Manifest, read_json
-from models.checkpoint.gguf import LAYERS_OF_27B, convert_gguf
+from models.checkpoint.gguf import convert_gguf
 from models.errors import ModelError
+from models.gguf.keys import LAYERS_OF_27B
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
 
@@ -80,6 +81,7 @@ FAMILIES = {
             "qwen2.rope.scaling.type": "yarn",
             "qwen2.rope.scaling.factor": 4.0,
             "qwen2.rope.scaling.original_context_length": 512,
+            "qwen2.rope.scaling.attn_factor": 1.0,  # yarn's own factor is multiplied by it
         },
     ),
     "longrope and a part of each head": (

@@ -1,0 +1,86 @@
+"""What the keys of a GGUF file say of its model, for OpenVINO, which computes with the file, and for the
+checkpoint that it is dequantized into."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from manifest import ORIGINAL_LENGTH
+from models.gguf.container import GgufFile
+from run import Json
+
+# Keys of every architecture that may have any number.
+KEYS = {
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.layer_norm_rms_epsilon",
+    "attention.value_length",
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.factor",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "vocab_size",
+}
+OF_IMAGES = ("mm.", "vision.")  # keys about another file
+# Tensors by which the frequencies of rotary positions are divided.
+DIVISORS = "rope_freqs.weight"
+SHORT_DIVISORS = "rope_factors_short.weight"
+LONG_DIVISORS = "rope_factors_long.weight"  # for positions beyond the original length
+LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # their attention is not scaled by the size of a head
+
+
+def keys_of_model(file: GgufFile) -> dict[str, Any]:
+    """The keys of the architecture by their names, all of which could change what the model computes."""
+    prefix = f"{file.architecture}."
+    return {
+        key.removeprefix(prefix): value
+        for key, value in file.keys.items()
+        if key.startswith(prefix) and not key.removeprefix(prefix).startswith(OF_IMAGES)
+    }
+
+
+def head_size(file: GgufFile) -> int:
+    return file["attention.key_length"] or file["embedding_length"] // file["attention.head_count"]
+
+
+def scaling_size(file: GgufFile) -> int:
+    """The number by whose square root attention is divided."""
+    if file["block_count"] == LAYERS_OF_27B.get(file.architecture):
+        return file["embedding_length"] // file["attention.head_count"]
+    return head_size(file)
+
+
+def rotary_positions(file: GgufFile, slides: bool = False) -> Json:
+    """Those of layers with or without a sliding window, in the form of `manifest.read_ropes`, without the
+    DIVISORS. Raises ModelError for another kind of scaling."""
+    if slides and file.architecture == "gemma3":
+        return {"rope_type": "default", "rope_theta": file["rope.freq_base_swa"] or 10000.0}
+    rope = {"rope_theta": file["rope.freq_base"] or 10000.0}
+    original = {ORIGINAL_LENGTH: file["rope.scaling.original_context_length"]}
+    attention_factor = file["rope.scaling.yarn_attn_factor"] or file["rope.scaling.attn_factor"] or 1.0
+    if short := file.numbers(SHORT_DIVISORS):
+        factors = {"short_factor": short, "long_factor": file.numbers(LONG_DIVISORS)}
+        return rope | original | factors | {"rope_type": "longrope", "attention_factor": attention_factor}
+    kind = file["rope.scaling.type"] or "linear"
+    factor = file["rope.scaling.factor"] or file["rope.scale_linear"]
+    if kind == "none" or not factor:
+        return rope | {"rope_type": "default"}
+    rope |= {"rope_type": kind, "factor": factor}
+    if kind == "linear":
+        return rope
+    if kind != "yarn":
+        raise file.rejection(f"has rope scaling of the type {kind}, which cannot be read")
+    for name in ("beta_fast", "beta_slow"):
+        if file[f"rope.scaling.yarn_{name}"] is not None:
+            rope[name] = file[f"rope.scaling.yarn_{name}"]
+    if attention_factor != 1:
+        rope["attention_factor"] = attention_factor
+    return rope | original
