@@ -4,15 +4,21 @@ user."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 
+from logs import escaped
+from run import ConfigError
+
 logger = logging.getLogger("model")
 
 PROGRESS_S = 10.0
+MAX_LINE = 1000  # characters of an error that a child process prints
 # OpenVINO's messages begin with lines of its source code, and end with the reason.
 OPENVINO_SOURCE_LINES = ("Exception from ", "Check '")
 OUT_OF_MEMORY = re.compile("bad_alloc|out of memory|allocate .*memory", re.IGNORECASE)
@@ -75,6 +81,18 @@ def reported_as(failure: str, explain: Callable[[BaseException], str] = named) -
     except Exception as error:
         logger.debug(failure, exc_info=True)
         raise ModelError(f"{failure}: {explain(error)}") from None
+
+
+def run_program(work: Callable[..., None], *kinds: type) -> None:
+    """Calls `work` with the arguments of this process, as these types. A failure ends the process with its
+    reason as the last line of stderr, and with the code ENOMEM where memory is short."""
+    try:
+        work(*(kind(argument) for kind, argument in zip(kinds, sys.argv[1:])))
+    except (ModelError, ConfigError) as error:
+        sys.exit(escaped(error, MAX_LINE))
+    except Exception as error:
+        print(escaped(named(error), MAX_LINE), file=sys.stderr)
+        sys.exit(errno.ENOMEM if is_out_of_memory(error) else 1)
 
 
 class Progress:

@@ -15,7 +15,6 @@ import json
 import math
 import re
 import shutil
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,8 +28,8 @@ from torch import Tensor
 from manifest import read_json
 from models.checkpoint.fetch import OTHER_FORMAT, copy_metadata
 from models.checkpoint.quantization import Quantization, dequantized_config, values_of
-from models.errors import ModelError, reported_as
-from run import ConfigError, Json
+from models.errors import ModelError, reported_as, run_program
+from run import Json
 
 SHARD_BYTES = 2_000_000_000
 INDEX = "model.safetensors.index.json"
@@ -250,7 +249,4 @@ def convert_quantized(folder: Path, dtype: str, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        convert_quantized(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
-    except (ModelError, ConfigError) as error:
-        sys.exit(str(error))
+    run_program(convert_quantized, Path, str, Path)

@@ -12,7 +12,6 @@ Source: the keys that llama.cpp's converter writes, and what llama.cpp assumes w
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from manifest import ORIGINAL_LENGTH
 from models.checkpoint.rope import plain
-from models.errors import ModelError, reported_as
+from models.errors import reported_as, run_program
 from models.gguf.container import GgufFile, read_gguf
 from models.gguf.keys import (
     DIVISORS,
@@ -189,7 +188,4 @@ def _check_weights(model: Any, missing: list[str], file: GgufFile) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        convert_gguf(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
-    except ModelError as error:
-        sys.exit(str(error))
+    run_program(convert_gguf, Path, str, Path)

@@ -8,12 +8,11 @@ It imports neither torch nor transformers.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 from manifest import GGUF_FILE, ORIGINAL_LENGTH
 from models.cache import digest
-from models.errors import ModelError
+from models.errors import run_program
 from models.gguf.container import GgufFile, read_gguf
 from models.gguf.keys import LONG_DIVISORS, head_size
 from models.gguf.tokenizer import write_tokenizer
@@ -53,7 +52,4 @@ def _config(file: GgufFile) -> Json:
 
 
 if __name__ == "__main__":
-    try:
-        write_folder(Path(sys.argv[1]), Path(sys.argv[2]))
-    except ModelError as error:
-        sys.exit(str(error))
+    run_program(write_folder, Path, Path)

@@ -13,7 +13,6 @@ names.
 
 from __future__ import annotations
 
-import errno
 import math
 import re
 import signal
@@ -26,12 +25,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from logs import escaped
 from manifest import read_json
 from models.adapters import DOWN_SUFFIX, PREFIX, UP_SUFFIX, UPDATES, A, B, common_name
 from models.checkpoint.fetch import ADAPTER, copy_metadata, shapes_in
-from models.errors import ModelError, is_out_of_memory, named
-from run import ConfigError
+from models.errors import ModelError, run_program
 
 BIAS = ".lora_B.bias"
 MAGNITUDE = ".lora_magnitude_vector"
@@ -54,7 +51,6 @@ SUPPORTED_LORA_SETTINGS: dict[str, tuple[Any, ...]] = {
 INSTEAD = "merge the trained model with peft (merge_and_unload) and serve what peft saves"
 LARGEST = 1e6  # of the numbers of an adapter that requests choose
 MATCHING_S = 2  # of processor time
-MAX_LINE = 1000  # characters of an error
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "lm_head.weight")
 
 
@@ -213,10 +209,4 @@ def extract(adapter_folder: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    run = merge if len(sys.argv) == 4 else extract
-    try:
-        run(*map(Path, sys.argv[1:]))
-    except (ModelError, ConfigError) as error:
-        sys.exit(escaped(error, MAX_LINE))
-    except Exception as error:
-        sys.exit(errno.ENOMEM if is_out_of_memory(error) else escaped(named(error), MAX_LINE))
+    run_program(merge if len(sys.argv) == 4 else extract, Path, Path, Path)

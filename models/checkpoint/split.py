@@ -12,12 +12,11 @@ from __future__ import annotations
 import os
 import re
 import struct
-import sys
 from pathlib import Path
 
 import numpy as np
 
-from models.errors import ModelError
+from models.errors import run_program
 from models.gguf.container import ALIGNMENT, padded, read_gguf, read_part
 
 SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
@@ -56,7 +55,4 @@ def join(file: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        join(Path(sys.argv[1]), Path(sys.argv[2]))
-    except ModelError as error:
-        sys.exit(str(error))
+    run_program(join, Path, Path)

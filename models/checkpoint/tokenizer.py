@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,7 +22,7 @@ from config import Config
 from manifest import read_json, reject_lfs_pointer
 from models.cache import ModelCache, tokenizer_key, write_entry
 from models.child import ChildError, run_module
-from models.errors import ModelError, reported_as
+from models.errors import ModelError, reported_as, run_program
 from run import ConfigError
 
 if TYPE_CHECKING:
@@ -175,7 +174,4 @@ def _is_written_by_5(folder: Path) -> bool:
 
 
 if __name__ == "__main__":
-    try:
-        main(Path(sys.argv[1]), Path(sys.argv[2]))
-    except (ConfigError, ModelError) as error:
-        sys.exit(str(error))
+    run_program(main, Path, Path)
