@@ -147,10 +147,8 @@ def evict(records: Iterable[Path], size_gb: float, setting: str) -> None:
     entries.sort(reverse=True)
     sizes = itertools.accumulate(size for _used, _folder, size in entries)
     for (_used, folder, _size), total in list(zip(entries, sizes))[1:]:
-        with _lock_if_free(folder.with_suffix(".lock")) as is_free:
-            if is_free and total > size_gb * 1e9:
-                logger.info("Removing %s: the cache exceeds %s", folder, setting)
-                shutil.rmtree(folder, ignore_errors=True)
+        if total > size_gb * 1e9:
+            _remove_if_free(folder, f": the cache exceeds {setting}")
 
 
 @contextlib.contextmanager
@@ -159,11 +157,8 @@ def renamed_when_complete(target: Path) -> Iterator[Path]:
     Removes what killed processes left there. Raises OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     for folder in target.parent.glob(f"{TEMPORARY}*.new"):
-        with _lock_if_free(folder.with_suffix(".lock")) as is_free:
-            if is_free:
-                logger.info("Removing %s, which an interrupted process left", folder)
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.with_suffix(".lock").unlink(missing_ok=True)
+        if _remove_if_free(folder, ", which an interrupted process left"):
+            folder.with_suffix(".lock").unlink(missing_ok=True)
     with tempfile.NamedTemporaryFile(prefix=TEMPORARY, suffix=".lock", dir=target.parent) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # before there is a folder: the lock says that its process lives
         new = Path(lock.name).with_suffix(".new")
@@ -176,18 +171,19 @@ def renamed_when_complete(target: Path) -> Iterator[Path]:
             shutil.rmtree(new, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _lock_if_free(path: Path) -> Iterator[bool]:
-    """Whether no other process holds a lock file; it is held meanwhile, where there is one."""
+def _remove_if_free(folder: Path, why: str) -> bool:
+    """Removes a folder whose lock file no process holds; whether it did."""
     with contextlib.ExitStack() as stack:
-        is_free = True
         try:
-            fcntl.flock(stack.enter_context(open(path, "r+")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = stack.enter_context(open(folder.with_suffix(".lock"), "r+"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileNotFoundError:
             pass
         except (BlockingIOError, PermissionError):  # the latter: another user's
-            is_free = False
-        yield is_free
+            return False
+        logger.info("Removing %s%s", folder, why)
+        shutil.rmtree(folder, ignore_errors=True)
+        return True
 
 
 def cache_key(config: Config, folder: Path, manifest: Manifest) -> str | None:

@@ -9,14 +9,13 @@ the headers of LoRA adapters.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from safetensors import safe_open
@@ -79,23 +78,19 @@ def fetch(config: Config, files: Sequence[str] = METADATA) -> tuple[Path, str | 
 def list_files(config: Config, repository: str, pattern: re.Pattern[str]) -> list[str]:
     """The files of a model on the hub whose names without folders match; where the hub does not say, those in
     the cache. Raises ModelError."""
+    from huggingface_hub import HfApi
+
     try:
-        return matching(_files_on_hub(config, repository), pattern)
+        with _hub_errors(repository, config.revision):
+            # `list_repo_files` would try for 23 s where the hub is down.
+            info = HfApi().model_info(repository, revision=config.revision)
+        return matching([file.rfilename for file in info.siblings or ()], pattern)
     except ModelError:
         folder = _download(config, repository, config.revision, [])  # its copy in the cache
         names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
         if found := matching(names, pattern):
             return found
         raise
-
-
-def _files_on_hub(config: Config, repository: str) -> list[str]:
-    from huggingface_hub import HfApi
-
-    with _hub_errors(repository, config.revision):
-        # `list_repo_files` would try for 23 s where the hub is down.
-        info = HfApi().model_info(repository, revision=config.revision)
-    return [file.rfilename for file in info.siblings or ()]
 
 
 def matching(names: Sequence[str], pattern: re.Pattern[str]) -> list[str]:
@@ -135,16 +130,15 @@ def adapter_shapes(config: Config, source: str) -> dict[str, list[int]]:
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError
 
-    repository, _, revision = source.partition("@")
-    with _hub_errors(repository, revision or None):
-        cached = try_to_load_from_cache(
-            repository, ADAPTER[1], config.huggingface_hub_cache, revision or None
-        )
+    repository, _, given = source.partition("@")
+    revision = given or None
+    with _hub_errors(repository, revision):
+        cached = try_to_load_from_cache(repository, ADAPTER[1], config.huggingface_hub_cache, revision)
         if isinstance(cached, str):
             return shapes_in(Path(cached).parent)
         hub = HfApi()
         try:
-            header = hub.parse_safetensors_file_metadata(repository, ADAPTER[1], revision=revision or None)
+            header = hub.parse_safetensors_file_metadata(repository, ADAPTER[1], revision=revision)
         except EntryNotFoundError:
             raise ModelError(f"{repository} {NO_WEIGHTS}") from None
     return check_shapes({name: tensor.shape for name, tensor in header.tensors.items()})
@@ -214,9 +208,9 @@ def _download(config: Config, model_id: str, revision: str | None, patterns: Seq
 
     unwanted = None if all("/" in pattern for pattern in patterns) else OTHER_FORMATS
     cache = config.huggingface_hub_cache
-    state = _DownloadState(model_id, revision, cache, patterns, unwanted)
+    measure = _measure_of(model_id, revision, cache, patterns, unwanted)
     draws_bar = sys.stderr.isatty()  # huggingface_hub
-    progress = progress_logged(f"downloading {model_id}", state.describe, is_logged=not draws_bar)
+    progress = progress_logged(f"downloading {model_id}", measure, is_logged=not draws_bar)
     with _hub_errors(model_id, revision), progress:
         folder = snapshot_download(
             model_id,
@@ -228,46 +222,44 @@ def _download(config: Config, model_id: str, revision: str | None, patterns: Seq
     return Path(folder)
 
 
-@dataclasses.dataclass
-class _DownloadState:
-    """How much of a download is there: the hub says how large its files are, the cache which of them it
-    has."""
+def _measure_of(
+    model_id: str,
+    revision: str | None,
+    cache: str | None,
+    patterns: Sequence[str],
+    unwanted: Sequence[str] | None,
+) -> Callable[[], str]:
+    """What says how much of a download is there: the hub says how large its files are, the cache which of
+    them it has."""
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub.hf_api import RepoFile
+    from huggingface_hub.utils import filter_repo_objects
 
-    model_id: str
-    revision: str | None
-    cache: str | None
-    patterns: Sequence[str]
-    unwanted: Sequence[str] | None
-
-    @functools.cached_property
-    def sizes(self) -> dict[str, int]:
+    @functools.cache
+    def sizes() -> dict[str, int]:
         """Bytes of each file."""
-        from huggingface_hub import HfApi
-        from huggingface_hub.hf_api import RepoFile
-        from huggingface_hub.utils import filter_repo_objects
-
-        tree = HfApi().list_repo_tree(self.model_id, recursive=True, revision=self.revision)
+        tree = HfApi().list_repo_tree(model_id, recursive=True, revision=revision)
         sizes = {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
-        names = filter_repo_objects(sizes, allow_patterns=self.patterns, ignore_patterns=self.unwanted)
+        names = filter_repo_objects(sizes, allow_patterns=patterns, ignore_patterns=unwanted)
         return {name: sizes[name] for name in names}
 
-    def describe(self) -> str:
+    def measure() -> str:
         """Such as ": 120 of 480 MB (25 %)"; nothing where the hub does not answer."""
-        from huggingface_hub import constants, try_to_load_from_cache
-
         try:
-            total = sum(self.sizes.values())
+            total = sum(sizes().values())
             done = sum(
                 size
-                for name, size in self.sizes.items()
-                if try_to_load_from_cache(self.model_id, name, self.cache, self.revision)
+                for name, size in sizes().items()
+                if try_to_load_from_cache(model_id, name, cache, revision)
             )
-            folder = Path(self.cache or constants.HF_HUB_CACHE, "models--" + self.model_id.replace("/", "--"))
+            folder = Path(cache or constants.HF_HUB_CACHE, "models--" + model_id.replace("/", "--"))
             done += sum(file.stat().st_size for file in folder.glob("blobs/*.incomplete"))
         except Exception:  # the download itself says what is wrong
             return ""
         done = min(done, total)
         return f": {done / 1e6:,.0f} of {total / 1e6:,.0f} MB ({100 * done // max(total, 1)} %)"
+
+    return measure
 
 
 @contextlib.contextmanager

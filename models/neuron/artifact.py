@@ -251,7 +251,7 @@ def check_compiler(compiled_config: CompiledConfig, installed: str, name: str) -
 
 @dataclass(frozen=True)
 class Record:
-    """What is read of the record of an entry."""
+    """What an entry says of itself."""
 
     files: Checksums
     built: CompiledConfig
@@ -320,13 +320,8 @@ class CachedGraphs:
         `compiled_config` may compile. Raises OSError on failure; an incomplete entry is never found."""
         with renamed_when_complete(self.folder) as new:
             save(str(new))
-            record = {
-                "model": self.model,
-                "programs": _graph_settings(self.compiled_config),
-                "files": checksums(new),
-                "built": dataclasses.asdict(built),
-            }
-            (new / RECORD).write_text(json.dumps(record, indent=1))
+            record = Record(checksums(new), built)
+            (new / RECORD).write_text(json.dumps(dataclasses.asdict(record), indent=1))
         evict(self.cache.glob(f"*/{RECORD}"), self.size_gb, "--compile-cache-size (COMPILE_CACHE_SIZE)")
 
 
