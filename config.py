@@ -930,7 +930,10 @@ class Config:
         """A copy whose unset limits come from the model and from `memory_bytes`, the device's memory. Raises
         ConfigError for a limit that the model cannot meet."""
         longest = manifest.max_positions
-        total = self.max_total_tokens or self._default_length(manifest, memory_bytes)
+        slots = self.max_batch_size or DEFAULT_BATCH_SIZE
+        fitting = max(self._fitting_tokens(manifest, memory_bytes) // slots, DEFAULT_MAX_TOTAL_TOKENS)
+        most = manifest.length_limit or longest or DEFAULT_MAX_TOTAL_TOKENS
+        total = self.max_total_tokens or min(most, 1 << fitting.bit_length() - 1)  # a power of two
         if longest and total > longest:
             raise ConfigError(
                 f"--max-total-tokens {total} (MAX_TOTAL_TOKENS) exceeds the context length of "
@@ -942,14 +945,6 @@ class Config:
             max_total_tokens=total,
             max_input_tokens=self.max_input_tokens or total - 1,
         )
-
-    def _default_length(self, manifest: Manifest, memory_bytes: int | None) -> int:
-        """`max_total_tokens` where it is not set."""
-        longest = manifest.length_limit or manifest.max_positions or DEFAULT_MAX_TOTAL_TOKENS
-        slots = self.max_batch_size or DEFAULT_BATCH_SIZE
-        fitting = max(self._fitting_tokens(manifest, memory_bytes) // slots, DEFAULT_MAX_TOTAL_TOKENS)
-        power_of_two = 1 << fitting.bit_length() - 1
-        return min(longest, power_of_two)
 
     def with_prefix_slots(self, manifest: Manifest, memory_bytes: int | None) -> Config:
         """A copy whose unset `prefix_slots` comes from the memory; `with_manifest` comes before. Raises

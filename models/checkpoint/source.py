@@ -103,9 +103,10 @@ def fetch_source(config: Config, engine: type[Engine]) -> tuple[Config, Path, st
         folder = _merged_checkpoint(config, engine, folder)
         config = _with_source(config, str(folder))
     if config.lora_adapters:
-        folders = {name: read_adapter(config, name, source) for name, source in config.adapters.items()}
-        adapters = tuple(f"{name}={updates}" for name, updates in folders.items())
-        config = dataclasses.replace(config, lora_adapters=adapters)
+        adapters = [
+            f"{name}={read_adapter(config, name, source)}" for name, source in config.adapters.items()
+        ]
+        config = dataclasses.replace(config, lora_adapters=tuple(adapters))
     return config, folder, commit
 
 

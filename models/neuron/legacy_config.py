@@ -33,23 +33,19 @@ def legacy_config(config: Json) -> Json:
 
 
 def _legacy_rope(rope: Json) -> Json:
-    fields = {}
-    if isinstance(rope.get("full_attention"), dict):  # Gemma 3: sliding-window layers have their own
-        near = rope.get("sliding_attention") or {}
-        if near.get("rope_type", "default") != "default":
-            raise ModelError(
-                f"config.json: rope_type {near['rope_type']!r} of layers with a sliding window is not "
-                "supported on Neuron"
-            )
-        if "rope_theta" in near:
-            fields["rope_local_base_freq"] = near["rope_theta"]
-        rope = rope["full_attention"]
+    near = rope.get("sliding_attention") or {}  # Gemma 3: layers with a sliding window have their own
+    rope = dict(rope.get("full_attention") or rope)
+    if near.get("rope_type", "default") != "default":
+        raise ModelError(
+            f"config.json: rope_type {near['rope_type']!r} of layers with a sliding window is not "
+            "supported on Neuron"
+        )
     if any(isinstance(value, dict) for value in rope.values()):
         raise ModelError("a model whose layers differ in their rotary positions is not supported on Neuron")
-    rope = dict(rope)
-    for name in ("rope_theta", "partial_rotary_factor"):
-        if name in rope:
-            fields[name] = rope.pop(name)
+    names = ("rope_theta", "partial_rotary_factor")
+    fields = {name: rope.pop(name) for name in names if name in rope}
+    if "rope_theta" in near:
+        fields["rope_local_base_freq"] = near["rope_theta"]
     is_scaled = rope.get("rope_type", "default") != "default"
     fields["rope_scaling"] = rope | {"type": rope["rope_type"]} if is_scaled else None
     return fields
