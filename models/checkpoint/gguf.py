@@ -47,35 +47,31 @@ GGUF_KEYS = KEYS | {
     "use_parallel_residual",
 }
 ARRAYS = {"attention.head_count_kv", "rope.dimension_sections"}  # may have a number for each layer or part
-WINDOW = {"attention.sliding_window"}
-CAPS = {"attn_logit_softcapping", "final_logit_softcapping"}
-EXPERTS = {"expert_count", "expert_used_count", "expert_feed_forward_length"}
-SHARED_EXPERT = {"expert_shared_feed_forward_length"}
-STATE_SPACE = {"ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank"}
-QWEN35 = STATE_SPACE | {
-    "full_attention_interval",
-    "nextn_predict_layers",
-    "rope.dimension_sections",
-    "ssm.group_count",
-}
-ARCHITECTURES: dict[str, set[str]] = {
-    "llama": set(),
-    "qwen2": set(),
-    "qwen2moe": EXPERTS | SHARED_EXPERT,
-    "qwen3": set(),
+WINDOW = "attention.sliding_window"
+CAPS = "attn_logit_softcapping final_logit_softcapping"
+EXPERTS = "expert_count expert_used_count expert_feed_forward_length"
+SHARED_EXPERT = "expert_shared_feed_forward_length"
+STATE_SPACE = "ssm.conv_kernel ssm.inner_size ssm.state_size ssm.time_step_rank"
+DELTA_NET = "full_attention_interval nextn_predict_layers rope.dimension_sections ssm.group_count"
+# The architectures, and keys that only these have.
+ARCHITECTURES = {
+    "llama": "",
+    "qwen2": "",
+    "qwen2moe": f"{EXPERTS} {SHARED_EXPERT}",
+    "qwen3": "",
     "qwen3moe": EXPERTS,
-    "qwen35": QWEN35,
-    "qwen35moe": QWEN35 | EXPERTS | SHARED_EXPERT,
-    "lfm2": {"shortconv.l_cache"},
+    "qwen35": f"{STATE_SPACE} {DELTA_NET}",
+    "qwen35moe": f"{STATE_SPACE} {DELTA_NET} {EXPERTS} {SHARED_EXPERT}",
+    "lfm2": "shortconv.l_cache",
     "mamba": STATE_SPACE,
-    "gemma2": WINDOW | CAPS,
-    "gemma3": WINDOW | CAPS | {"rope.freq_base_swa"},
+    "gemma2": f"{WINDOW} {CAPS}",
+    "gemma3": f"{WINDOW} {CAPS} rope.freq_base_swa",
     "phi3": WINDOW,
-    "falcon": set(),
-    "stablelm": set(),
-    "starcoder2": set(),
-    "nemotron": set(),
-    "gpt2": set(),
+    "falcon": "",
+    "stablelm": "",
+    "starcoder2": "",
+    "nemotron": "",
+    "gpt2": "",
 }
 # Fields of the configuration that transformers does not read from the file.
 FIELDS = {
@@ -119,7 +115,7 @@ def _reject_unknown(file: GgufFile) -> None:
     if file.architecture not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise file.rejection(f"is of the architecture {file.architecture}; {known} can be read")
-    readable = GGUF_KEYS | ARCHITECTURES[file.architecture]
+    readable = GGUF_KEYS.union(ARCHITECTURES[file.architecture].split())
     for name, value in keys_of_model(file).items():
         is_read = name in readable & ARRAYS if np.ndim(value) else name in readable or not value
         if not is_read:

@@ -59,28 +59,30 @@ def scaling_size(file: GgufFile) -> int:
 
 
 def rotary_positions(file: GgufFile, slides: bool = False) -> Json:
-    """Those of layers with or without a sliding window, in the form of `manifest.read_ropes`, without the
-    DIVISORS. Raises ModelError for another kind of scaling."""
+    """The rotary positions of layers with, or without, a sliding window, as `manifest.read_ropes` gives those
+    of a config.json; DIVISORS come on top. Raises ModelError for another kind of scaling."""
     if slides and file.architecture == "gemma3":
         return {"rope_type": "default", "rope_theta": file["rope.freq_base_swa"] or 10000.0}
-    rope = {"rope_theta": file["rope.freq_base"] or 10000.0}
-    original = {ORIGINAL_LENGTH: file["rope.scaling.original_context_length"]}
-    attention_factor = file["rope.scaling.yarn_attn_factor"] or file["rope.scaling.attn_factor"] or 1.0
-    if short := file.numbers(SHORT_DIVISORS):
-        factors = {"short_factor": short, "long_factor": file.numbers(LONG_DIVISORS)}
-        return rope | original | factors | {"rope_type": "longrope", "attention_factor": attention_factor}
+    rope = {"rope_type": "default", "rope_theta": file["rope.freq_base"] or 10000.0}
     kind = file["rope.scaling.type"] or "linear"
     factor = file["rope.scaling.factor"] or file["rope.scale_linear"]
-    if kind == "none" or not factor:
-        return rope | {"rope_type": "default"}
-    rope |= {"rope_type": kind, "factor": factor}
-    if kind == "linear":
+    short = file.numbers(SHORT_DIVISORS)
+    if short:
+        kind = "longrope"
+    elif kind == "none" or not factor:
         return rope
-    if kind != "yarn":
+    elif kind not in ("linear", "yarn"):
         raise file.rejection(f"has rope scaling of the type {kind}, which cannot be read")
-    for name in ("beta_fast", "beta_slow"):
-        if file[f"rope.scaling.yarn_{name}"] is not None:
-            rope[name] = file[f"rope.scaling.yarn_{name}"]
-    if attention_factor != 1:
-        rope["attention_factor"] = attention_factor
-    return rope | original
+    attention_factor = file["rope.scaling.yarn_attn_factor"] or file["rope.scaling.attn_factor"] or 1.0
+    rope |= {
+        "rope_type": kind,
+        "factor": factor,
+        ORIGINAL_LENGTH: file["rope.scaling.original_context_length"],
+        "beta_fast": file["rope.scaling.yarn_beta_fast"],
+        "beta_slow": file["rope.scaling.yarn_beta_slow"],
+        "short_factor": short,
+        "long_factor": file.numbers(LONG_DIVISORS),
+        # Yarn's own factor is multiplied by it.
+        "attention_factor": attention_factor if short or attention_factor != 1 else None,
+    }
+    return {name: value for name, value in rope.items() if value is not None}
