@@ -211,7 +211,7 @@ def test_a_tool_parser_may_have_vllms_name(theirs, ours, tokenizer):
 def test_a_tool_parser_that_there_is_not_ends_the_startup_with_one_line_that_names_those_that_there_are(monkeypatch):
     with pytest.raises(ConfigError, match=r"^--tool-parser \(TOOL_PARSER\) 'hermas': must be one of hermes, .*, none$"):
         format_named("hermas")
-    monkeypatch.setattr(web.configuration, "load", lambda: Config(model_id="m", tool_parser="hermas"))
+    monkeypatch.setattr(web.configuration, "resolved", lambda: Config(model_id="m", tool_parser="hermas"))
     monkeypatch.setattr(web, "die_with_parent", lambda: None)
     monkeypatch.setattr(web.logs, "set_up", lambda *_settings: None)
     assert web.main() == 2
