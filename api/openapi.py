@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import UnionType
+from typing import Any, get_args
 
 import msgspec
 from flask import Response
@@ -21,8 +23,9 @@ QUESTION = "What is Deep Learning?"
 class Route:
     """A route and its description in the OpenAPI document.
 
-    bodies: the types of the JSON bodies that it takes; example: a body of the first of them; responses: the
-    types of its JSON responses with status 200; events: those of the events of its streams.
+    body: the type of the JSON body that it takes; response: the type of its JSON response with status 200;
+    event: the type of the events of its stream. Each may be a union; None: there is none. example: a body of
+    the first type.
     """
 
     method: str
@@ -31,10 +34,10 @@ class Route:
     view: Callable[..., Response]  # called with the Server, and a parameter of the path
     other_errors: tuple[ErrorFormat, ...] = ()  # that the view may choose
     needs_key: bool = True
-    bodies: tuple = ()
+    body: Any = None
     example: Json | None = None
-    responses: tuple = ()
-    events: tuple = ()
+    response: Any = None
+    event: Any = None
     query: str = ""  # the name of its one parameter there
     content_type: str | None = None  # of a response that is not JSON
     takes_text: bool = False  # a prompt as plain text, whose continuation is the response, as such
@@ -42,6 +45,10 @@ class Route:
     @property
     def name(self) -> str:
         return f"{self.method} {self.path}"
+
+    @property
+    def bodies(self) -> tuple:
+        return kinds_of(self.body)
 
     @property
     def errors(self) -> tuple[ErrorFormat, ...]:
@@ -53,6 +60,13 @@ class Route:
         return self.path.replace("{", "<path:").replace("}", ">")
 
 
+def kinds_of(union: Any) -> tuple:
+    """The types of a union; none for None."""
+    if isinstance(union, UnionType):
+        return get_args(union)
+    return () if union is None else (union,)
+
+
 def format_of(path: str) -> ErrorFormat:
     """The error format of the API that a path belongs to."""
     if path.startswith("/v1/messages"):
@@ -62,8 +76,9 @@ def format_of(path: str) -> ErrorFormat:
 
 def openapi(routes: Sequence[Route]) -> Json:
     """The OpenAPI 3.1 document."""
-    used = [kind for route in routes for kind in (*route.bodies, *route.responses, *route.events)]
-    used += [error_format.body_type for error_format in (TGI, OPENAI, ANTHROPIC)]
+    types = [each for route in routes for each in (route.body, route.response, route.event)]
+    types += [error_format.body_type for error_format in (TGI, OPENAI, ANTHROPIC)]
+    used = [kind for each in types for kind in kinds_of(each)]
     refs, components = msgspec.json.schema_components(used, ref_template=SCHEMA)
     schema_of = dict(zip(used, refs))
 
@@ -105,7 +120,7 @@ def _operation(route: Route, content: Callable[[tuple], Json]) -> Json:
         "security": [{"key": []}, {}] if route.needs_key else [],
     }
     bodies = {}
-    if route.bodies:
+    if route.body:
         bodies["application/json"] = content(route.bodies) | {"example": route.example}
     if route.takes_text:
         bodies["text/plain"] = {"schema": {"type": "string", "minLength": 1}, "example": QUESTION}
@@ -125,10 +140,13 @@ def _operation(route: Route, content: Callable[[tuple], Json]) -> Json:
 def _responses(route: Route, content: Callable[[tuple], Json]) -> Json:
     """The descriptions of a route's responses by their content type."""
     responses = {}
-    if route.responses:
-        responses["application/json"] = content(route.responses)
-    if route.events:
-        event = {"contentMediaType": "application/json", "contentSchema": content(route.events)["schema"]}
+    if route.response:
+        responses["application/json"] = content(kinds_of(route.response))
+    if route.event:
+        event = {
+            "contentMediaType": "application/json",
+            "contentSchema": content(kinds_of(route.event))["schema"],
+        }
         data = {"type": "string", "anyOf": [event, {"const": "[DONE]"}]}  # the last one of OpenAI's streams
         stream = {"type": "object", "properties": {"data": data}}
         # The object is for validators; generated clients get the stream as text.
