@@ -353,11 +353,14 @@ PARSERS = {"str": str, "int": _whole_number, "float": _positive, "bool": _switch
 
 
 def setting(
-    default: Any, names: str, help: str, *, parse: Callable[[str], Any] | None = None, shown: str = ""
+    default: Any, help: str, *, names: str = "", parse: Callable[[str], Any] | None = None, shown: str = ""
 ) -> Any:
-    """A field of `Config`, whose flag is its name with dashes. `names`: its environment variables, the
-    preferred one first, and further flags. `parse` defaults to the parser of the field's type; `shown`, the
-    default in the help, to `default`."""
+    """A field of `Config`. Its flag is the field's name with dashes, its environment variable the name in
+    capitals.
+
+    names: all of its variables, the preferred one first, where it has others, and further flags. parse: by
+    default the parser of the field's type. shown: the default in the help, if it is not `default`.
+    """
     variables = [name for name in names.split() if not name.startswith("-")]
     flags = [name for name in names.split() if name.startswith("-")]
     if not shown:
@@ -374,21 +377,19 @@ class Config:
 
     model_id: str = setting(
         str(DEMO_MODEL),
-        "MODEL_ID HF_MODEL_ID",
         "Model to serve: a hub id, a local folder, a GGUF file (a path, or owner/name:file.gguf on the hub), "
         f"or {TRIAL_MODEL}, a real model that is small enough for any CPU.",
+        names="MODEL_ID HF_MODEL_ID",
         shown="the model in /opt/ml/model (SageMaker), else the built-in demonstration model",
     )
     served_model_name: str | None = setting(
         None,
-        "SERVED_MODEL_NAME",
         "The model's name in responses and in /v1/models. Without lora_adapters and "
         "lora_folder requests may use any name.",
         shown="model_id",
     )
     lora_adapters: tuple[str, ...] = setting(
         (),
-        "LORA_ADAPTERS",
         "LoRA adapters that requests can choose by name, separated by commas: hub ids, also id@revision, "
         "folders, or name=folder. Other requests get the model without an adapter. For CPUs and GPUs.",
         parse=_adapters,
@@ -396,77 +397,67 @@ class Config:
     )
     merge_lora: str | None = setting(
         None,
-        "MERGE_LORA",
         "LoRA adapter to merge into the model's weights, once, for all requests: as one of lora_adapters.",
         parse=_one_adapter,
     )
     lora_folder: str | None = setting(
         None,
-        "LORA_FOLDER",
         "Folder that LoRA adapters may be loaded from at run time, by paths below it; from the hub, too. "
         "Needs an API key.",
         parse=_absolute_path,
         shown="none is loaded at run time",
     )
-    max_lora_rank: int = setting(
-        16, "MAX_LORA_RANK", "Largest rank of a LoRA adapter that is loaded at run time."
-    )
+    max_lora_rank: int = setting(16, "Largest rank of a LoRA adapter that is loaded at run time.")
     max_cpu_loras: int = setting(
-        32, "MAX_CPU_LORAS", "LoRA adapters, those of lora_adapters among them, beyond which none is loaded."
+        32, "LoRA adapters, those of lora_adapters among them, beyond which none is loaded."
     )
     max_lora_memory: float = setting(
         1.0,
-        "MAX_LORA_MEMORY",
         "GB of memory for all LoRA adapters, beyond which none is loaded, and of the file of one.",
     )
     max_snapshot_memory: float = setting(
         1.0,
-        "MAX_SNAPSHOT_MEMORY",
         "GB of memory for snapshots of recurrent states, from which prompts that begin alike go on. Only "
         "models with linear attention, short convolutions or state spaces have such states.",
         parse=_ratio,
     )
     revision: str | None = setting(
         None,
-        "REVISION HF_MODEL_REVISION",
         "Branch, tag or commit of a hub model.",
+        names="REVISION HF_MODEL_REVISION",
     )
     huggingface_hub_cache: str | None = setting(
         None,
-        "HUGGINGFACE_HUB_CACHE HF_HUB_CACHE",
         "Folder for downloaded models.",
+        names="HUGGINGFACE_HUB_CACHE HF_HUB_CACHE",
         parse=_absolute_path,
         shown="that of huggingface_hub",
     )
     trust_remote_code: bool = setting(
         False,
-        "TRUST_REMOTE_CODE HF_MODEL_TRUST_REMOTE_CODE",
         "Run the Python code that comes with the model. Only for models that you trust.",
+        names="TRUST_REMOTE_CODE HF_MODEL_TRUST_REMOTE_CODE",
     )
     tokenizer_config_path: str | None = setting(
         None,
-        "TOKENIZER_CONFIG_PATH",
         "File to read the chat template and the special tokens from.",
         parse=_file,
         shown="the model's tokenizer_config.json",
     )
     generation_config: str = setting(
         "auto",
-        "GENERATION_CONFIG",
         "Defaults of requests on /v1 routes. auto: the sampling parameters and stop strings of the model's "
         "generation_config.json; none: OpenAI's.",
         parse=_one_of("auto", "none", aliases={"vllm": "none"}),
     )
     chat_template_kwargs: str | None = setting(
         None,
-        "CHAT_TEMPLATE_KWARGS",
         'Variables for the chat template, as a JSON object, such as {"enable_thinking": false}. Those of a '
         "request take precedence.",
         parse=_json_object,
     )
     mm_processor_kwargs: str | None = setting(
         None,
-        "MM_PROCESSOR_KWARGS",
         "Fields of the model's preprocessor_config.json to override, as a JSON object, such as "
         '{"size": {"longest_edge": 1024}} for fewer tokens of an image. Another field than those that the '
         "model supports is refused with their names.",
@@ -474,21 +465,19 @@ class Config:
     )
     escape_special_tokens: bool = setting(
         False,
-        "ESCAPE_SPECIAL_TOKENS",
         "Encode special tokens in what clients write (messages, tools, prompts) as plain text. Only the "
         "chat template writes control tokens.",
     )
     tool_parser: str | None = setting(
         None,
-        "TOOL_PARSER --tool-call-parser",
         "Format in which the model writes tool calls, by its name in docs/api/tools.md or vLLM's; none "
         "leaves calls in the text.",
+        names="TOOL_PARSER --tool-call-parser",
         shown="the one in which the chat template writes calls",
         parse=str.lower,
     )
     reasoning_parser: str | None = setting(
         None,
-        "REASONING_PARSER",
         f"Format in which the model writes its reasoning: {', '.join(REASONING_PARSERS)}; none leaves it in "
         "the content of chats. think is `<think>...</think>`, also under vLLM's names, such as qwen3; with "
         "deepseek_r1 an output begins within it.",
@@ -497,34 +486,31 @@ class Config:
     )
     reasoning_fields: str = setting(
         "both",
-        "REASONING_FIELDS",
         "Names of the reasoning in chats: reasoning, reasoning_content, or both. OpenAI's Agents SDK sends "
         "it back only if it is reasoning alone.",
         parse=_one_of(*REASONING_FIELDS),
     )
     device: str = setting(
         "auto",
-        "DEVICE",
         "auto, cpu, cuda or neuron; auto uses what the machine has.",
         parse=_one_of("auto", *DEVICES),
     )
     dtype: str = setting(
         "auto",
-        "DTYPE HF_AUTO_CAST_TYPE",
         "auto, float32, bfloat16 or float16. auto is the checkpoint's; on a CPU it is bfloat16 if the "
         "checkpoint has it, else float32.",
+        names="DTYPE HF_AUTO_CAST_TYPE",
         parse=_one_of("auto", "float32", "bfloat16", "float16", aliases=DTYPES),
     )
     quantize: str | None = setting(
         None,
-        "QUANTIZE HF_MODEL_QUANTIZE",
         "Weight compression: none, int8, or int4 (CPUs only). On a CPU the first startup needs the "
         "package nncf.",
+        names="QUANTIZE HF_MODEL_QUANTIZE",
         parse=_quantize,
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "KV_CACHE_DTYPE",
         "Type of the KV cache. On CPUs: auto, which is bfloat16 where the model is and the CPU multiplies "
         "it, else float32; float32, where the model is computed in it; or u8: eight bits, with a scale for "
         "every 32 tokens, which takes less than a third of float32's memory and turns speculative decoding "
@@ -534,7 +520,6 @@ class Config:
     )
     model_cache: str = setting(
         os.path.expanduser("~/.cache/neuron-textgen"),
-        "MODEL_CACHE",
         "Folder for models converted for CPUs and for compiled sampling loops. Other users must not be able "
         "to write to it.",
         parse=_absolute_path,
@@ -542,37 +527,35 @@ class Config:
     )
     model_cache_size: float = setting(
         20.0,
-        "MODEL_CACHE_SIZE",
         "Gigabytes of converted models to keep; the least recently used are removed first.",
     )
     threads: int | None = setting(
         None,
-        "THREADS",
         "CPU threads for the model.",
         shown="the processors that the process may use",
     )
     tp_degree: int | None = setting(
         None,
-        "TP_DEGREE HF_NUM_CORES",
         "Tensor parallel degree: NeuronCores to split the model over.",
+        names="TP_DEGREE HF_NUM_CORES",
         shown="the one with the least memory per core, among the cores present or in NEURON_RT_VISIBLE_CORES",
     )
     max_batch_size: int | None = setting(
         None,
-        "MAX_BATCH_SIZE HF_BATCH_SIZE",
         "Slots: how many requests are decoded together. Further requests wait in the queue.",
+        names="MAX_BATCH_SIZE HF_BATCH_SIZE",
         shown=f"{DEFAULT_BATCH_SIZE}; on Neuron what fits, up to 32",
     )
     max_input_tokens: int | None = setting(
         None,
-        "MAX_INPUT_TOKENS MAX_INPUT_LENGTH --max-input-length",
         "Longest prompt, in tokens.",
+        names="MAX_INPUT_TOKENS MAX_INPUT_LENGTH --max-input-length",
         shown="max_total_tokens - 1",
     )
     max_total_tokens: int | None = setting(
         None,
-        "MAX_TOTAL_TOKENS HF_SEQUENCE_LENGTH",
         "Longest prompt plus completion, in tokens: the context length of a slot.",
+        names="MAX_TOTAL_TOKENS HF_SEQUENCE_LENGTH",
         parse=_from_2,
         shown="the model's context length, or the largest power of two for which the KV cache of all "
         f"slots fits into a quarter of the memory, at least {DEFAULT_MAX_TOTAL_TOKENS}; on Neuron what "
@@ -580,35 +563,30 @@ class Config:
     )
     max_batch_total_tokens: int | None = setting(
         None,
-        "MAX_BATCH_TOTAL_TOKENS",
         "Maximum tokens of all slots together; caps the slots at this value divided by max_total_tokens.",
         parse=_from_2,
         shown="no limit",
     )
     prefill_buckets: tuple[int, ...] | None = setting(
         None,
-        "PREFILL_BUCKETS",
         "Prompt lengths to compile for Neuron, separated by commas; max_total_tokens is always included.",
         parse=_lengths,
         shown="powers of two from 128, with halfway steps from 2048",
     )
     position_buckets: tuple[int, ...] | None = setting(
         None,
-        "POSITION_BUCKETS",
         "Lengths of prompt plus completion to compile for Neuron; max_total_tokens is always included.",
         parse=_lengths,
         shown="powers of two from 128, with halfway steps from 2048",
     )
     neuron_config: tuple[str, ...] | None = setting(
         None,
-        "NEURON_CONFIG",
         "transformers-neuronx options to compile with, as NAME=VALUE, separated by commas: "
         f"{', '.join(NEURON_CONFIG)}. They do not change the output. The flag may be repeated.",
         parse=_parse_neuron_config,
     )
     prefill_chunk: int | None = setting(
         None,
-        "PREFILL_CHUNK",
         "Chunked prefill on Neuron: prompt tokens between two decode steps of running requests (0 = off). "
         "Fixed at compile time.",
         parse=_chunk,
@@ -616,19 +594,16 @@ class Config:
     )
     compile_workers: int | None = setting(
         None,
-        "COMPILE_WORKERS",
         "Neuron graphs to compile in parallel; each needs gigabytes of memory.",
         shown="one per processor and 8 GiB of memory",
     )
     compile_cache_size: float = setting(
         20.0,
-        "COMPILE_CACHE_SIZE",
         "Gigabytes of compiled graphs (NEFFs) that the server keeps in NEURON_COMPILE_CACHE_URL; the least "
         "recently used are removed first. The compiler's own files there do not count.",
     )
     sampling: str | None = setting(
         None,
-        "SAMPLING",
         "Host or on-device sampling: host; on Neuron also device, which rejects request parameters that only "
         "host supports, or hybrid, which uses the device in each step whose requests all allow it.",
         parse=_one_of("host", "device", "hybrid"),
@@ -636,18 +611,15 @@ class Config:
     )
     max_concurrent_requests: int = setting(
         128,
-        "MAX_CONCURRENT_REQUESTS",
         "Maximum running and waiting requests; more are rejected with 429.",
     )
     max_queue_time: float | None = setting(
         None,
-        "MAX_QUEUE_TIME",
         "Seconds that a request may wait for a slot before it is rejected with 429.",
         shown="no limit",
     )
     queue_threshold_ms: int | None = setting(
         None,
-        "QUEUE_THRESHOLD_MS",
         "Milliseconds in the queue after which a request goes first; until then shorter prompts start "
         "before longer ones.",
         parse=_from_0,
@@ -655,33 +627,29 @@ class Config:
     )
     max_batch_prefill_tokens: int | None = setting(
         None,
-        "MAX_BATCH_PREFILL_TOKENS",
         "Prompt tokens per decode step of the running requests. OpenVINO runs them in the same step; "
         "elsewhere they run before it, at least one prompt or chunk at a time.",
         shown="with OpenVINO as many as take 150 ms, or a decode step if that is longer; 128 elsewhere",
     )
     waiting_served_ratio: float = setting(
         0.0,
-        "WAITING_SERVED_RATIO",
         "Ratio of waiting to running requests from which prompts may interrupt decoding. No effect with "
         "OpenVINO, which runs both in the same step.",
         parse=_ratio,
     )
     max_waiting_tokens: int = setting(
         20,
-        "MAX_WAITING_TOKENS",
         "Decode steps after which a waiting prompt runs regardless of waiting_served_ratio.",
         parse=_from_0,
     )
     prefix_reuse: bool = setting(
         True,
-        "PREFIX_REUSE PREFIX_CACHING USE_PREFIX_CACHING",
         "Prefix caching across requests (a chat's next turn, a common system prompt). The time to first "
         "token may show that others used the same prefix.",
+        names="PREFIX_REUSE PREFIX_CACHING USE_PREFIX_CACHING",
     )
     prefix_slots: int | None = setting(
         None,
-        "PREFIX_SLOTS",
         "Slots of the KV cache that hold prompts for prefix caching, on CPUs; at most --max-batch-size of "
         "them run at a time. More of them keep more conversations.",
         shown=f"as many as fit into a quarter of the memory, up to {MAX_DEFAULT_PREFIX_SLOTS}; at least "
@@ -689,7 +657,6 @@ class Config:
     )
     speculate: int | None = setting(
         None,
-        "SPECULATE",
         "Maximum draft tokens per request and step for n-gram speculative decoding (0 = off). The output "
         "stays the same on CPUs; on Neuron and GPUs rounding may change a choice between nearly equally "
         "likely tokens.",
@@ -698,86 +665,74 @@ class Config:
     )
     max_client_batch_size: int = setting(
         32,
-        "MAX_CLIENT_BATCH_SIZE",
         "Maximum prompts per request (`/v1/completions`, `/vertex`), and maximum `n` of each.",
     )
-    max_best_of: int = setting(2, "MAX_BEST_OF", "Maximum `best_of`.")
+    max_best_of: int = setting(2, "Maximum `best_of`.")
     max_stop_sequences: int = setting(
         32,
-        "MAX_STOP_SEQUENCES",
         "Maximum stop sequences of a request; each has at most 1,000 characters.",
     )
     max_top_n_tokens: int = setting(
         5,
-        "MAX_TOP_N_TOKENS",
         "Maximum `top_n_tokens`, and `logprobs` in `/v1/completions`.",
         parse=functools.partial(_whole_number, high=MAX_TOP_TOKENS),
     )
     hostname: str = setting(
         "0.0.0.0",
-        "HOSTNAME",
         "IP address to listen on; `::` listens on IPv4, too. A HOSTNAME variable that is not an IP address, "
         "as containers and shells set it, is ignored.",
         parse=_ip,
     )
     port: int = setting(
         8080,
-        "SAGEMAKER_BIND_TO_PORT AIP_HTTP_PORT PORT -p",
         "Port to listen on. SAGEMAKER_BIND_TO_PORT and Vertex AI's AIP_HTTP_PORT override PORT.",
+        names="SAGEMAKER_BIND_TO_PORT AIP_HTTP_PORT PORT -p",
         parse=functools.partial(_whole_number, high=65535),
     )
     api_key: str | None = setting(
         None,
-        "API_KEY",
         "Key that requests must send as `Authorization: Bearer` or `x-api-key`, except those for health and "
         "metrics and the pages / and /docs.",
         parse=_api_key,
     )
     api_key_file: str | None = setting(
         None,
-        "API_KEY_FILE",
         "File of API keys, one per line, which are accepted in addition to --api-key. The server rereads it "
         "when it changes, so keys can be replaced without a restart.",
         parse=_key_file,
     )
     root_path: str | None = setting(
         None,
-        "ROOT_PATH",
         "Path prefix of all routes, such as /serve, for a proxy that does not strip it. Requests without it "
         "are served, too.",
         parse=_root_path,
     )
     health_route: str = setting(
         "/health",
-        "AIP_HEALTH_ROUTE",
         "Another path of `GET /health`, as Vertex AI asks for it.",
+        names="AIP_HEALTH_ROUTE",
         parse=_path,
     )
     predict_route: str = setting(
         "/vertex",
-        "AIP_PREDICT_ROUTE",
         "Another path of `POST /vertex`, as Vertex AI asks for it.",
+        names="AIP_PREDICT_ROUTE",
         parse=_path,
     )
     cors_allow_origin: str = setting(
         "*",
-        "CORS_ALLOW_ORIGIN",
         "Origins of web pages that may call the server, separated by commas; the flag may be repeated.",
         parse=_origins,
     )
-    no_web_page: bool = setting(False, "NO_WEB_PAGE", "Do not serve the web UI at `/`.")
-    web_concurrency: int = setting(
-        2, "WEB_CONCURRENCY", "API server processes (HTTP, tokenizing, streaming)."
-    )
+    no_web_page: bool = setting(False, "Do not serve the web UI at `/`.")
+    web_concurrency: int = setting(2, "API server processes (HTTP, tokenizing, streaming).")
     payload_limit: int | None = setting(
         None,
-        "PAYLOAD_LIMIT",
         "Largest request body, in bytes; a larger one is rejected with 413.",
         shown=f"{TEXT_PAYLOAD}; {IMAGE_PAYLOAD} for models that read images",
     )
     allowed_media_domains: tuple[str, ...] = setting(
         (),
-        "ALLOWED_MEDIA_DOMAINS",
         "Hosts that the server may fetch images from, for image URLs in requests, separated by commas or "
         "spaces; the flag may be repeated. Names match exactly and must lead to public addresses; name a "
         "private address, too. A port that is not the scheme's is part of a host, as in 10.0.0.5:9000.",
@@ -786,42 +741,36 @@ class Config:
     )
     response_store_size: int = setting(
         64,
-        "RESPONSE_STORE_SIZE",
         "MiB of responses of /v1/responses to store, for `previous_response_id` and `item_reference`; the "
         "oldest are removed first. 0 stores none.",
         parse=_from_0,
     )
     client_timeout: float = setting(
         75.0,
-        "CLIENT_TIMEOUT",
         "Timeout in seconds for each of: an idle connection, sending the headers, sending the body, reading "
         "the next part of a response.",
     )
     response_deadline: float | None = setting(
         None,
-        "RESPONSE_DEADLINE",
         "Seconds after which a response that is not streamed ends with the text so far and finish reason "
         "`length`.",
         shown="55 on `/invocations` (SageMaker waits 60), else none",
     )
     startup_timeout: float = setting(
         3600.0,
-        "STARTUP_TIMEOUT",
         "Seconds that the model may take to become ready.",
     )
     stuck_timeout: float = setting(
         120.0,
-        "STUCK_TIMEOUT",
         "Seconds that a step may be stuck (far longer than usual) before the server exits with code 1.",
     )
     graceful_termination_timeout: float = setting(
         25.0,
-        "GRACEFUL_TERMINATION_TIMEOUT -g",
         "Seconds for running requests to finish after a signal to stop.",
+        names="GRACEFUL_TERMINATION_TIMEOUT -g",
     )
     otlp_endpoint: str | None = setting(
         None,
-        "OTLP_ENDPOINT",
         "URL of an OpenTelemetry collector for OTLP over HTTP, such as http://localhost:4318, that receives "
         "traces of requests. Needs the packages of the extra `otel`.",
         parse=_collector,
@@ -829,34 +778,31 @@ class Config:
     )
     profile: str | None = setting(
         None,
-        "PROFILE PROF_PATH",
         "Folder for a JSON file with the phases of the worker's steps.",
+        names="PROFILE PROF_PATH",
         parse=_absolute_path,
         shown="/tmp with PROF_STEP, else no file",
     )
-    prof_waitstep: int = setting(0, "PROF_WAITSTEP", "Steps to run before the file begins.", parse=_from_0)
+    prof_waitstep: int = setting(0, "Steps to run before the file begins.", parse=_from_0)
     prof_warmupstep: int = setting(
         0,
-        "PROF_WARMUPSTEP",
         "More steps to run before the file begins.",
         parse=_from_0,
     )
     prof_step: int | None = setting(
         None,
-        "PROF_STEP",
         "Steps to record; 0: no file.",
         parse=_from_0,
         shown="100 with profile",
     )
     log_level: str = setting(
         "info",
-        "LOG_LEVEL",
         "Lowest level to log: error, warn, info or debug; also a filter of TGI's launcher, such as "
         "info,text_generation_router=debug, whose first level counts. Libraries log warnings and errors "
         "only.",
         parse=_log_level,
     )
-    json_output: bool = setting(False, "JSON_OUTPUT", "Log one JSON object per line.")
+    json_output: bool = setting(False, "Log one JSON object per line.")
 
     def __post_init__(self):
         total = self.max_total_tokens
@@ -1007,6 +953,10 @@ class Config:
             lines.append(f"{name}={shlex.quote(str(value))}")
         return "\n".join(lines) + "\n"
 
+
+for _entry in dataclasses.fields(Config):
+    if not _entry.metadata["names"]:
+        _entry.metadata["names"].append(_entry.name.upper())
 
 IN_SHELL = (
     "model_cache",
