@@ -120,7 +120,9 @@ class Publisher:
                 continue
             message = messages[request.peer]
             if i >= output.step.num_decodes:
-                message.prompts.append(_prompt_of(request))
+                queued_s = request.started_at - request.arrived_at
+                scores = request.prompt_logprobs, request.prompt_top
+                message.prompts.append(PromptDone(request.id, queued_s, request.cached, *scores))
             rows = logprobs.get(i) or [(None, [])] * len(tokens)
             reasons = [None] * (len(tokens) - 1) + [output.finish_reasons[i]]
             for number, (token, row, reason) in enumerate(zip(tokens, rows, reasons)):
@@ -137,16 +139,6 @@ class Publisher:
         if not request.has_ended:
             request.has_ended = True
             self._link.send(request.peer, End(request.id, reason, message))
-
-
-def _prompt_of(request: Request) -> PromptDone:
-    return PromptDone(
-        request.id,
-        queued_s=request.started_at - request.arrived_at,
-        cached=request.cached,
-        logprobs=request.prompt_logprobs,
-        top=request.prompt_top,
-    )
 
 
 def score(output: StepOutput) -> tuple[dict[int, list[RowLogprobs]], dict[int, Exception]]:

@@ -105,11 +105,13 @@ class Preparation:
         images: dict[int, int] = {}
         for request in self._requests:
             characters += len(request.generate.grammar)
-            together = {**images, **request.images}
-            exceeds_cache = images and request.images and not self._images.fit(together)
-            if exceeds_cache or (fitting and characters > MAX_COMPILED_CHARACTERS):
+            if fitting and characters > MAX_COMPILED_CHARACTERS:
                 break
-            images = together
+            if request.images:
+                together = {**images, **request.images}
+                if images and not self._images.fit(together):
+                    break
+                images = together
             fitting.append(request)
         return fitting
 
