@@ -31,11 +31,9 @@ MAX_UNPUBLISHED = 2  # steps whose outputs wait for the output thread; each hold
 
 class Publisher:
     """Sends step outputs to the API server processes, and counts them. `executor` runs one call at a time,
-    in order."""
+    in order; None: a thread of its own."""
 
-    def __init__(
-        self, link: Link, metrics: Metrics, profiler: Profiler | None = None, executor: Executor | None = None
-    ):
+    def __init__(self, link: Link, metrics: Metrics, profiler: Profiler | None, executor: Executor | None):
         self._link = link
         self._metrics = metrics
         self._profiler = profiler

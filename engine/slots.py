@@ -35,7 +35,7 @@ class Slots:
         prefix_granularity: int | None,
         supports_prefix_copy: bool,
         whole_images: bool,
-        states: States | None = None,
+        states: States | None,
     ):
         """`prefix_granularity`, `supports_prefix_copy`, `whole_images`, `states`: see StaticBatchModel."""
         self.free = list(range(count))  # the least recently used first
