@@ -211,7 +211,7 @@ def _close(schemas: list[Schema]) -> None:
             return
     for each in schemas:
         named = _properties(each)
-        if named and OPEN.isdisjoint(each) and named.keys() >= _required_names(each):
+        if named and OPEN.isdisjoint(each) and named.keys() >= required_names(each):
             each.setdefault("additionalProperties", False)
 
 
@@ -461,7 +461,7 @@ def _counts(schema: Schema, _: Context) -> Iterator[str]:
     if "object" not in _types(schema) or not all(isinstance(count, (int, float)) for count in (least, most)):
         return
     names = set(_properties(schema))
-    required = _required_names(schema)
+    required = required_names(schema)
     is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
     is_combined = not COMBINING.isdisjoint(schema)
     if is_closed and most >= len(names | required):
@@ -500,7 +500,7 @@ def _are_exclusive(options: list[Any], types: set[str], document: Schema) -> boo
             continue
         tags = set()
         if kind == "object":
-            tags = set.intersection(*(_required_names(option) for option in rivals))
+            tags = set.intersection(*(required_names(option) for option in rivals))
         if not any(
             _differ(_resolved(_properties(option).get(tag), document) for option in rivals) for tag in tags
         ):
@@ -508,7 +508,7 @@ def _are_exclusive(options: list[Any], types: set[str], document: Schema) -> boo
     return True
 
 
-def _required_names(schema: Any) -> set[str]:
+def required_names(schema: Any) -> set[str]:
     required = schema.get("required") if isinstance(schema, dict) else None
     return {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
 

@@ -7,6 +7,7 @@ once, when it is loaded: the chat's words have to be in the prompt, in their ord
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,12 +56,13 @@ class TemplateCapabilities:
         said = {"content": FIFTH}
         end = {"role": "user", "content": FOURTH}
         for_tools = template.for_tools
-        calls = _writes(for_tools, [USER, calling, result], tools)
+        writes = functools.partial(_writes, template)
+        writes_calls = functools.partial(_writes, for_tools, tools=tools)
+        calls = writes_calls([USER, calling, result])
         with_system = [system, user, answer | {"content": THIRD}, end]
-        takes_system = all(_writes(template, with_system[:length]) for length in (2, 3, 4))
-        if takes_system and calls:
-            takes_system = _writes(for_tools, [system | {"content": FIFTH}, USER, calling, result], tools)
-        later_system = _writes(template, [USER, answer, system | {"content": THIRD}, end])
+        takes_system = all(writes(with_system[:length]) for length in (2, 3, 4)) and (
+            not calls or writes_calls([system | {"content": FIFTH}, USER, calling, result])
+        )
         image = {"content": FIFTH + image_mark(0)}
         with_image = {
             "user": [USER | image],
@@ -68,31 +70,29 @@ class TemplateCapabilities:
             "assistant": [USER, answer | image, end],
             "tool": [USER, calling, result | image],
         }
-        # An image may be written before the text.
-        image_roles = (
-            role
-            for role, chat in with_image.items()
-            if placeholder and _has_words(for_tools.attempt(chat), placeholder, FIFTH)
-        )
+        placed = {role: for_tools.attempt(chat) for role, chat in with_image.items() if placeholder}
         return cls(
             system=takes_system,
-            several_system=_writes(template, [system, system | {"content": SECOND}, end]),
-            later_system=takes_system and later_system,
-            developer=_writes(template, [USER | {"role": "developer"}, user])
-            and not _writes(template, [USER | {"role": "bandicoot"}, user]),
-            no_user=_writes(template, [answer]),
-            users=_writes(template, [USER, user]),
-            assistants=_writes(template, [USER, answer, answer | {"content": THIRD}, end]),
+            several_system=writes([system, system | {"content": SECOND}, end]),
+            later_system=takes_system and writes([USER, answer, system | {"content": THIRD}, end]),
+            developer=writes([USER | {"role": "developer"}, user])
+            and not writes([USER | {"role": "bandicoot"}, user]),
+            no_user=writes([answer]),
+            users=writes([USER, user]),
+            assistants=writes([USER, answer, answer | {"content": THIRD}, end]),
             # gpt-oss' describes a function before it names it.
             tools=_has_words(for_tools.attempt([USER], tools), SECOND, THIRD),
             calls=calls,
-            text_of_calls=_writes(for_tools, [USER, calling | said, result], tools),
-            thinking=_writes(
-                for_tools, [USER, calling | said | {"thinking": THIRD}, result], tools, (FIRST, THIRD, FIFTH)
+            text_of_calls=writes_calls([USER, calling | said, result]),
+            thinking=writes_calls(
+                [USER, calling | said | {"thinking": THIRD}, result], words=(FIRST, THIRD, FIFTH)
             ),
-            several_calls=_writes(for_tools, [USER, *calls_and_results(call, (SECOND, {"a": FIFTH}))], tools),
-            user_after_result=_writes(for_tools, [USER, calling, result, end | {"content": FIFTH}], tools),
-            image_roles=frozenset(image_roles),
+            several_calls=writes_calls([USER, *calls_and_results(call, (SECOND, {"a": FIFTH}))]),
+            user_after_result=writes_calls([USER, calling, result, end | {"content": FIFTH}]),
+            # An image may be written before the text.
+            image_roles=frozenset(
+                role for role, text in placed.items() if _has_words(text, placeholder, FIFTH)
+            ),
         )
 
 

@@ -20,7 +20,15 @@ import msgspec
 
 from run import Json
 from text.grammar import GrammarError, json_rule, lark_string, of_rules
-from text.json_schema import ANNOTATIONS, CONSTRAINTS, TYPE_NAMES, allowed_values, referred, within
+from text.json_schema import (
+    ANNOTATIONS,
+    CONSTRAINTS,
+    TYPE_NAMES,
+    allowed_values,
+    referred,
+    required_names,
+    within,
+)
 from text.output.call_mender import ERRORS, CallText, UncheckedCall, any_of, as_json
 from text.output.json_mender import CONSTANTS, GEMMA_QUOTE, whole_value
 
@@ -75,8 +83,7 @@ class Function:
         return self.parameters.get("properties", {})
 
     def requires(self, name: str) -> bool:
-        required = self.parameters.get("required")
-        return isinstance(required, list) and name in required
+        return name in required_names(self.parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -511,8 +518,7 @@ def not_written(form: ToolFormat, function: Function) -> Iterator[str]:
         return
     parameters = function.parameters
     enforced = {"type", "properties"}
-    required = parameters.get("required")
-    if not isinstance(required, list) or all(name in [*function.properties] for name in required):
+    if required_names(parameters) <= function.properties.keys():
         enforced.add("required")
     if function.properties or not isinstance(parameters.get("additionalProperties"), dict):
         enforced.add("additionalProperties")
