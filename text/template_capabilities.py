@@ -70,7 +70,6 @@ class TemplateCapabilities:
             "assistant": [USER, answer | image, end],
             "tool": [USER, calling, result | image],
         }
-        placed = {role: for_tools.attempt(chat) for role, chat in with_image.items() if placeholder}
         return cls(
             system=takes_system,
             several_system=writes([system, system | {"content": SECOND}, end]),
@@ -91,7 +90,9 @@ class TemplateCapabilities:
             user_after_result=writes_calls([USER, calling, result, end | {"content": FIFTH}]),
             # An image may be written before the text.
             image_roles=frozenset(
-                role for role, text in placed.items() if _has_words(text, placeholder, FIFTH)
+                role
+                for role, chat in with_image.items()
+                if placeholder and _has_words(for_tools.attempt(chat), placeholder, FIFTH)
             ),
         )
 
