@@ -21,7 +21,6 @@ import msgspec
 from run import Json
 from text.grammar import GrammarError, json_rule, lark_string, of_rules
 from text.json_schema import (
-    ANNOTATIONS,
     CONSTRAINTS,
     TYPE_NAMES,
     allowed_values,
@@ -342,8 +341,7 @@ class TaggedFormat(ToolFormat):
         definitions: Json = {}
         if "$ref" in json.dumps(schema):
             definitions = {name: parameters[name] for name in DEFINITIONS if name in parameters}
-        constrained = definitions | {name: value for name, value in schema.items() if name not in ANNOTATIONS}
-        return [f"{rule}: ws {rule}_json ws {end}", f"{rule}_json: {json_rule(constrained, ' ?')}"]
+        return [f"{rule}: ws {rule}_json ws {end}", f"{rule}_json: {json_rule(definitions | schema, ' ?')}"]
 
     def enforced(self, schema: Any, parameters: Json) -> set[str]:
         types = types_of(schema, parameters)
