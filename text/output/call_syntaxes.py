@@ -34,7 +34,6 @@ from text.output.json_mender import CONSTANTS, GEMMA_QUOTE, whole_value
 DEFINITIONS = ("$defs", "definitions")
 # Side by side that are asked for: small models would repeat theirs up to the end of the context.
 MOST_CALLS = 16
-MAX_DEPTH = 8  # of schemas that name each other
 # `argument` with any name, `value`: any literal, and the literals of each type.
 ANY_LITERALS = [
     "value: string | number | boolean | null | array | object",
@@ -554,31 +553,35 @@ def mended_calls(
     return None
 
 
-def types_of(
-    schema: Any, parameters: Json, depth: int = 0, known: dict[str, set[str]] | None = None
-) -> set[str]:
+def types_of(schema: Any, parameters: Json) -> set[str]:
     """JSON Schema's names of the types that a property may have; none: it does not say.
 
     parameters: the schema of all of them, which has the definitions that `schema` may name.
-    known: the types of definitions: each is looked at once, however often it is named.
     """
-    if not isinstance(schema, dict) or depth > MAX_DEPTH:
-        return set()
-    known = {} if known is None else known
-    if isinstance(given := schema.get("type"), (str, list)):
-        return {given} if isinstance(given, str) else set(map(str, given))
-    if values := allowed_values(schema):
-        return {TYPE_NAMES[type(value)] for value in values}
-    if isinstance(path := schema.get("$ref"), str) and path != "#":
-        if path not in known:
-            known[path] = set()
-            known[path] = types_of(referred(path, parameters).schema, parameters, depth + 1, known)
-        return known[path]
-    for name in ("anyOf", "oneOf", "allOf"):
-        if isinstance(options := schema.get(name), list):
-            found = [types_of(option, parameters, depth + 1, known) for option in options]
-            return set().union(*found) if all(found) else set()
-    return {"object"} if "properties" in schema else set()
+    types: set[str] = set()
+    alternatives = [schema]
+    references = set()  # each is looked at once, however often it is named
+    for each in alternatives:
+        if not isinstance(each, dict):
+            return set()
+        given = each.get("type")
+        path = each.get("$ref")
+        options = [each[name] for name in ("anyOf", "oneOf", "allOf") if isinstance(each.get(name), list)]
+        if isinstance(given, (str, list)):
+            types |= {given} if isinstance(given, str) else set(map(str, given))
+        elif values := allowed_values(each):
+            types |= {TYPE_NAMES[type(value)] for value in values}
+        elif isinstance(path, str) and path != "#":
+            if path not in references:
+                references.add(path)
+                alternatives.append(referred(path, parameters).schema)
+        elif options:
+            alternatives += options[0]
+        elif "properties" in each:
+            types.add("object")
+        else:
+            return set()
+    return types
 
 
 def _named_type(schema: Any) -> str:
