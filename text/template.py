@@ -43,9 +43,6 @@ RESERVED = {
 }
 
 
-WriteId = Callable[[str, str, int], str]  # from the given id, the function's name and the number of a call
-
-
 class TemplateError(Exception):
     """A chat that the model's template cannot write; the message is for the client."""
 
@@ -207,10 +204,8 @@ class ChatTemplate:
             return frozenset()
         user = {"role": "user", "content": "Wombat"}
         content = [{"type": "thinking", "thinking": WORD_OF_NONE}, {"type": "text", "text": "Numbat"}]
-        chats = {
-            "system": [{"role": "system", "content": content}, user],
-            "assistant": [user, {"role": "assistant", "content": content}, user],
-        }
+        before = {"system": [], "assistant": [user]}
+        chats = {role: [*turns, {"role": role, "content": content}, user] for role, turns in before.items()}
         return frozenset(role for role, chat in chats.items() if self._writes(chat))
 
     def _writes(self, messages: list[Json]) -> bool:
@@ -273,7 +268,8 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
         )
-        self.filters["tojson"] = to_json
+        # Unlike Jinja's own it escapes nothing for HTML.
+        self.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
         self.globals["raise_exception"] = raise_exception
         self.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
 
@@ -282,19 +278,6 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         raise jinja2.sandbox.SecurityError(
             f"the template may not use `{attribute}` of a {type(obj).__name__}"
         )
-
-
-def to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
-    sort_keys: bool = False,
-) -> str:
-    """Unlike Jinja's own it escapes nothing for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
 
 
 def raise_exception(message: Any) -> None:
@@ -357,8 +340,11 @@ def _parts_of(content: str) -> list[Json]:
     return parts
 
 
-def _with_ids(messages: list[Json], write_id: WriteId) -> list[Json]:
-    """The messages with the ids of calls that the template requires."""
+def _with_ids(messages: list[Json], write_id: Callable[[str, str, int], str]) -> list[Json]:
+    """The messages with the ids of calls that the template requires.
+
+    write_id: makes one of the id that is given, the name of the function and the number of the call.
+    """
     ids = {}
     number = 0
     changed = []
@@ -391,8 +377,8 @@ def _named_id(_given: str, name: str, number: int) -> str:
     return f"functions.{name}:{number}"
 
 
-# What writes the ids of calls, for templates that have a rule about them: by a part of their source.
-CALL_IDS: dict[str, WriteId] = {"[TOOL_CALLS]": _short_id, "<|tool_call_begin|>": _named_id}
+# What writes ids of calls (`_with_ids`), for templates with a rule about them: by a part of their source.
+CALL_IDS = {"[TOOL_CALLS]": _short_id, "<|tool_call_begin|>": _named_id}
 
 
 def _template_in(config: Json, name: str = "default") -> str | None:
