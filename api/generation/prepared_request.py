@@ -63,9 +63,7 @@ class ModelText(NamedTuple):
         template = ChatTemplate.load(info.model_dir, config.tokenizer_config_path)
         images = None
         if info.reads_images:
-            images = ImagePreprocessor.load(
-                info.model_dir, config.mm_processor_options, info.max_input_tokens
-            )
+            images = ImagePreprocessor(info.model_dir, config.mm_processor_options, info.max_input_tokens)
         capabilities = TemplateCapabilities()
         if template:
             capabilities = TemplateCapabilities.of(template, images.placeholder if images else "")

@@ -44,9 +44,13 @@ class PreprocessedImage(NamedTuple):
 
 
 class ImagePreprocessor:
-    """How the served model reads images. Safe to share between threads; each has a child for itself."""
+    """How the served model reads images, if its manifest says that it does. Safe to share between threads;
+    each has a child for itself."""
 
-    def __init__(self, model_dir: Path, manifest: Manifest, overrides: Json, max_tokens: int):
+    def __init__(self, model_dir: str | Path, overrides: Json, max_tokens: int):
+        """`overrides` take the place of fields of the folder's preprocessor_config.json; max_tokens: of the
+        longest prompt. Raises ConfigError."""
+        manifest = Manifest.read(model_dir)
         layout = read_layout(manifest, overrides)
         most = int(max_tokens * LARGEST_SHARE)
         if not overrides.keys() & {"size", "max_pixels"}:
@@ -67,12 +71,6 @@ class ImagePreprocessor:
             "text.images.decoding:preprocessor", setup, cpu_s=CPU_S, memory_bytes=MEMORY_BYTES
         )
         self._preprocess.start()
-
-    @classmethod
-    def load(cls, model_dir: str | Path, overrides: Json, max_tokens: int) -> ImagePreprocessor:
-        """For a model folder whose manifest says that it reads images. `overrides` take the place of fields
-        of its preprocessor_config.json; max_tokens: of the longest prompt. Raises ConfigError."""
-        return cls(Path(model_dir), Manifest.read(model_dir), overrides, max_tokens)
 
     def __call__(
         self, data: bytes, low_detail: bool = False, options: Mapping[str, Any] = NO_OPTIONS

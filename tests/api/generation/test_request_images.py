@@ -33,7 +33,6 @@ from api.http import fields
 from api.http.errors import ApiError
 from api.http.response_store import OwnedResponses, ResponseStore
 from api.openai import chat, responses
-from text.images.preprocessor import ImagePreprocessor
 from text.output.call_syntaxes import ModelTools
 from text.output.reasoning_formats import ModelReasoning
 from text.output.tool_formats import TOOL_FORMATS
@@ -558,7 +557,7 @@ def test_a_client_cannot_write_what_a_template_writes_for_an_image_if_that_is_an
     tokenizer.add_special_tokens([AddedToken("<start>", special=True)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     monkeypatch.setattr(FakePreprocessor, "reserved_ids", {IMAGE_ID, IMAGE_ID + 1})
-    monkeypatch.setattr(ImagePreprocessor, "load", lambda *_: FakePreprocessor())
+    monkeypatch.setattr("api.generation.prepared_request.ImagePreprocessor", lambda *_: FakePreprocessor())
     info = msgspec.structs.replace(SEEING, tokenizer_dir=str(tmp_path), model_dir=str(tmp_path), vocab_size=IMAGE_ID + 2)
     read = ModelText.load(info, CONFIG).tokenizer
     assert read.encode("<start>", False) == [IMAGE_ID + 1]
@@ -574,7 +573,7 @@ def seeing(tmp_path_factory):
     )
     served.info = msgspec.structs.replace(served.info, vocab_size=IMAGE_ID + 1, reads_images=True)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(ImagePreprocessor, "load", lambda *_: FakePreprocessor())
+        patched.setattr("api.generation.prepared_request.ImagePreprocessor", lambda *_: FakePreprocessor())
         served.get_ready()
     yield served
     served.assert_idle()

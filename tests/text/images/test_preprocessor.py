@@ -28,7 +28,7 @@ def load(tmp_path):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         save_preprocessor(name, folder)
-        return ImagePreprocessor.load(folder, overrides, max_tokens)
+        return ImagePreprocessor(folder, overrides, max_tokens)
 
     return load
 
