@@ -293,9 +293,11 @@ def prompt_of(inputs: str, served: Served) -> tuple[str, Sequence[int]]:
 
 def _samples(p: Parameters) -> bool:
     """Sampling is on when requested, or when a parameter has no effect without it."""
-    filters = [name for name, parameter in SAMPLING_PARAMETERS.items() if parameter.is_filter]
-    has_effect = any(getattr(p, name) not in (None, SAMPLING_PARAMETERS[name].neutral) for name in filters)
-    return bool(p.do_sample or p.temperature is not None or has_effect)
+    has_effect = (
+        parameter.is_filter and getattr(p, name) not in (None, parameter.neutral)
+        for name, parameter in SAMPLING_PARAMETERS.items()
+    )
+    return bool(p.do_sample or p.temperature is not None or any(has_effect))
 
 
 class NativeResponseWriter(ResponseWriter):

@@ -80,13 +80,10 @@ class ContentReader:
         require(isinstance(part, dict), path, "must be an object")
         texts = []
         for name in names.split():
-            if name.endswith("?"):
-                name = name[:-1]
-                value = part.get(name)
-            else:
-                value = needed(path, part, name)
+            key = name.removesuffix("?")
+            value = part.get(key) if key != name else needed(path, part, name)
             if value is not None:
-                texts.append(self.text(f"{path}.{name}", value))
+                texts.append(self.text(f"{path}.{key}", value))
         return "\n".join(filter(None, texts))
 
     def text(self, path: str, content: Any, between: str = "\n", role: str = "") -> str:

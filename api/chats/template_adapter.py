@@ -80,13 +80,12 @@ def _in_text(message: TemplateMessage) -> TemplateMessage:
     calls = message.get("tool_calls")
     if not calls:
         return message
-    texts = [message["content"]] if message["content"] else []
+    texts = [message["content"]]
     for call in calls:
-        function = call.get("function") or {}
-        written = {"name": function.get("name"), "arguments": function.get("arguments")}
+        written = {name: call["function"].get(name) for name in ("name", "arguments")}
         texts.append(f"<tool_call>\n{json.dumps(written, ensure_ascii=False)}\n</tool_call>")
     kept = {name: value for name, value in message.items() if name != "tool_calls"}
-    return kept | {"content": "\n".join(texts)}
+    return kept | {"content": "\n".join(filter(None, texts))}
 
 
 def _with_images_apart(messages: Messages, capabilities: TemplateCapabilities) -> Messages:

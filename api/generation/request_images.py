@@ -165,9 +165,11 @@ class RequestImages:
 
     def _fetch(self, remote: list[RequestImage]) -> None:
         """All of them at the same time."""
-        urls = dict.fromkeys(image.source for image in remote)
-        fetch = functools.partial(fetch_image, domains=self._loader.domains)
-        jobs = {url: gevent.spawn(attempt, functools.partial(fetch, url)) for url in urls}
+        domains = self._loader.domains
+        jobs = {
+            url: gevent.spawn(attempt, functools.partial(fetch_image, url, domains))
+            for url in {image.source for image in remote}
+        }
         gevent.joinall(jobs.values())
         fetched = 0
         for image in remote:

@@ -275,9 +275,7 @@ class EngineClient:
         """Each queue gets its messages of a step as one list."""
         by_queue: dict[SimpleQueue, list] = defaultdict(list)
         for message in messages:
-            is_last = isinstance(message, ANSWERS) or (
-                isinstance(message, Token) and message.finish_reason is not None
-            )
+            is_last = isinstance(message, ANSWERS) or getattr(message, "finish_reason", None)
             queue = self._queues.pop(message.id, None) if is_last else self._queues.get(message.id)
             if queue is not None:
                 by_queue[queue].append(message)

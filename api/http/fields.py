@@ -317,8 +317,10 @@ def sampling_of(
     if samples:
         # OpenAI's may be negative.
         seed = secrets.randbits(64) if fields.seed is None else fields.seed & U64_MAX
-    given = {name: getattr(fields, name) for name in SAMPLING_PARAMETERS}
-    numbers = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+    numbers = dict(defaults)
+    for name in SAMPLING_PARAMETERS:
+        if getattr(fields, name) is not None:
+            numbers[name] = getattr(fields, name)
     numbers["temperature"] = numbers.get("temperature") or SAMPLING_PARAMETERS["temperature"].neutral
     numbers["top_k"] = max(numbers.get("top_k", 0), 0)
     is_seed_given = samples and fields.seed is not None
