@@ -29,7 +29,7 @@ from api.openai.responses_types import (
     ResponsesResponse,
 )
 from api.openapi import QUESTION, Route, format_of, openapi
-from api.server import Read, Server, json_response, text_parser
+from api.server import Read, Server, json_response, no_parser, text_parser
 
 SAGEMAKER_ADAPTER = "X-Amzn-SageMaker-Adapter-Identifier"  # a header
 SAGEMAKER_DEADLINE_S = 55.0  # SageMaker times out after 60
@@ -65,7 +65,7 @@ def of_adapter(read: Read, name: str | None) -> Read:
 
 def infer(server: Server) -> Response:
     sentence = request.args.get("sentence", "")
-    return server.generate_from(lambda served: clouds.continuation(sentence, served))
+    return server.generate(lambda _data, served: clouds.continuation(sentence, served), parser=no_parser)
 
 
 def info(server: Server) -> Response:

@@ -61,6 +61,11 @@ def json_parser() -> Parse:
     return fields.parse_body
 
 
+def no_parser() -> Parse:
+    """For a request whose body, if it has one, says nothing."""
+    return lambda _body: {}
+
+
 def text_parser() -> Parse:
     """For a body that is the prompt itself, as plain text: an API gets it as `inputs`. Raises ApiError for a
     request of another type."""
@@ -167,14 +172,6 @@ class Server:
         with self._bodies.read(self.payload_limit) as body, served.images:
             writer = self._run(lambda: read(parse(body), served), renders or len(body) >= LONG_TEXT)
             generation = self._submit(writer, served, deadline_s)
-        return self._respond(writer, generation)
-
-    def generate_from(self, read: Callable[[Served], ResponseWriter]) -> Response:
-        """Generates for a request without a body."""
-        served = self._begin()
-        with served.images:
-            writer = read(served)
-            generation = self._submit(writer, served)
         return self._respond(writer, generation)
 
     def _check_client(self) -> None:

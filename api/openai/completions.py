@@ -69,10 +69,10 @@ class Completion(OpenAIResponse):
 
 def completion(data: Json, served: Served) -> ResponseWriter:
     request = fields.read(data, CompletionRequest)
-    return CompletionResponseWriter(_jobs(request, served), served, request)
+    return CompletionResponseWriter(_prepare(request, served), served, request)
 
 
-def _jobs(request: CompletionRequest, served: Served) -> list[PreparedRequest]:
+def _prepare(request: CompletionRequest, served: Served) -> list[PreparedRequest]:
     """Checks a completion request. Returns a prepared request for each of its prompts; raises ApiError."""
     prompts = _prompts(request.prompt)
     fields.check_batch(len(prompts), "prompts", "prompt", served.config)
