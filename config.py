@@ -86,16 +86,24 @@ NEURON_CONFIG = {
     "shard_over_sequence": "true",
     "weight_tiling": "true",
 }
+
+
+class Dtype(NamedTuple):
+    """A type of numbers."""
+
+    bytes: int
+    short: str  # its name in OpenVINO and transformers-neuronx
+    other: str = ""  # one more
+
+
 DTYPES = {
-    "auto": "auto",
-    "float32": "float32",
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-    "fp32": "float32",
-    "f32": "float32",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "f16": "float16",
+    "float32": Dtype(4, "f32", "fp32"),
+    "bfloat16": Dtype(2, "bf16"),
+    "float16": Dtype(2, "f16", "fp16"),
+    "u8": Dtype(1, "u8"),  # of a KV cache
+}
+DTYPE_NAMES = {
+    alias: name for name, dtype in DTYPES.items() for alias in (name, dtype.short, dtype.other) if alias
 }
 
 
@@ -500,7 +508,7 @@ class Config:
         "auto, float32, bfloat16 or float16. auto is the checkpoint's; on a CPU it is bfloat16 if the "
         "checkpoint has it, else float32.",
         names="DTYPE HF_AUTO_CAST_TYPE",
-        parse=_one_of("auto", "float32", "bfloat16", "float16", aliases=DTYPES),
+        parse=_one_of("auto", "float32", "bfloat16", "float16", aliases=DTYPE_NAMES),
     )
     quantize: str | None = setting(
         None,

@@ -21,8 +21,6 @@ import numpy as np
 from run import ConfigError
 
 GIB = 1 << 30
-# The types of numbers as transformers-neuronx and OpenVINO name them.
-SHORT_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "u8": "u8"}
 INSTANCE_FAMILIES = ("inf2", "trn1")  # trn1n, a trn1 with a faster network, counts as trn1
 
 

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 import msgspec
 from packaging.version import Version
 
-from config import DTYPES, NEURON_CONFIG, Config
+from config import DTYPE_NAMES, NEURON_CONFIG, Config
 from manifest import read_json
 from models.cache import digest, evict, installed, locked, mark_used, renamed_when_complete
 from run import ConfigError, Json, check_private
@@ -165,7 +165,7 @@ def with_optimum(config: Config, optimum: Optimum) -> Config:
         "max_batch_size": optimum.batch_size,
         "max_total_tokens": optimum.sequence_length,
         "tp_degree": optimum.num_cores,
-        "dtype": DTYPES[optimum.auto_cast_type],
+        "dtype": DTYPE_NAMES[optimum.auto_cast_type],
     }
     values = {name: value for name, value in values.items() if getattr(config, name) in (None, "auto")}
     named = ", ".join(_flag(name, value) for name, value in values.items())

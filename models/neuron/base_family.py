@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from config import DTYPES
+from config import DTYPE_NAMES
 from manifest import ORIGINAL_LENGTH, read_ropes
 from models.checkpoint import rope
 from models.checkpoint.rope import Rope
@@ -154,7 +154,7 @@ class Family:
             raise ConfigError(f"config.json: {sizes} key-value heads do not divide each other")
         self.head_dim = self._number("head_dim", self.hidden // self.heads)
         self.is_tied = bool(c.get("tie_word_embeddings", False))
-        self.dtype = DTYPES.get(str(c.get("torch_dtype")), "float32")
+        self.dtype = DTYPE_NAMES.get(str(c.get("torch_dtype")), "float32")
         if self.rope["rope_type"] == "longrope":
             self.length = min(self.length, self.rope[ORIGINAL_LENGTH])
 

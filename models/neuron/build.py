@@ -27,12 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from config import DEVICE_TOP_K, FP8, Config
+from config import DEVICE_TOP_K, DTYPES, FP8, Config
 from manifest import Manifest, check_weights
 from models.base import Announce
 from models.checkpoint.fetch import fetch_artifact, fetch_checkpoint, fetch_weights
 from models.errors import ModelError, first_line, named, progress_logged, reported_as
-from models.machine import SHORT_DTYPES, Machine, detect, host_memory, usable_cores
+from models.machine import Machine, detect, host_memory, usable_cores
 from models.neuron import artifact, families, plan
 from models.neuron.artifact import Artifact, CachedGraphs, CompiledConfig, buckets
 from models.neuron.base_family import Family
@@ -334,7 +334,7 @@ def make(build: BuildPlan, work_dir: Path) -> Any:
             str(_view_of(checkpoint, config_json, work_dir / "checkpoint")),
             batch_size=compiled_config.batch_size,
             tp_degree=compiled_config.tp_degree,
-            amp=SHORT_DTYPES[compiled_config.dtype],
+            amp=DTYPES[compiled_config.dtype].short,
             n_positions=list(compiled_config.position_buckets),
             context_length_estimate=list(compiled_config.prefill_buckets),
             neuron_config=_neuron_config(build),
@@ -394,13 +394,13 @@ def _neuron_config(build: BuildPlan) -> Any:
         options["on_device_generation"] = generation_config(slots, build.legacy["vocab_size"])
     if compiled_config.quantize == "int8":
         options["quant"] = library().QuantizationConfig(
-            quant_dtype="s8", dequant_dtype=SHORT_DTYPES[compiled_config.dtype]
+            quant_dtype="s8", dequant_dtype=DTYPES[compiled_config.dtype].short
         )
     if compiled_config.kv_cache_dtype:
         from transformers_neuronx.config import KVCacheQuantizationConfig
 
         options["kv_cache_quant"] = KVCacheQuantizationConfig(
-            quant_dtype="f8e4m3fn", dequant_dtype=SHORT_DTYPES[compiled_config.dtype]
+            quant_dtype="f8e4m3fn", dequant_dtype=DTYPES[compiled_config.dtype].short
         )
     for option in compiled_config.neuron_config:
         name, value = option.split("=")

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import config as configuration
-from config import FP8, Config
+from config import DTYPES, FP8, Config
 from manifest import VISION_FIELDS, read_json, vision_family, vision_part
 from models.checkpoint.fetch import fetch
 from models.checkpoint.quantization import Quantization, dequantized_config, written_dtype
@@ -47,7 +47,6 @@ ON_DEVICE_EMBEDDING = "on_device_embedding=true"
 SHARD_OVER_SEQUENCE = "shard_over_sequence=true"
 # The graphs of transformers-neuronx for prompt chunks are wrong with these.
 WHOLE_PROMPTS = (SHARD_OVER_SEQUENCE, "sequence_parallel_norm=true")
-WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
 
 # Estimates, from AWS's published figures of Llama 2 7B and Llama 3 70B with 24 cores: a decode step takes
 # LAYER_S a layer, and reads a core's weights at READ_BYTES_S; prompts reach 17% of a core's peak.
@@ -145,7 +144,7 @@ class Shape:
         (T/llama/model.py:280-286), and the vision tower."""
         tower = self.tower.host_bytes if self.tower else 0
         family = self.family
-        return self.parameters * WIDTHS[family.dtype] + 4 * family.hidden * family.vocab + tower
+        return self.parameters * DTYPES[family.dtype].bytes + 4 * family.hidden * family.vocab + tower
 
     def memory_warning(self, machine: Machine) -> str | None:
         """One line where the machine's host memory looks too small to load the model, or to compile it."""
@@ -215,7 +214,7 @@ class Sizing:
 
     @property
     def _width(self) -> int:
-        return WIDTHS[self.shape.served_in(self.dtype)]
+        return DTYPES[self.shape.served_in(self.dtype)].bytes
 
     @property
     def _vocab(self) -> int:
@@ -262,7 +261,7 @@ class Sizing:
         if not (net := family.graph().delta_net):
             return 0
         heads = _round_up(net.key_heads, self.tp_degree) // self.tp_degree
-        state = net.values * net.key_dim * WIDTHS["float32"]
+        state = net.values * net.key_dim * DTYPES["float32"].bytes
         conv = (net.kernel - 1) * net.channels * self._width
         return len(family.recurrent_layers) * self.batch_size * heads * (state + conv)
 
@@ -460,7 +459,8 @@ def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config)
         tower = shape.tower
         size = f"{tower.parameters:,} parameters, {tower.host_bytes / GIB:.1f} GiB of that memory in float32"
         yield f"reads images, with the vision tower on the host: about {size}"
-    float32_kib = 2 * family.attention_layers * family.kv_heads * family.head_dim * WIDTHS["float32"] / 1024
+    numbers = 2 * family.attention_layers * family.kv_heads * family.head_dim
+    float32_kib = numbers * DTYPES["float32"].bytes / 1024
     sizes = [
         f"{share * float32_kib:.1f} KiB in {dtype}"
         for dtype, share in {"float32": 1, **configuration.KV_SHARE_OF_FLOAT32}.items()

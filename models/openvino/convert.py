@@ -29,7 +29,7 @@ import openvino as ov
 import torch
 from openvino import opset13 as ops
 
-from config import Config
+from config import DTYPES, Config
 from manifest import Manifest
 from models.accuracy import find_fault, kl_divergence
 from models.base import Chunk
@@ -48,7 +48,6 @@ from models.checkpoint.pretrained import (
 )
 from models.errors import ModelError, is_out_of_memory, named
 from models.images.towers import VisionTower, is_vision, make_tower
-from models.machine import SHORT_DTYPES
 from models.openvino import check_quantizer, with_dtype
 from models.openvino.check_text import SHORT_CHECK_TOKENS, ids_of_text
 from models.openvino.delta_tiles import TILE
@@ -235,7 +234,7 @@ def _vision_fault(
     group: int = 0,
 ) -> str | None:
     settings = {
-        "INFERENCE_PRECISION_HINT": SHORT_DTYPES[computed_in],
+        "INFERENCE_PRECISION_HINT": DTYPES[computed_in].short,
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": group,
     }
     encoder = VisionEncoder(path, newline, settings)

@@ -22,7 +22,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from config import Config
+from config import DTYPES, Config
 from models.accuracy import find_fault
 from models.adapters import Adapters, configured
 from models.base import Chunk, StaticBatchModel
@@ -39,7 +39,7 @@ from models.errors import (
 from models.images.embeddings import encode_tiles
 from models.images.encoder_cache import EncoderCache, split_at_images
 from models.images.grid_positions import GridPositions
-from models.machine import SHORT_DTYPES, release_files, usable_threads, zeros
+from models.machine import release_files, usable_threads, zeros
 from models.openvino.delta_tiles import TILE
 from models.openvino.graph import (
     IMAGE_INPUTS,
@@ -172,12 +172,12 @@ class OpenVinoModel(StaticBatchModel):
         is_any_length_exact = is_bfloat16 or (activation_group > 0 and has_bfloat16)
         self._max_call_tokens = math.inf if is_any_length_exact else FLOAT32_TOKENS
         settings: Json = {  # both default to less precise types on some CPUs
-            "INFERENCE_PRECISION_HINT": SHORT_DTYPES[self.computed_in],
-            "KV_CACHE_PRECISION": SHORT_DTYPES[self.kv_cache_dtype],
+            "INFERENCE_PRECISION_HINT": DTYPES[self.computed_in].short,
+            "KV_CACHE_PRECISION": DTYPES[self.kv_cache_dtype].short,
         }
         if self.quantize:
             settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = activation_group
-        self._vision_precision = SHORT_DTYPES["bfloat16" if tolerates_bfloat16 else "float32"]
+        self._vision_precision = DTYPES["bfloat16" if tolerates_bfloat16 else "float32"].short
         return settings
 
     def _add_cache(self, port: ov.ConstOutput) -> np.ndarray:
