@@ -396,6 +396,7 @@ def read_ropes(facts: Json) -> list[Json]:
     for rope in ropes:
         kind = rope.get("rope_type") or rope.get("type") or "default"
         rope["rope_type"] = "longrope" if kind == SU else kind
+        rope[ORIGINAL_LENGTH] = rope[ORIGINAL_LENGTH] or shared[ORIGINAL_LENGTH]
         if rope["rope_type"] == "longrope" and longest and longest != rope[ORIGINAL_LENGTH]:
             rope["factor"] = longest / rope[ORIGINAL_LENGTH]
     return ropes

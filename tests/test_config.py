@@ -636,6 +636,8 @@ LONGROPE = {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddi
         (["--max-batch-total-tokens", "40000"], SHAPE, 64 * GIB, 8192),
         (["--max-total-tokens", "3000"], SHAPE, 64 * GIB, 3000),
         ([], SHAPE | LONGROPE, 64 * GIB, 4096),
+        ([], SHAPE | LONGROPE | {"rope_scaling": {"type": "su", "original_max_position_embeddings": None}}, 64 * GIB, 4096),
+        ([], SHAPE | {"rope_parameters": {"full_attention": {}, "sliding_attention": {"type": "dynamic"}}}, 64 * GIB, 65_536),
         ([], SHAPE | {"attention_chunk_size": 8192}, 64 * GIB, 8192),
         ([], {"text_config": SHAPE}, 64 * GIB, 65_536),
         ([], {}, 64 * GIB, DEFAULT_MAX_TOTAL_TOKENS),
