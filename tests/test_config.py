@@ -622,6 +622,7 @@ def test_an_adapter_that_cannot_be_served_is_refused(given, reason):
 GIB = 1 << 30
 # 16 layers of 8 heads of keys and of values, of 64 numbers in float32: 64 KiB a token.
 SHAPE = {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 2048}
+DYNAMIC = {"rope_type": "dynamic", "original_max_position_embeddings": 2048}
 LONGROPE = {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096}
 
 
@@ -637,7 +638,7 @@ LONGROPE = {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddi
         (["--max-total-tokens", "3000"], SHAPE, 64 * GIB, 3000),
         ([], SHAPE | LONGROPE, 64 * GIB, 4096),
         ([], SHAPE | LONGROPE | {"rope_scaling": {"type": "su", "original_max_position_embeddings": None}}, 64 * GIB, 4096),
-        ([], SHAPE | {"rope_parameters": {"full_attention": {}, "sliding_attention": {"type": "dynamic"}}}, 64 * GIB, 65_536),
+        ([], SHAPE | {"rope_parameters": {"full_attention": {}, "sliding_attention": DYNAMIC}}, 64 * GIB, 2048),
         ([], SHAPE | {"attention_chunk_size": 8192}, 64 * GIB, 8192),
         ([], {"text_config": SHAPE}, 64 * GIB, 65_536),
         ([], {}, 64 * GIB, DEFAULT_MAX_TOTAL_TOKENS),
