@@ -38,27 +38,19 @@ RECURRENT_FAMILIES = (
 )
 # The other supported types of layers, by their names in config classes; "global" is GPT-Neo's.
 LAYERS = ("full_attention", "sliding_attention", "global")
-# What other families have, by `model_type`; also of some that come with code, which does not help.
+ALIBI = "ALiBi (attention biased by distance)"
+# What other families have, and the `model_type` of each; also of some that come with code, which does not
+# help.
 UNSUPPORTED_FAMILIES = {
-    "bloom": "ALiBi (attention biased by distance)",
-    "diffusion_gemma": "diffusion of many tokens at a time",
-    "glm5_next": "linear attention that decays by channel",
-    "kimi_k3": "linear attention that decays by channel",
-    "kimi_linear": "linear attention that decays by channel",
-    "minimax": "lightning attention",
-    "minimax_m1": "lightning attention",
-    "minimax_text_01": "lightning attention",
-    "openai-gpt": "layers without a KV cache",
-    "qwen4_exp": "indexed attention",
-    "recurrent_gemma": "recurrent layers",
-    "rwkv": "recurrent layers",
-    "rwkv5": "recurrent layers",
-    "rwkv6": "recurrent layers",
-    "rwkv7": "recurrent layers",
-    "xglm": "attention code of its own",
-    "xlstm": "recurrent layers",
-    "zamba": "attention shared by layers",
-    "zamba2": "attention shared by layers",
+    ALIBI: "bloom",
+    "attention code of its own": "xglm",
+    "attention shared by layers": "zamba zamba2",
+    "diffusion of many tokens at a time": "diffusion_gemma",
+    "indexed attention": "qwen4_exp",
+    "layers without a KV cache": "openai-gpt",
+    "lightning attention": "minimax minimax_m1 minimax_text_01",
+    "linear attention that decays by channel": "glm5_next kimi_k3 kimi_linear",
+    "recurrent layers": "recurrent_gemma rwkv rwkv5 rwkv6 rwkv7 xlstm",
 }
 # Families whose text part is loaded without the rest: Gemma 3n's vision tower needs the package timm.
 TEXT_ALONE = ("gemma3n",)
@@ -80,8 +72,9 @@ def read_architecture(config: Config, folder: Path) -> CheckpointArchitecture:
     and layers, code that is not trusted or does not run, a `max_total_tokens` beyond the model's limit."""
     manifest = Manifest.read(folder)
     kind = manifest.model_type
-    if why := UNSUPPORTED_FAMILIES.get(kind.removesuffix("_text")):
-        raise _rejection(kind, why)
+    for why, families in UNSUPPORTED_FAMILIES.items():
+        if kind.removesuffix("_text") in families.split():
+            raise _rejection(kind, why)
     has_code = "auto_map" in manifest.config_json
     if kind not in transformers.CONFIG_MAPPING and has_code and not config.trust_remote_code:
         raise ModelError(
@@ -161,7 +154,7 @@ def _reject_layers(manifest: Manifest, text_config) -> None:
     layers = getattr(text_config, "layer_types", None) or getattr(text_config, "attention_layers", [])
     unknown = [f"{layer} layers" for layer in layers if layer not in served]
     if getattr(text_config, "alibi", False):  # Falcon's
-        unknown.append(UNSUPPORTED_FAMILIES["bloom"])
+        unknown.append(ALIBI)
     is_encoder = type(text_config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not text_config.is_decoder
     # True: EmbeddingGemma's and PaliGemma's; "vision": among the tokens of an image.
     if is_encoder or getattr(text_config, "use_bidirectional_attention", None) is True:
