@@ -268,8 +268,7 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
         )
-        # Unlike Jinja's own it escapes nothing for HTML.
-        self.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+        self.filters["tojson"] = to_json
         self.globals["raise_exception"] = raise_exception
         self.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
 
@@ -278,6 +277,19 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         raise jinja2.sandbox.SecurityError(
             f"the template may not use `{attribute}` of a {type(obj).__name__}"
         )
+
+
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own it escapes nothing for HTML. The parameters and their order are transformers'."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def raise_exception(message: Any) -> None:

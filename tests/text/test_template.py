@@ -434,6 +434,11 @@ def test_a_template_that_reaches_for_more_than_the_chat_is_refused(template):
     assert messages == [USER]
 
 
+def test_tojson_has_the_parameters_of_transformers_in_their_order():
+    template = ChatTemplate("{{ {'b': 'ä', 'a': '<'} | tojson(true, none, (',', ':'), true) }}", {})
+    assert template.render([USER]) == '{"a":"<","b":"\\u00e4"}'
+
+
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
