@@ -7,11 +7,12 @@ requests, and samples only where the device does."""
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from manifest import Manifest
 from models.adapters import Adapters
 from models.errors import ModelError
 from models.gguf.container import GgufFile
+from models.images.embeddings import ImageEncoder
 from models.images.encoder_cache import EncoderCache
 from models.states import States
 
@@ -56,15 +58,6 @@ class SampledIds(NamedTuple):
 Logits = np.ndarray
 # Takes the name of a long phase of loading a model, such as "compiling".
 Announce = Callable[[str], None]
-
-
-class ImageEncoder(Protocol):
-    """The part of a model that reads images."""
-
-    def encode(
-        self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
-    ) -> np.ndarray | None:
-        """As `StaticBatchModel.encode_image`."""
 
 
 class StaticBatchModel:
@@ -120,6 +113,22 @@ class StaticBatchModel:
         with `verify`, where `supports_chunked_prefill` is false. Raises DeviceLost when the process must be
         restarted; any other exception leaves the model usable."""
         raise NotImplementedError
+
+    def forward_in_chunks(
+        self, ids: Sequence[int], borders_of: Mapping[int, Sequence[int]], all_logits: bool = True
+    ) -> tuple[np.ndarray, list[int]]:
+        """Runs a prompt in slots, by chunks between these borders of each: call n runs the n-th chunk of all.
+        Returns the logits, of each token or of the last one of each chunk, and the positions of these tokens:
+        {0: [0, 5, 6], 1: [0, 2]} gives those of 0 to 4, 0, 1 and 5. For the checks of engines."""
+        found = []
+        positions: list[int] = []
+        for parts in itertools.zip_longest(*map(itertools.pairwise, borders_of.values())):
+            running = [(slot, *part) for slot, part in zip(borders_of, parts) if part]
+            chunks = [Chunk(slot, ids[begin:end], begin, all_logits) for slot, begin, end in running]
+            found.append(self.forward(chunks))
+            for _slot, begin, end in running:
+                positions += range(begin if all_logits else end - 1, end)
+        return np.concatenate(found), positions
 
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
         """Copies what slot `source` holds of its first `tokens` positions to slot `target`."""

@@ -18,9 +18,10 @@ from config import Config
 from manifest import SHARDS, VISION_FAMILIES, Manifest, check_weights
 from models.checkpoint.architecture import read_architecture, with_version_of_code
 from models.errors import ModelError, reported_as
-from models.images.embeddings import Canvas
+from models.images.embeddings import Canvas, ImageEncoder
 from models.images.towers import VisionTower, tower_class
 
+WIDENED_ROWS = 512  # of a weight at a time: the processor's caches hold so many
 # Functions of PyTorch that read a few rows of a tensor, or none of its numbers.
 READS_FEW = {"__get__", "__getitem__", "embedding", "size", "dim"}
 # What recurrences multiply by at each token, and their norms, by names of parameters: float32 in any dtype.
@@ -144,8 +145,8 @@ def reference_logits(model: torch.nn.Module, ids: Sequence[int], begin: int = 0,
 
 class InFloat32(TorchFunctionMode):
     """While it is active, a model of `dtype` computes what it would after `model.float()`, without float32
-    copies of all its weights: each function of PyTorch gets what it reads converted, and what it creates is
-    float32."""
+    copies of all its weights: each function of PyTorch gets what it reads converted, a linear layer a few
+    rows at a time, and what it creates is float32."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
@@ -153,10 +154,17 @@ class InFloat32(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if function is torch.nn.functional.linear:
+            return self._linear(*args, **kwargs)
         if function.__name__ not in READS_FEW:
             args = self._widen(args)
             kwargs = {name: self._widen(value) for name, value in kwargs.items()}
         return self._widen(function(*args, **kwargs))
+
+    def _linear(self, given, weight, bias=None):
+        given = self._widen(given)
+        parts = [given @ self._widen(rows).T for rows in weight.split(WIDENED_ROWS)]
+        return torch.cat(parts, -1) + self._widen(0 if bias is None else bias)
 
     def _widen(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.dtype == self._dtype:
@@ -173,35 +181,37 @@ class VisionCheck:
 
     def __init__(self, model: torch.nn.Module, tower: VisionTower):
         """`model` as `load_pretrained` returns it."""
-        config = model.config
         sizes = {}
         count = 1
         self.canvas: tuple[int, ...] = ()
         height = tower.tile_side or 4 * tower.token_side
         width = tower.tile_side or 6 * tower.token_side
         if tower.newline is not None:  # an image that fills a canvas
-            image = config.image_grid_pinpoints[0]
+            image = model.config.image_grid_pinpoints[0]
             rows, columns = (side // height for side in image)
             count = 1 + rows * columns
-            patches = height // config.vision_config.patch_size
+            patches = height // tower.token_side
             self.canvas = Canvas(rows * patches, columns * patches, 0, 0, 0, 0)
-            sizes["image_sizes"] = torch.tensor([image], device=model.device)
+            sizes["image_sizes"] = image
         elif has_grid_positions(model):
             self.canvas = (4, 6)
-            sizes["image_grid_thw"] = torch.tensor([[1, 8, 12]], device=model.device)
+            sizes["image_grid_thw"] = (1, 8, 12)
         elif not tower.tile_side:
-            sizes["image_sizes"] = torch.tensor([[height, width]], device=model.device)
+            sizes["image_sizes"] = (height, width)
         self.tiles = np.random.default_rng(0).integers(0, 256, (count, height, width, 3), np.uint8)
         values = tower.normalize(torch.from_numpy(self.tiles).to(model.device)).to(model.dtype)
         with torch.inference_mode():
-            found = model.get_image_features(pixel_values=tower.for_transformers(values), **sizes)
+            given = {name: torch.tensor([size], device=model.device) for name, size in sizes.items()}
+            found = model.get_image_features(pixel_values=tower.for_transformers(values), **given)
         embeddings = torch.cat([each.flatten(0, -2) for each in found.pooler_output])
         for features in getattr(found, "deepstack_features", None) or ():
             embeddings = torch.cat([embeddings, *features], -1)
         self.embeddings = embeddings.float().cpu().numpy()
 
-    def find_fault(self, found: np.ndarray, dtype: str) -> str | None:
-        """How embeddings exceed the allowed difference, as a part of a log line, or None."""
+    def find_fault(self, encoder: ImageEncoder, dtype: str) -> str | None:
+        """How the embeddings of an encoder exceed the allowed difference, as a part of a log line, or
+        None."""
+        found = encoder.encode(self.tiles, self.canvas, lambda: False)
         if found.shape != self.embeddings.shape:
             return (
                 f"it makes {len(found)} tokens of an image, where transformers makes {len(self.embeddings)}"

@@ -23,23 +23,25 @@ class Canvas(NamedTuple):
     scaled_columns: int
 
 
-def encode_tiles(
-    tower: Callable[[np.ndarray], np.ndarray],
-    pixels: np.ndarray,
-    canvas: tuple[int, ...],
-    newline: np.ndarray | None,
-    is_cancelled: Callable[[], bool],
-) -> np.ndarray | None:
-    """As `encode_image` of StaticBatchModel (base.py).
+class ImageEncoder:
+    """The part of a model that reads images."""
 
-    tower: uint8 [1, height, width, 3] -> float32 [patches, width], an array that stays as it is.
-    """
-    features = []
-    for tile in pixels:
-        if is_cancelled():
-            return None
-        features.append(tower(tile[None]))
-    return arrange(np.stack(features), canvas, newline)
+    newline: np.ndarray | None  # [width]: the embedding after each row of a canvas
+
+    def encode(
+        self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
+    ) -> np.ndarray | None:
+        """As `encode_image` of StaticBatchModel (base.py)."""
+        features = []
+        for tile in pixels:
+            if is_cancelled():
+                return None
+            features.append(self.encode_tile(tile[None]))
+        return arrange(np.stack(features), canvas, self.newline)
+
+    def encode_tile(self, tile: np.ndarray) -> np.ndarray:
+        """uint8 [1, height, width, 3] -> float32 [patches, width], an array that stays as it is."""
+        raise NotImplementedError
 
 
 def arrange(features: np.ndarray, canvas: tuple[int, ...], newline: np.ndarray | None) -> np.ndarray:

@@ -10,8 +10,10 @@ traces a tower into an OpenVINO graph and compares it with transformers; `pytorc
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from manifest import Manifest, VisionFamily
-from models.images.embeddings import encode_tiles
+from models.images.embeddings import ImageEncoder
 from run import Json
 
 # Where checkpoints have the parts: transformers renamed them more than once. The longer names come first.
@@ -55,41 +57,79 @@ ACTIVATIONS = {
     "silu": F.silu,
 }
 
-Rotation = tuple[Tensor, Tensor]  # cosines and sines, [1, 1, patches, head size]
+# The names of parts of towers, as patterns, and those that they have here: CLIP's.
+NAMES = {
+    r"^(patch_conv|patch_embed\.proj|.*patch_embeddings\.projection)\.": "embeddings.patch_embedding.",
+    r"^embeddings\.cls_token$": "embeddings.class_embedding",
+    r"^(embeddings\.position_embeddings|pos_embed\.weight)$": "embeddings.position_embedding.weight",
+    r"^ln_pre\.": "pre_layrnorm.",
+    r"^layernorm\.": "post_layernorm.",
+    r"^(blocks|encoder\.layer|transformer\.layers)\.": "encoder.layers.",
+    r"\.(norm1|layernorm_before|attention_norm)\.": ".layer_norm1.",
+    r"\.(norm2|layernorm_after|ffn_norm)\.": ".layer_norm2.",
+    r"\.(attn|attention)\.": ".self_attn.",
+    r"\.self_attn\.(proj|projection_layer|o_proj)\.": ".self_attn.out_proj.",
+    r"\.feed_forward\.": ".mlp.",
+    r"\.(linear_fc1|mlp\.0)\.": ".fc1.",
+    r"\.(linear_fc2|mlp\.2)\.": ".fc2.",
+    r"\.ln_q\.": ".norm.",
+}
+PATCHES = "embeddings.patch_embedding"
+FIRST_TOKEN = "embeddings.class_embedding"
+POSITIONS = "embeddings.position_embedding.weight"
+FIRST_NORM = "pre_layrnorm"
+LAYERS = "encoder.layers"
+LAST_NORM = "post_layernorm"
 
 
-class VisionTower(nn.Module):
+class _Attended(NamedTuple):
+    """Which patches attend to each other: those of a window, of several windows of one size or one of all."""
+
+    rotation: tuple[Tensor, Tensor] | None = None  # cosines and sines, [windows, 1, places, head size]
+    windows: tuple[int, int] = (1, -1)  # how many there are, and places in one; -1: what the other one leaves
+    source: Tensor | None = None  # which patch is at each place, int64 [windows * places]; None: in order
+    places: Tensor | None = None  # where each patch is, int64 [patches]
+    is_patch: Tensor | None = None  # whether there is one, bool [windows, 1, 1, places]; None: everywhere
+
+
+class VisionTower(nn.Module, ImageEncoder):
     """Reads a tile, uint8 RGB [1, height, width, 3], and returns the embeddings of its tokens, float32
     [tokens, width of the language model]. `make_tower` makes one.
 
     tensors: by their names in the checkpoint, or those of transformers' model; dtype: of the arithmetic, if
-    not that of the tensors. Raises KeyError for a part that is missing.
+    not that of the tensors. Raises KeyError for a part that is missing. In the methods x is [patches, width].
     """
 
     # Pixels of a tile's side; None: tiles have any size, a multiple of `token_side`.
     tile_side: int | None = None
     token_side: int
+    default_merge = 1  # patches along the side of a token
+    # Whether the table of positions is scaled to the tile with aligned corners; None: it fits.
+    aligns_corners: bool | None = None
+    _is_pixtral = False
 
     def __init__(self, manifest: Manifest, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None):
         super().__init__()
         self._config = {**manifest.vision_family.defaults, **manifest.config_json}
-        self._vision = manifest.vision_config
+        vision = self._vision = manifest.vision_config
         self._tower = _Tensors(tensors, TOWERS, dtype)
         newline = next((tensors[name] for name in NEWLINES if name in tensors), None)
-        self.register_buffer("newline", newline)  # [width]: the embedding after each row of a canvas
+        self.newline = None if newline is None else newline.float().cpu().numpy()
         scale, shift = _normalization(manifest.processor_config)
         self.register_buffer("scale", scale)
         self.register_buffer("shift", shift)
+        self._heads = vision.get("num_attention_heads") or vision.get("num_heads", 16)
+        self._activation = ACTIVATIONS[vision["hidden_act"]]
+        self._epsilon = vision.get("layer_norm_eps") or vision.get("rms_norm_eps", 1e-6)
+        numbers = itertools.count()
+        self._layer_count = next(n for n in numbers if f"{LAYERS}.{n}.layer_norm1.weight" not in self._tower)
+        self._patch_side = self._tower[f"{PATCHES}.weight"].shape[-1]
+        merge = self._config.get("spatial_merge_size") or vision.get("spatial_merge_size")
+        self._merge = merge or self.default_merge
+        self.token_side = self._patch_side * self._merge
 
     @torch.inference_mode()
-    def encode(
-        self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
-    ) -> np.ndarray | None:
-        """As `encode_image` of StaticBatchModel (base.py)."""
-        newline = None if self.newline is None else self.newline.float().cpu().numpy()
-        return encode_tiles(self._run, pixels, canvas, newline, is_cancelled)
-
-    def _run(self, tile: np.ndarray) -> np.ndarray:
+    def encode_tile(self, tile: np.ndarray) -> np.ndarray:
         return self(torch.tensor(tile, device=self.scale.device)).cpu().numpy()
 
     def normalize(self, tiles: Tensor) -> Tensor:
@@ -104,6 +144,86 @@ class VisionTower(nn.Module):
     def adapt(model: nn.Module) -> None:
         """Changes transformers' model of the family where this server needs another computation."""
 
+    def _patches(self, tile: Tensor) -> tuple[Tensor, int, int]:
+        """The patches of a tile, and how many rows and columns they are."""
+        tower = self._tower
+        weight = tower[f"{PATCHES}.weight"]
+        if weight.dim() == 5:
+            weight = weight.sum(2)  # an image is a film of equal frames
+        values = self.normalize(tile).to(weight.dtype)
+        grid = F.conv2d(values, weight, tower.get(f"{PATCHES}.bias"), stride=self._patch_side)
+        rows, columns = grid.shape[2], grid.shape[3]
+        if self.aligns_corners is not None and POSITIONS in tower:
+            table = tower[POSITIONS]
+            side = math.isqrt(table.shape[0])
+            square = table.t().view(1, -1, side, side)
+            grid = grid + F.interpolate(
+                square, size=(rows, columns), mode="bilinear", align_corners=self.aligns_corners
+            )
+        return self._in_order(grid[0].permute(1, 2, 0)), rows, columns
+
+    def _in_order(self, grid: Tensor) -> Tensor:
+        """[rows, columns, width] -> [patches, width]"""
+        return grid.flatten(0, 1)
+
+    def _rotated(self, x: Tensor, rows: int, columns: int) -> _Attended:
+        """All patches, with rotary positions."""
+        size = x.shape[-1] // self._heads
+        theta = (self._vision.get("rope_parameters") or self._vision).get("rope_theta", 10_000.0)
+        frequencies = theta ** -(torch.arange(0, size, 2, device=x.device).float() / size)
+        down = frequencies[::2]  # [head size / 4]
+        across = frequencies[1::2] if self._is_pixtral else down
+        y = torch.arange(rows, device=x.device).float()[:, None, None] * down
+        z = torch.arange(columns, device=x.device).float()[None, :, None] * across
+        shape = (rows, columns, down.shape[0])
+        angles = torch.cat([y.expand(shape), z.expand(shape)] * 2, -1)
+        angles = self._in_order(angles)[None, None]
+        return _Attended((angles.cos().to(x.dtype), angles.sin().to(x.dtype)))
+
+    def _layer(self, x: Tensor, n: int, within: _Attended) -> Tensor:
+        tower = self._tower
+        at = f"{LAYERS}.{n}"
+        attended = self._attend(self._norm(x, f"{at}.layer_norm1"), f"{at}.self_attn", within)
+        x = x + tower.get(f"{at}.lambda_1", 1) * attended
+        return x + tower.get(f"{at}.lambda_2", 1) * self._mlp(self._norm(x, f"{at}.layer_norm2"), f"{at}.mlp")
+
+    def _attend(self, x: Tensor, at: str, within: _Attended) -> Tensor:
+        linear = self._tower.linear
+        if f"{at}.qkv.weight" in self._tower:
+            query, key, value = linear(x, f"{at}.qkv").chunk(3, -1)
+        else:
+            query, key, value = (linear(x, f"{at}.{name}_proj") for name in "qkv")
+        query = self._head_norm(query, f"{at}.q_norm")
+        key = self._head_norm(key, f"{at}.k_norm")
+        heads = []  # [windows, heads, places, head size]
+        for each in (query, key, value):
+            if within.source is not None:
+                each = each[within.source]
+            split = each.unflatten(0, within.windows).unflatten(-1, (self._heads, -1))
+            heads.append(split.transpose(1, 2))
+        if within.rotation:
+            heads[:2] = (_rotate(each, *within.rotation) for each in heads[:2])
+        attended = F.scaled_dot_product_attention(*heads, attn_mask=within.is_patch)
+        x = attended.transpose(1, 2).flatten(2).flatten(0, 1)
+        if within.places is not None:
+            x = x[within.places]
+        return linear(x, f"{at}.out_proj")
+
+    def _head_norm(self, x: Tensor, name: str) -> Tensor:
+        """A norm of each head, or of all together, where there is one."""
+        weight = self._tower.get(f"{name}.weight")
+        return x if weight is None else self._norm(x.unflatten(-1, (-1, *weight.shape)), name).flatten(-2)
+
+    def _mlp(self, x: Tensor, at: str) -> Tensor:
+        linear = self._tower.linear
+        if f"{at}.gate_proj.weight" in self._tower:
+            hidden = self._activation(linear(x, f"{at}.gate_proj")) * linear(x, f"{at}.up_proj")
+            return linear(hidden, f"{at}.down_proj")
+        return linear(self._activation(linear(x, f"{at}.fc1")), f"{at}.fc2")
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return self._tower.norm(x, name, self._epsilon)
+
 
 class ProjectedTower(VisionTower):
     """A tower of transformers' vision models, whose output a projector reads. The names of their tensors tell
@@ -111,138 +231,44 @@ class ProjectedTower(VisionTower):
 
     def __init__(self, manifest: Manifest, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None):
         super().__init__(manifest, tensors, dtype)
-        vision = self._vision
-        tower = self._tower
         self._projector = _Tensors(tensors, PROJECTORS, dtype)
-        self._is_pixtral = "patch_conv.weight" in tower
-        self._is_internvit = "embeddings.cls_token" in tower
+        self._is_pixtral = POSITIONS not in self._tower
+        self._is_internvit = f"{LAYERS}.0.lambda_1" in self._tower
         self._is_idefics = "modality_projection.proj.weight" in self._projector
-        # Their names in CLIP and SigLIP; InternViT and Pixtral have others.
-        self._patches = "embeddings.patch_embedding"
-        self._first_token = "embeddings.class_embedding"
-        self._positions = "embeddings.position_embedding.weight"
-        self._layers = "encoder.layers"
-        self._final_norm = "post_layernorm"
+        self._rotates = self._is_pixtral or self.aligns_corners is not None
         if self._is_pixtral:
-            self._patches = "patch_conv"
-            self._layers = "transformer.layers"
-        elif self._is_internvit:
-            self._patches = "embeddings.patch_embeddings.projection"
-            self._first_token = "embeddings.cls_token"
-            self._positions = "embeddings.position_embeddings"
-            self._layers = "encoder.layer"
-            self._final_norm = "layernorm"
-        self._heads = vision["num_attention_heads"]
-        self._activation = ACTIVATIONS[vision["hidden_act"]]
-        # transformers does not read Pixtral's.
-        self._epsilon = 1e-5 if self._is_pixtral else vision["layer_norm_eps"]
-        self._uses_rms = vision.get("norm_type") == "rms_norm"
-        self._layer_count = vision["num_hidden_layers"]
-        self._patch_side = tower[f"{self._patches}.weight"].shape[-1]
-        self._merge = self._config.get("spatial_merge_size") or vision.get("spatial_merge_size", 1)
-        self.token_side = self._patch_side * self._merge
-        self.tile_side = None if self._is_pixtral else vision["image_size"]
+            self._epsilon = 1e-5  # transformers does not read Pixtral's
+        if not self._rotates:
+            self.tile_side = self._vision["image_size"]
         self._selected = self._config.get("vision_feature_layer")
         self._drops_first = self._config.get("vision_feature_select_strategy") == "default"
 
     def forward(self, tile: Tensor) -> Tensor:
-        grid = self._grid(tile)
-        rows, columns = grid.shape[2], grid.shape[3]
-        x = grid.flatten(2).transpose(1, 2)
-        features = self._pixtral(x, rows, columns) if self._is_pixtral else self._transformer(x)
+        x, rows, columns = self._patches(tile)
+        features = self._features(x, self._rotated(x, rows, columns) if self._rotates else _Attended())
         if self._drops_first:
-            features = features[:, 1:]
-        return self._project(features[0], rows, columns).float()
+            features = features[1:]
+        return self._project(features, rows, columns).float()
 
-    def _grid(self, tile: Tensor) -> Tensor:
-        """The patches of a tile, [1, width, rows, columns]."""
-        name = self._patches
-        patches = self._tower[f"{name}.weight"]
-        values = self.normalize(tile).to(patches.dtype)
-        return F.conv2d(values, patches, self._tower.get(f"{name}.bias"), stride=self._patch_side)
-
-    # The towers. x: [1, patches, width]; the result: [1, tokens, width], or that of several layers, joined.
-
-    def _transformer(self, x: Tensor) -> Tensor:
+    def _features(self, x: Tensor, within: _Attended) -> Tensor:
+        """The output of the tower, or that of several layers, joined: [tokens, width]."""
         tower = self._tower
-        if self._first_token in tower:
-            x = torch.cat([tower[self._first_token].view(1, 1, -1), x], 1)
-        x = x + tower[self._positions]
-        if "pre_layrnorm.weight" in tower:  # its name in CLIP
-            x = tower.layer_norm(x, "pre_layrnorm", self._epsilon)
+        if FIRST_TOKEN in tower:
+            x = torch.cat([tower[FIRST_TOKEN].view(1, -1), x])
+        if not self._rotates:
+            x = x + tower[POSITIONS].flatten(0, -2)
+        if f"{FIRST_NORM}.weight" in tower:
+            x = self._norm(x, FIRST_NORM)
         reads_all = self._selected is None or (self._is_internvit and self._selected == -1)
-        states = self._states(x, -1 if reads_all else self._selected, self._layer)
-        if reads_all and f"{self._final_norm}.weight" in tower:
-            states = tower.layer_norm(states, self._final_norm, self._epsilon)
-        return states
-
-    def _pixtral(self, x: Tensor, rows: int, columns: int) -> Tensor:
-        rotation = self._rotation(x, rows, columns)
-
-        def layer(x: Tensor, n: int) -> Tensor:
-            return self._pixtral_layer(x, n, rotation)
-
-        return self._states(self._tower.rms_norm(x, "ln_pre", self._epsilon), self._selected, layer)
-
-    def _rotation(self, x: Tensor, rows: int, columns: int) -> Rotation:
-        width = x.shape[-1] // self._heads
-        theta = (self._vision.get("rope_parameters") or self._vision).get("rope_theta", 10_000.0)
-        frequencies = theta ** -(torch.arange(0, width, 2, device=x.device).float() / width)
-        down = frequencies[::2]
-        across = frequencies[1::2] if self._is_pixtral else down
-        angles = _angles(rows, columns, down, across).flatten(0, 1)[None, None]
-        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-
-    def _states(self, x: Tensor, selected: int | list[int], layer: Any) -> Tensor:
-        """Runs the layers, and joins the selected states: 0 is that before the first one."""
-        count = self._layer_count
-        wanted = [n % (count + 1) for n in (selected if isinstance(selected, list) else [selected])]
+        selected = -1 if reads_all else self._selected
+        # 0 is what the first layer reads.
+        wanted = selected if isinstance(selected, list) else [selected]
+        wanted = [n % (self._layer_count + 1) for n in wanted]
         states = [x]
         for n in range(max(wanted)):
-            states.append(layer(states[-1], n))
-        return torch.cat([states[n] for n in wanted], -1)
-
-    def _layer(self, x: Tensor, n: int, rotation: Rotation | None = None) -> Tensor:
-        tower = self._tower
-        at = f"{self._layers}.{n}"
-        if self._is_internvit:
-            norms = ("layernorm_before", "layernorm_after")
-            attention, out = "attention", "projection_layer"
-            scales = (tower[f"{at}.lambda_1"], tower[f"{at}.lambda_2"])
-        else:
-            norms = ("layer_norm1", "layer_norm2")
-            attention, out = "self_attn", "out_proj"
-            scales = (1, 1)
-        normed = self._norm(x, f"{at}.{norms[0]}")
-        x = x + scales[0] * self._attend(normed, f"{at}.{attention}", out, rotation)
-        hidden = tower.linear(self._norm(x, f"{at}.{norms[1]}"), f"{at}.mlp.fc1")
-        return x + scales[1] * tower.linear(self._activation(hidden), f"{at}.mlp.fc2")
-
-    def _pixtral_layer(self, x: Tensor, n: int, rotation: Rotation) -> Tensor:
-        tower = self._tower
-        at = f"{self._layers}.{n}"
-        normed = tower.rms_norm(x, f"{at}.attention_norm", self._epsilon)
-        x = x + self._attend(normed, f"{at}.attention", "o_proj", rotation)
-        normed = tower.rms_norm(x, f"{at}.ffn_norm", self._epsilon)
-        gate = self._activation(tower.linear(normed, f"{at}.feed_forward.gate_proj"))
-        up = tower.linear(normed, f"{at}.feed_forward.up_proj")
-        return x + tower.linear(gate * up, f"{at}.feed_forward.down_proj")
-
-    def _attend(self, x: Tensor, at: str, out: str, rotation: Rotation | None = None) -> Tensor:
-        tower = self._tower
-        query, key, value = (tower.linear(x, f"{at}.{name}_proj") for name in "qkv")
-        if f"{at}.q_norm.weight" in tower:
-            query = tower.rms_norm(query, f"{at}.q_norm", 1e-6)
-            key = tower.rms_norm(key, f"{at}.k_norm", 1e-6)
-        heads = [each.unflatten(-1, (self._heads, -1)).transpose(1, 2) for each in (query, key, value)]
-        if rotation:
-            heads[:2] = (_rotate(each, *rotation) for each in heads[:2])
-        attended = F.scaled_dot_product_attention(*heads)
-        return tower.linear(attended.transpose(1, 2).flatten(2), f"{at}.{out}")
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        norm = self._tower.rms_norm if self._uses_rms else self._tower.layer_norm
-        return norm(x, name, self._epsilon)
+            states.append(self._layer(states[-1], n, within))
+        x = torch.cat([states[n] for n in wanted], -1)
+        return self._norm(x, LAST_NORM) if reads_all and f"{LAST_NORM}.weight" in tower else x
 
     def _project(self, x: Tensor, rows: int, columns: int) -> Tensor:
         """x: [patches, width] -> [tokens, width of the language model]."""
@@ -254,13 +280,15 @@ class ProjectedTower(VisionTower):
         if "mm_input_projection_weight" in projector:  # Gemma
             side = math.isqrt(config.get("mm_tokens_per_image", 256))
             pooled = F.avg_pool2d(x.t().view(1, -1, rows, columns), rows // side)
-            x = projector.rms_norm(pooled[0].flatten(1).t(), "mm_soft_emb_norm", self._epsilon, offset=1.0)
+            x = projector.norm(pooled[0].flatten(1).t(), "mm_soft_emb_norm", self._epsilon, offset=1.0)
             return x @ projector["mm_input_projection_weight"]
         if "layer_norm.weight" in projector:  # InternVL
             joined = _join(x, rows, columns, round(1 / config.get("downsample_ratio", 0.5))).flatten(1)
-            x = projector.layer_norm(joined, "layer_norm", 1e-5)
+            x = projector.norm(joined, "layer_norm", 1e-5)
+        if "pre_norm.weight" in projector:  # PaddleOCR-VL
+            x = _join(projector.norm(x, "pre_norm", 1e-5), rows, columns, self._merge).flatten(1)
         if "patch_merger.merging_layer.weight" in projector:  # Mistral Small, LightOnOCR
-            x = projector.rms_norm(x, "norm", config["text_config"].get("rms_norm_eps", 1e-6))
+            x = projector.norm(x, "norm", config["text_config"].get("rms_norm_eps", 1e-6))
             joined = _join(x, rows, columns, self._merge)
             x = projector.linear(joined.transpose(1, 2).flatten(1), "patch_merger.merging_layer")
         activation = ACTIVATIONS[config.get("projector_hidden_act", "gelu")]
@@ -281,22 +309,7 @@ class PaddleTower(ProjectedTower):
     """The tower of PaddleOCR-VL: SigLIP over an image of any size, for which its table of positions is
     scaled, with rotary positions as well."""
 
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        self.tile_side = None
-
-    def forward(self, tile: Tensor) -> Tensor:
-        grid = self._grid(tile)
-        rows, columns = grid.shape[2], grid.shape[3]
-        # See `adapt`.
-        x = grid + _scaled_positions(self._tower[self._positions], rows, columns, align_corners=False)
-        x = x.flatten(2).transpose(1, 2)
-        rotation = self._rotation(x, rows, columns)
-        for n in range(self._layer_count):
-            x = self._layer(x, n, rotation)
-        x = self._tower.layer_norm(x[0], self._final_norm, self._epsilon)
-        x = self._projector.layer_norm(x, "pre_norm", 1e-5)
-        return self._project(_join(x, rows, columns, self._merge).flatten(1), rows, columns).float()
+    aligns_corners = False  # see `adapt`
 
     def for_transformers(self, values: Tensor) -> Tensor:
         """[1, 3, height, width] -> [patches, 3, side, side], row by row."""
@@ -311,65 +324,34 @@ class PaddleTower(ProjectedTower):
         model.model.visual.vision_model.embeddings.interpolation_align_corners = False
 
 
-class _Attended(NamedTuple):
-    """Which patches attend to each other: those of a window, of several windows of one size or one of all."""
-
-    cos: Tensor  # of their rotary positions, [windows, 1, places, head size]
-    sin: Tensor
-    source: Tensor | None = None  # which patch is at each place, int64 [windows * places]; None: in order
-    places: Tensor | None = None  # where each patch is, int64 [patches]
-    is_patch: Tensor | None = None  # whether there is one, bool [windows, 1, 1, places]; None: everywhere
-
-
 class QwenTower(VisionTower):
     """The tower of Qwen2-VL, of Qwen2.5-VL, some of whose layers attend within windows, of Qwen3-VL and
     of Qwen3.5. In Qwen3-VL the embeddings that the first layers of the language model add (DeepStack) follow
     on the others: [tokens, (1 + layers) * width]."""
 
+    default_merge = 2
+    aligns_corners = True
+
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         vision = self._vision
-        self._heads = vision.get("num_heads", 16)
-        self._merge = vision.get("spatial_merge_size", 2)
-        self._patch_side = self._tower["patch_embed.proj.weight"].shape[-1]
-        self.token_side = self._patch_side * self._merge
-        self._layer_count = self._tower.count("blocks")
-        self._epsilon = vision.get("rms_norm_eps", 1e-6)
-        self._activation = ACTIVATIONS[vision["hidden_act"]]
         # Tokens along a side; 0: all layers attend to the whole image.
         self._window = vision.get("window_size", 0) // self.token_side
         self._whole: Sequence[int] = vision.get("fullatt_block_indexes", ())
         self._deepstack: Sequence[int] = vision.get("deepstack_visual_indexes", ())  # layers that are read
-        # The names of a layer's MLP and of the merger's parts.
-        self._mlp_names = ("fc1", "fc2")
-        self._merger_names = ("ln_q", "mlp.0", "mlp.2")
-        if "merger.linear_fc1.weight" in self._tower:
-            self._mlp_names = ("linear_fc1", "linear_fc2")
-            self._merger_names = ("norm", *self._mlp_names)
 
     def forward(self, tile: Tensor) -> Tensor:
-        tower = self._tower
-        weight = tower["patch_embed.proj.weight"].sum(2)  # an image is a film of equal frames
-        values = self.normalize(tile).to(weight.dtype)
-        grid = F.conv2d(values, weight, tower.get("patch_embed.proj.bias"), stride=self._patch_side)
-        rows, columns = grid.shape[2], grid.shape[3]
-        if "pos_embed.weight" in tower:
-            grid = grid + _scaled_positions(tower["pos_embed.weight"], rows, columns, align_corners=True)
-        x = self._by_token(grid[0].permute(1, 2, 0))
-        cos, sin = self._rotation(rows, columns, x)
-        image = _Attended(cos, sin)
-        windows = self._windows(rows // self._merge, columns // self._merge, image) if self._window else image
+        x, rows, columns = self._patches(tile)
+        image = windows = self._rotated(x, rows, columns)
+        if self._window:
+            windows = self._windows(rows // self._merge, columns // self._merge, *image.rotation)
         deepstack = []
         for n in range(self._layer_count):
-            at = f"blocks.{n}"
-            attended = windows if self._window and n not in self._whole else image
-            x = x + self._attend(self._norm(x, f"{at}.norm1"), at, attended)
-            x = x + self._mlp(self._norm(x, f"{at}.norm2"), f"{at}.mlp")
+            x = self._layer(x, n, image if n in self._whole else windows)
             if n in self._deepstack:
                 merger = f"deepstack_merger_list.{len(deepstack)}"
                 deepstack.append(self._merged(self._joined(x), merger))
-        merged = self._merged(x, "merger")
-        return torch.cat([merged, *deepstack], -1).float()
+        return torch.cat([self._merged(x, "merger"), *deepstack], -1).float()
 
     def for_transformers(self, values: Tensor) -> Tensor:
         """[1, 3, height, width] -> a row for each patch, of two equal frames; those of a token together."""
@@ -390,22 +372,13 @@ class QwenTower(VisionTower):
             hook = functools.partial(add, n)
             model.get_decoder().layers[n].register_forward_hook(hook, with_kwargs=True)
 
-    def _by_token(self, grid: Tensor) -> Tensor:
-        """[rows, columns, width] -> [patches, width], those of a token together."""
-        merge = self._merge
-        rows, columns, width = grid.shape
-        blocks = grid.reshape(rows // merge, merge, columns // merge, merge, width)
-        return blocks.transpose(1, 2).reshape(-1, width)
+    def _in_order(self, grid: Tensor) -> Tensor:
+        """The patches of a token are together."""
+        return _join(grid, grid.shape[0], grid.shape[1], self._merge).flatten(0, 1)
 
-    def _rotation(self, rows: int, columns: int, x: Tensor) -> Rotation:
-        size = x.shape[-1] // self._heads // 2
-        frequencies = 10_000.0 ** -(torch.arange(0, size, 2, device=x.device).float() / size)
-        angles = self._by_token(_angles(rows, columns, frequencies, frequencies))[None, None]
-        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-
-    def _windows(self, rows: int, columns: int, image: _Attended) -> _Attended:
+    def _windows(self, rows: int, columns: int, *rotation: Tensor) -> _Attended:
         """The windows of an image of so many tokens. All have the same size: those at its edges have places
-        without a patch."""
+        without a patch. rotation: of the whole image."""
         side = self._window
         patches = self._merge**2
         size = side**2 * patches
@@ -423,55 +396,18 @@ class QwenTower(VisionTower):
         x = patch // patches % columns
         token = y % side * side + x % side
         places = (y // side * across + x // side) * size + token * patches + patch % patches
-        shape = (-1, 1, size, image.cos.shape[-1])
-        return _Attended(
-            image.cos[0, 0, source].view(shape),
-            image.sin[0, 0, source].view(shape),
-            source,
-            places,
-            is_patch.view(-1, 1, 1, size),
-        )
-
-    def _attend(self, x: Tensor, at: str, within: _Attended) -> Tensor:
-        joined = self._tower.linear(x, f"{at}.attn.qkv")
-        width = joined.shape[-1] // 3
-        if within.source is not None:
-            joined = joined[within.source]
-        windows, _, places, size = within.cos.shape
-        heads = joined.view(windows, places, 3, self._heads, size)
-        # [windows, heads, places, size]
-        query, key, value = (each.transpose(1, 2) for each in heads.unbind(2))
-        if f"{at}.attn.q_norm.weight" in self._tower:
-            query = self._norm(query, f"{at}.attn.q_norm")
-            key = self._norm(key, f"{at}.attn.k_norm")
-        query, key = (_rotate(each, within.cos, within.sin) for each in (query, key))
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=within.is_patch)
-        x = attended.transpose(1, 2).reshape(-1, width)
-        if within.places is not None:
-            x = x[within.places]
-        return self._tower.linear(x, f"{at}.attn.proj")
-
-    def _mlp(self, x: Tensor, at: str) -> Tensor:
-        linear = self._tower.linear
-        if f"{at}.gate_proj.weight" in self._tower:
-            hidden = self._activation(linear(x, f"{at}.gate_proj")) * linear(x, f"{at}.up_proj")
-            return linear(hidden, f"{at}.down_proj")
-        first, second = self._mlp_names
-        return linear(self._activation(linear(x, f"{at}.{first}")), f"{at}.{second}")
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        has_bias = f"{name}.bias" in self._tower
-        return (self._tower.layer_norm if has_bias else self._tower.rms_norm)(x, name, self._epsilon)
+        cos, sin = (each[0, 0, source].unflatten(0, (-1, 1, size)) for each in rotation)
+        return _Attended((cos, sin), (-1, size), source, places, is_patch.view(-1, 1, 1, size))
 
     def _merged(self, x: Tensor, at: str) -> Tensor:
         """[patches, width] -> [tokens, width of the language model]."""
-        norm, first, second = (f"{at}.{name}" for name in self._merger_names)
-        joined = self._joined(self._norm(x, norm))
-        return self._tower.linear(F.gelu(self._tower.linear(joined, first)), second)
+        linear = self._tower.linear
+        joined = self._joined(self._norm(x, f"{at}.norm"))
+        return linear(F.gelu(linear(joined, f"{at}.fc1")), f"{at}.fc2")
 
     def _joined(self, x: Tensor) -> Tensor:
         """[patches, width] -> [tokens, width of all patches of a token]."""
-        return x.reshape(-1, self._merge**2 * self._tower["patch_embed.proj.weight"].shape[0])
+        return x.reshape(-1, self._merge**2 * self._tower[f"{PATCHES}.weight"].shape[0])
 
 
 class GlmTower(QwenTower):
@@ -480,8 +416,8 @@ class GlmTower(QwenTower):
     def _merged(self, x: Tensor, at: str) -> Tensor:
         tower = self._tower
         weight = tower["downsample.weight"].permute(0, 2, 3, 1).flatten(1)  # in the order of `_joined`
-        x = F.linear(self._joined(self._norm(x, "post_layernorm")), weight, tower["downsample.bias"])
-        x = tower.layer_norm(tower.linear(x, f"{at}.proj"), f"{at}.post_projection_norm", 1e-5)
+        x = F.linear(self._joined(self._norm(x, LAST_NORM)), weight, tower["downsample.bias"])
+        x = tower.norm(tower.linear(x, f"{at}.proj"), f"{at}.post_projection_norm", 1e-5)
         return self._mlp(F.gelu(x), at)
 
 
@@ -495,8 +431,8 @@ def make_tower(manifest: Manifest, *arguments: Any) -> VisionTower:
 
 
 class _Tensors(nn.Module):
-    """The tensors below the first of some prefixes that there is, by the rest of their dotted names; and the
-    layers that are made of them."""
+    """The tensors below the first of some prefixes that there is, by the rest of their dotted names, as NAMES
+    changes them; and the layers that are made of them."""
 
     def __init__(self, tensors: Mapping[str, Tensor], prefixes: Iterable[str], dtype: torch.dtype | None):
         super().__init__()
@@ -508,11 +444,14 @@ class _Tensors(nn.Module):
         else:
             raise KeyError(f"the checkpoint has no tensor {'..., '.join(prefixes)}...")
         for name in names:
-            self.register_buffer(name.removeprefix(prefix).replace(".", "/"), tensors[name])
+            own = name.removeprefix(prefix)
+            for pattern, part in NAMES.items():
+                own = re.sub(pattern, part, own)
+            self.register_buffer(own.replace(".", "/"), tensors[name])
 
-    def get(self, name: str) -> Tensor | None:
+    def get(self, name: str, default: Any = None) -> Any:
         if name not in self:
-            return None
+            return default
         return self[name]
 
     def __getitem__(self, name: str) -> Tensor:
@@ -522,25 +461,17 @@ class _Tensors(nn.Module):
     def __contains__(self, name: str) -> bool:
         return name.replace(".", "/") in self._buffers
 
-    def count(self, layers: str) -> int:
-        """How many layers there are below a name."""
-        begin = layers.replace(".", "/") + "/"
-        return len(
-            {name.removeprefix(begin).split("/")[0] for name in self._buffers if name.startswith(begin)}
-        )
-
     def linear(self, x: Tensor, name: str) -> Tensor:
         return F.linear(x, self[f"{name}.weight"], self.get(f"{name}.bias"))
 
-    def layer_norm(self, x: Tensor, name: str, epsilon: float) -> Tensor:
+    def norm(self, x: Tensor, name: str, epsilon: float, offset: float = 0.0) -> Tensor:
+        """A layer norm, or, where there is no bias, an RMS norm, to whose weights `offset` is added."""
         weight = self[f"{name}.weight"]
-        return F.layer_norm(x, weight.shape, weight, self.get(f"{name}.bias"), epsilon)
-
-    def rms_norm(self, x: Tensor, name: str, epsilon: float, offset: float = 0.0) -> Tensor:
-        """`offset` is added to the weights."""
+        if f"{name}.bias" in self:
+            return F.layer_norm(x, weight.shape, weight, self[f"{name}.bias"], epsilon)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
-        return (self[f"{name}.weight"] + offset) * wide.to(x.dtype)
+        return (weight + offset) * wide.to(x.dtype)
 
 
 def is_vision(name: str) -> bool:
@@ -568,23 +499,6 @@ def _normalization(preprocessor: Json) -> tuple[Tensor, Tensor]:
     return factor / deviation, mean / deviation
 
 
-def _scaled_positions(table: Tensor, rows: int, columns: int, align_corners: bool) -> Tensor:
-    """A table of learned positions in a square, [positions, width], for a grid of patches: [1, width, rows,
-    columns]."""
-    side = math.isqrt(table.shape[0])
-    square = table.t().view(1, -1, side, side)
-    return F.interpolate(square, size=(rows, columns), mode="bilinear", align_corners=align_corners)
-
-
-def _angles(rows: int, columns: int, down: Tensor, across: Tensor) -> Tensor:
-    """The angles of rotary positions in a grid of patches, [rows, columns, head size], of the frequencies of
-    rows and columns, [head size / 4]."""
-    y = torch.arange(rows, device=down.device).float()[:, None, None] * down
-    z = torch.arange(columns, device=down.device).float()[None, :, None] * across
-    shape = (rows, columns, down.shape[0])
-    return torch.cat([y.expand(shape), z.expand(shape)] * 2, -1)
-
-
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x: [1 or windows, heads, patches, head size]; cos, sin: [1 or windows, 1, patches, head size]. In these
     forms, with the axis given as 3, OpenVINO makes one operation of it."""
@@ -593,8 +507,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _join(x: Tensor, rows: int, columns: int, by: int) -> Tensor:
-    """by x by neighbors of a grid of patches, [rows * columns, width], become a token: [tokens, by * by,
-    width]. What is left of a row or column of them is dropped."""
+    """by x by neighbors of a grid of patches, [rows * columns, width] or [rows, columns, width], become a
+    token: [tokens, by * by, width]. What is left of a row or column of them is dropped."""
     grid = x.view(rows, columns, -1)[: rows // by * by, : columns // by * by]
     grid = grid.reshape(rows // by, by, columns // by, by, x.shape[-1])
     return grid.transpose(1, 2).reshape(-1, by * by, x.shape[-1])

@@ -11,7 +11,7 @@ the next startup uses plain PyTorch directly.
 
 from __future__ import annotations
 
-import gc
+import functools
 import itertools
 import logging
 import re
@@ -20,7 +20,6 @@ import time
 import timeit
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ from models.checkpoint.pretrained import (
     reference_logits,
 )
 from models.errors import ModelError, is_out_of_memory, named
-from models.images.towers import VisionTower, is_vision, make_tower
+from models.images.towers import is_vision, make_tower
 from models.openvino import check_quantizer, with_dtype
 from models.openvino.check_text import SHORT_CHECK_TOKENS, ids_of_text
 from models.openvino.delta_tiles import TILE
@@ -84,7 +83,6 @@ MERGED_OUTPUTS = 4096
 # end at whole tiles only.
 MAX_TILES_TIME = 0.9
 MIN_TILES_GAIN = 0.002  # seconds
-UNCOMPRESSED_GRAPH = "model.whole"  # the files of the graph whose weights are being compressed
 SPARE_BYTES = 50_000_000  # of the disk, for the graph without its weights
 
 
@@ -97,8 +95,13 @@ def convert(config: Config, folder: Path, target: Path) -> None:
     check_quantizer(config)
     stored = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
     _check_room(config, stored, target)
-    steps = Steps(config, manifest)
-    steps.begin(f"loading {stored / 1e9:.1f} GB of weights")
+    numbers = itertools.count(1)
+    steps = 4 + bool(config.quantize) + manifest.reads_images
+
+    def begin(step: str) -> None:
+        logger.info("Converting %s, step %d of %d: %s", config.model_name, next(numbers), steps, step)
+
+    begin(f"loading {stored / 1e9:.1f} GB of weights")
     model = load_pretrained(config, folder, "cpu")
     facts: Json = {
         "model": config.model_name,
@@ -112,29 +115,28 @@ def convert(config: Config, folder: Path, target: Path) -> None:
     }
     try:
         positions = facts["max_total_tokens"] or manifest.max_positions or config.max_total_tokens
-        steps.begin("computing logits to compare with")
+        begin("computing logits to compare with")
         with InFloat32(getattr(torch, dtype)):
             check = Check(model, positions, folder)
         if manifest.reads_images:
-            steps.begin("converting the vision tower")
+            begin("converting the vision tower")
             facts |= _convert_vision(model, manifest, target, config)
         for buffer in model.buffers():  # what is computed with beside weights
             if buffer.is_floating_point():
                 buffer.data = buffer.data.float()
         facts["reference"] = check.stored
-        steps.begin("tracing")
-        save_graph(trace(model, image_width=facts.get("image_width")), target / "model.xml")
-        for parameter in model.parameters():
-            parameter.data = torch.empty(0)  # PyTorch never frees modules that were traced
-        del model
-        gc.collect()
-        steps.begin("comparing logits")
-        facts["tiles"] = check.is_faster_in_tiles(target, facts)
-        check.reject_faults(target, facts)
+        begin("tracing")
+        graph = trace(model, image_width=facts.get("image_width"))
+        path = target / "model.xml"
+        if not config.quantize:
+            save_graph(graph, path)
+        begin("comparing logits")
+        facts["tiles"] = check.is_faster_in_tiles(graph, facts)
+        check.reject_faults(graph, facts)
         if config.quantize:
-            steps.begin(f"compressing to {config.quantize}, and comparing again")
-            _compress(config, check, target, facts)
-        elif dtype == "bfloat16" and (fault := check.fault_on_text(target, facts)):
+            begin(f"compressing to {config.quantize}, and comparing again")
+            _compress(config, check, graph, path, facts)
+        elif dtype == "bfloat16" and (fault := check.fault_on_text(graph, facts)):
             logger.warning(
                 "%s does not tolerate arithmetic in bfloat16, and is computed in float32: %s",
                 facts["model"],
@@ -155,7 +157,7 @@ def _check_room(config: Config, stored: int, target: Path) -> None:
     """Raises OSError where `target` has no room for the converted weights. stored: bytes of weights."""
     copies = 2.0 if config.dtype == "float32" else 1.0  # float32 takes twice the bytes of a 16-bit checkpoint
     if config.quantize:
-        copies += 0.6  # the compressed weights, beside the others until they are checked
+        copies = 0.6  # the compressed weights
     needed = SPARE_BYTES + copies * stored
     if shutil.disk_usage(target).free < needed:
         raise OSError(f"{target} has no room for {needed / 1e9:.1f} GB")
@@ -180,7 +182,10 @@ def _convert_vision(model: torch.nn.Module, manifest: Manifest, target: Path, co
         with InFloat32(dtype):
             check = VisionCheck(model, tower)
         newline = None if tower.newline is None else tower.newline.tolist()
-        graph = _trace_vision(tower, check.tiles[:1])
+        with torch.no_grad():
+            graph = ov.convert_model(tower, example_input=torch.from_numpy(check.tiles[:1]))
+        side = tower.tile_side or -1
+        graph.reshape(ov.PartialShape([1, side, side, 3]))
         save_graph(graph, path)
         fault = _vision_fault(path, check, newline, "float32")
     except Exception as error:
@@ -237,29 +242,7 @@ def _vision_fault(
         "INFERENCE_PRECISION_HINT": DTYPES[computed_in].short,
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": group,
     }
-    encoder = VisionEncoder(path, newline, settings)
-    return check.find_fault(encoder.encode(check.tiles, check.canvas, lambda: False), precision)
-
-
-def _trace_vision(tower: VisionTower, tile: np.ndarray) -> ov.Model:
-    with torch.no_grad():
-        graph = ov.convert_model(tower, example_input=torch.from_numpy(tile))
-    side = tower.tile_side or -1
-    graph.reshape(ov.PartialShape([1, side, side, 3]))
-    return graph
-
-
-class Steps:
-    """Logs the steps of a conversion, and how many there are."""
-
-    def __init__(self, config: Config, manifest: Manifest):
-        self._name = config.model_name
-        self._number = 0
-        self._total = 4 + bool(config.quantize) + manifest.reads_images
-
-    def begin(self, what: str) -> None:
-        self._number += 1
-        logger.info("Converting %s, step %d of %d: %s", self._name, self._number, self._total, what)
+    return check.find_fault(VisionEncoder(path, newline, settings), precision)
 
 
 class Check:
@@ -272,142 +255,128 @@ class Check:
     def __init__(self, model: torch.nn.Module, positions: int, folder: Path):
         text_config = model.config.get_text_config()
         vocab_size = text_config.vocab_size
-        random = np.random.default_rng(0)
-        self.ids = random.integers(0, vocab_size, min(CHECK_TOKENS, positions)).tolist()
+        text = ids_of_text(folder, vocab_size)
+        if not text:  # random ids make small differences larger than texts do
+            text = np.random.default_rng(0).integers(0, vocab_size, LONG_TEXT_TOKENS).tolist()
+        text = text[:positions]
+        self.ids = text[:CHECK_TOKENS]
         self.short = self.ids[:SHORT_CHECK_TOKENS]
         self.shift = positions - len(self.short)  # the model's last positions
-        # Random ids where there is no tokenizer: they make small differences larger than texts do.
-        text = ids_of_text(folder, vocab_size) or random.integers(0, vocab_size, LONG_TEXT_TOKENS).tolist()
-        self.text = text[: len(self.ids)]
+        self.logits = reference_logits(model, self.ids)
+        columns = sorted(set(self.short))  # likely tokens: what differs there matters
+        logits = self.logits[: len(self.short), columns]
+        self.stored = {"ids": self.short, "columns": columns, "logits": logits.tolist()}
+        self.text = self.ids
+        self.text_logits = self.logits
         self.steps = 0
         if has_states(model):
-            self.text = text[: min(LONG_TEXT_TOKENS, positions)]
+            self.text = text[:LONG_TEXT_TOKENS]
             self.steps = min(LONG_TEXT_STEPS, len(self.text) - 1)
-        self.text_logits = reference_logits(model, self.text, last=self.steps)
-        stored = self.text[:SHORT_CHECK_TOKENS]
-        columns = sorted(set(stored))  # likely tokens: what differs there matters
-        logits = reference_logits(model, stored)[:, columns]
-        self.stored = {"ids": stored, "columns": columns, "logits": logits.tolist()}
+            self.text_logits = reference_logits(model, self.text, last=self.steps)
         window = getattr(text_config, "sliding_window", None)
         # A window of all positions never slides, and families may not pass it to their attention function.
         self.window = min(window, CHECK_WINDOW) if window and window < positions else None
         if self.window:
             text_config.sliding_window = self.window
-        self.logits = reference_logits(model, self.ids)
+            self.logits = reference_logits(model, self.ids)
         self.at_end = reference_logits(model, self.short, begin=self.shift)
         if self.window:
             text_config.sliding_window = window
 
-    def is_faster_in_tiles(self, target: Path, facts: Json) -> bool:
+    def is_faster_in_tiles(self, graph: ov.Model, facts: Json) -> bool:
         """Whether prompts of a model with a delta rule take less processor time in tiles."""
-        if not has_delta_rule(ov.Core().read_model(target / "model.xml")):
+        if not has_delta_rule(graph):
             return False
 
         def seconds(tiles: bool) -> float:
-            model = self._model(target, facts | {"tiles": tiles})
-            run_prompt = partial(model.forward, [Chunk(0, self.short[:TILE], 0)])
+            model = self._model(graph, facts | {"tiles": tiles})
+            run_prompt = functools.partial(model.forward, [Chunk(0, self.short[:TILE], 0)])
             return min(timeit.repeat(run_prompt, timer=time.process_time, number=1))
 
         in_rows = seconds(tiles=False)
         return seconds(tiles=True) <= min(MAX_TILES_TIME * in_rows, in_rows - MIN_TILES_GAIN)
 
-    def reject_faults(self, target: Path, facts: Json) -> None:
-        """Runs the saved graph in float32: long and short chunks, one and two slots a call, at the first and
-        at the last positions. Raises NotConverted where one of these differs."""
-        model = self._model(target, facts | {"arithmetic": "float32"}, self.window)
+    def reject_faults(self, graph: ov.Model, facts: Json) -> None:
+        """Runs a graph in float32: short chunks of two slots, a long one behind them, and one at the last
+        positions. Raises NotConverted where one of these differs."""
+        checked = {"arithmetic": "float32", "streamed": True, "longest_window": self.window}
+        model = self._model(graph, facts | checked)
         at_end = model.forward([Chunk(0, self.short, 0, all_logits=True)], self.shift)
-        for found, expected in (
-            (at_end, self.at_end),
-            (_prompt_logits(model, self.ids), self.logits),
-            self._short_chunks(model),
-            *([self._run_text(model)] if self.steps else []),
-        ):
+        end = len(self.short)
+        short = ([*(n for n in begins if n < end), end] for begins in SHORT_CHECK_BEGINS)
+        borders = [dict(enumerate(short))]
+        if end < len(self.ids):
+            borders.append({0: [end, len(self.ids)]})
+        ways = [(at_end, self.at_end)]
+        for borders_of in borders:
+            found, positions = model.forward_in_chunks(self.ids, borders_of)
+            ways.append((found, self.logits[positions]))
+        if self.steps:
+            ways.append(self._run_text(model))
+        for found, expected in ways:
             if fault := find_fault(found, expected, "float32", facts["has_experts"]):
                 raise NotConverted(fault)
 
     def _run_text(self, model: OpenVinoModel) -> tuple[np.ndarray, np.ndarray]:
         """The logits of the text, or of the decode steps behind it, and the expected ones."""
-        logits = _prompt_logits(model, self.text, self.steps)
+        end = len(self.text) - self.steps
+        borders = [*range(0, end, OPENVINO_CHUNK), *range(end, len(self.text) + 1)]
+        logits, _positions = model.forward_in_chunks(self.text, {0: borders}, all_logits=not self.steps)
         return logits[-len(self.text_logits) :], self.text_logits
 
-    def _short_chunks(self, model: OpenVinoModel) -> tuple[np.ndarray, np.ndarray]:
-        """The logits after each chunk of two slots, and the expected ones."""
-        found = []
-        expected = []
-        n = len(self.short)
-        begins_of = [[begin for begin in begins if begin < n] for begins in SHORT_CHECK_BEGINS]
-        ranges = [itertools.pairwise([*begins, n]) for begins in begins_of]
-        for step in itertools.zip_longest(*ranges):
-            running = [(slot, part) for slot, part in enumerate(step) if part]
-            chunks = [Chunk(slot, self.short[begin:end], begin) for slot, (begin, end) in running]
-            found.append(model.forward(chunks))
-            expected.append(self.logits[[end - 1 for _slot, (_begin, end) in running]])
-        return np.concatenate(found), np.concatenate(expected)
-
-    def fault_on_text(self, target: Path, facts: Json) -> str | None:
-        """Runs the saved graph as it will be served, over a text. Returns how it differs, or None."""
-        model = self._model(target, facts)
+    def fault_on_text(self, graph: ov.Model, facts: Json) -> str | None:
+        """Runs a graph as it will be served, over a text. Returns how it differs, or None."""
+        model = self._model(graph, facts)
         return find_fault(*self._run_text(model), model.precision, facts["has_experts"])
 
-    def activation_group(self, target: Path, facts: Json, most: int) -> int:
-        """How many activations share a scale: the largest of GROUP_SIZES up to `most` that the model
-        tolerates, else the smallest."""
+    def choose_activation_group(self, path: Path, facts: Json, most: int) -> str | None:
+        """Sets how many activations share a scale: the largest of GROUP_SIZES up to `most` that the model
+        tolerates, else the smallest. Returns how the logits of the text then differ, or None."""
 
+        @functools.cache
         def logits_with(group: int) -> np.ndarray:
-            return self._run_text(self._model(target, facts | {"activation_group": group}))[0]
+            return self._run_text(self._model(path, facts | {"activation_group": group}))[0]
 
-        exact = logits_with(0)
+        def is_near(expected: np.ndarray) -> bool:
+            return kl_divergence(found, expected).mean() <= MAX_ACTIVATION_KL
+
         groups = [group for group in GROUP_SIZES if group <= most]
-        for group in groups[:-1]:
-            if kl_divergence(logits_with(group), exact).mean() <= MAX_ACTIVATION_KL:
-                return group
-        return groups[-1]
+        for group in groups:
+            found = logits_with(group)
+            # Logits that are so near to those of transformers need no comparison with exact activations.
+            if group == groups[-1] or is_near(self.text_logits) or is_near(logits_with(0)):
+                break
+        facts["activation_group"] = group
+        return find_fault(found, self.text_logits, facts["quantize"], facts["has_experts"])
 
-    def _model(self, target: Path, facts: Json, longest_window: int | None = None) -> OpenVinoModel:
-        graph = read_graph(target / "model.xml", facts, longest_window)
-        return OpenVinoModel(
-            graph, facts, Config(max_batch_size=3, max_total_tokens=max(len(self.ids), len(self.text)))
-        )
-
-
-def _prompt_logits(model: OpenVinoModel, ids: Sequence[int], steps: int = 0) -> np.ndarray:
-    """The logits after each token of a prompt, which runs in chunks: float32 [tokens, vocab]. With decode
-    steps behind it: after each chunk and each step."""
-    end = len(ids) - steps
-    borders = [*range(0, end, OPENVINO_CHUNK), *range(end, len(ids) + 1)]
-    chunks = [Chunk(0, ids[n:m], n, all_logits=not steps) for n, m in itertools.pairwise(borders)]
-    return np.concatenate([model.forward([chunk]) for chunk in chunks])
+    def _model(self, source: Path | ov.Model, facts: Json) -> OpenVinoModel:
+        config = Config(max_batch_size=3, max_total_tokens=max(len(self.ids), len(self.text)))
+        return OpenVinoModel(read_graph(source, facts), facts, config)
 
 
-def _compress(config: Config, check: Check, target: Path, facts: Json) -> None:
-    """Compresses the weights of the saved graph: those of linear layers and embeddings. Raises ModelError
+def _compress(config: Config, check: Check, uncompressed: ov.Model, path: Path, facts: Json) -> None:
+    """Saves a graph with its weights compressed: those of linear layers and embeddings. Raises ModelError
     where the model loses too much accuracy."""
     import nncf
 
     logging.getLogger("nncf").setLevel(logging.ERROR)  # nncf.set_log_level would change our handlers as well
-    for ending in ("xml", "bin"):
-        (target / f"model.{ending}").rename(target / f"{UNCOMPRESSED_GRAPH}.{ending}")
-    uncompressed = ov.Core().read_model(target / f"{UNCOMPRESSED_GRAPH}.xml")
     for way in _ways_to_compress(config.quantize, nncf, uncompressed):
-        # Read anew, because compression cannot be undone. Its weights are pages of the file, which the kernel
-        # drops when memory is short.
-        graph = ov.Core().read_model(target / f"{UNCOMPRESSED_GRAPH}.xml")
+        # A copy, because compression cannot be undone. Its weights are pages of the checkpoint, which the
+        # kernel drops when memory is short.
+        graph = uncompressed.clone()
         _merge_linear_layers(graph)
         graph = nncf.compress_weights(graph, **way)
         if "ignored_scope" in way:  # nncf leaves these layers as they are
             graph = nncf.compress_weights(graph, mode=nncf.CompressWeightsMode.INT8_ASYM)
-        save_graph(graph, target / "model.xml")
+        save_graph(graph, path)
         # More activations than weights to a scale are slower, and their rounding depends on other rows.
         ports = [node.output(0) for node in graph.get_ops()]
         groups = {port.get_shape()[-1] for port in ports if port.get_element_type() == ov.Type.u4} - {1}
         del graph, ports
-        facts["activation_group"] = check.activation_group(target, facts, min(groups, default=GROUP_SIZES[0]))
-        fault = check.fault_on_text(target, facts)
+        fault = check.choose_activation_group(path, facts, min(groups, default=GROUP_SIZES[0]))
         if fault is None:
             if way.get("ratio", 1.0) < 1:
                 logger.info("int4 in %.0f %% of the layers, int8 in the others", 100 * way["ratio"])
-            for path in target.glob(f"{UNCOMPRESSED_GRAPH}.*"):
-                path.unlink()
             return
     other = ", or use int8" if config.quantize == "int4" else ""
     raise ModelError(

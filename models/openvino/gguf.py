@@ -6,7 +6,6 @@ the placeholders of `graph.py`, and its rotary positions are replaced by those o
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -27,7 +26,7 @@ from models.gguf.keys import DIVISORS, head_size, rotary_positions, scaling_size
 from models.openvino import with_dtype
 from models.openvino.check_text import SHORT_CHECK_TOKENS, ids_of_text
 from models.openvino.gguf_files import OWN_DIVISORS, compressed_types, rotated_size
-from models.openvino.graph import LINEAR_NAME, PLACEHOLDER, placeholder, read_graph, save_graph
+from models.openvino.graph import LINEAR_NAME, placeholder, read_graph, save_graph
 from models.openvino.model import OpenVinoModel
 from models.openvino.state_ops import parameter
 from run import Json
@@ -81,17 +80,13 @@ def convert(config: Config, folder: Path, target: Path) -> None:
     del graph
     ids = ids_of_text(folder, vocab_size) or list(range(vocab_size))
     ids = ids[: min(SHORT_CHECK_TOKENS, file["context_length"])]
-    exact = _logits(target, facts | {"arithmetic": "float32", "activation_group": 0}, ids)
+    checked = facts | {"arithmetic": "float32", "activation_group": 0}
+    of_check = Config(max_batch_size=1, max_total_tokens=len(ids))
+    model = OpenVinoModel(read_graph(target / "model.xml", checked), checked, of_check)
+    exact = model.forward([Chunk(0, ids, 0, all_logits=True)])
     columns = sorted(set(ids))
     facts["reference"] = {"ids": ids, "columns": columns, "logits": exact[:, columns].tolist()}
     write_entry(target, facts)
-
-
-def _logits(target: Path, facts: Json, ids: list[int]) -> np.ndarray:
-    """What the saved graph computes of a prompt: float32 [tokens, vocab]."""
-    config = Config(max_batch_size=1, max_total_tokens=len(ids))
-    model = OpenVinoModel(read_graph(target / "model.xml", facts), facts, config)
-    return model.forward([Chunk(0, ids, 0, all_logits=True)])
 
 
 def _graph_of(file: GgufFile) -> ov.Model:
@@ -199,7 +194,7 @@ def _replace_attention(file: GgufFile, attention: ov.Node, index: int, window: i
         ops.reshape(_before_cache(operand), ops.constant([-1, count * size]), False).output(0)
         for operand, count in zip(attention.input_values(), (heads, kv_heads, kv_heads))
     ]
-    attended = placeholder(PLACEHOLDER + json.dumps(layer), operands, heads * size)
+    attended = placeholder(layer, operands, heads * size)
     shaped = ops.reshape(attended, ops.constant([1, -1, heads, size]), False)
     (reader,) = attention.output(0).get_target_inputs()  # a Transpose to [1, tokens, heads, size]
     reader.get_node().output(0).replace(shaped.output(0))

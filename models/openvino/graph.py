@@ -21,21 +21,22 @@ from models.errors import first_line
 from models.openvino.state_ops import RecurrentLayers, parameter
 from run import Json
 
-PLACEHOLDER = "placeholder "  # then a JSON object, which `trace.py` writes
+PLACEHOLDER = "placeholder "  # then a JSON object: what the layer is
 # The names of linear layers in a graph of a model; those of the head, which is outside of the layers, have no
 # dot. Layers that were merged into one product are the outputs of a node with this prefix and their names.
 LINEAR_NAME = "__module.model.{}/aten::linear/MatMul"
 LINEAR = re.compile(r"__module\.model\.(.+\..+)/(?:aten|ov_ext)::linear/MatMul")
 MERGED = "linear layers "
+STREAMED_BYTES = 1_000_000  # of the constants that are matrices
 IMAGE_INPUTS = ("image_embeddings", "image_places")  # of graphs of models that read images
 BATCH_INPUTS = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
 
 
-def read_graph(path: Path, facts: Json, longest_window: int | None = None) -> ov.Model:
-    """Reads a converted graph, of an entry with these facts, and replaces its placeholders by paged
-    operations. With `whole_images` it has another input, which says which tokens attend to each other.
-    `longest_window` shortens sliding windows."""
-    graph = ov.Core().read_model(path)
+def read_graph(source: Path | ov.Model, facts: Json) -> ov.Model:
+    """Reads a converted graph, of an entry with these facts, or copies one in memory, and replaces its
+    placeholders by paged operations. With `whole_images` it has another input, which says which tokens attend
+    to each other. `longest_window` shortens sliding windows, for the check of a conversion."""
+    graph = source.clone() if isinstance(source, ov.Model) else ov.Core().read_model(source)
     parameters = [parameter(name, [] if name == "max_context_len" else [-1]) for name in BATCH_INPUTS]
     batch = [each.output(0) for each in parameters]
     types = _constant([])
@@ -49,7 +50,7 @@ def read_graph(path: Path, facts: Json, longest_window: int | None = None) -> ov
             operands[i] = operands[i].get_node().input_value(1)  # of the Add
         (cut,) = node.output(0).get_target_inputs()  # the Slice that stands for the layer's result
         if layer["kind"] == "attention":
-            window = min(layer["window"], longest_window or layer["window"])
+            window = min(layer["window"], facts.get("longest_window") or layer["window"])
             caches = [
                 parameter(f"{kind}_cache.{layer['index']}", [-1] * 4, ov.Type.dynamic)
                 for kind in ("key", "value")
@@ -67,10 +68,10 @@ def read_graph(path: Path, facts: Json, longest_window: int | None = None) -> ov
     return graph
 
 
-def placeholder(name: str, operands: list[ov.Output], width: int) -> ov.Output:
+def placeholder(layer: Json, operands: list[ov.Output], width: int) -> ov.Output:
     """Concat and Slice, which any saved graph can hold; one with paged operations cannot be read back."""
     joined = ops.concat(operands, 1)
-    joined.set_friendly_name(name)
+    joined.set_friendly_name(PLACEHOLDER + json.dumps(layer))
     return ops.slice(joined, *(ops.constant([n]) for n in (0, width, 1, 1))).output(0)
 
 
@@ -195,6 +196,23 @@ def attend_in_bfloat16(graph: ov.Model) -> None:
         for reader in readers:
             reader.replace_source_output(widened.output(0))
     graph.validate_nodes_and_infer_types()
+
+
+def weights_as_inputs(graph: ov.Model) -> dict[str, ov.Tensor]:
+    """Makes inputs of the matrices of a graph: OpenVINO packs constants, which takes the memory of all
+    weights again. Inputs are converted one after the other when the graph runs. Returns their values."""
+    values = {}
+    for node in graph.get_ordered_ops():
+        if node.get_type_name() == "Constant" and node.get_byte_size() >= STREAMED_BYTES:
+            name = f"weights.{len(values)}"
+            values[name] = node.get_tensor_view()
+            # OpenVINO allocates memory for an input whose whole shape is known. The width of outputs is.
+            shape = [*node.get_output_shape(0)[:-1], -1]
+            given = parameter(name, shape, node.get_element_type())
+            node.output(0).replace(given.output(0))
+            graph.add_parameters([given])
+    graph.validate_nodes_and_infer_types()
+    return values
 
 
 def _constant(value: Any, kind: type = np.int32):

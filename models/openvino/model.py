@@ -14,7 +14,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ from models.errors import (
     is_out_of_memory,
     warn_text_only,
 )
-from models.images.embeddings import encode_tiles
+from models.images.embeddings import ImageEncoder
 from models.images.encoder_cache import EncoderCache, split_at_images
 from models.images.grid_positions import GridPositions
 from models.machine import release_files, usable_threads, zeros
@@ -47,6 +47,7 @@ from models.openvino.graph import (
     add_adapters,
     attend_in_bfloat16,
     read_graph,
+    weights_as_inputs,
 )
 from models.openvino.state_ops import NEXT, TABLE, state_inputs
 from models.states import Run, States
@@ -111,27 +112,29 @@ class OpenVinoModel(StaticBatchModel):
         precisions = self._choose_precisions(core, graph, facts, config.kv_cache_dtype)
         if config.lora_adapters or config.lora_folder:
             self._add_adapters(graph, config, facts.get("paired_size", 0))
+        weights = weights_as_inputs(graph) if facts.get("streamed") else {}
         compiled = core.compile_model(graph, "CPU", settings | precisions)
         self._request = compiled.create_infer_request()
-        self._inputs = {port.get_any_name() for port in compiled.inputs}
+        for name, tensor in weights.items():
+            self._request.set_tensor(name, tensor)
+        self._inputs = {port.get_any_name(): port for port in compiled.inputs}
         self._next_states = compiled.outputs[1:]  # of graphs with tiles (delta_tiles.py)
         if self._next_states:
             self.chunk_granularity = self.prefix_granularity = TILE
             self._max_call_tokens = TILE
-        shapes = {port.get_any_name(): port.get_partial_shape() for port in compiled.inputs}
         blocks = math.ceil(self.max_total_tokens / BLOCK)
-        if any(name.startswith(TABLE) for name in self._inputs):
-            self._add_states(compiled, config)
+        if tables := {name: _sizes(port) for name, port in self._inputs.items() if name.startswith(TABLE)}:
+            self._add_states(tables, config)
         # The blocks of each slot, and of the padding row.
         rows = self.prefix_slots + 1
-        if IMAGE_INPUTS[0] in shapes:
-            self.encoder_cache = EncoderCache(width=shapes[IMAGE_INPUTS[0]][1].get_length())
+        if images := self._inputs.get(IMAGE_INPUTS[0]):
+            self.encoder_cache = EncoderCache(*_sizes(images))
             self.whole_images = facts.get("whole_images", False)
-            if len(shapes["position_ids"]) > 1:
+            if len(self._inputs["position_ids"].get_partial_shape()) > 1:
                 self._grid_positions = GridPositions(rows, self.max_total_tokens, self.encoder_cache)
         self._blocks = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks)
         self._kv_cache = [  # openvino holds no reference to the arrays
-            self._add_cache(port) for port in compiled.inputs if "_cache." in port.get_any_name()
+            self._add_cache(port) for name, port in self._inputs.items() if "_cache." in name
         ]
         self.kv_bytes_per_token = sum(cache.nbytes for cache in self._kv_cache) // (self._blocks.size * BLOCK)
         self._columns: tuple[int, ...] = ()  # of the adapters that the graph has; () before it has any
@@ -183,19 +186,14 @@ class OpenVinoModel(StaticBatchModel):
     def _add_cache(self, port: ov.ConstOutput) -> np.ndarray:
         """An array for the keys or the values of a layer: [blocks, KV heads, BLOCK, head size in bytes]."""
         kind = port.get_element_type()
-        shape = [self._blocks.size, *(port.get_partial_shape()[i].get_length() for i in (1, 2, 3))]
+        shape = [self._blocks.size, *_sizes(port)]
         cache = zeros((*shape[:-1], shape[-1] * kind.size))
         self._request.set_tensor(port.get_any_name(), ov.Tensor(cache, ov.Shape(shape), kind))
         return cache
 
-    def _add_states(self, compiled: ov.CompiledModel, config: Config) -> None:
+    def _add_states(self, shapes: dict[str, list[int]], config: Config) -> None:
         """The tables of recurrent states; a block is one row of each. No more slots hold prompts than there
         may be snapshots beside those that run."""
-        shapes = {
-            port.get_any_name(): [size.get_length() for size in list(port.get_partial_shape())[1:]]
-            for port in compiled.inputs
-            if port.get_any_name().startswith(TABLE)
-        }
         self.state_bytes = 4 * sum(map(math.prod, shapes.values()))
         snapshots = int(config.max_snapshot_memory * 1e9) // self.state_bytes
         self.prefix_slots = min(self.prefix_slots, self.batch_size + snapshots)
@@ -360,20 +358,19 @@ class OpenVinoModel(StaticBatchModel):
         return runs
 
 
-class VisionEncoder:
-    """A converted vision tower. `newline`: the embedding after each row of a canvas."""
+def _sizes(port: ov.ConstOutput) -> list[int]:
+    """The shape of an input but its first dimension."""
+    return [size.get_length() for size in list(port.get_partial_shape())[1:]]
+
+
+class VisionEncoder(ImageEncoder):
+    """A converted vision tower."""
 
     def __init__(self, path: Path, newline: Sequence[float] | None, settings: Json):
         self._request = ov.Core().compile_model(path, "CPU", settings).create_infer_request()
-        self._newline = None if newline is None else np.array(newline, np.float32)
+        self.newline = None if newline is None else np.array(newline, np.float32)
 
-    def encode(
-        self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
-    ) -> np.ndarray | None:
-        """As `encode_image` of StaticBatchModel."""
-        return encode_tiles(self._run, pixels, canvas, self._newline, is_cancelled)
-
-    def _run(self, tile: np.ndarray) -> np.ndarray:
+    def encode_tile(self, tile: np.ndarray) -> np.ndarray:
         # To its end: after InferRequest.cancel() OpenVINO 2026.4 computes tiles of another size with stale
         # shapes, also in new requests of the compiled graph.
         self._request.infer([ov.Tensor(np.ascontiguousarray(tile))])  # without the interpreter's lock

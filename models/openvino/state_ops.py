@@ -23,7 +23,7 @@ NEXT = "next "  # of outputs, before the name of a table: the states after tiles
 SEQUENCES = ("begins", "blocks", "blocks_begins", "past_lens", "interval")
 NEVER = 1 << 30  # an interval that no sequence reaches
 L2_NORM = 'use_qk_l2norm="true" q_l2_norm_eps="1e-06" k_l2_norm_eps="1e-06"'
-PRECISIONS = {"f32": "FP32", "i32": "I32"}
+PORT = '<port id="{}" precision="FP32"/>'  # the reader wants a precision, and does not use it
 
 
 class RecurrentLayers:
@@ -130,28 +130,22 @@ def _paged(kind: str, inputs: Sequence[ov.Output], attributes: str = "") -> ov.O
     """An operation that Python has no class for: read from a graph of one node, which the IR reader knows
     once the CPU plugin is loaded, and connected to its inputs."""
     last = len(inputs)
-    layers = []
-    ports = []
-    edges = []
+    layers = ports = edges = ""
     for i, given in enumerate(inputs):
+        shape = ",".join("?" * len(given.get_partial_shape()))
         element_type = given.get_element_type().get_type_name()
-        rank = len(given.get_partial_shape())
-        shape = ",".join("?" * rank)
-        dims = "<dim>-1</dim>" * rank
-        precision = PRECISIONS[element_type]
-        layers.append(
+        layers += (
             f'<layer id="{i}" name="{i}" type="Parameter" version="opset1">'
-            f'<data shape="{shape}" element_type="{element_type}"/>'
-            f'<output><port id="0" precision="{precision}">{dims}</port></output></layer>'
+            f'<data shape="{shape}" element_type="{element_type}"/><output>{PORT.format(0)}</output></layer>'
         )
-        ports.append(f'<port id="{i}" precision="{precision}">{dims}</port>')
-        edges.append(f'<edge from-layer="{i}" from-port="0" to-layer="{last}" to-port="{i}"/>')
+        ports += PORT.format(i)
+        edges += f'<edge from-layer="{i}" from-port="0" to-layer="{last}" to-port="{i}"/>'
     ir = (
-        f'<net name="{kind}" version="11"><layers>{"".join(layers)}'
+        f'<net name="{kind}" version="11"><layers>{layers}'
         f'<layer id="{last}" name="op" type="{kind}" version="extension"><data {attributes}/>'
-        f'<input>{"".join(ports)}</input><output><port id="{last}" precision="FP32"/></output></layer>'
+        f"<input>{ports}</input><output>{PORT.format(last)}</output></layer>"
         f'<layer id="{last + 1}" name="result" type="Result" version="opset1">'
-        f'<input><port id="0" precision="FP32"/></input></layer></layers><edges>{"".join(edges)}'
+        f"<input>{PORT.format(0)}</input></layer></layers><edges>{edges}"
         f'<edge from-layer="{last}" from-port="{last}" to-layer="{last + 1}" to-port="0"/></edges></net>'
     )
     core = ov.Core()

@@ -9,7 +9,6 @@ traced, these make placeholders.
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Iterator
 
@@ -24,7 +23,7 @@ from models.checkpoint.pretrained import (
     is_causal_convolution,
     positions,
 )
-from models.openvino.graph import IMAGE_INPUTS, PLACEHOLDER, placeholder
+from models.openvino.graph import IMAGE_INPUTS, placeholder
 from run import Json
 
 import openvino as ov  # isort: skip
@@ -39,13 +38,14 @@ class Placeholder(torch.nn.Module):
     """Stands for one layer's attention, convolution or recurrence while the model is traced; returns any
     [tokens, width].
 
-    facts: what its name holds for `read_graph`. width: of the result. weights: how many of its last operands
-    are weights, of one row; the others are [tokens, any width].
+    facts: what its name in the graph holds. width: of the result. weights: how many of its last operands are
+    weights, of one row; the others are [tokens, any width].
     """
 
     def __init__(self, facts: Json, width: int, weights: int = 0):
         super().__init__()
-        self.name = PLACEHOLDER + json.dumps(facts | {"weights": weights})
+        self.layer = facts | {"weights": weights}
+        self.name = str(self.layer)  # while the model is traced
         self.width = width
         self.weights = weights
 
@@ -58,7 +58,7 @@ class Placeholder(torch.nn.Module):
         column = ops.slice(operands[0], *(ops.constant([n]) for n in (0, 1, 1, 1)))
         for i in range(len(operands) - self.weights, len(operands)):
             operands[i] = ops.add(column, operands[i]).output(0)
-        return [placeholder(self.name, operands, self.width)]
+        return [placeholder(self.layer, operands, self.width)]
 
 
 class Mixers:
@@ -216,28 +216,15 @@ class _Flat(torch.nn.Module):
     of these among the tokens, for models that read images. position_ids: [3, tokens] where
     `has_grid_positions` says so."""
 
-    inputs = ("input_ids", "position_ids", "keep")
-
     def __init__(self, model: torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids, position_ids, keep):
+    def forward(self, input_ids, position_ids, keep, *images):
+        tokens = embed(self.model, input_ids[None], *images) if images else {"input_ids": input_ids[None]}
         return self.model(
-            input_ids=input_ids[None],
-            **positions(self.model, position_ids[None]),
-            use_cache=False,
-            logits_to_keep=keep,
-        ).logits[0]
-
-
-class _FlatWithImages(_Flat):
-    inputs = (*_Flat.inputs, *IMAGE_INPUTS)
-
-    def forward(self, input_ids, position_ids, keep, image_embeddings, image_places):
-        return self.model(
-            **embed(self.model, input_ids[None], image_embeddings, image_places),
-            position_ids=position_ids.unsqueeze(-2),
+            **tokens,
+            **positions(self.model, position_ids.unsqueeze(-2)),
             use_cache=False,
             logits_to_keep=keep,
         ).logits[0]
@@ -266,21 +253,18 @@ def trace(model: torch.nn.Module, image_width: int | None = None) -> ov.Model:
         # 16-bit constants in a float32 graph; else the angles are computed in 16 bits, too.
         if model.dtype != torch.float32:
             getattr(patch_model, "__make_16bit_traceable")(model)
-        flat = _Flat(model)
-        example = (ids, ids, ids[2:4])
-        shapes = {name: [-1] for name in _FlatWithImages.inputs}
+        inputs = {"input_ids": (ids, [-1]), "position_ids": (ids, [-1]), "keep": (ids[2:4], [-1])}
         if image_width:
-            flat = _FlatWithImages(model)
-            shapes["image_embeddings"] = [-1, image_width]
             if has_grid_positions(model):
-                shapes["position_ids"] = [3, -1]
-                example = (ids, ids.repeat(3, 1), ids[2:4])
-            example += (torch.zeros(2, image_width), ids[1:3])
+                inputs["position_ids"] = (ids.repeat(3, 1), [3, -1])
+            embeddings = (torch.zeros(2, image_width), [-1, image_width])
+            inputs |= zip(IMAGE_INPUTS, (embeddings, (ids[1:3], [-1])))
+        example = tuple(each for each, _shape in inputs.values())
         modules = {
             placeholder: ModuleExtension(placeholder, placeholder.name) for placeholder in placeholders
         }
         traced = TorchScriptPythonDecoder(
-            flat,
+            _Flat(model),
             example_input=example,
             module_extensions=modules,
             trace_kwargs={"check_trace": False},
@@ -289,10 +273,9 @@ def trace(model: torch.nn.Module, image_width: int | None = None) -> ov.Model:
             ConversionExtension(placeholder.name, placeholder.in_graph) for placeholder in placeholders
         ]
         graph = ov.convert_model(traced, example_input=example, extension=in_graph)
-    for name, port in zip(flat.inputs, graph.inputs):
-        is_embedding = name == IMAGE_INPUTS[0]
-        port.get_node().set_element_type(ov.Type.f32 if is_embedding else ov.Type.i64)
-        port.get_node().set_partial_shape(ov.PartialShape(shapes[name]))
+    for (name, (each, shape)), port in zip(inputs.items(), graph.inputs):
+        port.get_node().set_element_type(ov.Type.f32 if each.is_floating_point() else ov.Type.i64)
+        port.get_node().set_partial_shape(ov.PartialShape(shape))
         port.get_tensor().set_names({name})
     graph.validate_nodes_and_infer_types()
     return graph

@@ -327,7 +327,7 @@ class TorchModel(StaticBatchModel):
             tower = make_tower(manifest, tensors)
             self._vision = tower.to(self.device)
             check = VisionCheck(self._model, tower)
-            fault = check.find_fault(self.encode_image(check.tiles, check.canvas, lambda: False), self.dtype)
+            fault = check.find_fault(tower, self.dtype)
         except Exception as error:
             logger.debug("no vision tower", exc_info=True)
             fault = named(error)
@@ -425,12 +425,10 @@ class TorchModel(StaticBatchModel):
                 use_cache=True,
                 logits_to_keep=0 if all_logits else 1,
             )
-        if is_step and all_logits:
+        if is_step:
             logits = torch.cat([out.logits[chunk.slot, : chunk.rows] for chunk in chunks])
         else:
-            logits = out.logits[cache.slots, -1] if is_step else out.logits[0]
-        if not all_logits:
-            logits = logits[-len(chunks) :]  # not every family supports logits_to_keep
+            logits = out.logits[0, -chunks[0].rows :]  # not every family supports logits_to_keep
         return logits.float().cpu().numpy()
 
     @contextmanager
@@ -505,31 +503,15 @@ class TorchModel(StaticBatchModel):
         windows = [getattr(text_config, name, None) for name in ("sliding_window", "window_size")]
         if self._mask_is_given and any(windows):
             raise ModelError(f"{refusal}: their own attention code has a sliding window")
-        for found, wanted in self._sample(ids, expected):
-            if fault := find_fault(found, wanted, self.dtype, has_experts(self._model)):
+        half = max(1, len(ids) // 2)
+        ends = {0: max(half, len(ids) - SAMPLE_STEPS), self.batch_size - 1: half}  # of each slot's prompt
+        prompts = {slot: [*range(0, end, SAMPLE_CHUNK), end] for slot, end in ends.items()}
+        steps = {slot: range(end, end + len(ids) - ends[0] + 1) for slot, end in ends.items()}
+        for borders_of in (prompts, steps):
+            found, positions = self.forward_in_chunks(ids, borders_of)
+            if fault := find_fault(found, expected[positions], self.dtype, has_experts(self._model)):
                 raise ModelError(f"{refusal}: {fault}")
         self._check_sliding_windows(text_config)
-
-    def _sample(self, ids: list[int], expected: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Runs parts of `ids` as prompts of two slots, in chunks, then decode steps of both. Returns the
-        logits of the prompts and of the steps, each with the expected ones."""
-        half = max(1, len(ids) // 2)
-        ends = {self.batch_size - 1: half, 0: max(half, len(ids) - SAMPLE_STEPS)}  # of each slot's prompt
-        prompts = [
-            self.forward([Chunk(slot, ids[begin : min(begin + SAMPLE_CHUNK, end)], begin, all_logits=True)])
-            for slot, end in ends.items()
-            for begin in range(0, end, SAMPLE_CHUNK)
-        ]
-        steps = []
-        positions = []
-        for step in range(len(ids) - ends[0]):
-            at = {slot: end + step for slot, end in ends.items()}
-            steps.append(self.forward([Chunk(slot, [ids[n]], n) for slot, n in at.items()]))
-            positions += at.values()
-        return [
-            (np.concatenate(prompts), np.concatenate([expected[:end] for end in ends.values()])),
-            (np.concatenate(steps), expected[positions]),
-        ]
 
     def _batch_invariant_rows(self, ids: list[int]) -> None:
         """Finds the fewest rows of a decode step that are batch-invariant: a token's logits are bitwise equal

@@ -485,7 +485,8 @@ def test_compressed_linear_layers_of_one_input_are_merged_up_to_a_size_and_compu
 def faults(converter, monkeypatch, *found):
     """What the check of each attempt finds, in the place of its own."""
     left = list(found)
-    monkeypatch.setattr(converter.Check, "fault_on_text", lambda *_: left.pop(0))
+    for check in ("fault_on_text", "choose_activation_group"):
+        monkeypatch.setattr(converter.Check, check, lambda *_: left.pop(0))
 
 
 def test_int4_goes_into_fewer_layers_where_the_model_does_not_tolerate_it_in_all(wide, converter, monkeypatch, caplog):
@@ -496,7 +497,14 @@ def test_int4_goes_into_fewer_layers_where_the_model_does_not_tolerate_it_in_all
 
 
 @pytest.mark.parametrize(
-    ("kind", "divergences", "group"), [("int8", [0.1, 0.01], 64), ("int8", [0.1, 0.1], 32), ("int4", [0.01], 128)]
+    ("kind", "divergences", "group"),
+    [
+        ("int8", [0.01], 128),  # from transformers
+        ("int8", [0.1, 0.01], 128),  # from transformers, and from the same weights with exact activations
+        ("int8", [0.1, 0.1, 0.1, 0.01], 64),
+        ("int8", [0.1] * 4, 32),
+        ("int4", [0.01], 128),
+    ],
 )
 def test_as_many_activations_share_a_scale_as_the_model_tolerates(
     wide, converter, tmp_path, monkeypatch, kind, divergences, group

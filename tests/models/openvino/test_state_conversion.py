@@ -160,7 +160,7 @@ def test_int4_leaves_gates_and_output_of_a_delta_rule_and_then_all_its_layers_in
     import openvino
 
     faults = chain(repeat("too much", attempts - 1), [None])
-    monkeypatch.setattr(converter.Check, "fault_on_text", lambda *_: next(faults))
+    monkeypatch.setattr(converter.Check, "choose_activation_group", lambda *_: next(faults))
     model = serve(made_checkpoint(qwen(**changes), spread=0.05), tmp_path, quantize="int4")
     assert model.quantize == "int4"
     (path,) = tmp_path.glob("cache/model-*/model.xml")
