@@ -20,7 +20,7 @@ from api.http.errors import ApiError
 from api.http.fields import require
 from api.server import Server
 
-MAX_NAME = 200
+MAX_ADAPTER_NAME = 200
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(@[\w./-]+)?", re.ASCII)
 
 
@@ -78,8 +78,10 @@ def _source_of(path: str, field: str, server: Server) -> str:
 
 
 def _load(server: Server, name: str, field: str, source: str, in_place: bool = False) -> Response:
-    fits = 0 < len(name) <= MAX_NAME and name.isprintable() and name == name.strip()
-    require(fits, field, f"must be a name of at most {MAX_NAME} printable characters", given=name[:80])
+    fits = 0 < len(name) <= MAX_ADAPTER_NAME and name.isprintable() and name == name.strip()
+    require(
+        fits, field, f"must be a name of at most {MAX_ADAPTER_NAME} printable characters", given=name[:80]
+    )
     is_free = name not in server.config.names_of_model
     require(is_free, field, "must not be a name that requests have for the model itself", given=name)
     return _change(server, f"LoRA adapter '{name}' added successfully.", name, source, in_place)

@@ -16,7 +16,7 @@ from manifest import read_json
 from models.errors import ModelError
 from run import Json
 
-KEYS = ("quantization_config", "compression_config")  # the latter in older files of compressed-tensors
+CONFIG_KEYS = ("quantization_config", "compression_config")  # the latter in older files of compressed-tensors
 MODELOPT = "hf_quant_config.json"  # older checkpoints of modelopt say it only here
 # Per method, the settings that decide how weights are stored, and their supported values; unset always is.
 SUPPORTED_METHODS: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -67,12 +67,12 @@ class Quantization:
         an unreadable config.json."""
         config = read_json(folder / "config.json")
         parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
-        objects = [part.get(key) for part in parts for key in KEYS]
+        objects = [part.get(key) for part in parts for key in CONFIG_KEYS]
         given = next(filter(None, [*objects, read_json(folder / MODELOPT).get("quantization")]), None)
         if given is None:
             return None
         if not isinstance(given, dict):
-            raise ModelError(f"config.json: {KEYS[0]} is {given!r:.100} and should be an object")
+            raise ModelError(f"config.json: {CONFIG_KEYS[0]} is {given!r:.100} and should be an object")
         unnamed = "modelopt" if "quant_algo" in given else "an unnamed method"
         method = str(given.get("quant_method") or unnamed)
         if given.get("load_in_4bit") or given.get("load_in_8bit"):
@@ -80,14 +80,14 @@ class Quantization:
         # The latter has a `version`, too: of kernels.
         settings = {**given, "model_type": config.get("model_type"), "exllama_config": None}
         if method not in SUPPORTED_METHODS:
-            raise _rejection(
+            raise _unsupported(
                 " ".join([method, *map(str, values_of(settings, "quant_algo"))]), SUPPORTED_METHODS
             )
         for name, supported in SUPPORTED_METHODS[method].items():
             for value in values_of(settings, name):
                 plain = value.lower() if isinstance(value, str) else value
                 if plain not in (None, *supported):
-                    raise _rejection(f"{method}, {name} {value!s:.60}", supported)
+                    raise _unsupported(f"{method}, {name} {value!s:.60}", supported)
         return cls(method, settings)
 
 
@@ -100,7 +100,7 @@ def values_of(settings: Json, *names: str) -> Iterator[Any]:
             yield from values_of(value, *names)
 
 
-def _rejection(kind: str, supported: Iterable[Any]) -> ModelError:
+def _unsupported(kind: str, supported: Iterable[Any]) -> ModelError:
     return ModelError(
         f"this model is quantized with {kind}, which is not supported; supported: "
         f"{', '.join(map(str, supported)) or 'none'}; or use the unquantized form"
@@ -114,7 +114,7 @@ def written_dtype(config: Config) -> str:
 
 def dequantized_config(config: Json, dtype: str) -> Json:
     """The config.json of the dequantized checkpoint, whose weights are in `dtype`."""
-    others = {name: value for name, value in config.items() if name not in (*KEYS, "dtype")}
+    others = {name: value for name, value in config.items() if name not in (*CONFIG_KEYS, "dtype")}
     if isinstance(others.get("text_config"), dict):
         others["text_config"] = dequantized_config(others["text_config"], dtype)
     return others | {"torch_dtype": dtype}

@@ -24,8 +24,8 @@ logger = logging.getLogger("model")
 Merges = list[tuple[str, ...]]  # pairs of tokens, those that are merged first at the beginning
 
 # The kinds of tokenizers, and the id of BOS where a file wants it added and does not name it.
-KINDS = {"gemma4": None, "gpt2": 11, "llama": 1}
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)  # types of tokens
+TOKENIZER_KINDS = {"gemma4": None, "gpt2": 11, "llama": 1}
+NORMAL_TOKEN, UNKNOWN_TOKEN, CONTROL_TOKEN, USER_TOKEN, UNUSED_TOKEN = range(1, 6)  # types of tokens
 # Tokens that end a response, whatever the file names as EOS; the last of them stand between files.
 _ENDS = """
 <|eot_id|> <|eom_id|> <|im_end|> <|end|> <|endoftext|> <|end_of_text|> <end_of_turn> <end_of_utterance>
@@ -53,9 +53,9 @@ SAMPLING = {
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
 TEMPLATE = "tokenizer.chat_template"
-BESIDE = "chat_template.jinja"  # a file beside the GGUF file
+TEMPLATE_FILE = "chat_template.jinja"  # a file beside the GGUF file
 TOOL_USE = f"{TEMPLATE}.tool_use"
-NO_TEXT = re.compile(r"\A\Z|[\ud800-\udfff]")  # surrogates stand for bytes that are no UTF-8
+NOT_UTF8 = re.compile(r"\A\Z|[\ud800-\udfff]")  # surrogates stand for bytes that are no UTF-8
 MERGE = re.compile("(.[^ ]*) (.*)", re.DOTALL)  # the first part may begin with a space
 
 
@@ -71,7 +71,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
             _write_templates(file, templates, folder)
         config = {"tokenizer_class": "PreTrainedTokenizerFast", TEMPLATE_ORIGIN: next(iter(templates), None)}
         for name in ("bos", "eos"):
-            config[f"{name}_token"] = "".join(_named(file, name))
+            config[f"{name}_token"] = "".join(_token_named(file, name))
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
         generation = {"eos_token_id": _end_ids(file, tokenizer), "do_sample": True}
         for name, key in SAMPLING.items():
@@ -80,7 +80,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
 
 
-def _named(file: GgufFile, name: str, default: int | None = None) -> dict[str, int]:
+def _token_named(file: GgufFile, name: str, default: int | None = None) -> dict[str, int]:
     """A special token and its id; nothing where the file has none, or an id that is no token's."""
     tokens = file.tokenizer("tokens")
     token_id = file.tokenizer(f"{name}_token_id")
@@ -102,45 +102,46 @@ def _embedded(file: GgufFile) -> Tokenizer | None:
 def _from_keys(file: GgufFile, written: str) -> Tokenizer:
     """`written`: what the chat templates write."""
     kind = file.tokenizer("model")
-    if kind not in KINDS:
-        raise file.rejection(f"has a tokenizer of the kind {kind}; {', '.join(KINDS)} can be read")
+    if kind not in TOKENIZER_KINDS:
+        raise file.rejection(f"has a tokenizer of the kind {kind}; {', '.join(TOKENIZER_KINDS)} can be read")
     tokens = file.tokenizer("tokens") or []
-    types = _types(file, tokens, written)
+    types = _token_types(file, tokens, written)
     # With the added tokens, to which the library would give other ids.
-    ids = {token: n for n, token in enumerate(tokens) if types[n] != UNUSED}
-    if len(ids) != len(tokens) - types.count(UNUSED):
+    ids = {token: n for n, token in enumerate(tokens) if types[n] != UNUSED_TOKEN}
+    if len(ids) != len(tokens) - types.count(UNUSED_TOKEN):
         raise file.rejection("has a token twice")
     merges = [MERGE.fullmatch(merge).groups() for merge in file.tokenizer("merges") or ()]
     if kind == "gpt2":
         tokenizer, adds_bos = _byte_level(file, ids, merges)
     else:
-        normal = {token: n for token, n in ids.items() if types[n] == NORMAL}
+        normal = {token: n for token, n in ids.items() if types[n] == NORMAL_TOKEN}
         tokenizer = _sentencepiece(file, ids, merges or _rebuilt_merges(file, normal))
         adds_bos = True
     is_phi3 = kind == "llama" and file.architecture == "phi3"
     added = []
     for token, token_type in zip(tokens, types):
-        if token_type in (UNKNOWN, CONTROL, USER_DEFINED):
+        if token_type in (UNKNOWN_TOKEN, CONTROL_TOKEN, USER_TOKEN):
             rstrip = is_phi3 and token not in NOT_STRIPPING
-            special = token_type != USER_DEFINED
+            special = token_type != USER_TOKEN
             added.append(AddedToken(token, rstrip=rstrip, normalized=False, special=special))
     tokenizer.add_tokens(added)
     said = file.tokenizer("add_bos_token")
     if said is not None and kind != "gemma4":  # which needs BOS, whatever its files say
         adds_bos = said
-    before = _named(file, "bos", KINDS[kind] if said else None) if adds_bos else {}
-    after = _named(file, "eos") if file.tokenizer("add_eos_token") else {}
+    before = _token_named(file, "bos", TOKENIZER_KINDS[kind] if said else None) if adds_bos else {}
+    after = _token_named(file, "eos") if file.tokenizer("add_eos_token") else {}
     tokenizer.post_processor = processors.TemplateProcessing(
         single=[*before, "$A", *after], special_tokens=[*before.items(), *after.items()]
     )
     return tokenizer
 
 
-def _types(file: GgufFile, tokens: list[str], written: str) -> list[int]:
-    """The type of each token: UNUSED of one that no text has, CONTROL of one that the file takes for text."""
+def _token_types(file: GgufFile, tokens: list[str], written: str) -> list[int]:
+    """The type of each token. A token that no text has is an UNUSED_TOKEN. A special token is a
+    CONTROL_TOKEN, also where the file takes it for text."""
     types = file.tokenizer("token_type")
     if types is None:
-        types = [] if file.tokenizer("model") == "gpt2" else [NORMAL] * len(tokens)
+        types = [] if file.tokenizer("model") == "gpt2" else [NORMAL_TOKEN] * len(tokens)
     embeddings = file.tensors["token_embd.weight"].shape[1]
     if not len(tokens) == len(types) == embeddings:
         raise file.rejection(
@@ -149,12 +150,12 @@ def _types(file: GgufFile, tokens: list[str], written: str) -> list[int]:
     types = list(map(int, types))
     mended = []
     for n, token in enumerate(tokens):
-        is_text = types[n] == NORMAL
+        is_text = types[n] == NORMAL_TOKEN
         is_written = token.startswith("<") and token.endswith(">") and token in written
-        if is_text and NO_TEXT.search(token):
-            types[n] = UNUSED
-        elif types[n] != CONTROL and (token in ENDS or (is_text and is_written)):
-            types[n] = CONTROL
+        if is_text and NOT_UTF8.search(token):
+            types[n] = UNUSED_TOKEN
+        elif types[n] != CONTROL_TOKEN and (token in ENDS or (is_text and is_written)):
+            types[n] = CONTROL_TOKEN
             mended.append(token)
     if mended:
         logger.warning("%s takes %s for text, which are special tokens", file.path.name, ", ".join(mended))
@@ -182,7 +183,7 @@ def _byte_level(file: GgufFile, ids: dict[str, int], merges: Merges) -> tuple[To
 
 def _sentencepiece(file: GgufFile, ids: dict[str, int], merges: Merges) -> Tokenizer:
     """BPE of characters, with ▁ for a space and tokens of single bytes for what has no other."""
-    unknown = next(iter(_named(file, "unknown", 0)))
+    unknown = next(iter(_token_named(file, "unknown", 0)))
     tokenizer = Tokenizer(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     normalizer = [normalizers.Replace(" ", "▁")]
     decoder = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -217,15 +218,15 @@ def _end_ids(file: GgufFile, tokenizer: Tokenizer) -> list[int]:
     special = {token.content: token_id for token_id, token in added.items() if token.special}
     ends = {special[token] for token in special.keys() & (ENDS | SPECIAL_ENDS)}
     for name in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"):
-        ends.update(_named(file, name).values())
+        ends.update(_token_named(file, name).values())
     return sorted(ends - {special.get(token) for token, others in NO_ENDS if others <= special.keys()})
 
 
 def _templates(file: GgufFile) -> dict[str, str]:
     """The chat templates by their keys."""
-    beside = file.path.with_name(BESIDE)
+    beside = file.path.with_name(TEMPLATE_FILE)
     if beside.exists():
-        return {BESIDE: beside.read_text(encoding="utf-8")}
+        return {TEMPLATE_FILE: beside.read_text(encoding="utf-8")}
     # The list of their names begins like them.
     return {key: text for key, text in file.keys.items() if key.startswith(TEMPLATE) and type(text) is str}
 
@@ -233,8 +234,8 @@ def _templates(file: GgufFile) -> dict[str, str]:
 def _write_templates(file: GgufFile, templates: dict[str, str], folder: Path) -> None:
     reason = f"{file.path.name} has no default chat template, but {', '.join(templates)}"
     refusal = f"{{{{ raise_exception({json.dumps(shortened(reason))}) }}}}"
-    default = templates.get(BESIDE) or templates.get(TEMPLATE) or templates.get(TOOL_USE) or refusal
-    (folder / BESIDE).write_text(default, encoding="utf-8")
+    default = templates.get(TEMPLATE_FILE) or templates.get(TEMPLATE) or templates.get(TOOL_USE) or refusal
+    (folder / TEMPLATE_FILE).write_text(default, encoding="utf-8")
     if TOOL_USE in templates:
         additional = folder / "additional_chat_templates"
         additional.mkdir()
