@@ -53,13 +53,6 @@ class Facts(dict):
             raise ConfigError(f"{SOURCES}: `{name}` must be {example}; given: {repr(value)[:100]}")
         return number
 
-    def flag(self, name: str) -> bool:
-        """True if it is not given. Raises ConfigError."""
-        value = self.get(name)
-        if not (value is None or isinstance(value, bool)):
-            raise ConfigError(f"{SOURCES}: `{name}` must be true or false; given: {repr(value)[:100]}")
-        return value is not False
-
 
 class Layout:
     """What all layouts share. Raises ConfigError where the facts lack what it needs."""
@@ -193,7 +186,11 @@ class RowsAndColumns(Layout):
         super().__init__(facts)
         self._longest = facts.number("size")
         self._side = facts.number("max_image_size")
-        self._is_split = facts.flag("do_image_splitting")
+        is_split = facts.get("do_image_splitting")
+        if not (is_split is None or isinstance(is_split, bool)):
+            given = repr(is_split)[:100]
+            raise ConfigError(f"{SOURCES}: `do_image_splitting` must be true or false; given: {given}")
+        self._is_split = is_split is not False
         self._tokens = facts.number("image_seq_len", 169)
 
     def __call__(self, image: Image) -> Tiles:
