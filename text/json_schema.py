@@ -172,16 +172,14 @@ def referred(reference: Any, document: Schema) -> Place:
     begin, *names = text.split("/")
     found: Any = document if begin == "#" else None
     for name in names:
-        key = name.replace("~1", "/").replace("~0", "~")
+        key: Any = name.replace("~1", "/").replace("~0", "~")
         if isinstance(found, list):
-            found = found[int(key)] if _is_place(key, found) else None
-        else:
-            found = found.get(key) if isinstance(found, dict) else None
+            key = int(key) if key.isdecimal() and len(key) < 9 else len(found)  # int() refuses very long ones
+        try:
+            found = found[key]
+        except (LookupError, TypeError):
+            found = None
     return Place(found, _end_of(text[1:]))
-
-
-def _is_place(key: str, items: list) -> bool:
-    return key.isdecimal() and len(key) < 9 and int(key) < len(items)  # int() refuses very long ones
 
 
 def _resolved(schema: Any, document: Schema) -> Any:

@@ -340,3 +340,9 @@ def test_definitions_that_name_each_other_many_times_are_looked_at_once():
     many = [{"$ref": "#/$defs/X"}] * 300
     parameters = {"properties": {"a": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"anyOf": many}}}
     assert types_of(parameters["properties"]["a"], parameters) == set()
+
+
+def test_a_definition_that_names_itself_has_the_types_of_its_other_options():
+    parameters = {"$defs": {"Text": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Text"}]}}}
+    assert types_of({"$ref": "#/$defs/Text"}, parameters) == {"string"}
+    assert types_of({"$ref": "#"}, parameters) == set(), "a value is written without what is around it"
