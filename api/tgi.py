@@ -214,7 +214,7 @@ def check(
     config = served.config
     info = served.info
     p = request.parameters
-    if p.seed is not None and p.seed > U64_MAX:
+    if (p.seed or 0) > U64_MAX:
         raise errors.wrong_type(f"Expected `int` <= {U64_MAX} - at `$.parameters.seed`")
     if streams:
         require(p.best_of in (None, 1), "best_of", "!= 1 is not supported when streaming tokens")
@@ -235,7 +235,7 @@ def check(
     fields.check_stop(stop, config)
     require(best_of == 1 or p.seed is None, "seed", "must not be set when `best_of` > 1")
     fields.check_top_n(p.top_n_tokens, "top_n_tokens", config.max_top_n_tokens)
-    require(request.inputs != "", "inputs", "cannot be empty")
+    require(request.inputs, "inputs", "cannot be empty")
     most = info.max_input_tokens
     detail = f"must be strictly positive and at most {most}. Given: {p.truncate}"
     require(p.truncate is None or 1 <= p.truncate <= most, "truncate", detail)

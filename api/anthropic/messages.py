@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 from api.anthropic.output import MessagesResponseWriter
 from api.anthropic.tools import MessagesTools
@@ -16,8 +17,8 @@ from api.chats.content import PARTS, ContentReader, joined, needed
 from api.chats.conversation import ChatRequest, Message, call_message, prepare_chat
 from api.chats.reasoning import THINKING_ON, unseal
 from api.chats.tools import ADDED_TOOLS
-from api.generation.prepared_request import Served, ids_of
-from api.generation.request_images import Later, RequestImages
+from api.generation.prepared_request import PreparedRequest, Served, ids_of
+from api.generation.request_images import Later
 from api.generation.response_writer import ResponseWriter
 from api.http import fields
 from api.http.errors import invalid
@@ -31,28 +32,27 @@ def messages(data: Json, served: Served) -> ResponseWriter:
     continues = bool(request.thread) and request.thread.get("type") != "create"
     require(not continues, "thread", "cannot be continued: no messages are stored here; send all of them")
     tools = MessagesTools(request)
-    chat, names = _chat_of(request, tools, served.images)
-    chat.max_completion_tokens = request.max_tokens
-    chat.stop = request.stop_sequences
-    for name in SAMPLING_PARAMETERS.keys() & MessagesRequest.__struct_fields__:
-        setattr(chat, name, getattr(request, name))
-    prepared = prepare_chat(chat, served, names, tools.found)
+    sampling = SAMPLING_PARAMETERS.keys() & MessagesRequest.__struct_fields__
+    prepared = _prepare(
+        request,
+        tools,
+        served,
+        max_completion_tokens=request.max_tokens,
+        stop=request.stop_sequences,
+        **{name: getattr(request, name) for name in sampling},
+    )
     return MessagesResponseWriter(prepared, served, request, tools)
 
 
 def count_tokens(data: Json, served: Served) -> Later:
     request = fields.read(data | {"max_tokens": 1}, MessagesRequest)
-    tools = MessagesTools(request)
-    chat, names = _chat_of(request, tools, served.images)
-    prepared = prepare_chat(chat, served, names, tools.found)
+    prepared = _prepare(request, MessagesTools(request), served)
     return lambda: TokenCount(len(ids_of(prepared, served)))
 
 
-def _chat_of(
-    request: CountRequest, tools: MessagesTools, images: RequestImages
-) -> tuple[ChatRequest, FieldNames]:
-    """The chat of a request, without limits and sampling. Raises ApiError."""
-    reader = ContentReader(BLOCKS, images, tools)
+def _prepare(request: CountRequest, tools: MessagesTools, served: Served, **more: Any) -> PreparedRequest:
+    """more: fields of the chat that are not for its prompt. Raises ApiError."""
+    reader = ContentReader(BLOCKS, served.images, tools)
     paths = []
     messages: list[Message] = []
     if request.system:
@@ -76,6 +76,7 @@ def _chat_of(
         reasoning_effort=_effort(request),
         thinking_token_budget=request.thinking.budget_tokens if request.thinking else None,
         chat_template_kwargs=_thinking_options(request),
+        **more,
     )
     names = FieldNames(
         messages=paths,
@@ -89,7 +90,7 @@ def _chat_of(
         nests_tools=False,
         parameters=".input_schema",
     )
-    return chat, names
+    return prepare_chat(chat, served, names, tools.found)
 
 
 def _messages_of(reader: ContentReader, path: str, given: InputMessage) -> Iterator[Message]:
