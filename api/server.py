@@ -56,19 +56,19 @@ T = TypeVar("T")
 
 
 def json_parser() -> Parse:
-    """Raises ApiError for a request of another type."""
+    """What parses the JSON body of the current request. Raises ApiError for a body of another type."""
     check_is_json()
     return fields.parse_body
 
 
 def no_parser() -> Parse:
-    """For a request whose body, if it has one, says nothing."""
+    """What ignores the body of a request that says everything in its URL."""
     return lambda _body: {}
 
 
 def text_parser() -> Parse:
-    """For a body that is the prompt itself, as plain text: an API gets it as `inputs`. Raises ApiError for a
-    request of another type."""
+    """What parses a body that is the prompt itself, as plain text: an API gets it as `inputs`. Raises
+    ApiError for a body of another type."""
     return functools.partial(fields.parse_text, charset=charset_of_text())
 
 

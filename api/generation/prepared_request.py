@@ -171,13 +171,12 @@ def _tokenized(prepared: PreparedRequest, served: Served) -> TokenizedPrompt:
     ids = ids_of(prepared, served)
     if prepared.truncate is not None:
         ids = ids[-prepared.truncate :]
+    most = _most_tokens(prepared, ids, served)
     images = served.images.read(prepared.image_numbers)
     # A token may reach over a border, which is then before that token.
     beginnings = [ids_of(prepared, served, characters) for characters in prepared.message_borders]
     borders = {len(os.path.commonprefix([beginning, ids])) for beginning in beginnings}  # noqa: RUF071 of lists
-    prompt = TokenizedPrompt(
-        prepared, ids, _most_tokens(prepared, ids, served), images, sorted(borders - {0})
-    )
+    prompt = TokenizedPrompt(prepared, ids, most, images, sorted(borders - {0}))
     if images:
         image_tokens = ids.count(served.text.images.token_id)
         assert image_tokens == prompt.image_tokens, "clients' are escaped"
