@@ -35,8 +35,8 @@ class ContentReader:
     types: by the type of a part, the names of its readable fields, such as "title? content". A field is a
     text, a part, or a list of them; one whose name ends with `?` may be missing. In the place of names there
     may be a function, which is called with this reader, the part's path in the request, and the part.
-    images: the images of the request, which are marks in its texts.
-    tools: those of the request, for functions in `types`.
+    images: the images of the request, which are marks in its texts. tools: the tools of the request, for such
+    functions.
     """
 
     def __init__(
