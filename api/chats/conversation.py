@@ -299,6 +299,7 @@ def _render_prompt(
     thoughts = last.get("reasoning_content")
     form = served.text.reasoning.format
     end = prompt.rstrip()
+    # A prompt that ends with the closing marker is of a client that has turned reasoning off.
     if form and thoughts and begins_answer and not continued.strip() and not end.endswith(form.close):
         if not end.endswith(form.open.rstrip()):
             prompt += form.open
