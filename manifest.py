@@ -160,33 +160,15 @@ VISION_FAMILIES = {  # by the model_type
     ),
 }
 
-# Parameters of transformers' generation that this server does not support, and their values without effect.
-UNSUPPORTED_GENERATION: dict[str, tuple[Any, ...]] = {
-    "bad_words_ids": ([],),
-    "begin_suppress_tokens": ([],),
-    "diversity_penalty": (0,),
-    "dola_layers": (),
-    "encoder_no_repeat_ngram_size": (0,),
-    "encoder_repetition_penalty": (1,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "exponential_decay_length_penalty": (),
-    "forced_bos_token_id": (),
-    "forced_decoder_ids": ([],),
-    "forced_eos_token_id": (),
-    "guidance_scale": (1,),
-    "length_penalty": (1,),
-    "max_new_tokens": (),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "no_repeat_ngram_size": (0,),
-    "num_beams": (1,),
-    "penalty_alpha": (0,),
-    "sequence_bias": ({}, []),
-    "suppress_tokens": ([],),
-    "top_h": (),
-    "watermarking_config": (),
-}
+# Parameters of transformers' generation that this server does not support, by their values without effect.
+UNSUPPORTED_GENERATION: list[tuple[tuple[Any, ...], str]] = [
+    ((0,), "diversity_penalty encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff min_length"),
+    ((0,), "min_new_tokens no_repeat_ngram_size penalty_alpha"),
+    ((1,), "encoder_repetition_penalty guidance_scale length_penalty num_beams"),
+    (([], {}), "bad_words_ids begin_suppress_tokens forced_decoder_ids sequence_bias suppress_tokens"),
+    ((), "dola_layers exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id"),
+    ((), "max_new_tokens top_h watermarking_config"),
+]
 
 
 @dataclass(frozen=True)
@@ -253,11 +235,12 @@ class Manifest:
     def unused(self) -> list[str]:
         """The fields of generation_config.json that change transformers' output and not this server's."""
         given = self.generation_config
-        return [
+        return sorted(
             name
-            for name, neutral in UNSUPPORTED_GENERATION.items()
+            for neutral, names in UNSUPPORTED_GENERATION
+            for name in names.split()
             if given.get(name) not in (None, *neutral)
-        ]
+        )
 
     @property
     def text_config(self) -> Json:
