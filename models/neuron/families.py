@@ -227,8 +227,8 @@ class Qwen35(Family):
         queries, *others = (get(f"linear_attn.in_proj_{name}.weight") for name in ("qkv", "z", "b", "a"))
         attention = {
             f"{Q}.weight": self._by_key_head(queries, *others),
-            f"{K}.weight": queries[:0],
-            f"{V}.weight": queries[:0],
+            f"{K}.weight": queries,
+            f"{V}.weight": queries,
             f"{O}.weight": get("linear_attn.out_proj.weight"),
         }
         return super().layer(lambda name: attention[name] if name in attention else get(name))

@@ -83,9 +83,9 @@ class FamilyForSampling(llama.LlamaForSampling):
 
     family: Family
     is_hybrid: bool
-    # How many tokens of each row of the next call count, where layers have recurrent states; None: those of
-    # a whole prompt.
-    keep: Sequence[int] | None = None
+    # Of the next call, where layers have recurrent states, the last three numbers of Rows; `last_token_id` is
+    # that of a whole prompt in any model.
+    states: Sequence[Sequence[int]]
 
     def __init__(self, config: Any, **options: Any):
         changed = {
@@ -93,7 +93,7 @@ class FamilyForSampling(llama.LlamaForSampling):
             "LlamaForSamplingNoEmbeddingHlo": functools.partial(Hlo, self.family),
         }
         self._returns_ids = False
-        kind = HybridDecoder if self.is_hybrid else FamilyDecoder
+        kind = HybridDecoder if self.is_hybrid else decoder.DecoderLmHeadForSamplingNoEmbedding
         with _replaced(llama, **changed), _replaced(decoder, DecoderLmHeadForSamplingNoEmbedding=kind):
             super().__init__(config, **options)
 
@@ -121,10 +121,10 @@ class FamilyForSampling(llama.LlamaForSampling):
         return self._logits(output).permute(1, 2, 0) if self._gives_logits else output
 
     def _preprocess(self, *arguments: Any, **options: Any) -> tuple[Any, ...]:
-        ids, positions, slots, last_token_id, *others = super()._preprocess(*arguments, **options)
-        if self.keep and self.family.recurrent_layers:
-            last_token_id = torch.tensor(self.keep, dtype=torch.int32) - 1
-        return ids, positions, slots, last_token_id, *others
+        inputs = super()._preprocess(*arguments, **options)
+        if self.family.recurrent_layers:
+            inputs = *inputs[:3], *(torch.tensor(each, dtype=torch.int32) for each in self.states)
+        return inputs
 
     @property
     def _gives_logits(self) -> bool:
@@ -158,8 +158,11 @@ class FamilyForSampling(llama.LlamaForSampling):
         fills(model.lm_head, lambda: {"weight": family.head(checkpoint)})
 
     def load_weights(self) -> None:
-        program = HybridProgram if self.is_hybrid else FamilyProgram
-        with _replaced(decoder, DecoderProgramFullyUnrolled=program):
+        program = HybridProgram if self.is_hybrid else decoder.DecoderProgramFullyUnrolled
+        with (
+            _replaced(decoder, DecoderProgramFullyUnrolled=program, DecoderParameterBuilder=ParameterBuilder),
+            _replaced(parallel, ParallelTensorManipulator=Manipulator),
+        ):
             if self.family.neuronx_class:
                 super().load_weights()
             else:
@@ -231,8 +234,7 @@ class FamilyForSampling(llama.LlamaForSampling):
             (slots,) = layer.batch_sizes
             conv = torch.zeros(slots, net.kernel - 1, heads * net.channels, dtype=dtype)
             state = torch.zeros(slots, heads * net.group * net.key_dim, net.value_dim)
-            on_cpu, on_device = parallel.CPUTensorManipulator, parallel.ParallelTensorManipulator
-            manipulator = (on_cpu if layer._cpu_compile else on_device)(tp_degree)
+            manipulator = decoder.MaybeParallelTensorManipulator(tp_degree, layer._cpu_compile)
             layer.attn_k_cache[slots] = manipulator.shard_along(conv, dim=2)
             layer.attn_v_cache[slots] = manipulator.shard_along(state, dim=1)
             layer.cache_shape[slots] = None
@@ -280,18 +282,17 @@ def _is_state(cache: Any) -> bool:
     return len((cache[0] if isinstance(cache, list) else cache).shape) == 3
 
 
-class FamilyDecoder(decoder.DecoderLmHeadForSamplingNoEmbedding):
-    def _hlo_layers_params(self, builder: Any, *arguments: Any) -> tuple[Any, Any]:
-        parameter = builder.from_tensor
-
-        def from_tensor(tensor: Any, dim_size: Any = None) -> Any:
-            return parameter(tensor, None if dim_size and _is_state(tensor) else dim_size)
-
-        with _replaced(builder, from_tensor=from_tensor):
-            return super()._hlo_layers_params(builder, *arguments)
+class ParameterBuilder(decoder.DecoderParameterBuilder):
+    def from_tensor(self, tensor: Any, dim_size: Any = None) -> Any:
+        return super().from_tensor(tensor, None if dim_size and _is_state(tensor) else dim_size)
 
 
-class HybridDecoder(FamilyDecoder):
+class Manipulator(parallel.ParallelTensorManipulator):
+    def slice_on_nc(self, tensor: Any, *place: int, **options: int) -> Any:
+        return tensor if _is_state(tensor) else super().slice_on_nc(tensor, *place, **options)
+
+
+class HybridDecoder(decoder.DecoderLmHeadForSamplingNoEmbedding):
     """The decoder whose graphs return ids and logits, in place of the outputs of `log_softmax_scores`."""
 
     post_layer_builder = None  # transformers-neuronx passes it on
@@ -304,18 +305,7 @@ class HybridDecoder(FamilyDecoder):
         return self._ids, logits
 
 
-class FamilyProgram(decoder.DecoderProgramFullyUnrolled):
-    def _fill_io_tensors(self, *arguments: Any) -> None:
-        cut = self.manipulator.slice_on_nc
-
-        def slice_on_nc(cache: Any, *place: int, **options: int) -> Any:
-            return cache if _is_state(cache) else cut(cache, *place, **options)
-
-        with _replaced(self.manipulator, slice_on_nc=slice_on_nc):
-            super()._fill_io_tensors(*arguments)
-
-
-class HybridProgram(FamilyProgram):
+class HybridProgram(decoder.DecoderProgramFullyUnrolled):
     """Copies to the host either the ids of one core, or the logits of all cores."""
 
     returns_ids = False
@@ -415,7 +405,7 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
 
     def pre_layer(self, hidden: Any, cache_ids: Any, *arguments: Any, **options: Any) -> tuple[Any, ...]:
         if self.graph.delta_net:
-            self._rows = Rows(cache_ids, *arguments[:2])
+            self._rows = Rows(cache_ids, *arguments[:4])
         values = list(super().pre_layer(hidden, cache_ids, *arguments, **options))
         if self._stores_bare_keys:
             positions = hlo.iota(hidden.scribe.s32, (1, self.n_positions), 1)
@@ -484,14 +474,18 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         rows, tokens, size = hidden.sizes
         projected = hlo.dot10_add1(
             hlo.reshape(hidden, (rows * tokens, size)),
-            *(weights[f"attn_q_{part}"] for part in ("weight", "bias", "scales")),
+            weights["attn_q_weight"],
+            None,
+            weights["attn_q_scales"],
             neuron_config=self.neuron_config,
         )
         eps = self.config.rms_norm_eps
         output, *states = delta_net(self.graph.delta_net, self._rows, projected, conv, state, weights, eps)
         output = attention.output(
             output,
-            *(weights[f"attn_out_{part}"] for part in ("weight", "scales", "bias")),
+            weights["attn_out_weight"],
+            weights["attn_out_scales"],
+            None,
             self.config.tp_degree,
             self.neuron_config,
         )

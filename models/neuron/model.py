@@ -6,6 +6,7 @@ token, positions, dtypes); `NeuronModel.forward` keeps them (source: its public 
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -249,9 +250,8 @@ class NeuronModel(StaticBatchModel):
         slots."""
         for chunk in chunks:
             self._commit_accepted(chunk)
-        runs = []
-        if self.states:
-            runs = [self.states.begin(chunk.slot, chunk.begin, len(chunk.tokens)) for chunk in chunks]
+            if self.states:
+                self._advance_state(chunk)
         first = chunks[0]
         goes_back = first.begin < max(1, len(self._held.get(first.slot, ())))
         if any(chunk.verify for chunk in chunks):
@@ -261,8 +261,6 @@ class NeuronModel(StaticBatchModel):
             output = self._run_prompt(chunk)
         else:
             output = self._run_step(chunks)
-        if self.states:
-            self.states.end(runs, {})
         if self._returns_ids:
             return SampledIds(output[:, 0].long().numpy())
         if output.dtype == torch.bfloat16:
@@ -277,6 +275,11 @@ class NeuronModel(StaticBatchModel):
         draft = self._drafts.pop(chunk.slot, ())
         if held is not None:
             held += draft[: max(0, chunk.begin - len(held))]
+
+    def _advance_state(self, chunk: Chunk) -> None:
+        run = self.states.begin(chunk.slot, chunk.begin, len(chunk.tokens))
+        self.states.end([run], {})
+        self._state_rows = ([chunk.slot], [chunk.slot])
 
     def _verify(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Up to `verify_length` tokens of every live slot: logits [tokens of all chunks, vocab], or ids
@@ -309,7 +312,6 @@ class NeuronModel(StaticBatchModel):
 
         The graph has a fixed number of tokens. Fillers after those that a slot holds write positions that are
         written again before anything attends to them. Near the end of a slot a row begins earlier.
-        transformers-neuronx finds graphs by their tokens alone, so it only sees the right one.
         """
         starts = {slot: min(begin, self._position_buckets[-1] - length) for slot, begin in begins.items()}
         ids = []
@@ -317,21 +319,8 @@ class NeuronModel(StaticBatchModel):
             padded = self._held.get(slot, []) + [0] * (start + length)
             ids.append(padded[start : start + length])
         positions = [range(start, start + length) for start in starts.values()]
-        model = self._model
-        every = model.decoder_lm_head_for_speculation
-        key = (length, len(starts))
-        model.decoder_lm_head_for_speculation = {key: every[key]}
-        try:
-            output = self._call(
-                model.speculative_forward,
-                ids,
-                positions,
-                list(starts),
-                keep,
-                speculation_length=length,
-            )
-        finally:
-            model.decoder_lm_head_for_speculation = every
+        program = functools.partial(self._model.speculative_forward, speculation_length=length)
+        output = self._call(program, ids, positions, list(starts), keep)
         return starts, output.T[:, None] if self._returns_ids else output
 
     def _run_step(self, chunks: Sequence[Chunk]) -> torch.Tensor:
@@ -354,13 +343,9 @@ class NeuronModel(StaticBatchModel):
             self._held[chunk.slot] += chunk.tokens
         ids, positions = zip(*rows.values())
         keep = [int(slot in slots) for slot in range(self.batch_size)]
-        output = self._call(
-            self._model,
-            [[token] for token in ids],
-            [[position] for position in positions],
-            list(rows),
-            keep,
-        )
+        ids = [[token] for token in ids]
+        positions = [[position] for position in positions]
+        output = self._call(self._model, ids, positions, list(rows), keep)
         if list(rows)[: len(slots)] == slots:
             return output[: len(slots)]
         return output[slots]
@@ -400,7 +385,7 @@ class NeuronModel(StaticBatchModel):
         if count == 1:  # would run as a decode step, which damages every other slot
             ids = [*ids, 0]
             positions = [0, 0]
-        output = self._call(self._model, [ids], [positions], [slot])
+        output = self._call(self._model, [ids], [positions], [slot], [count])
         if count == len(held):
             return output
         return torch.cat([output, self._extend_prefill(slot, 1, 1)])
@@ -426,24 +411,15 @@ class NeuronModel(StaticBatchModel):
         # A copy: a view would keep the logits of all tokens.
         return output[first - start : len(self._held[slot]) - start, :, 0].contiguous()
 
-    def _call(
-        self,
-        program: Callable,
-        ids: Any,
-        positions: Any,
-        slots: Any,
-        keep: Sequence[int] | None = None,
-        **options: int,
-    ) -> torch.Tensor:
+    def _call(self, program: Callable, ids: Any, positions: Any, slots: Any, keep: Any) -> torch.Tensor:
         """int64 [n, q], [n, q], [n] → what transformers-neuronx returns. keep: how many tokens of each row
-        the recurrent states go on by; None: those of a whole prompt. After an error of the runtime the
-        process must be restarted."""
+        the recurrent states go on by. After an error of the runtime the process must be restarted."""
         if self.states:
-            self._model.keep = keep
+            self._model.states = ([count - 1 for count in keep], *self._state_rows)
         # Through numpy, which is much faster than torch.tensor.
         arrays = [torch.from_numpy(np.array(rows)) for rows in (ids, positions, slots)]
         try:
-            return program(*arrays, **options)
+            return program(*arrays)
         except Exception as error:
             raise DeviceLost(explain(error)) from error
 

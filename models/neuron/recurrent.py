@@ -10,6 +10,7 @@ Source: transformers 5.20, models/qwen3_5; Yang et al., Gated Delta Networks (20
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from functools import partialmethod
 from typing import Any
@@ -51,8 +52,8 @@ class Array:
 
     def split(self, *sizes: int) -> list[Array]:
         """By the last of three dimensions."""
-        starts = [sum(sizes[:number]) for number in range(len(sizes))]
-        return [self.slice(2, start, size) for start, size in zip(starts, sizes)]
+        ends = itertools.accumulate(sizes)
+        return [self.slice(2, end - size, size) for end, size in zip(ends, sizes)]
 
     def product(self, other: Array, left: int = 2, right: int = 1) -> Array:
         """Of each matrix [many, n, n] with that of the other. left, right: the dimensions that are
@@ -68,12 +69,19 @@ class Array:
 
 class Rows:
     """The rows of a call, each with tokens of one slot. Tokens after the first `keep` of a row change no
-    state; a row that begins at position 0 begins with zeros."""
+    state; a row that begins at position 0 begins with zeros.
 
-    def __init__(self, positions: Any, slot: Any, last_token_id: Any):
-        """s32: positions [rows, tokens], slot and last_token_id (that counts) [rows]."""
+    A call for one slot reads one row of the buffers and writes two: that of the slot, and one that is kept.
+    Other calls have the rows of all slots, which come first in the buffers.
+    """
+
+    def __init__(self, positions: Any, slot: Any, last_token_id: Any, read: Any, kept: Any):
+        """s32: positions [rows, tokens], slot and last_token_id (that counts) [rows], read and kept [1]."""
         self.count, self.tokens = positions.sizes
-        self._slot = slot
+        self._zero = slot.scribe.s32.Constant(constant_value=0)
+        self._read, *self._written = self._zero, self._zero
+        if self.count == 1:
+            self._read, *self._written = (hlo.reshape(row, []) for row in (read, slot, kept))
         self._keep = Array(last_token_id).apply(hlo.add, 1).view(-1, 1, 1)
         self._is_live = self._keep.apply(hlo.greater, 0)
         self._is_start = Array(positions).slice(1, 0, 1).view(-1, 1, 1).apply(hlo.equal, 0)
@@ -84,19 +92,21 @@ class Rows:
     def _numbers(self, *sizes: int, dim: int) -> Array:
         return Array(hlo.iota(self._keep.node.dtype, (self.count, *sizes), dim))
 
+    def _held(self, buffer: Any) -> Any:
+        return hlo.dynamic_slice_along(buffer, 0, self._read, self.count)
+
     def read(self, buffer: Any) -> Array:
         """The states that the rows begin with."""
-        if self.count < buffer.sizes[0]:
-            buffer = hlo.dynamic_slice_along(buffer, 0, hlo.reshape(self._slot, []), 1)
+        held = self._held(buffer)
         # Chosen, not multiplied: zero times NaN is NaN.
-        return self._is_start.expand(*buffer.sizes).apply(hlo.masked_select, 0, buffer)
+        return self._is_start.expand(*held.sizes).apply(hlo.masked_select, 0, held)
 
     def write(self, buffer: Any, new: Array) -> Any:
-        """The buffer with the states after the rows; a call for one slot always has tokens that count."""
-        if self.count == buffer.sizes[0]:
-            return self._is_live.expand(*new.sizes).apply(hlo.masked_select, new.node, buffer).node
-        zero = buffer.scribe.s32.Constant(constant_value=0)
-        return hlo.dynamic_update_slice(buffer, new.node, [hlo.reshape(self._slot, []), zero, zero])
+        """The buffer with the states after the rows."""
+        new = self._is_live.expand(*new.sizes).apply(hlo.masked_select, new.node, self._held(buffer))
+        for row in self._written:
+            buffer = hlo.dynamic_update_slice(buffer, new.node, [row, self._zero, self._zero])
+        return buffer
 
     def last(self, inputs: Array, count: int) -> Array:
         """The `count` inputs before the first token that does not count, of [rows, count + tokens,
@@ -120,23 +130,22 @@ def delta_net(
     def by_value_head(tensor: Array) -> Array:
         """[rows * value heads, tokens, size]"""
         tensor = tensor.view(rows.count, rows.tokens, heads, -1).apply(hlo.permute, [0, 2, 1, 3])
-        return tensor.view(-1, rows.tokens, tensor.sizes[3])
+        return tensor.view(rows.count * heads, rows.tokens, -1)
 
-    def normed(tensor: Array, length: float) -> Array:
-        """Keys or queries of this length, each for a group of values."""
+    def normed(tensor: Array) -> Array:
+        """Keys or queries of length 1, each for a group of values."""
         # The norm makes the mean of the squares 1, which should be their sum.
-        weight = hlo.full(length * net.key_dim**-0.5, f32, (net.key_dim,))
+        weight = hlo.full(net.key_dim**-0.5, f32, (net.key_dim,))
         tensor = tensor.apply(hlo.rms_norm, weight, 1e-6 / net.key_dim).view(-1, 1, net.key_dim)
         return by_value_head(tensor.expand(tensor.sizes[0], net.group, net.key_dim))
 
-    mixed = mixed.view(rows.count, rows.tokens, -1)
-    inputs = Array(hlo.concatenate([rows.read(conv).node, mixed.node], 1))
+    inputs = Array(hlo.concatenate([rows.read(conv).node, mixed.view(rows.count, rows.tokens, -1).node], 1))
     factors = Array(weights["conv"]).view(1, net.kernel, -1)
     terms = (
         inputs.slice(1, place, rows.tokens).apply(hlo.cast, f32) * factors.slice(1, place, 1)
         for place in range(net.kernel)
     )
-    mixed = functools.reduce(Array.__add__, terms).apply(silu).view(-1, heads // net.group, net.channels)
+    mixed = functools.reduce(Array.__add__, terms).apply(silu).view(*mixed.sizes)
     query, key, value = mixed.split(net.key_dim, net.key_dim, net.values)
     decay = decay.view(-1, heads) + Array(weights["dt_bias"]).view(1, heads)
     # Softplus; the limit keeps it finite.
@@ -144,18 +153,16 @@ def delta_net(
     decay = Array(f32[decay.sizes].Log(decay.node)) * Array(weights["decay_rate"]).view(1, heads)
     begin = rows.read(state)
     output, after = delta_rule(
-        normed(query, net.key_dim**-0.5),
-        normed(key, 1.0),
-        by_value_head(value),
-        by_value_head(beta.apply(sigmoid)),
-        by_value_head(decay),
-        by_value_head(rows.is_kept.expand(*decay.sizes)),
+        normed(query),
+        normed(key),
+        *map(by_value_head, (value, beta.apply(sigmoid), decay, rows.is_kept.expand(*decay.sizes))),
         begin.view(-1, net.key_dim, net.value_dim),
     )
-    output = output.apply(hlo.rms_norm, weights["gated_norm"], eps) * by_value_head(gate).apply(silu)
-    output = output.view(rows.count, heads, rows.tokens, -1).apply(hlo.permute, [2, 0, 1, 3])
+    # Queries should have the length key_dim**-0.5, which only matters to this eps.
+    output = output.apply(hlo.rms_norm, weights["gated_norm"], eps * net.key_dim)
+    output = (output * by_value_head(gate).apply(silu)).view(rows.count, heads, rows.tokens, -1)
     return (
-        hlo.cast(output.node, projected.dtype),
+        hlo.cast(hlo.permute(output.node, [2, 0, 1, 3]), projected.dtype),
         rows.write(conv, rows.last(inputs, net.kernel - 1)),
         rows.write(state, after.view(*begin.sizes)),
     )

@@ -183,6 +183,7 @@ def add_modules(package: str, model: type) -> None:
         "config": {"KVCacheQuantizationConfig": _Settings},
         "decoder": {
             "DecoderLmHeadForSamplingNoEmbedding": object,
+            "DecoderParameterBuilder": object,
             "DecoderProgramFullyUnrolled": object,
             "interleave_qkv": None,
         },
@@ -190,7 +191,7 @@ def add_modules(package: str, model: type) -> None:
             **dict.fromkeys(("add", "subtract", "multiply")),
             **dict.fromkeys(("quantize_kv_cache_direct_cast", "dequantize_kv_cache_direct_cast")),
         },
-        "parallel": {},
+        "parallel": {"ParallelTensorManipulator": object},
         "utils": {},
         "layers": {},
         "layers.attention": {},
