@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from config import DTYPE_NAMES
@@ -133,6 +133,8 @@ class Family:
     is_llama = False  # true where it only differs in a graph, biases or head_dim of its own
     experts: Experts | None = None
     delta_net: DeltaNet | None = None
+    embedding_name = "model.embed_tokens.weight"
+    head_name = "lm_head.weight"
     head_norms: str | None = None  # this and the next as in ArchSpec
     norms = "before"
     query_scale = residual_scale = embedding_scale = head_scale = 1.0
@@ -221,21 +223,20 @@ class Family:
         }
 
     def graph(self) -> ArchSpec:
+        """Of the attributes of this family that have the names of its fields."""
+        return ArchSpec(**{each.name: getattr(self, each.name, each.default) for each in fields(ArchSpec)})
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
         own = rope.scaled(self.rope, self._rotated)
-        return ArchSpec(
-            ropes=(own,) if own else (),
-            kinds=self.kinds(),
-            head_norms=self.head_norms,
-            norms=self.norms,
-            experts=self.experts,
-            delta_net=self.delta_net,
-        )
+        return (own,) if own else ()
 
     @property
     def _rotated(self) -> int:
         """How many values of a head are rotated."""
         return int(self.head_dim * (self.config.get("partial_rotary_factor") or 1.0))
 
+    @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer, where layers have sliding windows or differ; else empty."""
         windows = self.windows()
@@ -252,9 +253,9 @@ class Family:
     @functools.cached_property
     def recurrent_layers(self) -> set[int]:
         """The layers with a gated delta net. The class has `recurrent_layer`: their matrices, all projections
-        in place of the queries', none of keys and values; and `recurrent_tensors`: conv [kernel, channels],
+        in place of the queries', any of keys and values; and `recurrent_tensors`: conv [kernel, channels],
         decay_rate and dt_bias [value heads], gated_norm [value_dim]."""
-        return {number for number, kind in enumerate(self.graph().kinds) if kind.is_recurrent}
+        return {number for number, kind in enumerate(self.kinds) if kind.is_recurrent}
 
     @functools.cached_property
     def vectors(self) -> int:
@@ -281,19 +282,18 @@ class Family:
     # Tensors. In a layer their names are without the layer's prefix.
 
     def embedding(self, get: GetTensor) -> Tensor:
-        return times(get("model.embed_tokens.weight"), self.embedding_scale)
+        return times(get(self.embedding_name), self.embedding_scale)
 
     def head(self, get: GetTensor) -> Tensor:
-        name = "model.embed_tokens.weight" if self.is_tied else "lm_head.weight"
-        return times(get(name), self.head_scale)
+        return times(get(self.embedding_name if self.is_tied else self.head_name), self.head_scale)
 
     def norm(self, weight: Tensor) -> Tensor:
         """What a norm multiplies by."""
         return weight
 
-    def layer(self, get: GetTensor) -> Tensors:
+    def layer(self, get: GetTensor, names: Sequence[str] = (*ATTENTION, *MLP)) -> Tensors:
         """Matrices and norms of a layer under Llama's names."""
-        matrices = {f"{name}.weight": get(f"{name}.weight") for name in (*ATTENTION, *MLP)}
+        matrices = {f"{name}.weight": get(f"{name}.weight") for name in names}
         return self._scaled(matrices | self.norms_before(get))
 
     def norms_before(self, get: GetTensor) -> Tensors:

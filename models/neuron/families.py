@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from manifest import ORIGINAL_LENGTH, text_part, vision_family
 from models.checkpoint import rope
+from models.checkpoint.rope import Rope
 from models.errors import named
 from models.neuron.base_family import (
     DOWN,
@@ -25,7 +25,6 @@ from models.neuron.base_family import (
     NORM_BEFORE_ATTENTION,
     NORM_BEFORE_MLP,
     UP,
-    ArchSpec,
     DeltaNet,
     Experts,
     Family,
@@ -87,8 +86,9 @@ def _windows(layer_types: list[str], window: int | None) -> Windows:
     return [window if each == "sliding_attention" else None for each in layer_types]
 
 
-def _patterned(family: Family, pattern: int) -> Windows:
+def _patterned(family: Family) -> Windows:
     """Where config.json does not name the types, the last of every `pattern` layers has full attention."""
+    pattern = family.config.get("sliding_window_pattern") or family.pattern
     every = range(1, family.layers + 1)
     types = ["sliding_attention" if n % pattern else "full_attention" for n in every]
     return _windows(family.config.get("layer_types") or types, family.config["sliding_window"])
@@ -116,9 +116,8 @@ class Phi3(Family):
         of_heads, of_kv_heads = (count * self.head_dim for count in (self.heads, self.kv_heads))
         attention = get("self_attn.qkv_proj.weight").split([of_heads, of_kv_heads, of_kv_heads])
         mlp = get("mlp.gate_up_proj.weight").chunk(2)
-        tensors = {f"{name}.weight": part for name, part in zip((Q, K, V, GATE, UP), (*attention, *mlp))}
-        tensors |= {f"{name}.weight": get(f"{name}.weight") for name in (O, DOWN)}
-        return tensors | self.norms_before(get)
+        split = {f"{name}.weight": part for name, part in zip((Q, K, V, GATE, UP), (*attention, *mlp))}
+        return super().layer(get, (O, DOWN)) | split
 
 
 class Granite(Family):
@@ -150,6 +149,7 @@ class SmolLM3(Family):
         "tie_word_embeddings": True,
     }
 
+    @property
     def kinds(self) -> tuple[LayerKind, ...]:
         c = self.config
         every = range(1, self.layers + 1)
@@ -170,13 +170,11 @@ class Gemma(Family):
         "tie_word_embeddings": True,
     }
     supported_values: ClassVar = Family.supported_values | {"hidden_act": ("gelu_pytorch_tanh",)}
+    activation = "gelu_new"
 
     def __init__(self, config: Json):
         super().__init__(config)
         self.embedding_scale = math.sqrt(self.hidden)
-
-    def graph(self) -> ArchSpec:
-        return replace(super().graph(), activation="gelu_new")
 
     def norm(self, weight: Tensor) -> Tensor:
         return weight.float() + 1
@@ -206,6 +204,7 @@ class Qwen35(Family):
         key_heads, value_heads, *sizes = (self._number(f"linear_{name}") for name in names)
         self.delta_net = DeltaNet(key_heads, value_heads // key_heads, *sizes)
 
+    @property
     def kinds(self) -> tuple[LayerKind, ...]:
         interval = self.config["full_attention_interval"]
         types = self.config.get("layer_types")
@@ -225,13 +224,12 @@ class Qwen35(Family):
 
     def recurrent_layer(self, get: GetTensor) -> Tensors:
         queries, *others = (get(f"linear_attn.in_proj_{name}.weight") for name in ("qkv", "z", "b", "a"))
-        attention = {
+        return super().layer(get, MLP) | {
             f"{Q}.weight": self._by_key_head(queries, *others),
             f"{K}.weight": queries,
             f"{V}.weight": queries,
             f"{O}.weight": get("linear_attn.out_proj.weight"),
         }
-        return super().layer(lambda name: attention[name] if name in attention else get(name))
 
     def recurrent_tensors(self, get: GetTensor) -> Tensors:
         return {
@@ -268,21 +266,13 @@ class Gemma2(Gemma):
     }
     norms = "both"
     pattern = 2
+    windows = _patterned
 
     def __init__(self, config: Json):
         super().__init__(config)
         self.query_scale = math.sqrt(self.head_dim / self.config["query_pre_attn_scalar"])
-
-    def graph(self) -> ArchSpec:
-        return replace(
-            super().graph(),
-            attention_cap=self.config.get("attn_logit_softcapping"),
-            logit_cap=self.config.get("final_logit_softcapping"),
-        )
-
-    def windows(self) -> Windows:
-        pattern = self.config.get("sliding_window_pattern") or self.pattern
-        return _patterned(self, pattern)
+        self.attention_cap = self.config["attn_logit_softcapping"]
+        self.logit_cap = self.config["final_logit_softcapping"]
 
     def norms_before(self, get: GetTensor) -> Tensors:
         return {
@@ -291,16 +281,23 @@ class Gemma2(Gemma):
         }
 
 
-def _with_two_ropes(family: Family, graph: ArchSpec, near_base: float) -> ArchSpec:
-    """Layers with a sliding window get positions of this base, which are not scaled."""
-    size = family.head_dim
-    everywhere = rope.scaled(family.rope, size) or rope.plain(family.rope["rope_theta"], size)
-    near = rope.plain(near_base, size)
-    kinds = tuple(LayerKind(1 if window else 0, window) for window in family.windows())
-    return replace(graph, ropes=(everywhere, near), kinds=kinds)
+class TwoRopes(Family):
+    """Layers with a sliding window have positions of their own, which are not scaled."""
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        c = self.config
+        size = self.head_dim
+        everywhere = rope.scaled(self.rope, size) or rope.plain(self.rope["rope_theta"], size)
+        # Files of transformers 5 name a base for each kind of layer, those of 4 one for all.
+        return everywhere, rope.plain(c.get("rope_local_base_freq", c["rope_theta"]), size)
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        return tuple(LayerKind(1 if window else 0, window) for window in self.windows())
 
 
-class Gemma3(Gemma2):
+class Gemma3(TwoRopes, Gemma2):
     """Queries and keys have norms; sliding-window layers have rotary positions of their own."""
 
     defaults: ClassVar = Gemma2.defaults | {
@@ -318,9 +315,6 @@ class Gemma3(Gemma2):
         super().__init__(config)
         self.query_norm_scale = self.query_scale  # the norm would undo it in the matrix
         self.query_scale = 1.0
-
-    def graph(self) -> ArchSpec:
-        return _with_two_ropes(self, super().graph(), self.config["rope_local_base_freq"])
 
     def extra_tensors(self, get: GetTensor) -> Tensors:
         extra = super().extra_tensors(get)
@@ -341,19 +335,13 @@ class Olmo2(Family):
         return {NORM_BEFORE_ATTENTION: unused, NORM_BEFORE_MLP: unused}
 
 
-class Olmo3(Olmo2):
+class Olmo3(TwoRopes, Olmo2):
     """Three of four layers have a sliding window, and positions that are not scaled."""
 
     defaults: ClassVar = Olmo2.defaults | {"sliding_window": 4096}
     supported_values: ClassVar = Olmo2.supported_values | TWO_ROPES
-
-    def windows(self) -> Windows:
-        return _patterned(self, 4)
-
-    def graph(self) -> ArchSpec:
-        # Files of transformers 5 name a base for each kind of layer, those of 4 one for all.
-        near_base = self.config.get("rope_local_base_freq", self.config["rope_theta"])
-        return _with_two_ropes(self, super().graph(), near_base)
+    pattern = 4
+    windows = _patterned
 
 
 class Mixture(Family):
@@ -468,12 +456,10 @@ class GptOss(Mixture):
     sizes = ("num_local_experts", "intermediate_size")
     router = "mlp.router.weight"
     has_biases = True
-
-    def graph(self) -> ArchSpec:
-        return replace(super().graph(), has_sinks=True, swiglu_limit=7.0)
-
-    def windows(self) -> Windows:
-        return _patterned(self, 2)
+    has_sinks = True
+    swiglu_limit = 7.0
+    pattern = 2
+    windows = _patterned
 
     def _get_joined(self, get: GetTensor, name: str) -> Tensor:
         """Gate and up take turns in [experts, hidden, 2 * columns]; down is [experts, columns, hidden]."""
@@ -507,12 +493,8 @@ class InternLM2(Family):
         DOWN: "feed_forward.w2",
     }
     biases = ()
-
-    def embedding(self, get: GetTensor) -> Tensor:
-        return get("model.tok_embeddings.weight")
-
-    def head(self, get: GetTensor) -> Tensor:
-        return get("model.tok_embeddings.weight" if self.is_tied else "output.weight")
+    embedding_name = "model.tok_embeddings.weight"
+    head_name = "output.weight"
 
     def layer(self, get: GetTensor) -> Tensors:
         fused = get("attention.wqkv.weight")
