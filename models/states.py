@@ -44,11 +44,15 @@ class Run(NamedTuple):
 
 class States:
     """The blocks of the state tables: ZERO, one for each slot to write to, `snapshots` more, and as many for
-    the draft tokens of a call."""
+    the draft tokens of a call.
 
-    def __init__(self, slots: int, snapshots: int, draft_tokens: int = 0):
+    `in_place`: a slot always writes the same block. A call copies the state that is kept to another one.
+    """
+
+    def __init__(self, slots: int, snapshots: int, draft_tokens: int = 0, in_place: bool = False):
         self.count = 1 + slots + snapshots + draft_tokens
         self.snapshots = snapshots
+        self._in_place = in_place
         self._own = list(range(1, 1 + slots))  # the block that each slot writes next
         self._free = list(range(1 + slots, 1 + slots + snapshots))
         self._for_drafts = list(range(1 + slots + snapshots, self.count))
@@ -118,19 +122,26 @@ class States:
             self._drafts[slot] = [State(position + n, block) for n, block in enumerate(writes, 1)]
         return Run(slot, position, tokens, state.block, writes)
 
-    def end(self, runs: Sequence[Run], keep: Mapping[int, str]) -> None:
+    def position(self, slot: int) -> int:
+        """How many tokens the state of a slot has."""
+        return self._current[slot].position
+
+    def end(self, runs: Sequence[Run], keep: Mapping[int, str]) -> dict[int, int]:
         """The call of these runs succeeded. keep: how the state after a slot's tokens is kept for sequences
         that begin alike (Chunk.keep), as far as there are blocks: snapshots at borders of messages replace
-        those at intervals, not the other way round."""
+        those at intervals, not the other way round. Returns the blocks of the new snapshots, by slot."""
+        blocks = {}
         for run in runs:
             if run.slot in self._drafts:
                 continue
             written = run.writes[0]
             self._current[run.slot] = State(run.end, written)
             if keep.get(run.slot) and (block := self._take()) is not None:
-                self._own[run.slot] = block
-                self._kept[run.slot][run.end] = written
-                self._at_border[written] = keep[run.slot] == "border"
+                if not self._in_place:
+                    self._own[run.slot], block = block, written
+                blocks[run.slot] = self._kept[run.slot][run.end] = block
+                self._at_border[block] = keep[run.slot] == "border"
+        return blocks
 
     def _take(self) -> int | None:
         """A free block, if need be that of a snapshot; None: there is none. The first and the last snapshot

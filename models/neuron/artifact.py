@@ -91,6 +91,7 @@ class CompiledConfig:
     # Positions at the end of each slot that only fillers use: where layers have recurrent states, a call
     # cannot begin earlier than at the next token.
     reserved: Length = 0
+    snapshots: Length = 0  # of recurrent states
 
     @property
     def max_total_tokens(self) -> int:
@@ -101,6 +102,11 @@ class CompiledConfig:
         if self.reserved:  # prompts run in chunks
             return self.max_total_tokens - 1
         return min(max(self.prefill_buckets), self.max_total_tokens - 1)
+
+    @property
+    def verify_row(self) -> int:
+        """`verify_length`; where layers have recurrent states, with the draft tokens accepted before."""
+        return max(0, 2 * self.verify_length - 1) if self.reserved else self.verify_length
 
 
 @dataclass(frozen=True)
@@ -328,7 +334,7 @@ class CachedGraphs:
 def _graph_settings(compiled_config: CompiledConfig) -> Json:
     """Everything that the compiled graphs of a checkpoint depend on, for JSON."""
     values = dataclasses.asdict(compiled_config)
-    for name in ("verify_length", "kv_cache_dtype", "reserved"):
+    for name in ("verify_length", "kv_cache_dtype", "reserved", "snapshots"):
         if not values[name]:
             del values[name]  # as in older keys
     values["NEURON_CC_FLAGS"] = os.environ.get("NEURON_CC_FLAGS", "")

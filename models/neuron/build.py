@@ -234,6 +234,7 @@ def _sized(shape: plan.Shape, config: Config) -> tuple[Config, CompiledConfig]:
         neuron_config=config.neuron_config or (),
         verify_length=_verify_length(config, sizing.length),
         reserved=sizing.reserved,
+        snapshots=sizing.snapshots,
     )
     _check_position_buckets(compiled_config, "leave --position-buckets (POSITION_BUCKETS) out")
     return config, compiled_config
@@ -358,7 +359,7 @@ def _class_of(build: BuildPlan) -> Any:
     # Imported here: it needs transformers-neuronx, which only machines with a device have.
     from models.neuron.graph import class_of
 
-    return class_of(family, compiled_config.sampling)
+    return class_of(family, compiled_config)
 
 
 def _view_of(checkpoint: Path, config_json: Json, view: Path) -> Path:
@@ -404,10 +405,7 @@ def _neuron_config(build: BuildPlan) -> Any:
         )
     for option in compiled_config.neuron_config:
         name, value = option.split("=")
-        if value == "true":
-            options[name] = True
-        else:
-            options[name] = int(value) if value.isdigit() else value
+        options[name] = value if name == "collectives_layout" else json.loads(value)
     return library().NeuronConfig(**options)
 
 
@@ -428,8 +426,8 @@ def generation_config(slots: Sequence[tuple[int, float, float]], vocab_size: int
 
 def _enable_several(model: Any, compiled_config: CompiledConfig) -> None:
     """Adds the graphs for several tokens, in position buckets that are longer: one extends a slot by a prompt
-    chunk, one verifies the draft tokens of every slot."""
-    wanted = {(compiled_config.prefill_chunk, 1), (compiled_config.verify_length, compiled_config.batch_size)}
+    chunk, one verifies the draft tokens of every slot. transformers-neuronx bisects them by their tokens."""
+    wanted = {(compiled_config.prefill_chunk, 1), (compiled_config.verify_row, compiled_config.batch_size)}
     for tokens, slots in sorted(wanted):
         if tokens:
             lengths = [size for size in model.token_buckets if size > tokens]

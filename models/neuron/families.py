@@ -207,8 +207,8 @@ class Qwen35(Family):
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         interval = self.config["full_attention_interval"]
-        types = self.config.get("layer_types")
-        types = types or [n % interval and "linear_attention" for n in range(1, self.layers + 1)]
+        patterned = [n % interval and "linear_attention" for n in range(1, self.layers + 1)]
+        types = self.config.get("layer_types") or patterned
         return tuple(LayerKind(is_recurrent=each == "linear_attention") for each in types)
 
     def layer(self, get: GetTensor) -> Tensors:
@@ -318,7 +318,7 @@ class Gemma3(TwoRopes, Gemma2):
 
     def extra_tensors(self, get: GetTensor) -> Tensors:
         extra = super().extra_tensors(get)
-        extra["q_norm"] = extra["q_norm"] * self.query_norm_scale
+        extra["q_norm"] *= self.query_norm_scale
         return extra
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from transformers_neuronx import decoder, hlo, parallel, utils
+from transformers_neuronx.activations import sigmoid
 from transformers_neuronx.layers import attention, rotary
 from transformers_neuronx.llama import hlo as llama_hlo
 from transformers_neuronx.llama import model as llama
@@ -29,6 +30,7 @@ from transformers_neuronx.llama import model as llama
 from models.adapters import common_name
 from models.checkpoint.rope import Rope
 from models.errors import ModelError
+from models.neuron.artifact import CompiledConfig
 from models.neuron.base_family import ArchSpec, Family, GetTensor, K, LayerKind, O, Q, Tensors, V
 from models.neuron.recurrent import Rows, delta_net
 
@@ -58,8 +60,6 @@ PLACES = {
     "after_mlp": "post_mlp_ln_weight",
 }
 
-HEAD = "lm_head.weight"
-
 
 @contextlib.contextmanager
 def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
@@ -72,10 +72,14 @@ def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
         vars(owner).update(own)
 
 
-def class_of(family: Family, sampling: str) -> type[FamilyForSampling]:
+def class_of(family: Family, compiled_config: CompiledConfig) -> type[FamilyForSampling]:
     """The class whose `from_pretrained` builds the model."""
-    is_hybrid = sampling == "hybrid"
-    return type("FamilyForSampling", (FamilyForSampling,), {"family": family, "is_hybrid": is_hybrid})
+    attributes = {
+        "family": family,
+        "is_hybrid": compiled_config.sampling == "hybrid",
+        "snapshots": compiled_config.snapshots,
+    }
+    return type("FamilyForSampling", (FamilyForSampling,), attributes)
 
 
 class FamilyForSampling(llama.LlamaForSampling):
@@ -83,6 +87,7 @@ class FamilyForSampling(llama.LlamaForSampling):
 
     family: Family
     is_hybrid: bool
+    snapshots: int  # of recurrent states
     # Of the next call, where layers have recurrent states, the last three numbers of Rows; `last_token_id` is
     # that of a whole prompt in any model.
     states: Sequence[Sequence[int]]
@@ -93,14 +98,14 @@ class FamilyForSampling(llama.LlamaForSampling):
             "LlamaForSamplingNoEmbeddingHlo": functools.partial(Hlo, self.family),
         }
         self._returns_ids = False
-        kind = HybridDecoder if self.is_hybrid else decoder.DecoderLmHeadForSamplingNoEmbedding
-        with _replaced(llama, **changed), _replaced(decoder, DecoderLmHeadForSamplingNoEmbedding=kind):
+        with (
+            _replaced(llama, **changed),
+            _replaced(decoder, DecoderLmHeadForSamplingNoEmbedding=HybridDecoder),
+        ):
             super().__init__(config, **options)
 
     def return_token_ids(self, ids: bool) -> None:
         """Whether every graph copies ids or logits to the host from now on."""
-        if ids == self._returns_ids:
-            return
         self._returns_ids = ids
         others = (self.decoder_lm_head_for_context, self.decoder_lm_head_for_speculation)
         for each in (self.decoder_lm_head, *(each for some in others for each in some.values())):
@@ -143,7 +148,7 @@ class FamilyForSampling(llama.LlamaForSampling):
         family = self.family
         if family.is_nested:  # its two configs may say different things
             family = copy.copy(family)
-            family.is_tied = HEAD not in checkpoint
+            family.is_tied = family.head_name not in checkpoint
         model = self.chkpt_model
         self._checkpoint = checkpoint
 
@@ -232,8 +237,9 @@ class FamilyForSampling(llama.LlamaForSampling):
 
         def init_caches() -> None:
             (slots,) = layer.batch_sizes
-            conv = torch.zeros(slots, net.kernel - 1, heads * net.channels, dtype=dtype)
-            state = torch.zeros(slots, heads * net.group * net.key_dim, net.value_dim)
+            rows = slots + self.snapshots
+            conv = torch.zeros(rows, net.kernel - 1, heads * net.channels, dtype=dtype)
+            state = torch.zeros(rows, heads * net.group * net.key_dim, net.value_dim)
             manipulator = decoder.MaybeParallelTensorManipulator(tp_degree, layer._cpu_compile)
             layer.attn_k_cache[slots] = manipulator.shard_along(conv, dim=2)
             layer.attn_v_cache[slots] = manipulator.shard_along(state, dim=1)
@@ -293,7 +299,8 @@ class Manipulator(parallel.ParallelTensorManipulator):
 
 
 class HybridDecoder(decoder.DecoderLmHeadForSamplingNoEmbedding):
-    """The decoder whose graphs return ids and logits, in place of the outputs of `log_softmax_scores`."""
+    """The decoder whose graphs return ids and logits where `log_softmax_scores` is set, in place of its
+    outputs."""
 
     post_layer_builder = None  # transformers-neuronx passes it on
 
@@ -341,11 +348,9 @@ def _config(family: Family, *arguments: Any, **options: Any) -> Any:
 def _fill(module: torch.nn.Module, tensors: Tensors) -> None:
     """Sets the parameters of a module; matrices get the dtype that transformers-neuronx gave them, norms
     float32."""
-    for name, tensor in tensors.items():
-        owner, _, attribute = name.rpartition(".")
-        submodule = module.get_submodule(owner)
-        dtype = getattr(submodule, attribute).dtype
-        setattr(submodule, attribute, torch.nn.Parameter(tensor.to(dtype), requires_grad=False))
+    own = dict(module.named_parameters())
+    filled = {name: tensor.to(own[name].dtype) for name, tensor in tensors.items()}
+    module.load_state_dict(filled, strict=False, assign=True)
 
 
 def _interleave_qkv(
@@ -390,8 +395,6 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
     def __init__(self, family: Family, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
         self.graph = family.graph()
-        self._weights = [*LAYER_WEIGHTS, *_added_parameters(self.graph)]
-        self._recurrent_weights = [*LAYER_WEIGHTS, *RECURRENT]
         # A norm makes keys small, whatever their bias.
         self._stores_bare_keys = bool(
             self.neuron_config.kv_cache_quant and K in family.biases and not self.graph.head_norms
@@ -445,16 +448,14 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         others = arguments[7:12]
         keys, values, *rest = arguments[12:]
         kind = next(self._next)
-        weights = dict(zip(self._recurrent_weights if kind.is_recurrent else self._weights, rest))
-        before = self.graph.norms in ("before", "both")
-        after = self.graph.norms in ("after", "both")
-
-        def normed(tensor: Any, name: str, is_wanted: bool) -> Any:
-            return self._norm(tensor, weights[name]) if is_wanted else tensor
-
-        inner = normed(hidden, "pre_attn_ln_weight", before)
+        added = RECURRENT if kind.is_recurrent else _added_parameters(self.graph)
+        weights = dict(zip([*LAYER_WEIGHTS, *added], rest))
+        if self.graph.norms == "after":
+            weights |= dict.fromkeys(("pre_attn_ln_weight", "pre_mlp_ln_weight"))
+        inner = self._norm(hidden, weights["pre_attn_ln_weight"])
         if kind.is_recurrent:
-            inner, keys, values = self._delta_net(inner, keys, values, weights)
+            net = self.graph.delta_net
+            inner, keys, values = delta_net(net, self._rows, inner, keys, values, weights, self)
         else:
             with self._attention_of(kind, inner, weights):
                 inner, keys, values = self.attention(
@@ -466,30 +467,9 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
                     *(keys, values),
                     *(weights[name] for name in OF_ATTENTION),
                 )
-        hidden = hlo.add(normed(inner, "post_attn_ln_weight", after), hidden)
-        inner = self._mlp(normed(hidden, "pre_mlp_ln_weight", before), weights)
-        return hlo.add(normed(inner, "post_mlp_ln_weight", after), hidden), keys, values
-
-    def _delta_net(self, hidden: Any, conv: Any, state: Any, weights: dict[str, Any]) -> tuple[Any, ...]:
-        rows, tokens, size = hidden.sizes
-        projected = hlo.dot10_add1(
-            hlo.reshape(hidden, (rows * tokens, size)),
-            weights["attn_q_weight"],
-            None,
-            weights["attn_q_scales"],
-            neuron_config=self.neuron_config,
-        )
-        eps = self.config.rms_norm_eps
-        output, *states = delta_net(self.graph.delta_net, self._rows, projected, conv, state, weights, eps)
-        output = attention.output(
-            output,
-            weights["attn_out_weight"],
-            weights["attn_out_scales"],
-            None,
-            self.config.tp_degree,
-            self.neuron_config,
-        )
-        return output, *states
+        hidden = hlo.add(self._norm(inner, weights["post_attn_ln_weight"]), hidden)
+        inner = self._mlp(self._norm(hidden, weights["pre_mlp_ln_weight"]), weights)
+        return hlo.add(self._norm(inner, weights["post_mlp_ln_weight"]), hidden), keys, values
 
     def _mlp(self, hidden: Any, weights: dict[str, Any]) -> Any:
         limit = self.graph.swiglu_limit
@@ -554,6 +534,9 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         return hlo.reduce_sum(placed, 1)
 
     def _norm(self, tensor: Any, weight: Any) -> Any:
+        """weight: None where the family has no norm at this place."""
+        if weight is None:
+            return tensor
         return hlo.rms_norm(
             tensor,
             weight,
@@ -745,11 +728,9 @@ def _with_sinks(sinks: Any, context: Callable[..., Any], count: int, *arguments:
 
 def _gated_output(hidden: Any, weight: Any, output: Callable[..., Any], context: Any, *others: Any) -> Any:
     """`output` of a context [tokens, slots, heads * head_dim] times its gate. hidden: [slots, tokens, ...]"""
-    slots, tokens, size = hidden.sizes
-    gate = _matrix_product(hlo.reshape(hidden, (slots * tokens, size)), weight)
-    gate = hlo.permute(hlo.reshape(gate, (slots, tokens, gate.sizes[1])), [1, 0, 2])
-    gate = hlo.reshape(gate.dtype[gate.sizes].Logistic(gate), context.sizes)
-    return output(multiply(context, gate), *others)
+    dimensions = {"lhs_contracting_dimensions": [2], "rhs_contracting_dimensions": [0]}
+    gate = sigmoid(hlo.permute(hlo.dot_general(hidden, weight, dimensions), [1, 0, 2]))
+    return output(multiply(context, hlo.reshape(gate, context.sizes)), *others)
 
 
 def _sin_cos(positions: Any, dtype: Any, rope: Rope) -> tuple[Any, Any]:

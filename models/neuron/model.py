@@ -28,6 +28,7 @@ from models.neuron.build import (
     is_device_error,
     load_model,
 )
+from models.neuron.plan import Shape, Sizing
 from models.states import States
 
 logger = logging.getLogger("model")
@@ -83,17 +84,22 @@ class NeuronModel(StaticBatchModel):
         self._has_experts = build.family.experts is not None
         self.sampling = compiled_config.sampling
         self._position_buckets = compiled_config.position_buckets
-        self._slot_sampling = [GREEDY] * compiled_config.batch_size
+        self._rows = compiled_config.batch_size  # of graphs for all slots, which may be more than are used
+        self._slot_sampling = [GREEDY] * self._rows
         self._returns_ids = self.sampling == "device"
         self._held: dict[int, list[int]] = {}  # slot → the tokens in its KV cache
         self._drafts: dict[int, Sequence[int]] = {}  # slot → draft tokens after them, not yet accepted
         self._pinned: dict[int, set[int]] = {}  # slot → the images in its KV cache, by key
+        self._lags: dict[int, int] = {}  # slot → its last tokens that its state lacks, accepted drafts
         if build.family.recurrent_layers:
-            self.states = States(self.batch_size, 0)
+            self.states = States(self._rows, compiled_config.snapshots, in_place=True)
+            sizing = Sizing(Shape(build.family), compiled_config.tp_degree, 1, 0, self.dtype)
+            self.state_bytes = sizing.tp_degree * sizing.state_bytes
         if self.sampling == "hybrid" and not self._works(HYBRID, self._hybrid_fault):
             self.return_token_ids(False)
             self.sampling = "host"
-        if config.prefill_chunk != 0 and 0 < compiled_config.prefill_chunk < self.max_input_tokens:
+        is_longer = self.max_input_tokens > compiled_config.prefill_chunk > 0
+        if config.prefill_chunk != 0 and (is_longer or self.states):
             self.prefill_chunk = compiled_config.prefill_chunk
         self._check_prompt(config.model_name)
         if self.prefill_chunk and not self._works(CHUNKS, self._chunk_fault):
@@ -101,12 +107,13 @@ class NeuronModel(StaticBatchModel):
                 raise ModelError(f"{CHUNKS.name} is needed for the recurrent states of {config.model_name}")
             self.prefill_chunk = None
         if compiled_config.verify_length:
+            self._verify_row = compiled_config.verify_row
             self.verify_length = compiled_config.verify_length
             self.max_draft_rows = self.verify_length * self.batch_size
             if not self._works(DRAFTS, self._verify_fault):
                 self.max_draft_rows = self.verify_length = 0
         self._held.clear()
-        self.prefix_granularity = self.prefill_chunk
+        self.prefix_granularity = 1 if self.states else self.prefill_chunk
         self.supports_prompt_logits = self.prefill_chunk is not None and self.sampling != "device"
         if build.manifest.reads_images:
             self._load_vision(build)
@@ -143,11 +150,10 @@ class NeuronModel(StaticBatchModel):
 
     def _hybrid_fault(self) -> str | None:
         """Compares the id with the logits after the same prompt: what is wrong with the id, if anything."""
-        chunk = Chunk(self.batch_size - 1, [1], 0)
         self.return_token_ids(True)
-        (token,) = _rows(self.forward([chunk]))
+        (token,) = self._try([1])
         self.return_token_ids(False)
-        (logits,) = _rows(self.forward([chunk]))
+        (logits,) = self._try([1])
         if not 0 <= token < self.vocab_size or logits[token] < logits.max():  # not of NaN: see _check_prompt
             return f"the device chose token {token}, not the most likely one, {logits.argmax()}"
         return None
@@ -163,8 +169,8 @@ class NeuronModel(StaticBatchModel):
         prompt = ([7, 11] * self._check_length)[: self._check_length]
         if self.states:
             prompt = prompt[: self.prefill_chunk]
-        output = self.forward([Chunk(self.batch_size - 1, prompt, 0)])
-        if self.sampling != "device" and not np.isfinite(_rows(output)).all():
+        output = self._try(prompt)
+        if self.sampling != "device" and not np.isfinite(output).all():
             raise ModelError(
                 f"{model_name} computes logits that are NaN or infinite in {self.dtype}, so it cannot "
                 "generate text: its weights are damaged, or need another --dtype (DTYPE)"
@@ -179,18 +185,17 @@ class NeuronModel(StaticBatchModel):
         """
         prompt = [(37 * (n % 50) + 5) % self.vocab_size for n in range(self._check_length)]
         chunked = self._run_at_start(prompt, [0, min(self.prefill_chunk, len(prompt) - 2)])
-        others = [0, len(prompt) - self.prefill_chunk] if self.states else [0]
+        others = [0, len(prompt) // 2] if self.states else [0]
         difference = self._difference(chunked, self._run_at_start(prompt, others))
         return difference and f"chunked and whole prefill give {difference}"
 
     def _verify_fault(self) -> str | None:
         """Verifies a draft token in the highest slot: how the results differ from two steps, if they do."""
-        slot = self.batch_size - 1
         tokens = [5, 42]
-        self.forward([Chunk(slot, tokens, 0)])
-        steps = [_rows(self.forward([Chunk(slot, [token], begin)])) for begin, token in enumerate(tokens, 2)]
-        self.forward([Chunk(slot, tokens, 0)])
-        verified = _rows(self.forward([Chunk(slot, tokens, 2, verify=True)]))
+        self._try(tokens)
+        steps = [self._try([token], begin) for begin, token in enumerate(tokens, 2)]
+        self._try(tokens)
+        verified = self._try(tokens, 2, verify=True)
         difference = self._difference(verified, np.concatenate(steps))
         return difference and f"verification and decode steps give {difference}"
 
@@ -211,14 +216,19 @@ class NeuronModel(StaticBatchModel):
 
     def _run_at_start(self, prompt: list[int], begins: list[int]) -> np.ndarray:
         """What comes after a prompt whose chunks begin at `begins`, and after one more token."""
-        slot = self.batch_size - 1
         for begin, end in zip(begins, [*begins[1:], len(prompt)]):
-            output = self.forward([Chunk(slot, prompt[begin:end], begin)])
-            if slot:
+            output = self._try(prompt[begin:end], begin)
+            if self.batch_size > 1:
                 self.forward([Chunk(0, prompt[:2], 0)])
                 self.forward([Chunk(0, prompt[:1], 2)])
-        step = self.forward([Chunk(slot, prompt[:1], len(prompt))])
-        return np.concatenate([_rows(output), _rows(step)])
+        return np.concatenate([output, self._try(prompt[:1], len(prompt))])
+
+    def _try(self, tokens: list[int], begin: int = 0, verify: bool = False) -> np.ndarray:
+        """Runs tokens in the highest slot: logits as float32, or the sampled ids."""
+        output = self.forward([Chunk(self.batch_size - 1, tokens, begin, verify=verify)])
+        if isinstance(output, SampledIds):
+            return output.ids
+        return (output.astype(np.uint32) << 16).view(np.float32) if output.dtype == np.uint16 else output
 
     def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
         """Raises DeviceLost.
@@ -254,7 +264,7 @@ class NeuronModel(StaticBatchModel):
                 self._advance_state(chunk)
         first = chunks[0]
         goes_back = first.begin < max(1, len(self._held.get(first.slot, ())))
-        if any(chunk.verify for chunk in chunks):
+        if any(chunk.verify or self._lags.get(chunk.slot) for chunk in chunks):
             output = self._verify(chunks)
         elif len(first.tokens) > 1 or (len(chunks) == 1 and goes_back):
             (chunk,) = chunks
@@ -271,38 +281,63 @@ class NeuronModel(StaticBatchModel):
 
     def _commit_accepted(self, chunk: Chunk) -> None:
         """Draft tokens that ran last in the slot of `chunk` are accepted up to its begin."""
-        held = self._held.get(chunk.slot)
-        draft = self._drafts.pop(chunk.slot, ())
-        if held is not None:
-            held += draft[: max(0, chunk.begin - len(held))]
+        held = self._held.get(chunk.slot, [])
+        held += self._drafts.pop(chunk.slot, ())[: max(0, chunk.begin - len(held))]
 
     def _advance_state(self, chunk: Chunk) -> None:
-        run = self.states.begin(chunk.slot, chunk.begin, len(chunk.tokens))
-        self.states.end([run], {})
-        self._state_rows = ([chunk.slot], [chunk.slot])
+        """Takes the state of a slot past the tokens of a chunk that are certain: all but drafts. It comes
+        before the call, which ends the process if it fails."""
+        slot, tokens, begin, _all_logits, verify, _adapter, keep = chunk
+        lag = self._lags[slot] = max(0, begin - self.states.position(slot))
+        run = self.states.begin(slot, begin - lag, lag + (1 if verify else len(tokens)))
+        (own,) = run.writes
+        kept = self.states.end([run], {slot: keep}).get(slot, own)
+        self._state_rows = ([(run.read or own) - 1], [kept - 1])  # block ZERO has no row
 
     def _verify(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Up to `verify_length` tokens of every live slot: logits [tokens of all chunks, vocab], or ids
-        [tokens, 1].
-
-        The graph runs every slot. A free slot gets fillers after its tokens, or some of its tokens again
-        where fillers would need a longer graph. Slot 0 may not begin at 0: that would run a prompt.
-        """
-        last = max(chunk.begin for chunk in chunks)
-        begins = dict.fromkeys(range(self.batch_size), 1)
-        begins |= {slot: len(held) for slot, held in self._held.items() if len(held) <= last}
+        [tokens, 1]. A row begins with the tokens that the state of its slot lacks."""
+        begins = self._begins(chunks, self._verify_row)
+        keep = [0] * self._rows
         for slot, tokens, begin, *_ in chunks:
             assert begin == len(self._held[slot]) > 0 and len(tokens) <= self.verify_length
             self._held[slot] += tokens
-            begins[slot] = begin
-        starts, output = self._run_several(self.verify_length, begins, ())
+            lag = self._lags.get(slot, 0)
+            begins[slot] = begin - lag
+            keep[slot] = lag + 1
+        starts, output = self._run_several(self._verify_row, begins, keep)
         columns = []  # of [tokens, slots]
         for slot, tokens, begin, *_ in chunks:
             place = begin - starts[slot]
-            columns += [(place + n) * self.batch_size + slot for n in range(len(tokens))]
+            columns += [(place + n) * self._rows + slot for n in range(len(tokens))]
             self._drafts[slot] = tokens[1:]
             del self._held[slot][begin + 1 :]
         return output.transpose(0, 1).reshape(output.shape[1], -1)[:, columns].T
+
+    def _begins(self, chunks: Sequence[Chunk], length: int) -> dict[int, int]:
+        """The position of each slot in a call with `length` tokens of every slot.
+
+        An idle slot gets fillers after its tokens. One that is longer than the graph of this call gets its
+        first tokens again: the same keys and values up to rounding, and a short graph. In a call with several
+        tokens it has fillers all the same where its layers have states, which begin at position 0, as slot 0
+        would run a prompt there.
+        """
+        last = max(chunk.begin for chunk in chunks)
+        bucket = next(size for size in self._position_buckets if size > last)
+        begins = dict.fromkeys(range(self._rows), int(length > 1))
+        for slot, held in self._held.items():
+            if len(held) + length <= bucket or (length > 1 and self.states):
+                begins[slot] = len(held)
+        return begins | {chunk.slot: chunk.begin for chunk in chunks}
+
+    def _rows_at(self, begins: dict[int, int], length: int) -> tuple[list, list, list]:
+        """Ids, positions and slots: what each slot holds from its position on, and fillers."""
+        ids = []
+        for slot, begin in begins.items():
+            padded = self._held.get(slot, []) + [0] * (begin + length)
+            ids.append(padded[begin : begin + length])
+        positions = [range(begin, begin + length) for begin in begins.values()]
+        return ids, positions, list(begins)
 
     def _run_several(
         self, length: int, begins: dict[int, int], keep: Sequence[int]
@@ -314,54 +349,31 @@ class NeuronModel(StaticBatchModel):
         written again before anything attends to them. Near the end of a slot a row begins earlier.
         """
         starts = {slot: min(begin, self._position_buckets[-1] - length) for slot, begin in begins.items()}
-        ids = []
-        for slot, start in starts.items():
-            padded = self._held.get(slot, []) + [0] * (start + length)
-            ids.append(padded[start : start + length])
-        positions = [range(start, start + length) for start in starts.values()]
         program = functools.partial(self._model.speculative_forward, speculation_length=length)
-        output = self._call(program, ids, positions, list(starts), keep)
+        output = self._call(program, *self._rows_at(starts, length), keep)
         return starts, output.T[:, None] if self._returns_ids else output
 
     def _run_step(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """A decode step: logits [len(chunks), vocab], or ids [len(chunks), 1]. transformers-neuronx allocates
         the logits of each call, as [vocab, rows]; the result is a view of them where possible."""
         slots = [chunk.slot for chunk in chunks]
-        begins = [chunk.begin for chunk in chunks]
-        lengths = [len(self._held[slot]) if slot in self._held else None for slot in slots]
+        ends = [chunk.begin for chunk in chunks]
+        lengths = [len(self._held.get(slot, ())) for slot in slots]
         assert sorted(set(slots)) == slots, f"slots {slots} are not ascending"
-        assert begins == lengths, f"slots {slots} hold {lengths} positions, not {begins}"
-        assert max(begins) < self.max_total_tokens, f"slots {slots} have no position {max(begins)}"
+        assert ends == lengths, f"slots {slots} hold {lengths} positions, not {ends}"
+        assert max(ends) < self.max_total_tokens, f"slots {slots} have no position {max(ends)}"
         assert all(len(chunk.tokens) == 1 for chunk in chunks), "a decode step has one token a slot"
-        rows = {chunk.slot: (chunk.tokens[0], chunk.begin) for chunk in chunks}
         if not self.prefill_chunk:
             # transformers-neuronx overwrites position 0 of each slot that is not named: its sequence is lost.
             self._held = {slot: self._held[slot] for slot in slots}
-        elif len(self._held) > len(slots):
-            rows = self._pad_idle_slots(rows)
+        begins = self._begins(chunks, 1)
         for chunk in chunks:
             self._held[chunk.slot] += chunk.tokens
-        ids, positions = zip(*rows.values())
-        keep = [int(slot in slots) for slot in range(self.batch_size)]
-        ids = [[token] for token in ids]
-        positions = [[position] for position in positions]
-        output = self._call(self._model, ids, positions, list(rows), keep)
-        if list(rows)[: len(slots)] == slots:
+        keep = [int(slot in slots) for slot in begins]
+        output = self._call(self._model, *self._rows_at(begins, 1), keep)
+        if list(range(len(slots))) == slots:
             return output[: len(slots)]
         return output[slots]
-
-    def _pad_idle_slots(self, rows: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
-        """slot → (token, position) of every slot, so that idle slots keep their tokens.
-
-        An idle slot gets a filler after its tokens. One that is longer than the graph of this step gets its
-        first token again at position 0: the same keys and values up to rounding, and a short graph.
-        """
-        last = max(position for _token, position in rows.values())
-        bucket = next(size for size in self._position_buckets if size > last)
-        every_slot = dict.fromkeys(range(self.batch_size), (0, 0))
-        for slot, held in self._held.items():
-            every_slot[slot] = (held[0], len(held) if len(held) < bucket else 0)
-        return every_slot | rows
 
     def _run_prompt(self, chunk: Chunk) -> torch.Tensor:
         """Logits [1, vocab] after the last token, with `all_logits` [len(tokens), vocab] after each; or ids
@@ -440,10 +452,3 @@ class HostEmbedding(torch.nn.Module):
         embedded = self._table(torch.from_numpy(tokens))
         embedded[torch.from_numpy(places)] = torch.from_numpy(embeddings).to(embedded) * self._scale
         return embedded.unflatten(0, ids.shape)
-
-
-def _rows(output: Logits | SampledIds) -> np.ndarray:
-    """Logits as float32, or the sampled ids."""
-    if isinstance(output, SampledIds):
-        return output.ids
-    return (output.astype(np.uint32) << 16).view(np.float32) if output.dtype == np.uint16 else output

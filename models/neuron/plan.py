@@ -40,6 +40,7 @@ HEADROOM = 0.8
 MAX_BATCH_SIZE = 32
 MAX_LENGTH = 4096
 PREFILL_CHUNK = 128  # tokens of a prompt between two decode steps, by default
+SNAPSHOTS = 4  # of recurrent states for each slot, at most
 USEFUL_LENGTH = 2048  # context length of a slot: no machine with room for less is recommended
 COMPILER_BYTES = 8 * GIB  # host memory for each compiler process: an estimate, a large model takes several GB
 # Values of --neuron-config that change the arithmetic here.
@@ -112,14 +113,21 @@ class Shape:
         return cls(families.of(data), Tower.of(data))
 
     def check(self, config: Config) -> None:
-        """Raises ConfigError for slots longer than the model's context length, for prompts that would run
-        whole, whose recurrent layers compute squares of their length, and for draft tokens, which would
-        change the states."""
-        if self.family.recurrent_layers and (config.prefill_chunk == 0 or config.speculate):
-            raise ConfigError(
-                "--prefill-chunk 0 (PREFILL_CHUNK) and --speculate (SPECULATE) are not supported for models "
-                "with recurrent layers on Neuron"
-            )
+        """Raises ConfigError for slots longer than the model's context length. Recurrent layers compute
+        squares of the length of a chunk, so no prompt runs whole, and their states need float32."""
+        if self.family.recurrent_layers:
+            chunk = PREFILL_CHUNK if config.prefill_chunk is None else config.prefill_chunk
+            least = 2 * (config.speculate or 0) + 1  # draft tokens, and as many that were accepted before
+            if chunk < least:
+                raise ConfigError(
+                    f"--prefill-chunk {chunk} (PREFILL_CHUNK) is not supported for models with recurrent "
+                    f"layers on Neuron with --speculate {config.speculate} (SPECULATE); give {least} or more"
+                )
+            if "--auto-cast" in os.environ.get("NEURON_CC_FLAGS", ""):
+                raise ConfigError(
+                    "--auto-cast in NEURON_CC_FLAGS is not supported for models with recurrent layers, "
+                    "whose states need float32; leave it out"
+                )
         length = config.max_total_tokens
         if length and length > self.family.length:
             setting = f"--max-total-tokens {length} (MAX_TOTAL_TOKENS)"
@@ -159,11 +167,10 @@ class Shape:
     def matrix_parameters(self, tp_degree: int) -> int:
         """Parameters of all layers' attention and MLP matrices on all cores, padded for `tp_degree`."""
         family = self.family
-        graph = family.graph()
         heads, kv_heads = padded_heads(family.heads, family.kv_heads, tp_degree)
-        gates = heads if graph.delta_net else 0
+        gates = heads if family.delta_net else 0
         columns = family.attention_layers * family.head_dim * (2 * (heads + kv_heads) + gates)
-        if net := graph.delta_net:
+        if net := family.delta_net:
             heads = _round_up(net.key_heads, tp_degree)
             columns += len(family.recurrent_layers) * heads * (net.width + net.values)
         columns += family.layers * 3 * _round_up(family.intermediate, tp_degree)
@@ -206,11 +213,13 @@ class Sizing:
     neuron_config: Sequence[str] = ()
     prefill_chunk: int = 0  # tokens of a prompt that run at a time; 0: all
     kv_cache_dtype: str = "auto"
+    snapshot_memory: float = 0.0  # GB on all cores
 
     @property
     def chunk(self) -> int:
-        """`prefill_chunk`; 0 where no prompt is longer."""
-        return self.prefill_chunk if self.prefill_chunk < self.length - 1 else 0
+        """`prefill_chunk`; 0 where no prompt is longer, or ends at a snapshot."""
+        is_wanted = self.shape.family.recurrent_layers or self.prefill_chunk < self.length - 1
+        return self.prefill_chunk if is_wanted else 0
 
     @property
     def _width(self) -> int:
@@ -241,8 +250,8 @@ class Sizing:
             positions = (positions + 128) // max(1, self.tp_degree // family.kv_heads)
         heads = cached // self.tp_degree
         width = 1 if self.kv_cache_dtype == FP8 else self._width
-        layers = family.attention_layers
-        return 2 * layers * positions * self.batch_size * heads * family.head_dim * width
+        values = 2 * family.attention_layers * heads * family.head_dim
+        return values * positions * self.batch_size * width
 
     @property
     def reserved(self) -> int:
@@ -256,14 +265,24 @@ class Sizing:
 
     @property
     def state_bytes(self) -> int:
-        """The recurrent states of all slots, and the last inputs of their convolutions."""
+        return (self.batch_size + self.snapshots) * self.slot_state_bytes
+
+    @property
+    def snapshots(self) -> int:
+        """How many recurrent states are kept beside those of slots."""
+        size = self.slot_state_bytes * self.tp_degree
+        return min(SNAPSHOTS * self.batch_size, int(self.snapshot_memory * 1e9) // size) if size else 0
+
+    @property
+    def slot_state_bytes(self) -> int:
+        """The recurrent states of a slot, and the last inputs of their convolutions."""
         family = self.shape.family
-        if not (net := family.graph().delta_net):
+        if not (net := family.delta_net):
             return 0
         heads = _round_up(net.key_heads, self.tp_degree) // self.tp_degree
         state = net.values * net.key_dim * DTYPES["float32"].bytes
         conv = (net.kernel - 1) * net.channels * self._width
-        return len(family.recurrent_layers) * self.batch_size * heads * (state + conv)
+        return len(family.recurrent_layers) * heads * (state + conv)
 
     @property
     def total_bytes(self) -> int:
@@ -388,6 +407,7 @@ def choose_sizing(shape: Shape, machine: Machine, config: Config) -> Sizing:
             neuron_config=config.neuron_config or (),
             prefill_chunk=chunk,
             kv_cache_dtype=config.kv_cache_dtype,
+            snapshot_memory=config.max_snapshot_memory,
         )
         for tp_degree in ([config.tp_degree] if config.tp_degree else degrees)
         for length in ([config.max_total_tokens] if config.max_total_tokens else lengths)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers_neuronx import hlo
 from transformers_neuronx.activations import sigmoid, silu
+from transformers_neuronx.layers import attention
 
 from models.neuron.base_family import DeltaNet
 
@@ -85,12 +86,11 @@ class Rows:
         self._keep = Array(last_token_id).apply(hlo.add, 1).view(-1, 1, 1)
         self._is_live = self._keep.apply(hlo.greater, 0)
         self._is_start = Array(positions).slice(1, 0, 1).view(-1, 1, 1).apply(hlo.equal, 0)
-        numbers = self._numbers(self.tokens, 1, dim=1)
-        # float32 [rows * tokens, 1]
-        self.is_kept = numbers._with(hlo.less, self._keep).apply(hlo.cast, slot.scribe.f32).view(-1, 1)
+        is_kept = self._numbers(1, self.tokens, 1)._with(hlo.less, self._keep)
+        self.is_kept = is_kept.apply(hlo.cast, slot.scribe.f32).view(-1, 1)  # [rows * tokens, 1]
 
-    def _numbers(self, *sizes: int, dim: int) -> Array:
-        return Array(hlo.iota(self._keep.node.dtype, (self.count, *sizes), dim))
+    def _numbers(self, dim: int, *sizes: int) -> Array:
+        return Array(hlo.iota(self._keep.node.dtype, (1, *sizes), dim))
 
     def _held(self, buffer: Any) -> Any:
         return hlo.dynamic_slice_along(buffer, 0, self._read, self.count)
@@ -111,18 +111,26 @@ class Rows:
     def last(self, inputs: Array, count: int) -> Array:
         """The `count` inputs before the first token that does not count, of [rows, count + tokens,
         channels]."""
-        wanted = self._numbers(count, 1, dim=1) + self._keep
-        is_chosen = self._numbers(1, count + self.tokens, dim=2)._with(hlo.equal, wanted)
+        wanted = self._numbers(1, count, 1) + self._keep
+        is_chosen = self._numbers(2, 1, count + self.tokens)._with(hlo.equal, wanted)
         return is_chosen.apply(hlo.cast, inputs.node.dtype).product(inputs)
 
 
 def delta_net(
-    net: DeltaNet, rows: Rows, projected: Any, conv: Any, state: Any, weights: dict[str, Any], eps: float
+    net: DeltaNet,
+    rows: Rows,
+    hidden: Any,
+    conv: Any,
+    state: Any,
+    weights: dict[str, Any],
+    builder: Any,
 ) -> tuple[Any, Any, Any]:
-    """projected [rows * tokens, key heads * net.width] → output [tokens, rows, value heads, value_dim] in its
-    dtype, and both buffers after the tokens that count."""
-    f32 = projected.scribe.f32
-    by_head = Array(projected).view(rows.count * rows.tokens, -1, net.width)
+    """hidden [rows, tokens, size] → the same of its output, and both buffers after the tokens that count.
+    builder: the Hlo of `graph.py`."""
+    f32 = hidden.scribe.f32
+    projection = (weights["attn_q_weight"], None, weights["attn_q_scales"], builder.neuron_config)
+    projected = Array(hidden).view(rows.count * rows.tokens, -1).apply(hlo.dot10_add1, *projection)
+    by_head = projected.view(rows.count * rows.tokens, -1, net.width)
     heads = by_head.sizes[1] * net.group
     mixed, *others = by_head.split(net.channels, net.values, net.group, net.group)
     gate, beta, decay = (each.apply(hlo.cast, f32) for each in others)
@@ -159,10 +167,12 @@ def delta_net(
         begin.view(-1, net.key_dim, net.value_dim),
     )
     # Queries should have the length key_dim**-0.5, which only matters to this eps.
-    output = output.apply(hlo.rms_norm, weights["gated_norm"], eps * net.key_dim)
+    output = output.apply(hlo.rms_norm, weights["gated_norm"], builder.config.rms_norm_eps * net.key_dim)
     output = (output * by_value_head(gate).apply(silu)).view(rows.count, heads, rows.tokens, -1)
+    output = output.apply(hlo.permute, [2, 0, 1, 3]).apply(hlo.cast, hidden.dtype).node
+    matrix = (weights["attn_out_weight"], weights["attn_out_scales"], None)
     return (
-        hlo.cast(hlo.permute(output.node, [2, 0, 1, 3]), projected.dtype),
+        attention.output(output, *matrix, builder.config.tp_degree, builder.neuron_config),
         rows.write(conv, rows.last(inputs, net.kernel - 1)),
         rows.write(state, after.view(*begin.sizes)),
     )

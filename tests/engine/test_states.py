@@ -155,3 +155,13 @@ def test_the_state_after_the_last_accepted_draft_token_goes_on_and_the_blocks_of
         assert states.begin(1, 9, 1).read == 2
         states.end([states.begin(slot, 0, 9) for slot in (0, 1)], {})
     assert len(states.unused) == 3
+
+
+def test_in_place_a_slot_always_writes_its_block_and_goes_on_from_the_copy():
+    states = States(slots=2, snapshots=1, in_place=True)
+    assert states.end([states.begin(1, 0, 5)], {1: "border"}) == {1: 3}
+    run = states.begin(1, 5, 2)
+    assert run == Run(1, position=5, tokens=2, read=2, writes=[2])
+    assert (states.end([run], {}), states.position(1)) == ({}, 7)
+    states.resume(1, 1, states.reusable(1, 6))
+    assert (states.position(1), states.begin(1, 5, 2)) == (5, Run(1, position=5, tokens=2, read=3, writes=[2]))

@@ -2,7 +2,8 @@
 
 python recurrent_models.py FOLDER     saves each of them with reference.pt: `texts` [texts, tokens]; of these `logits` [texts,
 tokens, vocabulary] in float32, `bfloat16` as the model computes in that, `int8` of matrices that are rounded to it; `answers`:
-prompts, and what greedy decoding continues them with.
+prompts, and what greedy decoding continues them with; `conversations`: of each turn the prompt, the borders of its messages and
+the answer.
 """
 
 import copy
@@ -104,11 +105,32 @@ def answers(model):
         yield prompt, greedy(model, prompt, 5 + 7 * n % 30)
 
 
+def conversations(model):
+    """Turns whose reasoning, the first half of an answer, is not in the next prompt; they begin with the same message."""
+    chance = torch.Generator().manual_seed(3)
+
+    def message(length):
+        return torch.randint(3, VOCABULARY, (length,), generator=chance).tolist()
+
+    system = message(9)
+    for _ in range(4):
+        text, turns = list(system), []
+        for length in (19, 4, 33):
+            before = len(text)
+            text += message(length)
+            prompt = [*text, 5, 6, 7]
+            answer = greedy(model, prompt, 14)
+            turns.append((prompt, sorted({len(system), before, len(text)}), answer))
+            text += [5, 6, *answer[7:]]
+        yield turns
+
+
 if __name__ == "__main__":
     for name in MODELS:
         model = make(name)
         model.save_pretrained(Path(sys.argv[1], name))
         kept = {"texts": texts(), "logits": logits_of(model), "answers": [*answers(model)]}
+        kept["conversations"] = [*conversations(model)]
         kept["int8"] = logits_of(rounded_to_int8(model))
         kept["bfloat16"] = logits_of(copy.deepcopy(model).bfloat16())
         torch.save(kept, Path(sys.argv[1], name, "reference.pt"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loop import Driven
+from loop import Driven, NoMetrics
 from safetensors.torch import load_file, save_file
 from test_families import LARGEST, errors, mean_error
 from test_server import as_float32, cores, refuse_to_compile, serve  # noqa: F401
@@ -21,7 +21,7 @@ from models.base import Chunk
 from models.neuron import compile as verb
 from models.neuron.build import BuildPlan
 from models.neuron.model import NeuronModel
-from protocol import Generate
+from protocol import Cancel, Generate
 from run import HERE, ConfigError
 
 PYTHON = os.environ.get("SERVER_PYTHON", "")
@@ -37,6 +37,7 @@ class Made:
         kept = torch.load(folder / "reference.pt")
         self.texts = kept["texts"].tolist()
         self.answers = kept["answers"]
+        self.conversations = kept["conversations"]
         self.logits = kept["logits"]
         self.rounded = {dtype: kept[dtype] for dtype in ("bfloat16", "int8")}
 
@@ -70,8 +71,8 @@ class Slots:
     def worst(self):
         return errors(torch.cat(self.found), self.of(self.reference.logits)).max().item()
 
-    def prompt(self, slot, text, length, all_logits=False):
-        begin, size = 0, self.model.prefill_chunk or length
+    def prompt(self, slot, text, length, all_logits=False, begin=0):
+        size = self.model.prefill_chunk or length
         while begin < length:
             tokens = self.reference.texts[text][begin : min(begin + size, length)]
             output = self.model.forward([Chunk(slot, tokens, begin, all_logits)])
@@ -79,6 +80,22 @@ class Slots:
             begin += len(tokens)
             self._compare(output, [(text, end) for end in ends])
         self.held[slot] = (text, length)
+
+    def verify(self, chance, *slots):
+        """Up to three draft tokens of each slot; the first ones are right."""
+        chunks, kept, rows, first = [], [], [], 0
+        for slot in slots:
+            text, length = self.held[slot]
+            drafts = chance.randrange(4)
+            right = chance.randint(0, drafts)
+            tokens = self.reference.texts[text][length : length + 1 + drafts]
+            tokens[1 + right :] = [token % 300 + 5 for token in tokens[1 + right :]]
+            chunks.append(Chunk(slot, tokens, length, verify=drafts > 0))
+            kept += range(first, first + 1 + right)
+            rows += [(text, end) for end in range(length + 1, length + 2 + right)]
+            first += len(tokens)
+            self.held[slot] = (text, length + 1 + right)
+        self._compare(self.model.forward(chunks)[kept], rows)
 
     def step(self, *slots):
         chunks = []
@@ -128,13 +145,31 @@ def test_bfloat16_is_no_further_from_float32_than_transformers_own(made, tmp_pat
 def test_a_model_is_compiled_and_served_from_the_artifact_in_int8(made, tmp_path, monkeypatch):
     reference, output = made("qwen3_5, grouped"), tmp_path / "compiled"
     words = ["--model-id", reference.folder, "--output", output, "--tp-degree", "2", "--dtype", "float32"]
-    words += ["--max-total-tokens", 192, "--max-batch-size", "4", "--prefill-chunk", CHUNK, "--quantize", "int8"]
+    words += [
+        "--max-total-tokens",
+        192,
+        "--max-batch-size",
+        "4",
+        "--prefill-chunk",
+        CHUNK,
+        "--quantize",
+        "int8",
+        "--speculate",
+        3,
+    ]
     assert verb.main(list(map(str, words))) == 0
     monkeypatch.setattr(compiler, "compile_hlo_module", refuse_to_compile)
-    build = BuildPlan.decide(Config(model_id=str(output), device="neuron"), output, Manifest.read(output))
+    config = Config(model_id=str(output), device="neuron", max_batch_size=3)  # of four slots
+    build = BuildPlan.decide(config, output, Manifest.read(output))
     assert (build.config.max_total_tokens, build.config.max_input_tokens) == (192, 191)
     model = NeuronModel(build, Path(tempfile.mkdtemp(dir=tmp_path)))
     slots = some_rows(model, reference)
+    model.forward([Chunk(0, reference.texts[3][:30], 0, keep="border")])
+    model.forward([Chunk(0, reference.texts[4][:30], 30)])
+    model.states.resume(0, 0, 30)
+    slots.prompt(0, 3, 60, begin=30)
+    slots.verify(random.Random(2), 0, 1, 2)
+    slots.step(0, 1, 2)
     assert errors(torch.cat(slots.found), slots.of(reference.rounded["int8"])).max() < LARGEST
 
 
@@ -174,12 +209,67 @@ def test_the_text_of_a_vision_language_checkpoint_is_served_without_images(made,
     assert some_rows(model, reference).worst < LARGEST
 
 
-@pytest.mark.parametrize("setting", [{"prefill_chunk": 0}, {"speculate": 3}])
-def test_whole_prompts_and_draft_tokens_are_refused(made, tmp_path, setting):
-    with pytest.raises(
-        ConfigError, match=r"--prefill-chunk 0 \(PREFILL_CHUNK\) and --speculate \(SPECULATE\) are not supported"
-    ):
+@pytest.mark.parametrize("tp_degree", [1, 2])
+def test_draft_tokens_never_enter_a_state(made, tmp_path, tp_degree):
+    """Also of slots without drafts beside others, and beside an idle slot that is longer than these."""
+    reference = made("qwen3_5, grouped")
+    model = serve(reference, tmp_path, tp_degree=tp_degree, prefill_chunk=CHUNK, speculate=3, sampling="host", **LIMITS)
+    assert (model.verify_length, model.max_draft_rows) == (4, 16)
+    slots, chance = Slots(model, reference), random.Random(1)
+    for slot, length in enumerate((2, 40, 9, 97)):
+        slots.prompt(slot, slot, length)
+    for _ in range(20):
+        slots.verify(chance, 0, 1, 2)
+    slots.step(0, 1, 2, 3)  # of which some lag
+    for _ in range(10):
+        slots.verify(chance, 0, 3)
+    slots.prompt(1, 4, 50)
+    slots.step(0, 1, 3)
+    slots.step(1)
+    assert slots.worst < LARGEST
+
+
+@pytest.mark.parametrize(("tp_degree", "sampling", "speculate"), [(1, "host", 3), (1, "device", 0), (2, "hybrid", 3)])
+@pytest.mark.parametrize("name", MODELS)
+def test_conversations_go_on_from_the_borders_of_their_messages(made, tmp_path, name, tp_degree, sampling, speculate):
+    settings = {"tp_degree": tp_degree, "prefill_chunk": CHUNK, "sampling": sampling, "speculate": speculate}
+    driven = Driven(served=serve(made(name), tmp_path, **LIMITS, **settings), metrics=NoMetrics())
+    chance, running, wanted, held, ends = random.Random(7), {}, {}, {}, {}
+    waiting = {number: list(turns) for number, turns in enumerate(made(name).conversations)}
+    while any(waiting.values()) or not driven.is_idle or driven.wire.arrivals:
+        for number, turns in waiting.items():
+            last = running.get(number)
+            if turns and chance.random() < 0.2 and (last is None or driven.tokens[last] == wanted[last]):
+                prompt, borders, answer = turns.pop(0)
+                last = running[number] = 10 * number + len(turns)
+                wanted[last], held[last], ends[number] = answer, ends.get(number, 0), borders[-1]
+                driven.arrive(Generate(last, prompt, len(answer), ignore_eos=True, borders=borders))
+        driven.arrive(Cancel(10**9, "keeps the loop from waiting"))
+        driven.step()
+    driven.run()
+    assert {number: driven.tokens[number] for number in wanted} == wanted
+    assert all(driven.prompts[number].cached >= tokens for number, tokens in held.items())
+
+
+def test_without_memory_for_snapshots_prompts_run_whole(made, tmp_path):
+    reference = made("qwen3_5, tied")
+    model = serve(reference, tmp_path, prefill_chunk=CHUNK, sampling="host", max_snapshot_memory=0, **LIMITS)
+    assert model.states.snapshots == 0
+    model.forward([Chunk(0, reference.texts[0][:20], 0, keep="border")])
+    assert model.states.reusable(0, 20) == 0
+
+
+@pytest.mark.parametrize("setting", [{"prefill_chunk": 0}, {"prefill_chunk": 6, "speculate": 3}])
+def test_chunks_without_room_for_draft_tokens_are_refused(made, tmp_path, setting):
+    least = 2 * setting.get("speculate", 0) + 1
+    with pytest.raises(ConfigError, match=rf"--prefill-chunk {setting['prefill_chunk']} .* give {least} or more"):
         serve(made("qwen3_5, tied"), tmp_path, **LIMITS, **setting)
+
+
+def test_products_in_bfloat16_are_refused(made, tmp_path, monkeypatch):
+    monkeypatch.setenv("NEURON_CC_FLAGS", "--model-type transformer --auto-cast=matmult")
+    with pytest.raises(ConfigError, match="--auto-cast in NEURON_CC_FLAGS is not supported"):
+        serve(made("qwen3_5, tied"), tmp_path, **LIMITS)
 
 
 def test_a_cache_in_fp8_rounds_the_keys_and_values_alone(made, tmp_path):

@@ -124,6 +124,8 @@ def test_recurrent_layers_have_states_of_a_fixed_size_and_no_keys_and_values():
     assert 2 * sizing.kv_bytes == 16 * (4096 + 128) * 8 * 2 * 4 * 256 * 2  # fillers of chunks have positions, too
     assert Sizing(shape, 24, 16, 4096).state_bytes == 16 * 24 * (2 * 128 * 128 * 4 + 3 * 512 * 2)  # 16 key heads become 24
     assert "+ states 0.38 GiB" in str(sizing)
+    assert Sizing(shape, 2, 16, 4096, snapshot_memory=1).state_bytes == sizing.state_bytes * (16 + 19) // 16  # of 51.5 MB
+    assert Sizing(shape, 2, 2, 4096, snapshot_memory=1).snapshots == 8
 
 
 def test_int8_halves_the_matrices_of_the_layers_and_nothing_else():
