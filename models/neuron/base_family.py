@@ -152,8 +152,10 @@ class Family:
         self.vocab = self._number("vocab_size")
         self.length = self._number("max_position_embeddings", 2048)
         if self.heads % self.kv_heads or (c.get("head_dim") is None and self.hidden % self.heads):
-            sizes = f"hidden_size {self.hidden}, {self.heads} attention heads and {self.kv_heads}"
-            raise ConfigError(f"config.json: {sizes} key-value heads do not divide each other")
+            raise ConfigError(
+                f"config.json: hidden_size {self.hidden}, {self.heads} attention heads and {self.kv_heads} "
+                "key-value heads do not divide each other"
+            )
         self.head_dim = self._number("head_dim", self.hidden // self.heads)
         self.is_tied = bool(c.get("tie_word_embeddings", False))
         self.dtype = DTYPE_NAMES.get(str(c.get("torch_dtype")), "float32")

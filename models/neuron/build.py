@@ -190,8 +190,10 @@ def _configured_for(compiled_config: CompiledConfig, shape: plan.Shape, config: 
     config = artifact.with_compiled_config(config, compiled_config, config.model_name)
     model_class = shape.family.name
     if compiled_config.model_class not in (None, model_class):
-        reason = f"{config.model_name} was compiled for {compiled_config.model_class}, not {model_class}"
-        raise ModelError(f"{reason}; compile it again")
+        raise ModelError(
+            f"{config.model_name} was compiled for {compiled_config.model_class}, not {model_class}; "
+            "compile it again"
+        )
     _check_position_buckets(compiled_config, f"compile {config.model_name} again")
     shape.check(config)
     _machine(config)
@@ -258,8 +260,9 @@ def _verify_length(config: Config, length: int) -> int:
     if not config.speculate:
         return 0
     if config.speculate + 3 > length:  # the check at startup runs two tokens after two
-        given = f"--speculate {config.speculate} (SPECULATE)"
-        raise ConfigError(f"{given} needs slots of more tokens than {length}")
+        raise ConfigError(
+            f"--speculate {config.speculate} (SPECULATE) needs slots of more tokens than {length}"
+        )
     return config.speculate + 1
 
 

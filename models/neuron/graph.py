@@ -462,9 +462,11 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
                     inner,
                     *(cache_ids, start_ids, last_token_id, block_to_seq),
                     self._ropes[kind.rope or 0],
-                    *(self._masks[kind.window], self._active[kind.window]),
+                    self._masks[kind.window],
+                    self._active[kind.window],
                     *others,
-                    *(keys, values),
+                    keys,
+                    values,
                     *(weights[name] for name in OF_ATTENTION),
                 )
         hidden = hlo.add(self._norm(inner, weights["post_attn_ln_weight"]), hidden)

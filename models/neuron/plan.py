@@ -117,11 +117,12 @@ class Shape:
         squares of the length of a chunk, so no prompt runs whole, and their states need float32."""
         if self.family.recurrent_layers:
             chunk = PREFILL_CHUNK if config.prefill_chunk is None else config.prefill_chunk
-            least = 2 * (config.speculate or 0) + 1  # draft tokens, and as many that were accepted before
+            drafts = config.speculate or 0
+            least = 2 * drafts + 1  # these, as many that were accepted before, and the newest token
             if chunk < least:
                 raise ConfigError(
                     f"--prefill-chunk {chunk} (PREFILL_CHUNK) is not supported for models with recurrent "
-                    f"layers on Neuron with --speculate {config.speculate} (SPECULATE); give {least} or more"
+                    f"layers on Neuron with --speculate {drafts} (SPECULATE); give {least} or more"
                 )
             if "--auto-cast" in os.environ.get("NEURON_CC_FLAGS", ""):
                 raise ConfigError(
@@ -130,9 +131,9 @@ class Shape:
                 )
         length = config.max_total_tokens
         if length and length > self.family.length:
-            setting = f"--max-total-tokens {length} (MAX_TOTAL_TOKENS)"
             raise ConfigError(
-                f"{setting} is more than the context length of this model on Neuron, {self.family.length}"
+                f"--max-total-tokens {length} (MAX_TOTAL_TOKENS) is more than the context length of this "
+                f"model on Neuron, {self.family.length}"
             )
 
     def served_in(self, dtype: str) -> str:

@@ -10,29 +10,20 @@ import copy
 import sys
 from pathlib import Path
 
+import family_models
 import torch
 import transformers
+from family_models import VOCABULARY
 
-VOCABULARY = 320
 LENGTH = 200
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+SMALL = family_models.SMALL | {
     "head_dim": 32,
     "max_position_embeddings": 1024,
-    "initializer_range": 0.2,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
     "linear_num_key_heads": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
 }
 MODELS = {
     "qwen3_5, grouped": ("Qwen3_5TextConfig", {"linear_num_value_heads": 12}),  # three value heads for a key head

@@ -46,7 +46,7 @@ class Made:
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recurrent")
     script = HERE / "tests/neuron_sim/recurrent_models.py"
-    subprocess.run([PYTHON, "-I", script, folder], check=True, timeout=600)
+    subprocess.run([PYTHON, "-E", script, folder], check=True, timeout=600)
     return lambda name: Made(folder / name)
 
 

@@ -183,7 +183,7 @@ def test_a_slot_that_a_step_did_not_name_does_not_go_on(tmp_path):
     forgotten = batch.leave(1)
     batch.step()
     batch.texts[1] = forgotten
-    with pytest.raises(AssertionError, match=r"slots \[0, 1\] hold \[\d, None\] positions"):
+    with pytest.raises(AssertionError, match=r"slots \[0, 1\] hold \[\d, 0\] positions"):
         batch.step()
     batch.join(1, [7])  # a new prompt there begins anew
     with pytest.raises(AssertionError, match=r"slots \[0, 1\] hold \[3, 1\] positions"):
