@@ -220,7 +220,12 @@ def run_converter(arguments: list[str], config: Config) -> None:
     cannot write, NotConverted where it crashes, RuntimeError for any other failure.
     """
     try:
-        run_module(["models.convert", *arguments], stdin=config.to_json(), logs_to_stderr=True)
+        run_module(
+            ["models.convert", *arguments],
+            stdin=config.to_json(),
+            logs_to_stderr=True,
+            OMP_WAIT_POLICY="PASSIVE",  # PyTorch's threads would use cores while they wait for each other
+        )
     except ChildError as error:
         if error.code == CANNOT_SERVE:
             raise ConfigError(str(error)) from None
