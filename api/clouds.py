@@ -43,8 +43,8 @@ ONLY_TEXT = (
     "prompt_logprobs",
 )
 # Read one by one, each as its own type.
-INSTANCES = [{"$ref": SCHEMA.format(name=kind.__name__)} for kind in (GenerateRequest, ChatRequest)]
-Instance = Annotated[Any, Meta(extra_json_schema={"anyOf": INSTANCES})]
+PREDICTIONS_BODIES = [{"$ref": SCHEMA.format(name=kind.__name__)} for kind in (GenerateRequest, ChatRequest)]
+Instance = Annotated[Any, Meta(extra_json_schema={"anyOf": PREDICTIONS_BODIES})]
 
 
 class VertexRequest(Struct):

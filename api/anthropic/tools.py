@@ -9,7 +9,7 @@ from api.chats.tools import NOT_RUN, OfferedTools, definitions
 from api.http.errors import invalid
 from api.http.fields import Json
 
-MODES = {"auto": "auto", "any": "required", "none": "none"}  # of a chat, by the type of a choice
+MODE_OF_CHOICE = {"auto": "auto", "any": "required", "none": "none"}  # of a chat, by the type of a choice
 DEFERRED = "names a tool that is deferred (`defer_loading`) or removed: no `tool_reference` adds it"
 HOSTED_SEARCH = "tool_search_tool_"  # what the types of Anthropic's searches begin with
 # The tools that Anthropic defines and the client runs, by type, without the date that follows it: each is a
@@ -62,8 +62,8 @@ class MessagesTools(OfferedTools):
 
     def choice(self, given: AnthropicToolChoice) -> str | Json:
         """`tool_choice` in a chat's form. Raises ApiError."""
-        if given.type in MODES:
-            mode = MODES[given.type]
+        if given.type in MODE_OF_CHOICE:
+            mode = MODE_OF_CHOICE[given.type]
             names = [form["function"]["name"] for form in (*self.listed, *self.found)]
             rejected = [name for name in names if name in self._rejected]
             if mode == "none" or not rejected:

@@ -22,7 +22,7 @@ from text.output.parser import Added, Content, OutputPart
 from text.stream import Piece, TextStream, prompt_texts
 from text.tokenizer import Tokenizer
 
-NOT_RUN = PromptDone(id=0, queued_s=0.0)  # of a prompt that has not been run
+NOT_PREFILLED = PromptDone(id=0, queued_s=0.0)  # of a prompt that has not been run
 
 
 class GeneratedSequence:
@@ -51,7 +51,7 @@ class GeneratedSequence:
         self.rest: list[Added] = []
         self.written: OutputPart | None = None  # the part that the response is at
         self.pieces: list[Piece] = []  # all of them, for a response that is not streamed
-        self.prompt_done = NOT_RUN
+        self.prompt_done = NOT_PREFILLED
         self.finish_reason: str | None = None
         self.first_token_at: float | None = None
         self.finished_at = 0.0

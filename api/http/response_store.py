@@ -25,7 +25,7 @@ logger = logging.getLogger("web")
 
 FILE = "responses.sqlite"  # in the run's folder
 BUSY_S = 1.0  # how long a call waits for another process; one takes about a millisecond
-TABLE = (
+CREATE_TABLE = (
     "CREATE TABLE IF NOT EXISTS responses "
     "(id TEXT PRIMARY KEY, previous_id TEXT, input BLOB, output BLOB, response BLOB, owner BLOB)"
 )
@@ -120,7 +120,7 @@ class ResponseStore:
         """A connection whose changes are written at the end of the block."""
         with contextlib.closing(sqlite3.connect(self._path, timeout=BUSY_S)) as database, database:
             database.execute("PRAGMA synchronous = OFF")  # the file need not outlive the machine
-            database.execute(TABLE)
+            database.execute(CREATE_TABLE)
             yield database
 
 

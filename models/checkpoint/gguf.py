@@ -87,7 +87,7 @@ FIELDS = {
     "ffn_hidden_size": "feed_forward_length",
     "original_max_position_embeddings": "rope.scaling.original_context_length",
 }
-BIASES = {"attention_bias": "blk.0.attn_output.bias", "mlp_bias": "blk.0.ffn_down.bias"}
+CONFIG_OF_BIASES = {"attention_bias": "blk.0.attn_output.bias", "mlp_bias": "blk.0.ffn_down.bias"}
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL_LENGTH: 8192}
 
 
@@ -129,7 +129,7 @@ def _complete(config: Any, file: GgufFile) -> Any:
     for name, key in FIELDS.items():
         if hasattr(config, name) and file[key] is not None:
             setattr(config, name, file[key] or None)  # Phi-4 has 0 for no window
-    for name, tensor in BIASES.items():
+    for name, tensor in CONFIG_OF_BIASES.items():
         if hasattr(config, name):
             setattr(config, name, tensor in file.tensors)
     config.pad_token_id = file.tokenizer("padding_token_id")  # the default is that of one model of the family

@@ -78,7 +78,7 @@ PATCHES = "embeddings.patch_embedding"
 FIRST_TOKEN = "embeddings.class_embedding"
 POSITIONS = "embeddings.position_embedding.weight"
 FIRST_NORM = "pre_layrnorm"
-LAYERS = "encoder.layers"
+ENCODER_LAYERS = "encoder.layers"
 LAST_NORM = "post_layernorm"
 
 
@@ -122,7 +122,8 @@ class VisionTower(nn.Module, ImageEncoder):
         self._activation = ACTIVATIONS[vision["hidden_act"]]
         self._epsilon = vision.get("layer_norm_eps") or vision.get("rms_norm_eps", 1e-6)
         numbers = itertools.count()
-        self._layer_count = next(n for n in numbers if f"{LAYERS}.{n}.layer_norm1.weight" not in self._tower)
+        first_norm = ENCODER_LAYERS + ".{}.layer_norm1.weight"
+        self._layer_count = next(n for n in numbers if first_norm.format(n) not in self._tower)
         self._patch_side = self._tower[f"{PATCHES}.weight"].shape[-1]
         merge = self._config.get("spatial_merge_size") or vision.get("spatial_merge_size")
         self._merge = merge or self.default_merge
@@ -182,7 +183,7 @@ class VisionTower(nn.Module, ImageEncoder):
 
     def _layer(self, x: Tensor, n: int, within: _Attended) -> Tensor:
         tower = self._tower
-        at = f"{LAYERS}.{n}"
+        at = f"{ENCODER_LAYERS}.{n}"
         attended = self._attend(self._norm(x, f"{at}.layer_norm1"), f"{at}.self_attn", within)
         x = x + tower.get(f"{at}.lambda_1", 1) * attended
         return x + tower.get(f"{at}.lambda_2", 1) * self._mlp(self._norm(x, f"{at}.layer_norm2"), f"{at}.mlp")
@@ -233,7 +234,7 @@ class ProjectedTower(VisionTower):
         super().__init__(manifest, tensors, dtype)
         self._projector = _Tensors(tensors, PROJECTORS, dtype)
         self._is_pixtral = POSITIONS not in self._tower
-        self._is_internvit = f"{LAYERS}.0.lambda_1" in self._tower
+        self._is_internvit = f"{ENCODER_LAYERS}.0.lambda_1" in self._tower
         self._is_idefics = "modality_projection.proj.weight" in self._projector
         self._rotates = self._is_pixtral or self.aligns_corners is not None
         if self._is_pixtral:

@@ -226,7 +226,7 @@ class FamilyForSampling(llama.LlamaForSampling):
         layer.attn_k_weight = layer.attn_v_weight = None
         layer.attn_out_weight = padded(layer.attn_out_weight)
         tensors = self.family.recurrent_tensors(self._checkpoint.in_layer(layer.layer_num))
-        for name, sharding in RECURRENT.items():
+        for name, sharding in SHARDING.items():
             tensor = tensors[name].float()
             layer.add_parameter(tensor if sharding is None else padded(tensor), sharding=sharding)
         # Without what transformers-neuronx does to the heads of an attention.
@@ -261,7 +261,7 @@ class FamilyForSampling(llama.LlamaForSampling):
 
 
 # The same as `_added_parameters`, of a recurrent layer.
-RECURRENT = {"conv": 1, "decay_rate": 0, "dt_bias": 0, "gated_norm": None}
+SHARDING = {"conv": 1, "decay_rate": 0, "dt_bias": 0, "gated_norm": None}
 
 
 def _added_parameters(graph: ArchSpec) -> dict[str, int | None]:
@@ -448,7 +448,7 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         others = arguments[7:12]
         keys, values, *rest = arguments[12:]
         kind = next(self._next)
-        added = RECURRENT if kind.is_recurrent else _added_parameters(self.graph)
+        added = SHARDING if kind.is_recurrent else _added_parameters(self.graph)
         weights = dict(zip([*LAYER_WEIGHTS, *added], rest))
         if self.graph.norms == "after":
             weights |= dict.fromkeys(("pre_attn_ln_weight", "pre_mlp_ln_weight"))

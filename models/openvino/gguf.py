@@ -125,18 +125,18 @@ def _replace_rotations(
 ) -> None:
     """Queries and keys are multiplied by cosines and sines of the file's keys, which are computed here: the
     frontend leaves out some keys and tensors. `attentions`, and whether they have a sliding window."""
-    turns = {slides: _turns(_rope(file, slides), positions) for slides in (False, True)}
+    cosines = {slides: _cosines(_rope(file, slides), positions) for slides in (False, True)}
     found = {}
     for node, slides in attentions:
         for operand in node.input_values()[:2]:
             for turn in _turns_above(operand):
-                found[turn.get_friendly_name()] = (turn, turns[slides][turn.get_type_name()])
+                found[turn.get_friendly_name()] = (turn, cosines[slides][turn.get_type_name()])
     for turn, own in found.values():
         (reader,) = turn.output(0).get_target_inputs()  # which multiplies by the frontend's factor
         reader.get_node().output(0).replace(own)
 
 
-def _turns(rope: Rope, positions: ov.Node) -> dict[str, ov.Output]:
+def _cosines(rope: Rope, positions: ov.Node) -> dict[str, ov.Output]:
     """The cosines and sines of all positions, [1, tokens, 1, pairs], by the types of their nodes."""
     frequencies = np.array(rope.frequencies, np.float32)
     column = ops.reshape(ops.convert(positions, "f32"), ops.constant([1, -1, 1, 1]), False)

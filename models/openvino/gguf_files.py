@@ -13,7 +13,7 @@ from models.gguf.container import TYPES, GgufFile
 from models.gguf.keys import DIVISORS, KEYS, LONG_DIVISORS, SHORT_DIVISORS, head_size, keys_of_model
 
 # Keys that are read right with these values alone.
-VALUES = {
+VALUES_READ = {
     "rope.scaling.attn_factor": (1.0,),
     "rope.scaling.type": ("none", "linear", "yarn"),
     "rope.scaling.yarn_attn_factor": (1.0,),
@@ -37,7 +37,7 @@ ARCHITECTURES = {
     "phi3": "attn_norm attn_qkv attn_output ffn_norm ffn_up ffn_down",
     "gemma3": f"{LAYER} {HEAD_NORMS} post_attention_norm post_ffw_norm",
 }
-OUTSIDE = {"token_embd.weight", "output_norm.weight"}  # the tensors of no layer
+OUTSIDE_LAYERS = {"token_embd.weight", "output_norm.weight"}  # the tensors of no layer
 # Those of an architecture, which are no weights. The frontend uses none of them.
 OWN_DIVISORS = {"llama": {DIVISORS}, "phi3": {SHORT_DIVISORS, LONG_DIVISORS}}
 PLAIN_TYPES = {"F32", "F16", "BF16"}
@@ -57,7 +57,7 @@ def _obstacles(file: GgufFile) -> Iterator[str]:
     free = KEYS | OWN_KEYS.get(file.architecture, set())
     for name, value in keys_of_model(file).items():
         is_read = isinstance(value, (int, float)) and (name in free or not value)
-        if not is_read and not (isinstance(value, (float, str)) and value in VALUES.get(name, ())):
+        if not is_read and not (isinstance(value, (float, str)) and value in VALUES_READ.get(name, ())):
             yield f"`{file.architecture}.{name}` is {value}"
     for name in NEEDED_KEYS.split():
         if not file[name]:
@@ -70,7 +70,7 @@ def _obstacles(file: GgufFile) -> Iterator[str]:
     is_scaled = file["rope.scaling.type"] == "yarn" or LONG_DIVISORS in file.tensors
     if is_scaled and not file["rope.scaling.original_context_length"]:
         yield "it has no `rope.scaling.original_context_length`"
-    needed = OUTSIDE | _of_layers(file, ARCHITECTURES[file.architecture])
+    needed = OUTSIDE_LAYERS | _of_layers(file, ARCHITECTURES[file.architecture])
     for name in sorted(needed - file.tensors.keys()):
         yield f"it lacks the tensor {name}"
     known = needed | _of_layers(file, BIASES) | {"output.weight"} | OWN_DIVISORS.get(file.architecture, set())

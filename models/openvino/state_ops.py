@@ -21,7 +21,7 @@ from run import Json
 TABLE = "state_table."  # the beginning of the names of inputs: float32 [blocks, ...]
 NEXT = "next "  # of outputs, before the name of a table: the states after tiles, which Python writes into it
 SEQUENCES = ("begins", "blocks", "blocks_begins", "past_lens", "interval")
-NEVER = 1 << 30  # an interval that no sequence reaches
+NO_INTERVAL = 1 << 30  # an interval that no sequence reaches
 L2_NORM = 'use_qk_l2norm="true" q_l2_norm_eps="1e-06" k_l2_norm_eps="1e-06"'
 PORT = '<port id="{}" precision="FP32"/>'  # the reader wants a precision, and does not use it
 
@@ -190,7 +190,7 @@ def _sequences(which: str, runs: Sequence[Run]) -> dict[str, Sequence[int]]:
         list(itertools.chain(*blocks)),
         np.cumsum([0, *map(len, blocks)]),
         [run.position for run in runs],
-        [1 if len(run.writes) > 1 else NEVER for run in runs],
+        [1 if len(run.writes) > 1 else NO_INTERVAL for run in runs],
     )
     return dict(zip((f"{which}_{name}" for name in SEQUENCES), values))
 

@@ -126,7 +126,7 @@ class AnyResolution(Layout):
         super().__init__(facts)
         self._side = facts.number("size")
         self._patches = self._side // facts.number("patch_size")  # along a side of a tile
-        self._canvases = _sizes(facts.get("image_grid_pinpoints"), self._side)
+        self._canvases = _canvas_sizes(facts.get("image_grid_pinpoints"), self._side)
         # A larger grid of patches is scaled down: "anyres_max_9" allows as many as nine tiles have.
         limit = re.fullmatch(r"anyres_max_(\d+)", str(facts.get("vision_aspect_ratio")))
         self._max_patches = int(limit[1]) * self._patches**2 if limit else math.inf
@@ -424,7 +424,7 @@ def _scaled_size(image: Image, longest: int) -> tuple[int, int]:
     return int(longest * min(1, ratio)), int(longest / max(1, ratio))
 
 
-def _sizes(given: Any, side: int) -> list[tuple[int, int]]:
+def _canvas_sizes(given: Any, side: int) -> list[tuple[int, int]]:
     """Pairs of height and width. Raises ConfigError."""
     try:
         sizes = [(whole(height), whole(width)) for height, width in given]
