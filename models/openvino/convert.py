@@ -19,7 +19,7 @@ import shutil
 import time
 import timeit
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,6 @@ def convert(config: Config, folder: Path, target: Path) -> None:
     written."""
     manifest = Manifest.read(folder)
     config = with_dtype(config, manifest)
-    dtype = config.dtype
     check_quantizer(config)
     stored = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
     _check_room(config, stored, target)
@@ -105,7 +104,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
     model = load_pretrained(config, folder, "cpu")
     facts: Json = {
         "model": config.model_name,
-        "dtype": dtype,
+        "dtype": config.dtype,
         "quantize": config.quantize,
         "vocab_size": model.config.get_text_config().vocab_size,
         "max_total_tokens": manifest.length_limit,
@@ -114,35 +113,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         "refused": None,
     }
     try:
-        positions = facts["max_total_tokens"] or manifest.max_positions or config.max_total_tokens
-        begin("computing logits to compare with")
-        with InFloat32(getattr(torch, dtype)):
-            check = Check(model, positions, folder)
-        if manifest.reads_images:
-            begin("converting the vision tower")
-            facts |= _convert_vision(model, manifest, target, config)
-        for buffer in model.buffers():  # what is computed with beside weights
-            if buffer.is_floating_point():
-                buffer.data = buffer.data.float()
-        facts["reference"] = check.stored
-        begin("tracing")
-        graph = trace(model, image_width=facts.get("image_width"))
-        path = target / "model.xml"
-        if not config.quantize:
-            save_graph(graph, path)
-        begin("comparing logits")
-        facts["tiles"] = check.is_faster_in_tiles(graph, facts)
-        check.reject_faults(graph, facts)
-        if config.quantize:
-            begin(f"compressing to {config.quantize}, and comparing again")
-            _compress(config, check, graph, path, facts)
-        elif dtype == "bfloat16" and (fault := check.fault_on_text(graph, facts)):
-            logger.warning(
-                "%s does not tolerate arithmetic in bfloat16, and is computed in float32: %s",
-                facts["model"],
-                fault,
-            )
-            facts["arithmetic"] = "float32"
+        _write_graph(config, manifest, folder, target, model, facts, begin)
     except Exception as error:
         if _ends_conversion(error):
             raise
@@ -151,6 +122,48 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         write_rejection(target, str(error) if type(error) is NotConverted else named(cause))
     else:
         write_entry(target, facts)
+
+
+def _write_graph(
+    config: Config,
+    manifest: Manifest,
+    folder: Path,
+    target: Path,
+    model: torch.nn.Module,
+    facts: Json,
+    begin: Callable[[str], None],
+) -> None:
+    """Writes what a model loaded from `folder` is converted to, into `target`, and adds to the facts of the
+    entry. Raises NotConverted, ModelError, and what OpenVINO raises."""
+    positions = facts["max_total_tokens"] or manifest.max_positions or config.max_total_tokens
+    begin("computing logits to compare with")
+    with InFloat32(getattr(torch, config.dtype)):
+        check = Check(model, positions, folder)
+    if manifest.reads_images:
+        begin("converting the vision tower")
+        facts |= _convert_vision(model, manifest, target, config)
+    for buffer in model.buffers():  # what is computed with beside weights
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.float()
+    facts["reference"] = check.stored
+    begin("tracing")
+    graph = trace(model, image_width=facts.get("image_width"))
+    path = target / "model.xml"
+    if not config.quantize:
+        save_graph(graph, path)
+    begin("comparing logits")
+    facts["tiles"] = check.is_faster_in_tiles(graph, facts)
+    check.reject_faults(graph, facts)
+    if config.quantize:
+        begin(f"compressing to {config.quantize}, and comparing again")
+        _compress(config, check, graph, path, facts)
+    elif config.dtype == "bfloat16" and (fault := check.fault_on_text(graph, facts)):
+        logger.warning(
+            "%s does not tolerate arithmetic in bfloat16, and is computed in float32: %s",
+            facts["model"],
+            fault,
+        )
+        facts["arithmetic"] = "float32"
 
 
 def _check_room(config: Config, stored: int, target: Path) -> None:
