@@ -114,14 +114,12 @@ def played(requests, engine, seed, known=None, cancelled=()):
     """Everything that is sent for each request, and the worker."""
     chance = random.Random(seed)
     metrics = None if known else NoMetrics()
-    driven = Driven(verify_length=chance.choice([2, 4, 9]), metrics=metrics, **engine)
+    verify_length = chance.choice([2, 4, 9])
+    driven = Driven(verify_length=verify_length if known else 1, metrics=metrics, **engine)
     oracles = {request.id: Oracle(known[request.id], chance) for request in requests} if known else {}
     waiting = iter(requests)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, "NgramProposer", lambda *_: oracles[next(waiting).id])
-        driven.worker._verifies = bool(known)
-        if not known:
-            driven.worker.scheduler._propose_drafts = lambda rows: []
         for request in requests:
             driven.arrive(request)
             driven.step()
