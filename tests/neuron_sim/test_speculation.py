@@ -2,6 +2,7 @@
 
 import random
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,8 @@ def texts_of(model, requests, known=None, schedule=0, at_most=2000):
     oracles = iter(Oracle(known[request.id], chance) if known else None for request in requests)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, "NgramProposer", lambda *_: next(oracles))
-        driven.worker._verifies = known is not None
+        if known is None:
+            driven.worker.limits = replace(driven.worker.limits, verify_length=1)
         for request in requests:
             driven.arrive(request)
             for _ in range(chance.randrange(4)):
