@@ -176,7 +176,7 @@ class ChatTemplate:
         without a response, or with one."""
 
         def common(chat: list[dict], begins_answer: bool) -> int:
-            written = self.attempt(chat, tools, options, begins_answer)
+            written = self.attempt(chat, tools, options, begins_answer) or prompt  # rejected: says nothing
             return len(os.path.commonprefix([prompt, written]))  # noqa: RUF071 of any texts, not of paths
 
         found = set()
@@ -364,7 +364,7 @@ def _with_ids(messages: list[Json], write_id: Callable[[str, str, int], str]) ->
         message = dict(message)
         calls = []
         for call in message.get("tool_calls") or ():
-            given = str(call.get("id"))
+            given = str(call.get("id", number))
             ids[given] = write_id(given, call["function"]["name"], number)
             calls.append(call | {"id": ids[given]})
             number += 1

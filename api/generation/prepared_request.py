@@ -175,8 +175,9 @@ def _tokenized(prepared: PreparedRequest, served: Served) -> TokenizedPrompt:
     images = served.images.read(prepared.image_numbers)
     # A token may reach over a border, which is then before that token.
     beginnings = [ids_of(prepared, served, characters) for characters in prepared.message_borders]
-    borders = {len(os.path.commonprefix([beginning, ids])) for beginning in beginnings}  # noqa: RUF071 of lists
-    prompt = TokenizedPrompt(prepared, ids, most, images, sorted(borders - {0}))
+    shared = (os.path.commonprefix([each, ids]) for each in beginnings)  # noqa: RUF071 of lists of ids
+    borders = set(map(len, shared)) - {0}
+    prompt = TokenizedPrompt(prepared, ids, most, images, sorted(borders))
     if images:
         image_tokens = ids.count(served.text.images.token_id)
         assert image_tokens == prompt.image_tokens, "clients' are escaped"

@@ -528,3 +528,22 @@ def test_the_prompt_of_each_request_goes_on_at_a_border_of_an_earlier_one(name):
     prompt = template.render(other)
     shared = max(len(each) for each in begun if prompt.startswith(each))
     assert shared >= prompt.index("Answer briefly.") + len("Answer briefly."), "other chats begin with the system prompt"
+
+
+def test_a_template_that_rejects_a_chat_which_ends_with_an_answer_keeps_the_border_before_the_response():
+    rejecting = "{% if messages[-1].role == 'assistant' %}{{ raise_exception('no') }}{% endif %}"
+    template = ChatTemplate(
+        rejecting + "{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}:{% endif %}", {}
+    )
+    prompt = template.render([USER])
+    assert template.borders(prompt, [USER]) == [1, len(prompt) - 1]
+
+
+def test_calls_without_ids_get_ids_of_their_own_where_a_template_needs_short_ones():
+    template = ChatTemplate(
+        "[TOOL_CALLS]{% for m in messages %}{% for c in m.tool_calls %}{{ c.id }} {% endfor %}{% endfor %}", {}
+    )
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}] * 2
+    chat = [USER | {"tool_calls": []}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    first, second = template.render(chat).removeprefix("[TOOL_CALLS]").split()
+    assert len(first) == len(second) == 9 and first != second
