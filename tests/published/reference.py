@@ -11,7 +11,6 @@ import made
 import numpy as np
 import torch
 import transformers
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from models.cache import digest
 from published.folders import known
@@ -73,6 +72,9 @@ class Reference:
 
     def continued_with_image(self, messages: list[dict], picture) -> list[int]:
         """The same for a chat with one image."""
+        # The transformers 4 of the simulator's tests does not have it.
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
         processor = Qwen2VLImageProcessorPil.from_pretrained(self.folder)
         images = processor(images=[picture], return_tensors="pt")
         tokens = int(images["image_grid_thw"].prod()) // processor.merge_size**2
