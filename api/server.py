@@ -9,6 +9,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import gevent
@@ -34,7 +35,7 @@ from api.http.bodies import Bodies, charset_of_text, check_is_json
 from api.http.engine_client import EngineClient, attempt
 from api.http.errors import CLIENT_CLOSED_REQUEST
 from api.http.fields import Json
-from api.http.response_store import OwnedResponses, ResponseStore
+from api.http.response_store import OwnedResponses
 from api.http.types import encode_json
 from config import Config
 from protocol import RequestStats
@@ -103,7 +104,8 @@ class TextThreads:
 class Server:
     """One API server process. To be made after the fork."""
 
-    def __init__(self, config: Config, engine: EngineClient, store: ResponseStore):
+    def __init__(self, config: Config, engine: EngineClient, store: Path):
+        """store: the file of stored responses."""
         self.config = config
         self.engine = engine
         self._store = store
@@ -129,7 +131,8 @@ class Server:
     @property
     def responses(self) -> OwnedResponses:
         """The stored responses of the API key of the request."""
-        return OwnedResponses(self._store, g.api_key, self.payload_limit)
+        file_bytes = self.config.response_store_size << 20
+        return OwnedResponses(self._store, file_bytes, g.api_key, self.payload_limit)
 
     @property
     def payload_limit(self) -> int:

@@ -7,7 +7,6 @@ parse bodies.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import socket
 import zlib
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from werkzeug.exceptions import ClientDisconnected
 from api.http import errors
 from api.http.errors import ApiError
 from config import TEXT_PAYLOAD
+from run import trim_memory
 
 BODY_PIECE = 16_384  # bytes; in chunks of a byte they take 0.1 s
 LONG_PIECE = 262_144  # of a body of known length, which is read five times as fast
@@ -47,7 +47,7 @@ class Bodies:
     def __init__(self, client_timeout_s: float):
         self._client_timeout_s = client_timeout_s
         self._held_bytes = 0
-        self._trim = gevent.spawn(_return_free_memory)  # the last one
+        self._trim = gevent.spawn(trim_memory)  # the last one
 
     @contextlib.contextmanager
     def read(self, limit: int) -> Iterator[bytearray]:
@@ -67,7 +67,7 @@ class Bodies:
             size = len(body) + len(inflated)
             self._held_bytes -= size
             if size > LONG_BODY and self._trim.ready():
-                self._trim = gevent.spawn_later(TRIM_S, _return_free_memory)
+                self._trim = gevent.spawn_later(TRIM_S, trim_memory)
 
     def _receive(self, body: bytearray, limit: int) -> None:
         request.max_content_length = limit + 1  # werkzeug truncates a chunked body here without an error
@@ -183,12 +183,6 @@ def drain_body() -> None:
             gevent.sleep(YIELD_S)
         return
     _end_input()
-
-
-def _return_free_memory() -> None:
-    """Takes about 10 ms."""
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
-        trim(0)
 
 
 def _end_input() -> None:

@@ -14,7 +14,7 @@ import secrets
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -69,69 +69,17 @@ class StoredResponse(NamedTuple):
         return len(self.input) + len(self.output) + len(self.response)
 
 
-class ResponseStore:
-    """The file. It is opened for each call, so it is made again where it was removed.
-
-    owner: who may read an entry; max_bytes: of the file, 0 turns the store off.
-    """
-
-    def __init__(self, path: Path, max_bytes: int):
-        self._path = path
-        self._max_bytes = max_bytes
-
-    @property
-    def is_on(self) -> bool:
-        return self._max_bytes > 0
-
-    def save(self, owner: bytes, stored: StoredResponse) -> bool:
-        """Whether it is stored. The oldest entries make room for it; a failure costs no response, and is
-        logged."""
-        if stored.total_bytes > self._max_bytes:
-            return False
-        try:
-            with self._open() as database:
-                database.execute("BEGIN IMMEDIATE")
-                while database.execute(USED_BYTES).fetchone()[0] + stored.total_bytes > self._max_bytes:
-                    if not database.execute(DELETE_OLDEST).rowcount:
-                        break
-                database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)", (*stored, owner))
-        except sqlite3.Error as error:
-            logger.warning("a response was not stored: %s", error)
-            return False
-        return True
-
-    def find(self, owner: bytes, id: str) -> StoredResponse | None:
-        rows = self._run("SELECT * FROM responses WHERE id = ? AND owner = ?", id, owner)
-        return StoredResponse(*rows[0][:-1]) if rows else None
-
-    def delete(self, owner: bytes, id: str) -> bool:
-        """Whether it was there."""
-        return bool(self._run("DELETE FROM responses WHERE id = ? AND owner = ? RETURNING id", id, owner))
-
-    def _run(self, statement: str, *values: Any) -> list[tuple]:
-        """The rows that a statement returns; none if the store is off."""
-        if not self.is_on:
-            return []
-        with self._open() as database:
-            return database.execute(statement, values).fetchall()
-
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[sqlite3.Connection]:
-        """A connection whose changes are written at the end of the block."""
-        with contextlib.closing(sqlite3.connect(self._path, timeout=BUSY_S)) as database, database:
-            database.execute("PRAGMA synchronous = OFF")  # the file need not outlive the machine
-            database.execute(CREATE_TABLE)
-            yield database
-
-
 class OwnedResponses:
-    """The stored responses that one request may read, which are those of its API key.
+    """The stored responses that one request may read, which are those of its API key. The file is opened for
+    each call, so it is made again where it was removed.
 
-    max_bytes: of the stored items that it may add to its own, whatever it refers to.
+    file_bytes: the largest size of the file, 0 turns the store off; max_bytes: of the stored items that the
+    request may add to its own, whatever it refers to.
     """
 
-    def __init__(self, store: ResponseStore, api_key: bytes, max_bytes: int):
-        self._store = store
+    def __init__(self, path: Path, file_bytes: int, api_key: bytes, max_bytes: int):
+        self._path = path
+        self._file_bytes = file_bytes
         self._owner = hashlib.sha256(api_key).digest()
         self._max_bytes = max_bytes
         self._read_bytes = 0
@@ -140,21 +88,35 @@ class OwnedResponses:
 
     @property
     def is_on(self) -> bool:
-        return self._store.is_on
+        return self._file_bytes > 0
 
     def save(self, stored: StoredResponse) -> bool:
-        return self._store.save(self._owner, stored)
+        """Whether the response is stored. The oldest entries make room for it. A failure is logged, and costs
+        no response."""
+        if stored.total_bytes > self._file_bytes:
+            return False
+        try:
+            with self._open() as database:
+                database.execute("BEGIN IMMEDIATE")
+                while database.execute(USED_BYTES).fetchone()[0] + stored.total_bytes > self._file_bytes:
+                    if not database.execute(DELETE_OLDEST).rowcount:
+                        break
+                database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)", (*stored, self._owner))
+        except sqlite3.Error as error:
+            logger.warning("a response was not stored: %s", error)
+            return False
+        return True
 
     def get(self, id: str) -> bytes:
         """The response as JSON. Raises ApiError (404)."""
-        stored = self._store.find(self._owner, id)
+        stored = self._find(id)
         if stored is None:
             raise self._no_response(id)
         return stored.response
 
     def delete(self, id: str) -> None:
         """Raises ApiError (404)."""
-        if not self._store.delete(self._owner, id):
+        if not self._run("DELETE FROM responses WHERE id = ? AND owner = ? RETURNING id", id):
             raise self._no_response(id)
 
     def conversation(self, id: str) -> list[Json]:
@@ -163,7 +125,7 @@ class OwnedResponses:
         turns = []
         next_id: str | None = id
         while next_id:
-            stored = self._store.find(self._owner, next_id)
+            stored = self._find(next_id)
             if stored is None:
                 detail = f"continues {next_id}, which {self._not_found()}" if turns else self._not_found()
                 code = "previous_response_not_found"
@@ -179,12 +141,31 @@ class OwnedResponses:
         self._references.add(id)
         response = response_id(id.rpartition("_")[0].partition("_")[2])
         if response not in self._items:
-            stored = self._store.find(self._owner, response)
+            stored = self._find(response)
             items = self._decode(path, stored.output) if stored else []
             self._items[response] = {item["id"]: item for item in items}
         if id not in self._items[response]:
             raise invalid(path, self._not_found(), given=id[:80])
         return self._items[response][id]
+
+    def _find(self, id: str) -> StoredResponse | None:
+        rows = self._run("SELECT * FROM responses WHERE id = ? AND owner = ?", id)
+        return StoredResponse(*rows[0][:-1]) if rows else None
+
+    def _run(self, statement: str, id: str) -> list[tuple]:
+        """The rows that a statement about a response of this owner returns; none if the store is off."""
+        if not self.is_on:
+            return []
+        with self._open() as database:
+            return database.execute(statement, (id, self._owner)).fetchall()
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        """A connection whose changes are written at the end of the block."""
+        with contextlib.closing(sqlite3.connect(self._path, timeout=BUSY_S)) as database, database:
+            database.execute("PRAGMA synchronous = OFF")  # the file need not outlive the machine
+            database.execute(CREATE_TABLE)
+            yield database
 
     def _decode(self, path: str, *lists: bytes) -> list[Json]:
         self._read_bytes += sum(map(len, lists))

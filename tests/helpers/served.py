@@ -15,7 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 import web
 from api.generation.prepared_request import ModelText
 from api.http.engine_client import EngineClient
-from api.http.response_store import ResponseStore
 from api.openai import responses
 from config import Config
 from engine.adapter_changes import AdapterChanges
@@ -119,7 +118,7 @@ class Served:
         )
         self.config = Config(**LIMITS | settings)
         self.seen = EngineClient(address, lambda info: ModelText.load(info, self.config))
-        self.store = ResponseStore(folder / "responses", self.config.response_store_size << 20)
+        self.store = folder / "responses"
         self.client = web.create_app(self.config, self.seen, self.store).test_client()
         self.thread = threading.Thread(target=self.worker.run, daemon=True)
 

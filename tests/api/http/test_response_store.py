@@ -1,5 +1,6 @@
 """The stored responses of `/v1/responses`: who reads them, what goes on from them, and what happens when they are gone."""
 
+import contextlib
 import json
 import re
 import sqlite3
@@ -12,7 +13,7 @@ from openai_api import RESPONSES, refusal, whole
 from api.generation.prepared_request import Served
 from api.http import fields
 from api.http.errors import ApiError
-from api.http.response_store import OwnedResponses, ResponseStore, StoredResponse
+from api.http.response_store import OwnedResponses, StoredResponse
 from api.openai import responses
 
 BODY = {"input": "Hi", "max_output_tokens": 3, "temperature": 0}
@@ -24,7 +25,8 @@ MIB = 1 << 20
 
 @pytest.fixture
 def store(tmp_path):
-    return ResponseStore(tmp_path / "responses", MIB)
+    """The file and its largest size."""
+    return tmp_path / "responses", MIB
 
 
 class Client:
@@ -35,8 +37,12 @@ class Client:
         self.key = key
         self.max_bytes = max_bytes
 
+    @property
+    def owned(self):
+        return OwnedResponses(*self.store, self.key, self.max_bytes)
+
     def writer(self, **body):
-        served = Served(CONFIG, INFO, text(), OwnedResponses(self.store, self.key, self.max_bytes))
+        served = Served(CONFIG, INFO, text(), self.owned)
         return responses.responses(fields.parse_body(json.dumps({"input": "Hi"} | body).encode()), served)
 
     def ask(self, answer="Yes", finish_reason="eos_token", **body):
@@ -51,8 +57,12 @@ class Client:
             self.writer(**body)
         return refused.value
 
+    def has(self, id):
+        with contextlib.suppress(ApiError):
+            return bool(self.owned.get(id))
+
     def stored(self, id):
-        return json.loads(OwnedResponses(self.store, self.key, self.max_bytes).get(id))
+        return json.loads(self.owned.get(id))
 
 
 @pytest.fixture
@@ -67,32 +77,32 @@ def entry(id, size=1000):
 # The file
 
 
-def test_the_oldest_entries_make_room_in_a_file_that_does_not_grow(store, tmp_path):
+def test_the_oldest_entries_make_room_in_a_file_that_does_not_grow(client, tmp_path):
     for n in range(40):
-        assert store.save(b"me", entry(f"resp_{n}", 100_000))
-    kept = [n for n in range(40) if store.find(b"me", f"resp_{n}")]
+        assert client.owned.save(entry(f"resp_{n}", 100_000))
+    kept = [n for n in range(40) if client.has(f"resp_{n}")]
     assert kept == list(range(40 - len(kept), 40)) and 8 <= len(kept) <= 10
     assert (tmp_path / "responses").stat().st_size <= 1.1 * MIB
 
 
-def test_an_entry_that_is_larger_than_the_file_may_be_is_not_stored_and_costs_no_other(store):
-    assert store.save(b"me", entry("resp_1"))
-    assert not store.save(b"me", entry("resp_2", MIB))
-    assert store.find(b"me", "resp_1") and not store.find(b"me", "resp_2")
+def test_an_entry_that_is_larger_than_the_file_may_be_is_not_stored_and_costs_no_other(client):
+    assert client.owned.save(entry("resp_1"))
+    assert not client.owned.save(entry("resp_2", MIB))
+    assert client.has("resp_1") and not client.has("resp_2")
 
 
-def test_writers_wait_for_each_other(store, tmp_path, caplog):
+def test_writers_wait_for_each_other(client, caplog):
     def write(writer):
-        own = ResponseStore(tmp_path / "responses", MIB)
+        own = client.owned
         for n in range(20):
-            own.save(b"me", entry(f"resp_{writer}_{n}"))
+            own.save(entry(f"resp_{writer}_{n}"))
 
     writers = [threading.Thread(target=write, args=[n]) for n in range(4)]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join()
-    assert all(store.find(b"me", f"resp_{writer}_{n}") for writer in range(4) for n in range(20))
+    assert all(client.has(f"resp_{writer}_{n}") for writer in range(4) for n in range(20))
     assert not caplog.records
 
 
@@ -124,7 +134,7 @@ def test_a_response_is_stored_unless_the_request_or_the_setting_says_no(client, 
     assert answer["store"] is False
     with pytest.raises(ApiError):
         client.stored(answer["id"])
-    off = Client(ResponseStore(tmp_path / "none", 0))
+    off = Client((tmp_path / "none", 0))
     assert off.ask(store=True)["store"] is False
     assert not (tmp_path / "none").exists()
 
@@ -173,7 +183,7 @@ def test_errors_name_the_items_of_the_client(client):
 def test_a_conversation_whose_beginning_is_gone_says_so(client):
     first = client.ask()
     second = client.ask(previous_response_id=first["id"])
-    OwnedResponses(client.store, client.key, 0).delete(first["id"])
+    client.owned.delete(first["id"])
     error = client.error(previous_response_id=second["id"])
     assert (error.status, error.param, error.code) == (422, "previous_response_id", "previous_response_not_found")
     assert f"`previous_response_id` continues {first['id']}, which was not found: " in str(error)
@@ -208,14 +218,14 @@ def test_a_reference_is_the_item_itself(client, answer, streams):
     for items in (references, untyped):
         assert client.prompt(input=[user, *items, *results, user], tools=TOOLS) == expected
     again = client.ask(input=[user, *references, *results, user], tools=TOOLS)
-    OwnedResponses(client.store, client.key, 0).delete(made["id"])
+    client.owned.delete(made["id"])
     assert "Hi" in client.prompt(previous_response_id=again["id"]), "what it referred to is stored with it"
 
 
-def test_a_reference_to_reasoning_is_the_reasoning(store, client, monkeypatch):
+def test_a_reference_to_reasoning_is_the_reasoning(client, monkeypatch):
     id = f"rs_{'0' * 32}_0"
     reasoning = {"type": "reasoning", "id": id, "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]}
-    owner = OwnedResponses(store, client.key, 0)
+    owner = client.owned
     owner.save(StoredResponse(f"resp_{'0' * 32}", None, b"[]", json.dumps([reasoning]).encode(), b"{}"))
     rendered = record_renders(monkeypatch)
     for item in ({"id": id}, reasoning):
@@ -266,7 +276,7 @@ def test_another_key_reads_nothing_and_cannot_tell_that_it_is_there(client):
         assert messages[0] == messages[1]
     for call in (OwnedResponses.get, OwnedResponses.delete):
         with pytest.raises(ApiError) as refused:
-            call(OwnedResponses(client.store, b"other", 0), answer["id"])
+            call(other.owned, answer["id"])
         assert refused.value.status == 404
     assert client.stored(answer["id"]) == answer
 
