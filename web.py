@@ -120,7 +120,7 @@ class AuthAndCors:
     def add_headers(self, response: Response) -> Response:
         drain_body()
         response.headers["x-request-id"] = g.request_id
-        if routes.error_format(request.endpoint, request.path, request.headers) is ANTHROPIC:
+        if routes.error_format() is ANTHROPIC:
             response.headers["request-id"] = g.request_id  # Anthropic's name
         logger.debug("response begins", extra=server.log_fields(status=response.status_code))
         varies = "origin, access-control-request-method, access-control-request-headers"
@@ -200,7 +200,7 @@ class ErrorHandlers:
             g.outcome = "dropped" if "generates" in g else None
             return Response(status=CLIENT_CLOSED_REQUEST)  # for the metrics; the client has disconnected
         shown = self._shown(error)
-        of_route = routes.error_format(request.endpoint, request.path, request.headers)
+        of_route = routes.error_format()
         shown.request_id = g.request_id
         g.rejection = shown.text[:200]
         response = server.json_response(shown.body(g.get("error_format") or of_route))

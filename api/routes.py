@@ -6,7 +6,7 @@ An API is a file in this folder, and its rows here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -393,9 +393,9 @@ for _body in {body for route in ROUTES for body in route.bodies}:
     msgspec.json.Decoder(_body)
 
 
-def error_format(endpoint: str | None, path: str, headers: Mapping[str, str]) -> ErrorFormat:
-    """The error format of a route by its name; of an unknown path, that of the API with this prefix."""
-    route = BY_NAME.get(endpoint)
-    if route and ANTHROPIC in route.errors and "anthropic-version" in headers:
+def error_format() -> ErrorFormat:
+    """The error format of the current request: of its route, or of the API that its path begins like."""
+    route = BY_NAME.get(request.endpoint)
+    if route and ANTHROPIC in route.errors and "anthropic-version" in request.headers:
         return ANTHROPIC
-    return format_of(route.path if route else path)
+    return format_of(route.path if route else request.path)

@@ -18,7 +18,7 @@ from gevent.threadpool import ThreadPool
 from werkzeug.exceptions import ClientDisconnected
 
 from api.generation.prepared_request import PreparedRequest, Served, TokenizedPrompt, prompts_of
-from api.generation.request_images import ImageLoader, Later, RequestImages
+from api.generation.request_images import Later, RequestImages
 from api.generation.response_writer import ResponseWriter
 from api.generation.stream import (
     ActiveRequest,
@@ -111,8 +111,7 @@ class Server:
         self._store = store
         self._bodies = Bodies(config.client_timeout)
         self._threads = TextThreads(config.max_concurrent_requests)
-        image_threads = TextThreads(config.max_concurrent_requests)
-        self._images = ImageLoader(image_threads.run, config.allowed_media_domains)
+        self._image_threads = TextThreads(config.max_concurrent_requests)
         self._monitor = ConnectionMonitor()
         self._tracer: Tracer | None = None
         if config.otlp_endpoint:
@@ -125,7 +124,7 @@ class Server:
         if self.engine.phase != "ready":
             raise errors.not_ready(self.engine.phase)
         text = self.engine.text
-        images = RequestImages(text.images, self._images)
+        images = RequestImages(text.images, self._image_threads.run, self.config.allowed_media_domains)
         return Served(self.config, self.engine.info, text, self.responses, images)
 
     @property

@@ -64,9 +64,6 @@ class MessagesResponseWriter(ResponseWriter):
         response.stop_sequence = self._stop_sequence(sequence)
         return response
 
-    def events(self, sequence: GeneratedSequence, pieces: list[Piece]) -> bytes:
-        return b"".join(map(named_event, self._read(sequence, pieces)))
-
     def stream_end(self, sequences: list[GeneratedSequence]) -> bytes:
         (sequence,) = sequences
         delta = {"stop_reason": self._stop_reason(sequence), "stop_sequence": self._stop_sequence(sequence)}
@@ -105,16 +102,11 @@ class MessagesResponseWriter(ResponseWriter):
         return reason
 
     def _read(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[Json]:
-        """The events that `pieces` add; each has to be used before the next one is made."""
         if not self._has_begun:
             self._has_begun = True
             yield {"type": "message_start", "message": self._response(sequence)}
             yield {"type": "ping"}
-        for piece in pieces:
-            yield from self._write(sequence, piece.added)
-        if sequence.finish_reason is not None:
-            yield from self._write(sequence, sequence.rest)
-            yield from self._end_part(sequence)
+        yield from super()._read(sequence, pieces)
 
     def _begin(self, part: OutputPart) -> Iterator[Json]:
         if isinstance(part, Call):

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from api.chats.formats import FormatFields
 from api.generation.prepared_request import PreparedRequest, Served
-from api.generation.response_writer import GeneratedSequence, ResponseWriter, first_of_prompts, rounded
+from api.generation.response_writer import GeneratedSequence, ResponseWriter, rounded
 from api.http.errors import OPENAI, ApiError, event
 from api.http.fields import (
     CHAT_FIELDS,
@@ -229,7 +229,8 @@ class OpenAIResponseWriter(ResponseWriter):
 
     def _usage(self, sequences: list[GeneratedSequence]) -> Usage:
         """Prompt and completion tokens. A prompt counts once, however many choices it has."""
-        first = first_of_prompts(sequences) or sequences[:1]  # the usage of one choice has its prompt, too
+        # The usage of one choice has its prompt, too.
+        first = [sequence for sequence in sequences if sequence.number == 0] or sequences[:1]
         prompt_tokens = sum(len(sequence.prompt) for sequence in first)
         completion_tokens = sum(sequence.tokens for sequence in sequences)
         cached = sum(sequence.prompt_done.cached for sequence in first)

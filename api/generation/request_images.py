@@ -30,9 +30,9 @@ MAX_IMAGES = 20  # of one request
 MAX_PIXEL_BYTES = 256_000_000  # of one request: about 20 images of 17 tiles of 512 x 512
 MAX_PREPROCESSING_S = 20.0  # of preprocessing, for one request
 MAX_FETCHED = 2 * MAX_IMAGE_BYTES  # of one request, whose body says nothing about their size
-# How many requests of an API server process may hold pixels, or fetched files, at a time.
-WITH_PIXELS = 2
-WITH_FETCHED = 8
+# The requests of an API server process that may hold pixels, or fetched files, at a time.
+WITH_PIXELS = BoundedSemaphore(2)
+WITH_FETCHED = BoundedSemaphore(8)
 DETAILS = ("low", "high", "auto", "original")
 Later = Callable[[], Any]  # makes a response once the images are loaded
 
@@ -49,29 +49,23 @@ class RequestImage:
     read: PreprocessedImage | None = None
 
 
-class ImageLoader:
-    """Fetches and preprocesses images, in an API server process.
-
-    run: calls a function in a thread; domains: the hosts that images may be fetched from.
-    """
-
-    def __init__(self, run: Callable[[Callable[[], Any]], Any], domains: Sequence[str]):
-        self.run = run
-        self.domains = domains
-        self.with_pixels = BoundedSemaphore(WITH_PIXELS)
-        self.with_fetched = BoundedSemaphore(WITH_FETCHED)
-
-
 class RequestImages:
     """The images of a request, in the order in which it has them. As a context manager it frees them at the
     end of the block.
 
-    preprocess: of the served model; None: it reads text only.
+    preprocess: of the served model; None: it reads text only. run: calls a function in a thread. domains: the
+    hosts that images may be fetched from.
     """
 
-    def __init__(self, preprocess: ImagePreprocessor | None = None, loader: ImageLoader | None = None):
+    def __init__(
+        self,
+        preprocess: ImagePreprocessor | None = None,
+        run: Callable[[Callable[[], Any]], Any] | None = None,
+        domains: Sequence[str] = (),
+    ):
         self.preprocess = preprocess
-        self._loader = loader
+        self._run = run
+        self._domains = domains
         self._images: list[RequestImage] = []
         self._options: Mapping[str, Any] = {}  # of the images that are added next
         self._holds_pixels = False
@@ -92,7 +86,7 @@ class RequestImages:
     def __exit__(self, *_error) -> None:
         self._images.clear()
         if self._holds_pixels:
-            self._loader.with_pixels.release()
+            WITH_PIXELS.release()
 
     def set_options(self, options: Mapping[str, Any], name: str) -> None:
         """Fields of the model's preprocessor to override for the images that are added next; name: of their
@@ -148,9 +142,9 @@ class RequestImages:
         if not self._images:
             return
         remote = [image for image in self._images if isinstance(image.source, str)]
-        with self._loader.with_fetched if remote else contextlib.nullcontext():
+        with WITH_FETCHED if remote else contextlib.nullcontext():
             self._fetch(remote)
-            self._loader.with_pixels.acquire()
+            WITH_PIXELS.acquire()
             self._holds_pixels = True
         spent_s = 0.0
         pixels = 0
@@ -158,16 +152,15 @@ class RequestImages:
             check_client()
             detail = f"is too much: the images of a request may take {MAX_PREPROCESSING_S:g} s to preprocess"
             require(spent_s < MAX_PREPROCESSING_S, image.path, detail)
-            spent_s += self._loader.run(functools.partial(self._preprocess, image))
+            spent_s += self._run(functools.partial(self._preprocess, image))
             pixels += len(image.read.pixels)
             detail = f"is too much: the images of a request may have {MAX_PIXEL_BYTES} bytes of pixels"
             require(pixels <= MAX_PIXEL_BYTES, image.path, f"{detail}. Given: {pixels}")
 
     def _fetch(self, remote: list[RequestImage]) -> None:
         """All of them at the same time."""
-        domains = self._loader.domains
         jobs = {
-            url: gevent.spawn(attempt, functools.partial(fetch_image, url, domains))
+            url: gevent.spawn(attempt, functools.partial(fetch_image, url, self._domains))
             for url in {image.source for image in remote}
         }
         gevent.joinall(jobs.values())

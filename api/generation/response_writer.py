@@ -16,7 +16,7 @@ from typing import Any
 from msgspec import Struct
 
 from api.generation.prepared_request import PreparedRequest, Served, TokenizedPrompt
-from api.http.errors import TGI, ApiError, ErrorFormat, event
+from api.http.errors import TGI, ApiError, ErrorFormat, event, named_event
 from protocol import PromptDone, Token
 from text.output.parser import Added, Content, OutputPart
 from text.stream import Piece, TextStream, prompt_texts
@@ -162,8 +162,12 @@ class ResponseWriter:
         raise NotImplementedError
 
     def events(self, sequence: GeneratedSequence, pieces: list[Piece]) -> bytes:
-        """What `pieces` add to a stream; the last of them when `sequence` has finished. May be nothing."""
-        raise NotImplementedError
+        """What `pieces` add to a stream; the last of them when `sequence` has finished. May be nothing.
+
+        By default each event that `_read` yields, under its name. It is written before the next one is made,
+        which changes the objects that the event holds.
+        """
+        return b"".join(map(named_event, self._read(sequence, pieces)))
 
     def stream_end(self, sequences: list[GeneratedSequence]) -> bytes:
         """The end of a stream without an error."""
@@ -173,6 +177,14 @@ class ResponseWriter:
         """The end of a stream with an error."""
         error.request_id = self.request_id
         return event(error.body(self.error_format))
+
+    def _read(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[Any]:
+        """What the response gets for `pieces` and, when they are the last, for the end of their sequence."""
+        for piece in pieces:
+            yield from self._write(sequence, piece.added)
+        if sequence.finish_reason is not None:
+            yield from self._write(sequence, sequence.rest)
+            yield from self._end_part(sequence)
 
     def _write(self, sequence: GeneratedSequence, added: list[Added]) -> Iterator[Any]:
         """What the response gets for what is added to the parts of a sequence."""
@@ -214,11 +226,6 @@ class ResponseWriter:
             Piece(i, text, logprob, i in special_ids, top or [])
             for i, text, logprob, top in zip_longest(ids, texts, logprobs, tops)
         ]
-
-
-def first_of_prompts(sequences: list[GeneratedSequence]) -> list[GeneratedSequence]:
-    """One sequence of each prompt: a prompt counts once, however many sequences it has."""
-    return [sequence for sequence in sequences if sequence.number == 0]
 
 
 def best_of(sequences: Iterable[GeneratedSequence]) -> GeneratedSequence:

@@ -24,7 +24,7 @@ from gevent.monkey import get_original
 from gevent.queue import SimpleQueue
 
 from api.generation.prepared_request import TokenizedPrompt, with_image_ids
-from api.generation.response_writer import GeneratedSequence, ResponseWriter, first_of_prompts
+from api.generation.response_writer import GeneratedSequence, ResponseWriter
 from api.generation.tracing import Generated, RequestTrace
 from api.http import errors
 from api.http.engine_client import EngineClient, TooLarge
@@ -36,7 +36,7 @@ logger = logging.getLogger("web")
 
 WATCH_S = 0.1  # how often all requests are polled
 KEEP_ALIVE_S = 15.0  # a stream without an event for this long carries a comment, so that proxies keep it open
-Batch = list[tuple[GeneratedSequence, list[Piece]]]  # what became certain together
+Batch = dict[GeneratedSequence, list[Piece]]  # what became certain together
 
 
 class ClientGone(Exception):
@@ -126,9 +126,9 @@ class ActiveRequest:
             what = f"the request asks for {len(generates)} sequences whose prompts have {tokens} tokens "
             what += "altogether, too many to be sent at once; send several requests"
             raise errors.invalid(None, what) from None
-        tokens = sum(len(prompt.ids) for prompt in prompts)
+        self.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         adapter = {"adapter": self._adapter} if self._adapter else {}
-        self._log("sent to the worker", sequences=len(generates), prompt_tokens=tokens, **adapter)
+        self._log("sent to the worker", sequences=len(generates), prompt_tokens=self.prompt_tokens, **adapter)
         monitor.active.add(self)
 
     def __enter__(self) -> ActiveRequest:
@@ -145,7 +145,7 @@ class ActiveRequest:
         while self._unfinished:
             messages = self._receive()
             self._received_at = time.monotonic()
-            batch: dict[GeneratedSequence, list[Piece]] = defaultdict(list)
+            batch: Batch = defaultdict(list)
             ends: list[End] = []
             for message in messages:
                 if isinstance(message, End):
@@ -155,7 +155,7 @@ class ActiveRequest:
             if self._unfinished and not ends and self._received_at >= self._deadline_at:
                 self._truncate(batch)
             if batch or not messages:  # a prefilled prompt does not yet begin the response
-                yield list(batch.items())
+                yield batch
             for end in ends:
                 if end.id in self._unfinished:
                     raise end_error(end.reason, end.message)
@@ -168,7 +168,7 @@ class ActiveRequest:
     def run(self) -> None:
         """Generates all, for a response that is not streamed."""
         for batch in self:
-            for sequence, pieces in batch:
+            for sequence, pieces in batch.items():
                 sequence.pieces += pieces
 
     def poll(self) -> None:
@@ -221,7 +221,7 @@ class ActiveRequest:
             queue_s=queue_s,
             inference_s=max(0.0, duration_s - validation_s - queue_s),
             first_token_s=first_token_s,
-            input_tokens=sum(len(sequence.prompt) for sequence in first_of_prompts(self.sequences)),
+            input_tokens=self.prompt_tokens,
             generated_tokens=sum(sequence.tokens for sequence in self.sequences),
             accepted_draft_tokens=sum(sequence.accepted_draft_tokens for sequence in self.sequences),
             max_new_tokens=sum(sequence.max_new_tokens for sequence in self.sequences),
@@ -263,12 +263,7 @@ class ActiveRequest:
             raise ClientGone
         return [message for messages in arrived for message in messages]
 
-    def _take(
-        self,
-        message: PromptDone | Token,
-        sequence: GeneratedSequence,
-        batch: dict[GeneratedSequence, list[Piece]],
-    ) -> None:
+    def _take(self, message: PromptDone | Token, sequence: GeneratedSequence, batch: Batch) -> None:
         if isinstance(message, PromptDone):
             sequence.prompt_done = message
             return
@@ -278,7 +273,7 @@ class ActiveRequest:
             if message.finish_reason is None:
                 self._engine.cancel(message.id, "stop sequence")
 
-    def _truncate(self, batch: dict[GeneratedSequence, list[Piece]]) -> None:
+    def _truncate(self, batch: Batch) -> None:
         if self.first_token_at is None:
             raise errors.overloaded()  # it has only waited in the queue; a retry may be served
         for request_id, sequence in self._unfinished.items():
@@ -358,7 +353,7 @@ class EventStream:
                 yield data
 
     def _events_of(self, batch: Batch) -> bytes:
-        return b"".join(self._writer.events(sequence, pieces) for sequence, pieces in batch)
+        return b"".join(self._writer.events(sequence, pieces) for sequence, pieces in batch.items())
 
 
 def timing_headers(generation: ActiveRequest) -> dict[str, str]:
@@ -372,7 +367,7 @@ def timing_headers(generation: ActiveRequest) -> dict[str, str]:
     generated = sum(sequence.tokens for sequence in sequences)
     headers = {
         "x-compute-time": f"{time.monotonic() - arrived_at:.6f}",
-        "x-prompt-tokens": sum(len(sequence.prompt) for sequence in first_of_prompts(sequences)),
+        "x-prompt-tokens": generation.prompt_tokens,
         "x-generated-tokens": generated,
         "x-total-time": int(total_s * 1000),
         "x-validation-time": int(validation_s * 1000),

@@ -140,10 +140,6 @@ class ResponsesWriter(OpenAIResponseWriter):
             pass
         return self._complete(sequences)
 
-    def events(self, sequence: GeneratedSequence, pieces: list[Piece]) -> bytes:
-        # One at a time: the next one changes what it holds.
-        return b"".join(map(named_event, self._read(sequence, pieces)))
-
     def stream_end(self, sequences: list[GeneratedSequence]) -> bytes:
         response = self._complete(sequences)
         return named_event(self._event(f"response.{response.status}", response=response))
@@ -175,7 +171,6 @@ class ResponsesWriter(OpenAIResponseWriter):
         return response
 
     def _read(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[Json]:
-        """The events that `pieces` add; each has to be used before the next one is made."""
         if not self._events:
             yield self._event("response.created", response=self._response)
             yield self._event("response.in_progress", response=self._response)

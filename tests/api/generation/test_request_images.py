@@ -8,7 +8,6 @@ import json
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -28,7 +27,7 @@ from api.anthropic import messages
 from api.chats import conversation
 from api.generation.image_urls import ImageUrlError
 from api.generation.prepared_request import ModelText, Served, prompts_of, with_image_ids
-from api.generation.request_images import ImageLoader, RequestImages
+from api.generation.request_images import WITH_PIXELS, RequestImages
 from api.http import fields
 from api.http.errors import ApiError
 from api.http.response_store import OwnedResponses
@@ -73,8 +72,7 @@ def data_url(file, kind="image/png"):
 
 
 def serving(source=ALL_ROLES, info=SEEING, config=CONFIG):
-    loader = ImageLoader(lambda function: function(), ("example.com",))
-    images = RequestImages(text(source).images, loader)
+    images = RequestImages(text(source).images, lambda function: function(), ("example.com",))
     return Served(config, info, text(source), OwnedResponses(Path(), 0, b"", 0), images)
 
 
@@ -481,8 +479,8 @@ def test_a_client_that_disconnects_stops_the_work_on_its_images():
     served = serving()
     served.images.preprocess.files.clear()
     data = fields.parse_body(json.dumps(chat_of(of_chat(data_url(CAT)), of_chat(data_url(DOG)))).encode())
-    chat.chat(data, served)
-    with pytest.raises(Gone):
+    with pytest.raises(Gone), served.images:
+        chat.chat(data, served)
         served.images.load(check)
     assert served.images.preprocess.files == [CAT]
 
@@ -775,12 +773,10 @@ def test_vertex_and_plain_text_take_images_too(seeing, submitted):
 
 
 def test_a_request_that_is_over_makes_room_for_the_next():
-    loader = ImageLoader(lambda function: function(), ())
     for file in (CAT, b"bad"):
-        served = replace(serving(), images=RequestImages(text(ALL_ROLES).images, loader))
         with contextlib.suppress(ApiError):
-            tokenized(chat.chat, chat_of(of_chat(data_url(file))), served)
-        assert loader.with_pixels.counter == 2
+            tokenized(chat.chat, chat_of(of_chat(data_url(file))), serving())
+        assert WITH_PIXELS.counter == 2
 
 
 @pytest.mark.parametrize("files", [[CAT, DOG], [CAT, b"bad"], [CAT, b"x" * 70]], ids=["served", "refused", "too long"])

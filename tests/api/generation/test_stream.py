@@ -83,7 +83,7 @@ def test_tokens_that_arrive_together_with_the_end_of_their_request_are_not_lost(
     generating, request_id, queue = started
     queue.put([PromptDone(request_id, 0.0), Token(request_id, 97, None), End(request_id, "failed", "no number")])
     batches = iter(generating)
-    ((_sequence, pieces),) = next(batches)
+    (pieces,) = next(batches).values()
     assert [piece.id for piece in pieces] == [97]
     with pytest.raises(ApiError, match="no number"):
         next(batches)
