@@ -144,4 +144,4 @@ class TextResponseWriter(ResponseWriter):
 
     def failure(self, error: ApiError) -> bytes:
         """Breaks the connection: in a plain text an error would look like a part of it."""
-        raise ConnectionResetError(errno.ECONNRESET, error.message)
+        raise ConnectionResetError(errno.ECONNRESET, str(error))

@@ -139,25 +139,19 @@ def prepare_chat(
     chat lists. A chat that lists none lists these: a template explains calls only beside a list.
     """
     text = served.text
-    chat = replace(chat, tools=without_nulls(chat.tools))
-    if chat.continue_final_message:  # vLLM's, for what happens unasked
-        is_assistants = chat.messages and chat.messages[-1].role == "assistant"
-        require(is_assistants, "continue_final_message", "needs a last message of the assistant")
-        detail = "cannot be true together with `continue_final_message`"
-        require(not chat.add_generation_prompt, "add_generation_prompt", detail)
     checked = _check(chat, served, field_names)
     constraint = formats.of_openai(chat, field_names)
-    tools = [*(chat.tools or []), *inline_tools]
+    listed = without_nulls(chat.tools) or []
+    tools = [*listed, *inline_tools]
     policy = tool_policy(tools, chat.tool_choice, chat.parallel_tool_calls, text.tools, field_names)
     if tools and chat.tool_choice == "none":
         checked["sampling"] = _without_calls(checked["sampling"], served)
-    chat.tools = chat.tools or tools
-    prompt, image_numbers, continued, borders = _render_prompt(chat, served, field_names)
+    rendered, continued = _render_prompt(chat, listed or tools, served, field_names)
     if constraint.grammar:
         constraint = constraint._replace(grammar=text.reasoning.in_answer(constraint.grammar))
     if policy:
         constraint = _with_calls(constraint, policy)
-    thinking = text.reasoning.thinking(prompt, continued)
+    thinking = text.reasoning.thinking(rendered["prompt"], continued)
     parser_config = ParserConfig(policy, thinking, enforces_calls=bool(constraint.grammar))
     if thinking:
         budget = _budget(chat, checked["max_new_tokens"], served)
@@ -168,9 +162,7 @@ def prepare_chat(
     return PreparedRequest(
         **checked,
         **constraint._asdict(),
-        prompt=prompt,
-        image_numbers=image_numbers,
-        message_borders=borders,
+        **rendered,
         parser_config=parser_config,
         prediction=_prediction(chat.prediction, served) if chat.prediction else [],
     )
@@ -232,6 +224,11 @@ def _prediction(given: Prediction, served: Served) -> list[int]:
 
 def _check(chat: ChatRequest, served: Served, field_names: FieldNames) -> Json:
     """Checks all fields but the messages and tools. Returns fields of the PreparedRequest, by name."""
+    if chat.continue_final_message:  # vLLM's, for what happens unasked
+        is_assistants = chat.messages and chat.messages[-1].role == "assistant"
+        require(is_assistants, "continue_final_message", "needs a last message of the assistant")
+        detail = "cannot be true together with `continue_final_message`"
+        require(not chat.add_generation_prompt, "add_generation_prompt", detail)
     require(chat.logprobs or not chat.top_logprobs, "top_logprobs", "needs `logprobs` to be true")
     limit_field = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
     limit = getattr(chat, limit_field)
@@ -252,36 +249,45 @@ def _check(chat: ChatRequest, served: Served, field_names: FieldNames) -> Json:
 
 
 def _render_prompt(
-    chat: ChatRequest, served: Served, field_names: FieldNames
-) -> tuple[str, list[int], str, list[int]]:
-    """The text that the model's chat template makes of the messages and tools, the numbers of the images in
-    it, the assistant's text at its end that the output is to continue, and for a model with recurrent states
-    the borders of its messages."""
+    chat: ChatRequest, tools: list[Json], served: Served, field_names: FieldNames
+) -> tuple[Json, str]:
+    """What the model's chat template makes of the messages and of these tools: fields of the PreparedRequest,
+    by name, and the assistant's text at the end of the prompt, which the output continues."""
     template = served.text.template
     escape = served.text.tokenizer.escape
     if template is None:
         raise ApiError(422, "template_error", "Template error: template not found")
     capabilities = served.text.capabilities
     options = _template_options(chat, served)
-    if chat.tools or any(message.tool_calls or message.role == "tool" for message in chat.messages):
+    if tools or any(message.tool_calls or message.role == "tool" for message in chat.messages):
         template = template.for_tools
     served.images.set_options(chat.mm_processor_kwargs or {}, "mm_processor_kwargs")
     messages = _template_messages(chat.messages, template.words, field_names, served.images)
-    tools = [as_function(tool) for tool in chat.tools or ()] or None
-    messages = adapt_to_template(messages, tools if chat.tool_choice != "none" else None, capabilities)
+    functions = [as_function(tool) for tool in tools] or None
+    messages = adapt_to_template(messages, functions if chat.tool_choice != "none" else None, capabilities)
     # A role is a word that the template expects.
     escaped = [escape(message) | {"role": message["role"]} for message in messages]
+    begins_answer = chat.add_generation_prompt is not False or bool(chat.continue_final_message)
+    given = (escaped, escape(functions) if capabilities.tools else None, options, begins_answer)
     try:
-        listed = escape(tools) if capabilities.tools else None
-        begins_answer = chat.add_generation_prompt is not False or bool(chat.continue_final_message)
-        rendered = (escaped, listed, options, begins_answer)
-        prompt = template.render(*rendered)
-        borders = template.borders(prompt, *rendered) if served.info.state_bytes else []
+        prompt = template.render(*given)
+        borders = template.borders(prompt, *given) if served.info.state_bytes else []
     except TemplateError as error:
         # A template's error may repeat the client's own words.
         raise ApiError(422, "template_error", "Template error: ", quoted=str(error)) from None
+    image_numbers = _images_written(chat, escaped, prompt, served, field_names)
+    last = messages[-1] if messages else {}
+    prompt, continued = _continued(prompt, last, begins_answer, served)
+    return {"prompt": prompt, "image_numbers": image_numbers, "message_borders": borders}, continued
+
+
+def _images_written(
+    chat: ChatRequest, messages: list[Json], prompt: str, served: Served, field_names: FieldNames
+) -> list[int]:
+    """The numbers of the images in a prompt, in its order. Raises ApiError where the template has left out an
+    image, or a message of a role that it is not known to write."""
     order = []
-    for message in escaped:
+    for message in messages:
         texts = IMAGE_MARK.split(message["content"])[::2]
         is_written = message["role"] in PLAIN_ROLES or all(text.strip() in prompt for text in texts)
         detail = "has a role that the model's chat template leaves out"
@@ -292,20 +298,28 @@ def _render_prompt(
         written = prompt.count(served.text.images.placeholder)
         detail = f"has {len(order)} images, and the model's chat template writes {written} of them"
         require(written == len(order), field_names.prompt, detail)
-    last = messages[-1] if messages else {}
+    return order
+
+
+def _continued(prompt: str, last: Json, begins_answer: bool, served: Served) -> tuple[str, str]:
+    """The prompt, and the text at its end that the output continues.
+
+    That text is the content of the last message, if it is the assistant's and calls no tools. If the last
+    message has only reasoning, the output continues that. The prompt then gets what the template has left
+    out, such as `<think>` and the thoughts, and the text that is continued is `<think>`.
+    """
     if last.get("role") != "assistant" or last.get("tool_calls"):
-        return prompt, order, "", borders
-    continued = last["content"]
+        return prompt, ""
+    content = last["content"]
     thoughts = last.get("reasoning_content")
     form = served.text.reasoning.format
     end = prompt.rstrip()
     # A prompt that ends with the closing marker is of a client that has turned reasoning off.
-    if form and thoughts and begins_answer and not continued.strip() and not end.endswith(form.close):
-        if not end.endswith(form.open.rstrip()):
-            prompt += form.open
-        prompt += escape(thoughts)
-        continued = form.open
-    return prompt, order, continued, borders
+    if not (form and thoughts and begins_answer) or content.strip() or end.endswith(form.close):
+        return prompt, content
+    if not end.endswith(form.open.rstrip()):
+        prompt += form.open
+    return prompt + served.text.tokenizer.escape(thoughts), form.open
 
 
 def _template_options(chat: ChatRequest, served: Served) -> Json:

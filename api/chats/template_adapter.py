@@ -13,6 +13,7 @@ import json
 from typing import Any
 
 from api.chats.content import SYSTEM_ROLES
+from api.chats.tools import definitions
 from api.http.fields import Json
 from text.template import image_mark, images_of
 from text.template_capabilities import TemplateCapabilities
@@ -46,8 +47,8 @@ def adapt_to_template(
     if not capabilities.calls:
         messages = [_in_text(message) for message in messages]
     if tools and not capabilities.tools:
-        functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-        messages = [{"role": "system", "content": TOOLS_PROMPT.format(tools=functions)}, *messages]
+        prompt = TOOLS_PROMPT.format(tools=definitions(tools))
+        messages = [{"role": "system", "content": prompt}, *messages]
     messages = _with_images_apart(messages, capabilities)
     messages = _merged_roles(_with_system(messages, capabilities), capabilities)
     if capabilities.calls and not capabilities.text_of_calls:
@@ -239,18 +240,12 @@ def _call_id(message: TemplateMessage) -> Any:
 
 def _with_answers(messages: Messages) -> Messages:
     """An empty assistant message between a tool result and a user's message, if the turn has no other."""
-    answered = []
-    has_spoken = True
-    for message in messages:
-        role = message["role"]
-        if role == "user":
-            if not has_spoken and answered[-1]["role"] == "tool":
-                answered.append({"role": "assistant", "content": ""})
-            has_spoken = False
-        elif role == "assistant" and not _has_calls(message):
-            has_spoken = True
-        answered.append(message)
-    return answered
+    turns = _turns(messages)
+    for turn in turns[1:-1]:  # the first one precedes all user messages; none follows the last one
+        has_spoken = any(message["role"] == "assistant" and not _has_calls(message) for message in turn)
+        if turn[-1]["role"] == "tool" and not has_spoken:
+            turn.append({"role": "assistant", "content": ""})
+    return [message for turn in turns for message in turn]
 
 
 def _joined_messages(one: TemplateMessage, other: TemplateMessage) -> TemplateMessage:

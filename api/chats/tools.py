@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from api.http.errors import invalid
-from api.http.fields import CHAT_FIELDS, FieldNames, Json
+from api.http.fields import FieldNames, Json
 from text.grammar import GrammarError, left_out
 from text.output.call_syntaxes import (
     AllowedCalls,
@@ -137,16 +137,16 @@ class ToolPolicy(AllowedCalls):
 
 
 def tool_policy(
-    tools: list[Json] | None,
+    tools: list[Json],
     tool_choice: str | Json | None,
     parallel_tool_calls: bool | None,
     model: ModelTools,
-    field_names: FieldNames = CHAT_FIELDS,
+    field_names: FieldNames,
 ) -> ToolPolicy | None:
     """What a chat may call; None: nothing, or calls stay text. Raises ApiError."""
     functions = {}
     paths = {}
-    for n, tool in enumerate(tools or []):
+    for n, tool in enumerate(tools):
         path, function = _checked_function(field_names.tool(n), tool, field_names)
         name = function.name
         if name in functions:
@@ -248,10 +248,12 @@ def _checked_function(path: str, tool: Json, field_names: FieldNames) -> tuple[s
 def _named(tool: Any, path: str, field_names: FieldNames) -> tuple[str, str, Json]:
     """The name in `{"type": "function", "function": {"name": …}}`, the path of the inner object, and that
     object; a custom tool has it as `custom`."""
-    kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
+    if not isinstance(tool, dict):
+        tool = {}
+    kind = tool.get("type", "function")
     if kind not in TOOL_TYPES:
         raise invalid(f"{path}.type", "must be function or custom", given=str(kind)[:40])
-    described = tool.get(kind) if isinstance(tool, dict) else None
+    described = tool.get(kind)
     if field_names.nests_tools:
         path += f".{kind}"
     if not isinstance(described, dict):

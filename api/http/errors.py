@@ -72,10 +72,6 @@ class ApiError(Exception):
     request_id: str | None = None
 
     def __str__(self) -> str:
-        return self.message
-
-    @property
-    def message(self) -> str:
         return self.text + self.quoted
 
     @property
@@ -102,7 +98,7 @@ class ApiError(Exception):
 
 
 def _tgi_body(error: ApiError) -> ErrorBody:
-    return ErrorBody(error.message, error.error_type, error.phase, error.progress)
+    return ErrorBody(str(error), error.error_type, error.phase, error.progress)
 
 
 def _openai_body(error: ApiError) -> OpenAIErrorBody:
@@ -113,7 +109,7 @@ def _openai_body(error: ApiError) -> OpenAIErrorBody:
     else:
         kind = "invalid_request_error"
     code = error.code or error.error_type
-    return OpenAIErrorBody(OpenAIErrorDetail(error.message, kind, error.param, code, error.phase))
+    return OpenAIErrorBody(OpenAIErrorDetail(str(error), kind, error.param, code, error.phase))
 
 
 ANTHROPIC_TYPES = {
@@ -129,7 +125,7 @@ def _anthropic_body(error: ApiError) -> AnthropicErrorBody:
     kind = ANTHROPIC_TYPES.get(error.status, "api_error")
     # Claude Code looks for these words, and then makes the conversation shorter.
     is_too_long = error.code == CONTEXT_LENGTH_EXCEEDED
-    message = f"Prompt is too long. {error.message}" if is_too_long else error.message
+    message = f"Prompt is too long. {error}" if is_too_long else str(error)
     return AnthropicErrorBody(AnthropicErrorDetail(kind, message), error.request_id)
 
 

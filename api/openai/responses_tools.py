@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from api.chats import client_tools
 from api.chats.client_tools import Definition
-from api.chats.template_adapter import SYSTEM_ROLES
+from api.chats.content import SYSTEM_ROLES
 from api.chats.tools import NOT_RUN, OfferedTools, definitions
 from api.http.errors import invalid
 from api.http.fields import Json

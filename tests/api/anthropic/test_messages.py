@@ -466,8 +466,8 @@ def test_the_tools_of_newer_dates_have_what_was_changed_then():
 )
 def test_computer_and_browser_use_are_refused_by_name_and_left_out_where_the_conversation_adds_them(tool):
     error = refusal("messages", tools=[WEATHER, tool])
-    assert error.param == "tools[1].type" and tool["type"] in error.message
-    assert "is not supported: this server has no computer or browser use; leave this tool out" in error.message
+    assert error.param == "tools[1].type" and tool["type"] in str(error)
+    assert "is not supported: this server has no computer or browser use; leave this tool out" in str(error)
     added = says({"type": "tool_addition", "tool": {"type": "tool_definition", "definition": tool}})
     history = [USER, says(PARTS[0]), USER]
     assert prepared("messages", messages=[USER, added, *history]).prompt  # the session goes on

@@ -18,6 +18,7 @@ from api.chats.tools import CUSTOM_INPUT, as_function, tool_policy
 from api.generation.prepared_request import PreparedRequest, TokenizedPrompt
 from api.generation.response_writer import GeneratedSequence
 from api.http.errors import ApiError
+from api.http.fields import CHAT_FIELDS
 from api.http.types import encode_json
 from api.openai import chat
 from api.openai.chat import ChatResponseWriter
@@ -65,10 +66,10 @@ def test_a_tool_choice_says_whether_and_what_is_called(tools, choice, mode, name
     assert found.is_named == (mode == "named")
 
 
-@pytest.mark.parametrize(("tools", "choice"), [([], None), (None, None), ([], "auto"), (None, "none"), (TOOLS, "none")])
+@pytest.mark.parametrize(("tools", "choice"), [([], None), ([], "auto"), ([], "none"), (TOOLS, "none")])
 @pytest.mark.parametrize("model", [None, ModelTools(None)])
 def test_nothing_is_called_without_tools_and_with_the_choice_none(tools, choice, model):
-    assert tool_policy(tools, choice, None, model) is None
+    assert tool_policy(tools, choice, None, model, CHAT_FIELDS) is None
     assert use("hermes", tools, choice) is None
 
 
@@ -94,7 +95,7 @@ def allowed(**more):
     ("tools", "choice", "param", "words"),
     [
         ([], "required", "tool_choice", "needs `tools`"),
-        (None, {"function": {"name": "f"}}, "tool_choice", "needs `tools`"),
+        ([], {"function": {"name": "f"}}, "tool_choice", "needs `tools`"),
         (TOOLS, "other", "tool_choice", "'other'"),
         (TOOLS, "", "tool_choice", "''"),
         (TOOLS, {"type": "function", "function": {"name": "other"}}, "tool_choice.function", "'other'"),

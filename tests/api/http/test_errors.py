@@ -39,7 +39,7 @@ def test_an_error_has_its_status_and_its_words_in_every_dialect(
 
 def test_what_the_client_wrote_stands_behind_the_message_and_is_quoted():
     error = errors.invalid("truncation", "must be disabled", given="`x`")
-    assert (error.text, error.message) == (
+    assert (error.text, str(error)) == (
         "Input validation error: `truncation` must be disabled",
         "Input validation error: `truncation` must be disabled. Given: '`x`'",
     )

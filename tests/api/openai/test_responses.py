@@ -762,7 +762,7 @@ def test_a_tool_of_a_container_and_a_search_of_openais_are_left_out():
 def test_computer_use_is_refused_by_name_and_left_out_where_the_conversation_adds_it(tool):
     error = refusal("responses", tools=[WEATHER, tool])
     assert error.param == ("tools[1].tools[0].type" if "tools" in tool else "tools[1].type")
-    assert "is not supported: this server has no computer or browser use; leave this tool out" in error.message
+    assert "is not supported: this server has no computer or browser use; leave this tool out" in str(error)
     added = {"type": "additional_tools", "tools": [tool]}
     assert prepared("responses", input=[USER, added]).prompt == prepared("responses", input=[USER]).prompt
 
