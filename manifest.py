@@ -11,7 +11,6 @@ import itertools
 import json
 import re
 import stat
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -311,11 +310,11 @@ class Manifest:
                 )
         lengths = [text_part(config).get(name) for name in CONTEXT_LENGTHS]
         generation_config = read_json(folder / "generation_config.json")
-        eos_ids = [*_config_eos_ids(config), *_config_eos_ids(generation_config)]
+        eos_ids = _token_ids([facts.get("eos_token_id") for facts in (config, generation_config)])
         return cls(
             model_type=config["model_type"],
             max_positions=next((n for n in map(whole, lengths) if n and n > 0), None),
-            eos_token_ids=tuple(dict.fromkeys(eos_ids or _config_eos_ids(text_config))),
+            eos_token_ids=tuple(dict.fromkeys(eos_ids or _token_ids(text_config.get("eos_token_id")))),
             is_compiled="neuron" in config,
             config_json=config,
             generation_config=generation_config,
@@ -396,17 +395,12 @@ def _processor_config(folder: Path) -> Json:
     return {name: value for fields in files for name, value in fields.items() if value is not None}
 
 
-def _config_eos_ids(config: Json) -> list[int]:
-    return list(_token_ids(config.get("eos_token_id")))
-
-
-def _token_ids(given: Any) -> Iterator[int]:
-    """The ids in a number or a list, which may hold lists."""
+def _token_ids(given: Any) -> list[int]:
+    """The ids in a number, or in a list, which may hold lists."""
     if isinstance(given, list):
-        for each in given:
-            yield from _token_ids(each)
-    elif (number := whole(given)) is not None:
-        yield number
+        return [token for each in given for token in _token_ids(each)]
+    number = whole(given)
+    return [] if number is None else [number]
 
 
 def whole(value: Any) -> int | None:
@@ -451,10 +445,12 @@ def check_regular(path: Path) -> None:
 def _instead_of_config(path: Path) -> str:
     """What a folder without config.json holds, as the end of a sentence; "": nothing that is known."""
     folder = path.parent
-    if path.name == "config.json" and (folder / "adapter_config.json").exists():
+    if path.name != "config.json":
+        return ""
+    if (folder / "adapter_config.json").exists():
         base = read_json(folder / "adapter_config.json").get("base_model_name_or_path") or "its base model"
         return f"; it is a LoRA adapter: give --model-id {base}, and the adapter with --lora-adapters"
-    if path.name == "config.json" and (folder / "params.json").exists():
+    if (folder / "params.json").exists():
         return " but params.json, Mistral's own format; give the same model in transformers' format"
     return ""
 

@@ -42,7 +42,7 @@ from api.http.engine_client import EngineClient, EngineError
 from api.http.errors import ANTHROPIC, CLIENT_CLOSED_REQUEST, ApiError
 from api.http.response_store import FILE
 from config import Config, keys_of
-from protocol import ModelInfo
+from protocol import ModelInfo, RequestStats
 from run import ConfigError, die_with_parent, run_dir, socket_address, trim_memory
 from text.output.tool_formats import format_named
 
@@ -216,9 +216,13 @@ class ErrorHandlers:
         return response
 
     def record(self, response: Response) -> Response:
-        """Adds a failed request to the metrics. A request that was sent to the worker has added itself."""
+        """Adds a failed request to the metrics and traces. A request that was sent to the worker has added
+        itself."""
         if response.status_code >= 400 and "generation" not in g:
-            self._process.record_failure(response.status_code)
+            stats = RequestStats(response.status_code, g.get("outcome"))
+            self._process.engine.record(stats)
+            if "trace" in g:
+                g.trace.end(stats)
         if response.status_code < 500 and "rejection" in g:
             extra = server.log_fields(status=response.status_code, error=g.rejection)
             logger.info("request rejected", extra=extra | {"is_limited": True})
@@ -231,7 +235,7 @@ class ErrorHandlers:
         if isinstance(error, EngineError):
             return errors.not_ready(str(error))
         if isinstance(error, RecursionError):
-            return errors.too_deep()
+            return ApiError(400, "validation", "The JSON of the request is nested too deeply")
         if not isinstance(error, HTTPException):
             extra = server.log_fields()
             logger.error("%s %s failed", request.method, request.path, exc_info=error, extra=extra)

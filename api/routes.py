@@ -58,8 +58,7 @@ def predictions(server: Server, name: str) -> Response:
 
 
 def of_adapter(read: Read, name: str | None) -> Read:
-    """Reads requests that name a LoRA adapter, or the model, beside the body. `name` is None if the request
-    does not."""
+    """Reads requests that name a LoRA adapter, or the model, in a header or the path; None: neither."""
     return lambda data, served: read(data, served.with_adapter(name) if name else served)
 
 

@@ -26,7 +26,7 @@ from api.generation.stream import (
     ClientGone,
     Connection,
     ConnectionMonitor,
-    EventStream,
+    event_stream,
     timing_headers,
 )
 from api.generation.tracing import RequestTrace, Tracer
@@ -38,7 +38,6 @@ from api.http.fields import Json
 from api.http.response_store import OwnedResponses
 from api.http.types import encode_json
 from config import Config
-from protocol import RequestStats
 from text.grammar import GrammarError
 
 logger = logging.getLogger("web")
@@ -180,13 +179,6 @@ class Server:
         if self._connection().is_lost:
             raise ClientDisconnected
 
-    def record_failure(self, status: int) -> None:
-        """Adds a request that was not sent to the worker to the metrics and traces."""
-        stats = RequestStats(status, g.get("outcome"))
-        self.engine.record(stats)
-        if "trace" in g:
-            g.trace.end(stats)
-
     def _begin(self) -> Served:
         """What the request is checked against. Rejects it before its body is read."""
         g.generates = True
@@ -201,9 +193,7 @@ class Server:
                 raise errors.overloaded()
         return served
 
-    def _submit(
-        self, writer: ResponseWriter, served: Served, deadline_s: float | None = None
-    ) -> ActiveRequest:
+    def _submit(self, writer: ResponseWriter, served: Served, deadline_s: float | None) -> ActiveRequest:
         """Loads the images, in the request's own greenlet, so that they hold no thread for texts, and sends
         the prompts to the worker. Raises ApiError."""
         g.error_format = writer.error_format
@@ -229,10 +219,14 @@ class Server:
             headers["x-schema-not-enforced"] = ", ".join(sorted(keywords)[:MAX_NOT_ENFORCED])
         try:
             if writer.streams:  # once the status is certain
-                stream = EventStream(writer, generation, lambda write: self._run(write, writer.lists_prompts))
+                stream = event_stream(
+                    writer, generation, lambda write: self._run(write, writer.lists_prompts)
+                )
                 headers["Content-Type"] = writer.content_type
                 headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-                return Response(stream, headers=headers)
+                response = Response(stream, headers=headers)
+                response.call_on_close(generation.close)  # also before the first event is written
+                return response
             with generation:
                 generation.run()
                 body = self._run(

@@ -6,6 +6,7 @@ Source of the order of events: Anthropic's API reference (streaming, errors).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from api.anthropic.tools import MessagesTools
 from api.anthropic.types import (
@@ -58,27 +59,23 @@ class MessagesResponseWriter(ResponseWriter):
         (sequence,) = sequences
         for _event in self._read(sequence, sequence.pieces):
             pass
-        response = self._response(sequence)
-        response.content = self._content
-        response.stop_reason = self._stop_reason(sequence)
-        response.stop_sequence = self._stop_sequence(sequence)
-        return response
+        return self._response(sequence, content=self._content, **self._end_of(sequence))
 
     def stream_end(self, sequences: list[GeneratedSequence]) -> bytes:
         (sequence,) = sequences
-        delta = {"stop_reason": self._stop_reason(sequence), "stop_sequence": self._stop_sequence(sequence)}
-        last = {"type": "message_delta", "delta": delta, "usage": self._usage(sequence)}
+        last = {"type": "message_delta", "delta": self._end_of(sequence), "usage": self._usage(sequence)}
         return named_event(last) + named_event({"type": "message_stop"})
 
     def failure(self, error: ApiError) -> bytes:
         return b"event: error\n" + super().failure(error)
 
-    def _response(self, sequence: GeneratedSequence) -> MessagesResponse:
+    def _response(self, sequence: GeneratedSequence, **more: Any) -> MessagesResponse:
         return MessagesResponse(
-            id=f"msg_{self.request_id}",
-            model=self.model_name,
-            usage=self._usage(sequence),
+            id=f"msg_{self.request_id}", model=self.model_name, usage=self._usage(sequence), **more
         )
+
+    def _end_of(self, sequence: GeneratedSequence) -> Json:
+        return {"stop_reason": self._stop_reason(sequence), "stop_sequence": self._stop_sequence(sequence)}
 
     def _usage(self, sequence: GeneratedSequence) -> MessagesUsage:
         cached = sequence.prompt_done.cached

@@ -10,12 +10,12 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from api.generation.request_images import RequestImages
+from api.generation.request_images import NO_IMAGES, RequestImages
 from api.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid, too_large, unknown_model
 from api.http.fields import check_ids, require
 from api.http.response_store import OwnedResponses
@@ -85,7 +85,7 @@ class Served:
     info: ModelInfo
     text: ModelText
     responses: OwnedResponses
-    images: RequestImages = field(default_factory=RequestImages)
+    images: RequestImages = NO_IMAGES
     adapter: str = ""  # the LoRA adapter that a header or a path names, before any field; "": none
 
     def adapter_of(self, model: str | None) -> str:

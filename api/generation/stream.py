@@ -285,75 +285,60 @@ class ActiveRequest:
         logger.debug(event, extra={"fields": {"request_id": self.arrival.request_id, **fields}})
 
 
-class EventStream:
-    """The body of a streamed response. What became certain together is one write.
+def event_stream(
+    writer: ResponseWriter,
+    generation: ActiveRequest,
+    run: Callable[[Callable[[], bytes]], bytes],
+) -> Iterator[bytes]:
+    """The body of a streamed response, after which the generation has to be closed.
 
-    The web server calls `close` at the end, and when the client disconnects, also before the first event is
-    written.
+    The first text, or KEEP_ALIVE_S without it, makes the status certain: this function waits for it. Raises
+    ApiError and ClientGone. run: runs what writes the events of a batch.
     """
+    batches = iter(generation)
+    try:
+        first = next(batches)
+    except BaseException as error:
+        generation.fail(error)
+        generation.close()
+        raise
+    return _events_of(writer, generation, itertools.chain([first], batches), run)
 
-    def __init__(
-        self,
-        writer: ResponseWriter,
-        generation: ActiveRequest,
-        run: Callable[[Callable[[], bytes]], bytes],
-    ):
-        """Waits for the first text, or for KEEP_ALIVE_S: then the status is certain. Raises ApiError and
-        ClientGone.
 
-        run: runs what writes the events of a batch.
-        """
-        self._writer = writer
-        self._run = run
-        self._generation = generation
-        batches = iter(generation)
-        try:
-            first = next(batches)
-        except BaseException as error:
-            generation.fail(error)
-            generation.close()
-            raise
-        self._batches = itertools.chain([first], batches)
-        self._events = self._write()
-
-    def __iter__(self) -> Iterator[bytes]:
-        return self._events
-
-    def close(self) -> None:
-        self._events.close()
-        self._generation.close()
-
-    def _write(self) -> Iterator[bytes]:
-        generation = self._generation
-        generation.streams_at = time.monotonic()
-        try:
-            yield from self._data()
-            generation.succeed()
-            if end := self._writer.stream_end(generation.sequences):
-                yield end
-        except ClientGone:
-            pass
-        except Exception as error:
-            generation.fail(error, status=200)
-            if not isinstance(error, ApiError):
-                request_id = generation.arrival.request_id
-                logger.exception("a stream failed", extra={"fields": {"request_id": request_id}})
-                error = errors.internal()
-            yield self._writer.failure(error)
-
-    def _data(self) -> Iterator[bytes]:
-        written_at = self._generation.arrival.at
-        for batch in self._batches:
-            data = self._run(functools.partial(self._events_of, batch))
+def _events_of(
+    writer: ResponseWriter,
+    generation: ActiveRequest,
+    batches: Iterator[Batch],
+    run: Callable[[Callable[[], bytes]], bytes],
+) -> Iterator[bytes]:
+    """The events of a stream. Those of a batch are one write."""
+    generation.streams_at = time.monotonic()
+    written_at = generation.arrival.at
+    try:
+        for batch in batches:
+            data = run(functools.partial(_written, writer, batch))
             now = time.monotonic()
             if not data and now - written_at >= KEEP_ALIVE_S:
-                data = self._writer.keep_alive
+                data = writer.keep_alive
             if data:
                 written_at = now
                 yield data
+        generation.succeed()
+        if end := writer.stream_end(generation.sequences):
+            yield end
+    except ClientGone:
+        pass
+    except Exception as error:
+        generation.fail(error, status=200)
+        if not isinstance(error, ApiError):
+            request_id = generation.arrival.request_id
+            logger.exception("a stream failed", extra={"fields": {"request_id": request_id}})
+            error = errors.internal()
+        yield writer.failure(error)
 
-    def _events_of(self, batch: Batch) -> bytes:
-        return b"".join(self._writer.events(sequence, pieces) for sequence, pieces in batch.items())
+
+def _written(writer: ResponseWriter, batch: Batch) -> bytes:
+    return b"".join(writer.events(sequence, pieces) for sequence, pieces in batch.items())
 
 
 def timing_headers(generation: ActiveRequest) -> dict[str, str]:

@@ -181,10 +181,6 @@ def too_large(limit: int) -> ApiError:
     return ApiError(413, "validation", f"{what} (at most {limit} bytes; --payload-limit raises it)")
 
 
-def too_deep() -> ApiError:
-    return ApiError(400, "validation", "The JSON of the request is nested too deeply")
-
-
 def not_ready(phase: str) -> ApiError:
     what = f"The server is not ready: {phase}"
     return ApiError(503, "unavailable", what, retry_after_s=5, phase=phase)
