@@ -854,6 +854,11 @@ class Config:
         return [self.model_name, TGI_NAME]
 
     @property
+    def needs_key(self) -> bool:
+        """Whether requests need an API key."""
+        return bool(self.api_key or self.api_key_file)
+
+    @property
     def is_demo(self) -> bool:
         return Path(self.model_id) == DEMO_MODEL
 
@@ -1191,8 +1196,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     logs.set_up(config.log_level, config.json_output)
     logger = logging.getLogger("config")
-    is_open = not (config.api_key or config.api_key_file)
-    key = "requests need no API key (--api-key)" if is_open else "requests need the API key"
+    key = "requests need the API key" if config.needs_key else "requests need no API key (--api-key)"
     logger.info("Starting neuron-textgen %s; model: %s; %s", VERSION, config.model_name, key)
     for line in _log_lines_of_aliases(_given(argv, os.environ)):
         logger.warning("%s", line)

@@ -291,23 +291,21 @@ class Manifest:
             raise ConfigError(
                 f"{folder} has its models in subfolders: give one, --model-id {inside[-1].parent}"
             )
-        config = read_json(folder / "config.json", required=True)
+        path = folder / "config.json"
+        config = read_json(path, required=True)
         if not isinstance(config.get("model_type"), str):
-            raise ConfigError(f"{folder / 'config.json'} has no `model_type`, so the model cannot be loaded")
+            raise ConfigError(f"{path} has no `model_type`, so the model cannot be loaded")
         text_config = config.get("text_config")  # of vision-language models
         if text_config is None:
             text_config = config
         if not isinstance(text_config, dict):
             raise ConfigError(
-                f"{folder / 'config.json'}: text_config should be a JSON object, "
-                f"not {type(text_config).__name__}"
+                f"{path}: text_config should be a JSON object, not {type(text_config).__name__}"
             )
         for facts, name in itertools.product((config, text_config), ("dtype", "torch_dtype")):
             if str(facts.get(name)).startswith(("torch.", "auto")):
                 dtype = f"{name} is {facts[name]!r}"
-                raise ConfigError(
-                    f"{folder / 'config.json'}: {dtype}; write a type's name, such as 'bfloat16'"
-                )
+                raise ConfigError(f"{path}: {dtype}; write a type's name, such as 'bfloat16'")
         lengths = [text_part(config).get(name) for name in CONTEXT_LENGTHS]
         generation_config = read_json(folder / "generation_config.json")
         eos_ids = _token_ids([facts.get("eos_token_id") for facts in (config, generation_config)])

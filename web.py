@@ -101,6 +101,7 @@ class AuthAndCors:
 
     def __init__(self, config: Config):
         self._origins = config.cors_allow_origin.split(",")
+        self._needs_key = config.needs_key
         self._keys = ApiKeys(config)
 
     def admit(self) -> Response | None:
@@ -146,7 +147,7 @@ class AuthAndCors:
 
     def _key(self) -> bytes | None:
         """The API key that the request has; b"" where it needs none, None where it has none."""
-        if self._keys.are_none:
+        if not self._needs_key:
             return b""
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         keys = [request.headers.get("x-api-key", "")]  # used by Anthropic's clients
@@ -166,10 +167,6 @@ class ApiKeys:
         self._file = config.api_key_file
         self._version: tuple[int, int] | None = None  # of the file, as last read
         self._of_file: list[bytes] = []
-
-    @property
-    def are_none(self) -> bool:
-        return not (self._own or self._file)
 
     def has(self, given: bytes) -> bool:
         self._refresh()

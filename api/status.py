@@ -112,7 +112,7 @@ def _page(server: Server) -> Response:
             "chats": text.template is not None,
             "images": info.reads_images,
             "tools": not text.tools.in_prompt and getattr(text.tools.format, "name", None),
-            "key": bool(server.config.api_key or server.config.api_key_file),
+            "key": server.config.needs_key,
         }
     # What is not so has no attribute.
     data = "".join(f' data-{name}="{html.escape(str(value))}"' for name, value in facts.items() if value)

@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from api import tgi
 from api.chats.conversation import ChatRequest, prepare_chat
-from api.generation.prepared_request import PreparedRequest, Served, encoded
+from api.generation.prepared_request import Served, encoded
 from api.generation.request_images import Later
 from api.http import fields
 from api.http.errors import invalid
@@ -109,11 +109,12 @@ def _tokenize_prompt(data: Json, served: Served) -> Later:
 def _tokenize_messages(data: Json, served: Served) -> Later:
     request = fields.read(data, TokenizeChat)
     prepared = prepare_chat(request, served)
-    return lambda: _counted(_text_of(prepared, served), request, prepared.add_special_tokens, served)
 
+    def counted() -> TokenizeResponse:
+        text = served.images.expand(prepared.prompt, prepared.image_numbers)
+        return _counted(text, request, prepared.add_special_tokens, served)
 
-def _text_of(prepared: PreparedRequest, served: Served) -> str:
-    return served.images.expand(prepared.prompt, prepared.image_numbers)
+    return counted
 
 
 def _counted(
@@ -168,7 +169,7 @@ def chat_tokenize(data: Json, served: Served) -> Later:
     prepared = prepare_chat(fields.read(data, ChatRequest), served)
 
     def listed() -> ChatTokenizeResponse:
-        text = _text_of(prepared, served)
+        text = served.images.expand(prepared.prompt, prepared.image_numbers)
         tokens = _tokens(text, served, prepared.add_special_tokens)
         return ChatTokenizeResponse(tokens, served.text.tokenizer.unescape(text))
 

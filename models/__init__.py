@@ -46,7 +46,7 @@ def prepare(config: Config) -> Engine:
                 f"--{setting.replace('_', '-')} ({setting.upper()}) is for CPUs and GPUs; "
                 f"on {engine.name} --merge-lora (MERGE_LORA) merges one adapter into the model"
             )
-    if config.lora_folder and not (config.api_key or config.api_key_file):
+    if config.lora_folder and not config.needs_key:
         raise ModelError(
             "--lora-folder (LORA_FOLDER) needs an API key: whoever has it can load adapters; give --api-key "
             "(API_KEY) or --api-key-file (API_KEY_FILE)"

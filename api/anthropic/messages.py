@@ -69,7 +69,6 @@ def _prepare(request: CountRequest, tools: MessagesTools, served: Served, **more
     chat = ChatRequest(
         model=request.model,
         messages=messages,
-        tools=tools.listed or None,
         tool_choice=tools.choice(choice),
         parallel_tool_calls=None if is_single is None else not is_single,
         response_format=response_format,
@@ -80,7 +79,6 @@ def _prepare(request: CountRequest, tools: MessagesTools, served: Served, **more
     )
     names = FieldNames(
         messages=paths,
-        tools=tools.paths,
         limit="max_tokens",
         least_limit=0,  # for prefix caching alone
         stop="stop_sequences",
@@ -90,7 +88,7 @@ def _prepare(request: CountRequest, tools: MessagesTools, served: Served, **more
         nests_tools=False,
         parameters=".input_schema",
     )
-    return prepare_chat(chat, served, names, tools.found)
+    return prepare_chat(chat, served, names, tools)
 
 
 def _messages_of(reader: ContentReader, path: str, given: InputMessage) -> Iterator[Message]:

@@ -47,7 +47,7 @@ class MessagesTools(OfferedTools):
             return name
         path, form = self._known[name]
         self._rejected.pop(name, None)
-        if form not in self.listed:
+        if form not in [listed for _path, listed in self._listed]:
             self._found[name] = (path, form)
         return definitions([form])
 
@@ -64,7 +64,7 @@ class MessagesTools(OfferedTools):
         """`tool_choice` in a chat's form. Raises ApiError."""
         if given.type in MODE_OF_CHOICE:
             mode = MODE_OF_CHOICE[given.type]
-            names = [form["function"]["name"] for form in (*self.listed, *self.found)]
+            names = [form["function"]["name"] for _path, form in (*self.listed, *self.found)]
             rejected = [name for name in names if name in self._rejected]
             if mode == "none" or not rejected:
                 return mode

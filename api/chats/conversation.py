@@ -7,7 +7,7 @@ chats here as a `ChatRequest`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any, TypeVar
 
 from msgspec import Struct
@@ -19,7 +19,7 @@ from api.chats.formats import Constraint
 from api.chats.openai_shared import OpenAIRequest, check_openai
 from api.chats.reasoning import template_variables
 from api.chats.template_adapter import ALIASES, adapt_to_template
-from api.chats.tools import ToolPolicy, as_function, tool_policy
+from api.chats.tools import OfferedTools, ToolPolicy, as_function, tool_policy
 from api.generation.prepared_request import PreparedRequest, Served
 from api.generation.request_images import RequestImages
 from api.http.errors import ApiError, invalid
@@ -36,7 +36,6 @@ from api.http.fields import (
 from api.http.types import U32
 from protocol import SamplingParams
 from text.grammar import GrammarError
-from text.json_schema import without_nulls
 from text.output.json_mender import whole_value
 from text.output.parser import ParserConfig
 from text.output.reasoning_formats import Thinking
@@ -131,22 +130,23 @@ def prepare_chat(
     chat: ChatRequest,
     served: Served,
     field_names: FieldNames = CHAT_FIELDS,
-    inline_tools: Sequence[Json] = (),
+    offered: OfferedTools | None = None,
 ) -> PreparedRequest:
     """The prepared request of a chat.
 
-    inline_tools: tools that messages define. Their paths in `field_names` follow those of the tools that the
-    chat lists. A chat that lists none lists these: a template explains calls only beside a list.
+    offered: the tools, by default those of the chat itself. If none is listed, those that the conversation
+    adds are: a template explains calls only beside a list.
     """
     text = served.text
     checked = _check(chat, served, field_names)
     constraint = formats.of_openai(chat, field_names)
-    listed = without_nulls(chat.tools) or []
-    tools = [*listed, *inline_tools]
+    offered = offered or OfferedTools(chat.tools or ())
+    tools = [*offered.listed, *offered.found]
     policy = tool_policy(tools, chat.tool_choice, chat.parallel_tool_calls, text.tools, field_names)
     if tools and chat.tool_choice == "none":
         checked["sampling"] = _without_calls(checked["sampling"], served)
-    rendered, continued = _render_prompt(chat, listed or tools, served, field_names)
+    forms = [form for _path, form in offered.listed or tools]
+    rendered, continued = _render_prompt(chat, forms, served, field_names)
     if constraint.grammar:
         constraint = constraint._replace(grammar=text.reasoning.in_answer(constraint.grammar))
     if policy:

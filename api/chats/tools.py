@@ -13,6 +13,7 @@ from typing import Any
 from api.http.errors import invalid
 from api.http.fields import FieldNames, Json
 from text.grammar import GrammarError, left_out
+from text.json_schema import without_nulls
 from text.output.call_syntaxes import (
     AllowedCalls,
     Function,
@@ -44,31 +45,28 @@ NO_PARSER = "cannot constrain calls with --tool-parser none (TOOL_PARSER)"
 
 
 class OfferedTools:
-    """The tools of a request in a chat's form. Those that the API's provider runs are left out.
+    """The tools of a request: the path of each in the request, and its form in a chat. Those that the API's
+    provider runs are left out.
 
     `listed` are for the template's list. `found` are those that the conversation adds: they may be called,
     too, but their definitions stand at that place, so that a tool search leaves the prefix as it is. Others
     are deferred (`defer_loading`) until the conversation adds them, unless the provider would search them.
     """
 
-    def __init__(self):
+    def __init__(self, listed: Iterable[Json] = ()):
+        """listed: tools in a chat's form, from the field `tools`."""
         self.left_out: set[str] = set()  # types
-        self._listed: list[tuple[str, Json]] = []  # the path in the request and the form of each,
-        self._found: dict[str, tuple[str, Json]] = {}  # here by name
+        self._listed = [(f"tools[{n}]", form) for n, form in enumerate(listed)]
+        self._found: dict[str, tuple[str, Json]] = {}  # by name
         self._rejected: dict[str, str] = {}  # why tools of these names may not be called
 
     @property
-    def listed(self) -> list[Json]:
-        return [form for _path, form in self._listed]
+    def listed(self) -> list[tuple[str, Json]]:
+        return [(path, without_nulls(form)) for path, form in self._listed]
 
     @property
-    def found(self) -> list[Json]:
-        return [form for _path, form in self._found.values()]
-
-    @property
-    def paths(self) -> list[str]:
-        """The paths of the tools that are listed, then of those that are found."""
-        return [path for path, _form in (*self._listed, *self._found.values())]
+    def found(self) -> list[tuple[str, Json]]:
+        return list(self._found.values())
 
     def only(self, mode: str, names: Iterable[Any]) -> Json:
         """`tool_choice` of a chat that may call those of these tools that may be called."""
@@ -137,17 +135,20 @@ class ToolPolicy(AllowedCalls):
 
 
 def tool_policy(
-    tools: list[Json],
+    tools: list[tuple[str, Json]],
     tool_choice: str | Json | None,
     parallel_tool_calls: bool | None,
     model: ModelTools,
     field_names: FieldNames,
 ) -> ToolPolicy | None:
-    """What a chat may call; None: nothing, or calls stay text. Raises ApiError."""
+    """What a chat may call; None: nothing, or calls stay text. Raises ApiError.
+
+    tools: the path of each in the request, and its form in a chat.
+    """
     functions = {}
     paths = {}
-    for n, tool in enumerate(tools):
-        path, function = _checked_function(field_names.tool(n), tool, field_names)
+    for place, tool in tools:
+        path, function = _checked_function(place, tool, field_names)
         name = function.name
         if name in functions:
             raise invalid(f"{path}.name", "is the name of two tools", given=name)

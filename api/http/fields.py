@@ -106,11 +106,10 @@ NO_PROMPT_LOGITS = "is not supported here: it needs chunked prefill, and --sampl
 class FieldNames:
     """An API's names for the fields of a chat, for its error messages; by default those of chat completions.
 
-    messages, tools: the paths of the chat's messages and tools in the request.
+    messages: the paths of the chat's messages in the request.
     """
 
     messages: Sequence[str] = ()
-    tools: Sequence[str] = ()
     prompt: str = "messages"
     limit: str = ""  # max_tokens or max_completion_tokens
     least_limit: int = 1
@@ -125,9 +124,6 @@ class FieldNames:
 
     def message(self, n: int) -> str:
         return self.messages[n] if self.messages else f"messages[{n}]"
-
-    def tool(self, n: int) -> str:
-        return self.tools[n] if self.tools else f"tools[{n}]"
 
 
 CHAT_FIELDS = FieldNames()

@@ -119,7 +119,6 @@ def _prepare_response(
         logprobs=bool(request.top_logprobs) or LOGPROBS in (request.include or []),
         top_logprobs=request.top_logprobs,
         response_format=request.text and request.text.format,
-        tools=tools.listed or None,
         tool_choice=tools.choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
         stream=request.stream,
@@ -129,7 +128,6 @@ def _prepare_response(
     )
     names = FieldNames(
         messages=paths,
-        tools=tools.paths,
         prompt="input",
         limit="max_output_tokens",
         logprobs="top_logprobs",
@@ -138,7 +136,7 @@ def _prepare_response(
         nests_tools=False,
         allowed_tools="",
     )
-    return prepare_chat(chat, served, names, tools.found)
+    return prepare_chat(chat, served, names, tools)
 
 
 class Conversation:

@@ -5,6 +5,7 @@ Source of the order of events: OpenAI's API reference (streaming events).
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -72,11 +73,6 @@ DEFAULTS: Json = {
 NOT_REPEATED = set(SamplingOptions.__struct_fields__) - DEFAULTS.keys()
 FUNCTION_KEYS = {"description": None, "parameters": None, "strict": False}
 SCHEMA_KEYS = {"description": None, "strict": False}
-# How text is written: the type and the prefix of the ids of its item, and the type of its content.
-TEXT_ITEMS = {
-    Content: (OutputMessage, "msg", OutputText),
-    Reasoning: (OutputReasoning, "rs", ReasoningText),
-}
 
 
 def _repeated(request: ResponsesRequest, defaults: Json) -> Json:
@@ -193,24 +189,32 @@ class ResponsesWriter(OpenAIResponseWriter):
         return self._response.output[-1] if self._response.output else None
 
     def _begin(self, part: OutputPart) -> Iterator[Json]:
-        if isinstance(part, Call):
-            tool = self._tools.of(part.name)
-            named = {"call_id": part.id, "name": tool.name, "namespace": tool.namespace or UNSET}
-            if tool.kind in BUILT_IN:
-                row = BUILT_IN[tool.kind]
-                yield from self._begin_item(row.prefix, row.item, call_id=part.id)
-            elif tool.kind == "custom":
-                yield from self._begin_item("ctc", CustomToolCall, **named)
-            else:
-                yield from self._begin_item("fc", FunctionCall, **named)
+        item = self._item_of(part)
+        self._response.output.append(item)
+        if isinstance(item, BuiltInCall):  # clients expect its arguments from the beginning
             return
-        kind, prefix, content_kind = TEXT_ITEMS[type(part)]
-        yield from self._begin_item(prefix, kind)
-        self._newest.content.append(content_kind())
-        yield self._item_event("response.content_part.added", content_index=0, part=self._newest.content[0])
+        yield self._item_event("response.output_item.added", item=item)
+        if isinstance(part, Call):
+            return
+        item.content.append(OutputText() if isinstance(part, Content) else ReasoningText())
+        yield self._item_event("response.content_part.added", content_index=0, part=item.content[0])
         if self._summarizes:
-            self._newest.summary.append(SummaryText())
-            yield self._summary_event("part.added", part=self._newest.summary[0])
+            item.summary.append(SummaryText())
+            yield self._summary_event("part.added", part=item.summary[0])
+
+    def _item_of(self, part: OutputPart) -> OutputItem:
+        """The item that a part becomes, as it begins."""
+        new_id = functools.partial(item_id, key=self._key, number=len(self._response.output))
+        if isinstance(part, Content):
+            return OutputMessage(id=new_id("msg"))
+        if isinstance(part, Reasoning):
+            return OutputReasoning(id=new_id("rs"))
+        tool = self._tools.of(part.name)
+        if row := BUILT_IN.get(tool.kind):
+            return row.item(id=new_id(row.prefix), call_id=part.id)
+        kind, prefix = (CustomToolCall, "ctc") if tool.kind == "custom" else (FunctionCall, "fc")
+        namespace = tool.namespace or UNSET
+        return kind(id=new_id(prefix), call_id=part.id, name=tool.name, namespace=namespace)
 
     def _continue(self, part: OutputPart, text: str) -> Iterator[Json]:
         logprobs = self._logprobs_read
@@ -229,12 +233,6 @@ class ResponsesWriter(OpenAIResponseWriter):
             if self._summarizes:
                 item.summary[0].text += text
                 yield self._summary_event("text.delta", delta=text)
-
-    def _begin_item(self, prefix: str, kind: type[OutputItem], **fields: Any) -> Iterator[Json]:
-        item = kind(id=item_id(prefix, self._key, len(self._response.output)), **fields)
-        self._response.output.append(item)
-        if not isinstance(item, BuiltInCall):  # clients expect its arguments from the beginning
-            yield self._item_event("response.output_item.added", item=item)
 
     def _end(self, part: OutputPart) -> Iterator[Json]:
         item = self._newest

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import tiny_tokenizers
 from tokenizers import AddedToken
 
-from api.chats.tools import tool_policy
+from api.chats.tools import OfferedTools, tool_policy
 from api.http.fields import CHAT_FIELDS
 from text.output import tool_formats
 from text.output.call_syntaxes import ModelTools
@@ -240,7 +240,7 @@ TOOLS = [tool(), NOW]
 
 def use(name="hermes", tools=TOOLS, choice=None, parallel=None, **known):
     """What a chat with these tools may call, of a model that writes calls in the format of this name."""
-    return tool_policy(tools, choice, parallel, ModelTools(FORMS.get(name), **known), CHAT_FIELDS)
+    return tool_policy(OfferedTools(tools).listed, choice, parallel, ModelTools(FORMS.get(name), **known), CHAT_FIELDS)
 
 
 THINKING = ("<think>", "</think>")

@@ -14,7 +14,7 @@ from api.anthropic.output import MessagesResponseWriter
 from api.anthropic.tools import CLIENT_TOOLS, MessagesTools
 from api.anthropic.types import MessagesRequest
 from api.chats.conversation import NEVER, ChatRequest
-from api.chats.tools import CUSTOM_INPUT, as_function, tool_policy
+from api.chats.tools import CUSTOM_INPUT, OfferedTools, as_function, tool_policy
 from api.generation.prepared_request import PreparedRequest, TokenizedPrompt
 from api.generation.response_writer import GeneratedSequence
 from api.http.errors import ApiError
@@ -69,7 +69,7 @@ def test_a_tool_choice_says_whether_and_what_is_called(tools, choice, mode, name
 @pytest.mark.parametrize(("tools", "choice"), [([], None), ([], "auto"), ([], "none"), (TOOLS, "none")])
 @pytest.mark.parametrize("model", [None, ModelTools(None)])
 def test_nothing_is_called_without_tools_and_with_the_choice_none(tools, choice, model):
-    assert tool_policy(tools, choice, None, model, CHAT_FIELDS) is None
+    assert tool_policy(OfferedTools(tools).listed, choice, None, model, CHAT_FIELDS) is None
     assert use("hermes", tools, choice) is None
 
 
