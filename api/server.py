@@ -31,9 +31,9 @@ from api.generation.stream import (
 )
 from api.generation.tracing import RequestTrace, Tracer
 from api.http import errors, fields
-from api.http.bodies import Bodies, charset_of_text, check_is_json
+from api.http.bodies import Bodies
 from api.http.engine_client import EngineClient, attempt
-from api.http.errors import CLIENT_CLOSED_REQUEST
+from api.http.errors import CLIENT_CLOSED_REQUEST, ApiError
 from api.http.fields import Json
 from api.http.response_store import OwnedResponses
 from api.http.types import encode_json
@@ -43,6 +43,7 @@ from text.grammar import GrammarError
 logger = logging.getLogger("web")
 
 JSON = "application/json"
+CHARSETS = ("utf-8", "us-ascii", "iso-8859-1")  # of plain text
 LONG_TEXT = 20_000  # bytes; shorter ones are tokenized in less than a millisecond
 TEXT_THREADS = 2
 # Before a 429: a client may know that a request has ended before the worker's report of it arrives here.
@@ -56,8 +57,9 @@ T = TypeVar("T")
 
 
 def json_parser() -> Parse:
-    """What parses the JSON body of the current request. Raises ApiError for a body of another type."""
-    check_is_json()
+    """What parses the JSON body of the current request. Raises ApiError (415) for a body of another type."""
+    if not (request.mimetype == JSON or request.mimetype.endswith("+json")):
+        raise _wrong_content_type(JSON)
     return fields.parse_body
 
 
@@ -67,9 +69,22 @@ def no_parser() -> Parse:
 
 
 def text_parser() -> Parse:
-    """What parses a body that is the prompt itself, as plain text: an API gets it as `inputs`. Raises
-    ApiError for a body of another type."""
-    return functools.partial(fields.parse_text, charset=charset_of_text())
+    """What parses a body that is the prompt itself: plain text, or a body without a type. An API gets the
+    prompt as `inputs`. Raises ApiError (415) for a body of another type."""
+    if request.mimetype not in ("", "text/plain"):
+        raise _wrong_content_type("text/plain")
+    charset = request.mimetype_params.get("charset", CHARSETS[0]).lower()
+    if charset not in CHARSETS:
+        known = " or ".join(f"`{name}`" for name in CHARSETS)
+        what = f"The `charset` of a text must be {known}"
+        raise ApiError(415, "validation", what, quoted=f". Given: {charset[:40]!r}")
+    return functools.partial(fields.parse_text, charset=charset)
+
+
+def _wrong_content_type(expected: str) -> ApiError:
+    given = request.headers.get("Content-Type")
+    quoted = f". Given: {given[:80]!r}" if given else ". Given: none"
+    return ApiError(415, "validation", f"Expected request with `Content-Type: {expected}`", quoted=quoted)
 
 
 class TextThreads:
@@ -140,9 +155,9 @@ class Server:
     def read(self, kind: type[T]) -> T:
         """The JSON body of the request, as `kind`. Raises ApiError."""
         _served = self.served  # not before the model is ready
-        check_is_json()
+        parse = json_parser()
         with self._bodies.read(self.payload_limit) as body:
-            return fields.read(fields.parse_body(body), kind)
+            return fields.read(parse(body), kind)
 
     def reply(self, make: Callable[[Json, Served], Later]) -> Response:
         """A response without generated text to a JSON body.
@@ -150,9 +165,9 @@ class Server:
         make: reads and checks the body, and returns what makes the response once the images are loaded.
         """
         served = self.served
-        check_is_json()
+        parse = json_parser()
         with self._bodies.read(self.payload_limit) as body, served.images:
-            respond = self._threads.run(lambda: make(fields.parse_body(body), served))
+            respond = self._threads.run(lambda: make(parse(body), served))
             served.images.load(self._check_client)
             return json_response(self._threads.run(respond))
 

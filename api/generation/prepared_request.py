@@ -223,7 +223,7 @@ def _most_tokens(prepared: PreparedRequest, ids: list[int], served: Served) -> i
     most = context_length - length if prepared.max_new_tokens is None else prepared.max_new_tokens
     if prepared.clamps_max_tokens:
         most = min(most, context_length - length)
-    elif length + most > context_length and prepared.max_new_tokens is not None:
+    elif length + most > context_length:
         of_images = _of_images(prepared, served)
         tokens = f"{length} `{prepared.prompt_name}` tokens{of_images} and {most} `{prepared.limit_name}`"
         limit = f"tokens + `{prepared.limit_name}` must be <= {context_length} (--max-total-tokens raises it)"

@@ -33,7 +33,6 @@ DISCARD_S = 1.0
 # The window bits of zlib for each `Content-Encoding`; servers disagree whether deflate has a header.
 ENCODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 WITHOUT_HEADER = -15
-CHARSETS = ("utf-8", "us-ascii", "iso-8859-1")  # of plain text
 TRAILER_LIMIT = 8190  # bytes after a chunked body; gunicorn scans all of them whenever some arrive
 # Tokenizing the text of a body of more bytes leaves up to 100 MB of free memory in small pieces, which go
 # back to the system after TRIM_S.
@@ -144,30 +143,6 @@ def _piece_size(body: bytearray) -> int:
     if request.content_length is None:
         return BODY_PIECE
     return min(max(len(body), BODY_PIECE), LONG_PIECE)
-
-
-def check_is_json() -> None:
-    """Raises ApiError (415) for a request whose body is of another type."""
-    if not (request.mimetype == "application/json" or request.mimetype.endswith("+json")):
-        raise wrong_content_type("application/json")
-
-
-def charset_of_text() -> str:
-    """The charset of a plain-text request; a body without a type counts as one. Raises ApiError (415)."""
-    if request.mimetype not in ("", "text/plain"):
-        raise wrong_content_type("text/plain")
-    charset = request.mimetype_params.get("charset", CHARSETS[0]).lower()
-    if charset not in CHARSETS:
-        known = " or ".join(f"`{name}`" for name in CHARSETS)
-        what = f"The `charset` of a text must be {known}"
-        raise ApiError(415, "validation", what, quoted=f". Given: {charset[:40]!r}")
-    return charset
-
-
-def wrong_content_type(expected: str) -> ApiError:
-    given = request.headers.get("Content-Type")
-    quoted = f". Given: {given[:80]!r}" if given else ". Given: none"
-    return ApiError(415, "validation", f"Expected request with `Content-Type: {expected}`", quoted=quoted)
 
 
 def drain_body() -> None:
