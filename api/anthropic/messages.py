@@ -13,7 +13,7 @@ from typing import Any
 from api.anthropic.output import MessagesResponseWriter
 from api.anthropic.tools import MessagesTools
 from api.anthropic.types import AnthropicToolChoice, CountRequest, InputMessage, MessagesRequest, TokenCount
-from api.chats.content import PARTS, ContentReader, joined, needed
+from api.chats.content import PARTS, ContentReader, Part, joined
 from api.chats.conversation import ChatRequest, Message, call_message, prepare_chat
 from api.chats.reasoning import THINKING_ON, unseal
 from api.chats.tools import ADDED_TOOLS
@@ -121,60 +121,59 @@ def _appended(message: Message, kind: str, text: str) -> str:
     return joined(message.content or "", text, "\n")
 
 
-def _thoughts(reader: ContentReader, path: str, block: Json) -> Message:
-    thoughts = reader.fields(path, block, "thinking?") or unseal(block.get("signature"))
+def _thoughts(block: Part) -> Message:
+    thoughts = block.text("thinking?") or unseal(block.get("signature"))
     return Message("assistant", reasoning_content=thoughts)
 
 
-def _tool_use(_reader: ContentReader, path: str, block: Json) -> Message:
-    given = needed(path, block, "input", dict) if block.get("input") is not None else {}
-    name = needed(path, block, "name", str)
+def _tool_use(block: Part) -> Message:
+    given = block.needed("input", dict) if block.get("input") is not None else {}
+    name = block.needed("name", str)
     if block.get("toolset_name") is not None:  # a member of a toolset, in a conversation with another server
         given = {"action": name} | given
-        name = needed(path, block, "toolset_name", str)
-    return call_message(needed(path, block, "id", str), name, given)
+        name = block.needed("toolset_name", str)
+    return call_message(block.needed("id", str), name, given)
 
 
-def _tool_result(reader: ContentReader, path: str, block: Json) -> Message:
-    text = reader.fields(path, block, "content?")
+def _tool_result(block: Part) -> Message:
+    text = block.text("content?")
     if block.get("is_error"):
         text = f"Error: {text}"
-    return Message("tool", text, tool_call_id=needed(path, block, "tool_use_id", str))
+    return Message("tool", text, tool_call_id=block.needed("tool_use_id", str))
 
 
-def _document(reader: ContentReader, path: str, block: Json) -> str:
-    source = needed(path, block, "source", dict)
-    readable = {"text": "data", "content": "content"}.get(needed(f"{path}.source", source, "type", str))
+def _document(block: Part) -> str:
+    source = block.inner("source")
+    readable = {"text": "data", "content": "content"}.get(source.needed("type", str))
     if readable is None:
-        return reader.omission("document")
-    head = reader.fields(path, block, "title? context?")
-    return "\n".join(filter(None, [head, reader.fields(f"{path}.source", source, readable)]))
+        return block.reader.omission("document")
+    return "\n".join(filter(None, [block.text("title? context?"), source.text(readable)]))
 
 
-def _tool_reference(reader: ContentReader, path: str, block: Json) -> str:
-    name = "name" if "name" in block else "tool_name"  # in a tool_addition, in a result
-    return reader.tools.add(needed(path, block, name, str))
+def _tool_reference(block: Part) -> str:
+    name = "name" if "name" in block.fields else "tool_name"  # in a tool_addition, in a result
+    return block.reader.tools.add(block.needed(name, str))
 
 
-def _tool_definition(reader: ContentReader, path: str, block: Json) -> str:
-    return reader.tools.define(f"{path}.definition", needed(path, block, "definition", dict))
+def _tool_definition(block: Part) -> str:
+    return block.reader.tools.define(f"{block.path}.definition", block.needed("definition", dict))
 
 
-def _tool_addition(reader: ContentReader, path: str, block: Json) -> str:
-    added = reader.fields(path, block, "tool")
+def _tool_addition(block: Part) -> str:
+    added = block.text("tool")
     return ADDED_TOOLS + added if added else ""
 
 
-def _tool_removal(reader: ContentReader, path: str, block: Json) -> str:
-    reference = needed(path, block, "tool", dict)
+def _tool_removal(block: Part) -> str:
+    reference = block.inner("tool")
     if reference.get("type") != "tool_reference":
         return ""  # to tools that Anthropic runs
-    name = needed(f"{path}.tool", reference, "name", str)
-    reader.tools.remove(name)
+    name = reference.needed("name", str)
+    block.reader.tools.remove(name)
     return f"You may no longer call the function {name}."
 
 
-def _browser_state(_reader: ContentReader, _path: str, block: Json) -> str:
+def _browser_state(block: Part) -> str:
     return f"Browser tabs: {json.dumps(block.get('tabs'), ensure_ascii=False)}"
 
 

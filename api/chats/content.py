@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from api.generation.request_images import DETAILS, NO_IMAGES, RequestImages
 from api.http.errors import invalid
@@ -32,16 +32,15 @@ V = TypeVar("V", str, Json, list)
 class ContentReader:
     """Reads the parts of one request.
 
-    types: by the type of a part, the names of its readable fields, such as "title? content". A field is a
-    text, a part, or a list of them; one whose name ends with `?` may be missing. In the place of names there
-    may be a function, which is called with this reader, the part's path in the request, and the part.
+    types: by the type of a part, the names of its readable fields, such as "title? content", or a function of
+    the Part. A field is a text, a part, or a list of them; one whose name ends with `?` may be missing.
     images: the images of the request, which are marks in its texts. tools: the tools of the request, for such
     functions.
     """
 
     def __init__(
         self,
-        types: Mapping[str, str | Callable[[Any, str, Json], Any]],
+        types: Mapping[str, str | Callable[[Part], Any]],
         images: RequestImages = NO_IMAGES,
         tools: Any = None,
     ):
@@ -66,25 +65,15 @@ class ContentReader:
             if content:
                 yield "", content
 
-    def part(self, path: str, kind: str, part: Json) -> Any:
+    def part(self, path: str, kind: str, fields: Json) -> Any:
         """One part as what its type is: a text, or an API's own form, such as a message with a tool call. A
         part that is skipped is None. Raises ApiError."""
-        reader = self._types.get(kind)
-        if reader is None:
+        read = self._types.get(kind)
+        if read is None:
             self.skip(kind)
             return None
-        return self.fields(path, part, reader) if isinstance(reader, str) else reader(self, path, part)
-
-    def fields(self, path: str, part: Json, names: str) -> str:
-        """The text of these fields, a line each. Raises ApiError."""
-        require(isinstance(part, dict), path, "must be an object")
-        texts = []
-        for name in names.split():
-            key = name.removesuffix("?")
-            value = part.get(key) if key != name else needed(path, part, name)
-            if value is not None:
-                texts.append(self.text(f"{path}.{key}", value))
-        return "\n".join(filter(None, texts))
+        part = Part(self, path, fields)
+        return part.text(read) if isinstance(read, str) else read(part)
 
     def text(self, path: str, content: Any, between: str = "\n", role: str = "") -> str:
         """The text of `content`, of a message if there is a `role`. Raises ApiError."""
@@ -109,9 +98,44 @@ class ContentReader:
             logger.debug("skipped parts of the conversation that this server does not read: %s", names)
 
 
-def needed(path: str, part: Json, name: str, kind: type[V] | None = None) -> V:
+class Part(NamedTuple):
+    """A part of a conversation, with its path in the request."""
+
+    reader: ContentReader
+    path: str
+    fields: Json
+
+    def get(self, name: str) -> Any:
+        return self.fields.get(name)
+
+    def needed(self, name: str, kind: type[V] | None = None) -> V:
+        """The value of a field. Raises ApiError if it is missing, or no `kind`."""
+        return needed(self.path, self.fields, name, kind)
+
+    def inner(self, name: str) -> Part:
+        """The object in a field, as a part. Raises ApiError."""
+        return Part(self.reader, f"{self.path}.{name}", self.needed(name, dict))
+
+    def text(self, names: str) -> str:
+        """The text of these fields, a line each: `title? content` for a title, if there is one, and the
+        content. Raises ApiError."""
+        require(isinstance(self.fields, dict), self.path, "must be an object")
+        texts = []
+        for name in names.split():
+            key = name.removesuffix("?")
+            value = self.get(key) if key != name else self.needed(name)
+            if value is not None:
+                texts.append(self.reader.text(f"{self.path}.{key}", value))
+        return "\n".join(filter(None, texts))
+
+    def unbroken(self, name: str, role: str = "") -> str:
+        """The text of a field whose parts follow each other on one line. role: that of a message."""
+        return self.reader.text(f"{self.path}.{name}", self.get(name) or "", "", role)
+
+
+def needed(path: str, fields: Json, name: str, kind: type[V] | None = None) -> V:
     """The value of a field that is read. Raises ApiError if it is missing, or no `kind`."""
-    value = part.get(name)
+    value = fields.get(name)
     if value is None:
         raise invalid(path, f"needs `{name}`")
     if kind is not None:
@@ -119,46 +143,50 @@ def needed(path: str, part: Json, name: str, kind: type[V] | None = None) -> V:
     return value
 
 
-def omitted(kind: str) -> Callable[[ContentReader, str, Json], str]:
-    """A reader that leaves a note."""
-    return lambda reader, _path, _part: reader.omission(kind)
+def omitted(kind: str) -> Callable[[Part], str]:
+    """A function that leaves a note in the place of a part."""
+    return lambda part: part.reader.omission(kind)
 
 
-def image(reader: ContentReader, path: str, part: Json) -> str:
+def image(part: Part) -> str:
     """A part with an `image_url`: a text, or an object with a `url`; with a `source`, as Anthropic has it; or
     with the `image`, `url` or `base64` of Hugging Face's templates."""
-    if not reader.images.are_read:
-        return reader.omission("image")
+    if not part.reader.images.are_read:
+        return part.reader.omission("image")
     if part.get("source") is not None:
-        return _sourced(reader, f"{path}.source", needed(path, part, "source", dict))
+        return _sourced(part.inner("source"))
     if part.get("base64") is not None:
-        return reader.images.add_base64(f"{path}.base64", needed(path, part, "base64", str))
+        return part.reader.images.add_base64(f"{part.path}.base64", part.needed("base64", str))
     no_files = "is not supported: this server stores no files; send the image as `image_url`"
-    require(part.get("file_id") is None, f"{path}.file_id", no_files)
+    require(part.get("file_id") is None, f"{part.path}.file_id", no_files)
     usual = "source" if part.get("type") == "image" else "image_url"
     name = next((name for name in ("image_url", "image", "url") if part.get(name) is not None), usual)
-    given = needed(path, part, name)
+    given = part.needed(name)
     if isinstance(given, dict):
-        return _linked(reader, f"{path}.{name}", {"detail": part.get("detail")} | given, "url")
-    return _linked(reader, path, part, name)
+        fields = {"detail": part.get("detail")} | given
+        return _linked(Part(part.reader, f"{part.path}.{name}", fields), "url")
+    return _linked(part, name)
 
 
-def _linked(reader: ContentReader, path: str, part: Json, name: str) -> str:
+def _linked(part: Part, name: str) -> str:
     """The image whose URL is the field `name`."""
-    url = needed(path, part, name)
-    require(isinstance(url, str), f"{path}.{name}", "must be a string")
+    url = part.needed(name)
+    require(isinstance(url, str), f"{part.path}.{name}", "must be a string")
     detail = part.get("detail")
     known = f"must be one of {', '.join(DETAILS)}"
-    require(detail in (None, *DETAILS), f"{path}.detail", known, given=str(detail)[:40])
-    return reader.images.add(f"{path}.{name}", url, detail)
+    require(detail in (None, *DETAILS), f"{part.path}.detail", known, given=str(detail)[:40])
+    return part.reader.images.add(f"{part.path}.{name}", url, detail)
 
 
-def _sourced(reader: ContentReader, path: str, source: Json) -> str:
-    kind = needed(path, source, "type", str)
+def _sourced(source: Part) -> str:
+    """The image in a `source` of Anthropic's form."""
+    images = source.reader.images
+    kind = source.needed("type", str)
     if kind == "base64":
-        return reader.images.add_base64(f"{path}.data", needed(path, source, "data", str))
-    require(kind == "url", f"{path}.type", "must be base64 or url: no files are stored here", given=kind[:40])
-    return reader.images.add(f"{path}.url", needed(path, source, "url", str))
+        return images.add_base64(f"{source.path}.data", source.needed("data", str))
+    detail = "must be base64 or url: no files are stored here"
+    require(kind == "url", f"{source.path}.type", detail, given=kind[:40])
+    return images.add(f"{source.path}.url", source.needed("url", str))
 
 
 # The parts that clients send whatever the API: those of another API are read where they can be.

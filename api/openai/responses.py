@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from api.chats.content import PARTS, ContentReader, image, needed
+from api.chats.content import PARTS, ContentReader, Part, image, needed
 from api.chats.conversation import ChatRequest, Message, arguments_of, call_message, prepare_chat
 from api.chats.reasoning import unseal
 from api.chats.tools import ADDED_TOOLS
@@ -219,125 +219,124 @@ def _joined_turn(one: Message, other: Message) -> Message:
     )
 
 
-def _item_message(reader: ContentReader, path: str, item: Json) -> Message:
-    role = needed(path, item, "role", str)
-    # As in chats, an assistant's message may have none.
-    content = item.get("content") if role == "assistant" else needed(path, item, "content")
-    return Message(role, reader.text(f"{path}.content", content or "", "", role))
+def _item_message(item: Part) -> Message:
+    role = item.needed("role", str)
+    if role != "assistant":  # as in chats, an assistant's message may have no content
+        item.needed("content")
+    return Message(role, item.unbroken("content", role))
 
 
-def _reasoning(reader: ContentReader, path: str, item: Json) -> Message | None:
-    name = "content" if item.get("content") else "summary"
-    thoughts = reader.text(f"{path}.{name}", item.get(name) or "", "")
+def _reasoning(item: Part) -> Message | None:
+    thoughts = item.unbroken("content" if item.get("content") else "summary")
     thoughts = thoughts or unseal(item.get("encrypted_content"))
     return Message("assistant", reasoning_content=thoughts) if thoughts else None
 
 
-def _compacted(_reader: ContentReader, _path: str, item: Json) -> Message | None:
+def _compacted(item: Part) -> Message | None:
     summary = unseal(item.get("encrypted_content"))
     return Message("user", SUMMARY.format(summary)) if summary else None
 
 
-def _agent_message(reader: ContentReader, path: str, item: Json) -> Message | None:
+def _agent_message(item: Part) -> Message | None:
     """A message that another agent of the same client wrote to this one."""
-    text = reader.text(f"{path}.content", item.get("content") or "", "")
-    author = reader.fields(path, item, "author?")
+    text = item.unbroken("content")
+    author = item.text("author?")
     return Message("user", f"Message from {author or 'an agent'}:\n{text}") if text else None
 
 
-def _not_encrypted(reader: ContentReader, path: str, part: Json) -> str:
+def _not_encrypted(part: Part) -> str:
     """Clients send the message of an agent in this part as the model wrote it, unless OpenAI's server has
     encrypted it."""
-    text = reader.fields(path, part, "encrypted_content?")
+    text = part.text("encrypted_content?")
     if text.startswith(CIPHERTEXT):
-        reader.skip("encrypted_content")
+        part.reader.skip("encrypted_content")
         return ""
     return text
 
 
-def _function_call(reader: ContentReader, path: str, item: Json) -> Message:
-    return _call_message(reader, path, item, arguments_of(f"{path}.arguments", item.get("arguments")))
+def _function_call(item: Part) -> Message:
+    return _call_message(item, arguments_of(f"{item.path}.arguments", item.get("arguments")))
 
 
-def _custom_call(reader: ContentReader, path: str, item: Json) -> Message:
-    return _call_message(reader, path, item, {"input": needed(path, item, "input", str)})
+def _custom_call(item: Part) -> Message:
+    return _call_message(item, {"input": item.needed("input", str)})
 
 
-def _built_in_call(kind: str, reader: ContentReader, path: str, item: Json) -> Message:
+def _built_in_call(kind: str, item: Part) -> Message:
     """The call of a tool that OpenAI defines and the client runs."""
     row = BUILT_IN[kind]
-    arguments = row.read(needed(path, item, row.field, dict))
-    return _call_message(reader, path, item | {"name": kind}, arguments)
+    return _call_message(item, row.read(item.needed(row.field, dict)), kind)
 
 
-def _tool_search_call(reader: ContentReader, path: str, item: Json) -> Message | None:
+def _tool_search_call(item: Part) -> Message | None:
     if item.get("call_id") is None:
         return None  # OpenAI ran it
-    return _built_in_call("tool_search", reader, path, item)
+    return _built_in_call("tool_search", item)
 
 
-def _computer_call(reader: ContentReader, path: str, item: Json) -> Message:
+def _computer_call(item: Part) -> Message:
     """Of a conversation with another server."""
-    arguments = {name: item[name] for name in ("action", "actions") if item.get(name) is not None}
-    return _call_message(reader, path, item | {"name": "computer"}, arguments)
+    arguments = {name: item.get(name) for name in ("action", "actions") if item.get(name) is not None}
+    return _call_message(item, arguments, "computer")
 
 
-def _call_message(reader: ContentReader, path: str, item: Json, arguments: Json) -> Message:
-    name = reader.tools.name_of(needed(path, item, "name", str), item.get("namespace"))
-    return call_message(needed(path, item, "call_id", str), name, arguments)
+def _call_message(item: Part, arguments: Json, name: str = "") -> Message:
+    """name: of the tool, by default the one in the item."""
+    name = item.reader.tools.name_of(name or item.needed("name", str), item.get("namespace"))
+    return call_message(item.needed("call_id", str), name, arguments)
 
 
-def _call_output(reader: ContentReader, path: str, item: Json) -> Message:
-    return _result_message(path, item, reader.text(f"{path}.output", item.get("output") or "", ""))
+def _call_output(item: Part) -> Message:
+    return _result_message(item, item.unbroken("output"))
 
 
-def _result_message(path: str, item: Json, text: str) -> Message:
-    return Message("tool", text, tool_call_id=needed(path, item, "call_id", str))
+def _result_message(item: Part, text: str) -> Message:
+    return Message("tool", text, tool_call_id=item.needed("call_id", str))
 
 
-def _local_shell_output(reader: ContentReader, path: str, item: Json) -> Message:
-    return _call_output(reader, path, {"call_id": item.get("id")} | item)
+def _local_shell_output(item: Part) -> Message:
+    return _call_output(item._replace(fields={"call_id": item.get("id")} | item.fields))
 
 
-def _shell_output(reader: ContentReader, path: str, item: Json) -> Message:
+def _shell_output(item: Part) -> Message:
     texts = []
-    for i, chunk in enumerate(needed(path, item, "output", list)):
-        where = f"{path}.output[{i}]"
-        texts.append(reader.fields(where, chunk, "stdout? stderr?"))
-        outcome = needed(where, chunk, "outcome", dict)
+    for i, given in enumerate(item.needed("output", list)):
+        chunk = Part(item.reader, f"{item.path}.output[{i}]", given)
+        texts.append(chunk.text("stdout? stderr?"))
+        outcome = chunk.needed("outcome", dict)
         if outcome.get("type") == "timeout":
             texts.append("timed out")
         elif outcome.get("exit_code"):
             texts.append(f"exit code {outcome['exit_code']}")
-    return _result_message(path, item, "\n".join(filter(None, texts)))
+    return _result_message(item, "\n".join(filter(None, texts)))
 
 
-def _patch_output(reader: ContentReader, path: str, item: Json) -> Message:
-    return _result_message(path, item, reader.fields(path, item, "status? output?"))
+def _patch_output(item: Part) -> Message:
+    return _result_message(item, item.text("status? output?"))
 
 
-def _found_tools(reader: ContentReader, path: str, item: Json) -> Message | None:
+def _found_tools(item: Part) -> Message | None:
     """The definitions of the tools that a search found."""
     if item.get("call_id") is None:
-        return _additional_tools(reader, path, item)  # OpenAI ran it
-    return _result_message(path, item, reader.tools.added[path])
+        return _additional_tools(item)  # OpenAI ran it
+    return _result_message(item, item.reader.tools.added[item.path])
 
 
-def _additional_tools(reader: ContentReader, path: str, item: Json) -> Message | None:
-    added = reader.tools.added.get(path)  # none of those that are listed
+def _additional_tools(item: Part) -> Message | None:
+    added = item.reader.tools.added.get(item.path)  # none of those that are listed
     return Message("system", ADDED_TOOLS + added) if added else None
 
 
-def _file_search(reader: ContentReader, path: str, item: Json) -> str:
-    results = needed(path, item, "results", list) if item.get("results") is not None else []
-    found = enumerate(results)
-    return "\n".join(reader.fields(f"{path}.results[{i}]", one, "filename? text?") for i, one in found)
+def _file_search(item: Part) -> str:
+    results = item.needed("results", list) if item.get("results") is not None else []
+    parts = (Part(item.reader, f"{item.path}.results[{i}]", result) for i, result in enumerate(results))
+    return "\n".join(part.text("filename? text?") for part in parts)
 
 
-def _image(reader: ContentReader, path: str, part: Json) -> str:
+def _image(part: Part) -> str:
     """That of another API, or one that a tool made which OpenAI ran."""
     is_given = any(part.get(name) for name in ("image", "source", "base64"))
-    return image(reader, path, part) if is_given else reader.omission("image")
+    return image(part) if is_given else part.reader.omission("image")
 
 
 # The readable types of items, and of what is in them.
