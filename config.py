@@ -183,7 +183,8 @@ def _switch(value: str) -> bool:
 
 
 def _log_level(value: str) -> str:
-    """A level, or the first one of a filter of TGI's launcher: LEVEL or TARGET=LEVEL, separated by commas."""
+    """A level, or the first level of a filter of TGI's launcher, such as
+    `info,text_generation_router=debug`."""
     level = re.sub(r"^[^,=]*=|\s*,.*", "", value)
     return _one_of(
         "error",
@@ -936,8 +937,8 @@ class Config:
         return min(fitting, self.max_batch_total_tokens or fitting)
 
     def slots(self, length: int, default: int) -> int:
-        """How many slots of `length` tokens `max_batch_size`, else `default`, and `max_batch_total_tokens`
-        allow."""
+        """How many slots of `length` tokens the settings allow. `default` is used without
+        `max_batch_size`."""
         slots = self.max_batch_size or default
         if self.max_batch_total_tokens:
             return min(slots, self.max_batch_total_tokens // length)

@@ -85,7 +85,7 @@ VISION_DEFAULTS = {
 class VisionFamily:
     """A family of vision-language models whose images are read; of others, the text part is served.
 
-    A family is a row of VISION_FAMILIES. Where no class has its layout or its tower, it is that class, too.
+    A new family is a row of VISION_FAMILIES. If no class has its layout or its tower, that class is new, too.
     """
 
     # By the class of transformers' image processor: the class in text/images/layouts.py.
@@ -321,6 +321,7 @@ class Manifest:
 
 
 def text_part(config: Json) -> Json:
+    """The text part of a config.json; all of it, if it has no such part."""
     text = config.get("text_config")
     if not text or not isinstance(text, dict):
         return config
@@ -328,8 +329,8 @@ def text_part(config: Json) -> Json:
 
 
 def attention_layers(facts: Json) -> int:
-    """How many layers of a text config have a KV cache: others have a recurrent state, or neither. Raises
-    KeyError where it does not say."""
+    """How many layers of a text config have a KV cache. Others have a recurrent state, or neither. Raises
+    KeyError if the config does not say."""
     for name in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
         if kinds := facts.get(name):
             others = ("linear_attention", "mamba", "conv", "moe", "mlp", *"ME-")
@@ -365,8 +366,10 @@ def vision_part(config: Json) -> Json:
 
 
 def read_ropes(facts: Json) -> list[Json]:
-    """The rotary positions of a text config, one for all layers or one for each type of them, under the names
-    of transformers 5, which puts the base and the original length there, too."""
+    """The rotary positions of a text config: one object for all layers, or one for each type of layers.
+
+    They have the names of transformers 5, and its places: the base and the original length are among them.
+    """
     given = facts.get("rope_parameters") or facts.get("rope_scaling")
     if not isinstance(given, dict):
         given = {}
@@ -383,8 +386,8 @@ def read_ropes(facts: Json) -> list[Json]:
 
 
 def _processor_config(folder: Path) -> Json:
-    """transformers 5 writes one file for the whole processor; earlier versions wrote one for images and one
-    for the rest."""
+    """The fields of the processor's files, in one. transformers 5 writes one file for the whole processor;
+    earlier versions wrote one for images and one for the rest."""
     processor = read_json(folder / "processor_config.json")
     image_processor = processor.pop("image_processor", None)
     if not isinstance(image_processor, dict):

@@ -105,6 +105,8 @@ class AuthAndCors:
         self._keys = ApiKeys(config)
 
     def admit(self) -> Response | None:
+        """Before a route: names the request, and answers preflight requests. Raises ApiError without a
+        key."""
         gevent.sleep(0)  # a client that pipelines requests must not keep the event loop to itself
         given = request.headers.get("X-Request-Id", "")
         g.request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
@@ -119,6 +121,7 @@ class AuthAndCors:
         return None
 
     def add_headers(self, response: Response) -> Response:
+        """After a route: drops the rest of the body, and adds the headers of CORS and the request's id."""
         drain_body()
         response.headers["x-request-id"] = g.request_id
         if routes.error_format() is ANTHROPIC:
@@ -138,7 +141,8 @@ class AuthAndCors:
         return response
 
     def _is_open(self) -> bool:
-        """Probes and scrapers have no key, nor has a browser that opens a page."""
+        """Whether the route needs no key. Probes and scrapers have none, nor has a browser that opens a
+        page."""
         if request.method not in ("GET", "HEAD"):
             return False
         route = routes.BY_NAME.get(request.endpoint)
@@ -159,7 +163,7 @@ class AuthAndCors:
 
 
 class ApiKeys:
-    """The accepted keys: the key of `--api-key`, and the keys of a file. The file may change while the server
+    """The accepted keys: the one of `--api-key`, and those in a file, which may change while the server
     runs."""
 
     def __init__(self, config: Config):
@@ -173,7 +177,7 @@ class ApiKeys:
         return any(hmac.compare_digest(given, key) for key in (*self._own, *self._of_file))
 
     def _refresh(self) -> None:
-        """Keeps the current keys if the file is missing or has none."""
+        """Reads the file again if it has changed. The keys stay if it is missing or has none."""
         if not self._file:
             return
         try:
@@ -193,6 +197,7 @@ class ErrorHandlers:
         self._process = process
 
     def respond(self, error: Exception) -> Response:
+        """The response to a request that has raised an error."""
         if isinstance(error, ClientDisconnected):
             g.outcome = "dropped" if "generates" in g else None
             return Response(status=CLIENT_CLOSED_REQUEST)  # for the metrics; the client has disconnected

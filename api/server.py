@@ -180,8 +180,8 @@ class Server:
     ) -> Response:
         """Generates what the body of the request asks for.
 
-        renders: it may render a chat template, which takes long; deadline_s: of a response that is not
-        streamed, unless configured; parser: gives what parses the body, once the request's type is checked.
+        renders: whether `read` may render a chat template, which takes long. deadline_s: of a response that
+        is not streamed, if none is configured. parser: checks the type of the body, and gives what parses it.
         """
         served = self._begin()
         parse = parser()
@@ -191,11 +191,12 @@ class Server:
         return self._respond(writer, generation)
 
     def _check_client(self) -> None:
+        """Raises ClientDisconnected if the client has disconnected."""
         if self._connection().is_lost:
             raise ClientDisconnected
 
     def _begin(self) -> Served:
-        """What the request is checked against. Rejects it before its body is read."""
+        """What the request is checked against. Raises ApiError if it is rejected whatever its body says."""
         g.generates = True
         g.started_at = time.monotonic()
         if self._tracer:
@@ -209,8 +210,10 @@ class Server:
         return served
 
     def _submit(self, writer: ResponseWriter, served: Served, deadline_s: float | None) -> ActiveRequest:
-        """Loads the images, in the request's own greenlet, so that they hold no thread for texts, and sends
-        the prompts to the worker. Raises ApiError."""
+        """Loads the images, tokenizes the prompts, and sends them to the worker. Raises ApiError.
+
+        Images are loaded in the request's own greenlet, so that they hold no thread for texts.
+        """
         g.error_format = writer.error_format
         served.images.load(self._check_client)
         tokenize = functools.partial(prompts_of, writer.requests, served)
@@ -257,6 +260,7 @@ class Server:
         return self._threads.run(function) if is_long else function()
 
     def _check_grammars(self, prompts: list[TokenizedPrompt]) -> None:
+        """Raises ApiError for a grammar that does not compile."""
         by_grammar = {prompt.prepared.grammar: prompt.prepared for prompt in prompts}
         for grammar, prepared in by_grammar.items():
             try:

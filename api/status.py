@@ -99,6 +99,7 @@ def root(server: Server) -> Response:
 
 
 def _page(server: Server) -> Response:
+    """The page for browsers. Attributes of its body have what its script has to know."""
     facts = {"preparing": server.config.model_name}
     if server.engine.phase == "ready":
         info = server.engine.info

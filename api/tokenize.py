@@ -139,6 +139,7 @@ def _tokenize_content(data: Json, served: Served) -> Later:
 
 
 def _piece(token_id: int, tokenizer: Tokenizer) -> str | list[int]:
+    """The text of a token, or its bytes if they are a part of a character."""
     exact = tokenizer.piece_bytes(token_id)
     if exact is None:
         return tokenizer.token_text(token_id)

@@ -51,7 +51,7 @@ def count_tokens(data: Json, served: Served) -> Later:
 
 
 def _prepare(request: CountRequest, tools: MessagesTools, served: Served, **more: Any) -> PreparedRequest:
-    """more: fields of the chat that are not for its prompt. Raises ApiError."""
+    """The prepared request of a chat. more: fields that are not for its prompt. Raises ApiError."""
     reader = ContentReader(BLOCKS, served.images, tools)
     paths = []
     messages: list[Message] = []
@@ -92,7 +92,11 @@ def _prepare(request: CountRequest, tools: MessagesTools, served: Served, **more
 
 
 def _messages_of(reader: ContentReader, path: str, given: InputMessage) -> Iterator[Message]:
-    """What one message of the request becomes: blocks that belong to another role stand apart."""
+    """The chat's messages for one message of the request.
+
+    A block of another role becomes a message of its own, which divides the others: a user's message of a
+    text, a tool's result and a text becomes three.
+    """
     role = given.role
     begun = Message(role)
     is_alone = True
@@ -114,7 +118,8 @@ def _messages_of(reader: ContentReader, path: str, given: InputMessage) -> Itera
 
 
 def _appended(message: Message, kind: str, text: str) -> str:
-    """An assistant's text may come in several blocks, without a line break between them."""
+    """The content of a message with one more text. Text blocks of an assistant follow each other without a
+    line break."""
     is_text = kind in ("", "text")
     if message.role == "assistant":
         return (message.content or "") + (text if is_text else f"\n{text}\n")
@@ -223,12 +228,14 @@ def _output_format(request: CountRequest) -> tuple[str, Json | None]:
 
 
 def _effort(request: CountRequest) -> str | None:
+    """How much reasoning the request asks for, as a chat's `reasoning_effort`."""
     if request.thinking and request.thinking.type == "disabled":
         return "none"
     return request.output_config.effort if request.output_config else None
 
 
 def _thinking_options(request: CountRequest) -> Json:
+    """The variables for the chat template. Those of the request override those that turn reasoning on."""
     options = request.chat_template_kwargs or {}
     is_enabled = request.thinking is not None and request.thinking.type == "enabled"
     return THINKING_ON | options if is_enabled else options

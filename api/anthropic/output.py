@@ -83,7 +83,7 @@ class MessagesResponseWriter(ResponseWriter):
         return MessagesUsage(len(sequence.prompt) - cached, sequence.tokens, cached, details)
 
     def _stop_sequence(self, sequence: GeneratedSequence) -> str | None:
-        """The stop sequence of the request that ended the text."""
+        """The stop sequence of the request that ended the text; None: another end."""
         stop = sequence.stream.stop
         return stop if stop in self._stop_sequences else None
 

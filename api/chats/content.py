@@ -76,7 +76,8 @@ class ContentReader:
         return part.text(read) if isinstance(read, str) else read(part)
 
     def text(self, path: str, content: Any, between: str = "\n", role: str = "") -> str:
-        """The text of `content`, of a message if there is a `role`. Raises ApiError."""
+        """The text of `content`, whose parts are joined with `between`. role: of its message. Raises
+        ApiError."""
         text = ""
         for _kind, part in self.parts(path, content):
             if isinstance(part, str):
@@ -89,7 +90,7 @@ class ContentReader:
         return OMITTED.format(kind=kind, readable=readable)
 
     def skip(self, kind: str) -> None:
-        """Leaves out a part of this type."""
+        """Notes for the log that a part of this type is left out."""
         self._skipped.add(kind[:40])
 
     def log_skipped(self) -> None:
@@ -149,8 +150,11 @@ def omitted(kind: str) -> Callable[[Part], str]:
 
 
 def image(part: Part) -> str:
-    """A part with an `image_url`: a text, or an object with a `url`; with a `source`, as Anthropic has it; or
-    with the `image`, `url` or `base64` of Hugging Face's templates."""
+    """The mark of an image, or a note if the model reads none.
+
+    The part has an `image_url`, which is a text or an object with a `url`; or a `source`, as Anthropic has
+    it; or the `image`, `url` or `base64` of Hugging Face's templates.
+    """
     if not part.reader.images.are_read:
         return part.reader.omission("image")
     if part.get("source") is not None:
@@ -169,7 +173,7 @@ def image(part: Part) -> str:
 
 
 def _linked(part: Part, name: str) -> str:
-    """The image whose URL is the field `name`."""
+    """The mark of the image whose URL is in the field `name`."""
     url = part.needed(name)
     require(isinstance(url, str), f"{part.path}.{name}", "must be a string")
     detail = part.get("detail")
@@ -179,7 +183,7 @@ def _linked(part: Part, name: str) -> str:
 
 
 def _sourced(source: Part) -> str:
-    """The image in a `source` of Anthropic's form."""
+    """The mark of the image in a `source`, as Anthropic has it."""
     images = source.reader.images
     kind = source.needed("type", str)
     if kind == "base64":
@@ -201,7 +205,7 @@ PARTS = {
 
 
 def joined(one: str, other: str, between: str) -> str:
-    """Two texts, with `between` unless one is empty or they meet at an image."""
+    """Two texts as one, with `between` unless one is empty or they meet at an image."""
     if not one or not other or images_of(one[-2:]) or images_of(other[:2]):
         return one + other
     return one + between + other

@@ -169,7 +169,7 @@ def prepare_chat(
 
 
 def _with_calls(constraint: Constraint, policy: ToolPolicy) -> Constraint:
-    """The format of a request and its tools together."""
+    """The constraint of an output that is calls, or else what `constraint` allows."""
     path, grammar, not_enforced = constraint
     not_enforced += policy.not_enforced(bool(grammar))
     if grammar:
@@ -180,7 +180,8 @@ def _with_calls(constraint: Constraint, policy: ToolPolicy) -> Constraint:
 def _with_reasoning(
     constraint: Constraint, thinking: Thinking, budget: int | None, served: Served, field_names: FieldNames
 ) -> Constraint:
-    """Reasoning, and then what the constraint allows."""
+    """The constraint of an output with reasoning of at most `budget` tokens, then what `constraint`
+    allows."""
     path, grammar, not_enforced = constraint
     if not grammar:
         if budget is None:
@@ -193,7 +194,7 @@ def _with_reasoning(
 
 
 def _without_calls(sampling: SamplingParams, served: Served) -> SamplingParams:
-    """Without the marker of calls in the output, where that is a token by itself."""
+    """The sampling, which never takes the token that opens a call, if that is a single token."""
     tools = served.text.tools
     marker = tools.token_id(tools.format.open) if tools.format and tools.format.open else None
     if marker is None or served.info.sampling == "device":
@@ -323,8 +324,8 @@ def _continued(prompt: str, last: Json, begins_answer: bool, served: Served) -> 
 
 
 def _template_options(chat: ChatRequest, served: Served) -> Json:
-    """Variables for the template: of the server, of the request's reasoning effort, and of the request
-    itself, the later ones before the others."""
+    """Variables for the template. Those of the request override those that follow from its reasoning effort,
+    and these override the server's."""
     escape = served.text.tokenizer.escape
     asked = [chat.reasoning_effort, chat.enable_thinking, chat.think, chat.thinking, chat.reasoning]
     asked += [each for switch in chat.switches for each in (switch.effort, switch.is_on)]
@@ -338,7 +339,7 @@ def _template_options(chat: ChatRequest, served: Served) -> Json:
 
 
 def _first(kind: type[V], values: list[Any]) -> V | None:
-    """The first value of this type; None: there is none."""
+    """The first value of this type, or None."""
     return next((value for value in values if isinstance(value, kind)), None)
 
 
@@ -359,7 +360,7 @@ def _template_messages(
         detail = f"must be one of {', '.join(ROLES)}, or another role that the model's chat template names"
         require(is_known, f"{path}.role", detail, given=given.role[:40])
         message = _template_message(reader, path, given)
-        # A system message of nothing that a model reads is left out, an empty one is what it is.
+        # A system message whose parts are all unreadable is left out. An empty one stays.
         if message["content"] or not given.content or given.role not in SYSTEM_ROLES:
             written.append(message)
     reader.log_skipped()
@@ -367,6 +368,7 @@ def _template_messages(
 
 
 def _template_message(reader: ContentReader, path: str, message: Message) -> Json:
+    """A message as a chat template reads it, without the fields that are absent. Raises ApiError."""
     content = message.content or message.refusal or message.content
     calls = [*_calls_of(path, message)]
     text = reader.text(f"{path}.content", content or "", "", message.role)
@@ -419,8 +421,8 @@ def _with_arguments(path: str, call: Json) -> Json:
 
 
 def arguments_of(path: str, arguments: Any) -> Json:
-    """The arguments of an earlier tool call, given as an object or as JSON in a string. Of JSON that
-    `max_tokens` has truncated, the members that are complete. Raises ApiError for any other value."""
+    """The arguments of an earlier tool call, given as an object or as JSON in a string. JSON that
+    `max_tokens` has truncated gives the members that are complete. Raises ApiError for any other value."""
     read = _value_of(arguments) if isinstance(arguments, str) else arguments
     if read is None:
         return {}
@@ -432,7 +434,8 @@ def arguments_of(path: str, arguments: Any) -> Json:
 
 
 def _value_of(written: str) -> Any:
-    """The value of a text in JSON, with the mistakes that are read in a model's output, too."""
+    """The value of a text in JSON, which may have the mistakes that are read in a model's output. Another
+    text is its own value."""
     text = without_surrogates(written.strip().encode()).decode() or "null"
     with contextlib.suppress(ValueError, RecursionError):
         read = whole_value(text, is_partial=text.startswith("{"))

@@ -112,7 +112,7 @@ def of_openai(request: FormatFields, field_names: FieldNames = CHAT_FIELDS) -> C
 
 
 def _of_type(name: str, given: Json | None, field_names: FieldNames = CHAT_FIELDS) -> list[Format]:
-    """What the field `name`, which has a `type`, asks for: a list of one, or of none."""
+    """The format in the field `name`, which has a `type`, as a list; [] for the type `text`, or no field."""
     kind = (given or {}).get("type")
     if not given or kind == "text":
         return []
@@ -131,12 +131,16 @@ def _of_type(name: str, given: Json | None, field_names: FieldNames = CHAT_FIELD
 
 
 def _of_fields(prefix: str, fields: FormatFields | StructuredOutputs) -> list[Format]:
+    """The formats in those of these fields that KINDS has. prefix: of their paths in the request."""
     given = ((name, getattr(fields, name, None)) for name in KINDS)
     return [Format(prefix + name, KINDS[name], value) for name, value in given if value not in (None, False)]
 
 
 def _constraint(formats: list[Format], whitespace: str | None) -> Constraint:
-    """whitespace: the regular expression for what may stand between JSON tokens; None: nothing."""
+    """The constraint of the one format that a request may have. Raises ApiError.
+
+    whitespace: the regular expression for what may stand between JSON tokens; None: nothing.
+    """
     if not formats:
         return Constraint()
     path, kind, value, is_strict = formats[0]

@@ -254,7 +254,8 @@ class OpenAIResponseWriter(ResponseWriter):
         return TopLogprob(text, rounded(logprob), self._bytes(token_id, text))
 
     def _bytes(self, token_id: int, text: str, trimmed: int = 0) -> list[int] | None:
-        """The token's own bytes without those that a stop string took; without any, its text's bytes."""
+        """The token's own bytes, without the last `trimmed` ones, which a stop string has removed. A token
+        without bytes of its own has those of its text. None: a special token."""
         if token_id in self.tokenizer.special_ids:
             return None
         exact = self.tokenizer.piece_bytes(token_id)
@@ -318,6 +319,7 @@ class ChunkedResponseWriter(OpenAIResponseWriter):
         ]
 
     def _ranked(self, piece: Piece) -> dict[str, PromptLogprob]:
+        """A token of the prompt, and the most likely ones in its place, by id."""
         top = piece.top[: self._prompt_top_n]
         ranks = {token_id: rank for rank, (token_id, _logprob) in enumerate(top, 1)}
         return {

@@ -61,7 +61,8 @@ def adapt_to_template(
 
 
 def _with_thinking(message: TemplateMessage, capabilities: TemplateCapabilities) -> TemplateMessage:
-    """The name of reasoning in the templates of LFM2.5 and gpt-oss, which rejects it beside content."""
+    """The message with its reasoning also as `thinking`, the name in the templates of LFM2.5 and gpt-oss. The
+    latter rejects that beside content."""
     if "reasoning_content" not in message or (message["content"] and not capabilities.thinking):
         return message
     return message | {"thinking": message["reasoning_content"]}
@@ -90,9 +91,12 @@ def _in_text(message: TemplateMessage) -> TemplateMessage:
 
 
 def _with_images_apart(messages: Messages, capabilities: TemplateCapabilities) -> Messages:
-    """The images in messages of a role in which the template writes none as a user message: behind them and
-    the results of tools and system messages that follow, or in front of an assistant's message that is
-    continued."""
+    """Moves images out of messages in whose role the template writes none, into user messages of their own.
+
+    Such a message follows the message that had the images, and the tool results and system messages behind
+    that: call, result with an image, result, answer becomes call, result, result, user with the image,
+    answer. Images of a last message of the assistant, which is continued, go in front of it.
+    """
     apart = []
     marks = ""  # of images that wait for their place
     for message in messages:
@@ -113,8 +117,12 @@ def _with_images_apart(messages: Messages, capabilities: TemplateCapabilities) -
 
 
 def _with_system(messages: Messages, capabilities: TemplateCapabilities) -> Messages:
-    """Leading system messages as the template takes them, or in the first user message; later ones where
-    they are, or next to it: a chat that grows keeps its prefix, which may be cached."""
+    """The messages with system messages only where the template takes them.
+
+    Those at the beginning stay, become one, or go into the first user message. Later ones stay, or go into a
+    message next to them, never to the front: a chat that grows keeps its prefix, which may be cached. If the
+    template needs a user message, a chat without any gets an empty one.
+    """
     head = list(itertools.takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages))
     others = messages[len(head) :]
     if not capabilities.later_system:
@@ -134,8 +142,8 @@ def _with_system(messages: Messages, capabilities: TemplateCapabilities) -> Mess
 
 
 def _with_folded_system(messages: Messages) -> Messages:
-    """System messages as part of the user message or tool result before them, else of the one after them,
-    else as user messages."""
+    """The messages without system messages. The text of one goes into the user message or tool result before
+    it, else into the one after it, else into a user message of its own."""
     folded = []
     is_apart = False  # the last one has only the text of system messages
     for message in messages:
@@ -165,8 +173,8 @@ def _merged_roles(messages: Messages, capabilities: TemplateCapabilities) -> Mes
 
 
 def _with_text_apart(messages: Messages, capabilities: TemplateCapabilities) -> Messages:
-    """The text of an assistant's messages with calls as messages in front of them; if the template does not
-    support two assistant messages in a row, all of a turn's text as one."""
+    """The messages without text beside calls. The text becomes a message in front of its calls. If the
+    template does not support two assistant messages in a row, a turn has one message with all of its text."""
     if not capabilities.assistants:
         return [message for turn in _turns(messages) for message in _with_one_text(turn)]
     apart = []
@@ -189,7 +197,8 @@ def _turns(messages: Messages) -> list[Messages]:
 
 
 def _with_one_text(turn: Messages) -> Messages:
-    """All text of the assistant in its last message without calls, or else in one before its calls."""
+    """A turn with all text of the assistant in its last message without calls, or else in one before its
+    calls."""
     spoken = [n for n, message in enumerate(turn) if message["role"] == "assistant"]
     plain = [n for n in spoken if not _has_calls(turn[n])]
     texts = [turn[n]["content"] for n in spoken if turn[n]["content"]]
@@ -213,7 +222,8 @@ def _has_calls(message: TemplateMessage) -> bool:
 
 
 def _with_calls_apart(messages: Messages) -> Messages:
-    """The calls of a message as messages with one call each, in front of its result."""
+    """The messages with one call each. A further call moves in front of its result: calls 1 and 2, result 1,
+    result 2 become call 1, result 1, call 2, result 2."""
     apart = []
     waiting = []  # further calls of a message
     for message in messages:
@@ -239,7 +249,8 @@ def _call_id(message: TemplateMessage) -> Any:
 
 
 def _with_answers(messages: Messages) -> Messages:
-    """An empty assistant message between a tool result and a user's message, if the turn has no other."""
+    """The messages with an empty one of the assistant where a user message follows a tool result, unless the
+    assistant has spoken in that turn."""
     turns = _turns(messages)
     for turn in turns[1:-1]:  # the first one precedes all user messages; none follows the last one
         has_spoken = any(message["role"] == "assistant" and not _has_calls(message) for message in turn)

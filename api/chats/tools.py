@@ -69,7 +69,7 @@ class OfferedTools:
         return list(self._found.values())
 
     def only(self, mode: str, names: Iterable[Any]) -> Json:
-        """`tool_choice` of a chat that may call those of these tools that may be called."""
+        """`tool_choice` of a chat that may call the tools of these names, without those that are rejected."""
         tools = [{"function": {"name": name}} for name in names if str(name) not in self._rejected]
         return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
@@ -107,21 +107,20 @@ class ToolPolicy(AllowedCalls):
         return tuple(places)
 
     def grammar_beside(self, name: str, grammar: str) -> str:
-        """The grammar of calls, or else of an output that `grammar` allows (of the field `name`). Raises
+        """The grammar of an output that is calls, or else what `grammar` of the field `name` allows. Raises
         ApiError."""
         if self.requires_call:
             raise invalid("tool_choice", f"cannot require a call together with `{name}`")
         return self._grammar("calls | body", grammar)
 
     def alone(self, is_beside: bool) -> Iterator[tuple[Function, str]]:
-        """Each function whose calls a grammar enforces, and the grammar of its calls alone.
-
-        is_beside: see `not_enforced`.
-        """
+        """Each function whose calls a grammar enforces, and the grammar of its calls alone. is_beside: see
+        `not_enforced`."""
         for function in self._constrained(is_beside):
             yield function, replace(self, functions=[function])._grammar("calls")
 
     def _constrained(self, is_beside: bool) -> list[Function]:
+        """The functions whose calls a grammar enforces. is_beside: see `not_enforced`."""
         is_all = self.requires_call or is_beside
         return [function for function in self.functions if is_all or function.is_strict]
 
@@ -209,7 +208,7 @@ def _grammar_of(custom: Json) -> Json | None:
 
 
 def definitions(tools: list[Json]) -> str:
-    """The text that defines tools within a conversation, a line each."""
+    """The text that defines tools to the model, a line of JSON each."""
     functions = [as_function(tool)["function"] for tool in tools]
     return "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
 

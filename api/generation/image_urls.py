@@ -140,6 +140,7 @@ def _connect(place: _Place, domains: Container[str]) -> socket.socket:
 
 
 def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Whether an address is one of the internet, and embeds no other address, which might not be."""
     if address.version == 4:
         return address.is_global and not address.is_multicast
     embeds_ipv4 = address.sixtofour or address.teredo  # a mapped one is not in UNICAST
@@ -147,7 +148,7 @@ def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
 
 
 def _open(place: _Place, address: str) -> socket.socket:
-    """Raises OSError."""
+    """A connection to an address of the place, with TLS for https. Raises OSError."""
     sock = socket.create_connection((address, place.port), CONNECT_SECONDS)
     sock.settimeout(None)  # MAX_FETCH_S are for all of it
     try:
@@ -166,7 +167,7 @@ def _open(place: _Place, address: str) -> socket.socket:
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    """Verifies certificates, and names in them."""
+    """The settings of TLS, which verify certificates and the host names in them."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_default_certs()
     return context

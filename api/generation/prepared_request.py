@@ -89,15 +89,15 @@ class Served:
     adapter: str = ""  # the LoRA adapter that a header or a path names, before any field; "": none
 
     def adapter_of(self, model: str | None) -> str:
-        """The LoRA adapter that the field `model` of a request names; "": none. Where no adapters are served,
-        any model is the one that is. Raises ApiError (404)."""
+        """The LoRA adapter that the field `model` of a request names; "": none. If no adapters are served,
+        any name is one of the model. Raises ApiError (404)."""
         has_adapters = self.info.adapters or self.config.lora_folder
         if self.adapter or not has_adapters or model in (None, "", TGI_NAME):
             return self.adapter
         return self.with_adapter(model).adapter
 
     def with_adapter(self, model: str) -> Served:
-        """For a request to this model or LoRA adapter. Raises ApiError (404)."""
+        """The same for a request to this model or LoRA adapter. Raises ApiError (404)."""
         if model == self.info.model_name:
             return self
         if model not in self.info.adapters:

@@ -89,8 +89,8 @@ class RequestImages:
             WITH_PIXELS.release()
 
     def set_options(self, options: Mapping[str, Any], name: str) -> None:
-        """Fields of the model's preprocessor to override for the images that are added next; name: of their
-        field. Raises ApiError."""
+        """Overrides fields of the model's preprocessor for the images that are added next. name: of the field
+        of the request that has them. Raises ApiError."""
         if not self.are_read:
             return
         supported = self.preprocess.options
@@ -119,9 +119,9 @@ class RequestImages:
         return image_mark(number)
 
     def expand(self, text: str, image_numbers: Sequence[int]) -> str:
-        """A prompt, or its beginning, with the text of the images' tokens in the place of the placeholders.
+        """A prompt, or its beginning, with the text of an image's tokens instead of each placeholder.
 
-        image_numbers: the numbers of the images as the prompt has them.
+        image_numbers: the numbers of the images, in the order of the prompt.
         """
         if not image_numbers:
             return text
@@ -158,7 +158,7 @@ class RequestImages:
             require(pixels <= MAX_PIXEL_BYTES, image.path, f"{detail}. Given: {pixels}")
 
     def _fetch(self, remote: list[RequestImage]) -> None:
-        """All of them at the same time."""
+        """Fetches these images, all at the same time. Raises ApiError."""
         jobs = {
             url: gevent.spawn(attempt, functools.partial(fetch_image, url, self._domains))
             for url in {image.source for image in remote}
@@ -177,7 +177,7 @@ class RequestImages:
             image.source = file
 
     def _preprocess(self, image: RequestImage) -> float:
-        """How many seconds it took."""
+        """Preprocesses an image. Returns how many seconds that took. Raises ApiError."""
         begin = time.monotonic()
         try:
             image.read = self.preprocess(image.source, image.is_low, image.options)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice, zip_longest
 from typing import Any
 
@@ -26,8 +26,8 @@ NOT_PREFILLED = PromptDone(id=0, queued_s=0.0)  # of a prompt that has not been 
 
 
 class GeneratedSequence:
-    """One completion of a prompt, and the only one to parse it: each of its pieces has what it adds to the
-    parts of the `output`, `rest` what the end adds. Times are CLOCK_MONOTONIC, in seconds."""
+    """One completion of a prompt, which parses its text. Each piece has what the piece adds to the parts of
+    the `output`; `rest` is what the end of the text adds. Times are CLOCK_MONOTONIC, in seconds."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: TokenizedPrompt, number: int, index: int):
         prepared = prompt.prepared
@@ -97,16 +97,20 @@ class GeneratedSequence:
         return self._give(pieces, reason)
 
     def _stops_at(self, token: Token) -> bool:
+        """Whether a token is one of the request's own stop tokens, and not too early for `min_new_tokens`."""
         if token.token not in self.prepared.stop_token_ids or token.finish_reason == "eos_token":
             return False
         return self.tokens + 1 >= self.prepared.min_new_tokens
 
     def truncate(self) -> list[Piece]:
-        """Ends it at the deadline. Returns the text that was held back."""
+        """Ends the sequence at the deadline. Returns the text that was held back."""
         return self._give(self.stream.finish(), "length")
 
     def _give(self, pieces: list[Piece], reason: str | None) -> list[Piece]:
-        """The pieces that are given out. reason: why the output ends with them, if no stop string does it."""
+        """Notes whether the sequence ends with these pieces, and returns those that the response gets.
+
+        reason: why it ends, unless a stop string has ended it; None: it goes on.
+        """
         if self.stream.stopped:
             reason = "stop_sequence"
             self._cut(pieces)
@@ -118,7 +122,8 @@ class GeneratedSequence:
         return pieces
 
     def _cut(self, pieces: list[Piece]) -> None:
-        """Takes the content that a stop string took, and what is behind it, off the end of the output."""
+        """Removes from the end of the output the content that the stop string has removed from the text, and
+        all that follows it."""
         length = self.stream.cut
         for piece in reversed(pieces):
             while length and piece.added:
@@ -135,13 +140,16 @@ class GeneratedSequence:
 
 
 class ResponseWriter:
-    """The response to one HTTP request. Each API has a subclass. What it writes of a chat's output is said by
-    `_begin`, `_continue` and `_end` of a part."""
+    """The response to one HTTP request. Each API has a subclass."""
 
     error_format: ErrorFormat = TGI
     content_type = "text/event-stream; charset=utf-8"  # of a stream; some clients read Latin-1 without it
     keep_alive = b":\n\n"  # sent while a stream is silent for long; an SSE comment
     left_out: Collection[str] = ()  # the request's tool types that this server does not run
+    # Methods for chats: what the response gets when a part of the output begins, has more text, and ends.
+    _begin: Callable[[OutputPart], Iterable[Any]]
+    _continue: Callable[[OutputPart, str], Iterable[Any]]
+    _end: Callable[[OutputPart], Iterable[Any]]
 
     def __init__(self, requests: list[PreparedRequest], served: Served, streams: bool | None = False):
         self.requests = requests
@@ -201,22 +209,13 @@ class ResponseWriter:
         if part:
             yield from self._end(part)
 
-    def _begin(self, part: OutputPart) -> Iterable[Any]:
-        return ()
-
-    def _continue(self, part: OutputPart, text: str) -> Iterable[Any]:
-        return ()
-
-    def _end(self, part: OutputPart) -> Iterable[Any]:
-        return ()
-
     def _by_request(self, sequences: list[GeneratedSequence]) -> list[list[GeneratedSequence]]:
         rest = iter(sequences)
         return [list(islice(rest, prepared.sequences)) for prepared in self.requests]
 
     def _prompt_pieces(self, sequence: GeneratedSequence) -> list[Piece]:
-        """The tokens of the prompt. The first has no log-probability, nor has any of a prompt that never
-        ran."""
+        """The tokens of the prompt. The first one has no log-probability. If the prompt never ran, none has
+        one."""
         ids = sequence.prompt
         texts = prompt_texts(self.tokenizer, ids)
         logprobs = [None, *sequence.prompt_done.logprobs]
@@ -229,9 +228,10 @@ class ResponseWriter:
 
 
 def best_of(sequences: Iterable[GeneratedSequence]) -> GeneratedSequence:
+    """The sequence whose tokens are the most likely ones, on average."""
     return max(sequences, key=lambda sequence: sequence.mean_logprob)
 
 
 def rounded(logprob: float | None) -> float | None:
-    """With seven decimals: about the precision of a float32, where a float64 prints seventeen digits."""
+    """A log-probability with seven decimals, about the precision of a float32; a float64 prints seventeen."""
     return None if logprob is None else round(logprob, 7) + 0.0  # of -0.0: 0.0

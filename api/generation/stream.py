@@ -88,11 +88,12 @@ class ConnectionMonitor:
 class ActiveRequest:
     """The sequences that are generated for one HTTP request, as text. Times are CLOCK_MONOTONIC, in seconds.
 
-    Iterating yields a Batch whenever text has become certain, each sequence once, until all have finished; an
-    empty Batch means that KEEP_ALIVE_S passed without a token. Raises ApiError when the worker rejects or
-    fails it, and ClientGone when the client has disconnected. What is unfinished at `deadline_at` ends there.
+    Iterating yields a Batch whenever text has become certain, until all sequences have finished. An empty
+    Batch means that KEEP_ALIVE_S passed without a token. Iterating raises ApiError when the worker rejects or
+    fails the request, and ClientGone when the client has disconnected. Sequences that are unfinished at
+    `deadline_at` end there.
 
-    As a context manager it is closed at the end of the block, with the outcome of the block.
+    As a context manager the request is closed at the end of the block, with the outcome of the block.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class ActiveRequest:
         self._status = 200
 
     def fail(self, error: BaseException, status: int | None = None) -> None:
-        """status: that of the response, where it was sent before."""
+        """status: that of the response, if it has been sent already."""
         if isinstance(error, ApiError):
             self._outcome = error.outcome
             self._status = status or error.status
@@ -264,6 +265,7 @@ class ActiveRequest:
         return [message for messages in arrived for message in messages]
 
     def _take(self, message: PromptDone | Token, sequence: GeneratedSequence, batch: Batch) -> None:
+        """Adds what a message makes certain of a sequence to the batch."""
         if isinstance(message, PromptDone):
             sequence.prompt_done = message
             return
@@ -274,6 +276,8 @@ class ActiveRequest:
                 self._engine.cancel(message.id, "stop sequence")
 
     def _truncate(self, batch: Batch) -> None:
+        """Ends the unfinished sequences at the deadline, and adds the text that they held back to the
+        batch."""
         if self.first_token_at is None:
             raise errors.overloaded()  # it has only waited in the queue; a retry may be served
         for request_id, sequence in self._unfinished.items():
@@ -342,7 +346,7 @@ def _written(writer: ResponseWriter, batch: Batch) -> bytes:
 
 
 def timing_headers(generation: ActiveRequest) -> dict[str, str]:
-    """TGI's, in whole milliseconds; the sums over all sequences."""
+    """TGI's headers. Times are in whole milliseconds, and sums over all sequences."""
     sequences = generation.sequences
     arrived_at = generation.arrival.at
     total_s = sum(sequence.finished_at - arrived_at for sequence in sequences)
@@ -364,6 +368,7 @@ def timing_headers(generation: ActiveRequest) -> dict[str, str]:
 
 
 def end_error(reason: str, message: str = "") -> ApiError:
+    """The error of a request that the worker has ended for this reason."""
     if reason == "overloaded":
         return errors.overloaded()
     if reason == "unknown_adapter":

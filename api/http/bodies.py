@@ -22,7 +22,7 @@ from config import TEXT_PAYLOAD
 from run import trim_memory
 
 BODY_PIECE = 16_384  # bytes; in chunks of a byte they take 0.1 s
-LONG_PIECE = 262_144  # of a body of known length, which is read five times as fast
+LONG_PIECE = 262_144  # bytes, if the length is known: such a body is read five times as fast
 COMPRESSED_PIECE = 2048  # bytes; makes at most 2 MB
 YIELD_S = 1e-6  # sleep(0) lets other greenlets run, but does not look for input each time
 # Bytes of bodies that arrive or are being prepared, in an API server process. LONGEST_BODIES bodies of the
@@ -41,17 +41,17 @@ TRIM_S = 1.0
 
 
 class Bodies:
-    """Reads request bodies."""
+    """Reads request bodies, and counts the bytes of those that are held."""
 
     def __init__(self, client_timeout_s: float):
         self._client_timeout_s = client_timeout_s
         self._held_bytes = 0
-        self._trim = gevent.spawn(trim_memory)  # the last one
+        self._trim = gevent.spawn(trim_memory)  # the last one that was started
 
     @contextlib.contextmanager
     def read(self, limit: int) -> Iterator[bytearray]:
-        """The body of the current request, of at most `limit` bytes, which counts as held until the block is
-        left. Raises ApiError."""
+        """Reads the body of the current request, which may have `limit` bytes. The body counts as held until
+        the block is left. Raises ApiError."""
         body = bytearray()
         inflated = bytearray()
         try:
@@ -90,11 +90,12 @@ class Bodies:
             raise errors.too_large(limit)
 
     def _add(self, piece: bytes, body: bytearray, limit: int) -> None:
-        """Adds to a body. Raises ApiError (503) when all bodies together have too many bytes."""
+        """Adds a piece to a body. Raises ApiError (503) if all held bodies together then have too many
+        bytes."""
         body += piece
         self._held_bytes += len(piece)
         most = HELD_LIMIT
-        if limit > TEXT_PAYLOAD:
+        if limit > TEXT_PAYLOAD:  # of a model that reads images
             most = max(HELD_LIMIT, LONGEST_BODIES * limit)
             if len(body) <= TEXT_PAYLOAD:
                 most += HELD_LIMIT
@@ -103,7 +104,10 @@ class Bodies:
         gevent.sleep(YIELD_S)  # a body that arrives fast must not keep the event loop to itself
 
     def _inflate(self, body: bytearray, encoding: str, inflated: bytearray, limit: int) -> None:
-        """Adds the text in a compressed body, of any size when inflated, to `inflated`. Raises ApiError."""
+        """Decompresses `body` into `inflated`. Raises ApiError.
+
+        It does so in small pieces: a short body may hold a text of any length, and is rejected at `limit`.
+        """
         window_bits = ENCODINGS[encoding]
         if encoding == "deflate" and not _has_zlib_header(body):
             window_bits = WITHOUT_HEADER
@@ -134,12 +138,14 @@ def _content_encoding() -> str:
 
 
 def _has_zlib_header(body: bytes) -> bool:
-    """RFC 1950, 2.2: the method deflate, and a checksum over two bytes."""
+    """Whether a body has a header of zlib (RFC 1950, 2.2): the method deflate, and a checksum over two
+    bytes."""
     return len(body) > 1 and body[0] & 15 == 8 and int.from_bytes(body[:2], "big") % 31 == 0
 
 
 def _piece_size(body: bytearray) -> int:
-    """How many bytes of the body to read next: no more than have been read already, or a piece."""
+    """How many bytes of the body to read next. If its length is known, these are as many as have been read,
+    but at least BODY_PIECE and at most LONG_PIECE."""
     if request.content_length is None:
         return BODY_PIECE
     return min(max(len(body), BODY_PIECE), LONG_PIECE)

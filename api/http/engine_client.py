@@ -59,7 +59,7 @@ class EngineError(Exception):
 
 
 class EngineBusy(EngineError):
-    """It does not answer in time."""
+    """The worker is ready, but does not answer in time."""
 
 
 class TooLarge(Exception):
@@ -146,8 +146,8 @@ class EngineClient:
         return self._status.late or self._silent_s > SILENCE_S
 
     def wait_while_loading(self) -> None:
-        """Waits for the tokenizer if the worker is ready, and a moment for the news that it is: a client may
-        have it already from another process."""
+        """Waits for the tokenizer if the worker is ready. Also waits SPREAD_S for the news that the worker is
+        ready: a client may have it already from another process."""
         if self._has_been_ready.wait(SPREAD_S):
             self._has_text.wait(LOADING_S)
 
@@ -164,10 +164,10 @@ class EngineClient:
         self._has_text.wait()
 
     def submit(self, generates: list[Generate], messages: SimpleQueue, images: Sequence[Image] = ()) -> None:
-        """Sends requests, of which all are accepted or none, and the images of their prompts. Lists of their
-        messages are put into `messages`.
+        """Sends requests, and the images of their prompts. The worker accepts all of the requests or none.
+        Its messages about them are put into `messages`, in lists.
 
-        Raises TooLarge, and sends nothing.
+        Raises TooLarge without sending anything.
         """
         body = protocol.encode(protocol.SubmitRequests(generates, list(images)))
         if len(body) - sum(len(image.pixels) for image in images) > MAX_MESSAGE_BYTES:
@@ -235,7 +235,7 @@ class EngineClient:
             self._read()
 
     def _read(self, flags: int = 0) -> None:
-        """A message that cannot be read may have been for any request: all are ended."""
+        """Handles one message. All requests end if it cannot be read: it may have been for any of them."""
         body = self._dealer.recv(flags)
         self._silent_s = 0.0
         try:
@@ -272,7 +272,8 @@ class EngineClient:
                 gevent.spawn(self._load)
 
     def _deliver(self, messages: list[PromptDone | Token | End | MetricsText | AdapterChanged]) -> None:
-        """Each queue gets its messages of a step as one list."""
+        """Puts messages into the queues of their requests. A queue gets its messages of a step as one
+        list."""
         by_queue: dict[SimpleQueue, list] = defaultdict(list)
         for message in messages:
             is_last = isinstance(message, ANSWERS) or getattr(message, "finish_reason", None)

@@ -131,7 +131,7 @@ def _anthropic_body(error: ApiError) -> AnthropicErrorBody:
 
 @dataclass(frozen=True)
 class ErrorFormat:
-    """An API's error format. statuses: its own instead of TGI's."""
+    """An API's error format. statuses: those that replace TGI's."""
 
     body_type: type[Struct]
     body: Callable[[ApiError], Struct]

@@ -31,7 +31,8 @@ JSON_ESCAPE = re.compile(
     rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.", re.DOTALL
 )
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # begins what Windows tools write
-# Characters: whether text may yet become one is found in time that grows with its square.
+# Characters of a stop sequence. To find out whether a text may yet become one takes time that grows with
+# their square.
 MAX_STOP = 1_000
 MAX_FIELDS = 256  # each unknown one is compared with all known ones, to find misspelled ones
 # Fields of TGI, OpenAI and other servers that would change the output and are not supported: the values that
@@ -150,8 +151,8 @@ def _decode_json(body: bytes) -> Any:
 
 
 def without_surrogates(text: bytes) -> bytes:
-    """JSON with a question mark in the place of each escape that is half of a surrogate pair: no text can
-    hold one. Agents cut long texts within an emoji, and send that text again with every later request."""
+    """JSON with a question mark instead of each escape that is half of a surrogate pair: no text can hold
+    one. Agents truncate long texts within an emoji, and send such a text again with every later request."""
     return JSON_ESCAPE.sub(lambda escape: b"?" if escape["half"] else escape[0], text)
 
 
@@ -211,7 +212,7 @@ def choose_variant(data: Json, variants: dict[str, V]) -> V:
 def _check_names(given: Json, kind: type[Struct], usable: type[Struct]) -> None:
     """Rejects fields that are not supported, and misspelled ones; other unknown fields are ignored.
 
-    kind: has the fields that may be in `given`; usable: those that may be there or in its `parameters`.
+    kind: the type of `given`. usable: the type that has the options, which may be that of `parameters`.
     """
     known = kind.__struct_fields__
     if len(given) > MAX_FIELDS:
@@ -229,7 +230,7 @@ def _check_names(given: Json, kind: type[Struct], usable: type[Struct]) -> None:
 
 
 def _hint(name: str, kind: type[Struct], usable: type[Struct]) -> str:
-    """What to use in the place of an unknown field."""
+    """What to use instead of an unknown field, as the end of a sentence; "": nothing is known."""
     if name == "extra_body":
         return ", but a parameter of OpenAI's clients: put its fields beside the others"
     place = "" if usable is kind else " in `parameters`"
@@ -266,6 +267,7 @@ def check_sampling(fields: SamplingFields) -> None:
 
 
 def _limits(parameter: SamplingParameter) -> str:
+    """The limits of a sampling parameter, in TGI's words."""
     limits = parameter.limits
     kind = type(parameter.neutral)
     if limits.gt == 0 and limits.le is None:
@@ -303,11 +305,11 @@ def sampling_of(
     host_only: Json,
     logit_bias: Sequence[tuple[int, float]] = (),
 ) -> SamplingParams:
-    """How tokens are sampled, by `defaults` where a field is absent. Without a seed in it, the most likely
-    token is taken at each step.
+    """How tokens are sampled. A result without a seed means that each step takes the most likely token.
 
-    host_only: other fields that need host sampling, and whether they are asked for. Raises ApiError for what
-    does where the device samples. A greedy request may have a seed and filters: they do nothing.
+    samples: whether they are drawn at random. defaults: the values of absent fields. host_only: other fields
+    that need host sampling, and whether they are asked for: if the device samples, each that is raises
+    ApiError. A greedy request may have a seed and filters, which do nothing.
     """
     seed = None
     if samples:

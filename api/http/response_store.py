@@ -51,7 +51,7 @@ def new_key() -> str:
 
 
 def item_id(prefix: str, key: str, number: int) -> str:
-    """The id of an output item, from which that of its response follows."""
+    """The id of an output item. The id of its response follows from it."""
     return f"{prefix}_{key}_{number}"
 
 
@@ -168,6 +168,7 @@ class OwnedResponses:
             yield database
 
     def _decode(self, path: str, *lists: bytes) -> list[Json]:
+        """The items in lists of the file. Raises ApiError for more bytes than the request may add."""
         self._read_bytes += sum(map(len, lists))
         if self._read_bytes > self._max_bytes:
             limit = f"as many as a request may have (--payload-limit {self._max_bytes} raises it)"

@@ -200,13 +200,15 @@ class CompletionResponseWriter(ChunkedResponseWriter):
             yield choice("", None, FINISH_REASONS[sequence.finish_reason])
 
     def _echoed(self, sequence: GeneratedSequence) -> str:
+        """The text of the prompt, if the response begins with it."""
         if not self._echoes:
             return ""
         prompt = sequence.prepared.prompt
         return self.tokenizer.unescape(prompt) if isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
     def _echoed_pieces(self, sequence: GeneratedSequence) -> list[Piece]:
-        """The prompt's tokens where they are listed; `special` tokens are not in the echo."""
+        """The tokens of the prompt, if they are listed. Those that are `special` are not in the echoed
+        text."""
         if not self._lists_prompt:
             return []
         pieces = self._prompt_pieces(sequence)
@@ -241,7 +243,7 @@ class CompletionResponseWriter(ChunkedResponseWriter):
         return top_logprobs
 
     def _name(self, token: int) -> str:
-        """A token's text; where it is but a part of a character, its bytes as OpenAI writes them."""
+        """A token's text. A part of a character has its bytes instead, as OpenAI writes them."""
         text = self.tokenizer.token_text(token)
         exact = self.tokenizer.piece_bytes(token) if "\ufffd" in text else None
         return text if exact is None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in exact)

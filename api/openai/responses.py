@@ -54,7 +54,8 @@ def responses(data: Json, served: Served) -> ResponseWriter:
 
 
 def _triggered(request: ResponsesRequest, conversation: Conversation, served: Served) -> ResponseWriter:
-    """`compact` within a conversation: with its tools, so that its prefix is cached. It is not stored."""
+    """The summary that a `compaction_trigger` asks for. Its prompt has the tools of the conversation, so that
+    the prefix is cached. The response is not stored."""
     conversation.own.pop()
     more = {"stream": request.stream, "chat_template_kwargs": request.chat_template_kwargs}
     summary_request = _summary_request(request, tools=request.tools, tool_choice="none", **more)
@@ -275,7 +276,7 @@ def _tool_search_call(item: Part) -> Message | None:
 
 
 def _computer_call(item: Part) -> Message:
-    """Of a conversation with another server."""
+    """A call in a conversation with another server: this one has no computer use."""
     arguments = {name: item.get(name) for name in ("action", "actions") if item.get(name) is not None}
     return _call_message(item, arguments, "computer")
 
@@ -323,7 +324,7 @@ def _found_tools(item: Part) -> Message | None:
 
 
 def _additional_tools(item: Part) -> Message | None:
-    added = item.reader.tools.added.get(item.path)  # none of those that are listed
+    added = item.reader.tools.added.get(item.path)  # None: its tools are listed
     return Message("system", ADDED_TOOLS + added) if added else None
 
 
@@ -334,7 +335,7 @@ def _file_search(item: Part) -> str:
 
 
 def _image(part: Part) -> str:
-    """That of another API, or one that a tool made which OpenAI ran."""
+    """The image in a part of another API. The result of a tool that OpenAI ran becomes a note."""
     is_given = any(part.get(name) for name in ("image", "source", "base64"))
     return image(part) if is_given else part.reader.omission("image")
 

@@ -298,7 +298,7 @@ class ResponsesWriter(OpenAIResponseWriter):
 
 
 def _without_logprobs(item: OutputItem) -> OutputItem:
-    """An output item for later requests: log-probabilities are large, and nothing that a model reads."""
+    """An output item as later requests need it: log-probabilities are large, and no model reads them."""
     if not isinstance(item, OutputMessage):
         return item
     return replace(item, content=[replace(part, logprobs=[]) for part in item.content])

@@ -40,8 +40,11 @@ class BuiltIn(NamedTuple):
     defaults: Json
 
     def read(self, value: Json) -> Json:
-        """The arguments in the field of an item, as the model wrote them: without the defaults, in the order
-        of the schema, which SDKs change."""
+        """The arguments in the field of an item, as the model wrote them.
+
+        They are without the defaults, and in the order of the schema, which SDKs change: {"timeout_ms": null,
+        "commands": ["ls"]} of a shell becomes {"commands": ["ls"]}.
+        """
         written = {name: given for name, given in value.items() if given != self.defaults.get(name)}
         order = [*self.definition({}).parameters["properties"], *written]
         return {name: written[name] for name in order if name in written}
@@ -79,8 +82,11 @@ class ClientTool(NamedTuple):
 
 
 class ResponsesTools(OfferedTools):
-    """`tools`, and those of the items that add some. `additional_tools` in front of the conversation are
-    listed, too."""
+    """The tools of a request, and those of the items that add some.
+
+    Listed are those in `tools`, and in items `additional_tools` in front of the conversation. Those of later
+    items are found there.
+    """
 
     def __init__(self, request: ResponsesRequest, items: Sequence[tuple[str, Json]]):
         """items: of the conversation, each with its path in the request."""
@@ -136,7 +142,7 @@ class ResponsesTools(OfferedTools):
         return self.one(given.type if given.type in BUILT_IN else given.name)
 
     def _name(self, offered: list[tuple[str, Json | None, Json]]) -> None:
-        """Gives each tool its name for the model: with its namespace where two have the same."""
+        """Gives each tool its name for the model. If two have the same, their namespaces precede it."""
         known = dict.fromkeys(_client_tool(namespace, tool) for _path, namespace, tool in offered)
         names = Counter(tool.name for tool in known)
         for tool in known:
