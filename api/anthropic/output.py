@@ -111,12 +111,12 @@ class MessagesResponseWriter(ResponseWriter):
         else:
             block = TextBlock() if isinstance(part, Content) else ThinkingBlock()
         self._content.append(block)
-        yield {"type": "content_block_start", "index": len(self._content) - 1, "content_block": block}
+        yield self._block_event("start", content_block=block)
 
     def _continue(self, part: OutputPart, text: str) -> Iterator[Json]:
         kind, name = DELTAS[type(part)]
         if text and not (isinstance(part, Reasoning) and self._omits_thinking):
-            yield self._delta({"type": kind, name: text})
+            yield self._block_event("delta", delta={"type": kind, name: text})
 
     def _end(self, part: OutputPart) -> Iterator[Json]:
         block = self._content[-1]
@@ -128,8 +128,9 @@ class MessagesResponseWriter(ResponseWriter):
             shown, sealed = ("", part.text) if self._omits_thinking else (part.text, "")
             block.thinking = shown
             block.signature = seal(sealed)
-            yield self._delta({"type": "signature_delta", "signature": block.signature})
-        yield {"type": "content_block_stop", "index": len(self._content) - 1}
+            yield self._block_event("delta", delta={"type": "signature_delta", "signature": block.signature})
+        yield self._block_event("stop")
 
-    def _delta(self, delta: dict[str, str]) -> Json:
-        return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}
+    def _block_event(self, what: str, **fields: Any) -> Json:
+        """An event of the newest block."""
+        return {"type": f"content_block_{what}", "index": len(self._content) - 1} | fields

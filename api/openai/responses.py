@@ -141,13 +141,14 @@ def _prepare_response(
 
 
 class Conversation:
-    """The items and tools of a request. before: the items of the responses that it continues; own: those of
-    its `input`, with the stored items that it refers to."""
+    """The items and tools of a request. own: the items of its `input`, with the stored ones that it refers
+    to; those of the responses that it continues come before."""
 
     def __init__(self, request: ResponsesRequest, stored: OwnedResponses):
         """Raises ApiError for items that are not stored."""
         previous = request.previous_response_id
-        self.before = stored.conversation(previous) if previous else []
+        before = stored.conversation(previous) if previous else []
+        self._before = [(f"previous_response_id[{i}]", item) for i, item in enumerate(before)]
         self.own: list[Json] = []
         given = request.input
         if isinstance(given, str):
@@ -162,8 +163,7 @@ class Conversation:
     @property
     def items(self) -> list[tuple[str, Json]]:
         """Each item with its path in the request."""
-        before = [(f"previous_response_id[{i}]", item) for i, item in enumerate(self.before)]
-        return before + [(f"input[{i}]", item) for i, item in enumerate(self.own)]
+        return self._before + [(f"input[{i}]", item) for i, item in enumerate(self.own)]
 
 
 def _chat_messages(

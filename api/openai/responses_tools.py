@@ -93,12 +93,14 @@ class ResponsesTools(OfferedTools):
         super().__init__()
         self.added: dict[str, str] = {}  # the definitions that an item adds, by its path
         self._named: dict[str, ClientTool] = {}  # by the name that the model calls
+        # What adds tools, by its path: the request itself, and items.
         given = {"": {"tools": request.tools, "type": "additional_tools"}}
         given |= {path: item for path, item in items if item.get("type") in ADDING_ITEMS}
         leading = {"", *(path for path, _item in itertools.takewhile(_is_leading, items))}
         offered = [tool for path, item in given.items() for tool in _flat(path, item)]
         self._name(offered)
         searches = [tool for _path, _namespace, tool in offered if tool.get("type") == "tool_search"]
+        # Without a search of the client, OpenAI would find deferred tools. Here they are offered at once.
         defers = not searches or any(map(_is_client_search, searches))
         known = set()
         for path, item in given.items():
