@@ -13,7 +13,7 @@ from typing import Any
 from api.anthropic.output import MessagesResponseWriter
 from api.anthropic.tools import MessagesTools
 from api.anthropic.types import AnthropicToolChoice, CountRequest, InputMessage, MessagesRequest, TokenCount
-from api.chats.content import PARTS, ContentReader, Part, joined
+from api.chats.content import PARTS, ContentPart, ContentReader, joined
 from api.chats.conversation import ChatRequest, Message, call_message, prepare_chat
 from api.chats.reasoning import THINKING_ON, unseal
 from api.chats.tools import ADDED_TOOLS
@@ -126,12 +126,12 @@ def _appended(message: Message, kind: str, text: str) -> str:
     return joined(message.content or "", text, "\n")
 
 
-def _thoughts(block: Part) -> Message:
+def _thoughts(block: ContentPart) -> Message:
     thoughts = block.text("thinking?") or unseal(block.get("signature"))
     return Message("assistant", reasoning_content=thoughts)
 
 
-def _tool_use(block: Part) -> Message:
+def _tool_use(block: ContentPart) -> Message:
     given = block.needed("input", dict) if block.get("input") is not None else {}
     name = block.needed("name", str)
     if block.get("toolset_name") is not None:  # a member of a toolset, in a conversation with another server
@@ -140,14 +140,14 @@ def _tool_use(block: Part) -> Message:
     return call_message(block.needed("id", str), name, given)
 
 
-def _tool_result(block: Part) -> Message:
+def _tool_result(block: ContentPart) -> Message:
     text = block.text("content?")
     if block.get("is_error"):
         text = f"Error: {text}"
     return Message("tool", text, tool_call_id=block.needed("tool_use_id", str))
 
 
-def _document(block: Part) -> str:
+def _document(block: ContentPart) -> str:
     source = block.inner("source")
     readable = {"text": "data", "content": "content"}.get(source.needed("type", str))
     if readable is None:
@@ -155,21 +155,21 @@ def _document(block: Part) -> str:
     return "\n".join(filter(None, [block.text("title? context?"), source.text(readable)]))
 
 
-def _tool_reference(block: Part) -> str:
+def _tool_reference(block: ContentPart) -> str:
     name = "name" if "name" in block.fields else "tool_name"  # in a tool_addition, in a result
     return block.reader.tools.add(block.needed(name, str))
 
 
-def _tool_definition(block: Part) -> str:
+def _tool_definition(block: ContentPart) -> str:
     return block.reader.tools.define(f"{block.path}.definition", block.needed("definition", dict))
 
 
-def _tool_addition(block: Part) -> str:
+def _tool_addition(block: ContentPart) -> str:
     added = block.text("tool")
     return ADDED_TOOLS + added if added else ""
 
 
-def _tool_removal(block: Part) -> str:
+def _tool_removal(block: ContentPart) -> str:
     reference = block.inner("tool")
     if reference.get("type") != "tool_reference":
         return ""  # to tools that Anthropic runs
@@ -178,7 +178,7 @@ def _tool_removal(block: Part) -> str:
     return f"You may no longer call the function {name}."
 
 
-def _browser_state(block: Part) -> str:
+def _browser_state(block: ContentPart) -> str:
     return f"Browser tabs: {json.dumps(block.get('tabs'), ensure_ascii=False)}"
 
 

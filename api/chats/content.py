@@ -33,14 +33,14 @@ class ContentReader:
     """Reads the parts of one request.
 
     types: by the type of a part, the names of its readable fields, such as "title? content", or a function of
-    the Part. A field is a text, a part, or a list of them; one whose name ends with `?` may be missing.
-    images: the images of the request, which are marks in its texts. tools: the tools of the request, for such
-    functions.
+    the ContentPart. A field is a text, a part, or a list of them; one whose name ends with `?` may be
+    missing. images: the images of the request, which are marks in its texts. tools: the tools of the request,
+    for such functions.
     """
 
     def __init__(
         self,
-        types: Mapping[str, str | Callable[[Part], Any]],
+        types: Mapping[str, str | Callable[[ContentPart], Any]],
         images: RequestImages = NO_IMAGES,
         tools: Any = None,
     ):
@@ -72,7 +72,7 @@ class ContentReader:
         if read is None:
             self.skip(kind)
             return None
-        part = Part(self, path, fields)
+        part = ContentPart(self, path, fields)
         return part.text(read) if isinstance(read, str) else read(part)
 
     def text(self, path: str, content: Any, between: str = "\n", role: str = "") -> str:
@@ -99,7 +99,7 @@ class ContentReader:
             logger.debug("skipped parts of the conversation that this server does not read: %s", names)
 
 
-class Part(NamedTuple):
+class ContentPart(NamedTuple):
     """A part of a conversation, with its path in the request."""
 
     reader: ContentReader
@@ -113,9 +113,9 @@ class Part(NamedTuple):
         """The value of a field. Raises ApiError if it is missing, or no `kind`."""
         return needed(self.path, self.fields, name, kind)
 
-    def inner(self, name: str) -> Part:
+    def inner(self, name: str) -> ContentPart:
         """The object in a field, as a part. Raises ApiError."""
-        return Part(self.reader, f"{self.path}.{name}", self.needed(name, dict))
+        return ContentPart(self.reader, f"{self.path}.{name}", self.needed(name, dict))
 
     def text(self, names: str) -> str:
         """The text of these fields, a line each: `title? content` for a title, if there is one, and the
@@ -130,7 +130,8 @@ class Part(NamedTuple):
         return "\n".join(filter(None, texts))
 
     def unbroken(self, name: str, role: str = "") -> str:
-        """The text of a field whose parts follow each other on one line. role: that of a message."""
+        """The text of a field, whose parts follow each other without a line break. role: that of a
+        message."""
         return self.reader.text(f"{self.path}.{name}", self.get(name) or "", "", role)
 
 
@@ -144,12 +145,12 @@ def needed(path: str, fields: Json, name: str, kind: type[V] | None = None) -> V
     return value
 
 
-def omitted(kind: str) -> Callable[[Part], str]:
+def omitted(kind: str) -> Callable[[ContentPart], str]:
     """A function that leaves a note in the place of a part."""
     return lambda part: part.reader.omission(kind)
 
 
-def image(part: Part) -> str:
+def image(part: ContentPart) -> str:
     """The mark of an image, or a note if the model reads none.
 
     The part has an `image_url`, which is a text or an object with a `url`; or a `source`, as Anthropic has
@@ -168,11 +169,11 @@ def image(part: Part) -> str:
     given = part.needed(name)
     if isinstance(given, dict):
         fields = {"detail": part.get("detail")} | given
-        return _linked(Part(part.reader, f"{part.path}.{name}", fields), "url")
+        return _linked(ContentPart(part.reader, f"{part.path}.{name}", fields), "url")
     return _linked(part, name)
 
 
-def _linked(part: Part, name: str) -> str:
+def _linked(part: ContentPart, name: str) -> str:
     """The mark of the image whose URL is in the field `name`."""
     url = part.needed(name)
     require(isinstance(url, str), f"{part.path}.{name}", "must be a string")
@@ -182,7 +183,7 @@ def _linked(part: Part, name: str) -> str:
     return part.reader.images.add(f"{part.path}.{name}", url, detail)
 
 
-def _sourced(source: Part) -> str:
+def _sourced(source: ContentPart) -> str:
     """The mark of the image in a `source`, as Anthropic has it."""
     images = source.reader.images
     kind = source.needed("type", str)

@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from api.chats import formats
-from api.chats.content import PARTS, SYSTEM_ROLES, ContentReader, Part, needed
+from api.chats.content import PARTS, SYSTEM_ROLES, ContentPart, ContentReader, needed
 from api.chats.formats import Constraint
 from api.chats.openai_shared import OpenAIRequest, check_openai
 from api.chats.reasoning import template_variables
@@ -48,7 +48,7 @@ ROLES = (*PLAIN_ROLES, *ALIASES)
 V = TypeVar("V")
 
 
-def _thinking(part: Part) -> str:
+def _thinking(part: ContentPart) -> str:
     text = THOUGHTS.sub(r"\1", part.text("thinking?"))
     return THOUGHT.format(text) if text else ""
 

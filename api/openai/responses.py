@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from api.chats.content import PARTS, ContentReader, Part, image, needed
+from api.chats.content import PARTS, ContentPart, ContentReader, image, needed
 from api.chats.conversation import ChatRequest, Message, arguments_of, call_message, prepare_chat
 from api.chats.reasoning import unseal
 from api.chats.tools import ADDED_TOOLS
@@ -220,32 +220,32 @@ def _joined_turn(one: Message, other: Message) -> Message:
     )
 
 
-def _item_message(item: Part) -> Message:
+def _item_message(item: ContentPart) -> Message:
     role = item.needed("role", str)
     if role != "assistant":  # as in chats, an assistant's message may have no content
         item.needed("content")
     return Message(role, item.unbroken("content", role))
 
 
-def _reasoning(item: Part) -> Message | None:
+def _reasoning(item: ContentPart) -> Message | None:
     thoughts = item.unbroken("content" if item.get("content") else "summary")
     thoughts = thoughts or unseal(item.get("encrypted_content"))
     return Message("assistant", reasoning_content=thoughts) if thoughts else None
 
 
-def _compacted(item: Part) -> Message | None:
+def _compacted(item: ContentPart) -> Message | None:
     summary = unseal(item.get("encrypted_content"))
     return Message("user", SUMMARY.format(summary)) if summary else None
 
 
-def _agent_message(item: Part) -> Message | None:
+def _agent_message(item: ContentPart) -> Message | None:
     """A message that another agent of the same client wrote to this one."""
     text = item.unbroken("content")
     author = item.text("author?")
     return Message("user", f"Message from {author or 'an agent'}:\n{text}") if text else None
 
 
-def _not_encrypted(part: Part) -> str:
+def _not_encrypted(part: ContentPart) -> str:
     """Clients send the message of an agent in this part as the model wrote it, unless OpenAI's server has
     encrypted it."""
     text = part.text("encrypted_content?")
@@ -255,54 +255,54 @@ def _not_encrypted(part: Part) -> str:
     return text
 
 
-def _function_call(item: Part) -> Message:
+def _function_call(item: ContentPart) -> Message:
     return _call_message(item, arguments_of(f"{item.path}.arguments", item.get("arguments")))
 
 
-def _custom_call(item: Part) -> Message:
+def _custom_call(item: ContentPart) -> Message:
     return _call_message(item, {"input": item.needed("input", str)})
 
 
-def _built_in_call(kind: str, item: Part) -> Message:
+def _built_in_call(kind: str, item: ContentPart) -> Message:
     """The call of a tool that OpenAI defines and the client runs."""
     row = BUILT_IN[kind]
     return _call_message(item, row.read(item.needed(row.field, dict)), kind)
 
 
-def _tool_search_call(item: Part) -> Message | None:
+def _tool_search_call(item: ContentPart) -> Message | None:
     if item.get("call_id") is None:
         return None  # OpenAI ran it
     return _built_in_call("tool_search", item)
 
 
-def _computer_call(item: Part) -> Message:
+def _computer_call(item: ContentPart) -> Message:
     """A call in a conversation with another server: this one has no computer use."""
     arguments = {name: item.get(name) for name in ("action", "actions") if item.get(name) is not None}
     return _call_message(item, arguments, "computer")
 
 
-def _call_message(item: Part, arguments: Json, name: str = "") -> Message:
+def _call_message(item: ContentPart, arguments: Json, name: str = "") -> Message:
     """name: of the tool, by default the one in the item."""
     name = item.reader.tools.name_of(name or item.needed("name", str), item.get("namespace"))
     return call_message(item.needed("call_id", str), name, arguments)
 
 
-def _call_output(item: Part) -> Message:
+def _call_output(item: ContentPart) -> Message:
     return _result_message(item, item.unbroken("output"))
 
 
-def _result_message(item: Part, text: str) -> Message:
+def _result_message(item: ContentPart, text: str) -> Message:
     return Message("tool", text, tool_call_id=item.needed("call_id", str))
 
 
-def _local_shell_output(item: Part) -> Message:
+def _local_shell_output(item: ContentPart) -> Message:
     return _call_output(item._replace(fields={"call_id": item.get("id")} | item.fields))
 
 
-def _shell_output(item: Part) -> Message:
+def _shell_output(item: ContentPart) -> Message:
     texts = []
     for i, given in enumerate(item.needed("output", list)):
-        chunk = Part(item.reader, f"{item.path}.output[{i}]", given)
+        chunk = ContentPart(item.reader, f"{item.path}.output[{i}]", given)
         texts.append(chunk.text("stdout? stderr?"))
         outcome = chunk.needed("outcome", dict)
         if outcome.get("type") == "timeout":
@@ -312,29 +312,31 @@ def _shell_output(item: Part) -> Message:
     return _result_message(item, "\n".join(filter(None, texts)))
 
 
-def _patch_output(item: Part) -> Message:
+def _patch_output(item: ContentPart) -> Message:
     return _result_message(item, item.text("status? output?"))
 
 
-def _found_tools(item: Part) -> Message | None:
+def _found_tools(item: ContentPart) -> Message | None:
     """The definitions of the tools that a search found."""
     if item.get("call_id") is None:
         return _additional_tools(item)  # OpenAI ran it
     return _result_message(item, item.reader.tools.added[item.path])
 
 
-def _additional_tools(item: Part) -> Message | None:
+def _additional_tools(item: ContentPart) -> Message | None:
     added = item.reader.tools.added.get(item.path)  # None: its tools are listed
     return Message("system", ADDED_TOOLS + added) if added else None
 
 
-def _file_search(item: Part) -> str:
+def _file_search(item: ContentPart) -> str:
     results = item.needed("results", list) if item.get("results") is not None else []
-    parts = (Part(item.reader, f"{item.path}.results[{i}]", result) for i, result in enumerate(results))
+    parts = (
+        ContentPart(item.reader, f"{item.path}.results[{i}]", result) for i, result in enumerate(results)
+    )
     return "\n".join(part.text("filename? text?") for part in parts)
 
 
-def _image(part: Part) -> str:
+def _image(part: ContentPart) -> str:
     """The image in a part of another API. The result of a tool that OpenAI ran becomes a note."""
     is_given = any(part.get(name) for name in ("image", "source", "base64"))
     return image(part) if is_given else part.reader.omission("image")
