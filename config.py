@@ -151,6 +151,7 @@ def _parse_neuron_config(value: str) -> tuple[str, ...]:
 
 
 def _ratio(value: str) -> float:
+    """A number from 0 on."""
     try:
         number = float(value)
     except ValueError:
@@ -168,6 +169,8 @@ def _positive(value: str) -> float:
 
 
 def _one_of(*words: str, aliases: Mapping[str, str] | None = None) -> Callable[[str], str]:
+    """A parser of one of these words, in any case. aliases: other names of them."""
+
     def parse(value: str) -> str:
         word = (aliases or {}).get(value.lower(), value.lower())
         if word not in words:

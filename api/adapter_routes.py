@@ -78,6 +78,8 @@ def _source_of(path: str, field: str, server: Server) -> str:
 
 
 def _load(server: Server, name: str, field: str, source: str, in_place: bool = False) -> Response:
+    """Checks the name of an adapter, which is in the field `field`, and loads the adapter. Raises
+    ApiError."""
     fits = 0 < len(name) <= MAX_ADAPTER_NAME and name.isprintable() and name == name.strip()
     require(
         fits, field, f"must be a name of at most {MAX_ADAPTER_NAME} printable characters", given=name[:80]

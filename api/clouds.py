@@ -76,6 +76,7 @@ def text(data: Json, served: Served) -> ResponseWriter:
 
 
 def vertex(data: Json, served: Served) -> ResponseWriter:
+    """The predictions for several requests, each of which is native or a chat."""
     requests = []
     prefixes = []
     given = fields.read(data, VertexRequest).instances

@@ -44,6 +44,7 @@ def replies(make: Callable[[Json, Served], Any]) -> Callable[[Server], Response]
 
 
 def invocations(server: Server) -> Response:
+    """A request of SageMaker, in JSON or as plain text. A header may name a LoRA adapter."""
     adapter = request.headers.get(SAGEMAKER_ADAPTER)
     if request.mimetype != "text/plain":
         read = of_adapter(clouds.read_invocation, adapter)

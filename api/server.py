@@ -229,6 +229,7 @@ class Server:
         return g.generation
 
     def _respond(self, writer: ResponseWriter, generation: ActiveRequest) -> Response:
+        """The response to a request that was sent to the worker: a stream, or the whole body."""
         headers = {
             "x-compute-type": self.engine.info.device,
             "x-compute-characters": str(sum(prepared.characters for prepared in writer.requests)),

@@ -178,6 +178,7 @@ def chat_tokenize(data: Json, served: Served) -> Later:
 
 
 def _tokens(text: str, served: Served, add_special_tokens: bool) -> list[SimpleToken]:
+    """The tokens of a text with their places in it. Raises ApiError for too many."""
     raw = _raw(text, served)
     try:
         spans = served.text.tokenizer.spans(text, add_special_tokens, MAX_LISTED_TOKENS)

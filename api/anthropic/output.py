@@ -88,6 +88,7 @@ class MessagesResponseWriter(ResponseWriter):
         return stop if stop in self._stop_sequences else None
 
     def _stop_reason(self, sequence: GeneratedSequence) -> str:
+        """Why the output ended, in Anthropic's words."""
         reason = STOP_REASONS[sequence.finish_reason]
         if reason == "stop_sequence" and not self._stop_sequence(sequence):
             reason = "end_turn"  # a stop string of the model's own

@@ -141,11 +141,12 @@ def prepare_chat(
     checked = _check(chat, served, field_names)
     constraint = formats.of_openai(chat, field_names)
     offered = offered or OfferedTools(chat.tools or ())
-    tools = [*offered.listed, *offered.found]
+    listed = offered.listed
+    tools = [*listed, *offered.found]
     policy = tool_policy(tools, chat.tool_choice, chat.parallel_tool_calls, text.tools, field_names)
     if tools and chat.tool_choice == "none":
         checked["sampling"] = _without_calls(checked["sampling"], served)
-    forms = [form for _path, form in offered.listed or tools]
+    forms = [form for _path, form in listed or tools]
     rendered, continued = _render_prompt(chat, forms, served, field_names)
     if constraint.grammar:
         constraint = constraint._replace(grammar=text.reasoning.in_answer(constraint.grammar))

@@ -210,6 +210,7 @@ def check_openai(
 
 
 def _logit_bias(given: dict[str, float], info: ModelInfo) -> list[tuple[int, float]]:
+    """The biases as pairs of a token id and a number. Raises ApiError."""
     detail = f"takes up to {MAX_LOGIT_BIAS} tokens. Given: {len(given)}"
     require(len(given) <= MAX_LOGIT_BIAS, "logit_bias", detail)
     for token, bias in given.items():

@@ -260,6 +260,7 @@ def _with_answers(messages: Messages) -> Messages:
 
 
 def _joined_messages(one: TemplateMessage, other: TemplateMessage) -> TemplateMessage:
+    """Two messages as one, with the text, the reasoning and the calls of both."""
     joined = one | other
     for name in ("content", "reasoning_content"):
         texts = [message[name] for message in (one, other) if message.get(name)]

@@ -60,6 +60,7 @@ class ModelText(NamedTuple):
 
     @classmethod
     def load(cls, info: ModelInfo, config: Config) -> ModelText:
+        """Reads the model's tokenizer and template. This takes seconds for a large tokenizer."""
         template = ChatTemplate.load(info.model_dir, config.tokenizer_config_path)
         images = None
         if info.reads_images:
@@ -238,6 +239,7 @@ def _most_tokens(prepared: PreparedRequest, ids: list[int], served: Served) -> i
 
 
 def _too_many_tokens(prepared: PreparedRequest, given: str, served: Served) -> ApiError:
+    """The error of a prompt that is too long, in the words of its API. given: how many tokens it has."""
     limit = f"must have at most {served.info.max_input_tokens} tokens"
     given += _of_images(prepared, served)
     if not prepared.clamps_max_tokens:

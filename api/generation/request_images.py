@@ -110,6 +110,8 @@ class RequestImages:
         return self._add(path, data, read_base64)
 
     def _add(self, path: str, given: str, read: Callable[[str], bytes | str], detail: Any = None) -> str:
+        """The mark of an image. read: makes its file, or the URL to fetch, of what is `given`. Raises
+        ApiError."""
         number = len(self._images)
         require(number < MAX_IMAGES, path, f"is one image too many: a request may have {MAX_IMAGES}")
         try:

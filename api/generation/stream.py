@@ -210,6 +210,7 @@ class ActiveRequest:
         self._log("generation ends", outcome=stats.outcome, generated_tokens=stats.generated_tokens)
 
     def _stats(self) -> RequestStats:
+        """What the metrics count of this request."""
         duration_s = time.monotonic() - self.arrival.at
         validation_s = self.sent_at - self.arrival.at
         queue_s = max(sequence.prompt_done.queued_s for sequence in self.sequences)

@@ -118,6 +118,7 @@ class RequestTrace:
         self._span.end(self._ns(now))
 
     def _add_stages(self, generated: Generated, now: float) -> None:
+        """Adds a span for each stage of each sequence, and one for the stream."""
         for sequence in generated.sequences:
             if sequence.first_token_at is None:
                 # The worker sends the time in the queue with the first token: until then it is not known.

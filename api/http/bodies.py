@@ -69,6 +69,7 @@ class Bodies:
                 self._trim = gevent.spawn_later(TRIM_S, trim_memory)
 
     def _receive(self, body: bytearray, limit: int) -> None:
+        """Reads the body of the current request into `body`. Raises ApiError, and ClientDisconnected."""
         request.max_content_length = limit + 1  # werkzeug truncates a chunked body here without an error
         reader = getattr(request.environ["wsgi.input"], "reader", None)
         if hasattr(reader, "limit_trailer_section"):

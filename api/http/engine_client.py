@@ -254,6 +254,7 @@ class EngineClient:
         self._lose()
 
     def _handle(self, message: protocol.FromWorker) -> None:
+        """Takes in one message of the worker, and wakes what waits for it."""
         if isinstance(message, protocol.Tokens):
             self._deliver([*message.prompts, *message.tokens])
         elif isinstance(message, ANSWERS):

@@ -141,6 +141,7 @@ def parse_body(body: bytes) -> Json:
 
 
 def _decode_json(body: bytes) -> Any:
+    """Any JSON value. Raises ApiError: 400 when `body` is not JSON, 422 for a number that is too large."""
     try:
         return msgspec.json.decode(body)
     except msgspec.ValidationError as error:  # JSON, but a number that no float or integer holds

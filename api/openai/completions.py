@@ -220,6 +220,7 @@ class CompletionResponseWriter(ChunkedResponseWriter):
         return pieces
 
     def _logprobs(self, sequence: GeneratedSequence, pieces: list[Piece]) -> CompletionLogprobs | None:
+        """The log-probabilities of these tokens, which follow the text that was sent before."""
         if self._top_n is None:
             return None
         lengths = (0 if piece.special else len(piece.text) for piece in pieces)

@@ -80,6 +80,7 @@ def compact(data: Json, served: Served) -> ResponseWriter:
 
 
 def _summary_request(given: CompactRequest | ResponsesRequest, **more: Any) -> ResponsesRequest:
+    """The request for a summary of the conversation of `given`. more: further fields."""
     return ResponsesRequest(
         model=given.model,
         input=given.input,
@@ -99,6 +100,7 @@ def _ask_for_summary(conversation: Conversation) -> None:
 
 
 def _read_request(data: Json) -> ResponsesRequest:
+    """The request as its type. Raises ApiError for fields that are not supported."""
     request = fields.read(data, ResponsesRequest)
     for name, why in REJECTED_FIELDS.items():
         if getattr(request, name):
@@ -211,6 +213,7 @@ def _continues(messages: list[Message], message: Message) -> bool:
 
 
 def _joined_turn(one: Message, other: Message) -> Message:
+    """Two messages of one answer as one message."""
     thoughts = [each.reasoning_content for each in (one, other) if each.reasoning_content]
     return Message(
         "assistant",
@@ -300,6 +303,7 @@ def _local_shell_output(item: ContentPart) -> Message:
 
 
 def _shell_output(item: ContentPart) -> Message:
+    """The output of each command, with its exit code unless that is 0."""
     texts = []
     for i, given in enumerate(item.needed("output", list)):
         chunk = ContentPart(item.reader, f"{item.path}.output[{i}]", given)

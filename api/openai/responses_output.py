@@ -150,6 +150,7 @@ class ResponsesWriter(OpenAIResponseWriter):
         return named_event(told) + named_event(self._event("response.failed", response=self._response))
 
     def _complete(self, sequences: list[GeneratedSequence]) -> ResponsesResponse:
+        """The response at its end, which is stored if the request asks for that."""
         response = self._response
         usage = self._usage(sequences)
         is_truncated = sequences[0].is_truncated
