@@ -355,7 +355,7 @@ class Startup:
         self._log_model(model, info)
         grammars = None
         if model.sampling != "device":
-            grammars = Grammars.load(tokenizer.folder, model.vocab_size, eos_token_ids)
+            grammars = Grammars(tokenizer.folder, model.vocab_size, eos_token_ids)
         adapter_changes = None
         if config.lora_folder:
             read = functools.partial(load_updates, config)

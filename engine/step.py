@@ -69,7 +69,7 @@ def masks_of(matchers: Sequence[Matcher | None], vocab_size: int) -> Masks:
     for row, matcher in enumerate(matchers):
         try:
             if matcher:
-                matcher.fill(mask[row].ctypes.data, mask[row].nbytes)
+                mask[row] = np.frombuffer(matcher.mask(), np.uint32, mask.shape[1])
         except Exception as error:  # one row must not stop the others
             errors[row] = error
             mask[row] = 0xFFFFFFFF

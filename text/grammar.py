@@ -188,7 +188,7 @@ def _digest(grammar: str) -> bytes:
 def dry_run(tokenizer_dir: str, vocab_size: int, eos_token_ids: list[int]) -> Callable[[str], str]:
     """What the child of a `GrammarChecker` does: compiles a grammar and computes its masks for the first
     tokens."""
-    grammars = Grammars.load(tokenizer_dir, vocab_size, eos_token_ids)
+    grammars = Grammars(tokenizer_dir, vocab_size, eos_token_ids)
     ends = sum(1 << token_id for token_id in set(eos_token_ids))
 
     def run(grammar: str) -> str:
@@ -199,7 +199,7 @@ def dry_run(tokenizer_dir: str, vocab_size: int, eos_token_ids: list[int]) -> Ca
                 raise GrammarError("is too complex: it takes too long to compile")
             by_chance = (Random(n).randrange for n in range(WALKS))
             for choose in (lambda _count: 0, lambda count: count - 1, *by_chance):
-                _try_tokens(compiled.deep_copy(), choose, ends)
+                _try_tokens(Matcher(compiled.deep_copy()), choose, ends)
         except GrammarError as error:
             raise Rejected(str(error)) from None
         return ""
@@ -207,34 +207,29 @@ def dry_run(tokenizer_dir: str, vocab_size: int, eos_token_ids: list[int]) -> Ca
     return run
 
 
-def _try_tokens(matcher: LLMatcher, choose: Callable[[int], int], ends: int) -> None:
-    """Raises GrammarError if the masks of the first tokens take too long, or cannot be computed.
+def _try_tokens(matcher: Matcher, choose: Callable[[int], int], ends: int) -> None:
+    """Computes the masks of the first tokens. Raises GrammarError.
 
-    choose: from which of so many tokens on the next one is taken, the first that may follow. By chance,
-    numbers become short and long. ends: the bits of EOS tokens.
+    choose: takes the number of token ids and returns one of them. The first allowed id from there on is the
+    next token. By chance, numbers become short and long. ends: the bits of EOS tokens.
     """
-    slow = 0
     for _ in range(DRY_RUN_TOKENS):
-        started_at = time.process_time()
-        mask = int.from_bytes(matcher.compute_bitmask(), "little")
-        slow += time.process_time() - started_at > SLOW_MASK_S
-        if slow > 1:
-            raise GrammarError("is too complex: its masks take too long")
-        following = mask & ~ends
-        if _valid(matcher).is_stopped() or not following:
+        following = int.from_bytes(matcher.mask(), "little") & ~ends
+        if matcher.is_complete or not following:
             return
         first = choose(following.bit_length())
         rest = following >> first
-        matcher.consume_token(first + (rest & -rest).bit_length() - 1)
+        matcher.consume(first + (rest & -rest).bit_length() - 1)
 
 
 class Grammars:
     """Compiles grammars for one model. May be used from any thread.
 
-    tokenizer_json: its tokenizer.json; vocab_size: the width of the logits, in tokens.
+    vocab_size: the width of the logits, in tokens.
     """
 
-    def __init__(self, tokenizer_json: str | bytes, vocab_size: int, eos_token_ids: Sequence[int]):
+    def __init__(self, tokenizer_dir: str | Path, vocab_size: int, eos_token_ids: Sequence[int]):
+        tokenizer_json = (Path(tokenizer_dir) / "tokenizer.json").read_bytes()
         self._error = ""
         try:
             # Its vocabulary stays text: as objects it would take 250 MB where it has 262,144 tokens.
@@ -247,10 +242,6 @@ class Grammars:
             )
         except Exception as error:  # of a tokenizer that llguidance cannot read: all else is served
             self._error = f"cannot be enforced with this model's tokenizer: {error}"
-
-    @classmethod
-    def load(cls, tokenizer_dir: str | Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
-        return cls((Path(tokenizer_dir) / "tokenizer.json").read_bytes(), vocab_size, eos_token_ids)
 
     def matcher(self, grammar: str) -> Matcher:
         """A matcher at the beginning of the text. Raises GrammarError.
@@ -279,14 +270,16 @@ class Matcher:
         """Nothing but the end may follow."""
         return self._matcher.is_stopped()
 
-    def fill(self, address: int, size: int) -> None:
-        """Writes the mask of the next token into memory of `size` bytes: a set bit allows the token."""
+    def mask(self) -> bytes:
+        """The mask of the next token: a set bit allows the token, the lowest bit of the first byte is for
+        token 0. The bytes may go beyond the vocabulary."""
         started_at = time.thread_time()
-        self._matcher.unsafe_compute_mask_ptr(address, size)
+        mask = self._matcher.compute_bitmask()
         _valid(self._matcher)
         self._slow_masks += time.thread_time() - started_at > SLOW_MASK_S
         if self._slow_masks > 1:
             raise GrammarError("is too complex: its masks take too long")
+        return mask
 
     def consume(self, token: int) -> None:
         if not self._matcher.is_stopped():

@@ -135,13 +135,14 @@ def test_a_limit_ends_an_incomplete_text():
 
 
 def test_masks_are_computed_while_the_device_runs(monkeypatch):
-    driven, filled, fill = guided(), threading.Event(), Matcher.fill
+    driven, filled, mask = guided(), threading.Event(), Matcher.mask
 
-    def fill_and_signal(*args):
-        fill(*args)
+    def mask_and_signal(matcher):
+        made = mask(matcher)
         filled.set()
+        return made
 
-    monkeypatch.setattr(Matcher, "fill", fill_and_signal)
+    monkeypatch.setattr(Matcher, "mask", mask_and_signal)
 
     def step_that_ends_after_the_mask(chunks):
         assert filled.wait(60)
@@ -311,7 +312,7 @@ def test_a_grammar_that_was_compiled_for_a_request_that_is_over_is_not_given_to_
 class Broken:
     """A matcher whose mask cannot be computed."""
 
-    def fill(self, address, size):
+    def mask(self):
         raise RuntimeError("on purpose")
 
 

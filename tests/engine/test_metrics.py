@@ -8,6 +8,7 @@ import threading
 import msgspec
 import pytest
 from fakes.model import EOS, greedy
+from grammars import grammars_of
 from loop import Driven, Wire, on_every_engine
 from peer import Peer
 from prometheus_client.parser import text_string_to_metric_families
@@ -29,7 +30,7 @@ from protocol import (
     SubmitRequests,
     Tokens,
 )
-from text.grammar import Grammars, of_regex
+from text.grammar import of_regex
 
 WAIT_S = 20
 LASTING = next([a, 9] for a in range(50) if EOS not in greedy([a, 9], 30))  # a prompt whose text has no EOS token
@@ -589,7 +590,7 @@ def test_values_under_the_names_of_vllm_are_the_truth_under_any_load(engine, clo
     tokenizer = byte_level()
     vocab_size = tokenizer.get_vocab_size()
     driven = Driven(
-        grammars=Grammars(tokenizer.to_str(), vocab_size, [EOS]),
+        grammars=grammars_of(tokenizer, eos_token_ids=[EOS]),
         vocab_size=vocab_size,
         batch_size=6,
         max_total_tokens=80,

@@ -4,6 +4,7 @@ import queue
 import threading
 
 from fakes.model import EOS
+from grammars import grammars_of
 from loop import Driven
 from processes import wait_until
 from tiny_tokenizers import byte_level
@@ -13,7 +14,7 @@ from engine.metrics import Metrics
 from engine.preparation import Preparation
 from engine.request import Request, RequestState
 from protocol import Cancel, Generate
-from text.grammar import Grammars, of_regex
+from text.grammar import of_regex
 
 WAIT_S = 20
 
@@ -71,18 +72,18 @@ def test_grammars_that_take_too_much_memory_together_are_compiled_when_others_ha
     assert order == requests
 
 
-class Held(Grammars):
-    """Compiles nothing before it may."""
+class Held:
+    """Grammars of which none is compiled before it may."""
 
     def __init__(self):
         tokenizer = byte_level()
-        super().__init__(tokenizer.to_str(), tokenizer.get_vocab_size(), [EOS])
         self.vocab_size = tokenizer.get_vocab_size()
+        self.grammars = grammars_of(tokenizer, eos_token_ids=[EOS])
         self.may_compile = threading.Event()
 
     def matcher(self, grammar):
         assert self.may_compile.wait(WAIT_S)
-        return super().matcher(grammar)
+        return self.grammars.matcher(grammar)
 
 
 def test_a_request_in_preparation_counts_as_waiting():

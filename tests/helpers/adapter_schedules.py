@@ -9,12 +9,13 @@ from random import Random
 from unittest import mock
 
 from fakes.model import EOS
+from grammars import grammars_of
 from loop import Driven, NoMetrics, Oracle
 from tiny_tokenizers import byte_level
 
 import worker
 from protocol import Cancel, Generate, SamplingParams, Tokens
-from text.grammar import Grammars, of_regex
+from text.grammar import of_regex
 
 TEXTS = [list(range(3, 22)), [*range(3, 11), 300, 301, 302], [7, 8] * 6]  # two of them begin in the same way
 GRAMMARS = ["", "", of_regex("[0-9]{3}-[a-z]{2}"), of_regex("[a-z]{1,30}")]
@@ -25,7 +26,7 @@ NEW_TOKENS = 16
 def vocabulary():
     """Tokens are pieces of text, as grammars need them: the number of tokens, and the grammars of a worker."""
     tokenizer = byte_level()
-    return tokenizer.get_vocab_size(), Grammars(tokenizer.to_str(), tokenizer.get_vocab_size(), [EOS])
+    return tokenizer.get_vocab_size(), grammars_of(tokenizer, eos_token_ids=[EOS])
 
 
 def random_requests(chance, adapters):

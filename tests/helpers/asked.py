@@ -78,7 +78,7 @@ def serving(info=INFO, config=CONFIG) -> Served:
 def grammars() -> Grammars:
     with tempfile.TemporaryDirectory() as folder:
         byte_tokenizer(Path(folder))
-        return Grammars.load(folder, VOCABULARY, [EOS])
+        return Grammars(folder, VOCABULARY, [EOS])
 
 
 def allows(grammar: str, output: str) -> bool:

@@ -1,6 +1,8 @@
 """The texts that a grammar accepts, with the demonstration model's tokenizer or another one."""
 
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -12,7 +14,14 @@ from text.grammar import GrammarChecker, Grammars
 
 @cache
 def demo():
-    return Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")), Grammars.load(DEMO_MODEL, 2048, [0])
+    return Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")), Grammars(DEMO_MODEL, 2048, [0])
+
+
+def grammars_of(tokenizer, vocab_size=None, eos_token_ids=(0,)):
+    """The grammars of a tokenizer that no file has."""
+    with TemporaryDirectory() as folder:
+        tokenizer.save(str(Path(folder) / "tokenizer.json"))
+        return Grammars(folder, vocab_size or tokenizer.get_vocab_size(), eos_token_ids)
 
 
 @cache
@@ -21,9 +30,7 @@ def checker():
 
 
 def mask_of(matcher, tokens=2048):
-    mask = np.zeros(-(-tokens // 32), np.uint32)
-    matcher.fill(mask.ctypes.data, mask.nbytes)
-    return np.unpackbits(mask.view(np.uint8), bitorder="little")[:tokens].astype(bool)
+    return np.unpackbits(np.frombuffer(matcher.mask(), np.uint8), bitorder="little")[:tokens].astype(bool)
 
 
 def accepts(text, serialized, tokenizer=None, grammars=None):

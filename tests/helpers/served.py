@@ -9,8 +9,10 @@ import gevent
 import msgspec
 from fakes.model import ADAPTER, EOS, ImageModel, greedy
 from fakes.tokenizer import VOCABULARY, byte_tokenizer
+from grammars import grammars_of
 from loop import is_idle
 from prometheus_client.parser import text_string_to_metric_families
+from tokenizers import Tokenizer
 
 import web
 from api.generation.prepared_request import ModelText
@@ -25,7 +27,6 @@ from engine.sampling import sampling
 from engine.scheduler import SchedulerConfig
 from models.errors import ModelError
 from protocol import ModelInfo
-from text.grammar import Grammars
 from worker import Worker
 
 responses.SUMMARIZE = "Sum up"  # the context of the model here is short
@@ -45,8 +46,8 @@ compile_loops = functools.cache(lambda: sampling.compile_loops(["float32"]))
 
 
 @functools.cache
-def grammars_of(tokenizer_json):
-    return Grammars(tokenizer_json, VOCABULARY, [EOS])
+def grammars_for(tokenizer_json):
+    return grammars_of(Tokenizer.from_str(tokenizer_json), VOCABULARY, [EOS])
 
 
 class PausableModel(ImageModel):
@@ -111,7 +112,7 @@ class Served:
             link=self.link,
             admission=self.admission,
             metrics=self.metrics,
-            grammars=grammars_of(self.tokenizer.to_str()),
+            grammars=grammars_for(self.tokenizer.to_str()),
             adapter_changes=AdapterChanges(self.model.adapters, self.read_adapter, self.link, self.info, Config())
             if adapters
             else None,

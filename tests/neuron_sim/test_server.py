@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from fakes.model import EOS
+from grammars import grammars_of
 from loop import Driven
 from test_simulator import ARCHITECTURES, SMALL, VOCABULARY, Reference, reference  # noqa: F401
 from tokenizers import Tokenizer, decoders
@@ -29,7 +30,7 @@ from models.neuron.build import BuildPlan
 from models.neuron.model import NeuronModel
 from protocol import Generate, SamplingParams
 from run import HERE
-from text.grammar import Grammars, of_json_schema
+from text.grammar import of_json_schema
 
 WINDOW = 48
 
@@ -230,7 +231,7 @@ def test_rows_with_a_grammar_follow_it_and_free_rows_get_transformers_text(refer
     tokenizer.add_special_tokens(["<eos>"])
     schema = {"type": "object", "properties": {"n": {"type": "integer"}, "ok": {"type": "boolean"}}, "required": ["n", "ok"]}
     schema["properties"]["n"] |= {"minimum": 10, "maximum": 99}
-    grammars, serialized = Grammars(tokenizer.to_str(), VOCABULARY, [EOS]), of_json_schema(schema)
+    grammars, serialized = grammars_of(tokenizer, VOCABULARY, [EOS]), of_json_schema(schema)
     grammars.matcher(serialized)
     driven = Driven(grammars=grammars, served=serve(made, tmp_path, max_batch_size=4, dtype="float32"))
     free = {n: Generate(n, [n + 1, 7, 30 * n + 9], 20, ignore_eos=True) for n in range(4)}

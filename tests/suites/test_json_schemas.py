@@ -9,7 +9,6 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 from published.weights import Published
 from tokenizers import Tokenizer
@@ -43,8 +42,7 @@ class Judge:
         self.tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
         vocab_size = self.tokenizer.get_vocab_size()
         self.checker = GrammarChecker(folder, vocab_size, EOS)
-        self.grammars = Grammars.load(folder, vocab_size, EOS)
-        self.mask = np.zeros(-(-vocab_size // 32), np.uint32)
+        self.grammars = Grammars(folder, vocab_size, EOS)
 
     def result(self, name, schema, tests):
         try:
@@ -59,8 +57,7 @@ class Judge:
         matcher = self.grammars.matcher(grammar)
         try:
             for token_id in self.tokenizer.encode(text, add_special_tokens=False).ids:
-                matcher.fill(self.mask.ctypes.data, self.mask.nbytes)
-                if not self.mask[token_id >> 5] >> (token_id & 31) & 1:
+                if not matcher.mask()[token_id >> 3] >> (token_id & 7) & 1:
                     return False
                 matcher.consume(token_id)
             return matcher._matcher.is_accepting()

@@ -7,7 +7,7 @@ import time
 from random import Random
 
 import pytest
-from grammars import accepts, checker, demo, mask_of
+from grammars import accepts, checker, demo, grammars_of, mask_of
 from tiny_tokenizers import KINDS
 
 from config import DEMO_MODEL
@@ -71,7 +71,7 @@ def test_schemas_of_many_forms_allow_their_documents(schema, text):
 def test_an_object_may_have_hundreds_of_properties_that_are_not_required_with_any_vocabulary():
     tokenizer = KINDS["byte-level"]()
     tokenizer.add_tokens([f'"{n * " "},' for n in range(1, 17)])  # vocabularies of 200,000 tokens have such in many forms
-    grammars = Grammars(tokenizer.to_str(), tokenizer.get_vocab_size(), [0])
+    grammars = grammars_of(tokenizer)
     text = '{"p0": "on", "p119": "off", "p450": "x"}'
     names = [f"p{n}" for n in range(490)]
     started_at = time.thread_time()
@@ -93,7 +93,7 @@ NOT_ENFORCEABLE = {"metaspace-bpe", "metaspace-unigram", "suffix-bpe", "word-pie
 
 def of_kind(kind):
     tokenizer = KINDS[kind]()
-    return tokenizer, Grammars(tokenizer.to_str(), tokenizer.get_vocab_size(), [0])
+    return tokenizer, grammars_of(tokenizer)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - NOT_ENFORCEABLE))
@@ -288,7 +288,7 @@ def test_a_text_that_exhausts_the_lexer_ends_no_other_text_of_the_same_grammar(l
 
 def test_threads_may_compile_and_use_the_same_grammar_at_once():
     serialized, errors, begin = of_json_schema(PERSON), [], threading.Barrier(8)
-    tokenizer, grammars = demo()[0], Grammars.load(DEMO_MODEL, 2048, [0])
+    tokenizer, grammars = demo()[0], Grammars(DEMO_MODEL, 2048, [0])
 
     def use():
         begin.wait()
@@ -310,7 +310,7 @@ def test_a_tokenizer_that_cannot_be_used_is_an_error_once_a_grammar_is_requested
     with pytest.raises(GrammarError, match="this model's tokenizer"):
         GrammarChecker(tmp_path, 10, [0]).check(of_regex("a"))
     with pytest.raises(GrammarError, match="this model's tokenizer"):
-        Grammars.load(DEMO_MODEL, 100, [0]).matcher(of_regex("a"))
+        Grammars(DEMO_MODEL, 100, [0]).matcher(of_regex("a"))
 
 
 def test_of_many_accepted_grammars_the_newest_are_known(monkeypatch):
