@@ -226,13 +226,20 @@ def _types(schema: Any) -> set[str]:
     """The types of the values that a schema allows, as far as its `type` says, or else its listed values."""
     if not isinstance(schema, dict):
         return set() if schema is False else JSON_TYPES
-    given = schema.get("type")
-    if given is None and (values := allowed_values(schema)) is not None:
-        given = [TYPE_NAMES[type(value)] for value in values]
-    if not isinstance(given, (str, list)):
+    names = named_types(schema)
+    if names is None:
         return JSON_TYPES
-    names = {given} if isinstance(given, str) else set(map(str, given))
     return names | {"number"} if "integer" in names else names
+
+
+def named_types(schema: Schema) -> set[str] | None:
+    """The types that `type` names, else those of the listed values; None: a schema without either."""
+    given = schema.get("type")
+    if isinstance(given, str):
+        return {given}
+    if given is None and (values := allowed_values(schema)) is not None:
+        return {TYPE_NAMES[type(value)] for value in values}
+    return set(map(str, given)) if isinstance(given, list) else None
 
 
 def allowed_values(schema: Any) -> list[Any] | None:

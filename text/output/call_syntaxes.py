@@ -19,16 +19,18 @@ from typing import Any
 import msgspec
 
 from run import Json
+from text.escaping import any_of
 from text.grammar import GrammarError, json_rule, lark_string, of_rules
 from text.json_schema import (
     CONSTRAINTS,
     TYPE_NAMES,
     allowed_values,
+    named_types,
     referred,
     required_names,
     within,
 )
-from text.output.call_mender import ERRORS, CallText, UncheckedCall, any_of, as_json
+from text.output.call_mender import ERRORS, CallText, UncheckedCall, as_json
 from text.output.json_mender import CONSTANTS, GEMMA_QUOTE, whole_value
 
 DEFINITIONS = ("$defs", "definitions")
@@ -186,8 +188,8 @@ class PairsFormat(ToolFormat):
     """Calls of which the arguments are pairs of a key and a literal.
 
     A subclass has the `language`, how a call begins (with the name for {}), what equals, commas and the end
-    are, which names are keys, how a value is written, and `literals`: the rules `argument` and `value`, and a
-    rule for each type.
+    are, a regular expression for the names that can be keys, how a value is written, and `literals`: the
+    rules `argument` and `value`, and a rule for each type.
     """
 
     writes_json = False
@@ -201,7 +203,7 @@ class PairsFormat(ToolFormat):
         properties = function.properties
         rules = [f'{rule}: {begin} {rule}_first_0 "{self.end}"']
         for k, (name, schema) in enumerate(properties.items()):
-            if not self.is_key(name):
+            if not re.fullmatch(self.key_pattern, name):
                 detail = f"must have names that are valid in {self.language}. Given: {name[:40]!r}"
                 raise GrammarError(detail)
             values = " | ".join(lark(self.written(value)) for value in allowed_values(schema) or ())
@@ -227,15 +229,12 @@ class PythonFormat(PairsFormat):
     """name(key=value)"""
 
     language = "Python"
+    key_pattern = r"[^\W\d][\w-]*"
     begin = "{}("
     equals = "="
     comma = ", "
     end = ")"
     literals = PYTHON_LITERALS
-
-    @staticmethod
-    def is_key(name: str) -> bool:
-        return bool(re.fullmatch(r"[^\W\d][\w-]*", name))
 
     @staticmethod
     def written(value: Any) -> str:
@@ -254,16 +253,13 @@ class GemmaFormat(PairsFormat):
     """call:name{key:value}, an object as in JSON but for its quotes."""
 
     language = "Gemma's calls"
+    key_pattern = r"[^\s:,{}\[\]<]+"
     begin = "call:{}{{"
     equals = ":"
     comma = ","
     end = "}"
     literals = GEMMA_LITERALS
     is_whole = True
-
-    @staticmethod
-    def is_key(name: str) -> bool:
-        return bool(re.fullmatch(r"[^\s:,{}\[\]<]+", name))
 
     @staticmethod
     def written(value: Any) -> str:
@@ -564,13 +560,10 @@ def types_of(schema: Any, parameters: Json) -> set[str]:
     for each in alternatives:
         if not isinstance(each, dict):
             return set()
-        given = each.get("type")
         path = each.get("$ref")
         options = [each[name] for name in ("anyOf", "oneOf", "allOf") if isinstance(each.get(name), list)]
-        if isinstance(given, (str, list)):
-            types |= {given} if isinstance(given, str) else set(map(str, given))
-        elif values := allowed_values(each):
-            types |= {TYPE_NAMES[type(value)] for value in values}
+        if (named := named_types(each)) is not None:
+            types |= named
         elif isinstance(path, str) and path != "#":
             if path not in references:
                 references.add(path)

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from text.output.call_mender import MAX_HEAD, any_of, may_be_calls
+from text.escaping import any_of
+from text.output.call_mender import MAX_HEAD, may_be_calls
 from text.output.call_syntaxes import AllowedCalls, mended_calls
 from text.output.reasoning_formats import Thinking
 from text.stream import Piece

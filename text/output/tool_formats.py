@@ -16,11 +16,20 @@ from text.output.call_syntaxes import (
 )
 from text.output.json_mender import GEMMA_QUOTE
 
-DEEPSEEK_CALLS = "<｜tool▁calls▁begin｜>"
-DEEPSEEK_CALLS_END = "<｜tool▁calls▁end｜>"
+# What the formats with calls in a list, as in [call, call], share.
+LIST = {"first": "[", "next": ",", "ends": ("]",), "between": '"," ws'}
 DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"
 DEEPSEEK_CALL_END = "<｜tool▁call▁end｜>"
 DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
+DEEPSEEK = {
+    "open": "<｜tool▁calls▁begin｜>",
+    "close": "<｜tool▁calls▁end｜>",
+    "next": DEEPSEEK_CALL,
+    "inner": (DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_CALL_END),
+    "before": "open next",
+    "after": "close",
+    "marked": "ws next listed ws close",
+}
 HARMONY_START = '"<|start|>assistant"?'
 HARMONY_CALL = "to=functions."
 HARMONY_HEADS = (
@@ -45,12 +54,9 @@ TOOL_FORMATS = (
     ),
     ToolFormat(
         name="mistral",
+        **LIST,
         open="[TOOL_CALLS]",
-        first="[",
-        next=",",
-        ends=("]",),
         before='open " "? "["',
-        between='"," ws',
         after='"]"',
         marked='" "? "[" listed "]"',
     ),
@@ -67,15 +73,12 @@ TOOL_FORMATS = (
     PythonFormat(
         name="pythonic",
         other_names=("llama4_pythonic",),
+        **LIST,
         open="<|python_start|>",
         close="<|python_end|>",
         described_by=("[func_name1(", "<|python_start|>"),
-        first="[",
-        next=",",
         implicit_start="[",
-        ends=("]",),
         before='"["',
-        between='"," ws',
         after='"]"',
     ),
     TaggedFormat(
@@ -107,34 +110,22 @@ TOOL_FORMATS = (
     ),
     NamedFormat(
         name="deepseek_v3",
-        open=DEEPSEEK_CALLS,
+        **DEEPSEEK,
         bare=(f"{DEEPSEEK_CALL}function{DEEPSEEK_SEPARATOR}{{}}",),
-        close=DEEPSEEK_CALLS_END,
-        next=DEEPSEEK_CALL,
         name_begin=f"function{DEEPSEEK_SEPARATOR}",
         separator="\n```json\n",
         separators=r"\s*```json",
         tail=f"\n```{DEEPSEEK_CALL_END}",
-        inner=(DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_CALL_END),
-        before="open next",
         between=r'"\n" next',
-        after="close",
-        marked="ws next listed ws close",
     ),
     NamedFormat(
         name="deepseek_v31",
-        open=DEEPSEEK_CALLS,
+        **DEEPSEEK,
         bare=(f"{DEEPSEEK_CALL}{{}}",),
-        close=DEEPSEEK_CALLS_END,
-        next=DEEPSEEK_CALL,
         separator=DEEPSEEK_SEPARATOR,
         separators=DEEPSEEK_SEPARATOR,
         tail=DEEPSEEK_CALL_END,
-        inner=(DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_CALL_END),
-        before="open next",
         between="next",
-        after="close",
-        marked="ws next listed ws close",
     ),
     TaggedFormat(
         name="glm45",
@@ -186,30 +177,24 @@ TOOL_FORMATS = (
     ),
     PythonFormat(
         name="lfm2",
+        **LIST,
         open="<|tool_call_start|>",
         bare=("[{}(",),
         close="<|tool_call_end|>",
         described_by=("<|tool_call_start|>",),
-        first="[",
-        next=",",
-        ends=("]",),
         before='open "["',
-        between='"," ws',
         after='"]" close',
         marked='ws "[" listed "]" close',
     ),
     ToolFormat(
         name="phi4_mini_json",
         other_names=("granite",),
+        **LIST,
         open="<|tool_call|>",
         also_open=("functools",),
         close="<|/tool_call|>",
         described_by=("functools[", "<|tool_call|> followed by"),  # the second is Granite 3's
-        first="[",
-        next=",",
-        ends=("]",),
         before='open "["',
-        between='"," ws',
         after='"]"',
         marked='ws "[" listed "]"',
     ),
