@@ -120,6 +120,7 @@ class Scheduler:
             limits.states,
         )
         self._copies: list[SlotAssignment] = []  # of the next step
+        self._steps_since_prompt = 0  # steps without prompts since the last prompt was finished
 
     @property
     def busy(self) -> int:
@@ -154,27 +155,34 @@ class Scheduler:
         rows, prompts = self._policy.next(self.running, self.prefilling, startable, prompt_budget)
         if not rows and not prompts:
             return None
+        if not prompts:
+            self._steps_since_prompt += 1
         draft_tokens = [] if prompts else self._propose_drafts(rows)
         chunks = [_decode_chunk(row, draft) for row, draft in zip_longest(rows, draft_tokens, fillvalue=())]
-        copies, self._copies = self._copies, []
-        step = Step(chunks, list(rows), list(range(len(rows))), len(rows), copies, len(self.running))
+        requests = list(rows)
+        sample_indices = list(range(len(rows)))
         for request, tokens in prompts:
-            begin = request.prefilled
-            end = self._past_image(request.prompt, begin + tokens)
-            if begin == request.cached:
+            chunk = self._prompt_chunk(request, tokens)
+            if chunk.begin == request.cached:
                 request.started_at = now
-            keep = ""
-            if (border := self._snapshot_position(request, begin, end)) is not None:
-                end = border
-                keep = "border" if request.generate.borders else "interval"
-            if end == len(request.prompt):
-                step.sample_indices.append(len(chunks))
-            tokens = request.prompt[begin:end]
-            chunks.append(
-                Chunk(request.slot, tokens, begin, request.all_logits, adapter=request.adapter, keep=keep)
-            )
-            step.requests.append(request)
-        return step
+            if chunk.begin + len(chunk.tokens) == len(request.prompt):
+                sample_indices.append(len(chunks))
+            chunks.append(chunk)
+            requests.append(request)
+        copies, self._copies = self._copies, []
+        return Step(chunks, requests, sample_indices, len(rows), copies, len(self.running))
+
+    def _prompt_chunk(self, request: Request, tokens: int) -> Chunk:
+        """The next chunk of a prompt: `tokens` tokens, more of them for a whole image, or fewer up to a
+        snapshot."""
+        begin = request.prefilled
+        end = self._past_image(request.prompt, begin + tokens)
+        keep = ""
+        if (border := self._snapshot_position(request, begin, end)) is not None:
+            end = border
+            keep = "border" if request.generate.borders else "interval"
+        tokens = request.prompt[begin:end]
+        return Chunk(request.slot, tokens, begin, request.all_logits, adapter=request.adapter, keep=keep)
 
     def _past_image(self, prompt: Sequence[int], end: int) -> int:
         """The end of a chunk that should end at `end`, moved past an image that must run in one call."""
@@ -248,7 +256,7 @@ class Scheduler:
             self.prefilling.remove(request)
             request.state = RequestState.RUNNING
             insort(self.running, request, key=lambda row: row.slot)
-            self._policy.prompt_done()
+            self._steps_since_prompt = 0
 
     def _record(self, request: Request, tokens: list[int]) -> str | None:
         """Adds tokens to a request. Returns why it ends, if it does."""
@@ -269,10 +277,12 @@ class Scheduler:
 
     def _assign_slots(self, now: float) -> None:
         """Assigns slots to the requests that have waited longest."""
-        too_few_wait = self._policy.too_few_wait(len(self.waiting), len(self.running))
-        if too_few_wait and not self._policy.has_waited:
+        limits = self._limits
+        interrupts = not limits.supports_chunked_prefill  # prompts interrupt decoding
+        too_few_wait = interrupts and len(self.waiting) < int(len(self.running) * limits.waiting_served_ratio)
+        if too_few_wait and self._steps_since_prompt < limits.max_waiting_tokens:
             return
-        while self.waiting and self.busy < self._limits.slots:
+        while self.waiting and self.busy < limits.slots:
             request = self._next_waiting(now)
             request.exceeded_wait = too_few_wait
             request.group.has_started = True
@@ -318,13 +328,6 @@ class ChunkedPrefill:
 
     def __init__(self, limits: SchedulerConfig):
         self._limits = limits
-
-    def too_few_wait(self, waiting: int, running: int) -> bool:
-        """Never: a prompt does not interrupt decoding."""
-        return False
-
-    def prompt_done(self) -> None:
-        pass
 
     def next(
         self, running: list[Request], prefilling: list[Request], _startable: int, prompt_budget: int
@@ -378,18 +381,6 @@ class AlternatingPrefill:
         self._budget_with_decode = limits.max_batch_prefill_tokens or limits.tokens_per_decode
         self._budget_alone = max(MAX_PREFILL_TOKENS_PER_DECODE, self._budget_with_decode)
         self._prompt_tokens = 0  # since the last decode step
-        self._steps_since_prompt = 0  # decode steps since the last prompt was finished
-
-    def too_few_wait(self, waiting: int, running: int) -> bool:
-        return waiting < int(running * self._limits.waiting_served_ratio)
-
-    @property
-    def has_waited(self) -> bool:
-        """Whether prompts may start even if too few wait."""
-        return self._steps_since_prompt >= self._limits.max_waiting_tokens
-
-    def prompt_done(self) -> None:
-        self._steps_since_prompt = 0
 
     def next(
         self, running: list[Request], prefilling: list[Request], startable: int, _prompt_budget: int
@@ -404,7 +395,6 @@ class AlternatingPrefill:
                 return [], [(request, tokens)]
         if running:
             self._prompt_tokens = 0
-            self._steps_since_prompt += 1
         return running, []
 
     def _next_chunk(self, request: Request) -> int:

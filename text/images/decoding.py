@@ -42,7 +42,7 @@ def preprocessor(model_dir: str, overrides: Json) -> Callable[[list], bytes]:
         data, further = request
         image = decode(base64.b64decode(data))
         try:
-            made = read_layout(manifest, overrides | further)(image)
+            made = read_layout(manifest, overrides, further)(image)
         except ConfigError as error:
             raise Rejected(f"cannot be preprocessed: {error}") from None
         except (ArithmeticError, ValueError):  # of numbers that Pillow cannot take

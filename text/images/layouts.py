@@ -398,17 +398,19 @@ class UpscaledBounds(PixelBounds):
         return height, width
 
 
-def read_layout(manifest: Manifest, overrides: Json) -> Layout:
-    """The layout of a model that reads images; `overrides` take the place of its preprocessor file's fields.
-    Raises ConfigError."""
+def read_layout(manifest: Manifest, *overrides: Json) -> Layout:
+    """The layout of a model that reads images. `overrides` take the place of its preprocessor file's fields,
+    and of those in earlier ones. Raises ConfigError."""
     layout = globals()[manifest.layout]
-    if unknown := overrides.keys() - layout.options:
-        supported = f"the fields that this model supports: {', '.join(layout.options) or 'none'}"
-        raise ConfigError(f"--mm-processor-kwargs (MM_PROCESSOR_KWARGS): {min(unknown)}; {supported}")
     config = manifest.vision_family.defaults | manifest.vision_config | manifest.config_json
-    facts = Facts(config | manifest.processor_config | overrides)
-    if "size" in overrides:  # also in the place of these fields of older files
-        facts |= {name: overrides.get(name) for name in ("min_pixels", "max_pixels")}
+    facts = Facts(config | manifest.processor_config)
+    for fields in overrides:
+        if unknown := fields.keys() - layout.options:
+            supported = f"the fields that this model supports: {', '.join(layout.options) or 'none'}"
+            raise ConfigError(f"--mm-processor-kwargs (MM_PROCESSOR_KWARGS): {min(unknown)}; {supported}")
+        if "size" in fields:  # also in the place of these fields of older files
+            facts |= {"min_pixels": None, "max_pixels": None}
+        facts |= fields
     return layout(facts)
 
 

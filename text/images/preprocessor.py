@@ -78,8 +78,6 @@ class ImagePreprocessor:
         """data: a file. low_detail: one tile, where the family can. options: further overrides, of the names
         in `self.options`. Raises Rejected and LimitExceeded, whose texts follow on the name of the image."""
         options = {**options, **(self._one_tile if low_detail else {})}
-        if "size" in options:  # it takes the place of these bounds
-            options = {name: None for name in ("min_pixels", "max_pixels") if name in self.options} | options
         answer = self._preprocess.call_bytes([base64.b64encode(data).decode(), options])
         about, _newline, pixels = answer.partition(b"\n")
         text, tokens, shape, canvas, size = json.loads(about)
