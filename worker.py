@@ -102,10 +102,6 @@ class Worker:
         """Requests without a slot: waiting, or in preparation."""
         return max(0, len(self.requests) - self.scheduler.busy)
 
-    @property
-    def is_loading_adapters(self) -> bool:
-        return self.adapter_changes is not None and self.adapter_changes.is_loading
-
     def run(self) -> None:
         """Serves until `stop`, or until everything is done after `drain`."""
         try:
@@ -250,7 +246,7 @@ class Worker:
         if isinstance(message, SubmitRequests):
             self._add(peer, message)
         elif isinstance(message, Cancel):
-            if request := self.requests.get(message.id):  # None: it is over already
+            if request := self.requests.by_id.get(message.id):  # None: it is over already
                 self.requests.end(request, "cancelled", log_reason=message.reason)
         elif isinstance(message, AdapterChange):
             self.adapter_changes.begin(peer, message)
@@ -567,7 +563,7 @@ def main() -> int:
         gc.freeze()
         signal.signal(signal.SIGTERM, lambda *_: worker.stop() if worker.draining else worker.drain())
         worker.run()
-        if not worker.is_loading_adapters:
+        if not (worker.adapter_changes and worker.adapter_changes.is_loading):
             return 0
         code = 0
     except Exception as error:

@@ -27,17 +27,13 @@ class Requests:
     scheduler: Scheduler
     outputs: Publisher
     admission: Admission
-    by_id: dict[int, Request] = field(default_factory=dict)
+    by_id: dict[int, Request] = field(default_factory=dict)  # of their messages
 
     def __len__(self) -> int:
         return len(self.by_id)
 
     def __iter__(self):
         return iter(list(self.by_id.values()))
-
-    def get(self, request_id: int) -> Request | None:
-        """None for a request that has ended."""
-        return self.by_id.get(request_id)
 
     def add(self, peer: bytes, generate: Generate, group: RequestGroup, images: Mapping[int, int]) -> Request:
         """A new request, which the caller adds to the scheduler. `images`: key → tokens."""

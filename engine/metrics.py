@@ -165,8 +165,8 @@ class Metrics:
         self._tokens_at = 0.0  # when running requests last gained a token
         self._registry = CollectorRegistry()
         self._metrics: dict[str, Counter | Gauge | Histogram | Summary] = {}
-        for kind, name, about, *label in METRICS + VLLM_METRICS:
-            self._add(kind, name, about, *label)
+        for row in METRICS + VLLM_METRICS:
+            self._add(*row)
         self.series("build_info", VERSION).set(1)
         ProcessCollector(registry=self._registry)  # of the worker
 
@@ -248,12 +248,14 @@ class Metrics:
         self.series("request_count").inc()
         if stats.adapter:
             self.series("adapter_requests", stats.adapter).inc()
+        values = {}
         if stats.first_token_s is not None:
-            self.series("request_time_to_first_token_duration").observe(stats.first_token_s)
-            self.series("vllm:time_to_first_token_seconds").observe(stats.first_token_s)
+            values["request_time_to_first_token_duration"] = stats.first_token_s
+            values["vllm:time_to_first_token_seconds"] = stats.first_token_s
         if stats.input_tokens > 0:
-            self.series("request_input_length").observe(stats.input_tokens)
-            self.series("request_max_new_tokens").observe(stats.max_new_tokens)
+            values["request_input_length"] = stats.input_tokens
+            values["request_max_new_tokens"] = stats.max_new_tokens
+        self._update(values)
         if stats.outcome == "success":
             self._count_success(stats)
         else:
@@ -274,19 +276,22 @@ class Metrics:
             "batch_decode_duration": output.sampled_at - output.ran_at,
             "batch_filter_duration": output.done_at - output.sampled_at,
         }
-        self._observe(durations, method)
+        self._update(durations, method)
         generated = sum(map(len, output.tokens))
-        self.series("generated_tokens").inc(generated)
-        self.series("vllm:generation_tokens").inc(generated)
-        self.series("vllm:prompt_tokens").inc(step.prompt_tokens)
-        self.series("speculation_draft_tokens").inc(output.draft_tokens)
-        self.series("speculation_accepted_tokens").inc(output.accepted)
+        values = {
+            "generated_tokens": generated,
+            "vllm:generation_tokens": generated,
+            "vllm:prompt_tokens": step.prompt_tokens,
+            "speculation_draft_tokens": output.draft_tokens,
+            "speculation_accepted_tokens": output.accepted,
+        }
         if output.mask_s is not None:
-            self.series("grammar_mask_duration").observe(output.mask_s)
+            values["grammar_mask_duration"] = output.mask_s
         if step.num_decodes:
-            self.series("steps").inc()
-            self.series("inter_token_latency_duration").observe(output.done_at - self._tokens_at)
-        elif step.running:
+            values["steps"] = 1
+            values["inter_token_latency_duration"] = output.done_at - self._tokens_at
+        self._update(values)
+        if step.running and not step.num_decodes:
             self.series("batch_concat_duration", "decode").observe(output.ran_at - output.started_at)
         if step.num_decodes or not step.running:  # no tokens come before the first ones
             self._tokens_at = output.done_at
@@ -298,12 +303,14 @@ class Metrics:
         if not started:
             return
         cached = sum(request.cached for request in started)
-        self.series("prefix_cache_tokens").inc(cached)
-        self.series("vllm:prefix_cache_hits").inc(cached)
-        self.series("vllm:prompt_tokens").inc(cached)
-        looked_up = [request.prompt for request in started if not request.all_logits]
-        self.series("vllm:prefix_cache_queries").inc(sum(map(len, looked_up)))
-        self.series("batch_next_size").observe(len(started))
+        values = {
+            "prefix_cache_tokens": cached,
+            "vllm:prefix_cache_hits": cached,
+            "vllm:prompt_tokens": cached,
+            "vllm:prefix_cache_queries": sum(len(each.prompt) for each in started if not each.all_logits),
+            "batch_next_size": len(started),
+        }
+        self._update(values)
         if step.running:
             for request in started:
                 reason = "wait_exceeded" if request.exceeded_wait else "backpressure"
@@ -320,9 +327,9 @@ class Metrics:
             request.last_token_at = output.done_at
 
     def _count_success(self, stats: RequestStats) -> None:
-        self.series("request_success").inc()
         self.series("vllm:request_success", stats.finish_reason).inc()
         values = {
+            "request_success": 1,
             "request_duration": stats.duration_s,
             "request_validation_duration": stats.validation_s,
             "request_queue_duration": stats.queue_s,
@@ -341,11 +348,16 @@ class Metrics:
             decode_s = stats.duration_s - stats.first_token_s
             values["vllm:request_prefill_time_seconds"] = max(0.0, stats.inference_s - decode_s)
             values["vllm:request_decode_time_seconds"] = decode_s
-        self._observe(values)
+        self._update(values)
 
-    def _observe(self, values: Mapping[str, float], *label: str) -> None:
+    def _update(self, values: Mapping[str, float], *label: str) -> None:
+        """Adds values to counters, and observes those of histograms and summaries, by their names."""
         for name, value in values.items():
-            self.series(name, *label).observe(value)
+            series = self.series(name, *label)
+            if isinstance(series, Counter):
+                series.inc(value)
+            else:
+                series.observe(value)
 
     def render(self) -> bytes:
         """Prometheus' text format. Not prometheus_client's, because TGI's counters do not end in `_total`."""

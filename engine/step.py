@@ -19,7 +19,7 @@ import numpy as np
 from config import DEVICE_TOP_K
 from engine.request import Request
 from engine.sampling import sampling
-from engine.sampling.sampling import SamplingBatch, SamplingError
+from engine.sampling.sampling import SamplingBatch, SamplingError, TokenOrError
 from engine.scheduler import PREFILL_TOKENS_WITH_DECODE, Step
 from models.base import Chunk, Logits, SampledIds, StaticBatchModel
 from models.errors import DeviceLost
@@ -28,7 +28,6 @@ from text.grammar import GrammarError, Matcher
 
 logger = logging.getLogger("worker")
 
-TokenOrError = int | Exception  # a token, or why there is none
 # Parameters that on-device sampling does not support, and their values without effect.
 NEUTRAL = {name: each.neutral for name, each in SAMPLING_PARAMETERS.items() if not each.on_device}
 
@@ -58,7 +57,7 @@ class Masks(NamedTuple):
 
     mask: np.ndarray  # uint32 [rows, ceil(vocab / 32)] as in sampling.py: sample
     errors: dict[int, Exception]  # of rows without a mask
-    seconds: float | None
+    seconds: float  # that they took
 
 
 def masks_of(matchers: Sequence[Matcher | None], vocab_size: int) -> Masks:
@@ -181,8 +180,9 @@ class StepRunner:
         if requests != self._sampled:  # else the arrays of the last step are right
             self._sampled = requests
             self._batch = SamplingBatch([request.sampler for request in requests])
-        found = masks.result() if masks else Masks(sampling.NO_MASK, {}, None)
-        if found.seconds is not None:
+        found = Masks(sampling.NO_MASK, {}, 0.0)
+        if masks:
+            found = masks.result()
             output.mask_s = (output.mask_s or 0.0) + found.seconds
         choices = sampling.sample(rows_of(result, rows), self._batch, found.mask)
         return [

@@ -23,6 +23,7 @@ MAX_FAST_TOP_K = 256  # for a larger top-k the whole row is sorted
 NOT_A_NUMBER = "the model produced NaN logits"
 IMPOSSIBLE = "no token is possible: the model, min_new_tokens or the token mask excludes all"
 LOG2_E = math.log2(math.e)
+TokenOrError = int | Exception  # a token, or why there is none
 TopTokens = list[tuple[int, float]]  # (token id, log-probability)
 RowLogprobs = tuple[float, TopTokens] | Exception
 
@@ -128,14 +129,14 @@ class SamplingBatch:
         )
 
 
-def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray = NO_MASK) -> list[int | Exception]:
+def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray = NO_MASK) -> list[TokenOrError]:
     """The next token of each row; a row that fails yields its exception in its place.
 
     logits: float32 [rows, vocab], or uint16, the bits of bfloat16; in either memory order; not changed.
     mask: uint32 [rows, ceil(vocab / 32)], a set bit allows the token; applied before temperature and filters.
     """
     source = loops.source_of(logits, mask)
-    chosen: list[int | Exception | None] = [None] * source.rows
+    chosen: list[TokenOrError | None] = [None] * source.rows
     # Rows whose logits are changed are copied, the others are read where they are.
     changed = [index for index, row in enumerate(batch.rows) if row.changes_logits]
     if len(changed) < source.rows:

@@ -93,7 +93,8 @@ class ModelReasoning:
         form = self.format
         if form is None:
             return None
-        is_open = prompt.rstrip().endswith(form.open.rstrip()) or _is_open(form, continued)
+        is_within = continued.rfind(form.open) > continued.rfind(form.close)
+        is_open = is_within or prompt.rstrip().endswith(form.open.rstrip())
         is_closed = bool(continued.strip()) or prompt.rstrip().endswith(form.close)
         if is_closed and not is_open:
             return None
@@ -136,8 +137,3 @@ class ModelReasoning:
             f"thoughts: thought <[{thinking.close_id}]>",
             rf"thought[max_tokens={budget}]: /(.|\n)*/",
         ]
-
-
-def _is_open(form: ReasoningFormat, text: str) -> bool:
-    """Whether the text ends within reasoning."""
-    return text.rfind(form.open) > text.rfind(form.close)
