@@ -76,14 +76,19 @@ class AdapterChanges:
         """Begins a change that an API server process asks for."""
         numbers = self._adapters.numbers
         loading = {each.change.name for each in self._pending if each.reading}
+        error = ""
         if change.name in loading:
-            self._end(peer, change, f"{change.name} is being loaded")
+            error = f"{change.name} is being loaded"
+        elif not change.source and change.name not in numbers:
+            error = f"the LoRA adapter {change.name} is not loaded"
         elif change.source and change.name in numbers and not change.in_place:
             remedy = "unload it, or load the other with `load_inplace` true"
-            self._end(peer, change, f"{change.name} is served already: {remedy}")
+            error = f"{change.name} is served already: {remedy}"
         elif change.source and len({change.name, *numbers, *loading}) > self._most:
             what = "as many adapters are served or being loaded"
-            self._end(peer, change, f"--max-cpu-loras (MAX_CPU_LORAS) is {self._most}, and {what}")
+            error = f"--max-cpu-loras (MAX_CPU_LORAS) is {self._most}, and {what}"
+        if error:
+            self._end(peer, change, error)
         elif change.source:
             try:
                 reading = self._submit(self._readers, self._read, change.name, change.source)
@@ -91,12 +96,10 @@ class AdapterChanges:
                 self._end(peer, change, str(error), is_of_machine=True)
             else:
                 self._pending.append(Pending(peer, change, reading))
-        elif change.name in numbers:
+        else:
             self._pending.append(Pending(peer, change, number=numbers.pop(change.name)))
             self._announce({name: at for name, at in self._info.adapters.items() if name != change.name})
             self._link.interrupt()
-        else:
-            self._end(peer, change, f"the LoRA adapter {change.name} is not loaded")
 
     def apply(self, requests: Collection[Request]) -> None:
         """Gives the model the copy that is ready, and begins the next one. The loop calls it between two
@@ -138,12 +141,11 @@ class AdapterChanges:
             self._end(peer, change, reason, not is_known or isinstance(error, MachineError))
             return
         self._adapters.exchange(changed)
-        if not pending.reading:
-            self._end(peer, change)
-            return
-        replaced = self._adapters.numbers.get(change.name)
-        self._adapters.numbers[change.name] = changed.numbers[change.name]
-        self._announce({**self._info.adapters, change.name: change.source})
+        replaced = None
+        if pending.reading:
+            replaced = self._adapters.numbers.get(change.name)
+            self._adapters.numbers[change.name] = changed.numbers[change.name]
+            self._announce({**self._info.adapters, change.name: change.source})
         if replaced:
             self._pending.append(Pending(peer, change, number=replaced))
             self._link.interrupt()

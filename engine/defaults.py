@@ -7,7 +7,7 @@ from typing import Any
 
 from config import DEVICE_TOP_K
 from manifest import Manifest, whole
-from protocol import SAMPLING_PARAMETERS
+from protocol import SAMPLING_PARAMETERS, SamplingParameter
 
 logger = logging.getLogger("worker")
 
@@ -24,7 +24,7 @@ def sampling_defaults(manifest: Manifest, sampled_on: str) -> dict[str, int | fl
         given = manifest.generation_config.get(name)
         if given is None:
             continue
-        value = _value(name, given)
+        value = _value(parameter, given)
         if value is None:
             logger.warning("generation_config.json has %s %r, which cannot be used", name, given)
         elif sampled_on == "device" and not parameter.on_device and value != parameter.neutral:
@@ -49,9 +49,8 @@ def sampling_defaults(manifest: Manifest, sampled_on: str) -> dict[str, int | fl
     return used
 
 
-def _value(name: str, given: Any) -> int | float | None:
+def _value(parameter: SamplingParameter, given: Any) -> int | float | None:
     """The value in the type of its parameter; None if it cannot be used."""
-    parameter = SAMPLING_PARAMETERS[name]
     is_number = isinstance(given, int | float) and not isinstance(given, bool)
     if not is_number or not parameter.allows(given) or abs(given) >= 2**31:
         return None

@@ -16,7 +16,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.utils import floatToGoString
 
 from config import VERSION
-from engine.scheduler import Step
 from engine.step import StepOutput
 from protocol import RequestStats
 
@@ -245,10 +244,9 @@ class Metrics:
             self.series("http_errors", stats.status).inc()
         if stats.outcome is None:
             return
-        self.series("request_count").inc()
+        values = {"request_count": 1}
         if stats.adapter:
             self.series("adapter_requests", stats.adapter).inc()
-        values = {}
         if stats.first_token_s is not None:
             values["request_time_to_first_token_duration"] = stats.first_token_s
             values["vllm:time_to_first_token_seconds"] = stats.first_token_s
@@ -265,56 +263,53 @@ class Metrics:
         step = output.step
         # TGI's label; a step with rows of running requests is a decode step, whatever else it runs.
         method = "decode" if step.num_decodes else "prefill"
-        self.series("batch_inference_count", method).inc()
         if output.failure:
-            self.series("batch_inference_failure", method).inc()
+            self._update({"batch_inference_count": 1, "batch_inference_failure": 1}, method)
             return
-        self.series("batch_inference_success", method).inc()
-        durations = {
+        of_method = {
+            "batch_inference_count": 1,
+            "batch_inference_success": 1,
             "batch_inference_duration": output.sampled_at - output.started_at,
             "batch_forward_duration": output.ran_at - output.started_at,
             "batch_decode_duration": output.sampled_at - output.ran_at,
             "batch_filter_duration": output.done_at - output.sampled_at,
         }
-        self._update(durations, method)
+        self._update(of_method, method)
         generated = sum(map(len, output.tokens))
+        started = step.started
+        cached = sum(request.cached for request in started)
         values = {
             "generated_tokens": generated,
             "vllm:generation_tokens": generated,
-            "vllm:prompt_tokens": step.prompt_tokens,
+            "vllm:prompt_tokens": step.prompt_tokens + cached,
+            "prefix_cache_tokens": cached,
+            "vllm:prefix_cache_hits": cached,
+            "vllm:prefix_cache_queries": sum(len(each.prompt) for each in started if not each.all_logits),
             "speculation_draft_tokens": output.draft_tokens,
             "speculation_accepted_tokens": output.accepted,
         }
+        if started:
+            values["batch_next_size"] = len(started)
         if output.mask_s is not None:
             values["grammar_mask_duration"] = output.mask_s
         if step.num_decodes:
             values["steps"] = 1
             values["inter_token_latency_duration"] = output.done_at - self._tokens_at
         self._update(values)
-        if step.running and not step.num_decodes:
-            self.series("batch_concat_duration", "decode").observe(output.ran_at - output.started_at)
+        if step.running:
+            self._count_joining(output)
         if step.num_decodes or not step.running:  # no tokens come before the first ones
             self._tokens_at = output.done_at
-        self._count_prompts(step)
         self._count_latencies(output)
 
-    def _count_prompts(self, step: Step) -> None:
-        started = step.started
-        if not started:
-            return
-        cached = sum(request.cached for request in started)
-        values = {
-            "prefix_cache_tokens": cached,
-            "vllm:prefix_cache_hits": cached,
-            "vllm:prompt_tokens": cached,
-            "vllm:prefix_cache_queries": sum(len(each.prompt) for each in started if not each.all_logits),
-            "batch_next_size": len(started),
-        }
-        self._update(values)
-        if step.running:
-            for request in started:
-                reason = "wait_exceeded" if request.exceeded_wait else "backpressure"
-                self.series("batch_concat", reason).inc()
+    def _count_joining(self, output: StepOutput) -> None:
+        """Counts the prompts that start while requests run, and how long these wait for a step without
+        them."""
+        for request in output.step.started:
+            reason = "wait_exceeded" if request.exceeded_wait else "backpressure"
+            self.series("batch_concat", reason).inc()
+        if not output.step.num_decodes:
+            self.series("batch_concat_duration", "decode").observe(output.ran_at - output.started_at)
 
     def _count_latencies(self, output: StepOutput) -> None:
         """Times each sequence by itself, as vLLM does; TGI's metric times the batch."""
@@ -367,13 +362,13 @@ class Metrics:
         lines = []
         for metric in self._registry.collect():
             is_ours = metric.name.startswith("tgi_")
-            shown = metric.name if is_ours or metric.type != "counter" else f"{metric.name}_total"
+            total = "_total" if metric.type == "counter" else ""
+            shown = metric.name if is_ours else metric.name + total
             lines += [f"# HELP {shown} {metric.documentation}", f"# TYPE {shown} {metric.type}"]
             for point in metric.samples:
                 if point.name.endswith("_created"):
                     continue
-                is_counter = metric.type == "counter" and is_ours
-                name = point.name.removesuffix("_total") if is_counter else point.name
+                name = point.name.removesuffix(total) if is_ours else point.name
                 labels = ",".join(
                     f'{key}="{value.translate(LABEL_ESCAPES)}"' for key, value in point.labels.items()
                 )

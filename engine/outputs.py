@@ -119,8 +119,10 @@ class Publisher:
             message = messages[request.peer]
             if i >= output.step.num_decodes:
                 queued_s = request.started_at - request.arrived_at
-                scores = request.prompt_logprobs, request.prompt_top
-                message.prompts.append(PromptDone(request.id, queued_s, request.cached, *scores))
+                done = PromptDone(
+                    request.id, queued_s, request.cached, request.prompt_logprobs, request.prompt_top
+                )
+                message.prompts.append(done)
             rows = logprobs.get(i) or [(None, [])] * len(tokens)
             reasons = [None] * (len(tokens) - 1) + [output.finish_reasons[i]]
             for number, (token, row, reason) in enumerate(zip(tokens, rows, reasons)):
@@ -155,10 +157,10 @@ def score(output: StepOutput) -> tuple[dict[int, list[RowLogprobs]], dict[int, E
             places += [(i, row, token, False) for row, token in zip(rows, output.tokens[i])]
     if output.logits is None or not places:
         return found, failed
-    logits = rows_of(output.logits, [row for _i, row, *_ in places])
-    tokens = [token for _i, _row, token, _is_prompt in places]
-    top_n = [step.requests[i].generate.top_n_tokens for i, *_ in places]
-    for (i, *_, is_prompt), scored in zip(places, sampling.logprobs(logits, tokens, top_n)):
+    chunks, rows, tokens, are_prompts = map(list, zip(*places))
+    top_n = [step.requests[i].generate.top_n_tokens for i in chunks]
+    scores = sampling.logprobs(rows_of(output.logits, rows), tokens, top_n)
+    for i, is_prompt, scored in zip(chunks, are_prompts, scores):
         if isinstance(scored, Exception):
             failed[i] = scored
         elif is_prompt:

@@ -85,9 +85,8 @@ class Preparation:
             if request.state is not RequestState.PREPARING:
                 continue
             job = request.compilation
-            errors = [job.result() if job and job.done() else ""]
-            errors += [failed_images.get(key) for key in request.images]
-            error = next(filter(None, errors), "")
+            errors = map(failed_images.get, request.images)
+            error = (job and job.done() and job.result()) or next(filter(None, errors), "")
             if error or self._is_ready(request):
                 prepared.append((request, error))
         return prepared

@@ -378,8 +378,6 @@ class AlternatingPrefill:
 
     def __init__(self, limits: SchedulerConfig):
         self._limits = limits
-        self._budget_with_decode = limits.max_batch_prefill_tokens or limits.tokens_per_decode
-        self._budget_alone = max(MAX_PREFILL_TOKENS_PER_DECODE, self._budget_with_decode)
         self._prompt_tokens = 0  # since the last decode step
 
     def next(
@@ -411,7 +409,7 @@ class AlternatingPrefill:
     def _has_room(self, tokens: int, more_could_run: bool) -> bool:
         """Whether running requests wait for so many tokens more. One chunk always runs between two decode
         steps."""
-        # If prompts run whole, idle slots cost more than the pause.
-        fills_slots = more_could_run and self._limits.prefill_chunk is None
-        budget = self._budget_alone if fills_slots else self._budget_with_decode
+        budget = self._limits.max_batch_prefill_tokens or self._limits.tokens_per_decode
+        if more_could_run and self._limits.prefill_chunk is None:
+            budget = max(MAX_PREFILL_TOKENS_PER_DECODE, budget)  # idle slots cost more than the pause
         return not self._prompt_tokens or self._prompt_tokens + tokens <= budget

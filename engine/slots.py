@@ -57,10 +57,9 @@ class Slots:
         common = [0] * len(self._held)
         if step and reuse:
             head = prompt[: (len(prompt) - 2) // step * step]
-            common = [
-                self._reusable(slot, prompt, common_prefix(head, held)) if computed_with == adapter else 0
-                for slot, (held, computed_with) in enumerate(zip(self._held, self._adapters))
-            ]
+            for slot, computed_with in enumerate(self._adapters):
+                if computed_with == adapter:
+                    common[slot] = self._reusable(slot, prompt, common_prefix(head, self._held[slot]))
         spares = self._supports_copy or not all(self._held[slot] for slot in self.free)
 
         def reused(slot: int) -> int:

@@ -23,12 +23,13 @@ from engine.sampling.sampling import SamplingBatch, SamplingError, TokenOrError
 from engine.scheduler import PREFILL_TOKENS_WITH_DECODE, Step
 from models.base import Chunk, Logits, SampledIds, StaticBatchModel
 from models.errors import DeviceLost
-from protocol import SAMPLING_PARAMETERS
+from protocol import SAMPLING_PARAMETERS, SamplingParams
 from text.grammar import GrammarError, Matcher
 
 logger = logging.getLogger("worker")
 
 # Parameters that on-device sampling does not support, and their values without effect.
+GREEDY = SamplingParams(top_k=1)
 NEUTRAL = {name: each.neutral for name, each in SAMPLING_PARAMETERS.items() if not each.on_device}
 
 
@@ -130,9 +131,8 @@ class StepRunner:
         for request in step.started:
             wanted = request.generate.sampling
             if wanted.seed is None:
-                self._model.set_sampling(request.slot, top_k=1, top_p=1.0, temperature=1.0)
-            else:
-                self._model.set_sampling(request.slot, wanted.top_k, wanted.top_p, wanted.temperature)
+                wanted = GREEDY
+            self._model.set_sampling(request.slot, wanted.top_k, wanted.top_p, wanted.temperature)
 
     def _sample(self, output: StepOutput, result: Logits | SampledIds, masks: Future[Masks] | None) -> None:
         """The next tokens of each request that samples: one, and one more after each accepted draft token."""

@@ -174,11 +174,6 @@ def _limit(kind: int, most: int) -> None:
     resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-def _address_space() -> int:
-    """How many bytes this process has now."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-
 def serve(requests: BinaryIO, answers: BinaryIO, maker: str, setup: str, limits: str) -> None:
     """Makes the function, and answers requests until they end."""
     module, name = maker.split(":")
@@ -187,7 +182,8 @@ def serve(requests: BinaryIO, answers: BinaryIO, maker: str, setup: str, limits:
     function = getattr(importlib.import_module(module), name)(*json.loads(setup))
     trim_memory()
     signal.setitimer(signal.ITIMER_REAL, 0)  # waiting for a request is not part of it
-    _limit(resource.RLIMIT_AS, _address_space() + memory_bytes)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])  # that this process has now
+    _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + memory_bytes)
     while header := requests.read(4):
         request = json.loads(requests.read(int.from_bytes(header, "big")))
         signal.setitimer(signal.ITIMER_REAL, wall_s)

@@ -53,15 +53,16 @@ class TemplateCapabilities:
         call = (SECOND, {"a": THIRD})
         calling, result = calls_and_results(call)
         tools = [{"type": "function", "function": function}]
+        third = {"content": THIRD}
         said = {"content": FIFTH}
         end = {"role": "user", "content": FOURTH}
         for_tools = template.for_tools
         writes = functools.partial(_writes, template)
         writes_calls = functools.partial(_writes, for_tools, tools=tools)
         calls = writes_calls([USER, calling, result])
-        with_system = [system, user, answer | {"content": THIRD}, end]
+        with_system = [system, user, answer | third, end]
         takes_system = all(writes(with_system[:length]) for length in (2, 3, 4)) and (
-            not calls or writes_calls([system | {"content": FIFTH}, USER, calling, result])
+            not calls or writes_calls([system | said, USER, calling, result])
         )
         image = {"content": FIFTH + image_mark(0)}
         with_image = {
@@ -73,12 +74,12 @@ class TemplateCapabilities:
         return cls(
             system=takes_system,
             several_system=writes([system, system | {"content": SECOND}, end]),
-            later_system=takes_system and writes([USER, answer, system | {"content": THIRD}, end]),
+            later_system=takes_system and writes([USER, answer, system | third, end]),
             developer=writes([USER | {"role": "developer"}, user])
             and not writes([USER | {"role": "bandicoot"}, user]),
             no_user=writes([answer]),
             users=writes([USER, user]),
-            assistants=writes([USER, answer, answer | {"content": THIRD}, end]),
+            assistants=writes([USER, answer, answer | third, end]),
             # gpt-oss' describes a function before it names it.
             tools=_has_words(for_tools.attempt([USER], tools), SECOND, THIRD),
             calls=calls,
@@ -87,7 +88,7 @@ class TemplateCapabilities:
                 [USER, calling | said | {"thinking": THIRD}, result], words=(FIRST, THIRD, FIFTH)
             ),
             several_calls=writes_calls([USER, *calls_and_results(call, (SECOND, {"a": FIFTH}))]),
-            user_after_result=writes_calls([USER, calling, result, end | {"content": FIFTH}]),
+            user_after_result=writes_calls([USER, calling, result, end | said]),
             # An image may be written before the text.
             image_roles=frozenset(
                 role

@@ -22,7 +22,7 @@ import string
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, pre_tokenizers, processors
@@ -56,7 +56,6 @@ TEKKEN_WORDS = (
 # themselves; the others, in their order, are numbered from 256 on.
 CHARACTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 ALPHABET = dict(zip(CHARACTERS, sorted(range(256), key=lambda byte: chr(byte) not in CHARACTERS)))
-T = TypeVar("T")
 
 
 class TooManyTokens(Exception):
@@ -155,7 +154,7 @@ class Tokenizer:
             raise ValueError("the tokenizer cannot process this text") from None
         return encoding
 
-    def escape(self, value: T) -> T:
+    def escape(self, value: Any) -> Any:
         """A text of a client, or JSON of several, for `encode` to read as text only; `unescape` shows it to
         clients."""
         return self._escaping.escape(value) if self._escaping else value

@@ -16,13 +16,12 @@ from text.images.layouts import read_layout
 from text.limited import Rejected
 
 # A format is found by content, whatever the client calls it; Pillow has decoders for many more.
-DECODERS = (
-    PngImagePlugin.PngImageFile,
-    JpegImagePlugin.JpegImageFile,
-    WebPImagePlugin.WebPImageFile,
-    GifImagePlugin.GifImageFile,
-)
-FILE_FORMATS = [decoder.format for decoder in DECODERS]
+FILE_FORMATS = [
+    PngImagePlugin.PngImageFile.format,
+    JpegImagePlugin.JpegImageFile.format,
+    WebPImagePlugin.WebPImageFile.format,
+    GifImagePlugin.GifImageFile.format,
+]
 MAX_PIXELS = 50_000_000
 MAX_TOKENS = 2**16 - 1  # MAX_IMAGE_TOKENS of protocol.py (tested)
 MAX_RATIO = 200  # of the longer side to the shorter

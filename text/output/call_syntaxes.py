@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from run import Json
 from text.escaping import any_of
 from text.grammar import GrammarError, json_rule, lark_string, of_rules
@@ -594,7 +592,7 @@ def _typed_value(text: str, types: set[str], line_breaks: bool) -> Any:
         if written in CONSTANTS:
             value = CONSTANTS[written]
         else:
-            value = msgspec.json.decode(written) if may_be_text else whole_value(written)
+            value = json.loads(written) if may_be_text else whole_value(written)
         as_json(value)
         if types != {"string"} and (_is_of_type(value, types) or not may_be_text):
             return value

@@ -142,7 +142,7 @@ class OutputParser:
         self.output = ParsedOutput()
         self._added: list[Added] = []  # to it
         self._ended = False
-        self._is_cut = False  # by `max_tokens`
+        self._is_final = False  # it has, and `max_tokens` has not cut the text
         self._newest: Call | None = None  # the newest one
         self._is_held = False  # that call: it is not in the output
         self._keeps_truncated = False  # a truncated call is a call, not content
@@ -193,7 +193,7 @@ class OutputParser:
         its arguments; so does a forced call, whatever the reason.
         """
         self._ended = True
-        self._is_cut = is_truncated
+        self._is_final = not is_truncated
         self._keeps_truncated = is_truncated or (self._calls is not None and self._calls.requires_call)
         return self.push(self._take_header() if self._header else "")
 
@@ -266,19 +266,18 @@ class OutputParser:
                 head = text.lstrip().removeprefix(self._marker)[:MAX_HEAD]
                 if not may_be_calls(head, self._calls.names):
                     break
-            is_final = self._ended and not self._is_cut
             ends = [found.start() for found in re.finditer(re.escape(form.close), text)] if form.close else []
             follows = text.rpartition(form.close)[2] if ends else ""
             if ends and form.is_whole and not self._ended and form.open.startswith(follows):
                 ends.pop()  # what follows shows whether it is part of a value
             last = []
-            if is_final:
+            if self._is_final:
                 last = [len(text)]
                 if form.call_end:  # text may follow in front of the closing marker
                     last += [found.end() for found in re.finditer(re.escape(form.call_end), text)]
-            for end in [*ends[0 if is_final else tried :], *last]:
+            for end in [*ends[0 if self._is_final else tried :], *last]:
                 rest = text[end:].removeprefix(form.close)
-                calls = mended_calls(text[:end], self._calls, rest, is_final, self._streams_calls)
+                calls = mended_calls(text[:end], self._calls, rest, self._is_final, self._streams_calls)
                 if calls or (calls == [] and self.output.has_calls):
                     self._buffer = rest
                     for name, arguments in calls:
@@ -439,7 +438,7 @@ class OutputParser:
             yield from self._more()
 
     def _until(
-        self, kind: type[Content] | type[Reasoning], markers: Markers, may_be_truncated: bool = False
+        self, kind: type[OutputPart], markers: Markers, may_be_truncated: bool = False
     ) -> ResumableText:
         """Sends the text up to one of the markers, and reads that; "" when none comes. A marker may end with
         another, and not have it elsewhere. Reasoning also ends at the token that `read` knows.
@@ -517,7 +516,7 @@ class OutputParser:
         self._undecided += taken
         return taken
 
-    def _send(self, kind: type[Content] | type[Reasoning]) -> None:
+    def _send(self, kind: type[OutputPart]) -> None:
         """Sends the text that is read."""
         if self._undecided:
             newest = self.output.parts[-1] if self.output.parts else None
