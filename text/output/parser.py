@@ -255,10 +255,15 @@ class OutputParser:
         self._buffer = ""
 
     def _read_whole(self) -> Generator[None, None, bool]:
-        """Reads what is held back, up to a closing marker or to the end of the text, as calls whose values
-        may have any text, or with mistakes. Returns whether it is calls, and the text goes on."""
+        """Reads what is held back as calls whose values may have any text, or with mistakes. Returns whether
+        it is calls, and the text goes on.
+
+        An example, with the end of a call in a value: `<tool_call>f … </tool_call> … </tool_call>`. The text
+        in front of the first closing marker is tried first, and is no call because its value has no end. The
+        text in front of the second one is a call.
+        """
         form = self._calls.format
-        tried = 0  # closing markers
+        tried = 0  # of the ends
         head = ""  # what has been looked at
         while True:
             text = self._undecided + self._buffer
@@ -266,23 +271,13 @@ class OutputParser:
                 head = text.lstrip().removeprefix(self._marker)[:MAX_HEAD]
                 if not may_be_calls(head, self._calls.names):
                     break
-            ends = [found.start() for found in re.finditer(re.escape(form.close), text)] if form.close else []
-            follows = text.rpartition(form.close)[2] if ends else ""
-            if ends and form.is_whole and not self._ended and form.open.startswith(follows):
-                ends.pop()  # what follows shows whether it is part of a value
-            last = []
-            if self._is_final:
-                last = [len(text)]
-                if form.call_end:  # text may follow in front of the closing marker
-                    last += [found.end() for found in re.finditer(re.escape(form.call_end), text)]
-            for end in [*ends[0 if self._is_final else tried :], *last]:
+            ends = self._ends_of_calls(text)
+            for end in ends[0 if self._is_final else tried :]:
                 rest = text[end:].removeprefix(form.close)
                 calls = mended_calls(text[:end], self._calls, rest, self._is_final, self._streams_calls)
                 if calls or (calls == [] and self.output.has_calls):
                     self._buffer = rest
-                    for name, arguments in calls:
-                        self._begin(name, arguments)
-                        yield from self._end_call()
+                    yield from self._send_calls(calls)
                     if self._unclosed:
                         yield from self._skip(self._unclosed)
                     self._undecided = ""
@@ -292,10 +287,32 @@ class OutputParser:
                 break
             yield
         if self._keeps_truncated and form.is_whole:
-            for name, arguments in mended_calls(text, self._calls, None, is_exact=True) or ():
+            calls = mended_calls(text, self._calls, None, is_exact=True) or []
+            yield from self._send_calls(calls[:-1])
+            for name, arguments in calls[-1:]:
                 self._begin(name, arguments.removesuffix("}"))
             self._end_truncated()
         return False
+
+    def _ends_of_calls(self, text: str) -> list[int]:
+        """Where calls may end in the text: in front of each closing marker. At the end of the output also at
+        the end of the text, or after the tag that ends a call, because other text may follow it."""
+        form = self._calls.format
+        ends = [found.start() for found in re.finditer(re.escape(form.close), text)] if form.close else []
+        goes_on = form.is_whole and not self._ended
+        if goes_on and ends and form.open.startswith(text.rpartition(form.close)[2]):
+            ends.pop()  # what follows shows whether the marker is part of a value
+        if self._is_final:
+            ends.append(len(text))
+            if form.call_end:
+                ends += [found.end() for found in re.finditer(re.escape(form.call_end), text)]
+        return ends
+
+    def _send_calls(self, calls: list[tuple[str, str]]) -> Resumable:
+        """Sends complete calls: the name and the arguments of each."""
+        for name, arguments in calls:
+            self._begin(name, arguments)
+            yield from self._end_call()
 
     def _read_calls(self) -> Resumable:
         """Calls after a marker or, if the format allows that, at the beginning of the text; other text is

@@ -183,6 +183,16 @@ def test_a_call_that_is_cut_anywhere_is_the_same_in_a_stream_and_in_a_whole_answ
     assert lengths == sorted(lengths) and lengths[-1] == len('{"city": "Bern"}')
 
 
+def test_a_complete_call_stays_when_a_later_one_of_the_same_block_is_cut():
+    first, _ = CALLS["minimax_m2"]
+    second = first.removeprefix("<minimax:tool_call>").replace("Bern", "Rome")
+    for end in ("", "</invoke>", "\n</invoke>"):
+        text = first + second.removesuffix(end)
+        output = output_of(ParserConfig(use("minimax_m2")).parser(), text, 3, is_truncated=True)
+        assert [call.text for call in output.calls] == ['{"city": "Bern"}', '{"city": "Rome"']
+        assert output.calls[0].is_complete and not output.has_calls
+
+
 def test_a_stop_string_cuts_a_forced_call_too():
     text = CALLS["hermes"][0][:-20]
     assert [call.arguments for call in parsed(ParserConfig(use(choice="required")), text).calls] == ['{"city": "']
