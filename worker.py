@@ -261,7 +261,7 @@ class Worker:
         group = RequestGroup()
         adapters = self.model.adapters.numbers if self.model.adapters else ()
         if message.images:
-            self._preparation.add_images(message.images)
+            self._preparation.images.add(message.images)
         images = {image.key: image.tokens for image in message.images}
         for generate in message.generates:
             request = self.requests.add(peer, generate, group, images)
@@ -343,7 +343,11 @@ class Startup:
             self._wait_for_loops(compiling)
         tokenizer = tokenizer_check.result()
         background.shutdown()
-        _check_vocabulary(tokenizer, model)
+        if tokenizer.largest_id >= model.vocab_size:
+            raise ConfigError(
+                f"the tokenizer in {tokenizer.folder} encodes ordinary text as token {tokenizer.largest_id}, "
+                f"but the model's vocabulary has the tokens 0 to {model.vocab_size - 1}"
+            )
         named = [*prepared.manifest.eos_token_ids, *tokenizer.eos_token_ids]
         eos_token_ids = known_eos_ids(named, model.vocab_size)
         info = self._info(prepared, tokenizer, model, eos_token_ids)
@@ -489,7 +493,7 @@ def scheduler_config(config: Config, model: StaticBatchModel) -> SchedulerConfig
         verify_length=model.verify_length
         if config.speculate is None
         else min(model.verify_length, config.speculate + 1),
-        max_queue_time_s=config.max_queue_time or float("inf"),
+        max_queue_time_s=config.max_queue_time or math.inf,
         queue_threshold_s=None if config.queue_threshold_ms is None else config.queue_threshold_ms / 1000,
         waiting_served_ratio=config.waiting_served_ratio,
         max_waiting_tokens=config.max_waiting_tokens,
@@ -509,14 +513,6 @@ def scheduler_config(config: Config, model: StaticBatchModel) -> SchedulerConfig
             default,
         )
     return limits
-
-
-def _check_vocabulary(tokenizer: TokenizerFacts, model: StaticBatchModel) -> None:
-    if tokenizer.largest_id >= model.vocab_size:
-        raise ConfigError(
-            f"the tokenizer in {tokenizer.folder} encodes ordinary text as token {tokenizer.largest_id}, "
-            f"but the model's vocabulary has the tokens 0 to {model.vocab_size - 1}"
-        )
 
 
 def known_eos_ids(ids: Iterable[int], vocab_size: int) -> list[int]:

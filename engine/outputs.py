@@ -63,7 +63,7 @@ class Publisher:
             self._held = []
             self._finished = []
 
-    def end(self, request: Request, reason: str, message: str = "") -> None:
+    def end(self, request: Request, reason: str, message: str) -> None:
         """Ends a request after its tokens; does nothing if it has its terminal message."""
         self.flush()
         self._executor.submit(self._end, request, reason, message)

@@ -14,13 +14,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from engine.image_encoding import ImageThread
 from engine.metrics import Metrics
 from engine.request import Request, RequestState
-from protocol import Image
 from text.grammar import GrammarError, Grammars
 
 logger = logging.getLogger("worker")
@@ -36,8 +35,8 @@ class Preparation:
     """Prepares requests: their grammars in one thread, in the order of arrival, their images in another,
     round-robin.
 
-    `wake` is called when `drain` has something. `grammars` is None with on-device sampling, `images` for a
-    model that reads text only.
+    `wake` is called when `drain` has something. `grammars` is None with on-device sampling. `images` is None
+    for a model that reads text only; it takes the images of requests before these are added.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class Preparation:
         wake: Callable[[], None],
     ):
         self._grammars = grammars
-        self._images = images
+        self.images = images
         self._metrics = metrics
         self._wake = wake
         self._requests: list[Request] = []  # in the order of arrival, until they end
@@ -56,10 +55,6 @@ class Preparation:
         before = threading.stack_size(STACK_BYTES)
         self._compiler.submit(int).result()  # starts the thread
         threading.stack_size(before)
-
-    def add_images(self, images: Iterable[Image]) -> None:
-        """Takes the images of requests that are added next."""
-        self._images.add(images)
 
     def add(self, request: Request) -> None:
         request.state = RequestState.PREPARING
@@ -70,8 +65,8 @@ class Preparation:
         """Prepares as many requests as there is memory for, and frees that of requests that have ended. The
         loop calls it before it waits for messages."""
         self._requests = [request for request in self._requests if request.state is not RequestState.ENDED]
-        if self._images:
-            self._images.retain({key for request in self._requests for key in request.images})
+        if self.images:
+            self.images.retain({key for request in self._requests for key in request.images})
         for request in self._fitting():
             if request.state is RequestState.PREPARING:
                 self._prepare(request)
@@ -79,7 +74,7 @@ class Preparation:
     def drain(self) -> list[tuple[Request, str]]:
         """The requests whose preparation has ended, each with the reason why it failed, or "". The caller
         adds them to the scheduler, or ends them."""
-        failed_images = self._images.drain_errors() if self._images else {}
+        failed_images = self.images.drain_errors() if self.images else {}
         prepared = []
         for request in self._requests:
             if request.state is not RequestState.PREPARING:
@@ -94,8 +89,8 @@ class Preparation:
     def close(self) -> None:
         """Ends the threads after what they make now."""
         self._compiler.shutdown(wait=False, cancel_futures=True)
-        if self._images:
-            self._images.close()
+        if self.images:
+            self.images.close()
 
     def _fitting(self) -> list[Request]:
         """The requests that there is memory for. A request alone always fits."""
@@ -108,7 +103,7 @@ class Preparation:
                 break
             if request.images:
                 together = {**images, **request.images}
-                if images and not self._images.fit(together):
+                if images and not self.images.fit(together):
                     break
                 images = together
             fitting.append(request)
@@ -116,14 +111,14 @@ class Preparation:
 
     def _is_ready(self, request: Request) -> bool:
         is_compiled = request.matcher is not None or not request.generate.grammar
-        return is_compiled and (not request.images or self._images.has(request.images))
+        return is_compiled and (not request.images or self.images.has(request.images))
 
     def _prepare(self, request: Request) -> None:
         if self._is_ready(request):  # all of it was in the encoder cache
             self._wake()
             return
         if request.images:
-            self._images.start(request.images)
+            self.images.start(request.images)
         if request.generate.grammar and not request.compilation:
             request.compilation = self._compiler.submit(self._compile, request)
             request.compilation.add_done_callback(lambda _job: self._wake())

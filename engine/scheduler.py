@@ -214,14 +214,8 @@ class Scheduler:
         most = min(self._limits.max_draft_rows // max(1, len(rows)), self._limits.verify_length) - 1
         if most < 1:
             return []
-        found = []
-        missing = 0
-        for row in rows:
-            found.append(row.proposer.propose(min(most, row.max_new_tokens - row.generated - 1)))
-            missing += not found[-1]
-            if 2 * missing >= len(rows):
-                return []
-        return found
+        found = [row.proposer.propose(min(most, row.max_new_tokens - row.generated - 1)) for row in rows]
+        return [] if 2 * found.count([]) >= len(rows) else found
 
     def update(self, step: Step, tokens: Sequence[list[int]]) -> list[str | None]:
         """Records the tokens of `step`, a list for each chunk: empty where the chunk samples nothing or its
@@ -384,10 +378,14 @@ class AlternatingPrefill:
         self, running: list[Request], prefilling: list[Request], startable: int, _prompt_budget: int
     ) -> tuple[list[Request], Prompts]:
         """`startable`: prompts that have or could have a slot."""
+        budget = self._limits.max_batch_prefill_tokens or self._limits.tokens_per_decode
+        if startable > len(running) and self._limits.prefill_chunk is None:
+            budget = max(MAX_PREFILL_TOKENS_PER_DECODE, budget)  # idle slots cost more than the pause
         if prefilling:
             request = prefilling[0]
             tokens = self._next_chunk(request)
-            if not running or self._has_room(tokens, startable > len(running)):
+            has_room = self._prompt_tokens + tokens <= budget
+            if has_room or not self._prompt_tokens or not running:  # one chunk always runs
                 self._prompt_tokens += tokens
                 prefilling.append(prefilling.pop(0))
                 return [], [(request, tokens)]
@@ -405,11 +403,3 @@ class AlternatingPrefill:
         left = len(request.prompt) - request.prefilled
         tokens = min(left, self._limits.longest_chunk)
         return tokens - 1 if left - tokens == 1 else tokens
-
-    def _has_room(self, tokens: int, more_could_run: bool) -> bool:
-        """Whether running requests wait for so many tokens more. One chunk always runs between two decode
-        steps."""
-        budget = self._limits.max_batch_prefill_tokens or self._limits.tokens_per_decode
-        if more_could_run and self._limits.prefill_chunk is None:
-            budget = max(MAX_PREFILL_TOKENS_PER_DECODE, budget)  # idle slots cost more than the pause
-        return not self._prompt_tokens or self._prompt_tokens + tokens <= budget

@@ -72,7 +72,6 @@ def masks_of(matchers: Sequence[Matcher | None], vocab_size: int) -> Masks:
                 mask[row] = np.frombuffer(matcher.mask(), np.uint32, mask.shape[1])
         except Exception as error:  # one row must not stop the others
             errors[row] = error
-            mask[row] = 0xFFFFFFFF
     return Masks(mask, errors, time.monotonic() - started_at)
 
 

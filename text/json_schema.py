@@ -350,16 +350,17 @@ CONSTRAINTS = {
 
 
 def _strings(schema: Schema, context: Context) -> Iterator[str]:
+    is_text = "string" in _types(schema)
     if isinstance(schema.get("pattern"), str):
         pattern = context.in_rust(schema.pop("pattern"))
         if pattern is not None:
             schema["pattern"] = pattern
-        elif "string" in _types(schema):
+        elif is_text:
             yield "pattern"
     form = schema.get("format")
     if isinstance(form, str) and form not in STRING_FORMATS:
         del schema["format"]
-        if "string" in _types(schema):
+        if is_text:
             yield "format"
 
 

@@ -78,7 +78,7 @@ class SandboxedFunction:
 
     def __call__(self, request: Any) -> str:
         """The result of a function that returns a text. Raises what `call_bytes` raises."""
-        return _as_text(self.call_bytes(request))
+        return self.call_bytes(request).decode("utf-8", "surrogatepass")
 
     def call_bytes(self, request: Any) -> bytes:
         """Raises Rejected, LimitExceeded, and RecursionError for a request that is nested too deeply."""
@@ -92,7 +92,7 @@ class SandboxedFunction:
         self._idle.append(child)
         is_rejected, result = answer
         if is_rejected:
-            raise Rejected(_as_text(result))
+            raise Rejected(result.decode("utf-8", "surrogatepass"))
         return result
 
     def _take(self) -> _Child:
@@ -162,10 +162,6 @@ class _Child:
     def _close(self) -> None:
         posix.close(self._requests)
         posix.close(self._answers)
-
-
-def _as_text(result: bytes) -> str:
-    return result.decode("utf-8", "surrogatepass")
 
 
 def _limit(kind: int, most: int) -> None:

@@ -215,9 +215,10 @@ class TextStream:
         self.tokens += 1
         is_special = token_id in self._tokenizer.special_ids
         special = is_special and not shows_special
-        name = (self._tokenizer.id_to_token(token_id) or "") if is_special else ""
         piece = Piece(token_id, "", logprob, special, top)
-        text = name if is_special else self._detokenizer.push(token_id)
+        text = self._detokenizer.push(token_id)  # none of a special token
+        if is_special:
+            text = self._tokenizer.id_to_token(token_id) or ""
         self._pending.append(piece)
         self._add(piece, text)
         if not special:

@@ -190,7 +190,7 @@ class Tokenizer:
         if self.is_byte_level:
             return self.token_bytes(token_id)
         if self.is_byte_token(token_id):
-            return bytes.fromhex((self.id_to_token(token_id) or "")[3:5])
+            return bytes.fromhex(self.id_to_token(token_id)[3:5])
         return None
 
     def is_byte_token(self, token_id: int) -> bool:

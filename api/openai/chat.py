@@ -218,7 +218,7 @@ class ChatResponseWriter(ChunkedResponseWriter):
 
     def _finish_reason(self, sequence: GeneratedSequence) -> str:
         reason = FINISH_REASONS[sequence.finish_reason]
-        if reason == "stop" and sequence.output.has_calls and not self._calls.is_named:
+        if reason == "stop" and sequence.output.has_calls and self._calls.mode != "named":
             return "tool_calls"
         return reason
 

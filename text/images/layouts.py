@@ -134,8 +134,9 @@ class AnyResolution(Layout):
     def __call__(self, image: Image) -> Tiles:
         height, width = self._best_canvas(image)
         scale = min(width / image.width, height / image.height)
-        new_width = min(math.ceil(image.width * scale), width)
-        new_height = min(math.ceil(image.height * scale), height)
+        new_width, new_height = (
+            min(math.ceil(edge * scale), most) for edge, most in zip(image.size, (width, height))
+        )
         left = (width - new_width) // 2
         top = (height - new_height) // 2
         # What is outside of the image is black.

@@ -80,8 +80,9 @@ class Function:
     def properties(self) -> Json:
         return self.parameters.get("properties", {})
 
-    def requires(self, name: str) -> bool:
-        return name in required_names(self.parameters)
+    @property
+    def required(self) -> set[str]:
+        return required_names(self.parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +210,7 @@ class PairsFormat(ToolFormat):
             for place, comma in (("first", ""), ("next", self.comma)):
                 key = lark_string(comma + name + self.equals)
                 argument = f"{key} ({literal}) {rule}_next_{k + 1}"
-                skipped = "" if function.requires(name) else f" | {rule}_{place}_{k + 1}"
+                skipped = "" if name in function.required else f" | {rule}_{place}_{k + 1}"
                 rules.append(f"{rule}_{place}_{k}: {argument}{skipped}")
         return [*rules, f'{rule}_first_{len(properties)}: ""', f'{rule}_next_{len(properties)}: ""']
 
@@ -306,7 +307,7 @@ class TaggedFormat(ToolFormat):
         for k, (name, schema) in enumerate(function.properties.items()):
             if not re.fullmatch(self.key_pattern, name):
                 raise GrammarError(f"must have names without `{self.key_end[0]}`. Given: {name[:40]!r}")
-            parts.append(f"{rule}_{k}" if function.requires(name) else f"{rule}_{k}?")
+            parts.append(f"{rule}_{k}" if name in function.required else f"{rule}_{k}?")
             rules.append(f"{rule}_{k}: {self._key(lark_string(name), lark)} {rule}_value_{k} ws")
             rules += self._value_rules(f"{rule}_value_{k}", schema, function.parameters, lark)
         return [f"{rule}: {begin} {' '.join(parts)} {lark(self.call_end)}", *rules]
@@ -439,10 +440,6 @@ class AllowedCalls:
         return [function.name for function in self.functions]
 
     @property
-    def is_named(self) -> bool:
-        return self.mode == "named"
-
-    @property
     def requires_call(self) -> bool:
         return self.mode != "auto"
 
@@ -509,7 +506,7 @@ def not_written(form: ToolFormat, function: Function) -> Iterator[str]:
         return
     parameters = function.parameters
     enforced = {"type", "properties"}
-    if required_names(parameters) <= function.properties.keys():
+    if function.required <= function.properties.keys():
         enforced.add("required")
     if function.properties or not isinstance(parameters.get("additionalProperties"), dict):
         enforced.add("additionalProperties")

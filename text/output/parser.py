@@ -182,8 +182,7 @@ class OutputParser:
         if not self.is_done:
             self._buffer += text
             next(self._steps, None)
-        added = self._added
-        self._added = []
+        added, self._added = self._added, []
         return added
 
     def finish(self, is_truncated: bool = False) -> list[Added]:

@@ -63,7 +63,6 @@ def test_a_tool_choice_says_whether_and_what_is_called(tools, choice, mode, name
     found = use(tools=tools, choice=choice)
     assert (found.mode, found.names) == (mode, names)
     assert found.requires_call == (mode != "auto") == bool(found.grammar)
-    assert found.is_named == (mode == "named")
 
 
 @pytest.mark.parametrize(("tools", "choice"), [([], None), ([], "auto"), ([], "none"), (TOOLS, "none")])
