@@ -63,11 +63,11 @@ class Worker:
     link: Link
     admission: Admission
     metrics: Metrics
-    grammars: Grammars | None = None  # None with on-device sampling
-    profiler: Profiler | None = None
-    web_processes: int = 0  # how many to wait for before logging "Connected"; 0: none
-    address: str = ""  # of the HTTP server, for the log
-    adapter_changes: AdapterChanges | None = None  # None: adapters stay as they are
+    grammars: Grammars | None  # None with on-device sampling
+    profiler: Profiler | None
+    web_processes: int  # how many to wait for before logging "Connected"; 0: none
+    address: str  # of the HTTP server, for the log
+    adapter_changes: AdapterChanges | None  # None: adapters stay as they are
     output_thread: Executor | None = None  # None: its own (see Publisher)
 
     def __post_init__(self):

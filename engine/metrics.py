@@ -157,7 +157,7 @@ LABEL_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 class Metrics:
     """Everything that /metrics shows. May be used from any thread."""
 
-    def __init__(self, model_name: str = ""):
+    def __init__(self, model_name: str):
         self._model_name = model_name
         self._load: Callable[[], Mapping[str, float]] = dict
         self._refresh_adapters: Callable[[], object] = dict

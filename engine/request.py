@@ -41,10 +41,10 @@ class Request:
     generate: Generate
     max_new_tokens: int  # within the context length
     arrived_at: float
-    peer: bytes = b""  # the API server process that it came from
-    group: RequestGroup = field(default_factory=RequestGroup)
-    eos_token_ids: Collection[int] = ()
-    images: Mapping[int, int] = field(default_factory=dict)  # key → tokens
+    peer: bytes  # the API server process that it came from
+    group: RequestGroup
+    eos_token_ids: Collection[int]
+    images: Mapping[int, int]  # key → tokens
     adapter: int = 0  # the number of its LoRA adapter (models/adapters.py); 0: none
     sampler: SamplerState | None = None  # None with on-device sampling
     matcher: Matcher | None = None  # with constrained decoding

@@ -46,22 +46,22 @@ class SchedulerConfig:
     """What the model can run (see StaticBatchModel), and the limits that the operator sets."""
 
     slots: int  # that run at a time
-    prefix_slots: int = 0  # all of them; 0: as many
-    supports_chunked_prefill: bool = False
-    prefill_chunk: int | None = None
-    chunk_granularity: int = 1
-    prefix_granularity: int | None = None
-    supports_prefix_copy: bool = False
-    whole_images: bool = False
-    states: States | None = None
-    max_batch_prefill_tokens: int | None = None  # None: the constants above, and `Scheduler.next`
-    max_draft_rows: int = 0  # tokens of all rows of a step with draft tokens
-    verify_length: int = 0  # of one of these rows
-    max_queue_time_s: float = math.inf
-    queue_threshold_s: float | None = None
+    prefix_slots: int  # all of them; 0: as many
+    supports_chunked_prefill: bool
+    prefill_chunk: int | None
+    chunk_granularity: int
+    prefix_granularity: int | None
+    supports_prefix_copy: bool
+    whole_images: bool
+    states: States | None
+    max_batch_prefill_tokens: int | None  # None: the constants above, and `Scheduler.next`
+    max_draft_rows: int  # tokens of all rows of a step with draft tokens
+    verify_length: int  # of one of these rows
+    max_queue_time_s: float
+    queue_threshold_s: float | None
     # Without chunked prefill: prompts interrupt decoding once enough of them wait, or after enough steps.
-    waiting_served_ratio: float = 0.0  # waiting requests for each running one
-    max_waiting_tokens: int = 20  # decode steps
+    waiting_served_ratio: float  # waiting requests for each running one
+    max_waiting_tokens: int  # decode steps
 
     def __post_init__(self):
         # With less, chunks of one token could not be avoided.

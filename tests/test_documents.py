@@ -116,7 +116,7 @@ def test_the_steps_of_the_guide_start_this_server_with_its_flags():
 
 
 def test_every_name_of_this_server_in_the_guide_exists():
-    metrics = Metrics()
+    metrics = Metrics("")
     metrics.set_limits(1, 1, 2)
     series = set(re.findall(r"^# TYPE (\w+)", metrics.render().decode(), flags=re.MULTILINE))
     of_libraries = {"NEURON_COMPILE_CACHE_URL", "NEURON_CC_FLAGS", "OTEL_SERVICE_NAME"}
@@ -148,7 +148,7 @@ def test_the_page_about_tools_has_each_format_and_what_its_calls_enforce():
     grammars = {}
     for form in TOOL_FORMATS:
         calls = AllowedCalls(ModelTools(form), [function], "required", parallel=False)
-        grammars[form.name] = calls_grammar(calls, "calls")
+        grammars[form.name] = calls_grammar(calls, "calls", "")
     rows = re.findall(r"^\| ((?:`\w+`, )+`\w+`) \|", begin, flags=re.MULTILINE)
     in_tags, in_pairs = (set(re.findall(r"\w+", names)) for names in rows)
     assert {name for name, grammar in grammars.items() if "sun|rain" not in grammar} == in_tags | in_pairs

@@ -68,7 +68,7 @@ def of_json_schema(schema: Any, whitespace: str | None = WHITESPACE, is_strict: 
     return f"start: {json_rule(schema, whitespace, is_strict)}"
 
 
-def json_rule(schema: Any, whitespace: str | None = WHITESPACE, is_strict: bool = False) -> str:
+def json_rule(schema: Any, whitespace: str | None, is_strict: bool = False) -> str:
     """What a schema allows, in Lark, without the keywords that are `left_out`; with `is_strict` those raise
     GrammarError."""
     enforced, places = _enforceable(schema)

@@ -143,7 +143,7 @@ class Piece:
     text: str
     logprob: float | None
     special: bool
-    top: list[tuple[int, float]] = field(default_factory=list)
+    top: list[tuple[int, float]]
     trimmed: int = 0  # how many bytes of its end a stop string took
     added: list = field(default_factory=list)  # to the parts of the output, by text/output/parser.py
 

@@ -17,7 +17,7 @@ needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="needs 
 
 
 def exposed():
-    metrics = Metrics()
+    metrics = Metrics("")
     metrics.set_limits(2, 50, 60)
     metrics.series("startup_phase_seconds", "loading").set(1)
     return metrics.render().decode()

@@ -320,7 +320,7 @@ def test_stopping_ends_the_encoder():
     driven.worker.run()
     driven.output_thread.catch_up()
     assert driven.ends == {1: "draining", 2: "draining"}
-    encoder = driven.worker._preparation._images._thread
+    encoder = driven.worker._preparation.images._thread
     encoder.shutdown(wait=True)  # would wait for ever
     assert not driven.model.encoded
 

@@ -43,7 +43,7 @@ class Counting(Metrics):
     """Notes on which thread it is used."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__("")
         self.recorded, self.rendered = [], 0
 
     def record(self, stats):

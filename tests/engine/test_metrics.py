@@ -73,7 +73,7 @@ def bounds(found, name):
 
 
 def with_limits():
-    metrics = Metrics()
+    metrics = Metrics("")
     metrics.set_limits(4, 200, 400)
     return metrics
 
@@ -98,7 +98,7 @@ def test_the_metrics_of_tgi_are_there_by_name_and_type():
 
 
 def test_the_version_and_the_process_are_there_under_prometheus_own_names():
-    ours, found = samples(Metrics()), samples(Metrics(), "process_")
+    ours, found = samples(Metrics("")), samples(Metrics(""), "process_")
     assert ours["tgi_build_info", f"version={VERSION}"] == 1
     assert ours["tgi_ready",] == 0, "until the worker says so"
     assert found["process_cpu_seconds_total",] > 0 and found["process_resident_memory_bytes",] > 1e6
@@ -144,7 +144,7 @@ def test_buckets_are_tgis():
 
 
 def test_before_the_limits_are_known_everything_else_is_there():
-    missing = set(types(with_limits())) - set(types(Metrics()))
+    missing = set(types(with_limits())) - set(types(Metrics("")))
     of_tgi = {f"tgi_request_{name}" for name in ("input_length", "generated_tokens", "max_new_tokens")}
     assert missing == of_tgi | {f"vllm:request_{name}_tokens" for name in ("prompt", "generation", "max_num_generation")}
 
@@ -368,7 +368,7 @@ def test_the_age_of_the_last_step_grows_while_the_first_prompt_hangs(clock):
 
 
 def test_a_phase_of_the_boot_counts_its_seconds(clock):
-    metrics, wire = Metrics(), Wire()
+    metrics, wire = Metrics(""), Wire()
     with worker.Startup(Config(), wire, Admission(1), metrics).phase("loading", "weights"):
         clock.pass_s(12.5)
     assert wire.status == Status("loading")

@@ -3,6 +3,7 @@
 import queue
 import threading
 
+from engine_parts import request_of
 from fakes.model import EOS
 from grammars import grammars_of
 from loop import Driven
@@ -12,7 +13,7 @@ from tiny_tokenizers import byte_level
 from engine import preparation
 from engine.metrics import Metrics
 from engine.preparation import Preparation
-from engine.request import Request, RequestState
+from engine.request import RequestState
 from protocol import Cancel, Generate
 from text.grammar import of_regex
 
@@ -20,7 +21,7 @@ WAIT_S = 20
 
 
 def request(number, grammar):
-    return Request(generate=Generate(number, [1], 1, grammar=grammar), max_new_tokens=1, arrived_at=0.0)
+    return request_of(Generate(number, [1], 1, grammar=grammar))
 
 
 class Panic(BaseException):
@@ -34,7 +35,7 @@ class Panicking:
 
 def test_a_panic_while_a_grammar_is_compiled_ends_the_request_that_waits_for_it():
     woken = threading.Event()
-    panicking = Preparation(Panicking(), None, Metrics(), woken.set)
+    panicking = Preparation(Panicking(), None, Metrics(""), woken.set)
     waiting = request(7, grammar="{}")
     panicking.add(waiting)
     assert woken.wait(WAIT_S)
@@ -54,7 +55,7 @@ class Compiling:
 def test_grammars_that_take_too_much_memory_together_are_compiled_when_others_have_ended(monkeypatch):
     monkeypatch.setattr(preparation, "MAX_COMPILED_CHARACTERS", 25)
     woken = queue.SimpleQueue()
-    bounded = Preparation(Compiling(), None, Metrics(), lambda: woken.put(True))
+    bounded = Preparation(Compiling(), None, Metrics(""), lambda: woken.put(True))
     requests = [request(n, grammar="x" * length) for n, length in enumerate((20, 20, 5, 30))]
     for each in requests:
         bounded.add(each)

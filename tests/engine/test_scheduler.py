@@ -10,12 +10,12 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import pytest
+from engine_parts import limits_of, request_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import scheduler as scheduling
 from engine.request import Request, RequestGroup, RequestState
-from engine.scheduler import SchedulerConfig
 from models.base import Chunk
 from protocol import Generate, Image
 
@@ -27,12 +27,12 @@ CHUNKED = {"supports_chunked_prefill": False, "prefill_chunk": 128}
 
 
 def Scheduler(**limits):
-    return scheduling.Scheduler(SchedulerConfig(**limits))
+    return scheduling.Scheduler(limits_of(**limits))
 
 
 def of_prompt(prompt, most, arrived_at=0.0, all_logits=False, **fields):
     generate = Generate(0, prompt, most, prompt_logprobs=all_logits)
-    return Request(generate=generate, max_new_tokens=most, arrived_at=arrived_at, **fields)
+    return request_of(generate, arrived_at, **fields)
 
 
 def request(length, most=1000, own=0, **fields):

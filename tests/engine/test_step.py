@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
+from engine_parts import limits_of, request_of
 from fakes.model import FakeModel, greedy, next_logits
 from loop import Driven
 from msgspec.structs import replace
 
-from engine.request import Request
 from engine.sampling import sampling
 from engine.sampling.sampling import SamplerState
-from engine.scheduler import Scheduler, SchedulerConfig
+from engine.scheduler import Scheduler
 from engine.step import StepRunner, StepTimer, needs_logits
 from models.errors import DeviceLost
 from protocol import End, Generate, SamplingParams
@@ -17,11 +17,11 @@ from protocol import End, Generate, SamplingParams
 
 def scheduled(*prompts):
     """The next step of requests with these prompts, on a model that mixes."""
-    scheduler = Scheduler(SchedulerConfig(slots=3, supports_chunked_prefill=True))
+    scheduler = Scheduler(limits_of(slots=3, supports_chunked_prefill=True))
     for number, prompt in enumerate(prompts):
         generate = Generate(number, prompt, 5)
         sampler = SamplerState(SamplingParams(), prompt)
-        scheduler.add(Request(generate=generate, max_new_tokens=5, arrived_at=0.0, sampler=sampler))
+        scheduler.add(request_of(generate, sampler=sampler))
     return scheduler.next(0.0)
 
 
@@ -44,7 +44,7 @@ def test_a_step_that_fails_has_a_message_for_every_request(error):
 def test_logits_are_kept_only_while_somebody_wants_log_probabilities():
     step = scheduled([1, 2], [3, 9])
     assert np.array_equal(StepRunner(FakeModel(supports_chunked_prefill=True)).run(step).logits[1], next_logits([3, 9]))
-    spared = [Request(generate=Generate(i, [1], 1, logprobs=False), max_new_tokens=1, arrived_at=0.0) for i in (1, 2)]
+    spared = [request_of(Generate(i, [1], 1, logprobs=False)) for i in (1, 2)]
     for request, like in zip(spared, step.requests):
         request.sampler = like.sampler
     assert StepRunner(FakeModel(supports_chunked_prefill=True)).run(step._replace(requests=spared)).logits is None
@@ -131,7 +131,7 @@ def test_a_hybrid_step_returns_ids_where_the_device_can_choose_every_token(optio
 @pytest.mark.parametrize("more", [{"grammar": "a*"}, {"sampling": SamplingParams(presence_penalty=0.5)}], ids=str)
 def test_a_request_with_a_grammar_or_a_penalty_needs_logits(more):
     for wanted, needs in ({"logprobs": False}, False), ({"logprobs": False} | more, True):
-        request = Request(generate=Generate(1, [1, 2], 8, **wanted), max_new_tokens=8, arrived_at=0.0)
+        request = request_of(Generate(1, [1, 2], 8, **wanted))
         assert needs_logits(request) == needs
 
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from unittest import mock
 
 import pytest
+from engine_parts import limits_of
 from fakes.model import EOS, FakeModel
 from processes import MODEL_CACHE
 
@@ -14,7 +15,6 @@ from config import Config, parse
 from engine.adapter_changes import AdapterChanges
 from engine.admission import Admission
 from engine.metrics import Metrics
-from engine.scheduler import SchedulerConfig
 from protocol import End, Generate, ModelInfo, Status, SubmitRequests, Tokens
 from worker import Startup, Worker
 
@@ -147,13 +147,15 @@ class Driven:
         changes = read_adapter and AdapterChanges(self.model.adapters, read_adapter, self.wire, MODEL, Config(**settings or {}))
         self.worker = Worker(
             model=self.model,
-            limits=SchedulerConfig(slots=self.model.batch_size, **facts, **shared_out),
+            limits=limits_of(slots=self.model.batch_size, **facts, **shared_out),
             eos_token_ids=frozenset([EOS]),
             link=self.wire,
             admission=self.admission,
-            metrics=metrics or Metrics(),
+            metrics=metrics or Metrics(""),
             grammars=grammars,
+            profiler=None,
             web_processes=web_processes,
+            address="",
             output_thread=self.output_thread,
             adapter_changes=changes,
         )
@@ -249,7 +251,7 @@ def boot(run_dir, *flags):
     config = parse(flags, {"MODEL_CACHE": str(MODEL_CACHE), "DEVICE": "cpu"})
     wire = Wire()
     with mock.patch.dict(os.environ, NEURON_TEXTGEN_RUN_DIR=str(run_dir)):
-        worker = Startup(config, wire, Admission(1), Metrics()).run()
+        worker = Startup(config, wire, Admission(1), Metrics("")).run()
     worker.drain()
     worker.run()  # which ends at once, and ends the worker's threads
     return wire.info

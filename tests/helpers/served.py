@@ -7,6 +7,7 @@ import time
 
 import gevent
 import msgspec
+from engine_parts import limits_of
 from fakes.model import ADAPTER, EOS, ImageModel, greedy
 from fakes.tokenizer import VOCABULARY, byte_tokenizer
 from grammars import grammars_of
@@ -24,7 +25,6 @@ from engine.admission import Admission
 from engine.link import Link
 from engine.metrics import Metrics
 from engine.sampling import sampling
-from engine.scheduler import SchedulerConfig
 from models.errors import ModelError
 from protocol import ModelInfo
 from worker import Worker
@@ -100,7 +100,7 @@ class Served:
         self.read = []  # the adapters that were loaded: name, source
         self.worker = Worker(
             model=self.model,
-            limits=SchedulerConfig(
+            limits=limits_of(
                 slots=slots,
                 prefill_chunk=prefill_chunk,
                 supports_chunked_prefill=self.model.supports_chunked_prefill,
@@ -112,6 +112,9 @@ class Served:
             link=self.link,
             admission=self.admission,
             metrics=self.metrics,
+            profiler=None,
+            web_processes=0,
+            address="",
             grammars=grammars_for(self.tokenizer.to_str()),
             adapter_changes=AdapterChanges(self.model.adapters, self.read_adapter, self.link, self.info, Config())
             if adapters

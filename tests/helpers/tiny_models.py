@@ -20,11 +20,12 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
+from engine_parts import limits_of, request_of
 from safetensors.torch import save_file
 
 from config import Config
 from engine.request import Request
-from engine.scheduler import Scheduler, SchedulerConfig
+from engine.scheduler import Scheduler
 from manifest import Manifest
 from models.cache import digest
 from protocol import Generate
@@ -326,7 +327,7 @@ def run(
     A sequence's logits are those that its tokens were chosen from; with `all_logits` those after every prompt token as well.
     """
     chance, chunk = random.Random(seed), prefill_chunk or model.prefill_chunk
-    limits = SchedulerConfig(
+    limits = limits_of(
         slots=min(6, model.batch_size),
         prefix_slots=model.prefix_slots,
         supports_chunked_prefill=model.supports_chunked_prefill,
@@ -343,7 +344,7 @@ def run(
     for prompt, adapter in zip(prompts, adapters or [0] * len(prompts)):
         most = new_tokens or model.max_total_tokens - len(prompt)
         generate = Generate(0, prompt, most, prompt_logprobs=all_logits)
-        sequences.append(Sequence(generate=generate, max_new_tokens=most, arrived_at=0.0, adapter=adapter))
+        sequences.append(request_of(generate, kind=Sequence, adapter=adapter))
     arriving = list(sequences)
     while arriving or scheduler.waiting or scheduler.busy:
         while arriving and chance.random() < 0.3:

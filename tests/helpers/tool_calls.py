@@ -283,7 +283,7 @@ def parsed_pieces(parser_config, pieces, is_truncated=False):
 
 def parsed(parser_config, text, is_truncated=False):
     """A complete output of this text."""
-    return parsed_pieces(parser_config, [Piece(0, text, None, False)], is_truncated)
+    return parsed_pieces(parser_config, [Piece(0, text, None, False, [])], is_truncated)
 
 
 # What is a token in the models' own tokenizers, besides the markers around calls.

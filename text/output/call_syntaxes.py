@@ -452,7 +452,7 @@ class ParametersError(GrammarError):
         self.function = function
 
 
-def calls_grammar(calls: AllowedCalls, start: str, body: str = "") -> str:
+def calls_grammar(calls: AllowedCalls, start: str, body: str) -> str:
     """The grammar `start`, made of the rules `calls`, `auto` (text with calls or without) and `body`, another
     grammar.
 

@@ -382,7 +382,7 @@ class OutputParser:
             self._buffer = ""
             yield
 
-    def _head(self, pattern: str, braces: int = 0) -> Generator[None, None, tuple[str, str]]:
+    def _head(self, pattern: str, braces: int) -> Generator[None, None, tuple[str, str]]:
         """Reads what is in front of the arguments of a call, with `braces` in it. Returns it, and the name in
         it."""
         while not (found := re.match(pattern, self._buffer)):

@@ -163,7 +163,7 @@ def test_reasoning_without_an_answer_is_continued(end):
     (made,) = chat.chat({"messages": [USER, {"role": "assistant", "reasoning_content": "Hm, "}]}, served).requests
     assert made.prompt == "Hi;a:<think>" + "\n" * end.endswith("\n") + "Hm, "
     assert made.parser_config.thinking.is_open
-    assert parsed_pieces(made.parser_config, [Piece(1, "so.</think>Hello", None, False)])[:2] == ("Hello", "so.")
+    assert parsed_pieces(made.parser_config, [Piece(1, "so.</think>Hello", None, False, [])])[:2] == ("Hello", "so.")
 
 
 def test_deepseek_r1s_output_begins_within_reasoning():
@@ -172,7 +172,7 @@ def test_deepseek_r1s_output_begins_within_reasoning():
     for begin in ("", "<think>", "<think>\n"):
         for size in (1, 100):
             written = begin + "Hm.</think>\n\nSix."
-            pieces = [Piece(1, written[at : at + size], None, False) for at in range(0, len(written), size)]
+            pieces = [Piece(1, written[at : at + size], None, False, []) for at in range(0, len(written), size)]
             told = parsed_pieces(config, pieces)
             assert (told.reasoning.strip(), told.content) == ("Hm.", "Six.")
 

@@ -400,7 +400,7 @@ def test_a_call_of_gpt_oss_follows_its_other_messages(text, reasoning, content, 
     config = ParserConfig(use("openai"), Thinking(HARMONY, close_id=2))
     tokens = [token for token in re.split(r"(<\|\w+\|>)", text) if token]
     ids = {"<|end|>": 2}
-    whole = parsed_pieces(config, [Piece(ids.get(token, 1), token, None, token.startswith("<|")) for token in tokens])
+    whole = parsed_pieces(config, [Piece(ids.get(token, 1), token, None, token.startswith("<|"), []) for token in tokens])
     assert (whole.reasoning, whole.content, calls_of(whole)) == (reasoning, content, calls)
 
 
