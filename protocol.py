@@ -81,9 +81,9 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Image(msgspec.Struct, frozen=True, gc=False):
-    """A preprocessed image (text/images/). In prompts its tokens are the negative numbers `ids`: each one
-    finds its embedding in the worker by itself (models/images/encoder_cache.py), so that prefix caching and
-    chunked prefill treat it as any other token."""
+    """A preprocessed image (text/images/). In prompts its tokens are the negative numbers `ids`. The worker
+    finds the embedding of each number (models/images/encoder_cache.py), so prefix caching and chunked prefill
+    treat an image token as any other token."""
 
     key: int  # 46 bits: a keyed hash of the file and of how it is preprocessed
     tokens: int  # at most MAX_IMAGE_TOKENS

@@ -103,7 +103,7 @@ class Worker:
         return max(0, len(self.requests) - self.scheduler.busy)
 
     def run(self) -> None:
-        """Serves until `stop`, or until everything is done after `drain`."""
+        """Serves until `stop`. After `drain`, serves until all requests have ended."""
         try:
             self._report()
             while not self.stopping and (self.requests or not self.draining):
@@ -121,6 +121,7 @@ class Worker:
             self.outputs.close()
 
     def step(self) -> None:
+        """Runs the loop once."""
         self.receive()
         step = self.next()
         if step:
@@ -176,7 +177,7 @@ class Worker:
         return output
 
     def update(self, output: StepOutput) -> None:
-        """Frees the slots of finished requests, and forgets these."""
+        """Frees the slots of finished requests, and forgets the requests."""
         step = output.step
         for i, message in output.errors.items():
             self.requests.end(step.requests[i], "failed", message)
@@ -233,7 +234,8 @@ class Worker:
         return running, waiting
 
     def _report(self, limit_s: float = math.inf) -> None:
-        """The status for the API server processes; `limit_s`: how long the step that starts now may take."""
+        """Reports the worker's status to the API server processes. limit_s: how long the step that starts now
+        may take."""
         status = Status(
             phase="draining" if self.draining else "ready",
             steps=self.steps,
@@ -256,6 +258,7 @@ class Worker:
             self._count_ready(message)
 
     def _add(self, peer: bytes, message: SubmitRequests) -> None:
+        """Takes the requests of one HTTP request. Each is queued, or ended with the reason why not."""
         if not self.requests:
             self._progress_at = time.monotonic()
         group = RequestGroup()
@@ -516,7 +519,7 @@ def scheduler_config(config: Config, model: StaticBatchModel) -> SchedulerConfig
 
 
 def known_eos_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
-    """The ids in the vocabulary: some checkpoints name others."""
+    """The ids that are in the vocabulary. Some checkpoints name others, which are logged."""
     named = list(dict.fromkeys(ids))
     known = [i for i in named if 0 <= i < vocab_size]
     if known != named:

@@ -4,8 +4,7 @@ Loading: a thread reads the adapter. Another thread copies the weights of all ad
 The model gets the copy between two steps.
 
 Unloading: new requests no longer find the adapter. When the last request with it has ended, a thread copies
-the weights without it, and the model gets the copy. An adapter that is replaced by another of its name goes
-the same way.
+the weights without it, and the model gets the copy. A replaced adapter is unloaded in the same way.
 """
 
 from __future__ import annotations
@@ -40,12 +39,13 @@ class Pending(NamedTuple):
     number: int = 0
 
     def is_due(self, requests: Collection[Request]) -> bool:
+        """Whether the adapter has been read, or no request uses the one to be removed."""
         return self.reading.done() if self.reading else all(each.adapter != self.number for each in requests)
 
 
 class AdapterChanges:
     """Changes the adapters of a model. `read` returns the updates of an adapter by its name and source;
-    `info` names those that are served."""
+    `info` names the served adapters."""
 
     def __init__(
         self,
@@ -121,6 +121,7 @@ class AdapterChanges:
         return job
 
     def _changed(self, pending: Pending) -> Adapters:
+        """A copy of the adapters with the change. Runs in a thread."""
         changed = self._adapters.copied()
         if pending.reading:
             changed.add(pending.change.name, pending.reading.result(), self._most_bytes)
@@ -129,6 +130,8 @@ class AdapterChanges:
         return changed
 
     def _exchange(self, pending: Pending, copying: Future[Adapters]) -> None:
+        """Gives the model the copy, and answers the change. If the change replaces an adapter, the removal of
+        the old one is pending next, and the answer comes after it."""
         self._pending.remove(pending)
         peer, change, *_ = pending
         try:
@@ -157,6 +160,7 @@ class AdapterChanges:
         self._link.announce(self._info)
 
     def _end(self, peer: bytes, change: AdapterChange, error: str = "", is_of_machine: bool = False) -> None:
+        """Answers a change."""
         if not error:
             logger.info("%s the LoRA adapter %s", "Loaded" if change.source else "Unloaded", change.name)
         self._link.send(peer, AdapterChanged(change.id, error, is_of_machine))

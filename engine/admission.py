@@ -22,8 +22,8 @@ class Admission:
         return self.count >= self.limit
 
     def admit(self, count: int, pixel_bytes: int) -> str | None:
-        """None: all requests of an HTTP request are admitted, with their images. Else the reason of the `End`
-        for each."""
+        """Admits all requests of an HTTP request with their images, and returns None. Otherwise returns the
+        reason for the `End` of each request."""
         if self.is_draining:
             return "draining"
         with self._lock:

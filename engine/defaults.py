@@ -15,8 +15,8 @@ logger = logging.getLogger("worker")
 def sampling_defaults(manifest: Manifest, sampled_on: str) -> dict[str, int | float]:
     """The sampling parameters of generation_config.json that can be used; the log lists them.
 
-    sampled_on: "host", "hybrid" or "device". The device rejects requests with defaults that it does not
-    support, so these are left out.
+    sampled_on: "host", "hybrid" or "device". With "device", the result has no defaults that the device does
+    not support: requests with them would be rejected.
     """
     used = {}
     host_only = []

@@ -1,11 +1,11 @@
 """The images of requests: a thread encodes each one once, into the model's encoder cache.
 
-An image goes through these states. Only the loop's thread moves it, but for the last step:
+An image goes through these states. The loop's thread moves an image, the encoding thread only into the cache:
 
     add ─► `_images` has its pixels ─ start ─► `_pending` ─ `_encode`, in the thread ─► the encoder cache
                                                          └ it failed, or was cancelled ─► `_images` again
 
-`retain` names the images that requests want. It frees the pixels of others and of those that are encoded.
+`retain` names the images that requests want. It frees the pixels of all other images, and of encoded ones.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ImageThread:
             self._admission.release_pixels(len(self._images.pop(key).pixels))
 
     def start(self, keys: Iterable[int]) -> None:
-        """Encodes those of these images of a request that are not encoded yet."""
+        """Encodes the images of one request that are not encoded yet."""
         new = [key for key in keys if key not in self._cache and key not in self._pending]
         if new:
             self._pending.update(new)
@@ -108,7 +108,8 @@ class ImageThread:
         self._wake()
 
     def _encode(self, key: int) -> str:
-        """Returns why it failed; an image that no request wants any more is left out."""
+        """Encodes an image into the cache, if a request still wants it. Returns why that failed; "" if it did
+        not."""
         image = self._images.get(key)
         if image is None:
             return ""

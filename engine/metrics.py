@@ -260,6 +260,7 @@ class Metrics:
             self.series("request_failure", stats.outcome).inc()
 
     def count_step(self, output: StepOutput) -> None:
+        """Counts a step that has ended. The output thread calls it."""
         step = output.step
         # TGI's label; a step with rows of running requests is a decode step, whatever else it runs.
         method = "decode" if step.num_decodes else "prefill"
@@ -303,8 +304,8 @@ class Metrics:
         self._count_latencies(output)
 
     def _count_joining(self, output: StepOutput) -> None:
-        """Counts the prompts that start while requests run, and how long these wait for a step without
-        them."""
+        """Counts the prompts that start while requests generate, and the time of a step in which only prompts
+        run."""
         for request in output.step.started:
             reason = "wait_exceeded" if request.exceeded_wait else "backpressure"
             self.series("batch_concat", reason).inc()

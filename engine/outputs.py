@@ -142,8 +142,8 @@ class Publisher:
 
 
 def score(output: StepOutput) -> tuple[dict[int, list[RowLogprobs]], dict[int, Exception]]:
-    """By chunk, the log-probability and the most likely tokens at each of its new tokens, where requested;
-    and why a chunk has none, such as NaN logits. Adds those of prompt tokens to the requests."""
+    """The log-probabilities of a step's new tokens by chunk, where requested, and the errors of chunks by
+    chunk, such as NaN logits. Adds the log-probabilities of prompt tokens to their requests."""
     found: defaultdict[int, list[RowLogprobs]] = defaultdict(list)
     failed: dict[int, Exception] = {}
     step = output.step

@@ -110,10 +110,12 @@ class Preparation:
         return fitting
 
     def _is_ready(self, request: Request) -> bool:
+        """Whether the grammar is compiled and all images are encoded."""
         is_compiled = request.matcher is not None or not request.generate.grammar
         return is_compiled and (not request.images or self.images.has(request.images))
 
     def _prepare(self, request: Request) -> None:
+        """Begins to compile the grammar and to encode the images, if they are not ready."""
         if self._is_ready(request):  # all of it was in the encoder cache
             self._wake()
             return

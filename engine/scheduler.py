@@ -140,8 +140,8 @@ class Scheduler:
             self.waiting.remove(request)
 
     def is_overdue(self, request: Request, now: float) -> bool:
-        """Whether a request has waited for a slot too long. It may stay if another one of its group, or it
-        itself, has had one."""
+        """Whether a request has waited for a slot too long. A request of a group that has had a slot is never
+        overdue."""
         return now - request.arrived_at > self._limits.max_queue_time_s and not request.group.has_started
 
     def next(self, now: float, prompt_budget: int = PREFILL_TOKENS_WITH_DECODE) -> Step | None:
@@ -209,8 +209,7 @@ class Scheduler:
 
     def _propose_drafts(self, rows: list[Request]) -> list[list[int]]:
         """The draft tokens of each row. If half of the rows or more have none, no row gets any: rows without
-        draft tokens would wait for the others. The caller asks only in steps without prompts, which take the
-        share of draft tokens."""
+        draft tokens would wait for the others. Steps with prompts have no draft tokens."""
         most = min(self._limits.max_draft_rows // max(1, len(rows)), self._limits.verify_length) - 1
         if most < 1:
             return []
@@ -291,8 +290,8 @@ class Scheduler:
             self.prefilling.append(request)
 
     def _next_waiting(self, now: float) -> Request:
-        """Takes a request out of the queue: the first one; with `queue_threshold_s` the one that has waited
-        longest, if that is longer than this, else the shortest prompt."""
+        """Takes a request out of the queue: the first one. With `queue_threshold_s` it is the one that has
+        waited longest if its wait exceeds the threshold, otherwise the one with the shortest prompt."""
         first = self.waiting[0]
         if self._limits.queue_threshold_s is not None:
             first = min(self.waiting, key=lambda request: request.arrived_at)

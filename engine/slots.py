@@ -49,9 +49,10 @@ class Slots:
     def allocate(self, prompt: Sequence[int], reuse: bool, adapter: int) -> SlotAssignment:
         """The free slot with the longest common prefix, else the least recently used one.
 
-        A slot of which less than half would be used keeps its contents, for the conversation that they belong
-        to, if the prefix can be copied or another free slot holds nothing. At least two tokens are left to
-        run: a chunk of one would be rounded as a decode step is.
+        A slot is spared if less than half of its contents would be used, and either the prefix can be copied
+        or another free slot is empty: the rest belongs to another conversation. Example: of 100 tokens in a
+        slot, the prompt begins with 40. Another slot is taken, with a copy of the 40 if the model has copies.
+        At least two tokens are left to run: a chunk of one would be rounded as a decode step is.
         """
         step = self._prefix_granularity
         common = [0] * len(self._held)

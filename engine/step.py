@@ -191,7 +191,7 @@ class StepRunner:
 
 
 def needs_logits(request: Request) -> bool:
-    """Whether its next token needs host sampling, or more than the token's id is wanted."""
+    """Whether a request's next token needs host sampling, or the client wants more than the token's id."""
     generate = request.generate
     wanted = generate.sampling
     device_can = all(getattr(wanted, name) == neutral for name, neutral in NEUTRAL.items())
@@ -225,7 +225,7 @@ def _is_accepted(chunk: Chunk, depth: int, token: int) -> bool:
 
 
 def _follow_grammar(request: Request, choice: TokenOrError) -> TokenOrError:
-    """Advances the request's matcher past the token."""
+    """Advances the request's matcher past the token. Returns the token, or the grammar's error."""
     if request.matcher is None or isinstance(choice, Exception):
         return choice
     try:
