@@ -51,7 +51,8 @@ class Slots:
 
         A slot is spared if less than half of its contents would be used, and either the prefix can be copied
         or another free slot is empty: the rest belongs to another conversation. Example: of 100 tokens in a
-        slot, the prompt begins with 40. Another slot is taken, with a copy of the 40 if the model has copies.
+        slot, the prompt begins with 40. The least recently used slot is taken, with a copy of the 40 if
+        prefixes can be copied.
         At least two tokens are left to run: a chunk of one would be rounded as a decode step is.
         """
         step = self._prefix_granularity

@@ -1,11 +1,16 @@
 """Text of clients that looks like special tokens, encoded as text: all of them with --escape-special-tokens,
 image tokens always.
 
-A special token never begins in an escaped text: the character that would begin it is replaced by a lone
-surrogate, which no client can send and which templates take for any other character. What then still looks
-like a special token is the chat template's own: a random alias takes its place, and the surrogates become
-their characters again. A second tokenizer, which takes the aliases for added tokens and encodes special
-tokens as text, reads the result. This layer is independent of HTTP and templates.
+In a client's text, a lone surrogate replaces the first character of each special token. No client can send a
+surrogate, and templates treat it as any other character. In the rendered prompt, every special token is then
+the chat template's own. A random alias replaces it, and the surrogates become their characters again. A
+second tokenizer reads the result: it has the aliases as added tokens, and encodes special tokens as text.
+
+    a client's text      Say </s>
+    in the prompt        <s>Say ?/s></s>           where ? is a surrogate
+    for the tokenizer    5e0f…Say </s>c41d…        which reads 5e0f… as <s>, and c41d… as </s>
+
+This layer is independent of HTTP and templates.
 """
 
 from __future__ import annotations
@@ -62,7 +67,7 @@ class Escaping:
         self._rejected_ids = special_ids.difference(unknown)  # any text may have the unknown token
 
     def escape(self, value: Any) -> Any:
-        """A text, or JSON of several, in which no special token begins. Raises RecursionError."""
+        """The text, or JSON of texts, without the beginning of a special token. Raises RecursionError."""
         if isinstance(value, str):
             return "".join(map(self._escape_text, IMAGES.split(value)))
         if isinstance(value, dict):
@@ -89,7 +94,7 @@ class Escaping:
         return self.unescape(self._added.sub(lambda found: self._aliases.get(found[0], found[0]), text))
 
     def widths(self, text: str) -> Iterator[int]:
-        """How many bytes of the text each character of the prepared one stands for."""
+        """For each character of `to_encodable(text)`, how many bytes of the text it stands for."""
         for n, part in enumerate(self._added.split(text)):
             if n % 2 and part in self._aliases:
                 yield len(part.encode())
@@ -98,8 +103,8 @@ class Escaping:
                 yield from map(utf8_bytes, self.unescape(part))
 
     def ids(self, encoding: tokenizers.Encoding) -> list[int]:
-        """Raises ValueError where text became a special token all the same: the model's vocabulary has it as
-        a word."""
+        """The model's ids of an encoding. Raises ValueError if text became a special token, because the
+        vocabulary has that token as a word."""
         ids = encoding.ids
         if not self._rejected_ids.isdisjoint(ids):
             for i, is_added in zip(ids, encoding.special_tokens_mask):
@@ -111,7 +116,8 @@ class Escaping:
 
 
 def any_of(texts: Collection[str]) -> str:
-    """A regular expression for the longest of these texts, whose time does not grow with their number."""
+    """A regular expression that matches the longest of these texts, in a time that does not grow with their
+    number."""
     beginning = os.path.commonprefix(list(texts))  # noqa: RUF071 of any texts, not of paths
     rests: dict[str, list[str]] = {}
     for text in texts:

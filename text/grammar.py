@@ -36,10 +36,12 @@ DRY_RUN_TOKENS = 50
 WALKS = 4  # of so many tokens by chance, beside the lowest and the highest ones
 SLOW_MASK_S = 0.02  # a grammar whose masks take longer twice is given up
 ACCEPTED = 1_000  # grammars that an API server process does not check again
-# Above these llguidance ends with an error instead of a step that takes long. A string of some 20,000
-# characters whose length is limited needs 100,000 states of the lexer, and 90 MB until its request ends.
-# Of a property that may be missing there are four items in a row; a step has a row for each way in which a
-# token of a large vocabulary goes on from a string to such properties: 110 of them. That takes 10 ms.
+# Beyond these limits llguidance reports an error instead of computing a long step.
+# - max_lexer_states: a string of 20,000 characters whose length is limited needs 100,000 states of the lexer.
+#   They take 90 MB until the request ends.
+# - max_items_in_row: each property that is not required adds four items to a row.
+# - step_max_items: a token may end a string and begin such a property. A step has a row for each way in which
+#   a token does: 110 rows with a large vocabulary. Such a step takes 10 ms.
 LIMITS = LLParserLimits(
     max_items_in_row=2_000,
     initial_lexer_fuel=400_000,
@@ -60,7 +62,7 @@ class GrammarError(Exception):
 
 
 def of_json_schema(schema: Any, whitespace: str | None = WHITESPACE, is_strict: bool = False) -> str:
-    """JSON that the schema allows.
+    """The grammar of JSON that the schema allows.
 
     whitespace: a regular expression for what may stand between JSON tokens, None: nothing. is_strict: see
     `json_rule`.
@@ -108,7 +110,7 @@ def _enforceable(schema: Any) -> tuple[Json, tuple[str, ...]]:
 
 
 def of_regex(text: str) -> str:
-    """Text that matches the regular expression as a whole."""
+    """The grammar of text that matches the regular expression as a whole."""
     if not text:
         raise GrammarError("must not be empty")
     _check_regex(text)
@@ -117,7 +119,7 @@ def of_regex(text: str) -> str:
 
 
 def of_choice(choices: Sequence[str]) -> str:
-    """One of these texts."""
+    """The grammar of one of these texts."""
     if not choices or not all(isinstance(choice, str) and choice for choice in choices):
         raise GrammarError("must be a list of non-empty strings")
     return of_rules(["start: " + " | ".join(lark_string(choice) for choice in choices)])
@@ -151,7 +153,7 @@ def _check_regex(text: str) -> None:
 class GrammarChecker:
     """Checks whether grammars can be used with a model's tokenizer. Threads may share it.
 
-    A child process compiles them, so that one that exhausts time or memory harms nothing.
+    A child process compiles the grammars. One that exhausts time or memory harms nothing else.
     """
 
     def __init__(self, tokenizer_dir: str | Path, vocab_size: int, eos_token_ids: Sequence[int]):
@@ -166,6 +168,7 @@ class GrammarChecker:
         self._probe.start()
 
     def knows(self, grammar: str) -> bool:
+        """Whether `check` has accepted the grammar."""
         return _digest(grammar) in self._accepted
 
     def check(self, grammar: str) -> None:

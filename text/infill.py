@@ -1,6 +1,6 @@
 """Filling in the middle: the prompt that a code model reads for a text before and a text after its output.
 
-`INFILL_LAYOUTS` has one row a way to write it. Sources: the model cards of Qwen2.5-Coder, CodeGemma,
+`INFILL_LAYOUTS` has one row for each way to write it. Sources: the model cards of Qwen2.5-Coder, CodeGemma,
 StarCoder, Granite Code and DeepSeek-Coder.
 """
 

@@ -16,9 +16,9 @@ MAX_NUMERATOR = 1_000  # of `multipleOf`: the lexer has a state for each remaind
 
 
 def within(given: Number, is_lower: bool, is_open: bool) -> Number:
-    """The first number within a bound, which is one itself unless it `is_open`.
+    """The first number that a bound allows: the bound itself, or the next number if the bound `is_open`.
 
-    llguidance has open bounds, but allows no zeros at the end of what is just beyond them: 0.50 above 0.
+    llguidance has open bounds, but allows no zeros at the end of a number just beyond one: no 0.50 above 0.
     """
     context = Context(DIGITS, ROUND_CEILING if is_lower else ROUND_FLOOR)
     exact = Decimal(str(given))
@@ -35,10 +35,11 @@ def within(given: Number, is_lower: bool, is_open: bool) -> Number:
 
 
 def ranges(least: Number | None, most: Number | None) -> list[Range]:
-    """What is together the same range, and lets a number have any of its forms.
+    """Ranges that are together the same range, and allow every way to write a number.
 
-    llguidance would take zero for an open bound of the numbers below (see `within`), and up to 0.15 it does
-    not let 0.1 end.
+    llguidance treats zero as an open bound of negative numbers (see `within`), so a range is cut there. In a
+    range up to 0.15 it does not let 0.1 end, so a range is also cut at each shorter decimal of its upper
+    bound. Example: None to 0.15 becomes None to -1e-14, 0 to 0.1, and 0.1 to 0.15.
     """
     if least is None and most is None:
         return [(least, most)]
@@ -57,14 +58,14 @@ def ranges(least: Number | None, most: Number | None) -> list[Range]:
 
 
 def is_exact(value: Number) -> bool:
-    """Whether llguidance takes a listed number for what it is."""
+    """Whether llguidance reads a listed number exactly."""
     if value == int(value):
         return abs(value) <= LAST_BOUND and float(value) == value
     return len(Decimal(str(value)).as_tuple().digits) <= DIGITS
 
 
 def has_few_remainders(divisor: Number) -> bool:
-    """Whether a lexer can keep track of what is left of a number by `multipleOf`."""
+    """Whether llguidance's lexer can track the remainders of this `multipleOf`."""
     if divisor > MAX_NUMERATOR:
         return False
     numerator = float(divisor)

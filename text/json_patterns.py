@@ -29,7 +29,8 @@ IN_BRACKETS = ENDS_OF_WORDS | {character: f"\\{character}" for character in "[&~
 
 @functools.lru_cache(200)
 def in_rust(pattern: str) -> str | None:
-    """None: it says what llguidance lacks, or different things to different readers."""
+    """The expression in Rust's syntax. None: llguidance lacks a part of it, or ECMA-262 and Python read it
+    differently."""
     parts = []
     for token in TOKEN.finditer(PAIR.sub(lambda pair: json.loads(f'"{pair[0]}"'), pattern)):
         text = token[0]
@@ -46,7 +47,7 @@ def in_rust(pattern: str) -> str | None:
 
 
 def _characters(given: str) -> str:
-    """What stands in brackets; nothing where Python and ECMA-262 differ, and for classes of POSIX."""
+    """A bracket expression in Rust's syntax; "" where Python and ECMA-262 differ, and for POSIX classes."""
     negation = "^" * given.startswith("[^")
     body = given[1 + len(negation) : -1]
     if "[:" in body:
@@ -60,7 +61,7 @@ def _characters(given: str) -> str:
 
 
 def _atom(text: str) -> str:
-    """One of them, or nothing."""
+    """One character in brackets, or none, in Rust's syntax."""
     if text.startswith(r"\c"):
         return rf"\x{ord(text[2]) % 32:02x}"
     return IN_BRACKETS.get(text, text)

@@ -1,6 +1,6 @@
-"""What of a JSON schema a grammar enforces: the rest is put into keywords that llguidance has, or left out.
+"""JSON schemas in the keywords that llguidance has: others are rewritten in these, or left out and named.
 
-The schemas come from clients: all work here is linear in their size, which text/grammar.py limits.
+Schemas come from clients. So all work here is linear in the size of a schema, which text/grammar.py limits.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def enforceable(document: Schema) -> tuple[Schema, tuple[str, ...]]:
 
 
 def _places(document: Schema) -> list[Place]:
-    """The schemas that `document` is made of or refers to, each once, but those that are also something else:
-    a listed value, or names of properties."""
+    """The schemas that `document` is made of or refers to, each once. A schema that is also something else is
+    left out: a listed value, or an object whose keys are names of properties."""
     found = [Place(document, "")]
     seen = {id(document)}
     others = set()
@@ -202,7 +202,8 @@ def _end_of(path: str) -> str:
 
 
 def _close(schemas: list[Schema]) -> None:
-    """Allows only the named properties, unless a schema says more about it: models go on inventing some."""
+    """Forbids properties without a name in the schema, unless a schema says which other ones are allowed:
+    models go on inventing properties."""
     for each in schemas:
         combines = not COMBINING.isdisjoint(each) or _has_schemas(each.get("dependencies"))
         if "allOf" in each or (combines and ("properties" in each or "required" in each)):
@@ -406,7 +407,7 @@ def _is_divisor(value: Any) -> bool:
 
 
 def _listed(schema: Schema, _: Context) -> Iterator[str]:
-    """Listed values, as far as llguidance takes them for what they are."""
+    """Keeps the listed values that llguidance reads exactly."""
     for keyword in VALUES:
         values = allowed_values({keyword: schema[keyword]}) if keyword in schema else None
         exact = [value for value in values or [] if all(map(_is_exact, _nested_values(value)))]
@@ -418,16 +419,17 @@ def _listed(schema: Schema, _: Context) -> Iterator[str]:
 
 
 def _is_exact(value: Any) -> bool:
-    """Whether llguidance takes a listed value for what it is. It leaves out characters that only \\u can
-    write, which text/grammar.py does not allow."""
+    """Whether llguidance reads a listed value exactly. Characters that only \\u can write are lost, because
+    text/grammar.py does not allow \\u."""
     if isinstance(value, str):
         return not UNWRITABLE.search(value)
     return not _is_number(value) or json_numbers.is_exact(value)
 
 
 def _patterns(schema: Schema, context: Context) -> Iterator[str]:
-    """Patterns of names. After the properties of a closed object, llguidance would allow a comma, though a
-    pattern has no other name: what it says becomes a part of the property."""
+    """Patterns of names. In a closed object llguidance would allow a comma after the last property, although
+    a pattern such as `^(a|b)$` matches only names that `properties` has. The schema of a pattern with one
+    such name is moved to the property. A pattern with several is left out."""
     patterns = schema.get("patternProperties")
     if not isinstance(patterns, dict):
         return
@@ -520,7 +522,7 @@ def required_names(schema: Any) -> set[str]:
 
 
 def _is_long(schema: Any) -> bool:
-    """Whether it is too long to be looked at for every reference to it."""
+    """Whether a schema is too long to be examined at every reference to it."""
     if not isinstance(schema, dict):
         return False
     listed = (schema, schema.get("enum"), schema.get("required"))
@@ -528,7 +530,7 @@ def _is_long(schema: Any) -> bool:
 
 
 def _differ(schemas: Iterable[Any]) -> bool:
-    """Whether all list their values, and no two the same."""
+    """Whether all schemas list their values, and no value is listed twice."""
     values = []
     for schema in schemas:
         if (listed := allowed_values(schema)) is None or _is_long(schema):

@@ -32,7 +32,7 @@ def detokenizer_for(tokenizer: Tokenizer, prompt: Sequence[int]) -> ByteLevelDet
 
 
 class ByteLevelDetokenizer:
-    """Every token is a run of bytes: an incremental UTF-8 decoder is exact."""
+    """For tokenizers whose tokens are runs of bytes: an incremental UTF-8 decoder is exact."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
         self._bytes_of = tokenizer.token_bytes
@@ -55,8 +55,8 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """Any other decoder: what a token adds is the text of the last few tokens with it, less their text
-    without it.
+    """For all other tokenizers: a token adds the text of the last few tokens with it, less their text without
+    it.
 
     The window reaches back to the last token that added text, so that the decoder sees no token as the first
     of a text (whose leading space would be stripped).
@@ -127,7 +127,7 @@ def find_stop(text: str, stops: Sequence[str], scanned: int) -> int | None:
 
 
 def stop_begun(text: str, stops: Sequence[str]) -> str:
-    """The longest end of `text` that more text could make a stop string of; empty if there is none."""
+    """The longest end of `text` that is the beginning of a stop string; empty if there is none."""
     longest = max(map(len, stops), default=1) - 1
     for at in range(max(0, len(text) - longest), len(text)):
         if any(len(stop) > len(text) - at and stop.startswith(text[at:]) for stop in stops):
@@ -155,11 +155,13 @@ class TextStream:
     piece is held back too, so that the texts of the pieces that are not special add up to `text` whatever the
     last token is.
 
-    The text ends after the stop string that is complete first, or, without `keep_stop`, before it: then the
-    end of a text that may yet become a stop string is held back until it is certain which. If several are
-    complete at once, the text ends before the longest of them. Stop strings that are complete before the
-    token number `min_tokens` are ordinary text; one that ends with that token's text or later counts,
-    wherever it began.
+    The text ends after the stop string that is complete first. Without `keep_stop` it ends before that stop
+    string, and text that is the beginning of a stop string is held back. If several are complete at once, the
+    text ends before the longest of them. Stop strings that are complete before token number `min_tokens` are
+    ordinary text. A stop string counts if it ends in the text of that token or a later one.
+
+    Example: the stop string is END, and `keep_stop` is false. Of the tokens "a", "E", "N" and "x", the text
+    of the first is returned at once. "E" and "N" are returned with "x".
     """
 
     def __init__(
@@ -208,7 +210,8 @@ class TextStream:
         last: bool = False,
         shows_special: bool = False,
     ) -> list[Piece]:
-        """Takes the next token. After the `last` one, and once `stopped`, everything has been returned.
+        """Takes the next token, and returns the pieces that have become certain: all of them after the `last`
+        token, and once `stopped`.
 
         shows_special: the name of a special token is part of the text.
         """
@@ -232,7 +235,7 @@ class TextStream:
         return self._release(everything=self.stopped)
 
     def stop_before(self, token_id: int, logprob: float | None, top: list[tuple[int, float]]) -> list[Piece]:
-        """Takes a last token that ends the text, and is no part of it."""
+        """Takes the last token, which ends the text and adds nothing to it."""
         self.tokens += 1
         return [*self.finish(), Piece(token_id, "", logprob, True, top)]
 
@@ -254,7 +257,8 @@ class TextStream:
         self._look_for_stops(*(self._parse(piece, text) if self._parse else (content, 0)))
 
     def _look_for_stops(self, content: str, held: int) -> None:
-        """content: what is new; held: how many characters behind it may yet be content."""
+        """Sets which text is certain, and ends the text at a stop string. content: the new text; held: how
+        many characters behind it may yet be content."""
         if not self._stops:
             self._certain = self._length
             return
@@ -275,8 +279,8 @@ class TextStream:
         self._trim(min(self.cut + held, self._length - self._released))
 
     def _trim(self, excess: int) -> None:
-        """Takes that many characters off the end of the text, which no piece that was returned has a part
-        in."""
+        """Removes `excess` characters from the end of the text. All of them are in pieces that have not been
+        returned."""
         self._length -= excess
         self._certain = self._length
         # Whether the text of the next piece is gone, and with it a character that began before that piece.
@@ -291,6 +295,7 @@ class TextStream:
             is_gone = kept == 0
 
     def _release(self, everything: bool) -> list[Piece]:
+        """Returns the first pending pieces: those whose text is certain, or all of them."""
         released = []
         held = None
         if self._detokenizer.holds_text:

@@ -48,7 +48,7 @@ class TemplateError(Exception):
 
 
 # Followed by one of 256 characters from FIRST_IMAGE on, this stands for an image in the content of a message.
-# No client can write lone surrogates, and those of text/escaping.py are others.
+# No client can write lone surrogates, and text/escaping.py uses other ones.
 IMAGE_PLACEHOLDER = "\ud800"
 FIRST_IMAGE = 0xD900
 IMAGE_MARK = re.compile(f"{IMAGE_PLACEHOLDER}([{chr(FIRST_IMAGE)}-{chr(FIRST_IMAGE + 255)}])")
@@ -170,12 +170,15 @@ class ChatTemplate:
         options: Mapping[str, Any] | None = None,
         begins_answer: bool = True,
     ) -> list[int]:
-        """Where in a `prompt` of `render`, in characters, other prompts of its conversation may go on: before
-        the first and the newest message of the user, and before the response, or the earlier one that changes
-        with it. Templates leave out earlier reasoning, so these are where the chat differs with another text,
-        without a response, or with one."""
+        """The places in a `prompt` of `render`, in characters, where other prompts of the same conversation
+        may differ from it: before the user's first and newest message, and before the response. A template
+        may drop earlier reasoning once there is a response; then the last place is before that reasoning.
 
-        def common(chat: list[dict], begins_answer: bool) -> int:
+        A place is found by comparing the prompt with another one: of the chat with another text in a message,
+        without the beginning of a response, or with a response.
+        """
+
+        def common(chat: list[dict], begins_answer: bool) -> int:  # the length of the same beginning
             written = self.attempt(chat, tools, options, begins_answer) or prompt  # rejected: says nothing
             return len(os.path.commonprefix([prompt, written]))  # noqa: RUF071 of any texts, not of paths
 
@@ -355,7 +358,7 @@ def _parts_of(content: str) -> list[Json]:
 def _with_ids(messages: list[Json], write_id: Callable[[str, str, int], str]) -> list[Json]:
     """The messages with the ids of calls that the template requires.
 
-    write_id: makes one of the id that is given, the name of the function and the number of the call.
+    write_id: makes an id of the given id, the name of the function and the number of the call.
     """
     ids = {}
     number = 0
@@ -394,7 +397,7 @@ CALL_IDS = {"[TOOL_CALLS]": _short_id, "<|tool_call_begin|>": _named_id}
 
 
 def _template_in(config: Json, name: str = "default") -> str | None:
-    """The template called `name` of several with names; the only one is the default."""
+    """The template called `name`, where a file has several. A single template is the default one."""
     template = config.get("chat_template")
     if isinstance(template, list):
         entries = [entry for entry in template if isinstance(entry, dict)]

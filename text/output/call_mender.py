@@ -54,11 +54,11 @@ def may_be_calls(text: str, names: Sequence[str]) -> bool:
 
 @dataclass
 class CallText:
-    """A text to read as calls, without what may stand in front of them. Its readers yield the calls, and
-    raise one of ERRORS for another text.
+    """A text to read as calls, without what may stand in front of the first one. The readers yield the calls,
+    and raise one of ERRORS for another text.
 
-    schemas: of the arguments, by the names of the functions; markers: what may stand beside calls;
-    has_comments: so may comments, which values do not have; rest, is_final: see `mended_calls`.
+    schemas: of the arguments, by the names of the functions; markers: texts that may stand beside calls;
+    has_comments: comments may stand beside calls, too; rest, is_final: see `mended_calls`.
     """
 
     text: str
@@ -83,6 +83,7 @@ class CallText:
         return found.end() if found else at
 
     def checked(self, name: Any, arguments: Any) -> tuple[str, str]:
+        """A call's name, and its arguments in JSON. Raises ValueError if no such tool is offered."""
         name = str(name).removeprefix("functions.")
         if name not in self.schemas or not isinstance(arguments, dict):
             raise ValueError("not the call of an offered tool")
@@ -135,11 +136,15 @@ class CallText:
             at = len(self.text) if self.rest is None else self.skipped(at)
 
     def check_rest(self, may_follow: str, another: str, *parts: str) -> None:
-        """Raises ValueError if the text ends within a value: parts of calls follow outside of another call.
-        The last part is the end of one. What follows is not looked at until it is all there: how it is split
-        makes no difference.
+        """Raises ValueError if the text may end within a value: a part of a call follows outside of a further
+        call. What follows is examined only when all of it is there, so it makes no difference how the output
+        is split.
 
-        may_follow: what a call may have right behind it; another: a regular expression for a further call.
+        may_follow: what a call may have right behind it; another: a regular expression for the beginning of a
+        further call; parts: texts within calls, of which the last one ends a call.
+
+        Example: the output has ended, and `rest` is ` and more</parameter>`. That closing tag belongs to no
+        further call, so it may be the end of a value that begins in the text.
         """
         is_apart = not self.rest or self.rest[0].isspace() or self.rest.startswith(may_follow)
         if not (is_apart or self.is_final):
@@ -152,6 +157,7 @@ class CallText:
             is_open = found[0] != parts[-1]
 
     def is_blank(self, text: str) -> bool:
+        """Whether the text has only what may stand beside calls."""
         return not text or bool(self._beside.fullmatch(text))
 
 

@@ -344,7 +344,7 @@ class TaggedFormat(ToolFormat):
         return {"type", "enum", "const"} if types == {"string"} else {"type"}
 
     def calls_in(self, text: CallText) -> Iterator[UncheckedCall]:
-        """A text in which something else is between tags is none."""
+        """The calls, tag by tag. Raises ValueError for a text with anything else between the tags."""
         begins = _tag(self.next) or rf"(?:\A|{re.escape(self.open)})\s*"
         call = rf"{begins}(?P<name>{any_of(text.schemas)}){_tag(self.name_end)}(?![^\s<])"
         value = rf"\s*{self.value}" if self.value else ""
@@ -377,9 +377,16 @@ class TaggedFormat(ToolFormat):
     def _value(
         self, text: CallText, pieces: list[tuple[re.Match, str]], n: int, schema: Json, earlier: Json
     ) -> tuple[int, Any]:
-        """Which piece follows the value that begins in piece `n`, and the value. Without a tag of its own it
-        ends in front of a parameter of the function that is not among the `earlier` ones, of another call, or
-        of the end."""
+        """The number of the piece after the value that begins in piece `n`, and the value. A piece is a tag
+        with the text behind it.
+
+        A value ends at its closing tag, if nothing but blanks is behind that tag and the value has the type
+        that the schema names. Without such a tag it ends in front of a new parameter of the function, of
+        another call, or of the end of the call. Any other tag is text of the value.
+
+        Example: in `<parameter=a>x</parameter>y</parameter>` the first closing tag has text behind it. So the
+        value is `x</parameter>y`.
+        """
         properties = schema.get("properties", {})
         key, written = pieces[n]
         types = types_of(properties.get(key["key"]), schema)

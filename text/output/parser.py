@@ -138,7 +138,7 @@ class OutputParser:
         self._undecided = ""  # text that is read and in no part yet
         self._header = ""  # of a message, which is not complete
         self._marker = ""  # in front of the calls that are read
-        self._unclosed = ""  # the marker of the reasoning's end, where a call began without it
+        self._unclosed = ""  # the closing marker that reasoning lacks, because a call began within it
         self.output = ParsedOutput()
         self._added: list[Added] = []  # to it
         self._ended = False
@@ -150,8 +150,9 @@ class OutputParser:
         self._steps = self._read()
 
     def read(self, piece: Piece, text: str) -> tuple[str, int]:
-        """Reads a token, which gets what it adds, and its text. Returns the content that has become certain,
-        and how many characters behind it are held back. Of special tokens only the markers have a text."""
+        """Reads a token and its text. The token gets what it adds to the parts. Returns the content that has
+        become certain, and how many characters behind it are held back. Special tokens have no text, except
+        for markers."""
         if piece.special and text not in self._markers:
             text = ""
         if self.is_thinking and piece.id == self._thinking.close_id:
@@ -179,6 +180,7 @@ class OutputParser:
         return header if header == self._thinking.format.open or " to=" in header else ""
 
     def push(self, text: str) -> list[Added]:
+        """Reads more text. Returns what has been added to the parts."""
         if not self.is_done:
             self._buffer += text
             next(self._steps, None)
@@ -197,6 +199,7 @@ class OutputParser:
         return self.push(self._take_header() if self._header else "")
 
     def _read(self) -> Resumable:
+        """Reads the output: reasoning, then calls with content between them, then content."""
         if self._thinking:
             yield from self._think()
         goes_on = self._calls is not None
@@ -221,6 +224,7 @@ class OutputParser:
             yield
 
     def _think(self) -> Resumable:
+        """Reads reasoning, if there is any, up to its closing marker or to the beginning of a call."""
         thinking = self._thinking
         if thinking.format.begins_open:
             yield from self._skip(thinking.format.open)
@@ -243,7 +247,8 @@ class OutputParser:
         self._undecided = ""
 
     def _end_truncated(self) -> None:
-        """The text ended within a call."""
+        """Sends the call within which the text ended. If one function must be called, and the text has
+        nothing of the call, the call is empty."""
         is_begun = self._is_held or self.output.calls
         if not (is_begun or self._calls.requires_call):
             return
@@ -351,6 +356,7 @@ class OutputParser:
         return self._buffer.startswith(starts)
 
     def _call(self) -> Resumable:
+        """Reads a call. Raises _NotACall for a format whose calls are read as a whole."""
         form = self._calls.format
         if form.is_whole:
             raise _NotACall
@@ -383,8 +389,8 @@ class OutputParser:
             yield
 
     def _head(self, pattern: str, braces: int) -> Generator[None, None, tuple[str, str]]:
-        """Reads what is in front of the arguments of a call, with `braces` in it. Returns it, and the name in
-        it."""
+        """Reads the head of a call, which is in front of the arguments and has `braces` braces. Returns the
+        head, and the name of the function."""
         while not (found := re.match(pattern, self._buffer)):
             if self._buffer.count("{") > braces or not may_be_calls(self._buffer, self._calls.names):
                 raise _NotACall
@@ -418,6 +424,7 @@ class OutputParser:
         return "{"
 
     def _begin(self, name: str, arguments: str = "") -> None:
+        """Begins a call, which is held back. Raises _NotACall for a function that is not offered."""
         if name not in self._calls.names:
             raise _NotACall
         call_id = secrets.token_hex(5)[:9] if self._calls.model.short_ids else f"call_{secrets.token_hex(12)}"
@@ -426,8 +433,8 @@ class OutputParser:
         self._send_arguments(arguments)
 
     def _bracketed(self, depth: int = 0, sends: bool = False) -> ResumableText:
-        """Reads up to the bracket that closes the first one, of which `depth` are read, and sends it while it
-        grows, if it `sends`."""
+        """Reads arguments up to their closing bracket. depth: how many brackets are open already; sends:
+        whether the arguments are sent while they grow."""
         text = ""
         quote = ""  # the one that is open
         is_escaped = False
@@ -456,8 +463,9 @@ class OutputParser:
     def _until(
         self, kind: type[OutputPart], markers: Markers, may_be_truncated: bool = False
     ) -> ResumableText:
-        """Sends the text up to one of the markers, and reads that; "" when none comes. A marker may end with
-        another, and not have it elsewhere. Reasoning also ends at the token that `read` knows.
+        """Sends the text up to the first of the markers, and reads the marker. Returns the marker, or "" if
+        none comes. A marker may end with another marker, but not have it elsewhere. Reasoning also ends at
+        the token that `read` knows.
 
         may_be_truncated: a beginning of a marker at the end of the text is not part of the text.
         """
@@ -497,11 +505,14 @@ class OutputParser:
         self._take(len(self._buffer) - len(self._buffer.lstrip()))
 
     def _more(self) -> Resumable:
+        """Waits for more text. Raises _Truncated if the output has ended."""
         if self._ended:
             raise _Truncated
         yield
 
     def _send_arguments(self, text: str) -> None:
+        """Adds arguments to the newest call. A call that streams is released once no earlier call of its
+        function begins with the same arguments."""
         call = self._newest
         if not self._is_held:
             self._undecided = ""
@@ -527,19 +538,21 @@ class OutputParser:
             self._add(self._newest, text)
 
     def _take(self, length: int) -> str:
+        """Moves characters from the buffer to the undecided text."""
         taken = self._buffer[:length]
         self._buffer = self._buffer[length:]
         self._undecided += taken
         return taken
 
     def _send(self, kind: type[OutputPart]) -> None:
-        """Sends the text that is read."""
+        """Sends the undecided text, as more of the newest part or as a new part."""
         if self._undecided:
             newest = self.output.parts[-1] if self.output.parts else None
             self._add(newest if isinstance(newest, kind) else kind(), self._undecided)
         self._undecided = ""
 
     def _add(self, part: OutputPart, text: str) -> None:
+        """Adds text to a part of the output, and the part to the output if it is new."""
         if not part.texts:
             self.output.parts.append(part)
         part.texts.append(text)
