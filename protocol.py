@@ -244,24 +244,24 @@ class ModelInfo(msgspec.Struct, tag="model_info", frozen=True):
     max_total_tokens: int
     device: str
     dtype: str
-    model_dir: str = ""
-    prompt_logprobs: bool = True  # whether log-probabilities of prompts are available
-    sampling: str = "host"  # or "device": token ids only, no log-probabilities
-    quantize: str | None = None  # or "int8", "int4"
-    reads_images: bool = False
-    kv_cache_dtype: str = ""
-    kv_bytes_per_token: int | None = None  # of all layers; None: unknown
+    model_dir: str
+    prompt_logprobs: bool  # whether log-probabilities of prompts are available
+    sampling: str  # "host", "hybrid", or "device": token ids only, no log-probabilities
+    quantize: str | None  # "int8" or "int4"; None: the weights are in `dtype`
+    reads_images: bool
+    kv_cache_dtype: str
+    kv_bytes_per_token: int | None  # of all layers; None: unknown
     # Of the worker when the model was loaded: its own memory, and pages of files; 0: unknown.
-    anonymous_bytes: int = 0
-    mapped_bytes: int = 0
-    state_bytes: int = 0  # of the recurrent states of a slot; 0: the model has none
-    max_snapshots: int = 0  # of these states
+    anonymous_bytes: int
+    mapped_bytes: int
+    state_bytes: int  # of the recurrent states of a slot; 0: the model has none
+    max_snapshots: int  # of these states
     # On Neuron the versions of driver, runtime, compiler and transformers_neuronx; None: unknown.
-    neuron_versions: dict[str, str | None] = {}
+    neuron_versions: dict[str, str | None]
     # For requests on /v1 routes, by the names of `SamplingParams`.
-    sampling_defaults: dict[str, int | float] = {}
-    stop_strings: list[str] = []  # that also end the completions of such requests
-    adapters: dict[str, str] = {}  # LoRA adapters by name: the folder or hub id of each
+    sampling_defaults: dict[str, int | float]
+    stop_strings: list[str]  # that also end the completions of such requests
+    adapters: dict[str, str]  # LoRA adapters by name: the folder or hub id of each
 
     @property
     def input_modalities(self) -> list[str]:

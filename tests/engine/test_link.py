@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import zmq
+from model_info import info_of
 from peer import Peer
 
 from engine import link
@@ -35,7 +36,7 @@ from protocol import (
 )
 
 WAIT_S = 20
-INFO = ModelInfo("m", None, "/t", 50, [0], 4, 39, 40, "cpu", "float32")
+INFO = info_of("m", None, "/t", 50, [0], 4, 39, 40, "cpu", "float32")
 STATS = RequestStats(404)
 
 

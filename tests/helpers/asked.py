@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from fakes.model import EOS
 from fakes.tokenizer import VOCABULARY, byte_tokenizer
+from model_info import info_of
 from tool_calls import thinking_of
 
 from api import clouds, tgi
@@ -24,7 +25,7 @@ from api.http.response_store import OwnedResponses
 from api.http.types import encode_json
 from api.openai import chat, completions, responses
 from config import Config
-from protocol import ModelInfo, Token
+from protocol import Token
 from text.grammar import Grammars
 from text.output.call_syntaxes import ModelTools
 from text.output.reasoning_formats import ModelReasoning
@@ -34,7 +35,7 @@ from text.template_capabilities import TemplateCapabilities
 from text.tokenizer import Tokenizer
 
 CONFIG = Config(max_stop_sequences=4, max_top_n_tokens=5, max_best_of=3, max_client_batch_size=4)
-INFO = ModelInfo("someone/model", "abc123", "/somewhere", VOCABULARY, [EOS], 8, 100, 120, "cpu", "float32")
+INFO = info_of("someone/model", "abc123", "/somewhere", VOCABULARY, [EOS], 8, 100, 120, "cpu", "float32")
 ON_DEVICE = msgspec.structs.replace(INFO, sampling="device")
 TEMPLATE = (
     "{# 'ipython' #}{{ tools | tojson if tools }}{% for m in messages %}{% if m.role == 'tool' and not m.tool_call_id %}"

@@ -9,13 +9,14 @@ from unittest import mock
 import pytest
 from engine_parts import limits_of
 from fakes.model import EOS, FakeModel
+from model_info import info_of
 from processes import MODEL_CACHE
 
 from config import Config, parse
 from engine.adapter_changes import AdapterChanges
 from engine.admission import Admission
 from engine.metrics import Metrics
-from protocol import End, Generate, ModelInfo, Status, SubmitRequests, Tokens
+from protocol import End, Generate, Status, SubmitRequests, Tokens
 from worker import Startup, Worker
 
 WAIT_S = 20
@@ -29,7 +30,7 @@ OPERATORS_LIMITS = ("max_batch_prefill_tokens", "max_queue_time_s", "waiting_ser
 on_every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 
 
-MODEL = ModelInfo("m", None, "", 50, [EOS], 3, 39, 40, "fake", "float32", adapters={"a": "/a"})
+MODEL = info_of("m", None, "", 50, [EOS], 3, 39, 40, "fake", "float32", adapters={"a": "/a"})
 
 
 class Wire:

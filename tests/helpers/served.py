@@ -12,6 +12,7 @@ from fakes.model import ADAPTER, EOS, ImageModel, greedy
 from fakes.tokenizer import VOCABULARY, byte_tokenizer
 from grammars import grammars_of
 from loop import is_idle
+from model_info import info_of
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
@@ -26,7 +27,6 @@ from engine.link import Link
 from engine.metrics import Metrics
 from engine.sampling import sampling
 from models.errors import ModelError
-from protocol import ModelInfo
 from worker import Worker
 
 responses.SUMMARIZE = "Sum up"  # the context of the model here is short
@@ -92,7 +92,7 @@ class Served:
         self.admission = Admission(LIMITS["max_concurrent_requests"])
         self.link = Link(address, self.metrics, self.admission)
         limits = (VOCABULARY, [EOS], 2, WINDOW - 1, WINDOW)
-        info = ModelInfo("m", None, str(folder), *limits, "fake", "float32", model_dir=str(folder), sampling=sampled_by)
+        info = info_of("m", None, str(folder), *limits, "fake", "float32", model_dir=str(folder), sampling=sampled_by)
         folders = {name: f"/adapters/{name}" for name in adapters}
         if snapshots is not None:
             info = msgspec.structs.replace(info, state_bytes=1)

@@ -10,13 +10,14 @@ import msgspec
 import pytest
 import zmq.green as zmq
 from gevent.queue import SimpleQueue
+from model_info import info_of
 from served import WAIT_S, wait_until
 
 import web
 from api.generation.prepared_request import ModelText
 from api.http import engine_client
 from api.http.engine_client import EngineClient
-from protocol import Cancel, End, FromWeb, Generate, ModelInfo, Status, SubmitRequests, Token, Tokens
+from protocol import Cancel, End, FromWeb, Generate, Status, SubmitRequests, Token, Tokens
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_a_web_process_that_did_not_run_for_a_while_does_not_take_the_worker_for
             router.send_multipart([peer, msgspec.msgpack.encode(message)])
 
         tell(Status("ready"))
-        tell(ModelInfo("m", None, "folder", 9, [0], 2, 9, 10, "cpu", "float32"))
+        tell(info_of("m", None, "folder", 9, [0], 2, 9, 10, "cpu", "float32"))
         wait_until(lambda: client.phase == "ready")
         offset_s = 60
         assert client.phase == "ready"
