@@ -247,7 +247,7 @@ class ModelInfo(msgspec.Struct, tag="model_info", frozen=True):
     model_dir: str
     prompt_logprobs: bool  # whether log-probabilities of prompts are available
     sampling: str  # "host", "hybrid", or "device": token ids only, no log-probabilities
-    quantize: str | None  # "int8" or "int4"; None: the weights are in `dtype`
+    quantize: str | None  # "int8" or "int4"; None: neither
     reads_images: bool
     kv_cache_dtype: str
     kv_bytes_per_token: int | None  # of all layers; None: unknown

@@ -400,11 +400,10 @@ class TaggedFormat(ToolFormat):
                     return at + 1, value
                 misfit = misfit or (at + 1, value)
             follows = pieces[at + 1][0] if at + 1 < len(pieces) else None
-            is_last = follows["name"] if follows else self.call_end != self.close
-            ends = is_last and tag[0] == self.call_end
-            begins = tag["name"] and (not follows or follows["key"] or follows[0] == self.call_end)
             is_new = tag["key"] in properties if properties else tag["key"]
-            if (is_blank and (ends or begins)) or (is_new and tag["key"] not in (key["key"], *earlier)):
+            if is_new and tag["key"] not in (key["key"], *earlier):
+                break
+            if is_blank and self._leaves_call(tag, follows):
                 break
             written += tag[0] + behind
         else:
@@ -414,6 +413,17 @@ class TaggedFormat(ToolFormat):
         if not (is_certain and text.is_final):
             raise ValueError("the value may go on, or have the part of another")
         return misfit or (at, value)
+
+    def _leaves_call(self, tag: re.Match, follows: re.Match | None) -> bool:
+        """Whether a tag ends the call, or begins another one. The tag that `follows` has to fit.
+
+        After the end of a call it is the next call, or there is none. After the name of a function it is a
+        parameter or the end of the call, or there is none.
+        """
+        if tag["name"]:
+            return not follows or bool(follows["key"]) or follows[0] == self.call_end
+        is_last = follows["name"] if follows else self.call_end != self.close
+        return tag[0] == self.call_end and bool(is_last)
 
 
 @dataclass(frozen=True)
