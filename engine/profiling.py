@@ -45,7 +45,7 @@ class Profiler:
 
     @classmethod
     def of(cls, config: Config) -> Profiler | None:
-        """None if nothing is to be recorded."""
+        """The profiler that the settings ask for; None: they ask for none."""
         is_wanted = config.profile if config.prof_step is None else config.prof_step
         return cls(config) if is_wanted else None
 

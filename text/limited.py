@@ -48,10 +48,11 @@ class LimitExceeded(Exception):
 
 
 class SandboxedFunction:
-    """A function that runs in child processes. Threads may share it: meanwhile each has a child for itself.
+    """A function that runs in child processes. Threads may share it: each call has a child for itself.
 
-    `cpu_s` and `memory_bytes` are for one request, beyond what a child needs before the first. `wall_s` is
-    also for what it needs before: a child that waits for something takes no processor time.
+    `cpu_s` and `memory_bytes` are for one request, beyond what a child needs before the first. `wall_s` also
+    limits the start of a child. A child that waits for something takes no processor time, so it needs this
+    limit.
     """
 
     def __init__(
@@ -108,8 +109,8 @@ class SandboxedFunction:
 class _Child:
     """The parent's end of a child, for one thread at a time.
 
-    It is started and waited for in threads beside an event loop, whose library replaces functions of `os` by
-    its own: those of `posix` are the real ones.
+    A child is started and waited for in threads beside an event loop. The loop's library replaces functions
+    of `os` by its own. The functions of `posix` are the real ones.
     """
 
     def __init__(self, arguments: list[str]):

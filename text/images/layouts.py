@@ -416,7 +416,7 @@ def read_layout(manifest: Manifest, *overrides: Json) -> Layout:
 
 
 def _cut(image: Image, side: int) -> list[Image]:
-    """Row by row."""
+    """The tiles of an image, row by row."""
     corners = [(x, y) for y in range(0, image.height, side) for x in range(0, image.width, side)]
     return [image.crop((x, y, x + side, y + side)) for x, y in corners]
 

@@ -124,14 +124,14 @@ class ToolFormat:
 
     @property
     def markers(self) -> list[str]:
-        """What may be a token by itself."""
+        """The texts that may be tokens by themselves."""
         around = (self.open, self.close)
         apart = [text for text in around if text and not any(part in text for part in self.inner)]
         return [*self.inner, *apart]
 
     @property
     def parts(self) -> list[str]:
-        """What every call has, but for brackets, which patterns have for other reasons."""
+        """The texts that every call has, without brackets: patterns have brackets for other reasons, too."""
         return [self.open, (self.first or self.next).strip("[")]
 
     def head(self, names: str) -> str:
@@ -147,7 +147,7 @@ class ToolFormat:
         return [rf'{rule}: "{{" ws {members} ws "}}"', f"{rule}_arguments: {arguments}"]
 
     def shared_rules(self, _lark: ToLark, _token_id: TokenId) -> list[str]:
-        """What the rules of all calls use."""
+        """Further rules, which the rules of calls use."""
         return []
 
     def calls_in(self, text: CallText) -> Iterator[UncheckedCall]:

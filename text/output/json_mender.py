@@ -133,7 +133,8 @@ def _read_string(text: str, at: int) -> tuple[str, int]:
 
 
 def _escape(found: re.Match) -> str:
-    """An escape, or a quote, as JSON has it. A backslash in front of another character is one."""
+    """An escape or a quote in JSON. A backslash in front of another character stays a
+    backslash, except in front of a single quote."""
     if found[1]:
         return found[0]
     if found[2]:

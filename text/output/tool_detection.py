@@ -1,4 +1,4 @@
-"""Which format of tool calls a chat template writes: a call is rendered, and the format that reads it is it.
+"""Which format of tool calls a chat template writes: the first one that reads a rendered call back.
 
 A marker in the template's source proves nothing: Hermes, Qwen3-Coder and GLM-4.5 share `<tool_call>`.
 """
@@ -85,8 +85,8 @@ def _parsed_format(response_template: Any) -> ToolFormat | None:
 
 
 def _described_format(source: str, tokenizer: Tokenizer) -> ToolFormat | None:
-    """The format of a template that writes no calls: it asks the model for them in these words, or they are a
-    token."""
+    """The format of a template that writes no calls. The template asks the model for calls in words of the
+    format, or such a word is a token."""
     for form in TOOL_FORMATS:
         if any(words in source or tokenizer.token_to_id(words) is not None for words in form.described_by):
             return form
