@@ -166,6 +166,7 @@ class Worker:
         return step
 
     def run_step(self, step: Step) -> StepOutput:
+        """Runs a step on the device. The outputs of the last step are published meanwhile."""
         for request in step.started:
             adapter = {"adapter": request.generate.adapter} if request.adapter else {}
             request.log("prompt begins", slot=request.slot, cached=request.cached, **adapter)
@@ -306,6 +307,7 @@ class Worker:
             self.requests.end(request, "cancelled", log_reason="server process lost")
 
     def _count_ready(self, hello: Hello) -> None:
+        """Counts the API server processes that accept requests. With the last one, the log says so."""
         if hello.ready and self.web_processes:
             self._ready_web_processes.add(hello.pid)
             if len(self._ready_web_processes) >= self.web_processes:

@@ -133,6 +133,7 @@ class Link:
             self._context.destroy(linger=1000)
 
     def _serve(self) -> None:
+        """Sends, receives and answers until `close`. The socket's thread runs it."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
@@ -162,6 +163,7 @@ class Link:
                 self._send(None, self._status_now())
 
     def _read(self) -> None:
+        """Receives one message. A new API server process also gets the status and the model's information."""
         peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
         body = b"".join(frames)
         is_new = peer not in self._peers
@@ -186,6 +188,7 @@ class Link:
                 self._send(peer, End(generate["id"], "failed", "the worker cannot read the request"))
 
     def _handle(self, peer: bytes, message: FromWeb) -> None:
+        """Handles metrics and admission on this thread, and hands all other messages to the loop."""
         if isinstance(message, MetricsRequest):
             self._metrics_requests.append((peer, message))
         elif isinstance(message, RequestStats):

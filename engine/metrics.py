@@ -323,6 +323,7 @@ class Metrics:
             request.last_token_at = output.done_at
 
     def _count_success(self, stats: RequestStats) -> None:
+        """Counts an HTTP request that has succeeded."""
         self.series("vllm:request_success", stats.finish_reason).inc()
         values = {
             "request_success": 1,
@@ -386,6 +387,7 @@ class Metrics:
         values: Iterable = (),
         **options,
     ) -> None:
+        """Registers a metric. `values`: of its label, for the series that are there from the start."""
         if kind is Histogram:
             options.setdefault("buckets", BUCKETS.get(name, DURATION_BUCKETS))
         labels = [label] if label else []

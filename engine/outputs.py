@@ -81,6 +81,7 @@ class Publisher:
         self._executor.shutdown()
 
     def _publish(self, outputs: list[StepOutput], finished: list[dict[str, Any]]) -> None:
+        """Publishes steps, then logs requests that have finished. Runs on the output thread."""
         try:
             for output in outputs:
                 self._publish_step(output)
@@ -90,6 +91,7 @@ class Publisher:
             self._unpublished.release()
 
     def _publish_step(self, output: StepOutput) -> None:
+        """Sends and counts the outputs of one step. If they cannot be sent, the requests of the step fail."""
         begin = time.monotonic()
         try:
             self._send(output)

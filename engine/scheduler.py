@@ -239,6 +239,8 @@ class Scheduler:
         return reasons
 
     def _update_prompt(self, request: Request, chunk: Chunk, is_done: bool) -> None:
+        """Records that a chunk of a prompt has run. A request runs once its last chunk gave a token
+        (`is_done`)."""
         end = chunk.begin + len(chunk.tokens)
         if not chunk.all_logits:  # such chunks may have other boundaries
             self._slots.mark_cached(request.slot, chunk.tokens, chunk.begin)

@@ -85,6 +85,7 @@ class StepRunner:
         self._batch = SamplingBatch([])
 
     def run(self, step: Step) -> StepOutput:
+        """Runs a step. A failure is part of the output."""
         requests = [step.requests[i] for i in step.sample_indices]
         masks = self._start_masks(requests)
         output = StepOutput(step, [[] for _ in step.chunks], time.monotonic())
@@ -121,6 +122,7 @@ class StepRunner:
             raise DeviceLost(f"a prefix cannot be copied: {error}") from error
 
     def _use_device_sampling(self, step: Step) -> None:
+        """Sets what a model that samples on the device returns, and the parameters of requests that start."""
         if self._model.sampling == "host":
             return
         if self._model.sampling == "hybrid":

@@ -145,6 +145,7 @@ def _places(document: Schema) -> list[Place]:
 
 
 def _parts(schema: Schema, path: str, document: Schema) -> Iterator[Place]:
+    """The schemas that a schema holds directly, and the one that it refers to."""
     for keyword, value in schema.items():
         place = within(path, keyword)
         if keyword == "$ref":
@@ -351,6 +352,7 @@ CONSTRAINTS = {
 
 
 def _strings(schema: Schema, context: Context) -> Iterator[str]:
+    """Writes patterns in Rust's syntax, and keeps the formats that llguidance has."""
     is_text = "string" in _types(schema)
     if isinstance(schema.get("pattern"), str):
         pattern = context.in_rust(schema.pop("pattern"))

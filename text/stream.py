@@ -102,6 +102,7 @@ class WindowDetokenizer:
         return self._release(final=True) if self._new else ""
 
     def _release(self, final: bool = False) -> str:
+        """The text of the new tokens; "" while it may end inside a character, unless it is `final`."""
         text = self._tokenizer.decode(self._context + self._new)
         if text.endswith(REPLACEMENT) and len(self._new) < MAX_HELD and not final:
             return ""  # perhaps inside a character

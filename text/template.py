@@ -346,6 +346,7 @@ def _in_parts(message: Json, template: ChatTemplate) -> Json:
 
 
 def _parts_of(content: str) -> list[Json]:
+    """A content with image placeholders as parts: texts and images."""
     parts = []
     for n, piece in enumerate(IMAGE_MARK.split(content)):
         if n % 2:

@@ -132,6 +132,7 @@ def _writes(
 
 
 def _words(messages: list[Json]) -> list[str]:
+    """The words that a template has to write for these messages: contents, and calls with their arguments."""
     words = []
     for message in messages:
         if message["content"]:

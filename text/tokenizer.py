@@ -198,6 +198,7 @@ class Tokenizer:
 
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    """The tokenizer of a tokenizer.json, encoding as the model was trained. Raises ConfigError."""
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception for whatever is wrong with the file
@@ -272,6 +273,8 @@ def read_facts(
 
 
 def _check_images(folder: Path, tokenizer: Tokenizer, overrides: Json) -> None:
+    """Raises ConfigError if config.json and tokenizer.json have other image tokens, or if there are settings
+    of an image processor and the model reads no images."""
     manifest = Manifest.read(folder)
     if manifest.reads_images:
         token = read_layout(manifest, overrides).token

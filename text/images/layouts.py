@@ -292,6 +292,8 @@ class Grid(Layout):
         return Tiles(tiles, tokens, self.begin + self.token * tokens + self.end)
 
     def _nearest(self, image: Image) -> tuple[int, int]:
+        """Columns and rows of the grid whose form is nearest to that of the image. Of equally near
+        grids, a later one is taken if the image fills more than half of it."""
         best = (1, 1)
         least = math.inf
         for columns, rows in self._grids:

@@ -118,6 +118,7 @@ def _read_key(text: str, at: int, is_loose: bool) -> tuple[str, int]:
 
 
 def _read_string(text: str, at: int) -> tuple[str, int]:
+    """A string in quotes, and where it ends. Raises Unfinished without the closing quote."""
     quote = next(quote for quote in QUOTES if text.startswith(quote, at))
     at += len(quote)
     characters = ".*?" if quote == GEMMA_QUOTE else rf"(?:[^{quote}\\]|\\.)*"
