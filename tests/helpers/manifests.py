@@ -20,7 +20,7 @@ from run import HERE
 DEPLOY = HERE / "deploy"
 CHART = DEPLOY / "helm"
 DEVICES = ("cpu", "inf2", "trn1")
-MODEL = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
+MODEL = "Qwen/Qwen3-1.7B"
 VERSIONS = ("1.30", "1.37")  # of Kubernetes: the oldest with all fields in use, the newest with a schema
 IMAGE = "ghcr.io/neuron-textgen/neuron-textgen"
 CRDS = yaml.safe_load((HERE / "tests" / "kubernetes_crds.yaml").read_text())
