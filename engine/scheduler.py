@@ -202,8 +202,7 @@ class Scheduler:
         step = self._limits.prefix_granularity
         for border in request.generate.borders or range(SNAPSHOT_INTERVAL, len(prompt), SNAPSHOT_INTERVAL):
             border -= border % step
-            is_inside = begin + 1 < border <= min(end, len(prompt) - 2)
-            if is_inside and max(prompt[border - 1 : border + 1]) >= 0:  # not within an image
+            if begin + 1 < border <= min(end, len(prompt) - 2):
                 return border
         return None
 

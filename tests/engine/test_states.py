@@ -68,14 +68,16 @@ def test_a_prompt_without_messages_is_kept_at_intervals_which_give_way_to_border
     assert driven.prompts[5].cached == 40
 
 
-def test_no_snapshot_is_within_an_image_and_one_may_be_right_before_a_message_that_begins_with_an_image():
-    served = model(batch_size=1)
-    driven = Driven(served=served, metrics=NoMetrics())
-    prompt = [*SYSTEM, 1, *Image(7, 30, (1, 1, 1), b"").ids, 2, 3, 4]
-    driven.arrive(Generate(1, prompt, 1, borders=[len(SYSTEM), len(SYSTEM) + 10, len(prompt) - 2]))
-    driven.run()
-    assert served.states.reusable(0, len(prompt) - 3) == len(SYSTEM)
-    assert served.states.reusable(0, len(prompt)) == len(prompt) - 2
+def test_a_snapshot_may_be_right_before_an_image_and_in_tiles_within_one():
+    """The border behind an image of a short question, in whole tiles, is often within the image."""
+    prompt = [*SYSTEM, *Image(7, 30, (1, 1, 1), b"").ids, 2, 3, 4]
+    for granularity, borders in ((1, [len(SYSTEM), len(prompt) - 2]), (16, [len(SYSTEM) // 16 * 16, len(prompt) // 16 * 16])):
+        served = model(batch_size=1, prefix_granularity=granularity)
+        driven = Driven(served=served, metrics=NoMetrics())
+        driven.arrive(Generate(1, prompt, 1, borders=[len(SYSTEM), len(prompt) - 2]))
+        driven.run()
+        assert served.states.reusable(0, borders[1] - 1) == borders[0]
+        assert served.states.reusable(0, len(prompt)) == borders[1]
 
 
 def test_a_state_that_a_failed_call_has_changed_is_not_gone_on_from():

@@ -366,7 +366,7 @@ def gemma3() -> Family:
     return Family(
         "<image_soft_token>",
         {"model_type": "gemma3", "mm_tokens_per_image": 256, "vision_config": TOWER | SIGLIP | {"image_size": 896}},
-        {"model_type": "gemma3_text", "sliding_window": 20, "query_pre_attn_scalar": 12}
+        {"model_type": "gemma3_text", "sliding_window": 320, "query_pre_attn_scalar": 12}
         | {"layer_types": ["sliding_attention", "full_attention"]},
         {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 896, "width": 896}, "resample": 2} | SIGLIP_COLORS,
         {"processor_class": "Gemma3Processor", "image_seq_length": 256},
@@ -393,7 +393,7 @@ def make(name: str, folder: Path, shrink: int = 1) -> Path:
     import transformers
 
     family = FAMILIES[name]()
-    _shrink(family.config, shrink)
+    _shrink(family.config, family.text, shrink)
     tokenizer = _tokenizer(family.special_tokens)
     image_id = tokenizer.convert_tokens_to_ids(family.placeholder)
     ids = {"image_token_id": image_id, "image_token_index": image_id}
@@ -430,13 +430,14 @@ def make(name: str, folder: Path, shrink: int = 1) -> Path:
     return folder
 
 
-def _shrink(config: dict[str, Any], by: int) -> None:
+def _shrink(config: dict[str, Any], text: dict[str, Any], by: int) -> None:
     if config["vision_config"].get("model_type", "pixtral") == "pixtral":  # tiles of any size
         return
     side = config["vision_config"]["image_size"]
     config["vision_config"]["image_size"] = [n // by for n in side] if isinstance(side, list) else side // by
     if "mm_tokens_per_image" in config:  # 16 patches make one
         config["mm_tokens_per_image"] //= by**2
+        text["sliding_window"] //= by**2  # an image is shorter, as in published models
     if "image_grid_pinpoints" in config:
         config["image_grid_pinpoints"] = [[n // by for n in size] for size in config["image_grid_pinpoints"]]
 

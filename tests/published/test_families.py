@@ -210,7 +210,9 @@ def test_a_family_reads_images_in_chats_as_transformers_does(family):
             expected = reference.tokenizer.decode(tokens, skip_special_tokens=True)
             assert found["choices"][0]["message"]["content"].startswith(expected.rstrip("\ufffd"))
         details = found["usage"]["prompt_tokens_details"]
-        assert details["cached_tokens"] > details["image_tokens"] > 0
+        # Recurrent states are kept behind whole tiles, which may end within the image.
+        least = 0 if "Qwen3.5" in family.name else details["image_tokens"]
+        assert details["cached_tokens"] > least and details["image_tokens"] > 0
 
 
 @pytest.mark.parametrize("family", rows(REFUSED))
