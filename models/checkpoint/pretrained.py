@@ -186,7 +186,8 @@ class VisionCheck:
         self.canvas: tuple[int, ...] = ()
         height = tower.tile_side or 4 * tower.token_side
         width = tower.tile_side or 6 * tower.token_side
-        if tower.newline is not None:  # an image that fills a canvas
+        self.newline = tower.newline
+        if self.newline is not None:  # an image that fills a canvas
             image = model.config.image_grid_pinpoints[0]
             rows, columns = (side // height for side in image)
             count = 1 + rows * columns

@@ -6,7 +6,7 @@ Uses numpy alone, so that a worker without torch can use it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ class Canvas(NamedTuple):
 class ImageEncoder:
     """The part of a model that reads images."""
 
-    newline: np.ndarray | None  # [width]: the embedding after each row of a canvas
+    newline: list[float] | None  # [width]: the embedding after each row of a canvas
 
     def encode(
         self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
@@ -44,7 +44,7 @@ class ImageEncoder:
         raise NotImplementedError
 
 
-def arrange(features: np.ndarray, canvas: tuple[int, ...], newline: np.ndarray | None) -> np.ndarray:
+def arrange(features: np.ndarray, canvas: tuple[int, ...], newline: Sequence[float] | None) -> np.ndarray:
     """The embeddings of an image, [tokens, width], of those of its tiles, [tiles, patches, width].
 
     Without `newline` they are those of the tiles, one after another. Else the first tile is the whole image,
@@ -60,7 +60,7 @@ def arrange(features: np.ndarray, canvas: tuple[int, ...], newline: np.ndarray |
     grid = grid[top : rows - top, left : columns - left]
     if scaled_rows:
         grid = _scale(_scale(grid, 0, scaled_rows), 1, scaled_columns)
-    ends = np.broadcast_to(newline, (len(grid), 1, width))
+    ends = np.broadcast_to(np.float32(newline), (len(grid), 1, width))
     lines = np.concatenate([grid, ends], 1)
     return np.concatenate([features[0], lines.reshape(-1, width)])
 

@@ -114,7 +114,7 @@ class VisionTower(nn.Module, ImageEncoder):
         vision = self._vision = manifest.vision_config
         self._tower = _Tensors(tensors, TOWERS, dtype)
         newline = next((tensors[name] for name in NEWLINES if name in tensors), None)
-        self.newline = None if newline is None else newline.float().cpu().numpy()
+        self.newline = None if newline is None else newline.tolist()
         scale, shift = _normalization(manifest.processor_config)
         self.register_buffer("scale", scale)
         self.register_buffer("shift", shift)

@@ -194,13 +194,12 @@ def _convert_vision(model: torch.nn.Module, manifest: Manifest, target: Path, co
         tower = make_tower(manifest, tensors, torch.float32)
         with InFloat32(dtype):
             check = VisionCheck(model, tower)
-        newline = None if tower.newline is None else tower.newline.tolist()
         with torch.no_grad():
             graph = ov.convert_model(tower, example_input=torch.from_numpy(check.tiles[:1]))
         side = tower.tile_side or -1
         graph.reshape(ov.PartialShape([1, side, side, 3]))
         save_graph(graph, path)
-        fault = _vision_fault(path, check, newline, "float32")
+        fault = _vision_fault(path, check, "float32")
     except Exception as error:
         if _ends_conversion(error):
             raise
@@ -208,8 +207,8 @@ def _convert_vision(model: torch.nn.Module, manifest: Manifest, target: Path, co
         fault = named(error.__cause__ or error)
     if fault is None:
         return {
-            "newline": newline,
-            "vision_activation_group": _compress_vision(graph, path, check, newline, config),
+            "newline": tower.newline,
+            "vision_activation_group": _compress_vision(graph, path, check, config),
             "image_width": check.embeddings.shape[1],
             "whole_images": manifest.whole_images,
         }
@@ -218,9 +217,7 @@ def _convert_vision(model: torch.nn.Module, manifest: Manifest, target: Path, co
     return {"vision_fault": fault}
 
 
-def _compress_vision(
-    graph: ov.Model, path: Path, check: VisionCheck, newline: Sequence[float] | None, config: Config
-) -> int:
+def _compress_vision(graph: ov.Model, path: Path, check: VisionCheck, config: Config) -> int:
     """With --quantize, saves a vision tower with the weights of its linear layers in int8, unless its
     embeddings change too much. Returns how many activations share a scale; 0: the tower stays as it is."""
     if not config.quantize:
@@ -231,7 +228,7 @@ def _compress_vision(
     try:
         save_graph(nncf.compress_weights(graph.clone(), mode=nncf.CompressWeightsMode.INT8_ASYM), path)
         for group in GROUP_SIZES:
-            fault = _vision_fault(path, check, newline, "int8", config.dtype, group)
+            fault = _vision_fault(path, check, config.dtype, group)
             if fault is None:
                 return group
     except Exception as error:
@@ -243,19 +240,11 @@ def _compress_vision(
     return 0
 
 
-def _vision_fault(
-    path: Path,
-    check: VisionCheck,
-    newline: Sequence[float] | None,
-    precision: str,
-    computed_in: str = "float32",
-    group: int = 0,
-) -> str | None:
-    settings = {
-        "INFERENCE_PRECISION_HINT": DTYPES[computed_in].short,
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": group,
-    }
-    return check.find_fault(VisionEncoder(path, newline, settings), precision)
+def _vision_fault(path: Path, check: VisionCheck, dtype: str, group: int = 0) -> str | None:
+    """Runs a saved tower in `dtype`. Returns how its embeddings differ, or None. group: how many activations
+    share a scale; 0: the weights are not compressed."""
+    settings = {"INFERENCE_PRECISION_HINT": DTYPES[dtype].short, "DYNAMIC_QUANTIZATION_GROUP_SIZE": group}
+    return check.find_fault(VisionEncoder(path, check.newline, settings), "int8" if group else dtype)
 
 
 class Check:

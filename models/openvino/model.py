@@ -209,9 +209,8 @@ class OpenVinoModel(StaticBatchModel):
         adapters = configured(config)
         dtype = "bfloat16" if self.quantize else self.computed_in
         self._adapter_type = ov.Type.bf16 if dtype == "bfloat16" else ov.Type.f32
-        modules = None  # of adapters that are loaded later: any
-        if not config.lora_folder:
-            modules = {module for updates in adapters.values() for module in updates}
+        # Adapters that are loaded later may change any module.
+        modules = None if config.lora_folder else set().union(*adapters.values())
         self.adapters = Adapters(add_adapters(graph, modules, self._adapter_type, paired_size), dtype)
         for name, updates in adapters.items():
             self.adapters.add(name, updates)
@@ -258,13 +257,13 @@ class OpenVinoModel(StaticBatchModel):
         if self._grid_positions:
             self._grid_positions.copy(source, target, tokens)
 
-    def load_vision(self, path: Path, newline: Sequence[float] | None, activation_group: int) -> None:
-        """activation_group: how many activations share a scale where weights are compressed."""
+    def load_vision(self, path: Path, facts: Json) -> None:
+        """Loads the vision tower of an entry with these facts."""
         precision = {
             "INFERENCE_PRECISION_HINT": self._vision_precision,
-            "DYNAMIC_QUANTIZATION_GROUP_SIZE": activation_group,
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": facts["vision_activation_group"],
         }
-        self._vision = VisionEncoder(path, newline, self._settings | precision)
+        self._vision = VisionEncoder(path, facts["newline"], self._settings | precision)
 
     def choose_padding(self) -> None:
         """Measures whether small calls are faster with more rows."""
@@ -292,43 +291,33 @@ class OpenVinoModel(StaticBatchModel):
         missing = self._min_rows - sum(len(segment.tokens) for segment in segments)
         if missing > 0:
             segments = [*segments, Segment(self.prefix_slots, (0,) * missing, 0, 0)]
-        ids = []
-        positions = []
-        longest = 0
-        keep = []
-        starts = [0]
-        blocks = []
-        for slot, tokens, begin, rows, *_ in segments:
-            end = begin + len(tokens)
-            assert 0 <= slot < len(self._blocks) and 0 <= begin < end <= self.max_total_tokens
-            longest = max(longest, end)
-            ids.extend(tokens)  # which may be an array
-            if self._grid_positions:
-                positions.append(self._grid_positions.extend(slot, tokens, begin) + shift)
-            else:
-                positions.append(np.arange(begin + shift, end + shift))
-            keep += range(len(ids) - rows, len(ids))
-            starts.append(len(ids))
-            blocks.append(self._blocks[slot, : math.ceil(end / BLOCK)])
-        token_ids = np.array(ids, np.int64)
+        begins = np.array([segment.begin for segment in segments], np.int32)
+        edges = np.cumsum([0, *(len(segment.tokens) for segment in segments)], dtype=np.int32)
+        ends = begins + np.diff(edges)
+        assert min(begins) >= 0 and max(ends) <= self.max_total_tokens
+        blocks = [
+            self._blocks[segment.slot, : math.ceil(end / BLOCK)] for segment, end in zip(segments, ends)
+        ]
+        ids = np.concatenate([segment.tokens for segment in segments])
         images = {}
         if self.encoder_cache:
-            token_ids, *found = self.encoder_cache.resolve(token_ids)
-            images = dict(zip(IMAGE_INPUTS, found))
             if self.whole_images:
-                images["token_type_ids"] = (np.array(ids) < 0).astype(np.int32)
+                images["token_type_ids"] = (ids < 0).astype(np.int32)
+            ids, *found = self.encoder_cache.resolve(ids)
+            images |= zip(IMAGE_INPUTS, found)
+        keep = [row for segment, end in zip(segments, edges[1:]) for row in range(end - segment.rows, end)]
         kept = len(keep)
         keep += [0] * (self._min_rows - kept)  # the head's matrix product, too, has so many rows
         inputs = {
-            "input_ids": token_ids,
+            "input_ids": ids,
             **images,
-            "position_ids": np.concatenate(positions, -1),
+            "position_ids": np.concatenate([self._positions(segment) for segment in segments], -1) + shift,
             "keep": np.array(keep, np.int64),
-            "past_lens": np.array([segment.begin for segment in segments], np.int32),
-            "subsequence_begins": np.array(starts, np.int32),
+            "past_lens": begins,
+            "subsequence_begins": edges,
             "block_indices": np.concatenate(blocks),
             "block_indices_begins": np.cumsum([0, *map(len, blocks)], dtype=np.int32),
-            "max_context_len": np.array(longest, np.int32),
+            "max_context_len": max(ends),
         }
         if self.adapters:
             numbers = [segment.adapter for segment in segments for _ in segment.tokens]
@@ -348,6 +337,12 @@ class OpenVinoModel(StaticBatchModel):
             self.states.end(runs, {segment.slot: segment.keep for segment in segments})
         return self._request.get_output_tensor(0).data[:kept].copy()
 
+    def _positions(self, segment: Segment) -> np.ndarray:
+        """int64 [tokens], or [3, tokens] in grids."""
+        if self._grid_positions:
+            return self._grid_positions.extend(segment.slot, segment.tokens, segment.begin)
+        return np.arange(segment.begin, segment.begin + len(segment.tokens))
+
     def _state_runs(self, segments: Sequence[Segment]) -> list[Run]:
         """The segments of each slot as one run. Draft tokens have a segment each."""
         runs = []
@@ -366,9 +361,9 @@ def _sizes(port: ov.ConstOutput) -> list[int]:
 class VisionEncoder(ImageEncoder):
     """A converted vision tower."""
 
-    def __init__(self, path: Path, newline: Sequence[float] | None, settings: Json):
+    def __init__(self, path: Path, newline: list[float] | None, settings: Json):
         self._request = ov.Core().compile_model(path, "CPU", settings).create_infer_request()
-        self.newline = None if newline is None else np.array(newline, np.float32)
+        self.newline = newline
 
     def encode_tile(self, tile: np.ndarray) -> np.ndarray:
         # To its end: after InferRequest.cancel() OpenVINO 2026.4 computes tiles of another size with stale
@@ -388,10 +383,14 @@ def _threads_taken(core: ov.Core, settings: Json) -> int:
 def split(
     chunks: Sequence[Chunk], max_tokens: float, granularity: int = 1, whole_images: bool = False
 ) -> Iterator[list[Segment]]:
-    """Calls of at most `max_tokens` tokens. The segments of a longer chunk, but its last, end at multiples of
-    `granularity`. None has one token, which would be rounded as a decode step is, unless all prompts of its
-    length end with one. With `whole_images` each image is a call by itself, whatever its length, unless there
-    is no limit."""
+    """Divides chunks among calls of at most `max_tokens` tokens.
+
+    A chunk that does not fit becomes segments, each in a call of its own. All of them but the last end at
+    multiples of `granularity`. A segment of one token would be rounded as a decode step is, so the one before
+    leaves two tokens to it: with `max_tokens` 64 a prompt of 65 tokens becomes 63 and 2. (Where `granularity`
+    is `max_tokens`, all prompts of its length end with one.) With `whole_images` and a limit each image is a
+    call by itself, whatever its length.
+    """
     shortest = 1 if granularity == max_tokens else 2
     call = []
     room = max_tokens
@@ -401,16 +400,13 @@ def split(
             room -= len(tokens)
             continue
         end = begin + len(tokens)
-        is_cut = whole_images and max_tokens < math.inf and min(tokens) < 0
-        for part in split_at_images(np.array(tokens)) if is_cut else [tokens]:
-            if is_cut and part[0] < 0:
+        has_images = whole_images and max_tokens < math.inf and min(tokens) < 0
+        for part in split_at_images(np.array(tokens)) if has_images else [tokens]:
+            if has_images and part[0] < 0:
                 if call:
                     yield call
-                yield [Segment(slot, part, begin, int(begin + len(part) == end), adapter)]
                 call = []
-                room = max_tokens
-                begin += len(part)
-                continue
+                room = len(part)  # nothing else fits
             while len(part) > 0:
                 take = len(part)
                 if take > room:
@@ -447,7 +443,7 @@ def load_entry(config: Config, entry: Path) -> OpenVinoModel:
             # Rejected draft tokens would have changed the scales of a block.
             model.max_draft_rows = model.verify_length = 0
         if model.encoder_cache:
-            model.load_vision(entry / "vision.xml", facts["newline"], facts["vision_activation_group"])
+            model.load_vision(entry / "vision.xml", facts)
         elif fault := facts.get("vision_fault"):
             warn_text_only(config.model_name, fault)
     except Exception as error:

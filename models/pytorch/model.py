@@ -1,8 +1,7 @@
 """Decoder-only models of `transformers` in plain PyTorch, on a CPU or a CUDA GPU, as static batches.
 
-Owns the loading of checkpoints (`load_pretrained` rejects what no engine can serve; `convert.py` uses it
-too), transformers' own logits (`reference_logits`), and `TorchModel`: transformers' forward with an attention
-function over a slot cache. Serves what OpenVINO cannot convert. Written for transformers 5."""
+`TorchModel` runs transformers' forward with an attention function over a slot cache. It serves what OpenVINO
+cannot convert. Written for transformers 5."""
 
 from __future__ import annotations
 
@@ -79,19 +78,20 @@ class _SlotCache(Cache):
         # The end of each slot after this pass.
         self.ends = {chunk.slot: chunk.begin + len(chunk.tokens) for chunk in chunks}
         assert max(self.ends) < self.rows and max(self.ends.values()) <= self.slot_length
-        begins = torch.tensor([chunk.begin for chunk in chunks])
-        slots = torch.tensor([chunk.slot for chunk in chunks])
-        length = max(len(chunk.tokens) for chunk in chunks)
-        self.places = [chunk.slot for chunk in chunks] if is_step else [0]  # of the chunks among the rows
-        ids, positions = torch.zeros(2, self.rows if is_step else 1, length, dtype=torch.int64)
-        # Rows shorter than those with draft tokens are padded; the output of the padding is not read.
-        padded = [[*chunk.tokens, *[0] * (length - len(chunk.tokens))] for chunk in chunks]
-        ids[self.places] = torch.tensor(padded)
-        positions[self.places] = (begins[:, None] + torch.arange(length)).clamp(max=self.slot_length - 1)
-        self.slots = slots.to(device)
-        self._begins = begins.to(device)
-        self._positions = positions.to(device)
-        return ids.to(device), self._positions
+        self.places = [chunk.slot for chunk in chunks] if is_step else [0]  # the row of each chunk
+        # The slot and the position of each token, and where it is in this pass.
+        tokens = [
+            (token, chunk.slot, chunk.begin + n, row, n)
+            for row, chunk in zip(self.places, chunks)
+            for n, token in enumerate(chunk.tokens)
+        ]
+        token_ids, self._slots, self._at, self._rows, self._columns = torch.tensor(tokens, device=device).T
+        # Rows shorter than those with draft tokens are padded with zeros; their output is not read.
+        shape = (self.rows if is_step else 1, max(len(chunk.tokens) for chunk in chunks))
+        ids, self._positions = token_ids.new_zeros(2, *shape)
+        ids[self._rows, self._columns] = token_ids
+        self._positions[self._rows, self._columns] = self._at
+        return ids, self._positions
 
     def join_images(self, ids: torch.Tensor) -> None:
         """Lets the tokens of each image in this pass, ids [1, q], attend to each other."""
@@ -109,18 +109,11 @@ class _SlotCache(Cache):
                 _zeros((self.rows, s.shape[1], self.slot_length, s.shape[3]), s) for s in states
             )
         stores = self._stores[layer_idx]
+        for store, new in zip(stores, states):
+            store[self._slots, :, self._at] = new[self._rows, :, self._columns]
         if self.is_step:
-            for store, new in zip(stores, states):
-                if new.shape[2] == 1:
-                    store[self.slots, :, self._begins] = new[self.slots, :, 0]
-                    continue
-                for slot, begin in zip(self.slots.tolist(), self._begins.tolist()):
-                    end = self.ends[slot]
-                    store[slot, :, begin:end] = new[slot, :, : end - begin]
             return stores
         ((slot, end),) = self.ends.items()
-        for store, new in zip(stores, states):
-            store[slot, :, end - new.shape[2] : end] = new[0]
         return tuple(store[slot : slot + 1, :, :end] for store in stores)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
@@ -271,10 +264,10 @@ class TorchModel(StaticBatchModel):
         random = torch.Generator().manual_seed(0)
         count = min(SAMPLE_TOKENS, self.max_input_tokens + 1)
         ids = torch.randint(0, self.vocab_size, (count,), generator=random).tolist()
-        refusal = f"{self._kind} models are not supported on a static batch"
+        self._refusal = f"{self._kind} models are not supported on a static batch"
         self._layers: list = []  # of transformers, which hold the recurrent states of a pass
         self._cache_argument = "past_key_values"  # of transformers' forward
-        with reported_as(with_version_of_code(refusal, config, folder)):
+        with reported_as(with_version_of_code(self._refusal, config, folder)):
             if has_states(self._model):
                 self._add_states(config)
             self._select_attention(ids)
@@ -285,15 +278,13 @@ class TorchModel(StaticBatchModel):
     def forward(self, chunks: Sequence[Chunk]) -> np.ndarray:
         """One prompt chunk, or a decode step: one token of each slot with a live sequence. Returns float32
         [rows, vocab]."""
+        is_step = len(chunks[0].tokens) == 1 or any(chunk.verify for chunk in chunks)
         try:
-            is_step = len(chunks[0].tokens) == 1 or any(chunk.verify for chunk in chunks)
             if self._batches_rows and is_step:
-                logits = self._run(chunks, is_step=True)
-            else:
-                logits = np.concatenate([self._run([chunk], is_step=False) for chunk in chunks])
+                return self._run(chunks, is_step=True)
+            return np.concatenate([self._run([chunk], is_step=False) for chunk in chunks])
         except torch.AcceleratorError as error:  # every later call would fail as well
             raise DeviceLost(f"{type(error).__name__}: {first_line(error)}") from error
-        return logits
 
     @torch.inference_mode()
     def _add_states(self, config: Config) -> None:
@@ -323,11 +314,10 @@ class TorchModel(StaticBatchModel):
         if not manifest.reads_images:
             return
         try:
-            tensors = self._model.state_dict()  # shared, not copied
-            tower = make_tower(manifest, tensors)
-            self._vision = tower.to(self.device)
-            check = VisionCheck(self._model, tower)
-            fault = check.find_fault(tower, self.dtype)
+            # The tensors are shared with the model.
+            self._vision = make_tower(manifest, self._model.state_dict()).to(self.device)
+            check = VisionCheck(self._model, self._vision)
+            fault = check.find_fault(self._vision, self.dtype)
         except Exception as error:
             logger.debug("no vision tower", exc_info=True)
             fault = named(error)
@@ -340,10 +330,10 @@ class TorchModel(StaticBatchModel):
     def _add_adapters(self, config: Config, ids: list[int]) -> None:
         """Loads the LoRA adapters of the settings. Raises ModelError for one that does not fit."""
         given = configured(config)
-        modules = {module for updates in given.values() for module in updates}
         layers = self._layers_of_every_token(ids)
         if not config.lora_folder:  # there is nothing to load later
-            layers = {name: layer for name, layer in layers.items() if name in modules}
+            changed = set().union(*given.values())
+            layers = {name: layer for name, layer in layers.items() if name in changed}
         sizes = {name: (layer.in_features, layer.out_features) for name, layer in layers.items()}
         self.adapters = Adapters(sizes)
         for name, layer in layers.items():
@@ -353,15 +343,15 @@ class TorchModel(StaticBatchModel):
 
     def _layers_of_every_token(self, ids: list[int]) -> dict[str, torch.nn.Linear]:
         """The linear layers that have an input [rows, q, inputs] of every token, by name: not experts."""
-        linear = {n: each for n, each in self._model.named_modules() if isinstance(each, torch.nn.Linear)}
-        names = {layer: common_name(name) for name, layer in linear.items()}
+        modules = self._model.named_modules()
+        names = {layer: common_name(name) for name, layer in modules if isinstance(layer, torch.nn.Linear)}
         found = {}
 
         def see(layer: torch.nn.Module, inputs: tuple, _output: torch.Tensor) -> None:
             if inputs[0].shape[:-1] == (1, 2):
                 found[names[layer]] = layer
 
-        hooks = [layer.register_forward_hook(see) for layer in linear.values()]
+        hooks = [layer.register_forward_hook(see) for layer in names]
         self.forward([Chunk(0, ids[:2], 0)])
         for hook in hooks:
             hook.remove()
@@ -473,8 +463,7 @@ class TorchModel(StaticBatchModel):
     def _in_grids(self, chunks: Sequence[Chunk], positions: torch.Tensor) -> torch.Tensor:
         """int64 [rows, q] -> [3, rows, q]"""
         positions = positions.repeat(3, 1, 1)
-        for chunk in chunks:
-            row = chunk.slot if self._cache.is_step else 0
+        for row, chunk in zip(self._cache.places, chunks):
             found = self._grid_positions.extend(chunk.slot, chunk.tokens, chunk.begin)
             positions[:, row, : len(chunk.tokens)] = torch.from_numpy(found).to(self.device)
         return positions
@@ -499,10 +488,9 @@ class TorchModel(StaticBatchModel):
         self._make_cache(self.batch_size)
         self.forward([Chunk(0, ids[:1], 0)])  # fills `sliding_windows`
         self._mask_is_given = not self._cache.sliding_windows and self.states is None
-        refusal = f"{self._kind} models are not supported on a static batch"
         windows = [getattr(text_config, name, None) for name in ("sliding_window", "window_size")]
         if self._mask_is_given and any(windows):
-            raise ModelError(f"{refusal}: their own attention code has a sliding window")
+            raise ModelError(f"{self._refusal}: their own attention code has a sliding window")
         half = max(1, len(ids) // 2)
         ends = {0: max(half, len(ids) - SAMPLE_STEPS), self.batch_size - 1: half}  # of each slot's prompt
         prompts = {slot: [*range(0, end, SAMPLE_CHUNK), end] for slot, end in ends.items()}
@@ -510,7 +498,7 @@ class TorchModel(StaticBatchModel):
         for borders_of in (prompts, steps):
             found, positions = self.forward_in_chunks(ids, borders_of)
             if fault := find_fault(found, expected[positions], self.dtype, has_experts(self._model)):
-                raise ModelError(f"{refusal}: {fault}")
+                raise ModelError(f"{self._refusal}: {fault}")
         self._check_sliding_windows(text_config)
 
     def _batch_invariant_rows(self, ids: list[int]) -> None:
