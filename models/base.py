@@ -8,7 +8,6 @@ requests, and samples only where the device does."""
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +23,6 @@ from models.gguf.container import GgufFile
 from models.images.embeddings import ImageEncoder
 from models.images.encoder_cache import EncoderCache
 from models.states import States
-
-logger = logging.getLogger("model")
 
 
 class Chunk(NamedTuple):

@@ -269,8 +269,7 @@ def identify(folder: Path, patterns: tuple[str, ...]) -> list[tuple]:
             status = path.stat()
             size, contents = status.st_size, int(status.st_mtime)
             if size <= HASHED_BYTES:
-                data = path.read_bytes()
-                size, contents = len(data), hashlib.sha256(data).hexdigest()
+                contents = hashlib.sha256(path.read_bytes()).hexdigest()
             found.append((path.name, size, contents))
     except OSError as error:  # a link to a file that is gone, a folder, no right to read
         raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None

@@ -183,7 +183,7 @@ class QuantizedCheckpoint:
                 self._files |= dict.fromkeys(file.keys(), file)
         if not self._files:
             raise ModelError(f"{folder} holds no weights (*.safetensors)")
-        pattern = TENSOR_FORMATS[quantization.method][1]
+        self._dequantize, pattern = TENSOR_FORMATS[quantization.method]
         self._weights: dict[str, dict[str, str]] = defaultdict(dict)  # the names of the parts of each weight
         for name in sorted(self._files):
             if match := re.fullmatch(pattern, name):
@@ -219,7 +219,7 @@ class QuantizedCheckpoint:
     def _weight(self, name: str, parts: Mapping[str, str]) -> Tensor:
         tensors = {part: self._files[stored].get_tensor(stored) for part, stored in parts.items()}
         if [*parts.values()] != [name]:
-            weight = TENSOR_FORMATS[self._quantization.method][0](tensors, self._quantization.settings)
+            weight = self._dequantize(tensors, self._quantization.settings)
             return weight.to(self._dtype).contiguous()
         (weight,) = tensors.values()
         if weight.dtype.itemsize == 1 and weight.dtype != torch.bool:

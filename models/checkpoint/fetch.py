@@ -264,15 +264,8 @@ def _measure_of(
 
 @contextlib.contextmanager
 def _hub_errors(model_id: str, revision: str | None) -> Iterator[None]:
-    """Turns what huggingface_hub raises into a ModelError of one line."""
-    _set_up_hub_library()
-    with reported_as(f"{model_id} cannot be downloaded", lambda error: _explain(error, revision)):
-        yield
-
-
-def _set_up_hub_library() -> None:
-    """Only errors of huggingface_hub are logged, without progress bars: `_explain` says what went wrong. It
-    reads the token under TGI's older name, too."""
+    """Turns what huggingface_hub raises into a ModelError of one line. The library reads the token under
+    TGI's older name, too, and logs only errors, without progress bars: `_explain` says what went wrong."""
     from huggingface_hub.utils import disable_progress_bars
 
     if token := os.environ.get("HUGGING_FACE_HUB_TOKEN") or os.environ.get("HF_API_TOKEN"):
@@ -282,6 +275,8 @@ def _set_up_hub_library() -> None:
     library = logging.getLogger("huggingface_hub")
     library.handlers.clear()  # its own handler would print everything a second time
     library.setLevel(logging.ERROR)
+    with reported_as(f"{model_id} cannot be downloaded", lambda error: _explain(error, revision)):
+        yield
 
 
 # What the hub's errors mean, by their names in huggingface_hub.errors.

@@ -379,26 +379,26 @@ class QwenTower(VisionTower):
 
     def _windows(self, rows: int, columns: int, *rotation: Tensor) -> _Attended:
         """The windows of an image of so many tokens. All have the same size: those at its edges have places
-        without a patch. rotation: of the whole image."""
+        without a patch. rotation: of the whole image.
+
+        With windows of 2 x 2 tokens of one patch, an image of 2 x 3 tokens has two windows: the patches 0, 1,
+        3, 4 and 2, none, 5, none.
+        """
         side = self._window
         patches = self._merge**2
+        device = self.scale.device
+        patch = torch.arange(rows * columns * patches, device=device).view(rows, columns, patches)
+        padded = F.pad(patch, (0, 0, 0, -columns % side, 0, -rows % side), value=-1)
+        # [rows of windows, columns of windows, side, side, patches]
+        windows = padded.unflatten(1, (-1, side)).unflatten(0, (-1, side)).transpose(1, 2)
+        source = windows.clamp(min=0).flatten()
+        # The other way round: the places in the order of the image, without the padding.
+        place = torch.arange(padded.numel(), device=device).view(windows.shape)
+        places = place.transpose(1, 2).flatten(2, 3).flatten(0, 1)[:rows, :columns].flatten()
         size = side**2 * patches
-        across = (columns + side - 1) // side
-        count = (rows + side - 1) // side * across
-        # Whole numbers throughout: in bfloat16 larger ones than 256 would be rounded.
-        place = torch.arange(count * size, device=self.scale.device)
-        window, token = place // size, place % size // patches
-        y = window // across * side + token // side
-        x = window % across * side + token % side
-        is_patch = (y < rows) & (x < columns)
-        source = torch.where(is_patch, (y * columns + x) * patches + place % patches, 0)
-        patch = torch.arange(rows * columns * patches, device=self.scale.device)
-        y = patch // patches // columns
-        x = patch // patches % columns
-        token = y % side * side + x % side
-        places = (y // side * across + x // side) * size + token * patches + patch % patches
         cos, sin = (each[0, 0, source].unflatten(0, (-1, 1, size)) for each in rotation)
-        return _Attended((cos, sin), (-1, size), source, places, is_patch.view(-1, 1, 1, size))
+        is_patch = (windows >= 0).reshape(-1, 1, 1, size)
+        return _Attended((cos, sin), (-1, size), source, places, is_patch)
 
     def _merged(self, x: Tensor, at: str) -> Tensor:
         """[patches, width] -> [tokens, width of the language model]."""

@@ -46,8 +46,8 @@ def read_graph(source: Path | ov.Model, facts: Json) -> ov.Model:
         types = parameters[-1].output(0)
     for node, layer in placeholders(graph):
         operands = node.input_values()
-        for i in range(len(operands) - layer["weights"], len(operands)):
-            operands[i] = operands[i].get_node().input_value(1)  # of the Add
+        first = len(operands) - layer["weights"]
+        operands[first:] = (each.get_node().input_value(1) for each in operands[first:])  # of the Add
         (cut,) = node.output(0).get_target_inputs()  # the Slice that stands for the layer's result
         if layer["kind"] == "attention":
             window = min(layer["window"], facts.get("longest_window") or layer["window"])

@@ -317,7 +317,7 @@ class OpenVinoModel(StaticBatchModel):
             "subsequence_begins": edges,
             "block_indices": np.concatenate(blocks),
             "block_indices_begins": np.cumsum([0, *map(len, blocks)], dtype=np.int32),
-            "max_context_len": max(ends),
+            "max_context_len": np.array(max(ends)),
         }
         if self.adapters:
             numbers = [segment.adapter for segment in segments for _ in segment.tokens]

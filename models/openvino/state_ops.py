@@ -36,7 +36,8 @@ class RecurrentLayers:
         self._tiles = tiles
 
     def make(self, layer: Json, operands: Sequence[ov.Output]) -> ov.Output:
-        """The result of a placeholder."""
+        """The operation that a placeholder stands for: its result, [tokens, width]. operands: those of the
+        placeholder."""
         kinds = {
             "conv": self._convolution,
             "delta": self._tiled_delta_rule if self._tiles else self._delta_rule,
@@ -93,21 +94,14 @@ class RecurrentLayers:
         return _reshaped(_paged("PagedSelectiveSSM", inputs), -1, heads * size)
 
     def _scan_by_channel(self, layer, hidden_states, dt, b, c, a):
-        """Mamba 1, whose decay differs by channel and by number of the state: each pair of them is a head of
-        one number, the heads of a number of the state are a group."""
+        """Mamba 1, whose decay differs by channel and by number of the state. Each pair of a channel and a
+        number is a head of one number; the heads of one number of the state are a group."""
         channels, state_size = layer["channels"], layer["state_size"]
-        pairs = channels * state_size
         repeats = ops.constant([1, state_size])
-        inputs = [
-            _reshaped(a, pairs),
-            ops.tile(dt, repeats).output(0),
-            _reshaped(b, -1, state_size, 1),
-            _reshaped(ops.tile(hidden_states, repeats).output(0), -1, pairs, 1),
-            _reshaped(c, -1, state_size, 1),
-            self._table(layer, pairs, 1, 1),
-            *self._sequences(),
-        ]
-        mixed = _reshaped(_paged("PagedSelectiveSSM", inputs), -1, state_size, channels)
+        hidden_states, dt = (ops.tile(each, repeats).output(0) for each in (hidden_states, dt))
+        sizes = {"heads": channels * state_size, "size": 1, "groups": state_size, "state_size": 1}
+        mixed = self._scan(layer | sizes, hidden_states, dt, b, c, a)
+        mixed = _reshaped(mixed, -1, state_size, channels)
         return ops.reduce_sum(mixed, ops.constant([1]), False).output(0)
 
     def _table(self, layer: Json, *shape: int) -> ov.Output:

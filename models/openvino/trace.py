@@ -56,8 +56,8 @@ class Placeholder(torch.nn.Module):
         """Weights are added to a column of the tokens, which gives them as many rows."""
         operands = [context.get_input(i) for i in range(context.get_input_size())]
         column = ops.slice(operands[0], *(ops.constant([n]) for n in (0, 1, 1, 1)))
-        for i in range(len(operands) - self.weights, len(operands)):
-            operands[i] = ops.add(column, operands[i]).output(0)
+        first = len(operands) - self.weights
+        operands[first:] = (ops.add(column, weight).output(0) for weight in operands[first:])
         return [placeholder(self.layer, operands, self.width)]
 
 
