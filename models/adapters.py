@@ -94,7 +94,7 @@ class Adapters:
         self.numbers: dict[str, int] = {}
         self.version = 0
         self._new_numbers = itertools.count(1)
-        self._set_columns(np.zeros(0, np.int64))
+        self._of_column = np.zeros(0, np.int64)  # the number of the adapter that each column is of, ascending
         self._convert = _to_bfloat16 if dtype == "bfloat16" else np.asarray
         nothing = self._convert(np.zeros((0, 0), np.float32))
         self.weights = {
@@ -132,7 +132,8 @@ class Adapters:
             weights[module] = tuple(joined)
         self.weights = weights
         self.numbers[name] = number = next(self._new_numbers)
-        self._set_columns(np.append(self._of_column, [number] * columns))
+        self._of_column = np.append(self._of_column, [number] * columns)
+        self.version += 1
 
     def remove(self, number: int) -> None:
         """Frees the weights of an adapter that no request uses; its name is not in `numbers` any more."""
@@ -141,7 +142,8 @@ class Adapters:
             module: tuple(np.delete(array, slice(begin, end), 0) for array in pair)
             for module, pair in self.weights.items()
         }
-        self._set_columns(np.delete(self._of_column, slice(begin, end)))
+        self._of_column = np.delete(self._of_column, slice(begin, end))
+        self.version += 1
 
     def groups(self, numbers: Sequence[int]) -> list[list[int]]:
         """The places of `numbers` in groups that have at most MAX_COLUMNS, or one adapter."""
@@ -149,7 +151,7 @@ class Adapters:
         first = None
         for place in sorted(range(len(numbers)), key=lambda place: numbers[place]):
             if numbers[place]:
-                begin, end = self._places[numbers[place]]
+                begin, end = self.columns_of([numbers[place]])
                 first = begin if first is None else first
                 if end - first > MAX_COLUMNS and begin > first:
                     groups.append([])
@@ -159,20 +161,13 @@ class Adapters:
 
     def columns_of(self, numbers: Iterable[int]) -> tuple[int, int]:
         """Begin and end of the columns from the first to the last of these adapters."""
-        places = [self._places[number] for number in numbers if number]
-        return (min(places)[0], max(places)[1]) if places else (0, 0)
+        running = [number for number in numbers if number] or [0]
+        begin, end = np.searchsorted(self._of_column, [min(running), max(running) + 1]).tolist()
+        return begin, end
 
     def mask(self, numbers: Sequence[int], columns: tuple[int, int]) -> np.ndarray:
         """1 in the columns of the adapter of each token, else 0: float32 [tokens, columns]."""
         return np.equal.outer(numbers, self._of_column[slice(*columns)]).astype(np.float32)
-
-    def _set_columns(self, numbers: np.ndarray) -> None:
-        """numbers: of the adapter that each column is of, ascending."""
-        self._of_column = numbers
-        begins = np.searchsorted(numbers, numbers)
-        ends = np.searchsorted(numbers, numbers, "right")
-        self._places = dict(zip(numbers.tolist(), zip(begins.tolist(), ends.tolist())))
-        self.version += 1
 
     def _check_fit(self, name: str, module: str, sizes: list[int]) -> None:
         if module not in self.weights:

@@ -225,12 +225,12 @@ def _from_gguf(config: Config, engine: type[Engine], path: Path) -> tuple[Config
         versions = [installed(package) for package in GGUF_PACKAGES]
         doing = f"dequantizing {path.name} into {dtype}"
         identity = [file.identity, dtype, versions, template]
-        return config, _build_cached(config, "gguf", identity, [str(path), dtype], doing)
+        return config, _build_cached(config, "gguf", identity, [path, dtype], doing)
     unused = {"--quantize": config.quantize, "--dtype": config.dtype != "auto"}
     flags = " or ".join(flag for flag, is_given in unused.items() if is_given)
     logger.info("%s: weights as in the file%s", path.name, flags and f", whatever {flags} says")
     identity = [file.identity, str(path), template]
-    folder = _build_cached(config, "gguf_folder", identity, [str(path)], f"reading {path.name}")
+    folder = _build_cached(config, "gguf_folder", identity, [path], f"reading {path.name}")
     return dataclasses.replace(config, quantize=None), folder
 
 
@@ -250,7 +250,7 @@ def _whole(config: Config, file: Path) -> Path:
     identities = [read_part(part).identity for part in parts]
     gigabytes = 1e-9 * sum(part.stat().st_size for part in parts)
     doing = f"joining {len(parts)} GGUF files into one of {gigabytes:.1f} GB"
-    folder = _build_cached(config, "split", identities, [str(file)], doing)
+    folder = _build_cached(config, "split", identities, [file], doing)
     (whole,) = folder.glob("*.gguf")
     return whole
 
@@ -261,9 +261,8 @@ def _dequantized(config: Config, engine: type[Engine], folder: Path, quantizatio
     logger.info("%s", quantization.notice(config, bool(engine.quantizations)))
     folder = fetch_checked_weights(config, folder, engine)
     doing = f"dequantizing {config.model_name} into {dtype}"
-    return _build_cached(
-        config, "dequantize", [identify(folder, IDENTITY_FILES), dtype], [str(folder), dtype], doing
-    )
+    identity = [identify(folder, IDENTITY_FILES), dtype]
+    return _build_cached(config, "dequantize", identity, [folder, dtype], doing)
 
 
 def _merged_checkpoint(config: Config, engine: type[Engine], base: Path) -> Path:
@@ -273,7 +272,7 @@ def _merged_checkpoint(config: Config, engine: type[Engine], base: Path) -> Path
     base = fetch_checked_weights(config, base, engine)
     identity = [identify(base, IDENTITY_FILES), identify(adapter, ("adapter_*",)), installed("safetensors")]
     doing = f"merging {name} into {config.model_name}"
-    return _build_cached(config, "lora", identity, [str(base), str(adapter)], doing)
+    return _build_cached(config, "lora", identity, [base, adapter], doing)
 
 
 def read_adapter(config: Config, name: str, source: str, **limits: Any) -> Path:
@@ -282,7 +281,7 @@ def read_adapter(config: Config, name: str, source: str, **limits: Any) -> Path:
     adapter = fetch_adapter(config, source)
     identity = [identify(adapter, ("adapter_*",)), installed("safetensors")]
     doing = f"reading the LoRA adapter {name}"
-    return _build_cached(config, "lora", identity, [str(adapter)], doing, **limits)
+    return _build_cached(config, "lora", identity, [adapter], doing, **limits)
 
 
 def load_updates(config: Config, name: str, source: str) -> Updates:
@@ -305,7 +304,7 @@ def check_adapter_limits(config: Config, shapes: Mapping[str, Sequence[int]]) ->
 
 
 def _build_cached(
-    config: Config, module: str, identity: Any, arguments: list[str], doing: str, **limits: Any
+    config: Config, module: str, identity: Any, arguments: list[Any], doing: str, **limits: Any
 ) -> Path:
     """The folder that a module of this folder fills, in the cache where that can be written."""
 
@@ -313,15 +312,14 @@ def _build_cached(
         logger.info("%s%s, once", doing[0].upper(), doing[1:])
         try:
             with progress_logged(doing):
-                run_module(
-                    [f"models.checkpoint.{module}", *arguments, str(target)], TQDM_DISABLE="1", **limits
-                )
+                command = [f"models.checkpoint.{module}", *map(str, [*arguments, target])]
+                run_module(command, TQDM_DISABLE="1", **limits)
         except subprocess.TimeoutExpired as error:
             raise MachineError(f"{doing} takes longer than {error.timeout:g} s") from None
         except ChildError as error:
             kind = MachineError if error.is_of_machine else ModelError
             raise kind(f"{doing} failed: {error}") from None
-        write_entry(target, {"from": arguments[0]})
+        write_entry(target, {"from": str(arguments[0])})
 
     cache = ModelCache(config)
     key = f"{module}-{digest([identity, READER_VERSIONS[module]])}"

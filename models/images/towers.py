@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -234,20 +234,17 @@ class ProjectedTower(VisionTower):
         super().__init__(manifest, tensors, dtype)
         self._projector = _Tensors(tensors, PROJECTORS, dtype)
         self._is_pixtral = POSITIONS not in self._tower
-        self._is_internvit = f"{ENCODER_LAYERS}.0.lambda_1" in self._tower
         self._is_idefics = "modality_projection.proj.weight" in self._projector
         self._rotates = self._is_pixtral or self.aligns_corners is not None
         if self._is_pixtral:
             self._epsilon = 1e-5  # transformers does not read Pixtral's
         if not self._rotates:
             self.tile_side = self._vision["image_size"]
-        self._selected = self._config.get("vision_feature_layer")
-        self._drops_first = self._config.get("vision_feature_select_strategy") == "default"
 
     def forward(self, tile: Tensor) -> Tensor:
         x, rows, columns = self._patches(tile)
         features = self._features(x, self._rotated(x, rows, columns) if self._rotates else _Attended())
-        if self._drops_first:
+        if self._config.get("vision_feature_select_strategy") == "default":
             features = features[1:]
         return self._project(features, rows, columns).float()
 
@@ -260,8 +257,11 @@ class ProjectedTower(VisionTower):
             x = x + tower[POSITIONS].flatten(0, -2)
         if f"{FIRST_NORM}.weight" in tower:
             x = self._norm(x, FIRST_NORM)
-        reads_all = self._selected is None or (self._is_internvit and self._selected == -1)
-        selected = -1 if reads_all else self._selected
+        selected = self._config.get("vision_feature_layer")
+        is_internvit = f"{ENCODER_LAYERS}.0.lambda_1" in tower
+        reads_all = selected is None or (is_internvit and selected == -1)
+        if reads_all:
+            selected = -1
         # 0 is what the first layer reads.
         wanted = selected if isinstance(selected, list) else [selected]
         wanted = [n % (self._layer_count + 1) for n in wanted]
@@ -333,23 +333,17 @@ class QwenTower(VisionTower):
     default_merge = 2
     aligns_corners = True
 
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        vision = self._vision
-        # Tokens along a side; 0: all layers attend to the whole image.
-        self._window = vision.get("window_size", 0) // self.token_side
-        self._whole: Sequence[int] = vision.get("fullatt_block_indexes", ())
-        self._deepstack: Sequence[int] = vision.get("deepstack_visual_indexes", ())  # layers that are read
-
     def forward(self, tile: Tensor) -> Tensor:
+        vision = self._vision
         x, rows, columns = self._patches(tile)
         image = windows = self._rotated(x, rows, columns)
-        if self._window:
-            windows = self._windows(rows // self._merge, columns // self._merge, *image.rotation)
+        side = vision.get("window_size", 0) // self.token_side  # in tokens; 0: there are no windows
+        if side:
+            windows = self._windows(side, rows // self._merge, columns // self._merge, *image.rotation)
         deepstack = []
         for n in range(self._layer_count):
-            x = self._layer(x, n, image if n in self._whole else windows)
-            if n in self._deepstack:
+            x = self._layer(x, n, image if n in vision.get("fullatt_block_indexes", ()) else windows)
+            if n in vision.get("deepstack_visual_indexes", ()):
                 merger = f"deepstack_merger_list.{len(deepstack)}"
                 deepstack.append(self._merged(self._joined(x), merger))
         return torch.cat([self._merged(x, "merger"), *deepstack], -1).float()
@@ -377,14 +371,13 @@ class QwenTower(VisionTower):
         """The patches of a token are together."""
         return _join(grid, grid.shape[0], grid.shape[1], self._merge).flatten(0, 1)
 
-    def _windows(self, rows: int, columns: int, *rotation: Tensor) -> _Attended:
-        """The windows of an image of so many tokens. All have the same size: those at its edges have places
+    def _windows(self, side: int, rows: int, columns: int, *rotation: Tensor) -> _Attended:
+        """The windows of an image of so many tokens, each of `side` x `side`: those at its edges have places
         without a patch. rotation: of the whole image.
 
         With windows of 2 x 2 tokens of one patch, an image of 2 x 3 tokens has two windows: the patches 0, 1,
         3, 4 and 2, none, 5, none.
         """
-        side = self._window
         patches = self._merge**2
         device = self.scale.device
         patch = torch.arange(rows * columns * patches, device=device).view(rows, columns, patches)

@@ -32,11 +32,7 @@ from config import DTYPES, Config
 from manifest import Manifest
 from models.accuracy import find_fault, kl_divergence
 from models.base import Chunk
-from models.cache import (
-    NotConverted,
-    write_entry,
-    write_rejection,
-)
+from models.cache import NotConverted, write_entry, write_rejection
 from models.checkpoint.pretrained import (
     InFloat32,
     VisionCheck,

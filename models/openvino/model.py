@@ -26,16 +26,8 @@ from config import DTYPES, Config
 from models.accuracy import find_fault
 from models.adapters import Adapters, configured
 from models.base import Chunk, StaticBatchModel
-from models.cache import (
-    NotConverted,
-    read_entry,
-)
-from models.errors import (
-    ModelError,
-    check_length_limit,
-    is_out_of_memory,
-    warn_text_only,
-)
+from models.cache import NotConverted, read_entry
+from models.errors import ModelError, check_length_limit, is_out_of_memory, warn_text_only
 from models.images.embeddings import ImageEncoder
 from models.images.encoder_cache import EncoderCache, split_at_images
 from models.images.grid_positions import GridPositions
@@ -138,7 +130,6 @@ class OpenVinoModel(StaticBatchModel):
         ]
         self.kv_bytes_per_token = sum(cache.nbytes for cache in self._kv_cache) // (self._blocks.size * BLOCK)
         self._columns: tuple[int, ...] = ()  # of the adapters that the graph has; () before it has any
-        self._select_adapters([])
 
     def _choose_precisions(self, core: ov.Core, graph: ov.Model, facts: Json, kv_cache_dtype: str) -> Json:
         """OpenVINO's settings for the arithmetic and the KV cache. Sets what follows from them for calls and
@@ -147,18 +138,19 @@ class OpenVinoModel(StaticBatchModel):
         has_states = any(port.get_any_name().startswith(TABLE) for port in graph.inputs)
         # On one thread OpenVINO's AMX kernel for MLPs divides by zero, half the threads: SIGFPE. Rounding
         # errors of states add up with each token.
-        tolerates_bfloat16 = (
+        tolerated = "float32"
+        if (
             has_bfloat16
             and self.dtype == "bfloat16"
             and facts["arithmetic"] != "float32"
             and self.threads > 1
             and not has_states
-        )
+        ):
+            tolerated = "bfloat16"
         # Compressed weights are multiplied by quantized activations, in float32: faster than bfloat16, and
         # batch-invariant, which bfloat16 over compressed weights is not on AMX.
-        is_bfloat16 = tolerates_bfloat16 and self.quantize is None
-        self.computed_in = "bfloat16" if is_bfloat16 else "float32"
-        tolerated = "bfloat16" if tolerates_bfloat16 else "float32"
+        self.computed_in = "float32" if self.quantize else tolerated
+        is_bfloat16 = self.computed_in == "bfloat16"
         self.kv_cache_dtype = tolerated if kv_cache_dtype == "auto" else kv_cache_dtype
         accepted = list(dict.fromkeys((tolerated, self.computed_in, "u8")))
         if self.kv_cache_dtype not in accepted:
@@ -180,7 +172,7 @@ class OpenVinoModel(StaticBatchModel):
         }
         if self.quantize:
             settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = activation_group
-        self._vision_precision = DTYPES["bfloat16" if tolerates_bfloat16 else "float32"].short
+        self._vision_precision = DTYPES[tolerated].short
         return settings
 
     def _add_cache(self, port: ov.ConstOutput) -> np.ndarray:
@@ -283,10 +275,10 @@ class OpenVinoModel(StaticBatchModel):
     def _time_call(self, rows: int) -> float:
         """Seconds."""
         begun_at = time.perf_counter()
-        self._infer([Segment(self.prefix_slots, (0,) * rows, 0, rows)])
+        self._forward([Chunk(self.prefix_slots, (0,) * rows, 0, all_logits=True)], 0)
         return time.perf_counter() - begun_at
 
-    def _infer(self, segments: list[Segment], shift: int = 0) -> np.ndarray:
+    def _infer(self, segments: list[Segment], shift: int) -> np.ndarray:
         """Runs the segments in one call."""
         missing = self._min_rows - sum(len(segment.tokens) for segment in segments)
         if missing > 0:

@@ -61,17 +61,19 @@ class Placeholder(torch.nn.Module):
         return [placeholder(self.layer, operands, self.width)]
 
 
-class Mixers:
-    """Makes placeholders for the convolutions and recurrences of a model."""
+class PlaceholderFunctions:
+    """The functions for attention, convolutions and recurrences that a model calls while it is traced. The
+    first call in a layer makes a placeholder; `placeholders` has all of them."""
 
     def __init__(self, model: torch.nn.Module):
         self.placeholders: list[Placeholder] = []
         self._model = model
         self._module: torch.nn.Module  # whose forward runs
+        ALL_ATTENTION_FUNCTIONS.register(PLACEHOLDERS, self._attend)
 
     @contextlib.contextmanager
     def replaced(self) -> Iterator[None]:
-        """While the functions of transformers' modules are replaced."""
+        """While the functions of transformers' modules that have convolutions are replaced."""
         functions = {
             "causal_conv1d_fn": self._convolve,
             "torch_chunk_gated_delta_rule": self._delta_rule,
@@ -95,13 +97,45 @@ class Mixers:
         self._module = module
 
     def _run(self, facts: Json, width: int, operands: list[torch.Tensor], weights: int = 0) -> torch.Tensor:
-        """Runs the placeholder of the module whose forward runs; makes it before."""
+        """Runs the placeholder of the module whose forward runs. The first run makes it."""
         name = f"{facts['kind']}_placeholder"
         if not hasattr(self._module, name):
-            placeholder = Placeholder({"index": len(self.placeholders), **facts}, width, weights)
-            setattr(self._module, name, placeholder)
-            self.placeholders.append(placeholder)
+            self.placeholders.append(Placeholder({"index": len(self.placeholders), **facts}, width, weights))
+            setattr(self._module, name, self.placeholders[-1])
         return getattr(self._module, name)(*operands)
+
+    def _attend(
+        self,
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        scaling=None,
+        sliding_window=None,
+        softcap=None,
+        s_aux=None,
+        **_,
+    ):
+        """The attention function of transformers. query: [1, heads, tokens, head size]. Returns [1, tokens,
+        heads, value size]."""
+        if softcap is not None:
+            raise NotConverted("its attention caps scores")
+        self._module = module
+        _, heads, _, size = query.shape
+        _, kv_heads, _, value_size = value.shape
+        facts = {
+            "kind": "attention",
+            "index": module.layer_idx,
+            "scaling": float(size**-0.5 if scaling is None else scaling),
+            "window": int(sliding_window or 0),
+            "kv_heads": kv_heads,
+            "key_size": size,
+            "value_size": value_size,
+            "sinks": [] if s_aux is None else s_aux.tolist(),
+        }
+        flat = [states.transpose(1, 2).flatten(2)[0] for states in (query, key, value)]
+        return self._run(facts, heads * value_size, flat).reshape(1, -1, heads, value_size), None
 
     def _convolve(self, hidden_states, weight, bias=None, activation=None, **_):
         """hidden_states: [1, channels, tokens]; weight: [channels, kernel]."""
@@ -173,43 +207,6 @@ def _time_step(dt: torch.Tensor, bias: torch.Tensor | None, has_softplus: bool) 
     return torch.nn.functional.softplus(dt) if has_softplus else dt
 
 
-def _attend_placeholder(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    scaling=None,
-    sliding_window=None,
-    softcap=None,
-    s_aux=None,
-    **_,
-):
-    """The attention function of transformers: query [1, heads, tokens, head size] -> [1, tokens, heads, value
-    size]."""
-    if softcap is not None:
-        raise NotConverted("its attention caps scores")
-    _, heads, _, size = query.shape
-    _, kv_heads, _, value_size = value.shape
-    if not hasattr(module, "placeholder"):
-        facts = {
-            "kind": "attention",
-            "index": module.layer_idx,
-            "scaling": float(size**-0.5 if scaling is None else scaling),
-            "window": int(sliding_window or 0),
-            "kv_heads": kv_heads,
-            "key_size": size,
-            "value_size": value_size,
-            "sinks": [] if s_aux is None else s_aux.tolist(),
-        }
-        module.placeholder = Placeholder(facts, heads * value_size)
-    flat = (states.transpose(1, 2).flatten(2)[0] for states in (query, key, value))
-    return module.placeholder(*flat).reshape(1, -1, heads, value_size), None
-
-
-ALL_ATTENTION_FUNCTIONS.register(PLACEHOLDERS, _attend_placeholder)
-
-
 class _Flat(torch.nn.Module):
     """input_ids, position_ids: int64 [tokens] of all chunks; keep: int64 [rows], which tokens' logits are
     returned; image_embeddings: float32 [image tokens, width], image_places: int64 [image tokens], the places
@@ -233,18 +230,17 @@ class _Flat(torch.nn.Module):
 def trace(model: torch.nn.Module, image_width: int | None = None) -> ov.Model:
     """A graph with placeholders. `image_width`: of the embeddings of images, if the graph reads them. Changes
     the torch model, which cannot be used afterwards."""
+    functions = PlaceholderFunctions(model)
     model.requires_grad_(False).set_attn_implementation(PLACEHOLDERS)
     # The other implementations do not convert, or break where an expert has no token.
     model.set_experts_implementation("batched_mm")
     ids = torch.arange(5)
-    mixers = Mixers(model)
-    with torch.no_grad(), mixers.replaced():
+    with torch.no_grad(), functions.replaced():
         model(input_ids=ids[None], use_cache=False, **positions(model, ids[None]))  # makes the placeholders
-        placeholders = [module.placeholder for module in model.modules() if hasattr(module, "placeholder")]
         layers = model.config.get_text_config().num_hidden_layers
-        if not mixers.placeholders and len(placeholders) != layers:
+        kinds = {each.layer["kind"] for each in functions.placeholders}
+        if kinds <= {"attention"} and len(functions.placeholders) != layers:
             raise NotConverted("its layers do not use the attention interface of transformers")
-        placeholders += mixers.placeholders
         for module in model.modules():
             if hasattr(module, "original_inv_freq"):  # longrope: one buffer of two names cannot be traced
                 module.inv_freq = torch.nn.Buffer(module.inv_freq.clone(), persistent=False)
@@ -260,18 +256,14 @@ def trace(model: torch.nn.Module, image_width: int | None = None) -> ov.Model:
             embeddings = (torch.zeros(2, image_width), [-1, image_width])
             inputs |= zip(IMAGE_INPUTS, (embeddings, (ids[1:3], [-1])))
         example = tuple(each for each, _shape in inputs.values())
-        modules = {
-            placeholder: ModuleExtension(placeholder, placeholder.name) for placeholder in placeholders
-        }
+        modules = {each: ModuleExtension(each, each.name) for each in functions.placeholders}
         traced = TorchScriptPythonDecoder(
             _Flat(model),
             example_input=example,
             module_extensions=modules,
             trace_kwargs={"check_trace": False},
         )
-        in_graph = [
-            ConversionExtension(placeholder.name, placeholder.in_graph) for placeholder in placeholders
-        ]
+        in_graph = [ConversionExtension(each.name, each.in_graph) for each in functions.placeholders]
         graph = ov.convert_model(traced, example_input=example, extension=in_graph)
     for (name, (each, shape)), port in zip(inputs.items(), graph.inputs):
         port.get_node().set_element_type(ov.Type.f32 if each.is_floating_point() else ov.Type.i64)
