@@ -17,7 +17,6 @@ import math
 import re
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,10 @@ class Adapter:
                 raise ModelError(f"`{name}` is {given!r}, which cannot be merged; {INSTEAD}")
         shapes_in(folder)  # checks them
         tensors = load_file(folder / ADAPTER[1])
-        self._tensors = {_base_name(name): tensor for name, tensor in tensors.items()}
+        # By their names in the base model: an adapted module has its own weight and bias as its `base_layer`.
+        self._tensors = {
+            name.removeprefix(PREFIX).replace(".base_layer.", "."): tensor for name, tensor in tensors.items()
+        }
         for name, tensor in self._tensors.items():
             if not tensor.is_floating_point():
                 raise ModelError(f"{name} has numbers of the type {tensor.dtype}, which LoRA has not")
@@ -78,8 +80,14 @@ class Adapter:
 
     def merged(self, name: str, base: torch.Tensor) -> torch.Tensor:
         """The tensor `name` of the base model as the adapter changes it, in its own dtype."""
-        whole = self._tensors.get(name, base)  # of `modules_to_save`, or a trained bias
-        parts = [whole, *self._changes(name)]
+        parts = [self._tensors.get(name, base)]  # of `modules_to_save`, or a trained bias
+        module, _, kind = name.rpartition(".")
+        if kind == "weight" and module + A in self._tensors:
+            down = self._tensors[module + A].float()
+            up = self._tensors[module + B].float()
+            parts.append(up @ down * self._scale(module))
+        if kind == "bias" and module + BIAS in self._tensors:
+            parts.append(self._tensors[module + BIAS].float() * self._scale(module))
         for part in parts:
             if part.shape != base.shape:
                 shapes = f"{list(part.shape)}, not {list(base.shape)}"
@@ -118,17 +126,8 @@ class Adapter:
                 )
         return {name: tensor.contiguous() for name, tensor in updates.items()}
 
-    def _changes(self, name: str) -> Iterator[torch.Tensor]:
-        """What is added to a weight, [out, in], or to a bias, [out]."""
-        module, _, kind = name.rpartition(".")
-        if kind == "weight" and module + A in self._tensors:
-            down = self._tensors[module + A].float()
-            up = self._tensors[module + B].float()
-            yield up @ down * self._scale(module)
-        if kind == "bias" and module + BIAS in self._tensors:
-            yield self._tensors[module + BIAS].float() * self._scale(module)
-
     def _scale(self, module: str) -> float:
+        """What the product of `B` and `A` of a module is multiplied by."""
         # Not from `rank_pattern`: peft sorts it when it saves, which may change the first match.
         rank = len(self._tensors[module + A])
         alpha = self._alphas[module]
@@ -158,12 +157,8 @@ def _reject_patterns(*_signal) -> None:
     raise ModelError(f"the regular expressions of `alpha_pattern` take longer than {MATCHING_S} s to match")
 
 
-def _base_name(name: str) -> str:
-    """As in the base model: an adapted module holds its own weight and bias as those of its `base_layer`."""
-    return name.removeprefix(PREFIX).replace(".base_layer.", ".")
-
-
 def _changed_by(name: str) -> str:
+    """The tensor of the base model that a tensor of an adapter changes."""
     for ending, kind in CHANGES.items():
         if name.endswith(ending):
             return name.removesuffix(ending) + kind
@@ -184,12 +179,7 @@ def merge(base: Path, adapter_folder: Path, target: Path) -> None:
                     weights[name] = adapter.merged(changed, weights[name])
             save_file(weights, target / file.name, stored.metadata())
         names |= set(map(common_name, weights))
-    _check_fit(adapter, base, names)
-
-
-def _check_fit(adapter: Adapter, base: Path, names: set[str]) -> None:
-    """Raises ModelError where the base model, whose tensors have these common names, lacks what the adapter
-    changes, or uses it twice: peft changes one of two tied embeddings and leaves the other one as it was."""
+    # peft changes one of two tied embeddings, and leaves the other one as it was.
     tied = read_json(base / "config.json").get("tie_word_embeddings") or "lm_head.weight" not in names
     embeddings = [name for name in adapter.names if name.endswith(EMBEDDINGS)]
     if tied and embeddings:

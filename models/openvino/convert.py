@@ -43,7 +43,7 @@ from models.checkpoint.pretrained import (
 )
 from models.errors import ModelError, is_out_of_memory, named
 from models.images.towers import is_vision, make_tower
-from models.openvino import check_quantizer, with_dtype
+from models.openvino import with_dtype
 from models.openvino.check_text import SHORT_CHECK_TOKENS, ids_of_text
 from models.openvino.delta_tiles import TILE
 from models.openvino.graph import MERGED, has_delta_rule, read_graph, save_graph
@@ -87,7 +87,6 @@ def convert(config: Config, folder: Path, target: Path) -> None:
     written."""
     manifest = Manifest.read(folder)
     config = with_dtype(config, manifest)
-    check_quantizer(config)
     stored = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
     _check_room(config, stored, target)
     numbers = itertools.count(1)

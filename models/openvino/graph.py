@@ -216,4 +216,4 @@ def weights_as_inputs(graph: ov.Model) -> dict[str, ov.Tensor]:
 
 
 def _constant(value: Any, kind: type = np.int32):
-    return ops.constant(np.array(value, kind)).output(0)
+    return ops.constant(value, kind).output(0)

@@ -213,13 +213,14 @@ class OpenVinoModel(StaticBatchModel):
         if self.adapters is None:
             return
         begin, end = self.adapters.columns_of(numbers)
-        if self._columns == (begin, end, self.adapters.version):
+        columns = (begin, end, self.adapters.version)
+        if self._columns == columns:
             return
         for module, pair in self.adapters.weights.items():
             for name, array in zip(adapter_inputs(module), pair):
                 shape = ov.Shape([1, end - begin, array.shape[1]])
                 self._request.set_tensor(name, ov.Tensor(array[begin:end], shape, self._adapter_type))
-        self._columns = (begin, end, self.adapters.version)
+        self._columns = columns
 
     def forward(self, chunks: Sequence[Chunk], shift: int = 0) -> np.ndarray:
         """`shift` is added to the positions that the model gets, for the check of a conversion."""

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from config import DEFAULT_BATCH_SIZE, Config
+from config import Config
 from manifest import Manifest
 from models.accuracy import find_fault
 from models.adapters import Adapters, common_name, configured
@@ -243,8 +242,9 @@ class TorchModel(StaticBatchModel):
     _grid_positions: GridPositions | None = None
 
     def __init__(self, config: Config, folder: Path, device: str):
+        """`config` as `with_manifest` returns it."""
         self.device = device
-        self.batch_size = self.prefix_slots = config.max_batch_size or DEFAULT_BATCH_SIZE
+        self.batch_size = self.prefix_slots = config.max_batch_size
         self.max_total_tokens = config.max_total_tokens
         self.max_input_tokens = config.max_input_tokens
         # OMP_NUM_THREADS is read by torch itself.
@@ -403,9 +403,14 @@ class TorchModel(StaticBatchModel):
         if any(min(chunk.tokens) < 0 for chunk in chunks):  # of images
             if self.whole_images:
                 cache.join_images(ids)
-            tokens = self._embed(ids)
+            arrays = self.encoder_cache.resolve(ids.flatten().cpu().numpy())
+            text, embeddings, places = (torch.from_numpy(array).to(self.device) for array in arrays)
+            tokens = embed(self._model, text.view(ids.shape), embeddings, places)
         if self._grid_positions:
-            positions = self._in_grids(chunks, positions)
+            positions = positions.repeat(3, 1, 1)
+            for row, chunk in zip(cache.places, chunks):
+                found = self._grid_positions.extend(chunk.slot, chunk.tokens, chunk.begin)
+                positions[:, row, : len(chunk.tokens)] = torch.from_numpy(found).to(self.device)
         with self._states_of(chunks, len(ids)) if self.states else nullcontext():
             out = self._model(
                 **tokens,
@@ -453,20 +458,6 @@ class TorchModel(StaticBatchModel):
             yield
         finally:
             modeling[name] = scan
-
-    def _embed(self, ids: torch.Tensor) -> dict[str, Any]:
-        """What the model's forward takes for ids, [rows, q], with tokens of images."""
-        arrays = self.encoder_cache.resolve(ids.flatten().cpu().numpy())
-        text, embeddings, places = (torch.from_numpy(array).to(self.device) for array in arrays)
-        return embed(self._model, text.view(ids.shape), embeddings, places)
-
-    def _in_grids(self, chunks: Sequence[Chunk], positions: torch.Tensor) -> torch.Tensor:
-        """int64 [rows, q] -> [3, rows, q]"""
-        positions = positions.repeat(3, 1, 1)
-        for row, chunk in zip(self._cache.places, chunks):
-            found = self._grid_positions.extend(chunk.slot, chunk.tokens, chunk.begin)
-            positions[:, row, : len(chunk.tokens)] = torch.from_numpy(found).to(self.device)
-        return positions
 
     def _make_cache(self, rows: int) -> None:
         self._cache = _SlotCache(rows, self.max_total_tokens, self._layers)
@@ -537,7 +528,7 @@ class TorchModel(StaticBatchModel):
             return
         kinds = getattr(text_config, "layer_types", None)
         for layer, seen in self._cache.sliding_windows.items():
-            slides = kinds[layer] == "sliding_attention" if kinds else True
+            slides = not kinds or kinds[layer] == "sliding_attention"
             if slides and seen != size:
                 raise ModelError(
                     f"the sliding attention of this {self._kind} model is not supported; "
