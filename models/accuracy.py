@@ -30,9 +30,9 @@ SWAPPED_EXPERTS = 2
 def find_fault(found: np.ndarray, expected: np.ndarray, precision: str, has_experts: bool) -> str | None:
     """How logits exceed the allowed difference from the `expected` ones, as a part of a log line, or None.
 
-    found, expected: float32 [tokens, columns], of all tokens of the vocabulary or of the same few. The tokens
-    are those of one way to run a model: in a mixture of experts a fault of one of several ways may not reach
-    the median. precision: the type of the arithmetic, or of compressed weights.
+    found, expected: float32 [tokens, columns]; the columns are the vocabulary, or a few tokens of it.
+    precision: the type of the arithmetic, or of compressed weights. Each way to run a model is judged by
+    itself: in a mixture of experts a fault of one of several ways may not reach the median.
     """
     if not np.isfinite(found).all():
         return "the model produced NaN or infinite logits"

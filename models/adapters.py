@@ -46,11 +46,13 @@ Updates = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
 def common_name(name: str) -> str:
-    """The name of a module or tensor in all of its spellings."""
+    """A name that all spellings of a module or tensor share: `model.layers.0` and
+    `language_model.model.layers.0` become `layers.0`."""
     return WRAPPERS.sub("", name)
 
 
 def read_updates(folder: Path) -> Updates:
+    """The updates that `lora.py` has written into a folder."""
     tensors = load_file(folder / UPDATES)
     modules = [name.removesuffix(DOWN_SUFFIX) for name in tensors if name.endswith(DOWN_SUFFIX)]
     return {
@@ -86,7 +88,8 @@ class Adapters:
     weights: `down` and `up` of all adapters by module, [columns, inputs] and [columns, outputs], in float32
     or as the bit patterns of bfloat16; `version` changes with them.
 
-    While the adapters are in use, a `copied` one is changed, and exchanged for them between two steps.
+    A step may be reading the adapters. So a change is made to a copy (`copied`), and `exchange` takes it over
+    between two steps.
     """
 
     def __init__(self, layers: Mapping[str, tuple[int, int]], dtype: str = "float32"):
@@ -115,7 +118,8 @@ class Adapters:
         vars(self).update(vars(changed) | {"numbers": self.numbers})
 
     def add(self, name: str, updates: Updates, most_bytes: float = math.inf) -> None:
-        """Raises ModelError for updates that do not fit the model, or into so many bytes of all adapters."""
+        """Adds an adapter. Raises ModelError for updates that do not fit the model, or where all adapters
+        would take more than `most_bytes`."""
         for module, pair in updates.items():
             self._check_fit(name, module, [array.shape[1] for array in pair])
         rank = max(len(down) for down, _up in updates.values())
@@ -146,7 +150,8 @@ class Adapters:
         self.version += 1
 
     def groups(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The places of `numbers` in groups that have at most MAX_COLUMNS, or one adapter."""
+        """Divides rows with these adapters into groups, each for one call: lists of places in `numbers`. The
+        columns of a group are at most MAX_COLUMNS, or those of one adapter."""
         groups: list[list[int]] = [[]]
         first = None
         for place in sorted(range(len(numbers)), key=lambda place: numbers[place]):
@@ -170,6 +175,7 @@ class Adapters:
         return np.equal.outer(numbers, self._of_column[slice(*columns)]).astype(np.float32)
 
     def _check_fit(self, name: str, module: str, sizes: list[int]) -> None:
+        """Raises ModelError where an update does not fit a layer. sizes: its inputs and outputs."""
         if module not in self.weights:
             raise ModelError(
                 f"the LoRA adapter {name} changes {module}, which is no linear layer of this model that "

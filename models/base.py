@@ -114,9 +114,13 @@ class StaticBatchModel:
     def forward_in_chunks(
         self, ids: Sequence[int], borders_of: Mapping[int, Sequence[int]], all_logits: bool = True
     ) -> tuple[np.ndarray, list[int]]:
-        """Runs a prompt in slots, by chunks between these borders of each: call n runs the n-th chunk of all.
-        Returns the logits, of each token or of the last one of each chunk, and the positions of these tokens:
-        {0: [0, 5, 6], 1: [0, 2]} gives those of 0 to 4, 0, 1 and 5. For the checks of engines."""
+        """Runs a prompt in several slots, for the checks of engines. `borders_of` has the borders of each
+        slot's chunks; call n runs the n-th chunk of every slot. Returns logits, and the positions of their
+        tokens: of all tokens, or of the last one of each chunk.
+
+        With {0: [0, 5, 6], 1: [0, 2]} the first call runs the tokens 0 to 4 in slot 0 and 0 and 1 in slot 1,
+        the second one runs token 5 in slot 0: the positions are 0, 1, 2, 3, 4, 0, 1, 5.
+        """
         found = []
         positions: list[int] = []
         for parts in itertools.zip_longest(*map(itertools.pairwise, borders_of.values())):
@@ -155,8 +159,8 @@ class Engine:
     """An engine, and a model that it can serve on this machine. Class attributes without a value are set by
     each engine.
 
-    It is in the `__init__.py` of the engine's folder, which imports what is heavy only where that is used:
-    the machine of another engine may not have it."""
+    Each engine is in the `__init__.py` of its folder. That file imports large packages in functions alone:
+    the machine of another engine may lack them."""
 
     config: Config
     folder: Path  # of the model, with everything but its weights

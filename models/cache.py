@@ -104,6 +104,7 @@ class ModelCache:
         return scratch
 
     def _add(self, key: str, convert: Callable[[Path], None]) -> Path:
+        """Converts while no other process does, and makes room for the entry. Raises OSError."""
         # Adapters are small, and those of requests may be read at the same time.
         lock = f"{key}.making" if key.startswith("lora-") else "lock"
         with locked(self.folder / lock, "converting a model into"):
@@ -245,6 +246,7 @@ def run_converter(arguments: list[str], config: Config) -> None:
 
 
 def write_entry(folder: Path, facts: Json) -> None:
+    """Writes the facts of an entry, without which a folder is none."""
     (folder / ENTRY).write_text(json.dumps(facts))
 
 
@@ -277,6 +279,7 @@ def identify(folder: Path, patterns: tuple[str, ...]) -> list[tuple]:
 
 
 def installed(package: str) -> str | None:
+    """The version of a package; None: it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

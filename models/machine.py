@@ -140,7 +140,8 @@ def resident_memory() -> dict[str, int]:
 
 
 def zeros(shape: Sequence[int]) -> np.ndarray:
-    """Bytes whose pages are taken as they are written; numpy asks for pages of 2 MB."""
+    """An array of zero bytes. It takes memory page by page, as these are written; numpy's own takes 2 MB at a
+    time."""
     memory = mmap.mmap(-1, math.prod(shape), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without large pages
         memory.madvise(mmap.MADV_NOHUGEPAGE)
@@ -159,7 +160,7 @@ def release_files(folder: Path) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Without the spaces around it; "" where the file cannot be read."""
+    """The text of a file without the spaces around it; "" where the file cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -167,9 +168,11 @@ def read_text(path: Path) -> str:
 
 
 def _number(text: str) -> int | None:
+    """The number that a text of digits is; None for any other text."""
     return int(text) if re.fullmatch(r"[0-9]+", text) else None
 
 
 def cpu_multiplies_bfloat16() -> bool:
+    """Whether the CPU has instructions that multiply bfloat16."""
     flags = Path("/proc/cpuinfo").read_text().split()
     return "avx512_bf16" in flags or "amx_bf16" in flags

@@ -94,12 +94,14 @@ class States:
         self._free_unkept()
 
     def accept(self, positions: Mapping[int, int]) -> None:
-        """The slots whose tokens run next, and at which positions: so many of their draft tokens were
-        accepted. A slot with draft tokens that is not among them has ended."""
+        """Keeps the states after the accepted draft tokens of the last call, and frees the blocks of the
+        others. positions: where each slot that runs next goes on, which says how many of its draft tokens
+        were accepted. A slot that is not among them has ended."""
         for slot in list(self._drafts):
             self._accept(slot, positions.get(slot))
 
     def _accept(self, slot: int, position: int | None) -> None:
+        """The same for one slot; None: it has ended."""
         for state in self._drafts.pop(slot, ()):
             if state.position == position:
                 self._current[slot] = state
@@ -108,8 +110,8 @@ class States:
                 self._for_drafts.append(state.block)
 
     def begin(self, slot: int, position: int, tokens: int, are_drafts: bool = False) -> Run:
-        """The next tokens of a slot in a call. Raises ValueError where its state is not the one at
-        `position`."""
+        """Plans the next tokens of a slot in a call: the blocks that they read and write. Raises ValueError
+        where the slot's state is not the one at `position`."""
         if position == 0:
             self.resume(slot, slot, 0)
         state = self._current[slot]
@@ -127,9 +129,11 @@ class States:
         return self._current[slot].position
 
     def end(self, runs: Sequence[Run], keep: Mapping[int, str]) -> dict[int, int]:
-        """The call of these runs succeeded. keep: how the state after a slot's tokens is kept for sequences
-        that begin alike (Chunk.keep), as far as there are blocks: snapshots at borders of messages replace
-        those at intervals, not the other way round. Returns the blocks of the new snapshots, by slot."""
+        """Records that the call of these runs succeeded. Returns the blocks of the new snapshots, by slot.
+
+        keep: how the state after a slot's tokens is kept for sequences that begin alike (Chunk.keep). Where
+        no block is free, a snapshot gives up its own: one at an interval before one at a message's border.
+        """
         blocks = {}
         for run in runs:
             if run.slot in self._drafts:

@@ -101,8 +101,8 @@ def read_architecture(config: Config, folder: Path) -> CheckpointArchitecture:
 
 
 def _read_config(config: Config, folder: Path, manifest: Manifest) -> transformers.PretrainedConfig:
-    """transformers' config of a model; of a longrope with the name and the factor that it needs, and that
-    published files do not have."""
+    """transformers' config of a model. Published files with a longrope may lack the name and the factor that
+    transformers needs; the config has them."""
     given = manifest.config_json
     kind = manifest.model_type
     scaling = given.get("rope_scaling") or {}
@@ -146,6 +146,7 @@ def _auto_class(hf_config) -> type:
 
 
 def _reject_layers(manifest: Manifest, text_config) -> None:
+    """Raises ModelError for a model with layers, or with attention, that no engine computes."""
     served = LAYERS
     if text_config.model_type in RECURRENT_FAMILIES:
         served += RECURRENT

@@ -217,6 +217,7 @@ class QuantizedCheckpoint:
         yield shard
 
     def _weight(self, name: str, parts: Mapping[str, str]) -> Tensor:
+        """A weight in `dtype`. parts: the names of its stored tensors, by part."""
         tensors = {part: self._files[stored].get_tensor(stored) for part, stored in parts.items()}
         if [*parts.values()] != [name]:
             weight = self._dequantize(tensors, self._quantization.settings)

@@ -178,6 +178,8 @@ def fetch_artifact(config: Config, folder: Path, subfolders: Sequence[str]) -> N
 
 
 def _with_weights(config: Config, model_id: str, folder: Path, formats: Sequence[str]) -> Path:
+    """The folder of a model with its weights in the first of these formats that there is. Raises ModelError
+    where there is none."""
     for pattern in formats:
         _download(config, model_id, folder.name, [pattern])
         if any(folder.glob(pattern)):
@@ -229,8 +231,8 @@ def _measure_of(
     patterns: Sequence[str],
     unwanted: Sequence[str] | None,
 ) -> Callable[[], str]:
-    """What says how much of a download is there: the hub says how large its files are, the cache which of
-    them it has."""
+    """A function that says how much of a download is there. The hub says how large its files are, the cache
+    which of them it has."""
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.hf_api import RepoFile
     from huggingface_hub.utils import filter_repo_objects

@@ -116,7 +116,8 @@ def has_grid_positions(model: torch.nn.Module) -> bool:
 
 
 def positions(model: torch.nn.Module, numbers: torch.Tensor | None) -> dict[str, Any]:
-    """The argument of positions, int64 [rows, q], for models that take it: Mamba's have none."""
+    """The argument of a model's forward for positions, by its name; none for a model that takes none, such as
+    Mamba's. numbers: int64 [rows, q]; None: those from 0 on."""
     is_taken = "position_ids" in inspect.signature(type(model).forward).parameters
     return {"position_ids": numbers} if is_taken else {}
 

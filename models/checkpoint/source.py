@@ -209,6 +209,7 @@ def _check_gguf(name: str) -> None:
 
 
 def _file_in_model(config: Config, name: str) -> str:
+    """How --model-id names a file of the model."""
     return str(Path(config.model_id, name)) if config.is_local else f"{config.model_id}:{name}"
 
 
@@ -235,7 +236,7 @@ def _from_gguf(config: Config, engine: type[Engine], path: Path) -> tuple[Config
 
 
 def _check_packages(name: str, packages: Sequence[str], why: str = "") -> None:
-    """Raises ModelError where one is missing: `make run MODEL=smollm2` does not install them."""
+    """Raises ModelError where a package is missing: `make run MODEL=smollm2` does not install these."""
     for package in packages:
         if not importlib.util.find_spec(package):
             needed = f"{name} needs the package {package} here{why}"

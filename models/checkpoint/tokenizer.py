@@ -58,7 +58,8 @@ def find_tokenizer(folder: Path) -> str:
 
 
 def tokenizer_folder(config: Config, folder: Path, scratch: Path) -> Path:
-    """The converted tokenizer goes into `scratch` where the cache cannot be written. Raises ConfigError."""
+    """The folder with the tokenizer.json of a model: the model's own, or one with the converted tokenizer, in
+    the cache. Where the cache cannot be written, that is `scratch`. Raises ConfigError."""
     found = find_tokenizer(folder)
     if found == FAST:
         return folder
@@ -95,6 +96,7 @@ def _child_output(arguments: list[str], failure: str) -> str:
 
 
 def main(folder: Path, target: Path) -> None:
+    """Writes the tokenizer of a model as tokenizer.json. Raises ModelError where it cannot be converted."""
     import transformers
 
     found = find_tokenizer(folder)

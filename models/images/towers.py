@@ -83,7 +83,8 @@ LAST_NORM = "post_layernorm"
 
 
 class _Attended(NamedTuple):
-    """Which patches attend to each other: those of a window, of several windows of one size or one of all."""
+    """Which patches attend to each other: those of the same window. All windows have one size; where only one
+    is, it has all patches."""
 
     rotation: tuple[Tensor, Tensor] | None = None  # cosines and sines, [windows, 1, places, head size]
     windows: tuple[int, int] = (1, -1)  # how many there are, and places in one; -1: what the other one leaves
@@ -164,11 +165,11 @@ class VisionTower(nn.Module, ImageEncoder):
         return self._in_order(grid[0].permute(1, 2, 0)), rows, columns
 
     def _in_order(self, grid: Tensor) -> Tensor:
-        """[rows, columns, width] -> [patches, width]"""
+        """The patches of a grid in the order of the tower: [rows, columns, width] -> [patches, width]."""
         return grid.flatten(0, 1)
 
     def _rotated(self, x: Tensor, rows: int, columns: int) -> _Attended:
-        """All patches, with rotary positions."""
+        """One window of all patches, with rotary positions."""
         size = x.shape[-1] // self._heads
         theta = (self._vision.get("rope_parameters") or self._vision).get("rope_theta", 10_000.0)
         frequencies = theta ** -(torch.arange(0, size, 2, device=x.device).float() / size)

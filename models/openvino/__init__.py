@@ -134,6 +134,8 @@ def check_quantizer(config: Config) -> None:
 
 
 def _find_entry(config: Config, cache: ModelCache, key: str | None) -> Path | None:
+    """The folder of a converted model: that of the image for the demonstration model, else one in the
+    cache."""
     if key is None:
         return None
     if config.is_demo and (SHIPPED / key).is_dir():

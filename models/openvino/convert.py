@@ -295,7 +295,7 @@ class Check:
 
     def reject_faults(self, graph: ov.Model, facts: Json) -> None:
         """Runs a graph in float32: short chunks of two slots, a long one behind them, and one at the last
-        positions. Raises NotConverted where one of these differs."""
+        positions. Raises NotConverted where the logits of one of these differ."""
         checked = {"arithmetic": "float32", "streamed": True, "longest_window": self.window}
         model = self._model(graph, facts | checked)
         at_end = model.forward([Chunk(0, self.short, 0, all_logits=True)], self.shift)
@@ -347,6 +347,7 @@ class Check:
         return find_fault(found, self.text_logits, facts["quantize"], facts["has_experts"])
 
     def _model(self, source: Path | ov.Model, facts: Json) -> OpenVinoModel:
+        """A model of a graph, with the slots and positions that the comparisons need."""
         config = Config(max_batch_size=3, max_total_tokens=max(len(self.ids), len(self.text)))
         return OpenVinoModel(read_graph(source, facts), facts, config)
 
@@ -401,7 +402,8 @@ def _merge_linear_layers(graph: ov.Model) -> None:
 
 
 def _merge(layers: Sequence[tuple[ov.Node, ov.Node]]) -> None:
-    """`layers`: matrix products of one input, and their weights."""
+    """Replaces matrix products by one, whose result is divided. layers: these products, which have the same
+    input, and their weights."""
     first, first_weights = layers[0]
     rows = [weights.data for _node, weights in layers]
     joined = ov.Tensor(first_weights.get_element_type(), [sum(map(len, rows)), rows[0].shape[1]])

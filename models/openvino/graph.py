@@ -33,9 +33,11 @@ BATCH_INPUTS = ("past_lens", "subsequence_begins", "block_indices", "block_indic
 
 
 def read_graph(source: Path | ov.Model, facts: Json) -> ov.Model:
-    """Reads a converted graph, of an entry with these facts, or copies one in memory, and replaces its
-    placeholders by paged operations. With `whole_images` it has another input, which says which tokens attend
-    to each other. `longest_window` shortens sliding windows, for the check of a conversion."""
+    """A graph with paged operations in the place of placeholders: that of a file, or a copy of one in memory.
+
+    facts: of the entry. With `whole_images` the graph has another input, which says which tokens attend to
+    each other. `longest_window` shortens sliding windows, for the check of a conversion.
+    """
     graph = source.clone() if isinstance(source, ov.Model) else ov.Core().read_model(source)
     parameters = [parameter(name, [] if name == "max_context_len" else [-1]) for name in BATCH_INPUTS]
     batch = [each.output(0) for each in parameters]
@@ -69,7 +71,8 @@ def read_graph(source: Path | ov.Model, facts: Json) -> ov.Model:
 
 
 def placeholder(layer: Json, operands: list[ov.Output], width: int) -> ov.Output:
-    """Concat and Slice, which any saved graph can hold; one with paged operations cannot be read back."""
+    """What stands for a layer in a saved graph, [tokens, width]: a Concat of the operands, whose name says
+    what the layer is, and a Slice of it. A saved graph with paged operations could not be read back."""
     joined = ops.concat(operands, 1)
     joined.set_friendly_name(PLACEHOLDER + json.dumps(layer))
     return ops.slice(joined, *(ops.constant([n]) for n in (0, width, 1, 1))).output(0)
@@ -83,6 +86,7 @@ def placeholders(graph: ov.Model) -> Iterator[tuple[ov.Node, Json]]:
 
 
 def has_delta_rule(graph: ov.Model) -> bool:
+    """Whether a layer of a saved graph is a gated delta net."""
     return any(layer["kind"] == "delta" for _node, layer in placeholders(graph))
 
 
@@ -121,7 +125,7 @@ def _paged_attention(
 
 
 def save_graph(graph: ov.Model, path: Path) -> None:
-    """Raises OSError."""
+    """Writes a graph, and its weights beside it. Raises OSError."""
     try:
         ov.save_model(graph, path, compress_to_fp16=False)
     except RuntimeError as error:
@@ -131,10 +135,13 @@ def save_graph(graph: ov.Model, path: Path) -> None:
 def add_adapters(
     graph: ov.Model, modules: Collection[str] | None, kind: ov.Type, paired_size: int
 ) -> dict[str, tuple[int, int]]:
-    """Adds the updates of LoRA adapters to these linear layers, or to all of them, as inputs of the graph
-    (adapters.py). Returns the inputs and outputs of each layer that it found. kind: of the inputs.
-    paired_size: of the heads whose queries and keys are in the order of GGUF files, where a rotation turns
-    neighbours; 0: none are."""
+    """Adds the updates of LoRA adapters (adapters.py) to the linear layers of a graph, as inputs of it.
+    Returns how many inputs and outputs each of these layers has, by module.
+
+    modules: the layers that get updates; None: all of them. kind: the type of the inputs. paired_size: the
+    size of a head whose queries and keys are in the order of GGUF files, where a rotation turns neighbours;
+    0: no head is.
+    """
     mask = parameter("adapters", [-1, -1], ov.Type.f32)  # [tokens, columns]
     parameters = [mask]
     layers = {}
@@ -163,6 +170,7 @@ def add_adapters(
 
 
 def adapter_inputs(module: str) -> tuple[str, str]:
+    """The names of the inputs for the updates of a linear layer."""
     return f"adapters_down.{module}", f"adapters_up.{module}"
 
 
@@ -184,7 +192,7 @@ def _linear_layers(graph: ov.Model) -> dict[str, tuple[ov.Node, ov.Output]]:
 
 
 def attend_in_bfloat16(graph: ov.Model) -> None:
-    """Attention and its KV cache in bfloat16, in a graph that is computed in float32."""
+    """Changes a graph that is computed in float32: attention and its KV cache are in bfloat16."""
     for node in graph.get_ordered_ops():
         if not isinstance(node, PagedAttention):
             continue

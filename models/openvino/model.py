@@ -208,8 +208,8 @@ class OpenVinoModel(StaticBatchModel):
             self.adapters.add(name, updates)
 
     def _select_adapters(self, numbers: Iterable[int]) -> None:
-        """Gives the graph the weights from the first to the last of these adapters, as views, unless it has
-        them: that takes 10 ms for 30 layers."""
+        """Gives the graph the weights from the first to the last of these adapters, as views. That takes
+        10 ms for 30 layers, so nothing is done where the graph has them."""
         if self.adapters is None:
             return
         begin, end = self.adapters.columns_of(numbers)
@@ -274,13 +274,13 @@ class OpenVinoModel(StaticBatchModel):
             )
 
     def _time_call(self, rows: int) -> float:
-        """Seconds."""
+        """The seconds that a call of so many rows takes."""
         begun_at = time.perf_counter()
         self._forward([Chunk(self.prefix_slots, (0,) * rows, 0, all_logits=True)], 0)
         return time.perf_counter() - begun_at
 
     def _infer(self, segments: list[Segment], shift: int) -> np.ndarray:
-        """Runs the segments in one call."""
+        """Runs the segments in one call. Returns the logits that they ask for. shift: as in `forward`."""
         missing = self._min_rows - sum(len(segment.tokens) for segment in segments)
         if missing > 0:
             segments = [*segments, Segment(self.prefix_slots, (0,) * missing, 0, 0)]
@@ -347,7 +347,7 @@ class OpenVinoModel(StaticBatchModel):
 
 
 def _sizes(port: ov.ConstOutput) -> list[int]:
-    """The shape of an input but its first dimension."""
+    """The shape of an input without its first dimension."""
     return [size.get_length() for size in list(port.get_partial_shape())[1:]]
 
 

@@ -151,11 +151,12 @@ def _paged(kind: str, inputs: Sequence[ov.Output], attributes: str = "") -> ov.O
 
 
 def state_inputs(runs: Sequence[Run], is_padded: bool) -> dict[str, np.ndarray]:
-    """The inputs of recurrent layers in a call; is_padded: the last run is one token that is nobody's.
+    """The values of the inputs of recurrent layers in a call, by name. is_padded: the last run is one token
+    that belongs to no request.
 
-    With tiles: which tokens are rows, [rows], without that one; which tokens each tile has, [tiles, TILE],
-    with numbers out of range for padding; the block that each tile reads; where each token is among the rows
-    and then the tiles."""
+    Four inputs are for tiles. `row_tokens`: which tokens are rows, [rows], without that one. `tile_tokens`:
+    which tokens each tile has, [tiles, TILE], with numbers out of range for padding. `tile_blocks`: the block
+    that each tile reads. `token_places`: where each token is in the rows followed by the tiles."""
     lengths = np.array([run.tokens for run in runs])
     ends = np.cumsum(lengths)
     in_tile = np.array([run.is_prompt for run in runs])
@@ -177,7 +178,7 @@ def state_inputs(runs: Sequence[Run], is_padded: bool) -> dict[str, np.ndarray]:
 
 
 def _sequences(which: str, runs: Sequence[Run]) -> dict[str, Sequence[int]]:
-    """The inputs SEQUENCES."""
+    """The values of the inputs SEQUENCES for these runs, by name."""
     blocks = [[run.read, *run.writes] for run in runs]
     values = (
         np.cumsum([0, *(run.tokens for run in runs)]),
@@ -190,6 +191,7 @@ def _sequences(which: str, runs: Sequence[Run]) -> dict[str, Sequence[int]]:
 
 
 def parameter(name: str, shape: list[int], kind: ov.Type = ov.Type.i32) -> ov.Node:
+    """An input of a graph."""
     made = ops.parameter(ov.PartialShape(shape), kind, name=name)
     made.output(0).get_tensor().set_names({name})
     return made
