@@ -121,7 +121,17 @@ class Adapters:
         """Adds an adapter. Raises ModelError for updates that do not fit the model, or where all adapters
         would take more than `most_bytes`."""
         for module, pair in updates.items():
-            self._check_fit(name, module, [array.shape[1] for array in pair])
+            if module not in self.weights:
+                raise ModelError(
+                    f"the LoRA adapter {name} changes {module}, which is no linear layer of this model that "
+                    "runs for every token; merge it with --merge-lora (MERGE_LORA), or leave it out"
+                )
+            given, expected = ([array.shape[1] for array in each] for each in (pair, self.weights[module]))
+            if given != expected:
+                raise ModelError(
+                    f"the LoRA adapter {name} changes {module} from {given[0]} to {given[1]} numbers, and it "
+                    f"has {expected[0]} and {expected[1]}: is this its base model?"
+                )
         rank = max(len(down) for down, _up in updates.values())
         columns = -(-rank // COLUMNS) * COLUMNS
         row_bytes = sum(array.itemsize * array.shape[1] for pair in self.weights.values() for array in pair)
@@ -173,20 +183,6 @@ class Adapters:
     def mask(self, numbers: Sequence[int], columns: tuple[int, int]) -> np.ndarray:
         """1 in the columns of the adapter of each token, else 0: float32 [tokens, columns]."""
         return np.equal.outer(numbers, self._of_column[slice(*columns)]).astype(np.float32)
-
-    def _check_fit(self, name: str, module: str, sizes: list[int]) -> None:
-        """Raises ModelError where an update does not fit a layer. sizes: its inputs and outputs."""
-        if module not in self.weights:
-            raise ModelError(
-                f"the LoRA adapter {name} changes {module}, which is no linear layer of this model that "
-                "runs for every token; merge it with --merge-lora (MERGE_LORA), or leave it out"
-            )
-        expected = [array.shape[1] for array in self.weights[module]]
-        if sizes != expected:
-            raise ModelError(
-                f"the LoRA adapter {name} changes {module} from {sizes[0]} to {sizes[1]} numbers, and it has "
-                f"{expected[0]} and {expected[1]}: is this its base model?"
-            )
 
 
 def _to_bfloat16(values: np.ndarray) -> np.ndarray:

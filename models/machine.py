@@ -34,13 +34,12 @@ class Machine:
     host_cores: int | None = None  # physical ones of the host's processors
 
 
-def detect(root: str | Path = "/", environ: Mapping[str, str] = os.environ) -> Machine | None:
+def detect(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Machine | None:
     """The Neuron devices of this machine or container; None when there are none.
 
     Devices are /dev/neuronN; cores come from sysfs, else 2 per device, as Inferentia2 and Trainium1 have.
     Raises ConfigError as `usable_cores` does.
     """
-    root = Path(root)
     devices = [int(path.name[6:]) for path in root.glob("dev/neuron*") if path.name[6:].isdigit()]
     if not devices:
         return None
@@ -69,21 +68,20 @@ def usable_cores(cores: int | None, environ: Mapping[str, str]) -> int | None:
 
     Raises ConfigError for a value that the runtime rejects.
     """
-    name = "NEURON_RT_VISIBLE_CORES"
-    value = environ.get(name, "").strip()
-    if value:
-        wanted = _cores_in_row(value)
-        rule = "one core (0), or cores in a row (0-3, or 0,1,2-3)"
-    else:
-        name = "NEURON_RT_NUM_CORES"
+    for name, count, rule in (
+        ("NEURON_RT_VISIBLE_CORES", _cores_in_row, "one core (0), or cores in a row (0-3, or 0,1,2-3)"),
+        ("NEURON_RT_NUM_CORES", _number, "a number of cores, 0 for all"),
+    ):
         value = environ.get(name, "").strip()
-        wanted = _number(value or "0")
-        rule = "a number of cores, 0 for all"
-    if wanted is None:
-        raise ConfigError(f"{name} {value!r} should be {rule}")
-    if cores is not None and wanted > cores:
-        raise ConfigError(f"{name} {value!r} asks for {wanted} cores and there are {cores}")
-    return wanted or cores
+        if not value:
+            continue
+        wanted = count(value)
+        if wanted is None:
+            raise ConfigError(f"{name} {value!r} should be {rule}")
+        if cores is not None and wanted > cores:
+            raise ConfigError(f"{name} {value!r} asks for {wanted} cores and there are {cores}")
+        return wanted or cores
+    return cores
 
 
 def _cores_in_row(ranges: str) -> int | None:

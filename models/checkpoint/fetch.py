@@ -17,6 +17,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 
@@ -209,30 +210,21 @@ def _download(config: Config, model_id: str, revision: str | None, patterns: Seq
     from huggingface_hub import snapshot_download
 
     unwanted = None if all("/" in pattern for pattern in patterns) else OTHER_FORMATS
+    wanted = {"allow_patterns": patterns, "ignore_patterns": unwanted}
     cache = config.huggingface_hub_cache
-    measure = _measure_of(model_id, revision, cache, patterns, unwanted)
+    measure = _measure_of(model_id, revision, cache, wanted)
     draws_bar = sys.stderr.isatty()  # huggingface_hub
     progress = progress_logged(f"downloading {model_id}", measure, is_logged=not draws_bar)
     with _hub_errors(model_id, revision), progress:
-        folder = snapshot_download(
-            model_id,
-            revision=revision,
-            cache_dir=cache,
-            allow_patterns=patterns,
-            ignore_patterns=unwanted,
-        )
+        folder = snapshot_download(model_id, revision=revision, cache_dir=cache, **wanted)
     return Path(folder)
 
 
 def _measure_of(
-    model_id: str,
-    revision: str | None,
-    cache: str | None,
-    patterns: Sequence[str],
-    unwanted: Sequence[str] | None,
+    model_id: str, revision: str | None, cache: str | None, wanted: dict[str, Any]
 ) -> Callable[[], str]:
     """A function that says how much of a download is there. The hub says how large its files are, the cache
-    which of them it has."""
+    which of them it has. wanted: which files, as `snapshot_download` takes it."""
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.hf_api import RepoFile
     from huggingface_hub.utils import filter_repo_objects
@@ -242,7 +234,7 @@ def _measure_of(
         """Bytes of each file."""
         tree = HfApi().list_repo_tree(model_id, recursive=True, revision=revision)
         sizes = {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
-        names = filter_repo_objects(sizes, allow_patterns=patterns, ignore_patterns=unwanted)
+        names = filter_repo_objects(sizes, **wanted)
         return {name: sizes[name] for name in names}
 
     def measure() -> str:
