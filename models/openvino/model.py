@@ -284,14 +284,20 @@ class OpenVinoModel(StaticBatchModel):
         missing = self._min_rows - sum(len(segment.tokens) for segment in segments)
         if missing > 0:
             segments = [*segments, Segment(self.prefix_slots, (0,) * missing, 0, 0)]
-        begins = np.array([segment.begin for segment in segments], np.int32)
-        edges = np.cumsum([0, *(len(segment.tokens) for segment in segments)], dtype=np.int32)
-        ends = begins + np.diff(edges)
+        begins = [segment.begin for segment in segments]
+        ends = [segment.begin + len(segment.tokens) for segment in segments]
         assert min(begins) >= 0 and max(ends) <= self.max_total_tokens
+        edges = list(itertools.accumulate((len(segment.tokens) for segment in segments), initial=0))
         blocks = [
             self._blocks[segment.slot, : math.ceil(end / BLOCK)] for segment, end in zip(segments, ends)
         ]
-        ids = np.concatenate([segment.tokens for segment in segments])
+        positions = [
+            self._grid_positions.extend(segment.slot, segment.tokens, segment.begin)
+            if self._grid_positions
+            else np.arange(segment.begin, end)
+            for segment, end in zip(segments, ends)
+        ]
+        ids = np.array([token for segment in segments for token in segment.tokens], np.int64)
         images = {}
         if self.encoder_cache:
             if self.whole_images:
@@ -304,13 +310,13 @@ class OpenVinoModel(StaticBatchModel):
         inputs = {
             "input_ids": ids,
             **images,
-            "position_ids": np.concatenate([self._positions(segment) for segment in segments], -1) + shift,
+            "position_ids": np.concatenate(positions, -1) + shift,
             "keep": np.array(keep, np.int64),
-            "past_lens": begins,
-            "subsequence_begins": edges,
+            "past_lens": np.array(begins, np.int32),
+            "subsequence_begins": np.array(edges, np.int32),
             "block_indices": np.concatenate(blocks),
             "block_indices_begins": np.cumsum([0, *map(len, blocks)], dtype=np.int32),
-            "max_context_len": np.array(max(ends)),
+            "max_context_len": np.array(max(ends), np.int32),
         }
         if self.adapters:
             numbers = [segment.adapter for segment in segments for _ in segment.tokens]
@@ -329,12 +335,6 @@ class OpenVinoModel(StaticBatchModel):
         if runs:
             self.states.end(runs, {segment.slot: segment.keep for segment in segments})
         return self._request.get_output_tensor(0).data[:kept].copy()
-
-    def _positions(self, segment: Segment) -> np.ndarray:
-        """int64 [tokens], or [3, tokens] in grids."""
-        if self._grid_positions:
-            return self._grid_positions.extend(segment.slot, segment.tokens, segment.begin)
-        return np.arange(segment.begin, segment.begin + len(segment.tokens))
 
     def _state_runs(self, segments: Sequence[Segment]) -> list[Run]:
         """The segments of each slot as one run. Draft tokens have a segment each."""
@@ -378,8 +378,8 @@ def split(
 ) -> Iterator[list[Segment]]:
     """Divides chunks among calls of at most `max_tokens` tokens.
 
-    A chunk that does not fit becomes segments, each in a call of its own. All of them but the last end at
-    multiples of `granularity`. A segment of one token would be rounded as a decode step is, so the one before
+    A chunk that does not fit becomes segments of several calls. All of them but the last end at multiples of
+    `granularity`. A segment of one token would be rounded as a decode step is, so the one before
     leaves two tokens to it: with `max_tokens` 64 a prompt of 65 tokens becomes 63 and 2. (Where `granularity`
     is `max_tokens`, all prompts of its length end with one.) With `whole_images` and a limit each image is a
     call by itself, whatever its length.
