@@ -379,10 +379,10 @@ def split(
     """Divides chunks among calls of at most `max_tokens` tokens.
 
     A chunk that does not fit becomes segments of several calls. All of them but the last end at multiples of
-    `granularity`. A segment of one token would be rounded as a decode step is, so the one before
-    leaves two tokens to it: with `max_tokens` 64 a prompt of 65 tokens becomes 63 and 2. (Where `granularity`
-    is `max_tokens`, all prompts of its length end with one.) With `whole_images` and a limit each image is a
-    call by itself, whatever its length.
+    `granularity`. A segment of one token would be rounded as a decode step is, so the one before it leaves
+    two tokens: with `max_tokens` 64 a prompt of 65 tokens becomes 63 and 2. (Where `granularity` is
+    `max_tokens`, all prompts of 65 tokens end with one.) With `whole_images` and a limit each image is a call
+    by itself, whatever its length.
     """
     shortest = 1 if granularity == max_tokens else 2
     call = []
