@@ -284,9 +284,9 @@ def test_a_sliding_window_longer_than_the_check_is_checked_too(tmp_path, convert
     config = Config(model_id=str(folder), device="cpu").with_manifest(Manifest.read(folder))
     converter.convert(config, folder, tmp_path)
     refused = [read_entry(tmp_path)["refused"]]
-    attend = trace._attend_placeholder
+    attend = trace.PlaceholderFunctions._attend
     never_slides = lambda *args, sliding_window=None, **kwargs: attend(*args, **kwargs)  # noqa: E731
-    monkeypatch.setitem(trace.ALL_ATTENTION_FUNCTIONS, trace.PLACEHOLDERS, never_slides)
+    monkeypatch.setattr(trace.PlaceholderFunctions, "_attend", never_slides)
     converter.convert(config, folder, tmp_path)
     refused.append(read_entry(tmp_path)["refused"])
     assert refused[0] is None and refused[1].startswith("its logits differ from those of transformers by")
