@@ -381,6 +381,7 @@ class QwenTower(VisionTower):
         """
         patches = self._merge**2
         device = self.scale.device
+        # Whole numbers throughout: in bfloat16 larger ones than 256 would be rounded.
         patch = torch.arange(rows * columns * patches, device=device).view(rows, columns, patches)
         padded = F.pad(patch, (0, 0, 0, -columns % side, 0, -rows % side), value=-1)
         # [rows of windows, columns of windows, side, side, patches]
