@@ -479,7 +479,8 @@ def test_positions_that_stretch_with_the_longest_text_are_refused_beyond_what_th
     if form == "old":
         old_rope = {"type": "dynamic", "factor": 2.0}
         edit_config(folder, remove=("rope_parameters",), rope_theta=tiny_models.ROPE_THETA, rope_scaling=old_rope)
-    config = Config(model_id=str(folder), device="cpu", max_total_tokens=POSITIONS // 2 + 1, max_input_tokens=POSITIONS // 2)
+    lengths = {"max_total_tokens": POSITIONS // 2 + 1, "max_input_tokens": POSITIONS // 2}
+    config = Config(model_id=str(folder), device="cpu", max_batch_size=1, **lengths)
     with pytest.raises(ModelError, match=f"give --max-total-tokens {POSITIONS // 2} or less"):
         models.pytorch.model.TorchModel(config, folder, "cpu")
     assert serve(folder, max_total_tokens=POSITIONS // 2).max_total_tokens == POSITIONS // 2
