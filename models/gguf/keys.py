@@ -74,12 +74,15 @@ def rotary_positions(file: GgufFile, slides: bool = False) -> Json:
     elif kind not in ("linear", "yarn"):
         raise file.rejection(f"has rope scaling of the type {kind}, which cannot be read")
     attention_factor = file["rope.scaling.yarn_attn_factor"] or file["rope.scaling.attn_factor"] or 1.0
+    cancelling = file["rope.scaling.yarn_log_multiplier"]  # yarn's own factor
     rope |= {
         "rope_type": kind,
         "factor": factor,
         ORIGINAL_LENGTH: file["rope.scaling.original_context_length"],
         "beta_fast": file["rope.scaling.yarn_beta_fast"],
         "beta_slow": file["rope.scaling.yarn_beta_slow"],
+        "mscale": cancelling and 1.0,
+        "mscale_all_dim": cancelling,
         "short_factor": short,
         "long_factor": file.numbers(LONG_DIVISORS),
         # Yarn's own factor is multiplied by it.

@@ -71,7 +71,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         "has_experts": False,
         "arithmetic": None,
         "refused": None,
-        "paired_size": head_size(file) if file.architecture == "llama" else 0,
+        "paired_size": head_size(file) if file.architecture in ("llama", "mistral3") else 0,
     }
     logger.info("Converting %s: weights in %s", file.path.name, compressed or config.dtype)
     with reported_as(f"{file.path.name} cannot be read by OpenVINO"):
@@ -110,7 +110,7 @@ def _graph_of(file: GgufFile) -> ov.Model:
     _replace_rotations(file, zip(attentions, slides), parameters[1])
     for index, node in enumerate(attentions):
         window = file["attention.sliding_window"] if slides[index] else None
-        _replace_attention(file, node, index, window or 0)
+        _replace_attention(file, node, index, window or 0, parameters[1])
     sums: dict[str, ov.Output] = {}
     for node in nodes:
         _name_as_in_checkpoints(node)
@@ -175,7 +175,9 @@ def _has_sliding_mask(attention: ov.Node) -> bool:
     return mask.get_friendly_name() == SLIDING_MASK
 
 
-def _replace_attention(file: GgufFile, attention: ov.Node, index: int, window: int) -> None:
+def _replace_attention(
+    file: GgufFile, attention: ov.Node, index: int, window: int, positions: ov.Node
+) -> None:
     size = head_size(file)
     heads = file["attention.head_count"]
     kv_heads = file["attention.head_count_kv"] or heads
@@ -194,6 +196,11 @@ def _replace_attention(file: GgufFile, attention: ov.Node, index: int, window: i
         ops.reshape(_before_cache(operand), ops.constant([-1, count * size]), False).output(0)
         for operand, count in zip(attention.input_values(), (heads, kv_heads, kv_heads))
     ]
+    if growth := file["attention.temperature_scale"]:
+        # Queries grow by each original context length.
+        lengths = np.arange(file["context_length"]) // file["rope.scaling.original_context_length"]
+        factors = ops.constant((1 + growth * np.log1p(lengths[:, None])).astype(np.float32))
+        operands[0] = ops.multiply(operands[0], ops.gather(factors, positions, ops.constant(0))).output(0)
     attended = placeholder(layer, operands, heads * size)
     shaped = ops.reshape(attended, ops.constant([1, -1, heads, size]), False)
     (reader,) = attention.output(0).get_target_inputs()  # a Transpose to [1, tokens, heads, size]

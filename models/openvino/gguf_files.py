@@ -22,6 +22,7 @@ VALUES_READ = {
 OWN_KEYS = {
     "phi3": {"attention.sliding_window", "rope.scaling.attn_factor"},
     "gemma3": {"attention.sliding_window", "rope.freq_base_swa"},
+    "mistral3": {"attention.temperature_scale", "rope.scaling.yarn_log_multiplier"},
 }
 NEEDED_KEYS = (
     "attention.head_count attention.layer_norm_rms_epsilon block_count context_length embedding_length"
@@ -32,6 +33,7 @@ BIASES = "attn_q.bias attn_k.bias attn_v.bias"
 HEAD_NORMS = "attn_q_norm attn_k_norm"
 ARCHITECTURES = {
     "llama": LAYER,
+    "mistral3": LAYER,
     "qwen2": f"{LAYER} {BIASES}",
     "qwen3": f"{LAYER} {HEAD_NORMS}",
     "phi3": "attn_norm attn_qkv attn_output ffn_norm ffn_up ffn_down",
@@ -67,7 +69,8 @@ def _obstacles(file: GgufFile) -> Iterator[str]:
         yield "the sizes of its keys and values differ"
     if file.architecture != "phi3" and rotated_size(file) != head_size(file):
         yield "it rotates a part of each head"
-    is_scaled = file["rope.scaling.type"] == "yarn" or LONG_DIVISORS in file.tensors
+    is_scaled = file["rope.scaling.type"] == "yarn" or file["attention.temperature_scale"]
+    is_scaled = is_scaled or LONG_DIVISORS in file.tensors
     if is_scaled and not file["rope.scaling.original_context_length"]:
         yield "it has no `rope.scaling.original_context_length`"
     needed = OUTSIDE_LAYERS | _of_layers(file, ARCHITECTURES[file.architecture])

@@ -87,6 +87,12 @@ def gemma3(full, near=NEAR, layers=7):
 GEMMA3 = {"gemma3.attention.sliding_window": 64, "gemma3.rope.freq_base": 1e6}
 
 
+def mistral3(head_dim=32, **kind):
+    """Without `kind` plain; transformers needs the original length and the growth of queries in any case."""
+    plain = {"llama_4_scaling_beta": 0.0, "original_max_position_embeddings": 128}
+    return transformers.Ministral3Config(**SMALL | rope(1e6, **plain | kind), head_dim=head_dim)
+
+
 def scaling(architecture, **keys):
     return {f"{architecture}.rope.scaling.{name}": value for name, value in keys.items()}
 
@@ -131,6 +137,14 @@ FAMILIES = {
         {"phi3.rope.dimension_count": 12} | scaling("phi3", **LONG_KEYS),
         {"rope_factors_short.weight": np.array(SHORT), "rope_factors_long.weight": np.array(LONG)},
     ),
+    "mistral3": (mistral3(), "mistral3", {"mistral3.attention.temperature_scale": 0.0}, {}),
+    "mistral3 yarn": (
+        mistral3(**YARN, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1),
+        "mistral3",
+        {"mistral3.attention.temperature_scale": 0.1} | scaling("mistral3", **YARN_KEYS, yarn_log_multiplier=1.0),
+        {},
+    ),
+    "mistral3 yarn that is not cancelled": (mistral3(**YARN), "mistral3", scaling("mistral3", **YARN_KEYS), {}),
     "gemma3": (gemma3(FAR), "gemma3", GEMMA3, {}),
     "gemma3 factor": (
         gemma3(FAR | {"rope_type": "linear", "factor": 8.0}, NEAR | {"rope_theta": 20000.0}),
@@ -257,6 +271,10 @@ def test_a_key_that_would_be_ignored_is_refused(checkpoint, tmp_path, key):
         ({"architecture": "granite"}, "its architecture is granite"),
         ({"keys": {"llama.block_count": 1 << 31}}, "it lacks the tensor blk.10.attn_k.weight"),
         ({"keys": {"llama.attention.head_count": 0}}, "it has no `attention.head_count`"),
+        (
+            {"architecture": "mistral3", "keys": {"mistral3.attention.temperature_scale": 0.1}},
+            "it has no `rope.scaling.original_context_length`",
+        ),
         ({"keys": {"llama.rope.scaling.type": "yarn"}}, "it has no `rope.scaling.original_context_length`"),
         ({"left_out": "blk.1.attn_v.weight"}, "it lacks the tensor blk.1.attn_v.weight"),
         ({"extra": {"blk.0.attn_q_norm.weight": np.ones(32)}}, "it has the tensor blk.0.attn_q_norm.weight"),
@@ -348,16 +366,18 @@ def test_a_damaged_entry_is_noticed_at_startup(entry, tmp_path):
         load(damaged)
 
 
-def test_adapters_change_the_rows_that_they_name(tmp_path):
-    """In files of Llama the rows of queries and keys are in another order."""
-    checkpoint = save_checkpoint(tmp_path / "original", llama(head_dim=24))
+@pytest.mark.parametrize("architecture", ["llama", "mistral3"])
+def test_adapters_change_the_rows_that_they_name(architecture, tmp_path):
+    """In files of Llama and Ministral the rows of queries and keys are in another order."""
+    config = llama(head_dim=24) if architecture == "llama" else mistral3(head_dim=24)
+    checkpoint = save_checkpoint(tmp_path / "original", config)
     sizes = {"self_attn.q_proj": (64, 96), "self_attn.k_proj": (64, 48), "self_attn.o_proj": (96, 64), "mlp.up_proj": (64, 96)}
     updates = {
         f"model.layers.1.{name}": (0.3 * torch.randn(2, inputs), 0.3 * torch.randn(outputs, 2))
         for name, (inputs, outputs) in sizes.items()
     }
     write_adapter(tmp_path / "adapter", updates)
-    file = write_gguf(tmp_path / "tiny.gguf", checkpoint)
+    file = write_gguf(tmp_path / "tiny.gguf", checkpoint, architecture)
     where = {"model_id": str(file), "model_cache": str(tmp_path / "cache"), "device": "cpu", "dtype": "float32"}
     config = Config(**where, lora_adapters=(f"tiny={tmp_path / 'adapter'}",), max_total_tokens=TOKENS, max_batch_size=2)
     served = models.load(models.prepare(config), lambda phase: None)
