@@ -14,7 +14,7 @@ from config import Config
 from manifest import Manifest, check_weight_files
 from models.base import Announce, Engine, StaticBatchModel
 from models.cache import NotConverted
-from models.checkpoint.source import fetch_source
+from models.checkpoint.source import dequantize_gguf, fetch_source
 from models.errors import ModelError
 from models.machine import cpu_multiplies_bfloat16
 from models.neuron import Neuron
@@ -84,8 +84,9 @@ def load(engine: Engine, announce: Announce) -> StaticBatchModel:
     except NotConverted as error:
         why = error
     config = engine.config
-    if engine.manifest.gguf_file:
-        raise ModelError(f"{config.model_name} cannot be served from its GGUF file: {why}")
+    if file := engine.manifest.gguf_file:
+        folder = dequantize_gguf(config, file, f"OpenVINO cannot compute with it: {why}")
+        return load(dataclasses.replace(engine, folder=folder, manifest=Manifest.read(folder)), announce)
     _reject_settings_of_others(config, PyTorch)
     if config.quantize:
         raise ModelError(

