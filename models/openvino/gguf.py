@@ -120,10 +120,9 @@ def _graph_of(file: GgufFile) -> ov.Model:
     for index, node in enumerate(attentions):
         window = file["attention.sliding_window"] if slides[index] else None
         _replace_attention(file, node, index, window or 0, parameters[1])
-    sums: dict[str, ov.Output] = {}
     for node in nodes:
         _name_as_in_checkpoints(node)
-        _take_minima_out(node, sums)
+        _take_minima_out(node)
     (logits,) = (result for result in graph.get_results() if result.get_friendly_name() == OUTPUT)
     rows = ops.squeeze(logits.input_value(0), ops.constant([0, 1]))
     return ov.Model([ops.result(rows)], parameters)
@@ -178,10 +177,7 @@ def _rope(file: GgufFile, slides: bool) -> Rope:
 
 
 def _has_sliding_mask(attention: ov.Node) -> bool:
-    mask = attention.input_value(3).get_node()
-    while mask.get_type_name() != "Parameter":
-        mask = mask.input_value(0).get_node()
-    return mask.get_friendly_name() == SLIDING_MASK
+    return _first_above(attention.input_value(3), "Parameter").get_friendly_name() == SLIDING_MASK
 
 
 def _replace_attention(
@@ -202,7 +198,9 @@ def _replace_attention(
         "weights": 0,
     }
     operands = [
-        ops.reshape(_before_cache(operand), ops.constant([-1, count * size]), False).output(0)
+        ops.reshape(
+            _first_above(operand, "Convert").input_value(0), ops.constant([-1, count * size]), False
+        ).output(0)
         for operand, count in zip(attention.input_values(), (heads, kv_heads, kv_heads))
     ]
     if growth := file["attention.temperature_scale"]:
@@ -216,12 +214,13 @@ def _replace_attention(
     reader.get_node().output(0).replace(shaped.output(0))
 
 
-def _before_cache(operand: ov.Output) -> ov.Output:
-    """What the frontend rounds to float16 to attend with."""
-    node = operand.get_node()
-    while node.get_type_name() != "Convert":
+def _first_above(output: ov.Output, kind: str) -> ov.Node:
+    """The first node of a type above an operand of an attention: a Parameter of a mask, or the Convert that
+    rounds what the cache holds to float16."""
+    node = output.get_node()
+    while node.get_type_name() != kind:
         node = node.input_value(2 if node.get_type_name() == "ScatterUpdate" else 0).get_node()
-    return node.input_value(0)
+    return node
 
 
 def _name_as_in_checkpoints(node: ov.Node) -> None:
@@ -233,10 +232,10 @@ def _name_as_in_checkpoints(node: ov.Node) -> None:
             node.set_friendly_name(LINEAR_NAME.format(f"layers.{layer}.{MODULES[tensor]}"))
 
 
-def _take_minima_out(product: ov.Node, sums: dict[str, ov.Output]) -> None:
+def _take_minima_out(product: ov.Node) -> None:
     """Weights with minima, (numbers - zeros) * scales by groups, become (numbers - middle) * scales, and a
     small product adds the rest: sums of each group's activations times (middle - zeros) * scales. OpenVINO
-    quantizes the activations of weights without minima only. `sums`: those of activations, by their names."""
+    quantizes the activations of weights without minima only, and computes equal sums once."""
     if not (parts := _parts_with_minima(product)):
         return
     numbers, zeros, scales = parts
@@ -251,14 +250,11 @@ def _take_minima_out(product: ov.Node, sums: dict[str, ov.Output]) -> None:
     replaced = ops.convert(ov.op.Constant(centered), "f32")
     scaled.input(0).replace_source_output(replaced.output(0))
     outputs, groups, size = numbers.shape
-    activations = product.input_value(0)
-    name = f"{activations.get_node().get_friendly_name()} {activations.get_index()}"
-    if name not in sums:
-        grouped = ops.reshape(activations, ops.constant([-1, groups, size]), False)
-        sums[name] = ops.reduce_sum(grouped, ops.constant([2]), False).output(0)
+    grouped = ops.reshape(product.input_value(0), ops.constant([-1, groups, size]), False)
+    sums = ops.reduce_sum(grouped, ops.constant([2]), False)
     minima = ((middle - zeros.data.astype(np.float32)) * scales.data).reshape(outputs, groups)
     readers = product.output(0).get_target_inputs()
-    rest = ops.matmul(sums[name], ops.convert(ops.constant(minima.astype(np.float16)), "f32"), False, True)
+    rest = ops.matmul(sums, ops.convert(ops.constant(minima.astype(np.float16)), "f32"), False, True)
     whole = ops.add(product, rest)
     for reader in readers:
         reader.replace_source_output(whole.output(0))
