@@ -295,8 +295,12 @@ class Family:
 
     def layer(self, get: GetTensor, names: Sequence[str] = (*ATTENTION, *MLP)) -> Tensors:
         """Matrices and norms of a layer under Llama's names."""
-        matrices = {f"{name}.weight": get(f"{name}.weight") for name in names}
+        matrices = {f"{name}.weight": self.matrix(get, name) for name in names}
         return self._scaled(matrices | self.norms_before(get))
+
+    def matrix(self, get: GetTensor, name: str) -> Tensor:
+        """Of a layer, by Llama's name without `.weight`."""
+        return get(f"{name}.weight")
 
     def norms_before(self, get: GetTensor) -> Tensors:
         return {name: self.norm(get(name)) for name in (NORM_BEFORE_ATTENTION, NORM_BEFORE_MLP)}

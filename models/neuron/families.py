@@ -10,7 +10,6 @@ transformers-neuronx.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import TYPE_CHECKING, ClassVar
 
@@ -211,8 +210,8 @@ class Qwen35(Family):
         types = self.config.get("layer_types") or patterned
         return tuple(LayerKind(is_recurrent=each == "linear_attention") for each in types)
 
-    def layer(self, get: GetTensor) -> Tensors:
-        return super().layer(get) | {f"{Q}.weight": self._queries(get, 0)}
+    def matrix(self, get: GetTensor, name: str) -> Tensor:
+        return self._queries(get, 0) if name == Q else super().matrix(get, name)
 
     def extra_tensors(self, get: GetTensor) -> Tensors:
         return super().extra_tensors(get) | {"attention_gate": self._queries(get, 1)}
@@ -224,7 +223,7 @@ class Qwen35(Family):
 
     def recurrent_layer(self, get: GetTensor) -> Tensors:
         queries, *others = (get(f"linear_attn.in_proj_{name}.weight") for name in ("qkv", "z", "b", "a"))
-        return super().layer(get, MLP) | {
+        return self.layer(get, MLP) | {
             f"{Q}.weight": self._by_key_head(queries, *others),
             f"{K}.weight": queries,
             f"{V}.weight": queries,
@@ -364,19 +363,15 @@ class Mixture(Family):
         self.experts = Experts(count, columns, per_token, is_normalized, self.has_biases)
         self.intermediate = count * columns
 
-    def layer(self, get: GetTensor) -> Tensors:
-        return super().layer(functools.partial(self._get_joined, get))
-
-    def _get_joined(self, get: GetTensor, name: str) -> Tensor:
-        """The matrices of all experts side by side, for the matrix of an MLP; other tensors as they are."""
-        matrix = name.removesuffix(".weight")
-        if matrix not in self.names:
-            return get(name)
+    def matrix(self, get: GetTensor, name: str) -> Tensor:
+        """For the matrix of an MLP those of all experts side by side."""
+        if name not in self.names:
+            return super().matrix(get, name)
         import torch  # what calls this has it
 
-        theirs = f"{self.expert}{self.names[matrix]}.weight"
+        theirs = f"{self.expert}{self.names[name]}.weight"
         parts = [get(theirs.format(number)) for number in range(self.experts.count)]
-        return torch.cat(parts, dim=1 if matrix == DOWN else 0)
+        return torch.cat(parts, dim=1 if name == DOWN else 0)
 
     def extra_tensors(self, get: GetTensor) -> Tensors:
         return super().extra_tensors(get) | {"router": get(self.router).T}
@@ -461,14 +456,13 @@ class GptOss(Mixture):
     pattern = 2
     windows = _patterned
 
-    def _get_joined(self, get: GetTensor, name: str) -> Tensor:
+    def matrix(self, get: GetTensor, name: str) -> Tensor:
         """Gate and up take turns in [experts, hidden, 2 * columns]; down is [experts, columns, hidden]."""
-        matrix = name.removesuffix(".weight")
-        if matrix == DOWN:
+        if name not in MLP:
+            return get(f"{name}.weight")
+        if name == DOWN:
             return get("mlp.experts.down_proj").flatten(0, 1).T
-        if matrix not in MLP:
-            return get(name)
-        columns = get("mlp.experts.gate_up_proj")[..., MLP.index(matrix) :: 2]
+        columns = get("mlp.experts.gate_up_proj")[..., MLP.index(name) :: 2]
         return columns.transpose(1, 2).flatten(0, 1)
 
     def extra_tensors(self, get: GetTensor) -> Tensors:
@@ -496,15 +490,15 @@ class InternLM2(Family):
     embedding_name = "model.tok_embeddings.weight"
     head_name = "output.weight"
 
-    def layer(self, get: GetTensor) -> Tensors:
-        fused = get("attention.wqkv.weight")
-        by_head = fused.view(self.kv_heads, -1, self.head_dim, self.hidden)
+    def matrix(self, get: GetTensor, name: str) -> Tensor:
+        if name in self.names:
+            return get(f"{self.names[name]}.weight")
+        by_head = get("attention.wqkv.weight").view(self.kv_heads, -1, self.head_dim, self.hidden)
         parts = by_head.split([self.heads // self.kv_heads, 1, 1], dim=1)
-        tensors = {f"{name}.weight": part.reshape(-1, self.hidden) for name, part in zip((Q, K, V), parts)}
-        tensors |= {f"{name}.weight": get(f"{theirs}.weight") for name, theirs in self.names.items()}
-        tensors[NORM_BEFORE_ATTENTION] = get("attention_norm.weight")
-        tensors[NORM_BEFORE_MLP] = get("ffn_norm.weight")
-        return tensors
+        return parts[(Q, K, V).index(name)].reshape(-1, self.hidden)
+
+    def norms_before(self, get: GetTensor) -> Tensors:
+        return {NORM_BEFORE_ATTENTION: get("attention_norm.weight"), NORM_BEFORE_MLP: get("ffn_norm.weight")}
 
 
 FAMILIES: dict[str, type[Family]] = {
