@@ -83,6 +83,7 @@ class Experts:
     per_token: int
     is_normalized: bool  # the weights of a token's experts sum to one
     has_biases: bool = False  # of the router and of each expert's gate, up and down
+    shared: int = 0  # the last experts, which all tokens have, with the sigmoid of their logit as weight
 
     def pieces(self, tp_degree: int) -> int:
         """Into how many pieces each expert is cut, so that each core holds whole pieces only."""
@@ -306,10 +307,9 @@ class Family:
         return {name: self.norm(get(name)) for name in (NORM_BEFORE_ATTENTION, NORM_BEFORE_MLP)}
 
     def extra_tensors(self, get: GetTensor) -> Tensors:
-        """The tensors of a layer that Llama's lacks: biases by the names of the checkpoint, q_norm, k_norm,
-        after_attention, after_mlp and router [hidden, experts]; sinks [heads]; router_bias [experts],
-        gate_bias and up_bias [experts * columns], down_bias [experts, hidden]; attention_gate [heads *
-        head_dim, hidden]."""
+        """The tensors of a layer with an attention that Llama's lacks: biases by the names of the checkpoint,
+        q_norm, k_norm, after_attention and after_mlp; sinks [heads]; attention_gate [heads * head_dim,
+        hidden]."""
         extra = self._scaled({f"{name}.bias": get(f"{name}.bias") for name in self.biases})
         if self.head_norms:
             extra |= {name: self.norm(get(f"self_attn.{name}.weight")) for name in ("q_norm", "k_norm")}
@@ -317,6 +317,11 @@ class Family:
             extra["after_attention"] = self.norm(get("post_attention_layernorm.weight"))
             extra["after_mlp"] = self.norm(get("post_feedforward_layernorm.weight"))
         return extra
+
+    def mlp_tensors(self, get: GetTensor) -> Tensors:
+        """Of a mixture of experts, in each layer: router [hidden, experts]; router_bias [experts], gate_bias
+        and up_bias [experts * columns], down_bias [experts, hidden]."""
+        return {}
 
     def _scaled(self, tensors: Tensors) -> Tensors:
         """Multipliers of the model go into its matrices and biases."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 from manifest import ORIGINAL_LENGTH, text_part, vision_family
 from models.checkpoint import rope
 from models.checkpoint.rope import Rope
-from models.errors import named
+from models.errors import ModelError, named
 from models.neuron.base_family import (
     DOWN,
     GATE,
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NOT_ANY_MORE = ("gpt2", "opt", "bloom", "gpt_neox")
-TEXT_ALONE = ("qwen3_5_text",)  # text parts of vision-language models whose images are not read on Neuron
+# Text parts of vision-language models whose images are not read on Neuron.
+TEXT_ALONE = ("qwen3_5_text", "qwen3_5_moe_text")
 # Where sliding-window layers have rotary positions of their own, all are computed here; only
 # transformers-neuronx computes llama3.
 TWO_ROPES = {"rope_scaling": ("default", *rope.SCALED)}
@@ -222,29 +223,32 @@ class Qwen35(Family):
         return by_head[:, part].flatten(0, 1)
 
     def recurrent_layer(self, get: GetTensor) -> Tensors:
+        matrices = dict.fromkeys((f"{name}.weight" for name in (Q, K, V)), self.projections(get))
+        matrices[f"{O}.weight"] = get("linear_attn.out_proj.weight")
+        return self.layer(get, MLP) | matrices
+
+    def projections(self, get: GetTensor) -> Tensor:
+        """The matrix of a gated delta net."""
         queries, *others = (get(f"linear_attn.in_proj_{name}.weight") for name in ("qkv", "z", "b", "a"))
-        return self.layer(get, MLP) | {
-            f"{Q}.weight": self._by_key_head(queries, *others),
-            f"{K}.weight": queries,
-            f"{V}.weight": queries,
-            f"{O}.weight": get("linear_attn.out_proj.weight"),
-        }
+        return self._by_key_head(*self._split(queries), *others)
 
     def recurrent_tensors(self, get: GetTensor) -> Tensors:
         return {
-            "conv": self._by_key_head(get("linear_attn.conv1d.weight")[:, 0]).T,
+            "conv": self._by_key_head(*self._split(get("linear_attn.conv1d.weight")[:, 0])).T,
             "decay_rate": -get("linear_attn.A_log").float().exp(),
             "dt_bias": get("linear_attn.dt_bias"),
             "gated_norm": get("linear_attn.norm.weight"),
         }
 
-    def _by_key_head(self, queries_keys_values: Tensor, *others: Tensor) -> Tensor:
+    def _split(self, queries_keys_values: Tensor) -> tuple[Tensor, ...]:
+        net = self.delta_net
+        return queries_keys_values.split([net.key_heads * n for n in (net.key_dim, net.key_dim, net.values)])
+
+    def _by_key_head(self, *parts: Tensor) -> Tensor:
         import torch  # what calls this has it
 
-        net = self.delta_net
-        sizes = [net.key_heads * size for size in (net.key_dim, net.key_dim, net.values)]
-        parts = (*queries_keys_values.split(sizes), *others)
-        return torch.cat([part.unflatten(0, (net.key_heads, -1)) for part in parts], 1).flatten(0, 1)
+        by_head = [part.unflatten(0, (self.delta_net.key_heads, -1)) for part in parts]
+        return torch.cat(by_head, 1).flatten(0, 1)
 
 
 class Gemma2(Gemma):
@@ -347,7 +351,7 @@ class Mixture(Family):
     """A mixture of experts, of which all are computed."""
 
     sizes: ClassVar = ("num_experts", "moe_intermediate_size")  # how many experts, and the columns of one
-    router = "mlp.gate.weight"
+    routers = ("mlp.gate.weight",)  # those after the first are of shared experts
     expert = "mlp.experts.{}."
     names: ClassVar = {name: name.removeprefix("mlp.") for name in MLP}
     has_biases = False
@@ -360,8 +364,9 @@ class Mixture(Family):
                 f"config.json: num_experts_per_tok is {per_token} and there are {count} experts"
             )
         is_normalized = bool(self.config["norm_topk_prob"])
-        self.experts = Experts(count, columns, per_token, is_normalized, self.has_biases)
-        self.intermediate = count * columns
+        shared = len(self.routers) - 1
+        self.experts = Experts(count + shared, columns, per_token, is_normalized, self.has_biases, shared)
+        self.intermediate = self.experts.count * columns
 
     def matrix(self, get: GetTensor, name: str) -> Tensor:
         """For the matrix of an MLP those of all experts side by side."""
@@ -369,12 +374,17 @@ class Mixture(Family):
             return super().matrix(get, name)
         import torch  # what calls this has it
 
-        theirs = f"{self.expert}{self.names[name]}.weight"
-        parts = [get(theirs.format(number)) for number in range(self.experts.count)]
-        return torch.cat(parts, dim=1 if name == DOWN else 0)
+        return torch.cat(self.matrices(get, name), dim=1 if name == DOWN else 0)
 
-    def extra_tensors(self, get: GetTensor) -> Tensors:
-        return super().extra_tensors(get) | {"router": get(self.router).T}
+    def matrices(self, get: GetTensor, name: str) -> list[Tensor]:
+        """Of the experts, each by itself."""
+        theirs = f"{self.expert}{self.names[name]}.weight"
+        return [get(theirs.format(number)) for number in range(self.experts.count - self.experts.shared)]
+
+    def mlp_tensors(self, get: GetTensor) -> Tensors:
+        import torch  # what calls this has it
+
+        return {"router": torch.cat([get(name) for name in self.routers]).T}
 
 
 class Qwen3Moe(Mixture, Qwen3):
@@ -398,6 +408,47 @@ class Qwen3Moe(Mixture, Qwen3):
     def windows(self) -> Windows:
         c = self.config
         return [c["sliding_window"] if c.get("use_sliding_window") else None] * self.layers
+
+
+class Qwen35Moe(Mixture, Qwen35):
+    """Qwen3.5-35B-A3B and others: all tokens share the last expert."""
+
+    defaults: ClassVar = Qwen35.defaults | {
+        "num_key_value_heads": 2,
+        "intermediate_size": 512,  # of no layer
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+    }
+    supported_values: ClassVar = Qwen35.supported_values | {"norm_topk_prob": (True,)}
+    routers = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
+
+    def __init__(self, config: Json):
+        super().__init__(config)
+        own = {"shared_expert_intermediate_size": (self.experts.columns,)}
+        self.supported_values = self.supported_values | own
+
+    def matrices(self, get: GetTensor, name: str) -> list[Tensor]:
+        shared = get(f"mlp.shared_expert.{self.names[name]}.weight")
+        try:
+            of_all = get("mlp.experts.down_proj" if name == DOWN else "mlp.experts.gate_up_proj")
+        except ModelError:  # Qwen3.5 is published with all experts in one tensor, in FP8 with each by itself
+            return [*super().matrices(get, name), shared]
+        if name != DOWN:
+            of_all = of_all.chunk(2, 1)[MLP.index(name)]
+        return [*of_all, shared]
+
+
+class Qwen3Next(Qwen35Moe):
+    """Qwen3-Next-80B-A3B: projections of its gated delta nets are joined by key head."""
+
+    defaults: ClassVar = Qwen35Moe.defaults | {"num_experts": 512, "num_experts_per_tok": 10}
+    supported_values = Qwen3Moe.supported_values
+
+    def projections(self, get: GetTensor) -> Tensor:
+        return self._by_key_head(*(get(f"linear_attn.in_proj_{name}.weight") for name in ("qkvz", "ba")))
 
 
 class Olmoe(Mixture):
@@ -426,7 +477,7 @@ class Mixtral(Mixture, Mistral):
         "norm_topk_prob": True,
     }
     sizes = ("num_local_experts", "intermediate_size")
-    router = "block_sparse_moe.gate.weight"
+    routers = ("block_sparse_moe.gate.weight",)
     expert = "block_sparse_moe.experts.{}."
     names: ClassVar = {GATE: "w1", UP: "w3", DOWN: "w2"}
 
@@ -449,7 +500,7 @@ class GptOss(Mixture):
     }
     supported_values: ClassVar = Family.supported_values | {"swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)}
     sizes = ("num_local_experts", "intermediate_size")
-    router = "mlp.router.weight"
+    routers = ("mlp.router.weight",)
     has_biases = True
     has_sinks = True
     swiglu_limit = 7.0
@@ -466,9 +517,11 @@ class GptOss(Mixture):
         return columns.transpose(1, 2).flatten(0, 1)
 
     def extra_tensors(self, get: GetTensor) -> Tensors:
+        return super().extra_tensors(get) | {"sinks": get("self_attn.sinks")}
+
+    def mlp_tensors(self, get: GetTensor) -> Tensors:
         gate_and_up = get("mlp.experts.gate_up_proj_bias")
-        return super().extra_tensors(get) | {
-            "sinks": get("self_attn.sinks"),
+        return super().mlp_tensors(get) | {
             "router_bias": get("mlp.router.bias"),
             "gate_bias": gate_and_up[:, ::2].flatten(),
             "up_bias": gate_and_up[:, 1::2].flatten(),
@@ -510,6 +563,8 @@ FAMILIES: dict[str, type[Family]] = {
     "qwen3": Qwen3,
     "qwen3_moe": Qwen3Moe,
     "qwen3_5_text": Qwen35,
+    "qwen3_5_moe_text": Qwen35Moe,
+    "qwen3_next": Qwen3Next,
     "phi3": Phi3,
     "granite": Granite,
     "smollm3": SmolLM3,

@@ -188,11 +188,10 @@ class FamilyForSampling(llama.LlamaForSampling):
             super().load_weights()
 
     def _add_extra_tensors(self, layer: Any, to_neuron: Callable[[], None]) -> None:
-        if layer.layer_num in self.family.recurrent_layers:
-            self._make_recurrent(layer)
-            to_neuron()
-            return
-        extra = self.family.extra_tensors(self._checkpoint.in_layer(layer.layer_num))
+        get = self._checkpoint.in_layer(layer.layer_num)
+        is_recurrent = layer.layer_num in self.family.recurrent_layers
+        own = self._make_recurrent(layer, get) if is_recurrent else self.family.extra_tensors(get)
+        extra = own | self.family.mlp_tensors(get)
         dtype = self.chkpt_model.lm_head.weight.dtype
         graph = self.family.graph()
         for name, tensor in extra.items():
@@ -201,19 +200,19 @@ class FamilyForSampling(llama.LlamaForSampling):
         if graph.experts:
             pieces = graph.experts.pieces(self.config.tp_degree)
             extra["expert_of"] = torch.eye(graph.experts.count).repeat_interleave(pieces, dim=1)
-        if graph.has_sinks:
+        if "sinks" in extra:
             extra["sinks"] = self._of_padded_heads(extra["sinks"][:, None])
-        if graph.delta_net:
+        if "attention_gate" in extra:
             by_head = extra["attention_gate"].unflatten(0, (-1, self.family.head_dim))
             extra["attention_gate"] = self._of_padded_heads(by_head).T
-        for name, sharding in _added_parameters(graph).items():
-            own = dtype if name == "attention_gate" else torch.float32
-            layer.add_parameter(extra[name].to(own), sharding=sharding)
+        for name, sharding in _added_parameters(graph, is_recurrent).items():
+            its_dtype = dtype if name == "attention_gate" else torch.float32
+            layer.add_parameter(extra[name].to(its_dtype), sharding=sharding)
         to_neuron()
 
-    def _make_recurrent(self, layer: Any) -> None:
-        """Gives a layer the weights and buffers of a gated delta net, in the places of those of an attention.
-        There are heads of zeros where the cores do not divide its key heads."""
+    def _make_recurrent(self, layer: Any, get: GetTensor) -> Tensors:
+        """Gives a layer the matrices and buffers of a gated delta net, in the places of those of an
+        attention: its other tensors. There are heads of zeros where the cores do not divide its key heads."""
         net = self.family.delta_net
         tp_degree = self.config.tp_degree
         heads = utils.round_up_to_divisor(net.key_heads, tp_degree)
@@ -225,10 +224,6 @@ class FamilyForSampling(llama.LlamaForSampling):
         layer.attn_q_weight = padded(layer.attn_q_weight)
         layer.attn_k_weight = layer.attn_v_weight = None
         layer.attn_out_weight = padded(layer.attn_out_weight)
-        tensors = self.family.recurrent_tensors(self._checkpoint.in_layer(layer.layer_num))
-        for name, sharding in SHARDING.items():
-            tensor = tensors[name].float()
-            layer.add_parameter(tensor if sharding is None else padded(tensor), sharding=sharding)
         # Without what transformers-neuronx does to the heads of an attention.
         layer.allow_pad = False
         layer.neuron_config = copy.copy(layer.neuron_config)
@@ -246,6 +241,11 @@ class FamilyForSampling(llama.LlamaForSampling):
             layer.cache_shape[slots] = None
 
         layer.init_caches = init_caches
+        tensors = self.family.recurrent_tensors(get)
+        return {
+            name: tensors[name] if sharding is None else padded(tensors[name])
+            for name, sharding in SHARDING.items()
+        }
 
     def _of_padded_heads(self, values: torch.Tensor) -> torch.Tensor:
         """Values of heads [heads, size, ...], flattened, with zeros where transformers-neuronx adds heads:
@@ -260,17 +260,17 @@ class FamilyForSampling(llama.LlamaForSampling):
         return torch.cat([grouped, zeros], 1).flatten(0, 2)
 
 
-# The same as `_added_parameters`, of a recurrent layer.
+# The tensors of a recurrent layer beside its matrices, and the dimension that is split over the cores.
 SHARDING = {"conv": 1, "decay_rate": 0, "dt_bias": 0, "gated_norm": None}
 
 
-def _added_parameters(graph: ArchSpec) -> dict[str, int | None]:
+def _added_parameters(graph: ArchSpec, is_recurrent: bool) -> dict[str, int | None]:
     """What a layer has after LAYER_WEIGHTS, and the dimension that is split over the cores; None: each core
     has all."""
-    added = {}
-    if graph.delta_net:
+    added = dict(SHARDING) if is_recurrent else {}
+    if graph.delta_net and not is_recurrent:
         added["attention_gate"] = 1
-    if graph.head_norms:
+    if graph.head_norms and not is_recurrent:
         added |= dict.fromkeys(("q_norm", "k_norm"), 0 if graph.head_norms == "all" else None)
     if graph.experts:
         # `expert_of` [experts, pieces] has a 1 where a piece belongs to an expert.
@@ -448,8 +448,7 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         others = arguments[7:12]
         keys, values, *rest = arguments[12:]
         kind = next(self._next)
-        added = SHARDING if kind.is_recurrent else _added_parameters(self.graph)
-        weights = dict(zip([*LAYER_WEIGHTS, *added], rest))
+        weights = dict(zip([*LAYER_WEIGHTS, *_added_parameters(self.graph, kind.is_recurrent)], rest))
         if self.graph.norms == "after":
             weights |= dict.fromkeys(("pre_attn_ln_weight", "pre_mlp_ln_weight"))
         inner = self._norm(hidden, weights["pre_attn_ln_weight"])
@@ -526,14 +525,19 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         logits = _matrix_product(rows, hlo.cast(weights["router"], f32))
         if "router_bias" in weights:
             logits = hlo.add(logits, hlo.broadcast(weights["router_bias"], logits.sizes, [1]))
+        if experts.shared:
+            chosen = experts.count - experts.shared
+            shared = sigmoid(hlo.slice_along(logits, 1, experts.count, chosen))
+            logits = hlo.slice_along(logits, 1, chosen)
         probabilities = hlo.softmax(logits, 1)
         best, numbers = hlo.topk(probabilities, 1, k=experts.per_token)
         if experts.is_normalized:
             best = hlo.divide(best, hlo.broadcast(hlo.reduce_sum(best, 1), best.sizes, [0]))
-        sizes = (tokens, experts.per_token, experts.count)
+        sizes = (tokens, experts.per_token, logits.sizes[1])
         is_expert = hlo.equal(hlo.broadcast(numbers, sizes, [0, 1]), hlo.iota(numbers.dtype, sizes, 2))
         placed = hlo.multiply(hlo.broadcast(best, sizes, [0, 1]), hlo.cast(is_expert, f32))
-        return hlo.reduce_sum(placed, 1)
+        of_chosen = hlo.reduce_sum(placed, 1)
+        return hlo.concatenate([of_chosen, shared], 1) if experts.shared else of_chosen
 
     def _norm(self, tensor: Any, weight: Any) -> Any:
         """weight: None where the family has no norm at this place."""

@@ -14,6 +14,7 @@ import family_models
 import torch
 import transformers
 from family_models import VOCABULARY
+from safetensors.torch import save_file
 
 LENGTH = 200
 SMALL = family_models.SMALL | {
@@ -25,9 +26,18 @@ SMALL = family_models.SMALL | {
     "linear_num_key_heads": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
+EXPERTS = {
+    "linear_num_value_heads": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
 MODELS = {
     "qwen3_5, grouped": ("Qwen3_5TextConfig", {"linear_num_value_heads": 12}),  # three value heads for a key head
     "qwen3_5, tied": ("Qwen3_5TextConfig", {"linear_num_value_heads": 4, "tie_word_embeddings": True}),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", EXPERTS),
+    "qwen3_next": ("Qwen3NextConfig", EXPERTS),
 }
 RATES = (-6.0, 2.7)  # of logarithms of decays: some heads forget at once, others keep nearly everything
 
@@ -66,17 +76,26 @@ def logits_of(model):
 
 
 def rounded_to_int8(model):
-    """With a scale for each row of a matrix; gates of attentions, every second half of a head's rows in q_proj, stay."""
+    """With a scale for each row of a matrix, of `down` over all experts; gates of attentions, every second half of a head's rows
+    in q_proj, and of shared experts stay."""
     rounded = copy.deepcopy(model)
     for name, module in rounded.named_modules():
-        if isinstance(module, torch.nn.Linear) and name != "lm_head":
-            scale = module.weight.detach().abs().amax(1, keepdim=True) / 127
-            new = (module.weight.detach() / scale).round() * scale
+        if isinstance(module, torch.nn.Linear) and not name.endswith(("lm_head", "shared_expert_gate", "shared_expert.down_proj")):
+            before = module.weight.data.clone()
+            round_together([module.weight.data])
             if name.endswith("q_proj"):
-                by_head = (-1, 2, model.config.head_dim, new.shape[1])
-                new.view(by_head)[:, 1] = module.weight.detach().view(by_head)[:, 1]
-            module.weight.data.copy_(new)
+                by_head = (-1, 2, model.config.head_dim, before.shape[1])
+                module.weight.data.view(by_head)[:, 1] = before.view(by_head)[:, 1]
+        if hasattr(module, "shared_expert"):
+            round_together([module.experts.gate_up_proj.data.flatten(0, 1)])
+            round_together([*module.experts.down_proj.data, module.shared_expert.down_proj.weight.data])
     return rounded
+
+
+def round_together(matrices):
+    scale = torch.cat(matrices, 1).abs().amax(1, keepdim=True) / 127
+    for matrix in matrices:
+        matrix.copy_((matrix / scale).round() * scale)
 
 
 def greedy(model, prompt, count):
@@ -120,6 +139,8 @@ if __name__ == "__main__":
     for name in MODELS:
         model = make(name)
         model.save_pretrained(Path(sys.argv[1], name))
+        if name == "qwen3_5_moe":  # published with the experts of a layer in one tensor, which transformers saves each by itself
+            save_file(model.state_dict(), Path(sys.argv[1], name, "model.safetensors"))
         kept = {"texts": texts(), "logits": logits_of(model), "answers": [*answers(model)]}
         kept["conversations"] = [*conversations(model)]
         kept["int8"] = logits_of(rounded_to_int8(model))

@@ -26,7 +26,8 @@ from run import HERE, ConfigError
 
 PYTHON = os.environ.get("SERVER_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="SERVER_PYTHON names no interpreter with transformers 5")
-MODELS = ("qwen3_5, grouped", "qwen3_5, tied")
+DENSE = ("qwen3_5, grouped", "qwen3_5, tied")
+MIXTURES = ("qwen3_5_moe", "qwen3_next")
 CHUNK = 32
 LIMITS = {"max_total_tokens": 192, "max_input_tokens": 191, "max_batch_size": 4, "position_buckets": (64,)}
 
@@ -107,7 +108,7 @@ class Slots:
 
 
 @pytest.mark.parametrize(("tp_degree", "prefill_chunk"), [(1, CHUNK), (2, 16), (4, CHUNK), (12, CHUNK)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", DENSE + MIXTURES)
 def test_prompts_chunks_and_steps_have_transformers_logits(made, tmp_path, monkeypatch, name, tp_degree, prefill_chunk):
     """Of every length around a chunk; slots are used again, and idle ones keep their states."""
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-23")
@@ -142,8 +143,9 @@ def test_bfloat16_is_no_further_from_float32_than_transformers_own(made, tmp_pat
     assert mean_error(torch.cat(slots.found), exact) < 1.1 * mean_error(theirs, exact)
 
 
-def test_a_model_is_compiled_and_served_from_the_artifact_in_int8(made, tmp_path, monkeypatch):
-    reference, output = made("qwen3_5, grouped"), tmp_path / "compiled"
+@pytest.mark.parametrize("name", ["qwen3_5, grouped", "qwen3_5_moe"])
+def test_a_model_is_compiled_and_served_from_the_artifact_in_int8(made, tmp_path, monkeypatch, name):
+    reference, output = made(name), tmp_path / "compiled"
     words = ["--model-id", reference.folder, "--output", output, "--tp-degree", "2", "--dtype", "float32"]
     words += [
         "--max-total-tokens",
@@ -173,8 +175,13 @@ def test_a_model_is_compiled_and_served_from_the_artifact_in_int8(made, tmp_path
     assert errors(torch.cat(slots.found), slots.of(reference.rounded["int8"])).max() < LARGEST
 
 
-@pytest.mark.parametrize(("tp_degree", "sampling"), [(1, "device"), (1, "host"), (2, "hybrid")])
-@pytest.mark.parametrize("name", MODELS)
+SAMPLED = [(1, "device"), (1, "host"), (2, "hybrid")]
+
+
+@pytest.mark.parametrize(
+    ("name", "tp_degree", "sampling"),
+    [(name, *where) for name in DENSE for where in SAMPLED] + [(name, 2, "hybrid") for name in MIXTURES],
+)
 def test_random_arrivals_get_transformers_text(made, tmp_path, name, tp_degree, sampling):
     settings = {"tp_degree": tp_degree, "prefill_chunk": CHUNK, "sampling": sampling}
     driven = Driven(served=serve(made(name), tmp_path, **LIMITS, **settings))
@@ -209,10 +216,10 @@ def test_the_text_of_a_vision_language_checkpoint_is_served_without_images(made,
     assert some_rows(model, reference).worst < LARGEST
 
 
-@pytest.mark.parametrize("tp_degree", [1, 2])
-def test_draft_tokens_never_enter_a_state(made, tmp_path, tp_degree):
+@pytest.mark.parametrize(("name", "tp_degree"), [("qwen3_5, grouped", 1), ("qwen3_5, grouped", 2), ("qwen3_next", 4)])
+def test_draft_tokens_never_enter_a_state(made, tmp_path, name, tp_degree):
     """Also of slots without drafts beside others, and beside an idle slot that is longer than these."""
-    reference = made("qwen3_5, grouped")
+    reference = made(name)
     model = serve(reference, tmp_path, tp_degree=tp_degree, prefill_chunk=CHUNK, speculate=3, sampling="host", **LIMITS)
     assert (model.verify_length, model.max_draft_rows) == (4, 16)
     slots, chance = Slots(model, reference), random.Random(1)
@@ -229,9 +236,12 @@ def test_draft_tokens_never_enter_a_state(made, tmp_path, tp_degree):
     assert slots.worst < LARGEST
 
 
-@pytest.mark.parametrize(("tp_degree", "sampling", "speculate"), [(1, "host", 3), (1, "device", 0), (2, "hybrid", 3)])
-@pytest.mark.parametrize("name", MODELS)
-def test_conversations_go_on_from_the_borders_of_their_messages(made, tmp_path, name, tp_degree, sampling, speculate):
+@pytest.mark.parametrize(
+    ("name", "tp_degree", "sampling"),
+    [(name, *where) for name in DENSE for where in SAMPLED] + [(name, 2, "hybrid") for name in MIXTURES],
+)
+def test_conversations_go_on_from_the_borders_of_their_messages(made, tmp_path, name, tp_degree, sampling):
+    speculate = 0 if sampling == "device" else 3
     settings = {"tp_degree": tp_degree, "prefill_chunk": CHUNK, "sampling": sampling, "speculate": speculate}
     driven = Driven(served=serve(made(name), tmp_path, **LIMITS, **settings), metrics=NoMetrics())
     chance, running, wanted, held, ends = random.Random(7), {}, {}, {}, {}
