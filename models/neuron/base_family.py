@@ -231,13 +231,9 @@ class Family:
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        own = rope.scaled(self.rope, self._rotated)
+        rotated = int(self.head_dim * (self.config.get("partial_rotary_factor") or 1.0))  # values of a head
+        own = rope.scaled(self.rope, rotated)
         return (own,) if own else ()
-
-    @property
-    def _rotated(self) -> int:
-        """How many values of a head are rotated."""
-        return int(self.head_dim * (self.config.get("partial_rotary_factor") or 1.0))
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:

@@ -14,7 +14,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from models.checkpoint.rope import Rope
 from models.errors import ModelError
 from models.neuron.artifact import CompiledConfig
 from models.neuron.base_family import ArchSpec, Family, GetTensor, K, LayerKind, O, Q, Tensors, V
-from models.neuron.recurrent import Rows, delta_net
+from models.neuron.recurrent import Array, Rows, delta_net
 
 # The functions of transformers-neuronx that are replaced below.
 LlamaConfig = llama.LlamaConfig
@@ -153,7 +152,7 @@ class FamilyForSampling(llama.LlamaForSampling):
         self._checkpoint = checkpoint
 
         def fills(module: torch.nn.Module, read: Callable[[], Tensors]) -> None:
-            module.materialize = lambda: _fill(module, read())
+            module.materialize = functools.partial(_fill, module, read)
 
         fills(model.model.embed_tokens, lambda: {"weight": family.embedding(checkpoint).float()})
         for number, layer in enumerate(model.model.layers):
@@ -267,8 +266,10 @@ SHARDING = {"conv": 1, "decay_rate": 0, "dt_bias": 0, "gated_norm": None}
 def _added_parameters(graph: ArchSpec, is_recurrent: bool) -> dict[str, int | None]:
     """What a layer has after LAYER_WEIGHTS, and the dimension that is split over the cores; None: each core
     has all."""
-    added = dict(SHARDING) if is_recurrent else {}
-    if graph.delta_net and not is_recurrent:
+    added = {}
+    if is_recurrent:
+        added |= SHARDING
+    elif graph.delta_net:
         added["attention_gate"] = 1
     if graph.head_norms and not is_recurrent:
         added |= dict.fromkeys(("q_norm", "k_norm"), 0 if graph.head_norms == "all" else None)
@@ -345,11 +346,11 @@ def _config(family: Family, *arguments: Any, **options: Any) -> Any:
     return config
 
 
-def _fill(module: torch.nn.Module, tensors: Tensors) -> None:
+def _fill(module: torch.nn.Module, read: Callable[[], Tensors]) -> None:
     """Sets the parameters of a module; matrices get the dtype that transformers-neuronx gave them, norms
     float32."""
     own = dict(module.named_parameters())
-    filled = {name: tensor.to(own[name].dtype) for name, tensor in tensors.items()}
+    filled = {name: tensor.to(own[name].dtype) for name, tensor in read().items()}
     module.load_state_dict(filled, strict=False, assign=True)
 
 
@@ -420,8 +421,8 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
             return tuple(values)
         self._next = iter(self._kinds)
         windows = {kind.window for kind in self._kinds}
-        self._masks = {each: _in_window(values[6], cache_ids, self._shown(each)) for each in windows}
-        self._active = {each: _within_active(values[7], self._shown(each)) for each in windows}
+        self._masks = {each: _in_window(values[6], self._shown(each), cache_ids) for each in windows}
+        self._active = {each: _in_window(values[7], self._shown(each)) for each in windows}
         return tuple(values)
 
     def _rotation(self, positions: Any, dtype: Any) -> tuple[Any, Any]:
@@ -478,8 +479,7 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         options = {f"{name}_scales": weights[f"{name}_scales"] for name in ("in0", "in1", "out")}
         if self.graph.experts:
             of_experts = self._expert_weights(hidden, weights)
-            of_pieces = _matrix_product(of_experts, hlo.cast(weights["expert_of"], of_experts.dtype))
-            of_pieces = hlo.cast(of_pieces, hidden.dtype)
+            of_pieces = hlo.cast(_matrix_product(of_experts, weights["expert_of"]), hidden.dtype)
         if "gate_bias" in weights:
             options["in0_bias"] = hlo.cast(weights["gate_bias"], hidden.dtype)
             options["in1_bias"] = hlo.cast(weights["up_bias"], hidden.dtype)
@@ -494,7 +494,7 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
             )
         if "down_bias" not in weights:
             return output
-        bias = _matrix_product(of_experts, hlo.cast(weights["down_bias"], of_experts.dtype))
+        bias = _matrix_product(of_experts, weights["down_bias"])
         return hlo.add(output, hlo.cast(hlo.reshape(bias, output.sizes), output.dtype))
 
     def _activation(self, of_pieces: Any) -> Any:
@@ -508,36 +508,31 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         tokens, pieces = of_pieces.sizes
 
         def weighted(gate: Any) -> Any:
-            active = activation(gate)
-            by_piece = (tokens, pieces, math.prod(gate.sizes[1:]) // pieces)
-            active = multiply(hlo.reshape(active, by_piece), hlo.broadcast(of_pieces, by_piece, [0, 1]))
-            return hlo.reshape(active, gate.sizes)
+            by_piece = Array(activation(gate)).view(tokens, pieces, -1)
+            return (by_piece * Array(of_pieces).view(tokens, pieces, 1)).view(*gate.sizes).node
 
         return weighted
 
     def _expert_weights(self, hidden: Any, weights: dict[str, Any]) -> Any:
         """The weight of each expert for each token, 0 for most: float32 [tokens, experts]."""
         experts = self.graph.experts
-        f32 = hidden.scribe.f32
-        *several, size = hidden.sizes
-        tokens = math.prod(several)
-        rows = hlo.cast(hlo.reshape(hidden, (tokens, size)), f32)
-        logits = _matrix_product(rows, hlo.cast(weights["router"], f32))
+        rows = Array(hidden).view(-1, hidden.sizes[2]).float()
+        logits = rows.apply(_matrix_product, weights["router"])
         if "router_bias" in weights:
-            logits = hlo.add(logits, hlo.broadcast(weights["router_bias"], logits.sizes, [1]))
-        if experts.shared:
-            chosen = experts.count - experts.shared
-            shared = sigmoid(hlo.slice_along(logits, 1, experts.count, chosen))
-            logits = hlo.slice_along(logits, 1, chosen)
-        probabilities = hlo.softmax(logits, 1)
-        best, numbers = hlo.topk(probabilities, 1, k=experts.per_token)
+            logits += Array(weights["router_bias"]).view(1, -1)
+        chosen = experts.count - experts.shared
+        routed = logits.slice(1, 0, chosen)
+        best = hlo.topk(hlo.softmax(routed.node, 1), 1, k=experts.per_token)
+        best, numbers = (Array(each).view(-1, experts.per_token, 1) for each in best)
         if experts.is_normalized:
-            best = hlo.divide(best, hlo.broadcast(hlo.reduce_sum(best, 1), best.sizes, [0]))
-        sizes = (tokens, experts.per_token, logits.sizes[1])
-        is_expert = hlo.equal(hlo.broadcast(numbers, sizes, [0, 1]), hlo.iota(numbers.dtype, sizes, 2))
-        placed = hlo.multiply(hlo.broadcast(best, sizes, [0, 1]), hlo.cast(is_expert, f32))
-        of_chosen = hlo.reduce_sum(placed, 1)
-        return hlo.concatenate([of_chosen, shared], 1) if experts.shared else of_chosen
+            best = best / best.apply(hlo.reduce_sum, 1, True)
+        every = Array(hlo.iota(numbers.node.dtype, (1, 1, chosen), 2))
+        placed = best * numbers._with(hlo.equal, every).float()
+        placed = hlo.reduce_sum(placed.node, 1)
+        if not experts.shared:
+            return placed
+        shared = logits.slice(1, chosen, experts.shared).apply(sigmoid)
+        return hlo.concatenate([placed, shared.node], 1)
 
     def _norm(self, tensor: Any, weight: Any) -> Any:
         """weight: None where the family has no norm at this place."""
@@ -601,26 +596,22 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         kv_heads = padded[1] // config.tp_degree
         size = kv_heads * config.attention_head_size
         end = bias.sizes[0] - size
-        queries = hlo.slice_along(bias, 0, limit=end - size)
-        keys = hlo.slice_along(bias, 0, limit=end, start=end - size)
-        values = hlo.slice_along(bias, 0, limit=end + size, start=end)
-        others = hlo.concatenate([queries, hlo.full(0, bias.dtype, (size,)), values], 0)
-        return others, hlo.reshape(keys, (kv_heads, config.attention_head_size))
+        queries, keys, values = Array(bias).split(end - size, size, size)
+        others = hlo.concatenate([queries.node, hlo.full(0, bias.dtype, (size,)), values.node], 0)
+        return others, keys.view(kv_heads, -1).node
 
     def _norm_of_heads(self, tensor: Any, weight: Any) -> Any:
         tokens, slots, heads, size = sizes = tensor.sizes
         eps = self.config.rms_norm_eps
         if self.graph.head_norms == "each":
-            heads_in_rows = hlo.reshape(tensor, (tokens * slots, heads, size))
-            return hlo.reshape(hlo.rms_norm(heads_in_rows, weight, eps, dim=2), sizes)
-        f32 = tensor.scribe.f32
-        rows = hlo.cast(hlo.reshape(tensor, (tokens * slots, heads * size)), f32)
-        squares = hlo.reduce_sum(hlo.multiply(rows, rows), 1)
-        total = hlo.all_reduce_sum(squares, self.config.tp_degree)  # over the heads on all cores
-        mean = hlo.divide(total, float(heads * size * self.config.tp_degree))
-        rows = hlo.multiply(rows, hlo.broadcast(hlo.rsqrt(hlo.add(mean, eps)), rows.sizes, [0]))
-        rows = hlo.multiply(rows, hlo.broadcast(hlo.cast(weight, f32), rows.sizes, [1]))
-        return hlo.reshape(hlo.cast(rows, tensor.dtype), sizes)
+            rows = Array(tensor).view(tokens * slots, heads, size)
+            return rows.apply(hlo.rms_norm, weight, eps, 2).view(*sizes).node
+        rows = Array(tensor).view(tokens * slots, heads * size).float()
+        squares = (rows * rows).apply(hlo.reduce_sum, 1, True)
+        total = squares.apply(hlo.all_reduce_sum, self.config.tp_degree)  # over the heads on all cores
+        mean = total.apply(hlo.divide, float(heads * size * self.config.tp_degree))
+        rows = rows * mean.apply(hlo.add, eps).apply(hlo.rsqrt) * Array(weight).view(1, -1)
+        return rows.apply(hlo.cast, tensor.dtype).view(*sizes).node
 
     def ln_lm_head(self, *arguments: Any, **options: Any) -> Any:
         return _capped(super().ln_lm_head(*arguments, **options), self.graph.logit_cap)
@@ -692,8 +683,7 @@ class Fp8Cache:
             return tensor
         positions, _slots, *head = tensor.sizes
         bias = self._rotated_bias((positions, 1, *head), tensor.dtype, self.cached_sin_cos)
-        bias = hlo.reshape(bias, (positions, *head))
-        return hlo.add(tensor, hlo.broadcast(bias, tensor.sizes, [0, 2, 3]))
+        return (Array(tensor) + Array(bias)).node
 
 
 def _matrix_product(left: Any, right: Any) -> Any:
@@ -721,52 +711,37 @@ def _gated(active: Any, up: Any, limit: float) -> Any:
 def _with_sinks(sinks: Any, context: Callable[..., Any], count: int, *arguments: Any, **options: Any) -> Any:
     """What `context` makes of its first `count` arguments, scores [slots, heads, tokens, positions], if their
     softmax has the sink of each head as one more logit: [tokens, slots, heads, head_dim]."""
-    f32 = sinks.scribe.f32
-    scores = [hlo.cast(each, f32) for each in arguments[:count]]
-    largest = functools.reduce(hlo.maximum, (hlo.reduce_max(each, 3) for each in scores))
-    shifted = [hlo.subtract(each, hlo.broadcast(largest, each.sizes, [0, 1, 2])) for each in scores]
-    others = functools.reduce(hlo.add, (hlo.reduce_sum(hlo.exp(each), 3) for each in shifted))
-    sink = hlo.exp(hlo.subtract(hlo.broadcast(hlo.cast(sinks, f32), largest.sizes, [1]), largest))
-    share = hlo.permute(hlo.divide(others, hlo.add(others, sink)), [2, 0, 1])
+    scores = [Array(each).float() for each in arguments[:count]]
+    largest = functools.reduce(hlo.maximum, (hlo.reduce_max(each.node, 3, True) for each in scores))
+    shifted = ((each - Array(largest)).apply(hlo.exp) for each in scores)
+    others = functools.reduce(Array.__add__, (each.apply(hlo.reduce_sum, 3, True) for each in shifted))
+    sink = (Array(sinks).view(1, -1, 1, 1) - Array(largest)).apply(hlo.exp)
+    share = (others / (others + sink)).apply(hlo.permute, [2, 0, 1, 3])
     output = context(*arguments, **options)
-    return multiply(output, hlo.broadcast(hlo.cast(share, output.dtype), output.sizes, [0, 1, 2]))
+    return (Array(output) * share.apply(hlo.cast, output.dtype)).node
 
 
 def _gated_output(hidden: Any, weight: Any, output: Callable[..., Any], context: Any, *others: Any) -> Any:
     """`output` of a context [tokens, slots, heads * head_dim] times its gate. hidden: [slots, tokens, ...]"""
-    dimensions = {"lhs_contracting_dimensions": [2], "rhs_contracting_dimensions": [0]}
-    gate = sigmoid(hlo.permute(hlo.dot_general(hidden, weight, dimensions), [1, 0, 2]))
-    return output(multiply(context, hlo.reshape(gate, context.sizes)), *others)
+    rows = Array(hidden).apply(hlo.permute, [1, 0, 2]).view(-1, hidden.sizes[2])
+    gate = rows.apply(_matrix_product, weight).apply(sigmoid).view(*context.sizes)
+    return output((Array(context) * gate).node, *others)
 
 
 def _sin_cos(positions: Any, dtype: Any, rope: Rope) -> tuple[Any, Any]:
     """Positions [slots, tokens] → sine and cosine [slots, tokens, pairs]."""
-    f32 = positions.scribe.f32
-    slots, tokens = positions.sizes
-    pairs = len(rope.frequencies)
-    angles = hlo.dot_general(
-        hlo.reshape(hlo.cast(positions, f32), (slots, tokens, 1)),
-        hlo.reshape(hlo.literal(f32, torch.tensor(rope.frequencies)), (1, pairs)),
-        dimension_numbers={"lhs_contracting_dimensions": [2], "rhs_contracting_dimensions": [0]},
-    )
-    both = (hlo.sin(angles), hlo.cos(angles))
-    if rope.factor != 1.0:
-        both = tuple(hlo.multiply(values, rope.factor) for values in both)
-    return tuple(hlo.cast(values, dtype) for values in both)
+    frequencies = Array(hlo.literal(positions.scribe.f32, torch.tensor([[rope.frequencies]])))
+    angles = (Array(positions).view(*positions.sizes, 1).float() * frequencies).node
+    both = (hlo.multiply(each, rope.factor) for each in (hlo.sin(angles), hlo.cos(angles)))
+    return tuple(hlo.cast(each, dtype) for each in both)
 
 
-def _in_window(mask: Any, positions: Any, window: int | None) -> Any:
-    """`mask` [slots, tokens, positions] without positions that are `window` or more before their token."""
-    if not window:
-        return mask
-    first = hlo.broadcast(hlo.subtract(positions, window), mask.sizes, [0, 1])
-    return hlo.logical_and(mask, hlo.greater(hlo.iota(first.dtype, mask.sizes, 2), first))
-
-
-def _within_active(mask: Any, window: int | None) -> Any:
-    """As `_in_window`, between the tokens of one call: [slots, tokens, tokens]."""
+def _in_window(mask: Any, window: int | None, positions: Any = None) -> Any:
+    """`mask` [slots, tokens, positions] without positions that are `window` or more before their token.
+    positions [slots, tokens]: None for a mask between the tokens of one call."""
     if not window or mask is None or len(mask.sizes) < 3:
         return mask
     s32 = mask.scribe.s32
-    distance = hlo.subtract(hlo.iota(s32, mask.sizes, 1), hlo.iota(s32, mask.sizes, 2))
-    return hlo.logical_and(mask, hlo.less(distance, window))
+    positions = positions or hlo.iota(s32, mask.sizes[:2], 1)
+    first = hlo.broadcast(hlo.subtract(positions, window), mask.sizes, [0, 1])
+    return hlo.logical_and(mask, hlo.greater(hlo.iota(s32, mask.sizes, 2), first))

@@ -44,17 +44,22 @@ class Array:
     __add__ = partialmethod(_with, hlo.add)
     __sub__ = partialmethod(_with, hlo.subtract)
     __mul__ = partialmethod(_with, hlo.multiply)
+    __truediv__ = partialmethod(_with, hlo.divide)
+
+    def float(self) -> Array:
+        return self.apply(hlo.cast, self.node.scribe.f32)
 
     def view(self, *sizes: int) -> Array:
         return self.apply(hlo.reshape, tuple(torch.empty(self.sizes, device="meta").view(sizes).shape))
 
     def slice(self, dim: int, start: int, size: int) -> Array:
-        return self.apply(hlo.slice_along, dim, start + size, start)
+        whole = size == self.sizes[dim]
+        return self if whole else self.apply(hlo.slice_along, dim, start + size, start)
 
     def split(self, *sizes: int) -> list[Array]:
-        """By the last of three dimensions."""
+        """By the last dimension."""
         ends = itertools.accumulate(sizes)
-        return [self.slice(2, end - size, size) for end, size in zip(ends, sizes)]
+        return [self.slice(len(self.sizes) - 1, end - size, size) for end, size in zip(ends, sizes)]
 
     def product(self, other: Array, left: int = 2, right: int = 1) -> Array:
         """Of each matrix [many, n, n] with that of the other. left, right: the dimensions that are
