@@ -76,11 +76,13 @@ def logits_of(model):
 
 
 def rounded_to_int8(model):
-    """With a scale for each row of a matrix, of `down` over all experts; gates of attentions, every second half of a head's rows
-    in q_proj, and of shared experts stay."""
+    """With a scale for each row of a matrix, of `down` over all experts; gates of attentions, every second half of a head's
+    rows in q_proj, and of shared experts stay."""
     rounded = copy.deepcopy(model)
     for name, module in rounded.named_modules():
-        if isinstance(module, torch.nn.Linear) and not name.endswith(("lm_head", "shared_expert_gate", "shared_expert.down_proj")):
+        if isinstance(module, torch.nn.Linear) and not name.endswith(
+            ("lm_head", "shared_expert_gate", "shared_expert.down_proj")
+        ):
             before = module.weight.data.clone()
             round_together([module.weight.data])
             if name.endswith("q_proj"):
@@ -139,7 +141,9 @@ if __name__ == "__main__":
     for name in MODELS:
         model = make(name)
         model.save_pretrained(Path(sys.argv[1], name))
-        if name == "qwen3_5_moe":  # published with the experts of a layer in one tensor, which transformers saves each by itself
+        if (
+            name == "qwen3_5_moe"
+        ):  # published with the experts of a layer in one tensor, which transformers saves each by itself
             save_file(model.state_dict(), Path(sys.argv[1], name, "model.safetensors"))
         kept = {"texts": texts(), "logits": logits_of(model), "answers": [*answers(model)]}
         kept["conversations"] = [*conversations(model)]

@@ -3,16 +3,21 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
 import pytest
+import templates
 import torch
+from family_models import VOCABULARY
 from loop import Driven, NoMetrics
+from processes import Server, events
 from safetensors.torch import load_file, save_file
 from test_families import LARGEST, errors, mean_error
 from test_server import as_float32, cores, refuse_to_compile, serve  # noqa: F401
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers_neuronx import compiler
 
 from config import Config
@@ -286,3 +291,62 @@ def test_a_cache_in_fp8_rounds_the_keys_and_values_alone(made, tmp_path):
     reference = made("qwen3_5, grouped")
     model = serve(reference, tmp_path, prefill_chunk=CHUNK, sampling="host", kv_cache_dtype="fp8_e4m3fn", **LIMITS)
     assert LARGEST < some_rows(model, reference).worst < 0.03
+
+
+def save_tokenizer(folder, template):
+    """One whose special tokens are those of Qwen3.5's template; the end of a text has the id that config.json says."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_end|>", "<|im_start|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, initial_alphabet=alphabet, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator([template], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": "<|im_end|>"}))
+    return tokenizer
+
+
+@pytest.mark.timeout(600)
+def test_a_turn_of_a_chat_prefills_what_is_new_through_all_processes(made, tmp_path):
+    """API server processes send the borders of messages, as the worker says that the model has states: with the published
+    template, which leaves out earlier reasoning, with a grammar, and beside a request whose client disconnects."""
+    path = templates.COLLECTION / "qwen3.5.json"
+    if not path.exists():
+        pytest.skip("the published templates are not installed")
+    folder = shutil.copytree(made("qwen3_5, tied").folder, tmp_path / "model")
+    tokenizer = save_tokenizer(folder, json.loads(path.read_text())[0]["chat_template"])
+    limits = {"MAX_BATCH_SIZE": "2", "TP_DEGREE": "1", "MAX_TOTAL_TOKENS": "512", "PREFILL_CHUNK": "32", "DTYPE": "float32"}
+    environment = {
+        "NEURON_RT_VISIBLE_CORES": "0-1",
+        "NEURON_COMPILE_CACHE_URL": str(tmp_path / "compiled"),
+        "OMP_NUM_THREADS": "1",
+    }
+    one_of = {"type": "object", "properties": {"animal": {"enum": ["Numbat"]}}, "required": ["animal"]}
+    grammar = {"response_format": {"type": "json_schema", "json_schema": {"name": "animal", "schema": one_of}}}
+    chat = [{"role": "system", "content": "Answer briefly."}]
+    begins = len(tokenizer.encode("<|im_start|>assistant\n<think>\n").ids)
+    held = 0
+    with Server("--device", "neuron", "--model-id", str(folder), **limits, **environment) as server:
+        server.wait_ready()
+        other = {
+            "messages": [{"role": "user", "content": "Another chat"}],
+            "stream": True,
+            "max_tokens": 400,
+            "ignore_eos": True,
+        }
+        neighbour = server.request("POST", "/v1/chat/completions", other)
+        next(events(neighbour))
+        for question in ("Which animal?", "And which one else?", "And then?"):
+            chat.append({"role": "user", "content": question})
+            body = {"messages": chat, "max_tokens": 60, "temperature": 0, "thinking_token_budget": 7, **grammar}
+            answer = server.post("/v1/chat/completions", body)
+            (choice,), usage = answer["choices"], answer["usage"]
+            message = choice["message"]
+            assert message["reasoning_content"] and '"Numbat"' in message["content"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] == held
+            held = usage["prompt_tokens"] - begins
+            chat.append({name: message[name] for name in ("role", "content", "reasoning_content")})
+            neighbour.connection.close()
+        server.wait_idle()
+        assert "finish_reason=cancelled" in server.log
