@@ -230,6 +230,14 @@ def test_sizes_that_a_text_config_leaves_out_are_those_of_transformers_classes()
         families.of({"model_type": "llama"})
 
 
+@pytest.mark.parametrize("name", ["qwen3_5_moe_text", "qwen3_next"])
+def test_a_shared_expert_has_the_size_of_the_others(name):
+    experts = of(name, num_experts=16, moe_intermediate_size=24, shared_expert_intermediate_size=24).experts
+    assert (experts.count, experts.shared, experts.columns) == (17, 1, 24)
+    with pytest.raises(ModelError, match="shared_expert_intermediate_size is 48 and this server supports 24"):
+        of(name, moe_intermediate_size=24, shared_expert_intermediate_size=48)
+
+
 OTHER_POSITIONS = ["gemma3", "glm_ocr", "lighton_ocr", "paddleocr_vl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 
 

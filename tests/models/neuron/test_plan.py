@@ -128,6 +128,20 @@ def test_recurrent_layers_have_states_of_a_fixed_size_and_no_keys_and_values():
     assert Sizing(shape, 2, 2, 4096, snapshot_memory=1).snapshots == 8
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters", "tp_degrees"),
+    [
+        ("Qwen/Qwen3.5-35B-A3B", 34_660_610_688, [1, 2, 4, 8, 16, 32]),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", 79_674_391_296, [1, 2, 4, 8, 12, 16, 24, 32]),
+    ],
+)
+def test_experts_beside_recurrent_layers_are_counted_with_the_one_that_all_tokens_share(name, parameters, tp_degrees):
+    """As transformers counts them, without the layers of multi-token prediction."""
+    shape = Shape.from_config(OTHERS[name])
+    assert shape.parameters == parameters
+    assert [degree for degree in (1, 2, 4, 8, 12, 16, 24, 32) if not Sizing(shape, degree, 1, 128).unsupported] == tp_degrees
+
+
 def test_int8_halves_the_matrices_of_the_layers_and_nothing_else():
     plain, int8 = (Sizing(SHAPES["Llama-3-8B"], 8, 4, 4096, "bfloat16", quantize) for quantize in (None, "int8"))
     assert plain.weights_bytes - int8.weights_bytes == 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336) / 8
