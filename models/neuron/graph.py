@@ -354,13 +354,10 @@ def _fill(module: torch.nn.Module, read: Callable[[], Tensors]) -> None:
     module.load_state_dict(filled, strict=False, assign=True)
 
 
-def _interleave_qkv(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tp_degree: int, dim: int
-) -> torch.Tensor:
+def _interleave_qkv(q: Any, k: Any, v: Any, tp_degree: int, dim: int) -> torch.Tensor:
     """transformers-neuronx's own fails for biases, [n], where queries and keys differ in number."""
-    if q.dim() > 1:
-        return interleave_qkv(q, k, v, tp_degree, dim=dim)
-    return interleave_qkv(q[None], k[None], v[None], tp_degree, dim=1)[0]
+    matrices = torch.atleast_2d(q, k, v)
+    return interleave_qkv(*matrices, tp_degree, dim=1).squeeze(0)
 
 
 class CheckpointTensors:

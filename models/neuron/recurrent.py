@@ -196,7 +196,7 @@ def delta_rule(
     many, tokens, _one = decay.sizes
     triangle = _constant(decay, torch.ones(1, tokens, tokens).tril())
     until = triangle.expand(many, tokens, tokens).product(decay)  # the decay up to each token
-    total = (decay * is_kept).apply(hlo.reduce_sum, 1).view(many, 1, 1)
+    total = (decay * is_kept).apply(hlo.reduce_sum, 1, True)
     between = (until - until.view(many, 1, tokens)).exp()
     grown = until.exp()
     new = (value - key.product(state) * grown) * beta

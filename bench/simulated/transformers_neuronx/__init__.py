@@ -188,7 +188,7 @@ def add_modules(package: str, model: type) -> None:
             "interleave_qkv": None,
         },
         "hlo": {
-            **dict.fromkeys(("add", "subtract", "multiply")),
+            **dict.fromkeys(("add", "subtract", "multiply", "divide")),
             **dict.fromkeys(("quantize_kv_cache_direct_cast", "dequantize_kv_cache_direct_cast")),
         },
         "parallel": {"ParallelTensorManipulator": object},
