@@ -316,7 +316,14 @@ def test_a_turn_of_a_chat_prefills_what_is_new_through_all_processes(made, tmp_p
         pytest.skip("the published templates are not installed")
     folder = shutil.copytree(made("qwen3_5, tied").folder, tmp_path / "model")
     tokenizer = save_tokenizer(folder, json.loads(path.read_text())[0]["chat_template"])
-    limits = {"MAX_BATCH_SIZE": "2", "TP_DEGREE": "1", "MAX_TOTAL_TOKENS": "1024", "PREFILL_CHUNK": "32", "DTYPE": "float32"}
+    limits = {
+        "MAX_BATCH_SIZE": "2",
+        "TP_DEGREE": "1",
+        "MAX_TOTAL_TOKENS": "1024",
+        "POSITION_BUCKETS": "512",
+        "PREFILL_CHUNK": "32",
+        "DTYPE": "float32",
+    }
     environment = {
         "NEURON_RT_VISIBLE_CORES": "0-1",
         "NEURON_COMPILE_CACHE_URL": str(tmp_path / "compiled"),
