@@ -574,7 +574,7 @@ def types_of(schema: Any, parameters: Json) -> set[str]:
             return set()
         path = each.get("$ref")
         options = [each[name] for name in ("anyOf", "oneOf", "allOf") if isinstance(each.get(name), list)]
-        if (named := named_types(each)) is not None:
+        if named := named_types(each):
             types |= named
         elif isinstance(path, str) and path != "#":
             if path not in references:

@@ -342,6 +342,11 @@ def test_definitions_that_name_each_other_many_times_are_looked_at_once():
     assert types_of(parameters["properties"]["a"], parameters) == set()
 
 
+def test_an_empty_list_of_values_says_nothing_about_types():
+    assert types_of({"enum": [], "anyOf": [{"type": "boolean"}, {"type": "null"}]}, {}) == {"boolean", "null"}
+    assert types_of({"enum": [], "$ref": "#/$defs/Text"}, {"$defs": {"Text": {"type": "string"}}}) == {"string"}
+
+
 def test_a_definition_that_names_itself_has_the_types_of_its_other_options():
     parameters = {"$defs": {"Text": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Text"}]}}}
     assert types_of({"$ref": "#/$defs/Text"}, parameters) == {"string"}
