@@ -223,6 +223,10 @@ class TextStream:
         text = self._detokenizer.push(token_id)  # none of a special token
         if is_special:
             text = self._tokenizer.id_to_token(token_id) or ""
+            # What ends a part of the output ends its text, too. A budget of reasoning may cut a character.
+            if self._parse and (rest := self._detokenizer.finish()):
+                self._add(self._carrier, rest)
+                self._opener = None
         self._pending.append(piece)
         self._add(piece, text)
         if not special:

@@ -189,6 +189,20 @@ def test_a_special_token_inside_a_character_does_not_break_it():
         assert run(kind.tokenizer, kind.ids("The"), [first, kind.id("</s>"), *rest])[0].text == "😀"
 
 
+@pytest.mark.parametrize("name", ["byte-level", "llama"])
+def test_a_character_that_is_cut_before_a_special_token_stays_before_it_in_parts(name):
+    """The token may end the reasoning: U+FFFD in front of the content would break its JSON."""
+    kind, told = kind_of(name), []
+
+    def parse(piece, text):
+        told.append(text)
+        return text, 0
+
+    ids = [kind.id("a"), kind.ids("😀")[-4], kind.id("</s>"), kind.id("a")]
+    stream, pieces = run(kind.tokenizer, kind.ids("The"), ids, parse=parse)
+    assert "".join(told) == "a\ufffd</s>a" and stream.text == text_of(pieces) == "a\ufffda"
+
+
 def test_what_is_told_of_a_token_travels_with_its_piece():
     kind = kind_of("byte-level")
     stream = TextStream(kind.tokenizer, [])
