@@ -78,7 +78,7 @@ class Plan:
 FULL = Plan(((LLAMA_2_7B, 0.96, 0.95), (LLAMA_31_8B, 0.92, 0.89, 0.845), (FAST, 0.90, 0.82)), COPYING, SPECULATING)
 SMALL = Device(2, 5.0, 32000, 2, 2.0)
 SMALL_COPYING = replace(SMALL, copy_mb_s=20.0, verify_ms=6.5)
-SMOKE = Plan(((SMALL, 0.9, 0.9),), SMALL_COPYING, SMALL_COPYING, rounds=1, seconds=1.0, requests=3)
+SMOKE = Plan(((SMALL, 0.9, 0.9),), SMALL_COPYING, SMALL_COPYING, rounds=1, seconds=2.0, requests=3)
 
 
 def measure(plan: Plan) -> Iterator[Figure]:
