@@ -132,7 +132,10 @@ class Worker:
                 raise output.failure
 
     def receive(self) -> None:
-        """Handles what arrived; waits for it when there is nothing else to do."""
+        """Handles the messages that arrived; waits for one when there is nothing else to do.
+
+        Requests that are prepared go to the scheduler. Those that failed to be prepared or published end.
+        """
         if self.adapter_changes:
             self.adapter_changes.apply(self.requests)
         has_nothing_to_run = not self.scheduler.busy and not self.scheduler.waiting

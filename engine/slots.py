@@ -47,13 +47,15 @@ class Slots:
         self._adapters = [0] * count  # with which each slot's contents were computed
 
     def allocate(self, prompt: Sequence[int], reuse: bool, adapter: int) -> SlotAssignment:
-        """The free slot with the longest common prefix, else the least recently used one.
+        """Takes the free slot with the longest common prefix, else the least recently used one. There must be
+        a free slot.
 
-        A slot is spared if less than half of its contents would be used, and either the prefix can be copied
-        or another free slot is empty: the rest belongs to another conversation. Example: of 100 tokens in a
-        slot, the prompt begins with 40. The least recently used slot is taken, with a copy of the 40 if
-        prefixes can be copied.
-        At least two tokens are left to run: a chunk of one would be rounded as a decode step is.
+        A slot counts as having no prefix if less than half of its contents would be used, and either prefixes
+        can be copied or a free slot is empty: the rest belongs to another conversation. Example: a slot has
+        100 tokens, and the prompt begins with 40 of them. The least recently used slot is taken. If prefixes
+        can be copied, it gets the longest prefix that any slot has, also one in use: here the 40.
+        Without `reuse` no prefix counts. At least two tokens are left to run: a chunk of one would be rounded
+        as a decode step is.
         """
         step = self._prefix_granularity
         common = [0] * len(self._held)

@@ -102,7 +102,8 @@ def load(engine: Engine, announce: Announce) -> StaticBatchModel:
 
 
 def _reject_by_config(manifest: Manifest) -> None:
-    """Raises ModelError for a model that no engine supports, before its weights are downloaded."""
+    """Raises ModelError for an encoder-decoder, or a model that generates no text, before its weights are
+    downloaded. Families are not checked here."""
     kind = manifest.config_json.get("model_type")
     if manifest.config_json.get("is_encoder_decoder"):
         raise ModelError(f"{kind} models are encoder-decoder models; only decoder-only models are supported")

@@ -132,7 +132,8 @@ class States:
         """Records that the call of these runs succeeded. Returns the blocks of the new snapshots, by slot.
 
         keep: how the state after a slot's tokens is kept for sequences that begin alike (Chunk.keep). Where
-        no block is free, a snapshot gives up its own: one at an interval before one at a message's border.
+        no block is free, a snapshot gives up its own: one at an interval before one at a message's border. If
+        none can, no snapshot is made. Slots with draft tokens are left to `accept`.
         """
         blocks = {}
         for run in runs:

@@ -101,10 +101,11 @@ def without_nulls(schema: Any, has_names: bool = False) -> Any:
 
 def enforceable(document: Schema) -> tuple[Schema, tuple[str, ...]]:
     """The schema as a grammar enforces it, and what is left out: a JSON pointer to the first place of each
-    keyword. Changes `document`.
+    keyword. Changes `document`, and returns it.
 
-    Whatever the result allows is valid by the rest of the schema, and all that can be said is kept. What it
-    has beyond llguidance's keywords is left to llguidance to reject.
+    A value that the result allows is valid by all keywords that are not left out. A keyword is left out only
+    where the result cannot say it within the limits of this file. Keywords that are unknown here stay:
+    llguidance rejects them.
     """
     places = _places(document)
     _close([schema for schema, _ in places])

@@ -132,10 +132,10 @@ def prepare_chat(
     field_names: FieldNames = CHAT_FIELDS,
     offered: OfferedTools | None = None,
 ) -> PreparedRequest:
-    """The prepared request of a chat.
+    """The prepared request of a chat: its prompt, its checked settings and its grammar. Raises ApiError.
 
-    offered: the tools, by default those of the chat itself. If none is listed, those that the conversation
-    adds are: a template explains calls only beside a list.
+    offered: the tools; by default those of `chat.tools`. The template gets those that are listed. If none is
+    listed, it gets those that the conversation adds: a template explains calls only beside a list.
     """
     text = served.text
     checked = _check(chat, served, field_names)

@@ -74,7 +74,12 @@ class GeneratedSequence:
         return self._logprobs / self.tokens if self.tokens else -math.inf
 
     def take(self, token: Token) -> list[Piece]:
-        """The pieces whose text has become certain with `token`."""
+        """Reads the next token. Returns the pieces whose text has become certain, which may be none.
+
+        It ends the sequence (sets `finish_reason`) where the engine says so, where it is a stop token or
+        completes a stop string, and where the parser is done (unless `ignore_eos`). With `max_new_tokens` 0
+        the first token ends it unread.
+        """
         self.first_token_at = self.first_token_at or time.monotonic()
         if self.prepared.max_new_tokens == 0:  # only the prompt is scored
             return self._give([], "length")

@@ -102,8 +102,9 @@ class Proxy:
     async def _request(
         self, method: str, path: str, target: str, headers: list, body: bytes
     ) -> aiohttp.ClientResponse:
-        """The beginning of the response of the first candidate that can be reached; one that is full refers
-        to the next."""
+        """The beginning of the response of the first candidate that can be reached. Another replica's server
+        that is full (429) is passed over; the answer of the own server, or of the last candidate, counts.
+        Raises the error of the last candidate if it cannot be reached."""
         header = next((value for name, value in headers if name.lower() == SESSION_HEADER), None)
         servers = candidates(session_of(path, header, body), self._own, self._addresses())
         servers.sort(key=lambda server: server == self._own and not self.is_healthy)

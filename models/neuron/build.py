@@ -201,7 +201,8 @@ def _configured_for(compiled_config: CompiledConfig, shape: plan.Shape, config: 
 
 
 def _sized(shape: plan.Shape, config: Config) -> tuple[Config, CompiledConfig]:
-    """`config` with the sizes for this machine, and what has to be compiled for it."""
+    """`config` with the sizes for this machine, and what has to be compiled for it. Raises ConfigError where
+    nothing fits, or the position buckets do not go with the other settings."""
     machine = _machine(config)
     sizing = plan.choose_sizing(shape, machine, config)
     logger.info("On %s with %d cores: %s", machine.instance or "this machine", machine.cores, sizing)

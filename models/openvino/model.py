@@ -382,7 +382,8 @@ def split(
     `granularity`. A segment of one token would be rounded as a decode step is, so the one before it leaves
     two tokens: with `max_tokens` 64 a prompt of 65 tokens becomes 63 and 2. (Where `granularity` is
     `max_tokens`, all prompts of 65 tokens end with one.) With `whole_images` and a limit each image is a call
-    by itself, whatever its length.
+    by itself, whatever its length. Draft tokens (`verify`) are never divided: all are added to the current
+    call as segments of one token, even beyond `max_tokens`.
     """
     shortest = 1 if granularity == max_tokens else 2
     call = []

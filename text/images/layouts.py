@@ -40,7 +40,8 @@ class Facts(dict):
     """The fields of a model's preprocessor files and configuration."""
 
     def number(self, name: str, default: int | None = None) -> int:
-        """A positive whole number, which may stand in an object: {"height": 384, "width": 384}. Raises
+        """A positive whole number; `default` where the field is missing or null. An object with any keys
+        stands for its number if its values are the same: {"height": 384, "width": 384}. Raises
         ConfigError."""
         value = self.get(name)
         if isinstance(value, dict):
