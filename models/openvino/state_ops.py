@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
+from openvino.utils.node_factory import NodeFactory
 
 from models.openvino.delta_tiles import TILE, delta_rule_of_tiles
 from models.states import Run
@@ -22,8 +25,8 @@ TABLE = "state_table."  # the beginning of the names of inputs: float32 [blocks,
 NEXT = "next "  # of outputs, before the name of a table: the states after tiles, which Python writes into it
 SEQUENCES = ("begins", "blocks", "blocks_begins", "past_lens", "interval")
 NO_INTERVAL = 1 << 30  # an interval that no sequence reaches
-L2_NORM = 'use_qk_l2norm="true" q_l2_norm_eps="1e-06" k_l2_norm_eps="1e-06"'
-PORT = '<port id="{}" precision="FP32"/>'  # the reader wants a precision, and does not use it
+L2_NORM = {"use_qk_l2norm": True, "q_l2_norm_eps": 1e-6, "k_l2_norm_eps": 1e-6}
+(CPU_PLUGIN,) = Path(ov.__file__).with_name("libs").glob("*cpu_plugin*")  # its name has the kind of the CPU
 
 
 class RecurrentLayers:
@@ -62,7 +65,7 @@ class RecurrentLayers:
             self._table(layer, heads, value_size, key_size),
             *(gate, beta, *self._sequences(which)),
         ]
-        return _reshaped(_paged("PagedGatedDeltaNet", inputs, L2_NORM), -1, heads * value_size)
+        return _reshaped(_paged("PagedGatedDeltaNet", inputs, **L2_NORM), -1, heads * value_size)
 
     def _tiled_delta_rule(self, layer, *operands):
         """Prompts in tiles, and rows, which are the other tokens, through the operation."""
@@ -120,34 +123,11 @@ def _reshaped(output: ov.Output, *shape: int) -> ov.Output:
     return ops.reshape(output, ops.constant(list(shape)), False).output(0)
 
 
-def _paged(kind: str, inputs: Sequence[ov.Output], attributes: str = "") -> ov.Output:
-    """An operation that Python has no class for: read from a graph of one node, which the IR reader knows
-    once the CPU plugin is loaded, and connected to its inputs."""
-    last = len(inputs)
-    layers = ports = edges = ""
-    for i, given in enumerate(inputs):
-        shape = ",".join("?" * len(given.get_partial_shape()))
-        element_type = given.get_element_type().get_type_name()
-        layers += (
-            f'<layer id="{i}" name="{i}" type="Parameter" version="opset1">'
-            f'<data shape="{shape}" element_type="{element_type}"/><output>{PORT.format(0)}</output></layer>'
-        )
-        ports += PORT.format(i)
-        edges += f'<edge from-layer="{i}" from-port="0" to-layer="{last}" to-port="{i}"/>'
-    ir = (
-        f'<net name="{kind}" version="11"><layers>{layers}'
-        f'<layer id="{last}" name="op" type="{kind}" version="extension"><data {attributes}/>'
-        f"<input>{ports}</input><output>{PORT.format(last)}</output></layer>"
-        f'<layer id="{last + 1}" name="result" type="Result" version="opset1">'
-        f"<input>{PORT.format(0)}</input></layer></layers><edges>{edges}"
-        f'<edge from-layer="{last}" from-port="{last}" to-layer="{last + 1}" to-port="0"/></edges></net>'
-    )
-    core = ov.Core()
-    core.get_property("CPU", "FULL_DEVICE_NAME")  # loads the plugin
-    (node,) = (node for node in core.read_model(ir.encode()).get_ops() if node.get_type_name() == kind)
-    for port, given in zip(node.inputs(), inputs):
-        port.replace_source_output(given)
-    return node.output(0)
+def _paged(kind: str, inputs: Sequence[ov.Output], **attributes: Any) -> ov.Output:
+    """An operation that Python has no class for: the CPU plugin has it."""
+    factory = NodeFactory()
+    factory.add_extension(CPU_PLUGIN)
+    return factory.create(kind, list(inputs), attributes).output(0)
 
 
 def state_inputs(runs: Sequence[Run], is_padded: bool) -> dict[str, np.ndarray]:
