@@ -12,8 +12,16 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, Summary
-from prometheus_client.utils import floatToGoString
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    Summary,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from config import VERSION
 from engine.step import StepOutput
@@ -151,7 +159,7 @@ BUCKETS = {  # of histograms without DURATION_BUCKETS
     "vllm:request_prefill_time_seconds": REQUEST_BUCKETS,
     "vllm:request_decode_time_seconds": REQUEST_BUCKETS,
 }
-LABEL_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+disable_created_metrics()  # times at which series began
 
 
 class Metrics:
@@ -357,26 +365,15 @@ class Metrics:
                 series.observe(value)
 
     def render(self) -> bytes:
-        """Prometheus' text format. Not prometheus_client's, because TGI's counters do not end in `_total`."""
+        """Prometheus' text format, in which TGI's counters do not end in `_total`."""
         for name, value in self._load().items():
             self.series(name).set(value)
         self._refresh_adapters()
-        lines = []
-        for metric in self._registry.collect():
-            is_ours = metric.name.startswith("tgi_")
-            total = "_total" if metric.type == "counter" else ""
-            shown = metric.name if is_ours else metric.name + total
-            lines += [f"# HELP {shown} {metric.documentation}", f"# TYPE {shown} {metric.type}"]
-            for point in metric.samples:
-                if point.name.endswith("_created"):
-                    continue
-                name = point.name.removesuffix(total) if is_ours else point.name
-                labels = ",".join(
-                    f'{key}="{value.translate(LABEL_ESCAPES)}"' for key, value in point.labels.items()
-                )
-                braces = f"{{{labels}}}" if labels else ""
-                lines.append(f"{name}{braces} {floatToGoString(point.value)}")
-        return "".join(f"{line}\n" for line in lines).encode()
+        text = generate_latest(self._registry)
+        for kind, name, *_ in METRICS:
+            if kind is Counter:
+                text = text.replace(f"tgi_{name}_total".encode(), f"tgi_{name}".encode())
+        return text
 
     def _add(
         self,
