@@ -39,7 +39,7 @@ from engine.request import Request, RequestGroup
 from engine.sampling import sampling
 from engine.sampling.ngram_proposer import NgramProposer
 from engine.sampling.sampling import SamplerState
-from engine.scheduler import Scheduler, SchedulerConfig, Step
+from engine.scheduler import Scheduler, Step, tokens_per_decode
 from engine.step import StepOutput, StepRunner, StepTimer
 from models.base import Engine, StaticBatchModel
 from models.checkpoint.source import load_updates
@@ -58,7 +58,7 @@ class Worker:
     """The loop around one model."""
 
     model: StaticBatchModel
-    limits: SchedulerConfig
+    config: Config
     eos_token_ids: frozenset[int]
     link: Link
     admission: Admission
@@ -72,7 +72,7 @@ class Worker:
 
     def __post_init__(self):
         model = self.model
-        self.scheduler = Scheduler(self.limits)
+        self.scheduler = Scheduler(model, self.config)
         self.outputs = Publisher(self.link, self.metrics, self.profiler, self.output_thread)
         self.requests = Requests(model, self.eos_token_ids, self.scheduler, self.outputs, self.admission)
         self.steps = 0  # decode steps
@@ -87,7 +87,7 @@ class Worker:
         self._ready_web_processes: set[int] = set()
         self.metrics.set_limits(model.batch_size, model.max_input_tokens, model.max_total_tokens)
         self._cache_tokens = model.batch_size * model.max_total_tokens
-        self.metrics.set_cache(self._cache_tokens, model.kv_cache_dtype, self.limits.prefix_granularity)
+        self.metrics.set_cache(self._cache_tokens, model.kv_cache_dtype, self.scheduler.prefix_granularity)
         self.metrics.watch(self.load)
         if model.adapters:
             self.metrics.watch_adapters(model.batch_size, self.adapters_in_use)
@@ -294,7 +294,7 @@ class Worker:
             request.sampler = SamplerState(
                 generate.sampling, generate.prompt, self.eos_token_ids, generate.min_new_tokens
             )
-        if self.limits.verify_length > 1:
+        if self.scheduler.verify_length > 1:
             request.proposer = NgramProposer(generate.prompt, generate.prediction, request.max_new_tokens)
         if generate.grammar or request.images:
             self._preparation.add(request)
@@ -368,9 +368,10 @@ class Startup:
         if config.lora_folder:
             read = functools.partial(load_updates, config)
             adapter_changes = AdapterChanges(model.adapters, read, self.link, info, config)
+        log_scheduling(config, model)
         return Worker(
             model=model,
-            limits=scheduler_config(config, model),
+            config=config,
             eos_token_ids=frozenset(eos_token_ids),
             link=self.link,
             admission=self.admission,
@@ -478,39 +479,18 @@ class Startup:
             logger.info("--allowed-media-domains has no effect here: this model is served without images")
 
 
-def scheduler_config(config: Config, model: StaticBatchModel) -> SchedulerConfig:
-    """Settings of the scheduler; logs those that have no effect, or an unexpected one, on this model."""
-    is_paced = config.waiting_served_ratio or config.max_waiting_tokens != Config.max_waiting_tokens
-    if model.supports_chunked_prefill and is_paced:
-        logger.info(
-            "--waiting-served-ratio and --max-waiting-tokens have no effect here: "
-            "prompts run in the same steps as decodes (chunked prefill)"
-        )
-    limits = SchedulerConfig(
-        slots=model.batch_size,
-        prefix_slots=model.prefix_slots,
-        supports_chunked_prefill=model.supports_chunked_prefill,
-        prefill_chunk=model.prefill_chunk,
-        chunk_granularity=model.chunk_granularity,
-        prefix_granularity=model.prefix_granularity if config.prefix_reuse else None,
-        supports_prefix_copy=model.supports_prefix_copy,
-        states=model.states if config.prefix_reuse else None,
-        whole_images=model.whole_images,
-        max_batch_prefill_tokens=config.max_batch_prefill_tokens,
-        max_draft_rows=model.max_draft_rows,
-        verify_length=model.verify_length
-        if config.speculate is None
-        else min(model.verify_length, config.speculate + 1),
-        max_queue_time_s=config.max_queue_time or math.inf,
-        queue_threshold_s=None if config.queue_threshold_ms is None else config.queue_threshold_ms / 1000,
-        waiting_served_ratio=config.waiting_served_ratio,
-        max_waiting_tokens=config.max_waiting_tokens,
-    )
+def log_scheduling(config: Config, model: StaticBatchModel) -> None:
+    """Logs the settings of the scheduler that have no effect, or an unexpected one, on this model."""
     if model.supports_chunked_prefill:
+        if config.waiting_served_ratio or config.max_waiting_tokens != Config.max_waiting_tokens:
+            logger.info(
+                "--waiting-served-ratio and --max-waiting-tokens have no effect here: "
+                "prompts run in the same steps as decodes (chunked prefill)"
+            )
         most = StepTimer.MOST_TOKENS
         default = f"as many as take {1000 * StepTimer.PROMPTS_S:.0f} ms, at most {most}"
     else:
-        most = limits.tokens_per_decode
+        most = tokens_per_decode(model)
         default = str(most)
     if (config.max_batch_prefill_tokens or 0) > most:
         logger.warning(
@@ -520,7 +500,6 @@ def scheduler_config(config: Config, model: StaticBatchModel) -> SchedulerConfig
             config.max_batch_prefill_tokens,
             default,
         )
-    return limits
 
 
 def known_eos_ids(ids: Iterable[int], vocab_size: int) -> list[int]:

@@ -18,15 +18,14 @@ import math
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
+from config import Config
 from engine.request import Request, RequestState
 from engine.slots import SlotAssignment, Slots
-from models.base import Chunk
+from models.base import Chunk, StaticBatchModel
 from models.images.encoder_cache import cuts_image
-from models.states import States
 
 # Prompt tokens of a step with chunked prefill. A larger budget lowers the prompts' time to first token and
 # raises the inter-token latency of the running requests.
@@ -39,42 +38,6 @@ MAX_PREFILL_TOKENS_PER_DECODE = 2048
 # Between snapshots of recurrent states in a prompt without messages.
 SNAPSHOT_INTERVAL = 2048
 ALL_LOGITS_TOKENS = 64  # in one step: the logits after each of them are held in memory
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulerConfig:
-    """What the model can run (see StaticBatchModel), and the limits that the operator sets."""
-
-    slots: int  # that run at a time
-    prefix_slots: int  # all of them; 0: as many
-    supports_chunked_prefill: bool
-    prefill_chunk: int | None
-    chunk_granularity: int
-    prefix_granularity: int | None
-    supports_prefix_copy: bool
-    whole_images: bool
-    states: States | None
-    max_batch_prefill_tokens: int | None  # None: the constants above, and `Scheduler.next`
-    max_draft_rows: int  # tokens of all rows of a step with draft tokens
-    verify_length: int  # of one of these rows
-    max_queue_time_s: float
-    queue_threshold_s: float | None
-    # Without chunked prefill: prompts interrupt decoding once enough of them wait, or after enough steps.
-    waiting_served_ratio: float  # waiting requests for each running one
-    max_waiting_tokens: int  # decode steps
-
-    def __post_init__(self):
-        # With less, chunks of one token could not be avoided.
-        assert self.prefill_chunk is None or self.prefill_chunk > 2
-
-    @property
-    def longest_chunk(self) -> float:
-        return self.prefill_chunk or math.inf
-
-    @property
-    def tokens_per_decode(self) -> float:
-        """Prompt tokens between two decode steps without chunked prefill, by default."""
-        return min(PREFILL_TOKENS_PER_DECODE, self.longest_chunk)
 
 
 class Step(NamedTuple):
@@ -99,33 +62,33 @@ class Step(NamedTuple):
 
 
 class Scheduler:
-    """Owns the queue and the slots. Callers may read `waiting`, `prefilling`, `running` and `busy`."""
+    """Owns the queue and the slots. Callers may read `waiting`, `prefilling`, `running` and `busy`.
 
-    def __init__(self, limits: SchedulerConfig):
+    Of the model it reads what a call may hold, and of the settings the limits of the operator.
+    """
+
+    def __init__(self, model: StaticBatchModel, config: Config):
         self.waiting: deque[Request] = deque()
         # Prompts in progress, in the order of arrival; without chunked prefill the one comes first that has
         # waited longest for tokens.
         self.prefilling: list[Request] = []
         self.running: list[Request] = []  # requests that generate, slots ascending
-        self._limits = limits
-        self._policy = (
-            ChunkedPrefill(limits) if limits.supports_chunked_prefill else AlternatingPrefill(limits)
-        )
-        self._total = limits.prefix_slots or limits.slots
-        self._slots = Slots(
-            self._total,
-            limits.prefix_granularity,
-            limits.supports_prefix_copy,
-            limits.whole_images,
-            limits.states,
-        )
+        self.verify_length = model.verify_length  # tokens of a row with draft tokens
+        if config.speculate is not None:
+            self.verify_length = min(self.verify_length, config.speculate + 1)
+        self.prefix_granularity = model.prefix_granularity if config.prefix_reuse else None
+        self._model = model
+        self._config = config
+        policy = ChunkedPrefill if model.supports_chunked_prefill else AlternatingPrefill
+        self._policy = policy(model, config)
+        self._slots = Slots(model, self.prefix_granularity)
         self._copies: list[SlotAssignment] = []  # of the next step
         self._steps_since_prompt = 0  # steps without prompts since the last prompt was finished
 
     @property
     def busy(self) -> int:
         """Occupied slots."""
-        return self._total - len(self._slots.free)
+        return self._model.prefix_slots - len(self._slots.free)
 
     def add(self, request: Request) -> None:
         assert len(request.prompt) > 0 and request.max_new_tokens > 0
@@ -142,7 +105,8 @@ class Scheduler:
     def is_overdue(self, request: Request, now: float) -> bool:
         """Whether a request has waited for a slot too long. A request of a group that has had a slot is never
         overdue."""
-        return now - request.arrived_at > self._limits.max_queue_time_s and not request.group.has_started
+        longest_s = self._config.max_queue_time or math.inf
+        return now - request.arrived_at > longest_s and not request.group.has_started
 
     def next(self, now: float, prompt_budget: int = PREFILL_TOKENS_WITH_DECODE) -> Step | None:
         """The next step, or None if there is nothing to run. `update` follows with the step's tokens.
@@ -151,7 +115,7 @@ class Scheduler:
         without chunked prefill, or with `max_batch_prefill_tokens`.
         """
         self._assign_slots(now)
-        startable = len(self.prefilling) + min(len(self.waiting), self._limits.slots - self.busy)
+        startable = len(self.prefilling) + min(len(self.waiting), self._model.batch_size - self.busy)
         rows, prompts = self._policy.next(self.running, self.prefilling, startable, prompt_budget)
         if not rows and not prompts:
             return None
@@ -186,8 +150,8 @@ class Scheduler:
 
     def _past_image(self, prompt: Sequence[int], end: int) -> int:
         """The end of a chunk that should end at `end`, moved past an image that must run in one call."""
-        step = max(self._limits.chunk_granularity, self._limits.prefix_granularity or 1)
-        while self._limits.whole_images and end < len(prompt) and cuts_image(prompt, end):
+        step = max(self._model.chunk_granularity, self.prefix_granularity or 1)
+        while self._model.whole_images and end < len(prompt) and cuts_image(prompt, end):
             end += step
             if end >= len(prompt) - 1:  # no chunk of one token is left
                 return len(prompt)
@@ -196,10 +160,10 @@ class Scheduler:
     def _snapshot_position(self, request: Request, begin: int, end: int) -> int | None:
         """Where a chunk from `begin` to `end` ends instead, to keep the state that the model has there; None:
         nowhere. No chunk of one token is left on either side."""
-        if self._limits.states is None or request.all_logits:
+        step = self.prefix_granularity
+        if self._model.states is None or not step or request.all_logits:
             return None
         prompt = request.prompt
-        step = self._limits.prefix_granularity
         for border in request.generate.borders or range(SNAPSHOT_INTERVAL, len(prompt), SNAPSHOT_INTERVAL):
             border -= border % step
             if begin + 1 < border <= min(end, len(prompt) - 2):
@@ -209,7 +173,7 @@ class Scheduler:
     def _propose_drafts(self, rows: list[Request]) -> list[list[int]]:
         """The draft tokens of each row. If half of the rows or more have none, no row gets any: rows without
         draft tokens would wait for the others. Steps with prompts have no draft tokens."""
-        most = min(self._limits.max_draft_rows // max(1, len(rows)), self._limits.verify_length) - 1
+        most = min(self._model.max_draft_rows // max(1, len(rows)), self.verify_length) - 1
         if most < 1:
             return []
         found = [row.proposer.propose(min(most, row.max_new_tokens - row.generated - 1)) for row in rows]
@@ -271,12 +235,12 @@ class Scheduler:
 
     def _assign_slots(self, now: float) -> None:
         """Assigns slots to the requests that have waited longest."""
-        limits = self._limits
-        interrupts = not limits.supports_chunked_prefill  # prompts interrupt decoding
-        too_few_wait = interrupts and len(self.waiting) < int(len(self.running) * limits.waiting_served_ratio)
-        if too_few_wait and self._steps_since_prompt < limits.max_waiting_tokens:
+        config = self._config
+        interrupts = not self._model.supports_chunked_prefill  # prompts interrupt decoding
+        too_few_wait = interrupts and len(self.waiting) < int(len(self.running) * config.waiting_served_ratio)
+        if too_few_wait and self._steps_since_prompt < config.max_waiting_tokens:
             return
-        while self.waiting and self.busy < limits.slots:
+        while self.waiting and self.busy < self._model.batch_size:
             request = self._next_waiting(now)
             request.exceeded_wait = too_few_wait
             request.group.has_started = True
@@ -291,12 +255,13 @@ class Scheduler:
             self.prefilling.append(request)
 
     def _next_waiting(self, now: float) -> Request:
-        """Takes a request out of the queue: the first one. With `queue_threshold_s` it is the one that has
+        """Takes a request out of the queue: the first one. With `queue_threshold_ms` it is the one that has
         waited longest if its wait exceeds the threshold, otherwise the one with the shortest prompt."""
         first = self.waiting[0]
-        if self._limits.queue_threshold_s is not None:
+        threshold_ms = self._config.queue_threshold_ms
+        if threshold_ms is not None:
             first = min(self.waiting, key=lambda request: request.arrived_at)
-            if now - first.arrived_at <= self._limits.queue_threshold_s:
+            if (now - first.arrived_at) * 1000 <= threshold_ms:
                 first = min(self.waiting, key=lambda request: len(request.prompt))
         self.waiting.remove(first)
         return first
@@ -314,23 +279,29 @@ def _decode_chunk(request: Request, draft_tokens: Sequence[int]) -> Chunk:
     return Chunk(request.slot, tokens, begin, verify=len(tokens) > 1, adapter=request.adapter)
 
 
+def tokens_per_decode(model: StaticBatchModel) -> int:
+    """Prompt tokens between two decode steps without chunked prefill, by default."""
+    return min(PREFILL_TOKENS_PER_DECODE, model.prefill_chunk or PREFILL_TOKENS_PER_DECODE)
+
+
 Prompts = list[tuple[Request, int]]  # and how many tokens of each run
 
 
 class ChunkedPrefill:
     """Each step runs the rows of all running requests and shares a budget of tokens among the prompts."""
 
-    def __init__(self, limits: SchedulerConfig):
-        self._limits = limits
+    def __init__(self, model: StaticBatchModel, config: Config):
+        self._model = model
+        self._budget = config.max_batch_prefill_tokens
 
     def next(
         self, running: list[Request], prefilling: list[Request], _startable: int, prompt_budget: int
     ) -> tuple[list[Request], Prompts]:
-        budget = self._limits.max_batch_prefill_tokens or prompt_budget
+        budget = self._budget or prompt_budget
         if not running:
             budget = max(PREFILL_TOKENS_ALONE, budget)
         # Where chunks are long, a second prompt has room beside the first one.
-        least = max(2, self._limits.chunk_granularity * min(2, len(prefilling)))
+        least = max(2, self._model.chunk_granularity * min(2, len(prefilling)))
         return running, self._share(max(least, budget), prefilling)
 
     def _share(self, budget: int, prefilling: list[Request]) -> Prompts:
@@ -358,9 +329,10 @@ class ChunkedPrefill:
         """The number of tokens of a prompt's next chunk. It may exceed `most` by one, or up to the next
         multiple of the model's granularity. No chunk of a longer prompt has one token: the model would round
         it as in a decode step."""
-        granularity = self._limits.chunk_granularity
+        granularity = self._model.chunk_granularity
         left = len(request.prompt) - request.prefilled
-        limit = min(left, self._limits.longest_chunk, ALL_LOGITS_TOKENS if request.all_logits else left)
+        longest = ALL_LOGITS_TOKENS if request.all_logits else left
+        limit = min(left, longest, self._model.prefill_chunk or left)
         tokens = min(limit, math.ceil(max(2, most) / granularity) * granularity)
         if left - tokens == 1:
             tokens = left if left == limit else tokens - granularity
@@ -370,16 +342,17 @@ class ChunkedPrefill:
 class AlternatingPrefill:
     """One prompt, or a chunk of it, runs alone; between two decode steps as many as the budget allows."""
 
-    def __init__(self, limits: SchedulerConfig):
-        self._limits = limits
+    def __init__(self, model: StaticBatchModel, config: Config):
+        self._model = model
+        self._budget = config.max_batch_prefill_tokens or tokens_per_decode(model)
         self._prompt_tokens = 0  # since the last decode step
 
     def next(
         self, running: list[Request], prefilling: list[Request], startable: int, _prompt_budget: int
     ) -> tuple[list[Request], Prompts]:
         """`startable`: prompts that have or could have a slot."""
-        budget = self._limits.max_batch_prefill_tokens or self._limits.tokens_per_decode
-        if startable > len(running) and self._limits.prefill_chunk is None:
+        budget = self._budget
+        if startable > len(running) and self._model.prefill_chunk is None:
             budget = max(MAX_PREFILL_TOKENS_PER_DECODE, budget)  # idle slots cost more than the pause
         if prefilling:
             request = prefilling[0]
@@ -401,5 +374,5 @@ class AlternatingPrefill:
         step.
         """
         left = len(request.prompt) - request.prefilled
-        tokens = min(left, self._limits.longest_chunk)
+        tokens = min(left, self._model.prefill_chunk or left)
         return tokens - 1 if left - tokens == 1 else tokens

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from models.base import StaticBatchModel
 from models.images.encoder_cache import cuts_image
-from models.states import States
 
 
 class SlotAssignment(NamedTuple):
@@ -29,22 +29,13 @@ class SlotAssignment(NamedTuple):
 class Slots:
     """Owns the free slots and their contents. Independent of requests: it sees only prompts."""
 
-    def __init__(
-        self,
-        count: int,
-        prefix_granularity: int | None,
-        supports_prefix_copy: bool,
-        whole_images: bool,
-        states: States | None,
-    ):
-        """`prefix_granularity`, `supports_prefix_copy`, `whole_images`, `states`: see StaticBatchModel."""
-        self.free = list(range(count))  # the least recently used first
+    def __init__(self, model: StaticBatchModel, prefix_granularity: int | None):
+        """`prefix_granularity`: that of the model; None: without prefix caching."""
+        self.free = list(range(model.prefix_slots))  # the least recently used first
+        self._model = model
         self._prefix_granularity = prefix_granularity
-        self._supports_copy = supports_prefix_copy
-        self._whole_images = whole_images
-        self._states = states
-        self._held: list[list[int]] = [[] for _ in range(count)]
-        self._adapters = [0] * count  # with which each slot's contents were computed
+        self._held: list[list[int]] = [[] for _ in self.free]
+        self._adapters = [0 for _ in self.free]  # with which each slot's contents were computed
 
     def allocate(self, prompt: Sequence[int], reuse: bool, adapter: int) -> SlotAssignment:
         """Takes the free slot with the longest common prefix, else the least recently used one. There must be
@@ -64,7 +55,7 @@ class Slots:
             for slot, computed_with in enumerate(self._adapters):
                 if computed_with == adapter:
                     common[slot] = self._reusable(slot, prompt, common_prefix(head, self._held[slot]))
-        spares = self._supports_copy or not all(self._held[slot] for slot in self.free)
+        spares = self._model.supports_prefix_copy or not all(self._held[slot] for slot in self.free)
 
         def reused(slot: int) -> int:
             if spares and 2 * common[slot] < len(self._held[slot]):
@@ -73,21 +64,21 @@ class Slots:
 
         slot = max(self.free, key=reused)
         source = slot
-        if self._supports_copy:
+        if self._model.supports_prefix_copy:
             source = max(range(len(common)), key=lambda other: (common[other], other == slot))
         self.free.remove(slot)
         self._held[slot] = list(prompt[: common[source]])
-        if self._states:
-            self._states.resume(source, slot, common[source])
+        if self._model.states:
+            self._model.states.resume(source, slot, common[source])
         self._adapters[slot] = adapter
         return SlotAssignment(slot, common[source], source)
 
     def _reusable(self, slot: int, prompt: Sequence[int], common: int) -> int:
         """How many of the first `common` tokens of a prompt, which `slot` holds, can be reused."""
-        if self._states:  # no snapshot cuts an image
-            return self._states.reusable(slot, common)
+        if self._model.states:  # no snapshot cuts an image
+            return self._model.states.reusable(slot, common)
         common -= common % self._prefix_granularity
-        while self._whole_images and common and cuts_image(prompt, common):
+        while self._model.whole_images and common and cuts_image(prompt, common):
             common -= self._prefix_granularity
         return common
 

@@ -19,7 +19,7 @@ from engine.sampling import sampling
 from models.errors import DeviceLost
 from protocol import AdapterChange, Cancel, End, Generate, Hello, SamplingParams, Tokens
 from run import HERE
-from worker import scheduler_config
+from worker import log_scheduling
 
 WAIT_S = 20
 LONG = list(range(1, 31))  # a prompt of several chunks
@@ -479,18 +479,13 @@ MIXES, CHUNKS, WHOLE = {"supports_chunked_prefill": True}, {"prefill_chunk": 64}
 def test_a_prefill_budget_above_every_default_is_advised_against(engine, most, default, caplog):
     model = FakeModel(**engine)
     for fine in (None, 1, most):
-        scheduler_config(Config(max_batch_prefill_tokens=fine), model)
+        log_scheduling(Config(max_batch_prefill_tokens=fine), model)
     assert not caplog.records
-    assert scheduler_config(Config(max_batch_prefill_tokens=4096), model).max_batch_prefill_tokens == 4096
+    log_scheduling(Config(max_batch_prefill_tokens=4096), model)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage().startswith("--max-batch-prefill-tokens 4096 (MAX_BATCH_PREFILL_TOKENS): running requests")
     assert f"leave it unset ({default}) unless" in record.getMessage()
-
-
-def test_requests_wait_as_long_as_max_queue_time_allows():
-    assert scheduler_config(Config(max_queue_time=0.5), FakeModel()).max_queue_time_s == 0.5
-    assert scheduler_config(Config(), FakeModel()).max_queue_time_s == float("inf")
 
 
 def test_eos_ids_that_the_model_does_not_have_are_ignored_with_one_warning(caplog):

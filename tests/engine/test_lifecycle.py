@@ -72,7 +72,7 @@ def test_a_cancel_for_a_request_that_is_unknown_or_over_has_no_effect():
 def test_a_request_that_waited_longer_than_max_queue_time_is_refused_while_a_prompt_runs(engine, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    driven = Driven(batch_size=2, max_batch_prefill_tokens=2, max_queue_time_s=10, **engine)
+    driven = Driven(batch_size=2, max_batch_prefill_tokens=2, max_queue_time=10, **engine)
     driven.arrive(Generate(1, [1], 30, ignore_eos=True))
     driven.step()
     same_http_request = SubmitRequests([Generate(2, LONG, 4), Generate(3, LONG, 4)])

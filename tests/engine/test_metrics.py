@@ -597,7 +597,7 @@ def test_values_under_the_names_of_vllm_are_the_truth_under_any_load(engine, clo
         prefix_granularity=1,
         supports_prefix_copy=True,
         verify_length=4,
-        max_queue_time_s=60,
+        max_queue_time=60,
         max_concurrent_requests=25,
         **engine,
     )

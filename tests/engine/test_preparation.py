@@ -101,7 +101,7 @@ def test_a_request_in_preparation_counts_as_waiting():
 
 def test_a_request_that_waits_too_long_for_its_preparation_is_refused_and_takes_no_slot():
     grammars = Held()
-    driven = Driven(grammars=grammars, vocab_size=grammars.vocab_size, max_queue_time_s=0.0)
+    driven = Driven(grammars=grammars, vocab_size=grammars.vocab_size, max_queue_time=1e-9)
     driven.arrive(Generate(1, [3], 9, grammar=of_regex("a{3}")), Generate(2, [4], 9))
     driven.step()
     grammars.may_compile.set()

@@ -10,11 +10,10 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import pytest
-from engine_parts import limits_of, request_of
+from engine_parts import request_of, scheduler_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import scheduler as scheduling
 from engine.request import Request, RequestGroup, RequestState
 from models.base import Chunk
 from protocol import Generate, Image
@@ -27,7 +26,7 @@ CHUNKED = {"supports_chunked_prefill": False, "prefill_chunk": 128}
 
 
 def Scheduler(**limits):
-    return scheduling.Scheduler(limits_of(**limits))
+    return scheduler_of(**limits)
 
 
 def of_prompt(prompt, most, arrived_at=0.0, all_logits=False, **fields):
@@ -150,7 +149,7 @@ def expired(scheduler, now):
 
 
 def test_requests_expire_in_the_queue_while_a_prompt_runs_unless_their_http_request_has_a_slot():
-    scheduler, group = Scheduler(slots=1, max_queue_time_s=10.0, **MIXED), RequestGroup()
+    scheduler, group = Scheduler(slots=1, max_queue_time=10.0, **MIXED), RequestGroup()
     _, same_group, late, in_time = added(
         scheduler, request(10**4, group=group), request(3, group=group), request(3), request(3, arrived_at=2.0)
     )
@@ -162,7 +161,7 @@ def test_requests_expire_in_the_queue_while_a_prompt_runs_unless_their_http_requ
 
 
 def test_a_request_does_not_expire_when_another_one_of_its_http_request_has_finished():
-    scheduler, group = Scheduler(slots=3, max_queue_time_s=10.0, waiting_served_ratio=2.0, **WHOLE), RequestGroup()
+    scheduler, group = Scheduler(slots=3, max_queue_time=10.0, waiting_served_ratio=2.0, **WHOLE), RequestGroup()
     running(scheduler, 2)
     _, second, *others = added(scheduler, request(1, 1, group=group), request(1, group=group), request(1), request(1))
     run_step(scheduler)
@@ -523,7 +522,7 @@ def test_no_chunk_or_reused_prefix_cuts_an_image_or_leaves_one_token_of_text_bes
         for n in range(chance.randrange(3)):
             prompt += image_ids(1000 + key % 3 + 10 * n, chance.choice(sizes)) + [9] * chance.choice(sizes)
         (each,) = added(scheduler, of_prompt(prompt, 1))
-        granularity = scheduler._limits.prefix_granularity or 1
+        granularity = scheduler.prefix_granularity or 1
         while not each.generated:
             step, _ = run_step(scheduler)
             for chunk, owner in zip(step.chunks, step.requests):
@@ -571,7 +570,7 @@ def test_where_nothing_can_be_copied_and_every_slot_holds_something_any_common_p
 
 
 def test_shorter_prompts_go_first_until_others_have_waited_longer_than_the_threshold():
-    scheduler = Scheduler(slots=1, queue_threshold_s=5.0, **MIXED)
+    scheduler = Scheduler(slots=1, queue_threshold_ms=5000, **MIXED)
     (runs,) = added(scheduler, request(2))
     run_step(scheduler)
     old, long, short = added(scheduler, request(9), request(9, arrived_at=8.0), request(3, arrived_at=9.0))
@@ -584,7 +583,7 @@ def test_shorter_prompts_go_first_until_others_have_waited_longer_than_the_thres
 
 
 def test_a_request_that_was_queued_late_goes_first_when_it_has_waited_longer_than_the_threshold():
-    scheduler = Scheduler(slots=1, queue_threshold_s=5.0, **MIXED)
+    scheduler = Scheduler(slots=1, queue_threshold_ms=5000, **MIXED)
     _, _, overdue = added(scheduler, request(9, arrived_at=8.0), request(3, arrived_at=9.0), request(9, arrived_at=1.0))
     run_step(scheduler, now=10.0)
     assert overdue.slot is not None
@@ -623,7 +622,7 @@ schedulers = st.fixed_dictionaries(
     {
         "slots": st.sampled_from([1, 2, 3, 8]),
         "max_batch_prefill_tokens": st.sampled_from([None, 1, 2, 5, 40, 300]),
-        "max_queue_time_s": st.sampled_from([math.inf, math.inf, 0.0, 5.0, 20.0]),
+        "max_queue_time": st.sampled_from([math.inf, math.inf, 1e-9, 5.0, 20.0]),
         "waiting_served_ratio": st.sampled_from([0.0, 0.0, 1.5]),
         "max_waiting_tokens": st.integers(0, 5),
     }
@@ -636,7 +635,7 @@ class Simulation:
     def __init__(self, schedule, facts, engine):
         self.scheduler = Scheduler(**facts, **engine)
         self.schedule, self.engine, self.supports_chunked_prefill = schedule, engine, engine["supports_chunked_prefill"]
-        self.slots, self.max_queue_time_s = facts["slots"], facts["max_queue_time_s"]
+        self.slots, self.max_queue_time = facts["slots"], facts["max_queue_time"]
         self.gate_is_open = self.supports_chunked_prefill or facts["waiting_served_ratio"] == 0
         self.max_waiting_tokens = facts["max_waiting_tokens"]
         self.beside = facts["max_batch_prefill_tokens"] or (BESIDE if self.supports_chunked_prefill else BETWEEN)
@@ -694,7 +693,7 @@ class Simulation:
             account.request
             for account in live
             if account.request.slot is None
-            and now - account.request.arrived_at > self.max_queue_time_s
+            and now - account.request.arrived_at > self.max_queue_time
             and account.request.group not in begun
         ]
         assert expired(self.scheduler, now) == late
@@ -870,7 +869,7 @@ alike = st.fixed_dictionaries(
 
 @given(st.lists(alike, min_size=3, max_size=9), st.sampled_from([1, 3, 5, 7, 300]), engines)
 def test_prompts_of_the_same_length_get_their_first_tokens_in_the_order_of_arrival(schedule, budget, engine):
-    facts = {"slots": 8, "max_batch_prefill_tokens": budget, "max_queue_time_s": math.inf}
+    facts = {"slots": 8, "max_batch_prefill_tokens": budget, "max_queue_time": math.inf}
     accounts = Simulation(schedule, facts | {"waiting_served_ratio": 0.0, "max_waiting_tokens": 0}, engine).run()
     for length in (1, 20, 60):
         firsts = [account.first_token_at for account in accounts if len(account.request.prompt) == length]

@@ -2,14 +2,13 @@
 
 import numpy as np
 import pytest
-from engine_parts import limits_of, request_of
+from engine_parts import request_of, scheduler_of
 from fakes.model import FakeModel, greedy, next_logits
 from loop import Driven
 from msgspec.structs import replace
 
 from engine.sampling import sampling
 from engine.sampling.sampling import SamplerState
-from engine.scheduler import Scheduler
 from engine.step import StepRunner, StepTimer, needs_logits
 from models.errors import DeviceLost
 from protocol import End, Generate, SamplingParams
@@ -17,7 +16,7 @@ from protocol import End, Generate, SamplingParams
 
 def scheduled(*prompts):
     """The next step of requests with these prompts, on a model that mixes."""
-    scheduler = Scheduler(limits_of(slots=3, supports_chunked_prefill=True))
+    scheduler = scheduler_of(slots=3, supports_chunked_prefill=True)
     for number, prompt in enumerate(prompts):
         generate = Generate(number, prompt, 5)
         sampler = SamplerState(SamplingParams(), prompt)

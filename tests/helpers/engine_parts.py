@@ -1,31 +1,29 @@
-"""Requests and limits of the engine, with the values of tests where a test names none."""
+"""Requests and schedulers, with the values of tests where a test names none."""
 
-import math
-
+from config import Config
 from engine.request import Request, RequestGroup
-from engine.scheduler import SchedulerConfig
+from engine.scheduler import Scheduler
+from models.base import StaticBatchModel
 
-LIMITS = {
-    "prefix_slots": 0,
-    "supports_chunked_prefill": False,
-    "prefill_chunk": None,
-    "chunk_granularity": 1,
-    "prefix_granularity": None,
-    "supports_prefix_copy": False,
-    "whole_images": False,
-    "states": None,
-    "max_batch_prefill_tokens": None,
-    "max_draft_rows": 0,
-    "verify_length": 0,
-    "max_queue_time_s": math.inf,
-    "queue_threshold_s": None,
-    "waiting_served_ratio": 0.0,
-    "max_waiting_tokens": 20,
-}
+OPERATORS_LIMITS = (
+    "max_batch_prefill_tokens",
+    "max_queue_time",
+    "queue_threshold_ms",
+    "waiting_served_ratio",
+    "max_waiting_tokens",
+)
 
 
-def limits_of(**limits):
-    return SchedulerConfig(**LIMITS | limits)
+def settings_in(facts):
+    """The settings among these facts, which are taken out."""
+    return Config(**{name: facts.pop(name) for name in OPERATORS_LIMITS if name in facts})
+
+
+def scheduler_of(slots, prefix_slots=0, **facts):
+    """`facts`: of a model that runs nothing, and limits of the operator."""
+    config, model = settings_in(facts), StaticBatchModel()
+    vars(model).update({"batch_size": slots, "prefix_slots": prefix_slots or slots, "prefix_granularity": None} | facts)
+    return Scheduler(model, config)
 
 
 def request_of(generate, arrived_at=0.0, kind=Request, **fields):

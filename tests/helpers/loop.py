@@ -7,7 +7,7 @@ from collections import defaultdict
 from unittest import mock
 
 import pytest
-from engine_parts import limits_of
+from engine_parts import settings_in
 from fakes.model import EOS, FakeModel
 from model_info import info_of
 from processes import MODEL_CACHE
@@ -26,7 +26,6 @@ REUSES = {  # engines that keep prefixes
     "chunks": {"prefill_chunk": 4, "prefix_granularity": 4},
 }
 REUSES["copied"] = REUSES["in place"] | {"supports_prefix_copy": True}
-OPERATORS_LIMITS = ("max_batch_prefill_tokens", "max_queue_time_s", "waiting_served_ratio", "max_waiting_tokens")
 on_every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 
 
@@ -129,26 +128,13 @@ class Driven:
         **model,
     ):
         self.wire, self.output_thread = Wire(), OutputThread()
-        shared_out = {name: model.pop(name) for name in OPERATORS_LIMITS if name in model}
+        config = settings_in(model)
         self.model = served or FakeModel(**model)
         self.admission = Admission(max_concurrent_requests)
-        of_model = (
-            "supports_chunked_prefill",
-            "prefix_slots",
-            "prefill_chunk",
-            "chunk_granularity",
-            "prefix_granularity",
-            "supports_prefix_copy",
-            "whole_images",
-            "states",
-            "max_draft_rows",
-            "verify_length",
-        )
-        facts = {name: getattr(self.model, name) for name in of_model}
         changes = read_adapter and AdapterChanges(self.model.adapters, read_adapter, self.wire, MODEL, Config(**settings or {}))
         self.worker = Worker(
             model=self.model,
-            limits=limits_of(slots=self.model.batch_size, **facts, **shared_out),
+            config=config,
             eos_token_ids=frozenset([EOS]),
             link=self.wire,
             admission=self.admission,

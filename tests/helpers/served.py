@@ -7,7 +7,6 @@ import time
 
 import gevent
 import msgspec
-from engine_parts import limits_of
 from fakes.model import ADAPTER, EOS, ImageModel, greedy
 from fakes.tokenizer import VOCABULARY, byte_tokenizer
 from grammars import grammars_of
@@ -100,14 +99,7 @@ class Served:
         self.read = []  # the adapters that were loaded: name, source
         self.worker = Worker(
             model=self.model,
-            limits=limits_of(
-                slots=slots,
-                prefill_chunk=prefill_chunk,
-                supports_chunked_prefill=self.model.supports_chunked_prefill,
-                prefix_granularity=self.model.prefix_granularity,
-                supports_prefix_copy=self.model.supports_prefix_copy,
-                states=self.model.states,
-            ),
+            config=Config(),
             eos_token_ids=frozenset([EOS]),
             link=self.link,
             admission=self.admission,

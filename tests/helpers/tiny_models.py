@@ -20,12 +20,11 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
-from engine_parts import limits_of, request_of
+from engine_parts import request_of, scheduler_of
 from safetensors.torch import save_file
 
 from config import Config
 from engine.request import Request
-from engine.scheduler import Scheduler
 from manifest import Manifest
 from models.cache import digest
 from protocol import Generate
@@ -327,7 +326,7 @@ def run(
     A sequence's logits are those that its tokens were chosen from; with `all_logits` those after every prompt token as well.
     """
     chance, chunk = random.Random(seed), prefill_chunk or model.prefill_chunk
-    limits = limits_of(
+    scheduler = scheduler_of(
         slots=min(6, model.batch_size),
         prefix_slots=model.prefix_slots,
         supports_chunked_prefill=model.supports_chunked_prefill,
@@ -339,7 +338,6 @@ def run(
         whole_images=model.whole_images,
         states=model.states,
     )
-    scheduler = Scheduler(limits)
     sequences = []
     for prompt, adapter in zip(prompts, adapters or [0] * len(prompts)):
         most = new_tokens or model.max_total_tokens - len(prompt)

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from dataclasses import replace
 
 import pytest
 from fakes.model import EOS, VOCABULARY, greedy
@@ -199,7 +198,7 @@ class Sure(Oracle):
 
 def test_rows_share_the_budget_of_a_step_and_no_guess_is_made_for_more_tokens_than_a_request_may_have():
     driven = Driven(batch_size=3, supports_chunked_prefill=True, verify_length=6)
-    driven.worker.scheduler._limits = replace(driven.worker.scheduler._limits, max_draft_rows=8)
+    driven.model.max_draft_rows = 8
     calls = []
     driven.each_call(lambda chunks: calls.append(chunks))
     with pytest.MonkeyPatch.context() as patch:
