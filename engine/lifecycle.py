@@ -6,6 +6,7 @@ message is sent by outputs.py.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from engine.request import Request, RequestGroup, RequestState
 from engine.scheduler import Scheduler
 from models.base import StaticBatchModel
 from protocol import Generate
+
+logger = logging.getLogger("worker")
 
 
 @dataclass(eq=False)
@@ -77,4 +80,4 @@ class Requests:
             "decode_ms": round((now - first_token_at) * 1000, 1),
             "finish_reason": reason.replace(" ", "_"),
         }
-        self.outputs.log_finished(fields)
+        logger.info("request finished", extra={"fields": fields})

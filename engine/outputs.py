@@ -13,7 +13,6 @@ import threading
 import time
 from collections import defaultdict
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Any
 
 from engine.link import Link
 from engine.metrics import Metrics
@@ -39,17 +38,12 @@ class Publisher:
         self._profiler = profiler
         self._executor = executor or ThreadPoolExecutor(1, "worker-outputs")
         self._unpublished = threading.Semaphore(MAX_UNPUBLISHED)
-        self._held: list[StepOutput] = []
-        self._finished: list[dict[str, Any]] = []  # log fields of requests
+        self._held: StepOutput | None = None
         self._failed: queue.SimpleQueue[Request] = queue.SimpleQueue()
 
     def publish(self, output: StepOutput) -> None:
         """Takes the output of a step, which `flush` hands over."""
-        self._held.append(output)
-
-    def log_finished(self, fields: dict[str, Any]) -> None:
-        """Logs a request that has ended, after its last tokens."""
-        self._finished.append(fields)
+        self._held = output
 
     def flush(self) -> None:
         """Hands over what is held; waits while MAX_UNPUBLISHED others have not been published.
@@ -57,11 +51,10 @@ class Publisher:
         To be called right before the device runs, or when there is nothing to run: earlier, the output thread
         would hold the interpreter's lock while the next step is prepared.
         """
-        if self._held or self._finished:
+        if self._held:
             self._unpublished.acquire()
-            self._executor.submit(self._publish, self._held, self._finished)
-            self._held = []
-            self._finished = []
+            self._executor.submit(self._publish, self._held)
+            self._held = None
 
     def end(self, request: Request, reason: str, message: str) -> None:
         """Ends a request after its tokens; does nothing if it has its terminal message."""
@@ -80,18 +73,9 @@ class Publisher:
         self.flush()
         self._executor.shutdown()
 
-    def _publish(self, outputs: list[StepOutput], finished: list[dict[str, Any]]) -> None:
-        """Publishes steps, then logs requests that have finished. Runs on the output thread."""
-        try:
-            for output in outputs:
-                self._publish_step(output)
-            for fields in finished:
-                logger.info("request finished", extra={"fields": fields})
-        finally:
-            self._unpublished.release()
-
-    def _publish_step(self, output: StepOutput) -> None:
-        """Sends and counts the outputs of one step. If they cannot be sent, the requests of the step fail."""
+    def _publish(self, output: StepOutput) -> None:
+        """Sends and counts the outputs of one step, on the output thread. If they cannot be sent, the requests
+        of the step fail."""
         begin = time.monotonic()
         try:
             self._send(output)
@@ -105,6 +89,8 @@ class Publisher:
                 self._profiler.record(output, begin, time.monotonic())
         except Exception:
             logger.exception("a step could not be counted")
+        finally:
+            self._unpublished.release()
 
     def _send(self, output: StepOutput) -> None:
         """One message per API server process: the tokens of its requests, with log-probabilities if
