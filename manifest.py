@@ -31,7 +31,6 @@ CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq
 ORIGINAL_LENGTH = "original_max_position_embeddings"  # before rope was scaled
 GGUF_FILE = "gguf_file"  # of the config.json of a folder without weights, which gguf_folder.py writes
 TEMPLATE_ORIGIN = "chat_template_origin"  # of its tokenizer_config.json: what the file calls its template
-SU = "su"  # the rope type longrope in Phi-3's first files
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # whose positions depend on the longest sequence
 
 # Values of transformers' classes for keys that a vision-language model's text_config may leave out, such as
@@ -378,7 +377,7 @@ def read_ropes(facts: Json) -> list[Json]:
     ropes = [shared | each for each in given.values() if isinstance(each, dict)] or [shared | given]
     for rope in ropes:
         kind = rope.get("rope_type") or rope.get("type") or "default"
-        rope["rope_type"] = "longrope" if kind == SU else kind
+        rope["rope_type"] = "longrope" if kind == "su" else kind  # in Phi-3's first files
         rope[ORIGINAL_LENGTH] = rope[ORIGINAL_LENGTH] or shared[ORIGINAL_LENGTH]
         if rope["rope_type"] == "longrope" and longest and longest != rope[ORIGINAL_LENGTH]:
             rope["factor"] = longest / rope[ORIGINAL_LENGTH]

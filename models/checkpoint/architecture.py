@@ -14,7 +14,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from config import Config
-from manifest import SU, Manifest, read_ropes
+from manifest import Manifest, read_ropes
 from models.errors import ModelError, check_length_limit, reported_as
 
 # Types of layers with a recurrent state; "hybrid" has attention, too, "moe" and "mlp" have none.
@@ -105,12 +105,11 @@ def _read_config(config: Config, folder: Path, manifest: Manifest) -> transforme
     transformers needs; the config has them."""
     given = manifest.config_json
     kind = manifest.model_type
-    scaling = given.get("rope_scaling") or {}
+    scaling = given.get("rope_scaling")
     runs_code = config.trust_remote_code and "auto_map" in given
     is_built_in = kind in transformers.CONFIG_MAPPING and not runs_code
-    is_lacking = SU in (scaling.get("rope_type"), scaling.get("type")) or kind == "minicpm3"
     rope = read_ropes(given)[0]
-    if is_built_in and is_lacking and rope["rope_type"] == "longrope":
+    if is_built_in and scaling and rope["rope_type"] == "longrope":
         longrope = {"factor": rope.get("factor", 1.0), **scaling, "rope_type": "longrope"}
         return transformers.CONFIG_MAPPING[kind].from_dict({**given, "rope_scaling": longrope})
     return AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)

@@ -171,9 +171,8 @@ def _attend(
     """Attention as transformers' modules call it. query: [rows, heads, q, head size]; key and value: what the
     cache returned; s_aux: sinks [heads]. Returns [rows, q, heads, head size].
 
-    In a decode step each row attends to the filled part of its own slot in a call of its own; with draft
-    tokens each token attends up to itself. A batched call would pad all rows to the longest, which changes
-    the last bits of the others.
+    Each row attends to the filled part of its own slot in a call of its own; of several tokens each attends
+    up to itself. A batched call would pad all rows to the longest, which changes the last bits of the others.
     """
     cache = module.slot_cache
     if scaling is None:
@@ -181,26 +180,22 @@ def _attend(
     cache.sliding_windows[module.layer_idx] = sliding_window
     rows, heads, length, size = query.shape
     sinks = None if s_aux is None else s_aux.view(1, heads, 1, 1)
-    if not cache.is_step:
-        mask = cache.mask(sliding_window, query.dtype)
-        attended = _scaled_dot_product(query, key, value, mask, scaling, softcap, sinks)
-        return attended.transpose(1, 2).contiguous(), None  # families view it
     out = query.new_zeros(rows, length, heads, value.shape[-1])
-    for slot, end in cache.ends.items():
+    for row, end in zip(cache.places, cache.ends.values()):
         if length > 1:
-            mask = cache.mask(sliding_window, query.dtype)[slot, None, ..., :end]
-            own = (query[slot, None], key[slot, None, :, :end], value[slot, None, :, :end])
-            out[slot] = _scaled_dot_product(*own, mask, scaling, softcap, sinks)[0].transpose(0, 1)
+            mask = cache.mask(sliding_window, query.dtype)[row, None, ..., :end]
+            own = (query[row, None], key[row, None, :, :end], value[row, None, :, :end])
+            out[row] = _scaled_dot_product(*own, mask, scaling, softcap, sinks)[0].transpose(0, 1)
             continue
         seen = slice(max(0, end - (sliding_window or end)), end)
         # Query heads that share a key head are passed as tokens of one head: keys are neither repeated nor
         # masked.
-        grouped = query[slot].reshape(1, key.shape[1], -1, size)
-        own = (grouped, key[slot, None, :, seen], value[slot, None, :, seen])
+        grouped = query[row].reshape(1, key.shape[1], -1, size)
+        own = (grouped, key[row, None, :, seen], value[row, None, :, seen])
         if sinks is not None:
             sinks = sinks.view(1, key.shape[1], -1, 1)
         attended = _scaled_dot_product(*own, None, scaling, softcap, sinks)
-        out[slot, 0] = attended.reshape(heads, -1)  # CUDA kernels return it in another memory order
+        out[row, 0] = attended.reshape(heads, -1)  # CUDA kernels return it in another memory order
     return out, None
 
 
