@@ -65,8 +65,6 @@ class Worker:
     metrics: Metrics
     grammars: Grammars | None  # None with on-device sampling
     profiler: Profiler | None
-    web_processes: int  # how many to wait for before logging "Connected"; 0: none
-    address: str  # of the HTTP server, for the log
     adapter_changes: AdapterChanges | None  # None: adapters stay as they are
     output_thread: Executor | None = None  # None: its own (see Publisher)
 
@@ -311,14 +309,12 @@ class Worker:
 
     def _count_ready(self, hello: Hello) -> None:
         """Counts the API server processes that accept requests. With the last one, the log says so."""
-        if hello.ready and self.web_processes:
+        if hello.ready and hello.pid not in self._ready_web_processes:
             self._ready_web_processes.add(hello.pid)
-            if len(self._ready_web_processes) >= self.web_processes:
-                self.web_processes = 0
+            if len(self._ready_web_processes) == self.config.web_concurrency:
                 (run_dir() / "ready").touch()
                 logger.info("Connected")
-                if self.address:
-                    logger.info("Listening on %s (API and web UI)", self.address)
+                logger.info("Listening on %s (API and web UI)", self.config.address)
 
 
 @dataclass
@@ -378,8 +374,6 @@ class Startup:
             metrics=self.metrics,
             grammars=grammars,
             profiler=profiler,
-            web_processes=config.web_concurrency,
-            address=config.address,
             adapter_changes=adapter_changes,
         )
 

@@ -158,7 +158,7 @@ def test_requests_get_slots_in_the_order_of_arrival():
 def test_connected_is_logged_once_every_web_process_is_ready(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("worker.run_dir", lambda: tmp_path)
     caplog.set_level("INFO")
-    driven = Driven(web_processes=2)
+    driven = Driven(web_concurrency=2)
     driven.arrive(Hello(1, False), Hello(1, True), Hello(1, True))
     driven.step()
     assert not (tmp_path / "ready").exists()
@@ -174,8 +174,7 @@ def test_connected_is_logged_once_every_web_process_is_ready(tmp_path, monkeypat
 def test_behind_connected_stands_the_address(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr("worker.run_dir", lambda: tmp_path)
     caplog.set_level("INFO")
-    driven = Driven(web_processes=1)
-    driven.worker.address = Config(port=8081).address
+    driven = Driven(web_concurrency=1, port=8081)
     driven.arrive(Hello(1, True))
     driven.step()
     assert caplog.messages[-2:] == ["Connected", "Listening on http://localhost:8081/ (API and web UI)"]

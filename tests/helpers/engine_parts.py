@@ -5,18 +5,20 @@ from engine.request import Request, RequestGroup
 from engine.scheduler import Scheduler
 from models.base import StaticBatchModel
 
-OPERATORS_LIMITS = (
+SETTINGS = (
     "max_batch_prefill_tokens",
     "max_queue_time",
     "queue_threshold_ms",
     "waiting_served_ratio",
     "max_waiting_tokens",
+    "web_concurrency",
+    "port",
 )
 
 
 def settings_in(facts):
     """The settings among these facts, which are taken out."""
-    return Config(**{name: facts.pop(name) for name in OPERATORS_LIMITS if name in facts})
+    return Config(**{name: facts.pop(name) for name in SETTINGS if name in facts})
 
 
 def scheduler_of(slots, prefix_slots=0, **facts):

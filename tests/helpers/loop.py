@@ -119,7 +119,6 @@ class Driven:
     def __init__(
         self,
         max_concurrent_requests=100,
-        web_processes=0,
         grammars=None,
         served=None,
         read_adapter=None,
@@ -141,8 +140,6 @@ class Driven:
             metrics=metrics or Metrics(""),
             grammars=grammars,
             profiler=None,
-            web_processes=web_processes,
-            address="",
             output_thread=self.output_thread,
             adapter_changes=changes,
         )

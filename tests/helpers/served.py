@@ -105,8 +105,6 @@ class Served:
             admission=self.admission,
             metrics=self.metrics,
             profiler=None,
-            web_processes=0,
-            address="",
             grammars=grammars_for(self.tokenizer.to_str()),
             adapter_changes=AdapterChanges(self.model.adapters, self.read_adapter, self.link, self.info, Config())
             if adapters
