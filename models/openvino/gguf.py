@@ -65,6 +65,8 @@ def convert(config: Config, folder: Path, target: Path) -> None:
 
 
 def _convert(config: Config, folder: Path, target: Path) -> None:
+    """Writes the graph of the GGUF file that `folder` names into `target`, and the facts of the entry. The
+    exact logits of a short text are among the facts: each startup compares its own logits with them."""
     manifest = Manifest.read(folder)
     config = with_dtype(config, manifest)
     file = read_gguf(manifest.gguf_file)
