@@ -341,7 +341,7 @@ class Startup:
         compiling = None
         if config.sampling != "device":
             compiling = background.submit(sampling.compile_loops, prepared.logits_dtypes)
-        tokenizer_check = background.submit(check_tokenizer, config, prepared.folder, run_dir())
+        tokenizer_check = background.submit(check_tokenizer, config, prepared.folder)
         model = self._load(prepared)
         if compiling:
             self._wait_for_loops(compiling)

@@ -12,6 +12,7 @@ before they convert. This file reads only the `entry.json` of an entry, and does
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import hashlib
@@ -87,10 +88,10 @@ class ModelCache:
             lock = os.open((self.folder / key).with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(lock, fcntl.LOCK_SH)
 
-    def find_or_add(self, key: str | None, convert: Callable[[Path], None], scratch: Path) -> Path:
-        """The folder of an entry, which `convert` fills where there is none; `scratch` where the cache cannot
-        be written, or where `key` is None. One of several processes converts, and the others wait. Raises
-        whatever `convert` raises."""
+    def find_or_add(self, key: str | None, convert: Callable[[Path], None]) -> Path:
+        """The folder of an entry, which `convert` fills where there is none. One of several processes
+        converts, and the others wait. Where the cache cannot be written, or where `key` is None, the folder
+        is removed when this process ends. Raises whatever `convert` raises."""
         reason: object = "its code comes from another repository, which may change at any time"
         try:
             if key:
@@ -100,6 +101,9 @@ class ModelCache:
         logger.warning(
             "The converted files cannot be kept, so the next startup converts them again: %s", reason
         )
+        # The folder of a run is removed even if this process is killed.
+        scratch = Path(tempfile.mkdtemp(dir=os.environ.get("NEURON_TEXTGEN_RUN_DIR")))
+        atexit.register(shutil.rmtree, scratch, ignore_errors=True)
         convert(scratch)
         return scratch
 

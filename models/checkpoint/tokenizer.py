@@ -57,9 +57,9 @@ def find_tokenizer(folder: Path) -> str:
     )
 
 
-def tokenizer_folder(config: Config, folder: Path, scratch: Path) -> Path:
+def tokenizer_folder(config: Config, folder: Path) -> Path:
     """The folder with the tokenizer.json of a model: the model's own, or one with the converted tokenizer, in
-    the cache. Where the cache cannot be written, that is `scratch`. Raises ConfigError."""
+    the cache. Raises ConfigError."""
     found = find_tokenizer(folder)
     if found == FAST:
         return folder
@@ -71,15 +71,15 @@ def tokenizer_folder(config: Config, folder: Path, scratch: Path) -> Path:
 
     cache = ModelCache(config)
     key = tokenizer_key(folder)
-    converted = cache.find_or_add(key, convert, scratch)
+    converted = cache.find_or_add(key, convert)
     cache.hold(key)
     return converted
 
 
-def check_tokenizer(config: Config, folder: Path, scratch: Path) -> TokenizerFacts:
+def check_tokenizer(config: Config, folder: Path) -> TokenizerFacts:
     """Finds or converts the tokenizer of a model, and has `text/tokenizer.py` try it out. Raises
     ConfigError."""
-    tokenizer_dir = tokenizer_folder(config, folder, scratch)
+    tokenizer_dir = tokenizer_folder(config, folder)
     settings = [config.tokenizer_config_path or "", config.mm_processor_kwargs or "{}"]
     arguments = ["text.tokenizer", str(folder), str(tokenizer_dir), *settings]
     return TokenizerFacts(tokenizer_dir, **json.loads(_child_output(arguments, "")))

@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import ClassVar
 
@@ -109,17 +108,15 @@ class OpenVino(Engine):
                         "The converted model in %s is damaged (%s): converting again", entry, named(error)
                     )
                     shutil.rmtree(cache.folder / key, ignore_errors=True)
-            # The folder of this run is removed even if this process is killed.
-            with tempfile.TemporaryDirectory(dir=os.environ.get("NEURON_TEXTGEN_RUN_DIR")) as scratch:
-                entry = cache.find_or_add(key, convert, Path(scratch))
-                try:
-                    return load_entry(config, entry)
-                except (*KNOWN_ERRORS, OSError):
-                    raise
-                except Exception as error:
-                    with contextlib.suppress(OSError):  # a read-only cache
-                        write_rejection(entry, named(error))
-                    raise
+            entry = cache.find_or_add(key, convert)
+            try:
+                return load_entry(config, entry)
+            except (*KNOWN_ERRORS, OSError):
+                raise
+            except Exception as error:
+                with contextlib.suppress(OSError):  # a read-only cache
+                    write_rejection(entry, named(error))
+                raise
         except KNOWN_ERRORS:
             raise
         except Exception as error:  # where it is one of the conversion, the next startup tries again

