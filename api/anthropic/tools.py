@@ -12,12 +12,12 @@ from api.http.fields import Json
 MODE_OF_CHOICE = {"auto": "auto", "any": "required", "none": "none"}  # of a chat, by the type of a choice
 DEFERRED = "names a tool that is deferred (`defer_loading`) or removed: no `tool_reference` adds it"
 HOSTED_SEARCH = "tool_search_tool_"  # what the types of Anthropic's searches begin with
-# The tools that Anthropic defines and the client runs, by type, without the date that follows it: each is a
-# function.
+# The definitions of the tools that Anthropic defines and the client runs, from the date of their version and
+# the tool of the request. The keys are their types, without the date that follows.
 CLIENT_TOOLS = {
-    "bash": client_tools.bash,
+    "bash": lambda _date, _tool: client_tools.BASH,
     "text_editor": client_tools.text_editor,
-    "memory": client_tools.memory,
+    "memory": lambda _date, _tool: client_tools.MEMORY,
 }
 
 
@@ -83,8 +83,7 @@ class MessagesTools(OfferedTools):
         if kind == "custom":
             function = _chat_function(path, tool)
         elif date.isdigit() and family in CLIENT_TOOLS:
-            definition = CLIENT_TOOLS[family](date, tool)
-            function = {"name": needed(path, tool, "name", str), **definition._asdict()}
+            function = {"name": needed(path, tool, "name", str)} | CLIENT_TOOLS[family](date, tool)
             if tool.get("strict") is True:
                 function["strict"] = True
         else:

@@ -7,7 +7,6 @@ Anthropic's and OpenAI's SDKs and their documentation of these tools; the descri
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from api.http.fields import Json, require
 
@@ -22,13 +21,6 @@ EDITOR_COMMANDS = ("view", "create", "str_replace", "insert")
 COMPUTER_USE = ("computer", "browser_toolset")
 
 
-class Definition(NamedTuple):
-    """What a tool does, and the JSON schema of its arguments."""
-
-    description: str
-    parameters: Json
-
-
 def reject_computer_use(path: str, tool: Json) -> None:
     """Raises ApiError for a tool with which the model would use a computer or a browser."""
     kind = str(tool.get("type"))
@@ -36,12 +28,14 @@ def reject_computer_use(path: str, tool: Json) -> None:
     require(not kind.startswith(COMPUTER_USE), f"{path}.type", detail, given=kind[:40])
 
 
-def _object(required: str, **properties: Json | str) -> Json:
-    """The schema of arguments: each as its own schema, or as the description of a text."""
+def _definition(description: str, required: str, **properties: Json | str) -> Json:
+    """What a tool does, and the JSON schema of its arguments: each as its own schema, or as the description
+    of a text. required: the names of arguments, with spaces between them."""
     schemas = {
         name: _with(TEXT, given) if isinstance(given, str) else given for name, given in properties.items()
     }
-    return {"type": "object", "properties": schemas, "required": required.split()}
+    parameters = {"type": "object", "properties": schemas, "required": required.split()}
+    return {"description": description, "parameters": parameters}
 
 
 def _enum(values: Sequence[str]) -> Json:
@@ -52,21 +46,8 @@ def _with(schema: Json, description: str) -> Json:
     return schema | {"description": description}
 
 
-# Anthropic's, each by the date of its version and the tool of the request.
-
-
-def bash(_date: str, _tool: Json) -> Definition:
-    return Definition(
-        "Runs a command in a bash session, which keeps its state from one call to the next.",
-        _object(
-            "",
-            command="The command. It may be left out only to restart.",
-            restart=_with(BOOLEAN, "true: ends the session and starts a new one."),
-        ),
-    )
-
-
-def text_editor(date: str, tool: Json) -> Definition:
+def text_editor(date: str, tool: Json) -> Json:
+    """Anthropic's editor. date: of its version; tool: as the request has it."""
     is_old = date < NO_UNDO
     commands = list(EDITOR_COMMANDS)
     text = "Shows and changes text files."
@@ -76,22 +57,7 @@ def text_editor(date: str, tool: Json) -> Definition:
     if tool.get("max_characters") is not None:
         text += f" `view` shows at most {tool['max_characters']} characters."
     properties = _editing("new_str" if is_old else "insert_text")
-    return Definition(text, _object("command path", command=_enum(commands), **properties))
-
-
-def memory(_date: str, _tool: Json) -> Definition:
-    commands = [*EDITOR_COMMANDS, "delete", "rename"]
-    return Definition(
-        "Keeps notes in files below /memories, which last longer than this conversation. "
-        "View that folder before you begin, and write down what later conversations need.",
-        _object(
-            "command",
-            command=_enum(commands),
-            **_editing("insert_text"),
-            old_path="`rename`: the path until now.",
-            new_path="`rename`: the new path.",
-        ),
-    )
+    return _definition(text, "command path", command=_enum(commands), **properties)
 
 
 def _editing(inserted: str) -> dict[str, Json | str]:
@@ -110,53 +76,52 @@ def _editing(inserted: str) -> dict[str, Json | str]:
     return properties | {inserted: text}
 
 
-# OpenAI's, each by the tool of the request.
-
-
-def shell(_tool: Json) -> Definition:
-    return Definition(
-        "Runs shell commands on the user's machine, and returns the output of each.",
-        _object(
-            "commands",
-            commands=_with(TEXT_LIST, "Commands, each of which runs by itself."),
-            timeout_ms=_with(INTEGER, "Milliseconds after which they are ended."),
-            max_output_length=_with(INTEGER, "Characters of output to return."),
-        ),
-    )
-
-
-def local_shell(_tool: Json) -> Definition:
-    return Definition(
-        "Runs a command on the user's machine, and returns its output.",
-        _object(
-            "command",
-            command=_with(TEXT_LIST, 'The program and its arguments, such as ["bash", "-lc", "ls | wc -l"].'),
-            working_directory="The folder to run it in.",
-            env=_with({"type": "object", "additionalProperties": TEXT}, "Environment variables."),
-            timeout_ms=_with(INTEGER, "Milliseconds after which it is ended."),
-        ),
-    )
-
-
-def apply_patch(_tool: Json) -> Definition:
-    return Definition(
-        "Creates, changes or deletes one file.",
-        _object(
-            "type path",
-            type=_enum(["create_file", "update_file", "delete_file"]),
-            path="The file.",
-            diff=(
-                "`create_file`: each line of the new file after a `+`. `update_file`: for each change a line "
-                "`@@`, then the lines around it after a space, those that go after a `-`, and new ones after "
-                "a `+`. `delete_file` has none."
-            ),
-        ),
-    )
-
-
-def tool_search(tool: Json) -> Definition:
-    parameters = tool.get("parameters")
-    if not isinstance(parameters, dict):
-        parameters = _object("query", query="Words for what the tool should do.")
-    description = tool.get("description")
-    return Definition(description or "Finds more tools, which may be called afterwards.", parameters)
+# Anthropic's.
+BASH = _definition(
+    "Runs a command in a bash session, which keeps its state from one call to the next.",
+    "",
+    command="The command. It may be left out only to restart.",
+    restart=_with(BOOLEAN, "true: ends the session and starts a new one."),
+)
+MEMORY = _definition(
+    "Keeps notes in files below /memories, which last longer than this conversation. "
+    "View that folder before you begin, and write down what later conversations need.",
+    "command",
+    command=_enum([*EDITOR_COMMANDS, "delete", "rename"]),
+    **_editing("insert_text"),
+    old_path="`rename`: the path until now.",
+    new_path="`rename`: the new path.",
+)
+# OpenAI's.
+SHELL = _definition(
+    "Runs shell commands on the user's machine, and returns the output of each.",
+    "commands",
+    commands=_with(TEXT_LIST, "Commands, each of which runs by itself."),
+    timeout_ms=_with(INTEGER, "Milliseconds after which they are ended."),
+    max_output_length=_with(INTEGER, "Characters of output to return."),
+)
+LOCAL_SHELL = _definition(
+    "Runs a command on the user's machine, and returns its output.",
+    "command",
+    command=_with(TEXT_LIST, 'The program and its arguments, such as ["bash", "-lc", "ls | wc -l"].'),
+    working_directory="The folder to run it in.",
+    env=_with({"type": "object", "additionalProperties": TEXT}, "Environment variables."),
+    timeout_ms=_with(INTEGER, "Milliseconds after which it is ended."),
+)
+APPLY_PATCH = _definition(
+    "Creates, changes or deletes one file.",
+    "type path",
+    type=_enum(["create_file", "update_file", "delete_file"]),
+    path="The file.",
+    diff=(
+        "`create_file`: each line of the new file after a `+`. `update_file`: for each change a line "
+        "`@@`, then the lines around it after a space, those that go after a `-`, and new ones after "
+        "a `+`. `delete_file` has none."
+    ),
+)
+# A request may bring a description and parameters of its own.
+TOOL_SEARCH = _definition(
+    "Finds more tools, which may be called afterwards.",
+    "query",
+    query="Words for what the tool should do.",
+)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from api.chats import client_tools
-from api.chats.client_tools import Definition
 from api.chats.content import SYSTEM_ROLES
 from api.chats.tools import NOT_RUN, OfferedTools, definitions
 from api.http.errors import invalid
@@ -33,7 +32,7 @@ class BuiltIn(NamedTuple):
     field: of the item. It has the arguments, with the `defaults` of those that the model left out.
     """
 
-    definition: Callable[[Json], Definition]
+    definition: Json
     item: type[BuiltInCall]
     prefix: str  # of the item's ids
     field: str
@@ -46,30 +45,30 @@ class BuiltIn(NamedTuple):
         "commands": ["ls"]} of a shell becomes {"commands": ["ls"]}.
         """
         written = {name: given for name, given in value.items() if given != self.defaults.get(name)}
-        order = [*self.definition({}).parameters["properties"], *written]
+        order = [*self.definition["parameters"]["properties"], *written]
         return {name: written[name] for name in order if name in written}
 
 
 # The tools by type, which is also the name of the function.
 BUILT_IN = {
     "shell": BuiltIn(
-        client_tools.shell,
+        client_tools.SHELL,
         ShellCall,
         "sh",
         "action",
         {"commands": [], "timeout_ms": None, "max_output_length": None},
     ),
     "local_shell": BuiltIn(
-        client_tools.local_shell,
+        client_tools.LOCAL_SHELL,
         LocalShellCall,
         "lsh",
         "action",
         {"type": "exec", "command": [], "env": {}},
     ),
     "apply_patch": BuiltIn(
-        client_tools.apply_patch, ApplyPatchCall, "apc", "operation", {"path": "", "diff": ""}
+        client_tools.APPLY_PATCH, ApplyPatchCall, "apc", "operation", {"path": "", "diff": ""}
     ),
-    "tool_search": BuiltIn(client_tools.tool_search, ToolSearchCall, "tsc", "arguments", {}),
+    "tool_search": BuiltIn(client_tools.TOOL_SEARCH, ToolSearchCall, "tsc", "arguments", {}),
 }
 
 
@@ -223,6 +222,7 @@ def _chat_form(path: str, tool: Json) -> Json:
         if not isinstance(tool.get(key, ""), str | None):
             raise invalid(f"{path}.{key}", "must be a string")
     if kind in BUILT_IN:
-        return {"type": "function", "function": {"name": kind, **BUILT_IN[kind].definition(tool)._asdict()}}
+        own = {key: tool[key] for key in ("description", "parameters") if tool.get(key)}
+        return {"type": "function", "function": {"name": kind} | BUILT_IN[kind].definition | own}
     keys = ("name", "description", "format" if kind == "custom" else "parameters", "strict")
     return {"type": kind, kind: {key: tool[key] for key in keys if tool.get(key) is not None}}

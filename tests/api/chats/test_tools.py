@@ -620,7 +620,7 @@ def test_a_format_begins_after_thinking_which_is_a_field_of_its_own(serve, monke
 
 
 # Tools that an API defines and the client runs.
-DEFINITIONS = {name: row.definition({"parameters": None}) for name, row in BUILT_IN.items()}
+DEFINITIONS = {name: row.definition for name, row in BUILT_IN.items()}
 for name, definition in CLIENT_TOOLS.items():
     for date in ("20241022", "20260801"):
         DEFINITIONS[f"{name}_{date}"] = definition(date, {})
@@ -629,13 +629,13 @@ for name, definition in CLIENT_TOOLS.items():
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_format_can_enforce_the_schema_of_every_tool(form):
     for name, definition in DEFINITIONS.items():
-        function = {"name": name, **definition._asdict()}
+        function = {"name": name, **definition}
         policy = use(form, [{"type": "function", "function": function}], "required")
         grammars().compile(policy.grammar)
 
 
 def test_every_description_and_schema_is_complete():
     for name, definition in DEFINITIONS.items():
-        properties = definition.parameters["properties"]
-        assert properties and set(definition.parameters["required"]) <= properties.keys(), name
-        assert definition.description.endswith((".", ").")), name
+        properties = definition["parameters"]["properties"]
+        assert properties and set(definition["parameters"]["required"]) <= properties.keys(), name
+        assert definition["description"].endswith((".", ").")), name

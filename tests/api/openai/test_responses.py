@@ -10,7 +10,7 @@ from asked import CALLS, USER, answer_to, as_openai, nameless, prepared, refusal
 from openai_api import CHAT, MESSAGES, RESPONSES
 from openai_api import whole as asked
 
-from api.chats.client_tools import shell
+from api.chats.client_tools import SHELL
 from api.chats.reasoning import unseal
 from api.chats.tools import CUSTOM_INPUT
 from api.http import fields as api_fields
@@ -130,7 +130,7 @@ FOUND = json.dumps(NESTED["function"])
 
 
 CHOSEN = {"type": "shell"}
-SHELL_FUNCTION = {"type": "function", "function": {"name": "shell", **shell(CHOSEN)._asdict()}}
+SHELL_FUNCTION = {"type": "function", "function": {"name": "shell", **SHELL}}
 
 
 def called(call_id, name, arguments):
