@@ -15,12 +15,14 @@ This layer is independent of HTTP and templates.
 
 from __future__ import annotations
 
+import bisect
+import functools
 import itertools
 import json
 import os
 import re
 import secrets
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import tokenizers
@@ -42,8 +44,7 @@ class Escaping:
         escaped = [name for name, token_id in special.items() if token_id in escaped_ids]
         self._added = re.compile(f"({any_of([token.content for token in added.values()])})")
         self._beginning = re.compile(f"(?={any_of(escaped)}).", re.DOTALL)
-        self._prefixes = {name[:length] for name in escaped for length in range(1, len(name))}
-        self._longest = max(map(len, escaped), default=0)
+        self._markers = Markers(escaped)
         beginnings = sorted({name[0] for name in escaped})
         self._surrogates = {character: chr(0xDC00 + n) for n, character in enumerate(beginnings)}
         self._characters = {ord(surrogate): character for character, surrogate in self._surrogates.items()}
@@ -78,9 +79,8 @@ class Escaping:
 
     def _escape_text(self, text: str) -> str:
         text = self._escape_whole(text)
-        for at in range(max(0, len(text) - self._longest), len(text)):  # what follows may complete it
-            if text[at:] in self._prefixes:
-                text = text[:at] + self._surrogates[text[at]] + text[at + 1 :]
+        while begun := self._markers.begun(text):  # what follows may complete it
+            text = text.removesuffix(begun) + self._surrogates[begun[0]] + begun[1:]
         return text
 
     def _escape_whole(self, text: str) -> str:
@@ -113,6 +113,33 @@ class Escaping:
                         f"this tokenizer cannot encode {self.tokenizer.id_to_token(i)!r} as text"
                     )
         return [self._ids.get(i, i) for i in ids]
+
+
+class Markers:
+    """Finds texts in a text that grows, however many they are."""
+
+    def __init__(self, markers: Iterable[str]):
+        self._sorted = sorted(markers)
+        self._longest = max(map(len, self._sorted), default=0)
+
+    @functools.cached_property
+    def _pattern(self) -> re.Pattern:
+        return re.compile("|".join(map(re.escape, self._sorted)) or "(?!)")
+
+    def split(self, text: str) -> tuple[str, str]:
+        """The text up to the first marker, and that."""
+        found = self._pattern.search(text)
+        return (text[: found.start()], found[0]) if found else (text, "")
+
+    def begun(self, text: str) -> str:
+        """The longest end of the text that more text could make a marker of; "": none."""
+        places = range(max(0, len(text) - self._longest), len(text))
+        return next((text[at:] for at in places if self._goes_on(text[at:])), "")
+
+    def _goes_on(self, text: str) -> bool:
+        """Whether a marker is longer and begins with the text: it is the next one in their order."""
+        at = bisect.bisect(self._sorted, text)
+        return any(marker.startswith(text) for marker in self._sorted[at : at + 1])
 
 
 def any_of(texts: Collection[str]) -> str:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from text.escaping import Markers
 from text.tokenizer import Tokenizer
 
 PROMPT_TAIL = 64  # tokens: more than a character and the special tokens in the middle of it take
@@ -127,15 +128,6 @@ def find_stop(text: str, stops: Sequence[str], scanned: int) -> int | None:
     return min(ends, default=None)
 
 
-def stop_begun(text: str, stops: Sequence[str]) -> str:
-    """The longest end of `text` that is the beginning of a stop string; empty if there is none."""
-    longest = max(map(len, stops), default=1) - 1
-    for at in range(max(0, len(text) - longest), len(text)):
-        if any(len(stop) > len(text) - at and stop.startswith(text[at:]) for stop in stops):
-            return text[at:]
-    return ""
-
-
 @dataclass
 class Piece:
     """One generated token as clients see it."""
@@ -180,6 +172,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._detokenizer = detokenizer_for(tokenizer, prompt)
         self._stops = [stop for stop in stops if stop]
+        self._markers = Markers(self._stops)
         self._keep_stop = keep_stop
         self._min_tokens = min_tokens
         self._parse = parse
@@ -272,7 +265,7 @@ class TextStream:
         if self.tokens >= self._min_tokens:
             end = find_stop(recent, self._stops, len(self._recent))
         if end is None:
-            self._recent = stop_begun(recent, self._stops)
+            self._recent = self._markers.begun(recent)
             uncertain = held + (0 if self._keep_stop else len(self._recent))
             self._certain = max(self._certain, self._length - uncertain)
             return

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from tiny_tokenizers import ALL, ANY_TEXT, LOSSLESS, REAL_TEXTS, Kind, any_ids, kind_of
 
 from text import stream as stream_module
-from text.stream import Piece, TextStream, detokenizer_for, find_stop, prompt_texts, stop_begun
+from text.escaping import Markers
+from text.stream import Piece, TextStream, detokenizer_for, find_stop, prompt_texts
 from text.tokenizer import Tokenizer
 
 # With a decoder behind the byte-level one that holds for text, which real answers are; not for bytes that make none.
@@ -288,9 +289,9 @@ def test_find_stop_finds_the_end_of_the_first_complete_stop_string(string, stops
 
 
 @given(string=st.text("ab", max_size=12), stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
-def test_stop_begun_is_the_longest_end_that_may_become_a_stop_string(string, stops):
+def test_begun_is_the_longest_end_that_may_become_a_stop_string(string, stops):
     ends = [string[n:] for n in range(len(string) + 1)]
-    assert stop_begun(string, stops) == next(
+    assert Markers(stops).begun(string) == next(
         end for end in ends if end == "" or any(stop.startswith(end) and stop != end for stop in stops)
     )
 
@@ -425,7 +426,8 @@ def test_a_token_costs_the_same_late_as_early_without_keep_stop(monkeypatch):
     kind = kind_of("byte-level")
     searched = []
     monkeypatch.setattr(stream_module, "find_stop", lambda *args: searched.append(len(args[0])) or find_stop(*args))
-    monkeypatch.setattr(stream_module, "stop_begun", lambda *args: searched.append(len(args[0])) or stop_begun(*args))
+    begun = Markers.begun
+    monkeypatch.setattr(Markers, "begun", lambda self, text: searched.append(len(text)) or begun(self, text))
     sentence = "The dog reads 日本語 😀 and the café minds.\n"
     stream, _ = run(kind.tokenizer, [], kind.ids(sentence) * 100, ["minds. Not", "\n\n"], keep_stop=False)
     assert stream.text == sentence * 100

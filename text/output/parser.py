@@ -11,12 +11,12 @@ import contextlib
 import functools
 import re
 import secrets
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from dataclasses import dataclass, field
 
 import msgspec
 
-from text.escaping import any_of
+from text.escaping import Markers, any_of
 from text.output.call_mender import MAX_HEAD, may_be_calls
 from text.output.call_syntaxes import AllowedCalls, mended_calls
 from text.output.reasoning_formats import Thinking
@@ -101,25 +101,6 @@ class ParserConfig:
 # Generators that read from the parser's buffer, and yield when they need more text.
 Resumable = Generator[None, None, None]
 ResumableText = Generator[None, None, str]  # returns what it read
-
-
-class Markers:
-    """Finds markers in a text that grows, however many there are."""
-
-    def __init__(self, markers: Iterable[str]):
-        self._pattern = re.compile("|".join(map(re.escape, markers)) or "(?!)")
-        self._begun = {marker[:length] for marker in markers for length in range(1, len(marker))}
-        self._longest = max(map(len, self._begun), default=0)
-
-    def split(self, text: str) -> tuple[str, str]:
-        """The text up to the first marker, and that."""
-        found = self._pattern.search(text)
-        return (text[: found.start()], found[0]) if found else (text, "")
-
-    def begun(self, text: str) -> str:
-        """The longest end of the text that more text could make a marker of."""
-        places = range(max(0, len(text) - self._longest), len(text))
-        return next((text[at:] for at in places if text[at:] in self._begun), "")
 
 
 markers_of = functools.lru_cache(8)(Markers)
