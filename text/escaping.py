@@ -120,6 +120,7 @@ class Markers:
 
     def __init__(self, markers: Iterable[str]):
         self._sorted = sorted(markers)
+        self._first = {marker[:1] for marker in self._sorted}
         self._longest = max(map(len, self._sorted), default=0)
 
     @functools.cached_property
@@ -133,13 +134,15 @@ class Markers:
 
     def begun(self, text: str) -> str:
         """The longest end of the text that more text could make a marker of; "": none."""
-        places = range(max(0, len(text) - self._longest), len(text))
-        return next((text[at:] for at in places if self._goes_on(text[at:])), "")
+        for at in range(max(0, len(text) - self._longest), len(text)):
+            if text[at] in self._first and self._goes_on(text[at:]):
+                return text[at:]
+        return ""
 
     def _goes_on(self, text: str) -> bool:
         """Whether a marker is longer and begins with the text: it is the next one in their order."""
         at = bisect.bisect(self._sorted, text)
-        return any(marker.startswith(text) for marker in self._sorted[at : at + 1])
+        return at < len(self._sorted) and self._sorted[at].startswith(text)
 
 
 def any_of(texts: Collection[str]) -> str:
