@@ -179,6 +179,9 @@ class ChatResponseWriter(ChunkedResponseWriter):
         return ToolCall(call.id, "function", CalledFunction(call.name, call.text))
 
     def _choices(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[ChunkChoice]:
+        """The choices of a sequence's events: the role, what each piece adds to the parts of the output, and
+        the finish reason. The first event of a piece has the token's log-probability and its id. A piece that
+        adds nothing has an event only if one of these is asked for."""
         choice = functools.partial(ChunkChoice, sequence.index)
         if sequence not in self._begun:
             self._begun.add(sequence)

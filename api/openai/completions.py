@@ -178,6 +178,8 @@ class CompletionResponseWriter(ChunkedResponseWriter):
         return Completion(**self._envelope, choices=choices, usage=self._usage(sequences))
 
     def _choices(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[CompletionChoice]:
+        """The choices of a sequence's events: the echoed prompt, each piece, and the finish reason. A piece
+        without text has an event only if its log-probability or its id is asked for."""
         choice = functools.partial(CompletionChoice, sequence.index)
         prompt_token_ids = UNSET
         if sequence not in self._sent:

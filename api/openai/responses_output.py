@@ -218,6 +218,9 @@ class ResponsesWriter(OpenAIResponseWriter):
         return kind(id=new_id(prefix), call_id=part.id, name=tool.name, namespace=namespace)
 
     def _continue(self, part: OutputPart, text: str) -> Iterator[Json]:
+        """Adds text to the newest item, with the log-probabilities of the tokens read since the last text.
+        Yields an event for text of a message, of reasoning or of a function's arguments. The arguments of
+        other calls are written at the end of the call."""
         logprobs = self._logprobs_read
         self._logprobs_read = []
         item = self._newest
