@@ -6,8 +6,7 @@ from api.anthropic.types import AnthropicToolChoice, CountRequest
 from api.chats import client_tools
 from api.chats.content import needed
 from api.chats.tools import NOT_RUN, OfferedTools, definitions
-from api.http.errors import invalid
-from api.http.fields import Json
+from api.http.fields import Json, require
 
 MODE_OF_CHOICE = {"auto": "auto", "any": "required", "none": "none"}  # of a chat, by the type of a choice
 DEFERRED = "names a tool that is deferred (`defer_loading`) or removed: no `tool_reference` adds it"
@@ -71,9 +70,9 @@ class MessagesTools(OfferedTools):
             if mode == "auto" and names == rejected:
                 return "none"
             return self.only(mode, names)
-        if given.type != "tool" or given.name is None:
-            detail = "must be auto, any, none, or tool with a `name`"
-            raise invalid("tool_choice", detail, given=given.type[:40])
+        detail = "must be auto, any, none, or tool with a `name`"
+        is_named = given.type == "tool" and given.name is not None
+        require(is_named, "tool_choice", detail, given=given.type[:40])
         return self.one(given.name)
 
     def _know(self, path: str, tool: Json) -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from api.http.errors import invalid
-from api.http.fields import FieldNames, Json
+from api.http.fields import FieldNames, Json, require
 from text.grammar import GrammarError, left_out
 from text.json_schema import without_nulls
 from text.output.call_syntaxes import (
@@ -109,8 +109,7 @@ class ToolPolicy(AllowedCalls):
     def grammar_beside(self, name: str, grammar: str) -> str:
         """The grammar of an output that is calls, or else what `grammar` of the field `name` allows. Raises
         ApiError."""
-        if self.requires_call:
-            raise invalid("tool_choice", f"cannot require a call together with `{name}`")
+        require(not self.requires_call, "tool_choice", f"cannot require a call together with `{name}`")
         return self._grammar("calls | body", grammar)
 
     def alone(self, is_beside: bool) -> Iterator[tuple[Function, str]]:
@@ -149,22 +148,17 @@ def tool_policy(
     for place, tool in tools:
         path, function = _checked_function(place, tool, field_names)
         name = function.name
-        if name in functions:
-            raise invalid(f"{path}.name", "is the name of two tools", given=name)
+        require(name not in functions, f"{path}.name", "is the name of two tools", given=name)
         functions[name] = function
         paths[name] = path + (".format" if tool.get("type") == "custom" else field_names.parameters)
     mode, chosen = _choice(tool_choice, list(functions), field_names)
     if mode == "none":
         return None
-    if model.in_prompt and model.format is AS_TEXT:
-        raise invalid("tools", NO_PLACE)
-    if model.format is None:
-        raise invalid("tools", UNKNOWN)
+    require(not model.in_prompt or model.format is not AS_TEXT, "tools", NO_PLACE)
+    require(model.format is not None, "tools", UNKNOWN)
     if model.format is AS_TEXT:
-        if mode != "auto":
-            raise invalid("tool_choice", NO_PARSER)
-        if any(function.is_strict for function in functions.values()):
-            raise invalid("tools", NO_PARSER)
+        require(mode == "auto", "tool_choice", NO_PARSER)
+        require(not any(function.is_strict for function in functions.values()), "tools", NO_PARSER)
         return None
     parallel = model.parallel and mode != "named" and parallel_tool_calls is not False
     return ToolPolicy(
@@ -227,21 +221,19 @@ def custom_input(arguments: str) -> str:
 def _checked_function(path: str, tool: Json, field_names: FieldNames) -> tuple[str, Function]:
     """A tool of a request, checked, and the path of what describes it."""
     name, path, described = _named(tool, path, field_names)
-    if not FUNCTION_NAME.fullmatch(name):
-        rule = "must have 1 to 128 letters, digits, dots, dashes or underscores"
-        raise invalid(f"{path}.name", rule, given=name[:140])
-    if not isinstance(described.get("description", ""), str | None):
-        raise invalid(f"{path}.description", "must be a string")
-    if tool.get("type") == "custom" and _grammar_of(described) is None:
-        rule = "must be an object; of the type grammar it needs `syntax` and `definition`"
-        raise invalid(f"{path}.format", rule)
+    rule = "must have 1 to 128 letters, digits, dots, dashes or underscores"
+    require(FUNCTION_NAME.fullmatch(name), f"{path}.name", rule, given=name[:140])
+    is_text = isinstance(described.get("description", ""), str | None)
+    require(is_text, f"{path}.description", "must be a string")
+    rule = "must be an object; of the type grammar it needs `syntax` and `definition`"
+    require(tool.get("type") != "custom" or _grammar_of(described) is not None, f"{path}.format", rule)
     function = as_function(tool)["function"]
     parameters = function.get("parameters")
     if parameters is None:
         parameters = {"properties": {}, "additionalProperties": False}
     is_object = isinstance(parameters, dict) and parameters.get("type", "object") == "object"
-    if not is_object or not isinstance(parameters.get("properties", {}), dict):
-        raise invalid(path + field_names.parameters, "must be the JSON schema of an object")
+    is_object = is_object and isinstance(parameters.get("properties", {}), dict)
+    require(is_object, path + field_names.parameters, "must be the JSON schema of an object")
     return path, Function(name, parameters, function.get("strict") is True)
 
 
@@ -251,15 +243,12 @@ def _named(tool: Any, path: str, field_names: FieldNames) -> tuple[str, str, Jso
     if not isinstance(tool, dict):
         tool = {}
     kind = tool.get("type", "function")
-    if kind not in TOOL_TYPES:
-        raise invalid(f"{path}.type", "must be function or custom", given=str(kind)[:40])
+    require(kind in TOOL_TYPES, f"{path}.type", "must be function or custom", given=str(kind)[:40])
     described = tool.get(kind)
     if field_names.nests_tools:
         path += f".{kind}"
-    if not isinstance(described, dict):
-        raise invalid(path, "is missing, or is not an object")
-    if not isinstance(described.get("name"), str):
-        raise invalid(f"{path}.name", "is missing, or is not a string")
+    require(isinstance(described, dict), path, "is missing, or is not an object")
+    require(isinstance(described.get("name"), str), f"{path}.name", "is missing, or is not a string")
     return described["name"], path, described
 
 
@@ -277,8 +266,8 @@ def _choice(choice: str | Json | None, known: list[str], field_names: FieldNames
         path = "tool_choice" + field_names.allowed_tools
         allowed = choice.get("allowed_tools")
         is_complete = isinstance(allowed, dict) and isinstance(allowed.get("tools"), list)
-        if not is_complete or allowed.get("mode") not in MODES[1:]:
-            raise invalid(path, "needs `mode`, which is auto or required, and the list `tools`")
+        is_complete = is_complete and allowed.get("mode") in MODES[1:]
+        require(is_complete, path, "needs `mode`, which is auto or required, and the list `tools`")
         mode = allowed["mode"]
         names = [
             _named(tool, f"{path}.tools[{n}]", field_names)[0] for n, tool in enumerate(allowed["tools"])
@@ -288,11 +277,9 @@ def _choice(choice: str | Json | None, known: list[str], field_names: FieldNames
         mode = "named"
         names = [name]
     if not known:
-        if mode in ("required", "named"):
-            raise invalid("tool_choice", "needs `tools`")
+        require(mode not in ("required", "named"), "tool_choice", "needs `tools`")
         return "none", []
     for name in names or ["no tool"]:
-        if name not in known:
-            words = ", or none, auto or required" if isinstance(choice, str) else ""
-            raise invalid(path, f"must name one of `tools`{words}", given=name[:140])
+        words = ", or none, auto or required" if isinstance(choice, str) else ""
+        require(name in known, path, f"must name one of `tools`{words}", given=name[:140])
     return mode, list(dict.fromkeys(names))

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from api.chats import client_tools
 from api.chats.content import SYSTEM_ROLES
 from api.chats.tools import NOT_RUN, OfferedTools, definitions
-from api.http.errors import invalid
-from api.http.fields import Json
+from api.http.fields import Json, require
 from api.openai.responses_types import (
     ApplyPatchCall,
     BuiltInCall,
@@ -132,14 +131,13 @@ class ResponsesTools(OfferedTools):
         """`tool_choice` in a chat's form."""
         if not isinstance(given, ResponsesToolChoice):
             return given
-        if given.type in self.left_out:
-            raise invalid("tool_choice.type", NOT_RUN, given=given.type[:40])
+        require(given.type not in self.left_out, "tool_choice.type", NOT_RUN, given=given.type[:40])
         if given.type == "allowed_tools":
             known = [tool for tool in given.tools or [] if str(tool.get("type")) not in self.left_out]
             return self.only(given.mode or "auto", (tool.get("name") or tool.get("type") for tool in known))
-        if given.type not in ("function", "custom", *BUILT_IN):
-            detail = f"must be function, custom, {', '.join(BUILT_IN)} or allowed_tools"
-            raise invalid("tool_choice.type", detail, given=given.type[:40])
+        detail = f"must be function, custom, {', '.join(BUILT_IN)} or allowed_tools"
+        is_known = given.type in ("function", "custom", *BUILT_IN)
+        require(is_known, "tool_choice.type", detail, given=given.type[:40])
         return self.one(given.type if given.type in BUILT_IN else given.name)
 
     def _name(self, offered: list[tuple[str, Json | None, Json]]) -> None:
@@ -155,8 +153,7 @@ class ResponsesTools(OfferedTools):
         front of that of its first tool."""
         described: set[str | None] = {None}
         for where, namespace, tool in _flat(path, item):
-            if not isinstance(tool.get("type"), str):
-                raise invalid(f"{where}.type", "is missing, or is not a string")
+            require(isinstance(tool.get("type"), str), f"{where}.type", "is missing, or is not a string")
             client_tool = _client_tool(namespace, tool)
             if not path:
                 client_tools.reject_computer_use(where, tool)
@@ -219,8 +216,7 @@ def _chat_form(path: str, tool: Json) -> Json:
     """A tool in a chat's form, which has its fields one level deeper. Raises ApiError."""
     kind = tool["type"]
     for key in ("name", "description"):
-        if not isinstance(tool.get(key, ""), str | None):
-            raise invalid(f"{path}.{key}", "must be a string")
+        require(isinstance(tool.get(key, ""), str | None), f"{path}.{key}", "must be a string")
     if kind in BUILT_IN:
         own = {key: tool[key] for key in ("description", "parameters") if tool.get(key)}
         return {"type": "function", "function": {"name": kind} | BUILT_IN[kind].definition | own}
