@@ -38,17 +38,26 @@ MAX_FIELDS = 256  # each unknown one is compared with all known ones, to find mi
 # Fields of TGI, OpenAI and other servers that would change the output and are not supported: the values that
 # they may have, which change nothing, and their names.
 _NOT_SUPPORTED: list[tuple[Sequence[Any], str]] = [
-    ([], "guided_grammar ebnf structural_tag allowed_token_ids logits_processors prompt_logprobs"),
-    ([], "truncate_prompt_tokens max_length min_length chat_template documents max_tokens_to_sample"),
-    ([], "n_predict num_predict web_search_options logprob_token_ids prompt_embeds repetition_detection"),
-    ([], "stop_regex lora_path custom_logit_processor previous_input_messages"),
-    ([False], "ignore_eos_token ban_eos_token no_stop_trim"),
-    ([False], "watermark watermarking continue_final_message use_beam_search early_stopping echo"),
-    ([False], "include_stop_str_in_output return_token_ids return_tokens_as_token_ids return_token_offsets"),
-    ([False], "return_prompt_text return_assistant_tokens_mask enable_response_messages"),
+    (
+        [],
+        "guided_grammar ebnf structural_tag allowed_token_ids logits_processors prompt_logprobs "
+        "truncate_prompt_tokens max_length min_length chat_template documents max_tokens_to_sample "
+        "n_predict num_predict web_search_options logprob_token_ids prompt_embeds repetition_detection "
+        "stop_regex lora_path custom_logit_processor previous_input_messages",
+    ),
+    (
+        [False],
+        "ignore_eos_token ban_eos_token no_stop_trim "
+        "watermark watermarking continue_final_message use_beam_search early_stopping echo "
+        "include_stop_str_in_output return_token_ids return_tokens_as_token_ids return_token_offsets "
+        "return_prompt_text return_assistant_tokens_mask enable_response_messages",
+    ),
     ([True], "add_generation_prompt skip_special_tokens spaces_between_special_tokens include_reasoning"),
-    ([0], "no_repeat_ngram_size mirostat top_a epsilon_cutoff eta_cutoff dry_multiplier xtc_probability"),
-    ([0], "dynatemp_range"),
+    (
+        [0],
+        "no_repeat_ngram_size mirostat top_a epsilon_cutoff eta_cutoff dry_multiplier xtc_probability "
+        "dynatemp_range",
+    ),
     ([1], "best_of num_beams length_penalty repeat_penalty tfs_z"),
     ([""], "adapter_id"),
     ([[]], "functions stop_token_ids bad_words"),

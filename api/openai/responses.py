@@ -187,7 +187,7 @@ def _chat_messages(
         if message is None:
             continue
         if _continues(messages, message):
-            messages[-1] = _joined_turn(messages[-1], message)
+            _join(messages[-1], message)
         else:
             paths.append(path)
             messages.append(message)
@@ -212,15 +212,12 @@ def _continues(messages: list[Message], message: Message) -> bool:
     return bool(message.tool_calls) or (last.content is None and not last.tool_calls)
 
 
-def _joined_turn(one: Message, other: Message) -> Message:
-    """Two messages of one answer as one message."""
-    thoughts = [each.reasoning_content for each in (one, other) if each.reasoning_content]
-    return Message(
-        "assistant",
-        content=other.content if one.content is None else one.content,
-        tool_calls=[*(one.tool_calls or []), *(other.tool_calls or [])] or None,
-        reasoning_content="\n".join(thoughts) or None,
-    )
+def _join(turn: Message, other: Message) -> None:
+    """Adds another message of the same answer to a turn."""
+    thoughts = filter(None, (turn.reasoning_content, other.reasoning_content))
+    turn.reasoning_content = "\n".join(thoughts) or None
+    turn.content = other.content if turn.content is None else turn.content
+    turn.tool_calls = [*(turn.tool_calls or []), *(other.tool_calls or [])] or None
 
 
 def _item_message(item: ContentPart) -> Message:
