@@ -18,7 +18,8 @@ from models.gguf.keys import LONG_DIVISORS, head_size
 from models.gguf.tokenizer import write_tokenizer
 from run import Json
 
-MODEL_TYPES = {"gemma3": "gemma3_text", "mistral3": "ministral3"}  # where they are not the architectures
+# Where they are not the architectures.
+MODEL_TYPES = {"gemma3": "gemma3_text", "mistral3": "ministral3", "gpt-oss": "gpt_oss"}
 
 
 def write_folder(path: Path, target: Path) -> None:

@@ -81,6 +81,7 @@ def rotary_positions(file: GgufFile, slides: bool = False) -> Json:
         ORIGINAL_LENGTH: file["rope.scaling.original_context_length"],
         "beta_fast": file["rope.scaling.yarn_beta_fast"],
         "beta_slow": file["rope.scaling.yarn_beta_slow"],
+        "truncate": False if file.architecture == "gpt-oss" else None,
         "mscale": cancelling and 1.0,
         "mscale_all_dim": cancelling,
         "short_factor": short,

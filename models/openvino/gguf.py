@@ -14,6 +14,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 from openvino.frontend import FrontEndManager
+from openvino.opset17 import grouped_matmul
 
 from config import Config
 from manifest import Manifest
@@ -48,6 +49,9 @@ MODULES = {
 }
 WEIGHT = "weight.weight_"  # then the name of a tensor: nodes of the frontend
 INPUTS = {"inp_tokens": "input_ids", "inp_pos": "position_ids", "inp_out_ids": "keep"}
+# The shares of a token's experts in gpt-oss: the frontend's softmax of them is over the wrong dimension.
+EXPERT_SHARES = "moe_w_sm"
+MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # twice the numbers
 SLIDING_MASK = "self_kq_mask_swa"
 OUTPUT = "result_output"
 
@@ -80,7 +84,7 @@ def _convert(config: Config, folder: Path, target: Path) -> None:
         "activation_group": ACTIVATION_GROUP if compressed and config.dtype != "float32" else 0,
         "vocab_size": vocab_size,
         "max_total_tokens": manifest.length_limit,
-        "has_experts": False,
+        "has_experts": bool(file["expert_count"]),
         "arithmetic": None,
         "refused": None,
         "paired_size": head_size(file) if file.architecture in ("llama", "mistral3") else 0,
@@ -105,17 +109,16 @@ def _graph_of(file: GgufFile) -> ov.Model:
     frontend = FrontEndManager().load_by_framework("gguf")  # `read_model` does not find it
     graph = frontend.convert(frontend.load(str(file.path)))
     nodes = graph.get_ordered_ops()
-    names = {node.get_friendly_name() for node in nodes}
-    used = {name.removeprefix(WEIGHT) for name in names if name.startswith(WEIGHT)}
+    named_nodes = {node.get_friendly_name(): node for node in nodes}
+    used = {name.removeprefix(WEIGHT) for name in named_nodes if name.startswith(WEIGHT)}
     # The frontend cuts joined queries, keys and values.
     read = {name.replace("attn_qkv", f"attn_{part}") for name in file.tensors for part in "qkv"}
     if differing := used ^ (read - OWN_DIVISORS.get(file.architecture, set())):
         raise RuntimeError(f"its graph differs from the file in {min(differing)}")
-    given = {node.get_friendly_name(): node for node in graph.get_parameters()}
     parameters = [parameter(name, [-1], ov.Type.i64) for name in INPUTS.values()]
     for theirs, own in zip(INPUTS, parameters):
-        shaped = ops.reshape(ops.convert(own, "i32"), ops.constant([1, 1, 1, -1]), False)
-        given[theirs].output(0).replace(shaped.output(0))
+        shaped = ops.reshape(ops.convert(own, "i32"), [1, 1, 1, -1], False)
+        named_nodes[theirs].output(0).replace(shaped.output(0))
     attentions = [node for node in nodes if node.get_type_name() == "ScaledDotProductAttention"]
     slides = [file.architecture == "phi3" or _has_sliding_mask(node) for node in attentions]
     _replace_rotations(file, zip(attentions, slides), parameters[1])
@@ -125,8 +128,11 @@ def _graph_of(file: GgufFile) -> ov.Model:
     for node in nodes:
         _name_as_in_checkpoints(node)
         _take_minima_out(node)
-    (logits,) = (result for result in graph.get_results() if result.get_friendly_name() == OUTPUT)
-    rows = ops.squeeze(logits.input_value(0), ops.constant([0, 1]))
+        if node.get_friendly_name().endswith(EXPERT_SHARES):
+            node.output(0).replace(ops.softmax(node.input_value(0), 2).output(0))
+        elif node.get_type_name() == "GatherMatmul":
+            _sort_by_expert(file, node)
+    rows = ops.squeeze(named_nodes[OUTPUT].input_value(0), [0, 1])
     return ov.Model([ops.result(rows)], parameters)
 
 
@@ -148,10 +154,9 @@ def _replace_rotations(
 
 def _cosines(rope: Rope, positions: ov.Node) -> dict[str, ov.Output]:
     """The cosines and sines of all positions, [1, tokens, 1, pairs], by the types of their nodes."""
-    frequencies = np.array(rope.frequencies, np.float32)
-    column = ops.reshape(ops.convert(positions, "f32"), ops.constant([1, -1, 1, 1]), False)
-    angles = ops.multiply(column, ops.constant(frequencies.reshape(1, 1, 1, -1)))
-    factor = ops.constant(np.float32(rope.factor))
+    column = ops.reshape(ops.convert(positions, "f32"), [1, -1, 1, 1], False)
+    angles = ops.multiply(column, np.array(rope.frequencies, np.float32))
+    factor = np.float32(rope.factor)
     return {
         "Cos": ops.multiply(ops.cos(angles), factor).output(0),
         "Sin": ops.multiply(ops.sin(angles), factor).output(0),
@@ -196,22 +201,20 @@ def _replace_attention(
         "kv_heads": kv_heads,
         "key_size": size,
         "value_size": size,
-        "sinks": [],
+        "sinks": file.numbers(f"blk.{index}.attn_sinks.weight") or [],
         "weights": 0,
     }
     operands = [
-        ops.reshape(
-            _first_above(operand, "Convert").input_value(0), ops.constant([-1, count * size]), False
-        ).output(0)
+        ops.reshape(_first_above(operand, "Convert").input_value(0), [-1, count * size], False).output(0)
         for operand, count in zip(attention.input_values(), (heads, kv_heads, kv_heads))
     ]
     if growth := file["attention.temperature_scale"]:
         # Queries grow by each original context length.
         lengths = np.arange(file["context_length"]) // file["rope.scaling.original_context_length"]
-        factors = ops.constant((1 + growth * np.log1p(lengths[:, None])).astype(np.float32))
-        operands[0] = ops.multiply(operands[0], ops.gather(factors, positions, ops.constant(0))).output(0)
+        factors = (1 + growth * np.log1p(lengths[:, None])).astype(np.float32)
+        operands[0] = ops.multiply(operands[0], ops.gather(factors, positions, 0)).output(0)
     attended = placeholder(layer, operands, heads * size)
-    shaped = ops.reshape(attended, ops.constant([1, -1, heads, size]), False)
+    shaped = ops.reshape(attended, [1, -1, heads, size], False)
     (reader,) = attention.output(0).get_target_inputs()  # a Transpose to [1, tokens, heads, size]
     reader.get_node().output(0).replace(shaped.output(0))
 
@@ -234,6 +237,40 @@ def _name_as_in_checkpoints(node: ov.Node) -> None:
             node.set_friendly_name(LINEAR_NAME.format(f"layers.{layer}.{MODULES[tensor]}"))
 
 
+def _sort_by_expert(file: GgufFile, product: ov.Node) -> None:
+    """Replaces the frontend's product of rows and the experts chosen for them, which cannot be read back from
+    an entry. A public operation multiplies rows sorted by expert; OpenVINO compiles both to the same.
+
+    The inputs of `product`: rows [experts of a token or 1, tokens, inputs], weights [experts, outputs,
+    inputs], and the chosen experts [tokens, experts of a token].
+    """
+    given, weights, chosen = product.input_values()[:3]
+    experts, outputs, inputs = weights.get_shape()
+    used = file["expert_used_count"]
+    hits = ops.one_hot(ops.reshape(ops.transpose(chosen, [1, 0]), [-1], False), experts, 1, 0, 0)
+    order = ops.gather(ops.non_zero(hits), 1, 0)
+    ends = ops.cum_sum(ops.reduce_sum(hits, 1), 0)
+    repeated = ops.broadcast(given, [used, 1, 1], broadcast_spec="BIDIRECTIONAL")
+    rows = ops.gather(ops.reshape(repeated, [-1, inputs], False), order, 0)
+    products = grouped_matmul(rows, _integers(weights), ops.convert(ends, "i32"))
+    restored = ops.scatter_update(products, order, products, 0)
+    product.output(0).replace(ops.reshape(restored, [used, -1, outputs], False).output(0))
+
+
+def _integers(weights: ov.Output) -> ov.Output | ov.Node:
+    """Weights of experts. Those in MXFP4 become integers, twice the numbers, with half the scales: OpenVINO
+    keeps integers compressed, and expands MXFP4 to float32."""
+    numbers = _first_above(weights, "Constant")
+    if numbers.get_element_type() != ov.Type.f4e2m1:
+        return weights
+    shape = weights.get_shape()
+    scales = _first_above(_first_above(weights, "Multiply").input_value(1), "Constant")
+    codes = np.stack([numbers.data & 15, numbers.data >> 4], -1)
+    integers = ops.convert(ops.constant(MXFP4[codes].reshape(*shape[:2], -1, 32)), "f32")
+    halves = np.exp2(scales.data - np.float32(128)).reshape(*shape[:2], -1, 1)
+    return ops.reshape(ops.multiply(integers, halves), shape, False)
+
+
 def _take_minima_out(product: ov.Node) -> None:
     """Weights with minima, (numbers - zeros) * scales by groups, become (numbers - middle) * scales, and a
     small product adds the rest: sums of each group's activations times (middle - zeros) * scales. OpenVINO
@@ -252,11 +289,11 @@ def _take_minima_out(product: ov.Node) -> None:
     replaced = ops.convert(ov.op.Constant(centered), "f32")
     scaled.input(0).replace_source_output(replaced.output(0))
     outputs, groups, size = numbers.shape
-    grouped = ops.reshape(product.input_value(0), ops.constant([-1, groups, size]), False)
-    sums = ops.reduce_sum(grouped, ops.constant([2]), False)
+    grouped = ops.reshape(product.input_value(0), [-1, groups, size], False)
+    sums = ops.reduce_sum(grouped, 2)
     minima = ((middle - zeros.data.astype(np.float32)) * scales.data).reshape(outputs, groups)
     readers = product.output(0).get_target_inputs()
-    rest = ops.matmul(sums, ops.convert(ops.constant(minima.astype(np.float16)), "f32"), False, True)
+    rest = ops.matmul(sums, ops.convert(minima.astype(np.float16), "f32"), False, True)
     whole = ops.add(product, rest)
     for reader in readers:
         reader.replace_source_output(whole.output(0))
@@ -275,4 +312,4 @@ def _parts_with_minima(product: ov.Node) -> list[ov.Node] | None:
     if difference.get_type_name() != "Subtract":
         return None
     converted = (*difference.input_values(), scaled.input_value(1))
-    return [each.get_node().input_value(0).get_node() for each in converted]
+    return [_first_above(each, "Constant") for each in converted]

@@ -18,18 +18,24 @@ VALUES_READ = {
     "rope.scaling.type": ("none", "linear", "yarn"),
     "rope.scaling.yarn_attn_factor": (1.0,),
 }
+EXPERT_KEYS = {"expert_count", "expert_used_count"}
 # Keys of one architecture that may have any number.
 OWN_KEYS = {
     "phi3": {"attention.sliding_window", "rope.scaling.attn_factor"},
     "gemma3": {"attention.sliding_window", "rope.freq_base_swa"},
     "mistral3": {"attention.temperature_scale", "rope.scaling.yarn_log_multiplier"},
+    "olmoe": EXPERT_KEYS,
+    "gpt-oss": {*EXPERT_KEYS, "attention.sliding_window", "expert_feed_forward_length"},
 }
 NEEDED_KEYS = (
     "attention.head_count attention.layer_norm_rms_epsilon block_count context_length embedding_length"
 )
 # The tensors of each layer.
-LAYER = "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down"
+ATTENTION = "attn_norm attn_q attn_k attn_v attn_output"
+LAYER = f"{ATTENTION} ffn_norm ffn_gate ffn_up ffn_down"
+EXPERTS = "ffn_gate_inp ffn_gate_exps ffn_up_exps ffn_down_exps"
 BIASES = "attn_q.bias attn_k.bias attn_v.bias"
+OTHER_BIASES = "attn_output.bias ffn_gate_inp.bias ffn_gate_exps.bias ffn_up_exps.bias ffn_down_exps.bias"
 HEAD_NORMS = "attn_q_norm attn_k_norm"
 ARCHITECTURES = {
     "llama": LAYER,
@@ -38,17 +44,17 @@ ARCHITECTURES = {
     "qwen3": f"{LAYER} {HEAD_NORMS}",
     "phi3": "attn_norm attn_qkv attn_output ffn_norm ffn_up ffn_down",
     "gemma3": f"{LAYER} {HEAD_NORMS} post_attention_norm post_ffw_norm",
-}
-# Architectures that the frontend of OpenVINO 2026.4.1 has, and that are left out: why.
-LEFT_OUT = {
-    "gpt-oss": ", all of whose experts OpenVINO gives the weight 1",
-    "olmoe": ", whose experts OpenVINO cannot save",
+    "olmoe": f"{ATTENTION} {HEAD_NORMS} ffn_norm {EXPERTS}",
+    "gpt-oss": f"{ATTENTION} attn_sinks post_attention_norm {EXPERTS} {BIASES} {OTHER_BIASES}",
 }
 OUTSIDE_LAYERS = {"token_embd.weight", "output_norm.weight"}  # the tensors of no layer
 # Those of an architecture, which are no weights. The frontend uses none of them.
 OWN_DIVISORS = {"llama": {DIVISORS}, "phi3": {SHORT_DIVISORS, LONG_DIVISORS}}
 PLAIN_TYPES = {"F32", "F16", "BF16"}
-READ_TYPES = {*PLAIN_TYPES, *["Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0"]}
+READ_TYPES = {
+    *PLAIN_TYPES,
+    *["Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "MXFP4"],
+}
 
 
 def why_not(file: GgufFile) -> str | None:
@@ -59,7 +65,7 @@ def why_not(file: GgufFile) -> str | None:
 
 def _obstacles(file: GgufFile) -> Iterator[str]:
     if file.architecture not in ARCHITECTURES:
-        yield f"its architecture is {file.architecture}{LEFT_OUT.get(file.architecture, '')}"
+        yield f"its architecture is {file.architecture}"
         return
     free = KEYS | OWN_KEYS.get(file.architecture, set())
     for name, value in keys_of_model(file).items():

@@ -105,10 +105,8 @@ def tensors(model, architecture):
         array = weight.float().numpy()
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        if name.endswith("experts.gate_up_proj"):
-            layer = name.split(".")[2]
-            gate, up = np.split(array, 2, axis=1)
-            written |= {f"blk.{layer}.ffn_gate_exps.weight": gate, f"blk.{layer}.ffn_up_exps.weight": up}
+        if ".experts." in name:
+            written |= experts(array, name, architecture)
             continue
         has_offset = architecture.startswith(("gemma", "nemotron", "qwen35")) and "linear_attn" not in name
         if has_offset and name.endswith("norm.weight"):
@@ -128,6 +126,18 @@ def tensors(model, architecture):
         has_suffix = theirs.endswith((".weight", ".bias", "ssm_a", "ssm_d"))
         written[theirs if has_suffix else f"{theirs}.weight"] = array
     return written
+
+
+def experts(array, name, architecture):
+    """All experts' weights, or biases: [experts, outputs, inputs]. gpt-oss has another order, and gates beside each other."""
+    place = f"blk.{name.split('.')[2]}."
+    end = "bias" if name.endswith("bias") else "weight"
+    if architecture == "gpt-oss" and end == "weight":
+        array = array.swapaxes(1, 2)
+    if ".down_proj" in name:
+        return {f"{place}ffn_down_exps.{end}": array}
+    gate, up = (array[:, ::2], array[:, 1::2]) if architecture == "gpt-oss" else np.split(array, 2, axis=1)
+    return {f"{place}ffn_gate_exps.{end}": gate, f"{place}ffn_up_exps.{end}": up}
 
 
 def tiled(array, name, config):

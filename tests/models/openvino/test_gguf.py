@@ -18,6 +18,7 @@ from tiny_models import run, save_checkpoint, write_adapter
 
 import models
 from config import Config
+from models.accuracy import kl_divergence
 from models.base import Chunk
 from models.cache import read_entry, write_entry
 from models.checkpoint.gguf_folder import write_folder
@@ -154,6 +155,32 @@ FAMILIES = {
     ),
     "gemma3 27b": (gemma3(FAR, layers=62), "gemma3", GEMMA3, {}),
 }
+EXPERTS = {"expert_count": 8, "expert_used_count": 2}
+WIDE = {"hidden_size": 256, "intermediate_size": 256}
+# Mixtures of experts: the configuration and the keys.
+MIXTURES = {
+    "olmoe": (
+        transformers.OlmoeConfig(**SMALL | WIDE | {"num_key_value_heads": 4}, num_experts=8, num_experts_per_tok=2),
+        EXPERTS,
+    ),
+    "gpt-oss": (
+        transformers.GptOssConfig(
+            **SMALL | WIDE | rope(150000.0, **YARN | {"factor": 32.0, "truncate": False}),
+            head_dim=32,
+            sliding_window=64,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+        ),
+        {
+            **EXPERTS,
+            "attention.sliding_window": 64,
+            "expert_feed_forward_length": 256,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 32.0,
+            "rope.scaling.original_context_length": 128,
+        },
+    ),
+}
 
 
 def converted(file, tmp_path, **settings):
@@ -203,6 +230,109 @@ def test_logits_are_those_of_transformers(name, tmp_path):
     extra = extra() if callable(extra) else extra
     file = write_gguf(tmp_path / "tiny.gguf", checkpoint, architecture, keys, extra)
     assert_close(logits(native(file, tmp_path)), reference(checkpoint))
+
+
+def mixture(tmp_path, architecture, kind="F32", **options):
+    """A checkpoint and its file, whose experts are in the type `kind`. No bias and no sink is 0."""
+    config, keys = MIXTURES[architecture]
+    checkpoint = save_checkpoint(tmp_path / "original", config)
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    for name, weight in model.named_parameters():
+        if name.endswith(("bias", "sinks")):
+            weight.data.normal_(0, 0.5)
+    model.save_pretrained(checkpoint)
+    options["keys"] = {f"{architecture}.{name}": value for name, value in (keys | options.get("keys", {})).items()}
+    file = write_gguf(tmp_path / "tiny.gguf", checkpoint, architecture, kinds={3: kind}, **options)
+    for name, weight in model.named_parameters():
+        if weight.ndim == 3 and kind != "F32":
+            weight.data = torch.from_numpy(experts_of(file, name, architecture))
+    model.save_pretrained(checkpoint)
+    return checkpoint, file
+
+
+def experts_of(file, name, architecture):
+    """What the file holds of a parameter of transformers."""
+    parts = []
+    tensors = read_gguf(file).tensors
+    for part in ["down"] if "down" in name else ["gate", "up"]:
+        tensor = tensors[f"blk.{name.split('.')[2]}.ffn_{part}_exps.weight"]
+        stored = np.fromfile(file, np.uint8, tensor.size, offset=tensor.offset).reshape(8, 256, -1)
+        parts.append(gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[TYPES[tensor.type].name]))
+    if architecture == "gpt-oss":  # a gate's row is beside its own; and inputs are rows
+        return np.stack(parts, 2).reshape(8, -1, 256).swapaxes(1, 2).copy()
+    return np.concatenate(parts, 1)
+
+
+KINDS_OF_EXPERTS = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1", "Q5_K", "Q4_K", "Q6_K", "MXFP4")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [*itertools.product(["olmoe"], KINDS_OF_EXPERTS), *itertools.product(["gpt-oss"], ["F32", "Q8_0", "Q4_K", "MXFP4"])],
+)
+def test_experts_of_each_type_give_the_logits_of_transformers(architecture, kind, tmp_path):
+    checkpoint, file = mixture(tmp_path, architecture, kind)
+    _folder, entry = converted(file, tmp_path)
+    found, expected = logits(load(entry)), reference(checkpoint)
+    assert_close(found, expected, 0.01)
+    assert kl_divergence(found, expected).mean() < 1e-4
+    if kind not in ("F32", "F16"):
+        assert ov.Type.f32 not in types_of_experts(entry)
+
+
+def types_of_experts(entry):
+    """The types of their weights in the compiled model of an entry."""
+    exactly = {"INFERENCE_PRECISION_HINT": "f32"}
+    graph = ov.compile_model(read_graph(entry / "model.xml", read_entry(entry)), "CPU", exactly).get_runtime_model()
+    products = [node for node in graph.get_ops() if node.get_rt_info()["layerType"].astype(str) == "GatherMatmul"]
+    assert len(products) == 6  # gate, up and down of two layers
+    return [node.input_value(1).get_element_type() for node in products]
+
+
+@pytest.mark.parametrize(("architecture", "kind"), [("olmoe", "Q4_K"), ("gpt-oss", "MXFP4")])
+def test_a_second_start_reads_the_entry_and_gives_the_tokens_of_transformers(architecture, kind, tmp_path, monkeypatch):
+    checkpoint, file = mixture(tmp_path, architecture, kind)
+    where = {"model_id": str(file), "model_cache": str(tmp_path / "cache"), "device": "cpu", "dtype": "float32"}
+    config = Config(**where, max_total_tokens=TOKENS, max_batch_size=2)
+    models.load(models.prepare(config), lambda phase: None)
+    monkeypatch.setattr("models.openvino.run_converter", None)  # nothing is converted again
+    (served,) = run(models.load(models.prepare(config), lambda phase: None), [IDS[:100]], new_tokens=20)
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    assert served.tokens == model.generate(torch.tensor([IDS[:100]]), max_new_tokens=20, do_sample=False)[0, 100:].tolist()
+
+
+@pytest.mark.parametrize("left_out", ["attn_sinks.weight", "attn_output.bias", "ffn_gate_exps.bias", "ffn_gate_inp.bias"])
+def test_a_gpt_oss_that_lacks_a_tensor_is_refused(left_out, tmp_path):
+    _checkpoint, file = mixture(tmp_path, "gpt-oss", left_out=left_out)
+    assert why_not(read_gguf(file)) == f"it lacks the tensor blk.0.{left_out}"
+
+
+# Keys of other mixtures of experts, which would change what is computed.
+REFUSED_OF_MIXTURES = {
+    "attention.clamp_kqv": 8.0,
+    "expert_gating_func": 2,
+    "expert_group_count": 2,
+    "expert_shared_count": 1,
+    "expert_weights_norm": True,
+    "expert_weights_scale": 2.5,
+    "interleave_moe_layer_step": 2,
+    "leading_dense_block_count": 1,
+    "rope.scaling.yarn_attn_factor": 1.5,
+    "swiglu_clamp_exp": [6.0, 6.0],
+}
+
+
+def test_keys_that_would_be_ignored_in_mixtures_of_experts_are_refused(tmp_path):
+    for architecture in MIXTURES:
+        (tmp_path / architecture).mkdir()
+        _checkpoint, file = mixture(tmp_path / architecture, architecture)
+        assert why_not(read_gguf(file)) is None
+        refused = REFUSED_OF_MIXTURES | ({"attention.sliding_window": 64} if architecture == "olmoe" else {})
+        for key, value in refused.items():
+            file = write_keys(
+                tmp_path / "keys.gguf", {"general.architecture": architecture, f"{architecture}.{key}": value}, 97
+            )
+            assert why_not(read_gguf(file)).startswith(f"`{architecture}.{key}` is ")
 
 
 @pytest.fixture(scope="module")
@@ -286,21 +416,12 @@ def test_a_file_that_would_be_read_wrong_is_refused(checkpoint, tmp_path, option
     assert why_not_with(checkpoint, tmp_path, **options) == reason
 
 
-@pytest.mark.parametrize(
-    ("architecture", "why"),
-    [("gpt-oss", "all of whose experts OpenVINO gives the weight 1"), ("olmoe", "whose experts OpenVINO cannot save")],
-)
-def test_the_reason_says_what_openvino_does_wrong_with_an_architecture_that_it_has(tmp_path, architecture, why):
-    file = write_keys(tmp_path / "tiny.gguf", {"general.architecture": architecture}, 97)
-    assert why_not(read_gguf(file)) == f"its architecture is {architecture}, {why}"
-
-
 def test_a_reason_holds_little_of_what_the_file_says(checkpoint, tmp_path):
     assert len(why_not_with(checkpoint, tmp_path, keys={"llama.rope.scaling.type": "x" * 10_000})) <= 200
 
 
 QUERIES = "layers.1.self_attn.q_proj"
-KINDS = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", *SCALES)
+KINDS = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", *SCALES)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -358,6 +479,17 @@ def entry(request, checkpoint, tmp_path_factory):
 @pytest.mark.parametrize("group", [0, 32])
 def test_chunks_copies_and_drafts_change_no_bit(entry, group):
     """Whether activations are quantized or not."""
+    assert_no_bit_changes(entry, group)
+
+
+@pytest.mark.parametrize(("architecture", "kind"), [("olmoe", "Q4_K"), ("gpt-oss", "MXFP4")])
+def test_other_rows_of_the_same_experts_change_no_bit(architecture, kind, tmp_path):
+    _folder, entry = converted(mixture(tmp_path, architecture, kind)[1], tmp_path)
+    for group in (0, 32):
+        assert_no_bit_changes(entry, group)
+
+
+def assert_no_bit_changes(entry, group):
     facts = read_entry(entry) | {"activation_group": group}
     config = Config(threads=1, max_batch_size=6, max_total_tokens=TOKENS, max_input_tokens=TOKENS - 1)
     model = OpenVinoModel(read_graph(entry / "model.xml", facts), facts, config)
