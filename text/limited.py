@@ -50,7 +50,7 @@ class LimitExceeded(Exception):
 class SandboxedFunction:
     """A function that runs in child processes. Threads may share it: each call has a child for itself.
 
-    `cpu_s` and `memory_bytes` are for one request, beyond what a child needs before the first. `wall_s` also
+    `cpu_s` and `memory_bytes` are for one request, beyond what a child needs before the first. WALL_S also
     limits the start of a child. A child that waits for something takes no processor time, so it needs this
     limit.
     """
@@ -62,12 +62,11 @@ class SandboxedFunction:
         *,
         cpu_s: float,
         memory_bytes: int,
-        wall_s: float = WALL_S,
     ):
-        self._arguments = [maker, json.dumps(setup), json.dumps([cpu_s, memory_bytes, wall_s])]
+        self._arguments = [maker, json.dumps(setup), json.dumps([cpu_s, memory_bytes, WALL_S])]
         self._reasons = {
             -signal.SIGPROF: f"takes longer than {cpu_s:g} s of processor time",
-            -signal.SIGALRM: f"takes longer than {wall_s:g} s",
+            -signal.SIGALRM: f"takes longer than {WALL_S:g} s",
             errno.ENOMEM: f"needs more than {memory_bytes // 2**20} MiB of memory",
         }
         self._reasons[-signal.SIGABRT] = self._reasons[errno.ENOMEM]  # so does Rust end where it gets none

@@ -102,7 +102,7 @@ class ActiveRequest:
         prompts: list[TokenizedPrompt],
         arrival: Arrival,
         monitor: ConnectionMonitor,
-        deadline_at: float = float("inf"),
+        deadline_at: float,
     ):
         self.arrival = arrival
         self._adapter = prompts[0].prepared.adapter
@@ -368,7 +368,7 @@ def timing_headers(generation: ActiveRequest) -> dict[str, str]:
     return {name: str(value) for name, value in headers.items()}
 
 
-def end_error(reason: str, message: str = "") -> ApiError:
+def end_error(reason: str, message: str) -> ApiError:
     """The error of a request that the worker has ended for this reason."""
     if reason == "overloaded":
         return errors.overloaded()

@@ -81,8 +81,9 @@ def test_requests_without_an_end_leave_a_plain_one_its_answer():
     assert all("longer than 0.5 s" in str(request.exception()) for request in endless)
 
 
-def test_what_waits_without_taking_processor_time_ends_and_the_next_request_is_answered():
-    run = SandboxedFunction("pkgutil:resolve_name", ["subprocess:getoutput"], cpu_s=0.5, memory_bytes=2**28, wall_s=3)
+def test_what_waits_without_taking_processor_time_ends_and_the_next_request_is_answered(monkeypatch):
+    monkeypatch.setattr("text.limited.WALL_S", 3)
+    run = SandboxedFunction("pkgutil:resolve_name", ["subprocess:getoutput"], cpu_s=0.5, memory_bytes=2**28)
     before = children()
     assert run("echo 1") == "1"
     (blocked,) = children() - before
@@ -100,8 +101,9 @@ def test_a_function_may_return_bytes_of_any_kind_and_many():
     assert run("aGVsbG8=") == "hello"
 
 
-def test_a_process_that_waits_for_something_at_its_start_ends_too():
-    run = SandboxedFunction("time:sleep", [99], cpu_s=0.5, memory_bytes=2**28, wall_s=1)
+def test_a_process_that_waits_for_something_at_its_start_ends_too(monkeypatch):
+    monkeypatch.setattr("text.limited.WALL_S", 1)
+    run = SandboxedFunction("time:sleep", [99], cpu_s=0.5, memory_bytes=2**28)
     with pytest.raises(LimitExceeded, match=r"^takes longer than 1 s$"):
         run(None)
 

@@ -67,7 +67,8 @@ def started(served, monkeypatch):
     monkeypatch.setattr(served.seen, "submit", lambda generates, queue, images: sent.append((generates[0].id, queue)))
     arrival = generation.Arrival("an-id", time.monotonic(), generation.Connection(None, input_may_end=False))
     prompt = TokenizedPrompt(prepared("stream"), [97], 5)
-    return generation.ActiveRequest(served.seen, [prompt], arrival, generation.ConnectionMonitor()), *sent[0]
+    monitor = generation.ConnectionMonitor()
+    return generation.ActiveRequest(served.seen, [prompt], arrival, monitor, float("inf")), *sent[0]
 
 
 def test_a_prompt_that_has_been_run_does_not_begin_an_answer_that_then_fails(started):
