@@ -54,7 +54,7 @@ CONVERTER_VERSION = 8
 VISION_VERSION = 5
 COMPRESSION_VERSION = 5
 READER_VERSIONS = {"gguf": 5, "gguf_folder": 2, "split": 1, "lora": 4, "dequantize": 2, "tokenizer": 6}
-HELD: set[Path] = set()  # the entries that this process keeps: an adapter may be loaded many times
+HELD: set[Path] = set()  # the locks that this process keeps: an adapter may be loaded many times
 
 
 class NotConverted(Exception):
@@ -79,14 +79,16 @@ class ModelCache:
         mark_used(entry / ENTRY)
         return entry
 
-    def hold(self, key: str) -> None:
-        """Keeps `evict`, of any process, from removing an entry as long as this process lives."""
-        if self.folder / key in HELD:
-            return
-        HELD.add(self.folder / key)
-        with contextlib.suppress(OSError):  # a read-only cache
-            lock = os.open((self.folder / key).with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(lock, fcntl.LOCK_SH)
+    def hold(self, key: str, convert: Callable[[Path], None]) -> Path:
+        """As `find_or_add`. Also keeps `evict`, of any process, from removing the entry as long as this
+        process lives."""
+        folder = self.find_or_add(key, convert)
+        lock = (self.folder / key).with_suffix(".lock")
+        if lock not in HELD:
+            HELD.add(lock)
+            with contextlib.suppress(OSError):  # a read-only cache
+                fcntl.flock(os.open(lock, os.O_RDWR | os.O_CREAT, 0o600), fcntl.LOCK_SH)
+        return folder
 
     def find_or_add(self, key: str | None, convert: Callable[[Path], None]) -> Path:
         """The folder of an entry, which `convert` fills where there is none. One of several processes

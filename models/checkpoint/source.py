@@ -331,8 +331,5 @@ def _build_cached(
             raise kind(f"{doing} failed: {error}") from None
         write_entry(target, {"from": str(arguments[0])})
 
-    cache = ModelCache(config)
     key = f"{module}-{digest([identity, READER_VERSIONS[module]])}"
-    folder = cache.find_or_add(key, make)
-    cache.hold(key)
-    return folder
+    return ModelCache(config).hold(key, make)

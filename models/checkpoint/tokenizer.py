@@ -69,11 +69,7 @@ def tokenizer_folder(config: Config, folder: Path) -> Path:
         _child_output(arguments, f"the tokenizer of {folder} ({found}) cannot be converted: ")
         write_entry(target, {"from": folder.name})
 
-    cache = ModelCache(config)
-    key = tokenizer_key(folder)
-    converted = cache.find_or_add(key, convert)
-    cache.hold(key)
-    return converted
+    return ModelCache(config).hold(tokenizer_key(folder), convert)
 
 
 def check_tokenizer(config: Config, folder: Path) -> TokenizerFacts:
