@@ -142,7 +142,7 @@ def test_every_web_process_tells_the_same_metrics(server):
     wait_until(lambda: count() >= before + 6, "the count of all six")
     assert {count() for _ in range(10)} == {before + 6}
     model = json.loads(server.get("/info")[1])["model_id"]
-    assert f'\nvllm:num_requests_running{{model_name="{model}",engine="0"}} 0.0\n' in server.get("/metrics")[1]
+    assert f'\nvllm:num_requests_running{{engine="0",model_name="{model}"}} 0.0\n' in server.get("/metrics")[1]
 
 
 def test_chats_and_completions_in_a_crowd_say_what_they_say_alone(server):
