@@ -69,6 +69,9 @@ class PausableModel(ImageModel):
         return super().forward(chunks)
 
 
+SHARED_LABELS = ("le", "model_name", "engine")
+
+
 class Served:
     """An app, the worker behind it, and the model behind that."""
 
@@ -137,10 +140,11 @@ class Served:
         return greedy(self.tokenizer.encode(text).ids, most, VOCABULARY, self.model.adapters.numbers[adapter] if adapter else 0)
 
     def counts(self):
-        """The samples of all series by their name and labels, without the buckets of histograms."""
+        """The samples of all series by their name and labels, without histograms' buckets and what all of vLLM's share."""
         text = self.client.get("/metrics").get_data(as_text=True)
         return {
-            sample.name + "".join(f",{value}" for label, value in sample.labels.items() if label != "le"): sample.value
+            sample.name
+            + "".join(f",{value}" for label, value in sample.labels.items() if label not in SHARED_LABELS): sample.value
             for family in text_string_to_metric_families(text)
             for sample in family.samples
             if not sample.name.endswith("_bucket")
