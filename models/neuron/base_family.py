@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from config import DTYPE_NAMES
@@ -27,11 +27,14 @@ if TYPE_CHECKING:
 
 Q, K, V, O = ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]  # noqa: E741
 GATE, UP, DOWN = MLP = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 NORM_BEFORE_ATTENTION = "input_layernorm.weight"
 NORM_BEFORE_MLP = "post_attention_layernorm.weight"  # Llama's name: it follows the attention
 
 
 GetTensor = Callable[[str], "Tensor"]  # a tensor of the checkpoint by its name
+Arrange = Callable[..., "Tensor"]  # see Recurrent
 Tensors = dict[str, "Tensor"]
 Windows = list[int | None]  # the sliding window of each layer
 
@@ -40,13 +43,18 @@ Windows = list[int | None]  # the sliding window of each layer
 class LayerKind:
     rope: int | None = 0  # which of the rotary positions; None: the layer has none
     window: int | None = None  # sliding window in tokens, itself included; None: full attention
-    is_recurrent: bool = False  # a gated delta net in place of the attention
+    is_recurrent: bool = False  # a recurrence in place of the attention
 
 
 @dataclass(frozen=True)
-class DeltaNet:
-    """A gated delta net. Its matrices have, for each key head one after the other, the query, the key, the
-    values that it serves, their gates, betas and decays."""
+class Recurrence:
+    """A kind of recurrent layers. Their input matrix has, for each key head one after the other, the channels
+    of the convolution, the gates of the values, and the further columns of each value head."""
+
+    columns: ClassVar[int]
+    # The tensors of a layer beside its matrices, and the dimension that is split over the cores; None: each
+    # core has all.
+    tensors: ClassVar[dict[str, int | None]]
 
     key_heads: int
     group: int  # value heads of each
@@ -65,12 +73,58 @@ class DeltaNet:
 
     @property
     def width(self) -> int:
-        return self.channels + self.values + 2 * self.group
+        return self.channels + self.values + self.columns * self.group
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """The sizes of a key head's recurrent state."""
+        return self.group * self.key_dim, self.value_dim
+
+    def on_cores(self, tp_degree: int) -> Recurrence:
+        """With key heads that the cores divide: with parts of each where it has whole cores of its own, else
+        with key heads of zeros."""
+        parts = tp_degree // self.key_heads if tp_degree % self.key_heads == 0 else 1
+        heads = -(-self.key_heads * parts // tp_degree) * tp_degree
+        return replace(self, key_heads=heads, group=-(-self.group // parts))
+
+
+class DeltaNet(Recurrence):
+    """A gated delta net. Each value head has a beta and a decay."""
+
+    columns = 2
+    tensors: ClassVar = {"conv": 1, "decay_rate": 0, "dt_bias": 0, "gated_norm": None}
 
     @property
     def vectors(self) -> int:
         """Values of a layer beside its matrices."""
         return self.key_heads * (self.kernel * self.channels + 2 * self.group) + self.value_dim
+
+
+class Mamba2(Recurrence):
+    """A state space model. Its groups are the key heads, with B as keys and C as queries, and its heads are
+    the value heads, each with a step."""
+
+    columns = 1
+    tensors: ClassVar = DeltaNet.tensors | {"conv_bias": 0, "skip": 0, "gated_norm": 0}
+
+    @property
+    def vectors(self) -> int:
+        return self.key_heads * ((self.kernel + 1) * self.channels + 3 * self.group + self.values)
+
+
+class ShortConvolution(Recurrence):
+    """A short convolution with a gate before it, which the columns of value heads are, and one behind."""
+
+    tensors: ClassVar = {"conv": 1}
+    state = (1, 1)  # of no use: transformers-neuronx has two buffers
+
+    @property
+    def columns(self) -> int:
+        return self.value_dim
+
+    @property
+    def vectors(self) -> int:
+        return self.key_heads * self.kernel * self.channels
 
 
 @dataclass(frozen=True)
@@ -107,8 +161,8 @@ class ArchSpec:
     has_sinks: bool = False  # each head's softmax has one more logit, of a value of zeros
     swiglu_limit: float | None = None  # of gate and up; None: the activation of the gate times up
     experts: Experts | None = None  # None: a dense model
-    # Of the recurrent layers; in the others each head's context is gated by the sigmoid of a projection.
-    delta_net: DeltaNet | None = None
+    recurrence: Recurrence | None = None  # of the recurrent layers
+    has_attention_gate: bool = False  # each head's context is gated by the sigmoid of a projection
 
     @property
     def has_own_layers(self) -> bool:
@@ -133,9 +187,8 @@ class Family:
     is_nested = False
     is_llama = False  # true where it only differs in a graph, biases or head_dim of its own
     experts: Experts | None = None
-    delta_net: DeltaNet | None = None
-    embedding_name = "model.embed_tokens.weight"
-    head_name = "lm_head.weight"
+    recurrence: Recurrence | None = None
+    renamed: ClassVar[dict[str, str]] = {}  # parts of Llama's names → what the checkpoint has instead
     head_norms: str | None = None  # this and the next as in ArchSpec
     norms = "before"
     query_scale = residual_scale = embedding_scale = head_scale = 1.0
@@ -251,9 +304,7 @@ class Family:
 
     @functools.cached_property
     def recurrent_layers(self) -> set[int]:
-        """The layers with a gated delta net. The class has `recurrent_layer`: their matrices, all projections
-        in place of the queries', any of keys and values; and `recurrent_tensors`: conv [kernel, channels],
-        decay_rate and dt_bias [value heads], gated_norm [value_dim]."""
+        """Where there are any, the class is a `Recurrent` of `families.py`."""
         return {number for number, kind in enumerate(self.kinds) if kind.is_recurrent}
 
     @functools.cached_property
@@ -271,7 +322,7 @@ class Family:
         sinks = self.heads if self.graph().has_sinks else 0
         biases = sum(sizes[name] for name in self.biases)
         of_attention = self.attention_layers * (biases + sinks + heads[self.head_norms])
-        recurrent = len(self.recurrent_layers) * self.delta_net.vectors if self.delta_net else 0
+        recurrent = len(self.recurrent_layers) * self.recurrence.vectors if self.recurrence else 0
         return self.layers * (norms + router) + of_attention + recurrent
 
     @property
@@ -281,10 +332,10 @@ class Family:
     # Tensors. In a layer their names are without the layer's prefix.
 
     def embedding(self, get: GetTensor) -> Tensor:
-        return times(get(self.embedding_name), self.embedding_scale)
+        return times(get(EMBEDDING), self.embedding_scale)
 
     def head(self, get: GetTensor) -> Tensor:
-        return times(get(self.embedding_name if self.is_tied else self.head_name), self.head_scale)
+        return times(get(EMBEDDING if self.is_tied else HEAD), self.head_scale)
 
     def norm(self, weight: Tensor) -> Tensor:
         """What a norm multiplies by."""

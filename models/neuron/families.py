@@ -24,17 +24,21 @@ from models.neuron.base_family import (
     NORM_BEFORE_ATTENTION,
     NORM_BEFORE_MLP,
     UP,
+    Arrange,
     DeltaNet,
     Experts,
     Family,
     GetTensor,
     K,
     LayerKind,
+    Mamba2,
     O,
     Q,
+    ShortConvolution,
     Tensors,
     V,
     Windows,
+    times,
 )
 from models.neuron.legacy_config import legacy_config
 from run import ConfigError, Json
@@ -180,7 +184,52 @@ class Gemma(Family):
         return weight.float() + 1
 
 
-class Qwen35(Family):
+class Recurrent(Family):
+    """Some layers are recurrent. `arrange` joins parts of their tensors by key head: of three or more the
+    first two are queries and keys, which the value heads of a key head share."""
+
+    module: ClassVar[str]  # the name of a recurrence in its layer
+    rope_of_attention: int | None = 0
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        attention = LayerKind(self.rope_of_attention)
+        recurrent = LayerKind(is_recurrent=True)
+        types = self.config.get("layer_types") or self.default_types()
+        return tuple(attention if each in ("attention", "full_attention") else recurrent for each in types)
+
+    def default_types(self) -> list[str]:
+        """Of layers that config.json does not name."""
+        return ["mamba"] * self.layers
+
+    def channels(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """The parts of the channels of a convolution."""
+        size = self.recurrence.key_heads * self.recurrence.key_dim
+        return tensor.split([size, size, len(tensor) - 2 * size])
+
+    def recurrent_layer(self, get: GetTensor, arrange: Arrange) -> Tensors:
+        """Matrices and norms of a recurrent layer: all projections in place of the queries', any of keys and
+        values."""
+        projections = arrange(*self.projections(get))
+        output = arrange(get(f"{self.module}.out_proj.weight").T).T
+        return self.layer(get, MLP) | {
+            **dict.fromkeys((f"{Q}.weight", f"{K}.weight", f"{V}.weight"), projections),
+            f"{O}.weight": times(output, self.residual_scale),
+        }
+
+    def recurrent_tensors(self, get: GetTensor, arrange: Arrange) -> Tensors:
+        """Those that `Recurrence.tensors` names: conv [kernel, channels], decay_rate and dt_bias [value
+        heads]."""
+        name = self.module
+        return {
+            "conv": arrange(*self.channels(get(f"{name}.conv1d.weight")[:, 0])).T,
+            "decay_rate": -arrange(get(f"{name}.A_log")).float().exp(),
+            "dt_bias": arrange(get(f"{name}.dt_bias")),
+            "gated_norm": get(f"{name}.norm.weight"),
+        }
+
+
+class Qwen35(Recurrent):
     """Qwen3.5 to 3.8, dense: gated delta nets, and in every fourth layer an attention with a gate."""
 
     defaults: ClassVar = {
@@ -196,20 +245,19 @@ class Qwen35(Family):
         "linear_conv_kernel_dim": 4,
     }
     head_norms = "each"
+    has_attention_gate = True
     norm = Gemma.norm
+    module = "linear_attn"
 
     def __init__(self, config: Json):
         super().__init__(config)
         names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
         key_heads, value_heads, *sizes = (self._number(f"linear_{name}") for name in names)
-        self.delta_net = DeltaNet(key_heads, value_heads // key_heads, *sizes)
+        self.recurrence = DeltaNet(key_heads, value_heads // key_heads, *sizes)
 
-    @property
-    def kinds(self) -> tuple[LayerKind, ...]:
+    def default_types(self) -> list[str]:
         interval = self.config["full_attention_interval"]
-        patterned = [n % interval and "linear_attention" for n in range(1, self.layers + 1)]
-        types = self.config.get("layer_types") or patterned
-        return tuple(LayerKind(is_recurrent=each == "linear_attention") for each in types)
+        return ["linear_attention" if n % interval else "full_attention" for n in range(1, self.layers + 1)]
 
     def matrix(self, get: GetTensor, name: str) -> Tensor:
         return self._queries(get, 0) if name == Q else super().matrix(get, name)
@@ -222,33 +270,125 @@ class Qwen35(Family):
         by_head = get(f"{Q}.weight").unflatten(0, (self.heads, 2, self.head_dim))
         return by_head[:, part].flatten(0, 1)
 
-    def recurrent_layer(self, get: GetTensor) -> Tensors:
-        matrices = dict.fromkeys((f"{name}.weight" for name in (Q, K, V)), self.projections(get))
-        matrices[f"{O}.weight"] = get("linear_attn.out_proj.weight")
-        return self.layer(get, MLP) | matrices
+    def projections(self, get: GetTensor) -> tuple[Tensor, ...]:
+        channels, *others = (get(f"linear_attn.in_proj_{name}.weight") for name in ("qkv", "z", "b", "a"))
+        return *self.channels(channels), *others
 
-    def projections(self, get: GetTensor) -> Tensor:
-        """The matrix of a gated delta net."""
-        queries, *others = (get(f"linear_attn.in_proj_{name}.weight") for name in ("qkv", "z", "b", "a"))
-        return self._by_key_head(*self._split(queries), *others)
 
-    def recurrent_tensors(self, get: GetTensor) -> Tensors:
-        return {
-            "conv": self._by_key_head(*self._split(get("linear_attn.conv1d.weight")[:, 0])).T,
-            "decay_rate": -get("linear_attn.A_log").float().exp(),
-            "dt_bias": get("linear_attn.dt_bias"),
-            "gated_norm": get("linear_attn.norm.weight"),
+class Lfm2(Recurrent):
+    """LFM2 and LFM2.5, dense: short convolutions, and attentions with norms of queries and keys."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 8,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 128000,
+        "rope_theta": 1e6,
+        "norm_eps": 1e-5,
+        "conv_L_cache": 3,
+        "tie_word_embeddings": True,
+        "block_auto_adjust_ff_dim": True,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 256,
+    }
+    supported_values: ClassVar = Family.supported_values | {"conv_bias": (False,)}
+    renamed: ClassVar = {
+        O: "self_attn.out_proj",
+        "q_norm": "q_layernorm",
+        "k_norm": "k_layernorm",
+        GATE: "feed_forward.w1",
+        UP: "feed_forward.w3",
+        DOWN: "feed_forward.w2",
+        "input_layernorm": "operator_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "model.norm": "model.embedding_norm",
+    }
+    head_norms = "each"
+    module = "conv"
+
+    def __init__(self, config: Json):
+        c = self.defaults | config
+        # Two fields have older names, which decide where a file has both.
+        super().__init__(
+            c
+            | {
+                "rms_norm_eps": c["norm_eps"],
+                "intermediate_size": c.get("block_ff_dim", c["intermediate_size"]),
+                "tie_word_embeddings": c.get("tie_embedding", c["tie_word_embeddings"]),
+            }
+        )
+        if c["block_auto_adjust_ff_dim"]:
+            width = int(c["block_ffn_dim_multiplier"] * int(2 * self.intermediate / 3))
+            self.intermediate = -(-width // c["block_multiple_of"]) * c["block_multiple_of"]
+        kernel = self._number("conv_L_cache")
+        self.recurrence = ShortConvolution(self.heads, 1, 0, self.hidden // self.heads, kernel)
+
+    def default_types(self) -> list[str]:
+        full = self.config.get("full_attn_idxs", range(self.layers))
+        return ["full_attention" if n in full else "conv" for n in range(self.layers)]
+
+    def projections(self, get: GetTensor) -> tuple[Tensor, ...]:
+        before, behind, channels = get("conv.in_proj.weight").chunk(3)
+        return channels, behind, before
+
+    def recurrent_tensors(self, get: GetTensor, arrange: Arrange) -> Tensors:
+        return {"conv": arrange(get("conv.conv.weight")[:, 0]).T}
+
+
+class GraniteHybrid(Recurrent, Granite):
+    """Granite 4 without experts: Mamba 2 and attentions, or attentions alone."""
+
+    defaults: ClassVar = Granite.defaults | {
+        "shared_intermediate_size": 1024,
+        "num_local_experts": 8,
+        "mamba_n_groups": 1,
+        "mamba_n_heads": 128,
+        "mamba_d_state": 256,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+    }
+    supported_values: ClassVar = Family.supported_values | {
+        "num_local_experts": (0,),
+        "mamba_conv_bias": (True,),
+        "mamba_proj_bias": (False,),
+        "time_step_limit": (
+            [0.0, math.inf],
+            [0.0, {"__float__": "Infinity"}],
+        ),  # transformers 5 writes the last
+    }
+    renamed: ClassVar = {DOWN: "shared_mlp.output_linear"}
+    module = "mamba"
+
+    def __init__(self, config: Json):
+        super().__init__(config)
+        self.intermediate = self._number("shared_intermediate_size")
+        names = ("n_groups", "n_heads", "d_state", "d_conv", "expand")
+        groups, heads, d_state, d_conv, expand = (self._number(f"mamba_{name}") for name in names)
+        self.recurrence = Mamba2(groups, heads // groups, d_state, expand * self.hidden // heads, d_conv)
+        if self.config.get("position_embedding_type") != "rope":
+            self.rope_of_attention = None
+
+    def matrix(self, get: GetTensor, name: str) -> Tensor:
+        if name not in (GATE, UP):
+            return super().matrix(get, name)
+        return get("shared_mlp.input_linear.weight").chunk(2)[name == UP]
+
+    def projections(self, get: GetTensor) -> tuple[Tensor, ...]:
+        net = self.recurrence
+        sizes = [net.key_heads * size for size in (net.values, net.channels, net.group)]
+        gate, channels, steps = get("mamba.in_proj.weight").split(sizes)
+        return *self.channels(channels), gate, steps
+
+    def channels(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """In the checkpoint they are values, keys, queries."""
+        size = self.recurrence.key_heads * self.recurrence.key_dim
+        return tensor.split([len(tensor) - 2 * size, size, size])[::-1]
+
+    def recurrent_tensors(self, get: GetTensor, arrange: Arrange) -> Tensors:
+        return super().recurrent_tensors(get, arrange) | {
+            "conv_bias": arrange(*self.channels(get("mamba.conv1d.bias"))),
+            "skip": arrange(get("mamba.D")),
+            "gated_norm": arrange(get("mamba.norm.weight")),
         }
-
-    def _split(self, queries_keys_values: Tensor) -> tuple[Tensor, ...]:
-        net = self.delta_net
-        return queries_keys_values.split([net.key_heads * n for n in (net.key_dim, net.key_dim, net.values)])
-
-    def _by_key_head(self, *parts: Tensor) -> Tensor:
-        import torch  # what calls this has it
-
-        by_head = [part.unflatten(0, (self.delta_net.key_heads, -1)) for part in parts]
-        return torch.cat(by_head, 1).flatten(0, 1)
 
 
 class Gemma2(Gemma):
@@ -352,8 +492,6 @@ class Mixture(Family):
 
     sizes: ClassVar = ("num_experts", "moe_intermediate_size")  # how many experts, and the columns of one
     routers = ("mlp.gate.weight",)  # those after the first are of shared experts
-    expert = "mlp.experts.{}."
-    names: ClassVar = {name: name.removeprefix("mlp.") for name in MLP}
     has_biases = False
 
     def __init__(self, config: Json):
@@ -370,7 +508,7 @@ class Mixture(Family):
 
     def matrix(self, get: GetTensor, name: str) -> Tensor:
         """For the matrix of an MLP those of all experts side by side."""
-        if name not in self.names:
+        if name not in MLP:
             return super().matrix(get, name)
         import torch  # what calls this has it
 
@@ -378,8 +516,8 @@ class Mixture(Family):
 
     def matrices(self, get: GetTensor, name: str) -> list[Tensor]:
         """Of the experts, each by itself."""
-        theirs = f"{self.expert}{self.names[name]}.weight"
-        return [get(theirs.format(number)) for number in range(self.experts.count - self.experts.shared)]
+        numbers = range(self.experts.count - self.experts.shared)
+        return [get(name.replace("mlp", f"mlp.experts.{number}") + ".weight") for number in numbers]
 
     def mlp_tensors(self, get: GetTensor) -> Tensors:
         import torch  # what calls this has it
@@ -431,7 +569,7 @@ class Qwen35Moe(Mixture, Qwen35):
         self.supported_values = self.supported_values | own
 
     def matrices(self, get: GetTensor, name: str) -> list[Tensor]:
-        shared = get(f"mlp.shared_expert.{self.names[name]}.weight")
+        shared = get(name.replace("mlp", "mlp.shared_expert") + ".weight")
         try:
             of_all = get("mlp.experts.down_proj" if name == DOWN else "mlp.experts.gate_up_proj")
         except ModelError:  # Qwen3.5 is published with all experts in one tensor, in FP8 with each by itself
@@ -447,8 +585,12 @@ class Qwen3Next(Qwen35Moe):
     defaults: ClassVar = Qwen35Moe.defaults | {"num_experts": 512, "num_experts_per_tok": 10}
     supported_values = Qwen3Moe.supported_values
 
-    def projections(self, get: GetTensor) -> Tensor:
-        return self._by_key_head(*(get(f"linear_attn.in_proj_{name}.weight") for name in ("qkvz", "ba")))
+    def projections(self, get: GetTensor) -> tuple[Tensor, ...]:
+        net = self.recurrence
+        fused = (get(f"linear_attn.in_proj_{name}.weight") for name in ("qkvz", "ba"))
+        first, second = (each.unflatten(0, (net.key_heads, -1)) for each in fused)
+        parts = *first.split([net.key_dim, net.key_dim, net.values, net.values], 1), *second.chunk(2, 1)
+        return tuple(part.flatten(0, 1) for part in parts)
 
 
 class Olmoe(Mixture):
@@ -477,9 +619,7 @@ class Mixtral(Mixture, Mistral):
         "norm_topk_prob": True,
     }
     sizes = ("num_local_experts", "intermediate_size")
-    routers = ("block_sparse_moe.gate.weight",)
-    expert = "block_sparse_moe.experts.{}."
-    names: ClassVar = {GATE: "w1", UP: "w3", DOWN: "w2"}
+    renamed: ClassVar = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 class GptOss(Mixture):
@@ -500,7 +640,7 @@ class GptOss(Mixture):
     }
     supported_values: ClassVar = Family.supported_values | {"swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)}
     sizes = ("num_local_experts", "intermediate_size")
-    routers = ("mlp.router.weight",)
+    renamed: ClassVar = {"mlp.gate": "mlp.router"}
     has_biases = True
     has_sinks = True
     swiglu_limit = 7.0
@@ -533,25 +673,24 @@ class InternLM2(Family):
     """InternLM2 and 2.5: a matrix holds the queries, the key and the value of each key-value head."""
 
     supported_values: ClassVar = Family.supported_values | {"bias": (False,)}
-    names: ClassVar = {
+    renamed: ClassVar = {
+        "model.embed_tokens": "model.tok_embeddings",
+        "lm_head": "output",
         O: "attention.wo",
         GATE: "feed_forward.w1",
         UP: "feed_forward.w3",
         DOWN: "feed_forward.w2",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
     }
     biases = ()
-    embedding_name = "model.tok_embeddings.weight"
-    head_name = "output.weight"
 
     def matrix(self, get: GetTensor, name: str) -> Tensor:
-        if name in self.names:
-            return get(f"{self.names[name]}.weight")
+        if name not in (Q, K, V):
+            return super().matrix(get, name)
         by_head = get("attention.wqkv.weight").view(self.kv_heads, -1, self.head_dim, self.hidden)
         parts = by_head.split([self.heads // self.kv_heads, 1, 1], dim=1)
         return parts[(Q, K, V).index(name)].reshape(-1, self.hidden)
-
-    def norms_before(self, get: GetTensor) -> Tensors:
-        return {NORM_BEFORE_ATTENTION: get("attention_norm.weight"), NORM_BEFORE_MLP: get("ffn_norm.weight")}
 
 
 FAMILIES: dict[str, type[Family]] = {
@@ -563,6 +702,8 @@ FAMILIES: dict[str, type[Family]] = {
     "qwen3": Qwen3,
     "qwen3_moe": Qwen3Moe,
     "qwen3_5_text": Qwen35,
+    "lfm2": Lfm2,
+    "granitemoehybrid": GraniteHybrid,
     "qwen3_5_moe_text": Qwen35Moe,
     "qwen3_next": Qwen3Next,
     "phi3": Phi3,

@@ -30,8 +30,8 @@ from models.adapters import common_name
 from models.checkpoint.rope import Rope
 from models.errors import ModelError
 from models.neuron.artifact import CompiledConfig
-from models.neuron.base_family import ArchSpec, Family, GetTensor, K, LayerKind, O, Q, Tensors, V
-from models.neuron.recurrent import Array, Rows, delta_net
+from models.neuron.base_family import HEAD, ArchSpec, Family, GetTensor, K, LayerKind, O, Q, Tensors, V
+from models.neuron.recurrent import Array, Rows, recurrent_layer
 
 # The functions of transformers-neuronx that are replaced below.
 LlamaConfig = llama.LlamaConfig
@@ -143,11 +143,11 @@ class FamilyForSampling(llama.LlamaForSampling):
         """The library asks each module for its tensors when it needs them, and drops them afterwards."""
         if self.family.neuronx_class and not self.family.is_nested:
             return super().load_state_dict_dir(folder)
-        checkpoint = CheckpointTensors(Path(folder))
         family = self.family
+        checkpoint = CheckpointTensors(Path(folder), family.renamed)
         if family.is_nested:  # its two configs may say different things
             family = copy.copy(family)
-            family.is_tied = family.head_name not in checkpoint
+            family.is_tied = HEAD not in checkpoint
         model = self.chkpt_model
         self._checkpoint = checkpoint
 
@@ -156,8 +156,11 @@ class FamilyForSampling(llama.LlamaForSampling):
 
         fills(model.model.embed_tokens, lambda: {"weight": family.embedding(checkpoint).float()})
         for number, layer in enumerate(model.model.layers):
-            read = family.recurrent_layer if number in family.recurrent_layers else family.layer
-            fills(layer, functools.partial(read, checkpoint.in_layer(number)))
+            get = checkpoint.in_layer(number)
+            read = functools.partial(family.layer, get)
+            if number in family.recurrent_layers:
+                read = functools.partial(family.recurrent_layer, get, self._arranged)
+            fills(layer, read)
         fills(model.model.norm, lambda: {"weight": family.norm(checkpoint("model.norm.weight"))})
         fills(model.lm_head, lambda: {"weight": family.head(checkpoint)})
 
@@ -210,19 +213,11 @@ class FamilyForSampling(llama.LlamaForSampling):
         to_neuron()
 
     def _make_recurrent(self, layer: Any, get: GetTensor) -> Tensors:
-        """Gives a layer the matrices and buffers of a gated delta net, in the places of those of an
-        attention: its other tensors. There are heads of zeros where the cores do not divide its key heads."""
-        net = self.family.delta_net
+        """Gives a layer the buffers of a recurrence, in the places of those of an attention: its tensors
+        beside its matrices."""
         tp_degree = self.config.tp_degree
-        heads = utils.round_up_to_divisor(net.key_heads, tp_degree)
-
-        def padded(tensor: torch.Tensor) -> torch.Tensor:
-            size = tensor.shape[-1] // net.key_heads
-            return utils.pad(tensor, tensor.dim() - 1, heads * size)
-
-        layer.attn_q_weight = padded(layer.attn_q_weight)
+        net = self.family.recurrence.on_cores(tp_degree)
         layer.attn_k_weight = layer.attn_v_weight = None
-        layer.attn_out_weight = padded(layer.attn_out_weight)
         # Without what transformers-neuronx does to the heads of an attention.
         layer.allow_pad = False
         layer.neuron_config = copy.copy(layer.neuron_config)
@@ -232,19 +227,32 @@ class FamilyForSampling(llama.LlamaForSampling):
         def init_caches() -> None:
             (slots,) = layer.batch_sizes
             rows = slots + self.snapshots
-            conv = torch.zeros(rows, net.kernel - 1, heads * net.channels, dtype=dtype)
-            state = torch.zeros(rows, heads * net.group * net.key_dim, net.value_dim)
+            conv = torch.zeros(rows, net.kernel - 1, net.key_heads * net.channels, dtype=dtype)
+            height, width = net.state
+            state = torch.zeros(rows, net.key_heads * height, width)
             manipulator = decoder.MaybeParallelTensorManipulator(tp_degree, layer._cpu_compile)
             layer.attn_k_cache[slots] = manipulator.shard_along(conv, dim=2)
             layer.attn_v_cache[slots] = manipulator.shard_along(state, dim=1)
             layer.cache_shape[slots] = None
 
         layer.init_caches = init_caches
-        tensors = self.family.recurrent_tensors(get)
-        return {
-            name: tensors[name] if sharding is None else padded(tensors[name])
-            for name, sharding in SHARDING.items()
-        }
+        return self.family.recurrent_tensors(get, self._arranged)
+
+    def _arranged(self, *parts: torch.Tensor) -> torch.Tensor:
+        """As a class of `Recurrent` asks for it, for each key head of `Recurrence.on_cores`."""
+        net = self.family.recurrence
+        on_cores = net.on_cores(self.config.tp_degree)
+        pieces = -(-net.group // on_cores.group)
+
+        def of_head(number: int, part: torch.Tensor) -> torch.Tensor:
+            if number < 2 < len(parts) and net.key_dim:
+                return part.unflatten(0, (net.key_heads, -1)).repeat_interleave(pieces, 0)
+            by_head = part.unflatten(0, (net.key_heads, net.group, -1))
+            by_head = utils.pad(by_head, 1, pieces * on_cores.group)
+            return by_head.unflatten(1, (pieces, -1)).flatten(0, 1).flatten(1, 2)
+
+        joined = torch.cat(list(map(of_head, itertools.count(), parts)), 1)
+        return utils.pad(joined, 0, on_cores.key_heads).flatten(0, 1)
 
     def _of_padded_heads(self, values: torch.Tensor) -> torch.Tensor:
         """Values of heads [heads, size, ...], flattened, with zeros where transformers-neuronx adds heads:
@@ -259,17 +267,13 @@ class FamilyForSampling(llama.LlamaForSampling):
         return torch.cat([grouped, zeros], 1).flatten(0, 2)
 
 
-# The tensors of a recurrent layer beside its matrices, and the dimension that is split over the cores.
-SHARDING = {"conv": 1, "decay_rate": 0, "dt_bias": 0, "gated_norm": None}
-
-
 def _added_parameters(graph: ArchSpec, is_recurrent: bool) -> dict[str, int | None]:
     """What a layer has after LAYER_WEIGHTS, and the dimension that is split over the cores; None: each core
     has all."""
     added = {}
     if is_recurrent:
-        added |= SHARDING
-    elif graph.delta_net:
+        added |= graph.recurrence.tensors
+    elif graph.has_attention_gate:
         added["attention_gate"] = 1
     if graph.head_norms and not is_recurrent:
         added |= dict.fromkeys(("q_norm", "k_norm"), 0 if graph.head_norms == "all" else None)
@@ -364,8 +368,9 @@ class CheckpointTensors:
     """The tensors of the safetensors files in a folder, by any spelling of their names, as those of the text
     part of a vision-language model have another one."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, renamed: dict[str, str]):
         """Raises ModelError where there are none."""
+        self._renamed = renamed
         self._places: dict[str, tuple[safe_open, str]] = {}  # file, name in it
         for path in sorted(folder.glob("model*.safetensors")):
             file = safe_open(path, "pt")
@@ -377,6 +382,8 @@ class CheckpointTensors:
         return common_name(name) in self._places
 
     def __call__(self, name: str) -> torch.Tensor:
+        for ours, theirs in self._renamed.items():
+            name = name.replace(ours, theirs)
         if name not in self:
             raise ModelError(f"the checkpoint has no tensor {name}")
         file, name_in_file = self._places[common_name(name)]
@@ -397,6 +404,7 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         self._stores_bare_keys = bool(
             self.neuron_config.kv_cache_quant and K in family.biases and not self.graph.head_norms
         )
+        self.recurrence = family.recurrent_layers and family.recurrence.on_cores(self.config.tp_degree)
         self._kinds = self.graph.kinds or (LayerKind(),) * family.layers
 
     def inputs(self, *arguments: Any, **options: Any) -> tuple[Any, tuple[int | None, ...]]:
@@ -405,7 +413,7 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         return tensors, (*sequence_dimensions[:3], None, *sequence_dimensions[4:])
 
     def pre_layer(self, hidden: Any, cache_ids: Any, *arguments: Any, **options: Any) -> tuple[Any, ...]:
-        if self.graph.delta_net:
+        if self.recurrence:
             self._rows = Rows(cache_ids, *arguments[:4])
         values = list(super().pre_layer(hidden, cache_ids, *arguments, **options))
         if self._stores_bare_keys:
@@ -451,8 +459,7 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
             weights |= dict.fromkeys(("pre_attn_ln_weight", "pre_mlp_ln_weight"))
         inner = self._norm(hidden, weights["pre_attn_ln_weight"])
         if kind.is_recurrent:
-            net = self.graph.delta_net
-            inner, keys, values = delta_net(net, self._rows, inner, keys, values, weights, self)
+            inner, keys, values = recurrent_layer(self._rows, inner, keys, values, weights, self)
         else:
             with self._attention_of(kind, inner, weights):
                 inner, keys, values = self.attention(
@@ -565,7 +572,7 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
             changed["context_combined"] = functools.partial(with_sinks, attention.context_combined, 1)
         if cap or self.graph.has_sinks or self._shown(kind.window):
             changed["flash_attention"] = lambda query, key, value: None
-        if self.graph.delta_net:
+        if self.graph.has_attention_gate:
             gated = functools.partial(_gated_output, hidden, weights["attention_gate"], attention.output)
             changed["output"] = gated
         with _replaced(rotary, rotate_half=rotate_half), _replaced(attention, **changed):

@@ -169,11 +169,10 @@ class Shape:
         """Parameters of all layers' attention and MLP matrices on all cores, padded for `tp_degree`."""
         family = self.family
         heads, kv_heads = padded_heads(family.heads, family.kv_heads, tp_degree)
-        gates = heads if family.delta_net else 0
+        gates = heads if family.graph().has_attention_gate else 0
         columns = family.attention_layers * family.head_dim * (2 * (heads + kv_heads) + gates)
-        if net := family.delta_net:
-            heads = _round_up(net.key_heads, tp_degree)
-            columns += len(family.recurrent_layers) * heads * (net.width + net.values)
+        if net := family.recurrence and family.recurrence.on_cores(tp_degree):
+            columns += len(family.recurrent_layers) * net.key_heads * (net.width + net.values)
         columns += family.layers * 3 * _round_up(family.intermediate, tp_degree)
         return family.hidden * columns
 
@@ -278,12 +277,12 @@ class Sizing:
     def slot_state_bytes(self) -> int:
         """The recurrent states of a slot, and the last inputs of their convolutions."""
         family = self.shape.family
-        if not (net := family.delta_net):
+        if not family.recurrence:
             return 0
-        heads = _round_up(net.key_heads, self.tp_degree) // self.tp_degree
-        state = net.values * net.key_dim * DTYPES["float32"].bytes
+        net = family.recurrence.on_cores(self.tp_degree)
+        state = math.prod(net.state) * DTYPES["float32"].bytes
         conv = (net.kernel - 1) * net.channels * self._width
-        return len(family.recurrent_layers) * heads * (state + conv)
+        return len(family.recurrent_layers) * net.key_heads // self.tp_degree * (state + conv)
 
     @property
     def total_bytes(self) -> int:

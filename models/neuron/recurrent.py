@@ -1,10 +1,11 @@
-"""The graph of a gated delta net, the linear attention of Qwen3.5.
+"""The graphs of recurrent layers: gated delta nets, Mamba 2, short convolutions.
 
 A layer has two buffers instead of keys and values: the last inputs of its convolution [slots, kernel - 1,
 channels], and its recurrent state [slots, value heads * key_dim, value_dim] in float32. `graph.py` binds them
 and builds the rest of a layer. Tensors are those of one core.
 
-Source: transformers 5.20, models/qwen3_5; Yang et al., Gated Delta Networks (2024).
+Source: transformers 5.20, models/qwen3_5, granitemoehybrid and lfm2; Yang et al., Gated Delta Networks
+(2024); Dao and Gu, Transformers are SSMs (2024).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from transformers_neuronx import hlo
 from transformers_neuronx.activations import sigmoid, silu
 from transformers_neuronx.layers import attention
 
-from models.neuron.base_family import DeltaNet
+from models.neuron.base_family import DeltaNet, Mamba2, Recurrence, ShortConvolution
 
 
 class Array:
@@ -92,7 +93,7 @@ class Rows:
         self._is_live = self._keep.apply(hlo.greater, 0)
         self._is_start = Array(positions).slice(1, 0, 1).view(-1, 1, 1).apply(hlo.equal, 0)
         is_kept = self._numbers(1, self.tokens, 1)._with(hlo.less, self._keep)
-        self.is_kept = is_kept.apply(hlo.cast, slot.scribe.f32).view(-1, 1)  # [rows * tokens, 1]
+        self.is_kept = is_kept.float().view(-1, 1, 1)  # [rows * tokens, 1, 1]
 
     def _numbers(self, dim: int, *sizes: int) -> Array:
         return Array(hlo.iota(self._keep.node.dtype, (1, *sizes), dim))
@@ -120,60 +121,47 @@ class Rows:
         is_chosen = self._numbers(2, 1, count + self.tokens)._with(hlo.equal, wanted)
         return is_chosen.apply(hlo.cast, inputs.node.dtype).product(inputs)
 
+    def by_value_head(self, net: Recurrence, tensor: Array) -> Array:
+        """[rows * tokens, key heads, size] → [rows * value heads, tokens, size]."""
+        heads = tensor.sizes[1] * net.group
+        tensor = tensor.view(self.count, self.tokens, heads, -1).apply(hlo.permute, [0, 2, 1, 3])
+        return tensor.view(self.count * heads, self.tokens, -1)
 
-def delta_net(
-    net: DeltaNet,
-    rows: Rows,
-    hidden: Any,
-    conv: Any,
-    state: Any,
-    weights: dict[str, Any],
-    builder: Any,
+
+def recurrent_layer(
+    rows: Rows, hidden: Any, conv: Any, state: Any, weights: dict[str, Any], builder: Any
 ) -> tuple[Any, Any, Any]:
     """hidden [rows, tokens, size] → the same of its output, and both buffers after the tokens that count.
     builder: the Hlo of `graph.py`."""
-    f32 = hidden.scribe.f32
+    net = builder.recurrence
     projection = (weights["attn_q_weight"], None, weights["attn_q_scales"], builder.neuron_config)
     projected = Array(hidden).view(rows.count * rows.tokens, -1).apply(hlo.dot10_add1, *projection)
     by_head = projected.view(rows.count * rows.tokens, -1, net.width)
-    heads = by_head.sizes[1] * net.group
-    mixed, *others = by_head.split(net.channels, net.values, net.group, net.group)
-    gate, beta, decay = (each.apply(hlo.cast, f32) for each in others)
-
-    def by_value_head(tensor: Array) -> Array:
-        """[rows * value heads, tokens, size]"""
-        tensor = tensor.view(rows.count, rows.tokens, heads, -1).apply(hlo.permute, [0, 2, 1, 3])
-        return tensor.view(rows.count * heads, rows.tokens, -1)
-
-    def normed(tensor: Array) -> Array:
-        """Keys or queries of length 1, each for a group of values."""
-        # The norm makes the mean of the squares 1, which should be their sum.
-        weight = hlo.full(net.key_dim**-0.5, f32, (net.key_dim,))
-        tensor = tensor.apply(hlo.rms_norm, weight, 1e-6 / net.key_dim).view(-1, 1, net.key_dim)
-        return by_value_head(tensor.expand(tensor.sizes[0], net.group, net.key_dim))
-
+    mixed, gate, columns = by_head.split(net.channels, net.values, net.columns * net.group)
+    if isinstance(net, ShortConvolution):
+        mixed *= columns
     inputs = Array(hlo.concatenate([rows.read(conv).node, mixed.view(rows.count, rows.tokens, -1).node], 1))
     factors = Array(weights["conv"]).view(1, net.kernel, -1)
     terms = (
-        inputs.slice(1, place, rows.tokens).apply(hlo.cast, f32) * factors.slice(1, place, 1)
+        inputs.slice(1, place, rows.tokens).float() * factors.slice(1, place, 1)
         for place in range(net.kernel)
     )
-    mixed = functools.reduce(Array.__add__, terms).apply(silu).view(*mixed.sizes)
-    query, key, value = mixed.split(net.key_dim, net.key_dim, net.values)
-    decay = decay.view(-1, heads) + Array(weights["dt_bias"]).view(1, heads)
-    # Softplus; the limit keeps it finite.
-    decay = decay.apply(hlo.minimum, 80.0).apply(hlo.exp).apply(hlo.add, 1.0)
-    decay = Array(f32[decay.sizes].Log(decay.node)) * Array(weights["decay_rate"]).view(1, heads)
+    mixed = functools.reduce(Array.__add__, terms).view(*mixed.sizes)
     begin = rows.read(state)
-    output, after = delta_rule(
-        normed(query),
-        normed(key),
-        *map(by_value_head, (value, beta.apply(sigmoid), decay, rows.is_kept.expand(*decay.sizes))),
-        begin.view(-1, net.key_dim, net.value_dim),
-    )
-    # Queries should have the length key_dim**-0.5, which only matters to this eps.
-    output = output.apply(hlo.rms_norm, weights["gated_norm"], builder.config.rms_norm_eps * net.key_dim)
-    output = (output * by_value_head(gate).apply(silu)).view(rows.count, heads, rows.tokens, -1)
+    if isinstance(net, ShortConvolution):
+        output, after = rows.by_value_head(net, mixed * gate.float()), begin
+    else:
+        output, after = linear_attention(
+            net, rows, mixed, gate.float(), columns.float(), begin, weights, builder.config.rms_norm_eps
+        )
+    output = output.view(rows.count, -1, rows.tokens, net.value_dim)
+    if isinstance(net, Mamba2):
+        squares = (output * output).apply(hlo.reduce_sum, 3, True).apply(hlo.reduce_sum, 1, True)
+        total = squares.apply(hlo.all_reduce_sum, builder.config.tp_degree)
+        own = builder.graph.recurrence  # without heads of zeros
+        mean = total.apply(hlo.divide, float(own.key_heads * own.values))
+        output *= mean.apply(hlo.add, builder.config.rms_norm_eps).apply(hlo.rsqrt)
+        output *= Array(weights["gated_norm"]).view(1, -1, 1, net.value_dim)
     output = output.apply(hlo.permute, [2, 0, 1, 3]).apply(hlo.cast, hidden.dtype).node
     matrix = (weights["attn_out_weight"], weights["attn_out_scales"], None)
     return (
@@ -183,15 +171,75 @@ def delta_net(
     )
 
 
-def delta_rule(
-    query: Array, key: Array, value: Array, beta: Array, decay: Array, is_kept: Array, state: Array
+def linear_attention(
+    net: Recurrence,
+    rows: Rows,
+    mixed: Array,
+    gate: Array,
+    columns: Array,
+    begin: Array,
+    weights: dict[str, Any],
+    eps: float,
 ) -> tuple[Array, Array]:
-    """query, key and value [many, tokens, size]; beta, decay (a logarithm, at most 0) and is_kept [many,
+    """A gated delta net or Mamba 2 between its convolution and its last norm. Parts of the projection [rows *
+    tokens, key heads, size], the first after the convolution → output [rows * value heads, tokens,
+    value_dim], and the state after the tokens that count."""
+    has_delta = isinstance(net, DeltaNet)
+    by_value_head = functools.partial(rows.by_value_head, net)
+
+    def parameter(name: str) -> Array:
+        return Array(weights[name]).view(1, gate.sizes[1], -1)
+
+    def of_groups(tensor: Array) -> Array:
+        """Keys or queries, which the value heads of a key head share."""
+        if has_delta:
+            # The norm makes the mean of the squares 1, which should be their sum.
+            weight = hlo.full(net.key_dim**-0.5, tensor.node.dtype, (net.key_dim,))
+            tensor = tensor.apply(hlo.rms_norm, weight, 1e-6 / net.key_dim)
+        return by_value_head(Array(hlo.concatenate([tensor.node] * net.group, 2)))
+
+    if not has_delta:
+        mixed += parameter("conv_bias")
+    query, key, value = mixed.apply(silu).split(net.key_dim, net.key_dim, net.values)
+    *betas, step = columns.split(*[net.group] * net.columns)
+    # Softplus; the limit keeps it finite.
+    step = (step + parameter("dt_bias")).apply(hlo.minimum, 80.0).apply(hlo.exp).apply(hlo.add, 1.0)
+    step = step.apply(lambda node: node.dtype[node.sizes].Log(node))
+    scales = [beta.apply(sigmoid) for beta in betas] or [step]
+    value = by_value_head(value)
+    output, after = scan(
+        of_groups(query),
+        of_groups(key),
+        value,
+        *map(by_value_head, (*scales, step * parameter("decay_rate"), rows.is_kept.expand(*step.sizes))),
+        begin.view(-1, net.key_dim, net.value_dim),
+        has_delta,
+    )
+    if has_delta:
+        # Queries should have the length key_dim**-0.5, which only matters to this eps.
+        output = output.apply(hlo.rms_norm, weights["gated_norm"], eps * net.key_dim)
+    else:
+        output += value * by_value_head(parameter("skip").expand(*step.sizes))
+    return output * by_value_head(gate).apply(silu), after
+
+
+def scan(
+    query: Array,
+    key: Array,
+    value: Array,
+    scale: Array,
+    decay: Array,
+    is_kept: Array,
+    state: Array,
+    has_delta: bool,
+) -> tuple[Array, Array]:
+    """query, key and value [many, tokens, size]; scale, decay (a logarithm, at most 0) and is_kept [many,
     tokens, 1]; state [many, key_dim, value_dim]; all float32 → output [many, tokens, value_dim], and the
     state after the tokens that are kept. The output is that of all tokens.
 
-    Token by token it is state *= e^decay; state += key (beta (value - key state)); output = query state. Here
-    all tokens are solved for together. Every exponent is at most 0.
+    Token by token it is state *= e^decay; state += key (scale value); output = query state; in the delta rule
+    state += key (scale (value - key state)). Here all tokens are solved for together. Every exponent is at
+    most 0.
     """
     many, tokens, _one = decay.sizes
     triangle = _constant(decay, torch.ones(1, tokens, tokens).tril())
@@ -199,9 +247,11 @@ def delta_rule(
     total = (decay * is_kept).apply(hlo.reduce_sum, 1, True)
     between = (until - until.view(many, 1, tokens)).exp()
     grown = until.exp()
-    new = (value - key.product(state) * grown) * beta
-    if tokens > 1:
-        new = inverse(key.product(key, right=2) * between * beta).product(new)
+    if has_delta:
+        value -= key.product(state) * grown
+    new = value * scale
+    if has_delta and tokens > 1:
+        new = inverse(key.product(key, right=2) * between * scale).product(new)
     output = query.product(state) * grown
     output += (query.product(key, right=2) * between * triangle).product(new)
     written = key * ((total - until).exp() * is_kept)

@@ -67,6 +67,17 @@ MODELS = {
             "attention_bias": True,
         },
     ),
+    "granite 4, attention alone": (
+        "GraniteMoeHybridConfig",
+        {
+            "layer_types": ["attention"] * 3,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 112,
+            "mamba_n_heads": 8,
+            "attention_multiplier": 0.09,
+            "position_embedding_type": "rope",
+        },
+    ),
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2, "rope_theta": 5e6}),
     "gemma": ("GemmaConfig", {"head_dim": 32}),
     "gemma2": ("Gemma2Config", GEMMA),

@@ -26,6 +26,20 @@ SMALL = family_models.SMALL | {
     "linear_num_key_heads": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
+CONV = {"layer_types": ["conv", "full_attention", "conv"], "tie_word_embeddings": False}
+GRANITE = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_local_experts": 0,
+    "shared_intermediate_size": 96,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 24,
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.09,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
+GROUPS = {"mamba_n_groups": 2, "position_embedding_type": "rope", "attention_bias": True, "tie_word_embeddings": True}
 EXPERTS = {
     "linear_num_value_heads": 8,
     "num_experts": 8,
@@ -36,6 +50,10 @@ EXPERTS = {
 MODELS = {
     "qwen3_5, grouped": ("Qwen3_5TextConfig", {"linear_num_value_heads": 12}),  # three value heads for a key head
     "qwen3_5, tied": ("Qwen3_5TextConfig", {"linear_num_value_heads": 4, "tie_word_embeddings": True}),
+    "lfm2": ("Lfm2Config", CONV | {"block_auto_adjust_ff_dim": False}),
+    "lfm2, tied": ("Lfm2Config", CONV | {"block_multiple_of": 40, "conv_L_cache": 4, "tie_word_embeddings": True}),
+    "granite 4": ("GraniteMoeHybridConfig", GRANITE),
+    "granite 4, groups": ("GraniteMoeHybridConfig", GRANITE | GROUPS),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", EXPERTS),
     "qwen3_next": ("Qwen3NextConfig", EXPERTS),
 }
@@ -54,9 +72,9 @@ def make(name):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             if key.endswith("A_log"):
                 parameter.uniform_(*RATES)
-            if key.endswith("dt_bias"):
+            if key.endswith(("dt_bias", "mamba.D")):
                 parameter.normal_(0, 1)
-            if key.endswith("conv1d.weight"):
+            if key.endswith(("conv1d.weight", "conv1d.bias", "conv.conv.weight", "proj.bias")):
                 parameter.normal_(0, 0.5)
     return model
 
@@ -85,7 +103,7 @@ def rounded_to_int8(model):
         ):
             before = module.weight.data.clone()
             round_together([module.weight.data])
-            if name.endswith("q_proj"):
+            if name.endswith("q_proj") and "qwen" in model.config.model_type:
                 by_head = (-1, 2, model.config.head_dim, before.shape[1])
                 module.weight.data.view(by_head)[:, 1] = before.view(by_head)[:, 1]
         if hasattr(module, "shared_expert"):

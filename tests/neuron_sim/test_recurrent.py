@@ -31,8 +31,9 @@ from run import HERE, ConfigError
 
 PYTHON = os.environ.get("SERVER_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="SERVER_PYTHON names no interpreter with transformers 5")
-DENSE = ("qwen3_5, grouped", "qwen3_5, tied")
+DENSE = ("qwen3_5, grouped", "qwen3_5, tied", "lfm2", "lfm2, tied", "granite 4", "granite 4, groups")
 MIXTURES = ("qwen3_5_moe", "qwen3_next")
+KINDS = ("qwen3_5, grouped", "lfm2", "granite 4, groups")
 CHUNK = 32
 LIMITS = {"max_total_tokens": 192, "max_input_tokens": 191, "max_batch_size": 4, "position_buckets": (64,)}
 
@@ -141,14 +142,15 @@ def some_rows(model, reference):
     return slots
 
 
-def test_bfloat16_is_no_further_from_float32_than_transformers_own(made, tmp_path):
-    reference = made("qwen3_5, grouped")
+@pytest.mark.parametrize("name", KINDS)
+def test_bfloat16_is_no_further_from_float32_than_transformers_own(made, tmp_path, name):
+    reference = made(name)
     slots = some_rows(serve(reference, tmp_path, prefill_chunk=CHUNK, dtype="bfloat16", **LIMITS), reference)
     exact, theirs = slots.of(reference.logits), slots.of(reference.rounded["bfloat16"])
     assert mean_error(torch.cat(slots.found), exact) < 1.1 * mean_error(theirs, exact)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5, grouped", "qwen3_5_moe"])
+@pytest.mark.parametrize("name", [*KINDS, "qwen3_5_moe"])
 def test_a_model_is_compiled_and_served_from_the_artifact_in_int8(made, tmp_path, monkeypatch, name):
     reference, output = made(name), tmp_path / "compiled"
     words = ["--model-id", reference.folder, "--output", output, "--tp-degree", "2", "--dtype", "float32"]
@@ -221,7 +223,9 @@ def test_the_text_of_a_vision_language_checkpoint_is_served_without_images(made,
     assert some_rows(model, reference).worst < LARGEST
 
 
-@pytest.mark.parametrize(("name", "tp_degree"), [("qwen3_5, grouped", 1), ("qwen3_5, grouped", 2), ("qwen3_next", 4)])
+@pytest.mark.parametrize(
+    ("name", "tp_degree"), [(name, tp_degree) for name in KINDS for tp_degree in (1, 2)] + [("qwen3_next", 4)]
+)
 def test_draft_tokens_never_enter_a_state(made, tmp_path, name, tp_degree):
     """Also of slots without drafts beside others, and beside an idle slot that is longer than these."""
     reference = made(name)

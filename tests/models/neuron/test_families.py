@@ -24,6 +24,7 @@ LLAMA = {
     "vocab_size": 320,
     "max_position_embeddings": 64,
 }
+NEEDED = {"granitemoehybrid": {"num_local_experts": 0}}  # transformers' default has experts, which are not served
 FIELDS = [(name, field) for name, family in FAMILIES.items() for field in family.supported_values]
 OTHER = {
     bool: lambda value: not value,
@@ -41,7 +42,7 @@ def value_of(field, value):
 
 
 def of(model_type="llama", **changes):
-    return families.of(LLAMA | {"model_type": model_type} | changes)
+    return families.of(LLAMA | NEEDED.get(model_type, {}) | {"model_type": model_type} | changes)
 
 
 @pytest.mark.parametrize(("name", "field"), FIELDS)
@@ -186,6 +187,33 @@ def test_experts_of_qwen3_moe_are_counted_as_either_transformers_names_them():
     assert of("qwen3_moe", num_local_experts=16, num_experts=None).experts == expected
 
 
+@pytest.mark.parametrize(
+    ("fields", "width"),
+    [
+        ({}, 256),  # two thirds of 96, in steps of 256
+        ({"block_ff_dim": 300, "block_multiple_of": 16}, 208),  # LFM2's name, which decides
+        ({"block_ffn_dim_multiplier": 1.5, "block_multiple_of": 16}, 96),
+        ({"block_auto_adjust_ff_dim": False}, 96),
+    ],
+)
+def test_the_width_of_lfm2_is_made_as_transformers_makes_it(fields, width):
+    assert of("lfm2", **fields).intermediate == width
+
+
+def test_granite_4_has_positions_by_their_type_and_experts_are_refused():
+    assert {kind.rope for kind in of("granitemoehybrid", layer_types=["attention"] * 4).kinds} == {None}
+    assert {kind.rope for kind in of("granitemoehybrid", position_embedding_type="rope").kinds[1:]} == {0}
+    with pytest.raises(ModelError, match="num_local_experts is 8 and this server supports 0 for granitemoehybrid"):
+        of("granitemoehybrid", num_local_experts=8)
+
+
+def test_lfm2_is_tied_by_either_name_and_its_attentions_are_named_or_numbered():
+    family = of("lfm2", tie_embedding=False, full_attn_idxs=[1, 3], norm_eps=1e-3)
+    assert not family.is_tied and family.as_llama()["rms_norm_eps"] == 1e-3
+    assert family.recurrent_layers == {0, 2} == of("lfm2", layer_types=["conv", "full_attention"] * 2).recurrent_layers
+    assert of("lfm2").is_tied and not of("lfm2").recurrent_layers
+
+
 def test_phi_4_mini_of_transformers_5_turns_three_quarters_of_a_head():
     positions = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
     assert of("phi3", rope_parameters=positions).as_llama()["rotary_percentage"] == 0.75
@@ -204,7 +232,7 @@ def test_parameters_are_those_of_the_model_that_transformers_makes(name):
 
     if name in ("code_llama", "internlm2"):
         pytest.skip("not a model type of transformers")
-    config = transformers.AutoConfig.for_model(**LLAMA | {"model_type": name, "pad_token_id": None})
+    config = transformers.AutoConfig.for_model(**LLAMA | NEEDED.get(name, {}) | {"model_type": name, "pad_token_id": None})
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     assert Shape.from_config(config.to_dict()).parameters == sum(each.numel() for each in model.parameters())

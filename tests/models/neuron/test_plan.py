@@ -128,6 +128,22 @@ def test_recurrent_layers_have_states_of_a_fixed_size_and_no_keys_and_values():
     assert Sizing(shape, 2, 2, 4096, snapshot_memory=1).snapshots == 8
 
 
+def test_short_convolutions_have_their_last_inputs():
+    """LFM2-1.2B: 10 of its 16 layers have two inputs of 2048 channels, and a number a head of no use."""
+    for name in ("LiquidAI/LFM2-1.2B", "LiquidAI/LFM2.5-1.2B-Instruct"):
+        shape = Shape.from_config(OTHERS[name])
+        assert shape.parameters == 1_170_340_608
+        assert 2 * Sizing(shape, 2, 16, 4096).state_bytes == 16 * 10 * (2 * 2048 * 2 + 32 * 4)
+
+
+def test_cores_share_the_heads_of_a_group_and_each_has_its_keys_and_queries():
+    """36 of 40 layers of Granite 4 have a group of 48 heads with 128 x 64 values, over 2, 12 and 32 cores."""
+    shape = Shape.from_config(OTHERS["ibm-granite/granite-4.0-h-tiny"] | {"num_local_experts": 0})
+    for tp_degree, heads in ((2, 24), (12, 4), (32, 2)):  # 16 heads of 64 are zeros
+        expected = 36 * (heads * 128 * 64 * 4 + 3 * (2 * 128 + heads * 64) * 2)
+        assert Sizing(shape, tp_degree, 1, 4096).state_bytes == expected
+
+
 @pytest.mark.parametrize(
     ("name", "parameters", "tp_degrees"),
     [
