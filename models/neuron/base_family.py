@@ -34,7 +34,7 @@ NORM_BEFORE_MLP = "post_attention_layernorm.weight"  # Llama's name: it follows 
 
 
 GetTensor = Callable[[str], "Tensor"]  # a tensor of the checkpoint by its name
-Arrange = Callable[..., "Tensor"]  # see Recurrent
+Arrange = Callable[..., "Tensor"]  # FamilyForSampling._arranged of neuron/graph.py
 Tensors = dict[str, "Tensor"]
 Windows = list[int | None]  # the sliding window of each layer
 
@@ -137,7 +137,12 @@ class Experts:
     per_token: int
     is_normalized: bool  # the weights of a token's experts sum to one
     has_biases: bool = False  # of the router and of each expert's gate, up and down
-    shared: int = 0  # the last experts, which all tokens have, with the sigmoid of their logit as weight
+    shared: int = 0  # the last experts, which all tokens have
+    has_shared_gate: bool = False  # the weight of these is the sigmoid of their logit, else 1
+
+    @property
+    def routed(self) -> int:
+        return self.count - self.shared
 
     def pieces(self, tp_degree: int) -> int:
         """Into how many pieces each expert is cut, so that each core holds whole pieces only."""
@@ -316,9 +321,11 @@ class Family:
         sizes = {Q: of_heads, K: of_kv_heads, V: of_kv_heads, O: self.hidden}
         norms = (4 if self.norms == "both" else 2) * self.hidden
         heads = {None: 0, "each": 2 * self.head_dim, "all": of_heads + of_kv_heads}
-        router = self.hidden * self.experts.count if self.experts else 0
-        if self.experts and self.experts.has_biases:
-            router += self.experts.count * (1 + 2 * self.experts.columns + self.hidden)
+        router = 0
+        if experts := self.experts:
+            router = self.hidden * (experts.count if experts.has_shared_gate else experts.routed)
+            if experts.has_biases:
+                router += experts.count * (1 + 2 * experts.columns + self.hidden)
         sinks = self.heads if self.graph().has_sinks else 0
         biases = sum(sizes[name] for name in self.biases)
         of_attention = self.attention_layers * (biases + sinks + heads[self.head_norms])
@@ -364,11 +371,6 @@ class Family:
             extra["after_attention"] = self.norm(get("post_attention_layernorm.weight"))
             extra["after_mlp"] = self.norm(get("post_feedforward_layernorm.weight"))
         return extra
-
-    def mlp_tensors(self, get: GetTensor) -> Tensors:
-        """Of a mixture of experts, in each layer: router [hidden, experts]; router_bias [experts], gate_bias
-        and up_bias [experts * columns], down_bias [experts, hidden]."""
-        return {}
 
     def _scaled(self, tensors: Tensors) -> Tensors:
         """Multipliers of the model go into its matrices and biases."""

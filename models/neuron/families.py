@@ -11,7 +11,7 @@ transformers-neuronx.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from manifest import ORIGINAL_LENGTH, text_part, vision_family
 from models.checkpoint import rope
@@ -185,8 +185,8 @@ class Gemma(Family):
 
 
 class Recurrent(Family):
-    """Some layers are recurrent. `arrange` joins parts of their tensors by key head: of three or more the
-    first two are queries and keys, which the value heads of a key head share."""
+    """Some layers are recurrent. `arrange` joins tensors by key head: a list of those that the value heads of
+    a key head share, such as queries and keys, then others."""
 
     module: ClassVar[str]  # the name of a recurrence in its layer
     rope_of_attention: int | None = 0
@@ -202,16 +202,17 @@ class Recurrent(Family):
         """Of layers that config.json does not name."""
         return ["mamba"] * self.layers
 
-    def channels(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """The parts of the channels of a convolution."""
+    def channels(self, tensor: Tensor) -> tuple[list[Tensor], Tensor]:
+        """The channels of a convolution, for `arrange`."""
         size = self.recurrence.key_heads * self.recurrence.key_dim
-        return tensor.split([size, size, len(tensor) - 2 * size])
+        *shared, values = tensor.split([size, size, len(tensor) - 2 * size])
+        return shared, values
 
     def recurrent_layer(self, get: GetTensor, arrange: Arrange) -> Tensors:
         """Matrices and norms of a recurrent layer: all projections in place of the queries', any of keys and
         values."""
         projections = arrange(*self.projections(get))
-        output = arrange(get(f"{self.module}.out_proj.weight").T).T
+        output = arrange([], get(f"{self.module}.out_proj.weight").T).T
         return self.layer(get, MLP) | {
             **dict.fromkeys((f"{Q}.weight", f"{K}.weight", f"{V}.weight"), projections),
             f"{O}.weight": times(output, self.residual_scale),
@@ -223,8 +224,8 @@ class Recurrent(Family):
         name = self.module
         return {
             "conv": arrange(*self.channels(get(f"{name}.conv1d.weight")[:, 0])).T,
-            "decay_rate": -arrange(get(f"{name}.A_log")).float().exp(),
-            "dt_bias": arrange(get(f"{name}.dt_bias")),
+            "decay_rate": -arrange([], get(f"{name}.A_log")).float().exp(),
+            "dt_bias": arrange([], get(f"{name}.dt_bias")),
             "gated_norm": get(f"{name}.norm.weight"),
         }
 
@@ -270,7 +271,7 @@ class Qwen35(Recurrent):
         by_head = get(f"{Q}.weight").unflatten(0, (self.heads, 2, self.head_dim))
         return by_head[:, part].flatten(0, 1)
 
-    def projections(self, get: GetTensor) -> tuple[Tensor, ...]:
+    def projections(self, get: GetTensor) -> tuple[Any, ...]:
         channels, *others = (get(f"linear_attn.in_proj_{name}.weight") for name in ("qkv", "z", "b", "a"))
         return *self.channels(channels), *others
 
@@ -326,69 +327,12 @@ class Lfm2(Recurrent):
         full = self.config.get("full_attn_idxs", range(self.layers))
         return ["full_attention" if n in full else "conv" for n in range(self.layers)]
 
-    def projections(self, get: GetTensor) -> tuple[Tensor, ...]:
+    def projections(self, get: GetTensor) -> tuple[Any, ...]:
         before, behind, channels = get("conv.in_proj.weight").chunk(3)
-        return channels, behind, before
+        return [], channels, behind, before
 
     def recurrent_tensors(self, get: GetTensor, arrange: Arrange) -> Tensors:
-        return {"conv": arrange(get("conv.conv.weight")[:, 0]).T}
-
-
-class GraniteHybrid(Recurrent, Granite):
-    """Granite 4 without experts: Mamba 2 and attentions, or attentions alone."""
-
-    defaults: ClassVar = Granite.defaults | {
-        "shared_intermediate_size": 1024,
-        "num_local_experts": 8,
-        "mamba_n_groups": 1,
-        "mamba_n_heads": 128,
-        "mamba_d_state": 256,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-    }
-    supported_values: ClassVar = Family.supported_values | {
-        "num_local_experts": (0,),
-        "mamba_conv_bias": (True,),
-        "mamba_proj_bias": (False,),
-        "time_step_limit": (
-            [0.0, math.inf],
-            [0.0, {"__float__": "Infinity"}],
-        ),  # transformers 5 writes the last
-    }
-    renamed: ClassVar = {DOWN: "shared_mlp.output_linear"}
-    module = "mamba"
-
-    def __init__(self, config: Json):
-        super().__init__(config)
-        self.intermediate = self._number("shared_intermediate_size")
-        names = ("n_groups", "n_heads", "d_state", "d_conv", "expand")
-        groups, heads, d_state, d_conv, expand = (self._number(f"mamba_{name}") for name in names)
-        self.recurrence = Mamba2(groups, heads // groups, d_state, expand * self.hidden // heads, d_conv)
-        if self.config.get("position_embedding_type") != "rope":
-            self.rope_of_attention = None
-
-    def matrix(self, get: GetTensor, name: str) -> Tensor:
-        if name not in (GATE, UP):
-            return super().matrix(get, name)
-        return get("shared_mlp.input_linear.weight").chunk(2)[name == UP]
-
-    def projections(self, get: GetTensor) -> tuple[Tensor, ...]:
-        net = self.recurrence
-        sizes = [net.key_heads * size for size in (net.values, net.channels, net.group)]
-        gate, channels, steps = get("mamba.in_proj.weight").split(sizes)
-        return *self.channels(channels), gate, steps
-
-    def channels(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """In the checkpoint they are values, keys, queries."""
-        size = self.recurrence.key_heads * self.recurrence.key_dim
-        return tensor.split([len(tensor) - 2 * size, size, size])[::-1]
-
-    def recurrent_tensors(self, get: GetTensor, arrange: Arrange) -> Tensors:
-        return super().recurrent_tensors(get, arrange) | {
-            "conv_bias": arrange(*self.channels(get("mamba.conv1d.bias"))),
-            "skip": arrange(get("mamba.D")),
-            "gated_norm": arrange(get("mamba.norm.weight")),
-        }
+        return {"conv": arrange([], get("conv.conv.weight")[:, 0]).T}
 
 
 class Gemma2(Gemma):
@@ -491,7 +435,8 @@ class Mixture(Family):
     """A mixture of experts, of which all are computed."""
 
     sizes: ClassVar = ("num_experts", "moe_intermediate_size")  # how many experts, and the columns of one
-    routers = ("mlp.gate.weight",)  # those after the first are of shared experts
+    shared_size: str | None = None  # the columns of the MLP that all tokens have, as one or more experts
+    has_shared_gate = False
     has_biases = False
 
     def __init__(self, config: Json):
@@ -502,8 +447,12 @@ class Mixture(Family):
                 f"config.json: num_experts_per_tok is {per_token} and there are {count} experts"
             )
         is_normalized = bool(self.config["norm_topk_prob"])
-        shared = len(self.routers) - 1
-        self.experts = Experts(count + shared, columns, per_token, is_normalized, self.has_biases, shared)
+        shared = 0
+        if self.shared_size:
+            shared = self._number(self.shared_size) // columns
+            self.supported_values = self.supported_values | {self.shared_size: (shared * columns,)}
+        options = (is_normalized, self.has_biases, shared, self.has_shared_gate)
+        self.experts = Experts(count + shared, columns, per_token, *options)
         self.intermediate = self.experts.count * columns
 
     def matrix(self, get: GetTensor, name: str) -> Tensor:
@@ -516,13 +465,13 @@ class Mixture(Family):
 
     def matrices(self, get: GetTensor, name: str) -> list[Tensor]:
         """Of the experts, each by itself."""
-        numbers = range(self.experts.count - self.experts.shared)
+        numbers = range(self.experts.routed)
         return [get(name.replace("mlp", f"mlp.experts.{number}") + ".weight") for number in numbers]
 
     def mlp_tensors(self, get: GetTensor) -> Tensors:
-        import torch  # what calls this has it
-
-        return {"router": torch.cat([get(name) for name in self.routers]).T}
+        """Of each layer: router [hidden, experts], with those shared that have a gate; router_bias [experts],
+        gate_bias and up_bias [experts * columns], down_bias [experts, hidden]."""
+        return {"router": get("mlp.gate.weight").T}
 
 
 class Qwen3Moe(Mixture, Qwen3):
@@ -561,12 +510,8 @@ class Qwen35Moe(Mixture, Qwen35):
         "norm_topk_prob": True,
     }
     supported_values: ClassVar = Qwen35.supported_values | {"norm_topk_prob": (True,)}
-    routers = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
-
-    def __init__(self, config: Json):
-        super().__init__(config)
-        own = {"shared_expert_intermediate_size": (self.experts.columns,)}
-        self.supported_values = self.supported_values | own
+    shared_size = "shared_expert_intermediate_size"
+    has_shared_gate = True
 
     def matrices(self, get: GetTensor, name: str) -> list[Tensor]:
         shared = get(name.replace("mlp", "mlp.shared_expert") + ".weight")
@@ -578,6 +523,12 @@ class Qwen35Moe(Mixture, Qwen35):
             of_all = of_all.chunk(2, 1)[MLP.index(name)]
         return [*of_all, shared]
 
+    def mlp_tensors(self, get: GetTensor) -> Tensors:
+        import torch  # what calls this has it
+
+        shared = get("mlp.shared_expert_gate.weight").expand(self.experts.shared, -1)
+        return {"router": torch.cat([get("mlp.gate.weight"), shared]).T}
+
 
 class Qwen3Next(Qwen35Moe):
     """Qwen3-Next-80B-A3B: projections of its gated delta nets are joined by key head."""
@@ -585,12 +536,78 @@ class Qwen3Next(Qwen35Moe):
     defaults: ClassVar = Qwen35Moe.defaults | {"num_experts": 512, "num_experts_per_tok": 10}
     supported_values = Qwen3Moe.supported_values
 
-    def projections(self, get: GetTensor) -> tuple[Tensor, ...]:
+    def projections(self, get: GetTensor) -> tuple[Any, ...]:
         net = self.recurrence
         fused = (get(f"linear_attn.in_proj_{name}.weight") for name in ("qkvz", "ba"))
         first, second = (each.unflatten(0, (net.key_heads, -1)) for each in fused)
         parts = *first.split([net.key_dim, net.key_dim, net.values, net.values], 1), *second.chunk(2, 1)
-        return tuple(part.flatten(0, 1) for part in parts)
+        queries, keys, *others = (part.flatten(0, 1) for part in parts)
+        return [queries, keys], *others
+
+
+class GraniteHybrid(Mixture, Recurrent, Granite):
+    """Granite 4: Mamba 2 and attentions, or attentions alone, with experts or without."""
+
+    defaults: ClassVar = Granite.defaults | {
+        "shared_intermediate_size": 1024,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "mamba_n_groups": 1,
+        "mamba_n_heads": 128,
+        "mamba_d_state": 256,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+    }
+    supported_values: ClassVar = Family.supported_values | {
+        "mamba_conv_bias": (True,),
+        "mamba_proj_bias": (False,),
+        "time_step_limit": (
+            [0.0, math.inf],
+            [0.0, {"__float__": "Infinity"}],
+        ),  # transformers 5 writes the last
+    }
+    renamed: ClassVar = {"mlp.gate": "block_sparse_moe.router.layer"}
+    sizes = ("num_local_experts", "intermediate_size")
+    shared_size = "shared_intermediate_size"
+    module = "mamba"
+
+    def __init__(self, config: Json):
+        has_experts = config.get("num_local_experts") != 0
+        (Mixture if has_experts else Granite).__init__(self, config)
+        if not has_experts:
+            self.intermediate = self._number("shared_intermediate_size")
+        names = ("n_groups", "n_heads", "d_state", "d_conv", "expand")
+        groups, heads, d_state, d_conv, expand = (self._number(f"mamba_{name}") for name in names)
+        self.recurrence = Mamba2(groups, heads // groups, d_state, expand * self.hidden // heads, d_conv)
+        if self.config.get("position_embedding_type") != "rope":
+            self.rope_of_attention = None
+
+    def matrices(self, get: GetTensor, name: str) -> list[Tensor]:
+        source = "output_linear.weight" if name == DOWN else "input_linear.weight"
+        found = [get(f"shared_mlp.{source}")]
+        if self.experts:
+            found = [*get(f"block_sparse_moe.{source}"), *found]
+        return found if name == DOWN else [each.chunk(2)[MLP.index(name)] for each in found]
+
+    def projections(self, get: GetTensor) -> tuple[Any, ...]:
+        net = self.recurrence
+        sizes = [net.key_heads * size for size in (net.values, net.channels, net.group)]
+        gate, channels, steps = get("mamba.in_proj.weight").split(sizes)
+        return *self.channels(channels), gate, steps
+
+    def channels(self, tensor: Tensor) -> tuple[list[Tensor], Tensor]:
+        """In the checkpoint they are values, keys, queries."""
+        size = self.recurrence.key_heads * self.recurrence.key_dim
+        values, keys, queries = tensor.split([len(tensor) - 2 * size, size, size])
+        return [queries, keys], values
+
+    def recurrent_tensors(self, get: GetTensor, arrange: Arrange) -> Tensors:
+        return super().recurrent_tensors(get, arrange) | {
+            "conv_bias": arrange(*self.channels(get("mamba.conv1d.bias"))),
+            "skip": arrange([], get("mamba.D")),
+            "gated_norm": arrange([], get("mamba.norm.weight")),
+        }
 
 
 class Olmoe(Mixture):

@@ -31,7 +31,7 @@ from models.checkpoint.rope import Rope
 from models.errors import ModelError
 from models.neuron.artifact import CompiledConfig
 from models.neuron.base_family import HEAD, ArchSpec, Family, GetTensor, K, LayerKind, O, Q, Tensors, V
-from models.neuron.recurrent import Array, Rows, recurrent_layer
+from models.neuron.recurrent import Array, Rows, norm_of_all_cores, recurrent_layer
 
 # The functions of transformers-neuronx that are replaced below.
 LlamaConfig = llama.LlamaConfig
@@ -192,14 +192,14 @@ class FamilyForSampling(llama.LlamaForSampling):
     def _add_extra_tensors(self, layer: Any, to_neuron: Callable[[], None]) -> None:
         get = self._checkpoint.in_layer(layer.layer_num)
         is_recurrent = layer.layer_num in self.family.recurrent_layers
-        own = self._make_recurrent(layer, get) if is_recurrent else self.family.extra_tensors(get)
-        extra = own | self.family.mlp_tensors(get)
+        extra = self._make_recurrent(layer, get) if is_recurrent else self.family.extra_tensors(get)
         dtype = self.chkpt_model.lm_head.weight.dtype
         graph = self.family.graph()
         for name, tensor in extra.items():
             if name in PLACES:
                 setattr(layer, PLACES[name], tensor.to(dtype) if name.endswith("bias") else tensor.float())
         if graph.experts:
+            extra |= self.family.mlp_tensors(get)
             pieces = graph.experts.pieces(self.config.tp_degree)
             extra["expert_of"] = torch.eye(graph.experts.count).repeat_interleave(pieces, dim=1)
         if "sinks" in extra:
@@ -238,21 +238,18 @@ class FamilyForSampling(llama.LlamaForSampling):
         layer.init_caches = init_caches
         return self.family.recurrent_tensors(get, self._arranged)
 
-    def _arranged(self, *parts: torch.Tensor) -> torch.Tensor:
-        """As a class of `Recurrent` asks for it, for each key head of `Recurrence.on_cores`."""
+    def _arranged(self, shared: Sequence[torch.Tensor], *own: torch.Tensor) -> torch.Tensor:
+        """Joins tensors by the key heads of `Recurrence.on_cores`: those that the value heads of a key head
+        share, and own ones of value heads."""
         net = self.family.recurrence
         on_cores = net.on_cores(self.config.tp_degree)
         pieces = -(-net.group // on_cores.group)
-
-        def of_head(number: int, part: torch.Tensor) -> torch.Tensor:
-            if number < 2 < len(parts) and net.key_dim:
-                return part.unflatten(0, (net.key_heads, -1)).repeat_interleave(pieces, 0)
+        parts = [part.unflatten(0, (net.key_heads, -1)).repeat_interleave(pieces, 0) for part in shared]
+        for part in own:
             by_head = part.unflatten(0, (net.key_heads, net.group, -1))
             by_head = utils.pad(by_head, 1, pieces * on_cores.group)
-            return by_head.unflatten(1, (pieces, -1)).flatten(0, 1).flatten(1, 2)
-
-        joined = torch.cat(list(map(of_head, itertools.count(), parts)), 1)
-        return utils.pad(joined, 0, on_cores.key_heads).flatten(0, 1)
+            parts.append(by_head.unflatten(1, (pieces, -1)).flatten(0, 1).flatten(1, 2))
+        return utils.pad(torch.cat(parts, 1), 0, on_cores.key_heads).flatten(0, 1)
 
     def _of_padded_heads(self, values: torch.Tensor) -> torch.Tensor:
         """Values of heads [heads, size, ...], flattened, with zeros where transformers-neuronx adds heads:
@@ -524,19 +521,21 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         logits = rows.apply(_matrix_product, weights["router"])
         if "router_bias" in weights:
             logits += Array(weights["router_bias"]).view(1, -1)
-        chosen = experts.count - experts.shared
-        routed = logits.slice(1, 0, chosen)
+        routed = logits.slice(1, 0, experts.routed)
         best = hlo.topk(hlo.softmax(routed.node, 1), 1, k=experts.per_token)
         best, numbers = (Array(each).view(-1, experts.per_token, 1) for each in best)
         if experts.is_normalized:
             best = best / best.apply(hlo.reduce_sum, 1, True)
-        every = Array(hlo.iota(numbers.node.dtype, (1, 1, chosen), 2))
+        every = Array(hlo.iota(numbers.node.dtype, (1, 1, experts.routed), 2))
         placed = best * numbers._with(hlo.equal, every).float()
         placed = hlo.reduce_sum(placed.node, 1)
         if not experts.shared:
             return placed
-        shared = logits.slice(1, chosen, experts.shared).apply(sigmoid)
-        return hlo.concatenate([placed, shared.node], 1)
+        if experts.has_shared_gate:
+            shared = logits.slice(1, experts.routed, experts.shared).apply(sigmoid).node
+        else:
+            shared = hlo.full(1.0, placed.dtype, (placed.sizes[0], experts.shared))
+        return hlo.concatenate([placed, shared], 1)
 
     def _norm(self, tensor: Any, weight: Any) -> Any:
         """weight: None where the family has no norm at this place."""
@@ -610,12 +609,8 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         if self.graph.head_norms == "each":
             rows = Array(tensor).view(tokens * slots, heads, size)
             return rows.apply(hlo.rms_norm, weight, eps, 2).view(*sizes).node
-        rows = Array(tensor).view(tokens * slots, heads * size).float()
-        squares = (rows * rows).apply(hlo.reduce_sum, 1, True)
-        total = squares.apply(hlo.all_reduce_sum, self.config.tp_degree)  # over the heads on all cores
-        mean = total.apply(hlo.divide, float(heads * size * self.config.tp_degree))
-        rows = rows * mean.apply(hlo.add, eps).apply(hlo.rsqrt) * Array(weight).view(1, -1)
-        return rows.apply(hlo.cast, tensor.dtype).view(*sizes).node
+        count = heads * size * self.config.tp_degree
+        return norm_of_all_cores(Array(tensor), weight, count, self.config).apply(hlo.cast, tensor.dtype).node
 
     def ln_lm_head(self, *arguments: Any, **options: Any) -> Any:
         return _capped(super().ln_lm_head(*arguments, **options), self.graph.logit_cap)

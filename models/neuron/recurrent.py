@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from functools import partialmethod
 from typing import Any
@@ -154,21 +155,27 @@ def recurrent_layer(
         output, after = linear_attention(
             net, rows, mixed, gate.float(), columns.float(), begin, weights, builder.config.rms_norm_eps
         )
-    output = output.view(rows.count, -1, rows.tokens, net.value_dim)
+    output = output.view(rows.count, -1, rows.tokens, net.value_dim).apply(hlo.permute, [2, 0, 1, 3])
     if isinstance(net, Mamba2):
-        squares = (output * output).apply(hlo.reduce_sum, 3, True).apply(hlo.reduce_sum, 1, True)
-        total = squares.apply(hlo.all_reduce_sum, builder.config.tp_degree)
         own = builder.graph.recurrence  # without heads of zeros
-        mean = total.apply(hlo.divide, float(own.key_heads * own.values))
-        output *= mean.apply(hlo.add, builder.config.rms_norm_eps).apply(hlo.rsqrt)
-        output *= Array(weights["gated_norm"]).view(1, -1, 1, net.value_dim)
-    output = output.apply(hlo.permute, [2, 0, 1, 3]).apply(hlo.cast, hidden.dtype).node
+        output = norm_of_all_cores(output, weights["gated_norm"], own.key_heads * own.values, builder.config)
     matrix = (weights["attn_out_weight"], weights["attn_out_scales"], None)
+    output = output.apply(hlo.cast, hidden.dtype).node
     return (
         attention.output(output, *matrix, builder.config.tp_degree, builder.neuron_config),
         rows.write(conv, rows.last(inputs, net.kernel - 1)),
         rows.write(state, after.view(*begin.sizes)),
     )
+
+
+def norm_of_all_cores(tensor: Array, weight: Any, count: int, config: Any) -> Array:
+    """tensor [tokens, slots, heads, size] → the same in float32, by the root mean square of a token's values:
+    `count` on all cores."""
+    rows = tensor.view(-1, math.prod(tensor.sizes[2:])).float()
+    squares = (rows * rows).apply(hlo.reduce_sum, 1, True)
+    mean = squares.apply(hlo.all_reduce_sum, config.tp_degree).apply(hlo.divide, float(count))
+    rows = rows * mean.apply(hlo.add, config.rms_norm_eps).apply(hlo.rsqrt) * Array(weight).view(1, -1)
+    return rows.view(*tensor.sizes)
 
 
 def linear_attention(

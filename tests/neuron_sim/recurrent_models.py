@@ -54,8 +54,12 @@ MODELS = {
     "lfm2, tied": ("Lfm2Config", CONV | {"block_multiple_of": 40, "conv_L_cache": 4, "tie_word_embeddings": True}),
     "granite 4": ("GraniteMoeHybridConfig", GRANITE),
     "granite 4, groups": ("GraniteMoeHybridConfig", GRANITE | GROUPS),
+    "granite 4, experts": (
+        "GraniteMoeHybridConfig",
+        GRANITE | {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48},  # and an MLP of twice the size
+    ),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", EXPERTS),
-    "qwen3_next": ("Qwen3NextConfig", EXPERTS),
+    "qwen3_next": ("Qwen3NextConfig", EXPERTS | {"shared_expert_intermediate_size": 48}),
 }
 RATES = (-6.0, 2.7)  # of logarithms of decays: some heads forget at once, others keep nearly everything
 
@@ -99,7 +103,7 @@ def rounded_to_int8(model):
     rounded = copy.deepcopy(model)
     for name, module in rounded.named_modules():
         if isinstance(module, torch.nn.Linear) and not name.endswith(
-            ("lm_head", "shared_expert_gate", "shared_expert.down_proj")
+            ("lm_head", "shared_expert_gate", "shared_expert.down_proj", "shared_mlp.output_linear")
         ):
             before = module.weight.data.clone()
             round_together([module.weight.data])
@@ -109,6 +113,12 @@ def rounded_to_int8(model):
         if hasattr(module, "shared_expert"):
             round_together([module.experts.gate_up_proj.data.flatten(0, 1)])
             round_together([*module.experts.down_proj.data, module.shared_expert.down_proj.weight.data])
+        if hasattr(module, "shared_mlp"):
+            down = [module.shared_mlp.output_linear.weight.data]
+            if module.block_sparse_moe:
+                round_together([module.block_sparse_moe.experts.gate_up_proj.data.flatten(0, 1)])
+                down += module.block_sparse_moe.experts.down_proj.data
+            round_together(down)
     return rounded
 
 

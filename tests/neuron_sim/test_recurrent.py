@@ -32,7 +32,7 @@ from run import HERE, ConfigError
 PYTHON = os.environ.get("SERVER_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="SERVER_PYTHON names no interpreter with transformers 5")
 DENSE = ("qwen3_5, grouped", "qwen3_5, tied", "lfm2", "lfm2, tied", "granite 4", "granite 4, groups")
-MIXTURES = ("qwen3_5_moe", "qwen3_next")
+MIXTURES = ("qwen3_5_moe", "qwen3_next", "granite 4, experts")
 KINDS = ("qwen3_5, grouped", "lfm2", "granite 4, groups")
 CHUNK = 32
 LIMITS = {"max_total_tokens": 192, "max_input_tokens": 191, "max_batch_size": 4, "position_buckets": (64,)}
@@ -150,7 +150,7 @@ def test_bfloat16_is_no_further_from_float32_than_transformers_own(made, tmp_pat
     assert mean_error(torch.cat(slots.found), exact) < 1.1 * mean_error(theirs, exact)
 
 
-@pytest.mark.parametrize("name", [*KINDS, "qwen3_5_moe"])
+@pytest.mark.parametrize("name", [*KINDS, "qwen3_5_moe", "granite 4, experts"])
 def test_a_model_is_compiled_and_served_from_the_artifact_in_int8(made, tmp_path, monkeypatch, name):
     reference, output = made(name), tmp_path / "compiled"
     words = ["--model-id", reference.folder, "--output", output, "--tp-degree", "2", "--dtype", "float32"]

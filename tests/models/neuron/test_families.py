@@ -24,7 +24,7 @@ LLAMA = {
     "vocab_size": 320,
     "max_position_embeddings": 64,
 }
-NEEDED = {"granitemoehybrid": {"num_local_experts": 0}}  # transformers' default has experts, which are not served
+NEEDED = {"granitemoehybrid": {"shared_intermediate_size": 192}}  # as large as two of the experts
 FIELDS = [(name, field) for name, family in FAMILIES.items() for field in family.supported_values]
 OTHER = {
     bool: lambda value: not value,
@@ -200,11 +200,14 @@ def test_the_width_of_lfm2_is_made_as_transformers_makes_it(fields, width):
     assert of("lfm2", **fields).intermediate == width
 
 
-def test_granite_4_has_positions_by_their_type_and_experts_are_refused():
+def test_granite_4_has_positions_by_their_type_and_an_mlp_as_large_as_some_of_its_experts():
     assert {kind.rope for kind in of("granitemoehybrid", layer_types=["attention"] * 4).kinds} == {None}
     assert {kind.rope for kind in of("granitemoehybrid", position_embedding_type="rope").kinds[1:]} == {0}
-    with pytest.raises(ModelError, match="num_local_experts is 8 and this server supports 0 for granitemoehybrid"):
-        of("granitemoehybrid", num_local_experts=8)
+    experts = of("granitemoehybrid", num_local_experts=6).experts
+    assert (experts.count, experts.shared, experts.columns) == (8, 2, 96)
+    assert of("granitemoehybrid", num_local_experts=0, shared_intermediate_size=100).intermediate == 100
+    with pytest.raises(ModelError, match="shared_intermediate_size is 200 and this server supports 192 for granitemoehybrid"):
+        of("granitemoehybrid", shared_intermediate_size=200)
 
 
 def test_lfm2_is_tied_by_either_name_and_its_attentions_are_named_or_numbered():
@@ -259,11 +262,12 @@ def test_sizes_that_a_text_config_leaves_out_are_those_of_transformers_classes()
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe_text", "qwen3_next"])
-def test_a_shared_expert_has_the_size_of_the_others(name):
+def test_a_shared_expert_has_the_size_of_one_or_several_others(name):
     experts = of(name, num_experts=16, moe_intermediate_size=24, shared_expert_intermediate_size=24).experts
     assert (experts.count, experts.shared, experts.columns) == (17, 1, 24)
-    with pytest.raises(ModelError, match="shared_expert_intermediate_size is 48 and this server supports 24"):
-        of(name, moe_intermediate_size=24, shared_expert_intermediate_size=48)
+    assert of(name, num_experts=16, moe_intermediate_size=24, shared_expert_intermediate_size=48).experts.shared == 2
+    with pytest.raises(ModelError, match="shared_expert_intermediate_size is 60 and this server supports 48"):
+        of(name, moe_intermediate_size=24, shared_expert_intermediate_size=60)
 
 
 OTHER_POSITIONS = ["gemma3", "glm_ocr", "lighton_ocr", "paddleocr_vl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
