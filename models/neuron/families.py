@@ -18,6 +18,7 @@ from models.checkpoint import rope
 from models.checkpoint.rope import Rope
 from models.errors import ModelError, named
 from models.neuron.base_family import (
+    ATTENTION,
     DOWN,
     GATE,
     MLP,
@@ -116,12 +117,13 @@ class Phi3(Family):
     biases = ()
     windows = Mistral.windows
 
-    def layer(self, get: GetTensor) -> Tensors:
-        of_heads, of_kv_heads = (count * self.head_dim for count in (self.heads, self.kv_heads))
-        attention = get("self_attn.qkv_proj.weight").split([of_heads, of_kv_heads, of_kv_heads])
-        mlp = get("mlp.gate_up_proj.weight").chunk(2)
-        split = {f"{name}.weight": part for name, part in zip((Q, K, V, GATE, UP), (*attention, *mlp))}
-        return super().layer(get, (O, DOWN)) | split
+    def matrix(self, get: GetTensor, name: str) -> Tensor:
+        if name in (O, DOWN):
+            return super().matrix(get, name)
+        if name in MLP:
+            return get("mlp.gate_up_proj.weight").chunk(2)[MLP.index(name)]
+        sizes = [count * self.head_dim for count in (self.heads, self.kv_heads, self.kv_heads)]
+        return get("self_attn.qkv_proj.weight").split(sizes)[ATTENTION.index(name)]
 
 
 class Granite(Family):
@@ -707,7 +709,7 @@ class InternLM2(Family):
             return super().matrix(get, name)
         by_head = get("attention.wqkv.weight").view(self.kv_heads, -1, self.head_dim, self.hidden)
         parts = by_head.split([self.heads // self.kv_heads, 1, 1], dim=1)
-        return parts[(Q, K, V).index(name)].reshape(-1, self.hidden)
+        return parts[ATTENTION.index(name)].reshape(-1, self.hidden)
 
 
 FAMILIES: dict[str, type[Family]] = {
