@@ -187,7 +187,7 @@ class Family:
         "rope_scaling": (*rope.NEURONX_ROPE_TYPES, *rope.SCALED),
     }
     # Compiled graphs of another revision are not loaded: raise it with any change of what is computed.
-    revision = 3
+    revision = 2
     # It is the text part of a vision-language model, whose checkpoint names its tensors otherwise.
     is_nested = False
     is_llama = False  # true where it only differs in a graph, biases or head_dim of its own

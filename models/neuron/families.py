@@ -190,6 +190,7 @@ class Recurrent(Family):
     """Some layers are recurrent. `arrange` joins tensors by key head: a list of those that the value heads of
     a key head share, such as queries and keys, then others."""
 
+    revision = 3
     module: ClassVar[str]  # the name of a recurrence in its layer
     rope_of_attention: int | None = 0
 
