@@ -149,6 +149,7 @@ def test_cores_share_the_heads_of_a_group_and_each_has_its_keys_and_queries():
     [
         ("Qwen/Qwen3.5-35B-A3B", 34_660_610_688, [1, 2, 4, 8, 16, 32]),
         ("Qwen/Qwen3-Next-80B-A3B-Instruct", 79_674_391_296, [1, 2, 4, 8, 12, 16, 24, 32]),
+        ("ibm-granite/granite-4.0-h-tiny", 6_939_037_248, [1, 2, 4, 8, 12, 16, 24, 32]),
     ],
 )
 def test_experts_beside_recurrent_layers_are_counted_with_the_one_that_all_tokens_share(name, parameters, tp_degrees):
