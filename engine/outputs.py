@@ -74,8 +74,8 @@ class Publisher:
         self._executor.shutdown()
 
     def _publish(self, output: StepOutput) -> None:
-        """Sends and counts the outputs of one step, on the output thread. If they cannot be sent, the requests
-        of the step fail."""
+        """Sends and counts the outputs of one step, on the output thread. If they cannot be sent, the step's
+        requests fail."""
         begin = time.monotonic()
         try:
             self._send(output)
