@@ -385,8 +385,12 @@ def read_ropes(facts: Json) -> list[Json]:
 
 
 def _processor_config(folder: Path) -> Json:
-    """The fields of the processor's files, in one. transformers 5 writes one file for the whole processor;
-    earlier versions wrote one for images and one for the rest."""
+    """The fields of the processor's files, as one object. A field that is null does not count.
+
+    Of a field in several places, the last of these counts: preprocessor_config.json, `image_processor` of
+    processor_config.json, the rest of processor_config.json. transformers 5 writes the second file only;
+    earlier versions wrote both.
+    """
     processor = read_json(folder / "processor_config.json")
     image_processor = processor.pop("image_processor", None)
     if not isinstance(image_processor, dict):

@@ -141,8 +141,8 @@ class AuthAndCors:
         return response
 
     def _is_open(self) -> bool:
-        """Whether the route needs no key. Probes and scrapers have none, nor has a browser that opens a
-        page."""
+        """Whether the request needs no key: GET or HEAD of a page, or of a route without `needs_key`. Probes
+        and scrapers have no key, nor has a browser that opens a page."""
         if request.method not in ("GET", "HEAD"):
             return False
         route = routes.BY_NAME.get(request.endpoint)

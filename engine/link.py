@@ -181,8 +181,8 @@ class Link:
                 self._send(peer, self._model_info)
 
     def _reject_undecodable(self, peer: bytes, body: bytes) -> None:
-        """Ends the requests of a message that cannot be decoded: no client waits for a request that never
-        runs."""
+        """Ends the requests of a message that `_decode_message` rejects: no client waits for a request that
+        never runs. Requests whose ids cannot be read either are left."""
         with contextlib.suppress(ValueError, LookupError, TypeError):
             for generate in msgspec.msgpack.decode(body)["generates"]:
                 self._send(peer, End(generate["id"], "failed", "the worker cannot read the request"))

@@ -367,11 +367,11 @@ class AlternatingPrefill:
         return running, []
 
     def _next_chunk(self, request: Request) -> int:
-        """How many tokens of a prompt run next.
+        """How many tokens of a prompt run next: `prefill_chunk`, or what is left.
 
-        Chunks begin and end at fixed positions of the prompt, whatever else runs: other boundaries would
-        round the logits differently. So would a chunk of one token, which the model computes as a decode
-        step.
+        What else runs does not change the boundaries: other boundaries would round the logits differently. So
+        would a chunk of one token, which the model computes as a decode step: no chunk leaves one token.
+        Example, with a `prefill_chunk` of 512: 513 tokens run as 511 and 2.
         """
         left = len(request.prompt) - request.prefilled
         tokens = min(left, self._model.prefill_chunk or left)

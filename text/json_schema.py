@@ -391,8 +391,11 @@ def _numbers(schema: Schema, context: Context) -> Iterator[str]:
 
 
 def _bound(schema: Schema, closed: str, opened: str) -> int | float | None:
-    """Takes one of the two bounds out of a schema. Drafts before 6 say by true or false whether it is
-    open."""
+    """Takes the lower or the upper bound out of a schema: the last number that it allows, None without one.
+
+    `closed` and `opened` are keywords; the stricter one counts. Drafts before 6 write true or false as
+    `opened`. Example: `"minimum": 5, "exclusiveMinimum": true` is the next number above 5.
+    """
     is_lower = closed == "minimum"
     if schema.get(opened) is True and closed in schema:
         schema[opened] = schema.pop(closed)

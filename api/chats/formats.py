@@ -81,7 +81,8 @@ class Constraint(NamedTuple):
     not_enforced: tuple[str, ...] = ()  # what the grammar leaves out of its JSON schema (`left_out`)
 
     def check(self, info: ModelInfo, ignores_eos: bool | None = False) -> None:
-        """Raises ApiError for a grammar that this model, or a request that `ignores_eos`, cannot have."""
+        """Raises ApiError for a grammar if the model samples on the device, if the grammar is too long, or if
+        the request `ignores_eos`."""
         if not self.grammar:
             return
         name = self.grammar_name

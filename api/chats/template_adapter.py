@@ -142,8 +142,11 @@ def _with_system(messages: Messages, capabilities: TemplateCapabilities) -> Mess
 
 
 def _with_folded_system(messages: Messages) -> Messages:
-    """The messages without system messages. The text of one goes into the user message or tool result before
-    it, else into the one after it, else into a user message of its own."""
+    """The messages without system messages. The text of a system message goes into the user message or tool
+    result directly before it, else into one directly after it, else into a user message of its own.
+
+    Example: system A, assistant, system B, user C → user A, assistant, user B and C.
+    """
     folded = []
     is_apart = False  # the last one has only the text of system messages
     for message in messages:

@@ -238,8 +238,11 @@ def _checked_function(path: str, tool: Json, field_names: FieldNames) -> tuple[s
 
 
 def _named(tool: Any, path: str, field_names: FieldNames) -> tuple[str, str, Json]:
-    """The name in `{"type": "function", "function": {"name": …}}`, the path of the inner object, and that
-    object; a custom tool has it as `custom`."""
+    """The name of a tool, its path in the request, and the object of its fields. Raises ApiError.
+
+    The object is `function` in `{"type": "function", "function": {"name": …}}`, and `custom` in a custom
+    tool. The path ends in that key only if the API nests tools: `tools[0].function`, else `tools[0]`.
+    """
     if not isinstance(tool, dict):
         tool = {}
     kind = tool.get("type", "function")

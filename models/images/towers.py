@@ -350,7 +350,8 @@ class QwenTower(VisionTower):
         return torch.cat([self._merged(x, "merger"), *deepstack], -1).float()
 
     def for_transformers(self, values: Tensor) -> Tensor:
-        """[1, 3, height, width] -> a row for each patch, of two equal frames; those of a token together."""
+        """[1, 3, height, width] -> a row for each patch, with two equal frames. Patches of one token are
+        neighbours."""
         block = (-1, self._merge, self._patch_side)
         blocks = values[0].unflatten(2, block).unflatten(1, block)
         patches = blocks.permute(1, 4, 2, 5, 0, 3, 6).flatten(0, 3)

@@ -708,8 +708,9 @@ def _gated(active: Any, up: Any, limit: float) -> Any:
 
 
 def _with_sinks(sinks: Any, context: Callable[..., Any], count: int, *arguments: Any, **options: Any) -> Any:
-    """What `context` makes of its first `count` arguments, scores [slots, heads, tokens, positions], if their
-    softmax has the sink of each head as one more logit: [tokens, slots, heads, head_dim]."""
+    """The output of `context`, as if the sink of each head were one more logit of the softmax: [tokens,
+    slots, heads, head_dim]. `context` gets all arguments and options; the first `count` arguments are scores
+    [slots, heads, tokens, positions]."""
     scores = [Array(each).float() for each in arguments[:count]]
     largest = functools.reduce(hlo.maximum, (hlo.reduce_max(each.node, 3, True) for each in scores))
     shifted = ((each - Array(largest)).apply(hlo.exp) for each in scores)

@@ -97,8 +97,11 @@ class RecurrentLayers:
         return _reshaped(_paged("PagedSelectiveSSM", inputs), -1, heads * size)
 
     def _scan_by_channel(self, layer, hidden_states, dt, b, c, a):
-        """Mamba 1, whose decay differs by channel and by number of the state. Each pair of a channel and a
-        number is a head of one number; the heads of one number of the state are a group."""
+        """Mamba 1, whose decay differs by channel and by number of the state: [tokens, channels].
+
+        For each number of the state the operation has a group of heads: one head of size 1 for each channel.
+        The output of a channel is the sum over its heads.
+        """
         channels, state_size = layer["channels"], layer["state_size"]
         repeats = ops.constant([1, state_size])
         hidden_states, dt = (ops.tile(each, repeats).output(0) for each in (hidden_states, dt))

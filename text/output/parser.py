@@ -228,8 +228,11 @@ class OutputParser:
         self._undecided = ""
 
     def _end_truncated(self) -> None:
-        """Sends the call within which the text ended. If one function must be called, and the text has
-        nothing of the call, the call is empty."""
+        """Sends the call within which the text ended, if it is held back, and drops the rest of the text.
+
+        Without any call, the text stays content in the mode auto. In other modes the text is dropped, and if
+        only one function is offered, a call of it without arguments is sent.
+        """
         is_begun = self._is_held or self.output.calls
         if not (is_begun or self._calls.requires_call):
             return
