@@ -35,9 +35,11 @@ NO_GENERATION = (
 
 
 def prepare(config: Config) -> Engine:
-    """Fetches a model's folder without its weights, and decides how it is served on this machine.
+    """The engine for a model, with every setting decided: the settings are its `config`.
 
-    Raises ConfigError or ModelError, with the reason in one line, for what cannot be served.
+    Fetches what that takes: the model's folder without its weights; with them if they have to be converted,
+    as those of a GGUF file or a quantized checkpoint (`fetch_source`). Raises ConfigError or ModelError, with
+    the reason in one line, for what cannot be served.
     """
     engine = choose_engine(config.device)
     for setting in ("lora_adapters", "lora_folder"):
@@ -69,7 +71,8 @@ def prepare(config: Config) -> Engine:
 
 
 def choose_engine(wanted: str) -> type[Engine]:
-    """The engine for a value of --device. Raises ConfigError or ModelError."""
+    """The engine for a value of --device; for "auto" the last of ENGINES whose device this machine has.
+    Raises ConfigError or ModelError."""
     return next(
         engine for engine in reversed(ENGINES) if wanted in (engine.device, "auto") and engine.is_here(wanted)
     )

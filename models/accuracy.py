@@ -28,11 +28,12 @@ SWAPPED_EXPERTS = 2
 
 
 def find_fault(found: np.ndarray, expected: np.ndarray, precision: str, has_experts: bool) -> str | None:
-    """How logits exceed the allowed difference from the `expected` ones, as a part of a log line, or None.
+    """How `found` exceeds the allowed difference from `expected`, as a part of a log line; None: it does not.
 
-    found, expected: float32 [tokens, columns]; the columns are the vocabulary, or a few tokens of it.
-    precision: the type of the arithmetic, or of compressed weights. Each way to run a model is judged by
-    itself: in a mixture of experts a fault of one of several ways may not reach the median.
+    found, expected: logits, float32 [tokens, columns]; the columns are the vocabulary, or a few tokens of it.
+    precision: a key of MAX_KL_DIVERGENCE, of what rounds most: the arithmetic, the KV cache or compressed
+    weights. Callers judge each way to run a model (in chunks, step by step) by a call of its own: in a
+    mixture of experts a fault of one of several ways may not reach the median.
     """
     if not np.isfinite(found).all():
         return "the model produced NaN or infinite logits"

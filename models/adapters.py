@@ -67,8 +67,12 @@ def configured(config: Config) -> dict[str, Updates]:
 
 
 def check_shapes(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
-    """`shapes`: of the tensors of an adapter, as peft saves it, by name. Raises ModelError where two of them
-    make no low-rank update: A is [rank, inputs], and B [outputs, rank]."""
+    """Returns `shapes`, those of the tensors of an adapter by their names, as peft saves it. Raises
+    ModelError if two names differ only in spelling (`common_name`), or if the tensors `A` and `B` of a module
+    make no low-rank update.
+
+    An update has A [rank, inputs] and B [outputs, rank], with the same rank and without a size of 0.
+    """
     names = [common_name(name.removeprefix(PREFIX)) for name in shapes]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ModelError(f"{twice[0]} is there in two spellings of its name")
@@ -86,14 +90,15 @@ class Adapters:
 
     numbers: of each adapter by its name, for `Chunk.adapter`; none is used twice, and 0 is no adapter.
     weights: `down` and `up` of all adapters by module, [columns, inputs] and [columns, outputs], in float32
-    or as the bit patterns of bfloat16; `version` changes with them.
+    or as the bit patterns of bfloat16; `version` grows with each change of the weights.
 
-    A step may be reading the adapters. So a change is made to a copy (`copied`), and `exchange` takes it over
-    between two steps.
+    A step may be reading the adapters. So `add` and `remove` are called on a copy (`copied`), and `exchange`
+    takes over the weights of the copy between two steps.
     """
 
     def __init__(self, layers: Mapping[str, tuple[int, int]], dtype: str = "float32"):
-        """layers: the inputs and outputs of the linear layers that may have updates, by module."""
+        """layers: how many inputs and outputs each linear layer that may have updates has, by the
+        `common_name` of its module; dtype: of the weights, "float32" or "bfloat16"."""
         self.numbers: dict[str, int] = {}
         self.version = 0
         self._new_numbers = itertools.count(1)
@@ -114,12 +119,12 @@ class Adapters:
         return copied
 
     def exchange(self, changed: Adapters) -> None:
-        """Takes everything but the numbers of a changed copy."""
+        """Takes over everything of a changed copy but its `numbers`."""
         vars(self).update(vars(changed) | {"numbers": self.numbers})
 
     def add(self, name: str, updates: Updates, most_bytes: float = math.inf) -> None:
-        """Adds an adapter. Raises ModelError for updates that do not fit the model, or where all adapters
-        would take more than `most_bytes`."""
+        """Adds an adapter, with a new number in `numbers`. Raises ModelError for updates that do not fit the
+        model, or if all adapters together would take more than `most_bytes`."""
         for module, pair in updates.items():
             if module not in self.weights:
                 raise ModelError(
@@ -150,7 +155,8 @@ class Adapters:
         self.version += 1
 
     def remove(self, number: int) -> None:
-        """Frees the weights of an adapter that no request uses; its name is not in `numbers` any more."""
+        """Frees the weights of the adapter with this number, which no request uses. Does not change
+        `numbers`, from which the caller has taken the number."""
         begin, end = self.columns_of([number])
         self.weights = {
             module: tuple(np.delete(array, slice(begin, end), 0) for array in pair)
@@ -160,8 +166,12 @@ class Adapters:
         self.version += 1
 
     def groups(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Divides rows with these adapters into groups, each for one call: lists of places in `numbers`. The
-        columns of a group are at most MAX_COLUMNS, or those of one adapter."""
+        """Divides rows among calls: for each call a list of places in `numbers`, which has the adapter of
+        each row, 0 for none. All rows of an adapter are in the same call.
+
+        From the first to the last adapter of a call there are at most MAX_COLUMNS columns, unless the call
+        has one adapter only.
+        """
         groups: list[list[int]] = [[]]
         first = None
         for place in sorted(range(len(numbers)), key=lambda place: numbers[place]):
@@ -175,13 +185,15 @@ class Adapters:
         return groups
 
     def columns_of(self, numbers: Iterable[int]) -> tuple[int, int]:
-        """Begin and end of the columns from the first to the last of these adapters."""
+        """The columns from the first to the last of these adapters, as begin and end. 0 does not count;
+        without any other number both are 0."""
         running = [number for number in numbers if number] or [0]
         begin, end = np.searchsorted(self._of_column, [min(running), max(running) + 1]).tolist()
         return begin, end
 
     def mask(self, numbers: Sequence[int], columns: tuple[int, int]) -> np.ndarray:
-        """1 in the columns of the adapter of each token, else 0: float32 [tokens, columns]."""
+        """1 in the columns of the adapter of each token, else 0: float32 [tokens, columns]. columns: begin
+        and end, as `columns_of` returns them."""
         return np.equal.outer(numbers, self._of_column[slice(*columns)]).astype(np.float32)
 
 

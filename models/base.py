@@ -26,8 +26,8 @@ from models.states import States
 
 
 class Chunk(NamedTuple):
-    """The next tokens of one slot: a prompt, a part of one, or the last generated token (a decode step's
-    row), followed by draft tokens where `verify` is set."""
+    """The next tokens of one slot: a prompt, a part of a prompt, or a decode step's row, which is the last
+    generated token, followed by draft tokens if `verify` is set."""
 
     slot: int
     tokens: Sequence[int]
@@ -39,14 +39,14 @@ class Chunk(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many rows of logits it has."""
+        """How many rows of logits `forward` returns for this chunk."""
         return len(self.tokens) if self.all_logits or self.verify else 1
 
 
 class SampledIds(NamedTuple):
     """What `forward` returns instead of logits where the device samples."""
 
-    ids: np.ndarray  # int64 [len(chunks)]; an id may be outside of the vocabulary
+    ids: np.ndarray  # int64 [rows], as many as of logits; an id may be outside of the vocabulary
 
 
 # Logits are float32 [rows, vocab], or uint16 [rows, vocab]: the bit patterns of bfloat16, which numpy has no
@@ -58,8 +58,8 @@ Announce = Callable[[str], None]
 
 
 class StaticBatchModel:
-    """What the worker runs. One call at a time, from one thread. Attributes without a value are set by each
-    engine."""
+    """A loaded model, which the worker runs. Calls come one at a time from one thread, but for those of
+    `encode_image`. Attributes without a value are set by each engine."""
 
     engine: str  # "openvino", "torch" or "neuron"
     dtype: str  # "float32", "bfloat16" or "float16"
@@ -97,29 +97,35 @@ class StaticBatchModel:
     adapters: Adapters | None = None  # that chunks may choose; None: none can be served
 
     def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:
-        """Runs the chunks, at most one a slot, and extends the KV cache of their slots; no other slot
+        """Runs the chunks, at most one for each slot, and extends the KV cache of their slots; no other slot
         changes.
 
-        Where `prefix_granularity` is set, a slot holds what ran in it until other tokens run at these
-        positions: a prompt may begin after the prefix that it shares with the slot's last one. (On Neuron up
-        to rounding, see NeuronModel.) Returns one row of logits a chunk, after its last token, in the order
-        of `chunks`; a chunk with `all_logits` or `verify` has one row a token. The result stays as it is when
-        `forward` is called again. Rows are bitwise reproducible: they depend neither on the other chunks nor
-        on how a prompt was split into chunks where the scheduler follows `supports_chunked_prefill` and
-        `prefill_chunk`. Every slot with a live sequence must be in each call of one-token rows, or of chunks
-        with `verify`, where `supports_chunked_prefill` is false. Raises DeviceLost when the process must be
-        restarted; any other exception leaves the model usable."""
+        Returns rows of logits in the order of `chunks`: for a chunk with `all_logits` or `verify` a row after
+        each of its tokens, for any other chunk one row, after its last token. If the device samples,
+        SampledIds has an id in the place of each row. The result stays as it is when `forward` is called
+        again.
+
+        Where `prefix_granularity` is set, a slot holds the tokens that ran in it until others run at their
+        positions: a prompt may begin after the prefix that it shares with the slot's last prompt. (On Neuron
+        the logits are then the same up to rounding, see NeuronModel.) Rows are bitwise reproducible: a row
+        depends neither on the other chunks nor on how a prompt was split into chunks, if the scheduler
+        follows `supports_chunked_prefill` and `prefill_chunk`. Where `supports_chunked_prefill` is false,
+        each call of one-token rows, or of chunks with `verify`, must have every slot with a live sequence.
+
+        Raises DeviceLost if the process must be restarted; any other exception leaves the model usable.
+        """
         raise NotImplementedError
 
     def forward_in_chunks(
         self, ids: Sequence[int], borders_of: Mapping[int, Sequence[int]], all_logits: bool = True
     ) -> tuple[np.ndarray, list[int]]:
-        """Runs a prompt in several slots, for the checks of engines. `borders_of` has the borders of each
-        slot's chunks; call n runs the n-th chunk of every slot. Returns logits, and the positions of their
-        tokens: of all tokens, or of the last one of each chunk.
+        """Runs the prompt `ids` in several slots, for the checks of engines. `borders_of` has the borders of
+        each slot's chunks; call n runs the n-th chunk of every slot that has one. Returns the rows of logits
+        of all calls, one after the other, and the position of each row's token: with `all_logits` of every
+        token, else of the last token of each chunk.
 
         With {0: [0, 5, 6], 1: [0, 2]} the first call runs the tokens 0 to 4 in slot 0 and 0 and 1 in slot 1,
-        the second one runs token 5 in slot 0: the positions are 0, 1, 2, 3, 4, 0, 1, 5.
+        the second call runs token 5 in slot 0: the positions are 0, 1, 2, 3, 4, 0, 1, 5.
         """
         found = []
         positions: list[int] = []
@@ -136,21 +142,25 @@ class StaticBatchModel:
         raise NotImplementedError
 
     def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
-        """How the device samples for `slot` from its next prompt on. Not where `sampling` is "host". top_k 1
-        is greedy, 0 is off."""
+        """Sets how the device samples for `slot` from its next prompt on. Not to be called where `sampling`
+        is "host". top_k: 1 samples greedily, 0 sets no limit. Raises DeviceLost."""
         raise NotImplementedError
 
     def return_token_ids(self, ids: bool) -> None:
-        """Whether the next `forward` returns SampledIds or logits. Only where `sampling` is "hybrid"."""
+        """Makes `forward` return SampledIds, or logits if `ids` is false, from its next call on. Only where
+        `sampling` is "hybrid"."""
         raise NotImplementedError
 
     def encode_image(
         self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
     ) -> np.ndarray | None:
-        """The embeddings of an image, float32 [tokens, width], of its tiles, uint8 RGB [tiles, height, width,
-        3], and how they lie in it (protocol.py: Image). Runs one tile at a time; returns None once
-        `is_cancelled` says so between two of them. Called from one thread, also while `forward` runs. Only
-        where there is an `encoder_cache`."""
+        """The embeddings of an image, float32 [tokens, width]; None if `is_cancelled` returns true before one
+        of its tiles.
+
+        pixels: the tiles, uint8 RGB [tiles, height, width, 3], which run one at a time; canvas: how the tiles
+        lie in the image (protocol.py: Image). Called from one thread, also while `forward` runs. Only where
+        there is an `encoder_cache`.
+        """
         return self._vision.encode(pixels, canvas, is_cancelled)
 
 
@@ -184,8 +194,11 @@ class Engine:
 
     @staticmethod
     def is_here(wanted: str) -> bool:
-        """Whether this machine has the device, for a --device that is `device` or "auto". Raises ConfigError
-        or ModelError where the engine should run and cannot."""
+        """Whether this machine has the engine's device. wanted: the value of --device, `device` or "auto".
+
+        Raises ConfigError or ModelError if `wanted` names the device and it cannot be used; with "auto", if
+        no other engine should serve instead, as on a CPU without openvino.
+        """
         raise NotImplementedError
 
     @classmethod
@@ -199,8 +212,8 @@ class Engine:
         """Of the device; None: unknown."""
 
     def prepare(self) -> None:
-        """Fills in the settings that were left open. Raises ConfigError or ModelError for a model that cannot
-        be served."""
+        """Fills in the settings of `config` that were left open. Raises ConfigError or ModelError for a model
+        that cannot be served."""
         if self.manifest.is_compiled:
             raise ModelError(
                 f"{self.config.model_name} is compiled for Neuron, and this server runs on {self.device}; "

@@ -62,8 +62,9 @@ class NotConverted(Exception):
 
 
 class ModelCache:
-    """The folder of entries, at most `model_cache_size` GB of them. Raises ConfigError where others may write
-    into it."""
+    """The cache of converted models (--model-cache), a folder of entries. Those that were not used for
+    longest are removed beyond `model_cache_size` GB. Raises ConfigError if another user owns the folder or
+    may write to it."""
 
     def __init__(self, config: Config):
         self.folder = Path(config.model_cache)
@@ -71,7 +72,8 @@ class ModelCache:
         check_private(self.folder, f"--model-cache {config.model_cache} (MODEL_CACHE)")
 
     def find(self, key: str) -> Path | None:
-        """The entry's folder, marked as used now."""
+        """The folder of the entry `key`, marked as used now; None: there is no such entry. Raises ConfigError
+        for an entry with files that are not regular."""
         entry = self.folder / key
         if not (entry / ENTRY).is_file():
             return None
@@ -91,9 +93,13 @@ class ModelCache:
         return folder
 
     def find_or_add(self, key: str | None, convert: Callable[[Path], None]) -> Path:
-        """The folder of an entry, which `convert` fills where there is none. One of several processes
-        converts, and the others wait. Where the cache cannot be written, or where `key` is None, the folder
-        is removed when this process ends. Raises whatever `convert` raises."""
+        """The folder of the entry `key`. If there is no such entry, `convert` fills the folder: one of
+        several processes converts, and the others wait.
+
+        If the cache cannot be written, or `key` is None, `convert` fills a temporary folder, which is removed
+        when this process ends. Raises whatever `convert` raises; after an OSError of it, `convert` is first
+        called again with the temporary folder.
+        """
         reason: object = "its code comes from another repository, which may change at any time"
         try:
             if key:
@@ -110,7 +116,10 @@ class ModelCache:
         return scratch
 
     def _add(self, key: str, convert: Callable[[Path], None]) -> Path:
-        """Converts while no other process does, and makes room for the entry. Raises OSError."""
+        """The folder of the entry `key`. Unless another process has added the entry meanwhile, `convert`
+        fills the folder, and `evict` then makes room. Only one process converts at a time, but for LoRA
+        adapters: of these several may be converted at a time, each by one process. Raises OSError, and
+        whatever `convert` raises."""
         # Adapters are small, and those of requests may be read at the same time.
         lock = f"{key}.making" if key.startswith("lora-") else "lock"
         with locked(self.folder / lock, "converting a model into"):
@@ -124,8 +133,12 @@ class ModelCache:
 
 @contextlib.contextmanager
 def locked(path: Path, doing: str, is_shared: bool = False) -> Iterator[None]:
-    """Holds the lock file of a cache, or of an entry, which `evict` then leaves alone. `doing` is for the
-    log: what the process that holds the lock does in that folder. Raises OSError."""
+    """Holds the lock file `path` of a cache, or of an entry, which `evict` then leaves alone. Waits while
+    other processes hold the lock; several may hold it at once if all have `is_shared`. Raises OSError.
+
+    doing: what any process that holds this lock does in its folder, for the log line of those that wait, such
+    as "converting a model into".
+    """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
     with open(path, "w") as lock:
@@ -138,14 +151,18 @@ def locked(path: Path, doing: str, is_shared: bool = False) -> Iterator[None]:
 
 
 def mark_used(record: Path) -> None:
-    """Sets the time of the last use of an entry of a cache, by a file in it."""
+    """Makes now the time of the last use of an entry: that of `record`, a file in the entry."""
     with contextlib.suppress(OSError):  # a read-only cache
         os.utime(record)
 
 
 def evict(records: Iterable[Path], size_gb: float, setting: str) -> None:
-    """Removes the least recently used entries, each the folder of a record, until the rest fit into
-    `size_gb`. The newest, which was just made, always stays, and so do those whose lock is held."""
+    """Removes the least recently used entries of a cache until the others fit into `size_gb`. The entry that
+    was used last, which was just made, always stays, and so does an entry whose lock is held.
+
+    records: a file of each entry; its folder is the entry, and its time that of the last use. setting: the
+    name of the limit, for the log.
+    """
     entries = []  # time of the last use, folder, bytes
     for record in records:
         with contextlib.suppress(FileNotFoundError):  # another process has just removed it
@@ -160,8 +177,9 @@ def evict(records: Iterable[Path], size_gb: float, setting: str) -> None:
 
 @contextlib.contextmanager
 def renamed_when_complete(target: Path) -> Iterator[Path]:
-    """A temporary folder that replaces `target` at the end: half a model would be taken for a whole one.
-    Removes what killed processes left there. Raises OSError."""
+    """A temporary folder beside `target`, which replaces `target` when the body ends: half a model would be
+    taken for a whole one. If the body raises, the temporary folder is removed and `target` stays as it was.
+    Removes the temporary folders of killed processes, too. Raises OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     for folder in target.parent.glob(f"{TEMPORARY}*.new"):
         if _remove_if_free(folder, ", which an interrupted process left"):
@@ -179,7 +197,8 @@ def renamed_when_complete(target: Path) -> Iterator[Path]:
 
 
 def _remove_if_free(folder: Path, why: str) -> bool:
-    """Removes a folder whose lock file no process holds; whether it did."""
+    """Removes `folder`, unless a process holds its lock file, or another user owns that file. Returns whether
+    it did. why: the end of the log line."""
     with contextlib.ExitStack() as stack:
         try:
             lock = stack.enter_context(open(folder.with_suffix(".lock"), "r+"))
@@ -194,11 +213,10 @@ def _remove_if_free(folder: Path, why: str) -> bool:
 
 
 def cache_key(config: Config, folder: Path, manifest: Manifest) -> str | None:
-    """Names the entry of a checkpoint; None where its code comes from another repository, which may change at
-    any time.
+    """The key of a checkpoint's entry; None if `trust_remote_code` lets its code come from another
+    repository, which may change at any time. Raises ConfigError for a file that cannot be read.
 
-    The CPU is not part of the key: an entry holds a portable graph, which OpenVINO compiles at every
-    startup.
+    The CPU is not part of the key: an entry holds a portable graph, which OpenVINO compiles at every startup.
     """
     code = manifest.config_json.get("auto_map") if config.trust_remote_code else None
     if "--" in json.dumps(code):  # "owner/name--module.Class"
@@ -215,16 +233,17 @@ def cache_key(config: Config, folder: Path, manifest: Manifest) -> str | None:
 
 
 def tokenizer_key(folder: Path) -> str:
-    """Names the entry of the tokenizer that was converted from the model's in `folder`."""
+    """The key of the entry with the tokenizer that was converted from the one in `folder`."""
     files = identify(folder, ("*.json", "*.model", "*.txt"))
     return f"tokenizer-{digest([files, READER_VERSIONS['tokenizer'], installed('transformers')])}"
 
 
 def run_converter(arguments: list[str], config: Config) -> None:
-    """Runs openvino/convert.py in a child process, so that its imports and memory are released at the end.
+    """Runs models/convert.py with these arguments in a child process, so that its imports and memory are
+    released at the end.
 
-    Raises ConfigError for a model that no engine can serve or that needs more memory, OSError where the child
-    cannot write, NotConverted where it crashes, RuntimeError for any other failure.
+    Raises ConfigError for a model that no engine can serve or that needs more memory, OSError if the child
+    cannot write, NotConverted if the child crashes, RuntimeError for any other failure.
     """
     try:
         run_module(
@@ -257,8 +276,8 @@ def write_entry(folder: Path, facts: Json) -> None:
 
 
 def write_rejection(folder: Path, why: str) -> None:
-    """Marks an entry as a model that does not convert. Its key holds the versions of OpenVINO and of the
-    converter, so other versions try again."""
+    """Makes an entry that of a model that does not convert, for the reason `why`, without a graph. The key of
+    the entry has the versions of OpenVINO and of the converter, so other versions try again."""
     for path in folder.glob("model.*"):
         path.unlink()
     write_entry(folder, {"refused": why})
@@ -269,8 +288,9 @@ def read_entry(folder: Path) -> Json:
 
 
 def identify(folder: Path, patterns: tuple[str, ...]) -> list[tuple]:
-    """Names, sizes and contents of the files that match; for large ones the modification time instead of the
-    contents, in seconds, as image layers keep it."""
+    """What tells the matching files of a folder from others: name, size and SHA-256 of each, sorted by path.
+    Instead of the SHA-256 a file of more than HASHED_BYTES has the time of its last change, in whole seconds,
+    as image layers keep it. Raises ConfigError for a file that cannot be read."""
     found = []
     try:
         for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):

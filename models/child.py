@@ -16,16 +16,17 @@ MAX_MESSAGE = 200  # characters
 
 
 def shortened(message: object) -> str:
-    """One line of at most MAX_MESSAGE characters, of a message in which files may have a say; its middle is
-    left out."""
+    """The message as one escaped line of at most MAX_MESSAGE characters; a longer one loses its middle. Files
+    may have a say in such messages."""
     line = escaped(message, 100_000)
     half = MAX_MESSAGE // 2 - 3
     return line if len(line) <= MAX_MESSAGE else f"{line[:half]} ... {line[-half:]}"
 
 
 class ChildError(RuntimeError):
-    """A child process that failed; the message is the last line that it printed, of which the middle is left
-    out where it is long. `code`: its exit code."""
+    """A child process that failed. The message is the last line that the child printed, `shortened`; for a
+    child that was ended by a signal, or printed nothing, it says so. `code`: the exit code; below 0, the
+    negative number of the signal."""
 
     def __init__(self, code: int, lines: Sequence[str]):
         line = lines[-1] if lines else f"the process ended with code {code}"
@@ -48,11 +49,12 @@ def run_module(
     niceness: int = 0,
     **environ: str,
 ) -> str:
-    """What `python -m` prints with these arguments. `logs_to_stderr`: its stderr is the log, and it prints
-    the reason of a failure. `niceness`: how far it stands back behind other processes. `environ`: variables
-    beside those of this process.
+    """What `python -m` with these arguments prints to stdout. niceness: how far the child stands back behind
+    other processes; environ: variables beside those of this process.
 
-    Raises ChildError, and subprocess.TimeoutExpired after `timeout_s`.
+    logs_to_stderr: the child logs to the stderr of this process, and its last line on stdout is the reason of
+    a failure; else the reason is its last line on stderr. Raises ChildError for any exit code but 0, and
+    subprocess.TimeoutExpired after `timeout_s`.
     """
     done = subprocess.run(
         ["nice", f"-n{niceness}", sys.executable, "-m", *arguments],

@@ -56,7 +56,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _convert(config: Config, folder: Path, target: Path) -> None:
-    """A GGUF file is converted without torch and transformers, which other checkpoints need."""
+    """Fills `target` with the entry of a model. A GGUF file is converted without torch and transformers,
+    which other checkpoints need."""
     if Manifest.read(folder).gguf_file:
         from models.openvino.gguf import convert
     else:

@@ -37,7 +37,8 @@ class DeviceLost(Exception):
 
 
 def check_length_limit(model: str, limit: int | None, length: int) -> None:
-    """Raises ModelError for slots longer than `limit`, the `length_limit` of a model's manifest."""
+    """Raises ModelError for slots of more than `limit` tokens, the `length_limit` of the manifest of `model`;
+    None: there is no limit. length: of a slot."""
     if limit and length > limit:
         raise ModelError(
             f"{model} changes its positions or its attention beyond {limit} tokens; give --max-total-tokens "
@@ -46,7 +47,7 @@ def check_length_limit(model: str, limit: int | None, length: int) -> None:
 
 
 def warn_text_only(model: str, fault: str) -> None:
-    """For a model that reads images and whose vision tower is not served."""
+    """Logs that a model that reads images is served without its vision tower, and why."""
     logger.warning("%s: only the text part of this model is served, without images: %s", model, fault)
 
 
@@ -72,8 +73,8 @@ def named(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def reported_as(failure: str, explain: Callable[[BaseException], str] = named) -> Iterator[None]:
-    """Turns any exception into a ModelError of one line: `failure`, then what `explain` makes of the
-    exception."""
+    """Turns an Exception of the body into a ModelError of one line: `failure`, then what `explain` makes of
+    the exception. A ModelError of the body stays as it is."""
     try:
         yield
     except ModelError:
@@ -84,8 +85,9 @@ def reported_as(failure: str, explain: Callable[[BaseException], str] = named) -
 
 
 def run_program(work: Callable[..., None], *kinds: type) -> None:
-    """Calls `work` with the arguments of this process, as these types. A failure ends the process with its
-    reason as the last line of stderr, and with the code ENOMEM where memory is short."""
+    """Calls `work` with the arguments of this process, each converted by its type in `kinds`. A failure ends
+    the process with the reason as the last line of stderr; the exit code is ENOMEM if memory could not be
+    allocated, else 1."""
     try:
         work(*(kind(argument) for kind, argument in zip(kinds, sys.argv[1:])))
     except (ModelError, ConfigError) as error:
@@ -104,8 +106,9 @@ progress = Progress()  # of this process, for the status that it sends
 
 @contextlib.contextmanager
 def progress_logged(what: str, measure: Callable[[], str] = str, is_logged: bool = True) -> Iterator[None]:
-    """Keeps in `progress`, and logs every PROGRESS_S seconds, that `what` is still running and what `measure`
-    says of it, which runs in a thread."""
+    """Keeps in `progress.text` what takes long while the body runs: `what`, and every PROGRESS_S seconds also
+    how long the body has run and what `measure` returns, such as ": 12 of 93 MB". `measure` runs in a thread.
+    is_logged: whether the text is logged every PROGRESS_S seconds, too."""
     done = threading.Event()
     started_at = time.monotonic()
 

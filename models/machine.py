@@ -38,7 +38,7 @@ def detect(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> M
     """The Neuron devices of this machine or container; None when there are none.
 
     Devices are /dev/neuronN; cores come from sysfs, else 2 per device, as Inferentia2 and Trainium1 have.
-    Raises ConfigError as `usable_cores` does.
+    `cores` of the result are those that `usable_cores` leaves. Raises ConfigError as `usable_cores` does.
     """
     devices = [int(path.name[6:]) for path in root.glob("dev/neuron*") if path.name[6:].isdigit()]
     if not devices:
@@ -63,8 +63,9 @@ def detect(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> M
 
 
 def usable_cores(cores: int | None, environ: Mapping[str, str]) -> int | None:
-    """How many of `cores` (None: unknown) the runtime takes: NEURON_RT_VISIBLE_CORES, or else
-    NEURON_RT_NUM_CORES, limits them.
+    """How many of `cores` (None: unknown) the runtime takes. NEURON_RT_VISIBLE_CORES limits them; only
+    without that variable, NEURON_RT_NUM_CORES does. Without both, or with NEURON_RT_NUM_CORES=0, the result
+    is `cores`.
 
     Raises ConfigError for a value that the runtime rejects.
     """
@@ -85,7 +86,7 @@ def usable_cores(cores: int | None, environ: Mapping[str, str]) -> int | None:
 
 
 def _cores_in_row(ranges: str) -> int | None:
-    """How many cores "0-3" or "0,1,2-3" names; None where they are not in a row."""
+    """How many cores "0-3" or "0,1,2-3" names, both 4; None where they are not in a row, as in "0,2"."""
     count = 0
     follows = None
     for part in ranges.split(","):
@@ -102,8 +103,9 @@ def _cores_in_row(ranges: str) -> int | None:
 
 
 def host_memory(root: Path = Path("/")) -> int | None:
-    """Bytes of memory of this machine, or the least that a cgroup of this process allows, or one above it, of
-    version 2 or 1. A container may see its own cgroup as the root, under a path that is not below it."""
+    """Bytes of memory that this process may have; None: unknown. It is the least of the machine's memory and
+    the limits of the process's cgroups, of version 2 or 1, and of the cgroups above these. A container may
+    see its own cgroup as the root, and its path in /proc may not be below that root."""
     total = re.search(r"MemTotal:\s+(\d+) kB", read_text(root / "proc/meminfo"))
     limits = [int(total[1]) * 1024 if total else None]
     for path in re.findall(":/(.*)", ":/\n" + read_text(root / "proc/self/cgroup")):
@@ -117,8 +119,8 @@ def host_memory(root: Path = Path("/")) -> int | None:
 
 
 def usable_threads(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """The cores that the process may use: its affinity, and the CPU quota of its cgroup (version 2 or 1),
-    rounded down."""
+    """The cores that the process may use, at least 1: those of its affinity, or fewer if the CPU quota of its
+    cgroup (version 2 or 1), rounded down, is less."""
     threads = len(os.sched_getaffinity(0))
     for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
         try:
@@ -131,15 +133,15 @@ def usable_threads(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def resident_memory() -> dict[str, int]:
-    """Bytes of this process in memory, of "Anon" and "File": its own, and pages of files, which the kernel
-    drops when memory is short."""
+    """Bytes of this process in memory: "Anon", its own, and "File", pages of files, which the kernel drops
+    when memory is short."""
     found = re.findall(r"^Rss(Anon|File):\s+(\d+) kB", read_text(Path("/proc/self/status")), re.MULTILINE)
     return {kind: int(size) * 1024 for kind, size in found}
 
 
 def zeros(shape: Sequence[int]) -> np.ndarray:
-    """An array of zero bytes. It takes memory page by page, as these are written; numpy's own takes 2 MB at a
-    time."""
+    """An array of zeros, uint8. It takes memory page by page, as pages are written; numpy's own takes 2 MB at
+    a time."""
     memory = mmap.mmap(-1, math.prod(shape), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without large pages
         memory.madvise(mmap.MADV_NOHUGEPAGE)
@@ -147,8 +149,8 @@ def zeros(shape: Sequence[int]) -> np.ndarray:
 
 
 def release_files(folder: Path) -> None:
-    """Gives back the pages of the files in a folder that this process has mapped to read. What is read again
-    comes from the page cache."""
+    """Gives back the pages of the files in `folder` itself that this process has mapped to read. A page that
+    is read again comes from the page cache."""
     madvise = ctypes.CDLL(None).madvise
     for line in read_text(Path("/proc/self/maps")).splitlines():
         addresses, access, *_, path = line.split(maxsplit=5)

@@ -24,7 +24,7 @@ class State(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The next tokens of one slot in a call."""
+    """The next tokens of one slot in a call, and the blocks that these tokens read and write."""
 
     slot: int
     position: int
@@ -38,15 +38,17 @@ class Run(NamedTuple):
 
     @property
     def is_prompt(self) -> bool:
-        """Whether it is a part of a prompt, of more than one token. Draft tokens write a state each."""
+        """Whether the run is a part of a prompt with more than one token: these write one state. Draft tokens
+        write a state each."""
         return self.tokens > len(self.writes)
 
 
 class States:
-    """The blocks of the state tables: ZERO, one for each slot to write to, `snapshots` more, and as many for
-    the draft tokens of a call.
+    """The blocks of the state tables: ZERO, one for each slot to write to, `snapshots` more, and
+    `draft_tokens` for the draft tokens of a call.
 
-    `in_place`: a slot always writes the same block. A call copies the state that is kept to another one.
+    in_place: a slot always writes the same block, and a call copies a state that is kept to a block of its
+    own. Else the block that was written is kept, and the slot gets another block.
     """
 
     def __init__(self, slots: int, snapshots: int, draft_tokens: int = 0, in_place: bool = False):
@@ -69,7 +71,7 @@ class States:
 
     @property
     def unused(self) -> set[int]:
-        """The blocks that no call reads any more before it has written them."""
+        """The blocks whose contents no later call reads: a call writes such a block before it is read."""
         used = {state.block for states in self._drafts.values() for state in states}
         return set(range(1, self.count)) - self._continued - used - self._at_border.keys()
 
@@ -79,11 +81,14 @@ class States:
         return {state.block for state in self._current if state}
 
     def reusable(self, slot: int, tokens: int) -> int:
-        """The last position among the first `tokens` of a slot that a sequence can continue from."""
+        """The last position up to `tokens` at which `slot` has a snapshot, so that a sequence can continue
+        from there; 0: there is none."""
         return max((position for position in self._kept[slot] if position <= tokens), default=0)
 
     def resume(self, source: int, slot: int, tokens: int) -> None:
-        """Continues `slot` after the first `tokens` tokens that `source` holds, as `reusable` returned it."""
+        """Makes `slot` continue from the snapshot that `source` has at the position `tokens`, which
+        `reusable` returned; 0: from the state of zeros. `slot` then has the snapshots of `source` up to that
+        position, and no others."""
         self._accept(slot, None)
         self._kept[slot] = {
             position: block for position, block in self._kept[source].items() if position <= tokens
@@ -95,13 +100,17 @@ class States:
 
     def accept(self, positions: Mapping[int, int]) -> None:
         """Keeps the states after the accepted draft tokens of the last call, and frees the blocks of the
-        others. positions: where each slot that runs next goes on, which says how many of its draft tokens
-        were accepted. A slot that is not among them has ended."""
+        others.
+
+        positions: where each slot that runs next goes on, which says how many of its draft tokens were
+        accepted. A slot that is not in `positions` has ended.
+        """
         for slot in list(self._drafts):
             self._accept(slot, positions.get(slot))
 
     def _accept(self, slot: int, position: int | None) -> None:
-        """The same for one slot; None: it has ended."""
+        """Does for one slot what `accept` does for all. position: where the slot goes on; None: it has
+        ended."""
         for state in self._drafts.pop(slot, ()):
             if state.position == position:
                 self._current[slot] = state
@@ -110,8 +119,12 @@ class States:
                 self._for_drafts.append(state.block)
 
     def begin(self, slot: int, position: int, tokens: int, are_drafts: bool = False) -> Run:
-        """Plans the next tokens of a slot in a call: the blocks that they read and write. Raises ValueError
-        where the slot's state is not the one at `position`."""
+        """Plans the next tokens of a slot in a call: the blocks that they read and write. Position 0 begins a
+        new sequence. The slot has no state until `end`, or `accept` after a call with draft tokens.
+
+        are_drafts: all tokens but the first are draft tokens, and each writes a state. Raises ValueError if
+        the state of the slot is not the one at `position`.
+        """
         if position == 0:
             self.resume(slot, slot, 0)
         state = self._current[slot]
@@ -130,10 +143,11 @@ class States:
 
     def end(self, runs: Sequence[Run], keep: Mapping[int, str]) -> dict[int, int]:
         """Records that the call of these runs succeeded. Returns the blocks of the new snapshots, by slot.
+        Slots with draft tokens are left to `accept`.
 
-        keep: how the state after a slot's tokens is kept for sequences that begin alike (Chunk.keep). Where
-        no block is free, a snapshot gives up its own: one at an interval before one at a message's border. If
-        none can, no snapshot is made. Slots with draft tokens are left to `accept`.
+        keep: how the state after a slot's tokens is kept for sequences that begin alike (Chunk.keep). If no
+        block is free, an older snapshot is dropped: one at an interval before one at a message's border. If
+        none can be dropped, as slots continue from all of them, no snapshot is made.
         """
         blocks = {}
         for run in runs:
@@ -149,8 +163,13 @@ class States:
         return blocks
 
     def _take(self) -> int | None:
-        """A free block, if need be that of a snapshot; None: there is none. The first and the last snapshot
-        of each slot, such as those of a system prompt and of the newest message, stay longest."""
+        """A free block, if need be that of a snapshot, which is dropped; None: slots continue from all
+        snapshots.
+
+        Snapshots at an interval are dropped before those at a border. Among each kind the first and the last
+        snapshot of a slot, such as those of a system prompt and of the newest message, stay longest, then
+        those that were used last.
+        """
         if not self._free:
             ends = {kept[end(kept)] for kept in self._kept if kept for end in (min, max)}
             snapshots = sorted(self._at_border, key=lambda block: (self._at_border[block], block in ends))
