@@ -141,7 +141,8 @@ class GgufFile:
 
     @property
     def identity(self) -> list[Any]:
-        """Tells the file from another one in its place. The time is in seconds, as image layers keep it."""
+        """What tells the file from another one in its place: its size, the time of its last change in whole
+        seconds, as image layers keep it, the SHA-256 of its keys, and its tensors."""
         status = self.path.stat()
         keys = hashlib.sha256(np.memmap(self.path, mode="r", shape=self.keys_end))
         return [status.st_size, int(status.st_mtime), keys.hexdigest(), self.tensors]
@@ -154,7 +155,8 @@ class GgufFile:
         return self.keys.get(f"tokenizer.ggml.{name}")
 
     def numbers(self, name: str) -> list[float] | None:
-        """The numbers of a small tensor in float32; None where the file has no such tensor."""
+        """The numbers of a small tensor in float32; None where the file has no such tensor. Raises ModelError
+        for a tensor that is not in F32."""
         tensor = self.tensors.get(name)
         if tensor is None:
             return None
@@ -167,7 +169,8 @@ class GgufFile:
 
 
 class _Head:
-    """The beginning of a file, read once from front to back. Raises ValueError for what is wrong with it."""
+    """The beginning of a file, read once from front to back: each method reads what comes next. Raises
+    ValueError for what is wrong with it."""
 
     def __init__(self, file: BinaryIO):
         self.position = 0
@@ -192,7 +195,8 @@ class _Head:
         return self.take(size).decode(errors="surrogateescape")
 
     def name(self, longest: int, others: Container[str]) -> str:
-        """The name of a key or of a tensor, which `others` do not have."""
+        """The name of a key or of a tensor. Raises ValueError for a name that is among `others`, too long,
+        empty or not printable."""
         name = self.text(longest)
         if not name or not name.isprintable() or name in others:
             raise ValueError(f"it has an empty, unprintable or repeated name: {name!r}")
@@ -215,7 +219,8 @@ class _Head:
         return np.frombuffer(self.take(count * dtype.itemsize), dtype)
 
     def tensor(self, name: str, offset: int) -> Tensor:
-        """An entry of the table of tensors. `offset`: where the tensor has to be, from the first one on."""
+        """The entry of the tensor `name` in the table of tensors. offset: where the tensor has to begin,
+        counted from the begin of the first tensor; the offset of the result is the same."""
         dimensions = self.integer(4)
         if not 1 <= dimensions <= 4:
             raise ValueError(f"its tensor {name} has {dimensions} dimensions")
@@ -233,7 +238,8 @@ class _Head:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Raises ModelError for a file that is not whole, or that holds something else than a model."""
+    """What a GGUF file of a whole model says. Raises ModelError for a file that is not whole, or that holds
+    something else than a model."""
     file = read_part(path)
     for key in ("general.type", "general.architecture"):
         if reason := NO_MODELS.get(str(file.keys.get(key))):
@@ -249,7 +255,8 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def read_part(path: Path) -> GgufFile:
-    """Of a file that is whole, whatever it holds. Raises ModelError."""
+    """What a GGUF file says, whatever it holds, such as a part of a model. Raises ModelError for a file that
+    is not whole."""
     with reported_as(f"{path.name} cannot be read", shortened), path.open("rb") as opened:
         return _read(path, _Head(opened))
 

@@ -38,7 +38,8 @@ LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # their attention is not scaled by
 
 
 def keys_of_model(file: GgufFile) -> dict[str, Any]:
-    """The keys of the architecture by their names, all of which could change what the model computes."""
+    """The keys of the file's architecture, by their names without its prefix and without those about images.
+    Each of these could change what the model computes."""
     prefix = f"{file.architecture}."
     return {
         key.removeprefix(prefix): value
@@ -52,15 +53,19 @@ def head_size(file: GgufFile) -> int:
 
 
 def scaling_size(file: GgufFile) -> int:
-    """The number by whose square root attention is divided."""
+    """The number by whose square root the attention's scores are divided."""
     if file["block_count"] == LAYERS_OF_27B.get(file.architecture):
         return file["embedding_length"] // file["attention.head_count"]
     return head_size(file)
 
 
 def rotary_positions(file: GgufFile, slides: bool = False) -> Json:
-    """The rotary positions of layers with, or without, a sliding window, as `manifest.read_ropes` gives those
-    of a config.json; DIVISORS come on top. Raises ModelError for another kind of scaling."""
+    """The rotary positions of the layers with a sliding window (`slides`), or of the others, as
+    `manifest.read_ropes` gives those of a config.json. Only in Gemma 3 these differ.
+
+    Where the file has the tensor DIVISORS, the caller has to divide the frequencies by it as well. Raises
+    ModelError for a scaling other than none, linear, yarn and longrope.
+    """
     if slides and file.architecture == "gemma3":
         return {"rope_type": "default", "rope_theta": file["rope.freq_base_swa"] or 10000.0}
     rope = {"rope_type": "default", "rope_theta": file["rope.freq_base"] or 10000.0}

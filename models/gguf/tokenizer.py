@@ -60,8 +60,8 @@ MERGE = re.compile("(.[^ ]*) (.*)", re.DOTALL)  # the first part may begin with 
 
 
 def write_tokenizer(file: GgufFile, folder: Path) -> None:
-    """Writes tokenizer.json, tokenizer_config.json, generation_config.json and the chat templates. Raises
-    ModelError for a tokenizer that is not known, or not complete."""
+    """Writes tokenizer.json, tokenizer_config.json, generation_config.json and the chat templates into
+    `folder`. Raises ModelError for a tokenizer that is not known, or not complete."""
     failure = f"{file.path.name} has a tokenizer that cannot be read"
     with reported_as(failure, lambda error: shortened(named(error))):
         templates = _templates(file)
@@ -81,7 +81,9 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
 
 
 def _token_named(file: GgufFile, name: str, default: int | None = None) -> dict[str, int]:
-    """A special token and its id; nothing where the file has none, or an id that is no token's."""
+    """The special token that the file has for `name`, such as bos, with its id: {token: id}. If the file has
+    none, or an id that is no token's, it is the token with the id `default`; {}: there is no default
+    either."""
     tokens = file.tokenizer("tokens")
     token_id = file.tokenizer(f"{name}_token_id")
     if token_id not in range(len(tokens)):
@@ -90,7 +92,8 @@ def _token_named(file: GgufFile, name: str, default: int | None = None) -> dict[
 
 
 def _embedded(file: GgufFile) -> Tokenizer | None:
-    """The published tokenizer, where the file holds one of its size."""
+    """The published tokenizer, if the file holds one that has no more tokens than the model has embeddings;
+    else None."""
     try:
         tokenizer = Tokenizer.from_str(file.keys["tokenizer.huggingface.json"])
     except Exception:  # the library raises a bare Exception for whatever is wrong
@@ -100,7 +103,8 @@ def _embedded(file: GgufFile) -> Tokenizer | None:
 
 
 def _from_keys(file: GgufFile, written: str) -> Tokenizer:
-    """`written`: what the chat templates write."""
+    """The tokenizer that the keys describe. written: the chat templates, joined. Raises ModelError for a
+    tokenizer that is not known, or whose tokens contradict each other."""
     kind = file.tokenizer("model")
     if kind not in TOKENIZER_KINDS:
         raise file.rejection(f"has a tokenizer of the kind {kind}; {', '.join(TOKENIZER_KINDS)} can be read")
@@ -137,8 +141,12 @@ def _from_keys(file: GgufFile, written: str) -> Tokenizer:
 
 
 def _token_types(file: GgufFile, tokens: list[str], written: str) -> list[int]:
-    """The type of each token. A token that no text has is an UNUSED_TOKEN. A special token is a
-    CONTROL_TOKEN, also where the file takes it for text."""
+    """The type of each token, by its id: that of the file, but for two cases. Text that is empty or no UTF-8
+    is an UNUSED_TOKEN. A token of ENDS, or text in <> that `written`, the chat templates, has, is a
+    CONTROL_TOKEN, and a warning names it.
+
+    Raises ModelError if the numbers of tokens, types and embeddings differ.
+    """
     types = file.tokenizer("token_type")
     if types is None:
         types = [] if file.tokenizer("model") == "gpt2" else [NORMAL_TOKEN] * len(tokens)
@@ -163,7 +171,8 @@ def _token_types(file: GgufFile, tokens: list[str], written: str) -> list[int]:
 
 
 def _byte_level(file: GgufFile, ids: dict[str, int], merges: Merges) -> tuple[Tokenizer, bool]:
-    """BPE of bytes, and whether a text begins with BOS where the file does not say."""
+    """BPE of bytes, and whether a text begins with BOS where the file does not say. Raises ModelError for a
+    file without merges, or with a pre-tokenizer that is not known."""
     if not merges:
         raise file.rejection("has no merges of tokens")
     name = file.tokenizer("pre") or "default"
@@ -182,7 +191,8 @@ def _byte_level(file: GgufFile, ids: dict[str, int], merges: Merges) -> tuple[To
 
 
 def _sentencepiece(file: GgufFile, ids: dict[str, int], merges: Merges) -> Tokenizer:
-    """BPE of characters, with ▁ for a space and tokens of single bytes for what has no other."""
+    """BPE of characters, with ▁ for a space, and with tokens of single bytes for characters that have no
+    token."""
     unknown = next(iter(_token_named(file, "unknown", 0)))
     tokenizer = Tokenizer(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     normalizer = [normalizers.Replace(" ", "▁")]
@@ -197,8 +207,9 @@ def _sentencepiece(file: GgufFile, ids: dict[str, int], merges: Merges) -> Token
 
 
 def _rebuilt_merges(file: GgufFile, ids: dict[str, int]) -> Merges:
-    """Every two tokens that make a third one, in the order of its score; for Gemma, whose scores have another
-    order, in that of its id."""
+    """Every two tokens that make a third one: first those whose third token has the highest score; for Gemma,
+    whose scores have another order, those whose third token has the lowest id. Of two pairs that make the
+    same token, the one with the longer first part comes first."""
     merges = []
     for token in ids:
         for at in range(len(token) - 1, 0, -1):  # those with a longer first part come first
@@ -213,7 +224,8 @@ def _rebuilt_merges(file: GgufFile, ids: dict[str, int]) -> Merges:
 
 
 def _end_ids(file: GgufFile, tokenizer: Tokenizer) -> list[int]:
-    """Where a response ends: at the ids that keys name, and at those of ENDS."""
+    """The ids of the tokens that end a response, ascending: those that keys name, and the special tokens
+    among ENDS and SPECIAL_ENDS; NO_ENDS takes some of them out."""
     added = tokenizer.get_added_tokens_decoder()
     special = {token.content: token_id for token_id, token in added.items() if token.special}
     ends = {special[token] for token in special.keys() & (ENDS | SPECIAL_ENDS)}
@@ -223,7 +235,8 @@ def _end_ids(file: GgufFile, tokenizer: Tokenizer) -> list[int]:
 
 
 def _templates(file: GgufFile) -> dict[str, str]:
-    """The chat templates by their keys."""
+    """The chat templates by their keys. If there is a TEMPLATE_FILE beside the GGUF file, it counts alone, by
+    that name."""
     beside = file.path.with_name(TEMPLATE_FILE)
     if beside.exists():
         return {TEMPLATE_FILE: beside.read_text(encoding="utf-8")}
