@@ -13,7 +13,8 @@ import numpy as np
 
 
 class Canvas(NamedTuple):
-    """What all tiles but the first show together, in patches, as text/images/preprocessor.py sends it."""
+    """What all tiles but the first show together, as text/images/preprocessor.py sends it. All numbers are in
+    patches."""
 
     rows: int
     columns: int
@@ -45,10 +46,12 @@ class ImageEncoder:
 
 
 def arrange(features: np.ndarray, canvas: tuple[int, ...], newline: Sequence[float] | None) -> np.ndarray:
-    """The embeddings of an image, [tokens, width], of those of its tiles, [tiles, patches, width].
+    """Joins the embeddings of the tiles of an image, [tiles, patches, width], into those of the image,
+    [tokens, width].
 
-    Without `newline` they are those of the tiles, one after another. Else the first tile is the whole image,
-    and the others are put together on a canvas, lose the padding, and get `newline` [width] after each row.
+    Without `newline` these are the tiles, one after another, and `canvas` is not read. Else they are the
+    first tile, which shows the whole image, then the rows of the canvas that the other tiles make: without
+    its padding, scaled down where it says so, and with `newline` [width] after each row.
     """
     width = features.shape[-1]
     if newline is None:
@@ -66,7 +69,8 @@ def arrange(features: np.ndarray, canvas: tuple[int, ...], newline: Sequence[flo
 
 
 def _scale(grid: np.ndarray, axis: int, size: int) -> np.ndarray:
-    """Linear interpolation along an axis between the centers of patches, as torch's `interpolate` does it."""
+    """The grid with `size` patches along the axis, by linear interpolation between the centers of patches, as
+    torch's `interpolate` does it."""
     old = grid.shape[axis]
     at = np.maximum((np.arange(size) + 0.5) * (old / size) - 0.5, 0)
     low = at.astype(int)

@@ -23,8 +23,8 @@ class Entry(NamedTuple):
 
 
 class EncoderCache:
-    """Least recently used embeddings are evicted beyond `limit_bytes`; those of pinned keys never are.
-    Thread-safe."""
+    """Embeddings beyond `limit_bytes` are evicted, first those that were added or pinned longest ago; those
+    of pinned keys never are. Thread-safe."""
 
     def __init__(self, width: int, limit_bytes: int = ENCODER_CACHE_BYTES):
         """`width`: of an embedding, in numbers."""
@@ -43,7 +43,8 @@ class EncoderCache:
         return tokens * self.width * np.dtype(np.float32).itemsize
 
     def add(self, key: int, embeddings: np.ndarray, canvas: tuple[int, ...] = ()) -> None:
-        """Adds the embeddings of an image, float32 [tokens, width], and how its tiles lie in it."""
+        """Adds the embeddings of an image, float32 [tokens, width], and how its tiles lie in it; nothing if
+        the cache has the key."""
         assert embeddings.shape[1:] == (self.width,) and embeddings.dtype == np.float32
         with self._lock:
             if key not in self._entries:
@@ -52,8 +53,8 @@ class EncoderCache:
                 self._evict()
 
     def pin(self, keys: Iterable[int]) -> None:
-        """Keeps the embeddings of these keys, also those that are yet to be added, until as many calls of
-        `unpin`."""
+        """Keeps the embeddings of these keys, also those that are yet to be added, until `unpin` was called
+        as often as `pin`."""
         with self._lock:
             for key in keys:
                 self._pins[key] += 1
@@ -69,9 +70,9 @@ class EncoderCache:
             self._evict()
 
     def resolve(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Prompt ids, int64 [n], as a model reads them: the ids with 0 for image tokens; the embeddings of
-        these, float32 [image tokens, width]; their places in `ids`, int64 [image tokens]. Raises KeyError for
-        an image that is not in the cache."""
+        """Prompt ids, int64 [n], as a model reads them. Returns the ids with 0 for image tokens; the
+        embeddings of the image tokens in their order, float32 [image tokens, width]; the places of the image
+        tokens in `ids`, int64 [image tokens]. Raises KeyError for an image that is not in the cache."""
         places = np.flatnonzero(ids < 0)
         embeddings = np.empty((len(places), self.width), np.float32)
         if not len(places):
@@ -84,7 +85,8 @@ class EncoderCache:
         return np.maximum(ids, 0), embeddings, places
 
     def canvas_of(self, key: int) -> tuple[int, ...]:
-        """Raises KeyError for an image that is not in the cache."""
+        """How the tiles of an image lie in it, as `add` got it. Raises KeyError for an image that is not in
+        the cache."""
         return self._entries[key].canvas
 
     def _evict(self) -> None:
@@ -96,15 +98,17 @@ class EncoderCache:
 
 
 def split_at_images(ids: np.ndarray) -> list[np.ndarray]:
-    """The texts and images in a part of a prompt, int64 [n], one after another."""
+    """Divides a part of a prompt, int64 [n], into its texts and images, in their order. Two images in a row
+    are two parts."""
     is_image = ids < 0
     is_edge = np.diff(is_image) | (np.diff(ids) != -1) & is_image[1:]
     return np.split(ids, np.flatnonzero(is_edge) + 1)
 
 
 def cuts_image(prompt: Sequence[int], n: int) -> bool:
-    """Whether a cut before the n-th token, 0 < n < len(prompt), is within an image, or leaves a single token
-    of text between it and an image: the model would round that one as a decode step."""
+    """Whether a cut between `prompt[n - 1]` and `prompt[n]`, 0 < n < len(prompt), is within an image, or
+    leaves a single token of text between the cut and an image: the model would round that token as a decode
+    step."""
     before, after = prompt[n - 1], prompt[n]
     if before < 0 and after < 0:
         return after == before - 1

@@ -12,16 +12,17 @@ from models.images.encoder_cache import EncoderCache, split_at_images, split_ids
 
 
 class GridPositions:
-    """The positions of the tokens that slots hold, for an engine that runs chunks of them. An image's tokens
-    lie in a grid; `images` has its size, the `canvas`."""
+    """The positions of the tokens that slots hold, for an engine that runs chunks of them. The tokens of an
+    image lie in a grid, whose rows and columns are its `canvas` in `images`."""
 
     def __init__(self, slots: int, length: int, images: EncoderCache):
         self._held = np.zeros((slots, 3, length), np.int64)
         self._images = images
 
     def extend(self, slot: int, tokens: Sequence[int], begin: int) -> np.ndarray:
-        """The positions of a chunk, int64 [3, tokens]. What the slot holds before `begin` ran in it, or was
-        copied."""
+        """The positions (time, row, column) of the tokens of a slot from the `begin`-th on, int64 [3,
+        tokens], which the slot holds from now on. The tokens before `begin` need theirs first, by `extend` or
+        `copy`. Raises KeyError for an image that is not in the cache."""
         ids = np.array(tokens, np.int64)
         held = self._held[slot]
         at = begin

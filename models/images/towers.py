@@ -83,8 +83,8 @@ LAST_NORM = "post_layernorm"
 
 
 class _Attended(NamedTuple):
-    """Which patches attend to each other: those of the same window. All windows have one size; where only one
-    is, it has all patches."""
+    """Which patches attend to each other: those of the same window. All windows have one size; a single
+    window has all patches."""
 
     rotation: tuple[Tensor, Tensor] | None = None  # cosines and sines, [windows, 1, places, head size]
     windows: tuple[int, int] = (1, -1)  # how many there are, and places in one; -1: what the other one leaves
@@ -139,7 +139,8 @@ class VisionTower(nn.Module, ImageEncoder):
         return (tiles.float() * self.scale - self.shift).permute(0, 3, 1, 2)
 
     def for_transformers(self, values: Tensor) -> Tensor:
-        """What transformers' model takes for the tiles of an image, of which `normalize` made `values`."""
+        """The `pixel_values` that transformers' model takes for the tiles of an image. values: the tiles, as
+        `normalize` returns them."""
         return values
 
     @staticmethod
@@ -147,7 +148,8 @@ class VisionTower(nn.Module, ImageEncoder):
         """Changes transformers' model of the family where this server needs another computation."""
 
     def _patches(self, tile: Tensor) -> tuple[Tensor, int, int]:
-        """The patches of a tile, and how many rows and columns they are."""
+        """The embedded patches of a tile, [patches, width], in the order of `_in_order`, and how many rows
+        and columns of patches the tile has."""
         tower = self._tower
         weight = tower[f"{PATCHES}.weight"]
         if weight.dim() == 5:
@@ -169,7 +171,7 @@ class VisionTower(nn.Module, ImageEncoder):
         return grid.flatten(0, 1)
 
     def _rotated(self, x: Tensor, rows: int, columns: int) -> _Attended:
-        """One window of all patches, with rotary positions."""
+        """One window of all patches, with rotary positions. rows, columns: of patches."""
         size = x.shape[-1] // self._heads
         theta = (self._vision.get("rope_parameters") or self._vision).get("rope_theta", 10_000.0)
         frequencies = theta ** -(torch.arange(0, size, 2, device=x.device).float() / size)
@@ -212,7 +214,8 @@ class VisionTower(nn.Module, ImageEncoder):
         return linear(x, f"{at}.out_proj")
 
     def _head_norm(self, x: Tensor, name: str) -> Tensor:
-        """A norm of each head, or of all together, where there is one."""
+        """`x` after the norm `name` of each head, or of all heads together, as the shape of its weight says;
+        `x` as it is if the tower has no such norm."""
         weight = self._tower.get(f"{name}.weight")
         return x if weight is None else self._norm(x.unflatten(-1, (-1, *weight.shape)), name).flatten(-2)
 
@@ -228,8 +231,8 @@ class VisionTower(nn.Module, ImageEncoder):
 
 
 class ProjectedTower(VisionTower):
-    """A tower of transformers' vision models, whose output a projector reads. The names of their tensors tell
-    which ones they are."""
+    """A tower of transformers' vision models, whose output a projector reads. The names of tensors tell which
+    tower and which projector it is."""
 
     def __init__(self, manifest: Manifest, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None):
         super().__init__(manifest, tensors, dtype)
@@ -250,7 +253,9 @@ class ProjectedTower(VisionTower):
         return self._project(features, rows, columns).float()
 
     def _features(self, x: Tensor, within: _Attended) -> Tensor:
-        """The output of the tower, or that of several layers, joined: [tokens, width]."""
+        """What the projector reads, [tokens, width]: the outputs of the layers that `vision_feature_layer`
+        names, joined along the width; without that field, or with -1 in InternViT, the output after the last
+        norm. x: [patches, width]. The tokens are the patches, after the tower's first token if it has one."""
         tower = self._tower
         if FIRST_TOKEN in tower:
             x = torch.cat([tower[FIRST_TOKEN].view(1, -1), x])
@@ -273,7 +278,7 @@ class ProjectedTower(VisionTower):
         return self._norm(x, LAST_NORM) if reads_all and f"{LAST_NORM}.weight" in tower else x
 
     def _project(self, x: Tensor, rows: int, columns: int) -> Tensor:
-        """x: [patches, width] -> [tokens, width of the language model]."""
+        """x: [patches, width] -> [tokens, width of the language model]. rows, columns: of patches."""
         projector = self._projector
         config = self._config
         if self._is_idefics:
@@ -301,7 +306,8 @@ class ProjectedTower(VisionTower):
 
     @staticmethod
     def adapt(model: nn.Module) -> None:
-        """transformers scales Granite's logits in its text model alone, not in those of LLaVA."""
+        """Divides Granite's logits by their scaling, which transformers does in Granite's text model alone,
+        not in LLaVA's."""
         if scaling := getattr(model.config.get_text_config(), "logits_scaling", None):
             head = model.get_output_embeddings()
             head.register_forward_hook(lambda _head, _inputs, logits: logits / scaling)
@@ -321,15 +327,15 @@ class PaddleTower(ProjectedTower):
 
     @staticmethod
     def adapt(model: nn.Module) -> None:
-        """It was trained with positions that are interpolated without aligned corners, as in transformers
-        5.0, vLLM and the code on the hub; transformers 5.20 aligns them."""
+        """Interpolates positions without aligned corners, as the model was trained: so do transformers 5.0,
+        vLLM and the code on the hub, while transformers 5.20 aligns the corners."""
         model.model.visual.vision_model.embeddings.interpolation_align_corners = False
 
 
 class QwenTower(VisionTower):
-    """The tower of Qwen2-VL, of Qwen2.5-VL, some of whose layers attend within windows, of Qwen3-VL and
-    of Qwen3.5. In Qwen3-VL the embeddings that the first layers of the language model add (DeepStack) follow
-    on the others: [tokens, (1 + layers) * width]."""
+    """The tower of Qwen2-VL; of Qwen2.5-VL, some of whose layers attend within windows; of Qwen3-VL and of
+    Qwen3.5. In Qwen3-VL each embedding goes on with those that the first layers of the language model add
+    (DeepStack): [tokens, (1 + layers) * width]."""
 
     default_merge = 2
     aligns_corners = True
@@ -370,12 +376,12 @@ class QwenTower(VisionTower):
             model.get_decoder().layers[n].register_forward_hook(hook, with_kwargs=True)
 
     def _in_order(self, grid: Tensor) -> Tensor:
-        """The patches of a token are together."""
+        """[rows, columns, width] -> [patches, width]; the patches of one token are neighbours."""
         return _join(grid, grid.shape[0], grid.shape[1], self._merge).flatten(0, 1)
 
     def _windows(self, side: int, rows: int, columns: int, *rotation: Tensor) -> _Attended:
-        """The windows of an image of so many tokens, each of `side` x `side`: those at its edges have places
-        without a patch. rotation: of the whole image.
+        """The windows of `side` x `side` tokens in an image of `rows` x `columns` tokens. Windows at its
+        edges have places without a patch. rotation: the cosines and sines of the whole image.
 
         With windows of 2 x 2 tokens of one patch, an image of 2 x 3 tokens has two windows: the patches 0, 1,
         3, 4 and 2, none, 5, none.
@@ -428,8 +434,12 @@ def make_tower(manifest: Manifest, *arguments: Any) -> VisionTower:
 
 
 class _Tensors(nn.Module):
-    """The tensors below the first of some prefixes that there is, by the rest of their dotted names, as NAMES
-    changes them; and the layers that are made of them."""
+    """The tensors of one part of a checkpoint, and layers made of them. The part has the names with the first
+    of `prefixes` that any name has; a tensor is found by the rest of its name, as NAMES changes it.
+
+    dtype: of the tensors as they are read; None: as they are stored. Raises KeyError for a checkpoint without
+    the part.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor], prefixes: Iterable[str], dtype: torch.dtype | None):
         super().__init__()
@@ -462,7 +472,8 @@ class _Tensors(nn.Module):
         return F.linear(x, self[f"{name}.weight"], self.get(f"{name}.bias"))
 
     def norm(self, x: Tensor, name: str, epsilon: float, offset: float = 0.0) -> Tensor:
-        """A layer norm, or, where there is no bias, an RMS norm, to whose weights `offset` is added."""
+        """`x` after a layer norm, or, if there is no bias, after an RMS norm, to whose weights `offset` is
+        added."""
         weight = self[f"{name}.weight"]
         if f"{name}.bias" in self:
             return F.layer_norm(x, weight.shape, weight, self[f"{name}.bias"], epsilon)
@@ -488,7 +499,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _normalization(preprocessor: Json) -> tuple[Tensor, Tensor]:
-    """What pixels of 0 to 255 are multiplied by, and what is then subtracted, for each color."""
+    """What pixels of 0 to 255 are multiplied by, and what is then subtracted: float32 [3] each, by color."""
     factor = preprocessor.get("rescale_factor", 1 / 255) if preprocessor.get("do_rescale", True) else 1.0
     if not preprocessor.get("do_normalize", True):
         return torch.full((3,), factor), torch.zeros(3)
@@ -497,15 +508,15 @@ def _normalization(preprocessor: Json) -> tuple[Tensor, Tensor]:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [1 or windows, heads, patches, head size]; cos, sin: [1 or windows, 1, patches, head size]. In these
-    forms, with the axis given as 3, OpenVINO makes one operation of it."""
+    """`x` turned by rotary positions. x: [1 or windows, heads, patches, head size]; cos, sin: [1 or windows,
+    1, patches, head size]. In these forms, with the axis given as 3, OpenVINO makes one operation of it."""
     first, second = x.chunk(2, 3)
     return x * cos + torch.cat([-second, first], -1) * sin
 
 
 def _join(x: Tensor, rows: int, columns: int, by: int) -> Tensor:
-    """by x by neighbors of a grid of patches, [rows * columns, width] or [rows, columns, width], become a
-    token: [tokens, by * by, width]. What is left of a row or column of them is dropped."""
+    """Joins neighbours in a grid of patches, [rows * columns, width] or [rows, columns, width], `by` x `by`
+    of them to a token: [tokens, by * by, width]. Rows and columns that are left over are dropped."""
     grid = x.view(rows, columns, -1)[: rows // by * by, : columns // by * by]
     grid = grid.reshape(rows // by, by, columns // by, by, x.shape[-1])
     return grid.transpose(1, 2).reshape(-1, by * by, x.shape[-1])
