@@ -33,8 +33,12 @@ IMAGES = re.compile("([\ud800-\udbff]+)")
 
 
 class Escaping:
-    """For one model's tokenizer. `tokenizer` encodes texts that `to_encodable` returned; `ids` are those of
-    the model. Of the special tokens, those in `escaped_ids` are not for clients."""
+    """Keeps clients' texts from becoming special tokens, for one model's tokenizer.
+
+    Texts of clients go through `escape`, and the rendered prompt through `to_encodable`. `tokenizer` encodes
+    the result, and `ids` turns the encoding into the model's token ids. Of the `special_ids`, a client's text
+    cannot become those in `escaped_ids`.
+    """
 
     def __init__(
         self, tokenizer: tokenizers.Tokenizer, special_ids: frozenset[int], escaped_ids: frozenset[int]
@@ -68,7 +72,11 @@ class Escaping:
         self._rejected_ids = special_ids.difference(unknown)  # any text may have the unknown token
 
     def escape(self, value: Any) -> Any:
-        """The text, or JSON of texts, without the beginning of a special token. Raises RecursionError."""
+        """A copy of a text, or of JSON with texts, in which a surrogate begins each escaped token.
+
+        The beginning of an escaped token at the end of a text counts, too: the next text may complete the
+        token. Keys of objects are also escaped. Raises RecursionError for JSON that is nested too deeply.
+        """
         if isinstance(value, str):
             return "".join(map(self._escape_text, IMAGES.split(value)))
         if isinstance(value, dict):
@@ -103,8 +111,11 @@ class Escaping:
                 yield from map(utf8_bytes, self.unescape(part))
 
     def ids(self, encoding: tokenizers.Encoding) -> list[int]:
-        """The model's ids of an encoding. Raises ValueError if text became a special token, because the
-        vocabulary has that token as a word."""
+        """The model's token ids of an encoding, one for each of its tokens.
+
+        Raises ValueError if text became a special token, because the vocabulary has the name of that token as
+        a word. The unknown token may come from any text.
+        """
         ids = encoding.ids
         if not self._rejected_ids.isdisjoint(ids):
             for i, is_added in zip(ids, encoding.special_tokens_mask):
@@ -128,7 +139,8 @@ class Markers:
         return re.compile("|".join(map(re.escape, self._sorted)) or "(?!)")
 
     def split(self, text: str) -> tuple[str, str]:
-        """The text up to the first marker, and that."""
+        """The text before the first marker, and that marker; the whole text and "" without a marker. Of
+        markers that begin at the same place, the shortest counts."""
         found = self._pattern.search(text)
         return (text[: found.start()], found[0]) if found else (text, "")
 
@@ -146,8 +158,8 @@ class Markers:
 
 
 def any_of(texts: Collection[str]) -> str:
-    """A regular expression that matches the longest of these texts, in a time that does not grow with their
-    number."""
+    """A regular expression for the longest of these texts; of no texts, one that never matches. The time of a
+    match does not grow with the number of texts. The expression has no capturing groups."""
     beginning = os.path.commonprefix(list(texts))  # noqa: RUF071 of any texts, not of paths
     rests: dict[str, list[str]] = {}
     for text in texts:

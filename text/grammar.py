@@ -62,17 +62,20 @@ class GrammarError(Exception):
 
 
 def of_json_schema(schema: Any, whitespace: str | None = WHITESPACE, is_strict: bool = False) -> str:
-    """The grammar of JSON that the schema allows.
+    """The grammar of JSON that the schema allows. Raises GrammarError.
 
-    whitespace: a regular expression for what may stand between JSON tokens, None: nothing. is_strict: see
+    whitespace: a regular expression for what may stand between JSON tokens; None: nothing may. is_strict: see
     `json_rule`.
     """
     return f"start: {json_rule(schema, whitespace, is_strict)}"
 
 
 def json_rule(schema: Any, whitespace: str | None, is_strict: bool = False) -> str:
-    """What a schema allows, in Lark, without the keywords that are `left_out`; with `is_strict` those raise
-    GrammarError."""
+    """The right side of a Lark rule for the JSON that a schema allows. Raises GrammarError.
+
+    The keywords that `left_out` names are not enforced; with `is_strict`, such a keyword raises GrammarError.
+    whitespace: see `of_json_schema`.
+    """
     enforced, places = _enforceable(schema)
     if places and is_strict:
         given = {place: referred(f"#{quote(place)}", schema).schema for place in places[:MAX_PLACES]}
@@ -96,7 +99,7 @@ def json_rule(schema: Any, whitespace: str | None, is_strict: bool = False) -> s
 
 def left_out(schema: Any) -> tuple[str, ...]:
     """What the grammar of a JSON schema does not enforce: a JSON pointer to the first place of each keyword.
-    Raises GrammarError."""
+    Raises GrammarError for a schema that is no object, too large or nested too deeply."""
     return _enforceable(schema)[1]
 
 
@@ -126,8 +129,11 @@ def of_choice(choices: Sequence[str]) -> str:
 
 
 def of_rules(rules: list[str], inner: str = "", name: str = "") -> str:
-    """A grammar of Lark rules, the first of which is `start`; they may use the grammar `inner` as the rule
-    `name`."""
+    """A grammar of Lark rules, the first of which is `start`. Raises GrammarError for a grammar that is too
+    large.
+
+    The rules may use another grammar, `inner`, as the rule called `name`.
+    """
     if inner:
         rules = [*rules, name + inner.removeprefix("start")]
     return _checked_size("\n".join(rules))
@@ -153,7 +159,7 @@ def _check_regex(text: str) -> None:
 class GrammarChecker:
     """Checks whether grammars can be used with a model's tokenizer. Threads may share it.
 
-    A child process compiles the grammars. One that exhausts time or memory harms nothing else.
+    Child processes compile the grammars. A grammar that exhausts time or memory harms nothing but its child.
     """
 
     def __init__(self, tokenizer_dir: str | Path, vocab_size: int, eos_token_ids: Sequence[int]):
@@ -189,8 +195,9 @@ def _digest(grammar: str) -> bytes:
 
 
 def dry_run(tokenizer_dir: str, vocab_size: int, eos_token_ids: list[int]) -> Callable[[str], str]:
-    """What the child of a `GrammarChecker` does: compiles a grammar and computes its masks for the first
-    tokens."""
+    """Returns the function that the child of a `GrammarChecker` runs. The function compiles a grammar,
+    computes the masks of the first tokens, and returns "". It raises Rejected for a grammar that cannot be
+    used."""
     grammars = Grammars(tokenizer_dir, vocab_size, eos_token_ids)
     ends = sum(1 << token_id for token_id in set(eos_token_ids))
 
@@ -211,10 +218,11 @@ def dry_run(tokenizer_dir: str, vocab_size: int, eos_token_ids: list[int]) -> Ca
 
 
 def _try_tokens(matcher: Matcher, choose: Callable[[int], int], ends: int) -> None:
-    """Computes the masks of the first tokens. Raises GrammarError.
+    """Computes the masks of the first tokens of one output. Raises GrammarError.
 
-    choose: takes the number of token ids and returns one of them. The first allowed id from there on is the
-    next token. By chance, numbers become short and long. ends: the bits of EOS tokens.
+    choose: takes a number of token ids and returns an id below that number. The next token is the first
+    allowed id from the returned one on. Choices by chance make numbers in JSON both short and long. ends: an
+    integer whose set bits are the EOS tokens, which are never the next token.
     """
     for _ in range(DRY_RUN_TOKENS):
         following = int.from_bytes(matcher.mask(), "little") & ~ends
@@ -228,7 +236,8 @@ def _try_tokens(matcher: Matcher, choose: Callable[[int], int], ends: int) -> No
 class Grammars:
     """Compiles grammars for one model. May be used from any thread.
 
-    vocab_size: the width of the logits, in tokens.
+    vocab_size: the width of the logits, in tokens. If llguidance cannot read the tokenizer, every grammar
+    raises GrammarError.
     """
 
     def __init__(self, tokenizer_dir: str | Path, vocab_size: int, eos_token_ids: Sequence[int]):
@@ -247,10 +256,10 @@ class Grammars:
             self._error = f"cannot be enforced with this model's tokenizer: {error}"
 
     def matcher(self, grammar: str) -> Matcher:
-        """A matcher at the beginning of the text. Raises GrammarError.
+        """A new matcher, for one output from its beginning. Raises GrammarError.
 
-        Each is compiled anew, in milliseconds: copies share the lexer, its states add up over their texts,
-        and an error in one of them would end all.
+        Each call compiles the grammar anew, in milliseconds. Copies of a compiled grammar would share a
+        lexer: its states add up over all outputs, and an error in one output would end all others.
         """
         return Matcher(self.compile(grammar))
 
@@ -291,7 +300,8 @@ class Matcher:
 
 
 def _valid(matcher: LLMatcher) -> LLMatcher:
-    """The matcher, unless it is in an error state: then its masks allow nothing but the end."""
+    """The same matcher. Raises GrammarError for a matcher in an error state, whose masks allow nothing but
+    the end."""
     if matcher.is_error():
         text = matcher.get_error().replace("<non-verbose/>", "")
         lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -18,7 +18,12 @@ MAX_NUMERATOR = 1_000  # of `multipleOf`: the lexer has a state for each remaind
 def within(given: Number, is_lower: bool, is_open: bool) -> Number:
     """The first number that a bound allows: the bound itself, or the next number if the bound `is_open`.
 
-    llguidance has open bounds, but allows no zeros at the end of a number just beyond one: no 0.50 above 0.
+    Numbers have 15 digits here: the next one above 1 is 1.00000000000001, and the next one above 0 is 1e-14.
+    A lower bound is rounded up, an upper bound down. A lower bound is at least -LAST_BOUND, an upper bound at
+    most LAST_BOUND. A whole number is an int.
+
+    llguidance has open bounds, but allows no zeros at the end of a number just beyond such a bound: no 0.50
+    above 0.
     """
     context = Context(DIGITS, ROUND_CEILING if is_lower else ROUND_FLOOR)
     exact = Decimal(str(given))
@@ -35,11 +40,11 @@ def within(given: Number, is_lower: bool, is_open: bool) -> Number:
 
 
 def ranges(least: Number | None, most: Number | None) -> list[Range]:
-    """Ranges that are together the same range, and allow every way to write a number.
+    """The same range in several parts. In each part, llguidance allows every way to write a number.
 
     llguidance treats zero as an open bound of negative numbers (see `within`), so a range is cut there. In a
-    range up to 0.15 it does not let 0.1 end, so a range is also cut at each shorter decimal of its upper
-    bound. Example: None to 0.15 becomes None to -1e-14, 0 to 0.1, and 0.1 to 0.15.
+    range up to 0.15 llguidance does not let 0.1 end, so a range is also cut at each shorter decimal of its
+    upper bound. Example: None to 0.15 becomes None to -1e-14, 0 to 0.1, and 0.1 to 0.15.
     """
     if least is None and most is None:
         return [(least, most)]

@@ -29,8 +29,8 @@ IN_BRACKETS = ENDS_OF_WORDS | {character: f"\\{character}" for character in "[&~
 
 @functools.lru_cache(200)
 def in_rust(pattern: str) -> str | None:
-    """The expression in Rust's syntax. None: llguidance lacks a part of it, or ECMA-262 and Python read it
-    differently."""
+    """The expression in Rust's syntax; None if llguidance lacks a part of the expression, or if ECMA-262 and
+    Python read the expression differently."""
     parts = []
     for token in TOKEN.finditer(PAIR.sub(lambda pair: json.loads(f'"{pair[0]}"'), pattern)):
         text = token[0]

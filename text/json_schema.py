@@ -56,7 +56,8 @@ PER_PATTERN = 20  # characters that each counts as more than it has
 
 
 class Place(NamedTuple):
-    """A schema within another one; None: there is none at the JSON pointer `path`."""
+    """A schema within a document, and its JSON pointer `path`. The schema is None if there is none at
+    `path`."""
 
     schema: Any
     path: str
@@ -71,7 +72,8 @@ class Context(NamedTuple):
     patterns: dict[str, str | None]
 
     def in_rust(self, pattern: Any) -> str | None:
-        """None: it cannot be said, or is no pattern."""
+        """The pattern in Rust's syntax; None if there is none, `pattern` is no text, or MAX_PATTERNS is
+        exceeded."""
         if not isinstance(pattern, str):
             return None
         if pattern not in self.patterns:
@@ -82,9 +84,11 @@ class Context(NamedTuple):
 
 
 def without_nulls(schema: Any, has_names: bool = False) -> Any:
-    """A JSON schema without members that are null: clients in Go and others write absent ones so.
+    """A copy of a JSON schema without members that are null: clients in Go and others write absent members
+    so.
 
-    has_names: its keys are names of properties, not keywords.
+    A null `const` or `default` stays, and so do nulls within listed values and examples. has_names: the keys
+    of `schema` are names of properties, not keywords.
     """
     if isinstance(schema, list):
         return [without_nulls(each) for each in schema]
@@ -103,9 +107,9 @@ def enforceable(document: Schema) -> tuple[Schema, tuple[str, ...]]:
     """The schema as a grammar enforces it, and what is left out: a JSON pointer to the first place of each
     keyword. Changes `document`, and returns it.
 
-    A value that the result allows is valid by all keywords that are not left out. A keyword is left out only
-    where the result cannot say it within the limits of this file. Keywords that are unknown here stay:
-    llguidance rejects them.
+    A value that the resulting schema allows is valid by all keywords that are not left out. A keyword is left
+    out only where the resulting schema cannot express that keyword within the limits of this file. Keywords
+    that are unknown here stay: llguidance rejects them.
     """
     places = _places(document)
     _close([schema for schema, _ in places])
@@ -169,7 +173,8 @@ def _nested_values(value: Any) -> Iterator[Any]:
 
 
 def referred(reference: Any, document: Schema) -> Place:
-    """What a `$ref` within the document names; None where it names nothing by its place."""
+    """The place that a `$ref` names in the document. Its schema is None if `reference` is no JSON pointer
+    such as `#/$defs/a`, or leads to nothing."""
     text = unquote(reference) if isinstance(reference, str) else ""
     begin, *names = text.split("/")
     found: Any = document if begin == "#" else None
@@ -185,7 +190,8 @@ def referred(reference: Any, document: Schema) -> Place:
 
 
 def _resolved(schema: Any, document: Schema) -> Any:
-    """The schema that a plain reference leads to."""
+    """The schema that a chain of references leads to. A reference with other keywords beside it is not
+    followed."""
     for _ in range(MAX_HOPS):
         if not isinstance(schema, dict) or schema.keys() - ANNOTATIONS != {"$ref"}:
             break
@@ -204,8 +210,12 @@ def _end_of(path: str) -> str:
 
 
 def _close(schemas: list[Schema]) -> None:
-    """Forbids properties without a name in the schema, unless a schema says which other ones are allowed:
-    models go on inventing properties."""
+    """Forbids properties that a schema does not name, as models go on inventing properties.
+
+    A schema stays open if it names no properties, if it requires a name that `properties` lacks, or if it has
+    `additionalProperties`, `patternProperties` or `unevaluatedProperties`. All schemas stay open if one
+    schema has `allOf`, or has another combining keyword beside `properties` or `required`.
+    """
     for each in schemas:
         combines = not COMBINING.isdisjoint(each) or _has_schemas(each.get("dependencies"))
         if "allOf" in each or (combines and ("properties" in each or "required" in each)):
@@ -226,7 +236,11 @@ def _properties(schema: Schema) -> Schema:
 
 
 def _types(schema: Any) -> set[str]:
-    """The types of the values that a schema allows, as far as its `type` says, or else its listed values."""
+    """The types of the values that a schema allows, by its `type`, else by its listed values, else all types.
+
+    `integer` comes with `number`, and only if the schema names it. Example: {"type": "integer"} has both, {}
+    has `number` alone of the two.
+    """
     if not isinstance(schema, dict):
         return set() if schema is False else JSON_TYPES
     names = named_types(schema)
@@ -273,7 +287,12 @@ def _unsupported(schema: Schema, context: Context) -> Iterator[str]:
 
 
 def _says_unevaluated(others: str, schema: Schema, value: Any, _: Context) -> bool:
-    """Without schemas that are combined, `unevaluatedX` says the same as `others`."""
+    """Writes `unevaluatedX`, whose value is given, as the keyword `others`. Returns whether the meaning is
+    kept.
+
+    The meaning is kept unless the schema combines schemas or has a list as `items`. A schema that has
+    `others` keeps that keyword as it is.
+    """
     if value in (True, {}):
         return True
     if not COMBINING.isdisjoint(schema) or isinstance(schema.get("items"), list):
@@ -283,7 +302,11 @@ def _says_unevaluated(others: str, schema: Schema, value: Any, _: Context) -> bo
 
 
 def _says_names(schema: Schema, value: Any, context: Context) -> bool:
-    """`propertyNames` says the same as a pattern of additional properties, where no property has a name."""
+    """Writes `propertyNames` as a pattern of additional properties. Returns whether the meaning is kept.
+
+    The meaning is kept if one pattern or a list describes the names, and the schema has neither `properties`
+    nor `patternProperties`. A value that allows all names is dropped.
+    """
     value = _resolved(value, context.document)
     if value is True:
         return True
@@ -307,7 +330,11 @@ def _says_names(schema: Schema, value: Any, context: Context) -> bool:
 
 
 def _says_dependents(schema: Schema, value: Any, context: Context) -> bool:
-    """For each name: it is absent, or what depends on it holds."""
+    """Writes in `allOf`, for each name: the property is absent, or what depends on that property holds.
+
+    Returns whether the meaning is kept. Nothing is written, and the meaning is lost, with more than
+    MAX_DEPENDENTS names, MAX_DEPENDENT_PROPERTIES properties, or with references.
+    """
     if value == {}:
         return True
     conditions = schema.get("allOf", [])
@@ -425,17 +452,21 @@ def _listed(schema: Schema, _: Context) -> Iterator[str]:
 
 
 def _is_exact(value: Any) -> bool:
-    """Whether llguidance reads a listed value exactly. Characters that only \\u can write are lost, because
-    text/grammar.py does not allow \\u."""
+    """Whether llguidance reads a listed value exactly. A text with a character that JSON can only write with
+    \\u is not read exactly, because text/grammar.py does not allow \\u."""
     if isinstance(value, str):
         return not UNWRITABLE.search(value)
     return not _is_number(value) or json_numbers.is_exact(value)
 
 
 def _patterns(schema: Schema, context: Context) -> Iterator[str]:
-    """Patterns of names. In a closed object llguidance would allow a comma after the last property, although
-    a pattern such as `^(a|b)$` matches only names that `properties` has. The schema of a pattern with one
-    such name is moved to the property. A pattern with several is left out."""
+    """Writes patterns of names in Rust's syntax, and yields the keywords that are left out.
+
+    In a closed object llguidance would allow a comma after the last property, although a pattern such as
+    `^(a|b)$` matches only names that `properties` has. The schema of such a pattern with one name moves to
+    the property. Such a pattern with several names is left out. With a pattern that Rust's syntax does not
+    have, `additionalProperties` is left out, too.
+    """
     patterns = schema.get("patternProperties")
     if not isinstance(patterns, dict):
         return
@@ -468,8 +499,12 @@ def _listed_names(pattern: str) -> set[str]:
 
 
 def _counts(schema: Schema, _: Context) -> Iterator[str]:
-    """`minProperties` and `maxProperties`. llguidance counts either additional properties alone, or one that
-    may be missing; a name that is given twice counts as two."""
+    """Keeps `minProperties` and `maxProperties` where llguidance counts right, and yields the others.
+
+    llguidance counts either additional properties alone, or one named property that may be missing; a name
+    that is given twice counts as two. A `minProperties` that is yielded may stay, as it prevents empty
+    objects.
+    """
     least = schema.get("minProperties", 0)
     most = schema.get("maxProperties", math.inf)
     if "object" not in _types(schema) or not all(isinstance(count, (int, float)) for count in (least, most)):
@@ -504,7 +539,11 @@ def _one_of_keyword(schema: Schema, context: Context) -> Iterator[str]:
 
 
 def _are_exclusive(options: list[Any], types: set[str], document: Schema) -> bool:
-    """Whether types, listed values, or a property that all require tell the options apart."""
+    """Whether no value of these `types` is allowed by two of the options, as far as this function sees.
+
+    Options differ by their types, by their listed values, or by the listed values of a property that all of
+    them require. False if an option is too long to be examined.
+    """
     options = [_resolved(option, document) for option in options]
     if any(map(_is_long, options)):
         return False

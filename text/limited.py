@@ -50,9 +50,9 @@ class LimitExceeded(Exception):
 class SandboxedFunction:
     """A function that runs in child processes. Threads may share it: each call has a child for itself.
 
-    `cpu_s` and `memory_bytes` are for one request, beyond what a child needs before the first. WALL_S also
-    limits the start of a child. A child that waits for something takes no processor time, so it needs this
-    limit.
+    maker, setup: how a child makes the function; see the top of this file. cpu_s, memory_bytes: limits of one
+    request, beyond what a child needs before its first request. A request and the start of a child may also
+    take WALL_S at most, because a child that waits takes no processor time.
     """
 
     def __init__(
@@ -165,13 +165,17 @@ class _Child:
 
 
 def _limit(kind: int, most: int) -> None:
-    """Sets the soft limit, which ends this process; it cannot be above the hard one."""
+    """Sets the soft limit of this process to `most`, or to the hard limit if that is lower."""
     _soft, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def serve(requests: BinaryIO, answers: BinaryIO, maker: str, setup: str, limits: str) -> None:
-    """Makes the function, and answers requests until they end."""
+    """Makes the function, and answers requests until they end. Raises MemoryError.
+
+    maker: `module:name`; setup: a list in JSON; limits: [cpu_s, memory_bytes, wall_s] in JSON. A request that
+    exceeds a limit of time ends the process by a signal.
+    """
     module, name = maker.split(":")
     cpu_s, memory_bytes, wall_s = json.loads(limits)
     signal.setitimer(signal.ITIMER_REAL, wall_s)  # SIGALRM ends it

@@ -22,11 +22,12 @@ REPLACEMENT = "\ufffd"  # stands for bytes that are no character, or not a whole
 
 
 def detokenizer_for(tokenizer: Tokenizer, prompt: Sequence[int]) -> ByteLevelDetokenizer | WindowDetokenizer:
-    """Text from token ids as they arrive: `push` returns the text that has become certain, `finish` the rest.
+    """Makes text of token ids as they arrive: `push` returns the text that has become certain, `finish` the
+    rest.
 
-    All of it together is exactly what decoding prompt and tokens at once adds to the prompt's text. Text is
-    held back while a later token could still change it: inside a character, or inside a run of single-byte
-    tokens. Constant time a token.
+    All these texts together are exactly what decoding prompt and tokens at once adds to the prompt's text.
+    Text is held back while a later token could still change it: inside a character, or inside a run of
+    single-byte tokens. Constant time a token.
     """
     kind = ByteLevelDetokenizer if tokenizer.is_byte_level else WindowDetokenizer
     return kind(tokenizer, prompt)
@@ -233,7 +234,8 @@ class TextStream:
         return self._release(everything=self.stopped)
 
     def stop_before(self, token_id: int, logprob: float | None, top: list[tuple[int, float]]) -> list[Piece]:
-        """Takes the last token, which ends the text and adds nothing to it."""
+        """Takes the last token, which ends the text and adds nothing to it. Returns the pieces that were held
+        back, then a special piece without text for this token."""
         self.tokens += 1
         return [*self.finish(), Piece(token_id, "", logprob, True, top)]
 
@@ -255,8 +257,10 @@ class TextStream:
         self._look_for_stops(*(self._parse(piece, text) if self._parse else (content, 0)))
 
     def _look_for_stops(self, content: str, held: int) -> None:
-        """Sets which text is certain, and ends the text at a stop string. content: the new text; held: how
-        many characters behind it may yet be content."""
+        """Sets which text is certain, and ends the text at a stop string.
+
+        content: the new text; held: how many characters behind `content` may yet be content.
+        """
         if not self._stops:
             self._certain = self._length
             return

@@ -87,11 +87,13 @@ class ChatTemplate:
     def load(
         cls, model_dir: str | Path, tokenizer_config_path: str | Path | None = None
     ) -> ChatTemplate | None:
-        """The template of a model folder; None if it has none.
+        """The template of a model folder; None if it has none. Raises ConfigError for a file that cannot be
+        read.
 
-        `tokenizer_config_path` names a file that takes the place of the folder's tokenizer_config.json, and
-        whose template goes before every other. Raises ConfigError for a file that cannot be read. A template
-        that does not compile is found out by `render`: it harms nothing but chats.
+        Of several templates the first counts: that of `tokenizer_config_path`, chat_template.jinja,
+        chat_template.json, tokenizer_config.json. The file at `tokenizer_config_path` takes the place of the
+        last one, also for the special tokens. A template that does not compile is found out by `render`: it
+        harms nothing but chats.
         """
         folder = Path(model_dir)
         config_path = Path(tokenizer_config_path or folder / "tokenizer_config.json")
@@ -170,9 +172,12 @@ class ChatTemplate:
         options: Mapping[str, Any] | None = None,
         begins_answer: bool = True,
     ) -> list[int]:
-        """The places in a `prompt` of `render`, in characters, where other prompts of the same conversation
-        may differ from it: before the user's first and newest message, and before the response. A template
-        may drop earlier reasoning once there is a response; then the last place is before that reasoning.
+        """Where, in characters, other prompts of the same conversation may differ from a `prompt` of
+        `render`.
+
+        The places are before the user's first and newest message, and before the response, in ascending
+        order. A template may drop earlier reasoning once there is a response; then the last place is before
+        that reasoning. The beginning and the end of the prompt are left out.
 
         A place is found by comparing the prompt with another one: of the chat with another text in a message,
         without the beginning of a response, or with a response.
@@ -289,7 +294,8 @@ def to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own it escapes nothing for HTML. The parameters and their order are transformers'."""
+    """Unlike Jinja's own filter, this one escapes nothing for HTML. The parameters and their order are
+    transformers'."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -303,7 +309,8 @@ _compile_template = functools.lru_cache(8)(TemplateEnvironment().from_string)
 
 
 def renderer(most_characters: int) -> Callable[[list], str]:
-    """What a child process does: renders a template's source with its variables. Raises Rejected."""
+    """Returns the function of a child process: it renders [a template's source, variables]. The function
+    raises Rejected."""
 
     def render(request: list) -> str:
         source, variables = request
@@ -328,8 +335,12 @@ rendered = SandboxedFunction("text.template:renderer", [4_000_000], cpu_s=1.0, m
 
 
 def _in_parts(message: Json, template: ChatTemplate) -> Json:
-    """The message with its content as a list of parts, where it has images or thoughts, or the template takes
-    only those."""
+    """The message, with its content as a list of parts if the content needs them or the template requires
+    them.
+
+    A content needs parts for images, and for thoughts of a role whose content may have thoughts. Other
+    thoughts become text. A content that stays a text has no marks of thoughts.
+    """
     content = message.get("content")
     if not isinstance(content, str):
         return message
@@ -357,9 +368,10 @@ def _parts_of(content: str) -> list[Json]:
 
 
 def _with_ids(messages: list[Json], write_id: Callable[[str, str, int], str]) -> list[Json]:
-    """The messages with the ids of calls that the template requires.
+    """Copies of the messages with the ids of calls that the template requires.
 
-    write_id: makes an id of the given id, the name of the function and the number of the call.
+    write_id: makes an id of the given id, the name of the function and the index of the call in the chat. A
+    tool result gets the id of its call.
     """
     ids = {}
     number = 0
@@ -398,7 +410,8 @@ CALL_IDS = {"[TOOL_CALLS]": _short_id, "<|tool_call_begin|>": _named_id}
 
 
 def _template_in(config: Json, name: str = "default") -> str | None:
-    """The template called `name`, where a file has several. A single template is the default one."""
+    """The template called `name`, if a file has several; None if there is none. A single template is the
+    default one, whatever it is called."""
     template = config.get("chat_template")
     if isinstance(template, list):
         entries = [entry for entry in template if isinstance(entry, dict)]

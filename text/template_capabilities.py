@@ -40,9 +40,10 @@ class TemplateCapabilities:
 
     @classmethod
     def of(cls, template: ChatTemplate, placeholder: str = "") -> TemplateCapabilities:
-        """Raises nothing: a template that cannot write the simplest chat fails the first request.
+        """What the template supports. Raises nothing: a template that cannot write the simplest chat counts
+        as one with the default capabilities, and fails the first request.
 
-        placeholder: what the template writes for an image; "": the model reads none.
+        placeholder: what the template writes for an image; "": the model reads no images.
         """
         if not _writes(template, [USER]):
             return cls()

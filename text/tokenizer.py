@@ -65,9 +65,10 @@ class TooManyTokens(Exception):
 class Tokenizer:
     """One model's tokenizer. Safe to share between threads.
 
-    Raises ConfigError when `tokenizer_dir` holds none that can be read. `eos_token_ids` are left out of the
-    text, as are the tokens that the tokenizer calls special. With `escapes`, `escape` keeps what clients
-    write from becoming special tokens; without, from becoming the tokens `reserved`.
+    Raises ConfigError when `tokenizer_dir` holds no tokenizer that can be read. The text of a decoded output
+    has neither `eos_token_ids` nor the tokens that the tokenizer calls special. `escape` keeps clients' texts
+    from becoming a special token or one of `reserved`, without `escapes` only from becoming one of
+    `reserved`.
     """
 
     def __init__(
@@ -119,8 +120,8 @@ class Tokenizer:
     def spans(
         self, text: str, add_special_tokens: bool = True, most: float = math.inf
     ) -> list[tuple[int, int, int]]:
-        """Each token's id, and where in the UTF-8 bytes of `text` it begins and ends: 0, 0 if the tokenizer
-        added it.
+        """Each token's id, and where in the UTF-8 bytes of `text` the token begins and ends: 0, 0 if the
+        tokenizer added that token.
 
         Raises TooManyTokens when there are more than `most`, ValueError for a text that the tokenizer cannot
         process.
@@ -139,7 +140,8 @@ class Tokenizer:
         return [(i, at[start], at[stop]) for i, (start, stop) in zip(ids, encoding.offsets)]
 
     def _encoded(self, text: str, add_special_tokens: bool, has_offsets: bool) -> tokenizers.Encoding:
-        """Without offsets it is faster. Raises ValueError."""
+        """The tokens of a text, with their offsets if `has_offsets`: without these, encoding is faster.
+        Raises ValueError for a text that the tokenizer cannot process."""
         tokenizer = self._tokenizer
         if self._escaping:
             tokenizer = self._escaping.tokenizer
@@ -183,8 +185,8 @@ class Tokenizer:
         return token.encode()  # an added token, written in plain text
 
     def piece_bytes(self, token_id: int) -> bytes | None:
-        """The bytes that a token adds to any text; None for special tokens, and where the text around it has
-        a say."""
+        """The bytes that a token adds to any text. None: the token is special, or it is no single byte and
+        the tokenizer is not byte-level, so that the tokens around it count, too."""
         if token_id in self.special_ids:
             return None
         if self.is_byte_level:
@@ -246,11 +248,11 @@ def read_facts(
     tokenizer_config_path: str | None = None,
     mm_processor_kwargs: str | None = None,
 ) -> Json:
-    """The EOS ids that the files of a model's tokenizer name, and the largest id of ordinary text
-    (TokenizerFacts).
+    """What the worker needs of a tokenizer: `eos_token_ids`, which the model's files name, and `largest_id`.
 
-    Raises ConfigError for a tokenizer that does not work, for files of a chat template that cannot be read
-    and, with `mm_processor_kwargs`, for an image processor that does not fit.
+    `largest_id` is the largest id of ordinary text (TokenizerFacts). Raises ConfigError for a tokenizer that
+    does not work, for files of a chat template that cannot be read and, with `mm_processor_kwargs`, for an
+    image processor that does not fit. `mm_processor_kwargs` is an object in JSON.
     """
     ChatTemplate.load(folder, tokenizer_config_path)
     tokenizer = Tokenizer(tokenizer_dir)

@@ -32,9 +32,12 @@ PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = MAX_TEXT = 64_0
 
 
 def preprocessor(model_dir: str, overrides: Json) -> Callable[[list], bytes]:
-    """What the child does with [a file in base64, further overrides]: a line of JSON with text, tokens, shape
-    and canvas (`PreprocessedImage` has them) and the image's own width and height, and the pixels. Raises
-    Rejected."""
+    """Returns the function of the child: [a file in base64, further overrides] -> bytes.
+
+    The bytes are a line of JSON and the pixels. The line is [text, tokens, shape, canvas, [width, height]]:
+    `PreprocessedImage` explains the first four, and the last is the size of the upright image. The function
+    raises Rejected.
+    """
     manifest = Manifest.read(model_dir)
 
     def preprocess(request: list) -> bytes:

@@ -40,9 +40,12 @@ class Facts(dict):
     """The fields of a model's preprocessor files and configuration."""
 
     def number(self, name: str, default: int | None = None) -> int:
-        """A positive whole number; `default` where the field is missing or null. An object with any keys
-        stands for its number if its values are the same: {"height": 384, "width": 384}. Raises
-        ConfigError."""
+        """The field as a positive whole number; `default` where the field is missing or null. Raises
+        ConfigError.
+
+        An object stands for a number if all its values but nulls are that number: {"height": 384, "width":
+        384}.
+        """
         value = self.get(name)
         if isinstance(value, dict):
             edges = [edge for edge in value.values() if edge is not None]
@@ -56,7 +59,8 @@ class Facts(dict):
 
 
 class Layout:
-    """What all layouts share. Raises ConfigError where the facts lack what it needs."""
+    """What all layouts share: a call turns an image into `Tiles`. Raises ConfigError if a field that the
+    layout needs is missing or not valid."""
 
     image_token = "<image>"
     placeholder = ""  # what the chat template writes for an image, if not the image token
@@ -73,7 +77,8 @@ class Layout:
         raise NotImplementedError
 
     def bounds(self, tokens: int) -> Json:
-        """The options with which no image has more than so many tokens, if they differ from what is set."""
+        """The options with which no image has more than `tokens` tokens, unless `min_pixels` asks for more.
+        {}: no image has more as the options are, or the layout has no such options."""
         return {}
 
     def _resized(self, image: Image, width: int, height: int) -> Image:
@@ -118,8 +123,8 @@ class CenterCrop(Square):
 
 
 class AnyResolution(Layout):
-    """LLaVA-NeXT, Granite Vision, LLaVA-OneVision: the whole image, and the tiles of the canvas that fits it
-    best."""
+    """LLaVA-NeXT, Granite Vision, LLaVA-OneVision: the whole image as one tile, then the tiles of the canvas
+    that fits the image best."""
 
     options = ("image_grid_pinpoints",)
 
@@ -161,8 +166,8 @@ class AnyResolution(Layout):
         return max(self._canvases, key=fit)
 
     def _packing(self, image: Image, height: int, width: int) -> tuple[tuple[int, ...], int, int]:
-        """`Tiles.canvas`, and the rows and columns that remain. The rounding is that of transformers'
-        models."""
+        """`Tiles.canvas`, and the rows and columns of patches that stay: without padding, and scaled down.
+        The rounding is that of transformers' models."""
         rows = self._patches * (height // self._side)
         columns = self._patches * (width // self._side)
         scale = min(columns / image.width, rows / image.height)
@@ -177,8 +182,8 @@ class AnyResolution(Layout):
 
 
 class RowsAndColumns(Layout):
-    """Idefics3, SmolVLM: the long side is scaled to `size`, also up; tiles with the names of their places,
-    and the whole image."""
+    """Idefics3, SmolVLM: tiles of the image, each with the name of its place, then the whole image. The long
+    side is first scaled to `size`, also up. An image of one tile is only the whole image."""
 
     resample = 1  # Lanczos
     options = ("size", "do_image_splitting")
@@ -219,7 +224,8 @@ class RowsAndColumns(Layout):
 
 
 class Blocks(Layout):
-    """LightOnOCR: one tile in the form of the image, of whole tokens."""
+    """LightOnOCR: one tile in the form of the image, of whole patches. The last patches make no token if they
+    do not fill one."""
 
     image_token = "<|image_pad|>"
     options = ("size",)
@@ -247,8 +253,8 @@ class Blocks(Layout):
 
 
 class Lines(Blocks):
-    """Pixtral, Mistral Small 3: as `Blocks`, with a token at the end of each line. A tile is scaled to whole
-    tokens."""
+    """Pixtral, Mistral Small 3: as `Blocks`, but of whole tokens. A break token stands between rows of
+    tokens, and an end token after the last row."""
 
     image_token = "[IMG]"
 
@@ -264,8 +270,8 @@ class Lines(Blocks):
 
 
 class Grid(Layout):
-    """InternVL: the grid of at most `max_patches` tiles whose form is nearest to that of the image, and the
-    whole image where there are several."""
+    """InternVL: the tiles of a grid, and then the whole image if the grid has several. The grid has at most
+    `max_patches` tiles, and the form that is nearest to that of the image."""
 
     image_token = "<IMG_CONTEXT>"
     options = ("min_patches", "max_patches")
@@ -293,8 +299,8 @@ class Grid(Layout):
         return Tiles(tiles, tokens, self.begin + self.token * tokens + self.end)
 
     def _nearest(self, image: Image) -> tuple[int, int]:
-        """Columns and rows of the grid whose form is nearest to that of the image. Of equally near
-        grids, a later one is taken if the image fills more than half of it."""
+        """Columns and rows of the grid whose form is nearest to that of the image. Of equally near grids, the
+        largest counts that has fewer than twice the pixels of the image, else the smallest."""
         best = (1, 1)
         least = math.inf
         for columns, rows in self._grids:
@@ -320,8 +326,11 @@ class Pooled(Grid):
 
 
 class PixelBounds(Layout):
-    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5: one tile in the form of the image, of so many pixels as it
-    has, but no fewer and no more than `size` says."""
+    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5: one tile in the form of the image, of whole tokens.
+
+    The tile has as many pixels as the image, but no fewer than `min_pixels` and no more than `max_pixels`.
+    Where they are missing, the bounds in `size` count.
+    """
 
     image_token = "<|image_pad|>"
     options = ("size", "min_pixels", "max_pixels")
@@ -370,7 +379,7 @@ class PixelBounds(Layout):
 
 class FrameBounds(PixelBounds):
     """GLM-OCR: as `PixelBounds`, but the bounds count each pixel once for each of the frames of a patch. An
-    image that is narrower than a token is first scaled up."""
+    image with a side that is shorter than a token's is first scaled up."""
 
     image_token = "<|image|>"
     one_tile: ClassVar = {"max_pixels": 2 * 512 * 512}
@@ -387,7 +396,8 @@ class FrameBounds(PixelBounds):
 
 
 class UpscaledBounds(PixelBounds):
-    """PaddleOCR-VL: as `PixelBounds`. An image that is narrower than a token is first scaled up."""
+    """PaddleOCR-VL: as `PixelBounds`. An image with a side that is shorter than a token's is first scaled
+    up."""
 
     image_token = "<|IMAGE_PLACEHOLDER|>"
     least = 384 * 384
@@ -403,8 +413,13 @@ class UpscaledBounds(PixelBounds):
 
 
 def read_layout(manifest: Manifest, *overrides: Json) -> Layout:
-    """The layout of a model that reads images. `overrides` take the place of its preprocessor file's fields,
-    and of those in earlier ones. Raises ConfigError."""
+    """The layout of a model that reads images. Raises ConfigError, also for an override that is no option of
+    the layout.
+
+    Of a field in several places, the last of these counts: the defaults of the family, `vision_config`,
+    config.json, the processor's files, and each of `overrides` in their order. An override of `size` also
+    takes the place of `min_pixels` and `max_pixels` in earlier ones of these places.
+    """
     layout = globals()[manifest.layout]
     config = manifest.vision_family.defaults | manifest.vision_config | manifest.config_json
     facts = Facts(config | manifest.processor_config)
@@ -425,7 +440,7 @@ def _cut(image: Image, side: int) -> list[Image]:
 
 
 def _scaled_size(image: Image, longest: int) -> tuple[int, int]:
-    """Width and height with a long side of `longest`."""
+    """Width and height of the image, scaled to a long side of `longest` and rounded down."""
     ratio = image.width / image.height
     return int(longest * min(1, ratio)), int(longest / max(1, ratio))
 

@@ -44,12 +44,16 @@ class PreprocessedImage(NamedTuple):
 
 
 class ImagePreprocessor:
-    """How the served model reads images, if its manifest says that it does. Safe to share between threads;
-    each has a child for itself."""
+    """Turns images into what the served model reads; only for a model whose manifest says `reads_images`.
+    Threads may share it: each call has a child process for itself."""
 
     def __init__(self, model_dir: str | Path, overrides: Json, max_tokens: int):
-        """`overrides` take the place of fields of the folder's preprocessor_config.json; max_tokens: of the
-        longest prompt. Raises ConfigError."""
+        """overrides: values that count before the fields of the folder's files. max_tokens: of the longest
+        prompt. Raises ConfigError.
+
+        Where the layout can, an image is scaled down to a share of `max_tokens`, and to MOST_TOKENS unless
+        the overrides have `size` or `max_pixels`.
+        """
         manifest = Manifest.read(model_dir)
         layout = read_layout(manifest, overrides)
         most = int(max_tokens * LARGEST_SHARE)
@@ -75,8 +79,12 @@ class ImagePreprocessor:
     def __call__(
         self, data: bytes, low_detail: bool = False, options: Mapping[str, Any] = NO_OPTIONS
     ) -> PreprocessedImage:
-        """data: a file. low_detail: one tile, where the family can. options: further overrides, of the names
-        in `self.options`. Raises Rejected and LimitExceeded, whose texts follow on the name of the image."""
+        """data: an image file. options: values, of the names in `self.options`, that count before the
+        overrides.
+
+        low_detail: one small tile, where the family has options for it; these count before `options`. Raises
+        Rejected and LimitExceeded, whose texts continue a sentence that begins with the name of the image.
+        """
         options = {**options, **(self._one_tile if low_detail else {})}
         answer = self._preprocess.call_bytes([base64.b64encode(data).decode(), options])
         about, _newline, pixels = answer.partition(b"\n")

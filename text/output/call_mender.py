@@ -54,8 +54,10 @@ def may_be_calls(text: str, names: Sequence[str]) -> bool:
 
 @dataclass
 class CallText:
-    """A text to read as calls, without what may stand in front of the first one. The readers yield the calls,
-    and raise one of ERRORS for another text.
+    """A text to read as calls, without what may stand in front of the first call.
+
+    The readers `in_json`, `in_python`, `in_almost_python` and `after_names` yield the calls. They raise one
+    of ERRORS for a text that is something else.
 
     schemas: of the arguments, by the names of the functions; markers: texts that may stand beside calls;
     has_comments: comments may stand beside calls, too; rest, is_final: see `mended_calls`.
@@ -83,7 +85,8 @@ class CallText:
         return found.end() if found else at
 
     def checked(self, name: Any, arguments: Any) -> tuple[str, str]:
-        """A call's name, and its arguments in JSON. Raises ValueError if no such tool is offered."""
+        """A call's name, without `functions.`, and its arguments in JSON. Raises ValueError if no such tool
+        is offered, or if the arguments are no object that JSON can write."""
         name = str(name).removeprefix("functions.")
         if name not in self.schemas or not isinstance(arguments, dict):
             raise ValueError("not the call of an offered tool")
@@ -108,8 +111,8 @@ class CallText:
                 yield ast.unparse(call.func), arguments
 
     def in_almost_python(self) -> Iterator[UncheckedCall]:
-        """Calls as templates write them in Python, without escapes: strings may have quotes and line breaks,
-        names dashes, or be Python's keywords."""
+        """Calls as templates write them in Python, without escapes. Strings may have quotes and line breaks;
+        names of arguments may have dashes, or be Python's keywords."""
         listed = re.fullmatch(r"\[?(.*)\)\s*\]?", self.text.strip(), re.DOTALL)[1]
         before, *calls = re.split(rf"(?:\A|\)\s*,)\s*({any_of(self.schemas)})\(", listed)
         for name, written in zip(calls[::2], calls[1::2]):
@@ -136,9 +139,11 @@ class CallText:
             at = len(self.text) if self.rest is None else self.skipped(at)
 
     def check_rest(self, may_follow: str, another: str, *parts: str) -> None:
-        """Raises ValueError if the text may end within a value: a part of a call follows outside of a further
-        call. What follows is examined only when all of it is there, so it makes no difference how the output
-        is split.
+        """Raises ValueError if `rest`, which follows the text, may belong to a value that begins in the text.
+
+        Before the end of the output, `rest` has to begin with a space or with `may_follow`. At the end of the
+        output, each of `parts` in `rest` has to belong to a further call. The parts are examined only when
+        all of `rest` is there, so it makes no difference how the output is split.
 
         may_follow: what a call may have right behind it; another: a regular expression for the beginning of a
         further call; parts: texts within calls, of which the last one ends a call.

@@ -90,10 +90,11 @@ class ToolFormat:
     """A way to write calls, for the parser and for the grammar: here as JSON objects, with a name and
     arguments. Subclasses have other syntaxes.
 
-    `before`, `between` and `after` are Lark for what stands around the calls of an output; `marked` is Lark
-    for calls after the opening marker within a text; `auto` is Lark for a text with calls or without, where
-    it is not just that. They may use markers in quotes, and the rules `open`, `close`, `next` (the markers),
-    `call`, `listed` (all of them), `calls`, `ws` and `TEXT`.
+    `before`, `between` and `after` are Lark for what stands around the calls of an output of calls alone.
+    `marked` is Lark for what follows the opening marker within a text. `auto` is Lark for an output with
+    calls or without; "": `calls_grammar` makes it of `marked` or `implicit_start`. These fields may use
+    markers in quotes, and the rules `open`, `close`, `next` (the markers), `call`, `listed` (all calls, with
+    `between`), `calls` (all calls, with `before` and `after`), `ws` and `TEXT`.
     """
 
     name: str
@@ -135,12 +136,16 @@ class ToolFormat:
         return [self.open, (self.first or self.next).strip("[")]
 
     def head(self, names: str) -> str:
-        """A regular expression for what is in front of the arguments of a call of one of these functions."""
+        """A regular expression for what is in front of the arguments of a call of one of these functions. Its
+        first group is the name. names: a regular expression."""
         keys = r'"(?:arguments|parameters)"'
         return rf'\s*{{\s*"name"\s*:\s*"({names})"\s*,\s*{keys}\s*:\s*(?={{)'
 
     def call_rules(self, rule: str, function: Function, arguments: str, _lark: ToLark) -> list[str]:
-        """The rules of a call, in Lark. arguments: those that are written in JSON."""
+        """The rules of a call of the function, in Lark; the first one is called `rule`. Raises GrammarError.
+
+        arguments: the right side of a rule for arguments in JSON, which other syntaxes do not use.
+        """
         name = json.dumps(json.dumps(function.name))
         key = json.dumps(json.dumps(self.arguments_key))
         members = rf'"\"name\"" ws ":" ws {name} ws "," ws {key} ws ":" ws {rule}_arguments'
@@ -195,7 +200,8 @@ class PairsFormat(ToolFormat):
     braces = 0
 
     def call_rules(self, rule: str, function: Function, _arguments: str, lark: ToLark) -> list[str]:
-        """The properties in their order, those that are not required may be missing."""
+        """The properties in their order; those that are not required may be missing. A function that
+        `takes_any` has any arguments. Raises GrammarError for a name that cannot be a key."""
         begin = lark_string(self.begin.format(function.name))
         if function.takes_any:
             return [f'{rule}: {begin} (argument ("," " "? argument)*)? "{self.end}"']
@@ -298,7 +304,9 @@ class TaggedFormat(ToolFormat):
         return rf"[^{self.key_end[0]}\n]+"
 
     def call_rules(self, rule: str, function: Function, _arguments: str, lark: ToLark) -> list[str]:
-        """The properties in their order, those that are not required may be missing."""
+        """The properties in their order; those that are not required may be missing. A function that
+        `takes_any` has any parameters. Raises GrammarError, as for a name with the first character of
+        `key_end`."""
         begin = f"{lark(function.name + self.name_end)} ws"
         if function.takes_any:
             return [f"{rule}: {begin} parameter* {lark(self.call_end)}"]
@@ -323,7 +331,8 @@ class TaggedFormat(ToolFormat):
         return f"{lark(self.key)} {name} {lark(self.key_end)} {value}"
 
     def _value_rules(self, rule: str, schema: Any, parameters: Json, lark: ToLark) -> list[str]:
-        """A value and the tag after it: raw text if the schema allows text, otherwise JSON."""
+        """The rules of a value and the tag after it: one of the listed texts, if the schema lists values and
+        allows texts only; else any text, if it allows texts; else JSON. Raises GrammarError."""
         types = types_of(schema, parameters)
         values = allowed_values(schema)
         end = lark(self.value_end)
@@ -344,7 +353,8 @@ class TaggedFormat(ToolFormat):
         return {"type", "enum", "const"} if types == {"string"} else {"type"}
 
     def calls_in(self, text: CallText) -> Iterator[UncheckedCall]:
-        """The calls, tag by tag. Raises ValueError for a text with anything else between the tags."""
+        """The calls, tag by tag. Raises one of ERRORS for a text with anything else between the tags. If the
+        text is truncated, a value that is not complete is left out."""
         begins = _tag(self.next) or rf"(?:\A|{re.escape(self.open)})\s*"
         call = rf"{begins}(?P<name>{any_of(text.schemas)}){_tag(self.name_end)}(?![^\s<])"
         value = rf"\s*{self.value}" if self.value else ""
@@ -377,15 +387,21 @@ class TaggedFormat(ToolFormat):
     def _value(
         self, text: CallText, pieces: list[tuple[re.Match, str]], n: int, schema: Json, earlier: Json
     ) -> tuple[int, Any]:
-        """The number of the piece after the value that begins in piece `n`, and the value. A piece is a tag
-        with the text behind it.
+        """The index of the piece after the value that begins in piece `n`, and the value. A piece is a tag
+        with the text behind it. Raises ValueError for a value that is not certain.
 
         A value ends at its closing tag, if nothing but blanks is behind that tag and the value has the type
-        that the schema names. Without such a tag it ends in front of a new parameter of the function, of
-        another call, or of the end of the call. Any other tag is text of the value.
+        that the schema names. Without such a tag the value ends in front of a new parameter of the function,
+        of another call, or of the end of the call. If a closing tag with blanks behind it is before that
+        place, the first such tag ends the value, whatever its type. Any other tag is text of the value.
+
+        Before the end of the output, only a value of the right type that ends at the first tag is certain.
 
         Example: in `<parameter=a>x</parameter>y</parameter>` the first closing tag has text behind it. So the
         value is `x</parameter>y`.
+
+        schema: that of all arguments; earlier: the arguments before this one, whose names begin no new
+        parameter.
         """
         properties = schema.get("properties", {})
         key, written = pieces[n]
@@ -415,10 +431,12 @@ class TaggedFormat(ToolFormat):
         return misfit or (at, value)
 
     def _leaves_call(self, tag: re.Match, follows: re.Match | None) -> bool:
-        """Whether a tag ends the call, or begins another one. The tag that `follows` has to fit.
+        """Whether `tag` ends the call, or begins another call. `follows` is the next tag, None: there is
+        none.
 
-        After the end of a call it is the next call, or there is none. After the name of a function it is a
-        parameter or the end of the call, or there is none.
+        After the end of a call, `follows` has to begin the next call; None fits if this end is not the
+        closing marker, too. After the name of a function, `follows` has to be a parameter or the end of the
+        call, or None.
         """
         if tag["name"]:
             return not follows or bool(follows["key"]) or follows[0] == self.call_end
@@ -470,10 +488,12 @@ class ParametersError(GrammarError):
 
 
 def calls_grammar(calls: AllowedCalls, start: str, body: str) -> str:
-    """The grammar `start`, made of the rules `calls`, `auto` (text with calls or without) and `body`, another
-    grammar.
+    """The grammar of outputs with calls. Raises GrammarError: a ParametersError where one function is the
+    reason.
 
-    Raises GrammarError, which is a ParametersError where one function is the reason.
+    start: the right side of the first rule, of the rules `calls`, `auto` (text with calls or without) and
+    `body`; body: another grammar, "": none. Calls that are not required, as `start` is `auto`, may have any
+    arguments, unless their function `is_strict`.
     """
     form = calls.format
     token_id = calls.model.token_id
@@ -517,8 +537,11 @@ def calls_grammar(calls: AllowedCalls, start: str, body: str) -> str:
 
 
 def not_written(form: ToolFormat, function: Function) -> Iterator[str]:
-    """What the grammar of a call leaves out of the function's schema because the format does not write
-    arguments as JSON: JSON pointers."""
+    """JSON pointers to the keywords of the function's schema that the grammar of a call leaves out.
+
+    A keyword is left out because the format does not write arguments as JSON; a format that does leaves out
+    nothing here.
+    """
     if form.writes_json:
         return
     parameters = function.parameters
@@ -542,12 +565,15 @@ def _constraints(schema: Any, enforced: set[str], place: str) -> Iterator[str]:
 def mended_calls(
     text: str, calls: AllowedCalls, rest: str | None = "", is_final: bool = True, is_exact: bool = False
 ) -> list[tuple[str, str]] | None:
-    """The names and the arguments, in JSON, of the calls that are all of the text but for markers and
-    comments; None: it has something else.
+    """The name and the arguments, in JSON, of each call of a text; None if the text has something else.
 
-    rest: what follows the text; None: it is truncated, and the last call has the arguments that are complete.
-    is_final: `rest` is all that follows; if it is not, a value that may go on there is none. is_exact: calls
-    of other formats are none.
+    Markers and comments may stand beside calls; a text of these alone is []. Calls are read in the format of
+    `calls` or, unless `is_exact`, as JSON, as Python, or as a name with arguments in JSON. The first of these
+    that fits counts.
+
+    rest: what follows the text; None: the text is truncated, and the last call has only the arguments that
+    are complete. is_final: nothing follows `rest`; if more may follow, a value that may go on is something
+    else.
     """
     form = calls.format
     schemas = {function.name: function.parameters for function in calls.functions}
@@ -562,9 +588,9 @@ def mended_calls(
 
 
 def types_of(schema: Any, parameters: Json) -> set[str]:
-    """JSON Schema's names of the types that a property may have; none: it does not say.
+    """JSON Schema's names of the types that a property may have; the empty set: the schema does not say.
 
-    parameters: the schema of all of them, which has the definitions that `schema` may name.
+    parameters: the schema of all properties, which has the definitions that `schema` may name.
     """
     types: set[str] = set()
     alternatives = [schema]
@@ -590,14 +616,18 @@ def types_of(schema: Any, parameters: Json) -> set[str]:
 
 
 def _named_type(schema: Any) -> str:
-    """The only type that a schema allows, if it names it."""
+    """The type that a schema names; "" if it names none or several."""
     kind = schema.get("type") if isinstance(schema, dict) else ""
     return kind if kind in TYPE_NAMES.values() else ""
 
 
 def _typed_value(text: str, types: set[str], line_breaks: bool) -> Any:
-    """The value of a parameter of these types (none: of any). Text of none of them stays a string, for the
-    client's function to reject. line_breaks: one on each side belongs to the tags."""
+    """The value of a parameter of these types (none: of any), written as this text.
+
+    JSON of one of the types counts before a string: of the types integer and string, `5` is a number. If a
+    string is not allowed, JSON of another type is returned, too. Any other text stays a string, for the
+    client's function to reject. line_breaks: one on each side belongs to the tags.
+    """
     if line_breaks:
         text = text.removeprefix("\n").removesuffix("\n")
     written = text.strip()
@@ -624,20 +654,21 @@ def _tag(text: str) -> str:
 
 
 def terminal(text: str, token_id: TokenId) -> str:
-    """A text in Lark. One that is a token by itself is written as its number: llguidance takes a string for
-    other tokens."""
+    """A text in Lark: the id of the token if all of the text is one token by itself, else a string.
+    llguidance reads a string as other tokens."""
     number = token_id(text)
     return lark_string(text) if number is None else f"<[{number}]>"
 
 
 def terminals(text: str, markers: Iterable[str], token_id: TokenId) -> str:
-    """A text with markers in it, in Lark."""
+    """A text in Lark, in which each of the `markers` is a terminal by itself."""
     parts = re.split(f"({'|'.join(map(re.escape, markers))})", text)
     return " ".join(terminal(part, token_id) for part in parts if part)
 
 
 def up_to(marker: str, token_id: TokenId, head: str = "head", text: str = "TEXT") -> list[str]:
-    """The rules `head`, any text that ends with the marker, and `text`, any text without it."""
+    """Two rules in Lark: the one called `head` is any text that ends with the marker, the one called `text`
+    is any text without the marker."""
     if token_id(marker) is not None:  # which no regular expression matches
         return [rf"{text}: /(.|\n)*/", f"{head}: {text} {terminal(marker, token_id)}"]
     plain = re.escape(marker).replace("/", r"\/")

@@ -27,7 +27,8 @@ class Unfinished(ValueError):
 
 
 def whole_value(text: str, is_partial: bool = False) -> Any:
-    """The value that is all of a text: of JSON as it is, or what `read_value` reads, with its errors."""
+    """The value that is all of a text: JSON, else what `read_value` reads. Raises ValueError, also for more
+    than one value, and RecursionError. is_partial: see `read_value`."""
     with contextlib.suppress(ValueError):
         return json.loads(text)
     value, end = read_value(text, is_partial=is_partial)
@@ -47,9 +48,12 @@ def complete_members(arguments: str) -> Json:
 def read_value(text: str, at: int = 0, is_loose: bool = False, is_partial: bool = False) -> tuple[Any, int]:
     """The value that begins at this place of a text, and where it ends. Raises ValueError and RecursionError.
 
-    It is JSON, or Python's literals, with line breaks and unknown escapes in strings, keys without quotes,
-    `=` for a colon, a comma too many, or brackets that are missing at the end. is_loose: texts need no
-    quotes; is_partial: what the end of the text has truncated is left out.
+    The value is JSON, or Python's literals, with line breaks and unknown escapes in strings, keys without
+    quotes, `=` for a colon, a comma too many, or brackets that are missing at the end. is_loose: texts need
+    no quotes.
+
+    is_partial: the text is truncated. A member whose value may go on at the end of the text is left out;
+    outside of brackets such a value raises Unfinished, which is a ValueError.
     """
     at = SPACES.match(text, at).end()
     bracket = text[at : at + 1]
@@ -75,7 +79,10 @@ def read_value(text: str, at: int = 0, is_loose: bool = False, is_partial: bool 
 
 
 def _read_members(text: str, at: int, bracket: str, is_loose: bool, is_partial: bool) -> tuple[Any, int]:
-    """The rest of an object or a list."""
+    """The object or list whose first member begins at this place, and where it ends. Raises as `read_value`.
+
+    bracket: the opening one. Without a closing bracket, it ends at the end of the text.
+    """
     members: Json = {}  # of a list by their number
     at = SPACES.match(text, at).end()
     while text[at : at + 1] not in ("", CLOSING[bracket]):
@@ -99,7 +106,8 @@ def _read_members(text: str, at: int, bracket: str, is_loose: bool, is_partial: 
 
 
 def _read_key(text: str, at: int, is_loose: bool) -> tuple[str, int]:
-    """A key, and what stands between it and its value."""
+    """A key, and the place behind the `:` or `=` after the key. Raises ValueError without that sign:
+    Unfinished if the text ends there, and the key is in quotes or `is_loose`."""
     is_quoted = text.startswith(QUOTES, at)
     if is_quoted:
         key, at = _read_string(text, at)
@@ -118,7 +126,8 @@ def _read_key(text: str, at: int, is_loose: bool) -> tuple[str, int]:
 
 
 def _read_string(text: str, at: int) -> tuple[str, int]:
-    """A string in quotes, and where it ends. Raises Unfinished without the closing quote."""
+    """A string in quotes, and where it ends. Raises Unfinished without the closing quote, and ValueError if a
+    backslash may be an escape or part of a path."""
     quote = next(quote for quote in QUOTES if text.startswith(quote, at))
     at += len(quote)
     characters = ".*?" if quote == GEMMA_QUOTE else rf"(?:[^{quote}\\]|\\.)*"
@@ -134,8 +143,8 @@ def _read_string(text: str, at: int) -> tuple[str, int]:
 
 
 def _escape(found: re.Match) -> str:
-    """An escape or a quote in JSON. A backslash in front of another character stays a
-    backslash, except in front of a single quote."""
+    """An escape or a quote, as JSON writes it. A backslash in front of another character stays a backslash,
+    except in front of a single quote."""
     if found[1]:
         return found[0]
     if found[2]:

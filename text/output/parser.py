@@ -131,9 +131,11 @@ class OutputParser:
         self._steps = self._read()
 
     def read(self, piece: Piece, text: str) -> tuple[str, int]:
-        """Reads a token and its text. The token gets what it adds to the parts. Returns the content that has
-        become certain, and how many characters behind it are held back. Special tokens have no text, except
-        for markers."""
+        """Reads a token, `piece`, and its text. `piece.added` gets what the token adds to the parts.
+
+        Returns the content that has become certain, and how many characters are held back behind that
+        content. The text of a special token does not count, unless it is one of the markers.
+        """
         if piece.special and text not in self._markers:
             text = ""
         if self.is_thinking and piece.id == self._thinking.close_id:
@@ -147,8 +149,11 @@ class OutputParser:
         return content, len(self._undecided) + len(self._buffer)
 
     def _without_header(self, text: str) -> str:
-        """Holds back the header of a message until it is complete; only those of reasoning and of calls are
-        read."""
+        """What is to be read of a token's text, for models whose messages have headers.
+
+        Within a header this is "". At the end of a header of reasoning or of calls, this is the whole header;
+        other headers are dropped, and so is the closing marker of reasoning.
+        """
         begins, end = self._thinking.format.headers
         if self._header or text in begins:
             self._header += text
@@ -169,10 +174,10 @@ class OutputParser:
         return added
 
     def finish(self, is_truncated: bool = False) -> list[Added]:
-        """The text that was held back, at the end of the output.
+        """Ends the output. Returns what is added to the parts: the text that was held back.
 
-        is_truncated: it ended at `max_tokens`. A call that this truncates stays a call, without the rest of
-        its arguments; so does a forced call, whatever the reason.
+        is_truncated: the output ended at `max_tokens`. Then, or if a call is required, a call that is not
+        complete stays a call, without the rest of its arguments. Otherwise such a call is content.
         """
         self._ended = True
         self._is_final = not is_truncated
@@ -243,8 +248,10 @@ class OutputParser:
         self._buffer = ""
 
     def _read_whole(self) -> Generator[None, None, bool]:
-        """Reads what is held back as calls whose values may have any text, or with mistakes. Returns whether
-        it is calls, and the text goes on.
+        """Reads what is held back as calls whose values may have any text, or with mistakes.
+
+        Returns True after complete calls, which further calls may follow. Returns False if the text is
+        content, or has a truncated call.
 
         An example, with the end of a call in a value: `<tool_call>f … </tool_call> … </tool_call>`. The text
         in front of the first closing marker is tried first, and is no call because its value has no end. The
@@ -283,8 +290,9 @@ class OutputParser:
         return False
 
     def _ends_of_calls(self, text: str) -> list[int]:
-        """Where calls may end in the text: in front of each closing marker. At the end of the output also at
-        the end of the text, or after the tag that ends a call, because other text may follow it."""
+        """The places in the text where calls may end: in front of each closing marker. If the output has
+        ended and is not truncated, also the end of the text, and behind each tag that ends a call, because
+        other text may follow."""
         form = self._calls.format
         ends = [found.start() for found in re.finditer(re.escape(form.close), text)] if form.close else []
         goes_on = form.is_whole and not self._ended
@@ -303,8 +311,8 @@ class OutputParser:
             yield from self._end_call()
 
     def _read_calls(self) -> Resumable:
-        """Calls after a marker or, if the format allows that, at the beginning of the text; other text is
-        content."""
+        """Reads calls after a marker or, if the format allows that, at the beginning of the text; other text
+        is content. Raises _NotACall."""
         form = self._calls.format
         yield from self._skip_spaces()
         follows = self._begins_implicitly()
@@ -358,8 +366,8 @@ class OutputParser:
         yield from self._end_call()
 
     def _end_call(self) -> Resumable:
-        """The newest call is complete. One that repeats an earlier call is dropped: small models go on and
-        on."""
+        """Completes the newest call. A call that repeats an earlier one is dropped, unless it `may_repeat`,
+        and ends the output: small models go on and on."""
         if self._newest.text in self._earlier():
             self._is_held = False
             self.is_done = True
@@ -374,7 +382,7 @@ class OutputParser:
 
     def _head(self, pattern: str, braces: int) -> Generator[None, None, tuple[str, str]]:
         """Reads the head of a call, which is in front of the arguments and has `braces` braces. Returns the
-        head, and the name of the function."""
+        head, and the name of the function. Raises _NotACall."""
         while not (found := re.match(pattern, self._buffer)):
             if self._buffer.count("{") > braces or not may_be_calls(self._buffer, self._calls.names):
                 raise _NotACall
@@ -417,8 +425,11 @@ class OutputParser:
         self._send_arguments(arguments)
 
     def _bracketed(self, depth: int = 0, sends: bool = False) -> ResumableText:
-        """Reads arguments up to their closing bracket. depth: how many brackets are open already; sends:
-        whether the arguments are sent while they grow."""
+        """Reads arguments, and returns them with their closing bracket. Raises _Truncated if the output ends
+        first.
+
+        depth: how many brackets are open already; sends: whether the arguments are sent while they grow.
+        """
         text = ""
         quote = ""  # the one that is open
         is_escaped = False
@@ -447,11 +458,13 @@ class OutputParser:
     def _until(
         self, kind: type[OutputPart], markers: Markers, may_be_truncated: bool = False
     ) -> ResumableText:
-        """Sends the text up to the first of the markers, and reads the marker. Returns the marker, or "" if
-        none comes. A marker may end with another marker, but not have it elsewhere. Reasoning also ends at
-        the token that `read` knows.
+        """Sends the text before the first of the markers as a part of this kind, and reads the marker.
 
-        may_be_truncated: a beginning of a marker at the end of the text is not part of the text.
+        Returns the marker, or "" if the output ends without one. A marker may end with another marker, but
+        not have another one elsewhere. Reasoning also ends at the token of its closing marker, which `read`
+        takes.
+
+        may_be_truncated: an output that ends with the beginning of a marker raises _Truncated.
         """
         while True:
             before, found = markers.split(self._buffer)
@@ -495,8 +508,8 @@ class OutputParser:
         yield
 
     def _send_arguments(self, text: str) -> None:
-        """Adds arguments to the newest call. A call that streams is released once no earlier call of its
-        function begins with the same arguments."""
+        """Adds arguments to the newest call. If calls are sent while they grow, the newest call is released
+        once no earlier call of its function begins with the same arguments."""
         call = self._newest
         if not self._is_held:
             self._undecided = ""

@@ -18,9 +18,9 @@ from text.tokenizer import Tokenizer
 class ReasoningFormat:
     """The markers around reasoning.
 
-    inner: special tokens that `open` is made of, if it is several; headers: the tokens that begin and the one
-    that ends the header of a message, for models whose output is several messages; answer: what begins
-    another message, and the rest of the header of the one with the content.
+    inner: the special tokens that `open` is made of, if there are several. headers, answer: for models whose
+    output is several messages, each with a header. headers: the tokens that may begin a header, and the token
+    that ends it. answer: the beginning of the message with the content, and the rest of its header.
     """
 
     name: str
@@ -77,7 +77,11 @@ class ModelReasoning:
 
     @classmethod
     def of(cls, template: ChatTemplate | None, tokenizer: Tokenizer, parser: str | None) -> ModelReasoning:
-        """parser: --reasoning-parser, which overrides what is found."""
+        """The reasoning of a model: the first format of which a marker is in the template.
+
+        parser: --reasoning-parser, the name of a format, which counts instead; None: it is not given. A name
+        that no format has turns reasoning off.
+        """
         source = template.source if template else ""
         for form in REASONING_FORMATS:
             is_found = form.open in source or form.close in source
@@ -86,9 +90,10 @@ class ModelReasoning:
         return cls()
 
     def thinking(self, prompt: str, continued: str = "") -> Thinking | None:
-        """The reasoning that an output for this prompt may begin with.
+        """The reasoning that an output for this prompt may begin with. None: the model writes none, or the
+        prompt ends behind the reasoning.
 
-        continued: the assistant's text that the prompt ends with, if it is to be continued.
+        continued: the assistant's text that the prompt ends with, if that text is to be continued.
         """
         form = self.format
         if form is None:
@@ -109,8 +114,11 @@ class ModelReasoning:
         return of_rules([f"start: ({begin})? {header} body"], grammar, "body")
 
     def grammar(self, thinking: Thinking, answer: str, budget: int | None = None) -> str:
-        """The grammar of reasoning, of at most `budget` tokens, and of what follows it: `answer` is another
-        grammar, "": any tokens. Raises GrammarError."""
+        """The grammar of reasoning and of what follows it. Raises GrammarError.
+
+        answer: the grammar of what follows, "": any tokens. budget: the most tokens of reasoning, None: any
+        number; for a model whose closing marker is not one token, a budget raises GrammarError.
+        """
         form = thinking.format
         rest = r"/\s{0,2}/ answer" if answer else "any"
         start = f"thoughts {rest}"

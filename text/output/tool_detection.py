@@ -45,9 +45,13 @@ def model_tools(
     tokenizer: Tokenizer,
     parser: str | None,
 ) -> ModelTools:
-    """The tool support of a model with this chat template.
+    """The tool support of a model with this chat template. Raises ConfigError for an unknown `parser`.
 
-    parser: --tool-parser, which overrides what is found.
+    The format is the first that is found: the format of the calls that the template writes, of its response
+    template, or of its words. A template without tools has HERMES.
+
+    parser: --tool-parser, a name for `format_named`, which counts before that. There are two exceptions:
+    `mistral` leaves the found `mistral_v11`, and a template without tools can only have `none` instead.
     """
     named = format_named(parser) if parser else None
     if template is None or not capabilities.tools:
@@ -76,7 +80,7 @@ def written_format(template: ChatTemplate) -> ToolFormat | None:
 
 def _parsed_format(response_template: Any) -> ToolFormat | None:
     """The format that transformers' `response_template` parses: of those whose texts all are in its patterns
-    for tool calls, the one with the most."""
+    for tool calls, the one with the longest texts. None: there is none."""
     fields = response_template.get("fields") if isinstance(response_template, dict) else None
     patterns = json.dumps(fields.get("tool_calls"), ensure_ascii=False) if isinstance(fields, dict) else ""
     patterns = patterns.replace("\\", "")
@@ -85,8 +89,10 @@ def _parsed_format(response_template: Any) -> ToolFormat | None:
 
 
 def _described_format(source: str, tokenizer: Tokenizer) -> ToolFormat | None:
-    """The format of a template that writes no calls. The template asks the model for calls in words of the
-    format, or such a word is a token."""
+    """The first format whose words the template has, or the vocabulary as a token. None: there is none.
+
+    This is for templates that write no calls: they ask the model for calls in words of the format.
+    """
     for form in TOOL_FORMATS:
         if any(words in source or tokenizer.token_to_id(words) is not None for words in form.described_by):
             return form
