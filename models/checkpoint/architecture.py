@@ -68,8 +68,11 @@ class CheckpointArchitecture(NamedTuple):
 
 
 def read_architecture(config: Config, folder: Path) -> CheckpointArchitecture:
-    """Raises ModelError for what no engine serves: other models than causal language models, unknown families
-    and layers, code that is not trusted or does not run, a `max_total_tokens` beyond the model's limit."""
+    """What transformers makes of the config.json in `folder`.
+
+    Raises ModelError for what no engine serves: other models than causal language models, unknown families
+    and layers, code that is not trusted or does not run, a `max_total_tokens` beyond the model's limit.
+    """
     manifest = Manifest.read(folder)
     kind = manifest.model_type
     for why, families in UNSUPPORTED_FAMILIES.items():
@@ -102,7 +105,7 @@ def read_architecture(config: Config, folder: Path) -> CheckpointArchitecture:
 
 def _read_config(config: Config, folder: Path, manifest: Manifest) -> transformers.PretrainedConfig:
     """transformers' config of a model. Published files with a longrope may lack the name and the factor that
-    transformers needs; the config has them."""
+    transformers needs; the result has both."""
     given = manifest.config_json
     kind = manifest.model_type
     scaling = given.get("rope_scaling")
@@ -116,7 +119,8 @@ def _read_config(config: Config, folder: Path, manifest: Manifest) -> transforme
 
 
 def with_version_of_code(failure: str, config: Config, folder: Path) -> str:
-    """Adds to a `failure` which transformers a model's own Python code was written for."""
+    """The text of a `failure`, with the version of transformers that the model's own Python code was written
+    for, if that code runs (`trust_remote_code`) and the version is not 5; else `failure` as it is."""
     written = Manifest.read(folder).config_json
     version = written.get("transformers_version")
     if not (config.trust_remote_code and written.get("auto_map")) or str(version).startswith("5."):
@@ -129,7 +133,9 @@ def with_version_of_code(failure: str, config: Config, folder: Path) -> str:
 
 
 def _auto_class(hf_config) -> type:
-    """The class of transformers that loads a model; of one that reads images, with its vision tower."""
+    """The class of transformers that loads a model: AutoModelForCausalLM where the family has a class for
+    text alone, else AutoModelForImageTextToText, with the vision tower. Raises ModelError for an
+    encoder-decoder model, and for one that continues no text."""
     if not hf_config.is_encoder_decoder:
         reads_images = type(hf_config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         has_code = "AutoModelForCausalLM" in getattr(hf_config, "auto_map", {})

@@ -44,14 +44,15 @@ Parts = Mapping[str, Tensor]  # the stored tensors of one weight
 
 
 def awq(parts: Parts, settings: Json) -> Tensor:
-    """`qweight` int32 [in, out / 8], `qzeros` int32 [groups, out / 8], `scales` [groups, out]."""
+    """float32 [out, in] of `qweight` int32 [in, out / 8], `qzeros` int32 [groups, out / 8], `scales` [groups,
+    out]."""
     weight, zeros = (_unpack(parts[name], 4, AWQ_ORDER).T for name in ("qweight", "qzeros"))
     return _scaled_weight(weight, parts["scales"].T, zeros)
 
 
 def gptq(parts: Parts, settings: Json) -> Tensor:
-    """`qweight` int32 [in * bits / 32, out], `qzeros` int32 [groups, out * bits / 32], `scales` [groups,
-    out], `g_idx` int32 [in]: the group of each row."""
+    """float32 [out, in] of `qweight` int32 [in * bits / 32, out], `qzeros` int32 [groups, out * bits / 32],
+    `scales` [groups, out] and, if there is one, `g_idx` int32 [in]: the group of each row."""
     scales = parts["scales"].T
     bits = 32 * parts["qzeros"].shape[1] // len(scales)  # may differ between layers
     zeros = parts["qzeros"]
@@ -63,8 +64,9 @@ def gptq(parts: Parts, settings: Json) -> Tensor:
 
 
 def bitsandbytes(parts: Parts, settings: Json) -> Tensor:
-    """`weight` int8 [out, in] and `SCB` [out], the largest of each row; or two values in a byte, in blocks of
-    a flat weight, whose largest values may be quantized as well."""
+    """float32 [out, in] of `weight` int8 [out, in] and `SCB` [out], the largest of each row; or, without
+    `SCB`, of a flat weight with two values in a byte, whose blocks have a largest value each, which may be
+    quantized as well."""
     weight = parts["weight"]
     if "SCB" in parts:
         return weight.float() * parts["SCB"].float()[:, None] * (1 / 127)
@@ -80,9 +82,9 @@ def bitsandbytes(parts: Parts, settings: Json) -> Tensor:
 
 
 def compressed_tensors(parts: Parts, settings: Json) -> Tensor:
-    """`weight` float8 or int8 [out, in], or `weight_packed` int32 [out, in * bits / 32]; `weight_scale` and
-    `weight_zero_point`: one, or one for each row, group of columns or block; `weight_g_idx` int32 [in]: the
-    group of each column."""
+    """float32 [out, in] of `weight` float8 or int8 [out, in], or `weight_packed` int32 [out, in * bits / 32];
+    `weight_scale` and `weight_zero_point`: one, or one for each row, group of columns or block;
+    `weight_g_idx` int32 [in]: the group of each column, where the groups are not in order."""
     zeros = parts.get("weight_zero_point")
     if "weight_packed" in parts:
         rows, columns = parts["weight_shape"].tolist()
@@ -102,14 +104,14 @@ def compressed_tensors(parts: Parts, settings: Json) -> Tensor:
 
 
 def fp8(parts: Parts, settings: Json) -> Tensor:
-    """`weight` float8 [out, in], `weight_scale`: one, or one for each block."""
+    """float32 [out, in] of `weight` float8 [out, in] and `weight_scale`: one, or one for each block."""
     blocks = settings.get("weight_block_size") or FP8_BLOCK
     return _scaled_weight(parts["weight"], parts["weight_scale"], blocks=blocks)
 
 
 def mxfp4(parts: Parts, settings: Json) -> Tensor:
-    """`blocks` uint8 [experts, out, in / 32, 16], `scales` uint8 [experts, out, in / 32]; the weight is
-    [experts, in, out]."""
+    """float32 [experts, in, out] of `blocks` uint8 [experts, out, in / 32, 16] and `scales` uint8 [experts,
+    out, in / 32]."""
     codes = torch.stack([parts["blocks"] & 15, parts["blocks"] >> 4], -1).flatten(-2).int()
     exponents = parts["scales"][..., None].int() - FP4_BIAS
     return torch.ldexp(torch.cat([FP4, -FP4])[codes], exponents).flatten(-2).transpose(-1, -2)
@@ -133,7 +135,8 @@ TENSOR_FORMATS: dict[str, tuple[Callable[[Parts, Json], Tensor], str]] = {
 
 
 def _unpack(packed: Tensor, bits: int, order: Any = ...) -> Tensor:
-    """The unsigned numbers in the words of the last dimension, the lowest bits first or in `order`: int32."""
+    """The unsigned numbers of `bits` bits in the words of the last dimension, int32 [..., words * 32 / bits]:
+    of each word the lowest bits first. order: which number of a word comes at each place."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)[order]
     return (packed[..., None] >> shifts & (1 << bits) - 1).flatten(-2)
 
@@ -147,8 +150,8 @@ def _scaled_weight(
 ) -> Tensor:
     """(weight - zeros) * scales in float32 [out, in].
 
-    There is one scale, or one for each row, group of columns or block of `blocks` rows and columns; `groups`
-    int32 [in] is the group of each column where they are not in order.
+    scales, zeros: one number, or one for each row, group of columns, or block of `blocks` rows and columns.
+    groups: int32 [in], the group of each column; None: groups are columns in a row.
     """
 
     def spread(values: Tensor) -> Tensor:
@@ -171,7 +174,7 @@ def _scaled_weight(
 
 
 class QuantizedCheckpoint:
-    """The weights of a quantized checkpoint in `dtype`."""
+    """The weights of a quantized checkpoint in `dtype`. Raises ModelError for a folder without weights."""
 
     def __init__(self, folder: Path, quantization: Quantization, dtype: torch.dtype):
         self._quantization = quantization
@@ -194,7 +197,7 @@ class QuantizedCheckpoint:
 
     @property
     def nbytes(self) -> int:
-        """The size of all weights, but for a few in float32."""
+        """About how many bytes all weights take in `dtype`: a few weights stay in float32."""
         bits = min([*values_of(self._quantization.settings, "bits", "num_bits")], default=4)
         packed = {"I32": 32 // bits, "U8": 2}  # values in one that is stored
 
@@ -206,7 +209,8 @@ class QuantizedCheckpoint:
         return self._dtype.itemsize * sum(largest)
 
     def shards(self) -> Iterator[dict[str, Tensor]]:
-        """The weights of one file each, by name."""
+        """Yields the weights of one file after another, each as a dictionary by name. Raises ModelError for a
+        weight that cannot be dequantized."""
         shard: dict[str, Tensor] = {}
         for name, parts in self._weights.items():
             with reported_as(f"{name} cannot be dequantized"):
@@ -217,7 +221,9 @@ class QuantizedCheckpoint:
         yield shard
 
     def _weight(self, name: str, parts: Mapping[str, str]) -> Tensor:
-        """A weight in `dtype`. parts: the names of its stored tensors, by part."""
+        """A weight: a quantized one in `dtype`, any other in `dtype` if it is stored in 16 bits, else as it
+        is stored. parts: the names of its stored tensors, by part. Raises TypeError for numbers of 8 bits
+        without scales."""
         tensors = {part: self._files[stored].get_tensor(stored) for part, stored in parts.items()}
         if [*parts.values()] != [name]:
             weight = self._dequantize(tensors, self._quantization.settings)
@@ -229,7 +235,8 @@ class QuantizedCheckpoint:
 
 
 def convert_quantized(folder: Path, dtype: str, target: Path) -> None:
-    """Raises ModelError where the weights cannot be dequantized, or where the disk has no room for them."""
+    """Writes the checkpoint in `folder` into `target` with its weights dequantized to `dtype`. Raises
+    ModelError if the weights cannot be dequantized, or if the disk has no room for them."""
     with reported_as(f"{folder} cannot be read"):
         checkpoint = QuantizedCheckpoint(folder, Quantization.read(folder), getattr(torch, dtype))
     free = shutil.disk_usage(target).free

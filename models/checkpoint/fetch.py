@@ -53,10 +53,11 @@ STATUSES = {
 
 
 def fetch(config: Config, files: Sequence[str] = METADATA) -> tuple[Path, str | None]:
-    """The model's folder with all `files` but the weights, and its commit on the hub (None for a local
-    one).
+    """The model's folder, and its commit on the hub; None for a local model. Of a model on the hub the folder
+    has what matches `files`, without weights.
 
-    Of a model in GGUF, `owner/name:file.gguf` or a path, it returns the file instead of a folder.
+    Of a model in GGUF, `owner/name:file.gguf` or a path, it returns the file, with its weights, instead of a
+    folder: of a model in several files the first. Raises ModelError or ConfigError.
     """
     if config.is_local:
         folder = Path(config.model_id).expanduser()
@@ -77,8 +78,8 @@ def fetch(config: Config, files: Sequence[str] = METADATA) -> tuple[Path, str | 
 
 
 def list_files(config: Config, repository: str, pattern: re.Pattern[str]) -> list[str]:
-    """The files of a model on the hub whose names without folders match; where the hub does not say, those in
-    the cache. Raises ModelError."""
+    """The GGUF files of models (`matching`) in a repository on the hub; if the hub cannot be asked, those in
+    the cache. Raises ModelError if there are none in the cache either."""
     from huggingface_hub import HfApi
 
     try:
@@ -95,27 +96,30 @@ def list_files(config: Config, repository: str, pattern: re.Pattern[str]) -> lis
 
 
 def matching(names: Sequence[str], pattern: re.Pattern[str]) -> list[str]:
-    """The GGUF files of models whose names without folders match; of a model in several files, the first."""
+    """The GGUF files of models among `names`, sorted: those whose names without folders match the pattern; of
+    a model in several files only the first. Files that NO_MODEL names count only if there are no others."""
     models = [name for name in names if GGUF.fullmatch(name) and not NO_MODEL.search(name)]
     found = {str(parts_of(Path(name))[0]) for name in models or names if pattern.fullmatch(Path(name).name)}
     return sorted(found)
 
 
 def fetch_weights(config: Config, folder: Path, formats: Sequence[str] = WEIGHTS) -> Path:
-    """The folder that `fetch` returned, with the weights in it, downloaded if necessary, in the first format
-    that there is."""
+    """The folder that `fetch` returned, now with the weights: downloaded if necessary, in the first of
+    `formats` that the model has. Raises ModelError."""
     if config.is_local or config.is_gguf:
         return folder
     return _with_weights(config, config.model_id, folder, formats)
 
 
 def fetch_checkpoint(config: Config, model_id: str, revision: str | None) -> Path:
-    """The folder of another model on the hub: the checkpoint that graphs were compiled from."""
+    """The folder of another model on the hub, with its weights: the checkpoint that graphs were compiled
+    from. Raises ModelError."""
     return _with_weights(config, model_id, _download(config, model_id, revision, METADATA), WEIGHTS)
 
 
 def fetch_adapter(config: Config, source: str) -> Path:
-    """The folder of a LoRA adapter: `source`, where that is an absolute path, or a repository on the hub."""
+    """The folder of a LoRA adapter. source: an absolute path, or a repository on the hub, `owner/name` or
+    `owner/name@revision`. Raises ModelError or ConfigError."""
     if source.startswith("/"):
         check_regular(Path(source))
         return Path(source)
@@ -124,8 +128,9 @@ def fetch_adapter(config: Config, source: str) -> Path:
 
 
 def adapter_shapes(config: Config, source: str) -> dict[str, list[int]]:
-    """The shapes of the tensors of a LoRA adapter by name; nothing else is read: of a file on the hub that is
-    not in the cache, its header. Raises ModelError."""
+    """The shapes of the tensors of a LoRA adapter by name; source: as `fetch_adapter` takes it. Only the
+    header of the file is read, and downloaded if the file is not in the cache. Raises ModelError or
+    ConfigError."""
     if source.startswith("/"):
         return shapes_in(Path(source))
     from huggingface_hub import HfApi, try_to_load_from_cache
@@ -146,7 +151,7 @@ def adapter_shapes(config: Config, source: str) -> dict[str, list[int]]:
 
 
 def shapes_in(folder: Path) -> dict[str, list[int]]:
-    """The shapes of the tensors of an adapter in a folder, by name. Raises ModelError."""
+    """The shapes of the tensors of an adapter in a folder, by name. Raises ModelError or ConfigError."""
     file = folder / ADAPTER[1]
     check_regular(folder)
     with reported_as(f"{file.name} cannot be read"):
@@ -164,7 +169,8 @@ def shapes_in(folder: Path) -> dict[str, list[int]]:
 
 
 def copy_metadata(folder: Path, target: Path) -> None:
-    """Copies everything that a checkpoint's folder holds beside its weights."""
+    """Copies all files of a checkpoint's folder but weights, and its folder of chat templates, into
+    `target`."""
     if (folder / TEMPLATES).is_dir():
         shutil.copytree(folder / TEMPLATES, target / TEMPLATES)
     for path in folder.iterdir():
@@ -191,7 +197,8 @@ def _with_weights(config: Config, model_id: str, folder: Path, formats: Sequence
 
 
 def gguf_hint(config: Config, repository: str, pattern: re.Pattern[str] = GGUF) -> str:
-    """How to name a GGUF file of a model on the hub, as the end of a sentence; "": none can be served."""
+    """How to name a GGUF file of a model on the hub that matches, as the end of a sentence, with a few
+    others; empty if none is known."""
     try:
         models = list_files(config, repository, pattern)
     except ModelError:
@@ -258,8 +265,9 @@ def _measure_of(
 
 @contextlib.contextmanager
 def _hub_errors(model_id: str, revision: str | None) -> Iterator[None]:
-    """Turns what huggingface_hub raises into a ModelError of one line. The library reads the token under
-    TGI's older name, too, and logs only errors, without progress bars: `_explain` says what went wrong."""
+    """Turns what huggingface_hub raises in the body into a ModelError of one line, which `_explain` writes.
+    The library reads the token under TGI's older name, too, logs only errors, and draws progress bars on a
+    terminal only."""
     from huggingface_hub.utils import disable_progress_bars
 
     if token := os.environ.get("HUGGING_FACE_HUB_TOKEN") or os.environ.get("HF_API_TOKEN"):

@@ -92,7 +92,8 @@ LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0
 
 
 def convert_gguf(path: Path, dtype: str, target: Path) -> None:
-    """Raises ModelError where the file cannot be read, or not all of it."""
+    """Writes the checkpoint of the GGUF file `path` into the folder `target`, in `dtype`. Raises ModelError
+    if the file cannot be read, or not all of it."""
     transformers.utils.logging.set_verbosity_error()
     with reported_as(f"{path.name} cannot be read as a model"):
         file = read_gguf(path)
@@ -125,7 +126,7 @@ def _reject_unknown(file: GgufFile) -> None:
 
 
 def _complete(config: Any, file: GgufFile) -> Any:
-    """The configuration as transformers reads it, with the rest of what the file says."""
+    """The configuration that transformers read from the file, changed to what else the file says."""
     for name, key in FIELDS.items():
         if hasattr(config, name) and file[key] is not None:
             setattr(config, name, file[key] or None)  # Phi-4 has 0 for no window
@@ -165,7 +166,9 @@ def _rope(config: Any, file: GgufFile) -> Json:
 
 
 def _check_weights(model: Any, missing: list[str], file: GgufFile) -> None:
-    """Every weight of the model is in the file, in its shape, and the file has no other."""
+    """Raises ModelError unless every weight of the model is in the file, in its shape, and the file has no
+    other. missing: the weights that transformers did not find. Gives weights the dimensions of size 1 that
+    the file lacks."""
     if missing:
         raise file.rejection(f"lacks {len(missing)} of the model's weights, such as {missing[0]}")
     with torch.device("meta"):

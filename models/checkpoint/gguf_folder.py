@@ -23,14 +23,15 @@ MODEL_TYPES = {"gemma3": "gemma3_text", "mistral3": "ministral3", "gpt-oss": "gp
 
 
 def write_folder(path: Path, target: Path) -> None:
-    """Raises ModelError."""
+    """Writes the config.json and the tokenizer of the GGUF file `path` into `target`. Raises ModelError."""
     file = read_gguf(path)
     (target / "config.json").write_text(json.dumps(_config(file)))
     write_tokenizer(file, target)
 
 
 def _config(file: GgufFile) -> Json:
-    """What the server reads of a config.json, and what names this file: a changed one is another model."""
+    """The config.json of a GGUF file: what the server reads of it, where the file is, and a digest, because a
+    changed file is another model."""
     heads = file["attention.head_count"]
     config = {
         GGUF_FILE: str(file.path),

@@ -55,7 +55,8 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "lm
 
 class Adapter:
     """What an adapter trained. `names` are the tensors of the base model that it changes, as the adapter
-    spells them, by their `common_name`."""
+    spells them, by their `common_name`. Raises ModelError for an adapter that cannot be merged, by the name
+    of its setting or tensor."""
 
     def __init__(self, folder: Path):
         self._config = read_json(folder / "adapter_config.json", required=True)
@@ -79,7 +80,9 @@ class Adapter:
             raise ModelError(f"the adapter holds {min(others)}, which cannot be merged; {INSTEAD}")
 
     def merged(self, name: str, base: torch.Tensor) -> torch.Tensor:
-        """The tensor `name` of the base model as the adapter changes it, in its own dtype."""
+        """`base`, a tensor of the base model, as the adapter changes it, in the dtype of `base`. name: of the
+        tensor, as the adapter spells it. Raises ModelError for another shape, and for a DoRA without its
+        magnitude."""
         parts = [self._tensors.get(name, base)]  # of `modules_to_save`, or a trained bias
         module, _, kind = name.rpartition(".")
         if kind == "weight" and module + A in self._tensors:
@@ -101,8 +104,9 @@ class Adapter:
         return merged.to(base.dtype).contiguous()
 
     def updates(self) -> dict[str, torch.Tensor]:
-        """The low-rank update of each module in float32: `down` [rank, inputs], and `up` [rank, outputs],
-        which is scaled. Raises ModelError for an adapter that has more than these."""
+        """The low-rank update of each module in float32, by the name of the module and DOWN_SUFFIX or
+        UP_SUFFIX: `down` [rank, inputs], and `up` [rank, outputs], which is scaled. Raises ModelError for an
+        adapter that has anything else, no updates, or numbers that are NaN or LARGEST and more."""
         others = {name for name in self._tensors if not name.endswith((A, B))}
         others |= {name for name in self.names if name.endswith(EMBEDDINGS)}
         modules = {name.removesuffix(A).removesuffix(B) for name in self._tensors.keys() - others}
@@ -134,8 +138,10 @@ class Adapter:
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
     def _find_alphas(self) -> dict[str, float]:
-        """`lora_alpha` of each module, or the value of the first key of `alpha_pattern` that matches it or
-        the end of it, as a regular expression, which peft reads it as."""
+        """The alpha of each module: the value of the first key of `alpha_pattern` that matches the name of
+        the module, or what follows one of its dots, as a whole; else `lora_alpha`. Keys are regular
+        expressions, as peft reads them. Raises ModelError for other values than numbers, and for keys that
+        take longer than MATCHING_S."""
         default = self._config.get("lora_alpha", 8)
         patterns = self._config.get("alpha_pattern") or {}
         if not isinstance(patterns, dict):
@@ -166,7 +172,8 @@ def _changed_by(name: str) -> str:
 
 
 def merge(base: Path, adapter_folder: Path, target: Path) -> None:
-    """Raises ModelError for an adapter that does not fit the base model, or cannot be merged."""
+    """Writes the checkpoint `base`, with the adapter merged into its weights, into `target`. Raises
+    ModelError for an adapter that does not fit the base model, or cannot be merged."""
     adapter = Adapter(adapter_folder)
     names = set()
     copy_metadata(base, target)
@@ -194,7 +201,8 @@ def merge(base: Path, adapter_folder: Path, target: Path) -> None:
 
 
 def extract(adapter_folder: Path, target: Path) -> None:
-    """Raises ModelError for an adapter that requests cannot choose."""
+    """Writes the low-rank updates of an adapter into `target`, for adapters.py. Raises ModelError for an
+    adapter that requests cannot choose."""
     save_file(Adapter(adapter_folder).updates(), target / UPDATES)
 
 

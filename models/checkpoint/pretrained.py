@@ -31,11 +31,11 @@ VISION_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.03, "int8": 0
 
 
 def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Module:
-    """The model of a folder in evaluation mode on `device`, with transformers' eager attention. Of a model
-    that reads images it is the whole model.
+    """The model of a folder in evaluation mode on `device`, with transformers' eager attention. A model that
+    reads images has its vision tower.
 
-    Raises ModelError, in one line, for what no engine can serve: what `read_architecture` rejects, missing
-    weights.
+    Raises ModelError or ConfigError, in one line, for what no engine can serve: what `read_architecture`
+    rejects, missing weights.
     """
     architecture = read_architecture(config, folder)
     check_weights(architecture.parameters, folder)
@@ -80,14 +80,15 @@ def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Modul
 
 
 def _may_be_tied(folder: Path) -> bool:
-    """Whether the embeddings of a checkpoint without lm_head are its head: its config.json, or the text part
-    of it, says so, or one of them says nothing."""
+    """Whether a checkpoint without lm_head may use its embeddings as the head: unless config.json and its
+    text part both say that it does not (`tie_word_embeddings`)."""
     manifest = Manifest.read(folder)
     return any(part.get("tie_word_embeddings", True) for part in (manifest.config_json, manifest.text_config))
 
 
 def _limit_time_steps(model: torch.nn.Module) -> None:
-    """transformers 5.20 takes the limits of another field for Nemotron-H: its mixers clamp at 0.001."""
+    """Gives the mixers of Nemotron-H the `time_step_limit` of its config: transformers 5.20 takes the limits
+    of another field, so that they clamp at 0.001."""
     if model.config.model_type == "nemotron_h":
         for module in model.modules():
             if hasattr(module, "time_step_limit"):
@@ -97,9 +98,12 @@ def _limit_time_steps(model: torch.nn.Module) -> None:
 def embed(
     model: torch.nn.Module, ids: torch.Tensor, embeddings: torch.Tensor, places: torch.Tensor
 ) -> dict[str, Any]:
-    """What the model's forward takes in the place of `input_ids`. ids: int64 [rows, q]; embeddings: those of
-    images, [image tokens, width], with the width of DeepStack's added; places: int64 [image tokens], among
-    all tokens."""
+    """What the model's forward takes in the place of `input_ids`: its arguments by name. ids: int64 [rows,
+    q], of image tokens any.
+
+    embeddings: those of images, [image tokens, width]; with DeepStack [image tokens, (1 + layers) * width].
+    places: int64 [image tokens], where each of these is in the flattened `ids`.
+    """
     embedded = model.get_input_embeddings()(ids.flatten())
     shape = (*ids.shape, embedded.shape[1])
     first, *others = embeddings.to(embedded.dtype).split(embedded.shape[1], 1)
@@ -111,20 +115,20 @@ def embed(
 
 
 def has_grid_positions(model: torch.nn.Module) -> bool:
-    """Whether positions are three numbers (grid_positions.py)."""
+    """Whether the position of a token is three numbers (grid_positions.py)."""
     return "mrope_section" in (getattr(model.config.get_text_config(), "rope_parameters", None) or {})
 
 
 def positions(model: torch.nn.Module, numbers: torch.Tensor | None) -> dict[str, Any]:
-    """The argument of a model's forward for positions, by its name; none for a model that takes none, such as
-    Mamba's. numbers: int64 [rows, q]; None: those from 0 on."""
+    """The argument of a model's forward for positions, by its name; {}: the model takes none, as Mamba.
+    numbers: int64 [rows, q], or [3, rows, q] if `has_grid_positions`; None: those from 0 on."""
     is_taken = "position_ids" in inspect.signature(type(model).forward).parameters
     return {"position_ids": numbers} if is_taken else {}
 
 
 def reference_logits(model: torch.nn.Module, ids: Sequence[int], begin: int = 0, last: int = 0) -> np.ndarray:
-    """The logits after each token, or after the `last` ones, from transformers' own forward, without a cache:
-    float32 [tokens, vocab].
+    """The logits after each token, or only after the last `last` tokens unless that is 0, from transformers'
+    own forward, without a cache: float32 [tokens, vocab].
 
     `model` as `load_pretrained` returns it; `begin`: the position of the first token. Raises ModelError for
     logits that are NaN or infinite, with which no engine can serve.
@@ -145,9 +149,9 @@ def reference_logits(model: torch.nn.Module, ids: Sequence[int], begin: int = 0,
 
 
 class InFloat32(TorchFunctionMode):
-    """While it is active, a model of `dtype` computes what it would after `model.float()`, without float32
-    copies of all its weights: each function of PyTorch gets what it reads converted, a linear layer a few
-    rows at a time, and what it creates is float32."""
+    """While this mode is active, a model of `dtype` computes what it would after `model.float()`, without
+    float32 copies of all its weights: each function of PyTorch gets the tensors that it reads converted, a
+    linear layer a few rows at a time; tensors that a function creates are float32."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
@@ -211,8 +215,8 @@ class VisionCheck:
         self.embeddings = embeddings.float().cpu().numpy()
 
     def find_fault(self, encoder: ImageEncoder, dtype: str) -> str | None:
-        """How the embeddings of an encoder exceed the allowed difference, as a part of a log line, or
-        None."""
+        """How the embeddings of an encoder differ from those of transformers by more than VISION_TOLERANCE of
+        `dtype`, as a part of a log line; None: they do not."""
         found = encoder.encode(self.tiles, self.canvas, lambda: False)
         if found.shape != self.embeddings.shape:
             return (

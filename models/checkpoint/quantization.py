@@ -54,7 +54,8 @@ class Quantization:
     settings: Json
 
     def notice(self, config: Config, can_compress: bool = True) -> str:
-        """How the checkpoint is served, and what would take less memory."""
+        """A log line: how the checkpoint is served, and what would take less memory. can_compress: whether
+        the engine takes --quantize."""
         served = f"is served dequantized, with the memory of {written_dtype(config)}"
         hint = ""
         if can_compress and not config.quantize:
@@ -63,8 +64,9 @@ class Quantization:
 
     @classmethod
     def read(cls, folder: Path) -> Quantization | None:
-        """None where weights are not quantized. Raises ModelError for an unsupported format, ConfigError for
-        an unreadable config.json."""
+        """The quantization that config.json names, else its text_config, else the file of modelopt; None:
+        weights are not quantized. Raises ModelError for an unsupported format, ConfigError for an unreadable
+        config.json."""
         config = read_json(folder / "config.json")
         parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
         objects = [part.get(key) for part in parts for key in CONFIG_KEYS]
@@ -92,7 +94,8 @@ class Quantization:
 
 
 def values_of(settings: Json, *names: str) -> Iterator[Any]:
-    """All values of these settings: compressed-tensors has one for each group of layers."""
+    """All values of the settings with these names, at any depth: compressed-tensors has one for each group of
+    layers."""
     for name, value in settings.items():
         if name in names:
             yield value

