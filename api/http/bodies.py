@@ -50,8 +50,8 @@ class Bodies:
 
     @contextlib.contextmanager
     def read(self, limit: int) -> Iterator[bytearray]:
-        """Reads the body of the current request, which may have `limit` bytes. The body counts as held until
-        the block is left. Raises ApiError."""
+        """A context manager with the body of the current request, decompressed, of at most `limit` bytes. The
+        bytes count as held until the block is left. Raises ApiError, and ClientDisconnected."""
         body = bytearray()
         inflated = bytearray()
         try:
@@ -91,8 +91,13 @@ class Bodies:
             raise errors.too_large(limit)
 
     def _add(self, piece: bytes, body: bytearray, limit: int) -> None:
-        """Adds a piece to a body. Raises ApiError (503) if all held bodies together then have too many
-        bytes."""
+        """Adds a piece to `body`. Raises ApiError (503) if all held bodies together then have more than
+        HELD_LIMIT bytes.
+
+        limit: the most bytes of one body. If `limit` is above TEXT_PAYLOAD (the model reads images), all held
+        bodies may have as many bytes as LONGEST_BODIES of that size, and HELD_LIMIT more while `body` is not
+        above TEXT_PAYLOAD.
+        """
         body += piece
         self._held_bytes += len(piece)
         most = HELD_LIMIT
@@ -105,9 +110,10 @@ class Bodies:
         gevent.sleep(YIELD_S)  # a body that arrives fast must not keep the event loop to itself
 
     def _inflate(self, body: bytearray, encoding: str, inflated: bytearray, limit: int) -> None:
-        """Decompresses `body` into `inflated`. Raises ApiError.
+        """Decompresses `body` into `inflated`, in small pieces. Raises ApiError.
 
-        It does so in small pieces: a short body may hold a text of any length, and is rejected at `limit`.
+        A short body may hold a text of any length: it is rejected as soon as `inflated` has more than `limit`
+        bytes. Data that is malformed, truncated, or followed by other data is rejected too.
         """
         window_bits = ENCODINGS[encoding]
         if encoding == "deflate" and not _has_zlib_header(body):
@@ -128,7 +134,9 @@ class Bodies:
 
 
 def _content_encoding() -> str:
-    """How the body of the current request is compressed. Raises ApiError."""
+    """The `Content-Encoding` of the current request, in lower case; "identity": not compressed. Raises
+    ApiError: 415 for another encoding than those of ENCODINGS, 501 for another `Transfer-Encoding` than
+    chunked."""
     encoding = request.headers.get("Content-Encoding", "identity").lower()
     if encoding not in (*ENCODINGS, "identity"):
         what = "The only `Content-Encoding`s that are supported are gzip and deflate"
@@ -145,19 +153,23 @@ def _has_zlib_header(body: bytes) -> bool:
 
 
 def _piece_size(body: bytearray) -> int:
-    """How many bytes of the body to read next. If its length is known, these are as many as have been read,
-    but at least BODY_PIECE and at most LONG_PIECE."""
+    """How many bytes of the current request's body to read next. `body` is what has been read.
+
+    If the length of the whole is unknown, these are BODY_PIECE bytes; else as many as have been read, but at
+    least BODY_PIECE and at most LONG_PIECE.
+    """
     if request.content_length is None:
         return BODY_PIECE
     return min(max(len(body), BODY_PIECE), LONG_PIECE)
 
 
 def drain_body() -> None:
-    """Reads the rest of a body that no route has read, for DISCARD_S at most: the body of a rejected request,
-    or one of `GET /live`.
+    """Reads and drops what no route has read of the current request's body, for DISCARD_S at most. If more is
+    left then, gunicorn closes the connection after the response. Examples: the body of a rejected request, or
+    of `GET /live`.
 
-    gunicorn would read it in pieces of a kilobyte, each of which copies all that has arrived: a second for 2
-    MB, during which the process serves no other request.
+    gunicorn itself would read the rest in pieces of a kilobyte, each of which copies all that has arrived: a
+    second for 2 MB, during which the process serves no other request.
     """
     size = BODY_PIECE if request.content_length is None else LONG_PIECE
     with contextlib.suppress(OSError, ParseException, ClientDisconnected), gevent.Timeout(DISCARD_S, False):

@@ -55,7 +55,7 @@ UNREADABLE = "the worker's message cannot be read"
 
 
 class EngineError(Exception):
-    """The worker does not answer; the message is its phase, or "busy"."""
+    """The worker does not answer. The message is `EngineClient.phase`, or "busy" if that is "ready"."""
 
 
 class EngineBusy(EngineError):
@@ -67,8 +67,8 @@ class TooLarge(Exception):
 
 
 def attempt(function: Callable[[], Any]) -> Any:
-    """What `function()` returns or raises; gevent would print the traceback of an error that leaves its
-    thread."""
+    """What `function()` returns, or the exception that `function()` raises, as a result. gevent would print
+    the traceback of an exception that leaves its thread."""
     try:
         return function()
     except BaseException as error:  # a panic of the tokenizers library is no Exception
@@ -76,11 +76,12 @@ def attempt(function: Callable[[], Any]) -> Any:
 
 
 class EngineClient:
-    """The worker's state, and the requests that this process has sent to it. To be made after the fork.
+    """The worker's state, and the requests that this process has sent to the worker. To be made after the
+    fork.
 
-    `load_text` is called with the worker's ModelInfo in a thread, because it reads a large file; its result
-    is `text`, and requests are accepted from then on. An error of it ends the process. `on_stuck` is called
-    once, when the worker has been stuck for `stuck_timeout_s`.
+    load_text: called once, with the worker's first ModelInfo, in a thread, because a large file is read. The
+    result is the attribute `text`; requests are accepted from then on. If `load_text` raises, the process
+    ends. on_stuck: called once, when the worker has been stuck for `stuck_timeout_s` without a break.
     """
 
     def __init__(
@@ -121,7 +122,11 @@ class EngineClient:
 
     @property
     def phase(self) -> str:
-        """ "ready" when requests are accepted, else the reason why not."""
+        """ "ready" when requests are accepted, else the first reason why not that holds.
+
+        The reasons are: "dead" or "stuck": the worker was given up, unless it was draining; "starting": no
+        status has arrived; a phase of the worker other than "ready"; "loading": `text` is not there; "stuck".
+        """
         if self._status is None:
             return self._lost or "starting"
         if self._lost and self._status.phase != "draining":
@@ -139,23 +144,25 @@ class EngineClient:
 
     @property
     def _is_stuck(self) -> bool:
-        """Whether a step takes many times longer than usual, or the worker sends nothing at all. While this
-        process itself does not run, messages of the worker wait: that is no sign of either."""
+        """Whether a step takes many times longer than usual, or the worker has sent nothing for SILENCE_S.
+        False during startup, which may take long. While this process itself does not run, messages of the
+        worker wait: such time does not count."""
         if self._status is None or self._status.phase not in ("ready", "draining"):
             return False  # a startup may take long, and be silent
         return self._status.late or self._silent_s > SILENCE_S
 
     def wait_while_loading(self) -> None:
-        """Waits for the tokenizer if the worker is ready. Also waits SPREAD_S for the news that the worker is
-        ready: a client may have it already from another process."""
+        """Waits up to LOADING_S for the tokenizer, if the worker is ready. Waits SPREAD_S for the news that
+        the worker is ready: a client may have that news already from another process."""
         if self._has_been_ready.wait(SPREAD_S):
             self._has_text.wait(LOADING_S)
 
     def wait_until_known(self) -> None:
-        """Waits for the worker's first status and, if it is ready, for the tokenizer.
+        """Waits up to FIRST_MESSAGE_S for the worker's first status and, if the worker is ready, for the
+        tokenizer.
 
-        A process that replaces another one would otherwise reject requests that the others accept. It
-        does not wait for a worker that is still starting, or silent.
+        A process that replaces another process would otherwise reject requests that the others accept. A
+        worker that is still starting, or silent, is not waited for any longer.
         """
         self._has_status.wait(FIRST_MESSAGE_S)
         self.wait_while_loading()
@@ -165,9 +172,10 @@ class EngineClient:
 
     def submit(self, generates: list[Generate], messages: SimpleQueue, images: Sequence[Image] = ()) -> None:
         """Sends requests, and the images of their prompts. The worker accepts all of the requests or none.
-        Its messages about them are put into `messages`, in lists.
 
-        Raises TooLarge without sending anything.
+        messages: gets the worker's messages about these requests in lists, those of one step as one list. The
+        last message about a request is an End, or a Token with a `finish_reason`. Raises TooLarge without
+        sending anything.
         """
         body = protocol.encode(protocol.SubmitRequests(generates, list(images)))
         if len(body) - sum(len(image.pixels) for image in images) > MAX_MESSAGE_BYTES:
@@ -179,7 +187,8 @@ class EngineClient:
             self._end_all(self._lost)
 
     def cancel(self, request_id: int, reason: str) -> None:
-        """Ends a request early. Nothing happens when it has ended already."""
+        """Ends a request early: its queue gets no more messages. Nothing happens if the request has ended
+        already. reason: for the worker's log."""
         if self._queues.get(request_id) is not None:
             self._queues[request_id] = None
             self._send(protocol.Cancel(request_id, reason))
@@ -195,14 +204,20 @@ class EngineClient:
         return self._ask(protocol.MetricsRequest(secrets.randbits(63)), METRICS_TIMEOUT_S).text
 
     def change_adapter(self, name: str, source: str = "", in_place: bool = False) -> AdapterChanged:
-        """Loads a LoRA adapter, or unloads it without a `source`. Raises EngineError."""
+        """Loads the LoRA adapter `name` from `source`, or unloads the adapter if `source` is "". The worker's
+        answer says whether that failed, and why. Raises EngineError if no answer comes within
+        ADAPTER_TIMEOUT_S.
+
+        in_place: a loaded adapter of this name is replaced.
+        """
         change = AdapterChange(secrets.randbits(63), name, source, in_place)
         return self._ask(change, ADAPTER_TIMEOUT_S)
 
     def _ask(
         self, question: protocol.MetricsRequest | AdapterChange, timeout_s: float
     ) -> MetricsText | AdapterChanged:
-        """The worker's answer. Raises EngineError."""
+        """The worker's answer. If none comes within `timeout_s`, raises EngineBusy (the worker is ready) or
+        EngineError."""
         replies = SimpleQueue()
         self._queues[question.id] = replies
         try:
@@ -235,7 +250,8 @@ class EngineClient:
             self._read()
 
     def _read(self, flags: int = 0) -> None:
-        """Handles one message. All requests end if it cannot be read: it may have been for any of them."""
+        """Handles one message. All requests end if the message cannot be decoded or handled: it may have been
+        for any of them. flags: those of zmq's `recv`."""
         body = self._dealer.recv(flags)
         self._silent_s = 0.0
         try:
@@ -247,7 +263,8 @@ class EngineClient:
             self._end_all("failed", UNREADABLE)
 
     def _wait_for_disconnect(self) -> None:
-        """A worker is never restarted in a run: after a disconnect nothing more comes."""
+        """Gives the worker up when it disconnects, after its last messages. A worker is never restarted in a
+        run."""
         self._monitor.recv_multipart()
         while self._dealer.get(zmq.EVENTS) & zmq.POLLIN:  # what it sent before
             self._read(zmq.NOBLOCK)
@@ -273,8 +290,9 @@ class EngineClient:
                 gevent.spawn(self._load)
 
     def _deliver(self, messages: list[PromptDone | Token | End | MetricsText | AdapterChanged]) -> None:
-        """Puts messages into the queues of their requests. A queue gets its messages of a step as one
-        list."""
+        """Puts messages into the queues of their requests; each queue gets its messages as one list. Messages
+        about cancelled requests are dropped. After the last message about a request, the request is
+        forgotten."""
         by_queue: dict[SimpleQueue, list] = defaultdict(list)
         for message in messages:
             is_last = isinstance(message, ANSWERS) or getattr(message, "finish_reason", None)
@@ -285,8 +303,8 @@ class EngineClient:
             queue.put(its_messages)
 
     def _load(self) -> None:
-        """If the text cannot be loaded, this process ends, and gunicorn with it: another process could not
-        load it either."""
+        """Sets `text`. If `load_text` raises, this process ends, and gunicorn with it: another process could
+        not load the text either."""
         load = functools.partial(self._load_text, self.info)
         text = gevent.get_hub().threadpool.apply(attempt, (load,))
         if isinstance(text, BaseException):

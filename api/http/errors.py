@@ -86,13 +86,14 @@ class ApiError(Exception):
         return labels.get(self.error_type, "validation" if self.status < 424 else "generation")
 
     def set_format(self, error_format: ErrorFormat) -> None:
-        """Gives the error a format, and that format's status, unless it has one already."""
+        """Gives the error a format, and the status of that format, unless the error has a format already."""
         if self.format is None:
             self.format = error_format
             self.status = error_format.statuses.get(self.status, self.status)
 
     def body(self, error_format: ErrorFormat) -> Struct:
-        """The body in the error's own format, else in this one."""
+        """The body in the error's own format, else in `error_format`. Also sets the error's `status` to that
+        of the format."""
         self.set_format(error_format)
         return self.format.body(self)
 
@@ -131,7 +132,8 @@ def _anthropic_body(error: ApiError) -> AnthropicErrorBody:
 
 @dataclass(frozen=True)
 class ErrorFormat:
-    """An API's error format. statuses: those that replace TGI's."""
+    """An API's error format. body: makes the body of an error. statuses: the API's own status by that of TGI,
+    where the two differ."""
 
     body_type: type[Struct]
     body: Callable[[ApiError], Struct]
@@ -158,9 +160,10 @@ def named_event(body: Json) -> bytes:
 
 
 def invalid(param: str | None, detail: str, code: str | None = None, given: str | None = None) -> ApiError:
-    """The field `param` has an invalid value; without `param` the request as a whole is invalid.
+    """The error (422) of a field `param` with an invalid value; None: the request as a whole is invalid.
 
-    given: the client's own words, in which field names are not replaced.
+    detail: goes on after the name of the field, as in "must be positive". given: the client's own words,
+    which the client reads and the log does not get.
     """
     sentence = f"`{param}` {detail}" if param else detail
     quoted = "" if given is None else f". Given: {given!r}"
@@ -191,7 +194,8 @@ def internal() -> ApiError:
 
 
 def wrong_type(message: str) -> ApiError:
-    """`message` is msgspec's, which may end with the path of the field."""
+    """The error (422) of a body with a field of the wrong type. message: msgspec's, which may end with the
+    path of the field: "Expected `int`, got `str` - at `$.n`"."""
     message, _, path = message.partition(" - at `$")
     path = path.strip("`.")
     missing = re.search(r"required field `(\w+)`", message)

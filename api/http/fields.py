@@ -116,7 +116,7 @@ NO_PROMPT_LOGITS = "is not supported here: it needs chunked prefill, and --sampl
 class FieldNames:
     """An API's names for the fields of a chat, for its error messages; by default those of chat completions.
 
-    messages: the paths of the chat's messages in the request.
+    messages: the path of each of the chat's messages in the request; (): `messages[0]` and so on.
     """
 
     messages: Sequence[str] = ()
@@ -167,8 +167,8 @@ def without_surrogates(text: bytes) -> bytes:
 
 
 def parse_text(body: bytes, charset: str) -> Json:
-    """A body that is the prompt itself, as a native request. Raises ApiError: 400 when it is not in
-    `charset`, 422 when it is empty."""
+    """The native request `{"inputs": prompt}` of a body that is the prompt itself. Raises ApiError: 400 when
+    the body is not in `charset`, 422 when it is empty."""
     if not body:
         raise invalid("inputs", "cannot be empty: the request body is the prompt. Given: no body")
     try:
@@ -189,7 +189,8 @@ def convert(data: Any, kind: type[V]) -> V:
 def read(data: Json, kind: type[T], parameters: type[Struct] | None = None) -> T:
     """A request as `kind`. Raises ApiError (422) when a field has the wrong type or name.
 
-    parameters: the type of the field of that name, where a request has its options there.
+    parameters: the type of the field `parameters`, if the request has its options in that field; None: the
+    options are fields of the request itself.
     """
     request = convert(_with_whole_numbers(data), kind)
     usable = kind if parameters is None else parameters
@@ -200,7 +201,8 @@ def read(data: Json, kind: type[T], parameters: type[Struct] | None = None) -> T
 
 
 def _with_whole_numbers(data: Json) -> Json:
-    """A request with 10 for 10.0, as clients in JavaScript and Lua write it."""
+    """A request with 10 instead of 10.0, which clients in JavaScript and Lua write. Numbers in the objects
+    `parameters`, `thinking` and `reasoning` change too."""
     numbers = {
         name: int(value) for name, value in data.items() if isinstance(value, float) and value.is_integer()
     }
@@ -211,7 +213,8 @@ def _with_whole_numbers(data: Json) -> Json:
 
 
 def choose_variant(data: Json, variants: dict[str, V]) -> V:
-    """Which variant a request is: the first of `variants` whose field it has. Raises ApiError."""
+    """The value of the first key in `variants` that is a field of the request, and not null. Raises ApiError
+    (422) if the request has none of these fields."""
     for name, variant in variants.items():
         if data.get(name) is not None:
             return variant
@@ -220,9 +223,11 @@ def choose_variant(data: Json, variants: dict[str, V]) -> V:
 
 
 def _check_names(given: Json, kind: type[Struct], usable: type[Struct]) -> None:
-    """Rejects fields that are not supported, and misspelled ones; other unknown fields are ignored.
+    """Raises ApiError for a field that is not supported, is misspelled, or belongs to another API or place.
 
-    kind: the type of `given`. usable: the type that has the options, which may be that of `parameters`.
+    Ignored are other unknown fields, fields that are null, and fields of NOT_SUPPORTED with a value that
+    changes nothing. kind: the type of `given`. usable: the type that has the options: `kind`, or the type of
+    the field `parameters`.
     """
     known = kind.__struct_fields__
     if len(given) > MAX_FIELDS:
@@ -240,7 +245,8 @@ def _check_names(given: Json, kind: type[Struct], usable: type[Struct]) -> None:
 
 
 def _hint(name: str, kind: type[Struct], usable: type[Struct]) -> str:
-    """What to use instead of an unknown field, as the end of a sentence; "": nothing is known."""
+    """What to use instead of an unknown field, as the end of a sentence; "": nothing is known. kind, usable:
+    as in `_check_names`."""
     if name == "extra_body":
         return ", but a parameter of OpenAI's clients: put its fields beside the others"
     place = "" if usable is kind else " in `parameters`"
@@ -249,7 +255,7 @@ def _hint(name: str, kind: type[Struct], usable: type[Struct]) -> str:
 
 
 def require(holds: object, param: str, detail: str, given: str | None = None) -> None:
-    """Raises the ApiError of a field with an invalid value unless `holds`."""
+    """Raises ApiError (422) for the field `param` unless `holds`. detail, given: as in `invalid`."""
     if not holds:
         raise invalid(param, detail, given=given)
 
@@ -268,8 +274,11 @@ def check_best_of(best_of: int, config: Config) -> None:
 
 
 def check_sampling(fields: SamplingFields) -> None:
-    """The limits that native and OpenAI requests share. Unlike TGI, `top_p` may be 1.0, which clients send
-    for no filter, and 0 with a temperature of 0."""
+    """Raises ApiError for a field outside of the limits that native and OpenAI requests share.
+
+    Unlike in TGI, `top_p` may be 1.0, which clients send for no filter, and a filter may be 0 if the
+    temperature is 0.
+    """
     for name, parameter in SAMPLING_PARAMETERS.items():
         value = getattr(fields, name)
         is_unused = parameter.is_filter and value == fields.temperature == 0
@@ -317,9 +326,11 @@ def sampling_of(
 ) -> SamplingParams:
     """How tokens are sampled. A result without a seed means that each step takes the most likely token.
 
-    samples: whether they are drawn at random. defaults: the values of absent fields. host_only: other fields
-    that need host sampling, and whether they are asked for: if the device samples, each that is raises
-    ApiError. A greedy request may have a seed and filters, which do nothing.
+    samples: whether tokens are drawn at random; the seed is random if the request has none. A request that is
+    not sampled may have a seed and filters, which do nothing. defaults: the values of fields that the request
+    leaves out. host_only: by the names of further fields that need host sampling, whether the request uses
+    them. If the device samples, raises ApiError for the first field in use that needs host sampling;
+    `host_only` then gets more fields.
     """
     seed = None
     if samples:

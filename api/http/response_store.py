@@ -51,7 +51,7 @@ def new_key() -> str:
 
 
 def item_id(prefix: str, key: str, number: int) -> str:
-    """The id of an output item. The id of its response follows from it."""
+    """The id of output item `number` of a response with this key. The id of the response follows from it."""
     return f"{prefix}_{key}_{number}"
 
 
@@ -70,11 +70,11 @@ class StoredResponse(NamedTuple):
 
 
 class OwnedResponses:
-    """The stored responses that one request may read, which are those of its API key. The file is opened for
-    each call, so it is made again where it was removed.
+    """The stored responses that one request may read: those of its API key. The file is opened for each call,
+    so a file that was removed is made again.
 
-    file_bytes: the largest size of the file, 0 turns the store off; max_bytes: of the stored items that the
-    request may add to its own, whatever it refers to.
+    file_bytes: the largest size of the file; 0: nothing is stored. max_bytes: the most bytes of stored items
+    that the request may add to its own, over all calls of `conversation` and `item`.
     """
 
     def __init__(self, path: Path, file_bytes: int, api_key: bytes, max_bytes: int):
@@ -91,8 +91,9 @@ class OwnedResponses:
         return self._file_bytes > 0
 
     def save(self, stored: StoredResponse) -> bool:
-        """Whether the response is stored. The oldest entries make room for it. A failure is logged, and costs
-        no response."""
+        """Stores a response, and returns whether that succeeded. A response that is larger than the file may
+        be is not stored; a failure of the file is logged, and not raised. The oldest entries, of any API key,
+        make room."""
         if stored.total_bytes > self._file_bytes:
             return False
         try:
@@ -120,8 +121,9 @@ class OwnedResponses:
             raise self._no_response(id)
 
     def conversation(self, id: str) -> list[Json]:
-        """The items of the response `id`, which the request continues, and of all those before it, the oldest
-        first. Raises ApiError where one of them is not stored."""
+        """The items of the response `id` and of all responses that it continues, the oldest response first.
+        Of each response these are the items of its input, then those of its output. Raises ApiError if one of
+        the responses is not stored, or if their items have more than `max_bytes`."""
         turns = []
         next_id: str | None = id
         while next_id:
@@ -135,7 +137,9 @@ class OwnedResponses:
         return [item for turn in reversed(turns) for item in turn]
 
     def item(self, path: str, id: str) -> Json:
-        """The output item that the item at `path` refers to. Raises ApiError where it is not stored."""
+        """The output item with this id, to which the item at `path` of the request refers. Raises ApiError if
+        the item is not stored, if the request refers to it twice, or if stored items have more than
+        `max_bytes`."""
         if id in self._references:  # so that a short request cannot ask for a long text many times
             raise invalid(path, "refers to an item for the second time", given=id)
         self._references.add(id)
@@ -168,7 +172,8 @@ class OwnedResponses:
             yield database
 
     def _decode(self, path: str, *lists: bytes) -> list[Json]:
-        """The items in lists of the file. Raises ApiError for more bytes than the request may add."""
+        """The items of JSON lists of the file, one after the other. Raises ApiError, for the field at `path`,
+        if the request has read more than `max_bytes` of stored items in all."""
         self._read_bytes += sum(map(len, lists))
         if self._read_bytes > self._max_bytes:
             limit = f"as many as a request may have (--payload-limit {self._max_bytes} raises it)"
