@@ -52,7 +52,8 @@ def read_data_url(url: str) -> bytes:
 
 def read_base64(data: str) -> bytes:
     """The file whose base64 (RFC 4648, sections 4 and 5) is `data`: in lines or not, padded or not,
-    percent-encoded or not."""
+    percent-encoded or not. Raises ImageUrlError, also for an empty file and for one of more than
+    MAX_IMAGE_BYTES."""
     for escape, character in zip(PERCENT_ENCODED.split(), PERCENT_DECODED) if "%" in data else ():
         data = data.replace(escape, character)
     try:
@@ -70,10 +71,11 @@ def read_base64(data: str) -> bytes:
 
 
 def fetch_image(url: str, domains: Container[str]) -> bytes:
-    """The file that an http or https URL leads to.
+    """The file that an http or https URL leads to, with up to MAX_REDIRECTS redirects. Raises ImageUrlError.
 
-    `domains` is what the operator allows (`--allowed-media-domains`): hosts, with a port where it is not the
-    scheme's. All addresses of a host must be public, or be in `domains` themselves.
+    domains: what the operator allows (`--allowed-media-domains`), such as `example.com` or `10.0.0.5:8000`:
+    hosts, each with its port if that is not the scheme's. The host of the URL, and of each redirect, must be
+    in `domains`. Each address of such a host must be public, or be in `domains` itself.
     """
     too_slow = ImageUrlError(f"takes longer than {MAX_FETCH_S:g} s to fetch")
     with gevent.Timeout(MAX_FETCH_S, too_slow), FETCHES:
@@ -124,7 +126,11 @@ class _Place(NamedTuple):
 
 
 def _connect(place: _Place, domains: Container[str]) -> socket.socket:
-    """Connects to one of the addresses that were checked: another look-up might give others."""
+    """A connection to the first address of the host that can be reached. Raises ImageUrlError if one of the
+    addresses is not allowed, or if none can be reached.
+
+    The host is looked up once: another look-up might give other addresses than those that were checked.
+    """
     try:
         found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -148,7 +154,8 @@ def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
 
 
 def _open(place: _Place, address: str) -> socket.socket:
-    """A connection to an address of the place, with TLS for https. Raises OSError."""
+    """A connection to an address of the place, with TLS for https. Raises OSError, and ImageUrlError for a
+    certificate that is not valid."""
     sock = socket.create_connection((address, place.port), CONNECT_SECONDS)
     sock.settimeout(None)  # MAX_FETCH_S are for all of it
     try:
@@ -174,8 +181,8 @@ def _tls() -> ssl.SSLContext:
 
 
 class _Stream(io.RawIOBase):
-    """The input of a connected socket for http.client, which reads at most MAX_IMAGE_BYTES from it: body,
-    headers and interim responses together."""
+    """The input of a connected socket, as http.client reads it. Raises ImageUrlError once more than
+    MAX_IMAGE_BYTES are read: body, headers and interim responses together."""
 
     def __init__(self, sock: socket.socket):
         self._sock = sock
@@ -197,7 +204,8 @@ class _Stream(io.RawIOBase):
 
 
 def _get(place: _Place, url: str, sock: socket.socket) -> tuple[bytes | None, str]:
-    """The file, or None and the URL that the response redirects to."""
+    """The file and "", or None and the URL that the response redirects to. Raises ImageUrlError. place: what
+    `url` names. sock: a connection to that place."""
     connection = http.client.HTTPConnection(place.host, place.port)
     connection.sock = sock  # so it opens none of its own
     headers = {

@@ -90,15 +90,20 @@ class Served:
     adapter: str = ""  # the LoRA adapter that a header or a path names, before any field; "": none
 
     def adapter_of(self, model: str | None) -> str:
-        """The LoRA adapter that the field `model` of a request names; "": none. If no adapters are served,
-        any name is one of the model. Raises ApiError (404)."""
+        """The LoRA adapter of a request with this field `model`; "": none. Raises ApiError (404) for an
+        unknown name.
+
+        An adapter that a header or a path names counts before the field. If no adapters are served, and none
+        can be loaded (`--lora-folder`), the field may have any name.
+        """
         has_adapters = self.info.adapters or self.config.lora_folder
         if self.adapter or not has_adapters or model in (None, "", TGI_NAME):
             return self.adapter
         return self.with_adapter(model).adapter
 
     def with_adapter(self, model: str) -> Served:
-        """The same for a request to this model or LoRA adapter. Raises ApiError (404)."""
+        """The same for a request to the LoRA adapter `model`; unchanged if `model` is the name of the served
+        model. Raises ApiError (404) for another name."""
         if model == self.info.model_name:
             return self
         if model not in self.info.adapters:
@@ -132,18 +137,21 @@ class PreparedRequest(GenerateOptions, frozen=True):
 
     @property
     def characters(self) -> int:
-        """How many characters the client and the template wrote."""
+        """How many characters the client and the template wrote; 0 if the prompt is token ids."""
         return len(self.prompt) if isinstance(self.prompt, str) else 0
 
     def sampling_of(self, sequence: int) -> SamplingParams:
-        """Each sequence has a random stream of its own, which follows from the request's seed."""
+        """The sampling of sequence number `sequence`. Its seed is the request's seed plus that number, so
+        each sequence has a random stream of its own. A greedy request has no seed: its sequences have the
+        same sampling."""
         if sequence == 0 or self.sampling.seed is None:
             return self.sampling
         return replace(self.sampling, seed=(self.sampling.seed + sequence) & U64_MAX)
 
 
 class TokenizedPrompt(NamedTuple):
-    """A prompt as it runs. borders: between its messages, in tokens."""
+    """A prompt as it runs. ids: with the model's image token for each token of an image. borders: how many
+    tokens are in front of each border between messages."""
 
     prepared: PreparedRequest
     ids: list[int]
@@ -157,8 +165,8 @@ class TokenizedPrompt(NamedTuple):
 
 
 def prompts_of(requests: list[PreparedRequest], served: Served) -> list[TokenizedPrompt]:
-    """The prompts of a request in token ids, once its images are loaded. Raises ApiError for what cannot
-    run."""
+    """The prompts of a request in token ids, one for each of `requests`, once its images are loaded. Raises
+    ApiError for a prompt that cannot run, and for more sequences than the server accepts."""
     asked = sum(prepared.sequences for prepared in requests)
     most = served.config.max_concurrent_requests
     if asked > most:  # it could never be accepted
@@ -186,8 +194,11 @@ def _tokenized(prepared: PreparedRequest, served: Served) -> TokenizedPrompt:
 
 
 def ids_of(prepared: PreparedRequest, served: Served, characters: int | None = None) -> list[int]:
-    """The tokens of a prompt, or of its first `characters`, with the model's image token for each token of an
-    image. Raises ApiError for a text that cannot be tokenized, or is far too long."""
+    """The tokens of a prompt, with the model's image token for each token of an image. Not yet truncated.
+
+    characters: tokens of only so many characters, from the beginning of the text; None: of all. Raises
+    ApiError for a text that cannot be tokenized, or is far too long.
+    """
     if not isinstance(prepared.prompt, str):
         return prepared.prompt
     longest_token = served.text.tokenizer.longest_token
@@ -210,14 +221,20 @@ def encoded(text: str, served: Served, add_special_tokens: bool) -> list[int]:
 
 
 def with_image_ids(ids: list[int], images: Sequence[Image], token_id: int) -> list[int]:
-    """The tokens as the worker knows them: the ids of the images in the places of the model's image token."""
+    """The tokens as the worker knows them. Each `token_id`, the model's image token, is replaced by the next
+    of the images' ids; the images are in the order of the prompt."""
     following = itertools.chain.from_iterable(image.ids for image in images)
     return [next(following) if i == token_id else i for i in ids]
 
 
 def _most_tokens(prepared: PreparedRequest, ids: list[int], served: Served) -> int:
-    """How many tokens may follow a prompt. Raises ApiError with the numbers when the two exceed the context
-    length."""
+    """How many tokens may follow a prompt of these ids, at least 1. Raises ApiError for an empty or too long
+    prompt.
+
+    These are `max_new_tokens`, or what is left of the context length if the request has no such limit. If
+    prompt and limit together exceed the context length, `clamps_max_tokens` says whether the limit is
+    lowered, or ApiError is raised with the numbers.
+    """
     info = served.info
     length = len(ids)
     context_length = info.max_total_tokens

@@ -50,11 +50,11 @@ class RequestImage:
 
 
 class RequestImages:
-    """The images of a request, in the order in which it has them. As a context manager it frees them at the
-    end of the block.
+    """The images of a request, numbered from 0 in the order in which they are added. As a context manager,
+    frees the images at the end of the block.
 
-    preprocess: of the served model; None: it reads text only. run: calls a function in a thread. domains: the
-    hosts that images may be fetched from.
+    preprocess: the preprocessor of the served model; None: the model reads text only. run: calls a function
+    in a thread, and returns its result. domains: the hosts that images may be fetched from.
     """
 
     def __init__(
@@ -89,8 +89,9 @@ class RequestImages:
             WITH_PIXELS.release()
 
     def set_options(self, options: Mapping[str, Any], name: str) -> None:
-        """Overrides fields of the model's preprocessor for the images that are added next. name: of the field
-        of the request that has them. Raises ApiError."""
+        """Sets the options of the images that are added next: fields of the model's preprocessor to override.
+        Nothing happens if the model reads text only. name: the field of the request that has `options`.
+        Raises ApiError for a field that the preprocessor does not support."""
         if not self.are_read:
             return
         supported = self.preprocess.options
@@ -100,18 +101,22 @@ class RequestImages:
         self._options = options
 
     def add(self, path: str, url: str, detail: Any = None) -> str:
-        """The mark of the image of a `data:`, http or https URL. Raises ApiError."""
+        """Adds the image of a `data:`, http or https URL. Returns its mark. Raises ApiError.
+
+        path: of the field that has the URL. detail: the request's; `low` is the only value that counts.
+        `load` fetches http and https URLs.
+        """
         url = url.strip()
         is_remote = url[:5].lower().startswith("http")
         return self._add(path, url, str if is_remote else read_data_url, detail)
 
     def add_base64(self, path: str, data: str) -> str:
-        """The mark of an image in base64. Raises ApiError."""
+        """Adds the image in `data`, which is base64. Returns its mark. Raises ApiError."""
         return self._add(path, data, read_base64)
 
     def _add(self, path: str, given: str, read: Callable[[str], bytes | str], detail: Any = None) -> str:
-        """The mark of an image. read: makes its file, or the URL to fetch, of what is `given`. Raises
-        ApiError."""
+        """Adds an image. Returns its mark. read: makes of what is `given` the image's file, or the URL to
+        fetch. Raises ApiError if `read` raises ImageUrlError, or for one image too many."""
         number = len(self._images)
         require(number < MAX_IMAGES, path, f"is one image too many: a request may have {MAX_IMAGES}")
         try:
@@ -121,9 +126,10 @@ class RequestImages:
         return image_mark(number)
 
     def expand(self, text: str, image_numbers: Sequence[int]) -> str:
-        """A prompt, or its beginning, with the text of an image's tokens instead of each placeholder.
+        """A prompt, or its beginning, with the text of an image's tokens instead of each placeholder. The
+        images must be loaded.
 
-        image_numbers: the numbers of the images, in the order of the prompt.
+        image_numbers: the numbers of all images of the prompt, in the order of the prompt.
         """
         if not image_numbers:
             return text
@@ -137,9 +143,9 @@ class RequestImages:
         return [Image(image.key, image.tokens, image.shape, image.pixels, image.canvas) for image in images]
 
     def load(self, check_client: Callable[[], None]) -> None:
-        """Fetches and preprocesses the images, in the request's greenlet. Raises ApiError.
+        """Fetches and preprocesses all images. The request's greenlet waits here for both. Raises ApiError.
 
-        check_client: called before each image; raises when the client has disconnected.
+        check_client: called before each image is preprocessed; raises when the client has disconnected.
         """
         if not self._images:
             return
@@ -160,7 +166,8 @@ class RequestImages:
             require(pixels <= MAX_PIXEL_BYTES, image.path, f"{detail}. Given: {pixels}")
 
     def _fetch(self, remote: list[RequestImage]) -> None:
-        """Fetches these images, all at the same time. Raises ApiError."""
+        """Fetches these images, all at the same time. Replaces the URL in the `source` of each by its file.
+        Raises ApiError."""
         jobs = {
             url: gevent.spawn(attempt, functools.partial(fetch_image, url, self._domains))
             for url in {image.source for image in remote}

@@ -26,8 +26,13 @@ NOT_PREFILLED = PromptDone(id=0, queued_s=0.0)  # of a prompt that has not been 
 
 
 class GeneratedSequence:
-    """One completion of a prompt, which parses its text. Each piece has what the piece adds to the parts of
-    the `output`; `rest` is what the end of the text adds. Times are CLOCK_MONOTONIC, in seconds."""
+    """One completion of a prompt: reads the worker's tokens, and parses their text. Each Piece has in `added`
+    what the piece adds to the parts of `output`; `rest` is what the end of the text adds. Times are
+    CLOCK_MONOTONIC, in seconds.
+
+    number: the place among the sequences of the prompt; index: among all sequences of the HTTP request. Both
+    count from 0.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt: TokenizedPrompt, number: int, index: int):
         prepared = prompt.prepared
@@ -76,9 +81,9 @@ class GeneratedSequence:
     def take(self, token: Token) -> list[Piece]:
         """Reads the next token. Returns the pieces whose text has become certain, which may be none.
 
-        It ends the sequence (sets `finish_reason`) where the engine says so, where it is a stop token or
-        completes a stop string, and where the parser is done (unless `ignore_eos`). With `max_new_tokens` 0
-        the first token ends it unread.
+        The token ends the sequence (sets `finish_reason`) if the engine says so, if the token is a stop token
+        or completes a stop string, or if the parser is then done (unless `ignore_eos`). A stop string counts
+        before the other reasons. If `max_new_tokens` is 0, the first token ends the sequence unread.
         """
         self.first_token_at = self.first_token_at or time.monotonic()
         if self.prepared.max_new_tokens == 0:  # only the prompt is scored
@@ -108,13 +113,15 @@ class GeneratedSequence:
         return self.tokens + 1 >= self.prepared.min_new_tokens
 
     def truncate(self) -> list[Piece]:
-        """Ends the sequence at the deadline. Returns the text that was held back."""
+        """Ends the sequence at the deadline. Returns the pieces that were held back."""
         return self._give(self.stream.finish(), "length")
 
     def _give(self, pieces: list[Piece], reason: str | None) -> list[Piece]:
-        """Notes whether the sequence ends with these pieces, and returns those that the response gets.
+        """Notes whether the sequence ends with these pieces, and returns them. What a stop string has removed
+        from the text is removed from what the pieces add to the output.
 
-        reason: why it ends, unless a stop string has ended it; None: it goes on.
+        reason: why the sequence ends; None: it goes on. If a stop string has ended the text, the reason is
+        "stop_sequence" in any case.
         """
         if self.stream.stopped:
             reason = "stop_sequence"
@@ -127,8 +134,8 @@ class GeneratedSequence:
         return pieces
 
     def _cut(self, pieces: list[Piece]) -> None:
-        """Removes from the end of the output the content that the stop string has removed from the text, and
-        all that follows it."""
+        """Removes from the output the content that the stop string has removed from the text. Reasoning and
+        calls behind that content are removed too. `added` of the pieces changes in the same way."""
         length = self.stream.cut
         for piece in reversed(pieces):
             while length and piece.added:
@@ -170,15 +177,16 @@ class ResponseWriter:
         return any(prepared.prompt_logprobs for prepared in self.requests)
 
     def whole(self, sequences: list[GeneratedSequence]) -> Struct | list:
-        """The body, when all is generated. `sequences`: those of the first request, then of the second, and
-        so on."""
+        """The body of a response that is not streamed, when all is generated. sequences: those of the first
+        PreparedRequest, then those of the second, and so on."""
         raise NotImplementedError
 
     def events(self, sequence: GeneratedSequence, pieces: list[Piece]) -> bytes:
-        """What `pieces` add to a stream; the last of them when `sequence` has finished. May be nothing.
+        """The bytes that `pieces` add to a stream; b"": none. If `sequence` has finished, they are its last
+        pieces.
 
-        By default each event that `_read` yields, under its name. It is written before the next one is made,
-        which changes the objects that the event holds.
+        By default these are the events that `_read` yields, each under its name. Each event is written before
+        `_read` makes the next event, because that changes objects that the earlier event holds.
         """
         return b"".join(map(named_event, self._read(sequence, pieces)))
 
@@ -192,7 +200,7 @@ class ResponseWriter:
         return event(error.body(self.error_format))
 
     def _read(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[Any]:
-        """What the response gets for `pieces` and, when they are the last, for the end of their sequence."""
+        """Yields what the response gets for `pieces` and, if `sequence` has finished, for its end."""
         for piece in pieces:
             yield from self._write(sequence, piece.added)
         if sequence.finish_reason is not None:
@@ -200,7 +208,8 @@ class ResponseWriter:
             yield from self._end_part(sequence)
 
     def _write(self, sequence: GeneratedSequence, added: list[Added]) -> Iterator[Any]:
-        """What the response gets for what is added to the parts of a sequence."""
+        """Yields what the response gets for text that is added to the parts of a sequence. These are the
+        results of `_begin`, `_continue` and `_end`. A part ends when another part gets text."""
         for part, text in added:
             if part is not sequence.written:
                 yield from self._end_part(sequence)
@@ -219,8 +228,8 @@ class ResponseWriter:
         return [list(islice(rest, prepared.sequences)) for prepared in self.requests]
 
     def _prompt_pieces(self, sequence: GeneratedSequence) -> list[Piece]:
-        """The tokens of the prompt. The first one has no log-probability. If the prompt never ran, none has
-        one."""
+        """The tokens of the prompt as pieces, with log-probabilities if the request asks for them. The first
+        token has none. If the prompt never ran, no token has one."""
         ids = sequence.prompt
         texts = prompt_texts(self.tokenizer, ids)
         logprobs = [None, *sequence.prompt_done.logprobs]

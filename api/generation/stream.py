@@ -45,7 +45,7 @@ class ClientGone(Exception):
 
 class Connection:
     """The connection to a client. The end of the client's input counts as a disconnect unless
-    `input_may_end`: then only a broken connection does."""
+    `input_may_end`: then only a broken connection does. client: None for a connection that is never lost."""
 
     def __init__(self, client: socket.socket | None, input_may_end: bool):
         # Not gevent's, which cannot see the end of the input; this one is called without waiting.
@@ -88,10 +88,11 @@ class ConnectionMonitor:
 class ActiveRequest:
     """The sequences that are generated for one HTTP request, as text. Times are CLOCK_MONOTONIC, in seconds.
 
+    The constructor sends the prompts to the worker, and raises ApiError if they are too large for that.
     Iterating yields a Batch whenever text has become certain, until all sequences have finished. An empty
     Batch means that KEEP_ALIVE_S passed without a token. Iterating raises ApiError when the worker rejects or
     fails the request, and ClientGone when the client has disconnected. Sequences that are unfinished at
-    `deadline_at` end there.
+    `deadline_at` end there; if none has a token by then, iterating raises ApiError (429).
 
     As a context manager the request is closed at the end of the block, with the outcome of the block.
     """
@@ -167,13 +168,15 @@ class ActiveRequest:
         return min(times, default=None)
 
     def run(self) -> None:
-        """Generates all, for a response that is not streamed."""
+        """Generates all, for a response that is not streamed: `pieces` of each sequence gets its pieces.
+        Raises the errors of iterating."""
         for batch in self:
             for sequence, pieces in batch.items():
                 sequence.pieces += pieces
 
     def poll(self) -> None:
-        """Wakes the request when its client has disconnected, at its deadline, and for keep-alives."""
+        """Wakes the greenlet that iterates if there is a reason. It gets ClientGone if the client has
+        disconnected, and no messages at the deadline or when KEEP_ALIVE_S have passed."""
         if self.arrival.connection.is_lost:
             self._messages.put(None)
         elif time.monotonic() >= min(self._received_at + KEEP_ALIVE_S, self._deadline_at):
@@ -184,7 +187,8 @@ class ActiveRequest:
         self._status = 200
 
     def fail(self, error: BaseException, status: int | None = None) -> None:
-        """status: that of the response, if it has been sent already."""
+        """Sets the outcome and the status for the metrics. status: that of the response, if it has been sent
+        already; it counts before that of the error. After ClientGone the outcome stays "dropped"."""
         if isinstance(error, ApiError):
             self._outcome = error.outcome
             self._status = status or error.status
@@ -233,7 +237,8 @@ class ActiveRequest:
         )
 
     def _generates(self, prompt: TokenizedPrompt) -> Iterator[Generate]:
-        """The messages to the worker for one request, each with a sequence that waits for its tokens."""
+        """Yields the messages to the worker for one prompt, one for each sequence. Adds these sequences to
+        `sequences`, where they wait for their tokens."""
         prepared = prompt.prepared
         ids = prompt.ids
         if prompt.images:
@@ -256,8 +261,8 @@ class ActiveRequest:
             yield generate
 
     def _receive(self) -> list[PromptDone | Token | End]:
-        """The messages since the last call; waits for the first one. Empty when `poll` has woken it. Raises
-        ClientGone."""
+        """The worker's messages since the last call. Waits for the first one; [] if `poll` has woken this
+        greenlet. Raises ClientGone."""
         arrived = [self._messages.get()]
         while not self._messages.empty():
             arrived.append(self._messages.get())
@@ -277,8 +282,8 @@ class ActiveRequest:
                 self._engine.cancel(message.id, "stop sequence")
 
     def _truncate(self, batch: Batch) -> None:
-        """Ends the unfinished sequences at the deadline, and adds the text that they held back to the
-        batch."""
+        """Ends the unfinished sequences at the deadline, and adds the text that they held back to the batch.
+        Raises ApiError (429) if no sequence has a token."""
         if self.first_token_at is None:
             raise errors.overloaded()  # it has only waited in the queue; a retry may be served
         for request_id, sequence in self._unfinished.items():
@@ -295,10 +300,11 @@ def event_stream(
     generation: ActiveRequest,
     run: Callable[[Callable[[], bytes]], bytes],
 ) -> Iterator[bytes]:
-    """The body of a streamed response, after which the generation has to be closed.
+    """The body of a streamed response. The caller has to close the generation at the end of the response.
 
-    The first text, or KEEP_ALIVE_S without it, makes the status certain: this function waits for it. Raises
-    ApiError and ClientGone. run: runs what writes the events of a batch.
+    This function waits for the first text, or for KEEP_ALIVE_S without text: either makes the status certain.
+    Until then it raises ApiError and ClientGone, after closing the generation; a later error is part of the
+    body. run: calls the function that writes the events of a Batch, and returns its result.
     """
     batches = iter(generation)
     try:
@@ -316,7 +322,8 @@ def _events_of(
     batches: Iterator[Batch],
     run: Callable[[Callable[[], bytes]], bytes],
 ) -> Iterator[bytes]:
-    """The events of a stream. Those of a batch are one write."""
+    """The events of a stream; those of a Batch are one write. After KEEP_ALIVE_S without any, yields
+    `keep_alive`. An error becomes the last event; if the client has disconnected, the events just end."""
     generation.streams_at = time.monotonic()
     written_at = generation.arrival.at
     try:
@@ -347,7 +354,9 @@ def _written(writer: ResponseWriter, batch: Batch) -> bytes:
 
 
 def timing_headers(generation: ActiveRequest) -> dict[str, str]:
-    """TGI's headers. Times are in whole milliseconds, and sums over all sequences."""
+    """TGI's headers of a response that is not streamed, by name. Times are in whole milliseconds, and sums
+    over all sequences, with two exceptions: `x-compute-time` is in seconds, from the arrival of the request
+    until now; `x-time-per-token` is the mean over all tokens."""
     sequences = generation.sequences
     arrived_at = generation.arrival.at
     total_s = sum(sequence.finished_at - arrived_at for sequence in sequences)

@@ -80,8 +80,11 @@ class Generated:
 
 
 class RequestTrace:
-    """The span of a request that arrived at `started_at`; `end` adds its stages. Times are CLOCK_MONOTONIC,
-    in seconds."""
+    """The span of a request, with the name `route`; `end` adds the spans of its stages. Times are
+    CLOCK_MONOTONIC, in seconds.
+
+    headers: those of the request; `traceparent` names the parent span. started_at: when the request arrived.
+    """
 
     def __init__(
         self,
@@ -104,7 +107,8 @@ class RequestTrace:
         self._context = tracer.api.set_span_in_context(self._span)
 
     def end(self, stats: RequestStats, generated: Generated | None = None) -> None:
-        """generated: None for a request that was not sent to the worker."""
+        """Ends the span, and adds those of its stages. generated: None for a request that was not sent to the
+        worker."""
         now = time.monotonic()
         self._span.set_attribute("http.response.status_code", stats.status)
         if stats.outcome != "success":
