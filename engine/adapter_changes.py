@@ -44,8 +44,11 @@ class Pending(NamedTuple):
 
 
 class AdapterChanges:
-    """Changes the adapters of a model. `read` returns the updates of an adapter by its name and source;
-    `info` names the served adapters."""
+    """Changes the adapters of a model, one change after the other.
+
+    `read` returns the updates of an adapter by its name and source; it may raise ModelError or ConfigError.
+    `info` names the adapters that are served at first.
+    """
 
     def __init__(
         self,
@@ -102,8 +105,8 @@ class AdapterChanges:
             self._link.interrupt()
 
     def apply(self, requests: Collection[Request]) -> None:
-        """Gives the model the copy that is ready, and begins the next one. The loop calls it between two
-        steps."""
+        """Gives the model the copy that is ready, and begins a copy for the first change that is due. The
+        loop calls `apply` between two steps, with all requests that have not ended."""
         if self._copying and self._copying[1].done():
             self._exchange(*self._copying)
             self._copying = None
@@ -130,8 +133,12 @@ class AdapterChanges:
         return changed
 
     def _exchange(self, pending: Pending, copying: Future[Adapters]) -> None:
-        """Gives the model the copy, and answers the change. If the change replaces an adapter, the removal of
-        the old one is pending next, and the answer comes after it."""
+        """Gives the model the copy, and answers the change. If there is no copy, the adapters stay as they
+        are, and the answer has the error.
+
+        If the change replaces an adapter, the removal of the old adapter is pending next, and the answer
+        comes after that removal.
+        """
         self._pending.remove(pending)
         peer, change, *_ = pending
         try:
@@ -160,7 +167,8 @@ class AdapterChanges:
         self._link.announce(self._info)
 
     def _end(self, peer: bytes, change: AdapterChange, error: str = "", is_of_machine: bool = False) -> None:
-        """Answers a change."""
+        """Answers a change. error: why the change failed, "": it has succeeded. is_of_machine: it may succeed
+        later."""
         if not error:
             logger.info("%s the LoRA adapter %s", "Loaded" if change.source else "Unloaded", change.name)
         self._link.send(peer, AdapterChanged(change.id, error, is_of_machine))

@@ -22,8 +22,12 @@ class Admission:
         return self.count >= self.limit
 
     def admit(self, count: int, pixel_bytes: int) -> str | None:
-        """Admits all requests of an HTTP request with their images, and returns None. Otherwise returns the
-        reason for the `End` of each request."""
+        """Admits `count` requests of one HTTP request and their images, all or none. Returns None if they are
+        admitted.
+
+        Otherwise returns the reason for the `End` of each request: "draining" or "overloaded". The images of
+        one HTTP request are admitted whatever their size if no other images wait.
+        """
         if self.is_draining:
             return "draining"
         with self._lock:

@@ -13,10 +13,10 @@ logger = logging.getLogger("worker")
 
 
 def sampling_defaults(manifest: Manifest, sampled_on: str) -> dict[str, int | float]:
-    """The sampling parameters of generation_config.json that can be used; the log lists them.
+    """The sampling parameters of generation_config.json that can be used, by their names; the log lists them.
 
     sampled_on: "host", "hybrid" or "device". With "device", the result has no defaults that the device does
-    not support: requests with them would be rejected.
+    not support, and a `top_k` of at most DEVICE_TOP_K: other requests would be rejected.
     """
     used = {}
     host_only = []

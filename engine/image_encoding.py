@@ -29,7 +29,7 @@ logger = logging.getLogger("worker")
 
 class ImageThread:
     """Encodes the images of requests round-robin: a request with one image does not wait for all images of
-    another one. `wake` is called when an image is done. Only the loop's thread calls its methods."""
+    another request. `wake` is called when an image is done. Only the loop's thread calls the methods."""
 
     def __init__(
         self, model: StaticBatchModel, admission: Admission, metrics: Metrics, wake: Callable[[], None]
@@ -47,7 +47,8 @@ class ImageThread:
         self._thread = ThreadPoolExecutor(1, "worker-images")
 
     def add(self, images: Iterable[Image]) -> None:
-        """Takes the images of a message. The next `retain` must name those that requests want."""
+        """Takes the images of a message. The next `retain` frees the pixels of each image that it does not
+        name."""
         for image in images:
             self._metrics.series("images").inc()
             if image.key in self._cache:
@@ -66,8 +67,11 @@ class ImageThread:
         return all(key in self._cache for key in keys)
 
     def retain(self, keys: set[int]) -> None:
-        """Names the images that requests want. Their embeddings stay in the cache, and their pixels until
-        they are encoded. The encoding of others is cancelled."""
+        """Takes the keys of all images that requests want, and cancels the encoding of all others.
+
+        The embeddings of wanted images stay in the cache. The pixels of a wanted image stay until the image
+        is encoded.
+        """
         self._cache.pin(keys - self._wanted)
         self._cache.unpin(self._wanted - keys)
         self._wanted = keys
@@ -108,8 +112,8 @@ class ImageThread:
         self._wake()
 
     def _encode(self, key: int) -> str:
-        """Encodes an image into the cache, if a request still wants it. Returns why that failed; "" if it did
-        not."""
+        """Encodes an image into the cache, if a request still wants the image. Returns why the image cannot
+        be encoded; "" if it is encoded or not wanted."""
         image = self._images.get(key)
         if image is None:
             return ""

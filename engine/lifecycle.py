@@ -39,7 +39,10 @@ class Requests:
         return iter(list(self.by_id.values()))
 
     def add(self, peer: bytes, generate: Generate, group: RequestGroup, images: Mapping[int, int]) -> Request:
-        """A new request, which the caller adds to the scheduler. `images`: key → tokens."""
+        """Makes a request of its message. The caller adds the request to the scheduler, or ends it.
+
+        The request may generate no more tokens than the context length leaves. images: key → tokens.
+        """
         now = time.monotonic()
         request = Request(
             generate=generate,
@@ -55,7 +58,10 @@ class Requests:
         return request
 
     def end(self, request: Request, reason: str, message: str = "", log_reason: str | None = None) -> None:
-        """Ends a request with a message instead of a token. Does nothing if it has ended."""
+        """Ends a request with an `End` instead of a token. Does nothing if the request has ended already.
+
+        reason, message: of the `End`. log_reason: the reason in the log, if it differs from `reason`.
+        """
         if request.id not in self.by_id:
             return
         self.outputs.end(request, reason, message)

@@ -56,9 +56,11 @@ _decode_message = msgspec.msgpack.Decoder(FromWeb).decode
 
 
 class Link:
-    """The worker's end of the socket. `send`, `announce` and `report` may be called from any thread;
-    `receive` from one. What is sent is sent in order. `metrics` and `admission` are used on the socket's
-    thread."""
+    """The worker's end of the socket. `metrics` and `admission` are used on the socket's thread.
+
+    `send`, `announce`, `report` and `interrupt` may be called from any thread, `receive` from one thread
+    only. Messages are sent in the order of the calls.
+    """
 
     def __init__(self, address: str, metrics: Metrics, admission: Admission):
         self._status = Status("starting")  # as last reported; without `full`, which `_admission` knows
@@ -86,8 +88,10 @@ class Link:
         self.thread.start()
 
     def receive(self, block: bool) -> list[tuple[bytes, ForLoop]]:
-        """What arrived, as (peer, message) in order; with `block`, waits until there is something, or for
-        `interrupt`."""
+        """The messages that have arrived, in order, each with the API server process that sent it.
+
+        With `block`, waits for a message or for `interrupt`; the list may then be empty.
+        """
         received = [self._inbox.get()] if block else []
         while not self._inbox.empty():  # cheaper than an exception in the common case
             received.append(self._inbox.get())
@@ -163,7 +167,8 @@ class Link:
                 self._send(None, self._status_now())
 
     def _read(self) -> None:
-        """Receives one message. A new API server process also gets the status and the model's information."""
+        """Receives one message. An API server process whose first message this is gets the status and the
+        model's information."""
         peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
         body = b"".join(frames)
         is_new = peer not in self._peers

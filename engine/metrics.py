@@ -178,15 +178,19 @@ class Metrics:
         ProcessCollector(registry=self._registry)  # of the worker
 
     def series(self, name: str, *label: str | int) -> Counter | Gauge | Histogram | Summary:
-        """One metric by its name, TGI's without "tgi_", with the value of its own label if it has one."""
+        """The metric of this name, TGI's without "tgi_". label: the value of the metric's label, if the
+        metric has one; vLLM's labels of the model and engine are added."""
         metric = self._metrics[name]
         if name.startswith("vllm:"):
             label = (self._model_name, VLLM_ENGINE, *label)
         return metric.labels(*label) if label else metric
 
     def set_limits(self, batch_size: int, max_input_tokens: int, max_total_tokens: int) -> None:
-        """Sets the limits and adds the metrics that depend on them. `batch_size` may be 0 until the model has
-        decided it."""
+        """Sets the limits, and adds the metrics whose buckets depend on them. A further call only sets the
+        limits.
+
+        `batch_size` may be 0 until the model has decided it.
+        """
         self.series("slots_total").set(batch_size)
         self.series("batch_max_total_tokens").set(batch_size * max_total_tokens)
         if "request_input_length" in self._metrics:
@@ -227,12 +231,16 @@ class Metrics:
 
     def watch(self, load: Callable[[], Mapping[str, float]]) -> None:
         """Shows what `load` returns from now on: the values of gauges by the names that `series` takes.
-        `render` calls it, on its own thread."""
+        `render` calls `load` on its caller's thread."""
         self._load = load
 
     def watch_adapters(self, slots: int, adapters: Callable[[], tuple[set[str], set[str]]]) -> None:
-        """Shows the LoRA adapters of running and of waiting requests, which `adapters` returns, from now on.
-        The gateways of Kubernetes' Inference Extension choose a replica by this metric of vLLM."""
+        """Shows the LoRA adapters that `adapters` returns from now on: the names for running and for waiting
+        requests.
+
+        slots: how many adapters can run at a time. The gateways of Kubernetes' Inference Extension choose a
+        replica by this metric of vLLM.
+        """
         labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
         about = "The LoRA adapters of running and waiting requests; the value is the time"
         gauge = Gauge("vllm:lora_requests_info", about, labels, registry=self._registry)
@@ -268,7 +276,7 @@ class Metrics:
             self.series("request_failure", stats.outcome).inc()
 
     def count_step(self, output: StepOutput) -> None:
-        """Counts a step that has ended. The output thread calls it."""
+        """Counts a step that has ended, also one that failed. The output thread calls this method."""
         step = output.step
         # TGI's label; a step with rows of running requests is a decode step, whatever else it runs.
         method = "decode" if step.num_decodes else "prefill"
@@ -356,7 +364,8 @@ class Metrics:
         self._update(values)
 
     def _update(self, values: Mapping[str, float], *label: str) -> None:
-        """Adds values to counters, and observes those of histograms and summaries, by their names."""
+        """Adds each value to the counter of its name. A histogram or summary of that name observes the value
+        instead. label: of all these metrics."""
         for name, value in values.items():
             series = self.series(name, *label)
             if isinstance(series, Counter):
@@ -384,7 +393,11 @@ class Metrics:
         values: Iterable = (),
         **options,
     ) -> None:
-        """Registers a metric. `values`: of its label, for the series that are there from the start."""
+        """Registers a metric of the class `kind`. Histograms have DURATION_BUCKETS, unless BUCKETS or the
+        options say otherwise.
+
+        label: the name of its label. values: of the label, for the series that are there from the start.
+        """
         if kind is Histogram:
             options.setdefault("buckets", BUCKETS.get(name, DURATION_BUCKETS))
         labels = [label] if label else []

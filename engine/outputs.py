@@ -29,8 +29,10 @@ MAX_UNPUBLISHED = 2  # steps whose outputs wait for the output thread; each hold
 
 
 class Publisher:
-    """Sends step outputs to the API server processes, and counts them. `executor` runs one call at a time,
-    in order; None: a thread of its own."""
+    """Sends step outputs to the API server processes, and counts them.
+
+    executor: runs one call at a time, in the order of the calls; None: a thread of the publisher's own.
+    """
 
     def __init__(self, link: Link, metrics: Metrics, profiler: Profiler | None, executor: Executor | None):
         self._link = link
@@ -46,7 +48,8 @@ class Publisher:
         self._held = output
 
     def flush(self) -> None:
-        """Hands over what is held; waits while MAX_UNPUBLISHED others have not been published.
+        """Hands the held output to the output thread. Waits while MAX_UNPUBLISHED earlier outputs are not
+        published.
 
         To be called right before the device runs, or when there is nothing to run: earlier, the output thread
         would hold the interpreter's lock while the next step is prepared.
@@ -57,7 +60,8 @@ class Publisher:
             self._held = None
 
     def end(self, request: Request, reason: str, message: str) -> None:
-        """Ends a request after its tokens; does nothing if it has its terminal message."""
+        """Sends an `End` after the tokens of a request; nothing if the request already has its terminal
+        message."""
         self.flush()
         self._executor.submit(self._end, request, reason, message)
 
@@ -74,8 +78,8 @@ class Publisher:
         self._executor.shutdown()
 
     def _publish(self, output: StepOutput) -> None:
-        """Sends and counts the outputs of one step, on the output thread. If they cannot be sent, the step's
-        requests fail."""
+        """Sends and counts the outputs of one step, on the output thread. If sending fails, all requests of
+        the step fail."""
         begin = time.monotonic()
         try:
             self._send(output)
@@ -93,8 +97,9 @@ class Publisher:
             self._unpublished.release()
 
     def _send(self, output: StepOutput) -> None:
-        """One message per API server process: the tokens of its requests, with log-probabilities if
-        requested."""
+        """Sends one message per API server process: the new tokens of its requests, with log-probabilities if
+        requested, and `PromptDone` for prompts that are complete. A request whose log-probabilities fail is
+        ended."""
         logprobs, failed = score(output)
         for i, error in failed.items():
             request = output.step.requests[i]
@@ -130,8 +135,12 @@ class Publisher:
 
 
 def score(output: StepOutput) -> tuple[dict[int, list[RowLogprobs]], dict[int, Exception]]:
-    """The log-probabilities of a step's new tokens by chunk, where requested, and the errors of chunks by
-    chunk, such as NaN logits. Adds the log-probabilities of prompt tokens to their requests."""
+    """The log-probabilities of a step's new tokens, and the errors, both by the index of the chunk.
+
+    A chunk has log-probabilities, one entry for each new token, if its request wants them and there are
+    logits. A row that fails, as with NaN logits, has no entry, but an error; a chunk keeps the error of its
+    last such row. The log-probabilities of prompt tokens are added to their requests.
+    """
     found: defaultdict[int, list[RowLogprobs]] = defaultdict(list)
     failed: dict[int, Exception] = {}
     step = output.step

@@ -36,7 +36,7 @@ class Preparation:
     round-robin.
 
     `wake` is called when `drain` has something. `grammars` is None with on-device sampling. `images` is None
-    for a model that reads text only; it takes the images of requests before these are added.
+    for a model that reads text only. The caller adds the images of a request to `images` before the request.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Preparation:
         self.start()
 
     def start(self) -> None:
-        """Prepares as many requests as there is memory for, and frees that of requests that have ended. The
-        loop calls it before it waits for messages."""
+        """Prepares as many requests as there is memory for, and frees the memory of requests that have ended.
+        The loop calls this method before it waits for messages."""
         self._requests = [request for request in self._requests if request.state is not RequestState.ENDED]
         if self.images:
             self.images.retain({key for request in self._requests for key in request.images})
@@ -72,8 +72,12 @@ class Preparation:
                 self._prepare(request)
 
     def drain(self) -> list[tuple[Request, str]]:
-        """The requests whose preparation has ended, each with the reason why it failed, or "". The caller
-        adds them to the scheduler, or ends them."""
+        """The requests whose preparation has ended, each with the reason why it failed, or "". They are in
+        the order of arrival.
+
+        The caller adds each of these requests to the scheduler, or ends it; otherwise the next call returns
+        the request again.
+        """
         failed_images = self.images.drain_errors() if self.images else {}
         prepared = []
         for request in self._requests:
@@ -93,7 +97,8 @@ class Preparation:
             self.images.close()
 
     def _fitting(self) -> list[Request]:
-        """The requests that there is memory for. A request alone always fits."""
+        """The requests that there is memory for: in the order of arrival, up to the first that does not fit.
+        A request alone always fits."""
         fitting = []
         characters = 0
         images: dict[int, int] = {}
@@ -126,7 +131,8 @@ class Preparation:
             request.compilation.add_done_callback(lambda _job: self._wake())
 
     def _compile(self, request: Request) -> str:
-        """Runs in the thread. Returns why it failed."""
+        """Compiles the request's grammar, in the thread. Returns why that failed; "" if it did not or is not
+        needed."""
         if request.state is RequestState.ENDED:  # do not delay the others
             return ""
         started_at = time.monotonic()

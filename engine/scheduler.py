@@ -158,8 +158,12 @@ class Scheduler:
         return end
 
     def _snapshot_position(self, request: Request, begin: int, end: int) -> int | None:
-        """Where a chunk from `begin` to `end` ends instead, to keep the state that the model has there; None:
-        nowhere. No chunk of one token is left on either side."""
+        """Where a chunk from `begin` to `end` ends instead, so that the state there is kept; None: the chunk
+        ends at `end`, as no snapshot is due.
+
+        Snapshots are due at the borders of the request, or every SNAPSHOT_INTERVAL tokens if it has none. The
+        first one within the chunk counts. No chunk of one token is left on either side.
+        """
         step = self.prefix_granularity
         if self._model.states is None or not step or request.all_logits:
             return None
@@ -171,8 +175,11 @@ class Scheduler:
         return None
 
     def _propose_drafts(self, rows: list[Request]) -> list[list[int]]:
-        """The draft tokens of each row. If half of the rows or more have none, no row gets any: rows without
-        draft tokens would wait for the others. Steps with prompts have no draft tokens."""
+        """The draft tokens of each row; [] if no row gets any.
+
+        If half of the rows or more have no draft tokens, no row gets any: rows without draft tokens would
+        wait for the others.
+        """
         most = min(self._model.max_draft_rows // max(1, len(rows)), self.verify_length) - 1
         if most < 1:
             return []
@@ -184,9 +191,9 @@ class Scheduler:
         row failed. Returns one finish reason a chunk: "eos_token", "length", or None. The slot of a finished
         request is free for the next step.
 
-        Removes the tokens after the one that ends a request from its list. Tokens of a request that was
-        removed meanwhile are ignored. The caller must remove a request whose row failed: until then the same
-        chunk is scheduled again.
+        If a token ends a request, the tokens after it are removed from the chunk's list. Tokens of a request
+        that was removed meanwhile are ignored. The caller must remove a request whose row failed: until then
+        the same chunk is scheduled again.
         """
         reasons: list[str | None] = [None] * len(step.chunks)
         for index, (chunk, request) in enumerate(zip(step.chunks, step.requests)):
@@ -217,7 +224,8 @@ class Scheduler:
             self._steps_since_prompt = 0
 
     def _record(self, request: Request, tokens: list[int]) -> str | None:
-        """Adds tokens to a request. Returns why it ends, if it does."""
+        """Adds tokens to a request. Returns why the request ends, or None. Removes the tokens after the one
+        that ends the request from the list."""
         if request.proposer:
             request.proposer.add(tokens)
         for number, token in enumerate(tokens, 1):
@@ -234,7 +242,11 @@ class Scheduler:
         return None
 
     def _assign_slots(self, now: float) -> None:
-        """Assigns slots to the requests that have waited longest."""
+        """Assigns free slots to waiting requests, in the order of `_next_waiting`.
+
+        Without chunked prefill no request gets a slot while few wait, by `waiting_served_ratio`, until
+        `max_waiting_tokens` steps have run without prompts.
+        """
         config = self._config
         interrupts = not self._model.supports_chunked_prefill  # prompts interrupt decoding
         too_few_wait = interrupts and len(self.waiting) < int(len(self.running) * config.waiting_served_ratio)
@@ -255,8 +267,11 @@ class Scheduler:
             self.prefilling.append(request)
 
     def _next_waiting(self, now: float) -> Request:
-        """Takes a request out of the queue: the first one. With `queue_threshold_ms` it is the one that has
-        waited longest if its wait exceeds the threshold, otherwise the one with the shortest prompt."""
+        """Takes a request out of the queue: the first one, or another one by `queue_threshold_ms`.
+
+        With that setting the request counts that has waited longest, if its wait exceeds the threshold,
+        otherwise the request with the shortest prompt.
+        """
         first = self.waiting[0]
         threshold_ms = self._config.queue_threshold_ms
         if threshold_ms is not None:
@@ -305,9 +320,12 @@ class ChunkedPrefill:
         return running, self._share(max(least, budget), prefilling)
 
     def _share(self, budget: int, prefilling: list[Request]) -> Prompts:
-        """The number of tokens of each prompt that run. At least half of the budget is for the first prompt,
-        so that no prompt waits for ever. The rest goes to the prompts with the fewest tokens left. So prompts
-        of the same length run one after the other, which brings most of them an earlier first token."""
+        """The prompts that run in this step, each with the number of its tokens.
+
+        At least half of the budget is for the first prompt, so that no prompt waits for ever. The rest goes
+        to the prompts with the fewest tokens left. So prompts of the same length run one after the other,
+        which brings most of them an earlier first token. Only one prompt with `all_logits` runs.
+        """
         if not prefilling:
             return []
         first = prefilling[0]
@@ -326,9 +344,9 @@ class ChunkedPrefill:
         return shares
 
     def _chunk_tokens(self, request: Request, most: int) -> int:
-        """The number of tokens of a prompt's next chunk. It may exceed `most` by one, or up to the next
-        multiple of the model's granularity. No chunk of a longer prompt has one token: the model would round
-        it as in a decode step."""
+        """The number of tokens of a prompt's next chunk. The number may exceed `most` by one, or up to the
+        next multiple of the model's granularity. No chunk of a longer prompt has one token: the model would
+        round it as in a decode step."""
         granularity = self._model.chunk_granularity
         left = len(request.prompt) - request.prefilled
         longest = ALL_LOGITS_TOKENS if request.all_logits else left
@@ -350,7 +368,11 @@ class AlternatingPrefill:
     def next(
         self, running: list[Request], prefilling: list[Request], startable: int, _prompt_budget: int
     ) -> tuple[list[Request], Prompts]:
-        """`startable`: prompts that have or could have a slot."""
+        """Either no rows and one prompt with the number of its tokens, or all running requests and no prompt.
+
+        startable: prompts that have or could have a slot. The prompt that runs goes to the end of
+        `prefilling`.
+        """
         budget = self._budget
         if startable > len(running) and self._model.prefill_chunk is None:
             budget = max(MAX_PREFILL_TOKENS_PER_DECODE, budget)  # idle slots cost more than the pause

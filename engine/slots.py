@@ -18,8 +18,10 @@ from models.images.encoder_cache import cuts_image
 
 
 class SlotAssignment(NamedTuple):
-    """The slot of a request, the number of its prompt tokens that are cached, and the slot that has them. If
-    `source` is another slot than `slot`, the tokens must be copied first."""
+    """The slot of a request, how many of its prompt tokens are cached, and the slot that has these tokens.
+
+    If `source` is another slot than `slot`, the tokens must be copied first.
+    """
 
     slot: int
     cached: int
@@ -41,12 +43,15 @@ class Slots:
         """Takes the free slot with the longest common prefix, else the least recently used one. There must be
         a free slot.
 
+        Only contents that were computed with the same `adapter` count, and none without `reuse`. At least two
+        tokens are left to run: a chunk of one token would be rounded as a decode step is.
+
         A slot counts as having no prefix if less than half of its contents would be used, and either prefixes
-        can be copied or a free slot is empty: the rest belongs to another conversation. Example: a slot has
-        100 tokens, and the prompt begins with 40 of them. The least recently used slot is taken. If prefixes
-        can be copied, it gets the longest prefix that any slot has, also one in use: here the 40.
-        Without `reuse` no prefix counts. At least two tokens are left to run: a chunk of one would be rounded
-        as a decode step is.
+        can be copied or a free slot is empty: the rest belongs to another conversation. If prefixes can be
+        copied, the taken slot gets the longest prefix that any slot has, also one in use.
+
+        Example: a slot has 100 tokens, and the prompt begins with 40 of them. The least recently used slot is
+        taken, and gets these 40 tokens if prefixes can be copied.
         """
         step = self._prefix_granularity
         common = [0] * len(self._held)
@@ -83,7 +88,12 @@ class Slots:
         return common
 
     def mark_cached(self, slot: int, tokens: Sequence[int], begin: int) -> None:
-        """A prompt chunk has run."""
+        """Counts the tokens of a prompt chunk that has run as cached, if other prompts would have the same
+        chunk.
+
+        The chunk has to begin where the cached tokens of the slot end, and to have more than one token and a
+        multiple of the granularity.
+        """
         held = self._held[slot]
         step = self._prefix_granularity
         if step and begin == len(held) and len(tokens) > 1 and len(tokens) % step == 0:

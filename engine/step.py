@@ -136,7 +136,11 @@ class StepRunner:
             self._model.set_sampling(request.slot, wanted.top_k, wanted.top_p, wanted.temperature)
 
     def _sample(self, output: StepOutput, result: Logits | SampledIds, masks: Future[Masks] | None) -> None:
-        """The next tokens of each request that samples: one, and one more after each accepted draft token."""
+        """Adds to `output` the next tokens of each request that samples, or its error.
+
+        A request gets one token, and one more after each accepted draft token. The logits are added if a
+        request wants log-probabilities.
+        """
         step = output.step
         wants_logits = any(request.generate.logprobs or request.all_logits for request in step.requests)
         if wants_logits and not isinstance(result, SampledIds):
@@ -173,7 +177,11 @@ class StepRunner:
         result: Logits | SampledIds,
         masks: Future[Masks] | None,
     ) -> list[TokenOrError]:
-        """A token for each request, of its row of the result."""
+        """The next token of each request, or the exception of its row. rows: the row of `result` for each
+        request.
+
+        masks: of these rows; None: no request has a grammar. A sampled token advances the request's grammar.
+        """
         if isinstance(result, SampledIds):
             unknown = SamplingError("the device chose a token that does not exist")
             ids = result.ids[rows].tolist()
@@ -222,7 +230,7 @@ def rows_of(logits: np.ndarray, rows: list[int]) -> np.ndarray:
 
 
 def _is_accepted(chunk: Chunk, depth: int, token: int) -> bool:
-    """Whether the draft token after `depth` others is `token`."""
+    """Whether the chunk has a draft token after `depth` others, and that draft token is `token`."""
     return chunk.verify and depth + 1 < len(chunk.tokens) and chunk.tokens[depth + 1] == token
 
 
@@ -267,7 +275,7 @@ class StepTimer:
         self._prompt_token_s: deque[float] = deque(maxlen=self.RECENT_STEPS)
 
     def limit_s(self, prompt_tokens: int) -> float:
-        """The limit of a step with so many prompt tokens; 0: a decode step."""
+        """The seconds that a step with so many prompt tokens may take; 0 prompt tokens: a decode step."""
         recent = self._prompt_token_s if prompt_tokens else self._decode_s
         if not recent:
             return self.FIRST_S + prompt_tokens

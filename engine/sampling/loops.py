@@ -191,8 +191,11 @@ def copied(source, rows):
 
 @_njit
 def masked_scores(source, row, start, part, masked):
-    """`part`, the LANES tokens from `start` on, with -inf for those that the mask excludes; empty if it
-    excludes all."""
+    """`part` with -inf for the tokens that the mask excludes; an empty array if the mask excludes all.
+
+    part: the bits of the logits of LANES tokens from `start` on, of `Source.adjacent` rows from `row` on.
+    masked: an array for the result, of the size of `part`.
+    """
     integer = type(source.highest)
     adjacent = source.adjacent
     first = row * source.words + start // LANES
@@ -215,16 +218,19 @@ def masked_scores(source, row, start, part, masked):
 
 @_njit
 def sortable_bits(bits, highest):
-    """An integer ordered as the float with these bits is; the same again makes the bits of it. highest: of
-    the integers."""
+    """An integer that is ordered as the float with these bits. The function of that integer is the bits
+    again. highest: the highest integer of this size."""
     integer = type(highest)
     return integer(bits ^ integer(integer(bits >> integer(31)) & highest))
 
 
 @_njit
 def maxima_of(source):
-    """The highest score of each lane, or NaN, float32 [rows, lanes]. Scores are compared as integers of their
-    size, less an offset that brings NaNs of both signs to the top."""
+    """The highest score of each lane, float32 [rows, groups * LANES]: NaN if the lane has NaN, -inf if the
+    lane has no possible token.
+
+    Scores are compared as integers of their size, less an offset that brings NaNs of both signs to the top.
+    """
     integer = type(source.highest)
     width = LANES * source.adjacent
     size = source.vocab * source.adjacent
@@ -265,8 +271,8 @@ def weight_of(score, peak, scale):
 
 @_njit
 def sums_of(source, peaks, scales):
-    """The sum of the weights of each group of tokens, float64 [rows, groups]: lanes first, whatever the
-    memory order."""
+    """The sum of the weights of each group of tokens, float64 [rows, groups]. Each lane is summed first, then
+    the lanes, whatever the memory order. peaks, scales: [rows], as for `weight_of`."""
     width = LANES * source.adjacent
     size = source.vocab * source.adjacent
     sums = np.zeros((source.rows, source.groups))
@@ -295,7 +301,8 @@ def sums_of(source, peaks, scales):
 
 @_njit
 def sort(scores, ids, count):
-    """Sorts the first `count`, highest scores first, equal ones by id (Shell sort)."""
+    """Sorts the first `count` scores with their ids, in place: highest scores first, equal ones by id (Shell
+    sort)."""
     for gap in (1750, 701, 301, 132, 57, 23, 10, 4, 1):
         for i in range(gap, count):
             id = ids[i]
@@ -310,8 +317,8 @@ def sort(scores, ids, count):
 
 @_njit
 def threshold_of(scores, k):
-    """A score that k of them reach; the lowest finite float32 if fewer are finite. Bisects the integers in
-    their order."""
+    """A score that `k` of the scores reach, or more if several equal the k-th highest. It is the lowest
+    finite float32 if fewer are finite. Bisects the integers in their order."""
     low, high = ~FINITE_BITS, FINITE_BITS
     while low < high:
         middle = (low + high + 1) >> 1
@@ -330,8 +337,12 @@ def threshold_of(scores, k):
 
 @_njit
 def list_top(source, row, maxima, peak, k, ids, scores):
-    """Lists the top k possible tokens and ties of the k-th: most likely first, ties by id. Returns their
-    number."""
+    """Writes the top k possible tokens of a row, and ties of the k-th, into `ids` and `scores`. Returns how
+    many tokens these are.
+
+    The most likely token comes first, ties by id. maxima, peak: of this row. The arrays have room for all
+    tokens.
+    """
     threshold = peak if k == 1 else threshold_of(maxima, k)
     count = 0
     for lane in range(len(maxima)):
@@ -352,8 +363,8 @@ def list_top(source, row, maxima, peak, k, ids, scores):
 
 @_njit
 def sample_index(weights, draw):
-    """The index at the share `draw` of all weights, never one without weight, and the share of that weight
-    below it."""
+    """The index at the share `draw` of all weights, and which share of the weight at that index is below this
+    point. The index is never one without weight."""
     wanted = draw * weights.sum()
     cumulative = 0.0
     place = 0
@@ -370,7 +381,11 @@ def sample_index(weights, draw):
 
 @_njit
 def draw_listed(ids, scores, is_complete, sums, peak, temperature, top_p, min_p, draw):
-    """A token from the listed ones, most likely first; NEEDS_FULL_SORT if top-p and min-p may keep others."""
+    """A token from the listed ones, most likely first; NEEDS_FULL_SORT if top-p and min-p may keep others.
+
+    is_complete: no other token counts, because of top-k or because the others are impossible. sums: the
+    weights of all tokens by group, for top-p if the list is not complete.
+    """
     weights = np.exp((scores.astype(np.float64) - peak) / temperature)
     limit = top_p * (weights if is_complete else sums).sum()
     cumulative = 0.0
@@ -387,7 +402,8 @@ def draw_listed(ids, scores, is_complete, sums, peak, temperature, top_p, min_p,
 
 @_njit
 def draw_any(source, place, sums, peak, scale, draw):
-    """A token from all of them, in the order of their ids."""
+    """A token from all tokens of a row, at the share `draw` of their weights in the order of their ids. sums:
+    the weights of the row by group."""
     group, share = sample_index(sums, draw)
     weights = np.zeros(GROUP)
     for i in range(min(GROUP, source.vocab - group * GROUP)):
@@ -406,8 +422,12 @@ def next_draw(streams, row):
 
 @_njit
 def choose_tokens(source, maxima, peaks, indices, parameters):
-    """The token of each row, NEEDS_FULL_SORT or FAILED. indices: each row's place in `parameters`; -1 leaves
-    it out."""
+    """The token of each row, NEEDS_FULL_SORT or FAILED. Takes the next random number of each row into
+    `parameters.draws`.
+
+    indices: the place of each row in `parameters`; -1 leaves the row out, and its token is undefined. maxima,
+    peaks: of the source.
+    """
     scales = parameters.scale[indices]
     weighted = parameters.weighted[indices] & (indices >= 0)
     sums = sums_of(source, peaks, scales) if weighted.any() else np.empty((source.rows, 0))

@@ -23,8 +23,11 @@ MAX_PAUSE = 64  # tokens
 
 
 class NgramProposer:
-    """The tokens of one request, and the acceptance of its draft tokens. `prediction` is the output that the
-    client expects, proposed from its beginning."""
+    """Proposes draft tokens of one request, from its prompt, its generated tokens and `prediction`.
+
+    `prediction` is the output that the client expects. Its first tokens are proposed at the beginning of the
+    output; later it counts as text that comes before the prompt.
+    """
 
     def __init__(self, prompt: Sequence[int], prediction: Sequence[int], max_new_tokens: int):
         self._prediction = list(prediction)

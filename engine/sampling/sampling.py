@@ -36,8 +36,8 @@ class SamplerState:
     """The parameters, random stream and token counts of one request.
 
     `prompt` counts for the repetition penalty, as in transformers, not for OpenAI's frequency and presence
-    penalties. The ids in `banned` may be outside of the vocabulary; they are not sampled for the first
-    `banned_for` tokens.
+    penalties. The ids in `banned` are not sampled for the first `banned_for` tokens; ids outside of the
+    vocabulary have no effect.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class SamplerState:
             self._seen = np.append(self._seen, token)
 
     def apply_penalties(self, scores: np.ndarray) -> None:
-        """Applies penalties, biases and bans in place to float32 [vocab], rounded to float32 as in
-        transformers."""
+        """Applies penalties, biases and bans in place to float32 [vocab]. Results are rounded to float32 as
+        in transformers."""
         with np.errstate(over="ignore", invalid="ignore"):
             if self._seen is not None:
                 seen = scores[self._seen].astype(np.float64)
@@ -98,8 +98,11 @@ class SamplerState:
 
 
 class SamplingBatch:
-    """A step's rows. Reuse it while they stay the same. It takes over their random streams: discard earlier
-    batches of them."""
+    """The sampling parameters of a step's rows, for all steps with the same rows in the same order.
+
+    A new batch takes over the random streams of its rows: an earlier batch with one of these rows must not be
+    used any more.
+    """
 
     def __init__(self, rows: Sequence[SamplerState]):
         def array(name: str, dtype: type = np.float64) -> np.ndarray:
@@ -130,10 +133,11 @@ class SamplingBatch:
 
 
 def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray = NO_MASK) -> list[TokenOrError]:
-    """The next token of each row; a row that fails yields its exception in its place.
+    """The next token of each row; the exception in the place of the token for a row that fails.
 
-    logits: float32 [rows, vocab], or uint16, the bits of bfloat16; in either memory order; not changed.
-    mask: uint32 [rows, ceil(vocab / 32)], a set bit allows the token; applied before temperature and filters.
+    The token counts and the random streams of the rows go on. logits: float32 [rows, vocab], or uint16, the
+    bits of bfloat16; in either memory order; not changed. mask: uint32 [rows, ceil(vocab / 32)], a set bit
+    allows the token; applied before temperature and filters.
     """
     source = loops.source_of(logits, mask)
     chosen: list[TokenOrError | None] = [None] * source.rows
@@ -160,8 +164,10 @@ def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray = NO_MASK)
 
 
 def _choose(source: Source, indices: np.ndarray, batch: SamplingBatch, chosen: list) -> None:
-    """Puts the token of each row of a source into `chosen`. indices: the place in `chosen` for each row; -1
-    leaves the row out."""
+    """Puts the token of each row of a source, or its SamplingError, into `chosen`.
+
+    indices: the place of each row in `chosen` and in the batch; -1 leaves the row out.
+    """
     maxima = loops.maxima_of(source)
     peaks = maxima.max(axis=1)
     tokens = loops.choose_tokens(source, maxima, peaks, indices, batch.parameters)
@@ -178,8 +184,11 @@ def _choose(source: Source, indices: np.ndarray, batch: SamplingBatch, chosen: l
 
 
 def sample_whole_row(scores: np.ndarray, parameters: SamplingParams, draw: float) -> int:
-    """The reference: the token at the share `draw` of the kept weights, most likely first, ties by id.
-    scores: [vocab]."""
+    """The reference of sampling: the id of the token at the share `draw` of the weights that the filters
+    keep.
+
+    Weights are added up from the most likely token on, ties by id. scores: [vocab].
+    """
     ordered = -np.sort(-scores[scores > -np.inf])
     weights = filtered_weights(ordered, parameters)
     place = np.searchsorted(np.cumsum(weights), draw * weights.sum(), side="right").clip(
@@ -190,8 +199,8 @@ def sample_whole_row(scores: np.ndarray, parameters: SamplingParams, draw: float
 
 
 def filtered_weights(ordered: np.ndarray, parameters: SamplingParams) -> np.ndarray:
-    """exp((score - highest) / temperature), 0 for tokens that the filters remove. ordered: possible scores,
-    highest first."""
+    """The weights exp((score - highest) / temperature), in the order of the scores; 0 for tokens that the
+    filters remove. ordered: the scores of all possible tokens, highest first."""
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         weights = np.exp((ordered.astype(np.float64) - float(ordered[0])) / parameters.temperature)
         if parameters.top_k:
@@ -208,8 +217,11 @@ def filtered_weights(ordered: np.ndarray, parameters: SamplingParams) -> np.ndar
 
 
 def logprobs(logits: np.ndarray, tokens: Sequence[int], top_n: Sequence[int]) -> list[RowLogprobs]:
-    """The log-probability of each row's token, and the `top_n` most likely ones, ties by id, without
-    impossible ones. logits: as for `sample`. A row without a highest logit fails."""
+    """For each row, the log-probability of its token, and the most likely tokens with theirs.
+
+    A row gets as many most likely tokens as its number in `top_n`, without impossible tokens, ties by id. A
+    row whose highest logit is NaN or infinite gets a SamplingError instead. logits: as for `sample`.
+    """
     source = loops.source_of(logits)
     maxima = loops.maxima_of(source)
     peaks = maxima.max(axis=1)
