@@ -29,8 +29,11 @@ def reject_computer_use(path: str, tool: Json) -> None:
 
 
 def _definition(description: str, required: str, **properties: Json | str) -> Json:
-    """What a tool does, and the JSON schema of its arguments: each as its own schema, or as the description
-    of a text. required: the names of arguments, with spaces between them."""
+    """The `description` of a tool, and its `parameters`: the JSON schema of its arguments.
+
+    required: the names of arguments, with spaces between them. properties: each argument by its name, as its
+    own schema, or as the description of a text.
+    """
     schemas = {
         name: _with(TEXT, given) if isinstance(given, str) else given for name, given in properties.items()
     }
@@ -47,7 +50,8 @@ def _with(schema: Json, description: str) -> Json:
 
 
 def text_editor(date: str, tool: Json) -> Json:
-    """Anthropic's editor. date: of its version; tool: as the request has it."""
+    """The definition of Anthropic's text editor. date: that of its version, such as `20250429`. tool: as the
+    request has it; only `max_characters` counts."""
     is_old = date < NO_UNDO
     commands = list(EDITOR_COMMANDS)
     text = "Shows and changes text files."
@@ -61,7 +65,8 @@ def text_editor(date: str, tool: Json) -> Json:
 
 
 def _editing(inserted: str) -> dict[str, Json | str]:
-    """The arguments of commands that edit a file. `inserted` has the text of `insert`."""
+    """The arguments of commands that edit a file, by name, as `_definition` takes them. inserted: the name of
+    the argument that has the text of `insert`."""
     properties = {
         "path": "The absolute path of the file, or of a folder to view.",
         "view_range": _with(POINT, "`view`: the first and the last line, from 1; -1: to the end."),

@@ -32,10 +32,10 @@ V = TypeVar("V", str, Json, list)
 class ContentReader:
     """Reads the parts of one request.
 
-    types: by the type of a part, the names of its readable fields, such as "title? content", or a function of
-    the ContentPart. A field is a text, a part, or a list of them; one whose name ends with `?` may be
-    missing. images: the images of the request, which are marks in its texts. tools: the tools of the request,
-    for such functions.
+    types: how to read a part, by its type: the names of its readable fields, such as "title? content", or a
+    function of the ContentPart. The value of a field is a text, a part, or a list of these; a field whose
+    name ends with `?` may be missing. images: the images of the request, which functions add to; a mark in a
+    text stands for each image. tools: the tools of the request, for such functions.
     """
 
     def __init__(
@@ -50,8 +50,11 @@ class ContentReader:
         self._skipped: set[str] = set()
 
     def parts(self, path: str, content: Any) -> Iterator[tuple[str, Any]]:
-        """Each readable part of `content` (a text, a part, or a list of them) with its type. Raises
-        ApiError."""
+        """Yields the type and the value (see `part`) of each readable part of `content`. Raises ApiError.
+
+        content: a text, a part, or a list of these. A text has the type "". Parts without a value, and empty
+        texts, are left out.
+        """
         if isinstance(content, list):
             for i, part in enumerate(content):
                 yield from self.parts(f"{path}[{i}]", part)
@@ -66,8 +69,11 @@ class ContentReader:
                 yield "", content
 
     def part(self, path: str, kind: str, fields: Json) -> Any:
-        """One part as what its type is: a text, or an API's own form, such as a message with a tool call. A
-        part that is skipped is None. Raises ApiError."""
+        """The value of one part of the type `kind`. None: the part is skipped. Raises ApiError.
+
+        The value is the text of the part, or an API's own form that the function of the type returns, such as
+        a message with a tool call.
+        """
         read = self._types.get(kind)
         if read is None:
             self.skip(kind)
@@ -76,8 +82,9 @@ class ContentReader:
         return part.text(read) if isinstance(read, str) else read(part)
 
     def text(self, path: str, content: Any, between: str = "\n", role: str = "") -> str:
-        """The text of `content`, whose parts are joined with `between`. role: of its message. Raises
-        ApiError."""
+        """The text of `content`, whose parts are joined with `between`, except at an image. Parts whose value
+        is not a text are left out. role: that of the message; the text of a system message loses the line
+        BILLING. Raises ApiError."""
         text = ""
         for _kind, part in self.parts(path, content):
             if isinstance(part, str):
@@ -118,8 +125,11 @@ class ContentPart(NamedTuple):
         return ContentPart(self.reader, f"{self.path}.{name}", self.needed(name, dict))
 
     def text(self, names: str) -> str:
-        """The text of these fields, a line each: `title? content` for a title, if there is one, and the
-        content. Raises ApiError."""
+        """The texts of these fields, a line each; empty texts have none. Raises ApiError if a field without
+        `?` is missing.
+
+        Example: `title? content` is the title, if there is one, and the content.
+        """
         require(isinstance(self.fields, dict), self.path, "must be an object")
         texts = []
         for name in names.split():
@@ -130,13 +140,14 @@ class ContentPart(NamedTuple):
         return "\n".join(filter(None, texts))
 
     def unbroken(self, name: str, role: str = "") -> str:
-        """The text of a field, whose parts follow each other without a line break. role: that of a
-        message."""
+        """The text of a field, whose parts follow each other without a line break; "": no such field. role:
+        that of the message. Raises ApiError."""
         return self.reader.text(f"{self.path}.{name}", self.get(name) or "", "", role)
 
 
 def needed(path: str, fields: Json, name: str, kind: type[V] | None = None) -> V:
-    """The value of a field that is read. Raises ApiError if it is missing, or no `kind`."""
+    """The value of the field `name` of the object at `path`. Raises ApiError if the field is missing or null,
+    or if the value is no `kind`."""
     value = fields.get(name)
     if value is None:
         raise invalid(path, f"needs `{name}`")
@@ -151,10 +162,11 @@ def omitted(kind: str) -> Callable[[ContentPart], str]:
 
 
 def image(part: ContentPart) -> str:
-    """The mark of an image, or a note if the model reads none.
+    """The mark of the image of a part, or a note if the model reads no images. Raises ApiError.
 
-    The part has an `image_url`, which is a text or an object with a `url`; or a `source`, as Anthropic has
-    it; or the `image`, `url` or `base64` of Hugging Face's templates.
+    The first of these fields counts: `source`, as Anthropic has it; `base64`, of Hugging Face's templates;
+    `image_url`; `image` and `url`, of Hugging Face's templates. Each of the last three is a text, or an
+    object with a `url`.
     """
     if not part.reader.images.are_read:
         return part.reader.omission("image")

@@ -134,8 +134,9 @@ def prepare_chat(
 ) -> PreparedRequest:
     """The prepared request of a chat: its prompt, its checked settings and its grammar. Raises ApiError.
 
-    offered: the tools; by default those of `chat.tools`. The template gets those that are listed. If none is
-    listed, it gets those that the conversation adds: a template explains calls only beside a list.
+    offered: the tools, all of which may be called; None: those of `chat.tools`. The template gets the listed
+    tools. If no tool is listed, the template gets the tools that the conversation adds: a template explains
+    calls only beside a list.
     """
     text = served.text
     checked = _check(chat, served, field_names)
@@ -170,7 +171,8 @@ def prepare_chat(
 
 
 def _with_calls(constraint: Constraint, policy: ToolPolicy) -> Constraint:
-    """The constraint of an output that is calls, or else what `constraint` allows."""
+    """The constraint of an output that is calls, or else what `constraint` allows. If `constraint` has no
+    grammar, any text is allowed beside calls, unless a call is required. Raises ApiError."""
     path, grammar, not_enforced = constraint
     not_enforced += policy.not_enforced(bool(grammar))
     if grammar:
@@ -181,8 +183,9 @@ def _with_calls(constraint: Constraint, policy: ToolPolicy) -> Constraint:
 def _with_reasoning(
     constraint: Constraint, thinking: Thinking, budget: int | None, served: Served, field_names: FieldNames
 ) -> Constraint:
-    """The constraint of an output with reasoning of at most `budget` tokens, then what `constraint`
-    allows."""
+    """The constraint of an output of at most `budget` tokens of reasoning, then what `constraint` allows.
+    budget: None: any number. Without a budget and a grammar, `constraint` is returned as it is. Raises
+    ApiError."""
     path, grammar, not_enforced = constraint
     if not grammar:
         if budget is None:
@@ -195,7 +198,8 @@ def _with_reasoning(
 
 
 def _without_calls(sampling: SamplingParams, served: Served) -> SamplingParams:
-    """The sampling, which never takes the token that opens a call, if that is a single token."""
+    """The sampling with a bias that bans the token with which a call opens. The sampling is unchanged if no
+    single token opens a call, or if the device samples."""
     tools = served.text.tools
     marker = tools.token_id(tools.format.open) if tools.format and tools.format.open else None
     if marker is None or served.info.sampling == "device":
@@ -205,7 +209,12 @@ def _without_calls(sampling: SamplingParams, served: Served) -> SamplingParams:
 
 
 def _budget(chat: ChatRequest, max_new_tokens: int | None, served: Served) -> int | None:
-    """The most tokens of reasoning; None: as many as the output may have."""
+    """The most tokens of reasoning; None: as many as the output may have.
+
+    The first field that is set counts: `thinking_token_budget`, `thinking_budget_tokens`, then
+    `budget_tokens` and `max_tokens` of `thinking`, then those of `reasoning`. A negative budget, or one that
+    is not below the limit of the output, is None.
+    """
     budgets = [chat.thinking_token_budget, chat.thinking_budget_tokens]
     budgets += [each for switch in chat.switches for each in (switch.budget_tokens, switch.max_tokens)]
     budget = _first(int, budgets)
@@ -214,7 +223,7 @@ def _budget(chat: ChatRequest, max_new_tokens: int | None, served: Served) -> in
 
 
 def _prediction(given: Prediction, served: Served) -> list[int]:
-    """The tokens of a predicted output, at most the context length."""
+    """The tokens of a predicted output, at most as many as the context length. Raises ApiError."""
     require(given.type == "content", "prediction.type", "must be `content`", given=given.type)
     text = ContentReader(PARTS).text("prediction.content", given.content, "")
     tokenizer = served.text.tokenizer
@@ -225,7 +234,8 @@ def _prediction(given: Prediction, served: Served) -> list[int]:
 
 
 def _check(chat: ChatRequest, served: Served, field_names: FieldNames) -> Json:
-    """Checks all fields but the messages and tools. Returns fields of the PreparedRequest, by name."""
+    """Checks the limits and the fields of sampling of a chat, and whether its last message can be continued.
+    Returns fields of the PreparedRequest, by name. Raises ApiError."""
     if chat.continue_final_message:  # vLLM's, for what happens unasked
         is_assistants = chat.messages and chat.messages[-1].role == "assistant"
         require(is_assistants, "continue_final_message", "needs a last message of the assistant")
@@ -253,8 +263,11 @@ def _check(chat: ChatRequest, served: Served, field_names: FieldNames) -> Json:
 def _render_prompt(
     chat: ChatRequest, tools: list[Json], served: Served, field_names: FieldNames
 ) -> tuple[Json, str]:
-    """What the model's chat template makes of the messages and of these tools: fields of the PreparedRequest,
-    by name, and the assistant's text at the end of the prompt, which the output continues."""
+    """Writes the messages and these tools with the model's chat template. Raises ApiError.
+
+    Returns two things: `prompt`, `image_numbers` and `message_borders` of the PreparedRequest, by name; and
+    the assistant's text at the end of the prompt that the output continues, "": none.
+    """
     template = served.text.template
     escape = served.text.tokenizer.escape
     if template is None:
@@ -286,8 +299,9 @@ def _render_prompt(
 def _images_written(
     chat: ChatRequest, messages: list[Json], prompt: str, served: Served, field_names: FieldNames
 ) -> list[int]:
-    """The numbers of the images in a prompt, in its order. Raises ApiError where the template has left out an
-    image, or a message of a role that it is not known to write."""
+    """The numbers of the images in a prompt, in the order of the prompt. Raises ApiError if the template has
+    left out an image, or a message whose role is not in PLAIN_ROLES, and for `prompt_logprobs` with images.
+    messages: as the template got them."""
     order = []
     for message in messages:
         texts = IMAGE_MARK.split(message["content"])[::2]
@@ -304,11 +318,13 @@ def _images_written(
 
 
 def _continued(prompt: str, last: Json, begins_answer: bool, served: Served) -> tuple[str, str]:
-    """The prompt, and the text at its end that the output continues.
+    """The prompt, and the text at the end of the prompt that the output continues; "": none.
 
-    That text is the content of the last message, if it is the assistant's and calls no tools. If the last
-    message has only reasoning, the output continues that. The prompt then gets what the template has left
-    out, such as `<think>` and the thoughts, and the text that is continued is `<think>`.
+    The output continues the last message if that is the assistant's and calls no tools. The text is then its
+    content. If the last message has reasoning and no content, the output continues the reasoning. The prompt
+    gets what the template has left out, such as `<think>` and the reasoning; the text is the opening marker,
+    `<think>`. Reasoning is not continued if the model has no format for reasoning, if `begins_answer` is
+    false, or if the prompt ends with the closing marker.
     """
     if last.get("role") != "assistant" or last.get("tool_calls"):
         return prompt, ""
@@ -325,8 +341,13 @@ def _continued(prompt: str, last: Json, begins_answer: bool, served: Served) -> 
 
 
 def _template_options(chat: ChatRequest, served: Served) -> Json:
-    """Variables for the template. Those of the request override those that follow from its reasoning effort,
-    and these override the server's."""
+    """Variables for the template. `chat_template_kwargs` override what follows from the request's fields for
+    reasoning, and these fields override the server's variables. Raises ApiError for a name that cannot be
+    set.
+
+    Of the fields for reasoning the first with an effort and the first with a switch count, in this order:
+    `reasoning_effort`, `enable_thinking`, `think`, `thinking`, `reasoning`. Objects come last.
+    """
     escape = served.text.tokenizer.escape
     asked = [chat.reasoning_effort, chat.enable_thinking, chat.think, chat.thinking, chat.reasoning]
     asked += [each for switch in chat.switches for each in (switch.effort, switch.is_on)]
@@ -349,8 +370,9 @@ def _template_messages(
 ) -> list[Json]:
     """Messages as a chat template reads them, the content of each as one text. Raises ApiError.
 
-    A role is one of ROLES, or a word that the template has in quotes: templates may write any other next to
-    control tokens.
+    A role must be one of ROLES, or a word that the template has in quotes (`template_words`): templates may
+    write any other role next to control tokens. A system message is left out if none of its parts is
+    readable.
     """
     require(len(messages) > 0, field_names.prompt, "cannot be empty")
     reader = ContentReader(CHAT_PARTS, images)
@@ -369,7 +391,11 @@ def _template_messages(
 
 
 def _template_message(reader: ContentReader, path: str, message: Message) -> Json:
-    """A message as a chat template reads it, without the fields that are absent. Raises ApiError."""
+    """A message as a chat template reads it, without the fields that are absent. Raises ApiError.
+
+    `content` counts before `refusal`, unless it is empty. `reasoning_content` counts before `reasoning`, and
+    this before thinking parts in the assistant's content.
+    """
     content = message.content or message.refusal or message.content
     calls = [*_calls_of(path, message)]
     text = reader.text(f"{path}.content", content or "", "", message.role)
@@ -397,7 +423,8 @@ def _template_message(reader: ContentReader, path: str, message: Message) -> Jso
 
 
 def _calls_of(path: str, message: Message) -> Iterator[Json]:
-    """The calls of a message, with their arguments as objects. A custom tool is a function of one text."""
+    """Yields the calls of a message, with their arguments as objects; that of `function_call` is the first. A
+    custom tool becomes a function with the argument `input`. Raises ApiError."""
     if message.function_call is not None:
         function_path = f"{path}.function_call"
         name = needed(function_path, message.function_call, "name", str)
@@ -414,7 +441,8 @@ def _calls_of(path: str, message: Message) -> Iterator[Json]:
 
 
 def _with_arguments(path: str, call: Json) -> Json:
-    """A tool call with its arguments as an object, which templates expect."""
+    """A tool call with its arguments as an object, which templates expect. path: of its function. Raises
+    ApiError."""
     function = call.get("function")
     require(isinstance(function, dict), path, "is missing, or is not an object")
     arguments = arguments_of(f"{path}.arguments", function.get("arguments"))
@@ -423,7 +451,8 @@ def _with_arguments(path: str, call: Json) -> Json:
 
 def arguments_of(path: str, arguments: Any) -> Json:
     """The arguments of an earlier tool call, given as an object or as JSON in a string. JSON that
-    `max_tokens` has truncated gives the members that are complete. Raises ApiError for any other value."""
+    `max_tokens` has truncated gives the members that are complete. No arguments (null, or a blank string) are
+    {}. Raises ApiError for any other value."""
     read = _value_of(arguments) if isinstance(arguments, str) else arguments
     if read is None:
         return {}
@@ -435,8 +464,9 @@ def arguments_of(path: str, arguments: Any) -> Json:
 
 
 def _value_of(written: str) -> Any:
-    """The value of a text in JSON, which may have the mistakes that are read in a model's output. Another
-    text is its own value."""
+    """The value of a text in JSON, which may have the mistakes that are read in a model's output. A blank
+    text is None; a text that is not JSON is its own value. If the JSON is a string that has JSON in it, the
+    value is that of the inner JSON."""
     text = without_surrogates(written.strip().encode()).decode() or "null"
     with contextlib.suppress(ValueError, RecursionError):
         read = whole_value(text, is_partial=text.startswith("{"))

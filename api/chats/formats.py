@@ -54,8 +54,8 @@ class StructuredOutputs(Struct):
 
 
 class FormatFields(SamplingOptions, kw_only=True):
-    """Sampling fields, and those for structured output of OpenAI, vLLM and SGLang, of which a request may
-    have one."""
+    """Sampling fields, and the fields for structured output of OpenAI, vLLM and SGLang. A request may have
+    one of the latter."""
 
     response_format: Json | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -73,8 +73,8 @@ class Format(NamedTuple):
 
 
 class Constraint(NamedTuple):
-    """The grammar of an output, in the names of PreparedRequest's fields. All are empty when no field of the
-    request asks for one."""
+    """The grammar of an output, in the names of PreparedRequest's fields. All three are empty if no field of
+    the request asks for a grammar."""
 
     grammar_name: str = ""  # the path of the field
     grammar: str = ""
@@ -113,7 +113,12 @@ def of_openai(request: FormatFields, field_names: FieldNames = CHAT_FIELDS) -> C
 
 
 def _of_type(name: str, given: Json | None, field_names: FieldNames = CHAT_FIELDS) -> list[Format]:
-    """The format in the field `name`, which has a `type`, as a list; [] for the type `text`, or no field."""
+    """The format in the field `name`, as a list of one; [] if `given` is None or {}, or has the type `text`.
+    Raises ApiError.
+
+    given: the value of the field, an object with a `type`. The first place in SCHEMA_PATHS that has a schema
+    or a regular expression counts; for the type json_schema, the first in `field_names.schema`.
+    """
     kind = (given or {}).get("type")
     if not given or kind == "text":
         return []
@@ -132,13 +137,15 @@ def _of_type(name: str, given: Json | None, field_names: FieldNames = CHAT_FIELD
 
 
 def _of_fields(prefix: str, fields: FormatFields | StructuredOutputs) -> list[Format]:
-    """The formats in those of these fields that KINDS has. prefix: of their paths in the request."""
+    """The formats that the fields of KINDS ask for, in the order of KINDS. prefix: what is in front of the
+    fields' names in the request."""
     given = ((name, getattr(fields, name, None)) for name in KINDS)
     return [Format(prefix + name, KINDS[name], value) for name, value in given if value not in (None, False)]
 
 
 def _constraint(formats: list[Format], whitespace: str | None) -> Constraint:
-    """The constraint of the one format that a request may have. Raises ApiError.
+    """The constraint of the one format that a request may have; [] gives an empty constraint. Raises
+    ApiError, also for several formats.
 
     whitespace: the regular expression for what may stand between JSON tokens; None: nothing.
     """

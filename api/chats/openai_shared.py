@@ -157,11 +157,13 @@ def check_openai(
     field_names: FieldNames = CHAT_FIELDS,
     **host_only: Any,
 ) -> Json:
-    """Checks the fields that chat and completion requests share. They sample unless the temperature is 0, as
-    OpenAI's do. Fields of sampling that the request leaves out get the model's defaults.
+    """Checks the fields that chat and completion requests share. Returns fields of the PreparedRequest, by
+    name. Raises ApiError.
 
-    limit: of the generated tokens; host_only: further fields that need host sampling, and whether they are
-    asked for. Returns the fields of the PreparedRequest, by name. Raises ApiError.
+    limit: the most tokens to generate; None: no limit of the request's own. logprobs: whether
+    log-probabilities of generated tokens are asked for. host_only: by the names of further fields that need
+    host sampling, whether the request uses them. Tokens are drawn at random unless the temperature is 0, as
+    OpenAI's are. Fields of sampling that the request leaves out get the model's defaults.
     """
     info = served.info
     adapter = served.adapter_of(request.model)
@@ -299,11 +301,11 @@ class ChunkedResponseWriter(OpenAIResponseWriter):
         return chunks
 
     def _beside_choice(self, sequence: GeneratedSequence) -> Json:
-        """Further fields of the next chunk."""
+        """Further fields of the next chunk, by name."""
         return {}
 
     def _choices(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[Struct]:
-        """The choices of the events of `pieces`."""
+        """Yields the choice of each event that `pieces` make."""
         raise NotImplementedError
 
     def _prompt_token_ids(self, sequence: GeneratedSequence) -> list[int] | UnsetType:

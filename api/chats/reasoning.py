@@ -19,10 +19,13 @@ SEAL = "v1."
 def template_variables(
     effort: str | None, is_on: bool | None, template_words: Collection[str]
 ) -> dict[str, Any]:
-    """The variables by which chat templates know an effort, such as `high`, and that reasoning is on or off.
-    The effort `none` turns it off.
+    """The variables of chat templates for an effort and for reasoning that is on or off; {}: nothing is asked
+    for.
 
-    template_words: the words that the template has in quotes.
+    The effort `none`, or `is_on` False, turns reasoning off, whatever the other says. Any other effort, such
+    as `high`, turns reasoning on. An effort that the template does not name becomes the nearest one.
+    template_words: the words that the template has in quotes. Example: for a template that names `low` and
+    `high`, the effort `max` becomes `high`.
     """
     if effort == "none" or is_on is False:
         return THINKING_OFF
@@ -34,8 +37,8 @@ def template_variables(
 
 
 def seal(text: str) -> str:
-    """Reasoning in an opaque form without a secret, which any replica can read. It is not compressed: a
-    client could send a short one that grows without bound."""
+    """A text (reasoning or a summary) in an opaque form without a secret, which any replica can `unseal`. The
+    form is not compressed: a client could send a short text in that form that grows without bound."""
     return SEAL + base64.b64encode(text.encode()).decode()
 
 

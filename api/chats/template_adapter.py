@@ -41,8 +41,11 @@ The result of a call follows between <tool_response> and </tool_response>."""
 def adapt_to_template(
     messages: Messages, tools: list[Json] | None, capabilities: TemplateCapabilities
 ) -> Messages:
-    """The messages for a template with these capabilities. `tools` are written as text if it has no place for
-    them."""
+    """The messages as a template with these capabilities can write them. Nothing is dropped.
+
+    tools: functions in a chat's form; None: none. If the template has no place for tools, a system message at
+    the beginning describes them. If the template has no place for calls, calls and results become text.
+    """
     messages = [_with_known_role(message, capabilities) for message in messages]
     if not capabilities.calls:
         messages = [_in_text(message) for message in messages]
@@ -61,8 +64,8 @@ def adapt_to_template(
 
 
 def _with_thinking(message: TemplateMessage, capabilities: TemplateCapabilities) -> TemplateMessage:
-    """The message with its reasoning also as `thinking`, the name in the templates of LFM2.5 and gpt-oss. The
-    latter rejects that beside content."""
+    """The message with its reasoning also as `thinking`, the name in the templates of LFM2.5 and gpt-oss. A
+    message with content stays as it is unless the template supports both: that of gpt-oss rejects them."""
     if "reasoning_content" not in message or (message["content"] and not capabilities.thinking):
         return message
     return message | {"thinking": message["reasoning_content"]}
@@ -117,11 +120,16 @@ def _with_images_apart(messages: Messages, capabilities: TemplateCapabilities) -
 
 
 def _with_system(messages: Messages, capabilities: TemplateCapabilities) -> Messages:
-    """The messages with system messages only where the template takes them.
+    """The messages with system messages only where the template supports them.
 
-    Those at the beginning stay, become one, or go into the first user message. Later ones stay, or go into a
-    message next to them, never to the front: a chat that grows keeps its prefix, which may be cached. If the
-    template needs a user message, a chat without any gets an empty one.
+    System messages at the beginning stay. They become one message if the template supports only one; if it
+    supports none, they become the beginning of the user message behind them, or a user message of their own.
+    Later ones stay, or are folded (`_with_folded_system`), but never go to the front: a chat that grows keeps
+    its prefix, which may be cached. If the template needs a user message, a chat without any gets an empty
+    one.
+
+    Example, for a template without system messages: system A, user B, assistant, user C, system D → user A
+    and B, assistant, user C and D.
     """
     head = list(itertools.takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages))
     others = messages[len(head) :]
@@ -163,7 +171,8 @@ def _with_folded_system(messages: Messages) -> Messages:
 
 
 def _merged_roles(messages: Messages, capabilities: TemplateCapabilities) -> Messages:
-    """Consecutive messages of one role as one message, unless the template supports them."""
+    """The messages, with consecutive ones of the user as one, and consecutive ones of the assistant as one.
+    Those of a role stay apart if the template supports two of that role in a row."""
     apart = {"user": capabilities.users, "assistant": capabilities.assistants}
     merged = []
     for message in messages:
@@ -176,8 +185,9 @@ def _merged_roles(messages: Messages, capabilities: TemplateCapabilities) -> Mes
 
 
 def _with_text_apart(messages: Messages, capabilities: TemplateCapabilities) -> Messages:
-    """The messages without text beside calls. The text becomes a message in front of its calls. If the
-    template does not support two assistant messages in a row, a turn has one message with all of its text."""
+    """The messages without text beside calls: such text becomes an assistant message in front of the calls.
+    If the template does not support two assistant messages in a row, all text of a turn is in one message
+    (`_with_one_text`)."""
     if not capabilities.assistants:
         return [message for turn in _turns(messages) for message in _with_one_text(turn)]
     apart = []
@@ -190,7 +200,8 @@ def _with_text_apart(messages: Messages, capabilities: TemplateCapabilities) -> 
 
 
 def _turns(messages: Messages) -> list[Messages]:
-    """The messages in groups that each begin with a user's message."""
+    """The messages in groups, each of which begins with a user message. In front of these is a group of the
+    messages before the first user message, which may be empty."""
     turns: list[Messages] = [[]]
     for message in messages:
         if message["role"] == "user":
@@ -200,8 +211,11 @@ def _turns(messages: Messages) -> list[Messages]:
 
 
 def _with_one_text(turn: Messages) -> Messages:
-    """A turn with all text of the assistant in its last message without calls, or else in one before its
-    calls."""
+    """A turn with all text of the assistant in one message. This is its last message without calls, else a
+    new message in front of its first call. A turn without calls, or without text, stays as it is.
+
+    Example: text A with call 1, result 1, text B → call 1, result 1, text A and B.
+    """
     spoken = [n for n, message in enumerate(turn) if message["role"] == "assistant"]
     plain = [n for n in spoken if not _has_calls(turn[n])]
     texts = [turn[n]["content"] for n in spoken if turn[n]["content"]]
@@ -252,8 +266,8 @@ def _call_id(message: TemplateMessage) -> Any:
 
 
 def _with_answers(messages: Messages) -> Messages:
-    """The messages with an empty one of the assistant where a user message follows a tool result, unless the
-    assistant has spoken in that turn."""
+    """The messages with an empty assistant message where a user message follows a tool result. A turn in
+    which the assistant has a message without calls stays as it is."""
     turns = _turns(messages)
     for turn in turns[1:-1]:  # the first one precedes all user messages; none follows the last one
         has_spoken = any(message["role"] == "assistant" and not _has_calls(message) for message in turn)
@@ -263,7 +277,8 @@ def _with_answers(messages: Messages) -> Messages:
 
 
 def _joined_messages(one: TemplateMessage, other: TemplateMessage) -> TemplateMessage:
-    """Two messages as one, with the text, the reasoning and the calls of both."""
+    """Two messages as one, with the text, the reasoning and the calls of both. Of other fields, such as the
+    role, the value in `other` counts before that in `one`."""
     joined = one | other
     for name in ("content", "reasoning_content"):
         texts = [message[name] for message in (one, other) if message.get(name)]

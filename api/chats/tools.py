@@ -45,12 +45,13 @@ NO_PARSER = "cannot constrain calls with --tool-parser none (TOOL_PARSER)"
 
 
 class OfferedTools:
-    """The tools of a request: the path of each in the request, and its form in a chat. Those that the API's
-    provider runs are left out.
+    """The tools of a request: the path of each in the request, and its form in a chat. Tools that the API's
+    provider runs are left out; `left_out` has their types.
 
-    `listed` are for the template's list. `found` are those that the conversation adds: they may be called,
-    too, but their definitions stand at that place, so that a tool search leaves the prefix as it is. Others
-    are deferred (`defer_loading`) until the conversation adds them, unless the provider would search them.
+    `listed` are for the template's list. `found` are the tools that the conversation adds: they may be
+    called, too, but their definitions stand at their place in the conversation, so that a tool search leaves
+    the prefix as it is. A tool with `defer_loading` is in neither until the conversation adds the tool; if
+    the provider would search for it, it is listed.
     """
 
     def __init__(self, listed: Iterable[Json] = ()):
@@ -69,7 +70,8 @@ class OfferedTools:
         return list(self._found.values())
 
     def only(self, mode: str, names: Iterable[Any]) -> Json:
-        """`tool_choice` of a chat that may call the tools of these names, without those that are rejected."""
+        """`tool_choice` of a chat that may call the tools of these names, without rejected tools. mode: auto
+        or required."""
         tools = [{"function": {"name": name}} for name in names if str(name) not in self._rejected]
         return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
@@ -88,17 +90,18 @@ class ToolPolicy(AllowedCalls):
 
     @property
     def grammar(self) -> str:
-        """The grammar of an output without other constraints; "": any text. Raises ApiError."""
+        """The grammar of an output without other constraints. Raises ApiError. "": any text, because no call
+        is required and no function is strict."""
         if self.requires_call:
             return self._grammar("calls")
         return self._grammar("auto") if any(function.is_strict for function in self.functions) else ""
 
     def not_enforced(self, is_beside: bool) -> tuple[str, ...]:
-        """What the grammar leaves out of the functions' schemas. What no grammar enforces (`left_out`) is an
-        error in strict ones, so only what the format of calls cannot write is left.
+        """JSON pointers to what the grammar of calls leaves out of the functions' schemas.
 
-        is_beside: whether the output has another grammar. Then the calls of functions that are not strict
-        must match, too.
+        These are keywords that no grammar enforces (`left_out`), which are an error in a strict function, and
+        what the format of calls cannot write (`not_written`). is_beside: whether the output has another
+        grammar. If so, the calls of functions that are not strict must match their schemas, too.
         """
         places = []
         for function in self._constrained(is_beside):
@@ -108,18 +111,19 @@ class ToolPolicy(AllowedCalls):
 
     def grammar_beside(self, name: str, grammar: str) -> str:
         """The grammar of an output that is calls, or else what `grammar` of the field `name` allows. Raises
-        ApiError."""
+        ApiError, also if a call is required."""
         require(not self.requires_call, "tool_choice", f"cannot require a call together with `{name}`")
         return self._grammar("calls | body", grammar)
 
     def alone(self, is_beside: bool) -> Iterator[tuple[Function, str]]:
-        """Each function whose calls a grammar enforces, and the grammar of its calls alone. is_beside: see
-        `not_enforced`."""
+        """Yields each function whose calls a grammar enforces, and the grammar of its calls alone. Raises
+        ApiError. is_beside: see `not_enforced`."""
         for function in self._constrained(is_beside):
             yield function, replace(self, functions=[function])._grammar("calls")
 
     def _constrained(self, is_beside: bool) -> list[Function]:
-        """The functions whose calls a grammar enforces. is_beside: see `not_enforced`."""
+        """The functions whose calls a grammar enforces. These are all if a call is required or `is_beside` is
+        true (see `not_enforced`), else the strict ones."""
         is_all = self.requires_call or is_beside
         return [function for function in self.functions if is_all or function.is_strict]
 
@@ -139,9 +143,11 @@ def tool_policy(
     model: ModelTools,
     field_names: FieldNames,
 ) -> ToolPolicy | None:
-    """What a chat may call; None: nothing, or calls stay text. Raises ApiError.
+    """What a chat may call; None: nothing, or calls stay text (`--tool-parser none`). Raises ApiError.
 
-    tools: the path of each in the request, and its form in a chat.
+    tools: the path of each in the request, and its form in a chat. parallel_tool_calls: False: one call at
+    most; None: several; True: several, also equal ones. One call at most is also the rule if `tool_choice`
+    names one function, and for a model that writes one call only.
     """
     functions = {}
     paths = {}
@@ -172,7 +178,8 @@ def tool_policy(
 
 
 def as_function(tool: Json) -> Json:
-    """A tool as a chat template reads it: a custom tool is a function of one text.
+    """A tool as a chat template reads it: a custom tool becomes a function with one text, `input`. Other
+    tools stay as they are.
 
     A regular expression for that text is enforced as a schema with `strict` is; a grammar in Lark is only
     described.
@@ -194,7 +201,7 @@ def as_function(tool: Json) -> Json:
 
 
 def _grammar_of(custom: Json) -> Json | None:
-    """The grammar in the `format` of a custom tool; empty if it has none, None if it cannot be read."""
+    """The grammar in the `format` of a custom tool; {}: it has no format; None: the format is malformed."""
     form = {} if custom.get("format") is None else custom["format"]
     grammar = form.get("grammar", form) if isinstance(form, dict) else None  # chats have it one level deeper
     is_read = isinstance(grammar, dict) and isinstance(grammar.get("definition", ""), str)
@@ -208,7 +215,8 @@ def definitions(tools: list[Json]) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """The input of a custom tool in the arguments of its function, which `max_tokens` may have truncated."""
+    """The input of a custom tool in the arguments of its function, which `max_tokens` may have truncated. "":
+    the arguments end before the input begins, or are no such JSON."""
     ends = [arguments, *(arguments[: len(arguments) - n] + '"}' for n in range(MAX_PARTIAL_ESCAPE))]
     for complete in ends:
         with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -219,7 +227,8 @@ def custom_input(arguments: str) -> str:
 
 
 def _checked_function(path: str, tool: Json, field_names: FieldNames) -> tuple[str, Function]:
-    """A tool of a request, checked, and the path of what describes it."""
+    """The path of the object that has a tool's fields (see `_named`), and the tool as a Function. Raises
+    ApiError. path: of the tool in the request."""
     name, path, described = _named(tool, path, field_names)
     rule = "must have 1 to 128 letters, digits, dots, dashes or underscores"
     require(FUNCTION_NAME.fullmatch(name), f"{path}.name", rule, given=name[:140])
@@ -256,8 +265,12 @@ def _named(tool: Any, path: str, field_names: FieldNames) -> tuple[str, str, Jso
 
 
 def _choice(choice: str | Json | None, known: list[str], field_names: FieldNames) -> tuple[str, list[str]]:
-    """The mode that a `tool_choice` asks for (none, auto, required or named), and the names that may be
-    called."""
+    """The mode that a `tool_choice` asks for, and the names of the functions that may be called. Raises
+    ApiError.
+
+    The mode is none, auto, required or named. None is auto; a text that is no mode is the name of a function,
+    and the mode is named. known: the names of all functions; if there are none, the mode is none.
+    """
     if choice is None or isinstance(choice, str):
         path = "tool_choice"
         mode = "auto" if choice is None else choice
