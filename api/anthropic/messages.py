@@ -51,7 +51,8 @@ def count_tokens(data: Json, served: Served) -> Later:
 
 
 def _prepare(request: CountRequest, tools: MessagesTools, served: Served, **more: Any) -> PreparedRequest:
-    """The prepared request of a chat. more: fields that are not for its prompt. Raises ApiError."""
+    """The prepared request of the chat that `request` is. more: fields of the ChatRequest on which the prompt
+    does not depend. Raises ApiError."""
     reader = ContentReader(BLOCKS, served.images, tools)
     paths = []
     messages: list[Message] = []
@@ -92,10 +93,10 @@ def _prepare(request: CountRequest, tools: MessagesTools, served: Served, **more
 
 
 def _messages_of(reader: ContentReader, path: str, given: InputMessage) -> Iterator[Message]:
-    """The chat's messages for one message of the request.
+    """Yields the chat's messages for one message of the request. Raises ApiError.
 
-    A block of another role becomes a message of its own, which divides the others: a user's message of a
-    text, a tool's result and a text becomes three.
+    A block of another role, such as a tool's result, becomes a message of its own, which divides the blocks
+    around it. Example: a user's message of a text, a tool's result and a text becomes three messages.
     """
     role = given.role
     begun = Message(role)
@@ -118,8 +119,8 @@ def _messages_of(reader: ContentReader, path: str, given: InputMessage) -> Itera
 
 
 def _appended(message: Message, kind: str, text: str) -> str:
-    """The content of a message with one more text. Text blocks of an assistant follow each other without a
-    line break."""
+    """The content of a message with one more text, of a block of the type `kind`. Text blocks of an assistant
+    follow each other without a line break; other texts are on lines of their own."""
     is_text = kind in ("", "text")
     if message.role == "assistant":
         return (message.content or "") + (text if is_text else f"\n{text}\n")
@@ -216,7 +217,8 @@ BLOCKS = PARTS | {
 
 
 def _output_format(request: CountRequest) -> tuple[str, Json | None]:
-    """The name of the field that has the format, and the format in a chat's form."""
+    """The name of the field that has the format, and the format in a chat's form; None: no format.
+    `output_config.format` counts before `output_format`. Raises ApiError."""
     given = request.output_config.format if request.output_config else None
     name = "output_config.format" if given else "output_format"
     given = given or request.output_format
@@ -228,7 +230,8 @@ def _output_format(request: CountRequest) -> tuple[str, Json | None]:
 
 
 def _effort(request: CountRequest) -> str | None:
-    """How much reasoning the request asks for, as a chat's `reasoning_effort`."""
+    """How much reasoning the request asks for, as a chat's `reasoning_effort`; None: it does not say. A
+    `thinking` that is disabled counts before `output_config.effort`."""
     if request.thinking and request.thinking.type == "disabled":
         return "none"
     return request.output_config.effort if request.output_config else None

@@ -88,7 +88,9 @@ class MessagesResponseWriter(ResponseWriter):
         return stop if stop in self._stop_sequences else None
 
     def _stop_reason(self, sequence: GeneratedSequence) -> str:
-        """Why the output ended, in Anthropic's words."""
+        """Why the output ended, in Anthropic's words. The first that holds: a stop sequence of the request,
+        `tool_use` (complete calls, without truncation), `end_turn`, `model_context_window_exceeded` (the
+        context had less room than `max_tokens`), `max_tokens`."""
         reason = STOP_REASONS[sequence.finish_reason]
         if reason == "stop_sequence" and not self._stop_sequence(sequence):
             reason = "end_turn"  # a stop string of the model's own

@@ -40,8 +40,8 @@ class MessagesTools(OfferedTools):
                 self._listed.append(self._known[name])
 
     def add(self, name: str) -> str:
-        """The definition of a tool that may be called from here on; the name alone if there is no such
-        tool."""
+        """Allows calls of a tool from here on. Returns the tool's definition, or the name alone if there is
+        no such tool."""
         if name not in self._known:
             return name
         path, form = self._known[name]
@@ -51,7 +51,7 @@ class MessagesTools(OfferedTools):
         return definitions([form])
 
     def define(self, path: str, tool: Json) -> str:
-        """As `add`, for a tool that is defined here."""
+        """As `add`, for a tool that is defined at `path`; "" if Anthropic runs the tool. Raises ApiError."""
         name = self._know(path, tool)
         return self.add(name) if name else ""
 
@@ -94,7 +94,8 @@ class MessagesTools(OfferedTools):
 
 
 def _chat_function(path: str, tool: Json) -> Json:
-    """Raises ApiError."""
+    """The `function` of a custom tool, in a chat's form. Raises ApiError. path: of the tool in the
+    request."""
     function = {
         "name": needed(path, tool, "name", str),
         "parameters": needed(path, tool, "input_schema", dict),

@@ -53,7 +53,7 @@ class ToolCall(Struct):
 
 
 class ChatMessage(Struct):
-    """`content` is null where there are calls only."""
+    """`content` is null if there are calls only, but "" if the request required a call."""
 
     role: str
     content: str | None
@@ -179,9 +179,10 @@ class ChatResponseWriter(ChunkedResponseWriter):
         return ToolCall(call.id, "function", CalledFunction(call.name, call.text))
 
     def _choices(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[ChunkChoice]:
-        """The choices of a sequence's events: the role, what each piece adds to the parts of the output, and
-        the finish reason. The first event of a piece has the token's log-probability and its id. A piece that
-        adds nothing has an event only if one of these is asked for."""
+        """Yields the choice of each event of a sequence. The events are the role, what each piece adds to the
+        parts of the output, and the finish reason. The first event of a piece has the token's log-probability
+        and its id. A piece that adds nothing has an event only if log-probabilities or token ids are asked
+        for."""
         choice = functools.partial(ChunkChoice, sequence.index)
         if sequence not in self._begun:
             self._begun.add(sequence)

@@ -96,7 +96,8 @@ def _prepare(request: CompletionRequest, served: Served) -> list[PreparedRequest
 
 
 def _check_prompt(request: CompletionRequest, prompt: str | list[int], best_of: int, served: Served) -> Json:
-    """Returns the fields of the PreparedRequest of one prompt, by name. Raises ApiError."""
+    """Checks one prompt. Returns the fields of its PreparedRequest, by name, except for those of the
+    Constraint. Raises ApiError. best_of: how many sequences are generated, of which `n` are returned."""
     require(prompt or request.suffix, "prompt", "cannot be empty")
     if isinstance(prompt, list):
         fields.check_ids(prompt, "prompt", served.info)
@@ -127,7 +128,8 @@ def _check_prompt(request: CompletionRequest, prompt: str | list[int], best_of: 
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[str] | list[list[int]]:
-    """OpenAI's four forms of a prompt as a list of prompts."""
+    """The prompts in OpenAI's four forms: a text, texts, token ids, or lists of token ids. Raises ApiError
+    for an empty list and for a mixture."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -178,8 +180,9 @@ class CompletionResponseWriter(ChunkedResponseWriter):
         return Completion(**self._envelope, choices=choices, usage=self._usage(sequences))
 
     def _choices(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[CompletionChoice]:
-        """The choices of a sequence's events: the echoed prompt, each piece, and the finish reason. A piece
-        without text has an event only if its log-probability or its id is asked for."""
+        """Yields the choice of each event of a sequence. The events are the echoed prompt, each piece, and
+        the finish reason. A piece without text has an event only if log-probabilities or token ids are asked
+        for."""
         choice = functools.partial(CompletionChoice, sequence.index)
         prompt_token_ids = UNSET
         if sequence not in self._sent:
@@ -202,15 +205,16 @@ class CompletionResponseWriter(ChunkedResponseWriter):
             yield choice("", None, FINISH_REASONS[sequence.finish_reason])
 
     def _echoed(self, sequence: GeneratedSequence) -> str:
-        """The text of the prompt, if the response begins with it."""
+        """The text of the prompt, with which the choice begins if the request has `echo`; else "",
+        nothing."""
         if not self._echoes:
             return ""
         prompt = sequence.prepared.prompt
         return self.tokenizer.unescape(prompt) if isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
     def _echoed_pieces(self, sequence: GeneratedSequence) -> list[Piece]:
-        """The tokens of the prompt, if they are listed. Those that are `special` are not in the echoed
-        text."""
+        """The tokens of the prompt as pieces; [] unless the request has both `echo` and `logprobs`. A piece
+        is `special` if its text is not in the echoed text."""
         if not self._lists_prompt:
             return []
         pieces = self._prompt_pieces(sequence)
@@ -222,7 +226,8 @@ class CompletionResponseWriter(ChunkedResponseWriter):
         return pieces
 
     def _logprobs(self, sequence: GeneratedSequence, pieces: list[Piece]) -> CompletionLogprobs | None:
-        """The log-probabilities of these tokens, which follow the text that was sent before."""
+        """The log-probabilities of these pieces; None unless the request has `logprobs`. Their offsets go on
+        where the last call for this sequence ended."""
         if self._top_n is None:
             return None
         lengths = (0 if piece.special else len(piece.text) for piece in pieces)
@@ -236,8 +241,8 @@ class CompletionResponseWriter(ChunkedResponseWriter):
         )
 
     def _top(self, piece: Piece) -> dict[str, float] | None:
-        """OpenAI's form: the most likely tokens and the token itself, by text. Of equal texts the more likely
-        token counts."""
+        """The log-probabilities of the most likely tokens and of the token itself, by text. Of equal texts
+        the more likely token counts. None if the token has no log-probability."""
         if piece.logprob is None:
             return None
         top_logprobs = {}

@@ -54,8 +54,8 @@ def responses(data: Json, served: Served) -> ResponseWriter:
 
 
 def _triggered(request: ResponsesRequest, conversation: Conversation, served: Served) -> ResponseWriter:
-    """The summary that a `compaction_trigger` asks for. Its prompt has the tools of the conversation, so that
-    the prefix is cached. The response is not stored."""
+    """The writer of a response to a `compaction_trigger`: a summary of the conversation. Raises ApiError. The
+    prompt has the tools of the conversation, so that its prefix is cached. The response is not stored."""
     conversation.own.pop()
     more = {"stream": request.stream, "chat_template_kwargs": request.chat_template_kwargs}
     summary_request = _summary_request(request, tools=request.tools, tool_choice="none", **more)
@@ -94,7 +94,7 @@ def _summary_request(given: CompactRequest | ResponsesRequest, **more: Any) -> R
 
 
 def _ask_for_summary(conversation: Conversation) -> None:
-    """Raises ApiError for a conversation without items."""
+    """Adds a message that asks for a summary. Raises ApiError for a conversation without items."""
     require(conversation.items, "input", "has no conversation to summarize")
     conversation.own.append({"role": "user", "content": SUMMARIZE})
 
@@ -143,8 +143,8 @@ def _prepare_response(
 
 
 class Conversation:
-    """The items and tools of a request. own: the items of its `input`, with the stored ones that it refers
-    to; those of the responses that it continues come before."""
+    """The items and tools of a request. own: the items of its `input`, with stored items in place of
+    references. The items of the responses that the request continues are in front of these."""
 
     def __init__(self, request: ResponsesRequest, stored: OwnedResponses):
         """Raises ApiError for items that are not stored."""
@@ -164,14 +164,16 @@ class Conversation:
 
     @property
     def items(self) -> list[tuple[str, Json]]:
-        """Each item with its path in the request."""
+        """Pairs of an item's path in the request and the item, the oldest first. Examples of paths:
+        `previous_response_id[0]`, `input[0]`."""
         return self._before + [(f"input[{i}]", item) for i, item in enumerate(self.own)]
 
 
 def _chat_messages(
     request: ResponsesRequest, conversation: Conversation, images: RequestImages
 ) -> tuple[list[str], list[Message]]:
-    """The messages of the chat and the path of each in the request."""
+    """The path of each message of the chat in the request, and the messages. Raises ApiError. Items of one
+    answer (`_continues`) are one message, with the path of the first of these items."""
     reader = ContentReader(ITEMS, images, conversation.tools)
     paths = []
     messages = []
@@ -198,14 +200,19 @@ def _chat_messages(
 
 
 def _kind(path: str, item: Json) -> str:
-    """The type of an item; messages and references may have none."""
+    """The type of an item. An item without a type is an item_reference if it has an `id`, but neither `role`
+    nor `content`; else it is a message. Raises ApiError for a type that is not a string."""
     if item.get("type") is not None:
         return needed(path, item, "type", str)
     return "item_reference" if "id" in item and not item.keys() & {"role", "content"} else "message"
 
 
 def _continues(messages: list[Message], message: Message) -> bool:
-    """Whether reasoning, text and calls of one answer become one message."""
+    """Whether `message` becomes part of the last of `messages`. Both have to be the assistant's. A message
+    with calls then always does; any other does if the last message has reasoning only.
+
+    Example: reasoning, text, call, call are one message; a text behind these is another.
+    """
     if not messages or messages[-1].role != "assistant" or message.role != "assistant":
         return False
     last = messages[-1]
@@ -213,7 +220,7 @@ def _continues(messages: list[Message], message: Message) -> bool:
 
 
 def _join(turn: Message, other: Message) -> None:
-    """Adds another message of the same answer to a turn."""
+    """Adds another message of the same answer to a turn. A content that the turn already has stays."""
     thoughts = filter(None, (turn.reasoning_content, other.reasoning_content))
     turn.reasoning_content = "\n".join(thoughts) or None
     turn.content = other.content if turn.content is None else turn.content
@@ -246,8 +253,8 @@ def _agent_message(item: ContentPart) -> Message | None:
 
 
 def _not_encrypted(part: ContentPart) -> str:
-    """Clients send the message of an agent in this part as the model wrote it, unless OpenAI's server has
-    encrypted it."""
+    """The text of a part `encrypted_content`; "" if OpenAI's server has encrypted the text. Clients send an
+    agent's message in this part as the model wrote it."""
     text = part.text("encrypted_content?")
     if text.startswith(CIPHERTEXT):
         part.reader.skip("encrypted_content")
@@ -282,7 +289,7 @@ def _computer_call(item: ContentPart) -> Message:
 
 
 def _call_message(item: ContentPart, arguments: Json, name: str = "") -> Message:
-    """name: of the tool, by default the one in the item."""
+    """The message that calls a tool. name: of the tool; "": the name in the item. Raises ApiError."""
     name = item.reader.tools.name_of(name or item.needed("name", str), item.get("namespace"))
     return call_message(item.needed("call_id", str), name, arguments)
 
@@ -338,7 +345,8 @@ def _file_search(item: ContentPart) -> str:
 
 
 def _image(part: ContentPart) -> str:
-    """The image in a part of another API. The result of a tool that OpenAI ran becomes a note."""
+    """The mark of the image in a part with `image`, `source` or `base64`, as other APIs have them. Any other
+    part is the result of a tool that OpenAI ran, and becomes a note."""
     is_given = any(part.get(name) for name in ("image", "source", "base64"))
     return image(part) if is_given else part.reader.omission("image")
 

@@ -76,7 +76,9 @@ SCHEMA_KEYS = {"description": None, "strict": False}
 
 
 def _repeated(request: ResponsesRequest, defaults: Json) -> Json:
-    """The request's fields as its response has them: with defaults, and all keys that OpenAI's has."""
+    """The request's fields as its response has them, by name. defaults: the values of fields that the request
+    leaves out. Functions and JSON schemas get all keys that OpenAI's response has. Fields of NOT_REPEATED are
+    UNSET."""
     repeated = {}
     for name in ResponsesFields.__struct_fields__:
         value = getattr(request, name)
@@ -141,8 +143,8 @@ class ResponsesWriter(OpenAIResponseWriter):
         return named_event(self._event(f"response.{response.status}", response=response))
 
     def failure(self, error: ApiError) -> bytes:
-        """OpenAI's clients look for `error`; the documented fields are there, too. Agents wait for a response
-        that has failed."""
+        """Two events: `error`, and `response.failed`, for which agents wait. The first has OpenAI's
+        documented fields, and the object `error`, for which OpenAI's clients look."""
         detail = msgspec.to_builtins(error.body(OPENAI).error)
         told = self._event("error", **detail | {"type": "error"}, error=detail)
         self._response.status = "failed"
@@ -150,7 +152,8 @@ class ResponsesWriter(OpenAIResponseWriter):
         return named_event(told) + named_event(self._event("response.failed", response=self._response))
 
     def _complete(self, sequences: list[GeneratedSequence]) -> ResponsesResponse:
-        """The response at its end, which is stored if the request asks for that."""
+        """The response at its end. If the request asks for that, the response is stored; `store` is then
+        whether that succeeded."""
         response = self._response
         usage = self._usage(sequences)
         is_truncated = sequences[0].is_truncated
@@ -265,7 +268,8 @@ class ResponsesWriter(OpenAIResponseWriter):
         yield self._item_event("response.output_item.done", item=item)
 
     def _write_built_in(self, item: BuiltInCall, call: Call) -> Iterator[Json]:
-        """The beginning of an item whose arguments are complete."""
+        """Sets the arguments of an item, which are complete. Yields the event with which the item begins and,
+        for a shell, three events for each command."""
         row = BUILT_IN[self._tools.of(call.name).kind]
         setattr(item, row.field, row.defaults | complete_members(call.text))
         yield self._item_event("response.output_item.added", item=item)
@@ -309,7 +313,8 @@ def _without_logprobs(item: OutputItem) -> OutputItem:
 
 
 def _compaction_item(key: str, summary: str) -> Compaction:
-    """Raises ApiError for a blank summary, with which the whole conversation would be lost."""
+    """The item with a summary. Raises ApiError for a blank summary, with which the whole conversation would
+    be lost."""
     if not summary.strip():
         raise ApiError(424, "generation", "The model wrote no summary of the conversation")
     return Compaction(item_id("cmp", key, 0), seal(summary))

@@ -26,9 +26,11 @@ ADDING_ITEMS = ("additional_tools", "tool_search_output")
 
 
 class BuiltIn(NamedTuple):
-    """A tool that OpenAI defines and the client runs: a function for the model, whose call is an item.
+    """A tool that OpenAI defines and the client runs. The model sees a function; a call of that function is
+    an `item`.
 
-    field: of the item. It has the arguments, with the `defaults` of those that the model left out.
+    field: the field of the item that has the arguments of the call. defaults: the values of arguments that
+    the model left out.
     """
 
     definition: Json
@@ -38,10 +40,10 @@ class BuiltIn(NamedTuple):
     defaults: Json
 
     def read(self, value: Json) -> Json:
-        """The arguments in the field of an item, as the model wrote them.
+        """The arguments of a call as the model wrote them. value: the field of an item, to which SDKs add
+        defaults, and whose order they change.
 
-        They are without the defaults, and in the order of the schema, which SDKs change: {"timeout_ms": null,
-        "commands": ["ls"]} of a shell becomes {"commands": ["ls"]}.
+        Example: {"timeout_ms": null, "commands": ["ls"]} of a shell becomes {"commands": ["ls"]}.
         """
         written = {name: given for name, given in value.items() if given != self.defaults.get(name)}
         order = [*self.definition["parameters"]["properties"], *written]
@@ -80,10 +82,10 @@ class ClientTool(NamedTuple):
 
 
 class ResponsesTools(OfferedTools):
-    """The tools of a request, and those of the items that add some.
+    """The tools of a request, and those of the items that add some (ADDING_ITEMS).
 
-    Listed are those in `tools`, and in items `additional_tools` in front of the conversation. Those of later
-    items are found there.
+    `listed` are those in `tools`, and those of items `additional_tools` that only such items and system
+    messages precede. `found` are those of all other items. A tool that is added again counts once.
     """
 
     def __init__(self, request: ResponsesRequest, items: Sequence[tuple[str, Json]]):
@@ -117,18 +119,19 @@ class ResponsesTools(OfferedTools):
         self._rejected = dict.fromkeys(self._named.keys() - known, DEFERRED)
 
     def of(self, name: str) -> ClientTool:
-        """The tool that the model calls by this name."""
+        """The tool that the model calls by this name; a function of this name if there is no such tool."""
         return self._named.get(name) or ClientTool(name)
 
     def name_of(self, name: str, namespace: str | None) -> str:
-        """The name by which the model calls a tool."""
+        """The name by which the model calls the tool `name` of a namespace. This is `name` itself if there is
+        no such tool. namespace: None: none."""
         for own, tool in self._named.items():
             if (tool.name, tool.namespace) == (name, namespace):
                 return own
         return name
 
     def choice(self, given: str | ResponsesToolChoice | None) -> str | Json | None:
-        """`tool_choice` in a chat's form."""
+        """`tool_choice` in a chat's form; a string, or None, stays as it is. Raises ApiError."""
         if not isinstance(given, ResponsesToolChoice):
             return given
         require(given.type not in self.left_out, "tool_choice.type", NOT_RUN, given=given.type[:40])
@@ -141,7 +144,8 @@ class ResponsesTools(OfferedTools):
         return self.one(given.type if given.type in BUILT_IN else given.name)
 
     def _name(self, offered: list[tuple[str, Json | None, Json]]) -> None:
-        """Gives each tool its name for the model. If two have the same, their namespaces precede it."""
+        """Gives each tool its name for the model. If two tools have one name, their namespaces are in front
+        of it: read of the namespace files becomes files__read. offered: what `_flat` yields."""
         known = dict.fromkeys(_client_tool(namespace, tool) for _path, namespace, tool in offered)
         names = Counter(tool.name for tool in known)
         for tool in known:
@@ -149,8 +153,12 @@ class ResponsesTools(OfferedTools):
             self._named[tool.name if is_own else f"{tool.namespace}__{tool.name}"] = tool
 
     def _chat_forms(self, path: str, item: Json, defers: bool) -> Iterator[tuple[str, Json]]:
-        """Each of an item's tools in a chat's form, with its path. The description of a namespace stands in
-        front of that of its first tool."""
+        """Yields the path and the form in a chat of each of an item's tools. Raises ApiError.
+
+        Tools that OpenAI runs are left out; so are those with `defer_loading` if `defers` is true. The
+        description of a namespace stands in front of the description of its first tool. path: that of the
+        item; "": the request itself.
+        """
         described: set[str | None] = {None}
         for where, namespace, tool in _flat(path, item):
             require(isinstance(tool.get("type"), str), f"{where}.type", "is missing, or is not a string")
@@ -175,7 +183,8 @@ class ResponsesTools(OfferedTools):
 
 
 def _flat(path: str, item: Json, namespace: Json | None = None) -> Iterator[tuple[str, Json | None, Json]]:
-    """Each of an item's `tools` with its path and its namespace."""
+    """Yields the path, the namespace (None: none) and the fields of each tool in `tools` of an item. The
+    tools in a namespace are yielded in its place."""
     tools = item.get("tools")
     for i, tool in enumerate(tools if isinstance(tools, list) else ()):
         where = f"{path}.tools[{i}]".lstrip(".")
@@ -202,7 +211,8 @@ def _is_client_search(tool: Json) -> bool:
 
 
 def _is_hosted(tool: Json) -> bool:
-    """Whether OpenAI runs the tool: in a container of its own, or always."""
+    """Whether OpenAI runs the tool. Such tools are a shell whose `environment` has a type other than local, a
+    search whose `execution` is not client, and all types but function, custom and those in BUILT_IN."""
     kind = tool.get("type")
     if kind == "shell":
         environment = tool.get("environment")
@@ -213,7 +223,8 @@ def _is_hosted(tool: Json) -> bool:
 
 
 def _chat_form(path: str, tool: Json) -> Json:
-    """A tool in a chat's form, which has its fields one level deeper. Raises ApiError."""
+    """A tool in a chat's form. Raises ApiError. Example: {"type": "custom", "name": "f"} becomes {"type":
+    "custom", "custom": {"name": "f"}}. A tool in BUILT_IN becomes a function."""
     kind = tool["type"]
     for key in ("name", "description"):
         require(isinstance(tool.get(key, ""), str | None), f"{path}.{key}", "must be a string")
