@@ -169,7 +169,8 @@ def _positive(value: str) -> float:
 
 
 def _one_of(*words: str, aliases: Mapping[str, str] | None = None) -> Callable[[str], str]:
-    """A parser of one of these words, in any case. aliases: other names of them."""
+    """A parser that returns one of these words, for a text in any case. It raises ValueError for any other
+    text. aliases: further texts, in lower case, and the word that each stands for."""
 
     def parse(value: str) -> str:
         word = (aliases or {}).get(value.lower(), value.lower())
@@ -370,8 +371,9 @@ def setting(
     """A field of `Config`. Its flag is the field's name with dashes, its environment variable the name in
     capitals.
 
-    names: all of its variables, the preferred one first, where it has others, and further flags. parse: by
-    default the parser of the field's type. shown: the default in the help, if it is not `default`.
+    names: further flags, and all environment variables, where there are others than the name in capitals; of
+    several that are set, the first counts. parse: reads a text, or raises ValueError; None: the parser of the
+    field's type. shown: the default in the help, if it is not `default`.
     """
     variables = [name for name in names.split() if not name.startswith("-")]
     flags = [name for name in names.split() if name.startswith("-")]
@@ -890,8 +892,8 @@ class Config:
         return self.model_id.endswith(".gguf")
 
     def with_manifest(self, manifest: Manifest, memory_bytes: int | None = None) -> Config:
-        """A copy whose unset limits come from the model and from `memory_bytes`, the device's memory. Raises
-        ConfigError for a limit that the model cannot meet."""
+        """A copy whose unset limits come from the model and from `memory_bytes`, the device's memory (None:
+        unknown). Raises ConfigError for a limit that the model cannot meet."""
         longest = manifest.max_positions
         slots = self.max_batch_size or DEFAULT_BATCH_SIZE
         fitting = max(self._fitting_tokens(manifest, memory_bytes) // slots, DEFAULT_MAX_TOTAL_TOKENS)
@@ -910,8 +912,11 @@ class Config:
         )
 
     def with_prefix_slots(self, manifest: Manifest, memory_bytes: int | None) -> Config:
-        """A copy whose unset `prefix_slots` comes from the memory; `with_manifest` comes before. Raises
-        ConfigError for fewer than run at a time."""
+        """A copy whose unset `prefix_slots` comes from the memory. `self` is a result of `with_manifest`.
+
+        Without prefix caching there are as many slots as run at a time. Raises ConfigError for fewer than
+        these, and for a given `prefix_slots` without prefix caching.
+        """
         least = self.max_batch_size
         slots = self.prefix_slots
         if slots and not self.prefix_reuse:
@@ -940,8 +945,8 @@ class Config:
         return min(fitting, self.max_batch_total_tokens or fitting)
 
     def slots(self, length: int, default: int) -> int:
-        """How many slots of `length` tokens the settings allow. `default` is used without
-        `max_batch_size`."""
+        """How many slots of `length` tokens the settings allow: `max_batch_size` or, if it is unset,
+        `default`, but no more than fit into `max_batch_total_tokens`."""
         slots = self.max_batch_size or default
         if self.max_batch_total_tokens:
             return min(slots, self.max_batch_total_tokens // length)
@@ -959,8 +964,8 @@ class Config:
         return msgspec.json.decode(text, type=cls)
 
     def to_shell(self) -> str:
-        """The assignments that entrypoint.sh reads. Times are there in milliseconds, too: bash computes with
-        integers."""
+        """The assignments that entrypoint.sh reads. Seconds are also there as milliseconds, in variables that
+        end in `_ms`: bash computes with integers."""
         lines = []
         for name in IN_SHELL:
             value = getattr(self, name)
@@ -1024,8 +1029,8 @@ COMPATIBILITY_ALIASES = dict(_read_aliases())
 
 
 def _names_given(flag: str, given: Mapping[str, str]) -> list[str]:
-    """The names of a setting that have a value: flags before variables, own names before compatibility
-    aliases. The value of the first name counts."""
+    """The names of a setting that have a value; the value of the first name counts. Flags come before
+    variables, own names before compatibility aliases."""
     others = [
         name
         for name, other in COMPATIBILITY_ALIASES.items()
@@ -1036,8 +1041,8 @@ def _names_given(flag: str, given: Mapping[str, str]) -> list[str]:
 
 
 def _log_lines_of_aliases(given: Mapping[str, str]) -> list[str]:
-    """A line for each setting of another server: what it sets, or why it has no effect. Raises ConfigError
-    for one that is not supported."""
+    """A line for each setting of another server: what it sets, or why it has no effect. Raises ConfigError if
+    such a setting is not supported and its value would have an effect."""
     lines = []
     for name, value in given.items():
         family = name.split("_")[0] + "_*"  # TS_*: any with TS_
@@ -1099,8 +1104,8 @@ def _parser() -> _Parser:
 
 
 def _given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """The values of all flags and variables, by name (`--port`, `PORT`). An empty variable counts as
-    unset."""
+    """The values of all flags and variables, by name (`--port`, `PORT`), as texts. An empty variable counts
+    as unset. Raises ConfigError for an unknown flag, or one that is given twice."""
     given = {name: value.strip() for name, value in environ.items() if value.strip()}
     if environ.get("API_KEY") and "API_KEY" not in given:
         raise ConfigError("API_KEY is only spaces: give a key, or leave it empty for a server without one")
@@ -1124,7 +1129,8 @@ def _given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _parse_value(name: str, value: str, entry: dataclasses.Field) -> Any:
-    """A setting's value as it was written under `name`."""
+    """The value of a setting, in its type. name: the flag or variable that has this value, for the error.
+    Raises ConfigError."""
     if not value:
         raise ConfigError(f"{name} needs a value")
     parse = entry.metadata["parse"] or PARSERS[entry.type.removesuffix(" | None")]
@@ -1138,7 +1144,7 @@ def _parse_value(name: str, value: str, entry: dataclasses.Field) -> Any:
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
-    """Flags override environment variables, which override defaults.
+    """The configuration. Flags override environment variables, which override defaults.
 
     Raises ConfigError: for a wrong value with the setting, the value and what it must be, for an unknown flag
     with the nearest known one, and for a local folder without a model.

@@ -58,8 +58,11 @@ class _JsonFormatter(_PlainFormatter):
 
 
 class RateLimitFilter(logging.Filter):
-    """Drops repeated warnings, errors and lines with `is_limited`: after REPEATS lines of a kind in a minute,
-    all but the 100th, 1,000th and so on, which say their number."""
+    """Drops repeated warnings, errors and lines with `is_limited`. After REPEATS lines of a kind in a minute,
+    only the 100th, 1,000th and so on are logged, with their number.
+
+    Lines are of one kind if they have the same logger and the same message before values are filled in.
+    """
 
     def __init__(self):
         super().__init__()

@@ -82,7 +82,8 @@ VISION_DEFAULTS = {
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """A family of vision-language models whose images are read; of others, the text part is served.
+    """A family of vision-language models whose images are read; of other families, only the text part is
+    served.
 
     A new family is a row of VISION_FAMILIES. If no class has its layout or its tower, that class is new, too.
     """
@@ -213,8 +214,8 @@ class Manifest:
 
     @property
     def why_no_images(self) -> str:
-        """Why only the text of a family that reads images is served, for the log; "": there is no such
-        reason."""
+        """Why only the text of a family that reads images is served, for the log. "": its images are read, or
+        the family is not in VISION_FAMILIES."""
         if self.model_type not in VISION_FAMILIES or self.reads_images:
             return ""
         if self.image_processor:
@@ -320,7 +321,8 @@ class Manifest:
 
 
 def text_part(config: Json) -> Json:
-    """The text part of a config.json; all of it, if it has no such part."""
+    """The text part of a config.json, with TEXT_DEFAULTS for missing keys; all of it, if there is no text
+    part."""
     text = config.get("text_config")
     if not text or not isinstance(text, dict):
         return config
@@ -328,8 +330,8 @@ def text_part(config: Json) -> Json:
 
 
 def attention_layers(facts: Json) -> int:
-    """How many layers of a text config have a KV cache. Others have a recurrent state, or neither. Raises
-    KeyError if the config does not say."""
+    """How many layers of a text config have a KV cache. Other layers have a recurrent state, or neither.
+    Raises KeyError if the config does not say."""
     for name in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
         if kinds := facts.get(name):
             others = ("linear_attention", "mamba", "conv", "moe", "mlp", *"ME-")
@@ -348,7 +350,11 @@ def vision_family(config: Json) -> VisionFamily:
 
 
 def vision_part(config: Json) -> Json:
-    """The vision part of a vision-language model's config.json; {}: it has none."""
+    """The vision part of a vision-language model's config.json; {}: there is none.
+
+    Of a value in several places, the last of these counts: the defaults of the family, the defaults of the
+    tower, the config itself. A null does not count.
+    """
     vision = config.get("vision_config")
     if not isinstance(vision, dict):
         return {}
@@ -367,7 +373,9 @@ def vision_part(config: Json) -> Json:
 def read_ropes(facts: Json) -> list[Json]:
     """The rotary positions of a text config: one object for all layers, or one for each type of layers.
 
-    They have the names of transformers 5, and its places: the base and the original length are among them.
+    Each object has the names of transformers 5, such as `rope_type`. `rope_theta` and
+    `original_max_position_embeddings` are in each object, too: of the object or, if it lacks them, of the
+    config beside it.
     """
     given = facts.get("rope_parameters") or facts.get("rope_scaling")
     if not isinstance(given, dict):
@@ -415,7 +423,10 @@ def whole(value: Any) -> int | None:
 
 
 def read_json(path: Path, required: bool = False) -> Json:
-    """A JSON object from a model folder, or `{}` without the file. Raises ConfigError for anything else."""
+    """A JSON object from a model folder; {} without the file. Raises ConfigError for anything else.
+
+    required: ConfigError is also raised without the file.
+    """
     check_regular(path)
     try:
         with path.open(encoding="utf-8") as file:
@@ -438,8 +449,11 @@ def read_json(path: Path, required: bool = False) -> Json:
 
 
 def check_regular(path: Path) -> None:
-    """Raises ConfigError for a device, a FIFO or a socket, also as a file of a folder or of its folders:
-    reading it might never end."""
+    """Raises ConfigError for a device, a FIFO or a socket: reading it might never end.
+
+    The path is checked, and the files in a folder and in its folders. Names that begin with a dot are left
+    out.
+    """
     for each in (path, *path.glob("[!.]*"), *path.glob("[!.]*/[!.]*")):
         with contextlib.suppress(OSError):  # a link to nothing, a folder of others
             if kind := ENDLESS.get(stat.filemode(each.stat().st_mode)[0]):
@@ -465,7 +479,8 @@ def has_gguf(path: Path) -> bool:
 
 
 def reject_lfs_pointer(path: Path) -> None:
-    """Raises ConfigError for the text that git-lfs replaces by the file, and where `path` cannot be read."""
+    """Raises ConfigError if the file is a git-lfs pointer, a text in the place of a file, or cannot be
+    read."""
     try:
         with path.open("rb") as file:
             begin = file.read(len(LFS_POINTER))
@@ -476,8 +491,11 @@ def reject_lfs_pointer(path: Path) -> None:
 
 
 def check_weight_files(folder: Path) -> None:
-    """Raises ConfigError where `folder` has no weights under the names that transformers reads, or git-lfs
-    pointers to them."""
+    """Raises ConfigError if `folder` has no weights under the names that transformers reads.
+
+    Weights are model.safetensors, or all files that the index names or, without an index, that the numbers in
+    their names ask for. A git-lfs pointer in the place of any *.safetensors raises ConfigError, too.
+    """
     found = sorted(folder.glob(*SAFETENSORS))
     for path in found:
         reject_lfs_pointer(path)

@@ -81,9 +81,11 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Image(msgspec.Struct, frozen=True, gc=False):
-    """A preprocessed image (text/images/). In prompts its tokens are the negative numbers `ids`. The worker
-    finds the embedding of each number (models/images/encoder_cache.py), so prefix caching and chunked prefill
-    treat an image token as any other token."""
+    """A preprocessed image (text/images/). In prompts the tokens of an image are the negative numbers `ids`.
+
+    The worker finds the embedding of each of these numbers (models/images/encoder_cache.py), so prefix
+    caching and chunked prefill treat an image token as any other token.
+    """
 
     key: int  # 46 bits: a keyed hash of the file and of how it is preprocessed
     tokens: int  # at most MAX_IMAGE_TOKENS
@@ -110,7 +112,7 @@ class Generate(GenerateOptions, frozen=True):
 
 
 class SubmitRequests(msgspec.Struct, tag="submit", frozen=True):
-    """Web → worker: everything that one HTTP request asks for. All of it is admitted, or all of it is
+    """Web → worker: all sequences that one HTTP request asks for. All of them are admitted, or all are
     rejected."""
 
     generates: list[Generate]
@@ -125,8 +127,11 @@ class Cancel(msgspec.Struct, tag="cancel", frozen=True):
 
 
 class AdapterChange(msgspec.Struct, tag="adapter_change", frozen=True):
-    """Web → worker: load the LoRA adapter `name` from `source`, or unload it if `source` is empty. With
-    `in_place`, an adapter of that name is replaced. `AdapterChanged` with the same `id` answers."""
+    """Web → worker: load the LoRA adapter `name` from `source`, or unload it if `source` is empty.
+
+    With `in_place`, an adapter of that name is replaced; without, it is an error. `AdapterChanged` with the
+    same `id` answers.
+    """
 
     id: int
     name: str
@@ -172,8 +177,8 @@ class MetricsRequest(msgspec.Struct, tag="metrics_request", frozen=True):
 
 
 class Token(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One generated token. `logprob` is of the model's own distribution, None if it was not requested or
-    with on-device sampling; `top` holds (token id, logprob), most likely first."""
+    """One generated token. `logprob` is of the model's own distribution; None if the request does not want
+    log-probabilities, or with on-device sampling. `top` holds (token id, logprob), most likely first."""
 
     id: int
     token: int
@@ -184,9 +189,11 @@ class Token(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class PromptDone(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The prompt of a request has been run, except for the `cached` tokens. `logprobs` are of its tokens from
-    the second on, if requested; `top` holds the `top_n_tokens` most likely (token id, logprob) at each of
-    these positions."""
+    """The prompt of a request has been run, except for its first `cached` tokens.
+
+    `logprobs` are those of the prompt's tokens from the second on, [] if the request does not want them.
+    `top` holds the `top_n_tokens` most likely (token id, logprob) at each of these positions.
+    """
 
     id: int
     queued_s: float
@@ -206,8 +213,9 @@ class Tokens(msgspec.Struct, tag="tokens", frozen=True):
 class End(msgspec.Struct, tag="end", frozen=True):
     """Worker → web: the request `id` ends without a (further) token.
 
-    `reason`: "cancelled", "overloaded" or "draining" (rejected at once), or, with a `message` that a client
-    may read, "unknown_adapter" (rejected at once) or "failed".
+    `reason`: "cancelled"; "overloaded" (rejected at once, or not started within the longest wait); "draining"
+    (rejected at once, or ended because the worker stops); "unknown_adapter" (rejected at once); "failed". The
+    last two have a `message`, which a client may read.
     """
 
     id: int
@@ -216,10 +224,11 @@ class End(msgspec.Struct, tag="end", frozen=True):
 
 
 class Status(msgspec.Struct, tag="status", frozen=True):
-    """Worker → web, every HEARTBEAT_S: the worker's state.
+    """Worker → web, every HEARTBEAT_S and when `phase` or `full` changes: the worker's state.
 
-    `phase` is "ready" when requests are accepted, before that the startup phase, and `progress` what of it
-    takes long. `full`: new requests are rejected as overload. `late`: the running step counts as stuck.
+    `phase` is "ready" when requests are accepted, "draining" when no more are, and before both the startup
+    phase. `progress`: what takes long in the startup phase. `full`: new requests are rejected as overload.
+    `late`: the running step counts as stuck.
     """
 
     phase: str
@@ -276,8 +285,8 @@ class MetricsText(msgspec.Struct, tag="metrics", frozen=True):
 
 
 class AdapterChanged(msgspec.Struct, tag="adapter_changed", frozen=True):
-    """Worker → web: the end of an `AdapterChange`. `error` says why it failed. With `is_of_machine`, the same
-    change may succeed later."""
+    """Worker → web: the end of an `AdapterChange`. `error` says why the change failed; "": it has succeeded.
+    With `is_of_machine`, the same change may succeed later."""
 
     id: int
     error: str = ""

@@ -52,8 +52,8 @@ def socket_address() -> str:
 def die_with_parent() -> None:
     """Makes the kernel end this process when its parent dies: no process may survive and hold the device.
 
-    Raises SystemExit where the parent that PARENT names has died already: the kernel looks at the present
-    one, which may be process 1 of a container.
+    Raises SystemExit if the parent that PARENT names has died already: the kernel only looks at the present
+    parent, which may be process 1 of a container. Sets PARENT for the processes that this one starts.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
     parent = str(os.getppid())
@@ -63,8 +63,8 @@ def die_with_parent() -> None:
 
 
 def check_private(folder: Path, name: str) -> None:
-    """Raises ConfigError for a folder, which `name` names, that another user owns or may write to: its files
-    are trusted."""
+    """Raises ConfigError if another user owns the folder or may write to it: its files are trusted. A folder
+    that is missing or cannot be looked at passes. name: what the error calls the folder."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         status = folder.stat()
         if status.st_uid != os.geteuid():
@@ -78,8 +78,8 @@ def check_private(folder: Path, name: str) -> None:
 
 
 def check_process_limits(run_dir: Path) -> None:
-    """Raises ConfigError where the limits of this process are too low for any model. `run_dir`: where its
-    socket is to be."""
+    """Raises ConfigError if the limits of this process are too low for any model. Also if the path of the
+    socket in `run_dir` is too long."""
     excess = len(os.fsencode(run_dir / SOCKET)) - MAX_SOCKET_NAME
     if excess > 0:
         raise ConfigError(
@@ -99,8 +99,8 @@ def check_process_limits(run_dir: Path) -> None:
 
 
 def explained(error: OSError | MemoryError, where: str | None = None) -> str | None:
-    """One line with the exhausted resource of the machine and the remedy; None for other errors. `where`: the
-    file, if the error does not name it."""
+    """One line with the exhausted resource of the machine and the remedy; None for an error without a remedy
+    here. where: the file, which counts before the file that the error names."""
     number = errno.ENOMEM if isinstance(error, MemoryError) else error.errno
     if number not in REMEDIES:
         return None

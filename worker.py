@@ -130,9 +130,10 @@ class Worker:
                 raise output.failure
 
     def receive(self) -> None:
-        """Handles the messages that arrived; waits for one when there is nothing else to do.
+        """Handles the messages that have arrived; waits for a message when there is nothing else to do.
 
-        Requests that are prepared go to the scheduler. Those that failed to be prepared or published end.
+        Requests that are prepared go to the scheduler. Requests end if their preparation or the sending of
+        their tokens failed.
         """
         if self.adapter_changes:
             self.adapter_changes.apply(self.requests)
@@ -157,8 +158,8 @@ class Worker:
             self.requests.end(request, "failed")
 
     def next(self) -> Step | None:
-        """The next step. Overdue requests are rejected after it is scheduled: a request that gets a slot now
-        is not overdue."""
+        """The next step, or None if there is nothing to run. Overdue requests are rejected after the step is
+        scheduled: a request that gets a slot now is not overdue."""
         now = time.monotonic()
         step = self.scheduler.next(now, self._timer.prompt_budget)
         for request in self.requests:
@@ -167,7 +168,8 @@ class Worker:
         return step
 
     def run_step(self, step: Step) -> StepOutput:
-        """Runs a step on the device. The outputs of the last step are published meanwhile."""
+        """Runs a step on the device, and returns its output, also if it failed. The outputs of the last step
+        are published meanwhile."""
         for request in step.started:
             adapter = {"adapter": request.generate.adapter} if request.adapter else {}
             request.log("prompt begins", slot=request.slot, cached=request.cached, **adapter)
@@ -227,7 +229,8 @@ class Worker:
         }
 
     def adapters_in_use(self) -> tuple[set[str], set[str]]:
-        """The LoRA adapters of running and of waiting requests. Called on the socket's thread."""
+        """The names of the LoRA adapters of running requests, and those of waiting ones. Called on the
+        socket's thread."""
         running = set()
         waiting = set()
         for request in self.requests:
@@ -236,8 +239,8 @@ class Worker:
         return running, waiting
 
     def _report(self, limit_s: float = math.inf) -> None:
-        """Reports the worker's status to the API server processes. limit_s: how long the step that starts now
-        may take."""
+        """Reports the worker's status to the API server processes. limit_s: how many seconds the step that
+        starts now may take; without a limit, no step starts."""
         status = Status(
             phase="draining" if self.draining else "ready",
             steps=self.steps,
@@ -260,7 +263,8 @@ class Worker:
             self._count_ready(message)
 
     def _add(self, peer: bytes, message: SubmitRequests) -> None:
-        """Takes the requests of one HTTP request. Each is queued, or ended with the reason why not."""
+        """Takes the requests of one HTTP request. Each request is queued, or ended with the reason why it
+        cannot be."""
         if not self.requests:
             self._progress_at = time.monotonic()
         group = RequestGroup()
@@ -284,7 +288,8 @@ class Worker:
                 self.requests.end(request, "failed", "the request cannot be run")
 
     def _queue(self, request: Request) -> None:
-        """Adds the request to the scheduler; one with a grammar or images when it is prepared."""
+        """Adds the request to the scheduler. A request with a grammar or images is added once these are
+        prepared."""
         generate = request.generate
         if generate.adapter:
             request.adapter = self.model.adapters.numbers[generate.adapter]
@@ -379,7 +384,8 @@ class Startup:
 
     @contextlib.contextmanager
     def phase(self, name: str, what: str) -> Iterator[None]:
-        """Reports a phase to the API server processes, and logs it with its duration."""
+        """Reports a phase to the API server processes, and logs its beginning and, unless it raises, its
+        duration."""
         started_at = time.monotonic()
         self.link.report(Status(name))
         logger.info("%s %s", name.capitalize(), what)
@@ -497,7 +503,8 @@ def log_scheduling(config: Config, model: StaticBatchModel) -> None:
 
 
 def known_eos_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
-    """The ids that are in the vocabulary. Some checkpoints name others, which are logged."""
+    """The ids that are in the vocabulary, each once, in their order. Some checkpoints name other ids, which
+    are logged."""
     named = list(dict.fromkeys(ids))
     known = [i for i in named if 0 <= i < vocab_size]
     if known != named:
@@ -510,7 +517,7 @@ def known_eos_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
 
 
 def log_thread_failure(link: Link, failure: threading.ExceptHookArgs) -> None:
-    """Logs the error that ended a thread. The end of the socket's thread ends the process. Without any other
+    """Logs the error that ended a thread. If it is the socket's thread, the process ends. Without any other
     thread, such as a library's, requests are still served."""
     is_needed = failure.thread is link.thread
     name = failure.thread.name if failure.thread else "unknown"
@@ -553,7 +560,8 @@ def main() -> int:
 
 
 def log_failure(error: Exception) -> int:
-    """Logs why the worker ends, in one line where the reason is known. Returns the exit code."""
+    """Logs why the worker ends, in one line where the reason is known. Returns the exit code: 2 if a setting
+    or the model cannot be used, else 1."""
     if isinstance(error, (ConfigError, ModelError)):
         logger.error("%s", error)
         return 2
