@@ -390,10 +390,10 @@ class TaggedFormat(ToolFormat):
         """The index of the piece after the value that begins in piece `n`, and the value. A piece is a tag
         with the text behind it. Raises ValueError for a value that is not certain.
 
-        A value ends at its closing tag, if nothing but blanks is behind that tag and the value has the type
-        that the schema names. Without such a tag the value ends in front of a new parameter of the function,
-        of another call, or of the end of the call. If a closing tag with blanks behind it is before that
-        place, the first such tag ends the value, whatever its type. Any other tag is text of the value.
+        A value ends at its closing tag, if only spaces and markers are behind that tag and the value has the
+        type that the schema names. Without such a tag the value ends in front of a new parameter of the
+        function, of another call, or of the end of the call. If a closing tag with spaces behind it is before
+        that place, the first such tag ends the value, whatever its type. Any other tag is text of the value.
 
         Before the end of the output, only a value of the right type that ends at the first tag is certain.
 
