@@ -65,7 +65,8 @@ def unregister(server: Server, name: str) -> Response:
 
 
 def _source_of(path: str, field: str, server: Server) -> str:
-    """The folder below `--lora-folder`, or the hub id, that a request names. Raises ApiError."""
+    """The folder below `--lora-folder` that `path` names, else `path` itself if it is a hub id. Raises
+    ApiError. field: the name of the path's field in the request."""
     _check_allowed(server)
     root = Path(server.config.lora_folder).resolve()
     with contextlib.suppress(OSError, ValueError):  # of what no file can be named
@@ -78,8 +79,11 @@ def _source_of(path: str, field: str, server: Server) -> str:
 
 
 def _load(server: Server, name: str, field: str, source: str, in_place: bool = False) -> Response:
-    """Checks the name of an adapter, which is in the field `field`, and loads the adapter. Raises
-    ApiError."""
+    """Loads the LoRA adapter `name` from `source`. Returns the response. Raises ApiError, also for a bad
+    name.
+
+    field: the field of the request that has `name`. in_place: a loaded adapter of this name is replaced.
+    """
     fits = 0 < len(name) <= MAX_ADAPTER_NAME and name.isprintable() and name == name.strip()
     require(
         fits, field, f"must be a name of at most {MAX_ADAPTER_NAME} printable characters", given=name[:80]
@@ -103,7 +107,8 @@ def _check_allowed(server: Server) -> None:
 
 
 def _change(server: Server, success: str, *change: Any) -> Response:
-    """`change`: as `EngineClient.change_adapter` takes it."""
+    """Changes an adapter. Returns a response with the text `success`. Raises ApiError and EngineError.
+    change: the arguments of `EngineClient.change_adapter`."""
     try:
         changed = server.engine.change_adapter(*change)
     except EngineBusy:

@@ -58,7 +58,8 @@ class VertexResponse(Struct):
 
 
 def read_invocation(data: Json, served: Served) -> ResponseWriter:
-    """A native, chat or completion request, answered in that API's format."""
+    """The writer of the response to a native, chat or completion request. The first field of INVOCATIONS that
+    the body has says which. Raises ApiError, in the error format of that API."""
     read, error_format = fields.choose_variant(data, INVOCATIONS)
     try:
         return read(data, served)
@@ -68,8 +69,8 @@ def read_invocation(data: Json, served: Served) -> ResponseWriter:
 
 
 def text(data: Json, served: Served) -> ResponseWriter:
-    """The continuation of a prompt as a stream of plain text, as TorchServe's handlers for Inferentia2 send
-    it."""
+    """The writer of a stream of plain text: the continuation of a prompt. TorchServe's handlers for
+    Inferentia2 send the same. Raises ApiError."""
     return TextResponseWriter(
         [tgi.check(tgi.read_generate(data), served, streams=True)], served, streams=True
     )
@@ -102,7 +103,8 @@ def continuation(sentence: str, served: Served) -> ResponseWriter:
 
 
 def _instance(given: Any) -> GenerateRequest | ChatRequest:
-    """Parsed as a native or a chat request. Raises ApiError."""
+    """An instance as a native request if it has `inputs`, else as a chat request. Raises ApiError, also for
+    fields that are not supported in an instance."""
     data = fields.convert(given, Json)
     read_chat = functools.partial(fields.read, kind=ChatRequest)
     instance = fields.choose_variant(data, {"inputs": tgi.read_generate, "messages": read_chat})(data)
@@ -115,7 +117,10 @@ def _instance(given: Any) -> GenerateRequest | ChatRequest:
 
 
 class PredictionsResponseWriter(ResponseWriter):
-    """The best text of each request, after its prefix. `form` makes the body of these texts."""
+    """The best text of each request, without reasoning, after its prefix, in the order of `requests`.
+
+    prefixes: one for each request. form: makes the body of these texts.
+    """
 
     def __init__(
         self,
@@ -144,5 +149,6 @@ class TextResponseWriter(ResponseWriter):
         return "".join(piece.text for piece in pieces if not piece.special).encode()
 
     def failure(self, error: ApiError) -> bytes:
-        """Breaks the connection: in a plain text an error would look like a part of it."""
+        """Raises ConnectionResetError, which breaks the connection. In a plain text an error would look like
+        a part of the text."""
         raise ConnectionResetError(errno.ECONNRESET, str(error))

@@ -23,9 +23,9 @@ QUESTION = "What is Deep Learning?"
 class Route:
     """A route and its description in the OpenAPI document.
 
-    body: the type of the JSON body that it takes; response: the type of its JSON response with status 200;
-    event: the type of the events of its stream. Each may be a union; None: there is none. example: a body of
-    the first type.
+    body: the type of the JSON body that the route takes; response: the type of the JSON response with status
+    200; event: the type of the events of the stream. Each may be a union; None: no JSON body, no JSON
+    response, no stream. example: a body of the first type in `body`.
     """
 
     method: str
@@ -61,7 +61,7 @@ class Route:
 
 
 def kinds_of(union: Any) -> tuple:
-    """The types of a union; none for None."""
+    """The types of a union; () for None. Any other type is returned alone."""
     if isinstance(union, UnionType):
         return get_args(union)
     return () if union is None else (union,)
@@ -107,7 +107,8 @@ def openapi(routes: Sequence[Route]) -> Json:
 
 
 def _operation(route: Route, content: Callable[[tuple], Json]) -> Json:
-    """`content` makes the description of a body that has one of several types."""
+    """The OpenAPI operation of a route. content: makes the description of a body that has one of several
+    types."""
     ok = {"description": "OK"}
     if responses := _responses(route, content):
         ok["content"] = responses

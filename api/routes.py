@@ -44,7 +44,11 @@ def replies(make: Callable[[Json, Served], Any]) -> Callable[[Server], Response]
 
 
 def invocations(server: Server) -> Response:
-    """A request of SageMaker, in JSON or as plain text. A header may name a LoRA adapter."""
+    """The response to a request of SageMaker. A header may name a LoRA adapter.
+
+    A body that is JSON is a request of the API that its required field identifies. A body of plain text is a
+    prompt: the response is a stream of text, or JSON as on `POST /` if `Accept` prefers JSON.
+    """
     adapter = request.headers.get(SAGEMAKER_ADAPTER)
     if request.mimetype != "text/plain":
         read = of_adapter(clouds.read_invocation, adapter)
@@ -59,7 +63,8 @@ def predictions(server: Server, name: str) -> Response:
 
 
 def of_adapter(read: Read, name: str | None) -> Read:
-    """Reads requests that name a LoRA adapter, or the model, in a header or the path; None: neither."""
+    """Reads requests for the LoRA adapter, or the model, with this name, which is in a header or the path.
+    None: the request alone says which. Reading raises ApiError (404) for another name."""
     return lambda data, served: read(data, served.with_adapter(name) if name else served)
 
 
@@ -394,7 +399,8 @@ for _body in {body for route in ROUTES for body in route.bodies}:
 
 
 def error_format() -> ErrorFormat:
-    """The error format of the current request: of its route, or of the API that its path begins like."""
+    """The error format of the current request. It is Anthropic's if the route may choose that and the request
+    has the header `anthropic-version`; else that of the API to which the path belongs."""
     route = BY_NAME.get(request.endpoint)
     if route and ANTHROPIC in route.errors and "anthropic-version" in request.headers:
         return ANTHROPIC

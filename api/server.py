@@ -69,8 +69,8 @@ def no_parser() -> Parse:
 
 
 def text_parser() -> Parse:
-    """What parses a body that is the prompt itself: plain text, or a body without a type. An API gets the
-    prompt as `inputs`. Raises ApiError (415) for a body of another type."""
+    """What parses a body that is the prompt itself, to {"inputs": prompt}. Raises ApiError (415) for a body
+    of a type other than text/plain or none, or with a charset that is not in CHARSETS."""
     if request.mimetype not in ("", "text/plain"):
         raise _wrong_content_type("text/plain")
     charset = request.mimetype_params.get("charset", CHARSETS[0]).lower()
@@ -88,7 +88,8 @@ def _wrong_content_type(expected: str) -> ApiError:
 
 
 class TextThreads:
-    """A few threads for what would hold up the event loop.
+    """A few threads for what would hold up the event loop. max_pending: how many calls of `run` may run or
+    wait.
 
     `run` must be given functions that neither log nor use Flask's request nor the socket to the worker.
     """
@@ -99,7 +100,8 @@ class TextThreads:
         self._pending = 0
 
     def run(self, function: Callable):
-        """`function()`, when a thread is free. Raises ApiError (429) when too many wait."""
+        """What `function()` returns or raises, run in a thread. Raises ApiError (429) if too many calls are
+        pending."""
         if self._pending >= self._max_pending:
             raise errors.overloaded()
         self._pending += 1
@@ -133,7 +135,8 @@ class Server:
 
     @property
     def served(self) -> Served:
-        """Raises ApiError (503) while the model is not ready."""
+        """What a request is checked against, made anew. Raises ApiError (503) while the model is not
+        ready."""
         self.engine.wait_while_loading()
         if self.engine.phase != "ready":
             raise errors.not_ready(self.engine.phase)
@@ -160,9 +163,10 @@ class Server:
             return fields.read(parse(body), kind)
 
     def reply(self, make: Callable[[Json, Served], Later]) -> Response:
-        """A response without generated text to a JSON body.
+        """The response to a JSON body, without generated text. Raises ApiError, and ClientDisconnected.
 
-        make: reads and checks the body, and returns what makes the response once the images are loaded.
+        make: reads and checks the body. Returns a function, which makes the body of the response once the
+        images are loaded. Threads run both.
         """
         served = self.served
         parse = json_parser()
@@ -178,10 +182,12 @@ class Server:
         deadline_s: float | None = None,
         parser: Callable[[], Parse] = json_parser,
     ) -> Response:
-        """Generates what the body of the request asks for.
+        """The response with what the body of the request asks for, whole or as a stream. Raises ApiError, and
+        ClientDisconnected while images are loaded.
 
         renders: whether `read` may render a chat template, which takes long. deadline_s: of a response that
-        is not streamed, if none is configured. parser: checks the type of the body, and gives what parses it.
+        is not streamed, from the arrival; one that is configured counts before. parser: checks the type of
+        the body, and returns what parses the body.
         """
         served = self._begin()
         parse = parser()
@@ -196,7 +202,9 @@ class Server:
             raise ClientDisconnected
 
     def _begin(self) -> Served:
-        """What the request is checked against. Raises ApiError if it is rejected whatever its body says."""
+        """What the request is checked against. Marks the request as one that generates, and begins its trace.
+        Raises ApiError if the model is not ready (503) or the worker is full (429), whatever the body
+        says."""
         g.generates = True
         g.started_at = time.monotonic()
         if self._tracer:
@@ -210,7 +218,8 @@ class Server:
         return served
 
     def _submit(self, writer: ResponseWriter, served: Served, deadline_s: float | None) -> ActiveRequest:
-        """Loads the images, tokenizes the prompts, and sends them to the worker. Raises ApiError.
+        """Loads the images, tokenizes the prompts, and sends them to the worker. Returns the running request.
+        Raises ApiError, and ClientDisconnected. deadline_s: see `generate`.
 
         Images are loaded in the request's own greenlet, so that they hold no thread for texts.
         """
@@ -229,7 +238,8 @@ class Server:
         return g.generation
 
     def _respond(self, writer: ResponseWriter, generation: ActiveRequest) -> Response:
-        """The response to a request that was sent to the worker: a stream, or the whole body."""
+        """The response to a request that was sent to the worker: a stream, or the whole body. The status is
+        499 if the client has disconnected. Raises ApiError. The request is closed at the end."""
         headers = {
             "x-compute-type": self.engine.info.device,
             "x-compute-characters": str(sum(prepared.characters for prepared in writer.requests)),
@@ -256,7 +266,7 @@ class Server:
             return Response(status=CLIENT_CLOSED_REQUEST)  # for the metrics
 
     def _run(self, function: Callable[[], T], is_long: bool) -> T:
-        """What `function` returns. A thread runs it if it may take long: to list the 30,000 tokens of a
+        """What `function` returns. A thread runs `function` if `is_long`: to list the 30,000 tokens of a
         prompt takes half a second."""
         return self._threads.run(function) if is_long else function()
 
@@ -276,8 +286,8 @@ class Server:
             self._threads.run(functools.partial(grammars.check, grammar))
 
     def _check_tools(self, prepared: PreparedRequest) -> None:
-        """Raises ApiError for the first tool whose calls cannot be enforced, if it is found within
-        FIND_TOOL_S."""
+        """Raises ApiError for the first tool for whose calls no grammar compiles. Returns if there is none,
+        or after FIND_TOOL_S."""
         policy = prepared.parser_config.calls
         if policy is None:
             return
@@ -312,7 +322,8 @@ def empty_response() -> Response:
 
 
 def _log_changes(writer: ResponseWriter, prompts: list[TokenizedPrompt]) -> None:
-    """Logs what differs from the request without an error."""
+    """Logs where the response differs from the request without an error. Logged are tools that are left out,
+    keywords of JSON schemas that are not enforced, and a clamped `max_tokens`."""
     if writer.left_out:
         names = ", ".join(sorted(writer.left_out))
         logger.debug("left out tools that this server does not run: %s", names, extra=log_fields())
@@ -327,5 +338,5 @@ def _log_changes(writer: ResponseWriter, prompts: list[TokenizedPrompt]) -> None
 
 
 def _not_enforced(requests: list[PreparedRequest]) -> list[str]:
-    """The places in JSON schemas whose keywords the output may violate."""
+    """JSON pointers to the keywords of JSON schemas that the output may violate, each once."""
     return list(dict.fromkeys(place for prepared in requests for place in prepared.not_enforced))

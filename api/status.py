@@ -60,7 +60,8 @@ def models(server: Server) -> Response:
 
 
 def model(server: Server, name: str) -> Response:
-    """The served model, or a LoRA adapter. Raises ApiError (404) for another name."""
+    """The card of the model, or of a LoRA adapter. Raises ApiError (404) for another name. The card is
+    Anthropic's if the request has the header `anthropic-version`, else OpenAI's."""
     served = server.served
     served.with_adapter(name)
     if "anthropic-version" in request.headers:
@@ -75,7 +76,8 @@ class DeletedResponse(Struct):
 
 
 def response(server: Server, response_id: str) -> Response:
-    """A stored response. Raises ApiError (404)."""
+    """A stored response, as JSON. Raises ApiError: 404 if it is not stored, and for its input items; 422 for
+    a stream."""
     if response_id.endswith("/input_items"):
         what = "The input items of a response cannot be listed; keep those that you send"
         raise ApiError(404, "not_found", what)

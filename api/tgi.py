@@ -116,7 +116,7 @@ class GenerateResponse(Struct):
 
 
 class TemplateFacts(Struct):
-    """A chat template: the file, or the key of a GGUF file, that it is read from."""
+    """A chat template. origin: the file, or the key of a GGUF file, that the template is read from."""
 
     origin: str
     sha256: str
@@ -210,7 +210,12 @@ def read_generate(data: Json) -> GenerateRequest:
 def check(
     request: GenerateRequest, served: Served, streams: bool, prompt_name: str = "inputs"
 ) -> PreparedRequest:
-    """Checks every field of a native request in TGI's order; raises ApiError for the first that is wrong."""
+    """The prepared request of a native request. Raises ApiError for the first field that is wrong, in TGI's
+    order.
+
+    streams: whether the response is a stream, with which some fields cannot be combined. prompt_name: the
+    name of the prompt in error messages.
+    """
     config = served.config
     info = served.info
     p = request.parameters
@@ -269,7 +274,9 @@ def check(
 
 
 def _adapter_of(p: Parameters, served: Served) -> str:
-    """The adapter that the engine applies; "" for the one that is merged into the weights."""
+    """The LoRA adapter that the engine applies; "": none, or the one that is merged into the weights. An
+    adapter that a header or a path names counts before `adapter_id`. Raises ApiError for an unknown
+    adapter."""
     adapters = [*served.info.adapters, *filter(None, [served.config.merged_adapter])]
     detail = "is not supported: no adapter is served (--lora-adapters)"
     if adapters:
@@ -280,7 +287,8 @@ def _adapter_of(p: Parameters, served: Served) -> str:
 
 
 def prompt_of(inputs: str, served: Served) -> tuple[str, Sequence[int]]:
-    """The escaped prompt with placeholders for its images, and their numbers. Raises ApiError."""
+    """The escaped prompt, and the numbers of its images in their order. Raises ApiError. A placeholder stands
+    for each image. If the model reads no images, `inputs` are text as they are, and there are no numbers."""
     images = served.images
     escape = served.text.tokenizer.escape
     if not images.are_read:
@@ -292,7 +300,8 @@ def prompt_of(inputs: str, served: Served) -> tuple[str, Sequence[int]]:
 
 
 def _samples(p: Parameters) -> bool:
-    """Sampling is on when requested, or when a parameter has no effect without it."""
+    """Whether tokens are drawn at random. They are if `do_sample` is true, if there is a `temperature`, or if
+    there is a filter, such as `top_p`, that has an effect."""
     has_effect = (
         parameter.is_filter and getattr(p, name) not in (None, parameter.neutral)
         for name, parameter in SAMPLING_PARAMETERS.items()

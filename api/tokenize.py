@@ -91,7 +91,8 @@ class DetokenizeResponse(Struct):
 
 
 def tokenize(data: Json, served: Served) -> Later:
-    """What lists the tokens of a text or chat, in the API whose required field the body has."""
+    """What lists the tokens of a text or chat, once the images are loaded. The first field of TOKENIZE that
+    the body has identifies the API. Raises ApiError."""
     return fields.choose_variant(data, TOKENIZE)(data, served)
 
 
@@ -158,7 +159,7 @@ TOKENIZE = {
 
 
 def detokenize(data: Json, served: Served) -> Later:
-    """What joins the texts of tokens; special tokens show their names."""
+    """What returns the joined texts of tokens; special tokens show their names. Raises ApiError."""
     tokens = fields.read(data, DetokenizeRequest).tokens
     require(len(tokens) <= MAX_LISTED_TOKENS, "tokens", f"takes up to {MAX_LISTED_TOKENS} tokens")
     fields.check_ids(tokens, "tokens", served.info)
@@ -178,7 +179,8 @@ def chat_tokenize(data: Json, served: Served) -> Later:
 
 
 def _tokens(text: str, served: Served, add_special_tokens: bool) -> list[SimpleToken]:
-    """The tokens of a text with their places in it. Raises ApiError for too many."""
+    """The tokens of an escaped text, each with the range of its bytes in the text without escapes. Raises
+    ApiError for too many bytes or tokens, and for a text that cannot be tokenized."""
     raw = _raw(text, served)
     try:
         spans = served.text.tokenizer.spans(text, add_special_tokens, MAX_LISTED_TOKENS)
@@ -191,7 +193,7 @@ def _tokens(text: str, served: Served, add_special_tokens: bool) -> list[SimpleT
 
 
 def _raw(text: str, served: Served) -> bytes:
-    """The text's bytes. Raises ApiError for too many of them."""
+    """The bytes of an escaped text without the escapes. Raises ApiError for more than MAX_TOKENIZED."""
     raw = served.text.tokenizer.unescape(text).encode()
     if len(raw) > MAX_TOKENIZED:
         limit = f"a text to tokenize must have at most {MAX_TOKENIZED} bytes"
