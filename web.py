@@ -55,7 +55,8 @@ SPARE_FDS = 200  # for everything but connections
 
 
 def create_app(config: Config, engine: EngineClient, store: Path) -> Flask:
-    """The WSGI application. Until the model is ready it answers 503. store: the file of stored responses."""
+    """The WSGI application. Until the model is ready, routes that need the model answer 503. store: the file
+    of stored responses."""
     files = None if config.no_web_page else status.PAGE_FILES
     app = Flask("neuron-textgen", static_folder=files, static_url_path="/page")
     if config.root_path:
@@ -79,8 +80,8 @@ def create_app(config: Config, engine: EngineClient, store: Path) -> Flask:
 
 
 class RootPathMiddleware:
-    """WSGI: strips `--root-path` from a path, unless the path is a route by itself. With the root path /v1,
-    both /v1/models and /v1/v1/models are the route /v1/models."""
+    """WSGI: strips `--root-path` from the beginning of a path, unless method and path are a route by
+    themselves. With the root path /v1, both /v1/models and /v1/v1/models are the route /v1/models."""
 
     def __init__(self, app: Flask, root_path: str):
         self._app = app.wsgi_app
@@ -105,8 +106,12 @@ class AuthAndCors:
         self._keys = ApiKeys(config)
 
     def admit(self) -> Response | None:
-        """Before a route: names the request, and answers preflight requests. Raises ApiError without a
-        key."""
+        """Runs before a route. Returns the response to an OPTIONS request, else None. Raises ApiError (401)
+        if the request needs a key and has none that is accepted.
+
+        Sets `g.request_id`, which is the header X-Request-Id if that is valid, else random; and `g.api_key`,
+        which is b"" where no key is needed.
+        """
         gevent.sleep(0)  # a client that pipelines requests must not keep the event loop to itself
         given = request.headers.get("X-Request-Id", "")
         g.request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
@@ -150,7 +155,8 @@ class AuthAndCors:
         return is_page or (route is not None and not route.needs_key)
 
     def _key(self) -> bytes | None:
-        """The API key that the request has; b"" where it needs none, None where it has none."""
+        """The first accepted API key of the request, `x-api-key` before `Authorization`. None: it has none;
+        b"": the server has no keys, and needs none."""
         if not self._needs_key:
             return b""
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
@@ -163,8 +169,8 @@ class AuthAndCors:
 
 
 class ApiKeys:
-    """The accepted keys: the one of `--api-key`, and those in a file, which may change while the server
-    runs."""
+    """The accepted keys: that of `--api-key`, and those in `--api-key-file`, which may change while the
+    server runs."""
 
     def __init__(self, config: Config):
         self._own = [config.api_key.encode()] if config.api_key else []
@@ -177,7 +183,8 @@ class ApiKeys:
         return any(hmac.compare_digest(given, key) for key in (*self._own, *self._of_file))
 
     def _refresh(self) -> None:
-        """Reads the file again if it has changed. The keys stay if it is missing or has none."""
+        """Reads the file of keys again if it has changed. The keys stay if the file is missing, or has no key
+        or an invalid one."""
         if not self._file:
             return
         try:
@@ -197,7 +204,11 @@ class ErrorHandlers:
         self._process = process
 
     def respond(self, error: Exception) -> Response:
-        """The response to a request that has raised an error."""
+        """The response to a request that has raised an error; for a client that has disconnected, status 499
+        alone.
+
+        The error format is that of the error, else that of the response's writer, else that of the route.
+        """
         if isinstance(error, ClientDisconnected):
             g.outcome = "dropped" if "generates" in g else None
             return Response(status=CLIENT_CLOSED_REQUEST)  # for the metrics; the client has disconnected
@@ -218,8 +229,9 @@ class ErrorHandlers:
         return response
 
     def record(self, response: Response) -> Response:
-        """Adds a failed request to the metrics and traces. A request that was sent to the worker has added
-        itself."""
+        """Adds a failed request (a status from 400 on) to the metrics and traces. Returns the response as it
+        is. A request that was sent to the worker is added by `ActiveRequest.close`. An error below 500 is
+        logged here."""
         if response.status_code >= 400 and "generation" not in g:
             stats = RequestStats(response.status_code, g.get("outcome"))
             self._process.engine.record(stats)
@@ -231,7 +243,8 @@ class ErrorHandlers:
         return response
 
     def _shown(self, error: Exception) -> ApiError:
-        """What the client reads. Logs what it does not read: an error of this server."""
+        """The error that the client reads. An error of this server, which the client does not read, is
+        logged."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, EngineError):
@@ -326,8 +339,8 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
         self._in_progress -= 1
 
     def _quit_when_done(self, worker) -> None:
-        """On SIGTERM gunicorn waits for all connections, idle ones too; this waits for requests in progress
-        only."""
+        """Ends this process after SIGTERM, once no request is in progress. gunicorn itself would wait for all
+        connections, idle ones too."""
         while worker.alive or self._in_progress:
             gevent.sleep(0.1)
         os.kill(os.getpid(), signal.SIGQUIT)
