@@ -93,7 +93,7 @@ def delete_response(server: Server, response_id: str) -> Response:
 
 
 def root(server: Server) -> Response:
-    """The page for browsers, and `GET /health` for probes."""
+    """The page if the client is a browser (`Accept` has text/html) and the page is on, else `GET /health`."""
     is_browser = "text/html" in request.headers.get("Accept", "")
     if is_browser and not server.config.no_web_page:
         return _page(server)
@@ -101,7 +101,8 @@ def root(server: Server) -> Response:
 
 
 def _page(server: Server) -> Response:
-    """The page for browsers. Attributes of its body have what its script has to know."""
+    """The page for browsers. The attributes `data-…` of its body are the facts that its script has to
+    know."""
     facts = {"preparing": server.config.model_name}
     if server.engine.phase == "ready":
         info = server.engine.info

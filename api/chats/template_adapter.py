@@ -95,10 +95,12 @@ def _in_text(message: TemplateMessage) -> TemplateMessage:
 
 def _with_images_apart(messages: Messages, capabilities: TemplateCapabilities) -> Messages:
     """Moves images out of messages in whose role the template writes none, into user messages of their own.
+    The text IMAGE_APART takes the place of each image.
 
-    Such a message follows the message that had the images, and the tool results and system messages behind
-    that: call, result with an image, result, answer becomes call, result, result, user with the image,
-    answer. Images of a last message of the assistant, which is continued, go in front of it.
+    The user message follows the message that had the images, and the tool results and system messages behind
+    that message. Images of a last message of the assistant, which is continued, go in front of that message.
+    Example: call, result with an image, result, answer becomes call, result, result, user with the image,
+    answer.
     """
     apart = []
     marks = ""  # of images that wait for their place
@@ -239,8 +241,11 @@ def _has_calls(message: TemplateMessage) -> bool:
 
 
 def _with_calls_apart(messages: Messages) -> Messages:
-    """The messages with one call each. A further call moves in front of its result: calls 1 and 2, result 1,
-    result 2 become call 1, result 1, call 2, result 2."""
+    """The messages with one call each. A further call moves in front of the result with its id; without such
+    a result, in front of the next message that is no result, or to the end.
+
+    Example: calls 1 and 2, result 1, result 2 become call 1, result 1, call 2, result 2.
+    """
     apart = []
     waiting = []  # further calls of a message
     for message in messages:

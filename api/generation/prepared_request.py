@@ -256,7 +256,8 @@ def _most_tokens(prepared: PreparedRequest, ids: list[int], served: Served) -> i
 
 
 def _too_many_tokens(prepared: PreparedRequest, given: str, served: Served) -> ApiError:
-    """The error of a prompt that is too long, in the words of its API. given: how many tokens it has."""
+    """The error of a prompt that is too long, in the words of the prompt's API. given: how many tokens the
+    prompt has."""
     limit = f"must have at most {served.info.max_input_tokens} tokens"
     given += _of_images(prepared, served)
     if not prepared.clamps_max_tokens:

@@ -39,8 +39,9 @@ Later = Callable[[], Any]  # makes a response once the images are loaded
 
 @dataclass
 class RequestImage:
-    """path: its field in the request; source: its file, or an http(s) URL; is_low: `detail` is `low`;
-    options: fields of the preprocessor to override; read: None until it is loaded."""
+    """An image of a request. path: of the field that has the image; source: the file, or an http(s) URL;
+    is_low: `detail` is `low`; options: fields of the preprocessor to override; read: None until the image is
+    preprocessed."""
 
     path: str
     source: bytes | str

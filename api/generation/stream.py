@@ -271,7 +271,8 @@ class ActiveRequest:
         return [message for messages in arrived for message in messages]
 
     def _take(self, message: PromptDone | Token, sequence: GeneratedSequence, batch: Batch) -> None:
-        """Adds what a message makes certain of a sequence to the batch."""
+        """Adds to the batch the pieces of a sequence that a message makes certain. Cancels the request in the
+        worker if the sequence ends before the worker ends the request."""
         if isinstance(message, PromptDone):
             sequence.prompt_done = message
             return

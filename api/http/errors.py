@@ -19,8 +19,8 @@ CLIENT_CLOSED_REQUEST = 499  # the status of a response to a client that has dis
 
 
 class ErrorBody(Struct, omit_defaults=True):
-    """An error of the native routes; `phase` is the state of a server that is not ready, `progress` what it
-    does that takes long."""
+    """An error of the native routes. phase: the state of a server that is not ready; progress: what takes
+    long in it."""
 
     error: str
     error_type: str

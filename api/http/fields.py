@@ -140,8 +140,8 @@ CHAT_FIELDS = FieldNames()
 
 
 def parse_body(body: bytes) -> Json:
-    """The JSON object of a request's body. Raises ApiError: 400 when it is not JSON, 422 when it is no
-    object."""
+    """The JSON object of a request's body. Raises ApiError: 400 when the body is not JSON, 422 when it is
+    JSON of another type."""
     try:
         data = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -161,8 +161,8 @@ def _decode_json(body: bytes) -> Any:
 
 
 def without_surrogates(text: bytes) -> bytes:
-    """JSON with a question mark instead of each escape that is half of a surrogate pair: no text can hold
-    one. Agents truncate long texts within an emoji, and send such a text again with every later request."""
+    """JSON with a question mark instead of each escape that is half of a surrogate pair, which no text can
+    hold. Agents truncate long texts within an emoji, and send such a text again with every later request."""
     return JSON_ESCAPE.sub(lambda escape: b"?" if escape["half"] else escape[0], text)
 
 

@@ -88,7 +88,7 @@ class CustomDelta(Struct):
 
 
 class ToolCallDelta(Struct, omit_defaults=True):
-    """The beginning of a call has its `id`, `type` and name; the others have more of its `arguments` or its
+    """The first delta of a call has its `id`, `type` and name; later ones have more of `arguments` or
     `input`."""
 
     index: int

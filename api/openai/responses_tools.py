@@ -40,10 +40,11 @@ class BuiltIn(NamedTuple):
     defaults: Json
 
     def read(self, value: Json) -> Json:
-        """The arguments of a call as the model wrote them. value: the field of an item, to which SDKs add
-        defaults, and whose order they change.
+        """The arguments of a call as the model wrote them. Arguments with their default value are left out,
+        and the order is that of the schema: SDKs add defaults and change the order.
 
-        Example: {"timeout_ms": null, "commands": ["ls"]} of a shell becomes {"commands": ["ls"]}.
+        value: of the item's field. Example: {"timeout_ms": null, "commands": ["ls"]} of a shell becomes
+        {"commands": ["ls"]}.
         """
         written = {name: given for name, given in value.items() if given != self.defaults.get(name)}
         order = [*self.definition["parameters"]["properties"], *written]

@@ -23,7 +23,7 @@ class TextConfig(Struct, omit_defaults=True):
 
 class ReasoningConfig(Struct, omit_defaults=True):
     """`effort` goes to the chat template. A `summary` of any kind is the whole reasoning; `generate_summary`
-    is its older name. `context` and `mode` change nothing."""
+    is the older name of `summary`. `context` and `mode` change nothing."""
 
     effort: str | None = None
     summary: str | None = None
