@@ -297,8 +297,8 @@ def _key_file(value: str) -> str:
 
 
 def keys_of(path: str) -> list[str]:
-    """The API keys in a file, one per line. Raises OSError, and ValueError if the file has an invalid key or
-    none: without a key the server would be open to everybody."""
+    """The API keys in a file, one per line. Raises OSError, and ValueError if a key is invalid or the file
+    has none: without a key the server would be open to everybody."""
     keys = [_api_key(line.strip()) for line in Path(path).read_text().splitlines() if line.strip()]
     if not keys:
         raise ValueError("has no key in it")
@@ -1016,7 +1016,8 @@ class CompatibilityAlias(NamedTuple):
 
 
 def _read_aliases() -> Iterator[tuple[str, CompatibilityAlias]]:
-    """`NAME=1` in the file names the neutral value 1."""
+    """Each flag or variable in compatibility_aliases.json, and what it stands for. `NAME=1` in that file is
+    the flag or variable NAME, whose value 1 has no effect."""
     tables = json.loads((HERE / "compatibility_aliases.json").read_text(encoding="utf-8"))
     for effect, table in tables.items():
         for names, text in table.items():

@@ -396,8 +396,8 @@ def _processor_config(folder: Path) -> Json:
     """The fields of the processor's files, as one object. A field that is null does not count.
 
     Of a field in several places, the last of these counts: preprocessor_config.json, `image_processor` of
-    processor_config.json, the rest of processor_config.json. transformers 5 writes the second file only;
-    earlier versions wrote both.
+    processor_config.json, the rest of processor_config.json. transformers 5 writes processor_config.json
+    only; earlier versions wrote both files.
     """
     processor = read_json(folder / "processor_config.json")
     image_processor = processor.pop("image_processor", None)

@@ -50,7 +50,10 @@ class Profiler:
         return cls(config) if is_wanted else None
 
     def record(self, output: StepOutput, publish_begin: float, publish_end: float) -> None:
-        """Takes the times of a step. Called on the output thread."""
+        """Takes the times of a step, if it is one of the steps to record. Called on the output thread.
+
+        publish_begin, publish_end: CLOCK_MONOTONIC, in seconds.
+        """
         if self._first <= self._seen < self._end:
             arguments = {
                 "step": self._seen,

@@ -64,7 +64,7 @@ class Step(NamedTuple):
 class Scheduler:
     """Owns the queue and the slots. Callers may read `waiting`, `prefilling`, `running` and `busy`.
 
-    Of the model it reads what a call may hold, and of the settings the limits of the operator.
+    The scheduler reads from the model what a call may hold, and from the settings the limits of the operator.
     """
 
     def __init__(self, model: StaticBatchModel, config: Config):
@@ -103,8 +103,8 @@ class Scheduler:
             self.waiting.remove(request)
 
     def is_overdue(self, request: Request, now: float) -> bool:
-        """Whether a request has waited for a slot too long. A request of a group that has had a slot is never
-        overdue."""
+        """Whether a request has waited longer than `max_queue_time` for a slot. A request of a group that has
+        had a slot is never overdue."""
         longest_s = self._config.max_queue_time or math.inf
         return now - request.arrived_at > longest_s and not request.group.has_started
 

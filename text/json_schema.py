@@ -291,7 +291,7 @@ def _says_unevaluated(others: str, schema: Schema, value: Any, _: Context) -> bo
     kept.
 
     The meaning is kept unless the schema combines schemas or has a list as `items`. A schema that has
-    `others` keeps that keyword as it is.
+    `others` keeps that keyword as it is. A value that allows everything is dropped.
     """
     if value in (True, {}):
         return True

@@ -22,8 +22,8 @@ REPLACEMENT = "\ufffd"  # stands for bytes that are no character, or not a whole
 
 
 def detokenizer_for(tokenizer: Tokenizer, prompt: Sequence[int]) -> ByteLevelDetokenizer | WindowDetokenizer:
-    """Makes text of token ids as they arrive: `push` returns the text that has become certain, `finish` the
-    rest.
+    """A detokenizer for the tokens after a prompt: `push` returns the text that has become certain, `finish`
+    the rest.
 
     All these texts together are exactly what decoding prompt and tokens at once adds to the prompt's text.
     Text is held back while a later token could still change it: inside a character, or inside a run of
@@ -145,14 +145,15 @@ class Piece:
 class TextStream:
     """One request's tokens as pieces of text, with its stop strings.
 
-    `push` returns the pieces whose text is certain, one for each token. While text is held back its last
-    piece is held back too, so that the texts of the pieces that are not special add up to `text` whatever the
-    last token is.
+    `push` returns the pieces whose text is certain, one for each token. While text is held back, the last
+    piece is held back, too, so that the texts of the pieces that are not special add up to `text` whatever
+    the last token is.
 
-    The text ends after the stop string that is complete first. Without `keep_stop` it ends before that stop
-    string, and text that is the beginning of a stop string is held back. If several are complete at once, the
-    text ends before the longest of them. Stop strings that are complete before token number `min_tokens` are
-    ordinary text. A stop string counts if it ends in the text of that token or a later one.
+    The text ends after the stop string that is complete first. Without `keep_stop`, the text ends before that
+    stop string, and text that is the beginning of a stop string is held back. If several stop strings are
+    complete at once, the text then ends before the longest of them. Stop strings that are complete before
+    token number `min_tokens` are ordinary text. A stop string counts if it ends in the text of that token or
+    a later one.
 
     Example: the stop string is END, and `keep_stop` is false. Of the tokens "a", "E", "N" and "x", the text
     of the first is returned at once. "E" and "N" are returned with "x".
@@ -167,9 +168,11 @@ class TextStream:
         min_tokens: int = 0,
         parse: Callable[[Piece, str], tuple[str, int]] | None = None,
     ):
-        """parse: takes a token and the text that it adds. Returns the content that has become certain, in
-        which stop strings count, and how many characters behind it may yet be content. None: all text is
-        content."""
+        """parse: takes a token and the text that the token adds; None: all text is content.
+
+        `parse` returns the content that has become certain, in which stop strings count, and how many
+        characters behind that content may yet be content.
+        """
         self._tokenizer = tokenizer
         self._detokenizer = detokenizer_for(tokenizer, prompt)
         self._stops = [stop for stop in stops if stop]

@@ -122,7 +122,8 @@ def _writes(
     tools: list[Json] | None = None,
     words: tuple[str, ...] = (),
 ) -> bool:
-    """Whether the template writes these messages with all their `words`, in their order."""
+    """Whether the template writes these messages with all `words`, in their order. Without `words`, these are
+    the contents of the messages, and their calls with the arguments."""
     text = template.attempt(messages, tools)
     # From the end: a list of tools may have some of the words before.
     for word in reversed(words or _words(messages)):

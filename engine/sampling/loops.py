@@ -165,7 +165,7 @@ def float32_of(bits):
 
 @_njit
 def score_of(source, row, token):
-    """-inf for a token that the mask excludes."""
+    """The logit of a token in a row, as float32; -inf if the mask excludes the token."""
     first = row
     word = row
     if source.adjacent == 1:

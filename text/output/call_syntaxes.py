@@ -191,9 +191,9 @@ class NamedFormat(ToolFormat):
 class PairsFormat(ToolFormat):
     """Calls of which the arguments are pairs of a key and a literal.
 
-    A subclass has the `language`, how a call begins (with the name for {}), what equals, commas and the end
-    are, a regular expression for the names that can be keys, how a value is written, and `literals`: the
-    rules `argument` and `value`, and a rule for each type.
+    A subclass has `language` for errors, `begin` of a call (with {} for the name), `equals`, `comma`, `end`,
+    `key_pattern` for the names that can be keys, `written` for a value, and `literals`: the rules `argument`
+    and `value`, and a rule for each type.
     """
 
     writes_json = False
