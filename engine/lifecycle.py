@@ -41,7 +41,7 @@ class Requests:
     def add(self, peer: bytes, generate: Generate, group: RequestGroup, images: Mapping[int, int]) -> Request:
         """Makes a request of its message. The caller adds the request to the scheduler, or ends it.
 
-        The request may generate no more tokens than the context length leaves. images: key → tokens.
+        `max_new_tokens` is lowered to what the context length leaves. images: key → tokens.
         """
         now = time.monotonic()
         request = Request(

@@ -131,8 +131,8 @@ class Preparation:
             request.compilation.add_done_callback(lambda _job: self._wake())
 
     def _compile(self, request: Request) -> str:
-        """Compiles the request's grammar, in the thread. Returns why that failed; "" if it did not or is not
-        needed."""
+        """Compiles the request's grammar, in the thread. Returns why that failed; "" if the grammar is
+        compiled, or the request has ended."""
         if request.state is RequestState.ENDED:  # do not delay the others
             return ""
         started_at = time.monotonic()

@@ -218,8 +218,8 @@ def masked_scores(source, row, start, part, masked):
 
 @_njit
 def sortable_bits(bits, highest):
-    """An integer that is ordered as the float with these bits. The function of that integer is the bits
-    again. highest: the highest integer of this size."""
+    """An integer that is ordered as the float with these bits. Applied to that integer, the function returns
+    the bits. highest: the highest integer of this size."""
     integer = type(highest)
     return integer(bits ^ integer(integer(bits >> integer(31)) & highest))
 
@@ -317,8 +317,8 @@ def sort(scores, ids, count):
 
 @_njit
 def threshold_of(scores, k):
-    """A score that `k` of the scores reach, or more if several equal the k-th highest. It is the lowest
-    finite float32 if fewer are finite. Bisects the integers in their order."""
+    """A score that `k` of the scores reach, or more if several equal the k-th highest. If fewer than `k` are
+    finite, this is the lowest finite float32. Bisects the integers in their order."""
     low, high = ~FINITE_BITS, FINITE_BITS
     while low < high:
         middle = (low + high + 1) >> 1

@@ -366,8 +366,11 @@ class OutputParser:
         yield from self._end_call()
 
     def _end_call(self) -> Resumable:
-        """Completes the newest call. A call that repeats an earlier one is dropped, unless it `may_repeat`,
-        and ends the output: small models go on and on."""
+        """Completes the newest call. The rest of the output is dropped if only one call is allowed.
+
+        A call that repeats an earlier call is dropped, and so is the rest of the output, unless calls may
+        repeat: small models go on and on.
+        """
         if self._newest.text in self._earlier():
             self._is_held = False
             self.is_done = True
