@@ -78,7 +78,7 @@ class OpenVino(Engine):
         fetch_checked_weights(self.config, self.folder, self)
 
     def load(self, announce: Announce) -> StaticBatchModel:
-        """Raises NotConverted for what plain PyTorch may serve, too."""
+        """As `Engine.load`. Raises NotConverted for what plain PyTorch may serve, too."""
         from models.openvino.model import load_entry
 
         config = with_dtype(self.config.with_prefix_slots(self.manifest, host_memory()), self.manifest)
@@ -131,8 +131,8 @@ def check_quantizer(config: Config) -> None:
 
 
 def _find_entry(config: Config, cache: ModelCache, key: str | None) -> Path | None:
-    """The folder of a converted model: that of the image for the demonstration model, else one in the
-    cache."""
+    """The folder of a converted model: that of the image for the demonstration model, else one in the cache;
+    None: there is none, or `key` is None."""
     if key is None:
         return None
     if config.is_demo and (SHIPPED / key).is_dir():
@@ -141,8 +141,9 @@ def _find_entry(config: Config, cache: ModelCache, key: str | None) -> Path | No
 
 
 def with_dtype(config: Config, manifest: Manifest) -> Config:
-    """`config` with a dtype for "auto": bfloat16 where the checkpoint has it, else float32; float32 also for
-    the demonstration model, whose text is the same on every machine."""
+    """The settings with a dtype for "auto": bfloat16 if the checkpoint is stored in it, else float32; float32
+    also for the demonstration model, whose text is the same on every machine. The dtype of the text part of
+    config.json counts before that of the whole."""
     if config.dtype != "auto":
         return config
     stored = manifest.text_config.get("dtype") or manifest.text_config.get("torch_dtype")

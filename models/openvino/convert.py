@@ -83,8 +83,8 @@ SPARE_BYTES = 50_000_000  # of the disk, for the graph without its weights
 
 
 def convert(config: Config, folder: Path, target: Path) -> None:
-    """Fills `target`. Raises ModelError for what no engine can serve, OSError where `target` cannot be
-    written."""
+    """Fills `target` with the entry of the checkpoint in `folder`, or with the reason why it does not
+    convert. Raises ModelError for what no engine can serve, OSError where `target` cannot be written."""
     manifest = Manifest.read(folder)
     config = with_dtype(config, manifest)
     stored = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
@@ -128,8 +128,9 @@ def _write_graph(
     facts: Json,
     begin: Callable[[str], None],
 ) -> None:
-    """Writes what a model loaded from `folder` is converted to, into `target`, and adds to the facts of the
-    entry. Raises NotConverted, ModelError, and what OpenVINO raises."""
+    """Writes the graph of a model that was loaded from `folder` into `target`, and adds to `facts`, those of
+    the entry. begin: logs the step that begins. The model cannot be used afterwards. Raises NotConverted,
+    ModelError, and what OpenVINO raises."""
     positions = facts["max_total_tokens"] or manifest.max_positions or config.max_total_tokens
     begin("computing logits to compare with")
     with InFloat32(getattr(torch, config.dtype)):
@@ -177,9 +178,13 @@ def _ends_conversion(error: Exception) -> bool:
 
 
 def _convert_vision(model: torch.nn.Module, manifest: Manifest, target: Path, config: Config) -> Json:
-    """Writes the vision tower of a model, in float32, into `target`; with --quantize in int8 where it
-    tolerates that. Returns the facts of the entry: the width of an embedding, the one after each row of a
-    canvas, how many activations of the tower share a scale, or why the model is served without images."""
+    """Writes the vision tower of a model, in float32, into `target`; with --quantize in int8 if the tower
+    tolerates that.
+
+    Returns facts of the entry: the width of an embedding, the embedding after each row of a canvas, how many
+    activations of the tower share a scale, and whether an image has to run whole. If the tower cannot be
+    converted, no file is left, and the only fact is the reason (`vision_fault`).
+    """
     path = target / "vision.xml"
     dtype = getattr(torch, config.dtype)
     try:
@@ -236,8 +241,8 @@ def _compress_vision(graph: ov.Model, path: Path, check: VisionCheck, config: Co
 
 
 def _vision_fault(path: Path, check: VisionCheck, dtype: str, group: int = 0) -> str | None:
-    """Runs a saved tower in `dtype`. Returns how its embeddings differ, or None. group: how many activations
-    share a scale; 0: the weights are not compressed."""
+    """Runs a saved tower in `dtype`. Returns how its embeddings exceed the allowed difference; None: they do
+    not. group: how many activations share a scale; 0: the weights are not compressed."""
     settings = {"INFERENCE_PRECISION_HINT": DTYPES[dtype].short, "DYNAMIC_QUANTIZATION_GROUP_SIZE": group}
     return check.find_fault(VisionEncoder(path, check.newline, settings), "int8" if group else dtype)
 
@@ -281,7 +286,7 @@ class Check:
             text_config.sliding_window = window
 
     def is_faster_in_tiles(self, graph: ov.Model, facts: Json) -> bool:
-        """Whether prompts of a model with a delta rule take less processor time in tiles."""
+        """Whether prompts take less processor time in tiles; false for a model without a delta rule."""
         if not has_delta_rule(graph):
             return False
 
@@ -294,8 +299,9 @@ class Check:
         return seconds(tiles=True) <= min(MAX_TILES_TIME * in_rows, in_rows - MIN_TILES_GAIN)
 
     def reject_faults(self, graph: ov.Model, facts: Json) -> None:
-        """Runs a graph in float32: short chunks of two slots, a long one behind them, and one at the last
-        positions. Raises NotConverted where the logits of one of these differ."""
+        """Runs a graph in float32: short chunks of two slots, a long chunk behind them, a chunk at the last
+        positions, and the text of a model with recurrent states. Raises NotConverted where logits differ from
+        those of transformers by more than is allowed."""
         checked = {"arithmetic": "float32", "streamed": True, "longest_window": self.window}
         model = self._model(graph, facts | checked)
         at_end = model.forward([Chunk(0, self.short, 0, all_logits=True)], self.shift)
@@ -315,20 +321,23 @@ class Check:
                 raise NotConverted(fault)
 
     def _run_text(self, model: OpenVinoModel) -> tuple[np.ndarray, np.ndarray]:
-        """The logits of the text, or of the decode steps behind it, and the expected ones."""
+        """The logits that `model` computes, and those of transformers: after each token of the text; of a
+        model with recurrent states after its last tokens, which run as decode steps."""
         end = len(self.text) - self.steps
         borders = [*range(0, end, OPENVINO_CHUNK), *range(end, len(self.text) + 1)]
         logits, _positions = model.forward_in_chunks(self.text, {0: borders}, all_logits=not self.steps)
         return logits[-len(self.text_logits) :], self.text_logits
 
     def fault_on_text(self, graph: ov.Model, facts: Json) -> str | None:
-        """Runs a graph as it will be served, over a text. Returns how it differs, or None."""
+        """Runs a graph as it will be served, over a text. Returns how its logits exceed the allowed
+        difference, as a part of a log line; None: they do not."""
         model = self._model(graph, facts)
         return find_fault(*self._run_text(model), model.precision, facts["has_experts"])
 
     def choose_activation_group(self, path: Path, facts: Json, most: int) -> str | None:
-        """Sets how many activations share a scale: the largest of GROUP_SIZES up to `most` that the model
-        tolerates, else the smallest. Returns how the logits of the text then differ, or None."""
+        """Sets in `facts` how many activations share a scale: the largest of GROUP_SIZES up to `most` that
+        the model tolerates, else the smallest. Returns how the logits of the text then exceed the allowed
+        difference; None: they do not."""
 
         @functools.cache
         def logits_with(group: int) -> np.ndarray:
@@ -347,14 +356,16 @@ class Check:
         return find_fault(found, self.text_logits, facts["quantize"], facts["has_experts"])
 
     def _model(self, source: Path | ov.Model, facts: Json) -> OpenVinoModel:
-        """A model of a graph, with the slots and positions that the comparisons need."""
+        """A model of a graph, or of the file of one, with the slots and positions that the comparisons
+        need."""
         config = Config(max_batch_size=3, max_total_tokens=max(len(self.ids), len(self.text)))
         return OpenVinoModel(read_graph(source, facts), facts, config)
 
 
 def _compress(config: Config, check: Check, uncompressed: ov.Model, path: Path, facts: Json) -> None:
-    """Saves a graph with its weights compressed: those of linear layers and embeddings. Raises ModelError
-    where the model loses too much accuracy."""
+    """Saves a graph in `path` with the weights of its linear layers and embeddings compressed: the first way
+    of `_ways_to_compress` that `check` passes. Raises ModelError where the model loses too much accuracy in
+    all of them."""
     import nncf
 
     logging.getLogger("nncf").setLevel(logging.ERROR)  # nncf.set_log_level would change our handlers as well
@@ -384,8 +395,8 @@ def _compress(config: Config, check: Check, uncompressed: ov.Model, path: Path, 
 
 
 def _merge_linear_layers(graph: ov.Model) -> None:
-    """Makes one matrix product of those that multiply the same input, such as query, key and value: each
-    takes 10 to 20 us beside the time for its weights."""
+    """Makes one matrix product of those that multiply the same input and have at most MERGED_OUTPUTS outputs
+    together, such as query, key and value: each takes 10 to 20 us beside the time for its weights."""
     for output in [output for node in graph.get_ordered_ops() for output in node.outputs()]:
         readers = [reader.get_node() for reader in output.get_target_inputs() if reader.get_index() == 0]
         readers.sort(key=lambda node: node.get_friendly_name())
@@ -403,7 +414,7 @@ def _merge_linear_layers(graph: ov.Model) -> None:
 
 def _merge(layers: Sequence[tuple[ov.Node, ov.Node]]) -> None:
     """Replaces matrix products by one, whose result is divided. layers: these products, which have the same
-    input, and their weights."""
+    input, each with its weights."""
     first, first_weights = layers[0]
     rows = [weights.data for _node, weights in layers]
     joined = ov.Tensor(first_weights.get_element_type(), [sum(map(len, rows)), rows[0].shape[1]])

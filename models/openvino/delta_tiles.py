@@ -18,8 +18,11 @@ TILE = 64
 
 
 def delta_rule_of_tiles(layer: Json, operands: Sequence[ov.Node], states: ov.Node) -> tuple[ov.Node, ov.Node]:
-    """operands: those of the placeholder, [tiles, TILE, width], zeros for padding; states: [tiles, heads,
-    value size, key size]. Returns the result, [tiles * TILE, width], and the next states."""
+    """The result of the delta rule, [tiles * TILE, width], and the states after the tiles, like `states`.
+
+    operands: query, key, value, gate and beta, [tiles, TILE, width], zeros for padding; states: before the
+    tiles, [tiles, heads, value size, key size].
+    """
     split = ops.constant([0, 0, layer["heads"], -1])
     heads_first = ops.constant([0, 2, 1, 3])
     query, key, value, gate, beta = (

@@ -69,8 +69,8 @@ def convert(config: Config, folder: Path, target: Path) -> None:
 
 
 def _convert(config: Config, folder: Path, target: Path) -> None:
-    """Writes the graph of the GGUF file that `folder` names into `target`, and the facts of the entry. The
-    exact logits of a short text are among the facts: each startup compares its own logits with them."""
+    """Writes the graph of the GGUF file that `folder` names into `target`, and the facts of the entry. Among
+    these are the exact logits of a short text: each startup compares its own logits with them."""
     manifest = Manifest.read(folder)
     config = with_dtype(config, manifest)
     file = read_gguf(manifest.gguf_file)
@@ -139,8 +139,8 @@ def _graph_of(file: GgufFile) -> ov.Model:
 def _replace_rotations(
     file: GgufFile, attentions: Iterable[tuple[ov.Node, bool]], positions: ov.Node
 ) -> None:
-    """Queries and keys are multiplied by cosines and sines of the file's keys, which are computed here: the
-    frontend leaves out some keys and tensors. `attentions`, and whether they have a sliding window."""
+    """Makes queries and keys turn by cosines and sines that are computed here from the file's keys: the
+    frontend leaves out some keys and tensors. attentions: each with whether it has a sliding window."""
     cosines = {slides: _cosines(_rope(file, slides), positions) for slides in (False, True)}
     found = {}
     for node, slides in attentions:
@@ -153,7 +153,8 @@ def _replace_rotations(
 
 
 def _cosines(rope: Rope, positions: ov.Node) -> dict[str, ov.Output]:
-    """The cosines and sines of all positions, [1, tokens, 1, pairs], by the types of their nodes."""
+    """The cosines and sines of `positions`, [1, tokens, 1, pairs], as Cos and Sin: the types of the
+    frontend's nodes for them."""
     column = ops.reshape(ops.convert(positions, "f32"), [1, -1, 1, 1], False)
     angles = ops.multiply(column, np.array(rope.frequencies, np.float32))
     factor = np.float32(rope.factor)
@@ -220,8 +221,9 @@ def _replace_attention(
 
 
 def _first_above(output: ov.Output, kind: str) -> ov.Node:
-    """The first node of a type above an operand of an attention: a Parameter of a mask, or the Convert that
-    rounds what the cache holds to float16."""
+    """The first node of the type `kind` from `output` upwards, always by the first input (of a ScatterUpdate
+    by its updates), such as the Parameter of a mask, or the Convert that rounds what the cache holds to
+    float16."""
     node = output.get_node()
     while node.get_type_name() != kind:
         node = node.input_value(2 if node.get_type_name() == "ScatterUpdate" else 0).get_node()
@@ -258,8 +260,8 @@ def _sort_by_expert(file: GgufFile, product: ov.Node) -> None:
 
 
 def _integers(weights: ov.Output) -> ov.Output | ov.Node:
-    """Weights of experts. Those in MXFP4 become integers, twice the numbers, with half the scales: OpenVINO
-    keeps integers compressed, and expands MXFP4 to float32."""
+    """The weights of experts. MXFP4 becomes integers, twice the numbers, with half the scales: OpenVINO keeps
+    integers compressed, and expands MXFP4 to float32. Other types stay."""
     numbers = _first_above(weights, "Constant")
     if numbers.get_element_type() != ov.Type.f4e2m1:
         return weights
@@ -272,9 +274,10 @@ def _integers(weights: ov.Output) -> ov.Output | ov.Node:
 
 
 def _take_minima_out(product: ov.Node) -> None:
-    """Weights with minima, (numbers - zeros) * scales by groups, become (numbers - middle) * scales, and a
-    small product adds the rest: sums of each group's activations times (middle - zeros) * scales. OpenVINO
-    quantizes the activations of weights without minima only, and computes equal sums once."""
+    """Changes a product by weights with minima, (numbers - zeros) * scales by groups: the weights become
+    (numbers - middle) * scales, and a small product adds the rest: sums of each group's activations times
+    (middle - zeros) * scales. Other nodes stay. OpenVINO quantizes the activations of weights without minima
+    only, and computes equal sums once."""
     if not (parts := _parts_with_minima(product)):
         return
     numbers, zeros, scales = parts
@@ -300,7 +303,8 @@ def _take_minima_out(product: ov.Node) -> None:
 
 
 def _parts_with_minima(product: ov.Node) -> list[ov.Node] | None:
-    """The numbers, zeros and scales of a product's weights, [outputs, groups, group size or 1]."""
+    """The numbers, zeros and scales of a product's weights, [outputs, groups, group size or 1]; None for
+    another node, for weights without zeros, and for those that another node reads, too."""
     if product.get_type_name() != "MatMul":
         return None
     weights = product.input_value(1)

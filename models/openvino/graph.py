@@ -36,7 +36,8 @@ def read_graph(source: Path | ov.Model, facts: Json) -> ov.Model:
     """A graph with paged operations in the place of placeholders: that of a file, or a copy of one in memory.
 
     facts: of the entry. With `whole_images` the graph has another input, which says which tokens attend to
-    each other. `longest_window` shortens sliding windows, for the check of a conversion.
+    each other. With `tiles` prompts run the delta rule in tiles. `longest_window` shortens sliding windows,
+    for the check of a conversion.
     """
     graph = source.clone() if isinstance(source, ov.Model) else ov.Core().read_model(source)
     parameters = [parameter(name, [] if name == "max_context_len" else [-1]) for name in BATCH_INPUTS]
@@ -94,7 +95,8 @@ def _paged_attention(
     layer: Json, window: int, operands: list[ov.Output], batch: list[ov.Output], types: ov.Output
 ) -> PagedAttention:
     """The attention of a layer. `operands` are query, key, value and both caches, `batch` has the inputs
-    BATCH_INPUTS, and `types` is 1 for each token of an image."""
+    BATCH_INPUTS, and `types` is 1 for each token of an image. window: in tokens, instead of that of `layer`;
+    0: none."""
     *places, max_context_len = batch
     none = _constant([])
     no_floats = _constant([], np.float32)
@@ -135,12 +137,12 @@ def save_graph(graph: ov.Model, path: Path) -> None:
 def add_adapters(
     graph: ov.Model, modules: Collection[str] | None, kind: ov.Type, paired_size: int
 ) -> dict[str, tuple[int, int]]:
-    """Adds the updates of LoRA adapters (adapters.py) to the linear layers of a graph, as inputs of it.
-    Returns how many inputs and outputs each of these layers has, by module.
+    """Adds the updates of LoRA adapters (adapters.py) to the linear layers of a graph, as inputs of the
+    graph. Returns how many inputs and outputs each of these layers has, by module.
 
     modules: the layers that get updates; None: all of them. kind: the type of the inputs. paired_size: the
-    size of a head whose queries and keys are in the order of GGUF files, where a rotation turns neighbours;
-    0: no head is.
+    size of a head if queries and keys are in the order of GGUF files, where a rotation turns neighbours; else
+    0.
     """
     mask = parameter("adapters", [-1, -1], ov.Type.f32)  # [tokens, columns]
     parameters = [mask]
@@ -175,8 +177,8 @@ def adapter_inputs(module: str) -> tuple[str, str]:
 
 
 def _linear_layers(graph: ov.Model) -> dict[str, tuple[ov.Node, ov.Output]]:
-    """The matrix product of each linear layer that computes [.., tokens, outputs], and its output, by the
-    name of its module (adapters.py)."""
+    """The matrix product and the output of each linear layer of all tokens, by the name of its module
+    (adapters.py): not those of experts, and not the head. Layers that were merged share their product."""
     found = {}
     for node in graph.get_ordered_ops():
         names = [node.get_friendly_name()]
@@ -207,8 +209,9 @@ def attend_in_bfloat16(graph: ov.Model) -> None:
 
 
 def weights_as_inputs(graph: ov.Model) -> dict[str, ov.Tensor]:
-    """Makes inputs of the matrices of a graph: OpenVINO packs constants, which takes the memory of all
-    weights again. Inputs are converted one after the other when the graph runs. Returns their values."""
+    """Makes inputs of the constants of STREAMED_BYTES and more; returns their values by the names of the
+    inputs. OpenVINO packs constants, which takes the memory of all weights again; inputs are converted one
+    after the other when the graph runs."""
     values = {}
     for node in graph.get_ordered_ops():
         if node.get_type_name() == "Constant" and node.get_byte_size() >= STREAMED_BYTES:

@@ -84,7 +84,7 @@ class OpenVinoModel(StaticBatchModel):
     max_draft_rows = verify_length = VERIFY_TOKENS
 
     def __init__(self, graph: ov.Model, facts: Json, config: Config):
-        """`config` as `with_manifest` returns it. Raises ModelError."""
+        """config: as `with_manifest` returns it. Changes `graph`. Raises ModelError."""
         self.batch_size = config.max_batch_size
         self.prefix_slots = max(config.max_batch_size, config.prefix_slots or 0)
         self.max_total_tokens = config.max_total_tokens
@@ -132,8 +132,9 @@ class OpenVinoModel(StaticBatchModel):
         self._columns: tuple[int, ...] = ()  # of the adapters that the graph has; () before it has any
 
     def _choose_precisions(self, core: ov.Core, graph: ov.Model, facts: Json, kv_cache_dtype: str) -> Json:
-        """OpenVINO's settings for the arithmetic and the KV cache. Sets what follows from them for calls and
-        in the graph. Raises ModelError."""
+        """OpenVINO's settings for the arithmetic and the KV cache. Also sets the attributes that follow from
+        them, and changes the graph if its KV cache is in bfloat16 and its arithmetic is not. Raises
+        ModelError for a KV cache type that goes with neither."""
         has_bfloat16 = "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         has_states = any(port.get_any_name().startswith(TABLE) for port in graph.inputs)
         # On one thread OpenVINO's AMX kernel for MLPs divides by zero, half the threads: SIGFPE. Rounding
@@ -184,8 +185,8 @@ class OpenVinoModel(StaticBatchModel):
         return cache
 
     def _add_states(self, shapes: dict[str, list[int]], config: Config) -> None:
-        """The tables of recurrent states; a block is one row of each. No more slots hold prompts than there
-        may be snapshots beside those that run."""
+        """Makes the tables of recurrent states; a block is one row of each table. shapes: of a row, by table.
+        Limits `prefix_slots` to `batch_size` and one slot for each snapshot."""
         self.state_bytes = 4 * sum(map(math.prod, shapes.values()))
         snapshots = int(config.max_snapshot_memory * 1e9) // self.state_bytes
         self.prefix_slots = min(self.prefix_slots, self.batch_size + snapshots)
@@ -197,7 +198,8 @@ class OpenVinoModel(StaticBatchModel):
             self._request.set_tensor(name, ov.Tensor(table, shared_memory=True))
 
     def _add_adapters(self, graph: ov.Model, config: Config, paired_size: int) -> None:
-        """Raises ModelError for adapters that do not fit the graph."""
+        """Adds the inputs of LoRA adapters to the graph, and the adapters of the settings. Raises ModelError
+        for adapters that do not fit the graph."""
         adapters = configured(config)
         dtype = "bfloat16" if self.quantize else self.computed_in
         self._adapter_type = ov.Type.bf16 if dtype == "bfloat16" else ov.Type.f32
@@ -208,8 +210,8 @@ class OpenVinoModel(StaticBatchModel):
             self.adapters.add(name, updates)
 
     def _select_adapters(self, numbers: Iterable[int]) -> None:
-        """Gives the graph the weights from the first to the last of these adapters, as views. That takes
-        10 ms for 30 layers, so nothing is done where the graph has them."""
+        """Gives the graph the weights from the first to the last of these adapters, as views. That takes 10
+        ms for 30 layers, so nothing is done if the graph has these weights."""
         if self.adapters is None:
             return
         begin, end = self.adapters.columns_of(numbers)
@@ -223,7 +225,8 @@ class OpenVinoModel(StaticBatchModel):
         self._columns = columns
 
     def forward(self, chunks: Sequence[Chunk], shift: int = 0) -> np.ndarray:
-        """`shift` is added to the positions that the model gets, for the check of a conversion."""
+        """As StaticBatchModel's: float32 [rows, vocab]. `shift` is added to the positions that the model
+        gets, for the check of a conversion."""
         if self.states:
             self.states.accept({chunk.slot: chunk.begin for chunk in chunks})
         groups = self.adapters.groups([chunk.adapter for chunk in chunks]) if self.adapters else ()
@@ -280,7 +283,8 @@ class OpenVinoModel(StaticBatchModel):
         return time.perf_counter() - begun_at
 
     def _infer(self, segments: list[Segment], shift: int) -> np.ndarray:
-        """Runs the segments in one call. Returns the logits that they ask for. shift: as in `forward`."""
+        """Runs the segments in one call. Returns the logits that they ask for, in their order. shift: as in
+        `forward`."""
         missing = self._min_rows - sum(len(segment.tokens) for segment in segments)
         if missing > 0:
             segments = [*segments, Segment(self.prefix_slots, (0,) * missing, 0, 0)]
@@ -367,7 +371,7 @@ class VisionEncoder(ImageEncoder):
 
 def _threads_taken(core: ov.Core, settings: Json) -> int:
     """How many threads a graph compiled with `settings` runs on: no more than there are cores. Only a
-    compiled one says so."""
+    compiled graph says so."""
     number = ops.parameter([1], np.float32)
     smallest = core.compile_model(ov.Model([ops.relu(number)], [number]), "CPU", settings)
     return smallest.get_property("INFERENCE_NUM_THREADS")
@@ -376,14 +380,14 @@ def _threads_taken(core: ov.Core, settings: Json) -> int:
 def split(
     chunks: Sequence[Chunk], max_tokens: float, granularity: int = 1, whole_images: bool = False
 ) -> Iterator[list[Segment]]:
-    """Divides chunks among calls of at most `max_tokens` tokens.
+    """Divides chunks among calls of at most `max_tokens` tokens; yields the segments of each call.
 
-    A chunk that does not fit becomes segments of several calls. All of them but the last end at multiples of
-    `granularity`. A segment of one token would be rounded as a decode step is, so the one before it leaves
-    two tokens: with `max_tokens` 64 a prompt of 65 tokens becomes 63 and 2. (Where `granularity` is
-    `max_tokens`, all prompts of 65 tokens end with one.) With `whole_images` and a limit each image is a call
-    by itself, whatever its length. Draft tokens (`verify`) are never divided: all are added to the current
-    call as segments of one token, even beyond `max_tokens`.
+    A chunk that does not fit becomes segments of several calls. Each of these but the last ends at a multiple
+    of `granularity`. A segment of one token would be rounded as a decode step is, so the segment before it
+    leaves two tokens: with `max_tokens` 64 a prompt of 65 tokens becomes 63 and 2. (Where `granularity` is
+    `max_tokens`, all prompts of 65 tokens end with a segment of one.) With `whole_images` and a limit each
+    image is a call by itself, whatever its length. Draft tokens (`verify`) are never divided: all are added
+    to the current call as segments of one token, even beyond `max_tokens`.
     """
     shortest = 1 if granularity == max_tokens else 2
     call = []
@@ -422,8 +426,8 @@ def split(
 
 
 def load_entry(config: Config, entry: Path) -> OpenVinoModel:
-    """Raises NotConverted for a model that OpenVINO cannot serve, ModelError for unsupported settings,
-    another exception for a damaged entry."""
+    """The model of an entry, ready to run. Raises NotConverted for a model that OpenVINO cannot serve,
+    ModelError for unsupported settings and too little memory, another exception for a damaged entry."""
     facts = read_entry(entry)
     if facts["refused"]:
         raise NotConverted(facts["refused"])
@@ -465,8 +469,8 @@ def load_entry(config: Config, entry: Path) -> OpenVinoModel:
 
 
 def _compare(model: OpenVinoModel, facts: Json) -> None:
-    """Runs a prompt and decode steps. Raises ValueError where one of these differs from what transformers
-    computed."""
+    """Runs a prompt and decode steps. Raises ValueError if the logits of either differ from those of
+    transformers by more than is allowed."""
     reference = facts["reference"]
     ids = reference["ids"][: model.max_total_tokens]
     expected = np.array(reference["logits"], np.float32)[: len(ids)]

@@ -30,8 +30,8 @@ L2_NORM = {"use_qk_l2norm": True, "q_l2_norm_eps": 1e-6, "k_l2_norm_eps": 1e-6}
 
 
 class RecurrentLayers:
-    """Makes the recurrent layers of a graph. `inputs` and `outputs` are what these add to it. With tiles
-    prompts run the delta rule in tiles (delta_tiles.py)."""
+    """Makes the recurrent layers of a graph. `inputs` and `outputs` are what the layers add to the graph.
+    With `tiles` prompts run the delta rule in tiles (delta_tiles.py)."""
 
     def __init__(self, tiles: bool):
         self.inputs: dict[str, ov.Node] = {}
@@ -68,7 +68,8 @@ class RecurrentLayers:
         return _reshaped(_paged("PagedGatedDeltaNet", inputs, **L2_NORM), -1, heads * value_size)
 
     def _tiled_delta_rule(self, layer, *operands):
-        """Prompts in tiles, and rows, which are the other tokens, through the operation."""
+        """The delta rule, [tokens, width] in the order of the tokens: prompts run in tiles, and all other
+        tokens, the rows, through the paged operation."""
         first = ops.constant(0)
         row_tokens = self._input("row_tokens")
         tile_tokens = self._input("tile_tokens", TILE)
@@ -137,9 +138,11 @@ def state_inputs(runs: Sequence[Run], is_padded: bool) -> dict[str, np.ndarray]:
     """The values of the inputs of recurrent layers in a call, by name. is_padded: the last run is one token
     that belongs to no request.
 
-    Four inputs are for tiles. `row_tokens`: which tokens are rows, [rows], without that one. `tile_tokens`:
-    which tokens each tile has, [tiles, TILE], with numbers out of range for padding. `tile_blocks`: the block
-    that each tile reads. `token_places`: where each token is in the rows followed by the tiles."""
+    Four inputs are for tiles. `row_tokens`: which tokens are rows, [rows], without the token of padding.
+    `tile_tokens`: which tokens each tile has, [tiles, TILE]; where a tile has fewer, a number out of range.
+    `tile_blocks`: the block that each tile reads. `token_places`: where each token is among the rows followed
+    by the tiles' tokens.
+    """
     lengths = np.array([run.tokens for run in runs])
     ends = np.cumsum(lengths)
     in_tile = np.array([run.is_prompt for run in runs])
@@ -161,7 +164,7 @@ def state_inputs(runs: Sequence[Run], is_padded: bool) -> dict[str, np.ndarray]:
 
 
 def _sequences(which: str, runs: Sequence[Run]) -> dict[str, Sequence[int]]:
-    """The values of the inputs SEQUENCES for these runs, by name."""
+    """The values of the inputs SEQUENCES for these runs, by name; `which` begins the names."""
     blocks = [[run.read, *run.writes] for run in runs]
     values = (
         np.cumsum([0, *(run.tokens for run in runs)]),

@@ -73,7 +73,7 @@ class PlaceholderFunctions:
 
     @contextlib.contextmanager
     def replaced(self) -> Iterator[None]:
-        """While the functions of transformers' modules that have convolutions are replaced."""
+        """While the body runs, replaces the functions of transformers' modules that have convolutions."""
         functions = {
             "causal_conv1d_fn": self._convolve,
             "torch_chunk_gated_delta_rule": self._delta_rule,
@@ -97,7 +97,8 @@ class PlaceholderFunctions:
         self._module = module
 
     def _run(self, facts: Json, width: int, operands: list[torch.Tensor], weights: int = 0) -> torch.Tensor:
-        """Runs the placeholder of the module whose forward runs. The first run makes it."""
+        """Runs the placeholder of the module whose forward runs, which the first call makes: [tokens, width].
+        facts, width and weights: as in Placeholder; facts without an index get that of the placeholder."""
         name = f"{facts['kind']}_placeholder"
         if not hasattr(self._module, name):
             self.placeholders.append(Placeholder({"index": len(self.placeholders), **facts}, width, weights))
@@ -118,7 +119,7 @@ class PlaceholderFunctions:
         **_,
     ):
         """The attention function of transformers. query: [1, heads, tokens, head size]. Returns [1, tokens,
-        heads, value size]."""
+        heads, value size] and None, in the place of weights. Raises NotConverted for capped scores."""
         if softcap is not None:
             raise NotConverted("its attention caps scores")
         self._module = module
@@ -138,7 +139,7 @@ class PlaceholderFunctions:
         return self._run(facts, heads * value_size, flat).reshape(1, -1, heads, value_size), None
 
     def _convolve(self, hidden_states, weight, bias=None, activation=None, **_):
-        """hidden_states: [1, channels, tokens]; weight: [channels, kernel]."""
+        """hidden_states: [1, channels, tokens]; weight: [channels, kernel]. Returns [1, channels, tokens]."""
         channels, kernel = weight.shape
         weights = [weight.reshape(1, -1)] + ([] if bias is None else [bias[None]])
         facts = {"kind": "conv", "channels": channels, "kernel": kernel}
@@ -148,7 +149,7 @@ class PlaceholderFunctions:
 
     def _delta_rule(self, query, key, value, g, beta, **_):
         """query, key: [1, tokens, heads, key size]; value: [1, tokens, heads, value size]; g, beta: [1,
-        tokens, heads]."""
+        tokens, heads]. Returns [1, tokens, heads, value size] and None, in the place of the state."""
         heads, value_size = value.shape[2:]
         facts = {
             "kind": "delta",
@@ -174,7 +175,7 @@ class PlaceholderFunctions:
         **_,
     ):
         """Mamba 2. hidden_states: [1, tokens, heads, size]; dt: [1, tokens, heads]; A, D: [heads]; B, C: [1,
-        tokens, groups, state size]."""
+        tokens, groups, state size]. Returns [1, tokens, heads, size]."""
         heads, size = hidden_states.shape[2:]
         groups, state_size = B.shape[2:]
         dt = _time_step(dt, dt_bias, dt_softplus)
@@ -190,7 +191,7 @@ class PlaceholderFunctions:
         self, hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, **_
     ):
         """Mamba 1. hidden_states, dt, z: [1, channels, tokens]; A: [channels, state size]; B, C: [1, state
-        size, tokens]; D: [channels]."""
+        size, tokens]; D: [channels]. Returns [1, channels, tokens]."""
         bias = None if delta_bias is None else delta_bias[:, None]
         dt = _time_step(dt, bias, delta_softplus)
         channels, state_size = A.shape
@@ -208,10 +209,13 @@ def _time_step(dt: torch.Tensor, bias: torch.Tensor | None, has_softplus: bool) 
 
 
 class _Flat(torch.nn.Module):
-    """input_ids, position_ids: int64 [tokens] of all chunks; keep: int64 [rows], which tokens' logits are
-    returned; image_embeddings: float32 [image tokens, width], image_places: int64 [image tokens], the places
-    of these among the tokens, for models that read images. position_ids: [3, tokens] where
-    `has_grid_positions` says so."""
+    """A model that takes tokens without rows, and returns logits, [rows, vocab].
+
+    input_ids, position_ids: int64 [tokens] of all chunks; position_ids: [3, tokens] where
+    `has_grid_positions` says so. keep: int64 [rows], which tokens' logits are returned. For models that read
+    images also image_embeddings: float32 [image tokens, width], and image_places: int64 [image tokens], the
+    places of the image tokens among all tokens.
+    """
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
@@ -228,8 +232,9 @@ class _Flat(torch.nn.Module):
 
 
 def trace(model: torch.nn.Module, image_width: int | None = None) -> ov.Model:
-    """A graph with placeholders. `image_width`: of the embeddings of images, if the graph reads them. Changes
-    the torch model, which cannot be used afterwards."""
+    """A graph with placeholders. `image_width`: of the embeddings of images; None: the graph reads no images.
+    Changes the torch model, which cannot be used afterwards. Raises NotConverted for attention that is not
+    transformers', and what OpenVINO raises."""
     functions = PlaceholderFunctions(model)
     model.requires_grad_(False).set_attn_implementation(PLACEHOLDERS)
     # The other implementations do not convert, or break where an expert has no token.
