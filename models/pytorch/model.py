@@ -70,7 +70,8 @@ class _SlotCache(Cache):
         self._stores: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer, made at the first pass
 
     def start(self, chunks: Sequence[Chunk], is_step: bool, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Begins a pass. Returns its token ids and positions, int64 [rows, q]."""
+        """Begins a pass. Returns its token ids and positions, int64 [rows, q]: in a decode step a row for
+        each slot, else one row."""
         self.is_step = is_step
         self._masks: dict[int | None, torch.Tensor] = {}  # by sliding window
         self._images: torch.Tensor | None = None
@@ -100,8 +101,8 @@ class _SlotCache(Cache):
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         """Part of transformers' cache protocol: stores the keys and values of this pass, [rows, kv heads, q,
-        size]. Returns those that may be attended to: the filled part of the one slot, or all in a decode
-        step."""
+        size]. Returns the keys and values that may be attended to: those of all slots, whole, in a decode
+        step, else the filled part of the one slot."""
         states = (key_states, value_states)
         if layer_idx not in self._stores:
             self._stores[layer_idx] = tuple(
@@ -124,7 +125,7 @@ class _SlotCache(Cache):
 
     def mask(self, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """Added to the scores: 0 for the positions that a token attends to, the lowest number elsewhere;
-        [rows, 1, q, keys]."""
+        [rows, 1, q, keys]. sliding_window: in tokens; None: there is none."""
         if sliding_window not in self._masks:
             position = self._positions[:, None, :, None]
             key = torch.arange(
@@ -140,9 +141,13 @@ class _SlotCache(Cache):
 
 
 def _continue_scan(state, scan, hidden_states, dt, A, B, C, z, delta_bias, **options):
-    """Mamba 1's `scan` of transformers from `state`, [rows, channels, state size]: its outputs and the state
-    are those from zeros and what is left of `state` after each token. hidden_states, dt, z: [rows, channels,
-    tokens]; A: [channels, state size]; B, C: [rows, state size, tokens]."""
+    """Continues Mamba 1's `scan` of transformers, which begins with zeros, from `state`, [rows, channels,
+    state size]. Returns the outputs, [rows, channels, tokens], and the last state: those of `scan` and what
+    is left of `state` after each token.
+
+    hidden_states, dt, z: [rows, channels, tokens]; A: [channels, state size]; B, C: [rows, state size,
+    tokens].
+    """
     found, last = scan(hidden_states, dt, A, B, C, z=z, delta_bias=delta_bias, **options)
     dt = F.softplus((dt + delta_bias[:, None].to(dt.dtype)).float())
     left = state[:, :, None] * torch.exp(A[:, None] * dt.cumsum(-1)[..., None])
@@ -151,7 +156,8 @@ def _continue_scan(state, scan, hidden_states, dt, A, B, C, z, delta_bias, **opt
 
 
 def _zeros(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """Through numpy: on a CPU its zeros use memory only where something is written."""
+    """Zeros of this shape, in the dtype and on the device of `like`. On a CPU they take memory only where
+    something is written."""
     zeros = torch.from_numpy(np.zeros(math.prod(shape) * like.itemsize, np.uint8))
     return zeros.to(like.device).view(like.dtype).view(shape)
 
@@ -169,7 +175,8 @@ def _attend(
     **_,
 ):
     """Attention as transformers' modules call it. query: [rows, heads, q, head size]; key and value: what the
-    cache returned; s_aux: sinks [heads]. Returns [rows, q, heads, head size].
+    cache returned; s_aux: sinks [heads]. Returns [rows, q, heads, head size] and None, in the place of
+    weights.
 
     Each row attends to the filled part of its own slot in a call of its own; of several tokens each attends
     up to itself. A batched call would pad all rows to the longest, which changes the last bits of the others.
@@ -271,8 +278,8 @@ class TorchModel(StaticBatchModel):
             self._add_adapters(config, ids)
 
     def forward(self, chunks: Sequence[Chunk]) -> np.ndarray:
-        """One prompt chunk, or a decode step: one token of each slot with a live sequence. Returns float32
-        [rows, vocab]."""
+        """As StaticBatchModel's, of one prompt chunk, or of a decode step: of each slot with a live sequence
+        one token, or the newest one and draft tokens. Returns float32 [rows, vocab]. Raises DeviceLost."""
         is_step = len(chunks[0].tokens) == 1 or any(chunk.verify for chunk in chunks)
         try:
             if self._batches_rows and is_step:
@@ -304,8 +311,8 @@ class TorchModel(StaticBatchModel):
             logger.info("--speculate has no effect here: a recurrent state does not go back")
 
     def _load_vision(self, manifest: Manifest) -> None:
-        """Sets `encoder_cache` where the model reads images, and its tower computes what that of transformers
-        does."""
+        """Sets `encoder_cache` where the model reads images and its tower computes what that of transformers
+        does; where the tower does not, a warning says so."""
         if not manifest.reads_images:
             return
         try:
@@ -353,7 +360,7 @@ class TorchModel(StaticBatchModel):
         return found
 
     def _select_adapters(self, numbers: Sequence[int]) -> None:
-        """For the next pass, whose rows have these adapters."""
+        """Prepares the adapters of the next pass. numbers: of the adapter of each row; 0: none."""
         if self._adapters_version != self.adapters.version:
             self._updates = {}  # frees their memory
             self._updates = {
@@ -369,8 +376,9 @@ class TorchModel(StaticBatchModel):
         ]
 
     def _add_update(self, name: str, _layer: torch.nn.Module, inputs: tuple, output: torch.Tensor):
-        """A hook of a linear layer, [rows, q, inputs] -> [rows, q, outputs]. A product for each adapter: with
-        all columns in one, a library may sum them in another order, which changes the last bits."""
+        """A hook of a linear layer, [rows, q, inputs] -> [rows, q, outputs]: `output` with the updates of the
+        running adapters. A product for each adapter: with all columns in one, a library may sum them in
+        another order, which changes the last bits."""
         if not self._running or name not in self._updates:
             return output
         down, up = self._updates[name]
@@ -423,8 +431,8 @@ class TorchModel(StaticBatchModel):
 
     @contextmanager
     def _states_of(self, chunks: Sequence[Chunk], rows: int) -> Iterator[None]:
-        """Gives the layers copies of the states that a pass of `rows` begins with, and keeps those after it.
-        Rows without a chunk get zeros."""
+        """While the body runs, gives the layers copies of the states that a pass of `rows` rows begins with;
+        keeps the states after it. Rows without a chunk get zeros."""
         runs = [self.states.begin(chunk.slot, chunk.begin, len(chunk.tokens)) for chunk in chunks]
         read = [ZERO] * rows
         for place, run in zip(self._cache.places, runs):
@@ -440,7 +448,8 @@ class TorchModel(StaticBatchModel):
 
     @contextmanager
     def _continued_scans(self) -> Iterator[None]:
-        """While the scans of Mamba 1, which transformers begins with zeros, go on from the states."""
+        """While the body runs, the scans of Mamba 1, which transformers begins with zeros, go on from the
+        states."""
         modeling = vars(sys.modules[type(self._model).__module__])
         name = "mamba_selective_scan"
         scan = modeling.get(name)
@@ -462,10 +471,11 @@ class TorchModel(StaticBatchModel):
             module.slot_cache = self._cache  # for `_attend`: transformers does not pass the cache on to it
 
     def _select_attention(self, ids: list[int]) -> None:
-        """Finds out how this family runs on a static batch, or raises ModelError.
+        """Finds out how this family runs on a static batch. Raises ModelError if it does not run, or if its
+        logits differ from those of transformers by more than is allowed.
 
-        Most families use the registered attention function. Those with attention code of their own get a mask
-        over all positions instead, which is correct if their scores depend only on the mask: no sliding
+        Most families use the registered attention function. Families with attention code of their own get a
+        mask over all positions instead, which is correct if their scores depend only on the mask: no sliding
         window, no bias by distance.
         """
         text_config = self._model.config.get_text_config()
@@ -507,7 +517,8 @@ class TorchModel(StaticBatchModel):
         )
 
     def _rows_are_equal(self, ids: list[int]) -> bool:
-        """Runs the same tokens alone in the first slot, in all slots together, and alone in the last one."""
+        """Whether the same tokens give bitwise equal logits alone in the first slot, in all slots together,
+        and alone in the last slot."""
         alone = [self.forward([Chunk(0, [token], position)]) for position, token in enumerate(ids)]
         return all(
             (self.forward([Chunk(slot, [token], position) for slot in slots]) == alone[position]).all()
@@ -516,8 +527,8 @@ class TorchModel(StaticBatchModel):
         )
 
     def _check_sliding_windows(self, text_config) -> None:
-        """Rejects a sliding window that a family does not pass to its attention function, which would ignore
-        it."""
+        """Raises ModelError for a sliding window that a family does not pass to its attention function, which
+        would ignore the window."""
         size = getattr(text_config, "sliding_window", None)
         if not size or not getattr(text_config, "use_sliding_window", True) or self.max_total_tokens <= size:
             return
