@@ -138,7 +138,7 @@ class AuthAndCors:
         if origin in self._origins:
             response.headers["Access-Control-Allow-Origin"] = origin
         if request.method == "OPTIONS":
-            response.headers["Access-Control-Allow-Methods"] = "GET,POST,DELETE"
+            response.headers["Access-Control-Allow-Methods"] = "GET,POST,PUT,DELETE"
             allowed = ["authorization,content-type"]
             if requested := request.headers.get("Access-Control-Request-Headers"):
                 allowed.append(requested)  # OpenAI's clients send many of their own

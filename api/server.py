@@ -152,8 +152,9 @@ class Server:
 
     @property
     def payload_limit(self) -> int:
-        """Bytes of the largest request body, once the model is known."""
-        return self.config.body_limit(self.engine.info.reads_images)
+        """Bytes of the largest request body, that of a model without images until the model is known."""
+        info = self.engine.info
+        return self.config.body_limit(info is not None and info.reads_images)
 
     def read(self, kind: type[T]) -> T:
         """The JSON body of the request, as `kind`. Raises ApiError."""

@@ -24,6 +24,8 @@ def test_before_the_model_is_ready_everything_says_what_is_going_on(booting):
     assert refused.status_code == 503
     assert refused.json["phase"] == "starting"
     assert int(refused.headers["Retry-After"]) > 0
+    for method in ("GET", "DELETE"):  # stored responses need no model
+        assert booting.client.open("/v1/responses/resp_1", method=method).status_code == 404
 
 
 def test_health_says_what_takes_long_before_the_model_is_ready(booting):

@@ -102,7 +102,7 @@ def test_browsers_may_ask_from_anywhere_unless_told_otherwise(serve, path):
     asked = served.client.options(path, headers={"Origin": "https://a.example", "Access-Control-Request-Method": "POST"})
     assert asked.status_code == 200
     assert asked.headers["Access-Control-Allow-Origin"] == "*"
-    assert asked.headers["Access-Control-Allow-Methods"] == "GET,POST,DELETE"
+    assert asked.headers["Access-Control-Allow-Methods"] == "GET,POST,PUT,DELETE"
     assert {"authorization", "content-type"} <= set(asked.headers["Access-Control-Allow-Headers"].split(","))
     refused = served.client.get(path)
     assert refused.headers["Access-Control-Allow-Origin"] == "*"
