@@ -50,7 +50,7 @@ class Neuron(Engine):
         return True
 
     def prepare(self) -> None:
-        """Decides what to compile or to load, too."""
+        """As `Engine.prepare`; decides what to compile or to load, too."""
         from models.neuron.build import BuildPlan, log_versions
 
         self._build = BuildPlan.decide(self.config, self.folder, self.manifest)

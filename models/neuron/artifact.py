@@ -44,9 +44,12 @@ VOLATILE = ("_name_or_path", "architectures", "transformers_version", "torch_dty
 
 
 def buckets(limit: int, given: Sequence[int] | None, flag: str) -> tuple[int, ...]:
-    """The lengths that graphs are compiled for: `given`, or powers of two from 128, from 2,048 on also
-    halfway to the next; always with `limit` itself. A prompt or sequence runs in the smallest that holds it.
-    Raises ConfigError for buckets above the limit."""
+    """The lengths that graphs are compiled for, ascending: `given`, or powers of two from 128, from 2,048 on
+    also halfway to the next; always with `limit` itself. A prompt or sequence runs in the smallest that holds
+    it. A limit of 4,000 gives 128, 256, 512, 1024, 2048, 3072, 4000.
+
+    Raises ConfigError for buckets above the limit. flag: the name of `given`.
+    """
     if given is None:
         powers = [128 << n for n in range(limit.bit_length())]
         halfway = [length * 3 // 2 for length in powers if length >= 2048]
@@ -105,7 +108,8 @@ class CompiledConfig:
 
     @property
     def verify_row(self) -> int:
-        """`verify_length`; where layers have recurrent states, with the draft tokens accepted before."""
+        """Tokens of each slot that the graph which verifies draft tokens runs: `verify_length`; where layers
+        have recurrent states, also as many draft tokens as may have been accepted before."""
         return max(0, 2 * self.verify_length - 1) if self.reserved else self.verify_length
 
 
@@ -142,7 +146,8 @@ class Artifact(Files):
 
     @classmethod
     def of(cls, config_json: Json, source: Path) -> Artifact | None:
-        """What the object in `source`, a config.json, says; None where it is not that of a compiled model.
+        """What a config.json says of compiled graphs; None: it is not that of a compiled model. source: the
+        file, for errors.
 
         Raises ConfigError for a section that is incomplete, or holds an unknown value or field: it may change
         what the graphs compute.
@@ -198,10 +203,10 @@ BINDING = (
 
 
 def with_compiled_config(config: Config, compiled_config: CompiledConfig, name: str) -> Config:
-    """`config` with every value that was left open taken from `compiled_config`, of the model `name`.
+    """The settings with every value that was left open taken from `compiled_config`, of the model `name`.
 
-    Raises ConfigError, naming both values, for a setting that they do not support. Smaller limits are
-    supported.
+    Raises ConfigError, naming both values, for a setting that contradicts the compiled value. Smaller limits,
+    and some of the compiled buckets, do not.
     """
     remedy = "leave it out, or compile it again"
     limits = {
@@ -280,8 +285,9 @@ class CachedGraphs:
         compiled_config: CompiledConfig,
         environ: Mapping[str, str] = os.environ,
     ) -> CachedGraphs | None:
-        """None when NEURON_COMPILE_CACHE_URL is not a local folder: only the compiler can look there. Raises
-        ConfigError where other users may write into the folder."""
+        """The cached graphs for a model and its settings; None when NEURON_COMPILE_CACHE_URL is not a local
+        folder: only the compiler can look there. Raises ConfigError where other users may write into the
+        folder."""
         url = urlsplit(environ.get("NEURON_COMPILE_CACHE_URL", "").strip() or CACHE)
         if url.scheme not in ("", "file"):
             return None
@@ -295,8 +301,8 @@ class CachedGraphs:
 
     @contextlib.contextmanager
     def locked(self, is_shared: bool) -> Iterator[None]:
-        """Holds the lock of the folder, shared to load it, or exclusive to make it; none where the cache
-        cannot be written."""
+        """Holds the lock of the folder while the body runs, shared to load the graphs, or exclusive to make
+        them; no lock where the cache cannot be written."""
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):
                 lock = self.folder.with_suffix(".lock")
@@ -304,7 +310,7 @@ class CachedGraphs:
             yield
 
     def find(self) -> CompiledConfig | None:
-        """What was compiled, where the graphs are there. Damaged ones are removed."""
+        """What the graphs in the cache were compiled for; None: there are none. Damaged ones are removed."""
         folder = self.folder
         record = folder / RECORD
         if not record.is_file():
@@ -322,8 +328,9 @@ class CachedGraphs:
         return None
 
     def add(self, save: Callable[[str], None], built: CompiledConfig) -> None:
-        """Keeps what `save` writes into a folder. `built`: what was compiled, as not everything in
-        `compiled_config` may compile. Raises OSError on failure; an incomplete entry is never found."""
+        """Keeps what `save` writes into a folder, and makes room for it. `built`: what was compiled, as not
+        everything in `compiled_config` may compile. Raises OSError on failure; an incomplete entry is never
+        found."""
         with renamed_when_complete(self.folder) as new:
             save(str(new))
             record = Record(checksums(new), built)

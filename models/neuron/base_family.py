@@ -81,8 +81,13 @@ class Recurrence:
         return self.group * self.key_dim, self.value_dim
 
     def on_cores(self, tp_degree: int) -> Recurrence:
-        """With key heads that the cores divide: with parts of each where it has whole cores of its own, else
-        with key heads of zeros."""
+        """The same recurrence with a number of key heads that `tp_degree` divides. If the key heads divide
+        `tp_degree`, each is cut into parts, which have a part of its value heads each; else key heads of
+        zeros are added.
+
+        On 8 cores 4 key heads with 4 value heads each become 8 with 2 each; 6 key heads become 8, of which 2
+        are zeros.
+        """
         parts = tp_degree // self.key_heads if tp_degree % self.key_heads == 0 else 1
         heads = -(-self.key_heads * parts // tp_degree) * tp_degree
         return replace(self, key_heads=heads, group=-(-self.group // parts))
@@ -113,7 +118,8 @@ class Mamba2(Recurrence):
 
 
 class ShortConvolution(Recurrence):
-    """A short convolution with a gate before it, which the columns of value heads are, and one behind."""
+    """A short convolution with a gate before it and a gate behind it. The gate before it takes the place of
+    the columns of value heads."""
 
     tensors: ClassVar = {"conv": 1}
     state = (1, 1)  # of no use: transformers-neuronx has two buffers
@@ -284,7 +290,8 @@ class Family:
         }
 
     def graph(self) -> ArchSpec:
-        """Of the attributes of this family that have the names of its fields."""
+        """What the layers compute beyond Llama's: the value of each field is the attribute of this family
+        with its name, or the default."""
         return ArchSpec(**{each.name: getattr(self, each.name, each.default) for each in fields(ArchSpec)})
 
     @property
@@ -309,7 +316,8 @@ class Family:
 
     @functools.cached_property
     def recurrent_layers(self) -> set[int]:
-        """Where there are any, the class is a `Recurrent` of `families.py`."""
+        """The numbers of the recurrent layers. Where there are any, the class is a `Recurrent` of
+        `families.py`."""
         return {number for number, kind in enumerate(self.kinds) if kind.is_recurrent}
 
     @functools.cached_property
@@ -354,16 +362,16 @@ class Family:
         return self._scaled(matrices | self.norms_before(get))
 
     def matrix(self, get: GetTensor, name: str) -> Tensor:
-        """Of a layer, by Llama's name without `.weight`."""
+        """The matrix of a layer by Llama's name, which is given without `.weight`."""
         return get(f"{name}.weight")
 
     def norms_before(self, get: GetTensor) -> Tensors:
         return {name: self.norm(get(name)) for name in (NORM_BEFORE_ATTENTION, NORM_BEFORE_MLP)}
 
     def extra_tensors(self, get: GetTensor) -> Tensors:
-        """The tensors of a layer with an attention that Llama's lacks: biases by the names of the checkpoint,
-        q_norm, k_norm, after_attention and after_mlp; sinks [heads]; attention_gate [heads * head_dim,
-        hidden]."""
+        """The tensors of a layer with an attention that Llama's lacks, where the family has them: biases by
+        the names of the checkpoint, q_norm, k_norm, after_attention and after_mlp; sinks [heads];
+        attention_gate [heads * head_dim, hidden]."""
         extra = self._scaled({f"{name}.bias": get(f"{name}.bias") for name in self.biases})
         if self.head_norms:
             extra |= {name: self.norm(get(f"self_attn.{name}.weight")) for name in ("q_norm", "k_norm")}
@@ -373,7 +381,8 @@ class Family:
         return extra
 
     def _scaled(self, tensors: Tensors) -> Tensors:
-        """Multipliers of the model go into its matrices and biases."""
+        """The matrices and biases of a layer with the multipliers of the model in them; other tensors as they
+        are."""
         scales = {Q: self.query_scale, O: self.residual_scale, DOWN: self.residual_scale}
         return {
             name: times(tensor, scales.get(name.rpartition(".")[0], 1.0)) for name, tensor in tensors.items()

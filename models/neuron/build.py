@@ -112,7 +112,9 @@ class BuildPlan:
 
     @classmethod
     def decide(cls, config: Config, folder: Path, manifest: Manifest) -> BuildPlan:
-        """For the model in `folder`; its weights may still have to be downloaded.
+        """The plan for the model in `folder`, whose weights may still have to be downloaded. The values of
+        compiled graphs that came with the model are kept; else the settings decide, and what fits on this
+        machine.
 
         Raises ConfigError or ModelError with the reason for what cannot be served.
         """
@@ -138,7 +140,7 @@ class BuildPlan:
         return cls(config, compiled_config, shape.family, legacy, folder, found, workers, manifest)
 
     def checkpoint(self) -> Path:
-        """The folder with the weights, downloaded if necessary."""
+        """The folder with the weights, downloaded if necessary. Raises ModelError where there are none."""
         if self.artifact is None:
             return fetch_weights(self.config, self.folder)
         subfolders = [artifact.CHECKPOINT]
@@ -154,7 +156,9 @@ class BuildPlan:
         return fetch_checkpoint(self.config, self.artifact.checkpoint_id, self.artifact.checkpoint_revision)
 
     def fallbacks(self) -> Iterator[BuildPlan]:
-        """This plan, and those to try where transformers-neuronx or the compiler fails on a part of it."""
+        """This plan, then those to try where transformers-neuronx or the compiler fails on a part of it.
+        First draft tokens are left out, and stay so; then prompt chunks, unless layers are recurrent; then
+        sampling on the device, unless --sampling is given; then both."""
         yield self
         if self.compiled_config.verify_length:
             yield from self._with(verify_length=0).fallbacks()
@@ -168,13 +172,14 @@ class BuildPlan:
         return dataclasses.replace(self, compiled_config=dataclasses.replace(self.compiled_config, **changes))
 
     def warn_of(self, built: CompiledConfig, reason: str) -> None:
-        """Logs what `built` lacks of this plan."""
+        """Logs what `built` lacks of this plan. reason: the end of these lines."""
         for name, notice in LEFT_OUT.items():
             if getattr(self.compiled_config, name) != getattr(built, name):
                 logger.warning("%s, %s", notice, reason)
 
     def compiled(self) -> Path | None:
-        """The folder of the compiled graphs that came with the model. Raises ModelError for a damaged one."""
+        """The folder of the compiled graphs that came with the model; None: none came. Raises ModelError for
+        a damaged one."""
         if self.artifact is None or self.artifact.compiled_config is None:
             return None
         folder = self.folder / artifact.COMPILED
@@ -184,8 +189,8 @@ class BuildPlan:
 
 
 def _configured_for(compiled_config: CompiledConfig, shape: plan.Shape, config: Config) -> Config:
-    """`config` with the values of a compiled model. Raises ConfigError or ModelError for a model that cannot
-    run here."""
+    """The settings with the values of a compiled model. Raises ConfigError or ModelError for a model that
+    cannot run here."""
     artifact.check_compiler(compiled_config, compiler_version(), config.model_name)
     config = artifact.with_compiled_config(config, compiled_config, config.model_name)
     model_class = shape.family.name
@@ -201,8 +206,8 @@ def _configured_for(compiled_config: CompiledConfig, shape: plan.Shape, config: 
 
 
 def _sized(shape: plan.Shape, config: Config) -> tuple[Config, CompiledConfig]:
-    """`config` with the sizes for this machine, and what has to be compiled for it. Raises ConfigError where
-    nothing fits, or the position buckets do not go with the other settings."""
+    """The settings with the sizes for this machine, and what has to be compiled for it. Raises ConfigError
+    where nothing fits, or the position buckets do not go with the other settings."""
     machine = _machine(config)
     sizing = plan.choose_sizing(shape, machine, config)
     logger.info("On %s with %d cores: %s", machine.instance or "this machine", machine.cores, sizing)
@@ -257,7 +262,8 @@ def _check_position_buckets(compiled_config: CompiledConfig, remedy: str) -> Non
 
 
 def _verify_length(config: Config, length: int) -> int:
-    """Tokens of each slot in the graph that verifies draft tokens: these, and the one before them."""
+    """Tokens of each slot in the graph that verifies draft tokens: these, and the token before them; 0: there
+    are no draft tokens. Raises ConfigError for slots that are too short."""
     if not config.speculate:
         return 0
     if config.speculate + 3 > length:  # the check at startup runs two tokens after two
@@ -268,7 +274,8 @@ def _verify_length(config: Config, length: int) -> int:
 
 
 def _machine(config: Config) -> Machine:
-    """This machine; without a device, where only `compile` works, one with the cores of --tp-degree."""
+    """This machine; without a device, where only `compile` works, one with the cores of --tp-degree. Raises
+    ConfigError for a --tp-degree of more cores than this process may use."""
     machine = detect() or Machine(usable_cores(None, os.environ) or config.tp_degree or 1)
     if config.tp_degree and config.tp_degree > machine.cores:
         raise ConfigError(
@@ -326,7 +333,8 @@ def load_model(build: BuildPlan, work_dir: Path, announce: Announce) -> tuple[An
 
 
 def make(build: BuildPlan, work_dir: Path) -> Any:
-    """The model of transformers-neuronx with its weights in host memory, not compiled, not on the device."""
+    """The model of transformers-neuronx with its weights in host memory, not compiled, not on the device.
+    Raises ModelError or ConfigError."""
     # It calls torch.load without weights_only, and pickles may run code.
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     family = build.family
@@ -429,8 +437,9 @@ def generation_config(slots: Sequence[tuple[int, float, float]], vocab_size: int
 
 
 def _enable_several(model: Any, compiled_config: CompiledConfig) -> None:
-    """Adds the graphs for several tokens, in position buckets that are longer: one extends a slot by a prompt
-    chunk, one verifies the draft tokens of every slot. transformers-neuronx bisects them by their tokens."""
+    """Adds the graphs for several tokens, in the position buckets that are longer: one graph extends a slot
+    by a prompt chunk, the other verifies the draft tokens of every slot. transformers-neuronx bisects the
+    graphs by their numbers of tokens."""
     wanted = {(compiled_config.prefill_chunk, 1), (compiled_config.verify_row, compiled_config.batch_size)}
     for tokens, slots in sorted(wanted):
         if tokens:
@@ -450,7 +459,8 @@ def make_compiled(
     build: BuildPlan, work_dir: Path, compile_: Callable[[Any], None], failure: str
 ) -> tuple[Any, BuildPlan]:
     """The model, compiled by `compile_`, and what was built: the first of `BuildPlan.fallbacks` to succeed.
-    Raises ModelError, `failure` with the reason of the last."""
+    Raises ModelError: `failure`, with the reason of the last that was tried. An error of the device, or of a
+    KV cache in FP8, ends the tries."""
     first_error: ModelError | None = None
     *_, last = ways = list(build.fallbacks())
     for way in ways:
@@ -516,7 +526,8 @@ def flags_for_fp8(flags: str) -> str:
 def _load_cached(
     cached: CachedGraphs, build: BuildPlan, work_dir: Path, announce: Announce
 ) -> tuple[Any, BuildPlan]:
-    """As `make_compiled`, on the device, with graphs of the cache; newly compiled ones are added to it."""
+    """As `make_compiled`, on the device, with graphs of the cache, if it has them; newly compiled ones are
+    added to the cache."""
     with cached.locked(is_shared=True):  # several servers may load the same graphs
         if kept := _kept(cached, build, work_dir):
             return kept
@@ -540,8 +551,9 @@ def _load_cached(
 
 
 def _kept(cached: CachedGraphs, build: BuildPlan, work_dir: Path) -> tuple[Any, BuildPlan] | None:
-    """The model with the graphs of the cache. Graphs are removed where another version of this server or of
-    transformers-neuronx named them differently."""
+    """The model with the graphs of the cache, and what was built; None: the cache does not have them. Graphs
+    are removed where another version of this server or of transformers-neuronx named them differently. Raises
+    ModelError."""
     built = cached.find()
     if not built:
         return None
@@ -570,7 +582,8 @@ def _loaded(build: BuildPlan, work_dir: Path, compiled: Path) -> Any:
 
 
 def _to_device(model: Any) -> None:
-    """Compiles or loads the graphs; waits up to CORES_WAIT_S for cores that another process holds."""
+    """Compiles or loads the graphs; waits up to CORES_WAIT_S for cores that another process holds. Raises
+    ModelError if these are still held."""
     deadline = time.monotonic() + CORES_WAIT_S
     while True:
         try:
@@ -590,6 +603,7 @@ def _to_device(model: Any) -> None:
 
 
 def _are_cores_held(error: RuntimeError) -> bool:
-    """The exception does not always name the reason: on a machine with a device it is this one."""
+    """Whether another process holds the cores. The exception does not always name the reason: if the cores
+    could not be initialized on a machine with a device, that is taken for it."""
     message = str(error).lower()
     return "not available" in message or ("could not be initialized" in message and detect() is not None)

@@ -36,8 +36,8 @@ logger = logging.getLogger("compile")
 
 
 def compile_model(config: Config, output: Path) -> None:
-    """Compiles a model into the folder `output`, with all that `serve` needs to load it. Raises ConfigError
-    or ModelError."""
+    """Compiles a model into the folder `output`, which is new or empty, with all that `serve` needs to load
+    it. Raises ConfigError or ModelError."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output {output} exists and is not empty; name another folder, or remove it")
     if output.is_symlink() or output.is_mount():  # cannot be replaced by the finished folder
@@ -67,7 +67,8 @@ def compile_model(config: Config, output: Path) -> None:
 
 
 def _write_model(build: BuildPlan, manifest: Manifest, target: Path, commit: str | None) -> None:
-    """Everything but the graphs: tokenizer files, the weights of a local model, and what was compiled."""
+    """Writes everything but the graphs into `target`: tokenizer files, what was compiled, and the weights,
+    or, if `commit` is given, the hub id and commit to download them by."""
     checkpoint = build.checkpoint()
     weights = target / artifact.CHECKPOINT
     for path in checkpoint.iterdir():

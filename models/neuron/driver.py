@@ -52,7 +52,8 @@ MISFITS = (
 
 
 class Versions(NamedTuple):
-    """None: cannot be read."""
+    """The versions of the host's Neuron driver and of this image's runtime library; None: it cannot be
+    read."""
 
     driver: str | None
     runtime: str | None

@@ -92,7 +92,9 @@ def _windows(layer_types: list[str], window: int | None) -> Windows:
 
 
 def _patterned(family: Family) -> Windows:
-    """Where config.json does not name the types, the last of every `pattern` layers has full attention."""
+    """The sliding window of each layer. If config.json does not name the types of layers, the last of every
+    `pattern` layers has full attention; `sliding_window_pattern` of config.json counts before that of the
+    family."""
     pattern = family.config.get("sliding_window_pattern") or family.pattern
     every = range(1, family.layers + 1)
     types = ["sliding_attention" if n % pattern else "full_attention" for n in every]
@@ -187,8 +189,9 @@ class Gemma(Family):
 
 
 class Recurrent(Family):
-    """Some layers are recurrent. `arrange` joins tensors by key head: a list of those that the value heads of
-    a key head share, such as queries and keys, then others."""
+    """A family with recurrent layers. `arrange` joins tensors by key head: a list of tensors that the value
+    heads of a key head share, such as queries and keys, then tensors of value heads
+    (`FamilyForSampling._arranged`)."""
 
     revision = 3
     module: ClassVar[str]  # the name of a recurrence in its layer
@@ -202,18 +205,18 @@ class Recurrent(Family):
         return tuple(attention if each in ("attention", "full_attention") else recurrent for each in types)
 
     def default_types(self) -> list[str]:
-        """Of layers that config.json does not name."""
+        """The types of layers where config.json does not name them."""
         return ["mamba"] * self.layers
 
     def channels(self, tensor: Tensor) -> tuple[list[Tensor], Tensor]:
-        """The channels of a convolution, for `arrange`."""
+        """The channels of a convolution, for `arrange`: the list of queries and keys, and the values."""
         size = self.recurrence.key_heads * self.recurrence.key_dim
         *shared, values = tensor.split([size, size, len(tensor) - 2 * size])
         return shared, values
 
     def recurrent_layer(self, get: GetTensor, arrange: Arrange) -> Tensors:
-        """Matrices and norms of a recurrent layer: all projections in place of the queries', any of keys and
-        values."""
+        """Matrices and norms of a recurrent layer under Llama's names. The queries' matrix has all
+        projections; those of keys and values only fill their places."""
         projections = arrange(*self.projections(get))
         output = arrange([], get(f"{self.module}.out_proj.weight").T).T
         return self.layer(get, MLP) | {
@@ -222,8 +225,8 @@ class Recurrent(Family):
         }
 
     def recurrent_tensors(self, get: GetTensor, arrange: Arrange) -> Tensors:
-        """Those that `Recurrence.tensors` names: conv [kernel, channels], decay_rate and dt_bias [value
-        heads]."""
+        """The tensors that `Recurrence.tensors` names: conv [kernel, channels], decay_rate and dt_bias [value
+        heads], and others."""
         name = self.module
         return {
             "conv": arrange(*self.channels(get(f"{name}.conv1d.weight")[:, 0])).T,
@@ -270,7 +273,8 @@ class Qwen35(Recurrent):
         return super().extra_tensors(get) | {"attention_gate": self._queries(get, 1)}
 
     def _queries(self, get: GetTensor, part: int) -> Tensor:
-        """Queries and their gates take turns by head."""
+        """The matrix of queries (part 0), or of their gates (part 1), which take turns by head in the
+        checkpoint."""
         by_head = get(f"{Q}.weight").unflatten(0, (self.heads, 2, self.head_dim))
         return by_head[:, part].flatten(0, 1)
 
@@ -459,7 +463,7 @@ class Mixture(Family):
         self.intermediate = self.experts.count * columns
 
     def matrix(self, get: GetTensor, name: str) -> Tensor:
-        """For the matrix of an MLP those of all experts side by side."""
+        """The matrix of a layer; of an MLP those of all experts side by side."""
         if name not in MLP:
             return super().matrix(get, name)
         import torch  # what calls this has it
@@ -467,7 +471,7 @@ class Mixture(Family):
         return torch.cat(self.matrices(get, name), dim=1 if name == DOWN else 0)
 
     def matrices(self, get: GetTensor, name: str) -> list[Tensor]:
-        """Of the experts, each by itself."""
+        """The matrix of each expert, the routed ones first."""
         numbers = range(self.experts.routed)
         return [get(name.replace("mlp", f"mlp.experts.{number}") + ".weight") for number in numbers]
 
@@ -600,7 +604,7 @@ class GraniteHybrid(Mixture, Recurrent, Granite):
         return *self.channels(channels), gate, steps
 
     def channels(self, tensor: Tensor) -> tuple[list[Tensor], Tensor]:
-        """In the checkpoint they are values, keys, queries."""
+        """As `Recurrent.channels`; in the checkpoint the order is values, keys, queries."""
         size = self.recurrence.key_heads * self.recurrence.key_dim
         values, keys, queries = tensor.split([len(tensor) - 2 * size, size, size])
         return [queries, keys], values
@@ -741,8 +745,9 @@ FAMILIES: dict[str, type[Family]] = {
 
 
 def text_config(config_json: Json) -> Json:
-    """The config.json of a model's text part: of a vision-language model the `text_config`, as if it were a
-    file of its own."""
+    """The config.json of a model's text part, if a vision-language model is served on Neuron: its
+    `text_config`, as if that were a file of its own, with the dtype of the whole if that names one. Any other
+    config.json is returned as it is."""
     is_served = text_part(config_json).get("model_type") in TEXT_ALONE
     if not (is_served or vision_family(config_json).on_neuron):
         return config_json

@@ -72,7 +72,7 @@ def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
 
 
 def class_of(family: Family, compiled_config: CompiledConfig) -> type[FamilyForSampling]:
-    """The class whose `from_pretrained` builds the model."""
+    """The class whose `from_pretrained` builds the model, for this family and these settings."""
     attributes = {
         "family": family,
         "is_hybrid": compiled_config.sampling == "hybrid",
@@ -82,7 +82,8 @@ def class_of(family: Family, compiled_config: CompiledConfig) -> type[FamilyForS
 
 
 class FamilyForSampling(llama.LlamaForSampling):
-    """`is_hybrid`: each run returns ids or logits, as `return_token_ids` says; the device computes both."""
+    """The model of a family in transformers-neuronx. `is_hybrid`: each run returns ids or logits, as
+    `return_token_ids` says; the device computes both."""
 
     family: Family
     is_hybrid: bool
@@ -213,8 +214,8 @@ class FamilyForSampling(llama.LlamaForSampling):
         to_neuron()
 
     def _make_recurrent(self, layer: Any, get: GetTensor) -> Tensors:
-        """Gives a layer the buffers of a recurrence, in the places of those of an attention: its tensors
-        beside its matrices."""
+        """Gives a layer the buffers of a recurrence, in the places of those of an attention. Returns the
+        tensors of the layer beside its matrices, by the names of `Recurrence.tensors`."""
         tp_degree = self.config.tp_degree
         net = self.family.recurrence.on_cores(tp_degree)
         layer.attn_k_weight = layer.attn_v_weight = None
@@ -239,8 +240,13 @@ class FamilyForSampling(llama.LlamaForSampling):
         return self.family.recurrent_tensors(get, self._arranged)
 
     def _arranged(self, shared: Sequence[torch.Tensor], *own: torch.Tensor) -> torch.Tensor:
-        """Joins tensors by the key heads of `Recurrence.on_cores`: those that the value heads of a key head
-        share, and own ones of value heads."""
+        """Joins tensors of the recurrence by key head, for the key heads that the cores have
+        (`Recurrence.on_cores`): [key heads * sizes, ...].
+
+        Each key head gets its part of each tensor of `shared`, which its value heads share, such as queries
+        and keys, then the parts of its value heads of each tensor of `own`. If the cores cut a key head, each
+        piece has all of the shared parts and some of the value heads. Heads that are added are zeros.
+        """
         net = self.family.recurrence
         on_cores = net.on_cores(self.config.tp_degree)
         pieces = -(-net.group // on_cores.group)
@@ -252,8 +258,8 @@ class FamilyForSampling(llama.LlamaForSampling):
         return utils.pad(torch.cat(parts, 1), 0, on_cores.key_heads).flatten(0, 1)
 
     def _of_padded_heads(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of heads [heads, size, ...], flattened, with zeros where transformers-neuronx adds heads:
-        after those of each key-value head where several cores share it, else after all."""
+        """Values of heads [heads, size, ...] as [heads * size, ...], with zeros where transformers-neuronx
+        adds heads: after those of each key-value head where several cores share it, else after all."""
         heads = self.config.num_attention_heads
         kv_heads = self.config.num_key_value_heads
         added = -heads % self.config.tp_degree
@@ -285,8 +291,8 @@ def _added_parameters(graph: ArchSpec, is_recurrent: bool) -> dict[str, int | No
 
 
 def _is_state(cache: Any) -> bool:
-    """Whether it is a state, which has no positions by which transformers-neuronx could cut it. Without a
-    device it is a list."""
+    """Whether a cache is a recurrent state, which has no positions by which transformers-neuronx could cut
+    it. Without a device a cache is a list."""
     return len((cache[0] if isinstance(cache, list) else cache).shape) == 3
 
 
@@ -405,7 +411,8 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         self._kinds = self.graph.kinds or (LayerKind(),) * family.layers
 
     def inputs(self, *arguments: Any, **options: Any) -> tuple[Any, tuple[int | None, ...]]:
-        """transformers-neuronx would cut `last_token_id`, which has one number a slot, as it cuts tokens."""
+        """As transformers-neuronx's, with `last_token_id` left whole: it has one number for each slot, and
+        would be cut as tokens are."""
         tensors, sequence_dimensions = super().inputs(*arguments, **options)
         return tensors, (*sequence_dimensions[:3], None, *sequence_dimensions[4:])
 
@@ -441,7 +448,7 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         )
 
     def _shown(self, window: int | None) -> int | None:
-        """None for a sliding window that hides none of the positions of this graph."""
+        """The sliding window; None for one that hides none of the positions of this graph."""
         return window if window and window < self.n_positions else None
 
     def layer(self, hidden: Any, *arguments: Any, **options: Any) -> tuple[Any, Any, Any]:
@@ -538,7 +545,8 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         return hlo.concatenate([placed, shared], 1)
 
     def _norm(self, tensor: Any, weight: Any) -> Any:
-        """weight: None where the family has no norm at this place."""
+        """`tensor` after an RMS norm. weight: None where the family has no norm at this place, and `tensor`
+        stays."""
         if weight is None:
             return tensor
         return hlo.rms_norm(
@@ -551,9 +559,9 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
 
     @contextlib.contextmanager
     def _attention_of(self, kind: LayerKind, hidden: Any, weights: dict[str, Any]) -> Iterator[None]:
-        """Gives transformers-neuronx's attention what this layer has: norms of queries and keys, no
-        positions, capped scores, sinks, a gate of its output. Its kernel for long prompts has no caps,
-        sliding windows, sinks."""
+        """While the body runs, gives transformers-neuronx's attention what this layer has: norms of queries
+        and keys, no positions, capped scores, sinks, a gate of the output. The library's kernel for long
+        prompts is not used with caps, sliding windows or sinks, which it lacks."""
         turn = rotary.rotate_half
         score = attention.score
         cap = self.graph.attention_cap
@@ -590,8 +598,8 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
             return super().attention(*others, *weights.values(), **options)
 
     def _split_key_bias(self, bias: Any) -> tuple[Any, Any]:
-        """The bias of queries, keys and values on this core, side by side, without that of keys, and that of
-        keys: [kv heads, head_dim]."""
+        """Divides the bias of queries, keys and values on this core, side by side. Returns it with zeros for
+        the keys, and the bias of the keys: [kv heads, head_dim]."""
         config = self.config
         padded = utils.get_qkv_padding(
             config.num_attention_heads, config.num_key_value_heads, config.tp_degree, self.neuron_config
@@ -737,8 +745,9 @@ def _sin_cos(positions: Any, dtype: Any, rope: Rope) -> tuple[Any, Any]:
 
 
 def _in_window(mask: Any, window: int | None, positions: Any = None) -> Any:
-    """`mask` [slots, tokens, positions] without positions that are `window` or more before their token.
-    positions [slots, tokens]: None for a mask between the tokens of one call."""
+    """`mask` [slots, tokens, positions] without positions that are `window` or more before their token; as it
+    is without a window. positions: of the tokens, [slots, tokens]; None for a mask between the tokens of one
+    call."""
     if not window or mask is None or len(mask.sizes) < 3:
         return mask
     s32 = mask.scribe.s32

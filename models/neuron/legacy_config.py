@@ -10,10 +10,12 @@ from run import Json
 
 
 def legacy_config(config: Json) -> Json:
-    """A `config.json` as transformers 4 writes it; 5 renamed the dtype and what is said of rotary positions.
-    What it leaves out stays out: each family has defaults of its own.
+    """A config.json of transformers 4 or 5 under the names of transformers 4, without the section about
+    compiled graphs; 5 renamed the dtype and the fields of rotary positions. Fields that `config` lacks stay
+    out: each family has defaults of its own.
 
-    Raises ModelError for a value that is not an object and should be one.
+    Raises ModelError for rotary positions that are no object, or that differ between layers otherwise than
+    Gemma 3's.
     """
     # Without the section about compiled graphs.
     legacy = {name: value for name, value in config.items() if name != "neuron"}

@@ -57,10 +57,12 @@ DRAFTS = Part("Speculative decoding", "the compiled graph of draft tokens", "--s
 class NeuronModel(StaticBatchModel):
     """A model on NeuronCores. One call at a time, from the thread that made it.
 
-    Where `prefill_chunk` is set, a chunk at position 0 runs in the graph for whole prompts, and later ones in
-    a graph for one slot and `prefill_chunk` tokens, which transformers-neuronx has for speculation: its graph
-    of "window contexts" computes a chunk for every slot, with 32 slots 30 times the operations. Decode steps
-    of other slots then leave such a prompt, and the tokens in free slots, as they are.
+    Where `prefill_chunk` is set, a chunk at position 0 runs in the graph for whole prompts, and later chunks
+    in a graph for one slot and `prefill_chunk` tokens. The two graphs round differently, so a prompt that
+    continues a cached prefix has the same logits up to rounding. transformers-neuronx has the second graph
+    for speculation: its graph of "window contexts" computes a chunk for every slot, with 32 slots 30 times
+    the operations. Decode steps of other slots then leave a prompt between its chunks, and the tokens in free
+    slots, as they are.
     """
 
     engine = "neuron"
@@ -119,7 +121,8 @@ class NeuronModel(StaticBatchModel):
             self._load_vision(build)
 
     def _load_vision(self, build: BuildPlan) -> None:
-        """Reads images from now on. The vision tower runs on the host, as the lookup of embeddings does."""
+        """Makes the model read images. The vision tower runs on the host, as the lookup of embeddings does.
+        If the tower cannot be loaded, a warning says why, and images are not read."""
         manifest = build.manifest
         if not manifest.vision_family.on_neuron:
             warn_text_only(build.config.model_name, "its images are not supported on Neuron")
@@ -136,8 +139,8 @@ class NeuronModel(StaticBatchModel):
         text.embed_tokens = HostEmbedding(text.embed_tokens, self.encoder_cache, build.family.embedding_scale)
 
     def _works(self, part: Part, find_fault: Callable[[], str | None]) -> bool:
-        """Whether a part of the model passes its check at startup; logs why it is off. Raises ModelError for
-        an error of the device itself."""
+        """Whether a part of the model passes its check at startup; if not, a warning says why. Raises
+        ModelError for an error of the device itself."""
         try:
             fault = find_fault()
         except DeviceLost as error:
@@ -149,7 +152,8 @@ class NeuronModel(StaticBatchModel):
         return not fault
 
     def _hybrid_fault(self) -> str | None:
-        """Compares the id with the logits after the same prompt: what is wrong with the id, if anything."""
+        """Compares the id with the logits after the same prompt. Returns what is wrong with the id; None:
+        nothing."""
         self.return_token_ids(True)
         (token,) = self._try([1])
         self.return_token_ids(False)
@@ -164,8 +168,9 @@ class NeuronModel(StaticBatchModel):
         return min((self.prefill_chunk or 0) * 3 // 2 + 2, self.max_input_tokens)
 
     def _check_prompt(self, model_name: str) -> None:
-        """Runs a prompt whole. Raises ModelError where a logit after it is NaN or infinite, DeviceLost where
-        it fails: that is not an error of the graph of chunks, which is compared with such a prompt."""
+        """Runs a prompt whole, or, with recurrent states, its first chunk, before the graph of chunks is
+        compared with whole prompts: an error here is not one of that graph. Raises ModelError where a logit
+        after the prompt is NaN or infinite, DeviceLost where the call fails."""
         prompt = ([7, 11] * self._check_length)[: self._check_length]
         if self.states:
             prompt = prompt[: self.prefill_chunk]
@@ -177,11 +182,11 @@ class NeuronModel(StaticBatchModel):
             )
 
     def _chunk_fault(self) -> str | None:
-        """Runs a prompt in chunks and whole, each time with a decode step after it: how the results differ,
-        if they do.
+        """Runs a prompt in chunks and whole (with recurrent states, in chunks and in halves), each time with
+        a decode step after it. Returns how the results differ; None: by no more than rounding.
 
-        It runs in the highest slot, with a decode step of slot 0. The tokens repeat, so that the next one is
-        predictable. Chunks come first, so that they cannot use the KV cache of the whole prompt.
+        The prompt runs in the highest slot, with a decode step of slot 0. The tokens repeat, so that the next
+        one is predictable. The chunks come first, so that they cannot use the KV cache of the whole prompt.
         """
         prompt = [(37 * (n % 50) + 5) % self.vocab_size for n in range(self._check_length)]
         chunked = self._run_at_start(prompt, [0, min(self.prefill_chunk, len(prompt) - 2)])
@@ -190,7 +195,8 @@ class NeuronModel(StaticBatchModel):
         return difference and f"chunked and whole prefill give {difference}"
 
     def _verify_fault(self) -> str | None:
-        """Verifies a draft token in the highest slot: how the results differ from two steps, if they do."""
+        """Verifies a draft token in the highest slot. Returns how the results differ from those of two decode
+        steps; None: by no more than rounding."""
         tokens = [5, 42]
         self._try(tokens)
         steps = [self._try([token], begin) for begin, token in enumerate(tokens, 2)]
@@ -200,8 +206,9 @@ class NeuronModel(StaticBatchModel):
         return difference and f"verification and decode steps give {difference}"
 
     def _difference(self, found: np.ndarray, expected: np.ndarray) -> str | None:
-        """How results of two ways to run the same tokens differ, if more than by rounding. In a mixture of
-        experts rounding swaps experts that nearly tie, so one of the results may differ."""
+        """How the results of two ways to run the same tokens differ, as a part of a log line; None: by no
+        more than rounding (CHUNK_TOLERANCE). In a mixture of experts rounding swaps experts that nearly tie,
+        so the result of one token may differ."""
         faults = []
         for row, wanted in zip(found, expected):
             if self._returns_ids:
@@ -215,7 +222,9 @@ class NeuronModel(StaticBatchModel):
         return faults[0] if len(faults) > may_differ else None
 
     def _run_at_start(self, prompt: list[int], begins: list[int]) -> np.ndarray:
-        """What comes after a prompt whose chunks begin at `begins`, and after one more token."""
+        """The logits, or ids, after a prompt in the highest slot whose chunks begin at `begins`, and after
+        one more token. After each chunk slot 0 runs a prompt and a decode step, if there is more than one
+        slot."""
         for begin, end in zip(begins, [*begins[1:], len(prompt)]):
             output = self._try(prompt[begin:end], begin)
             if self.batch_size > 1:
@@ -224,14 +233,14 @@ class NeuronModel(StaticBatchModel):
         return np.concatenate([output, self._try(prompt[:1], len(prompt))])
 
     def _try(self, tokens: list[int], begin: int = 0, verify: bool = False) -> np.ndarray:
-        """Runs tokens in the highest slot: logits as float32, or the sampled ids."""
+        """Runs tokens in the highest slot. Returns logits as float32, or the sampled ids."""
         output = self.forward([Chunk(self.batch_size - 1, tokens, begin, verify=verify)])
         if isinstance(output, SampledIds):
             return output.ids
         return (output.astype(np.uint32) << 16).view(np.float32) if output.dtype == np.uint16 else output
 
     def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
-        """Raises DeviceLost.
+        """As StaticBatchModel's. Raises DeviceLost.
 
         The device samples in the model's own dtype, among DEVICE_TOP_K tokens at most. It gives a filtered
         token a logit of -30000 after the temperature, which bounds the temperature from below; float16 bounds
@@ -256,8 +265,8 @@ class NeuronModel(StaticBatchModel):
         self._model.return_token_ids(ids)
 
     def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:
-        """A call has one prompt or prompt chunk, or one token of every live slot, in ascending order of the
-        slots."""
+        """As StaticBatchModel's. A call has one prompt or prompt chunk; or, in ascending order of the slots,
+        one token of every live slot, with draft tokens behind it in chunks that `verify`."""
         for chunk in chunks:
             self._commit_accepted(chunk)
             if self.states:
@@ -280,13 +289,14 @@ class NeuronModel(StaticBatchModel):
         return logits[:, : self.vocab_size]
 
     def _commit_accepted(self, chunk: Chunk) -> None:
-        """Draft tokens that ran last in the slot of `chunk` are accepted up to its begin."""
+        """Accepts the draft tokens that ran last in the slot of `chunk` up to the position where the chunk
+        begins, and drops the others."""
         held = self._held.get(chunk.slot, [])
         held += self._drafts.pop(chunk.slot, ())[: max(0, chunk.begin - len(held))]
 
     def _advance_state(self, chunk: Chunk) -> None:
-        """Takes the state of a slot past the tokens of a chunk that are certain: all but drafts. It comes
-        before the call, which ends the process if it fails."""
+        """Takes the state of a slot past the tokens of a chunk that are certain: all but draft tokens. This
+        comes before the call that runs them, which ends the process if it fails."""
         slot, tokens, begin, _all_logits, verify, _adapter, keep = chunk
         lag = self._lags[slot] = max(0, begin - self.states.position(slot))
         run = self.states.begin(slot, begin - lag, lag + (1 if verify else len(tokens)))
@@ -295,8 +305,9 @@ class NeuronModel(StaticBatchModel):
         self._state_rows = ([(run.read or own) - 1], [kept - 1])  # block ZERO has no row
 
     def _verify(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Up to `verify_length` tokens of every live slot: logits [tokens of all chunks, vocab], or ids
-        [tokens, 1]. A row begins with the tokens that the state of its slot lacks."""
+        """Runs up to `verify_length` tokens of every live slot. Returns logits [tokens of all chunks, vocab],
+        or ids [tokens of all chunks, 1]. The graph's row of a slot begins with the tokens that the state of
+        the slot lacks."""
         begins = self._begins(chunks, self._verify_row)
         keep = [0] * self._rows
         for slot, tokens, begin, *_ in chunks:
@@ -315,12 +326,14 @@ class NeuronModel(StaticBatchModel):
         return output.transpose(0, 1).reshape(output.shape[1], -1)[:, columns].T
 
     def _begins(self, chunks: Sequence[Chunk], length: int) -> dict[int, int]:
-        """The position of each slot in a call with `length` tokens of every slot.
+        """The position at which each slot begins in a call with `length` tokens of every slot: for the slots
+        of `chunks` where these begin.
 
-        An idle slot gets fillers after its tokens. One that is longer than the graph of this call gets its
-        first tokens again: the same keys and values up to rounding, and a short graph. In a call with several
-        tokens it has fillers all the same where its layers have states, which begin at position 0, as slot 0
-        would run a prompt there.
+        An idle slot runs fillers after its tokens. If it holds more tokens than the graph of this call, it
+        runs its first tokens again, which gives the same keys and values up to rounding, and allows a short
+        graph: from position 0, or, in a call with several tokens, from 1, as slot 0 would run a prompt at 0.
+        Where layers have states, only a run from position 0 gives the same values: in a call with several
+        tokens an idle slot then always runs fillers.
         """
         last = max(chunk.begin for chunk in chunks)
         bucket = next(size for size in self._position_buckets if size > last)
@@ -331,7 +344,8 @@ class NeuronModel(StaticBatchModel):
         return begins | {chunk.slot: chunk.begin for chunk in chunks}
 
     def _rows_at(self, begins: dict[int, int], length: int) -> tuple[list, list, list]:
-        """Ids, positions and slots: what each slot holds from its position on, and fillers."""
+        """Ids and positions, `length` for each slot, and the slots: the tokens that a slot holds from its
+        position in `begins` on, then fillers."""
         ids = []
         for slot, begin in begins.items():
             padded = self._held.get(slot, []) + [0] * (begin + length)
@@ -342,11 +356,12 @@ class NeuronModel(StaticBatchModel):
     def _run_several(
         self, length: int, begins: dict[int, int], keep: Sequence[int]
     ) -> tuple[dict[int, int], torch.Tensor]:
-        """Runs `length` tokens of each slot of `begins`, from its position on: where each row began, and
-        logits [tokens, vocab, slots], or ids [tokens, 1, slots].
+        """Runs `length` tokens of each slot of `begins`, from its position on. Returns where the row of each
+        slot began, by slot, and logits [tokens, vocab, slots], or ids [tokens, 1, slots].
 
-        The graph has a fixed number of tokens. Fillers after those that a slot holds write positions that are
-        written again before anything attends to them. Near the end of a slot a row begins earlier.
+        The graph has a fixed number of tokens. Fillers after the tokens that a slot holds write positions
+        that are written again before anything attends to them. Near the end of a slot its row begins earlier
+        than its position. keep: as in `_call`.
         """
         starts = {slot: min(begin, self._position_buckets[-1] - length) for slot, begin in begins.items()}
         program = functools.partial(self._model.speculative_forward, speculation_length=length)
@@ -403,8 +418,8 @@ class NeuronModel(StaticBatchModel):
         return torch.cat([output, self._extend_prefill(slot, 1, 1)])
 
     def _pin_images(self, slot: int, held: list[int]) -> None:
-        """Keeps the embeddings of the images that a slot holds, also when their request has ended: its tokens
-        may run again, as fillers."""
+        """Keeps the embeddings of the images that a slot holds, also when the request of these has ended:
+        their tokens may run again, as fillers. Frees those of images that the slot held before."""
         if not self.encoder_cache:
             return
         tokens = np.array(held, np.int64)
@@ -415,8 +430,8 @@ class NeuronModel(StaticBatchModel):
         self.encoder_cache.unpin(before)
 
     def _extend_prefill(self, slot: int, first: int, begin: int) -> torch.Tensor:
-        """Runs the tokens that a slot holds from position `begin` > 0 on, at most a chunk: logits [tokens,
-        vocab] after those from `first` on; or ids [tokens, 1]."""
+        """Runs the tokens that a slot holds from position `begin` > 0 on, at most a chunk. Returns logits
+        [tokens, vocab] after those from position `first` on, or ids [tokens, 1]."""
         keep = [len(self._held[slot]) - begin]
         starts, output = self._run_several(self.prefill_chunk, {slot: begin}, keep)
         start = starts[slot]
@@ -424,8 +439,9 @@ class NeuronModel(StaticBatchModel):
         return output[first - start : len(self._held[slot]) - start, :, 0].contiguous()
 
     def _call(self, program: Callable, ids: Any, positions: Any, slots: Any, keep: Any) -> torch.Tensor:
-        """int64 [n, q], [n, q], [n] → what transformers-neuronx returns. keep: how many tokens of each row
-        the recurrent states go on by. After an error of the runtime the process must be restarted."""
+        """Calls `program` with ids and positions, [n, q] each, and slots, [n]; returns what
+        transformers-neuronx returns. keep: by how many tokens the recurrent states of each row go on. Raises
+        DeviceLost: after an error of the runtime the process must be restarted."""
         if self.states:
             self._model.states = ([count - 1 for count in keep], *self._state_rows)
         # Through numpy, which is much faster than torch.tensor.

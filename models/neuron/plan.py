@@ -76,7 +76,8 @@ class Tower:
 
     @classmethod
     def of(cls, config_json: Json) -> Tower | None:
-        """By a config.json; None for a model that reads text only."""
+        """The tower of a config.json; None for a model whose images are not read on Neuron, or whose vision
+        part lacks one of VISION_FIELDS."""
         vision = vision_part(config_json)
         if not vision_family(config_json).on_neuron or not vision.keys() >= {*VISION_FIELDS}:
             return None
@@ -109,12 +110,14 @@ class Shape:
 
     @classmethod
     def from_config(cls, data: Json) -> Shape:
-        """From the object in a config.json. Raises as `families.of` does."""
+        """From the object in a config.json. Raises ConfigError or ModelError as `families.of` does."""
         return cls(families.of(data), Tower.of(data))
 
     def check(self, config: Config) -> None:
-        """Raises ConfigError for slots longer than the model's context length. Recurrent layers compute
-        squares of the length of a chunk, so no prompt runs whole, and their states need float32."""
+        """Raises ConfigError for slots longer than the model's context length; for a model with recurrent
+        layers also for a prefill chunk of fewer tokens than twice the draft tokens plus 1, as 0 is, and for
+        --auto-cast. Recurrent layers compute squares of the length of a chunk, so no prompt runs whole, and
+        their states need float32."""
         if self.family.recurrent_layers:
             chunk = PREFILL_CHUNK if config.prefill_chunk is None else config.prefill_chunk
             drafts = config.speculate or 0
@@ -156,7 +159,8 @@ class Shape:
         return self.parameters * DTYPES[family.dtype].bytes + 4 * family.hidden * family.vocab + tower
 
     def memory_warning(self, machine: Machine) -> str | None:
-        """One line where the machine's host memory looks too small to load the model, or to compile it."""
+        """One line where the machine's host memory looks too small to load the model, or to compile it; None:
+        it does not."""
         if machine.host_bytes is None or self.host_bytes + COMPILER_BYTES <= machine.host_bytes:
             return None
         return (
@@ -179,10 +183,11 @@ class Shape:
 
 def padded_heads(heads: int, kv_heads: int, tp_degree: int) -> tuple[int, int]:
     """Query heads and cached key-value heads of all cores together, after padding and replication by
-    transformers-neuronx.
+    transformers-neuronx. Both are multiples of `tp_degree`; `kv_heads` divides `heads`. 28 heads with 4
+    key-value heads become 32 and 8 on 8 cores.
 
-    Both are multiples of `tp_degree`; `kv_heads` divides `heads`. Follows T/utils.py:325-391 and
-    T/decoder.py:100-176,1762-1768 with `group_query_attention=None`, its default.
+    Follows T/utils.py:325-391 and T/decoder.py:100-176,1762-1768 with `group_query_attention=None`, its
+    default.
     """
     padded = _round_up(heads, tp_degree)
     if heads == kv_heads:
@@ -217,7 +222,8 @@ class Sizing:
 
     @property
     def chunk(self) -> int:
-        """`prefill_chunk`; 0 where no prompt is longer, or ends at a snapshot."""
+        """The tokens of a prompt chunk: `prefill_chunk`; 0 if no prompt is longer and no layer is recurrent
+        (prompts with recurrent layers run in chunks that end at snapshots)."""
         is_wanted = self.shape.family.recurrent_layers or self.prefill_chunk < self.length - 1
         return self.prefill_chunk if is_wanted else 0
 
@@ -232,8 +238,8 @@ class Sizing:
 
     @property
     def weights_bytes(self) -> int:
-        """Matrices / tp_degree with padded heads, plus what is replicated on every core. The embedding table
-        is usually on the host."""
+        """The weights on a core: matrices / tp_degree with padded heads, plus what is replicated on every
+        core. The embedding table is on the host, unless --neuron-config says otherwise."""
         family = self.shape.family
         width = self._width
         matrices = self.shape.matrix_parameters(self.tp_degree) // self.tp_degree
@@ -275,7 +281,7 @@ class Sizing:
 
     @property
     def slot_state_bytes(self) -> int:
-        """The recurrent states of a slot, and the last inputs of their convolutions."""
+        """The recurrent states of a slot on a core, and the last inputs of their convolutions."""
         family = self.shape.family
         if not family.recurrence:
             return 0
@@ -342,7 +348,7 @@ class Sizing:
 
     def reason(self, degrees: Sequence[int]) -> str | None:
         """Why it does not work and what would, each change alone, in one line; None: it works. `degrees` are
-        those that the machine has."""
+        the tp_degrees that the machine has."""
         if self.unsupported or self.fits:
             return self.unsupported
         free = HEADROOM * CORE_BYTES - self.weights_bytes - self.chunk_bytes
@@ -378,7 +384,8 @@ class Sizing:
 
 
 def allowed_tp_degrees(family: str | None, cores: int) -> list[int]:
-    """The values of TP_DEGREES up to `cores`, ascending; without a family those of both."""
+    """The values of TP_DEGREES up to `cores`, ascending. family: of instances; None: the values of all
+    families."""
     known = TP_DEGREES[family] if family else set().union(*TP_DEGREES.values())
     return sorted(degree for degree in known if degree <= cores)
 
@@ -386,9 +393,10 @@ def allowed_tp_degrees(family: str | None, cores: int) -> list[int]:
 def choose_sizing(shape: Shape, machine: Machine, config: Config) -> Sizing:
     """The tp_degree, batch size and context length for a machine; those that are set in `config` are kept.
 
-    The longest slots up to the model's context length and 4096 that fit (else halves of it), then the largest
-    batch size of 1, 2, 4 … 32, then the tp_degree with the fewest bytes per core, as a decode step reads all
-    of them. Raises ConfigError with the numbers and what would fit where nothing does.
+    Of what fits, the longest slots count first: the model's context length, at most 4096 and
+    `max_batch_total_tokens`, else halves of that; then the largest batch size of 1, 2, 4 … 32; then the
+    tp_degree with the fewest bytes per core, as a decode step reads all of them. Raises ConfigError with the
+    numbers and what would fit where nothing does.
     """
     chunk = _prefill_chunk(shape, config)
     shape.check(config)
@@ -424,7 +432,8 @@ def choose_sizing(shape: Shape, machine: Machine, config: Config) -> Sizing:
 
 
 def _tp_degrees(machine: Machine, config: Config) -> list[int]:
-    """The tp_degrees of a machine. Raises ConfigError for a configured one that it does not support."""
+    """The tp_degrees that a machine has, ascending. Raises ConfigError for a configured one that the machine
+    does not support."""
     degrees = allowed_tp_degrees(machine.family, machine.cores)
     degree = config.tp_degree
     if not degree or degree in degrees:
@@ -441,8 +450,8 @@ def _tp_degrees(machine: Machine, config: Config) -> list[int]:
 
 
 def _prefill_chunk(shape: Shape, config: Config) -> int:
-    """The tokens of a chunk, 0 for whole prompts. Raises ConfigError for what transformers-neuronx does not
-    support in this family."""
+    """The tokens of a chunk, 0 for whole prompts: those of `config`; else PREFILL_CHUNK, or 0 with an option
+    of WHOLE_PROMPTS. Raises ConfigError for settings that do not go together, or not with this family."""
     if config.quantize not in (None, "int8"):
         raise ConfigError(
             f"--quantize {config.quantize} (QUANTIZE) is not supported on Neuron; give int8 or none"

@@ -59,32 +59,34 @@ class Array:
         return self if whole else self.apply(hlo.slice_along, dim, start + size, start)
 
     def split(self, *sizes: int) -> list[Array]:
-        """By the last dimension."""
+        """Cuts the last dimension into parts of these sizes."""
         ends = itertools.accumulate(sizes)
         return [self.slice(len(self.sizes) - 1, end - size, size) for end, size in zip(ends, sizes)]
 
     def product(self, other: Array, left: int = 2, right: int = 1) -> Array:
-        """Of each matrix [many, n, n] with that of the other. left, right: the dimensions that are
-        contracted."""
+        """The product of each matrix [many, n, n] with that of `other` at its place. left, right: the
+        dimensions of the two that are contracted."""
         contracted = {"lhs_contracting_dimensions": [left], "rhs_contracting_dimensions": [right]}
         batch = {"lhs_batch_dimensions": [0], "rhs_batch_dimensions": [0]}
         return self.apply(hlo.dot_general, other.node, contracted | batch)
 
     def exp(self) -> Array:
-        """Of values up to 0."""
+        """The exponential of values up to 0; larger values count as 0."""
         return self.apply(hlo.minimum, 0.0).apply(hlo.exp)
 
 
 class Rows:
-    """The rows of a call, each with tokens of one slot. Tokens after the first `keep` of a row change no
-    state; a row that begins at position 0 begins with zeros.
+    """The rows of a call, each with tokens of one slot. Tokens after the first `last_token_id` + 1 of a row
+    change no state; a row that begins at position 0 begins with states of zeros.
 
-    A call for one slot reads one row of the buffers and writes two: that of the slot, and one that is kept.
-    Other calls have the rows of all slots, which come first in the buffers.
+    A call for one slot reads one block of the buffers and writes two: that of the slot, and one that is kept.
+    Any other call has a row for each slot, and reads and writes the blocks of the slots, which come first in
+    the buffers.
     """
 
     def __init__(self, positions: Any, slot: Any, last_token_id: Any, read: Any, kept: Any):
-        """s32: positions [rows, tokens], slot and last_token_id (that counts) [rows], read and kept [1]."""
+        """All are s32: positions [rows, tokens]; slot and last_token_id, the last token that counts, [rows];
+        read and kept, places in the buffers, [1]."""
         self.count, self.tokens = positions.sizes
         self._zero = slot.scribe.s32.Constant(constant_value=0)
         self._read, *self._written = self._zero, self._zero
@@ -116,8 +118,8 @@ class Rows:
         return buffer
 
     def last(self, inputs: Array, count: int) -> Array:
-        """The `count` inputs before the first token that does not count, of [rows, count + tokens,
-        channels]."""
+        """The last `count` inputs up to the last token that counts. inputs: [rows, count + tokens, channels],
+        with those before the call first."""
         wanted = self._numbers(1, count, 1) + self._keep
         is_chosen = self._numbers(2, 1, count + self.tokens)._with(hlo.equal, wanted)
         return is_chosen.apply(hlo.cast, inputs.node.dtype).product(inputs)
@@ -132,8 +134,8 @@ class Rows:
 def recurrent_layer(
     rows: Rows, hidden: Any, conv: Any, state: Any, weights: dict[str, Any], builder: Any
 ) -> tuple[Any, Any, Any]:
-    """hidden [rows, tokens, size] → the same of its output, and both buffers after the tokens that count.
-    builder: the Hlo of `graph.py`."""
+    """The output of a recurrent layer for hidden [rows, tokens, size], in the same shape, and both buffers,
+    conv and state, after the tokens that count. builder: the Hlo of `graph.py`."""
     net = builder.recurrence
     projection = (weights["attn_q_weight"], None, weights["attn_q_scales"], builder.neuron_config)
     projected = Array(hidden).view(rows.count * rows.tokens, -1).apply(hlo.dot10_add1, *projection)
@@ -188,9 +190,12 @@ def linear_attention(
     weights: dict[str, Any],
     eps: float,
 ) -> tuple[Array, Array]:
-    """A gated delta net or Mamba 2 between its convolution and its last norm. Parts of the projection [rows *
-    tokens, key heads, size], the first after the convolution → output [rows * value heads, tokens,
-    value_dim], and the state after the tokens that count."""
+    """A gated delta net or Mamba 2 between its convolution and its last norm. Returns the output [rows *
+    value heads, tokens, value_dim], and the state after the tokens that count.
+
+    mixed, gate, columns: parts of the projection [rows * tokens, key heads, size], mixed after the
+    convolution; begin: the state before the call.
+    """
     has_delta = isinstance(net, DeltaNet)
     by_value_head = functools.partial(rows.by_value_head, net)
 
@@ -240,9 +245,10 @@ def scan(
     state: Array,
     has_delta: bool,
 ) -> tuple[Array, Array]:
-    """query, key and value [many, tokens, size]; scale, decay (a logarithm, at most 0) and is_kept [many,
-    tokens, 1]; state [many, key_dim, value_dim]; all float32 → output [many, tokens, value_dim], and the
-    state after the tokens that are kept. The output is that of all tokens.
+    """The output [many, tokens, value_dim] of all tokens, and the state after the tokens that are kept.
+
+    query, key and value: [many, tokens, size]; scale, decay (a logarithm, at most 0) and is_kept: [many,
+    tokens, 1]; state: [many, key_dim, value_dim]; all float32.
 
     Token by token it is state *= e^decay; state += key (scale value); output = query state; in the delta rule
     state += key (scale (value - key state)). Here all tokens are solved for together. Every exponent is at
