@@ -79,7 +79,8 @@ def choose_engine(wanted: str) -> type[Engine]:
 
 
 def load(engine: Engine, announce: Announce) -> StaticBatchModel:
-    """As `Engine.load`; in plain PyTorch what OpenVINO cannot serve."""
+    """The model of a prepared engine, ready to run: as `Engine.load`, but in plain PyTorch if OpenVINO cannot
+    serve it (NotConverted). Raises ConfigError or ModelError."""
     if engine.uses_transformers and not engine.manifest.gguf_file:
         check_weight_files(engine.folder)
     try:

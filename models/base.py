@@ -170,7 +170,8 @@ class Engine:
     each engine.
 
     Each engine is in the `__init__.py` of its folder. That file imports large packages in functions alone:
-    the machine of another engine may lack them."""
+    the machine of another engine may lack these packages.
+    """
 
     config: Config
     folder: Path  # of the model, with everything but its weights
@@ -209,7 +210,7 @@ class Engine:
 
     @staticmethod
     def memory_bytes() -> int | None:
-        """Of the device; None: unknown."""
+        """Bytes of memory of the device; None: unknown."""
 
     def prepare(self) -> None:
         """Fills in the settings of `config` that were left open. Raises ConfigError or ModelError for a model

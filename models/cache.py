@@ -271,7 +271,7 @@ def run_converter(arguments: list[str], config: Config) -> None:
 
 
 def write_entry(folder: Path, facts: Json) -> None:
-    """Writes the facts of an entry, without which a folder is none."""
+    """Writes the facts of an entry; a folder without them is no entry."""
     (folder / ENTRY).write_text(json.dumps(facts))
 
 

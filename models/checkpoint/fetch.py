@@ -213,7 +213,8 @@ def gguf_hint(config: Config, repository: str, pattern: re.Pattern[str] = GGUF) 
 
 
 def _download(config: Config, model_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """The folder of a model on the hub with all files that match. Raises ModelError where that fails."""
+    """The folder of a model on the hub with all files that match. Files in folders and Mistral's own weights
+    are left out, unless every pattern names a folder. Raises ModelError where the download fails."""
     from huggingface_hub import snapshot_download
 
     unwanted = None if all("/" in pattern for pattern in patterns) else OTHER_FORMATS
@@ -230,8 +231,9 @@ def _download(config: Config, model_id: str, revision: str | None, patterns: Seq
 def _measure_of(
     model_id: str, revision: str | None, cache: str | None, wanted: dict[str, Any]
 ) -> Callable[[], str]:
-    """A function that says how much of a download is there. The hub says how large its files are, the cache
-    which of them it has. wanted: which files, as `snapshot_download` takes it."""
+    """A function that says how much of a download is there, such as ": 120 of 480 MB (25 %)". The hub says
+    how large the files are, the cache which files it has. wanted: which files, as `snapshot_download` takes
+    it."""
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.hf_api import RepoFile
     from huggingface_hub.utils import filter_repo_objects

@@ -23,8 +23,8 @@ class Rope:
 
 def scaled(rope: Json, size: int) -> Rope | None:
     """The rotary positions of `rope`, as `read_ropes` returns it, for the first `size` values of a head; None
-    for those that transformers-neuronx computes. A longrope has the factors for prompts within the original
-    length."""
+    for those that transformers-neuronx computes. Of a longrope the factors for prompts within the original
+    length count."""
     make = SCALED.get(rope["rope_type"])
     return make(rope, size) if make else None
 

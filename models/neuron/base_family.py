@@ -68,7 +68,7 @@ class Recurrence:
 
     @property
     def channels(self) -> int:
-        """Of the convolution, for a key head."""
+        """How many channels the convolution has for a key head."""
         return 2 * self.key_dim + self.values
 
     @property
@@ -77,7 +77,7 @@ class Recurrence:
 
     @property
     def state(self) -> tuple[int, int]:
-        """The sizes of a key head's recurrent state."""
+        """The sizes of a key head's recurrent state: the key_dim of all its value heads, and value_dim."""
         return self.group * self.key_dim, self.value_dim
 
     def on_cores(self, tp_degree: int) -> Recurrence:
@@ -106,8 +106,8 @@ class DeltaNet(Recurrence):
 
 
 class Mamba2(Recurrence):
-    """A state space model. Its groups are the key heads, with B as keys and C as queries, and its heads are
-    the value heads, each with a step."""
+    """A state space model. In the words of Recurrence its groups are key heads, B are keys and C queries, and
+    its heads are value heads, each with a step."""
 
     columns = 1
     tensors: ClassVar = DeltaNet.tensors | {"conv_bias": 0, "skip": 0, "gated_norm": 0}
@@ -254,7 +254,7 @@ class Family:
     @property
     def neuronx_class(self) -> str | None:
         """The name of the class of transformers-neuronx that runs this model as it is; None: neuron/graph.py
-        extends the one for Llama."""
+        extends the class for Llama."""
         is_llama = (
             self.is_llama
             and self.graph() == ArchSpec()

@@ -375,7 +375,7 @@ def _class_of(build: BuildPlan) -> Any:
 
 
 def _view_of(checkpoint: Path, config_json: Json, view: Path) -> Path:
-    """A folder with the checkpoint's files and another config.json."""
+    """The folder `view`, made anew: it has links to the checkpoint's files, and another config.json."""
     shutil.rmtree(view, ignore_errors=True)
     view.mkdir(parents=True)
     for path in checkpoint.resolve().iterdir():
@@ -506,8 +506,8 @@ def _compiling(build: BuildPlan, failure: str) -> Iterator[None]:
 
 
 def flags_for_fp8(flags: str) -> str:
-    """NEURON_CC_FLAGS with the option that lets the compiler take e4m3fn, of which values up to 240 are the
-    device's e4m3."""
+    """The value `flags` of NEURON_CC_FLAGS with the option that lets the compiler take e4m3fn for the
+    device's e4m3: values up to 240 are the same in both."""
     words = shlex.split(flags)
     for place, word in enumerate(words):
         name, _equals, options = word.partition("=")
@@ -571,7 +571,7 @@ def _kept(cached: CachedGraphs, build: BuildPlan, work_dir: Path) -> tuple[Any, 
 
 
 def _loaded(build: BuildPlan, work_dir: Path, compiled: Path) -> Any:
-    """The model with the compiled graphs of a folder, on the device."""
+    """The model with the compiled graphs of the folder `compiled`, on the device. Raises ModelError."""
     logger.info("Loading the compiled graphs of %s", compiled)
     model = make(build, work_dir)
     with progress_logged("loading compiled graphs"), reported_as(f"{compiled} {NOT_ON_DEVICE}", explain):

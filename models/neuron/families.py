@@ -476,7 +476,8 @@ class Mixture(Family):
         return [get(name.replace("mlp", f"mlp.experts.{number}") + ".weight") for number in numbers]
 
     def mlp_tensors(self, get: GetTensor) -> Tensors:
-        """Of each layer: router [hidden, experts], with those shared that have a gate; router_bias [experts],
+        """The tensors of the experts of a layer beside their matrices: router [hidden, experts], of the
+        routed experts, and of the shared ones if these have a gate; with biases also router_bias [experts],
         gate_bias and up_bias [experts * columns], down_bias [experts, hidden]."""
         return {"router": get("mlp.gate.weight").T}
 

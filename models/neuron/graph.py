@@ -105,7 +105,7 @@ class FamilyForSampling(llama.LlamaForSampling):
             super().__init__(config, **options)
 
     def return_token_ids(self, ids: bool) -> None:
-        """Whether every graph copies ids or logits to the host from now on."""
+        """Makes every graph copy ids, or logits if `ids` is false, to the host from now on."""
         self._returns_ids = ids
         others = (self.decoder_lm_head_for_context, self.decoder_lm_head_for_speculation)
         for each in (self.decoder_lm_head, *(each for some in others for each in some.values())):
@@ -271,8 +271,8 @@ class FamilyForSampling(llama.LlamaForSampling):
 
 
 def _added_parameters(graph: ArchSpec, is_recurrent: bool) -> dict[str, int | None]:
-    """What a layer has after LAYER_WEIGHTS, and the dimension that is split over the cores; None: each core
-    has all."""
+    """The names of what a layer has after LAYER_WEIGHTS, in this order, each with the dimension that is split
+    over the cores; None: each core has all."""
     added = {}
     if is_recurrent:
         added |= graph.recurrence.tensors
@@ -307,8 +307,8 @@ class Manipulator(parallel.ParallelTensorManipulator):
 
 
 class HybridDecoder(decoder.DecoderLmHeadForSamplingNoEmbedding):
-    """The decoder whose graphs return ids and logits where `log_softmax_scores` is set, in place of its
-    outputs."""
+    """The decoder whose graphs return ids and logits if `log_softmax_scores` is set, in the place of what
+    transformers-neuronx returns then."""
 
     post_layer_builder = None  # transformers-neuronx passes it on
 
@@ -362,17 +362,18 @@ def _fill(module: torch.nn.Module, read: Callable[[], Tensors]) -> None:
 
 
 def _interleave_qkv(q: Any, k: Any, v: Any, tp_degree: int, dim: int) -> torch.Tensor:
-    """transformers-neuronx's own fails for biases, [n], where queries and keys differ in number."""
+    """As transformers-neuronx's, which fails for biases, [n], where queries and keys differ in number."""
     matrices = torch.atleast_2d(q, k, v)
     return interleave_qkv(*matrices, tp_degree, dim=1).squeeze(0)
 
 
 class CheckpointTensors:
-    """The tensors of the safetensors files in a folder, by any spelling of their names, as those of the text
-    part of a vision-language model have another one."""
+    """The tensors of the safetensors files in a folder. A call takes Llama's name, changed as `renamed` says,
+    in any spelling: those of the text part of a vision-language model have another one. It raises ModelError
+    for a tensor that is missing."""
 
     def __init__(self, folder: Path, renamed: dict[str, str]):
-        """Raises ModelError where there are none."""
+        """Raises ModelError for a folder without safetensors files of a model."""
         self._renamed = renamed
         self._places: dict[str, tuple[safe_open, str]] = {}  # file, name in it
         for path in sorted(folder.glob("model*.safetensors")):
@@ -507,7 +508,8 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
 
     def _activation(self, of_pieces: Any) -> Any:
         """The activation of the MLP for gates [tokens, columns of a core]; in a mixture of experts times the
-        weight of each column's expert. `of_pieces` [tokens, pieces]: the weights of the pieces on a core."""
+        weight of each column's expert. of_pieces: [tokens, pieces], the weights of the pieces on a core;
+        None: a dense model."""
         activation = hlo.get_activation(self.graph.activation)
         if limit := self.graph.swiglu_limit:
             activation = functools.partial(_swish, limit=limit)

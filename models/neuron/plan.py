@@ -238,8 +238,8 @@ class Sizing:
 
     @property
     def weights_bytes(self) -> int:
-        """The weights on a core: matrices / tp_degree with padded heads, plus what is replicated on every
-        core. The embedding table is on the host, unless --neuron-config says otherwise."""
+        """Bytes of the weights on a core: matrices / tp_degree with padded heads, plus what is replicated on
+        every core. The embedding table is on the host, unless --neuron-config says otherwise."""
         family = self.shape.family
         width = self._width
         matrices = self.shape.matrix_parameters(self.tp_degree) // self.tp_degree
@@ -266,7 +266,7 @@ class Sizing:
 
     @property
     def positions(self) -> int:
-        """Of the cache of a slot."""
+        """The positions of a slot's KV cache: `length` and `reserved`."""
         return self.length + self.reserved
 
     @property
@@ -281,7 +281,7 @@ class Sizing:
 
     @property
     def slot_state_bytes(self) -> int:
-        """The recurrent states of a slot on a core, and the last inputs of their convolutions."""
+        """Bytes of the recurrent states of a slot, with the last inputs of their convolutions, on a core."""
         family = self.shape.family
         if not family.recurrence:
             return 0
@@ -296,7 +296,7 @@ class Sizing:
 
     @property
     def chunk_bytes(self) -> int:
-        """The logits after each token of a chunk."""
+        """Bytes of the logits after each token of a chunk, on a core."""
         return self.chunk * self._vocab * self._width
 
     @property
@@ -305,7 +305,7 @@ class Sizing:
         return self.shape.family.layers * LAYER_S + self.weights_bytes / READ_BYTES_S
 
     def prompt_s(self, tokens: int) -> float:
-        """About how long a prompt takes, for which all experts are computed."""
+        """About how long a prompt of so many tokens takes, for which all experts are computed."""
         return 2 * self.shape.parameters * tokens / (self.tp_degree * PREFILL_FLOPS)
 
     @property

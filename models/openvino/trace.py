@@ -38,8 +38,8 @@ class Placeholder(torch.nn.Module):
     """Stands for one layer's attention, convolution or recurrence while the model is traced; returns any
     [tokens, width].
 
-    facts: what its name in the graph holds. width: of the result. weights: how many of its last operands are
-    weights, of one row; the others are [tokens, any width].
+    facts: what the placeholder's name in the graph holds. width: of the result. weights: how many of the last
+    operands are weights, of one row; the other operands are [tokens, any width].
     """
 
     def __init__(self, facts: Json, width: int, weights: int = 0):

@@ -360,7 +360,7 @@ class TorchModel(StaticBatchModel):
         return found
 
     def _select_adapters(self, numbers: Sequence[int]) -> None:
-        """Prepares the adapters of the next pass. numbers: of the adapter of each row; 0: none."""
+        """Prepares the adapters of the next pass. numbers: the number of each row's adapter; 0: none."""
         if self._adapters_version != self.adapters.version:
             self._updates = {}  # frees their memory
             self._updates = {
@@ -498,8 +498,9 @@ class TorchModel(StaticBatchModel):
         self._check_sliding_windows(text_config)
 
     def _batch_invariant_rows(self, ids: list[int]) -> None:
-        """Finds the fewest rows of a decode step that are batch-invariant: a token's logits are bitwise equal
-        in every slot, alone or not.
+        """Makes the cache with the fewest rows of a decode step that are batch-invariant: a token's logits
+        are bitwise equal in every slot, alone or not. If slots and up to 7 rows more are not, each row runs
+        alone, and a warning says so.
 
         A matrix library may use another kernel for the last rows of an odd number. In a mixture of experts
         the number of tokens of an expert varies: there each row is a pass of its own, which reads few weights
