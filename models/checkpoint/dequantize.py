@@ -151,7 +151,7 @@ def _scaled_weight(
     """(weight - zeros) * scales in float32 [out, in].
 
     scales, zeros: one number, or one for each row, group of columns, or block of `blocks` rows and columns.
-    groups: int32 [in], the group of each column; None: groups are columns in a row.
+    groups: int32 [in], the group of each column; None: the columns of a group are next to each other.
     """
 
     def spread(values: Tensor) -> Tensor:

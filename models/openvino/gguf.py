@@ -153,8 +153,8 @@ def _replace_rotations(
 
 
 def _cosines(rope: Rope, positions: ov.Node) -> dict[str, ov.Output]:
-    """The cosines and sines of `positions`, [1, tokens, 1, pairs], as Cos and Sin: the types of the
-    frontend's nodes for them."""
+    """The cosines and sines of `positions`, [1, tokens, 1, pairs], by the types of the frontend's nodes for
+    them: Cos and Sin."""
     column = ops.reshape(ops.convert(positions, "f32"), [1, -1, 1, 1], False)
     angles = ops.multiply(column, np.array(rope.frequencies, np.float32))
     factor = np.float32(rope.factor)
