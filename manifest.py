@@ -397,7 +397,7 @@ def _processor_config(folder: Path) -> Json:
 
     Of a field in several places, the last of these counts: preprocessor_config.json, `image_processor` of
     processor_config.json, the rest of processor_config.json. transformers 5 writes processor_config.json
-    only; earlier versions wrote both files.
+    only; earlier versions wrote both files. Raises ConfigError as `read_json` does.
     """
     processor = read_json(folder / "processor_config.json")
     image_processor = processor.pop("image_processor", None)

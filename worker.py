@@ -305,7 +305,8 @@ class Worker:
             self.scheduler.add(request)
 
     def _cancel_all_of(self, peer: bytes) -> None:
-        """Cancels and counts the requests of an API server process that has ended."""
+        """Cancels the requests of an API server process that has ended. The metrics count each HTTP request
+        once, as `dropped`."""
         lost = [request for request in self.requests if request.peer == peer]
         for _ in {request.group for request in lost}:
             self.metrics.record(RequestStats(0, "dropped"))

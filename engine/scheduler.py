@@ -158,11 +158,13 @@ class Scheduler:
         return end
 
     def _snapshot_position(self, request: Request, begin: int, end: int) -> int | None:
-        """Where a chunk from `begin` to `end` ends instead, so that the state there is kept; None: the chunk
-        ends at `end`, as no snapshot is due.
+        """Where a chunk from `begin` to `end` ends instead, so that the state there is kept, at the latest at
+        `end`; None: no snapshot is due.
 
-        Snapshots are due at the borders of the request, or every SNAPSHOT_INTERVAL tokens if it has none. The
-        first one within the chunk counts. No chunk of one token is left on either side.
+        Snapshots are due at the borders of the request, or every SNAPSHOT_INTERVAL tokens if it has none,
+        each rounded down to a multiple of `prefix_granularity`. The first one within the chunk counts. A
+        snapshot that would leave a chunk of one token on either side is left out. None is due if the model
+        has no states, if prefixes are not reused, or if the request wants all logits.
         """
         step = self.prefix_granularity
         if self._model.states is None or not step or request.all_logits:

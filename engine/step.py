@@ -177,10 +177,11 @@ class StepRunner:
         result: Logits | SampledIds,
         masks: Future[Masks] | None,
     ) -> list[TokenOrError]:
-        """The next token of each request, or the exception of its row. rows: the row of `result` for each
-        request.
+        """The next token of each request, or the exception of its row. A token that is sampled here advances
+        the request's grammar; an id that the device sampled does not.
 
-        masks: of these rows; None: no request has a grammar. A sampled token advances the request's grammar.
+        output: only its `mask_s` changes. rows: the row of `result` for each request. masks: of these rows;
+        None: no request has a grammar.
         """
         if isinstance(result, SampledIds):
             unknown = SamplingError("the device chose a token that does not exist")

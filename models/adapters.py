@@ -198,6 +198,6 @@ class Adapters:
 
 
 def _to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """The bit patterns of the nearest bfloat16, uint16."""
+    """The bit patterns of the nearest bfloat16 of each value, as uint16. values: float32."""
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)

@@ -396,7 +396,10 @@ def _strings(schema: Schema, context: Context) -> Iterator[str]:
 
 
 def _numbers(schema: Schema, context: Context) -> Iterator[str]:
-    """Bounds and multiples as llguidance reads them."""
+    """Writes bounds and multiples as llguidance reads them, and yields `multipleOf` where it is left out.
+
+    Exclusive bounds become inclusive. A range that llguidance reads only in parts becomes an `anyOf`.
+    """
     types = _types(schema)
     # Whether no other schema is about the same number.
     is_alone = COMBINING.union(VALUES).isdisjoint(schema)

@@ -172,7 +172,8 @@ def prepare_chat(
 
 def _with_calls(constraint: Constraint, policy: ToolPolicy) -> Constraint:
     """The constraint of an output that is calls, or else what `constraint` allows. If `constraint` has no
-    grammar, any text is allowed beside calls, unless a call is required. Raises ApiError."""
+    grammar, any text is allowed beside calls, unless a call is required. Raises ApiError, also if a call is
+    required and `constraint` has a grammar."""
     path, grammar, not_enforced = constraint
     not_enforced += policy.not_enforced(bool(grammar))
     if grammar:

@@ -128,7 +128,10 @@ def _with_system(messages: Messages, capabilities: TemplateCapabilities) -> Mess
     supports none, they become the beginning of the user message behind them, or a user message of their own.
     Later ones stay, or are folded (`_with_folded_system`), but never go to the front: a chat that grows keeps
     its prefix, which may be cached. If the template needs a user message, a chat without any gets an empty
-    one.
+    one behind the first system messages.
+
+    A chat of system messages alone gets no empty message. Its system messages become a user message, unless
+    the template supports system messages both at the beginning and later.
 
     Example, for a template without system messages: system A, user B, assistant, user C, system D → user A
     and B, assistant, user C and D.

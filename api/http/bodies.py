@@ -94,9 +94,9 @@ class Bodies:
         """Adds a piece to `body`. Raises ApiError (503) if all held bodies together then have more than
         HELD_LIMIT bytes.
 
-        limit: the most bytes of one body. If `limit` is above TEXT_PAYLOAD (the model reads images), all held
-        bodies may have as many bytes as LONGEST_BODIES of that size, and HELD_LIMIT more while `body` is not
-        above TEXT_PAYLOAD.
+        limit: the most bytes of one body, which callers check. If `limit` is above TEXT_PAYLOAD (the model
+        reads images), all held bodies may have as many bytes as LONGEST_BODIES of that size, where these are
+        more than HELD_LIMIT. While `body` is not above TEXT_PAYLOAD, HELD_LIMIT more bytes are allowed.
         """
         body += piece
         self._held_bytes += len(piece)

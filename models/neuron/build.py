@@ -274,8 +274,11 @@ def _verify_length(config: Config, length: int) -> int:
 
 
 def _machine(config: Config) -> Machine:
-    """This machine; without a device, where only `compile` works, one with the cores of --tp-degree. Raises
-    ConfigError for a --tp-degree of more cores than this process may use."""
+    """This machine. Without a device, where only `compile` works, the result has the cores that NEURON_RT_*
+    variables name (`usable_cores`), else those of --tp-degree, else one.
+
+    Raises ConfigError for a --tp-degree of more cores than this process may use, and as `usable_cores` does.
+    """
     machine = detect() or Machine(usable_cores(None, os.environ) or config.tp_degree or 1)
     if config.tp_degree and config.tp_degree > machine.cores:
         raise ConfigError(

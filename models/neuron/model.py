@@ -326,14 +326,15 @@ class NeuronModel(StaticBatchModel):
         return output.transpose(0, 1).reshape(output.shape[1], -1)[:, columns].T
 
     def _begins(self, chunks: Sequence[Chunk], length: int) -> dict[int, int]:
-        """The position at which each slot begins in a call with `length` tokens of every slot: for the slots
-        of `chunks` where these begin.
+        """The position at which each slot, also a free one, begins in a call with `length` tokens of every
+        slot. A slot of `chunks` begins where its chunk begins; other slots are idle.
 
-        An idle slot runs fillers after its tokens. If it holds more tokens than the graph of this call, it
-        runs its first tokens again, which gives the same keys and values up to rounding, and allows a short
-        graph: from position 0, or, in a call with several tokens, from 1, as slot 0 would run a prompt at 0.
-        Where layers have states, only a run from position 0 gives the same values: in a call with several
-        tokens an idle slot then always runs fillers.
+        An idle slot runs fillers after its tokens, if the graph of this call has positions for both.
+        Otherwise the slot runs its first tokens again, which gives the same keys and values up to rounding,
+        and allows a short graph. The slot then begins at position 0, or, in a call with several tokens, at 1,
+        as slot 0 would run a prompt at 0. A free slot begins there, too. Where layers have states, only a run
+        from position 0 gives the same values: in a call with several tokens an idle slot then always runs
+        fillers.
         """
         last = max(chunk.begin for chunk in chunks)
         bucket = next(size for size in self._position_buckets if size > last)

@@ -353,7 +353,9 @@ class Sizing:
             return self.unsupported
         free = HEADROOM * CORE_BYTES - self.weights_bytes - self.chunk_bytes
         slots = int(free * self.batch_size // (self.kv_bytes + self.state_bytes))
-        length = int((free - self.state_bytes) * self.positions // self.kv_bytes) - self.reserved
+        length = 0  # without attention a shorter context makes no room
+        if self.kv_bytes:
+            length = int((free - self.state_bytes) * self.positions // self.kv_bytes) - self.reserved
         larger = [degree for degree in allowed_tp_degrees(None, MAX_CORES) if degree > self.tp_degree]
         fitting = [degree for degree in larger if replace(self, tp_degree=degree).fits]
         here = [f"--tp-degree {degree}" for degree in fitting if degree in degrees]

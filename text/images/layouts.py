@@ -59,8 +59,8 @@ class Facts(dict):
 
 
 class Layout:
-    """What all layouts share: a call turns an image into `Tiles`. Raises ConfigError if a field that the
-    layout needs is missing or not valid."""
+    """What all layouts share: a call turns an image into `Tiles`. The constructor raises ConfigError if a
+    field that the layout needs is missing or not valid."""
 
     image_token = "<image>"
     placeholder = ""  # what the chat template writes for an image, if not the image token

@@ -463,9 +463,9 @@ class OutputParser:
     ) -> ResumableText:
         """Sends the text before the first of the markers as a part of this kind, and reads the marker.
 
-        Returns the marker, or "" if the output ends without one. A marker may end with another marker, but
-        not have another one elsewhere. Reasoning also ends at the token of its closing marker, which `read`
-        takes.
+        Returns the marker, or "" if the text ends without one. The text ends with the output. Reasoning also
+        ends at the token of its closing marker, which `read` takes. A marker may end with another marker, but
+        not have another one elsewhere.
 
         may_be_truncated: an output that ends with the beginning of a marker raises _Truncated.
         """

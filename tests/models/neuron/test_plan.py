@@ -144,6 +144,12 @@ def test_cores_share_the_heads_of_a_group_and_each_has_its_keys_and_queries():
         assert Sizing(shape, tp_degree, 1, 4096).state_bytes == expected
 
 
+def test_what_fits_of_a_model_without_attention_is_named_without_a_shorter_context():
+    config = OTHERS["ibm-granite/granite-4.0-h-tiny"] | {"num_local_experts": 0, "layer_types": ["mamba"] * 40}
+    reason = Sizing(Shape.from_config(config), 2, 4096, 4096).reason([2])
+    assert "--max-batch-size" in reason and "--max-total-tokens" not in reason
+
+
 @pytest.mark.parametrize(
     ("name", "parameters", "tp_degrees"),
     [
