@@ -210,15 +210,9 @@ def read_generate(data: Json) -> GenerateRequest:
 def check(
     request: GenerateRequest, served: Served, streams: bool, prompt_name: str = "inputs"
 ) -> PreparedRequest:
-    """The prepared request of a native request. Raises ApiError for the first field that is wrong, in TGI's
-    order.
-
-    streams: whether the response is a stream, with which some fields cannot be combined. prompt_name: the
-    name of the prompt in error messages.
-    """
-    config = served.config
-    info = served.info
-    p = request.parameters
+    """The prepared request of a native request. streams: whether the response is a stream. prompt_name: its
+    prompt in errors. Raises ApiError for the first field that is wrong, in TGI's order."""
+    config, info, p = served.config, served.info, request.parameters
     if (p.seed or 0) > U64_MAX:
         raise errors.wrong_type(f"Expected `int` <= {U64_MAX} - at `$.parameters.seed`")
     if streams:

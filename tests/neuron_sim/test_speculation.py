@@ -2,7 +2,6 @@
 
 import random
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,7 +40,7 @@ def texts_of(model, requests, known=None, schedule=0, at_most=2000):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, "NgramProposer", lambda *_: next(oracles))
         if known is None:
-            driven.worker.limits = replace(driven.worker.limits, verify_length=1)
+            driven.worker.scheduler.verify_length = 1
         for request in requests:
             driven.arrive(request)
             for _ in range(chance.randrange(4)):
