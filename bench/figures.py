@@ -34,6 +34,10 @@ PETS = {
 JSON = {"grammar": {"type": "json", "value": PETS}}
 DRAFT_TOKENS = 7  # draft tokens of a slot in a call
 PLAIN = {name: value for name, value in SAMPLED.items() if name != "seed"}  # sampling that a device supports
+PET_TOOL = {
+    "type": "function",
+    "function": {"name": "add_pets", "parameters": {"type": "object", "properties": {"pets": PETS}}},
+}
 KINDS = {"greedy": None, "sampled": SAMPLED, "sampled, JSON": SAMPLED | JSON}
 
 
@@ -93,10 +97,26 @@ def measure(plan: Plan) -> Iterator[Figure]:
                 requests = [target.request(prompt, device.window - 100, sampling) for prompt in prompts]
                 windows = asyncio.run(saturate(target, requests, plan.rounds, plan.seconds, clocks))
                 yield from _of_windows(windows, device, kind, goal)
+            if number == 0:
+                yield from _chats(target, device, plan, clocks)
     if plan.copying:
         yield from _where_sampled(plan.copying, plan)
     if plan.speculating:
         yield from _speculated(plan.speculating, plan)
+
+
+def _chats(target: Target, device: Device, plan: Plan, clocks: Callable[[], list[float]]) -> Iterator[Figure]:
+    """CPU time of a chat's tokens in the API server process: with tools, each token's text is searched for calls."""
+    for kind, tools in (("chat", []), ("chat with tools", [PET_TOOL])):
+        requests = [target.chat(prompt_of(20, slot), device.window - 400, tools) for slot in range(device.slots)]
+        windows = asyncio.run(saturate(target, requests, plan.rounds, plan.seconds, clocks))
+        yield _cpu_of(windows, 1, f"API server processes: {device.name}, {kind}")
+
+
+def _cpu_of(windows: Sequence[Window], number: int, name: str) -> Figure:
+    """CPU time of the processes that `_clocks` counts at `number`."""
+    costs = [window.spent[number] / (window.tokens_per_s * window.seconds) * 1e6 for window in windows]
+    return Figure(f"CPU of the {name}", costs, "us a token")
 
 
 def _rates(device: Device, plan: Plan, flags: Sequence[str], *kinds: list[dict | None]) -> list[list[float]]:
@@ -158,8 +178,7 @@ def _of_windows(windows: Sequence[Window], device: Device, kind: str, target: fl
     yield Figure(f"serving efficiency: {name}", [rate / device.tokens_per_s for rate in rates], "of the device", target, True)
     yield Figure(f"inter-token latency p99: {name}", jitter, "steps")
     for number, process in enumerate(("worker", "API server processes")):
-        costs = [window.spent[number] / (rate * window.seconds) * 1e6 for window, rate in zip(windows, rates)]
-        yield Figure(f"CPU of the {process}: {name}", costs, "us a token")
+        yield _cpu_of(windows, number, f"{process}: {name}")
     others = [max(0.0, window.spent[3] - sum(window.spent[:3])) / window.seconds for window in windows]
     yield Figure(f"CPU of everything else on the machine: {name}", others, "cores")
 

@@ -42,6 +42,14 @@ class Target:
             path, body = ("/v1/completions", {"model": self.model, "prompt": prompt, "max_tokens": tokens, "stream": True})
             body |= {"stream_options": {"include_usage": True}} | (sampling or {"temperature": 0})
             body |= {"ignore_eos": True} if self.ignores_eos else {}
+        return self._post(path, body)
+
+    def chat(self, prompt: str, tokens: int, tools: Sequence[dict] = ()) -> bytes:
+        """The bytes of a request for a greedy stream of OpenAI's Chat API, in which the model may call `tools`."""
+        body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": tokens, "stream": True, "temperature": 0}
+        return self._post("/v1/chat/completions", body | ({"tools": tools} if tools else {}))
+
+    def _post(self, path: str, body: dict) -> bytes:
         written = json.dumps(body).encode()
         head = [f"POST {self.url.path.rstrip('/')}{path} HTTP/1.1", f"Host: {self.url.netloc}", "Connection: close"]
         head += ["Content-Type: application/json", f"Content-Length: {len(written)}", "Accept: text/event-stream"]
