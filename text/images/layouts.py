@@ -285,6 +285,9 @@ class Grid(Layout):
         self._side = facts.number("size")
         least = facts.number("min_patches", 1)
         most = facts.number("max_patches", self.most)
+        if least > most:
+            given = f"`min_patches` {least} is more than `max_patches` {most}"
+            raise ConfigError(f"{SOURCES}: {given}, so no grid of tiles is left")
         self._tokens = facts.number("image_seq_length", 256)
         edges = range(1, most + 1)
         grids = [(columns, rows) for columns in edges for rows in edges if least <= columns * rows <= most]

@@ -277,6 +277,7 @@ def test_options_change_what_the_files_say(name, overrides, tokens, tmp_path):
         ("qwen3_vl", {"max_pixels": -1}, r"`max_pixels` must be a positive whole number.* given: -1$"),
         ("qwen3_vl", {"size": {"longest_edge": "9"}}, r"`max_pixels` must be a positive whole number.* given: '9'$"),
         ("internvl", {"max_patches": True}, r"`max_patches` must be a positive whole number"),
+        ("internvl", {"min_patches": 13}, r"`min_patches` 13 is more than `max_patches` 12, so no grid of tiles is left$"),
         ("qwen3_vl", {"max_pixels": {"a": [1]}}, r"`max_pixels` must be a positive whole number.* given: \[1\]$"),
         ("qwen3_vl", {"max_pixels": "9" * 10**6}, r"`max_pixels` must be a positive whole number.* given: '9{99}$"),
         ("qwen2_vl", {"size": 1000}, r"`size` must be an object such as {\"shortest_edge\": 3136, .* given: 1000$"),
