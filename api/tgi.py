@@ -287,7 +287,6 @@ def prompt_of(inputs: str, served: Served) -> tuple[str, Sequence[int]]:
     escape = served.text.tokenizer.escape
     if not images.are_read:
         return escape(inputs), ()
-    images.set_options({}, "")  # those of a chat in the same body
     texts = MARKDOWN_IMAGE.split(inputs)
     marks = [images.add(f"inputs.images[{n}]", url) for n, url in enumerate(texts[1::2])]
     return images.preprocess.placeholder.join(map(escape, texts[::2])), images_of("".join(marks))

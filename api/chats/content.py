@@ -173,7 +173,7 @@ def image(part: ContentPart) -> str:
     if part.get("source") is not None:
         return _sourced(part.inner("source"))
     if part.get("base64") is not None:
-        return part.reader.images.add_base64(f"{part.path}.base64", part.needed("base64", str))
+        return _encoded(part, "base64")
     no_files = "is not supported: this server stores no files; send the image as `image_url`"
     require(part.get("file_id") is None, f"{part.path}.file_id", no_files)
     usual = "source" if part.get("type") == "image" else "image_url"
@@ -186,24 +186,26 @@ def image(part: ContentPart) -> str:
 
 
 def _linked(part: ContentPart, name: str) -> str:
-    """The mark of the image whose URL is in the field `name`."""
-    url = part.needed(name)
-    require(isinstance(url, str), f"{part.path}.{name}", "must be a string")
+    """The mark of the image whose URL is in the field `name`. Raises ApiError, also for a `detail` that is
+    not in DETAILS."""
+    url = part.needed(name, str)
     detail = part.get("detail")
     known = f"must be one of {', '.join(DETAILS)}"
     require(detail in (None, *DETAILS), f"{part.path}.detail", known, given=str(detail)[:40])
     return part.reader.images.add(f"{part.path}.{name}", url, detail)
 
 
+def _encoded(part: ContentPart, name: str) -> str:
+    """The mark of the image whose file is in the field `name`, in base64. Raises ApiError."""
+    return part.reader.images.add(f"{part.path}.{name}", f"data:;base64,{part.needed(name, str)}")
+
+
 def _sourced(source: ContentPart) -> str:
-    """The mark of the image in a `source`, as Anthropic has it."""
-    images = source.reader.images
+    """The mark of the image in a `source`, as Anthropic has it. Raises ApiError."""
     kind = source.needed("type", str)
-    if kind == "base64":
-        return images.add_base64(f"{source.path}.data", source.needed("data", str))
     detail = "must be base64 or url: no files are stored here"
-    require(kind == "url", f"{source.path}.type", detail, given=kind[:40])
-    return images.add(f"{source.path}.url", source.needed("url", str))
+    require(kind in ("base64", "url"), f"{source.path}.type", detail, given=kind[:40])
+    return _encoded(source, "data") if kind == "base64" else _linked(source, "url")
 
 
 # The parts that clients send whatever the API: those of another API are read where they can be.

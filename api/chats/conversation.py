@@ -277,7 +277,6 @@ def _render_prompt(
     options = _template_options(chat, served)
     if tools or any(message.tool_calls or message.role == "tool" for message in chat.messages):
         template = template.for_tools
-    served.images.set_options(chat.mm_processor_kwargs or {}, "mm_processor_kwargs")
     messages = _template_messages(chat.messages, template.words, field_names, served.images)
     functions = [as_function(tool) for tool in tools] or None
     messages = adapt_to_template(messages, functions if chat.tool_choice != "none" else None, capabilities)
@@ -292,6 +291,7 @@ def _render_prompt(
         # A template's error may repeat the client's own words.
         raise ApiError(422, "template_error", "Template error: ", quoted=str(error)) from None
     image_numbers = _images_written(chat, escaped, prompt, served, field_names)
+    served.images.set_options(chat.mm_processor_kwargs or {}, "mm_processor_kwargs", image_numbers)
     last = messages[-1] if messages else {}
     prompt, continued = _continued(prompt, last, begins_answer, served)
     return {"prompt": prompt, "image_numbers": image_numbers, "message_borders": borders}, continued

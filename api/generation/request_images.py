@@ -10,17 +10,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import gevent
 from gevent.lock import BoundedSemaphore
 
-from api.generation.image_urls import MAX_IMAGE_BYTES, ImageUrlError, fetch_image, read_base64, read_data_url
+from api.generation.image_urls import MAX_IMAGE_BYTES, ImageUrlError, fetch_image, read_data_url
 from api.http.engine_client import attempt
 from api.http.errors import invalid
-from api.http.fields import require
+from api.http.fields import Json, require
 from protocol import Image
 from text.images.preprocessor import ImagePreprocessor, PreprocessedImage
 from text.limited import LimitExceeded, Rejected
@@ -39,14 +40,13 @@ Later = Callable[[], Any]  # makes a response once the images are loaded
 
 @dataclass
 class RequestImage:
-    """An image of a request. path: of the field that has the image; source: the file, or an http(s) URL;
-    is_low: `detail` is `low`; options: fields of the preprocessor to override; read: None until the image is
+    """An image of a request. path: of the field that has the image; source: the file, or an http(s) URL until
+    the image is fetched; options: fields of the preprocessor to override; read: None until the image is
     preprocessed."""
 
     path: str
     source: bytes | str
-    is_low: bool
-    options: Mapping[str, Any]
+    options: Json
     read: PreprocessedImage | None = None
 
 
@@ -68,7 +68,6 @@ class RequestImages:
         self._run = run
         self._domains = domains
         self._images: list[RequestImage] = []
-        self._options: Mapping[str, Any] = {}  # of the images that are added next
         self._holds_pixels = False
 
     @property
@@ -89,41 +88,39 @@ class RequestImages:
         if self._holds_pixels:
             WITH_PIXELS.release()
 
-    def set_options(self, options: Mapping[str, Any], name: str) -> None:
-        """Sets the options of the images that are added next: fields of the model's preprocessor to override.
-        Nothing happens if the model reads text only. name: the field of the request that has `options`.
-        Raises ApiError for a field that the preprocessor does not support."""
+    def set_options(self, options: Json, name: str, image_numbers: Sequence[int]) -> None:
+        """Overrides fields of the model's preprocessor for the images with these numbers, except the fields
+        that `detail` has set. Nothing happens if the model reads text only.
+
+        name: the field of the request that has `options`. Raises ApiError for a field that the preprocessor
+        does not support, also if there are no images.
+        """
         if not self.are_read:
             return
         supported = self.preprocess.options
         detail = f"has a field that this model does not support; supported: {', '.join(supported) or 'none'}"
         for option in options:
             require(option in supported, name, detail, given=option[:40])
-        self._options = options
+        for number in image_numbers:
+            image = self._images[number]
+            image.options = options | image.options
 
     def add(self, path: str, url: str, detail: Any = None) -> str:
-        """Adds the image of a `data:`, http or https URL. Returns its mark. Raises ApiError.
+        """Adds the image of a `data:`, http or https URL. Returns its mark. The model must read images.
 
-        path: of the field that has the URL. detail: the request's; `low` is the only value that counts.
-        `load` fetches http and https URLs.
+        path: of the field that has the URL. detail: the request's; with `low` the image is read as one small
+        tile, if the model's family has options for that. `load` fetches http and https URLs. Raises ApiError
+        for a URL of another form, and for one image more than MAX_IMAGES.
         """
-        url = url.strip()
-        is_remote = url[:5].lower().startswith("http")
-        return self._add(path, url, str if is_remote else read_data_url, detail)
-
-    def add_base64(self, path: str, data: str) -> str:
-        """Adds the image in `data`, which is base64. Returns its mark. Raises ApiError."""
-        return self._add(path, data, read_base64)
-
-    def _add(self, path: str, given: str, read: Callable[[str], bytes | str], detail: Any = None) -> str:
-        """Adds an image. Returns its mark. read: makes of what is `given` the image's file, or the URL to
-        fetch. Raises ApiError if `read` raises ImageUrlError, or for one image too many."""
         number = len(self._images)
         require(number < MAX_IMAGES, path, f"is one image too many: a request may have {MAX_IMAGES}")
+        url = url.strip()
         try:
-            self._images.append(RequestImage(path, read(given), detail == "low", self._options))
+            source = url if url[:4].lower() == "http" else read_data_url(url)
         except ImageUrlError as error:
             raise invalid(path, str(error)) from None
+        options = self.preprocess.one_tile if detail == "low" else {}
+        self._images.append(RequestImage(path, source, options))
         return image_mark(number)
 
     def expand(self, text: str, image_numbers: Sequence[int]) -> str:
@@ -167,30 +164,38 @@ class RequestImages:
             require(pixels <= MAX_PIXEL_BYTES, image.path, f"{detail}. Given: {pixels}")
 
     def _fetch(self, remote: list[RequestImage]) -> None:
-        """Fetches these images, all at the same time. Replaces the URL in the `source` of each by its file.
-        Raises ApiError."""
-        jobs = {
-            url: gevent.spawn(attempt, functools.partial(fetch_image, url, self._domains))
-            for url in {image.source for image in remote}
-        }
-        gevent.joinall(jobs.values())
-        fetched = 0
+        """Fetches these images, all at the same time and each URL once. Replaces the URL in the `source` of
+        each by its file. Raises ApiError for the first that cannot be fetched, or with which the files exceed
+        MAX_FETCHED; those that are still fetched are then given up."""
+        images_of = defaultdict(list)
         for image in remote:
-            file = jobs[image.source].value
-            if isinstance(file, ImageUrlError):
-                raise invalid(image.path, str(file), given=image.source[:200])
-            if isinstance(file, BaseException):
-                raise file
-            fetched += len(file)
-            detail = f"is too much: the images that a request fetches may have {MAX_FETCHED} bytes"
-            require(fetched <= MAX_FETCHED, image.path, f"{detail}. Given: {fetched}")
-            image.source = file
+            images_of[image.source].append(image)
+        jobs = {
+            gevent.spawn(attempt, functools.partial(fetch_image, url, self._domains)): images
+            for url, images in images_of.items()
+        }
+        fetched = 0
+        try:
+            for job in gevent.iwait(jobs):
+                path, url = jobs[job][0].path, jobs[job][0].source
+                file = job.value
+                if isinstance(file, ImageUrlError):
+                    raise invalid(path, str(file), given=url[:200])
+                if isinstance(file, BaseException):
+                    raise file
+                fetched += len(file)
+                detail = f"is too much: the images that a request fetches may have {MAX_FETCHED} bytes"
+                require(fetched <= MAX_FETCHED, path, f"{detail}. Given: {fetched}")
+                for image in jobs[job]:
+                    image.source = file
+        finally:
+            gevent.killall(jobs)
 
     def _preprocess(self, image: RequestImage) -> float:
         """Preprocesses an image. Returns how many seconds that took. Raises ApiError."""
         begin = time.monotonic()
         try:
-            image.read = self.preprocess(image.source, image.is_low, image.options)
+            image.read = self.preprocess(image.source, image.options)
         except (Rejected, LimitExceeded) as error:
             raise invalid(image.path, str(error)) from None
         image.source = b""

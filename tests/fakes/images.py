@@ -1,7 +1,7 @@
 """Images without a picture: a file becomes as many tokens as it has bytes, in brackets."""
 
 import hashlib
-from types import MappingProxyType
+import json
 
 from fakes.model import image
 from fakes.tokenizer import VOCABULARY
@@ -13,8 +13,8 @@ IMAGE = "<image>"
 IMAGE_ID = VOCABULARY  # the token after those of the plainest tokenizer
 
 
-def key_of(data, low_detail=False):
-    return int.from_bytes(hashlib.blake2b(data + bytes([low_detail]), digest_size=5).digest(), "big")
+def key_of(data, options=None):
+    return int.from_bytes(hashlib.blake2b(data + json.dumps(options or {}).encode(), digest_size=5).digest(), "big")
 
 
 class FakePreprocessor:
@@ -26,13 +26,14 @@ class FakePreprocessor:
     options = ("max_pixels",)
 
     def __init__(self):
+        self.one_tile = {"max_pixels": 1}
         self.files = []
 
-    def __call__(self, data, low_detail=False, options=MappingProxyType({})):
+    def __call__(self, data, options=None):
         self.files.append(data)
         if data.startswith(b"bad"):
             raise Rejected("is not an image that this server reads")
         if data.startswith(b"slow"):
             raise LimitExceeded("takes longer than 5 s of processor time")
-        made = image(key_of(data, low_detail), 1 if low_detail else options.get("max_pixels", len(data)))
+        made = image(key_of(data, options), (options or {}).get("max_pixels", len(data)))
         return PreprocessedImage(f"[{IMAGE * made.tokens}]", made.tokens, made.shape, made.canvas, made.pixels, made.key)

@@ -44,15 +44,17 @@ def preprocessor(model_dir: str, overrides: Json) -> Callable[[list], bytes]:
         data, further = request
         image = decode(base64.b64decode(data))
         try:
-            made = read_layout(manifest, overrides, further)(image)
+            layout = read_layout(manifest, overrides, further)
+            made = layout(image)
         except ConfigError as error:
             raise Rejected(f"cannot be preprocessed: {error}") from None
         except (ArithmeticError, ValueError):  # of numbers that Pillow cannot take
             raise Rejected("cannot be preprocessed: the options make it too large") from None
-        if made.tokens > MAX_TOKENS:
-            raise Rejected(f"makes {made.tokens} tokens; at most {MAX_TOKENS} are supported")
+        tokens = made.text.count(layout.token)
+        if tokens > MAX_TOKENS:
+            raise Rejected(f"makes {tokens} tokens; at most {MAX_TOKENS} are supported")
         width, height = made.tiles[0].size
-        about = [made.text, made.tokens, (len(made.tiles), height, width), made.canvas, image.size]
+        about = [made.text, tokens, (len(made.tiles), height, width), made.canvas, image.size]
         return b"\n".join([json.dumps(about).encode(), b"".join(tile.tobytes() for tile in made.tiles)])
 
     return preprocess

@@ -28,8 +28,7 @@ class Tiles(NamedTuple):
     """An image as the model reads it."""
 
     tiles: list[Image]  # RGB, all of one size
-    tokens: int  # how many image tokens are in the text
-    text: str  # what stands in the prompt in the place of the placeholder
+    text: str  # what stands in the prompt in the place of the placeholder, with all image tokens
     # With `AnyResolution`: rows and columns of the grid of patches, the rows of padding above and below, the
     # columns on the left and right, and the rows and columns that the rest is scaled down to (0: not scaled).
     # With `PixelBounds`: rows and columns of tokens.
@@ -99,7 +98,7 @@ class Square(Layout):
         self._tokens = (self._side // facts.number("patch_size")) ** 2 + self.class_tokens - drops_first
 
     def __call__(self, image: Image) -> Tiles:
-        return Tiles([self._tile(image)], self._tokens, self.token * self._tokens)
+        return Tiles([self._tile(image)], self.token * self._tokens)
 
     def _tile(self, image: Image) -> Image:
         return self._resized(image, self._side, self._side)
@@ -150,7 +149,7 @@ class AnyResolution(Layout):
         tiles = [self._resized(image, self._side, self._side), *_cut(canvas, self._side)]
         packing, rows, columns = self._packing(image, height, width)
         tokens = self._patches**2 + rows * (columns + 1)  # each row ends with a newline's embedding
-        return Tiles(tiles, tokens, self.token * tokens, packing)
+        return Tiles(tiles, self.token * tokens, packing)
 
     def _best_canvas(self, image: Image) -> tuple[int, int]:
         """Height and width of the canvas that keeps most of the image's pixels; of equal ones the
@@ -217,7 +216,7 @@ class RowsAndColumns(Layout):
         if text:
             text += "\n"
         text += self._tile("global-img") + "<fake_token_around_image>"
-        return Tiles(tiles, self._tokens * len(tiles), text)
+        return Tiles(tiles, text)
 
     def _tile(self, name: str) -> str:
         return f"<fake_token_around_image><{name}>{self.token * self._tokens}"
@@ -244,9 +243,7 @@ class Blocks(Layout):
             for edge in (image.height, image.width)
         )
         tile = self._resized(image, columns * self._patch, rows * self._patch)
-        rows //= self._merge
-        columns //= self._merge
-        return Tiles([tile], rows * columns, self._text(rows, columns))
+        return Tiles([tile], self._text(rows // self._merge, columns // self._merge))
 
     def _text(self, rows: int, columns: int) -> str:
         return self.token * rows * columns
@@ -298,8 +295,7 @@ class Grid(Layout):
         tiles = _cut(self._resized(image, columns * self._side, rows * self._side), self._side)
         if len(tiles) > 1:
             tiles.append(self._resized(image, self._side, self._side))
-        tokens = self._tokens * len(tiles)
-        return Tiles(tiles, tokens, self.begin + self.token * tokens + self.end)
+        return Tiles(tiles, self.begin + self.token * self._tokens * len(tiles) + self.end)
 
     def _nearest(self, image: Image) -> tuple[int, int]:
         """Columns and rows of the grid whose form is nearest to that of the image. Of equally near grids, the
@@ -372,8 +368,7 @@ class PixelBounds(Layout):
             scale = math.sqrt(self._least / (self._frames * math.prod(edges)))
             rows, columns = (math.ceil(edge * scale / self._side) for edge in edges)
         tile = self._resized(image, columns * self._side, rows * self._side)
-        tokens = rows * columns
-        return Tiles([tile], tokens, self.token * tokens, (rows, columns))
+        return Tiles([tile], self.token * rows * columns, (rows, columns))
 
     def _edges(self, image: Image) -> tuple[int, int]:
         """The height and width that are scaled."""

@@ -11,10 +11,8 @@ import hashlib
 import json
 import logging
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from manifest import Manifest, whole
 from run import Json
@@ -25,7 +23,6 @@ logger = logging.getLogger("web")
 
 LARGEST_SHARE = 0.75  # of the longest prompt, for an image that can be scaled down
 MOST_TOKENS = 4096  # of such an image, unless the settings say otherwise: attention grows with its square
-NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 CPU_S = 5.0  # for one image; 12 megapixels take half a second
 MEMORY_BYTES = 768 * 2**20  # the largest image takes three copies of 200 MB
 KEY_BITS = 46
@@ -68,7 +65,7 @@ class ImagePreprocessor:
         # Clients must not write these.
         self.reserved_ids = {self.token_id, whole(manifest.config_json.get("boi_token_index", self.token_id))}
         self.options = layout.options  # that a request may set
-        self._one_tile = layout.one_tile
+        self.one_tile = layout.one_tile  # options with which it becomes one small tile; {}: there are none
         self._overrides = overrides
         setup = [str(model_dir), overrides]
         self._preprocess = SandboxedFunction(
@@ -76,16 +73,14 @@ class ImagePreprocessor:
         )
         self._preprocess.start()
 
-    def __call__(
-        self, data: bytes, low_detail: bool = False, options: Mapping[str, Any] = NO_OPTIONS
-    ) -> PreprocessedImage:
+    def __call__(self, data: bytes, options: Json | None = None) -> PreprocessedImage:
         """data: an image file. options: values, of the names in `self.options`, that count before the
         overrides.
 
-        low_detail: one small tile, where the family has options for it; these count before `options`. Raises
-        Rejected and LimitExceeded, whose texts continue a sentence that begins with the name of the image.
+        Raises Rejected and LimitExceeded, whose texts continue a sentence that begins with the name of the
+        image.
         """
-        options = {**options, **(self._one_tile if low_detail else {})}
+        options = options or {}
         answer = self._preprocess.call_bytes([base64.b64encode(data).decode(), options])
         about, _newline, pixels = answer.partition(b"\n")
         text, tokens, shape, canvas, size = json.loads(about)

@@ -7,9 +7,11 @@ import gc
 import json
 import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 
+import gevent
 import msgspec
 import pytest
 from asked import CONFIG, INFO, TEMPLATE
@@ -739,6 +741,30 @@ def test_what_a_url_leads_to_is_bounded_in_all_and_fetched_once(seeing, monkeypa
     monkeypatch.setattr("api.generation.request_images.MAX_FETCHED", 5)
     refused = seeing.post("/v1/chat/completions", chat_of(cat, of_chat("http://example.com/dog")))
     assert "may have 5 bytes. Given: 6" in refused.json["error"]["message"]
+
+
+@pytest.mark.parametrize("first", ["too much", "not found"])
+def test_files_are_no_longer_fetched_once_the_request_is_refused(seeing, monkeypatch, first):
+    """Else a request would hold twenty files of the largest size before it is refused."""
+    ended = []
+
+    def fetch(url, domains):
+        if url.endswith("not found"):
+            raise ImageUrlError("leads to status 404")
+        if url.endswith("too much"):
+            return CAT
+        try:
+            gevent.sleep(60)
+        finally:
+            ended.append(url)
+
+    monkeypatch.setattr("api.generation.request_images.fetch_image", fetch)
+    monkeypatch.setattr("api.generation.request_images.MAX_FETCHED", 2)
+    slow = [of_chat(f"http://example.com/{n}") for n in range(3)]
+    begun_at = time.monotonic()
+    refused = seeing.post("/v1/chat/completions", chat_of(*slow, of_chat(f"http://example.com/{first}")))
+    assert refused.json["error"]["param"] == "messages[0].content[3].image_url.url"
+    assert len(ended) == 3 and time.monotonic() - begun_at < 30
 
 
 def test_an_item_reference_and_images_stand_in_one_request(seeing, submitted):

@@ -70,7 +70,6 @@ def test_tiles_and_text_are_those_of_transformers(name, tmp_path, monkeypatch):
         named = named_by_transformers(name, overrides)
         outputs = processor(images=[noise(*size)], return_tensors="np", **options, **named)
         assert made.text == written(outputs), size
-        assert made.text.count(layout.token) == made.tokens
         values = np.asarray(outputs["pixel_values"], np.float32)
         if name in GRIDS:
             values = in_the_form_of_the_image(values, outputs["image_grid_thw"][0])
@@ -120,6 +119,10 @@ def text_of_transformers(module, fields, image_processor, image_token):
     return lambda outputs: processor.replace_image_token(outputs | {"batch_num_images": [1]}, 0)
 
 
+def tokens_of(layout, image):
+    return layout(image).text.count(layout.token)
+
+
 # By transformers' processors and models; the tokens for which images are 512 x 512, 1536 x 1024, 333 x 777, 64 x 48.
 TOKENS = {
     "llava": (576, 576, 576, 576),
@@ -146,7 +149,7 @@ TOKENS = {
 @every_family
 def test_an_image_takes_as_many_tokens_as_in_transformers(name, tmp_path):
     layout = read_layout(save_preprocessor(name, tmp_path), {})
-    found = [layout(noise(*size)).tokens for size in ((512, 512), (1536, 1024), (333, 777), (64, 48))]
+    found = [tokens_of(layout, noise(*size)) for size in ((512, 512), (1536, 1024), (333, 777), (64, 48))]
     assert tuple(found) == TOKENS[name]
 
 
@@ -162,7 +165,7 @@ def test_bounds_give_images_of_all_sizes_as_many_tokens_as_in_transformers(name,
     processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil", **named_by_transformers(name, bounds))
     sizes = np.random.default_rng(0).integers(9, 1800, (60, 2)).tolist()
     sizes += [[9, 13], [13, 9], [10, 1501], [1501, 10], [27, 27], [28, 19]]
-    found = [layout(Image.new("RGB", size)).tokens for size in sizes]
+    found = [tokens_of(layout, Image.new("RGB", size)) for size in sizes]
     assert found == [processor.get_number_of_image_patches(height, width) // 4 for width, height in sizes]
     assert len(set(found)) > 12
 
@@ -181,7 +184,7 @@ def test_files_without_bounds_have_those_of_transformers(name, tmp_path):
     processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
     for width, height in [(30, 40), (300, 200), (5000, 4000)]:
         expected = processor.get_number_of_image_patches(height, width) // 4
-        assert layout(Image.new("RGB", (width, height))).tokens == expected
+        assert tokens_of(layout, Image.new("RGB", (width, height))) == expected
 
 
 @every_family
@@ -226,7 +229,6 @@ def test_llava_counts_the_outputs_of_its_tower_that_it_selects(processor, class_
     made = read_layout(Manifest.read(tmp_path), {})(noise(500, 300))
     outputs = {"pixel_values": [np.asarray(made.tiles[0]).transpose(2, 0, 1)]}
     assert made.text == text_of_transformers("llava", fields, None, "<image>")(outputs)
-    assert made.tokens == made.text.count("<image>")
 
 
 @pytest.mark.parametrize(
@@ -262,7 +264,7 @@ def test_low_detail_is_one_tile_of_the_whole_image(name, shape, text, tmp_path):
     ],
 )
 def test_options_change_what_the_files_say(name, overrides, tokens, tmp_path):
-    assert read_layout(save_preprocessor(name, tmp_path), overrides)(noise(1000, 1000)).tokens == tokens
+    assert tokens_of(read_layout(save_preprocessor(name, tmp_path), overrides), noise(1000, 1000)) == tokens
 
 
 @pytest.mark.parametrize(

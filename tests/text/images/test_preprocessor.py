@@ -56,7 +56,7 @@ def test_what_a_template_writes_for_an_image_may_be_another_token_and_clients_ma
 def test_a_key_is_of_the_file_and_of_how_it_is_read(load):
     data = saved(noise(40, 30), "PNG")
     preprocess = load("internvl")
-    keys = [preprocess(data).key, preprocess(data, True).key, preprocess(saved(noise(40, 30, 1), "PNG")).key]
+    keys = [preprocess(data).key, preprocess(data, preprocess.one_tile).key, preprocess(saved(noise(40, 30, 1), "PNG")).key]
     keys.append(load("internvl", max_patches=3)(data).key)
     assert len(set(keys)) == 4
     assert all(key < 2**46 for key in keys)
@@ -69,7 +69,7 @@ def test_a_request_overrides_what_its_images_are_preprocessed_with(load):
     small = preprocess(data, options={"max_pixels": 100 * 784})
     assert (preprocess(data).tokens, small.tokens) == (17 * 17, 100)
     assert small.key != preprocess(data).key
-    assert preprocess(data, True, {"max_pixels": 10**9}).tokens == 18 * 18
+    assert preprocess(data, preprocess.one_tile).tokens == 18 * 18
     with pytest.raises(Rejected, match=r"^cannot be preprocessed: .*`max_pixels` must be a positive whole number.*'9'$"):
         preprocess(data, options={"max_pixels": "9"})
     with pytest.raises(Rejected, match=rf"^makes 90000 tokens; at most {MAX_IMAGE_TOKENS} are supported$"):
@@ -107,7 +107,7 @@ def test_a_large_image_has_at_most_4096_tokens_unless_the_settings_allow_more(lo
 def test_low_detail_changes_nothing_where_a_family_has_no_other(load):
     data = saved(noise(400, 300), "PNG")
     preprocess = load("pixtral")
-    assert preprocess(data, True) == preprocess(data)
+    assert preprocess(data, preprocess.one_tile) == preprocess(data)
 
 
 def test_processes_that_are_forked_agree_on_keys_and_others_do_not(load, monkeypatch):
