@@ -11,7 +11,6 @@ An image goes through these states. The loop's thread moves an image, the encodi
 from __future__ import annotations
 
 import logging
-import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -41,9 +40,9 @@ class ImageThread:
         self._wake = wake
         self._images: dict[int, Image] = {}  # that are not encoded yet, by key
         self._wanted: set[int] = set()  # keys
-        self._pending: set[int] = set()  # keys, from `start` to `drain_errors`
+        # By key, from `start` to `drain`. The values are those of `drain`; None: not yet done.
+        self._pending: dict[int, str | None] = {}
         self._by_request: deque[deque[int]] = deque()  # keys; the first request is next
-        self._done: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()  # key, error
         self._thread = ThreadPoolExecutor(1, "worker-images")
 
     def add(self, images: Iterable[Image]) -> None:
@@ -72,8 +71,7 @@ class ImageThread:
         The embeddings of wanted images stay in the cache. The pixels of a wanted image stay until the image
         is encoded.
         """
-        self._cache.pin(keys - self._wanted)
-        self._cache.unpin(self._wanted - keys)
+        self._cache.pin("requests", keys)
         self._wanted = keys
         for key in [key for key in self._images if key not in keys or key in self._cache]:
             self._admission.release_pixels(len(self._images.pop(key).pixels))
@@ -82,20 +80,18 @@ class ImageThread:
         """Encodes the images of one request that are not encoded yet."""
         new = [key for key in keys if key not in self._cache and key not in self._pending]
         if new:
-            self._pending.update(new)
+            self._pending |= dict.fromkeys(new)
             self._by_request.append(deque(new))
         for _ in new:
             self._thread.submit(self._encode_next)
 
-    def drain_errors(self) -> dict[int, str]:
-        """The images that could not be encoded since the last call, by key."""
-        errors = {}
-        while not self._done.empty():
-            key, error = self._done.get()
-            self._pending.discard(key)
-            if error:
-                errors[key] = error
-        return errors
+    def drain(self) -> dict[int, str]:
+        """The images, by key, whose encoding has ended since the last call: why it failed; "": the image is
+        encoded, or no request wants it."""
+        done = {key: error for key, error in self._pending.items() if error is not None}
+        for key in done:
+            del self._pending[key]
+        return done
 
     def close(self) -> None:
         """Ends the thread after the tile that it encodes."""
@@ -106,7 +102,7 @@ class ImageThread:
         """Runs in the thread. The request's next image comes after those of the other requests."""
         keys = self._by_request.popleft()
         key = keys.popleft()
-        self._done.put((key, self._encode(key)))
+        self._pending[key] = self._encode(key)
         if keys:
             self._by_request.append(keys)
         self._wake()

@@ -78,13 +78,13 @@ class Preparation:
         The caller adds each of these requests to the scheduler, or ends it; otherwise the next call returns
         the request again.
         """
-        failed_images = self.images.drain_errors() if self.images else {}
+        encoded = self.images.drain() if self.images else {}
         prepared = []
         for request in self._requests:
             if request.state is not RequestState.PREPARING:
                 continue
             job = request.compilation
-            errors = map(failed_images.get, request.images)
+            errors = map(encoded.get, request.images)
             error = (job and job.done() and job.result()) or next(filter(None, errors), "")
             if error or self._is_ready(request):
                 prepared.append((request, error))

@@ -7,13 +7,14 @@ In prompts the tokens of an image are negative numbers that name the key and a n
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 ENCODER_CACHE_BYTES = 256 << 20
+Ids = TypeVar("Ids")
 TOKEN_BITS = 16  # of an id, for the number of the token within its image; the other ones are the key
 
 
@@ -24,7 +25,7 @@ class Entry(NamedTuple):
 
 class EncoderCache:
     """Embeddings beyond `limit_bytes` are evicted, first those that were added or pinned longest ago; those
-    of pinned keys never are. Thread-safe."""
+    of keys that an owner has pinned never are. Thread-safe."""
 
     def __init__(self, width: int, limit_bytes: int = ENCODER_CACHE_BYTES):
         """`width`: of an embedding, in numbers."""
@@ -32,7 +33,7 @@ class EncoderCache:
         self.limit_bytes = limit_bytes
         self.nbytes = 0
         self._entries: OrderedDict[int, Entry] = OrderedDict()  # the least recently used first
-        self._pins: Counter[int] = Counter()
+        self._pins: dict[Hashable, set[int]] = {}  # keys, by owner
         self._lock = threading.Lock()
 
     def __contains__(self, key: int) -> bool:
@@ -52,21 +53,13 @@ class EncoderCache:
                 self.nbytes += embeddings.nbytes
                 self._evict()
 
-    def pin(self, keys: Iterable[int]) -> None:
-        """Keeps the embeddings of these keys, also those that are yet to be added, until `unpin` was called
-        as often as `pin`."""
+    def pin(self, owner: Hashable, keys: set[int]) -> None:
+        """Keeps the embeddings of these keys, also those that are yet to be added, until the same owner pins
+        others."""
         with self._lock:
-            for key in keys:
-                self._pins[key] += 1
-                if key in self._entries:
-                    self._entries.move_to_end(key)
-
-    def unpin(self, keys: Iterable[int]) -> None:
-        with self._lock:
-            for key in keys:
-                self._pins[key] -= 1
-                if not self._pins[key]:
-                    del self._pins[key]
+            for key in (keys - self._pins.get(owner, set())) & self._entries.keys():
+                self._entries.move_to_end(key)
+            self._pins[owner] = keys
             self._evict()
 
     def resolve(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -90,10 +83,11 @@ class EncoderCache:
         return self._entries[key].canvas
 
     def _evict(self) -> None:
+        pinned = set().union(*self._pins.values())
         for key in list(self._entries):
             if self.nbytes <= self.limit_bytes:
                 return
-            if key not in self._pins:
+            if key not in pinned:
                 self.nbytes -= self._entries.pop(key).embeddings.nbytes
 
 
@@ -115,7 +109,8 @@ def cuts_image(prompt: Sequence[int], n: int) -> bool:
     return before >= 0 > prompt[max(0, n - 2)] or after >= 0 > prompt[min(n + 1, len(prompt) - 1)]
 
 
-def split_ids(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The keys, and the numbers within their images, of image token ids (negative, int64)."""
+def split_ids(ids: Ids) -> tuple[Ids, Ids]:
+    """The keys, and the numbers within their images, of image token ids (negative, int64): arrays of numpy or
+    tensors of torch, as `ids` are."""
     flat = -1 - ids
     return flat >> TOKEN_BITS, flat & ((1 << TOKEN_BITS) - 1)

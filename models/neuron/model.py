@@ -91,7 +91,6 @@ class NeuronModel(StaticBatchModel):
         self._returns_ids = self.sampling == "device"
         self._held: dict[int, list[int]] = {}  # slot → the tokens in its KV cache
         self._drafts: dict[int, Sequence[int]] = {}  # slot → draft tokens after them, not yet accepted
-        self._pinned: dict[int, set[int]] = {}  # slot → the images in its KV cache, by key
         self._lags: dict[int, int] = {}  # slot → its last tokens that its state lacks, accepted drafts
         if build.family.recurrent_layers:
             self.states = States(self._rows, compiled_config.snapshots, in_place=True)
@@ -421,14 +420,10 @@ class NeuronModel(StaticBatchModel):
     def _pin_images(self, slot: int, held: list[int]) -> None:
         """Keeps the embeddings of the images that a slot holds, also when the request of these has ended:
         their tokens may run again, as fillers. Frees those of images that the slot held before."""
-        if not self.encoder_cache:
-            return
-        tokens = np.array(held, np.int64)
-        keys, _numbers = split_ids(tokens[tokens < 0])
-        before = self._pinned.get(slot, set())
-        self._pinned[slot] = set(keys.tolist())
-        self.encoder_cache.pin(self._pinned[slot])
-        self.encoder_cache.unpin(before)
+        if self.encoder_cache:
+            tokens = np.array(held, np.int64)
+            keys, _numbers = split_ids(tokens[tokens < 0])
+            self.encoder_cache.pin(slot, set(keys.tolist()))
 
     def _extend_prefill(self, slot: int, first: int, begin: int) -> torch.Tensor:
         """Runs the tokens that a slot holds from position `begin` > 0 on, at most a chunk. Returns logits

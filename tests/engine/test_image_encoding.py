@@ -48,7 +48,7 @@ def is_clean(driven):
     """Nothing is kept for requests that have ended."""
     driven.worker._preparation.start()
     cache = driven.model.encoder_cache
-    return (driven.admission.pixel_bytes, len(cache._pins)) == (0, 0) and cache.nbytes <= cache.limit_bytes
+    return driven.admission.pixel_bytes == 0 and not any(cache._pins.values()) and cache.nbytes <= cache.limit_bytes
 
 
 @on_every_engine

@@ -140,8 +140,7 @@ def test_an_image_of_an_idle_slot_keeps_its_embeddings(references, tmp_path):
     for slot in range(3):
         driven.arrive(Generate(10 + slot, [5 + slot, *TEXT], 3, ignore_eos=True, logprobs=False))
     driven.run()
-    cache.pin([])
-    cache.unpin([])
+    cache.pin("requests", set())
     assert reference.image.key not in cache
 
 

@@ -59,24 +59,24 @@ def test_an_image_that_is_not_there_is_an_error():
 
 def test_the_least_recently_wanted_embeddings_are_evicted():
     cache = cache_of([(1, 40), (2, 40)])
-    cache.pin([1])
-    cache.unpin([1])
+    cache.pin("requests", {1})
+    cache.pin("requests", set())
     cache.add(3, embeddings_of(3, 40))
     assert (1 in cache, 2 in cache, 3 in cache) == (True, False, True)
     assert cache.nbytes == cache.bytes_of(80)
 
 
-def test_pinned_embeddings_stay_until_the_last_request_that_wants_them_ends():
+def test_pinned_embeddings_stay_until_the_last_owner_pins_others():
     cache = cache_of(limit=50)
-    cache.pin([1, 2])  # before they are there
-    cache.pin([1])
+    cache.pin("requests", {1, 2})  # before they are there
+    cache.pin(0, {1})  # a slot
     cache.add(1, embeddings_of(1, 40))
     cache.add(2, embeddings_of(2, 40))
     cache.add(3, embeddings_of(3, 10))  # nothing wants it, and there is no room
     assert (1 in cache, 2 in cache, 3 in cache) == (True, True, False)
-    cache.unpin([1, 2])
+    cache.pin("requests", {5})
     assert (1 in cache, 2 in cache) == (True, False)
-    cache.unpin([1])
+    cache.pin(0, set())
     assert 1 in cache and cache.nbytes == cache.bytes_of(40)
     cache.add(4, embeddings_of(4, 40))
     assert (1 in cache, 4 in cache) == (False, True)
@@ -85,33 +85,31 @@ def test_pinned_embeddings_stay_until_the_last_request_that_wants_them_ends():
 def test_any_order_of_calls_keeps_pinned_embeddings_and_the_limit():
     chance = random.Random(0)
     cache = cache_of(limit=60)
-    pins, pinned_at = [], set()
+    pins = {owner: set() for owner in ("requests", 0, 1)}
     for _ in range(3000):
         key = chance.randrange(12)
-        event = chance.choice(("add", "pin", "unpin", "resolve"))
+        held = {key for key in range(12) if key in cache}
+        event = chance.choice(("add", "pin", "resolve"))
         if event == "add":
             cache.add(key, embeddings_of(key, 1 + key * 3))
-            pinned_at |= {key} & set(pins)
+            held.add(key)
         elif event == "pin":
-            cache.pin([key])
-            pins.append(key)
-            pinned_at |= {key} if key in cache else set()
-        elif event == "unpin" and pins:
-            gone = pins.pop(chance.randrange(len(pins)))
-            cache.unpin([gone])
-            pinned_at -= {gone} - set(pins)
+            owner = chance.choice(list(pins))
+            pins[owner] = set(chance.sample(range(12), chance.randrange(4)))
+            cache.pin(owner, pins[owner])
         elif key in cache:
             _ids, found, _places = cache.resolve(np.array(image(key, 1 + key * 3).ids, np.int64))
             assert (found == embeddings_of(key, 1 + key * 3)).all()
-        assert all(pinned in cache for pinned in pinned_at)
-        held = [key for key in range(12) if key in cache]
-        assert cache.nbytes == cache.bytes_of(sum(1 + key * 3 for key in held))
-        assert cache.nbytes <= cache.limit_bytes or set(held) <= set(pins)
+        pinned = set().union(*pins.values())
+        kept = {key for key in range(12) if key in cache}
+        assert held & pinned <= kept <= held
+        assert cache.nbytes == cache.bytes_of(sum(1 + key * 3 for key in kept))
+        assert cache.nbytes <= cache.limit_bytes or kept <= pinned
 
 
 def test_one_thread_adds_while_another_one_reads():
     cache = cache_of(limit=20)
-    cache.pin([0])
+    cache.pin("requests", {0})
     cache.add(0, embeddings_of(0, 4))
     ids = np.array(image(0, 4).ids, np.int64)
     stop = threading.Event()
@@ -127,8 +125,8 @@ def test_one_thread_adds_while_another_one_reads():
     try:
         for _ in range(2000):
             assert (cache.resolve(ids)[1] == embeddings_of(0, 4)).all()
-            cache.pin([1])
-            cache.unpin([1])
+            cache.pin(1, {1})
+            cache.pin(1, set())
     finally:
         stop.set()
         thread.join()
