@@ -51,7 +51,7 @@ NNCF = "nncf==3.4.0"
 # checkpoints that gguf.py, split.py, lora.py and dequantize.py write.
 CONVERTER_VERSION = 8
 # These are for models that read images, whose entries hold a vision tower as well, and compressed weights.
-VISION_VERSION = 5
+VISION_VERSION = 6
 COMPRESSION_VERSION = 5
 READER_VERSIONS = {"gguf": 5, "gguf_folder": 2, "split": 1, "lora": 4, "dequantize": 2, "tokenizer": 6}
 HELD: set[Path] = set()  # the locks that this process keeps: an adapter may be loaded many times

@@ -62,19 +62,17 @@ def arrange(features: np.ndarray, canvas: tuple[int, ...], newline: Sequence[flo
     grid = grid.transpose(0, 2, 1, 3, 4).reshape(rows, columns, width)
     grid = grid[top : rows - top, left : columns - left]
     if scaled_rows:
-        grid = _scale(_scale(grid, 0, scaled_rows), 1, scaled_columns)
+        grid = _scale(_scale(grid, scaled_rows).swapaxes(0, 1), scaled_columns).swapaxes(0, 1)
     ends = np.broadcast_to(np.float32(newline), (len(grid), 1, width))
     lines = np.concatenate([grid, ends], 1)
     return np.concatenate([features[0], lines.reshape(-1, width)])
 
 
-def _scale(grid: np.ndarray, axis: int, size: int) -> np.ndarray:
-    """The grid with `size` patches along the axis, by linear interpolation between the centers of patches, as
-    torch's `interpolate` does it."""
-    old = grid.shape[axis]
-    at = np.maximum((np.arange(size) + 0.5) * (old / size) - 0.5, 0)
+def _scale(grid: np.ndarray, size: int) -> np.ndarray:
+    """The grid, [rows, columns, width], with `size` rows, by linear interpolation between the centers of
+    patches, as torch's `interpolate` does it."""
+    last = len(grid) - 1
+    at = ((np.arange(size) + 0.5) * (len(grid) / size) - 0.5).clip(0, last)
     low = at.astype(int)
-    high = np.minimum(low + 1, old - 1)
-    share = (at - low).astype(grid.dtype)
-    share = share.reshape([-1 if each == axis else 1 for each in range(grid.ndim)])
-    return grid.take(low, axis) * (1 - share) + grid.take(high, axis) * share
+    share = np.float32(at - low)[:, None, None]
+    return grid[low] * (1 - share) + grid[np.minimum(low + 1, last)] * share

@@ -322,8 +322,7 @@ class PaddleTower(ProjectedTower):
     def for_transformers(self, values: Tensor) -> Tensor:
         """[1, 3, height, width] -> [patches, 3, side, side], row by row."""
         side = self._patch_side
-        blocks = values[0].unflatten(2, (-1, side)).unflatten(1, (-1, side))
-        return blocks.permute(1, 3, 0, 2, 4).flatten(0, 1)
+        return F.unfold(values, side, stride=side)[0].T.unflatten(1, (3, side, side))
 
     @staticmethod
     def adapt(model: nn.Module) -> None:
@@ -356,12 +355,12 @@ class QwenTower(VisionTower):
         return torch.cat([self._merged(x, "merger"), *deepstack], -1).float()
 
     def for_transformers(self, values: Tensor) -> Tensor:
-        """[1, 3, height, width] -> a row for each patch, with two equal frames. Patches of one token are
-        neighbours."""
-        block = (-1, self._merge, self._patch_side)
-        blocks = values[0].unflatten(2, block).unflatten(1, block)
-        patches = blocks.permute(1, 4, 2, 5, 0, 3, 6).flatten(0, 3)
-        return patches.unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1)
+        """[1, 3, height, width] -> [patches, 3 * 2 * side * side], with two equal frames. Patches of one
+        token are neighbours."""
+        side = self._patch_side
+        patches = F.unfold(values, side, stride=side)[0].T
+        ordered = self._in_order(patches.unflatten(0, (values.shape[2] // side, -1)))
+        return ordered.unflatten(1, (3, 1, -1)).expand(-1, -1, 2, -1).flatten(1)
 
     @staticmethod
     def adapt(model: nn.Module) -> None:
@@ -394,9 +393,8 @@ class QwenTower(VisionTower):
         # [rows of windows, columns of windows, side, side, patches]
         windows = padded.unflatten(1, (-1, side)).unflatten(0, (-1, side)).transpose(1, 2)
         source = windows.clamp(min=0).flatten()
-        # The other way round: the places in the order of the image, without the padding.
-        place = torch.arange(padded.numel(), device=device).view(windows.shape)
-        places = place.transpose(1, 2).flatten(2, 3).flatten(0, 1)[:rows, :columns].flatten()
+        # The other way round: the places in the order of the patches, before which the padding is sorted.
+        places = windows.flatten().argsort()[padded.numel() - patch.numel() :]
         size = side**2 * patches
         cos, sin = (each[0, 0, source].unflatten(0, (-1, 1, size)) for each in rotation)
         is_patch = (windows >= 0).reshape(-1, 1, 1, size)

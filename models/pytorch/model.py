@@ -37,7 +37,7 @@ from models.checkpoint.pretrained import (
     reference_logits,
 )
 from models.errors import DeviceLost, ModelError, first_line, named, reported_as, warn_text_only
-from models.images.encoder_cache import EncoderCache, split_at_images
+from models.images.encoder_cache import EncoderCache, split_ids
 from models.images.grid_positions import GridPositions
 from models.images.towers import make_tower
 from models.machine import usable_threads
@@ -74,7 +74,7 @@ class _SlotCache(Cache):
         each slot, else one row."""
         self.is_step = is_step
         self._masks: dict[int | None, torch.Tensor] = {}  # by sliding window
-        self._images: torch.Tensor | None = None
+        self._images: torch.Tensor | None = None  # which image each token is of, [q]; 0: of none
         # The end of each slot after this pass.
         self.ends = {chunk.slot: chunk.begin + len(chunk.tokens) for chunk in chunks}
         assert max(self.ends) < self.rows and max(self.ends.values()) <= self.slot_length
@@ -94,10 +94,11 @@ class _SlotCache(Cache):
         return ids, self._positions
 
     def join_images(self, ids: torch.Tensor) -> None:
-        """Lets the tokens of each image in this pass, ids [1, q], attend to each other."""
-        parts = split_at_images(ids[0].cpu().numpy())
-        number_of = [np.full(len(part), n if part[0] < 0 else -1) for n, part in enumerate(parts)]
-        self._images = torch.from_numpy(np.concatenate(number_of)).to(ids.device)
+        """Lets the tokens of each image in this pass, ids [1, q], attend to each other. All images are
+        whole."""
+        is_image = ids[0] < 0
+        _keys, numbers = split_ids(ids[0])
+        self._images = (is_image & (numbers == 0)).cumsum(0) * is_image
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         """Part of transformers' cache protocol: stores the keys and values of this pass, [rows, kv heads, q,
@@ -133,7 +134,7 @@ class _SlotCache(Cache):
             )
             allowed = (key <= position) & (key > position - (sliding_window or self.slot_length))
             if self._images is not None:
-                same = (self._images[:, None] == self._images) & (self._images >= 0)
+                same = (self._images[:, None] == self._images) & (self._images > 0)
                 allowed[0, 0, :, -len(same) :] |= same
             zero = torch.zeros((), dtype=dtype, device=position.device)
             self._masks[sliding_window] = zero.where(allowed, torch.finfo(dtype).min)
