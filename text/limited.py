@@ -6,8 +6,7 @@ is replaced. It names the function as `module:maker`; `maker(*setup)` runs once 
 function, which takes a JSON value and returns a text or bytes, or raises `Rejected`.
 
 A child reads requests from its standard input until that ends, each as four bytes of length and JSON. It
-writes for each whether it was rejected (a byte), four bytes of length, and the result or the reason, texts in
-UTF-8.
+writes an ANSWER for each, and the result or the reason of a rejection, texts in UTF-8.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from typing import Any, BinaryIO
 from run import HERE, trim_memory
 
 CHILD = "import sys; sys.path[0] = sys.argv[1]; from text.limited import main; main(*sys.argv[2:])"
-PIPE_BYTES = 2**16  # what a pipe holds
+ANSWER = struct.Struct(">??I")  # whether the request is rejected; whether a text follows, and its bytes
 WALL_S = 30.0  # many times what a request takes on a busy machine
 # What Python needs to start, and what shows to which run a process belongs: no keys.
 ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "TZ", "NEURON_TEXTGEN_RUN_DIR")
@@ -76,12 +75,9 @@ class SandboxedFunction:
         """Starts a child, so that the next request does not wait for it."""
         self._idle.append(_Child(self._arguments))
 
-    def __call__(self, request: Any) -> str:
-        """The result of a function that returns a text. Raises what `call_bytes` raises."""
-        return self.call_bytes(request).decode("utf-8", "surrogatepass")
-
-    def call_bytes(self, request: Any) -> bytes:
-        """Raises Rejected, LimitExceeded, and RecursionError for a request that is nested too deeply."""
+    def __call__(self, request: Any) -> Any:
+        """The text or bytes that the function returns for a request, a JSON value. Raises Rejected,
+        LimitExceeded, and RecursionError for a request that is nested too deeply."""
         written = json.dumps(request).encode()  # raises before a child is taken
         child = self._take()
         answer = child.ask(written)
@@ -92,7 +88,7 @@ class SandboxedFunction:
         self._idle.append(child)
         is_rejected, result = answer
         if is_rejected:
-            raise Rejected(result.decode("utf-8", "surrogatepass"))
+            raise Rejected(result)
         return result
 
     def _take(self) -> _Child:
@@ -126,38 +122,33 @@ class _Child:
         finally:
             posix.close(requests)
             posix.close(answers)
+        self._reader = open(self._answers, "rb", closefd=False)  # noqa: SIM115
 
     @property
     def is_alive(self) -> bool:
+        """Whether the child runs; if not, its pipes are closed."""
         if posix.waitpid(self._pid, os.WNOHANG) == (0, 0):
             return True
         self._close()
         return False
 
-    def ask(self, request: bytes) -> tuple[bool, bytes] | None:
+    def ask(self, request: bytes) -> tuple[bool, str | bytes] | None:
         """Whether the request is rejected, and the result or the reason; None: the child has ended."""
         unsent = memoryview(len(request).to_bytes(4, "big") + request)
-        try:
+        with contextlib.suppress(BrokenPipeError, struct.error):  # the latter: nothing is there to unpack
             while unsent:
                 unsent = unsent[posix.write(self._requests, unsent) :]
-            is_rejected, length = struct.unpack(">?I", self._read(5))
-            return is_rejected, self._read(length)
-        except (BrokenPipeError, EOFError):
-            return None
+            is_rejected, is_text, length = ANSWER.unpack(self._reader.read(ANSWER.size))
+            data = self._reader.read(length)
+            if len(data) == length:
+                return is_rejected, data.decode("utf-8", "surrogatepass") if is_text else data
+        return None
 
     def end(self) -> int:
-        """The exit code of a child that has ended; the negative number of the signal that ended it."""
+        """Waits for the end of the child, and closes its pipes. Returns its exit code, or the negative number
+        of the signal that ended it."""
         self._close()
         return os.waitstatus_to_exitcode(posix.waitpid(self._pid, 0)[1])
-
-    def _read(self, size: int) -> bytes:
-        parts = []
-        while size:
-            parts.append(posix.read(self._answers, min(size, PIPE_BYTES)))
-            size -= len(parts[-1])
-            if not parts[-1]:
-                raise EOFError
-        return b"".join(parts)
 
     def _close(self) -> None:
         posix.close(self._requests)
@@ -196,8 +187,9 @@ def serve(requests: BinaryIO, answers: BinaryIO, maker: str, setup: str, limits:
             result = str(error)
         signal.setitimer(signal.ITIMER_PROF, 0)  # reading the next request is not part of it
         signal.setitimer(signal.ITIMER_REAL, 0)
-        data = result.encode("utf-8", "surrogatepass") if isinstance(result, str) else result
-        answers.write(struct.pack(">?I", is_rejected, len(data)) + data)
+        is_text = isinstance(result, str)
+        data = result.encode("utf-8", "surrogatepass") if is_text else result
+        answers.write(ANSWER.pack(is_rejected, is_text, len(data)) + data)
         answers.flush()
 
 

@@ -81,7 +81,7 @@ class ImagePreprocessor:
         image.
         """
         options = options or {}
-        answer = self._preprocess.call_bytes([base64.b64encode(data).decode(), options])
+        answer = self._preprocess([base64.b64encode(data).decode(), options])
         about, _newline, pixels = answer.partition(b"\n")
         text, tokens, shape, canvas, size = json.loads(about)
         if "max_pixels" in self.options and shape[1] < size[1] and shape[2] < size[0]:
