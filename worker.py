@@ -77,7 +77,7 @@ class Worker:
         self.stopping = False  # running requests are ended, too
         images = None
         if model.encoder_cache:
-            images = ImageThread(model, self.admission, self.metrics, self.link.interrupt)
+            images = ImageThread(model, self.admission, self.metrics)
         self._preparation = Preparation(self.grammars, images, self.metrics, self.link.interrupt)
         self._runner = StepRunner(model)
         self._timer = StepTimer()

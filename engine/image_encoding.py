@@ -1,9 +1,6 @@
 """The images of requests: a thread encodes each one once, into the model's encoder cache.
 
-An image goes through these states. The loop's thread moves an image, the encoding thread only into the cache:
-
-    add ─► `_images` has its pixels ─ start ─► `_pending` ─ `_encode`, in the thread ─► the encoder cache
-                                                         └ it failed, or was cancelled ─► `_images` again
+    add ─► `_images` has its pixels ─ start ─► `_encodings` ─ `_encode`, in the thread ─► the encoder cache
 
 `retain` names the images that requests want. It frees the pixels of all other images, and of encoded ones.
 """
@@ -13,8 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
@@ -28,21 +25,17 @@ logger = logging.getLogger("worker")
 
 class ImageThread:
     """Encodes the images of requests round-robin: a request with one image does not wait for all images of
-    another request. `wake` is called when an image is done. Only the loop's thread calls the methods."""
+    another request. Only the loop's thread calls the methods."""
 
-    def __init__(
-        self, model: StaticBatchModel, admission: Admission, metrics: Metrics, wake: Callable[[], None]
-    ):
+    def __init__(self, model: StaticBatchModel, admission: Admission, metrics: Metrics):
         self._model = model
         self._cache = model.encoder_cache
         self._admission = admission
         self._metrics = metrics
-        self._wake = wake
         self._images: dict[int, Image] = {}  # that are not encoded yet, by key
-        self._wanted: set[int] = set()  # keys
-        # By key, from `start` to `drain`. The values are those of `drain`; None: not yet done.
-        self._pending: dict[int, str | None] = {}
-        self._by_request: deque[deque[int]] = deque()  # keys; the first request is next
+        self._encodings: dict[int, Future[str]] = {}  # of images that requests want, by key
+        # What is left to do: keys and futures of each request. The first request is next.
+        self._by_request: deque[deque[tuple[int, Future[str]]]] = deque()
         self._thread = ThreadPoolExecutor(1, "worker-images")
 
     def add(self, images: Iterable[Image]) -> None:
@@ -61,10 +54,6 @@ class ImageThread:
         """Whether the embeddings of these images, key → tokens, fit into the encoder cache together."""
         return self._cache.bytes_of(sum(tokens.values())) <= self._cache.limit_bytes
 
-    def has(self, keys: Iterable[int]) -> bool:
-        """Whether all these images are encoded."""
-        return all(key in self._cache for key in keys)
-
     def retain(self, keys: set[int]) -> None:
         """Takes the keys of all images that requests want, and cancels the encoding of all others.
 
@@ -72,51 +61,53 @@ class ImageThread:
         is encoded.
         """
         self._cache.pin("requests", keys)
-        self._wanted = keys
+        for key in self._encodings.keys() - keys:
+            del self._encodings[key]
         for key in [key for key in self._images if key not in keys or key in self._cache]:
             self._admission.release_pixels(len(self._images.pop(key).pixels))
 
-    def start(self, keys: Iterable[int]) -> None:
-        """Encodes the images of one request that are not encoded yet."""
-        new = [key for key in keys if key not in self._cache and key not in self._pending]
+    def start(self, keys: Iterable[int]) -> list[Future[str]]:
+        """Encodes the images of one request that are not encoded yet. Returns a future for each image, whose
+        result says why the image cannot be encoded; "": it is encoded.
+
+        Requests share the future of an image, unless that has failed by then.
+        """
+        new: dict[int, Future[str]] = {}
+        for key in keys:
+            known = self._encodings.get(key)
+            if known is None or (known.done() and known.result()):
+                self._encodings[key] = new[key] = Future()
+                if key in self._cache:
+                    new.pop(key).set_result("")
         if new:
-            self._pending |= dict.fromkeys(new)
-            self._by_request.append(deque(new))
+            self._by_request.append(deque(new.items()))
         for _ in new:
             self._thread.submit(self._encode_next)
-
-    def drain(self) -> dict[int, str]:
-        """The images, by key, whose encoding has ended since the last call: why it failed; "": the image is
-        encoded, or no request wants it."""
-        done = {key: error for key, error in self._pending.items() if error is not None}
-        for key in done:
-            del self._pending[key]
-        return done
+        return [self._encodings[key] for key in keys]
 
     def close(self) -> None:
         """Ends the thread after the tile that it encodes."""
-        self._wanted = set()
+        self._encodings.clear()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _encode_next(self) -> None:
         """Runs in the thread. The request's next image comes after those of the other requests."""
-        keys = self._by_request.popleft()
-        key = keys.popleft()
-        self._pending[key] = self._encode(key)
-        if keys:
-            self._by_request.append(keys)
-        self._wake()
+        images = self._by_request.popleft()
+        key, encoding = images.popleft()
+        encoding.set_result(self._encode(key))
+        if images:
+            self._by_request.append(images)
 
     def _encode(self, key: int) -> str:
         """Encodes an image into the cache, if a request still wants the image. Returns why the image cannot
         be encoded; "" if it is encoded or not wanted."""
         image = self._images.get(key)
-        if image is None:
+        if image is None or key in self._cache:
             return ""
         started_at = time.monotonic()
         try:
             pixels = np.frombuffer(image.pixels, np.uint8).reshape(*image.shape, 3)
-            embeddings = self._model.encode_image(pixels, image.canvas, lambda: key not in self._wanted)
+            embeddings = self._model.encode_image(pixels, image.canvas, lambda: key not in self._encodings)
             if embeddings is None:
                 return ""
             if len(embeddings) != image.tokens:

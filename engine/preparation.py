@@ -68,7 +68,7 @@ class Preparation:
         if self.images:
             self.images.retain({key for request in self._requests for key in request.images})
         for request in self._fitting():
-            if request.state is RequestState.PREPARING:
+            if request.preparations is None:
                 self._prepare(request)
 
     def drain(self) -> list[tuple[Request, str]]:
@@ -78,16 +78,14 @@ class Preparation:
         The caller adds each of these requests to the scheduler, or ends it; otherwise the next call returns
         the request again.
         """
-        encoded = self.images.drain() if self.images else {}
         prepared = []
         for request in self._requests:
-            if request.state is not RequestState.PREPARING:
-                continue
-            job = request.compilation
-            errors = map(encoded.get, request.images)
-            error = (job and job.done() and job.result()) or next(filter(None, errors), "")
-            if error or self._is_ready(request):
-                prepared.append((request, error))
+            jobs = request.preparations
+            if request.state is RequestState.PREPARING and jobs is not None:
+                results = [job.result() for job in jobs if job.done()]
+                error = next(filter(None, results), "")
+                if error or len(results) == len(jobs):
+                    prepared.append((request, error))
         return prepared
 
     def close(self) -> None:
@@ -114,21 +112,14 @@ class Preparation:
             fitting.append(request)
         return fitting
 
-    def _is_ready(self, request: Request) -> bool:
-        """Whether the grammar is compiled and all images are encoded."""
-        is_compiled = request.matcher is not None or not request.generate.grammar
-        return is_compiled and (not request.images or self.images.has(request.images))
-
     def _prepare(self, request: Request) -> None:
-        """Begins to compile the grammar and to encode the images, if they are not ready."""
-        if self._is_ready(request):  # all of it was in the encoder cache
-            self._wake()
-            return
-        if request.images:
-            self.images.start(request.images)
-        if request.generate.grammar and not request.compilation:
-            request.compilation = self._compiler.submit(self._compile, request)
-            request.compilation.add_done_callback(lambda _job: self._wake())
+        """Begins to compile the grammar and to encode the images."""
+        jobs = self.images.start(request.images) if request.images else []
+        if request.generate.grammar:
+            jobs.append(self._compiler.submit(self._compile, request))
+        request.preparations = jobs
+        for job in jobs:
+            job.add_done_callback(lambda _job: self._wake())
 
     def _compile(self, request: Request) -> str:
         """Compiles the request's grammar, in the thread. Returns why that failed; "" if the grammar is

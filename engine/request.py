@@ -51,7 +51,8 @@ class Request:
     proposer: NgramProposer | None = None  # with speculative decoding
     state: RequestState = RequestState.RECEIVED
     # Kept by the preparation:
-    compilation: Future[str] | None = None  # of its grammar; the result says why it failed
+    # Of its grammar and its images; a result says why it failed, "" if it did not. None: not yet begun.
+    preparations: Sequence[Future[str]] | None = None
     # Kept by the scheduler:
     slot: int | None = None  # None: it has none
     cached: int = 0  # prompt tokens found in the prefix cache
