@@ -209,10 +209,6 @@ class Manifest:
         return self.layout is not None
 
     @property
-    def whole_images(self) -> bool:
-        return self.reads_images and self.vision_family.whole_images
-
-    @property
     def why_no_images(self) -> str:
         """Why only the text of a family that reads images is served, for the log. "": its images are read, or
         the family is not in VISION_FAMILIES."""

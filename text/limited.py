@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import json
 import os
+import pkgutil
 import posix
 import resource
 import signal
@@ -24,11 +24,11 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from run import HERE, trim_memory
 
-CHILD = "import sys; sys.path[0] = sys.argv[1]; from text.limited import main; main(*sys.argv[2:])"
+CHILD = "import sys; sys.path[0] = sys.argv[1]; from text.limited import main; main(sys.argv[2])"
 ANSWER = struct.Struct(">??I")  # whether the request is rejected; whether a text follows, and its bytes
 WALL_S = 30.0  # many times what a request takes on a busy machine
 # What Python needs to start, and what shows to which run a process belongs: no keys.
@@ -62,7 +62,7 @@ class SandboxedFunction:
         cpu_s: float,
         memory_bytes: int,
     ):
-        self._arguments = [maker, json.dumps(setup), json.dumps([cpu_s, memory_bytes, WALL_S])]
+        self._arguments = json.dumps([maker, setup, cpu_s, memory_bytes, WALL_S])
         self._reasons = {
             -signal.SIGPROF: f"takes longer than {cpu_s:g} s of processor time",
             -signal.SIGALRM: f"takes longer than {WALL_S:g} s",
@@ -108,12 +108,12 @@ class _Child:
     of `os` by its own. The functions of `posix` are the real ones.
     """
 
-    def __init__(self, arguments: list[str]):
+    def __init__(self, arguments: str):
         requests, self._requests = posix.pipe()  # which no other process inherits
         self._answers, answers = posix.pipe()
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | ONE_THREAD
         streams = [(os.POSIX_SPAWN_DUP2, requests, 0), (os.POSIX_SPAWN_DUP2, answers, 1)]
-        command = [sys.executable, "-c", CHILD, str(HERE), *arguments]
+        command = [sys.executable, "-c", CHILD, str(HERE), arguments]
         try:
             self._pid = posix.posix_spawn(sys.executable, command, environment, file_actions=streams)
         except OSError:
@@ -161,16 +161,13 @@ def _limit(kind: int, most: int) -> None:
     resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-def serve(requests: BinaryIO, answers: BinaryIO, maker: str, setup: str, limits: str) -> None:
-    """Makes the function, and answers requests until they end. Raises MemoryError.
-
-    maker: `module:name`; setup: a list in JSON; limits: [cpu_s, memory_bytes, wall_s] in JSON. A request that
-    exceeds a limit of time ends the process by a signal.
-    """
-    module, name = maker.split(":")
-    cpu_s, memory_bytes, wall_s = json.loads(limits)
+def serve(maker: str, setup: list, cpu_s: float, memory_bytes: int, wall_s: float) -> None:
+    """Makes the function, and answers requests until they end. Raises MemoryError. The arguments are those of
+    `SandboxedFunction`. A request that exceeds a limit of time ends the process by a signal."""
+    requests = sys.stdin.buffer
+    answers = sys.stdout.buffer
     signal.setitimer(signal.ITIMER_REAL, wall_s)  # SIGALRM ends it
-    function = getattr(importlib.import_module(module), name)(*json.loads(setup))
+    function = pkgutil.resolve_name(maker)(*setup)
     trim_memory()
     signal.setitimer(signal.ITIMER_REAL, 0)  # waiting for a request is not part of it
     pages = int(Path("/proc/self/statm").read_text().split()[0])  # that this process has now
@@ -193,13 +190,13 @@ def serve(requests: BinaryIO, answers: BinaryIO, maker: str, setup: str, limits:
         answers.flush()
 
 
-def main(*arguments: str) -> None:
-    """The child; `arguments` are those of `serve`."""
+def main(arguments: str) -> None:
+    """The child; `arguments` are those of `serve`, in JSON."""
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # what the parent has open
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nothing that a request does may fill the log
     for kind, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NOFILE, 16)):
         _limit(kind, most)
     try:
-        serve(sys.stdin.buffer, sys.stdout.buffer, *arguments)
+        serve(*json.loads(arguments))
     except MemoryError:
         os._exit(errno.ENOMEM)  # `SandboxedFunction` has the words for it

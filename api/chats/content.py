@@ -18,8 +18,6 @@ from api.http.fields import Json, require
 from text.template import images_of
 
 logger = logging.getLogger("web")
-# Replaces what the model cannot read, so that a session with an image goes on.
-OMITTED = "[{kind} omitted: this server reads {readable} only]"
 # Claude Code's first system block, which says nothing to a model and changes: nothing behind it would be
 # reused.
 BILLING = re.compile(r"^[ \t]*x-anthropic-billing-header:.*\n?", re.IGNORECASE | re.MULTILINE)
@@ -92,9 +90,9 @@ class ContentReader:
         return text
 
     def omission(self, kind: str) -> str:
-        """The note that replaces content that the model cannot read."""
+        """The note that replaces content that the model cannot read, so that the conversation goes on."""
         readable = "text and images" if self.images.are_read else "text"
-        return OMITTED.format(kind=kind, readable=readable)
+        return f"[{kind} omitted: this server reads {readable} only]"
 
     def skip(self, kind: str) -> None:
         """Notes for the log that a part of this type is left out."""

@@ -68,7 +68,7 @@ class RequestImages:
         self._run = run
         self._domains = domains
         self._images: list[RequestImage] = []
-        self._holds_pixels = False
+        self._held = contextlib.ExitStack()  # what is released at the end of the block
 
     @property
     def are_read(self) -> bool:
@@ -85,8 +85,7 @@ class RequestImages:
 
     def __exit__(self, *_error) -> None:
         self._images.clear()
-        if self._holds_pixels:
-            WITH_PIXELS.release()
+        self._held.close()
 
     def set_options(self, options: Json, name: str, image_numbers: Sequence[int]) -> None:
         """Overrides fields of the model's preprocessor for the images with these numbers, except the fields
@@ -150,8 +149,7 @@ class RequestImages:
         remote = [image for image in self._images if isinstance(image.source, str)]
         with WITH_FETCHED if remote else contextlib.nullcontext():
             self._fetch(remote)
-            WITH_PIXELS.acquire()
-            self._holds_pixels = True
+            self._held.enter_context(WITH_PIXELS)
         spent_s = 0.0
         pixels = 0
         for image in self._images:

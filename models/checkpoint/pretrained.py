@@ -200,7 +200,6 @@ class VisionCheck:
             self.canvas = Canvas(rows * patches, columns * patches, 0, 0, 0, 0)
             sizes["image_sizes"] = image
         elif has_grid_positions(model):
-            self.canvas = (4, 6)
             sizes["image_grid_thw"] = (1, 8, 12)
         elif not tower.tile_side:
             sizes["image_sizes"] = (height, width)

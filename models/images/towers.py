@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,28 +27,10 @@ from manifest import Manifest, VisionFamily
 from models.images.embeddings import ImageEncoder
 from run import Json
 
-# Where checkpoints have the parts: transformers renamed them more than once. The longer names come first.
-TOWERS = (
-    "model.vision_tower.vision_model.",
-    "vision_tower.vision_model.",
-    "model.vision_tower.",
-    "vision_tower.",
-    "model.vision_model.",
-    "model.visual.vision_model.",
-    "model.visual.",
-    "visual.",
-    "model.vision_encoder.",
-    "vision_encoder.",
-)
-PROJECTORS = (
-    "model.multi_modal_projector.",
-    "multi_modal_projector.",
-    "model.connector.",
-    "model.projector.",
-    "model.vision_projection.",
-    "vision_projection.",
-)
-NEWLINES = ("model.image_newline", "image_newline")
+# Where checkpoints have the parts, as patterns: transformers renamed them more than once.
+TOWER = r"(model\.)?(vision_tower|vision_model|visual|vision_encoder)\.(vision_model\.)?"
+PROJECTOR = r"(model\.)?(multi_modal_projector|connector|projector|vision_projection)\."
+NEWLINE = r"(model\.)?image_newline$"
 
 ACTIVATIONS = {
     "gelu": F.gelu,
@@ -113,8 +95,8 @@ class VisionTower(nn.Module, ImageEncoder):
         super().__init__()
         self._config = {**manifest.vision_family.defaults, **manifest.config_json}
         vision = self._vision = manifest.vision_config
-        self._tower = _Tensors(tensors, TOWERS, dtype)
-        newline = next((tensors[name] for name in NEWLINES if name in tensors), None)
+        self._tower = _Tensors(tensors, TOWER, dtype)
+        newline = next((tensors[name] for name in tensors if re.match(NEWLINE, name)), None)
         self.newline = None if newline is None else newline.tolist()
         scale, shift = _normalization(manifest.processor_config)
         self.register_buffer("scale", scale)
@@ -236,7 +218,7 @@ class ProjectedTower(VisionTower):
 
     def __init__(self, manifest: Manifest, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None):
         super().__init__(manifest, tensors, dtype)
-        self._projector = _Tensors(tensors, PROJECTORS, dtype)
+        self._projector = _Tensors(tensors, PROJECTOR, dtype)
         self._is_pixtral = POSITIONS not in self._tower
         self._is_idefics = "modality_projection.proj.weight" in self._projector
         self._rotates = self._is_pixtral or self.aligns_corners is not None
@@ -432,25 +414,22 @@ def make_tower(manifest: Manifest, *arguments: Any) -> VisionTower:
 
 
 class _Tensors(nn.Module):
-    """The tensors of one part of a checkpoint, and layers made of them. The part has the names with the first
-    of `prefixes` that any name has; a tensor is found by the rest of its name, as NAMES changes it.
+    """The tensors of one part of a checkpoint, and layers made of them. The names of the part begin with the
+    pattern `place`; a tensor is found by the rest of its name, as NAMES changes it.
 
     dtype: of the tensors as they are read; None: as they are stored. Raises KeyError for a checkpoint without
     the part.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], prefixes: Iterable[str], dtype: torch.dtype | None):
+    def __init__(self, tensors: Mapping[str, Tensor], place: str, dtype: torch.dtype | None):
         super().__init__()
         self._dtype = dtype
-        for prefix in prefixes:
-            names = [name for name in tensors if name.startswith(prefix)]
-            if names:
-                break
-        else:
-            raise KeyError(f"the checkpoint has no tensor {'..., '.join(prefixes)}...")
+        names = [name for name in tensors if re.match(place, name)]
+        if not names:
+            raise KeyError(f"the checkpoint has no tensor {place}")
         for name in names:
-            own = name.removeprefix(prefix)
-            for pattern, part in NAMES.items():
+            own = name
+            for pattern, part in {f"^{place}": "", **NAMES}.items():
                 own = re.sub(pattern, part, own)
             self.register_buffer(own.replace(".", "/"), tensors[name])
 
@@ -482,7 +461,7 @@ class _Tensors(nn.Module):
 
 def is_vision(name: str) -> bool:
     """Whether a tensor belongs to the vision tower, the projector or the row ends."""
-    return name.startswith((*TOWERS, *PROJECTORS, *NEWLINES))
+    return re.match(f"{TOWER}|{PROJECTOR}|{NEWLINE}", name) is not None
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

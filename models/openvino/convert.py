@@ -210,7 +210,7 @@ def _convert_vision(model: torch.nn.Module, manifest: Manifest, target: Path, co
             "newline": tower.newline,
             "vision_activation_group": _compress_vision(graph, path, check, config),
             "image_width": check.embeddings.shape[1],
-            "whole_images": manifest.whole_images,
+            "whole_images": manifest.vision_family.whole_images,
         }
     for each in target.glob("vision.*"):
         each.unlink()

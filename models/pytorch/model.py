@@ -328,7 +328,7 @@ class TorchModel(StaticBatchModel):
             warn_text_only(self._kind, fault)
         else:
             self.encoder_cache = EncoderCache(check.embeddings.shape[1])
-            self.whole_images = manifest.whole_images
+            self.whole_images = manifest.vision_family.whole_images
 
     def _add_adapters(self, config: Config, ids: list[int]) -> None:
         """Loads the LoRA adapters of the settings. Raises ModelError for one that does not fit."""

@@ -20,7 +20,7 @@ def key_of(data, options=None):
 class FakePreprocessor:
     """`files` holds those that were preprocessed. A file that begins with "bad" is refused, one with "slow" exceeds a limit."""
 
-    placeholder = token = IMAGE
+    placeholder = IMAGE
     token_id = IMAGE_ID
     reserved_ids = frozenset([IMAGE_ID])
     options = ("max_pixels",)

@@ -207,16 +207,16 @@ class RowsAndColumns(Layout):
             longest = math.ceil(max(image.size) / self._side) * self._side
             columns, rows = (math.ceil(edge / self._side) for edge in _scaled_size(image, longest))
             image = self._resized(image, columns * self._side, rows * self._side)
-        whole_image = self._resized(image, self._side, self._side)
-        tiles = [*_cut(image, self._side), whole_image] if columns * rows > 1 else [whole_image]
+        tiles = []
         text = ""
-        for n in range(len(tiles) - 1):
-            text += self._tile(f"row_{n // columns + 1}_col_{n % columns + 1}")
-            text += "\n" * (n % columns == columns - 1)
-        if text:
+        if columns * rows > 1:
+            tiles = _cut(image, self._side)
+            for row in range(1, rows + 1):
+                names = (f"row_{row}_col_{column}" for column in range(1, columns + 1))
+                text += "".join(map(self._tile, names)) + "\n"
             text += "\n"
-        text += self._tile("global-img") + "<fake_token_around_image>"
-        return Tiles(tiles, text)
+        tiles.append(self._resized(image, self._side, self._side))
+        return Tiles(tiles, text + self._tile("global-img") + "<fake_token_around_image>")
 
     def _tile(self, name: str) -> str:
         return f"<fake_token_around_image><{name}>{self.token * self._tokens}"

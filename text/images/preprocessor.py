@@ -59,7 +59,6 @@ class ImagePreprocessor:
         if bounds := layout.bounds(most):
             logger.debug("Images of more than %d tokens are scaled down: %s", most, bounds)
             overrides = overrides | bounds
-        self.token = layout.token  # the text of an image token
         self.placeholder = layout.placeholder or layout.token  # what the chat template writes for an image
         self.token_id = manifest.image_token_id
         # Clients must not write these.

@@ -547,7 +547,7 @@ def test_a_model_whose_tower_is_not_that_of_transformers_is_served_without_image
         monkeypatch.setitem(vision.ACTIVATIONS, "quick_gelu", torch.tanh)
         said = "its image embeddings differ from those of transformers by"
     else:
-        monkeypatch.setattr("models.images.towers.TOWERS", ("elsewhere.",))
+        monkeypatch.setattr("models.images.towers.TOWER", r"elsewhere\.")
         said = "KeyError: "
     for _start in range(2):
         caplog.clear()
