@@ -40,7 +40,7 @@ from api.http import errors
 from api.http.bodies import drain_body
 from api.http.engine_client import EngineClient, EngineError
 from api.http.errors import ANTHROPIC, CLIENT_CLOSED_REQUEST, ApiError
-from api.http.response_store import FILE
+from api.http.response_store import FILE, StoreError
 from config import Config, keys_of
 from protocol import ModelInfo, RequestStats
 from run import ConfigError, die_with_parent, run_dir, socket_address, trim_memory
@@ -249,6 +249,10 @@ class ErrorHandlers:
             return error
         if isinstance(error, EngineError):
             return errors.not_ready(str(error))
+        if isinstance(error, StoreError):
+            logger.warning("stored responses cannot be used: %s", error, extra=server.log_fields())
+            what = f"The stored responses cannot be used now: {error}; send the items themselves"
+            return ApiError(503, "unavailable", what, retry_after_s=5)
         if isinstance(error, RecursionError):
             return ApiError(400, "validation", "The JSON of the request is nested too deeply")
         if not isinstance(error, HTTPException):

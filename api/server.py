@@ -35,7 +35,7 @@ from api.http.bodies import Bodies
 from api.http.engine_client import EngineClient, attempt
 from api.http.errors import CLIENT_CLOSED_REQUEST, ApiError
 from api.http.fields import Json
-from api.http.response_store import OwnedResponses
+from api.http.response_store import OwnedResponses, ResponseStore
 from api.http.types import encode_json
 from config import Config
 from text.grammar import GrammarError
@@ -124,7 +124,7 @@ class Server:
         """store: the file of stored responses."""
         self.config = config
         self.engine = engine
-        self._store = store
+        self._store = ResponseStore(store, config.response_store_size << 20)
         self._bodies = Bodies(config.client_timeout)
         self._threads = TextThreads(config.max_concurrent_requests)
         self._image_threads = TextThreads(config.max_concurrent_requests)
@@ -147,8 +147,7 @@ class Server:
     @property
     def responses(self) -> OwnedResponses:
         """The stored responses of the API key of the request."""
-        file_bytes = self.config.response_store_size << 20
-        return OwnedResponses(self._store, file_bytes, g.api_key, self.payload_limit)
+        return OwnedResponses(self._store, g.api_key, self.payload_limit)
 
     @property
     def payload_limit(self) -> int:

@@ -12,6 +12,7 @@ import hashlib
 import logging
 import secrets
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +26,8 @@ logger = logging.getLogger("web")
 
 FILE = "responses.sqlite"  # in the run's folder
 BUSY_S = 1.0  # how long a call waits for another process; one takes about a millisecond
+LOCKED = "database is locked"  # SQLite's words after BUSY_S
+RETRY_S = 30.0  # a locked file is left alone for so long: to wait for it stops the event loop
 CREATE_TABLE = (
     "CREATE TABLE IF NOT EXISTS responses "
     "(id TEXT PRIMARY KEY, previous_id TEXT, input BLOB, output BLOB, response BLOB, owner BLOB)"
@@ -39,6 +42,10 @@ LOST = (
     "a replica knows only its own responses, and only until it restarts or newer ones fill its "
     "--response-store-size (RESPONSE_STORE_SIZE)"
 )
+
+
+class StoreError(Exception):
+    """The file cannot be used: it is locked or damaged, or the disk is full. The message is SQLite's."""
 
 
 def response_id(key: str) -> str:
@@ -69,17 +76,42 @@ class StoredResponse(NamedTuple):
         return len(self.input) + len(self.output) + len(self.response)
 
 
-class OwnedResponses:
-    """The stored responses that one request may read: those of its API key. The file is opened for each call,
-    so a file that was removed is made again.
+class ResponseStore:
+    """The file, for one API server process. It is opened for each use, so a file that was removed is made
+    again. file_bytes: its largest size; 0: nothing is stored."""
 
-    file_bytes: the largest size of the file; 0: nothing is stored. max_bytes: the most bytes of stored items
-    that the request may add to its own, over all calls of `conversation` and `item`.
+    def __init__(self, path: Path, file_bytes: int):
+        self._path = path
+        self.file_bytes = file_bytes
+        self._locked_at = -RETRY_S
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[sqlite3.Connection]:
+        """A connection whose changes are written at the end of the block. Raises StoreError, also for an
+        error of SQLite in the block. A locked file is waited for once; calls in the next RETRY_S raise
+        without a wait."""
+        if time.monotonic() < self._locked_at + RETRY_S:
+            raise StoreError(LOCKED)
+        try:
+            with contextlib.closing(sqlite3.connect(self._path, timeout=BUSY_S)) as database, database:
+                database.execute("PRAGMA synchronous = OFF")  # the file need not outlive the machine
+                database.execute(CREATE_TABLE)
+                yield database
+        except sqlite3.Error as error:
+            if str(error) == LOCKED:
+                self._locked_at = time.monotonic()
+            raise StoreError(str(error)) from None
+
+
+class OwnedResponses:
+    """The stored responses that one request may read: those of its API key.
+
+    max_bytes: the most bytes of stored items that the request may add to its own, over all calls of
+    `conversation` and `item`. All methods that read raise StoreError.
     """
 
-    def __init__(self, path: Path, file_bytes: int, api_key: bytes, max_bytes: int):
-        self._path = path
-        self._file_bytes = file_bytes
+    def __init__(self, store: ResponseStore, api_key: bytes, max_bytes: int):
+        self._store = store
         self._owner = hashlib.sha256(api_key).digest()
         self._max_bytes = max_bytes
         self._read_bytes = 0
@@ -88,22 +120,23 @@ class OwnedResponses:
 
     @property
     def is_on(self) -> bool:
-        return self._file_bytes > 0
+        return self._store.file_bytes > 0
 
     def save(self, stored: StoredResponse) -> bool:
         """Stores a response, and returns whether that succeeded. A response that is larger than the file may
         be is not stored; a failure of the file is logged, and not raised. The oldest entries, of any API key,
         make room."""
-        if stored.total_bytes > self._file_bytes:
+        most = self._store.file_bytes
+        if stored.total_bytes > most:
             return False
         try:
-            with self._open() as database:
+            with self._store.open() as database:
                 database.execute("BEGIN IMMEDIATE")
-                while database.execute(USED_BYTES).fetchone()[0] + stored.total_bytes > self._file_bytes:
+                while database.execute(USED_BYTES).fetchone()[0] + stored.total_bytes > most:
                     if not database.execute(DELETE_OLDEST).rowcount:
                         break
                 database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)", (*stored, self._owner))
-        except sqlite3.Error as error:
+        except StoreError as error:
             logger.warning("a response was not stored: %s", error)
             return False
         return True
@@ -160,16 +193,8 @@ class OwnedResponses:
         """The rows that a statement about a response of this owner returns; none if the store is off."""
         if not self.is_on:
             return []
-        with self._open() as database:
+        with self._store.open() as database:
             return database.execute(statement, (id, self._owner)).fetchall()
-
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[sqlite3.Connection]:
-        """A connection whose changes are written at the end of the block."""
-        with contextlib.closing(sqlite3.connect(self._path, timeout=BUSY_S)) as database, database:
-            database.execute("PRAGMA synchronous = OFF")  # the file need not outlive the machine
-            database.execute(CREATE_TABLE)
-            yield database
 
     def _decode(self, path: str, *lists: bytes) -> list[Json]:
         """The items of JSON lists of the file, one after the other. Raises ApiError, for the field at `path`,

@@ -21,7 +21,7 @@ from api.generation.prepared_request import ModelText, Served, TokenizedPrompt
 from api.generation.response_writer import GeneratedSequence
 from api.http import fields
 from api.http.errors import OPENAI, TGI, ApiError
-from api.http.response_store import OwnedResponses
+from api.http.response_store import OwnedResponses, ResponseStore
 from api.http.types import encode_json
 from api.openai import chat, completions, responses
 from config import Config
@@ -72,7 +72,7 @@ def text() -> ModelText:
 
 
 def serving(info=INFO, config=CONFIG) -> Served:
-    return Served(config, info, text(), OwnedResponses(Path(), 0, b"", 0))
+    return Served(config, info, text(), OwnedResponses(ResponseStore(Path(), 0), b"", 0))
 
 
 @functools.cache

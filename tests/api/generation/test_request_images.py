@@ -32,7 +32,7 @@ from api.generation.prepared_request import ModelText, Served, prompts_of, with_
 from api.generation.request_images import WITH_PIXELS, RequestImages
 from api.http import fields
 from api.http.errors import ApiError
-from api.http.response_store import OwnedResponses
+from api.http.response_store import OwnedResponses, ResponseStore
 from api.openai import chat, responses
 from text.output.call_syntaxes import ModelTools
 from text.output.reasoning_formats import ModelReasoning
@@ -75,7 +75,7 @@ def data_url(file, kind="image/png"):
 
 def serving(source=ALL_ROLES, info=SEEING, config=CONFIG):
     images = RequestImages(text(source).images, lambda function: function(), ("example.com",))
-    return Served(config, info, text(source), OwnedResponses(Path(), 0, b"", 0), images)
+    return Served(config, info, text(source), OwnedResponses(ResponseStore(Path(), 0), b"", 0), images)
 
 
 @contextlib.contextmanager

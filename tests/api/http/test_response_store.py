@@ -11,9 +11,9 @@ from asked import CONFIG, INFO, record_renders, text, written
 from openai_api import RESPONSES, refusal, whole
 
 from api.generation.prepared_request import Served
-from api.http import fields
+from api.http import fields, response_store
 from api.http.errors import ApiError
-from api.http.response_store import OwnedResponses, StoredResponse
+from api.http.response_store import OwnedResponses, ResponseStore, StoredResponse, StoreError
 from api.openai import responses
 
 BODY = {"input": "Hi", "max_output_tokens": 3, "temperature": 0}
@@ -25,8 +25,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def store(tmp_path):
-    """The file and its largest size."""
-    return tmp_path / "responses", MIB
+    return ResponseStore(tmp_path / "responses", MIB)
 
 
 class Client:
@@ -39,7 +38,7 @@ class Client:
 
     @property
     def owned(self):
-        return OwnedResponses(*self.store, self.key, self.max_bytes)
+        return OwnedResponses(self.store, self.key, self.max_bytes)
 
     def writer(self, **body):
         served = Served(CONFIG, INFO, text(), self.owned)
@@ -115,6 +114,33 @@ def test_a_file_that_cannot_be_written_costs_no_response_and_is_one_line_in_the_
     assert '"type":"response.completed"' in streamed and '"store":false' in streamed.splitlines()[-2]
 
 
+@pytest.fixture
+def lock(client, tmp_path, monkeypatch):
+    """A process that holds the file, as one that hangs in the middle of a change."""
+    assert client.owned.save(entry("resp_1"))
+    monkeypatch.setattr(response_store, "BUSY_S", 0.01)
+    with contextlib.closing(sqlite3.connect(tmp_path / "responses", isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        yield other
+
+
+def test_a_locked_file_costs_no_response_and_is_named_where_it_is_read(client, lock, caplog):
+    answer = client.ask()
+    assert (answer["status"], answer["store"]) == ("completed", False)
+    assert caplog.messages == ["a response was not stored: database is locked"]
+    for call in (client.owned.get, client.owned.delete, client.owned.conversation):
+        with pytest.raises(StoreError, match=r"^database is locked$"):
+            call("resp_1")
+
+
+def test_a_locked_file_is_waited_for_once_and_tried_again_later(client, lock, monkeypatch):
+    assert not client.owned.save(entry("resp_2"))
+    lock.execute("ROLLBACK")
+    assert not client.owned.save(entry("resp_3")), "each try could stop the event loop for a second"
+    monkeypatch.setattr(response_store, "RETRY_S", 0)
+    assert client.owned.save(entry("resp_4")) and client.has("resp_1")
+
+
 def test_a_file_that_was_removed_is_made_again(client, tmp_path):
     first = client.ask()["id"]
     (tmp_path / "responses").unlink()
@@ -134,7 +160,7 @@ def test_a_response_is_stored_unless_the_request_or_the_setting_says_no(client, 
     assert answer["store"] is False
     with pytest.raises(ApiError):
         client.stored(answer["id"])
-    off = Client((tmp_path / "none", 0))
+    off = Client(ResponseStore(tmp_path / "none", 0))
     assert off.ask(store=True)["store"] is False
     assert not (tmp_path / "none").exists()
 
@@ -353,9 +379,20 @@ def test_without_a_store_what_needs_one_says_which_setting_is_off(serve):
     assert served.client.delete(f"{RESPONSES}/{answer['id']}").status_code == 404
 
 
-def test_a_store_that_cannot_be_read_is_an_error_of_the_server(served):
+def test_a_damaged_store_is_named_to_those_who_read_and_stops_no_other(served, caplog):
     answer = whole(served, RESPONSES, BODY)
+    route = f"{RESPONSES}/{answer['id']}"
+    continued = BODY | {"previous_response_id": answer["id"]}
+    referred = BODY | {"input": [{"id": answer["output"][0]["id"]}]}
     (served.folder / "responses").write_text("no database " * 1000)
-    found = served.client.get(f"{RESPONSES}/{answer['id']}")
-    assert (found.status_code, found.json["error"]["type"]) == (500, "server_error")
+    asked = [served.client.get(route), served.client.delete(route)]
+    asked += [served.post(RESPONSES, body) for body in (continued, continued | {"stream": True}, referred)]
+    for found in asked:
+        error = found.json["error"]
+        assert (found.status_code, error["type"], error["code"]) == (503, "server_error", "unavailable")
+        assert error["message"].startswith("The stored responses cannot be used now: file is not a database")
+        assert found.headers["Retry-After"] == "5"
+    lines = [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+    assert {line.getMessage() for line in lines} == {"stored responses cannot be used: file is not a database"}
+    assert len(lines) == 5 and not any(line.exc_info for line in lines)
     assert whole(served, RESPONSES, BODY)["store"] is False
