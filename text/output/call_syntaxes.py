@@ -32,6 +32,7 @@ from text.output.call_mender import ERRORS, CallText, UncheckedCall, as_json
 from text.output.json_mender import CONSTANTS, GEMMA_QUOTE, whole_value
 
 DEFINITIONS = ("$defs", "definitions")
+ALL_TYPES = {*TYPE_NAMES.values()}
 # Side by side that are asked for: small models would repeat theirs up to the end of the context.
 MOST_CALLS = 16
 # `argument` with any name, `value`: any literal, and the literals of each type.
@@ -589,30 +590,37 @@ def mended_calls(
 
 def types_of(schema: Any, parameters: Json) -> set[str]:
     """JSON Schema's names of the types that a property may have; the empty set: the schema does not say.
+    `integer` comes with `number`.
 
-    parameters: the schema of all properties, which has the definitions that `schema` may name.
+    A type counts if every keyword of the schema allows it. parameters: the schema of all properties, which
+    has the definitions that `schema` may name.
     """
-    types: set[str] = set()
-    alternatives = [schema]
-    references = set()  # each is looked at once, however often it is named
-    for each in alternatives:
-        if not isinstance(each, dict):
-            return set()
-        path = each.get("$ref")
-        options = [each[name] for name in ("anyOf", "oneOf", "allOf") if isinstance(each.get(name), list)]
-        if named := named_types(each):
-            types |= named
-        elif isinstance(path, str) and path != "#":
-            if path not in references:
-                references.add(path)
-                alternatives.append(referred(path, parameters).schema)
-        elif options:
-            alternatives += options[0]
-        elif "properties" in each:
-            types.add("object")
-        else:
-            return set()
-    return types
+    types = _allowed_types(schema, parameters, {})
+    return set() if types == ALL_TYPES else types
+
+
+def _allowed_types(schema: Any, parameters: Json, resolved: dict[str, set[str]]) -> set[str]:
+    """As `types_of`, but ALL_TYPES if the schema does not say. resolved: the result for each reference
+    that was looked at, by its path; for one that is being looked at, the empty set."""
+    if not isinstance(schema, dict):
+        return ALL_TYPES
+    types = named_types(schema) or ALL_TYPES
+    if "number" in types:
+        types = types | {"integer"}
+    choices = [schema.get("anyOf"), schema.get("oneOf")]
+    if isinstance(schema.get("allOf"), list):
+        choices += [[each] for each in schema["allOf"]]
+    for options in choices:
+        if isinstance(options, list) and options:
+            types = types & set().union(*(_allowed_types(each, parameters, resolved) for each in options))
+    path = schema.get("$ref")
+    if isinstance(path, str) and path != "#":
+        if path not in resolved:
+            resolved[path] = set()
+            referred_schema = referred(path, parameters).schema
+            resolved[path] = _allowed_types(referred_schema, parameters, resolved)
+        types = types & resolved[path]
+    return {"object"} if types == ALL_TYPES and "properties" in schema else types
 
 
 def _named_type(schema: Any) -> str:

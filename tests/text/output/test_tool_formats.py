@@ -347,6 +347,24 @@ def test_an_empty_list_of_values_says_nothing_about_types():
     assert types_of({"enum": [], "$ref": "#/$defs/Text"}, {"$defs": {"Text": {"type": "string"}}}) == {"string"}
 
 
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}], "allOf": [{"type": ["null", "array"]}]}, {"null"}),
+        ({"oneOf": [{"type": "string"}, {"type": "integer"}], "anyOf": [{"type": "number"}, {}]}, {"string", "integer"}),
+        ({"oneOf": [{"type": "string"}, {"type": "integer"}], "allOf": [{"type": "number"}]}, {"integer"}),
+        ({"allOf": [{"$ref": "#/$defs/Color"}, {"description": "of the car"}]}, {"string"}),
+        ({"allOf": [{"type": ["string", "null"]}, {"anyOf": [{"type": "string"}, {"type": "array"}]}]}, {"string"}),
+        ({"type": ["string", "null"], "$ref": "#/$defs/Color"}, {"string"}),
+        ({"properties": {}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, {"object"}),
+        ({"anyOf": [], "allOf": [{"minimum": 0}]}, set()),
+        ({"anyOf": [{"$ref": "#/$defs/Color"}, {"$ref": "#/$defs/Color"}, {"type": "null"}]}, {"string", "null"}),
+    ],
+)
+def test_types_are_those_that_all_keywords_of_a_schema_allow(schema, types):
+    assert types_of(schema, {"$defs": {"Color": {"enum": ["red", "blue"]}}}) == types
+
+
 def test_a_definition_that_names_itself_has_the_types_of_its_other_options():
     parameters = {"$defs": {"Text": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Text"}]}}}
     assert types_of({"$ref": "#/$defs/Text"}, parameters) == {"string"}
