@@ -292,11 +292,11 @@ class Server:
         if policy is None:
             return
         ends_at = time.monotonic() + FIND_TOOL_S
-        for function, grammar in policy.alone(is_beside=prepared.grammar_name != "tools"):
+        for function, grammar in policy.alone:
             try:
                 self._check_grammar(grammar)
             except GrammarError as error:
-                raise errors.invalid(policy.paths[function.name], f"of {function.name} {error}") from None
+                raise errors.invalid(function.path, f"of {function.name} {error}") from None
             if time.monotonic() > ends_at:
                 return
 

@@ -7,6 +7,7 @@ chats here as a `ChatRequest`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Collection, Iterator
 from typing import Any, TypeVar
 
@@ -15,14 +16,14 @@ from msgspec.structs import replace
 
 from api.chats import formats
 from api.chats.content import PARTS, SYSTEM_ROLES, ContentPart, ContentReader, needed
-from api.chats.formats import Constraint
+from api.chats.formats import Constraint, naming
 from api.chats.openai_shared import OpenAIRequest, check_openai
 from api.chats.reasoning import template_variables
 from api.chats.template_adapter import ALIASES, adapt_to_template
-from api.chats.tools import OfferedTools, ToolPolicy, as_function, tool_policy
+from api.chats.tools import OfferedTools, as_function, tool_policy
 from api.generation.prepared_request import PreparedRequest, Served
 from api.generation.request_images import RequestImages
-from api.http.errors import ApiError, invalid
+from api.http.errors import ApiError
 from api.http.fields import (
     CHAT_FIELDS,
     WITH_IMAGES,
@@ -35,7 +36,6 @@ from api.http.fields import (
 )
 from api.http.types import U32
 from protocol import SamplingParams
-from text.grammar import GrammarError
 from text.output.json_mender import whole_value
 from text.output.parser import ParserConfig
 from text.output.reasoning_formats import Thinking
@@ -149,10 +149,11 @@ def prepare_chat(
         checked["sampling"] = _without_calls(checked["sampling"], served)
     forms = [form for _path, form in listed or tools]
     rendered, continued = _render_prompt(chat, forms, served, field_names)
-    if constraint.grammar:
+    with naming(constraint.grammar_name):
         constraint = constraint._replace(grammar=text.reasoning.in_answer(constraint.grammar))
     if policy:
-        constraint = _with_calls(constraint, policy)
+        policy = dataclasses.replace(policy, answer=constraint)
+        constraint = policy.constraint
     thinking = text.reasoning.thinking(rendered["prompt"], continued)
     parser_config = ParserConfig(policy, thinking, enforces_calls=bool(constraint.grammar))
     if thinking:
@@ -170,32 +171,21 @@ def prepare_chat(
     )
 
 
-def _with_calls(constraint: Constraint, policy: ToolPolicy) -> Constraint:
-    """The constraint of an output that is calls, or else what `constraint` allows. If `constraint` has no
-    grammar, any text is allowed beside calls, unless a call is required. Raises ApiError, also if a call is
-    required and `constraint` has a grammar."""
-    path, grammar, not_enforced = constraint
-    not_enforced += policy.not_enforced(bool(grammar))
-    if grammar:
-        return Constraint(path, policy.grammar_beside(path, grammar), not_enforced)
-    return Constraint("tool_choice" if policy.requires_call else "tools", policy.grammar, not_enforced)
-
-
 def _with_reasoning(
     constraint: Constraint, thinking: Thinking, budget: int | None, served: Served, field_names: FieldNames
 ) -> Constraint:
     """The constraint of an output of at most `budget` tokens of reasoning, then what `constraint` allows.
     budget: None: any number. Without a budget and a grammar, `constraint` is returned as it is. Raises
     ApiError."""
-    path, grammar, not_enforced = constraint
-    if not grammar:
-        if budget is None:
-            return constraint
-        path = field_names.budget
-    try:
-        return Constraint(path, served.text.reasoning.grammar(thinking, grammar, budget), not_enforced)
-    except GrammarError as error:
-        raise invalid(path, str(error)) from None
+    if not (constraint.grammar or budget is not None):
+        return constraint
+    close = thinking.format.close
+    detail = f"is not supported by this model: `{close}` is not one token of its tokenizer"
+    require(budget is None or thinking.close_id is not None, field_names.budget, detail)
+    path = constraint.grammar_name if constraint.grammar else field_names.budget
+    with naming(path):
+        grammar = served.text.reasoning.grammar(thinking, constraint.grammar, budget)
+    return constraint._replace(grammar_name=path, grammar=grammar)
 
 
 def _without_calls(sampling: SamplingParams, served: Served) -> SamplingParams:

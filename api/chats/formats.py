@@ -6,6 +6,8 @@ The fields are those of TGI (`grammar`), OpenAI (`response_format`), vLLM (`stru
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -92,6 +94,19 @@ class Constraint(NamedTuple):
         require(not ignores_eos, "ignore_eos", f"cannot be combined with `{name}`, which ends the text")
 
 
+ANY_TEXT = Constraint()
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Raises ApiError for a GrammarError of the block: for the function whose parameters are the reason, else
+    for the field `path`."""
+    try:
+        yield
+    except GrammarError as error:
+        raise invalid(getattr(error, "path", path), str(error)) from None
+
+
 def of_native(grammar: Json | None) -> Constraint:
     """What TGI's `grammar` asks for. Raises ApiError."""
     return _constraint(_of_type("grammar", grammar), WHITESPACE)
@@ -150,23 +165,22 @@ def _constraint(formats: list[Format], whitespace: str | None) -> Constraint:
     whitespace: the regular expression for what may stand between JSON tokens; None: nothing.
     """
     if not formats:
-        return Constraint()
+        return ANY_TEXT
     path, kind, value, is_strict = formats[0]
     require(kind != "unsupported", path, "is not supported")
     if len(formats) > 1:
         raise invalid(formats[1].path, f"cannot be combined with `{path}`: a request has one output format")
     is_text = kind != "regex" or isinstance(value, str)
     require(is_text, path, "must be a regular expression, as a string")
-    try:
+    schema = {"type": "object"} if kind == "json_object" else value
+    with naming(path):
         if kind == "regex":
             return Constraint(path, of_regex(value))
         if kind == "choice":
             return Constraint(path, of_choice(value))
-        schema = {"type": "object"} if kind == "json_object" else value
-        if isinstance(schema, str):
-            schema = msgspec.json.decode(schema)
-        return Constraint(path, of_json_schema(schema, whitespace, is_strict), left_out(schema))
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise invalid(path, f"must be a JSON schema: {error}") from None
-    except GrammarError as error:
-        raise invalid(path, str(error)) from None
+        try:
+            if isinstance(schema, str):
+                schema = msgspec.json.decode(schema)
+            return Constraint(path, of_json_schema(schema, whitespace, is_strict), left_out(schema))
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise invalid(path, f"must be a JSON schema: {error}") from None

@@ -7,21 +7,15 @@ import contextlib
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from api.chats.formats import ANY_TEXT, Constraint, naming
 from api.http.errors import invalid
 from api.http.fields import FieldNames, Json, require
-from text.grammar import GrammarError, left_out
+from text.grammar import left_out
 from text.json_schema import without_nulls
-from text.output.call_syntaxes import (
-    AllowedCalls,
-    Function,
-    ModelTools,
-    ParametersError,
-    calls_grammar,
-    not_written,
-)
+from text.output.call_syntaxes import AllowedCalls, Function, ModelTools, calls_grammar, not_written
 from text.output.tool_formats import AS_TEXT, TOOL_FORMATS
 
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
@@ -84,56 +78,49 @@ class OfferedTools:
 
 @dataclass(frozen=True)
 class ToolPolicy(AllowedCalls):
-    """What a chat may call; `paths` has the place of each function's parameters in the request, by name."""
+    """What a chat may call. answer: what the output may be instead of calls; without a grammar: any text."""
 
-    paths: dict[str, str] = field(default_factory=dict, compare=False)
+    answer: Constraint = ANY_TEXT
 
     @property
-    def grammar(self) -> str:
-        """The grammar of an output without other constraints. Raises ApiError. "": any text, because no call
-        is required and no function is strict."""
-        if self.requires_call:
-            return self._grammar("calls")
-        return self._grammar("auto") if any(function.is_strict for function in self.functions) else ""
+    def constraint(self) -> Constraint:
+        """The constraint of an output that is calls, or else what `answer` allows. If `answer` has no
+        grammar, any text is allowed beside calls, unless a call is required. Raises ApiError, also if a call
+        is required and `answer` has a grammar.
 
-    def not_enforced(self, is_beside: bool) -> tuple[str, ...]:
-        """JSON pointers to what the grammar of calls leaves out of the functions' schemas.
-
-        These are keywords that no grammar enforces (`left_out`), which are an error in a strict function, and
-        what the format of calls cannot write (`not_written`). is_beside: whether the output has another
-        grammar. If so, the calls of functions that are not strict must match their schemas, too.
+        The constraint has no grammar if no function's calls are enforced. Its `not_enforced` are those of
+        `answer`, then keywords that no grammar enforces (`left_out`), which are an error in a strict
+        function, and what the format of calls cannot write (`not_written`).
         """
-        places = []
-        for function in self._constrained(is_beside):
-            places += left_out(function.parameters)
-            places += not_written(self.format, function)
-        return tuple(places)
+        name, body, places = self.answer
+        start = "calls" if self.requires_call else "auto"
+        if body:
+            require(not self.requires_call, "tool_choice", f"cannot require a call together with `{name}`")
+            start = "calls | body"
+        else:
+            name = "tool_choice" if self.requires_call else "tools"
+        grammar = self._grammar(start, body) if self._enforced else ""
+        for function in self._enforced:
+            places += (*left_out(function.parameters), *not_written(self.format, function))
+        return Constraint(name, grammar, places)
 
-    def grammar_beside(self, name: str, grammar: str) -> str:
-        """The grammar of an output that is calls, or else what `grammar` of the field `name` allows. Raises
-        ApiError, also if a call is required."""
-        require(not self.requires_call, "tool_choice", f"cannot require a call together with `{name}`")
-        return self._grammar("calls | body", grammar)
-
-    def alone(self, is_beside: bool) -> Iterator[tuple[Function, str]]:
+    @property
+    def alone(self) -> Iterator[tuple[Function, str]]:
         """Yields each function whose calls a grammar enforces, and the grammar of its calls alone. Raises
-        ApiError. is_beside: see `not_enforced`."""
-        for function in self._constrained(is_beside):
+        ApiError."""
+        for function in self._enforced:
             yield function, replace(self, functions=[function])._grammar("calls")
 
-    def _constrained(self, is_beside: bool) -> list[Function]:
-        """The functions whose calls a grammar enforces. These are all if a call is required or `is_beside` is
-        true (see `not_enforced`), else the strict ones."""
-        is_all = self.requires_call or is_beside
+    @property
+    def _enforced(self) -> list[Function]:
+        """The functions whose calls a grammar enforces. These are all if a call is required or `answer` has a
+        grammar, else the strict ones."""
+        is_all = self.requires_call or self.answer.grammar
         return [function for function in self.functions if is_all or function.is_strict]
 
     def _grammar(self, start: str, body: str = "") -> str:
-        try:
+        with naming("tools"):
             return calls_grammar(self, start, body)
-        except ParametersError as error:
-            raise invalid(self.paths[error.function], str(error)) from None
-        except GrammarError as error:
-            raise invalid("tools", str(error)) from None
 
 
 def tool_policy(
@@ -150,13 +137,11 @@ def tool_policy(
     names one function, and for a model that writes one call only.
     """
     functions = {}
-    paths = {}
     for place, tool in tools:
         path, function = _checked_function(place, tool, field_names)
         name = function.name
         require(name not in functions, f"{path}.name", "is the name of two tools", given=name)
         functions[name] = function
-        paths[name] = path + (".format" if tool.get("type") == "custom" else field_names.parameters)
     mode, chosen = _choice(tool_choice, list(functions), field_names)
     if mode == "none":
         return None
@@ -167,14 +152,8 @@ def tool_policy(
         require(not any(function.is_strict for function in functions.values()), "tools", NO_PARSER)
         return None
     parallel = model.parallel and mode != "named" and parallel_tool_calls is not False
-    return ToolPolicy(
-        model,
-        [functions[name] for name in chosen],
-        mode,
-        parallel,
-        may_repeat=parallel_tool_calls is True,
-        paths=paths,
-    )
+    may_repeat = parallel_tool_calls is True
+    return ToolPolicy(model, [functions[name] for name in chosen], mode, parallel, may_repeat)
 
 
 def as_function(tool: Json) -> Json:
@@ -234,16 +213,19 @@ def _checked_function(path: str, tool: Json, field_names: FieldNames) -> tuple[s
     require(FUNCTION_NAME.fullmatch(name), f"{path}.name", rule, given=name[:140])
     is_text = isinstance(described.get("description", ""), str | None)
     require(is_text, f"{path}.description", "must be a string")
-    rule = "must be an object; of the type grammar it needs `syntax` and `definition`"
-    require(tool.get("type") != "custom" or _grammar_of(described) is not None, f"{path}.format", rule)
+    place = path + field_names.parameters
+    if tool.get("type") == "custom":
+        place = f"{path}.format"
+        rule = "must be an object; of the type grammar it needs `syntax` and `definition`"
+        require(_grammar_of(described) is not None, place, rule)
     function = as_function(tool)["function"]
     parameters = function.get("parameters")
     if parameters is None:
         parameters = {"properties": {}, "additionalProperties": False}
     is_object = isinstance(parameters, dict) and parameters.get("type", "object") == "object"
     is_object = is_object and isinstance(parameters.get("properties", {}), dict)
-    require(is_object, path + field_names.parameters, "must be the JSON schema of an object")
-    return path, Function(name, parameters, function.get("strict") is True)
+    require(is_object, place, "must be the JSON schema of an object")
+    return path, Function(name, parameters, function.get("strict") is True, place)
 
 
 def _named(tool: Any, path: str, field_names: FieldNames) -> tuple[str, str, Json]:

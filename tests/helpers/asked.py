@@ -126,7 +126,12 @@ def prepared(dialect="native", info=INFO, config=CONFIG, **given):
 
 def nameless(prepared):
     """The prepared without the names of fields in its API, which its errors have."""
-    return msgspec.structs.replace(prepared, prompt_name="", limit_name="", grammar_name="")
+    config = prepared.parser_config
+    if config.calls:
+        functions = [dataclasses.replace(function, path="") for function in config.calls.functions]
+        answer = config.calls.answer._replace(grammar_name="")
+        config = dataclasses.replace(config, calls=dataclasses.replace(config.calls, functions=functions, answer=answer))
+    return msgspec.structs.replace(prepared, prompt_name="", limit_name="", grammar_name="", parser_config=config)
 
 
 def refusal_of(dialect, body, info=INFO, config=CONFIG) -> ApiError:

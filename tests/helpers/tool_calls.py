@@ -1,10 +1,12 @@
 """Calls of tools as models write them in each format, and the chat templates that show which format it is."""
 
+import dataclasses
 from typing import NamedTuple
 
 import tiny_tokenizers
 from tokenizers import AddedToken
 
+from api.chats.formats import Constraint
 from api.chats.tools import OfferedTools, tool_policy
 from api.http.fields import CHAT_FIELDS
 from text.output import tool_formats
@@ -241,6 +243,11 @@ TOOLS = [tool(), NOW]
 def use(name="hermes", tools=TOOLS, choice=None, parallel=None, **known):
     """What a chat with these tools may call, of a model that writes calls in the format of this name."""
     return tool_policy(OfferedTools(tools).listed, choice, parallel, ModelTools(FORMS.get(name), **known), CHAT_FIELDS)
+
+
+def beside(policy, name, grammar):
+    """The same for a chat whose content the field of this name constrains to a grammar."""
+    return dataclasses.replace(policy, answer=Constraint(name, grammar))
 
 
 THINKING = ("<think>", "</think>")

@@ -65,11 +65,13 @@ ToLark = Callable[[str], str]  # writes a text with markers in Lark
 
 @dataclass(frozen=True)
 class Function:
-    """A tool that may be called. `parameters`: the JSON schema of an object."""
+    """A tool that may be called. `parameters`: the JSON schema of an object; path: its place in the request,
+    for errors."""
 
     name: str
     parameters: Json
     is_strict: bool = False
+    path: str = ""
 
     @property
     def takes_any(self) -> bool:
@@ -481,11 +483,11 @@ class AllowedCalls:
 
 
 class ParametersError(GrammarError):
-    """The parameters of the function of this name cannot be enforced; the message is for the client."""
+    """The parameters of a function, at the `path` of the request, cannot be enforced."""
 
-    def __init__(self, function: str, message: str):
-        super().__init__(message)
-        self.function = function
+    def __init__(self, function: Function, error: GrammarError):
+        super().__init__(f"of {function.name} {error}")
+        self.path = function.path
 
 
 def calls_grammar(calls: AllowedCalls, start: str, body: str) -> str:
@@ -532,7 +534,7 @@ def calls_grammar(calls: AllowedCalls, start: str, body: str) -> str:
             arguments = json_rule({"type": "object"} | function.parameters, " ?", function.is_strict)
             rules += form.call_rules(f"call{n}", function, arguments, lark)
         except GrammarError as error:
-            raise ParametersError(function.name, f"of {function.name} {error}") from None
+            raise ParametersError(function, error) from None
     rules += form.shared_rules(lark, token_id)
     return of_rules(rules, body, "body")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from text.grammar import GrammarError, of_rules
+from text.grammar import of_rules
 from text.output.call_syntaxes import TokenId, terminals, up_to
 from text.template import ChatTemplate
 from text.tokenizer import Tokenizer
@@ -106,18 +106,19 @@ class ModelReasoning:
         return Thinking(form, is_open or form.begins_open, self.token_id(form.close))
 
     def in_answer(self, grammar: str) -> str:
-        """The grammar of a structured output with the header that the model writes before its content."""
+        """The grammar of a structured output with the header that the model writes before its content; "": no
+        grammar. Raises GrammarError for a grammar that is too large."""
         form = self.format
-        if form is None or form.answer is None:
+        if not grammar or form is None or form.answer is None:
             return grammar
         begin, header = (terminals(part, form.markers, self.token_id) for part in form.answer)
         return of_rules([f"start: ({begin})? {header} body"], grammar, "body")
 
     def grammar(self, thinking: Thinking, answer: str, budget: int | None = None) -> str:
-        """The grammar of reasoning and of what follows it. Raises GrammarError.
+        """The grammar of reasoning and of what follows it. Raises GrammarError for one that is too large.
 
         answer: the grammar of what follows, "": any tokens. budget: the most tokens of reasoning, None: any
-        number; for a model whose closing marker is not one token, a budget raises GrammarError.
+        number; it needs `thinking.close_id`.
         """
         form = thinking.format
         rest = r"/\s{0,2}/ answer" if answer else "any"
@@ -137,8 +138,6 @@ class ModelReasoning:
         close = thinking.format.close
         if budget is None:
             return up_to(close, self.token_id, "thoughts", "THOUGHT")
-        if thinking.close_id is None:
-            raise GrammarError(f"is not supported by this model: `{close}` is not one token of its tokenizer")
         if budget == 0:
             return [f"thoughts: <[{thinking.close_id}]>"]
         return [

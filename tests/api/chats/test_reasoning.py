@@ -8,8 +8,10 @@ from asked import ON_DEVICE, USER, record_renders, serving
 
 from api.anthropic import messages
 from api.chats.reasoning import seal, unseal
+from api.http.errors import ApiError
 from api.openai import chat, responses
-from text.output.reasoning_formats import THINK, ModelReasoning
+from text.grammar import MAX_GRAMMAR_BYTES
+from text.output.reasoning_formats import REASONING_FORMATS, THINK, ModelReasoning
 from text.template import ChatTemplate
 from text.template_capabilities import TemplateCapabilities
 
@@ -101,6 +103,27 @@ def test_a_negative_budget_is_none():
 def test_a_budget_needs_host_sampling(dialect, fields, name):
     with pytest.raises(Exception, match=f"`{name}` needs --sampling host"):
         MAKE[dialect](BODIES[dialect] | fields, thinking(serving(ON_DEVICE)))
+
+
+@pytest.mark.parametrize("more", [{}, {"response_format": {"type": "json_object"}}], ids=["alone", "with a format"])
+def test_a_budget_needs_a_closing_marker_that_is_a_token(more):
+    served = serving()
+    served = replace(served, text=served.text._replace(reasoning=ModelReasoning(THINK)))
+    body = BODIES["chat"] | {"thinking_token_budget": 5} | more
+    with pytest.raises(ApiError, match="`</think>` is not one token") as refused:
+        chat.chat(body, served)
+    assert refused.value.param == "thinking_token_budget"
+
+
+def test_a_format_that_is_too_large_with_the_header_of_its_message_is_refused_by_name():
+    served = serving()
+    harmony = next(form for form in REASONING_FORMATS if form.answer)
+    served = replace(served, text=served.text._replace(reasoning=ModelReasoning(harmony)))
+    schema = {"type": "object", "description": "x" * (MAX_GRAMMAR_BYTES - 100)}
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    with pytest.raises(ApiError, match="must have at most") as refused:
+        chat.chat(BODIES["chat"] | {"response_format": form}, served)
+    assert refused.value.param == "response_format.json_schema.schema"
 
 
 @pytest.mark.parametrize("text", ["", "Hm.", "é😀\n" * 1000])

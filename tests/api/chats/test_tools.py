@@ -8,7 +8,21 @@ import pytest
 import served as served_app
 import tiny_tokenizers
 from asked import allows, grammars, serving
-from tool_calls import BOTH, CALLS, FORMATS, KINDS, LITERALS, NOW, TOOLS, WRITTEN, thinking_of, tokenizer_of, tool, use
+from tool_calls import (
+    BOTH,
+    CALLS,
+    FORMATS,
+    KINDS,
+    LITERALS,
+    NOW,
+    TOOLS,
+    WRITTEN,
+    beside,
+    thinking_of,
+    tokenizer_of,
+    tool,
+    use,
+)
 
 from api.anthropic.output import MessagesResponseWriter
 from api.anthropic.tools import CLIENT_TOOLS, MessagesTools
@@ -62,7 +76,7 @@ NOTE = custom()
 def test_a_tool_choice_says_whether_and_what_is_called(tools, choice, mode, names):
     found = use(tools=tools, choice=choice)
     assert (found.mode, found.names) == (mode, names)
-    assert found.requires_call == (mode != "auto") == bool(found.grammar)
+    assert found.requires_call == (mode != "auto") == bool(found.constraint.grammar)
 
 
 @pytest.mark.parametrize(("tools", "choice"), [([], None), ([], "auto"), ([], "none"), (TOOLS, "none")])
@@ -130,7 +144,7 @@ def allowed(**more):
 )
 def test_a_request_that_cannot_be_met_is_refused_by_the_name_of_the_field(tools, choice, param, words):
     with pytest.raises(ApiError, match=re.escape(words)) as raised:
-        assert use(tools=tools, choice=choice).grammar
+        assert use(tools=tools, choice=choice).constraint.grammar
     assert (raised.value.status, raised.value.param) == (422, param)
 
 
@@ -157,9 +171,9 @@ def noted(text):
 def test_the_regular_expression_of_a_custom_tool_holds_for_its_whole_input(choice):
     policy = use(tools=[custom("regex", r'a|b"\d+')], choice=choice)
     for text, fits in [("a", True), ('b"12', True), ("ab", False), ("xa", False), ("b12", False), ('b"12\n', False)]:
-        assert allows(policy.grammar, noted(text)) == fits, text
-    assert not use(tools=[custom("lark", "start: /a/")], choice="auto").grammar, "which is only described"
-    assert allows(use(tools=[custom("lark", "start: /a/")], choice="required").grammar, noted("b"))
+        assert allows(policy.constraint.grammar, noted(text)) == fits, text
+    assert not use(tools=[custom("lark", "start: /a/")], choice="auto").constraint.grammar, "which is only described"
+    assert allows(use(tools=[custom("lark", "start: /a/")], choice="required").constraint.grammar, noted("b"))
 
 
 @pytest.mark.parametrize("nests", [True, False])
@@ -174,8 +188,20 @@ def test_the_grammar_of_a_custom_tool_is_described_to_the_model(nests):
 
 def test_a_forced_call_and_a_format_of_the_text_are_refused_together():
     with pytest.raises(ApiError, match="`response_format`") as raised:
-        use(choice="required").grammar_beside("response_format", "")
+        assert beside(use(choice="required"), "response_format", 'start: "a"').constraint
     assert raised.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize(("choice", "strict"), [("required", False), ("f", False), ("auto", True)])
+def test_a_schema_that_is_too_large_to_be_enforced_is_refused_by_name(choice, strict):
+    large = {"properties": {f"p{n}": {"type": "string", "description": "x" * 100} for n in range(1000)}}
+    tools = [NOW, tool("f", large, strict=strict)]
+    with pytest.raises(ApiError, match="of f must have at most 120000 bytes") as raised:
+        assert use(tools=tools, choice=choice).constraint
+    assert raised.value.param == "tools[1].function.parameters"
+    with pytest.raises(ApiError, match="of f must have"):
+        assert beside(use(tools=tools), "response_format", 'start: "a"').constraint
+    assert not use(tools=[tool("f", large)]).constraint.grammar
 
 
 # Answers
@@ -631,7 +657,7 @@ def test_every_format_can_enforce_the_schema_of_every_tool(form):
     for name, definition in DEFINITIONS.items():
         function = {"name": name, **definition}
         policy = use(form, [{"type": "function", "function": function}], "required")
-        grammars().compile(policy.grammar)
+        grammars().compile(policy.constraint.grammar)
 
 
 def test_every_description_and_schema_is_complete():

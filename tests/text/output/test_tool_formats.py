@@ -16,6 +16,7 @@ from tool_calls import (
     TAGS,
     WEATHER,
     WRITTEN,
+    beside,
     in_tags,
     parsed,
     tokenizer_of,
@@ -33,7 +34,7 @@ from text.output.parser import ParserConfig
 @pytest.mark.parametrize(("name", "key"), [("pythonic", "a b"), ("lfm2", "1a"), ("gemma4", "a:b")])
 def test_calls_of_keys_and_literals_need_names_that_are_keys(name, key):
     with pytest.raises(ApiError, match=f"'{key}'") as raised:
-        assert use(name, [tool(parameters={"properties": {key: {}}})], "required").grammar
+        assert use(name, [tool(parameters={"properties": {key: {}}})], "required").constraint.grammar
     assert raised.value.param == "tools[0].function.parameters"
 
 
@@ -47,7 +48,7 @@ def tokenizer(request):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_required_forces_calls_in_the_format_of_the_model(name, tokenizer):
-    judge = Judge(tokenizer, use(name, choice="required", token_id=tokenizer.token_to_id).grammar)
+    judge = Judge(tokenizer, use(name, choice="required", token_id=tokenizer.token_to_id).constraint.grammar)
     one, more = CALLS[name]
     end = ENDS.get(name, "")
     assert judge.allows(one + end)
@@ -78,7 +79,7 @@ DRAWN = {
 def test_calls_that_a_grammar_has_drawn_are_read_back(name, seed):
     tokenizer = tokenizer_of("special")
     found = use(name, [tool("draw", DRAWN), NOW], "required", token_id=tokenizer.token_to_id)
-    matcher = Judge(tokenizer, found.grammar).matcher
+    matcher = Judge(tokenizer, found.constraint.grammar).matcher
     draw = random.Random(seed)
     ids = []
     while not matcher.is_stopped() and len(ids) < 2000:
@@ -97,7 +98,7 @@ def test_calls_that_a_grammar_has_drawn_are_read_back(name, seed):
 
 
 def test_calls_that_are_asked_for_have_an_end(tokenizer):
-    judge = Judge(tokenizer, use("hermes", choice="required", token_id=tokenizer.token_to_id).grammar)
+    judge = Judge(tokenizer, use("hermes", choice="required", token_id=tokenizer.token_to_id).constraint.grammar)
     one, more = CALLS["hermes"]
     assert judge.allows(one + more * (MOST_CALLS - 1) + ENDS.get("hermes", ""))
     assert not judge.allows(one + more * MOST_CALLS + ENDS.get("hermes", ""))
@@ -107,7 +108,7 @@ def test_calls_that_are_asked_for_have_an_end(tokenizer):
 @pytest.mark.parametrize(("choice", "parallel"), [("weather", None), ("required", False)])
 def test_a_named_tool_and_no_parallel_calls_allow_one_call(name, choice, parallel, tokenizer):
     found = use(name, choice=choice, token_id=tokenizer.token_to_id, parallel=parallel)
-    judge = Judge(tokenizer, found.grammar)
+    judge = Judge(tokenizer, found.constraint.grammar)
     one, more = CALLS[name]
     end = ENDS.get(name, "")
     assert judge.allows(one + end)
@@ -118,7 +119,7 @@ def test_a_named_tool_and_no_parallel_calls_allow_one_call(name, choice, paralle
 @pytest.mark.parametrize("name", FORMATS)
 def test_strict_allows_any_text_and_constrains_the_calls_in_it(name, tokenizer):
     tools = [tool(strict=True), tool("free", {"type": "object", "properties": {"a": {"type": "string"}}})]
-    judge = Judge(tokenizer, use(name, tools, token_id=tokenizer.token_to_id).grammar)
+    judge = Judge(tokenizer, use(name, tools, token_id=tokenizer.token_to_id).constraint.grammar)
     written = with_argument(name)
     for answer in ("", "Hello {1} [2] <b>", "Hello\n\nthere"):
         assert judge.allows(answer), answer
@@ -141,7 +142,7 @@ def test_strict_allows_any_text_and_constrains_the_calls_in_it(name, tokenizer):
 @pytest.mark.parametrize("kind", ["added", "special"])
 def test_strict_allows_the_messages_of_harmony_and_constrains_the_call_after_them(kind):
     tokenizer = tokenizer_of(kind)
-    judge = Judge(tokenizer, use("openai", [tool(strict=True)], token_id=tokenizer.token_to_id).grammar)
+    judge = Judge(tokenizer, use("openai", [tool(strict=True)], token_id=tokenizer.token_to_id).constraint.grammar)
     preamble = "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant"
     for before in ("", "<|start|>assistant", preamble, "<|start|>assistant" + preamble):
         assert judge.allows(before + CALLS["openai"][0])
@@ -155,7 +156,7 @@ def test_strict_allows_the_messages_of_harmony_and_constrains_the_call_after_the
 def test_with_a_format_of_the_text_an_answer_is_a_call_or_has_that_format(name, tokenizer):
     body = of_json_schema({"properties": {"ok": {"type": "boolean"}}, "required": ["ok"]})
     found = use(name, choice="auto", token_id=tokenizer.token_to_id)
-    judge = Judge(tokenizer, found.grammar_beside("response_format", body))
+    judge = Judge(tokenizer, beside(found, "response_format", body).constraint.grammar)
     assert judge.allows(WRITTEN[name])
     assert judge.allows('{"ok": true}')
     assert judge.allows("Hello") is False
@@ -177,7 +178,7 @@ def test_each_tool_has_definitions_of_its_own(schema):
         tool(parameters=schema),
         tool("other", {"properties": {"a": {"$ref": "#/$defs/C"}}, "$defs": {"C": {"type": "null"}}}),
     ]
-    judge = Judge(tokenizer, use(tools=tools, choice="required").grammar)
+    judge = Judge(tokenizer, use(tools=tools, choice="required").constraint.grammar)
     assert judge.allows(CALLS["hermes"][0])
     assert judge.allows(CALLS["hermes"][0].replace('{"city": "Bern"}', "[]")) is False
 
@@ -197,7 +198,7 @@ def test_each_tool_has_definitions_of_its_own(schema):
     ],
 )
 def test_arguments_of_python_calls_have_the_types_of_the_schema(arguments, is_allowed):
-    judge = Judge(tokenizer_of("text"), use("pythonic", choice="weather").grammar)
+    judge = Judge(tokenizer_of("text"), use("pythonic", choice="weather").constraint.grammar)
     written = f"[weather({arguments})]"
     assert bool(judge.allows(written)) == is_allowed
     if is_allowed:
@@ -207,7 +208,7 @@ def test_arguments_of_python_calls_have_the_types_of_the_schema(arguments, is_al
 @pytest.mark.parametrize("value", ['"a"', "-1.5e3", "True", "None", "[1, [2], 'x']", '{"a": {"b": False}, "c": []}', "{}"])
 def test_arguments_of_python_calls_without_a_type_are_any_literal(value):
     found = use("pythonic", [tool("f", {"properties": {"x": {}}})], "required")
-    judge = Judge(tokenizer_of("text"), found.grammar)
+    judge = Judge(tokenizer_of("text"), found.constraint.grammar)
     assert judge.allows(f"[f(x={value})]") and judge.allows("[f()]")
     (call,) = parsed(ParserConfig(found), f"[f(x={value})]").calls
     assert json.loads(call.arguments) == {"x": eval(value)}
@@ -229,7 +230,7 @@ def test_arguments_of_python_calls_without_a_type_are_any_literal(value):
 def test_arguments_of_gemmas_calls_have_the_types_of_the_schema(arguments, is_allowed, tokenizer):
     found = use("gemma4", choice="weather", token_id=tokenizer.token_to_id)
     written = f"<|tool_call>call:weather{{{arguments}}}<tool_call|>"
-    assert bool(Judge(tokenizer, found.grammar).allows(written)) == is_allowed
+    assert bool(Judge(tokenizer, found.constraint.grammar).allows(written)) == is_allowed
     if is_allowed:
         assert parsed(ParserConfig(use("gemma4")), written).calls
 
@@ -248,7 +249,7 @@ def test_arguments_of_gemmas_calls_have_the_types_of_the_schema(arguments, is_al
 )
 def test_arguments_of_gemmas_calls_without_a_type_are_any_literal(literal, value):
     found = use("gemma4", [tool("f", {"properties": {"x": {}}})], "required")
-    judge = Judge(tokenizer_of("text"), found.grammar)
+    judge = Judge(tokenizer_of("text"), found.constraint.grammar)
     for arguments, read in ((f"x:{literal}", {"x": value}), ("", {})):
         written = f"<|tool_call>call:f{{{arguments}}}<tool_call|>"
         assert judge.allows(written)
@@ -292,7 +293,7 @@ TAGGED = {
 def test_values_in_tags_have_the_types_of_the_schema(name, values, arguments):
     found = use(name, [tool("f", TAGGED)], "required")
     written = in_tags(name, "f", **values)
-    assert bool(Judge(tokenizer_of("text"), found.grammar).allows(written)) == (arguments is not None)
+    assert bool(Judge(tokenizer_of("text"), found.constraint.grammar).allows(written)) == (arguments is not None)
     if arguments is not None:
         (call,) = parsed(ParserConfig(found), written).calls
         assert json.loads(call.arguments) == arguments
@@ -302,10 +303,10 @@ def test_values_in_tags_have_the_types_of_the_schema(name, values, arguments):
 def test_a_function_in_tags_whose_schema_names_no_parameters_gets_any(name):
     written = in_tags(name, "f", a="1")
     for parameters, is_allowed in (({"type": "object"}, True), ({"additionalProperties": False}, False)):
-        grammar = use(name, [tool("f", parameters)], "required").grammar
+        grammar = use(name, [tool("f", parameters)], "required").constraint.grammar
         assert bool(Judge(tokenizer_of("text"), grammar).allows(written)) == is_allowed
     with pytest.raises(ApiError, match="must have names without"):
-        assert use(name, [tool("f", {"properties": {'a>"<': {}}})], "required").grammar
+        assert use(name, [tool("f", {"properties": {'a>"<': {}}})], "required").constraint.grammar
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -317,7 +318,7 @@ def test_a_tool_whose_name_begins_with_that_of_another_is_called_by_its_own(name
     for each in tools[1:]:
         called = each["function"]["name"]
         written = with_argument(name, function=called)
-        assert Judge(tokenizer, found.grammar).allows(written)
+        assert Judge(tokenizer, found.constraint.grammar).allows(written)
         assert [call.name for call in parsed(ParserConfig(found), written).calls] == [called]
 
 
