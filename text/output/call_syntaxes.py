@@ -93,11 +93,10 @@ class ToolFormat:
     """A way to write calls, for the parser and for the grammar: here as JSON objects, with a name and
     arguments. Subclasses have other syntaxes.
 
-    `before`, `between` and `after` are Lark for what stands around the calls of an output of calls alone.
-    `marked` is Lark for what follows the opening marker within a text. `auto` is Lark for an output with
-    calls or without; "": `calls_grammar` makes it of `marked` or `implicit_start`. These fields may use
-    markers in quotes, and the rules `open`, `close`, `next` (the markers), `call`, `listed` (all calls, with
-    `between`), `calls` (all calls, with `before` and `after`), `ws` and `TEXT`.
+    `prefix`, `between` and `suffix` are Lark for what stands around calls, behind the opening marker.
+    `before` is Lark for what an output of calls alone has in front of `prefix`. `auto` is Lark for an output
+    with calls or without; "": `calls_grammar` makes it. These fields may use markers in quotes, and the rules
+    `open`, `close`, `next` (the markers), `calls` (all calls, with what stands around them), `ws` and `TEXT`.
     """
 
     name: str
@@ -113,9 +112,9 @@ class ToolFormat:
     ends: tuple[str, ...] = ()  # what may follow calls, in front of `close`
     inner: tuple[str, ...] = ()  # further markers
     before: str = "open"
+    prefix: str = ""
     between: str = ""
-    after: str = ""
-    marked: str = ""
+    suffix: str = ""
     auto: str = ""
 
     arguments_key: str = "arguments"  # of a call in JSON
@@ -503,7 +502,7 @@ def calls_grammar(calls: AllowedCalls, start: str, body: str) -> str:
     lark = functools.partial(terminals, markers=form.markers, token_id=token_id)
     outer = [
         f"start: {start}",
-        f"calls: {form.before} listed {form.after}",
+        f"calls: {form.before} {form.prefix} listed {form.suffix}",
         f"listed: call ({form.between} call){{0,{MOST_CALLS - 1}}}" if calls.parallel else "listed: call",
     ]
     if form.auto:
@@ -511,7 +510,8 @@ def calls_grammar(calls: AllowedCalls, start: str, body: str) -> str:
     elif form.implicit_start:  # what a text begins with decides
         outer.append("auto: TEXT? | calls")
     else:
-        outer.append(f"auto: (head {form.marked}){'*' if calls.parallel else '?'} TEXT")
+        several = "*" if calls.parallel else "?"
+        outer.append(f"auto: (head {form.prefix} listed {form.suffix}){several} TEXT")
     rules = [
         re.sub(r'"(?:[^"\\]|\\.)+"', lambda quoted: f"({lark(json.loads(quoted[0]))})", rule)
         for rule in outer

@@ -26,9 +26,8 @@ DEEPSEEK = {
     "close": "<｜tool▁calls▁end｜>",
     "next": DEEPSEEK_CALL,
     "inner": (DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_CALL_END),
-    "before": "open next",
-    "after": "close",
-    "marked": "ws next listed ws close",
+    "prefix": "ws next",
+    "suffix": "ws close",
 }
 HARMONY_START = '"<|start|>assistant"?'
 HARMONY_CALL = "to=functions."
@@ -47,18 +46,16 @@ TOOL_FORMATS = (
         open="<tool_call>",
         close="</tool_call>",
         described_by=("within <tool_call></tool_call> XML tags",),
-        before=r'open "\n"',
-        between=r'"\n" close ws open "\n"',
-        after=r'"\n" close',
-        marked="ws call ws close",
+        prefix="ws",
+        between="ws close ws open ws",
+        suffix="ws close",
     ),
     ToolFormat(
         name="mistral",
         **LIST,
         open="[TOOL_CALLS]",
-        before='open " "? "["',
-        after='"]"',
-        marked='" "? "[" listed "]"',
+        prefix='ws "["',
+        suffix='"]"',
     ),
     ToolFormat(
         name="llama3_json",
@@ -79,7 +76,7 @@ TOOL_FORMATS = (
         described_by=("[func_name1(", "<|python_start|>"),
         implicit_start="[",
         before='"["',
-        after='"]"',
+        suffix='"]"',
     ),
     TaggedFormat(
         name="qwen3_coder",
@@ -94,10 +91,9 @@ TOOL_FORMATS = (
         value_end="</parameter>",
         call_end="</function>",
         line_breaks=True,
-        before=r'open "\n" next',
-        between=r'"\n" close ws open "\n" next',
-        after=r'"\n" close',
-        marked="ws next call ws close",
+        prefix="ws next",
+        between="ws close ws open ws next",
+        suffix="ws close",
     ),
     NamedFormat(
         name="mistral_v11",
@@ -106,7 +102,6 @@ TOOL_FORMATS = (
         separators=r"(\[CALL_ID\][A-Za-z0-9]*)?\[ARGS\]",  # v11 writes an id, v13 does not
         inner=("[ARGS]", "[CALL_ID]"),
         between="open",
-        marked="call",
     ),
     NamedFormat(
         name="deepseek_v3",
@@ -140,7 +135,6 @@ TOOL_FORMATS = (
         call_end="</tool_call>",
         inner=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         between="ws open",
-        marked="call",
     ),
     NamedFormat(
         name="kimi_k2",
@@ -154,10 +148,9 @@ TOOL_FORMATS = (
         separators=r"(:[0-9]*)?\s*<\|tool_call_argument_begin\|>",
         tail="<|tool_call_end|>",
         inner=("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
-        before="open next",
+        prefix="ws next",
         between="next",
-        after="close",
-        marked="ws next listed ws close",
+        suffix="ws close",
     ),
     TaggedFormat(
         name="minimax_m2",
@@ -170,10 +163,9 @@ TOOL_FORMATS = (
         key_end='">',
         value_end="</parameter>",
         call_end="</invoke>",
-        before=r'open "\n" next',
-        between=r'"\n" next',
-        after=r'"\n" close',
-        marked="ws next listed ws close",
+        prefix="ws next",
+        between="ws next",
+        suffix="ws close",
     ),
     PythonFormat(
         name="lfm2",
@@ -182,9 +174,8 @@ TOOL_FORMATS = (
         bare=("[{}(",),
         close="<|tool_call_end|>",
         described_by=("<|tool_call_start|>",),
-        before='open "["',
-        after='"]" close',
-        marked='ws "[" listed "]" close',
+        prefix='ws "["',
+        suffix='"]" close',
     ),
     ToolFormat(
         name="phi4_mini_json",
@@ -194,9 +185,8 @@ TOOL_FORMATS = (
         also_open=("functools",),
         close="<|/tool_call|>",
         described_by=("functools[", "<|tool_call|> followed by"),  # the second is Granite 3's
-        before='open "["',
-        after='"]"',
-        marked='ws "[" listed "]"',
+        prefix='ws "["',
+        suffix='"]"',
     ),
     NamedFormat(
         name="openai",  # harmony, of gpt-oss
@@ -220,8 +210,7 @@ TOOL_FORMATS = (
         close="<tool_call|>",
         inner=(GEMMA_QUOTE,),
         between="close open",
-        after="close",
-        marked="call close",
+        suffix="close",
     ),
 )
 HERMES = TOOL_FORMATS[0]  # which TOOLS_PROMPT (api/chats/template_adapter.py) asks for
