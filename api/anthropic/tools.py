@@ -7,6 +7,7 @@ from api.chats import client_tools
 from api.chats.content import needed
 from api.chats.tools import NOT_RUN, OfferedTools, definitions
 from api.http.fields import Json, require
+from text.json_schema import without_nulls
 
 MODE_OF_CHOICE = {"auto": "auto", "any": "required", "none": "none"}  # of a chat, by the type of a choice
 DEFERRED = "names a tool that is deferred (`defer_loading`) or removed: no `tool_reference` adds it"
@@ -37,7 +38,7 @@ class MessagesTools(OfferedTools):
             if name and defers and tool.get("defer_loading"):
                 self._rejected[name] = DEFERRED
             elif name:
-                self._listed.append(self._known[name])
+                self.listed.append(self._known[name])
 
     def add(self, name: str) -> str:
         """Allows calls of a tool from here on. Returns the tool's definition, or the name alone if there is
@@ -46,8 +47,8 @@ class MessagesTools(OfferedTools):
             return name
         path, form = self._known[name]
         self._rejected.pop(name, None)
-        if form not in [listed for _path, listed in self._listed]:
-            self._found[name] = (path, form)
+        if form not in [listed for _path, listed in self.listed]:
+            self.found[name] = (path, form)
         return definitions([form])
 
     def define(self, path: str, tool: Json) -> str:
@@ -63,13 +64,10 @@ class MessagesTools(OfferedTools):
         """`tool_choice` in a chat's form. Raises ApiError."""
         if given.type in MODE_OF_CHOICE:
             mode = MODE_OF_CHOICE[given.type]
-            names = [form["function"]["name"] for _path, form in (*self.listed, *self.found)]
-            rejected = [name for name in names if name in self._rejected]
-            if mode == "none" or not rejected:
-                return mode
-            if mode == "auto" and names == rejected:
+            names = [name for name in self._known if name not in self._rejected]
+            if mode == "auto" and not names:
                 return "none"
-            return self.only(mode, names)
+            return mode if mode == "none" else self.only(mode, names)
         detail = "must be auto, any, none, or tool with a `name`"
         is_named = given.type == "tool" and given.name is not None
         require(is_named, "tool_choice", detail, given=given.type[:40])
@@ -80,28 +78,17 @@ class MessagesTools(OfferedTools):
         kind = tool.get("type") or "custom"
         family, _, date = str(kind).rpartition("_")
         if kind == "custom":
-            function = _chat_function(path, tool)
+            function = {
+                "parameters": needed(path, tool, "input_schema", dict),
+                "description": tool.get("description"),
+            }
         elif date.isdigit() and family in CLIENT_TOOLS:
-            function = {"name": needed(path, tool, "name", str)} | CLIENT_TOOLS[family](date, tool)
-            if tool.get("strict") is True:
-                function["strict"] = True
+            function = CLIENT_TOOLS[family](date, tool)
         else:
             self.left_out.add(str(kind)[:40])
             self._rejected[str(tool.get("name"))] = NOT_RUN
             return None
-        self._known[function["name"]] = (path, {"type": "function", "function": function})
-        return function["name"]
-
-
-def _chat_function(path: str, tool: Json) -> Json:
-    """The `function` of a custom tool, in a chat's form. Raises ApiError. path: of the tool in the
-    request."""
-    function = {
-        "name": needed(path, tool, "name", str),
-        "parameters": needed(path, tool, "input_schema", dict),
-    }
-    if tool.get("description") is not None:
-        function["description"] = needed(path, tool, "description", str)
-    if tool.get("strict") is not None:
-        function["strict"] = tool["strict"]
-    return function
+        name = needed(path, tool, "name", str)
+        function = {"name": name} | function | {"strict": tool.get("strict")}
+        self._known[name] = (path, without_nulls({"type": "function", "function": function}))
+        return name

@@ -143,7 +143,7 @@ def prepare_chat(
     constraint = formats.of_openai(chat, field_names)
     offered = offered or OfferedTools(chat.tools or ())
     listed = offered.listed
-    tools = [*listed, *offered.found]
+    tools = [*listed, *offered.found.values()]
     policy = tool_policy(tools, chat.tool_choice, chat.parallel_tool_calls, text.tools, field_names)
     if tools and chat.tool_choice == "none":
         checked["sampling"] = _without_calls(checked["sampling"], served)

@@ -51,17 +51,9 @@ class OfferedTools:
     def __init__(self, listed: Iterable[Json] = ()):
         """listed: tools in a chat's form, from the field `tools`."""
         self.left_out: set[str] = set()  # types
-        self._listed = [(f"tools[{n}]", form) for n, form in enumerate(listed)]
-        self._found: dict[str, tuple[str, Json]] = {}  # by name
+        self.listed = [(f"tools[{n}]", without_nulls(form)) for n, form in enumerate(listed)]
+        self.found: dict[str, tuple[str, Json]] = {}  # by name
         self._rejected: dict[str, str] = {}  # why tools of these names may not be called
-
-    @property
-    def listed(self) -> list[tuple[str, Json]]:
-        return [(path, without_nulls(form)) for path, form in self._listed]
-
-    @property
-    def found(self) -> list[tuple[str, Json]]:
-        return list(self._found.values())
 
     def only(self, mode: str, names: Iterable[Any]) -> Json:
         """`tool_choice` of a chat that may call the tools of these names, without rejected tools. mode: auto

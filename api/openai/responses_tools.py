@@ -20,6 +20,7 @@ from api.openai.responses_types import (
     ShellCall,
     ToolSearchCall,
 )
+from text.json_schema import without_nulls
 
 DEFERRED = "names a tool that is deferred (`defer_loading`); a `tool_search_output` has to add it"
 ADDING_ITEMS = ("additional_tools", "tool_search_output")
@@ -114,9 +115,9 @@ class ResponsesTools(OfferedTools):
                     continue
                 known.add(name)
                 if path in leading:
-                    self._listed.append((where, form))
+                    self.listed.append((where, form))
                 else:
-                    self._found[name] = (where, form)
+                    self.found[name] = (where, form)
         self._rejected = dict.fromkeys(self._named.keys() - known, DEFERRED)
 
     def of(self, name: str) -> ClientTool:
@@ -233,4 +234,4 @@ def _chat_form(path: str, tool: Json) -> Json:
         own = {key: tool[key] for key in ("description", "parameters") if tool.get(key)}
         return {"type": "function", "function": {"name": kind} | BUILT_IN[kind].definition | own}
     keys = ("name", "description", "format" if kind == "custom" else "parameters", "strict")
-    return {"type": kind, kind: {key: tool[key] for key in keys if tool.get(key) is not None}}
+    return without_nulls({"type": kind, kind: {key: tool.get(key) for key in keys}})

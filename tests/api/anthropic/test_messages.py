@@ -664,3 +664,13 @@ def test_models_are_listed_in_anthropics_shape_for_its_clients(served):
     assert listed == {"data": [card], "first_id": "m", "last_id": "m", "has_more": False}
     assert served.client.get("/v1/models/m", headers=headers).json == card
     assert served.client.get("/v1/models").json["object"] == "list"
+
+
+def test_absent_members_that_a_client_writes_as_null_are_absent_in_every_tool():
+    tool = {"name": "f", "description": None, "input_schema": {"type": "object", "properties": None}, "strict": None}
+    block = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": tool}}
+    made = prepared("messages", messages=[USER, says(PARTS[0]), user(block)], tools=[WEATHER])
+    assert '{"name": "f", "parameters": {"type": "object"}}' in made.prompt
+    item = {"type": "additional_tools", "tools": [{"type": "function", "name": "f", "parameters": tool["input_schema"]}]}
+    made = prepared("responses", input=[USER, item])
+    assert '{"name": "f", "parameters": {"type": "object"}}' in made.prompt
