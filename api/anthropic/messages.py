@@ -14,8 +14,8 @@ from api.anthropic.output import MessagesResponseWriter
 from api.anthropic.tools import MessagesTools
 from api.anthropic.types import AnthropicToolChoice, CountRequest, InputMessage, MessagesRequest, TokenCount
 from api.chats.content import PARTS, ContentPart, ContentReader, joined
-from api.chats.conversation import ChatRequest, Message, call_message, prepare_chat
-from api.chats.reasoning import THINKING_ON, unseal
+from api.chats.conversation import ChatRequest, Message, ReasoningSwitch, call_message, prepare_chat
+from api.chats.reasoning import unseal
 from api.chats.tools import ADDED_TOOLS
 from api.generation.prepared_request import PreparedRequest, Served, ids_of
 from api.generation.request_images import Later
@@ -67,15 +67,16 @@ def _prepare(request: CountRequest, tools: MessagesTools, served: Served, **more
     choice = request.tool_choice or AnthropicToolChoice("auto")
     format_name, response_format = _output_format(request)
     is_single = choice.disable_parallel_tool_use
+    given = request.thinking
     chat = ChatRequest(
         model=request.model,
         messages=messages,
         tool_choice=tools.choice(choice),
         parallel_tool_calls=None if is_single is None else not is_single,
         response_format=response_format,
-        reasoning_effort=_effort(request),
-        thinking_token_budget=request.thinking.budget_tokens if request.thinking else None,
-        chat_template_kwargs=_thinking_options(request),
+        reasoning_effort=request.output_config.effort if request.output_config else None,
+        thinking=given and ReasoningSwitch(given.type, budget_tokens=given.budget_tokens),
+        chat_template_kwargs=request.chat_template_kwargs,
         **more,
     )
     names = FieldNames(
@@ -227,18 +228,3 @@ def _output_format(request: CountRequest) -> tuple[str, Json | None]:
     if given.get("type") != "json_schema" or given.get("schema") is None:
         raise invalid(name, "must have the type json_schema and a `schema`")
     return name, {"type": "json_schema", "schema": given["schema"]}
-
-
-def _effort(request: CountRequest) -> str | None:
-    """How much reasoning the request asks for, as a chat's `reasoning_effort`; None: it does not say. A
-    `thinking` that is disabled counts before `output_config.effort`."""
-    if request.thinking and request.thinking.type == "disabled":
-        return "none"
-    return request.output_config.effort if request.output_config else None
-
-
-def _thinking_options(request: CountRequest) -> Json:
-    """The variables for the chat template. Those of the request override those that turn reasoning on."""
-    options = request.chat_template_kwargs or {}
-    is_enabled = request.thinking is not None and request.thinking.type == "enabled"
-    return THINKING_ON | options if is_enabled else options
