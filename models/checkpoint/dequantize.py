@@ -209,8 +209,8 @@ class QuantizedCheckpoint:
         return self._dtype.itemsize * sum(largest)
 
     def shards(self) -> Iterator[dict[str, Tensor]]:
-        """Yields the weights of one file after another, each as a dictionary by name. Raises ModelError for a
-        weight that cannot be dequantized."""
+        """Yields the weights of one file after another, at least one in each, as a dictionary by name. Raises
+        ModelError for a weight that cannot be dequantized."""
         shard: dict[str, Tensor] = {}
         for name, parts in self._weights.items():
             with reported_as(f"{name} cannot be dequantized"):
@@ -218,7 +218,8 @@ class QuantizedCheckpoint:
             if sum(weight.nbytes for weight in shard.values()) > SHARD_BYTES:
                 yield shard
                 shard = {}
-        yield shard
+        if shard:
+            yield shard
 
     def _weight(self, name: str, parts: Mapping[str, str]) -> Tensor:
         """A weight: a quantized one in `dtype`, any other in `dtype` if it is stored in 16 bits, else as it
