@@ -81,9 +81,10 @@ def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Modul
 
 def _may_be_tied(folder: Path) -> bool:
     """Whether a checkpoint without lm_head may use its embeddings as the head: unless config.json and its
-    text part both say that it does not (`tie_word_embeddings`)."""
+    text part both say that it does not (`tie_word_embeddings`). A null says nothing."""
     manifest = Manifest.read(folder)
-    return any(part.get("tie_word_embeddings", True) for part in (manifest.config_json, manifest.text_config))
+    parts = (manifest.config_json, manifest.text_config)
+    return any(part.get("tie_word_embeddings") is not False for part in parts)
 
 
 def _limit_time_steps(model: torch.nn.Module) -> None:

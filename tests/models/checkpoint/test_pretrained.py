@@ -126,6 +126,18 @@ def test_the_file_decides_whether_embeddings_are_tied(tmp_path, tensors, configs
         np.testing.assert_array_equal(logits(folder), logits(same))
 
 
+def test_a_null_does_not_say_that_embeddings_are_not_tied(tmp_path):
+    """transformers reads it of Gemma 3 alone, and looks for a head that the file does not have."""
+    vision = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    made = transformers.Gemma3Config(text_config=SIZES | HEADS | {"num_hidden_layers": 2}, vision_config=vision)
+    folder = made_checkpoint(made, model_class=transformers.Gemma3ForConditionalGeneration)
+    config = json.loads((folder / "config.json").read_text())
+    given = config | {"tie_word_embeddings": None, "text_config": config["text_config"] | UNTIED}
+    tensors = load_file(folder / "model.safetensors")
+    assert not any("lm_head" in name for name in tensors)
+    np.testing.assert_array_equal(logits(write(tmp_path, tensors, given)), logits(folder))
+
+
 @pytest.mark.parametrize("names", ["wrapper", "text"])
 @pytest.mark.parametrize("layout", ["fp8 in blocks", "ct fp8 of channels", "ct 4 bits"])
 def test_weights_are_dequantized_where_they_have_a_scale_whatever_the_lists_say(tmp_path, tensors, configs, names, layout):
