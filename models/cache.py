@@ -8,6 +8,7 @@ before they convert. This file reads only the `entry.json` of an entry, and does
                                vision.xml and vision.bin where it reads images
     FOLDER/tokenizer-<key>/    entry.json, tokenizer.json
     FOLDER/lock                held while something is converted: one conversion at a time
+    FOLDER/*.lock              held while a process uses the entry of that name, which then stays
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import itertools
 import json
 import logging
 import os
+import secrets
 import shutil
 import signal
 import tempfile
@@ -54,11 +56,16 @@ CONVERTER_VERSION = 8
 VISION_VERSION = 6
 COMPRESSION_VERSION = 5
 READER_VERSIONS = {"gguf": 5, "gguf_folder": 2, "split": 1, "lora": 4, "dequantize": 3, "tokenizer": 6}
-HELD: set[Path] = set()  # the locks that this process keeps: an adapter may be loaded many times
+# The locks that this process keeps until its end, by their files: an adapter may be loaded many times.
+HELD: dict[Path, contextlib.ExitStack] = {}
 
 
 class NotConverted(Exception):
     """OpenVINO cannot serve a model; the message says why, as a part of a log line."""
+
+
+class CannotWrite(OSError):
+    """The folder that a conversion fills cannot be written, such as on a full disk."""
 
 
 class ModelCache:
@@ -87,9 +94,9 @@ class ModelCache:
         folder = self.find_or_add(key, convert)
         lock = (self.folder / key).with_suffix(".lock")
         if lock not in HELD:
-            HELD.add(lock)
+            HELD[lock] = contextlib.ExitStack()
             with contextlib.suppress(OSError):  # a read-only cache
-                fcntl.flock(os.open(lock, os.O_RDWR | os.O_CREAT, 0o600), fcntl.LOCK_SH)
+                HELD[lock].enter_context(locked(lock, "removing an entry of", is_shared=True))
         return folder
 
     def find_or_add(self, key: str | None, convert: Callable[[Path], None]) -> Path:
@@ -97,14 +104,26 @@ class ModelCache:
         several processes converts, and the others wait.
 
         If the cache cannot be written, or `key` is None, `convert` fills a temporary folder, which is removed
-        when this process ends. Raises whatever `convert` raises; after an OSError of it, `convert` is first
-        called again with the temporary folder.
+        when this process ends. If it is `convert` that finds this out (CannotWrite), it is called again, with
+        the temporary folder. Raises whatever else `convert` raises.
         """
         reason: object = "its code comes from another repository, which may change at any time"
+        failure = None
+
+        def convert_into(folder: Path) -> None:
+            nonlocal failure
+            try:
+                convert(folder)
+            except Exception as error:
+                failure = error
+                raise
+
         try:
             if key:
-                return self.find(key) or self._add(key, convert)
+                return self.find(key) or self._add(key, convert_into)
         except OSError as error:
+            if error is failure and not isinstance(error, CannotWrite):
+                raise
             reason = error
         logger.warning(
             "The converted files cannot be kept, so the next startup converts them again: %s", reason
@@ -132,22 +151,35 @@ class ModelCache:
 
 
 @contextlib.contextmanager
-def locked(path: Path, doing: str, is_shared: bool = False) -> Iterator[None]:
+def locked(path: Path, doing: str | None, is_shared: bool = False) -> Iterator[None]:
     """Holds the lock file `path` of a cache, or of an entry, which `evict` then leaves alone. Waits while
-    other processes hold the lock; several may hold it at once if all have `is_shared`. Raises OSError.
+    other processes hold the lock; several may hold it at once if all have `is_shared`. One that holds it
+    alone removes the file at its end.
 
     doing: what any process that holds this lock does in its folder, for the log line of those that wait, such
-    as "converting a model into".
+    as "converting a model into"; None: do not wait. Raises OSError, of which BlockingIOError says that
+    another process holds the lock.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
-    with open(path, "w") as lock:
-        try:
-            fcntl.flock(lock, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("Another process is %s %s: waiting for it", doing, path.parent)
-            fcntl.flock(lock, kind)
-        yield
+    is_held = False
+    while not is_held:
+        with open(path, "w") as lock:
+            try:
+                fcntl.flock(lock, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if doing is None:
+                    raise
+                logger.info("Another process is %s %s: waiting for it", doing, path.parent)
+                fcntl.flock(lock, kind)
+            # Not of a file that the process before has removed: the next one makes another.
+            is_held = os.fstat(lock.fileno()).st_nlink > 0
+            if is_held:
+                try:
+                    yield
+                finally:
+                    if not is_shared:
+                        path.unlink(missing_ok=True)
 
 
 def mark_used(record: Path) -> None:
@@ -181,12 +213,10 @@ def renamed_when_complete(target: Path) -> Iterator[Path]:
     taken for a whole one. If the body raises, the temporary folder is removed and `target` stays as it was.
     Removes the temporary folders of killed processes, too. Raises OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    for folder in target.parent.glob(f"{TEMPORARY}*.new"):
-        if _remove_if_free(folder, ", which an interrupted process left"):
-            folder.with_suffix(".lock").unlink(missing_ok=True)
-    with tempfile.NamedTemporaryFile(prefix=TEMPORARY, suffix=".lock", dir=target.parent) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # before there is a folder: the lock says that its process lives
-        new = Path(lock.name).with_suffix(".new")
+    for folder in {path.with_suffix(".new") for path in target.parent.glob(f"{TEMPORARY}*")}:
+        _remove_if_free(folder, ", which an interrupted process left")
+    new = target.with_name(f"{TEMPORARY}{secrets.token_hex(8)}.new")
+    with locked(new.with_suffix(".lock"), "clearing"):  # it says that this process lives
         new.mkdir(0o755)
         try:
             yield new
@@ -196,20 +226,15 @@ def renamed_when_complete(target: Path) -> Iterator[Path]:
             shutil.rmtree(new, ignore_errors=True)
 
 
-def _remove_if_free(folder: Path, why: str) -> bool:
-    """Removes `folder`, unless a process holds its lock file, or another user owns that file. Returns whether
-    it did. why: the end of the log line."""
-    with contextlib.ExitStack() as stack:
-        try:
-            lock = stack.enter_context(open(folder.with_suffix(".lock"), "r+"))
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            pass
-        except (BlockingIOError, PermissionError):  # the latter: another user's
-            return False
+def _remove_if_free(folder: Path, why: str) -> None:
+    """Removes `folder`, unless a process holds its lock file, or another user owns that file. why: the end of
+    the log line."""
+    with (
+        contextlib.suppress(BlockingIOError, PermissionError),
+        locked(folder.with_suffix(".lock"), doing=None),
+    ):
         logger.info("Removing %s%s", folder, why)
         shutil.rmtree(folder, ignore_errors=True)
-        return True
 
 
 def cache_key(config: Config, folder: Path, manifest: Manifest) -> str | None:
@@ -242,8 +267,8 @@ def run_converter(arguments: list[str], config: Config) -> None:
     """Runs models/convert.py with these arguments in a child process, so that its imports and memory are
     released at the end.
 
-    Raises ConfigError for a model that no engine can serve or that needs more memory, OSError if the child
-    cannot write, NotConverted if the child crashes, RuntimeError for any other failure.
+    Raises ConfigError for a model that no engine can serve or that needs more memory, CannotWrite as the
+    child does, NotConverted if the child crashes, RuntimeError for any other failure.
     """
     try:
         run_module(
@@ -256,7 +281,7 @@ def run_converter(arguments: list[str], config: Config) -> None:
         if error.code == CANNOT_SERVE:
             raise ConfigError(str(error)) from None
         if error.code == CANNOT_WRITE:
-            raise OSError(str(error)) from None
+            raise CannotWrite(str(error)) from None
         if error.code in (OUT_OF_MEMORY_CODE, -signal.SIGKILL):
             how = "ran out of memory" if error.code == OUT_OF_MEMORY_CODE else "was killed (SIGKILL)"
             raise ConfigError(
@@ -267,7 +292,7 @@ def run_converter(arguments: list[str], config: Config) -> None:
         if -error.code in CRASHES:
             crash = signal.Signals(-error.code).name
             raise NotConverted(f"the conversion crashed ({crash})") from None
-        raise RuntimeError(f"the conversion ended with code {error.code}") from None
+        raise RuntimeError(f"the conversion failed: {error}") from None
 
 
 def write_entry(folder: Path, facts: Json) -> None:

@@ -17,7 +17,14 @@ import logs
 import models
 from config import Config, parse
 from manifest import Manifest
-from models.cache import CANNOT_SERVE, CANNOT_WRITE, OUT_OF_MEMORY_CODE, cache_key, renamed_when_complete
+from models.cache import (
+    CANNOT_SERVE,
+    CANNOT_WRITE,
+    OUT_OF_MEMORY_CODE,
+    CannotWrite,
+    cache_key,
+    renamed_when_complete,
+)
 from models.errors import ModelError, is_out_of_memory
 from models.openvino import SHIPPED, with_dtype
 from run import ConfigError, die_with_parent
@@ -51,7 +58,9 @@ def main(arguments: list[str]) -> int:
         if not isinstance(error, (ConfigError, ModelError, OSError)):
             raise
         print(error)
-        return CANNOT_WRITE if isinstance(error, OSError) else CANNOT_SERVE
+        if isinstance(error, OSError):
+            return CANNOT_WRITE if isinstance(error, CannotWrite) else 1
+        return CANNOT_SERVE
     return 0
 
 

@@ -32,7 +32,7 @@ from config import DTYPES, Config
 from manifest import Manifest
 from models.accuracy import find_fault, kl_divergence
 from models.base import Chunk
-from models.cache import NotConverted, write_entry, write_rejection
+from models.cache import CannotWrite, NotConverted, write_entry, write_rejection
 from models.checkpoint.pretrained import (
     InFloat32,
     VisionCheck,
@@ -163,13 +163,13 @@ def _write_graph(
 
 
 def _check_room(config: Config, stored: int, target: Path) -> None:
-    """Raises OSError where `target` has no room for the converted weights. stored: bytes of weights."""
+    """Raises CannotWrite where `target` has no room for the converted weights. stored: bytes of weights."""
     copies = 2.0 if config.dtype == "float32" else 1.0  # float32 takes twice the bytes of a 16-bit checkpoint
     if config.quantize:
         copies = 0.6  # the compressed weights
     needed = SPARE_BYTES + copies * stored
     if shutil.disk_usage(target).free < needed:
-        raise OSError(f"{target} has no room for {needed / 1e9:.1f} GB")
+        raise CannotWrite(f"{target} has no room for {needed / 1e9:.1f} GB")
 
 
 def _ends_conversion(error: Exception) -> bool:

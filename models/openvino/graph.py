@@ -17,6 +17,7 @@ from openvino import opset13 as ops
 from openvino.op import _PagedAttentionExtension as PagedAttention
 
 from models.adapters import common_name
+from models.cache import CannotWrite
 from models.errors import first_line
 from models.openvino.state_ops import RecurrentLayers, parameter
 from run import Json
@@ -127,11 +128,11 @@ def _paged_attention(
 
 
 def save_graph(graph: ov.Model, path: Path) -> None:
-    """Writes a graph, and its weights beside it. Raises OSError."""
+    """Writes a graph, and its weights beside it. Raises CannotWrite."""
     try:
         ov.save_model(graph, path, compress_to_fp16=False)
     except RuntimeError as error:
-        raise OSError(f"{path.parent} cannot be written: {first_line(error)}") from None
+        raise CannotWrite(f"{path.parent} cannot be written: {first_line(error)}") from None
 
 
 def add_adapters(

@@ -21,6 +21,7 @@ from manifest import Manifest
 from models.cache import (
     ModelCache,
     cache_key,
+    locked,
     read_entry,
     renamed_when_complete,
     tokenizer_key,
@@ -236,8 +237,28 @@ def test_a_conversion_without_the_memory_ends_each_start_in_one_line_and_the_nex
 
 
 def test_a_conversion_that_ends_otherwise_leaves_plain_pytorch_and_no_entry(start, config):
-    assert start("os._exit(1)") == ("plain PyTorch: RuntimeError: the conversion ended with code 1", 1)
-    assert [path.name for path in Path(config.model_cache).iterdir()] == ["lock"]
+    line = "plain PyTorch: RuntimeError: the conversion failed: the process ended with code 1"
+    assert start("os._exit(1)") == (line, 1)
+    assert list(Path(config.model_cache).iterdir()) == []
+
+
+def test_an_error_of_the_system_that_is_not_about_the_cache_is_reported_after_one_conversion(start):
+    missing = "def missing(*_): raise FileNotFoundError(2, 'gone', '/weights')\n    "
+    line, conversions = start(f"{missing}import shutil; shutil.disk_usage = missing")
+    assert line == "plain PyTorch: RuntimeError: the conversion failed: [Errno 2] gone: '/weights'"
+    assert conversions == 1
+
+
+def test_a_conversion_that_fails_in_this_process_is_not_tried_in_another_folder(tmp_path):
+    made = []
+
+    def convert(folder):
+        made.append(folder)
+        raise BlockingIOError("no process can be started")
+
+    with pytest.raises(BlockingIOError):
+        cache_in(tmp_path).find_or_add("model-a", convert)
+    assert len(made) == 1 and list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_leaves_plain_pytorch_and_a_line_that_says_so_and_the_next_start_converts(
@@ -246,7 +267,7 @@ def test_a_full_disk_leaves_plain_pytorch_and_a_line_that_says_so_and_the_next_s
     free = SimpleNamespace(free=0)
     monkeypatch.setattr(converter.shutil, "disk_usage", lambda path: free)
     assert load(config).engine == "torch"
-    assert "runs in plain PyTorch, slower: OSError: " in caplog.text and " has no room for 0.1 GB" in caplog.text
+    assert "runs in plain PyTorch, slower: CannotWrite: " in caplog.text and " has no room for 0.1 GB" in caplog.text
     free.free = 10**12
     assert load(config).engine == "openvino"
 
@@ -366,7 +387,7 @@ def test_a_conversion_that_was_killed_leaves_nothing_behind(tmp_path):
     assert {path.suffix for path in tmp_path.iterdir()} == {".lock", ".new"}
     with pytest.raises(ZeroDivisionError):
         cache_in(tmp_path).find_or_add("model-a", lambda folder: 1 / 0)
-    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_another_process_is_still_writing_is_left_alone(tmp_path):
@@ -388,7 +409,50 @@ def test_the_least_recently_used_entries_go_first(tmp_path):
         os.utime(cache.find_or_add(key, convert) / "entry.json", (age, age))
         if key == "tokenizer-b":
             cache.find("model-a")
-    assert {path.name for path in tmp_path.iterdir()} == {"lock", "model-a", "model-c"}
+    assert {path.name for path in tmp_path.iterdir()} == {"model-a", "model-c"}
+
+
+HOLD = """
+import sys
+from models.cache import ModelCache, write_entry
+from config import Config
+cache = ModelCache(Config(model_cache=sys.argv[1], model_cache_size=1e-9))
+print(cache.hold("model-a", lambda folder: write_entry(folder, {})), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_an_entry_that_a_process_uses_stays_and_its_lock_goes_with_it(tmp_path):
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HERE) as other:
+        held = Path(other.stdout.readline().strip())
+        cache = cache_in(tmp_path, 1e-9)
+        cache.find_or_add("model-b", lambda folder: write_entry(folder, {}))
+        assert held.is_dir()
+        other.stdin.close()
+        other.wait()
+    os.utime(held / "entry.json", (0, 0))
+    cache.find_or_add("lora-c", lambda folder: write_entry(folder, {}))
+    assert [path.name for path in tmp_path.iterdir()] == ["lora-c"]
+
+
+def test_a_lock_is_not_that_of_a_file_that_its_last_holder_has_removed(tmp_path, monkeypatch):
+    """Another process would lock a new file beside it."""
+    waits = threading.Event()
+    monkeypatch.setattr(models.cache.logger, "info", lambda *_: waits.set())
+    held = []
+
+    def hold():
+        with locked(tmp_path / "lock", "making"):
+            held.append((tmp_path / "lock").exists())
+
+    with locked(tmp_path / "lock", "making"):
+        other = threading.Thread(target=hold)
+        other.start()
+        assert waits.wait(10)
+    other.join(10)
+    assert held == [True]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_others_may_write_to_is_refused(tmp_path, monkeypatch):
