@@ -49,7 +49,7 @@ from models.checkpoint.quantization import Quantization, written_dtype
 from models.checkpoint.split import parts_of
 from models.child import ChildError, run_module
 from models.errors import MachineError, ModelError, progress_logged, reported_as
-from models.gguf.container import read_gguf, read_part
+from models.gguf.container import TEMPLATE_FILE, read_gguf, read_part
 from run import HERE, ConfigError
 
 logger = logging.getLogger("model")
@@ -252,7 +252,7 @@ def dequantize_gguf(config: Config, path: Path, reason: str) -> Path:
 def _template_beside(path: Path) -> list[tuple]:
     """What identifies a chat template beside a GGUF file, which counts instead of those in the file; empty
     without it."""
-    return identify(path.parent, ("chat_template.jinja",))
+    return identify(path.parent, (TEMPLATE_FILE,))
 
 
 def _check_packages(name: str, packages: Sequence[str], why: str = "") -> None:
@@ -270,7 +270,7 @@ def _whole(config: Config, file: Path) -> Path:
     parts = parts_of(file)
     if len(parts) == 1:
         return file
-    identities = [read_part(part).identity for part in parts]
+    identities = [*(read_part(part).identity for part in parts), *_template_beside(file)]
     gigabytes = 1e-9 * sum(part.stat().st_size for part in parts)
     doing = f"joining {len(parts)} GGUF files into one of {gigabytes:.1f} GB"
     folder = _build_cached(config, "split", identities, [file], doing)

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import struct
 from pathlib import Path
 
 import numpy as np
 
 from models.errors import run_program
-from models.gguf.container import ALIGNMENT, padded, read_gguf, read_part
+from models.gguf.container import ALIGNMENT, TEMPLATE_FILE, padded, read_gguf, read_part
 
 SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 
@@ -33,8 +34,11 @@ def parts_of(file: Path) -> list[Path]:
 
 
 def join(file: Path, target: Path) -> None:
-    """Writes the model that `file` is a part of, as one file, into `target`. Raises ModelError if a tensor is
-    missing or there twice, OSError if the disk is too small."""
+    """Writes the model that `file` is a part of, as one file, into `target`, with the chat template that is
+    beside `file`. Raises ModelError if a tensor is missing or there twice, OSError if the disk is too
+    small."""
+    if (template := file.with_name(TEMPLATE_FILE)).exists():
+        shutil.copyfile(template, target / TEMPLATE_FILE)
     parts = [read_part(part) for part in parts_of(file)]
     tensors = [(part, name, tensor) for part in parts for name, tensor in part.tensors.items()]
     first = parts[0]

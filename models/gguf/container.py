@@ -40,6 +40,7 @@ MAX_KEY = (1 << 16) - 1
 MAX_NAME = 64  # of a tensor
 ALIGNMENT = 32  # bytes, where the file says nothing
 ALIGNMENTS = [1 << power for power in range(21)]
+TEMPLATE_FILE = "chat_template.jinja"  # beside a GGUF file, counts instead of the templates in it
 # The types of values, and those of numbers in numpy.
 STRING = 8
 ARRAY = 9

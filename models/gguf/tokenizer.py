@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from manifest import TEMPLATE_ORIGIN
 from models.child import shortened
 from models.errors import named, reported_as
-from models.gguf.container import GgufFile
+from models.gguf.container import TEMPLATE_FILE, GgufFile
 from models.gguf.pre_tokenizers import LIKE_LLAMA3, NORMALIZED, SPLITS
 
 logger = logging.getLogger("model")
@@ -53,7 +53,6 @@ SAMPLING = {
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
 TEMPLATE = "tokenizer.chat_template"
-TEMPLATE_FILE = "chat_template.jinja"  # a file beside the GGUF file
 TOOL_USE = f"{TEMPLATE}.tool_use"
 NOT_UTF8 = re.compile(r"\A\Z|[\ud800-\udfff]")  # surrogates stand for bytes that are no UTF-8
 MERGE = re.compile("(.[^ ]*) (.*)", re.DOTALL)  # the first part may begin with a space

@@ -206,6 +206,16 @@ def test_a_model_in_several_files_is_served_whichever_is_named(file, checkpoint,
         models.prepare(config(first, dtype="float32"))
 
 
+@pytest.mark.parametrize("kinds", [{}, {2: "Q8_0"}], ids=["dequantized", "as it is"])
+def test_a_template_beside_the_files_of_a_model_counts_and_a_changed_one_as_well(checkpoint, config, tmp_path, kinds):
+    whole = write_gguf(tmp_path / "whole", checkpoint, kinds=kinds, keys={} if kinds else OUTSIDE)
+    first, _second = split(whole, tmp_path, "tiny", (5, len(read_gguf(whole).tensors) - 5))
+    for template in ("one", "another"):
+        (tmp_path / "chat_template.jinja").write_text(template)
+        _config, folder, _commit = ours.fetch_source(config(first), OpenVino)
+        assert (folder / "chat_template.jinja").read_text() == template
+
+
 def test_a_file_in_the_store_of_ollama_is_served(file, config, tmp_path):
     blob = tmp_path / f"sha256-{'0' * 64}"
     shutil.copy(file, blob)
