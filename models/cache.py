@@ -104,26 +104,14 @@ class ModelCache:
         several processes converts, and the others wait.
 
         If the cache cannot be written, or `key` is None, `convert` fills a temporary folder, which is removed
-        when this process ends. If it is `convert` that finds this out (CannotWrite), it is called again, with
-        the temporary folder. Raises whatever else `convert` raises.
+        when this process ends. Raises whatever `convert` raises. An OSError of it says that it cannot write
+        into the folder: `convert` is called again, with the temporary folder.
         """
         reason: object = "its code comes from another repository, which may change at any time"
-        failure = None
-
-        def convert_into(folder: Path) -> None:
-            nonlocal failure
-            try:
-                convert(folder)
-            except Exception as error:
-                failure = error
-                raise
-
         try:
             if key:
-                return self.find(key) or self._add(key, convert_into)
+                return self.find(key) or self._add(key, convert)
         except OSError as error:
-            if error is failure and not isinstance(error, CannotWrite):
-                raise
             reason = error
         logger.warning(
             "The converted files cannot be kept, so the next startup converts them again: %s", reason
@@ -255,12 +243,6 @@ def cache_key(config: Config, folder: Path, manifest: Manifest) -> str | None:
     if manifest.reads_images:
         depends_on += [dict(manifest.processor_config), VISION_VERSION]
     return f"model-{digest(depends_on)}"
-
-
-def tokenizer_key(folder: Path) -> str:
-    """The key of the entry with the tokenizer that was converted from the one in `folder`."""
-    files = identify(folder, ("*.json", "*.model", "*.txt"))
-    return f"tokenizer-{digest([files, READER_VERSIONS['tokenizer'], installed('transformers')])}"
 
 
 def run_converter(arguments: list[str], config: Config) -> None:

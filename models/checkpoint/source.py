@@ -233,7 +233,7 @@ def _from_gguf(config: Config, engine: type[Engine], path: Path) -> tuple[Config
     flags = " or ".join(flag for flag, is_given in unused.items() if is_given)
     logger.info("%s: weights as in the file%s", path.name, flags and f", whatever {flags} says")
     identity = [file.identity, str(path), _template_beside(path)]
-    folder = _build_cached(config, "gguf_folder", identity, [path], f"reading {path.name}")
+    folder = build_cached(config, "gguf_folder", identity, [path], f"reading {path.name}")
     return dataclasses.replace(config, quantize=None), folder
 
 
@@ -246,7 +246,7 @@ def dequantize_gguf(config: Config, path: Path, reason: str) -> Path:
     versions = [installed(package) for package in GGUF_PACKAGES]
     identity = [read_gguf(path).identity, dtype, versions, _template_beside(path)]
     doing = f"dequantizing {path.name} into {dtype}"
-    return _build_cached(config, "gguf", identity, [path, dtype], doing)
+    return build_cached(config, "gguf", identity, [path, dtype], doing)
 
 
 def _template_beside(path: Path) -> list[tuple]:
@@ -273,7 +273,7 @@ def _whole(config: Config, file: Path) -> Path:
     identities = [*(read_part(part).identity for part in parts), *_template_beside(file)]
     gigabytes = 1e-9 * sum(part.stat().st_size for part in parts)
     doing = f"joining {len(parts)} GGUF files into one of {gigabytes:.1f} GB"
-    folder = _build_cached(config, "split", identities, [file], doing)
+    folder = build_cached(config, "split", identities, [file], doing)
     (whole,) = folder.glob("*.gguf")
     return whole
 
@@ -286,7 +286,7 @@ def _dequantized(config: Config, engine: type[Engine], folder: Path, quantizatio
     folder = fetch_checked_weights(config, folder, engine)
     doing = f"dequantizing {config.model_name} into {dtype}"
     identity = [identify(folder, IDENTITY_FILES), dtype]
-    return _build_cached(config, "dequantize", identity, [folder, dtype], doing)
+    return build_cached(config, "dequantize", identity, [folder, dtype], doing)
 
 
 def _merged_checkpoint(config: Config, engine: type[Engine], base: Path) -> Path:
@@ -296,7 +296,7 @@ def _merged_checkpoint(config: Config, engine: type[Engine], base: Path) -> Path
     base = fetch_checked_weights(config, base, engine)
     identity = [identify(base, IDENTITY_FILES), identify(adapter, ("adapter_*",)), installed("safetensors")]
     doing = f"merging {name} into {config.model_name}"
-    return _build_cached(config, "lora", identity, [base, adapter], doing)
+    return build_cached(config, "lora", identity, [base, adapter], doing)
 
 
 def read_adapter(config: Config, name: str, source: str, **limits: Any) -> Path:
@@ -305,7 +305,7 @@ def read_adapter(config: Config, name: str, source: str, **limits: Any) -> Path:
     adapter = fetch_adapter(config, source)
     identity = [identify(adapter, ("adapter_*",)), installed("safetensors")]
     doing = f"reading the LoRA adapter {name}"
-    return _build_cached(config, "lora", identity, [adapter], doing, **limits)
+    return build_cached(config, "lora", identity, [adapter], doing, **limits)
 
 
 def load_updates(config: Config, name: str, source: str) -> Updates:
@@ -327,7 +327,7 @@ def check_adapter_limits(config: Config, shapes: Mapping[str, Sequence[int]]) ->
         raise ModelError(f"it has {gigabytes:.2f} GB of weights; {MEMORY_LIMIT}")
 
 
-def _build_cached(
+def build_cached(
     config: Config, module: str, identity: Any, arguments: list[Any], doing: str, **limits: Any
 ) -> Path:
     """The folder that the module `module` of this package fills, in the cache where that can be written. It

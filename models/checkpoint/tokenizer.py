@@ -20,7 +20,8 @@ from packaging.version import Version
 
 from config import Config
 from manifest import read_json, reject_lfs_pointer
-from models.cache import ModelCache, tokenizer_key, write_entry
+from models.cache import identify, installed
+from models.checkpoint.source import build_cached
 from models.child import ChildError, run_module
 from models.errors import ModelError, reported_as, run_program
 from run import ConfigError
@@ -60,37 +61,30 @@ def find_tokenizer(folder: Path) -> str:
 
 def tokenizer_folder(config: Config, folder: Path) -> Path:
     """The folder with the tokenizer.json of a model: the model's own, or one with the converted tokenizer, in
-    the cache. Raises ConfigError."""
+    the cache. Raises ConfigError where the model has no tokenizer, ModelError where it cannot be
+    converted."""
     found = find_tokenizer(folder)
     if found == FAST:
         return folder
-
-    def convert(target: Path) -> None:
-        arguments = ["models.checkpoint.tokenizer", str(folder.absolute()), str(target)]
-        _child_output(arguments, f"the tokenizer of {folder} ({found}) cannot be converted: ")
-        write_entry(target, {"from": folder.name})
-
-    return ModelCache(config).hold(tokenizer_key(folder), convert)
+    identity = [identify(folder, ("*.json", "*.model", "*.txt")), installed("transformers")]
+    doing = f"converting the tokenizer of {folder} ({found})"
+    return build_cached(config, "tokenizer", identity, [folder.absolute()], doing, timeout_s=TIMEOUT_S)
 
 
 def check_tokenizer(config: Config, folder: Path) -> TokenizerFacts:
-    """Finds or converts the tokenizer of a model, and has `text/tokenizer.py` try it out. Raises ConfigError
-    for a tokenizer that fails."""
+    """Finds or converts the tokenizer of a model, and has `text/tokenizer.py` try it out in a child process.
+    Raises ConfigError for a tokenizer that fails, and as `tokenizer_folder` does."""
     tokenizer_dir = tokenizer_folder(config, folder)
     settings = [config.tokenizer_config_path or "", config.mm_processor_kwargs or "{}"]
-    arguments = ["text.tokenizer", str(folder), str(tokenizer_dir), *settings]
-    return TokenizerFacts(tokenizer_dir, **json.loads(_child_output(arguments, "")))
-
-
-def _child_output(arguments: list[str], failure: str) -> str:
-    """What a module prints in a child process. Raises ConfigError with `failure` and the reason: the last
-    line that the module printed, or that TIMEOUT_S was too short."""
     try:
-        return run_module(arguments, timeout_s=TIMEOUT_S)
+        facts = run_module(
+            ["text.tokenizer", str(folder), str(tokenizer_dir), *settings], timeout_s=TIMEOUT_S
+        )
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{failure}the tokenizer needs more than {TIMEOUT_S} s") from None
+        raise ConfigError(f"the tokenizer needs more than {TIMEOUT_S} s") from None
     except ChildError as error:
-        raise ConfigError(f"{failure}{error}") from None
+        raise ConfigError(str(error)) from None
+    return TokenizerFacts(tokenizer_dir, **json.loads(facts))
 
 
 def main(folder: Path, target: Path) -> None:

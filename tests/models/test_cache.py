@@ -24,7 +24,6 @@ from models.cache import (
     locked,
     read_entry,
     renamed_when_complete,
-    tokenizer_key,
     write_entry,
 )
 from models.errors import ModelError
@@ -125,13 +124,6 @@ def test_the_key_depends_on_all_that_a_conversion_reads(config, checkpoint, tmp_
     monkeypatch.setattr("models.cache.CONVERTER_VERSION", -1)
     keys.append(key(config, checkpoint))
     assert len(set(keys)) == len(keys)
-
-
-def test_a_tokenizer_that_an_older_version_converted_is_converted_anew(tmp_path, monkeypatch):
-    (tmp_path / "tokenizer.model").write_bytes(b"1")
-    current = tokenizer_key(tmp_path)
-    monkeypatch.setitem(models.cache.READER_VERSIONS, "tokenizer", models.cache.READER_VERSIONS["tokenizer"] - 1)
-    assert tokenizer_key(tmp_path) != current
 
 
 def test_a_compressed_model_in_the_cache_is_found_without_nncf(config, checkpoint, monkeypatch):
@@ -247,18 +239,6 @@ def test_an_error_of_the_system_that_is_not_about_the_cache_is_reported_after_on
     line, conversions = start(f"{missing}import shutil; shutil.disk_usage = missing")
     assert line == "plain PyTorch: RuntimeError: the conversion failed: [Errno 2] gone: '/weights'"
     assert conversions == 1
-
-
-def test_a_conversion_that_fails_in_this_process_is_not_tried_in_another_folder(tmp_path):
-    made = []
-
-    def convert(folder):
-        made.append(folder)
-        raise BlockingIOError("no process can be started")
-
-    with pytest.raises(BlockingIOError):
-        cache_in(tmp_path).find_or_add("model-a", convert)
-    assert len(made) == 1 and list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_leaves_plain_pytorch_and_a_line_that_says_so_and_the_next_start_converts(

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 import models.checkpoint.tokenizer
 from config import DEMO_MODEL, Config
+from models.cache import READER_VERSIONS
 from models.checkpoint.tokenizer import check_tokenizer, tokenizer_folder
 from models.errors import ModelError
 from run import ConfigError
@@ -138,7 +139,7 @@ def test_a_sentencepiece_model_does_what_sentencepiece_does_with_it(tmp_path, co
 )
 def test_what_a_conversion_cannot_do_as_sentencepiece_does_is_refused(tmp_path, config, options):
     folder = tiny_models.save_sentencepiece(tmp_path, **options)
-    with pytest.raises(ConfigError, match=r"it reads .* in other tokens than sentencepiece; add .*tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"it reads .* in other tokens than sentencepiece; add .*tokenizer\.json"):
         tokenizer_folder(config, folder)
 
 
@@ -167,6 +168,12 @@ def test_a_conversion_in_a_child_process_is_kept_for_the_next_start(tmp_path, co
     assert tokenizer_folder(config, slow) == first
 
 
+def test_one_that_an_older_version_converted_is_converted_anew(config, slow, monkeypatch):
+    older = tokenizer_folder(config, slow)
+    monkeypatch.setitem(READER_VERSIONS, "tokenizer", READER_VERSIONS["tokenizer"] + 1)
+    assert tokenizer_folder(config, slow) != older
+
+
 def test_where_the_cache_cannot_be_written_it_is_converted_for_this_start(tmp_path, slow):
     (tmp_path / "file").touch()
     unwritable = Config(model_cache=str(tmp_path / "file" / "cache"))
@@ -181,7 +188,7 @@ def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path, config):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (tmp_path / "vocab.json").write_text("{}")
-    with pytest.raises(ConfigError):
+    with pytest.raises(ModelError):
         tokenizer_folder(config, tmp_path)
     assert not ran.exists()
 
@@ -229,7 +236,8 @@ def test_a_tokenizer_that_cannot_be_converted_is_refused_in_one_line(tmp_path, c
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
     (tmp_path / "tokenizer.model").write_bytes(b"no sentencepiece model")
-    with pytest.raises(ConfigError, match=r"\(tokenizer\.model\) cannot be converted: error: /.* cannot be read ") as refused:
+    line = r"^converting the tokenizer of /.* \(tokenizer\.model\) failed: error: /.* cannot be read "
+    with pytest.raises(ModelError, match=line) as refused:
         tokenizer_folder(config, tmp_path)
     assert "\n" not in str(refused.value)
 
