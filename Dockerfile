@@ -54,7 +54,7 @@ COPY models models
 COPY demo/model demo/model
 RUN find . ! -perm -444 -exec chmod a+rX {} + && python3 -m compileall -q . \
     && if python3 -m pip show --quiet openvino 2>/dev/null; then \
-        python3 -m models.convert --demo && chmod -R a+rX demo; \
+        DEVICE=cpu MODEL_CACHE="$PWD/demo/converted" python3 -m models.convert --ahead && chmod -R a+rX demo; \
     fi
 
 # /data keeps downloads, compiled and converted models, and compiled sampling loops. The demonstration model starts

@@ -33,10 +33,11 @@ from typing import Any
 from config import Config
 from manifest import Manifest, check_regular
 from models.child import ChildError, run_module
-from run import ConfigError, Json, check_private
+from run import HERE, ConfigError, Json, check_private
 
 logger = logging.getLogger("model")
 
+SHIPPED = HERE / "demo" / "converted"  # the cache that is filled when the image is built
 ENTRY = "entry.json"
 TEMPORARY = ".neuron-textgen-"  # beginning of the names of unfinished folders and their locks
 # A larger file is identified by its size and modification time: hashing weights would take seconds.
@@ -78,15 +79,15 @@ class ModelCache:
         self._size_gb = config.model_cache_size
         check_private(self.folder, f"--model-cache {config.model_cache} (MODEL_CACHE)")
 
-    def find(self, key: str) -> Path | None:
-        """The folder of the entry `key`, marked as used now; None: there is no such entry. Raises ConfigError
-        for an entry with files that are not regular."""
-        entry = self.folder / key
-        if not (entry / ENTRY).is_file():
-            return None
-        check_regular(entry)
-        mark_used(entry / ENTRY)
-        return entry
+    def find(self, key: str | None) -> Path | None:
+        """The folder of the entry `key`, in SHIPPED or in the cache, marked as used now; None: there is no
+        such entry, or `key` is None. Raises ConfigError for an entry with files that are not regular."""
+        for entry in (SHIPPED / key, self.folder / key) if key else ():
+            if (entry / ENTRY).is_file():
+                check_regular(entry)
+                mark_used(entry / ENTRY)
+                return entry
+        return None
 
     def hold(self, key: str, convert: Callable[[Path], None]) -> Path:
         """As `find_or_add`. Also keeps `evict`, of any process, from removing the entry as long as this

@@ -2,7 +2,6 @@
 
 python -m models.convert FOLDER TARGET < CONFIG.json     a model; CONFIG as `Config.to_json` writes it
 python -m models.convert --check FOLDER < CONFIG.json    whether its config.json can be served
-python -m models.convert --demo                          the demonstration model, into demo/converted
 python -m models.convert --ahead                         the model of the settings, into the cache
 """
 
@@ -22,25 +21,15 @@ from models.cache import (
     CANNOT_WRITE,
     OUT_OF_MEMORY_CODE,
     CannotWrite,
-    cache_key,
-    renamed_when_complete,
 )
 from models.errors import ModelError, is_out_of_memory
-from models.openvino import SHIPPED, with_dtype
 from run import ConfigError, die_with_parent
 
 
 def main(arguments: list[str]) -> int:
     warnings.simplefilter("ignore")  # between libraries, about how they call each other
     try:
-        if arguments == ["--demo"]:
-            config = Config()
-            folder = Path(config.model_id)
-            manifest = Manifest.read(folder)
-            config = with_dtype(config.with_manifest(manifest), manifest)
-            with renamed_when_complete(SHIPPED / cache_key(config, folder, manifest)) as target:
-                _convert(config, folder, target)
-        elif arguments == ["--ahead"]:
+        if arguments == ["--ahead"]:
             prepared = models.prepare(parse([], os.environ))
             prepared.fetch_weights()
             models.load(prepared, lambda phase: None)

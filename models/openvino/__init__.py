@@ -24,7 +24,7 @@ from models.errors import ModelError, named, progress_logged
 from models.gguf.container import GgufFile
 from models.machine import host_memory
 from models.openvino.gguf_files import compressed_types, why_not
-from run import HERE, ConfigError
+from run import ConfigError
 
 logger = logging.getLogger("model")
 
@@ -33,8 +33,6 @@ sys.modules.setdefault("openvino_telemetry", None)
 # Weights in Q4_K keep their minima; else openvino rounds these to multiples of the scale.
 os.environ["OV_GGUF_Q4_K_ZP_F16"] = "1"
 
-# The demonstration model in the image, converted when the image is built.
-SHIPPED = HERE / "demo" / "converted"
 KNOWN_ERRORS = (ConfigError, ModelError, NotConverted)
 
 
@@ -73,7 +71,7 @@ class OpenVino(Engine):
         if self.manifest.gguf_file:
             return
         config = with_dtype(self.config, self.manifest)
-        if not _find_entry(config, ModelCache(config), cache_key(config, self.folder, self.manifest)):
+        if not ModelCache(config).find(cache_key(config, self.folder, self.manifest)):
             check_quantizer(config)
         fetch_checked_weights(self.config, self.folder, self)
 
@@ -98,7 +96,7 @@ class OpenVino(Engine):
                     write_rejection(target, str(crash))
 
         try:
-            if entry := _find_entry(config, cache, key):
+            if entry := cache.find(key):
                 try:
                     return load_entry(config, entry)
                 except KNOWN_ERRORS:
@@ -107,7 +105,7 @@ class OpenVino(Engine):
                     logger.warning(
                         "The converted model in %s is damaged (%s): converting again", entry, named(error)
                     )
-                    shutil.rmtree(cache.folder / key, ignore_errors=True)
+                    shutil.rmtree(entry, ignore_errors=True)
             entry = cache.find_or_add(key, convert)
             try:
                 return load_entry(config, entry)
@@ -128,16 +126,6 @@ def check_quantizer(config: Config) -> None:
     if config.quantize and not importlib.util.find_spec("nncf"):
         needed = f"--quantize {config.quantize} (QUANTIZE) needs nncf for the first startup"
         raise ModelError(f'{needed}: {sys.executable} -m pip install "{NNCF}"')
-
-
-def _find_entry(config: Config, cache: ModelCache, key: str | None) -> Path | None:
-    """The folder of a converted model: that of the image for the demonstration model, else one in the cache;
-    None: there is none, or `key` is None."""
-    if key is None:
-        return None
-    if config.is_demo and (SHIPPED / key).is_dir():
-        return SHIPPED / key
-    return cache.find(key)
 
 
 def with_dtype(config: Config, manifest: Manifest) -> Config:
