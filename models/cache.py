@@ -33,6 +33,7 @@ from typing import Any
 from config import Config
 from manifest import Manifest, check_regular
 from models.child import ChildError, run_module
+from models.errors import ModelError, is_out_of_memory
 from run import HERE, ConfigError, Json, check_private
 
 logger = logging.getLogger("model")
@@ -67,6 +68,11 @@ class NotConverted(Exception):
 
 class CannotWrite(OSError):
     """The folder that a conversion fills cannot be written, such as on a full disk."""
+
+
+def ends_conversion(error: Exception) -> bool:
+    """Whether an error says nothing about how a model converts: no entry is written for it."""
+    return isinstance(error, (ModelError, ConfigError, OSError)) or is_out_of_memory(error)
 
 
 class ModelCache:

@@ -7,6 +7,7 @@ python -m models.convert --ahead                         the model of the settin
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -21,9 +22,16 @@ from models.cache import (
     CANNOT_WRITE,
     OUT_OF_MEMORY_CODE,
     CannotWrite,
+    NotConverted,
+    ends_conversion,
+    write_entry,
+    write_rejection,
 )
-from models.errors import ModelError, is_out_of_memory
-from run import ConfigError, die_with_parent
+from models.errors import is_out_of_memory, named
+from models.openvino import with_dtype
+from run import die_with_parent
+
+logger = logging.getLogger("model")
 
 
 def main(arguments: list[str]) -> int:
@@ -40,11 +48,11 @@ def main(arguments: list[str]) -> int:
         else:
             config = Config.from_json(sys.stdin.read())
             logs.set_up(config.log_level, config.json_output)
-            _convert(config, Path(arguments[0]), Path(arguments[1]))
+            convert(config, Path(arguments[0]), Path(arguments[1]))
     except Exception as error:
         if is_out_of_memory(error):
             return OUT_OF_MEMORY_CODE
-        if not isinstance(error, (ConfigError, ModelError, OSError)):
+        if not ends_conversion(error):
             raise
         print(error)
         if isinstance(error, OSError):
@@ -53,14 +61,25 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _convert(config: Config, folder: Path, target: Path) -> None:
-    """Fills `target` with the entry of a model. A GGUF file is converted without torch and transformers,
-    which other checkpoints need."""
-    if Manifest.read(folder).gguf_file:
-        from models.openvino.gguf import convert
+def convert(config: Config, folder: Path, target: Path) -> None:
+    """Fills `target` with the entry of the model in `folder`, or with the reason why it does not convert. A
+    GGUF file is converted without torch and transformers, which other checkpoints need. Raises what
+    `ends_conversion` knows: ModelError or ConfigError for what no engine can serve, CannotWrite."""
+    manifest = Manifest.read(folder)
+    if manifest.gguf_file:
+        from models.openvino.gguf import write_graph
     else:
-        from models.openvino.convert import convert
-    convert(config, folder, target)
+        from models.openvino.convert import write_graph
+    try:
+        facts = write_graph(with_dtype(config, manifest), manifest, folder, target)
+    except Exception as error:
+        if ends_conversion(error):
+            raise
+        logger.debug("not converted", exc_info=True)
+        cause = error.__cause__ or error  # OpenVINO wraps what a model raises
+        write_rejection(target, str(error) if type(error) is NotConverted else named(cause))
+    else:
+        write_entry(target, facts)
 
 
 if __name__ == "__main__":

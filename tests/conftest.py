@@ -108,13 +108,14 @@ def converter():
 @pytest.fixture
 def conversions(converter, monkeypatch):
     """The models that a test converts. In this process: the child process is tested once."""
+    import models.convert
     from models.openvino import model as openvino_model
 
     converted = []
 
     def convert(arguments, config):
         converted.append(config.model_id)
-        converter.convert(config, *map(Path, arguments))
+        models.convert.convert(config, *map(Path, arguments))
 
     monkeypatch.setattr("models.openvino.run_converter", convert)
     monkeypatch.setattr(openvino_model, "usable_threads", lambda: 1)

@@ -2,8 +2,8 @@
 own logits.
 
 `models/convert.py` runs it in a child process, so that the worker never imports torch or transformers.
-`convert` loads the checkpoint (`pretrained.load_pretrained`), traces it with a placeholder in the place of
-each attention layer, saves the graph, and compares what `model.py` computes from the saved files with what
+`write_graph` loads the checkpoint (`pretrained.load_pretrained`), traces it with a placeholder in the place
+of each attention layer, saves the graph, and compares what `model.py` computes from the saved files with what
 transformers computes in float32 (`accuracy.py`): where the graph runs in float32, too, and on a text where
 bfloat16 or compressed weights round it. For a model that cannot be converted the entry holds the reason, and
 the next startup uses plain PyTorch directly.
@@ -19,7 +19,7 @@ import shutil
 import time
 import timeit
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from config import DTYPES, Config
 from manifest import Manifest
 from models.accuracy import find_fault, kl_divergence
 from models.base import Chunk
-from models.cache import CannotWrite, NotConverted, write_entry, write_rejection
+from models.cache import CannotWrite, NotConverted, ends_conversion
 from models.checkpoint.pretrained import (
     InFloat32,
     VisionCheck,
@@ -41,9 +41,8 @@ from models.checkpoint.pretrained import (
     load_pretrained,
     reference_logits,
 )
-from models.errors import ModelError, is_out_of_memory, named
+from models.errors import ModelError, named
 from models.images.towers import is_vision, make_tower
-from models.openvino import with_dtype
 from models.openvino.check_text import SHORT_CHECK_TOKENS, ids_of_text
 from models.openvino.delta_tiles import TILE
 from models.openvino.graph import MERGED, has_delta_rule, read_graph, save_graph
@@ -82,11 +81,10 @@ MIN_TILES_GAIN = 0.002  # seconds
 SPARE_BYTES = 50_000_000  # of the disk, for the graph without its weights
 
 
-def convert(config: Config, folder: Path, target: Path) -> None:
-    """Fills `target` with the entry of the checkpoint in `folder`, or with the reason why it does not
-    convert. Raises ModelError for what no engine can serve, OSError where `target` cannot be written."""
-    manifest = Manifest.read(folder)
-    config = with_dtype(config, manifest)
+def write_graph(config: Config, manifest: Manifest, folder: Path, target: Path) -> Json:
+    """Writes the graph of the checkpoint in `folder` into `target`, and that of its vision tower. Returns the
+    facts of the entry. config: with a dtype. Raises ModelError or ConfigError for what no engine can serve,
+    CannotWrite, NotConverted, and what OpenVINO raises for a model that it cannot convert."""
     stored = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
     _check_room(config, stored, target)
     numbers = itertools.count(1)
@@ -107,41 +105,17 @@ def convert(config: Config, folder: Path, target: Path) -> None:
         "arithmetic": None,  # None: what the CPU has for the dtype
         "refused": None,
     }
-    try:
-        _write_graph(config, manifest, folder, target, model, facts, begin)
-    except Exception as error:
-        if _ends_conversion(error):
-            raise
-        logger.debug("not converted", exc_info=True)
-        cause = error.__cause__ or error  # OpenVINO wraps what a model raises
-        write_rejection(target, str(error) if type(error) is NotConverted else named(cause))
-    else:
-        write_entry(target, facts)
-
-
-def _write_graph(
-    config: Config,
-    manifest: Manifest,
-    folder: Path,
-    target: Path,
-    model: torch.nn.Module,
-    facts: Json,
-    begin: Callable[[str], None],
-) -> None:
-    """Writes the graph of a model that was loaded from `folder` into `target`, and adds to `facts`, those of
-    the entry. begin: logs the step that begins. The model cannot be used afterwards. Raises NotConverted,
-    ModelError, and what OpenVINO raises."""
-    positions = facts["max_total_tokens"] or manifest.max_positions or config.max_total_tokens
     begin("computing logits to compare with")
     with InFloat32(getattr(torch, config.dtype)):
+        positions = manifest.length_limit or manifest.max_positions or config.max_total_tokens
         check = Check(model, positions, folder)
+    facts["reference"] = check.stored
     if manifest.reads_images:
         begin("converting the vision tower")
         facts |= _convert_vision(model, manifest, target, config)
     for buffer in model.buffers():  # what is computed with beside weights
         if buffer.is_floating_point():
             buffer.data = buffer.data.float()
-    facts["reference"] = check.stored
     begin("tracing")
     graph = trace(model, image_width=facts.get("image_width"))
     path = target / "model.xml"
@@ -154,12 +128,10 @@ def _write_graph(
         begin(f"compressing to {config.quantize}, and comparing again")
         _compress(config, check, graph, path, facts)
     elif config.dtype == "bfloat16" and (fault := check.fault_on_text(graph, facts)):
-        logger.warning(
-            "%s does not tolerate arithmetic in bfloat16, and is computed in float32: %s",
-            facts["model"],
-            fault,
-        )
+        slower = "%s does not tolerate arithmetic in bfloat16, and is computed in float32: %s"
+        logger.warning(slower, config.model_name, fault)
         facts["arithmetic"] = "float32"
+    return facts
 
 
 def _check_room(config: Config, stored: int, target: Path) -> None:
@@ -170,11 +142,6 @@ def _check_room(config: Config, stored: int, target: Path) -> None:
     needed = SPARE_BYTES + copies * stored
     if shutil.disk_usage(target).free < needed:
         raise CannotWrite(f"{target} has no room for {needed / 1e9:.1f} GB")
-
-
-def _ends_conversion(error: Exception) -> bool:
-    """Whether an error says nothing about how the model converts: no entry is written for it."""
-    return isinstance(error, (ModelError, OSError)) or is_out_of_memory(error)
 
 
 def _convert_vision(model: torch.nn.Module, manifest: Manifest, target: Path, config: Config) -> Json:
@@ -201,7 +168,7 @@ def _convert_vision(model: torch.nn.Module, manifest: Manifest, target: Path, co
         save_graph(graph, path)
         fault = _vision_fault(path, check, "float32")
     except Exception as error:
-        if _ends_conversion(error):
+        if ends_conversion(error):
             raise
         logger.debug("the vision tower is not converted", exc_info=True)
         fault = named(error.__cause__ or error)
@@ -232,7 +199,7 @@ def _compress_vision(graph: ov.Model, path: Path, check: VisionCheck, config: Co
             if fault is None:
                 return group
     except Exception as error:
-        if _ends_conversion(error):
+        if ends_conversion(error):
             raise
         fault = named(error)
     logger.info("The vision tower is not compressed: in int8 %s", fault)

@@ -19,12 +19,9 @@ from openvino.opset17 import grouped_matmul
 from config import Config
 from manifest import Manifest
 from models.base import Chunk
-from models.cache import write_entry, write_rejection
 from models.checkpoint.rope import Rope, plain, scaled
-from models.errors import ModelError, is_out_of_memory, named
 from models.gguf.container import GgufFile, read_gguf
 from models.gguf.keys import DIVISORS, head_size, rotary_positions, scaling_size
-from models.openvino import with_dtype
 from models.openvino.check_text import SHORT_CHECK_TOKENS, ids_of_text
 from models.openvino.gguf_files import OWN_DIVISORS, compressed_types, rotated_size
 from models.openvino.graph import LINEAR_NAME, placeholder, read_graph, save_graph
@@ -56,23 +53,13 @@ SLIDING_MASK = "self_kq_mask_swa"
 OUTPUT = "result_output"
 
 
-def convert(config: Config, folder: Path, target: Path) -> None:
-    """Fills `target` with the entry of the GGUF file that `folder` was made of, or with the reason why it
-    does not convert. Raises ModelError for a broken file, OSError where `target` cannot be written."""
-    try:
-        _convert(config, folder, target)
-    except Exception as error:
-        if isinstance(error, (ModelError, OSError)) or is_out_of_memory(error):
-            raise
-        logger.debug("not converted", exc_info=True)
-        write_rejection(target, named(error))
+def write_graph(config: Config, manifest: Manifest, folder: Path, target: Path) -> Json:
+    """Writes the graph of the GGUF file that `folder` was made of into `target`. Returns the facts of the
+    entry. Among these are the exact logits of a short text: each startup compares its own logits with them.
 
-
-def _convert(config: Config, folder: Path, target: Path) -> None:
-    """Writes the graph of the GGUF file that `folder` names into `target`, and the facts of the entry. Among
-    these are the exact logits of a short text: each startup compares its own logits with them."""
-    manifest = Manifest.read(folder)
-    config = with_dtype(config, manifest)
+    config: with a dtype. Raises ModelError for a broken file, CannotWrite, and what OpenVINO raises for a
+    file that it cannot convert.
+    """
     file = read_gguf(manifest.gguf_file)
     vocab_size = file.tensors["token_embd.weight"].shape[1]
     compressed = compressed_types(file) or None
@@ -101,7 +88,7 @@ def _convert(config: Config, folder: Path, target: Path) -> None:
     exact = model.forward([Chunk(0, ids, 0, all_logits=True)])
     columns = sorted(set(ids))
     facts["reference"] = {"ids": ids, "columns": columns, "logits": exact[:, columns].tolist()}
-    write_entry(target, facts)
+    return facts
 
 
 def _graph_of(file: GgufFile) -> ov.Model:

@@ -43,7 +43,7 @@ def checkpoint(tmp_path_factory):
 def entry(checkpoint, converter, tmp_path_factory):
     """What a conversion of the checkpoint writes."""
     folder = tmp_path_factory.mktemp("entry")
-    converter.convert(settings(checkpoint), checkpoint, folder)
+    models.convert.convert(settings(checkpoint), checkpoint, folder)
     return folder
 
 

@@ -29,7 +29,7 @@ from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOn
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-import models
+import models.convert
 from config import Config
 from manifest import VISION_FAMILIES, Manifest
 from models.accuracy import find_fault, kl_divergence
@@ -561,7 +561,7 @@ def test_a_model_whose_tower_is_not_that_of_transformers_is_served_without_image
 
 def test_a_tower_in_bfloat16_is_stored_so_and_loses_nothing(visions, tmp_path, converter):
     folder, side = visions.folder("pixtral"), 30 * 16
-    converter.convert(settings(folder, dtype="bfloat16"), folder, tmp_path)
+    models.convert.convert(settings(folder, dtype="bfloat16"), folder, tmp_path)
     tiles = np.random.default_rng(0).integers(0, 256, (1, side, side, 3), np.uint8)
     encoder = openvino_model.VisionEncoder(tmp_path / "vision.xml", None, {"INFERENCE_PRECISION_HINT": "f32"})
     found = encoder.encode(tiles, (), lambda: False)
@@ -621,7 +621,7 @@ def test_a_vision_tower_that_cannot_be_compressed_is_served_as_it_is(visions, tm
 def test_the_windows_of_a_large_image_are_those_of_transformers(visions, tmp_path, converter, precision):
     """Windows at the edges of an image have places without a patch."""
     folder, rows, columns = visions.folder("qwen2_5_vl"), 13, 24
-    converter.convert(settings(folder), folder, tmp_path)
+    models.convert.convert(settings(folder), folder, tmp_path)
     tiles = np.random.default_rng(0).integers(0, 256, (1, rows * 28, columns * 28, 3), np.uint8)
     encoder = openvino_model.VisionEncoder(tmp_path / "vision.xml", None, {"INFERENCE_PRECISION_HINT": precision})
     found = encoder.encode(tiles, (rows, columns), lambda: False)

@@ -22,8 +22,8 @@ from models.accuracy import kl_divergence
 from models.base import Chunk
 from models.cache import read_entry, write_entry
 from models.checkpoint.gguf_folder import write_folder
+from models.convert import convert
 from models.gguf.container import TYPES, read_gguf
-from models.openvino.gguf import convert
 from models.openvino.gguf_files import why_not
 from models.openvino.graph import LINEAR_NAME, read_graph
 from models.openvino.model import OpenVinoModel, load_entry

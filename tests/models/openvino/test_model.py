@@ -282,19 +282,19 @@ def test_a_sliding_window_longer_than_the_check_is_checked_too(tmp_path, convert
 
     folder = save_checkpoint(tmp_path / "mistral", tiny_models.mistral(sliding_window=400, max_position_embeddings=500))
     config = Config(model_id=str(folder), device="cpu").with_manifest(Manifest.read(folder))
-    converter.convert(config, folder, tmp_path)
+    models.convert.convert(config, folder, tmp_path)
     refused = [read_entry(tmp_path)["refused"]]
     attend = trace.PlaceholderFunctions._attend
     never_slides = lambda *args, sliding_window=None, **kwargs: attend(*args, **kwargs)  # noqa: E731
     monkeypatch.setattr(trace.PlaceholderFunctions, "_attend", never_slides)
-    converter.convert(config, folder, tmp_path)
+    models.convert.convert(config, folder, tmp_path)
     refused.append(read_entry(tmp_path)["refused"])
     assert refused[0] is None and refused[1].startswith("its logits differ from those of transformers by")
 
 
 def test_a_window_of_all_positions_does_not_slide_in_the_check(tmp_path, converter):
     folder = save_checkpoint(tmp_path / "phimoe", tiny_models.phimoe(2 * converter.CHECK_WINDOW))
-    converter.convert(settings(folder), folder, tmp_path)
+    models.convert.convert(settings(folder), folder, tmp_path)
     assert read_entry(tmp_path)["refused"] is None
 
 
@@ -329,7 +329,7 @@ def test_a_rope_that_is_wrong_from_a_position_on_is_found(tmp_path, converter, m
         return trace(model, **options)
 
     monkeypatch.setattr(converter, "trace", trace_wrong)
-    converter.convert(config, folder, tmp_path)
+    models.convert.convert(config, folder, tmp_path)
     refused = read_entry(tmp_path)["refused"]
     assert refused is None if last_right == 8191 else refused.startswith("its logits differ from those of transformers by")
 
@@ -339,7 +339,7 @@ def test_a_rope_that_is_wrong_from_a_position_on_is_found(tmp_path, converter, m
 def test_a_start_finds_a_fault_of_decode_steps_alone_and_of_prompts_alone(zoo, tmp_path, converter, monkeypatch, family, way):
     folder = zoo.folder(family)
     config = settings(folder, max_batch_size=4)
-    converter.convert(config, folder, tmp_path)
+    models.convert.convert(config, folder, tmp_path)
     forward = openvino_model.OpenVinoModel.forward
 
     def wrong(model, chunks):
@@ -400,7 +400,7 @@ def assert_starts_in_bfloat16(folder, conversions, **settings):
 @pytest.mark.parametrize("family", tiny_models.WITH_VISION)
 def test_a_vision_tower_is_not_in_the_graph(zoo, tmp_path, converter, family):
     folder = zoo.folder(family)
-    converter.convert(settings(folder), folder, tmp_path)
+    models.convert.convert(settings(folder), folder, tmp_path)
     weights = load_file(folder / "model.safetensors")
     text = [tensor.nbytes for name, tensor in weights.items() if "vis" not in name and "projector" not in name]
     assert abs((tmp_path / "model.bin").stat().st_size - sum(text)) < 2000  # norms of ones are left out
