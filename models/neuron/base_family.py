@@ -252,21 +252,13 @@ class Family:
             )
 
     @property
-    def neuronx_class(self) -> str | None:
-        """The name of the class of transformers-neuronx that runs this model as it is; None: neuron/graph.py
-        extends the class for Llama."""
-        is_llama = (
-            self.is_llama
-            and self.graph() == ArchSpec()
-            and not self.biases
-            and self.head_dim * self.heads == self.hidden
-        )
-        return "LlamaForSampling" if is_llama else None
-
-    @property
     def name(self) -> str:
-        """The class that the graphs of this model are compiled from, with its revision."""
-        return self.neuronx_class or f"{self.model_type}, revision {self.revision}"
+        """What the graphs of this model are compiled from: the graph of the family, with its revision, or
+        that of transformers-neuronx's class for Llama, which other models share."""
+        is_plain = self.graph() == ArchSpec() and not self.biases
+        if self.is_llama and is_plain and self.head_dim * self.heads == self.hidden:
+            return "LlamaForSampling"
+        return f"{self.model_type}, revision {self.revision}"
 
     def as_llama(self) -> Json:
         """The config.json of a Llama of these sizes, for transformers-neuronx."""

@@ -338,16 +338,16 @@ def load_model(build: BuildPlan, work_dir: Path, announce: Announce) -> tuple[An
 def make(build: BuildPlan, work_dir: Path) -> Any:
     """The model of transformers-neuronx with its weights in host memory, not compiled, not on the device.
     Raises ModelError or ConfigError."""
-    # It calls torch.load without weights_only, and pickles may run code.
-    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    # Imported here: it needs transformers-neuronx, which only machines with a device have.
+    from models.neuron.graph import class_of
+
     family = build.family
     checkpoint = build.checkpoint()
     check_weights(plan.Shape(family).parameters, checkpoint)
-    config_json = build.legacy if family.neuronx_class else family.as_llama()
     compiled_config = build.compiled_config
     with reported_as(f"{build.config.model_name} cannot be built for Neuron", explain):
-        model = _class_of(build).from_pretrained(
-            str(_view_of(checkpoint, config_json, work_dir / "checkpoint")),
+        model = class_of(family, compiled_config).from_pretrained(
+            str(_view_of(checkpoint, family.as_llama(), work_dir / "checkpoint")),
             batch_size=compiled_config.batch_size,
             tp_degree=compiled_config.tp_degree,
             amp=DTYPES[compiled_config.dtype].short,
@@ -355,26 +355,14 @@ def make(build: BuildPlan, work_dir: Path) -> Any:
             context_length_estimate=list(compiled_config.prefill_buckets),
             neuron_config=_neuron_config(build),
         )
-        expected = build.legacy.get("rope_theta")
-        found = getattr(model.config, "rope_theta", None)
-        if expected not in (None, found):
+        expected = family.config["rope_theta"]
+        found = model.config.rope_theta
+        if found != expected:
             raise ModelError(
                 f"transformers-neuronx reads rope_theta {found} where config.json has {expected}; "
                 "it needs transformers 4"
             )
     return model
-
-
-def _class_of(build: BuildPlan) -> Any:
-    family = build.family
-    compiled_config = build.compiled_config
-    is_plain = compiled_config.sampling != "hybrid" and not compiled_config.kv_cache_dtype
-    if family.neuronx_class and not family.is_nested and is_plain:
-        return getattr(library(), family.neuronx_class)
-    # Imported here: it needs transformers-neuronx, which only machines with a device have.
-    from models.neuron.graph import class_of
-
-    return class_of(family, compiled_config)
 
 
 def _view_of(checkpoint: Path, config_json: Json, view: Path) -> Path:

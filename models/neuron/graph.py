@@ -26,6 +26,7 @@ from transformers_neuronx.layers import attention, rotary
 from transformers_neuronx.llama import hlo as llama_hlo
 from transformers_neuronx.llama import model as llama
 
+from manifest import SPLIT_WEIGHTS, read_json
 from models.adapters import common_name
 from models.checkpoint.rope import Rope
 from models.errors import ModelError
@@ -142,8 +143,6 @@ class FamilyForSampling(llama.LlamaForSampling):
 
     def load_state_dict_dir(self, folder: str) -> None:
         """The library asks each module for its tensors when it needs them, and drops them afterwards."""
-        if self.family.neuronx_class and not self.family.is_nested:
-            return super().load_state_dict_dir(folder)
         family = self.family
         checkpoint = CheckpointTensors(Path(folder), family.renamed)
         if family.is_nested:  # its two configs may say different things
@@ -166,17 +165,6 @@ class FamilyForSampling(llama.LlamaForSampling):
         fills(model.lm_head, lambda: {"weight": family.head(checkpoint)})
 
     def load_weights(self) -> None:
-        program = HybridProgram if self.is_hybrid else decoder.DecoderProgramFullyUnrolled
-        with (
-            _replaced(decoder, DecoderProgramFullyUnrolled=program, DecoderParameterBuilder=ParameterBuilder),
-            _replaced(parallel, ParallelTensorManipulator=Manipulator),
-        ):
-            if self.family.neuronx_class:
-                super().load_weights()
-            else:
-                self._load_weights_of_family()
-
-    def _load_weights_of_family(self) -> None:
         new_layer = self.decoder_lm_head.new_layer
 
         def extended(**options: Any) -> Any:
@@ -184,9 +172,17 @@ class FamilyForSampling(llama.LlamaForSampling):
             layer.to_neuron = functools.partial(self._add_extra_tensors, layer, layer.to_neuron)
             return layer
 
+        changed = {
+            "DecoderProgramFullyUnrolled": HybridProgram
+            if self.is_hybrid
+            else decoder.DecoderProgramFullyUnrolled,
+            "DecoderParameterBuilder": ParameterBuilder,
+            "interleave_qkv": _interleave_qkv,
+        }
         with (
+            _replaced(decoder, **changed),
+            _replaced(parallel, ParallelTensorManipulator=Manipulator),
             _replaced(self.decoder_lm_head, new_layer=extended),
-            _replaced(decoder, interleave_qkv=_interleave_qkv),
         ):
             super().load_weights()
 
@@ -368,33 +364,47 @@ def _interleave_qkv(q: Any, k: Any, v: Any, tp_degree: int, dim: int) -> torch.T
 
 
 class CheckpointTensors:
-    """The tensors of the safetensors files in a folder. A call takes Llama's name, changed as `renamed` says,
-    in any spelling: those of the text part of a vision-language model have another one. It raises ModelError
-    for a tensor that is missing."""
+    """The tensors of a checkpoint. A call takes Llama's name, changed as `renamed` says, in any spelling:
+    those of the text part of a vision-language model have another one. It raises ModelError for a tensor that
+    is missing."""
 
     def __init__(self, folder: Path, renamed: dict[str, str]):
-        """Raises ModelError for a folder without safetensors files of a model."""
+        """Raises ModelError for a folder without weights of a model."""
         self._renamed = renamed
-        self._places: dict[str, tuple[safe_open, str]] = {}  # file, name in it
-        for path in sorted(folder.glob("model*.safetensors")):
-            file = safe_open(path, "pt")
-            self._places |= {common_name(name): (file, name) for name in file.keys()}  # noqa: SIM118
-        if not self._places:
-            raise ModelError(f"there is no model.safetensors, which this family of models needs, in {folder}")
+        self._readers = {common_name(name): read for name, read in _readers(folder)}
+        if not self._readers:
+            raise ModelError(f"there is no model.safetensors in {folder}")
 
     def __contains__(self, name: str) -> bool:
-        return common_name(name) in self._places
+        return common_name(name) in self._readers
 
     def __call__(self, name: str) -> torch.Tensor:
         for ours, theirs in self._renamed.items():
             name = name.replace(ours, theirs)
         if name not in self:
             raise ModelError(f"the checkpoint has no tensor {name}")
-        file, name_in_file = self._places[common_name(name)]
-        return file.get_tensor(name_in_file)
+        return self._readers[common_name(name)]()
 
     def in_layer(self, number: int) -> GetTensor:
         return lambda name: self(f"model.layers.{number}.{name}")
+
+
+def _readers(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+    """Each tensor of a checkpoint: its name, and what reads it. Pickled files are read where there are no
+    safetensors, without running code in them; the last file that has a tensor counts."""
+    load = functools.partial(torch.load, mmap=True, weights_only=True)
+    safetensors = sorted(folder.glob("model*.safetensors"))
+    for path in safetensors:
+        file = safe_open(path, "pt")
+        yield from ((name, functools.partial(file.get_tensor, name)) for name in file.keys())  # noqa: SIM118
+    if safetensors:
+        return
+    for index in folder.glob(f"{SPLIT_WEIGHTS}/key_to_filename.json"):
+        for name, file in read_json(index).items():
+            yield name, functools.partial(load, index.with_name(file))
+    for path in filter(Path.is_file, sorted(folder.glob("pytorch_model*.bin"))):
+        tensors = load(path)
+        yield from ((name, functools.partial(tensors.get, name)) for name in tensors)
 
 
 class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):

@@ -83,7 +83,7 @@ def save(expected, form):
 
 
 @pytest.mark.parametrize("form", ["split", "pytorch_model.bin"])
-@pytest.mark.parametrize("family", ["llama"])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_checkpoints_of_older_forms_are_served_and_compiled(tmp_path, form, family):
     expected = made(family, tmp_path / "model")
     save(expected, form)

@@ -85,9 +85,11 @@ def test_texts_are_those_without_draft_tokens(reference, without, tmp_path, tp_d
     assert accepted > 40
 
 
-def test_there_may_be_more_slots_than_tokens_in_a_row(reference, without, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("sampling", ["host", "hybrid", "device"])
+def test_there_may_be_more_slots_than_tokens_in_a_row(reference, without, tmp_path, sampling):  # noqa: F811
     made = reference("llama, grouped")
-    model = serve(made, tmp_path, max_batch_size=2 * K, speculate=K - 1, prefill_chunk=8, position_buckets=(16,))
+    settings = {"prefill_chunk": 8, "position_buckets": (16,), "sampling": sampling}
+    model = serve(made, tmp_path, max_batch_size=2 * K, speculate=K - 1, **settings)
     assert model.verify_length == K
     requests = [each for each in requests_of(made) if each.sampling.seed is None]
     known = without(model, requests)

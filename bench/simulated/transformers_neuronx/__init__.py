@@ -64,6 +64,7 @@ class LlamaForSampling:
     def __init__(self, model_config: dict, batch_size: int, neuron_config: NeuronConfig, **_shapes):
         self.neuron_config = neuron_config
         self._samples = hasattr(neuron_config, "on_device_generation")
+        self._is_hybrid = hasattr(neuron_config, "log_softmax_scores")
         # As where a graph returns both, the model says here which is copied.
         self.decoder_lm_head = _decoder()
         self.decoder_lm_head_for_context = {}
@@ -117,8 +118,7 @@ class LlamaForSampling:
 
     @property
     def _gives_ids(self) -> bool:
-        is_hybrid = hasattr(self.neuron_config, "log_softmax_scores")
-        return self._samples and (not is_hybrid or self.decoder_lm_head.program.returns_ids)
+        return self._samples and (not self._is_hybrid or self.decoder_lm_head.program.returns_ids)
 
     def update_generation_config(self, config: GenerationConfig) -> None:
         pass
