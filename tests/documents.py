@@ -180,11 +180,11 @@ SMALLER = {"quantize": "int8", "kv_cache_dtype": FP8}
 def smallest(name, **settings):
     """(instance, sizing) for a published model: the smallest of Inferentia2 with room for slots of 2,048 tokens, as `plan` has
     it; None where it fits on no instance."""
-    shape = plan.Shape.from_config(CONFIGS[name])
+    family = families.of(CONFIGS[name])
     for instance, machine in plan.INSTANCES.items():
         with contextlib.suppress(ConfigError):
-            sizing = plan.choose_sizing(shape, machine, Config(model_id=name, **settings))
-            is_enough = shape.memory_warning(machine) is None and sizing.length >= plan.USEFUL_LENGTH
+            sizing = plan.choose_sizing(family, machine, Config(model_id=name, **settings))
+            is_enough = plan.memory_warning(family, machine) is None and sizing.length >= plan.USEFUL_LENGTH
             if machine.family == "inf2" and is_enough:
                 return instance, sizing
     return None
@@ -201,9 +201,9 @@ def neuron_models():
         where = ("none", "", "")
         if found := smallest(name):
             where = (found[0], found[1].tp_degree, slots(found[1]))
-        size = f"{smaller.shape.parameters / 1e9:.1f} billion"
+        size = f"{smaller.family.parameters / 1e9:.1f} billion"
         in_int8 = f"{instance} with {smaller.tp_degree}: {slots(smaller)}"
-        return (name, smaller.shape.family.model_type, size, *where, in_int8)
+        return (name, smaller.family.model_type, size, *where, in_int8)
 
     head = "model | family | parameters | smallest Inferentia2 instance | tp_degree | slots of tokens | int8, FP8 KV cache"
     return table(head, map(row, CONFIGS))

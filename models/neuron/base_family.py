@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from config import DTYPE_NAMES
+from config import DTYPE_NAMES, DTYPES
 from manifest import ORIGINAL_LENGTH, read_ropes
 from models.checkpoint import rope
 from models.checkpoint.rope import Rope
@@ -37,6 +37,30 @@ GetTensor = Callable[[str], "Tensor"]  # a tensor of the checkpoint by its name
 Arrange = Callable[..., "Tensor"]  # FamilyForSampling._arranged of neuron/graph.py
 Tensors = dict[str, "Tensor"]
 Windows = list[int | None]  # the sliding window of each layer
+
+
+def padded_heads(heads: int, kv_heads: int, tp_degree: int) -> tuple[int, int]:
+    """Query heads and cached key-value heads of all cores together, after padding and replication by
+    transformers-neuronx. Both are multiples of `tp_degree`; `kv_heads` divides `heads`. 28 heads with 4
+    key-value heads become 32 and 8 on 8 cores.
+
+    Follows utils.py:325-391 and decoder.py:100-176,1762-1768 of transformers-neuronx with
+    `group_query_attention=None`, its default.
+    """
+    padded = round_up(heads, tp_degree)
+    if heads == kv_heads:
+        return padded, padded
+    if kv_heads % tp_degree == 0:  # whole key-value heads on each core
+        return padded, kv_heads
+    if tp_degree % kv_heads == 0 and (padded - heads) % kv_heads == 0:  # each head on several cores
+        return padded, tp_degree
+    if padded * kv_heads == heads * tp_degree:  # the padded query heads of a core share one head
+        return padded, round_up(kv_heads, tp_degree)
+    return padded, padded  # one for each query head
+
+
+def round_up(number: int, divisor: int) -> int:
+    return -(-number // divisor) * divisor
 
 
 @dataclass(frozen=True)
@@ -89,7 +113,7 @@ class Recurrence:
         are zeros.
         """
         parts = tp_degree // self.key_heads if tp_degree % self.key_heads == 0 else 1
-        heads = -(-self.key_heads * parts // tp_degree) * tp_degree
+        heads = round_up(self.key_heads * parts, tp_degree)
         return replace(self, key_heads=heads, group=-(-self.group // parts))
 
 
@@ -159,6 +183,18 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Tower:
+    """The vision tower of a model that reads images, which runs on the host in float32."""
+
+    parameters: int  # with the projector
+    tile_flops: int  # floating-point operations for a tile of the largest size
+
+    @property
+    def host_bytes(self) -> int:
+        return 4 * self.parameters
+
+
+@dataclass(frozen=True)
 class ArchSpec:
     """What layers compute beyond Llama's."""
 
@@ -196,6 +232,7 @@ class Family:
     revision = 2
     # It is the text part of a vision-language model, whose checkpoint names its tensors otherwise.
     is_nested = False
+    tower: Tower | None = None  # of a model that reads images
     is_llama = False  # true where it only differs in a graph, biases or head_dim of its own
     experts: Experts | None = None
     recurrence: Recurrence | None = None
@@ -311,6 +348,33 @@ class Family:
         """The numbers of the recurrent layers. Where there are any, the class is a `Recurrent` of
         `families.py`."""
         return {number for number, kind in enumerate(self.kinds) if kind.is_recurrent}
+
+    def served_in(self, dtype: str) -> str:
+        """The dtype that `--dtype` means for this checkpoint: auto is its own."""
+        return self.dtype if dtype == "auto" else dtype
+
+    @property
+    def parameters(self) -> int:
+        tables = 1 if self.is_tied else 2
+        layers = self.matrix_parameters(tp_degree=1) + self.vectors
+        return layers + self.hidden * (tables * self.vocab + 1)  # 1: the last norm
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory during loading: the checkpoint, the table of embeddings in float32, which
+        transformers-neuronx makes, and the vision tower."""
+        tower = self.tower.host_bytes if self.tower else 0
+        return self.parameters * DTYPES[self.dtype].bytes + 4 * self.hidden * self.vocab + tower
+
+    def matrix_parameters(self, tp_degree: int) -> int:
+        """Parameters of all layers' attention and MLP matrices on all cores, padded for `tp_degree`."""
+        heads, kv_heads = padded_heads(self.heads, self.kv_heads, tp_degree)
+        gates = heads if self.graph().has_attention_gate else 0
+        columns = self.attention_layers * self.head_dim * (2 * (heads + kv_heads) + gates)
+        if net := self.recurrence and self.recurrence.on_cores(tp_degree):
+            columns += len(self.recurrent_layers) * net.key_heads * (net.width + net.values)
+        columns += self.layers * 3 * round_up(self.intermediate, tp_degree)
+        return self.hidden * columns
 
     @functools.cached_property
     def vectors(self) -> int:

@@ -119,15 +119,15 @@ class BuildPlan:
         Raises ConfigError or ModelError with the reason for what cannot be served.
         """
         library()
-        shape = plan.Shape.from_config(manifest.config_json)
+        family = families.of(manifest.config_json)
         found = Artifact.of(manifest.config_json, folder / "config.json")
         if found and found.compiled_config:
             compiled_config = found.compiled_config
-            config = _configured_for(compiled_config, shape, config)
+            config = _configured_for(compiled_config, family, config)
         else:
             if found:
                 config = artifact.with_optimum(config, found.optimum)
-            config, compiled_config = _sized(shape, config)
+            config, compiled_config = _sized(family, config)
         config = config.with_manifest(manifest)
         if manifest.reads_images and plan.ON_DEVICE_EMBEDDING in compiled_config.neuron_config:
             raise ConfigError(
@@ -137,7 +137,7 @@ class BuildPlan:
         memory_workers = (host_memory() or 0) // plan.COMPILER_BYTES
         workers = config.compile_workers or max(1, min(os.cpu_count() or 1, memory_workers))
         legacy = legacy_config(families.text_config(manifest.config_json))
-        return cls(config, compiled_config, shape.family, legacy, folder, found, workers, manifest)
+        return cls(config, compiled_config, family, legacy, folder, found, workers, manifest)
 
     def checkpoint(self) -> Path:
         """The folder with the weights, downloaded if necessary. Raises ModelError where there are none."""
@@ -188,32 +188,32 @@ class BuildPlan:
         return folder
 
 
-def _configured_for(compiled_config: CompiledConfig, shape: plan.Shape, config: Config) -> Config:
+def _configured_for(compiled_config: CompiledConfig, family: Family, config: Config) -> Config:
     """The settings with the values of a compiled model. Raises ConfigError or ModelError for a model that
     cannot run here."""
     artifact.check_compiler(compiled_config, compiler_version(), config.model_name)
     config = artifact.with_compiled_config(config, compiled_config, config.model_name)
-    model_class = shape.family.name
+    model_class = family.name
     if compiled_config.model_class not in (None, model_class):
         raise ModelError(
             f"{config.model_name} was compiled for {compiled_config.model_class}, not {model_class}; "
             "compile it again"
         )
     _check_position_buckets(compiled_config, f"compile {config.model_name} again")
-    shape.check(config)
+    plan.check_settings(family, config)
     _machine(config)
     return config
 
 
-def _sized(shape: plan.Shape, config: Config) -> tuple[Config, CompiledConfig]:
+def _sized(family: Family, config: Config) -> tuple[Config, CompiledConfig]:
     """The settings with the sizes for this machine, and what has to be compiled for it. Raises ConfigError
     where nothing fits, or the position buckets do not go with the other settings."""
     machine = _machine(config)
-    sizing = plan.choose_sizing(shape, machine, config)
+    sizing = plan.choose_sizing(family, machine, config)
     logger.info("On %s with %d cores: %s", machine.instance or "this machine", machine.cores, sizing)
-    if warning := shape.memory_warning(machine):
+    if warning := plan.memory_warning(family, machine):
         logger.warning(warning)
-    dtype = shape.served_in(config.dtype)
+    dtype = family.served_in(config.dtype)
     position_buckets = config.position_buckets
     if plan.SHARD_OVER_SEQUENCE in (config.neuron_config or ()) and position_buckets is None:
         position_buckets = ()  # see _check_position_buckets
@@ -236,7 +236,7 @@ def _sized(shape: plan.Shape, config: Config) -> tuple[Config, CompiledConfig]:
         kv_cache_dtype=FP8 if config.kv_cache_dtype == FP8 else None,
         sampling=config.sampling or "hybrid",
         prefill_chunk=sizing.chunk,
-        model_class=shape.family.name,
+        model_class=family.name,
         compiler_version=compiler_version(),
         transformers_neuronx_version=str(library().__version__),
         neuron_config=config.neuron_config or (),
@@ -343,7 +343,7 @@ def make(build: BuildPlan, work_dir: Path) -> Any:
 
     family = build.family
     checkpoint = build.checkpoint()
-    check_weights(plan.Shape(family).parameters, checkpoint)
+    check_weights(family.parameters, checkpoint)
     compiled_config = build.compiled_config
     with reported_as(f"{build.config.model_name} cannot be built for Neuron", explain):
         model = class_of(family, compiled_config).from_pretrained(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from manifest import ORIGINAL_LENGTH, text_part, vision_family
+from manifest import ORIGINAL_LENGTH, VISION_FIELDS, text_part, vision_family, vision_part
 from models.checkpoint import rope
 from models.checkpoint.rope import Rope
 from models.errors import ModelError, named
@@ -37,6 +37,7 @@ from models.neuron.base_family import (
     Q,
     ShortConvolution,
     Tensors,
+    Tower,
     V,
     Windows,
     times,
@@ -756,6 +757,23 @@ def text_config(config_json: Json) -> Json:
     return {**text_part(config_json), **dtypes}
 
 
+def _tower(config_json: Json, width: int) -> Tower | None:
+    """The vision tower of a config.json; None for a model whose images are not read on Neuron, or whose
+    vision part lacks one of VISION_FIELDS. width: of the embeddings that it makes."""
+    vision = vision_part(config_json)
+    if not vision_family(config_json).on_neuron or not vision.keys() >= {*VISION_FIELDS}:
+        return None
+    hidden = vision["hidden_size"]
+    patches = (vision["image_size"] // vision["patch_size"]) ** 2
+    matrices = 3 if vision.get("model_type") == "pixtral" else 2  # of an MLP
+    layer = 4 * hidden * hidden + matrices * hidden * vision["intermediate_size"]
+    layers = vision["num_hidden_layers"]
+    return Tower(
+        parameters=layers * layer + hidden * width + width * width,
+        tile_flops=layers * (2 * patches * layer + 4 * patches * patches * hidden),
+    )
+
+
 def of(config_json: Json) -> Family:
     """The family of a model by its config.json, which transformers 4 or 5 wrote; of a vision-language model
     that of its text part.
@@ -776,6 +794,7 @@ def of(config_json: Json) -> Family:
     try:
         family = FAMILIES[model_type](legacy_config(text))
         family.is_nested = text is not config_json
+        family.tower = _tower(config_json, family.hidden)
         family.check()
         kinds = family.graph().kinds
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:

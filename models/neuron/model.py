@@ -28,7 +28,7 @@ from models.neuron.build import (
     is_device_error,
     load_model,
 )
-from models.neuron.plan import Shape, Sizing
+from models.neuron.plan import Sizing
 from models.states import States
 
 logger = logging.getLogger("model")
@@ -94,7 +94,7 @@ class NeuronModel(StaticBatchModel):
         self._lags: dict[int, int] = {}  # slot → its last tokens that its state lacks, accepted drafts
         if build.family.recurrent_layers:
             self.states = States(self._rows, compiled_config.snapshots, in_place=True)
-            sizing = Sizing(Shape(build.family), compiled_config.tp_degree, 1, 0, self.dtype)
+            sizing = Sizing(build.family, compiled_config.tp_degree, 1, 0, self.dtype)
             self.state_bytes = sizing.tp_degree * sizing.state_bytes
         if self.sampling == "hybrid" and not self._works(HYBRID, self._hybrid_fault):
             self.return_token_ids(False)

@@ -23,14 +23,14 @@ from pathlib import Path
 
 import config as configuration
 from config import DTYPES, FP8, Config
-from manifest import VISION_FIELDS, read_json, vision_family, vision_part
+from manifest import read_json
 from models.checkpoint.fetch import fetch
 from models.checkpoint.quantization import Quantization, dequantized_config, written_dtype
 from models.errors import ModelError
 from models.machine import GIB, Machine
 from models.neuron import families
-from models.neuron.base_family import Family
-from run import ConfigError, Json
+from models.neuron.base_family import Family, Tower, padded_heads, round_up
+from run import ConfigError
 
 MAX_CORES = 32  # of the largest machine
 CORE_BYTES = 16 * GIB  # HBM of a NeuronCore-v2 (SDK@v2.25.0:general/arch/neuron-hardware/inf2-arch.rst:32-70)
@@ -67,149 +67,55 @@ HOST_FLOPS = 37e9  # of a host core in float32, a second
 TILE_CORES = 16  # that a tile keeps busy
 
 
-@dataclass(frozen=True)
-class Tower:
-    """The vision tower of a model that reads images, which runs on the host in float32."""
-
-    parameters: int  # with the projector
-    tile_flops: int  # floating-point operations for a tile of the largest size
-
-    @classmethod
-    def of(cls, config_json: Json) -> Tower | None:
-        """The tower of a config.json; None for a model whose images are not read on Neuron, or whose vision
-        part lacks one of VISION_FIELDS."""
-        vision = vision_part(config_json)
-        if not vision_family(config_json).on_neuron or not vision.keys() >= {*VISION_FIELDS}:
-            return None
-        hidden = vision["hidden_size"]
-        patches = (vision["image_size"] // vision["patch_size"]) ** 2
-        matrices = 3 if vision.get("model_type") == "pixtral" else 2  # of an MLP
-        layer = 4 * hidden * hidden + matrices * hidden * vision["intermediate_size"]
-        layers = vision["num_hidden_layers"]
-        width = families.text_config(config_json).get("hidden_size", hidden)
-        return cls(
-            parameters=layers * layer + hidden * width + width * width,
-            tile_flops=layers * (2 * patches * layer + 4 * patches * patches * hidden),
-        )
-
-    @property
-    def host_bytes(self) -> int:
-        return 4 * self.parameters
-
-    def tile_s(self, machine: Machine) -> float:
-        """About how long a tile takes on a machine."""
-        return self.tile_flops / (HOST_FLOPS * min(TILE_CORES, machine.host_cores or 1))
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What decides how much memory a model needs."""
-
-    family: Family
-    tower: Tower | None = None  # of a model that reads images
-
-    @classmethod
-    def from_config(cls, data: Json) -> Shape:
-        """From the object in a config.json. Raises ConfigError or ModelError as `families.of` does."""
-        return cls(families.of(data), Tower.of(data))
-
-    def check(self, config: Config) -> None:
-        """Raises ConfigError for slots longer than the model's context length; for a model with recurrent
-        layers also for a prefill chunk of fewer tokens than twice the draft tokens plus 1, as 0 is, and for
-        --auto-cast. Recurrent layers compute squares of the length of a chunk, so no prompt runs whole, and
-        their states need float32."""
-        if self.family.recurrent_layers:
-            chunk = PREFILL_CHUNK if config.prefill_chunk is None else config.prefill_chunk
-            drafts = config.speculate or 0
-            least = 2 * drafts + 1  # these, as many that were accepted before, and the newest token
-            if chunk < least:
-                raise ConfigError(
-                    f"--prefill-chunk {chunk} (PREFILL_CHUNK) is not supported for models with recurrent "
-                    f"layers on Neuron with --speculate {drafts} (SPECULATE); give {least} or more"
-                )
-            if "--auto-cast" in os.environ.get("NEURON_CC_FLAGS", ""):
-                raise ConfigError(
-                    "--auto-cast in NEURON_CC_FLAGS is not supported for models with recurrent layers, "
-                    "whose states need float32; leave it out"
-                )
-        length = config.max_total_tokens
-        if length and length > self.family.length:
+def check_settings(family: Family, config: Config) -> None:
+    """Raises ConfigError for slots longer than the model's context length; for a model with recurrent layers
+    also for a prefill chunk of fewer tokens than twice the draft tokens plus 1, as 0 is, and for --auto-cast.
+    Recurrent layers compute squares of the length of a chunk, so no prompt runs whole, and their states need
+    float32."""
+    if family.recurrent_layers:
+        chunk = PREFILL_CHUNK if config.prefill_chunk is None else config.prefill_chunk
+        drafts = config.speculate or 0
+        least = 2 * drafts + 1  # these, as many that were accepted before, and the newest token
+        if chunk < least:
             raise ConfigError(
-                f"--max-total-tokens {length} (MAX_TOTAL_TOKENS) is more than the context length of this "
-                f"model on Neuron, {self.family.length}"
+                f"--prefill-chunk {chunk} (PREFILL_CHUNK) is not supported for models with recurrent layers "
+                f"on Neuron with --speculate {drafts} (SPECULATE); give {least} or more"
             )
-
-    def served_in(self, dtype: str) -> str:
-        """The dtype that `--dtype` means for this checkpoint: auto is its own."""
-        return self.family.dtype if dtype == "auto" else dtype
-
-    @property
-    def parameters(self) -> int:
-        family = self.family
-        tables = family.vocab * (1 if family.is_tied else 2)
-        layers = self.matrix_parameters(tp_degree=1) + family.vectors
-        return layers + family.hidden * (tables + 1)  # 1: the last norm
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory during loading: the checkpoint, the embedding tables in float32
-        (T/llama/model.py:280-286), and the vision tower."""
-        tower = self.tower.host_bytes if self.tower else 0
-        family = self.family
-        return self.parameters * DTYPES[family.dtype].bytes + 4 * family.hidden * family.vocab + tower
-
-    def memory_warning(self, machine: Machine) -> str | None:
-        """One line where the machine's host memory looks too small to load the model, or to compile it; None:
-        it does not."""
-        if machine.host_bytes is None or self.host_bytes + COMPILER_BYTES <= machine.host_bytes:
-            return None
-        return (
-            f"there are {machine.host_bytes / GIB:.1f} GiB of host memory: loading takes about "
-            f"{self.host_bytes / GIB:.1f}, compiling about {COMPILER_BYTES // GIB} more; "
-            "`compile` needs no device and runs on a larger machine"
+        if "--auto-cast" in os.environ.get("NEURON_CC_FLAGS", ""):
+            raise ConfigError(
+                "--auto-cast in NEURON_CC_FLAGS is not supported for models with recurrent layers, whose "
+                "states need float32; leave it out"
+            )
+    length = config.max_total_tokens
+    if length and length > family.length:
+        raise ConfigError(
+            f"--max-total-tokens {length} (MAX_TOTAL_TOKENS) is more than the context length of this model "
+            f"on Neuron, {family.length}"
         )
 
-    def matrix_parameters(self, tp_degree: int) -> int:
-        """Parameters of all layers' attention and MLP matrices on all cores, padded for `tp_degree`."""
-        family = self.family
-        heads, kv_heads = padded_heads(family.heads, family.kv_heads, tp_degree)
-        gates = heads if family.graph().has_attention_gate else 0
-        columns = family.attention_layers * family.head_dim * (2 * (heads + kv_heads) + gates)
-        if net := family.recurrence and family.recurrence.on_cores(tp_degree):
-            columns += len(family.recurrent_layers) * net.key_heads * (net.width + net.values)
-        columns += family.layers * 3 * _round_up(family.intermediate, tp_degree)
-        return family.hidden * columns
+
+def memory_warning(family: Family, machine: Machine) -> str | None:
+    """One line where the machine's host memory looks too small to load the model, or to compile it; None: it
+    does not."""
+    if machine.host_bytes is None or family.host_bytes + COMPILER_BYTES <= machine.host_bytes:
+        return None
+    return (
+        f"there are {machine.host_bytes / GIB:.1f} GiB of host memory: loading takes about "
+        f"{family.host_bytes / GIB:.1f}, compiling about {COMPILER_BYTES // GIB} more; "
+        "`compile` needs no device and runs on a larger machine"
+    )
 
 
-def padded_heads(heads: int, kv_heads: int, tp_degree: int) -> tuple[int, int]:
-    """Query heads and cached key-value heads of all cores together, after padding and replication by
-    transformers-neuronx. Both are multiples of `tp_degree`; `kv_heads` divides `heads`. 28 heads with 4
-    key-value heads become 32 and 8 on 8 cores.
-
-    Follows T/utils.py:325-391 and T/decoder.py:100-176,1762-1768 with `group_query_attention=None`, its
-    default.
-    """
-    padded = _round_up(heads, tp_degree)
-    if heads == kv_heads:
-        return padded, padded
-    if kv_heads % tp_degree == 0:  # whole key-value heads on each core
-        return padded, kv_heads
-    if tp_degree % kv_heads == 0 and (padded - heads) % kv_heads == 0:  # each head on several cores
-        return padded, tp_degree
-    if padded * kv_heads == heads * tp_degree:  # the padded query heads of a core share one head
-        return padded, _round_up(kv_heads, tp_degree)
-    return padded, padded  # one for each query head
-
-
-def _round_up(number: int, divisor: int) -> int:
-    return -(-number // divisor) * divisor
+def tile_s(tower: Tower, machine: Machine) -> float:
+    """About how long a tile of an image takes on a machine."""
+    return tower.tile_flops / (HOST_FLOPS * min(TILE_CORES, machine.host_cores or 1))
 
 
 @dataclass(frozen=True)
 class Sizing:
     """A model split over `tp_degree` cores: the memory that one core holds, and whether that works."""
 
-    shape: Shape
+    family: Family
     tp_degree: int
     batch_size: int
     length: int  # positions of a slot
@@ -224,32 +130,32 @@ class Sizing:
     def chunk(self) -> int:
         """The tokens of a prompt chunk: `prefill_chunk`; 0 if no prompt is longer and no layer is recurrent
         (prompts with recurrent layers run in chunks that end at snapshots)."""
-        is_wanted = self.shape.family.recurrent_layers or self.prefill_chunk < self.length - 1
+        is_wanted = self.family.recurrent_layers or self.prefill_chunk < self.length - 1
         return self.prefill_chunk if is_wanted else 0
 
     @property
     def _width(self) -> int:
-        return DTYPES[self.shape.served_in(self.dtype)].bytes
+        return DTYPES[self.family.served_in(self.dtype)].bytes
 
     @property
     def _vocab(self) -> int:
         """The part of the vocabulary on one core, in the output matrix and in the logits."""
-        return _round_up(self.shape.family.vocab, self.tp_degree) // self.tp_degree
+        return round_up(self.family.vocab, self.tp_degree) // self.tp_degree
 
     @property
     def weights_bytes(self) -> int:
         """Bytes of the weights on a core: matrices / tp_degree with padded heads, plus what is replicated on
         every core. The embedding table is on the host, unless --neuron-config says otherwise."""
-        family = self.shape.family
+        family = self.family
         width = self._width
-        matrices = self.shape.matrix_parameters(self.tp_degree) // self.tp_degree
+        matrices = self.family.matrix_parameters(self.tp_degree) // self.tp_degree
         layers = matrices * (1 if self.quantize else width) + family.vectors * width
         tables = 2 if ON_DEVICE_EMBEDDING in self.neuron_config else 1
         return layers + family.hidden * (tables * self._vocab + 1) * width
 
     @property
     def kv_bytes(self) -> int:
-        family = self.shape.family
+        family = self.family
         _padded, cached = padded_heads(family.heads, family.kv_heads, self.tp_degree)
         positions = self.positions
         if SHARD_OVER_SEQUENCE in self.neuron_config:  # T/llama/model.py:41-56, T/decoder.py:1794-1807
@@ -262,7 +168,7 @@ class Sizing:
     @property
     def reserved(self) -> int:
         """Positions that only fillers of chunks use (CompiledConfig.reserved)."""
-        return self.chunk if self.shape.family.recurrent_layers else 0
+        return self.chunk if self.family.recurrent_layers else 0
 
     @property
     def positions(self) -> int:
@@ -282,7 +188,7 @@ class Sizing:
     @property
     def slot_state_bytes(self) -> int:
         """Bytes of the recurrent states of a slot, with the last inputs of their convolutions, on a core."""
-        family = self.shape.family
+        family = self.family
         if not family.recurrence:
             return 0
         net = family.recurrence.on_cores(self.tp_degree)
@@ -302,11 +208,11 @@ class Sizing:
     @property
     def step_s(self) -> float:
         """About how long a decode step takes, in which short sequences run."""
-        return self.shape.family.layers * LAYER_S + self.weights_bytes / READ_BYTES_S
+        return self.family.layers * LAYER_S + self.weights_bytes / READ_BYTES_S
 
     def prompt_s(self, tokens: int) -> float:
         """About how long a prompt of so many tokens takes, for which all experts are computed."""
-        return 2 * self.shape.parameters * tokens / (self.tp_degree * PREFILL_FLOPS)
+        return 2 * self.family.parameters * tokens / (self.tp_degree * PREFILL_FLOPS)
 
     @property
     def fits(self) -> bool:
@@ -316,7 +222,7 @@ class Sizing:
     def unsupported(self) -> str | None:
         """Why transformers-neuronx cannot run this with any memory, and what would work; None: it can."""
         tp_degree = self.tp_degree
-        family = self.shape.family
+        family = self.family
         heads = family.heads
         kv_heads = family.kv_heads
         experts = family.experts
@@ -392,7 +298,7 @@ def allowed_tp_degrees(family: str | None, cores: int) -> list[int]:
     return sorted(degree for degree in known if degree <= cores)
 
 
-def choose_sizing(shape: Shape, machine: Machine, config: Config) -> Sizing:
+def choose_sizing(family: Family, machine: Machine, config: Config) -> Sizing:
     """The tp_degree, batch size and context length for a machine; those that are set in `config` are kept.
 
     Of what fits, the longest slots count first: the model's context length, at most 4096 and
@@ -400,15 +306,15 @@ def choose_sizing(shape: Shape, machine: Machine, config: Config) -> Sizing:
     tp_degree with the fewest bytes per core, as a decode step reads all of them. Raises ConfigError with the
     numbers and what would fit where nothing does.
     """
-    chunk = _prefill_chunk(shape, config)
-    shape.check(config)
+    chunk = _prefill_chunk(family, config)
+    check_settings(family, config)
     degrees = _tp_degrees(machine, config)
-    longest = min(shape.family.length, MAX_LENGTH, config.max_batch_total_tokens or MAX_LENGTH)
+    longest = min(family.length, MAX_LENGTH, config.max_batch_total_tokens or MAX_LENGTH)
     lengths = [longest >> n for n in range(16) if n == 0 or longest >> n >= 128]
     batch_sizes = [1 << n for n in range(MAX_BATCH_SIZE.bit_length())]
     sizings = [
         Sizing(
-            shape,
+            family,
             tp_degree,
             batch_size,
             length,
@@ -451,7 +357,7 @@ def _tp_degrees(machine: Machine, config: Config) -> list[int]:
     )
 
 
-def _prefill_chunk(shape: Shape, config: Config) -> int:
+def _prefill_chunk(family: Family, config: Config) -> int:
     """The tokens of a chunk, 0 for whole prompts: those of `config`; else PREFILL_CHUNK, or 0 with an option
     of WHOLE_PROMPTS. Raises ConfigError for settings that do not go together, or not with this family."""
     if config.quantize not in (None, "int8"):
@@ -461,10 +367,10 @@ def _prefill_chunk(shape: Shape, config: Config) -> int:
     options = config.neuron_config or ()
     chunk = config.prefill_chunk
     whole = [option for option in options if option in WHOLE_PROMPTS]
-    if whole and shape.family.graph().has_own_layers:
+    if whole and family.graph().has_own_layers:
         raise ConfigError(
             f"--neuron-config {whole[0]} (NEURON_CONFIG) is not supported for "
-            f"{shape.family.model_type} models on Neuron; leave it out"
+            f"{family.model_type} models on Neuron; leave it out"
         )
     if chunk and whole:
         raise ConfigError(
@@ -476,18 +382,17 @@ def _prefill_chunk(shape: Shape, config: Config) -> int:
     return 0 if whole else PREFILL_CHUNK
 
 
-def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config) -> Iterator[str]:
+def report(name: str, family: Family, machines: Sequence[Machine], config: Config) -> Iterator[str]:
     """The lines that `plan` prints, of any length."""
-    served = shape.served_in(config.dtype)
+    served = family.served_in(config.dtype)
     if config.quantize:
         served += f", its layers in {config.quantize}"
-    family = shape.family
-    size = f"{shape.parameters:,} parameters in {family.dtype}, {family.layers} layers"
+    size = f"{family.parameters:,} parameters in {family.dtype}, {family.layers} layers"
     yield f"{name} ({family.model_type}): {size}"
-    memory = f"host memory to load it: {shape.host_bytes / GIB:.1f} GiB"
+    memory = f"host memory to load it: {family.host_bytes / GIB:.1f} GiB"
     yield f"served in {served}; context length: {family.length}; {memory}"
-    if shape.tower:
-        tower = shape.tower
+    if family.tower:
+        tower = family.tower
         size = f"{tower.parameters:,} parameters, {tower.host_bytes / GIB:.1f} GiB of that memory in float32"
         yield f"reads images, with the vision tower on the host: about {size}"
     numbers = 2 * family.attention_layers * family.kv_heads * family.head_dim
@@ -503,12 +408,12 @@ def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config)
         yield ""
         yield machine.instance
         try:
-            sizing = choose_sizing(shape, machine, config)
+            sizing = choose_sizing(family, machine, config)
         except ConfigError as error:
             yield f"  {error}"
             continue
         yield from _report_machine(sizing, machine, config)
-        if sizing.length >= useful and shape.host_bytes <= machine.host_bytes:
+        if sizing.length >= useful and family.host_bytes <= machine.host_bytes:
             recommended.append((-sizing.length, machine.cores, machine.host_bytes, machine.instance))
     yield ""
     if len(machines) > 1:
@@ -522,25 +427,25 @@ def report(name: str, shape: Shape, machines: Sequence[Machine], config: Config)
 
 
 def _report_machine(sizing: Sizing, machine: Machine, config: Config) -> Iterator[str]:
-    shape = sizing.shape
+    family = sizing.family
     yield f"  {sizing}"
-    if warning := shape.memory_warning(machine):
+    if warning := memory_warning(family, machine):
         yield f"  {warning}"
-    if shape.tower:
-        yield f"  an image takes about {shape.tower.tile_s(machine):.1f} s a tile on the host (estimate)"
+    if family.tower:
+        yield f"  an image takes about {tile_s(family.tower, machine):.1f} s a tile on the host (estimate)"
     with contextlib.suppress(ConfigError):  # not supported with it
-        smaller = choose_sizing(shape, machine, replace(config, kv_cache_dtype=FP8))
+        smaller = choose_sizing(family, machine, replace(config, kv_cache_dtype=FP8))
         if smaller.batch_size * smaller.length > sizing.batch_size * sizing.length:
             slots = f"batch size {smaller.batch_size}, context length {smaller.length}"
             yield f"  with --kv-cache-dtype {FP8}: {slots} (not validated on hardware)"
-    if experts := shape.family.experts:
+    if experts := family.experts:
         step = f"a decode step takes about {1000 * sizing.step_s:.0f} ms"
         prompt = f"a prompt of {USEFUL_LENGTH} tokens about {sizing.prompt_s(USEFUL_LENGTH):.2f} s"
         yield f"  all {experts.count} experts are computed for each token: {step}, {prompt} (estimates)"
     slots = range(1, (config.max_batch_size or MAX_BATCH_SIZE) + 1)
-    lengths = [length for length in (1024, 2048, 4096, 8192, 16384) if length <= shape.family.length]
+    lengths = [length for length in (1024, 2048, 4096, 8192, 16384) if length <= family.length]
     largest = []
-    for length in lengths or [shape.family.length]:
+    for length in lengths or [family.length]:
         fitting = [n for n in slots if replace(sizing, batch_size=n, length=length).fits]
         largest.append(f"{max(fitting, default='none')} for {length}")
     yield f"  largest batch size (up to {slots[-1]}) by context length: {', '.join(largest)}"
@@ -582,20 +487,20 @@ def main(argv: Sequence[str]) -> int:
             notices.append(quantization.notice(config))
         if config.lora_adapters:
             notices.append(ADAPTERS_ELSEWHERE)
-        shape = Shape.from_config(data)
+        family = families.of(data)
         machines = [machine for name, machine in INSTANCES.items() if options.instance in (None, name)]
-        for line in (*notices, *report(config.model_name, shape, machines, config)):
+        for line in (*notices, *report(config.model_name, family, machines, config)):
             indent = " " * (len(line) - len(line.lstrip()) + 4)
             print(textwrap.fill(line, 100, subsequent_indent=indent, break_on_hyphens=False))
-        return 0 if any(_has_sizing(shape, machine, config) for machine in machines) else 1
+        return 0 if any(_has_sizing(family, machine, config) for machine in machines) else 1
     except (argparse.ArgumentError, ConfigError, ModelError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def _has_sizing(shape: Shape, machine: Machine, config: Config) -> bool:
+def _has_sizing(family: Family, machine: Machine, config: Config) -> bool:
     try:
-        choose_sizing(shape, machine, config)
+        choose_sizing(family, machine, config)
     except ConfigError:
         return False
     return True

@@ -11,7 +11,6 @@ from models.errors import ModelError
 from models.neuron import families
 from models.neuron.base_family import LayerKind
 from models.neuron.families import FAMILIES
-from models.neuron.plan import Shape
 from run import ConfigError
 
 LLAMA = {
@@ -224,7 +223,7 @@ def test_phi_4_mini_of_transformers_5_turns_three_quarters_of_a_head():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parameters_of_published_models_are_counted_exactly(name):
-    assert Shape.from_config(CONFIGS[name]).parameters == PARAMETERS[name]
+    assert families.of(CONFIGS[name]).parameters == PARAMETERS[name]
 
 
 @pytest.mark.models
@@ -238,7 +237,7 @@ def test_parameters_are_those_of_the_model_that_transformers_makes(name):
     config = transformers.AutoConfig.for_model(**LLAMA | NEEDED.get(name, {}) | {"model_type": name, "pad_token_id": None})
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    assert Shape.from_config(config.to_dict()).parameters == sum(each.numel() for each in model.parameters())
+    assert families.of(config.to_dict()).parameters == sum(each.numel() for each in model.parameters())
 
 
 @pytest.mark.parametrize("kind", ["llava", "llava_next", "llava_onevision", "smolvlm", "idefics3", "mistral3", "internvl"])

@@ -11,8 +11,9 @@ from published.configs import OTHERS
 
 from config import Config
 from models.machine import GIB, Machine
-from models.neuron import plan
-from models.neuron.plan import INSTANCES, Shape, Sizing, padded_heads
+from models.neuron import families, plan
+from models.neuron.base_family import padded_heads
+from models.neuron.plan import INSTANCES, Sizing
 from run import HERE, ConfigError
 
 
@@ -50,12 +51,12 @@ CONFIGS |= {
     "Qwen3-235B-A22B": llama(94, 4096, 64, 4, 12288, 151936, 40960, moe_intermediate_size=1536) | QWEN3_MOE,
     "OLMoE-1B-7B": llama(16, 2048, 16, 16, 1024, 50304, 4096) | {"model_type": "olmoe"},
 }
-SHAPES = {name: Shape.from_config(data) for name, data in CONFIGS.items()}
-shapes = st.sampled_from(list(SHAPES.values()))
+FAMILIES = {name: families.of(data) for name, data in CONFIGS.items()}
+some_family = st.sampled_from(list(FAMILIES.values()))
 
 
-def choose(shape, machine, **settings):
-    return plan.choose_sizing(shape, machine, Config(model_id="x", **settings))
+def choose(family, machine, **settings):
+    return plan.choose_sizing(family, machine, Config(model_id="x", **settings))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def choose(shape, machine, **settings):
     }.items(),
 )
 def test_parameters_are_counted_exactly(name, parameters):
-    assert SHAPES[name].parameters == parameters
+    assert FAMILIES[name].parameters == parameters
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_parameters_are_counted_exactly(name, parameters):
     ],
 )
 def test_cached_heads_are_those_of_the_library(name, tp_degree, cached):
-    assert padded_heads(SHAPES[name].family.heads, SHAPES[name].family.kv_heads, tp_degree)[1] == cached
+    assert padded_heads(FAMILIES[name].heads, FAMILIES[name].kv_heads, tp_degree)[1] == cached
 
 
 @given(kv_heads=st.integers(1, 64), group=st.integers(1, 16), tp_degree=st.integers(1, 64))
@@ -108,7 +109,7 @@ def test_padded_heads_are_enough_and_even(kv_heads, group, tp_degree):
     "tp_degree, batch_size, weights_gb, with_embedding_gb, kv_gb", [(2, 4, 7.5, 8.0, 1.07), (8, 32, 1.9, 2.0, 2.15)]
 )
 def test_the_memory_of_a_core_is_that_of_two_worked_examples(tp_degree, batch_size, weights_gb, with_embedding_gb, kv_gb):
-    sizing = Sizing(SHAPES["Llama-3-8B"], tp_degree, batch_size, 4096)
+    sizing = Sizing(FAMILIES["Llama-3-8B"], tp_degree, batch_size, 4096)
     assert round(sizing.weights_bytes / 1e9, 1) == weights_gb  # the embedding stays on the host
     assert round((sizing.weights_bytes + 128256 * 4096 * 2 / tp_degree) / 1e9, 1) == with_embedding_gb
     assert round(sizing.kv_bytes / 1e9, 2) == kv_gb
@@ -117,36 +118,36 @@ def test_the_memory_of_a_core_is_that_of_two_worked_examples(tp_degree, batch_si
 
 def test_recurrent_layers_have_states_of_a_fixed_size_and_no_keys_and_values():
     """Qwen3.5-4B: 24 of its 32 layers have 32 heads with 128 x 128 float32 values, and three inputs of 8192 channels."""
-    shape = Shape.from_config(OTHERS["Qwen/Qwen3.5-4B"])
-    assert shape.parameters == Shape.from_config(OTHERS["Qwen/Qwen3.5-4B, text"]).parameters == 4_205_751_296
-    sizing = Sizing(shape, 2, 16, 4096, prefill_chunk=128)
+    family = families.of(OTHERS["Qwen/Qwen3.5-4B"])
+    assert family.parameters == families.of(OTHERS["Qwen/Qwen3.5-4B, text"]).parameters == 4_205_751_296
+    sizing = Sizing(family, 2, 16, 4096, prefill_chunk=128)
     assert 2 * sizing.state_bytes == 16 * 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
     assert 2 * sizing.kv_bytes == 16 * (4096 + 128) * 8 * 2 * 4 * 256 * 2  # fillers of chunks have positions, too
-    assert Sizing(shape, 24, 16, 4096).state_bytes == 16 * 24 * (2 * 128 * 128 * 4 + 3 * 512 * 2)  # 16 key heads become 24
+    assert Sizing(family, 24, 16, 4096).state_bytes == 16 * 24 * (2 * 128 * 128 * 4 + 3 * 512 * 2)  # 16 key heads become 24
     assert "+ states 0.38 GiB" in str(sizing)
-    assert Sizing(shape, 2, 16, 4096, snapshot_memory=1).state_bytes == sizing.state_bytes * (16 + 19) // 16  # of 51.5 MB
-    assert Sizing(shape, 2, 2, 4096, snapshot_memory=1).snapshots == 8
+    assert Sizing(family, 2, 16, 4096, snapshot_memory=1).state_bytes == sizing.state_bytes * (16 + 19) // 16  # of 51.5 MB
+    assert Sizing(family, 2, 2, 4096, snapshot_memory=1).snapshots == 8
 
 
 def test_short_convolutions_have_their_last_inputs():
     """LFM2-1.2B: 10 of its 16 layers have two inputs of 2048 channels, and a number a head of no use."""
     for name in ("LiquidAI/LFM2-1.2B", "LiquidAI/LFM2.5-1.2B-Instruct"):
-        shape = Shape.from_config(OTHERS[name])
-        assert shape.parameters == 1_170_340_608
-        assert 2 * Sizing(shape, 2, 16, 4096).state_bytes == 16 * 10 * (2 * 2048 * 2 + 32 * 4)
+        family = families.of(OTHERS[name])
+        assert family.parameters == 1_170_340_608
+        assert 2 * Sizing(family, 2, 16, 4096).state_bytes == 16 * 10 * (2 * 2048 * 2 + 32 * 4)
 
 
 def test_cores_share_the_heads_of_a_group_and_each_has_its_keys_and_queries():
     """36 of 40 layers of Granite 4 have a group of 48 heads with 128 x 64 values, over 2, 12 and 32 cores."""
-    shape = Shape.from_config(OTHERS["ibm-granite/granite-4.0-h-tiny"] | {"num_local_experts": 0})
+    family = families.of(OTHERS["ibm-granite/granite-4.0-h-tiny"] | {"num_local_experts": 0})
     for tp_degree, heads in ((2, 24), (12, 4), (32, 2)):  # 16 heads of 64 are zeros
         expected = 36 * (heads * 128 * 64 * 4 + 3 * (2 * 128 + heads * 64) * 2)
-        assert Sizing(shape, tp_degree, 1, 4096).state_bytes == expected
+        assert Sizing(family, tp_degree, 1, 4096).state_bytes == expected
 
 
 def test_what_fits_of_a_model_without_attention_is_named_without_a_shorter_context():
     config = OTHERS["ibm-granite/granite-4.0-h-tiny"] | {"num_local_experts": 0, "layer_types": ["mamba"] * 40}
-    reason = Sizing(Shape.from_config(config), 2, 4096, 4096).reason([2])
+    reason = Sizing(families.of(config), 2, 4096, 4096).reason([2])
     assert "--max-batch-size" in reason and "--max-total-tokens" not in reason
 
 
@@ -160,35 +161,35 @@ def test_what_fits_of_a_model_without_attention_is_named_without_a_shorter_conte
 )
 def test_experts_beside_recurrent_layers_are_counted_with_the_one_that_all_tokens_share(name, parameters, tp_degrees):
     """As transformers counts them, without the layers of multi-token prediction."""
-    shape = Shape.from_config(OTHERS[name])
-    assert shape.parameters == parameters
-    assert [degree for degree in (1, 2, 4, 8, 12, 16, 24, 32) if not Sizing(shape, degree, 1, 128).unsupported] == tp_degrees
+    family = families.of(OTHERS[name])
+    assert family.parameters == parameters
+    assert [degree for degree in (1, 2, 4, 8, 12, 16, 24, 32) if not Sizing(family, degree, 1, 128).unsupported] == tp_degrees
 
 
 def test_int8_halves_the_matrices_of_the_layers_and_nothing_else():
-    plain, int8 = (Sizing(SHAPES["Llama-3-8B"], 8, 4, 4096, "bfloat16", quantize) for quantize in (None, "int8"))
+    plain, int8 = (Sizing(FAMILIES["Llama-3-8B"], 8, 4, 4096, "bfloat16", quantize) for quantize in (None, "int8"))
     assert plain.weights_bytes - int8.weights_bytes == 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336) / 8
     assert plain.kv_bytes == int8.kv_bytes
 
 
 def test_the_embedding_table_takes_host_memory_in_float32():
-    assert SHAPES["Llama-3-8B"].host_bytes == SHAPES["Llama-3-8B"].parameters * 2 + 128256 * 4096 * 4
+    assert FAMILIES["Llama-3-8B"].host_bytes == FAMILIES["Llama-3-8B"].parameters * 2 + 128256 * 4096 * 4
 
 
 def test_a_tied_output_matrix_is_one_table_of_the_checkpoint_and_still_takes_device_memory():
-    tied, untied = (Shape.from_config(CONFIGS["TinyLlama"] | {"tie_word_embeddings": is_tied}) for is_tied in (True, False))
+    tied, untied = (families.of(CONFIGS["TinyLlama"] | {"tie_word_embeddings": is_tied}) for is_tied in (True, False))
     assert untied.parameters - tied.parameters == 32000 * 2048
     assert Sizing(tied, 2, 1, 2048).total_bytes == Sizing(untied, 2, 1, 2048).total_bytes
 
 
 @pytest.mark.parametrize("dtype, factor", [("float32", 2), ("bfloat16", 1), ("float16", 1), ("auto", 1)])
 def test_memory_follows_the_dtype(dtype, factor):
-    shape = SHAPES["TinyLlama"]
-    assert Sizing(shape, 2, 4, 2048, dtype).total_bytes == factor * Sizing(shape, 2, 4, 2048).total_bytes
+    family = FAMILIES["TinyLlama"]
+    assert Sizing(family, 2, 4, 2048, dtype).total_bytes == factor * Sizing(family, 2, 4, 2048).total_bytes
 
 
 def test_a_cache_in_fp8_takes_a_byte_a_value():
-    plain, fp8 = (Sizing(SHAPES["Llama-3-8B"], 2, 16, 4096, kv_cache_dtype=kind) for kind in ("auto", "fp8_e4m3fn"))
+    plain, fp8 = (Sizing(FAMILIES["Llama-3-8B"], 2, 16, 4096, kv_cache_dtype=kind) for kind in ("auto", "fp8_e4m3fn"))
     assert (plain.weights_bytes, plain.kv_bytes) == (fp8.weights_bytes, 2 * fp8.kv_bytes)
     assert fp8.kv_bytes == 2 * 32 * 4096 * 16 * 4 * 128
     assert "KV cache 2.00 GiB (FP8), " in str(fp8) and "FP8" not in str(plain)
@@ -204,35 +205,37 @@ def test_a_cache_in_fp8_takes_a_byte_a_value():
     ],
 )
 def test_a_cache_in_fp8_doubles_the_slots_and_plan_says_so(name, instance, settings, before, after):
-    shape, machine = SHAPES[name], INSTANCES[instance]
-    assert choose(shape, machine, **settings).batch_size == before
-    assert choose(shape, machine, **settings, kv_cache_dtype="fp8_e4m3fn").batch_size == after
+    family, machine = FAMILIES[name], INSTANCES[instance]
+    assert choose(family, machine, **settings).batch_size == before
+    assert choose(family, machine, **settings, kv_cache_dtype="fp8_e4m3fn").batch_size == after
     offered = f"  with --kv-cache-dtype fp8_e4m3fn: batch size {after}, context length 4096 (not validated on hardware)"
-    assert (offered in plan.report(name, shape, [machine], Config(model_id="x", **settings))) == (after > before)
+    assert (offered in plan.report(name, family, [machine], Config(model_id="x", **settings))) == (after > before)
 
 
 def test_a_refusal_names_fp8_where_it_would_fit():
-    reason = Sizing(SHAPES["Llama-3-8B"], 2, 32, 4096).reason([2])
+    reason = Sizing(FAMILIES["Llama-3-8B"], 2, 32, 4096).reason([2])
     assert reason.endswith(", or --quantize int8, or --kv-cache-dtype fp8_e4m3fn would fit")
 
 
-@given(shape=shapes, tp=st.sampled_from((1, 2, 4, 8, 12, 16, 24, 32)), batch=st.integers(1, 64), length=st.integers(1, 16384))
-def test_more_or_longer_slots_take_more_memory(shape, tp, batch, length):
-    sizing = Sizing(shape, tp, batch, length)
-    for more in (Sizing(shape, tp, batch + 1, length), Sizing(shape, tp, batch, length + 1)):
+@given(
+    family=some_family, tp=st.sampled_from((1, 2, 4, 8, 12, 16, 24, 32)), batch=st.integers(1, 64), length=st.integers(1, 16384)
+)
+def test_more_or_longer_slots_take_more_memory(family, tp, batch, length):
+    sizing = Sizing(family, tp, batch, length)
+    for more in (Sizing(family, tp, batch + 1, length), Sizing(family, tp, batch, length + 1)):
         assert more.total_bytes > sizing.total_bytes
         assert sizing.fits or not more.fits
 
 
-@given(shape=shapes, batch=st.integers(1, 32), length=st.integers(128, 8192))
-def test_more_cores_never_hold_more_weights_each(shape, batch, length):
-    weights = [Sizing(shape, tp, batch, length).weights_bytes for tp in (1, 2, 4, 8, 16, 32)]
+@given(family=some_family, batch=st.integers(1, 32), length=st.integers(128, 8192))
+def test_more_cores_never_hold_more_weights_each(family, batch, length):
+    weights = [Sizing(family, tp, batch, length).weights_bytes for tp in (1, 2, 4, 8, 16, 32)]
     assert weights == sorted(weights, reverse=True)
 
 
-@given(shape=shapes, tp=st.sampled_from((1, 2, 4, 8)), batch=st.integers(1, 64), length=st.integers(128, 16384))
-def test_every_alternative_that_a_refusal_names_fits(shape, tp, batch, length):
-    reason = Sizing(shape, tp, batch, length).reason(plan.allowed_tp_degrees(None, 32)) or ""
+@given(family=some_family, tp=st.sampled_from((1, 2, 4, 8)), batch=st.integers(1, 64), length=st.integers(128, 16384))
+def test_every_alternative_that_a_refusal_names_fits(family, tp, batch, length):
+    reason = Sizing(family, tp, batch, length).reason(plan.allowed_tp_degrees(None, 32)) or ""
     advice = reason.rpartition("; ")[2].removesuffix(" would fit").split(", or ")
     assume("would fit" in reason)
     for option in advice:
@@ -242,7 +245,7 @@ def test_every_alternative_that_a_refusal_names_fits(shape, tp, batch, length):
             name, name[2:].replace("-", "_")
         )
         changed[field] = int(value) if value.isdecimal() else value
-        assert Sizing(shape, **changed).fits, option
+        assert Sizing(family, **changed).fits, option
 
 
 @pytest.mark.parametrize("name", ["Llama-3-8B", "Mixtral-8x7B"])
@@ -256,17 +259,17 @@ def test_config_files_of_transformers_4_and_5_give_the_same_shape(name):
 
 def numbers(data):
     """What the family of a config.json keeps, but for the file itself."""
-    shape = Shape.from_config(data)
-    kept = {name: value for name, value in vars(shape.family).items() if name not in ("config", "is_nested")}
-    return kept, shape.family.graph(), shape.family.vectors, shape.tower
+    family = families.of(data)
+    kept = {name: value for name, value in vars(family).items() if name not in ("config", "is_nested")}
+    return kept, family.graph(), family.vectors
 
 
 def test_missing_numbers_default_to_those_of_transformers():
     without = {key: value for key, value in CONFIGS["Llama-2-7B"].items() if key != "num_key_value_heads"}
-    assert Shape.from_config(without).family.kv_heads == 32
-    assert Shape.from_config(without | MISTRAL).family.kv_heads == 8
+    assert families.of(without).kv_heads == 32
+    assert families.of(without | MISTRAL).kv_heads == 8
     untyped = {key: value for key, value in CONFIGS["Llama-2-7B"].items() if key != "torch_dtype"}
-    assert Shape.from_config(untyped).family.dtype == "float32"
+    assert families.of(untyped).dtype == "float32"
 
 
 @pytest.mark.parametrize(
@@ -290,7 +293,7 @@ def test_missing_numbers_default_to_those_of_transformers():
 )
 def test_a_config_that_cannot_be_served_is_refused_in_one_line(changes, words):
     with pytest.raises(ConfigError) as refused:
-        Shape.from_config(CONFIGS["Llama-3-8B"] | changes)
+        families.of(CONFIGS["Llama-3-8B"] | changes)
     assert all(word in str(refused.value) for word in words) and len(str(refused.value).splitlines()) == 1
 
 
@@ -305,7 +308,7 @@ def test_a_config_that_cannot_be_served_is_refused_in_one_line(changes, words):
     ],
 )
 def test_what_does_not_fit_says_why_and_what_would(name, tp_degree, batch_size, quantize, words):
-    sizing = Sizing(SHAPES[name], tp_degree, batch_size, 4096, quantize=quantize)
+    sizing = Sizing(FAMILIES[name], tp_degree, batch_size, 4096, quantize=quantize)
     assert not sizing.fits
     reason = sizing.reason(plan.allowed_tp_degrees(None, 32))
     assert [word for word in words if word not in reason] == []
@@ -313,13 +316,13 @@ def test_what_does_not_fit_says_why_and_what_would(name, tp_degree, batch_size, 
 
 
 def test_a_model_that_is_too_large_for_everything_says_so():
-    giant = Shape.from_config(CONFIGS["Llama-3-70B"] | {"num_hidden_layers": 800})
+    giant = families.of(CONFIGS["Llama-3-70B"] | {"num_hidden_layers": 800})
     assert Sizing(giant, 32, 1, 4096).reason([32]).endswith("no known machine is large enough")
 
 
 def test_int4_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"--quantize int4 \(QUANTIZE\) is not supported on Neuron; give int8 or none"):
-        choose(SHAPES["TinyLlama"], Machine(2), quantize="int4")
+        choose(FAMILIES["TinyLlama"], Machine(2), quantize="int4")
 
 
 @pytest.mark.parametrize(
@@ -336,7 +339,7 @@ def test_int4_is_refused_by_name():
     ],
 )
 def test_the_chosen_sizes_for_a_machine(name, instance, chosen):
-    sizing = choose(SHAPES[name], INSTANCES[instance])
+    sizing = choose(FAMILIES[name], INSTANCES[instance])
     assert (sizing.tp_degree, sizing.batch_size, sizing.length) == chosen and sizing.fits
     assert str(sizing).startswith("tp_degree {}, batch size {}, context length {}: weights".format(*chosen))
 
@@ -354,7 +357,7 @@ def test_the_chosen_sizes_for_a_machine(name, instance, chosen):
     ],
 )
 def test_a_mixture_of_experts_is_sized_with_all_of_its_experts(name, instance, quantize, chosen, weights, kv, step_ms):
-    sizing = choose(SHAPES[name], INSTANCES[instance], quantize=quantize)
+    sizing = choose(FAMILIES[name], INSTANCES[instance], quantize=quantize)
     assert (sizing.tp_degree, sizing.batch_size, sizing.length) == chosen
     assert (round(sizing.weights_bytes / GIB, 1), round(sizing.kv_bytes / GIB, 1)) == (weights, kv)
     assert round(1000 * sizing.step_s) == step_ms
@@ -371,18 +374,18 @@ def test_plan_says_what_a_step_and_a_prompt_of_a_mixture_of_experts_cost(run, fo
 
 @pytest.mark.parametrize("tp_degree, seconds", [(12, 0.65), (24, 0.32)])
 def test_a_prompt_pays_for_all_experts(tp_degree, seconds):
-    assert round(Sizing(SHAPES["Qwen3-30B-A3B"], tp_degree, 32, 4096).prompt_s(2048), 2) == seconds
+    assert round(Sizing(FAMILIES["Qwen3-30B-A3B"], tp_degree, 32, 4096).prompt_s(2048), 2) == seconds
 
 
 @given(
-    shape=shapes,
+    family=some_family,
     place=st.sampled_from(list(INSTANCES.values())),
     batch=st.none() | st.integers(1, 40),
     length=st.none() | st.integers(16, 1024),
 )
-def test_given_values_are_kept_and_the_choice_fits(shape, place, batch, length):
+def test_given_values_are_kept_and_the_choice_fits(family, place, batch, length):
     try:
-        best = choose(shape, place, max_batch_size=batch, max_total_tokens=length)
+        best = choose(family, place, max_batch_size=batch, max_total_tokens=length)
     except ConfigError as error:
         assert len(str(error).splitlines()) == 1
         return
@@ -402,34 +405,34 @@ def test_given_values_are_kept_and_the_choice_fits(shape, place, batch, length):
     ],
 )
 def test_max_batch_total_tokens_is_a_limit_of_the_slots(settings, chosen):
-    sizing = choose(SHAPES["TinyLlama"], INSTANCES["inf2.xlarge"], **settings)
+    sizing = choose(FAMILIES["TinyLlama"], INSTANCES["inf2.xlarge"], **settings)
     assert (sizing.batch_size, sizing.length) == chosen
 
 
 def test_chunks_of_prompts_are_planned_for_where_a_prompt_can_be_longer():
-    shape, machine = SHAPES["Llama-3-8B"], plan.INSTANCES["inf2.48xlarge"]
-    chosen = choose(shape, machine)
-    whole = choose(shape, machine, prefill_chunk=0)
+    family, machine = FAMILIES["Llama-3-8B"], plan.INSTANCES["inf2.48xlarge"]
+    chosen = choose(family, machine)
+    whole = choose(family, machine, prefill_chunk=0)
     assert (chosen.chunk, whole.chunk) == (128, 0)
-    assert chosen.total_bytes - whole.total_bytes == 128 * 2 * -(-shape.family.vocab // chosen.tp_degree)
-    assert choose(shape, machine, prefill_chunk=64).chunk == 64
-    assert choose(shape, machine, max_total_tokens=129).chunk == 0
+    assert chosen.total_bytes - whole.total_bytes == 128 * 2 * -(-family.vocab // chosen.tp_degree)
+    assert choose(family, machine, prefill_chunk=64).chunk == 64
+    assert choose(family, machine, max_total_tokens=129).chunk == 0
 
 
 @pytest.mark.parametrize("option", ["shard_over_sequence=true", "sequence_parallel_norm=true"])
 def test_prompts_run_whole_with_the_options_that_the_program_of_chunks_does_not_support(option):
-    shape, machine = SHAPES["Llama-3-8B"], INSTANCES["inf2.48xlarge"]
-    assert choose(shape, machine, neuron_config=(option,)).chunk == 0
-    assert choose(shape, machine, neuron_config=(option,), prefill_chunk=0).chunk == 0
+    family, machine = FAMILIES["Llama-3-8B"], INSTANCES["inf2.48xlarge"]
+    assert choose(family, machine, neuron_config=(option,)).chunk == 0
+    assert choose(family, machine, neuron_config=(option,), prefill_chunk=0).chunk == 0
     setting = rf"--prefill-chunk 64 \(PREFILL_CHUNK\) is not supported with --neuron-config {option} \(NEURON_CONFIG\)"
     with pytest.raises(ConfigError, match=setting):
-        choose(shape, machine, neuron_config=(option,), prefill_chunk=64)
+        choose(family, machine, neuron_config=(option,), prefill_chunk=64)
 
 
 def test_a_length_is_halved_until_it_fits():
-    shape = SHAPES["Llama-2-13B"]
-    assert choose(shape, Machine(2, "inf2")).length == 2048
-    assert not Sizing(shape, 2, 1, 4096).fits
+    family = FAMILIES["Llama-2-13B"]
+    assert choose(family, Machine(2, "inf2")).length == 2048
+    assert not Sizing(family, 2, 1, 4096).fits
 
 
 @pytest.mark.parametrize(
@@ -458,40 +461,42 @@ def test_a_length_is_halved_until_it_fits():
 )
 def test_impossible_settings_are_refused_in_one_line(name, machine, settings, words):
     with pytest.raises(ConfigError) as refused:
-        choose(SHAPES[name], machine, **settings)
+        choose(FAMILIES[name], machine, **settings)
     assert [word for word in words if word not in str(refused.value)] == []
     assert len(str(refused.value).splitlines()) == 1
 
 
 def test_any_even_tp_degree_may_be_set_on_inferentia2():
-    assert choose(SHAPES["Llama-3-8B"], Machine(24, "inf2"), tp_degree=16).tp_degree == 16
+    assert choose(FAMILIES["Llama-3-8B"], Machine(24, "inf2"), tp_degree=16).tp_degree == 16
 
 
 @pytest.mark.parametrize("gib, is_enough", [(16, False), (24, False), (25, True), (None, True)])
 def test_too_little_host_memory_for_loading_or_compiling_is_a_warning(gib, is_enough):
-    warning = SHAPES["Llama-3-8B"].memory_warning(Machine(2, host_bytes=gib and gib * GIB))
+    warning = plan.memory_warning(FAMILIES["Llama-3-8B"], Machine(2, host_bytes=gib and gib * GIB))
     assert (warning is None) == is_enough
     if warning:
         assert f"there are {gib:.1f} GiB of host memory: loading takes about 16.9, compiling about 8 more" in warning
 
 
 def test_the_embedding_table_on_the_device_takes_memory_of_the_cores():
-    plain, embedded = (Sizing(SHAPES["Llama-3-8B"], 8, 4, 4096, neuron_config=o) for o in ((), ("on_device_embedding=true",)))
+    plain, embedded = (Sizing(FAMILIES["Llama-3-8B"], 8, 4, 4096, neuron_config=o) for o in ((), ("on_device_embedding=true",)))
     assert embedded.weights_bytes - plain.weights_bytes == 128256 * 4096 * 2 // 8
 
 
 def test_a_sharded_sequence_divides_the_positions_of_a_key_value_head_over_its_cores():
-    plain, sharded = (Sizing(SHAPES["Llama-3-70B"], 32, 8, 16384, neuron_config=o) for o in ((), ("shard_over_sequence=true",)))
+    plain, sharded = (
+        Sizing(FAMILIES["Llama-3-70B"], 32, 8, 16384, neuron_config=o) for o in ((), ("shard_over_sequence=true",))
+    )
     assert plain.kv_bytes == 2 * 80 * 16384 * 8 * 128 * 2
     assert sharded.kv_bytes == 2 * 80 * (16384 + 128) // 4 * 8 * 128 * 2
 
 
 def test_a_sharded_sequence_decides_the_tp_degree():
-    sizing = choose(SHAPES["Llama-3-8B"], INSTANCES["inf2.48xlarge"], neuron_config=("shard_over_sequence=true",))
+    sizing = choose(FAMILIES["Llama-3-8B"], INSTANCES["inf2.48xlarge"], neuron_config=("shard_over_sequence=true",))
     assert sizing.tp_degree == 24  # of 1, 2, 4, 8, 12 and 24 the only one that is a multiple of 8 and more than 8
     for name in ("inf2.xlarge", "inf2.24xlarge"):
         with pytest.raises(ConfigError, match="needs more heads than its 8 key-value heads, and a tp_degree of two or more"):
-            choose(SHAPES["Llama-3-8B"], INSTANCES[name], neuron_config=("shard_over_sequence=true",))
+            choose(FAMILIES["Llama-3-8B"], INSTANCES[name], neuron_config=("shard_over_sequence=true",))
 
 
 @pytest.fixture
@@ -583,7 +588,7 @@ def test_plan_says_where_adapters_are_served_and_reads_none(run, folder):
 def test_plan_recommends_nothing_below_a_useful_length():
     def recommendation(**settings):
         machines = [INSTANCES[name] for name in ("inf2.xlarge", "inf2.24xlarge")]  # 70B fits with a length of 1024
-        lines = list(plan.report("x", SHAPES["Llama-2-70B"], machines, Config(model_id="x", **settings)))
+        lines = list(plan.report("x", FAMILIES["Llama-2-70B"], machines, Config(model_id="x", **settings)))
         return next(line for line in lines if line.startswith("Recommended: "))
 
     assert recommendation() == "Recommended: none, as no machine has room for a context length of 2048."
@@ -702,15 +707,15 @@ SMOLVLM = {
     ids=["LLaVA-1.5-7B", "SmolVLM-256M"],
 )
 def test_a_vision_tower_takes_memory_and_time_of_the_host(config, text, tower, teraflops, seconds):
-    shape = Shape.from_config(config)
-    assert shape.parameters == pytest.approx(text, rel=0.02)
-    assert shape.tower.parameters == pytest.approx(tower, rel=0.02)
-    assert shape.tower.tile_flops == pytest.approx(teraflops * 1e12, rel=0.03)
-    assert shape.tower.tile_s(INSTANCES["inf2.8xlarge"]) == pytest.approx(seconds, rel=0.03)
-    assert shape.tower.tile_s(INSTANCES["inf2.xlarge"]) == pytest.approx(8 * seconds, rel=0.03)
-    of_text = Shape.from_config(config["text_config"] | plan.families.text_config(config))
+    family = families.of(config)
+    assert family.parameters == pytest.approx(text, rel=0.02)
+    assert family.tower.parameters == pytest.approx(tower, rel=0.02)
+    assert family.tower.tile_flops == pytest.approx(teraflops * 1e12, rel=0.03)
+    assert plan.tile_s(family.tower, INSTANCES["inf2.8xlarge"]) == pytest.approx(seconds, rel=0.03)
+    assert plan.tile_s(family.tower, INSTANCES["inf2.xlarge"]) == pytest.approx(8 * seconds, rel=0.03)
+    of_text = families.of(config["text_config"] | families.text_config(config))
     assert of_text.tower is None
-    assert shape.host_bytes - of_text.host_bytes == 4 * shape.tower.parameters
+    assert family.host_bytes - of_text.host_bytes == 4 * family.tower.parameters
 
 
 def test_plan_says_what_the_images_of_a_model_take(run, folder, monkeypatch):
@@ -722,8 +727,6 @@ def test_plan_says_what_the_images_of_a_model_take(run, folder, monkeypatch):
     assert "an image takes about 0.6 s a tile on the host (estimate)" in output
 
 
-@pytest.mark.parametrize(
-    "changes", [{"model_type": "llama"}, {"vision_config": None}, {"vision_config": {"model_type": "other"}}]
-)
-def test_a_tower_that_is_not_served_is_not_counted(changes):
-    assert plan.Tower.of(LLAVA | changes) is None
+@pytest.mark.parametrize("vision", [None, {"model_type": "other"}])
+def test_a_tower_that_is_not_served_is_not_counted(vision):
+    assert families.of(LLAVA | {"vision_config": vision}).tower is None
