@@ -188,25 +188,11 @@ def with_optimum(config: Config, optimum: Optimum) -> Config:
     return dataclasses.replace(config, **values)
 
 
-# The settings whose values a compiled model has, if they are given; of the buckets some of them.
-BINDING = (
-    "tp_degree",
-    "dtype",
-    "quantize",
-    "sampling",
-    "prefill_buckets",
-    "position_buckets",
-    "prefill_chunk",
-    "neuron_config",
-    "kv_cache_dtype",
-)
-
-
 def with_compiled_config(config: Config, compiled_config: CompiledConfig, name: str) -> Config:
     """The settings with every value that was left open taken from `compiled_config`, of the model `name`.
 
-    Raises ConfigError, naming both values, for a setting that contradicts the compiled value. Smaller limits,
-    and some of the compiled buckets, do not.
+    Raises ConfigError, naming both values, for a setting that contradicts the compiled value of its name.
+    Smaller limits, and some of the compiled buckets, do not.
     """
     remedy = "leave it out, or compile it again"
     limits = {
@@ -221,9 +207,8 @@ def with_compiled_config(config: Config, compiled_config: CompiledConfig, name: 
             raise ConfigError(
                 f"{_flag(setting, given)} is more than the {limit} that {name} was compiled for; {remedy}"
             )
-    for setting in BINDING:
-        given = getattr(config, setting)
-        compiled = getattr(compiled_config, setting)
+    for setting, compiled in vars(compiled_config).items():
+        given = getattr(config, setting, None)
         is_subset = isinstance(given, tuple) and set(given) <= set(compiled)  # the limits are always buckets
         if given not in (None, "auto", 0, compiled) and not is_subset:
             raise ConfigError(

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from config import DEVICE_TOP_K, DTYPES, FP8, Config
 from manifest import Manifest, check_weights
@@ -33,7 +33,7 @@ from models.base import Announce
 from models.checkpoint.fetch import fetch_artifact, fetch_checkpoint, fetch_weights
 from models.errors import ModelError, first_line, named, progress_logged, reported_as
 from models.machine import Machine, detect, host_memory, usable_cores
-from models.neuron import artifact, families, plan
+from models.neuron import Neuron, artifact, families, plan
 from models.neuron.artifact import Artifact, CachedGraphs, CompiledConfig, buckets
 from models.neuron.base_family import Family
 from models.neuron.driver import Versions
@@ -45,18 +45,24 @@ logger = logging.getLogger("model")
 # How long to wait for cores that another process holds: replacing a container takes some time.
 CORES_WAIT_S = 60.0
 CORES_RETRY_S = 2.0
-LOGITS_DTYPES = ("float32", "bfloat16")  # the host samples from these; others are cast to float32
 GREEDY = (1, 1.0, 1.0)  # top_k, top_p, temperature of a slot where the device samples
 FLAGS = "NEURON_CC_FLAGS"
 TENSORIZER_OPTIONS = "--internal-hlo2tensorizer-options"
 FP8_OPTION = "--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
 
-# What `BuildPlan.fallbacks` changes, for the log.
-LEFT_OUT = {
-    "prefill_chunk": "Chunked prefill is off (--prefill-chunk)",
-    "verify_length": "Speculative decoding is off (--speculate)",
-    "sampling": "Tokens are sampled on the host (--sampling)",
-}
+
+class Part(NamedTuple):
+    """A part of a model that is left out where it does not compile, or fails its check at startup."""
+
+    name: str
+    field: str  # of CompiledConfig
+    setting: str  # with which it is left out
+    off: str  # its value
+
+
+HYBRID = Part("On-device sampling", "sampling", "--sampling", "host")
+CHUNKS = Part("Chunked prefill", "prefill_chunk", "--prefill-chunk", "0")
+DRAFTS = Part("Speculative decoding", "verify_length", "--speculate", "0")
 
 DEVICE_ERROR = "nrt_|neuron runtime|neuron device|cores are held"  # an error that the compiler does not cause
 INIT_ERROR = "nrt_init|could not be initialized"  # may be a driver that does not fit the runtime library
@@ -103,11 +109,8 @@ class BuildPlan:
     config: Config  # with everything that was left open filled in
     compiled_config: CompiledConfig
     family: Family
-    # The config.json of the checkpoint, or of its text part, under the names of transformers 4.
-    legacy: Json
     folder: Path
     artifact: Artifact | None  # of a compiled model's folder; None: a plain checkpoint
-    compile_workers: int
     manifest: Manifest
 
     @classmethod
@@ -128,16 +131,24 @@ class BuildPlan:
             if found:
                 config = artifact.with_optimum(config, found.optimum)
             config, compiled_config = _sized(family, config)
-        config = config.with_manifest(manifest)
+        position_buckets = compiled_config.position_buckets
+        if plan.SHARD_OVER_SEQUENCE in compiled_config.neuron_config and len(position_buckets) > 1:
+            # Each graph splits a slot over the cores by its own length: a longer graph does not find what a
+            # shorter one wrote.
+            raise ConfigError(
+                f"--neuron-config {plan.SHARD_OVER_SEQUENCE} (NEURON_CONFIG) works with one position bucket, "
+                f"not {', '.join(map(str, position_buckets))}; leave --position-buckets (POSITION_BUCKETS) "
+                "out, and compile a compiled model again"
+            )
+        memory_workers = (host_memory() or 0) // plan.COMPILER_BYTES
+        workers = config.compile_workers or max(1, min(os.cpu_count() or 1, memory_workers))
+        config = dataclasses.replace(config.with_manifest(manifest), compile_workers=workers)
         if manifest.reads_images and plan.ON_DEVICE_EMBEDDING in compiled_config.neuron_config:
             raise ConfigError(
                 f"--neuron-config {plan.ON_DEVICE_EMBEDDING} (NEURON_CONFIG) is not supported for models "
                 "that read images, whose embeddings the host looks up; leave it out"
             )
-        memory_workers = (host_memory() or 0) // plan.COMPILER_BYTES
-        workers = config.compile_workers or max(1, min(os.cpu_count() or 1, memory_workers))
-        legacy = legacy_config(families.text_config(manifest.config_json))
-        return cls(config, compiled_config, family, legacy, folder, found, workers, manifest)
+        return cls(config, compiled_config, family, folder, found, manifest)
 
     def checkpoint(self) -> Path:
         """The folder with the weights, downloaded if necessary. Raises ModelError where there are none."""
@@ -173,9 +184,9 @@ class BuildPlan:
 
     def warn_of(self, built: CompiledConfig, reason: str) -> None:
         """Logs what `built` lacks of this plan. reason: the end of these lines."""
-        for name, notice in LEFT_OUT.items():
-            if getattr(self.compiled_config, name) != getattr(built, name):
-                logger.warning("%s, %s", notice, reason)
+        for part in (CHUNKS, DRAFTS, HYBRID):
+            if getattr(self.compiled_config, part.field) != getattr(built, part.field):
+                logger.warning("%s is off (%s), %s", part.name, part.setting, reason)
 
     def compiled(self) -> Path | None:
         """The folder of the compiled graphs that came with the model; None: none came. Raises ModelError for
@@ -199,7 +210,6 @@ def _configured_for(compiled_config: CompiledConfig, family: Family, config: Con
             f"{config.model_name} was compiled for {compiled_config.model_class}, not {model_class}; "
             "compile it again"
         )
-    _check_position_buckets(compiled_config, f"compile {config.model_name} again")
     plan.check_settings(family, config)
     _machine(config)
     return config
@@ -216,7 +226,7 @@ def _sized(family: Family, config: Config) -> tuple[Config, CompiledConfig]:
     dtype = family.served_in(config.dtype)
     position_buckets = config.position_buckets
     if plan.SHARD_OVER_SEQUENCE in (config.neuron_config or ()) and position_buckets is None:
-        position_buckets = ()  # see _check_position_buckets
+        position_buckets = ()  # one, of the whole length: see BuildPlan.decide
     config = dataclasses.replace(
         config,
         tp_degree=sizing.tp_degree,
@@ -244,21 +254,7 @@ def _sized(family: Family, config: Config) -> tuple[Config, CompiledConfig]:
         reserved=sizing.reserved,
         snapshots=sizing.snapshots,
     )
-    _check_position_buckets(compiled_config, "leave --position-buckets (POSITION_BUCKETS) out")
     return config, compiled_config
-
-
-def _check_position_buckets(compiled_config: CompiledConfig, remedy: str) -> None:
-    """Raises ConfigError for several position buckets with shard_over_sequence: each graph splits a slot over
-    the cores by its own length, so a longer graph does not find what a shorter one wrote."""
-    if (
-        plan.SHARD_OVER_SEQUENCE in compiled_config.neuron_config
-        and len(compiled_config.position_buckets) > 1
-    ):
-        raise ConfigError(
-            f"--neuron-config {plan.SHARD_OVER_SEQUENCE} (NEURON_CONFIG) works with one position bucket, "
-            f"not {', '.join(map(str, compiled_config.position_buckets))}; {remedy}"
-        )
 
 
 def _verify_length(config: Config, length: int) -> int:
@@ -328,7 +324,7 @@ def load_model(build: BuildPlan, work_dir: Path, announce: Announce) -> tuple[An
         os.environ.setdefault("NEURON_RT_NUM_CORES", str(build.compiled_config.tp_degree))
     if compiled := build.compiled():
         return _loaded(build, work_dir, compiled), build
-    key = artifact.config_digest(build.legacy)
+    key = artifact.config_digest(legacy_config(families.text_config(build.manifest.config_json)))
     if cached := CachedGraphs.here(build.config.compile_cache_size, key, build.compiled_config):
         return _load_cached(cached, build, work_dir, announce)
     announce("compiling")  # only the compiler can read its cache, at NEURON_COMPILE_CACHE_URL
@@ -382,20 +378,20 @@ def _neuron_config(build: BuildPlan) -> Any:
     options = {
         "attention_layout": "BSH",
         "fuse_qkv": True,
-        "compilation_worker_count": build.compile_workers,
+        "compilation_worker_count": build.config.compile_workers,
         "continuous_batching": library().ContinuousBatchingConfig(
             batch_size_for_shared_caches=compiled_config.batch_size
         ),
     }
     # A cast of bfloat16 logits to float32 would take the host longer than sampling from them.
     options["cast_logits_dtype"] = (
-        compiled_config.dtype if compiled_config.dtype in LOGITS_DTYPES else "float32"
+        compiled_config.dtype if compiled_config.dtype in Neuron.logits_dtypes else "float32"
     )
     if compiled_config.sampling == "hybrid":
         options["log_softmax_scores"] = True  # see HybridDecoder
     if compiled_config.sampling != "host":
         slots = [GREEDY] * compiled_config.batch_size
-        options["on_device_generation"] = generation_config(slots, build.legacy["vocab_size"])
+        options["on_device_generation"] = generation_config(slots, build.family.vocab)
     if compiled_config.quantize == "int8":
         options["quant"] = library().QuantizationConfig(
             quant_dtype="s8", dequant_dtype=DTYPES[compiled_config.dtype].short
@@ -481,7 +477,7 @@ def _compiling(build: BuildPlan, failure: str) -> Iterator[None]:
         "Compiling graphs for prompts up to %d tokens and positions up to %d, %d at a time",
         max(compiled_config.prefill_buckets),
         max(compiled_config.position_buckets),
-        build.compile_workers,
+        build.config.compile_workers,
     )
     flags = os.environ.get(FLAGS)
     if compiled_config.kv_cache_dtype:
@@ -499,19 +495,13 @@ def _compiling(build: BuildPlan, failure: str) -> Iterator[None]:
 def flags_for_fp8(flags: str) -> str:
     """The value `flags` of NEURON_CC_FLAGS with the option that lets the compiler take e4m3fn for the
     device's e4m3: values up to 240 are the same in both."""
-    words = shlex.split(flags)
-    for place, word in enumerate(words):
-        name, _equals, options = word.partition("=")
-        if name == TENSORIZER_OPTIONS:
-            if not options and place + 1 < len(words):
-                options = words.pop(place + 1)
-            words.pop(place)
-            break
-    else:
-        options = ""
-    if FP8_OPTION not in options.split():
-        options = f"{options} {FP8_OPTION}".strip()
-    return shlex.join([*words, f"{TENSORIZER_OPTIONS}={options}"])
+    words = shlex.split(re.sub(f"{TENSORIZER_OPTIONS}\\s+", f"{TENSORIZER_OPTIONS}=", flags))
+    given = [word for word in words if word.startswith(f"{TENSORIZER_OPTIONS}=")]
+    options = [option for word in given for option in word.partition("=")[2].split()]
+    if FP8_OPTION not in options:
+        options.append(FP8_OPTION)
+    others = [word for word in words if word not in given]
+    return shlex.join([*others, f"{TENSORIZER_OPTIONS}={' '.join(options)}"])
 
 
 def _load_cached(

@@ -98,7 +98,6 @@ class FamilyForSampling(llama.LlamaForSampling):
             "LlamaConfig": functools.partial(_config, self.family),
             "LlamaForSamplingNoEmbeddingHlo": functools.partial(Hlo, self.family),
         }
-        self._returns_ids = False
         with (
             _replaced(llama, **changed),
             _replaced(decoder, DecoderLmHeadForSamplingNoEmbedding=HybridDecoder),
@@ -107,7 +106,6 @@ class FamilyForSampling(llama.LlamaForSampling):
 
     def return_token_ids(self, ids: bool) -> None:
         """Makes every graph copy ids, or logits if `ids` is false, to the host from now on."""
-        self._returns_ids = ids
         others = (self.decoder_lm_head_for_context, self.decoder_lm_head_for_speculation)
         for each in (self.decoder_lm_head, *(each for some in others for each in some.values())):
             each.program.returns_ids = ids
@@ -135,7 +133,7 @@ class FamilyForSampling(llama.LlamaForSampling):
     @property
     def _gives_logits(self) -> bool:
         """Whether a run returns logits, which transformers-neuronx takes for ids."""
-        return self.is_hybrid and not self._returns_ids
+        return self.is_hybrid and not self.decoder_lm_head.program.returns_ids
 
     def _logits(self, output: torch.Tensor) -> torch.Tensor:
         """[padded vocabulary, tokens, slots] → [slots, tokens, vocabulary]."""
@@ -604,24 +602,12 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         weights = dict(zip(OF_ATTENTION, arguments[len(others) :]))
         cache = Fp8Cache(self.neuron_config)
         if self._stores_bare_keys:
-            weights["attn_q_bias"], cache.key_bias = self._split_key_bias(weights["attn_q_bias"])
+            weights["attn_q_bias"], cache.key_bias = _split_key_bias(
+                weights["attn_q_bias"], *others[-2].sizes[2:]
+            )
             cache.cached_sin_cos = self._cached_sin_cos
         with cache.replaced():
             return super().attention(*others, *weights.values(), **options)
-
-    def _split_key_bias(self, bias: Any) -> tuple[Any, Any]:
-        """Divides the bias of queries, keys and values on this core, side by side. Returns it with zeros for
-        the keys, and the bias of the keys: [kv heads, head_dim]."""
-        config = self.config
-        padded = utils.get_qkv_padding(
-            config.num_attention_heads, config.num_key_value_heads, config.tp_degree, self.neuron_config
-        )
-        kv_heads = padded[1] // config.tp_degree
-        size = kv_heads * config.attention_head_size
-        end = bias.sizes[0] - size
-        queries, keys, values = Array(bias).split(end - size, size, size)
-        others = hlo.concatenate([queries.node, hlo.full(0, bias.dtype, (size,)), values.node], 0)
-        return others, keys.view(kv_heads, -1).node
 
     def _norm_of_heads(self, tensor: Any, weight: Any) -> Any:
         tokens, slots, heads, size = sizes = tensor.sizes
@@ -703,6 +689,15 @@ class Fp8Cache:
         positions, _slots, *head = tensor.sizes
         bias = self._rotated_bias((positions, 1, *head), tensor.dtype, self.cached_sin_cos)
         return (Array(tensor) + Array(bias)).node
+
+
+def _split_key_bias(bias: Any, kv_heads: int, head_dim: int) -> tuple[Any, Any]:
+    """Divides the bias of queries, keys and values on a core, side by side. Returns it with zeros for the
+    keys, and the bias of the keys: [kv_heads, head_dim]."""
+    size = kv_heads * head_dim
+    queries, keys, values = Array(bias).split(bias.sizes[0] - 2 * size, size, size)
+    others = hlo.concatenate([queries.node, hlo.full(0, bias.dtype, (size,)), values.node], 0)
+    return others, keys.view(kv_heads, head_dim).node
 
 
 def _matrix_product(left: Any, right: Any) -> Any:

@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +21,12 @@ from models.errors import DeviceLost, ModelError, named, warn_text_only
 from models.images.encoder_cache import EncoderCache, split_ids
 from models.images.towers import make_tower, read_tensors
 from models.neuron.build import (
+    CHUNKS,
+    DRAFTS,
     GREEDY,
+    HYBRID,
     BuildPlan,
+    Part,
     explain,
     generation_config,
     is_device_error,
@@ -38,20 +42,6 @@ MIN_TEMPERATURE = 0.01
 MAX_TEMPERATURE = 10000.0
 # Largest difference between the logits of a prompt run in chunks and run whole, as a share of their range.
 CHUNK_TOLERANCE = {"float32": 0.01, "bfloat16": 0.05, "float16": 0.05}
-
-
-class Part(NamedTuple):
-    """A part of the model that is checked at startup and can be left out."""
-
-    name: str
-    graph: str  # that it needs
-    setting: str  # with which it is left out
-    off: str  # its value
-
-
-HYBRID = Part("On-device sampling", "hybrid sampling", "--sampling", "host")
-CHUNKS = Part("Chunked prefill", "the compiled graph of prompt chunks", "--prefill-chunk", "0")
-DRAFTS = Part("Speculative decoding", "the compiled graph of draft tokens", "--speculate", "0")
 
 
 class NeuronModel(StaticBatchModel):
@@ -79,7 +69,7 @@ class NeuronModel(StaticBatchModel):
         self.batch_size = self.prefix_slots = config.max_batch_size
         self.max_input_tokens = config.max_input_tokens
         self.max_total_tokens = config.max_total_tokens
-        self.vocab_size = build.legacy["vocab_size"]
+        self.vocab_size = build.family.vocab
         self.dtype = compiled_config.dtype
         self.kv_cache_dtype = compiled_config.kv_cache_dtype or self.dtype
         self.quantize = compiled_config.quantize
@@ -144,7 +134,9 @@ class NeuronModel(StaticBatchModel):
             fault = find_fault()
         except DeviceLost as error:
             if is_device_error(error):
-                raise ModelError(f"{part.graph} fails ({error}); give {part.setting} {part.off}") from None
+                raise ModelError(
+                    f"{part.name} fails on the device ({error}); give {part.setting} {part.off}"
+                ) from None
             fault = str(error)
         if fault:
             logger.warning("%s is off (%s): %s", part.name, part.setting, fault)
@@ -378,9 +370,6 @@ class NeuronModel(StaticBatchModel):
         assert ends == lengths, f"slots {slots} hold {lengths} positions, not {ends}"
         assert max(ends) < self.max_total_tokens, f"slots {slots} have no position {max(ends)}"
         assert all(len(chunk.tokens) == 1 for chunk in chunks), "a decode step has one token a slot"
-        if not self.prefill_chunk:
-            # transformers-neuronx overwrites position 0 of each slot that is not named: its sequence is lost.
-            self._held = {slot: self._held[slot] for slot in slots}
         begins = self._begins(chunks, 1)
         for chunk in chunks:
             self._held[chunk.slot] += chunk.tokens

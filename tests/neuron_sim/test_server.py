@@ -176,7 +176,7 @@ def test_a_model_with_damaged_weights_is_refused_at_the_start(tmp_path, caplog, 
     made.model.save_pretrained(made.folder)
     with pytest.raises(ModelError, match="computes logits that are NaN or infinite in float32"):
         serve(made, tmp_path, max_batch_size=2, prefill_chunk=8, speculate=3, sampling=sampling)
-    assert "Chunked prefill is off" not in caplog.text and "sampled on the host" not in caplog.text
+    assert "Chunked prefill is off" not in caplog.text and "On-device sampling is off" not in caplog.text
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
