@@ -86,10 +86,15 @@ def test_texts_are_those_without_draft_tokens(reference, without, tmp_path, tp_d
 
 
 @pytest.mark.parametrize("sampling", ["host", "hybrid", "device"])
-def test_there_may_be_more_slots_than_tokens_in_a_row(reference, without, tmp_path, sampling):  # noqa: F811
+def test_the_startup_check_passes_with_more_slots_than_tokens_in_a_row(reference, tmp_path, sampling):  # noqa: F811
     made = reference("llama, grouped")
-    settings = {"prefill_chunk": 8, "position_buckets": (16,), "sampling": sampling}
-    model = serve(made, tmp_path, max_batch_size=2 * K, speculate=K - 1, **settings)
+    model = serve(made, tmp_path, max_batch_size=3, speculate=1, prefill_chunk=0, sampling=sampling)
+    assert (model.verify_length, model.sampling) == (2, sampling)
+
+
+def test_there_may_be_more_slots_than_tokens_in_a_row(reference, without, tmp_path):  # noqa: F811
+    made = reference("llama, grouped")
+    model = serve(made, tmp_path, max_batch_size=2 * K, speculate=K - 1, prefill_chunk=8, position_buckets=(16,))
     assert model.verify_length == K
     requests = [each for each in requests_of(made) if each.sampling.seed is None]
     known = without(model, requests)
