@@ -237,8 +237,9 @@ class Family:
     experts: Experts | None = None
     recurrence: Recurrence | None = None
     renamed: ClassVar[dict[str, str]] = {}  # parts of Llama's names → what the checkpoint has instead
-    head_norms: str | None = None  # this and the next as in ArchSpec
+    head_norms: str | None = None  # this and the next three as in ArchSpec
     norms = "before"
+    has_sinks = has_attention_gate = False
     query_scale = residual_scale = embedding_scale = head_scale = 1.0
 
     def __init__(self, config: Json):
@@ -369,7 +370,7 @@ class Family:
     def matrix_parameters(self, tp_degree: int) -> int:
         """Parameters of all layers' attention and MLP matrices on all cores, padded for `tp_degree`."""
         heads, kv_heads = padded_heads(self.heads, self.kv_heads, tp_degree)
-        gates = heads if self.graph().has_attention_gate else 0
+        gates = heads if self.has_attention_gate else 0
         columns = self.attention_layers * self.head_dim * (2 * (heads + kv_heads) + gates)
         if net := self.recurrence and self.recurrence.on_cores(tp_degree):
             columns += len(self.recurrent_layers) * net.key_heads * (net.width + net.values)
@@ -390,7 +391,7 @@ class Family:
             router = self.hidden * (experts.count if experts.has_shared_gate else experts.routed)
             if experts.has_biases:
                 router += experts.count * (1 + 2 * experts.columns + self.hidden)
-        sinks = self.heads if self.graph().has_sinks else 0
+        sinks = self.heads if self.has_sinks else 0
         biases = sum(sizes[name] for name in self.biases)
         of_attention = self.attention_layers * (biases + sinks + heads[self.head_norms])
         recurrent = len(self.recurrent_layers) * self.recurrence.vectors if self.recurrence else 0

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers_neuronx import decoder, hlo, parallel, utils
 from transformers_neuronx.activations import sigmoid
 from transformers_neuronx.layers import attention, rotary
@@ -170,13 +170,9 @@ class FamilyForSampling(llama.LlamaForSampling):
             layer.to_neuron = functools.partial(self._add_extra_tensors, layer, layer.to_neuron)
             return layer
 
-        changed = {
-            "DecoderProgramFullyUnrolled": HybridProgram
-            if self.is_hybrid
-            else decoder.DecoderProgramFullyUnrolled,
-            "DecoderParameterBuilder": ParameterBuilder,
-            "interleave_qkv": _interleave_qkv,
-        }
+        changed = {"DecoderParameterBuilder": ParameterBuilder, "interleave_qkv": _interleave_qkv}
+        if self.is_hybrid:
+            changed["DecoderProgramFullyUnrolled"] = HybridProgram
         with (
             _replaced(decoder, **changed),
             _replaced(parallel, ParallelTensorManipulator=Manipulator),
@@ -369,40 +365,38 @@ class CheckpointTensors:
     def __init__(self, folder: Path, renamed: dict[str, str]):
         """Raises ModelError for a folder without weights of a model."""
         self._renamed = renamed
-        self._readers = {common_name(name): read for name, read in _readers(folder)}
-        if not self._readers:
+        self._tensors = {common_name(name): tensor for name, tensor in _map_tensors(folder).items()}
+        if not self._tensors:
             raise ModelError(f"there is no model.safetensors in {folder}")
 
     def __contains__(self, name: str) -> bool:
-        return common_name(name) in self._readers
+        return common_name(name) in self._tensors
 
     def __call__(self, name: str) -> torch.Tensor:
         for ours, theirs in self._renamed.items():
             name = name.replace(ours, theirs)
         if name not in self:
             raise ModelError(f"the checkpoint has no tensor {name}")
-        return self._readers[common_name(name)]()
+        return self._tensors[common_name(name)]
 
     def in_layer(self, number: int) -> GetTensor:
         return lambda name: self(f"model.layers.{number}.{name}")
 
 
-def _readers(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-    """Each tensor of a checkpoint: its name, and what reads it. Pickled files are read where there are no
-    safetensors, without running code in them; the last file that has a tensor counts."""
+def _map_tensors(folder: Path) -> Tensors:
+    """The tensors of a checkpoint by their names, in files that are mapped and not read. Pickled files count
+    where there are no safetensors; no code in them runs."""
+    tensors: Tensors = {}
+    for path in folder.glob("model*.safetensors"):
+        tensors |= load_file(path)
+    if tensors:
+        return tensors
     load = functools.partial(torch.load, mmap=True, weights_only=True)
-    safetensors = sorted(folder.glob("model*.safetensors"))
-    for path in safetensors:
-        file = safe_open(path, "pt")
-        yield from ((name, functools.partial(file.get_tensor, name)) for name in file.keys())  # noqa: SIM118
-    if safetensors:
-        return
     for index in folder.glob(f"{SPLIT_WEIGHTS}/key_to_filename.json"):
-        for name, file in read_json(index).items():
-            yield name, functools.partial(load, index.with_name(file))
-    for path in filter(Path.is_file, sorted(folder.glob("pytorch_model*.bin"))):
-        tensors = load(path)
-        yield from ((name, functools.partial(tensors.get, name)) for name in tensors)
+        tensors |= {name: load(index.with_name(file)) for name, file in read_json(index).items()}
+    for path in filter(Path.is_file, folder.glob("pytorch_model*.bin")):
+        tensors |= load(path)
+    return tensors
 
 
 class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):

@@ -252,25 +252,26 @@ class Sizing:
             )
         return None
 
+    def most(self, field: str, values: Sequence[int]) -> int | None:
+        """The largest value of a field with which it fits, of ascending `values`; None: there is none."""
+        return next((value for value in reversed(values) if replace(self, **{field: value}).fits), None)
+
     def reason(self, degrees: Sequence[int]) -> str | None:
         """Why it does not work and what would, each change alone, in one line; None: it works. `degrees` are
         the tp_degrees that the machine has."""
         if self.unsupported or self.fits:
             return self.unsupported
-        free = HEADROOM * CORE_BYTES - self.weights_bytes - self.chunk_bytes
-        slots = int(free * self.batch_size // (self.kv_bytes + self.state_bytes))
-        length = 0  # without attention a shorter context makes no room
-        if self.kv_bytes:
-            length = int((free - self.state_bytes) * self.positions // self.kv_bytes) - self.reserved
+        slots = self.most("batch_size", range(1, self.batch_size))
+        length = self.most("length", range(128, self.length, 128))
         larger = [degree for degree in allowed_tp_degrees(None, MAX_CORES) if degree > self.tp_degree]
         fitting = [degree for degree in larger if replace(self, tp_degree=degree).fits]
         here = [f"--tp-degree {degree}" for degree in fitting if degree in degrees]
         elsewhere = [f"a larger instance with --tp-degree {degree}" for degree in fitting]
         options = []
-        if slots > 0:
+        if slots:
             options.append(f"--max-batch-size {slots}")
-        if length >= 128:
-            options.append(f"--max-total-tokens {length // 128 * 128}")
+        if length:
+            options.append(f"--max-total-tokens {length}")
         options += (here or elsewhere)[:1]
         if not self.quantize and replace(self, quantize="int8").fits:
             options.append("--quantize int8")
@@ -444,10 +445,10 @@ def _report_machine(sizing: Sizing, machine: Machine, config: Config) -> Iterato
         yield f"  all {experts.count} experts are computed for each token: {step}, {prompt} (estimates)"
     slots = range(1, (config.max_batch_size or MAX_BATCH_SIZE) + 1)
     lengths = [length for length in (1024, 2048, 4096, 8192, 16384) if length <= family.length]
-    largest = []
-    for length in lengths or [family.length]:
-        fitting = [n for n in slots if replace(sizing, batch_size=n, length=length).fits]
-        largest.append(f"{max(fitting, default='none')} for {length}")
+    largest = [
+        f"{replace(sizing, length=length).most('batch_size', slots) or 'none'} for {length}"
+        for length in lengths or [family.length]
+    ]
     yield f"  largest batch size (up to {slots[-1]}) by context length: {', '.join(largest)}"
 
 
