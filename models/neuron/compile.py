@@ -23,8 +23,9 @@ from pathlib import Path
 import config as configuration
 import logs
 from config import Config
-from manifest import SPLIT_WEIGHTS, Manifest
-from models.checkpoint.fetch import OTHER_FORMAT, TEMPLATES
+from manifest import WEIGHTS, Manifest
+from models.cache import renamed_when_complete
+from models.checkpoint.fetch import OTHER_FORMAT, copy_metadata
 from models.checkpoint.source import fetch_source
 from models.errors import ModelError
 from models.machine import detect
@@ -56,7 +57,7 @@ def compile_model(config: Config, output: Path) -> None:
         )
     build = BuildPlan.decide(config, folder, manifest)
     try:
-        with tempfile.TemporaryDirectory() as work_dir, artifact.renamed_when_complete(output) as staging:
+        with tempfile.TemporaryDirectory() as work_dir, renamed_when_complete(output) as staging:
             failure = f"{config.model_name} cannot be compiled"
             model, build = make_compiled(build, Path(work_dir), lambda model: model.cpu_compile(), failure)
             model.save(str(staging / artifact.COMPILED))
@@ -70,24 +71,16 @@ def _write_model(build: BuildPlan, manifest: Manifest, target: Path, commit: str
     """Writes everything but the graphs into `target`: tokenizer files, what was compiled, and the weights,
     or, if `commit` is given, the hub id and commit to download them by."""
     checkpoint = build.checkpoint()
-    weights = target / artifact.CHECKPOINT
-    for path in checkpoint.iterdir():
-        if path.name == TEMPLATES:
-            shutil.copytree(path, target / TEMPLATES)
-        if path.is_dir() and path.name != SPLIT_WEIGHTS:
-            continue
-        if path.name.startswith(OTHER_FORMAT):
-            continue
-        if not path.name.endswith((".safetensors", ".bin", ".index.json")):
-            shutil.copyfile(path, target / path.name)
-        elif commit is None:
-            weights.mkdir(exist_ok=True)
-            if path.is_dir():
-                shutil.copytree(path, weights / path.name, copy_function=_link)
-            else:
-                _link(path, weights / path.name)
+    copy_metadata(checkpoint, target)
     if commit is None:
+        weights = target / artifact.CHECKPOINT
+        weights.mkdir()
         shutil.copyfile(checkpoint / "config.json", weights / "config.json")
+        for path in {path for pattern in WEIGHTS for path in checkpoint.glob(pattern)}:
+            if path.is_file() and not path.name.startswith(OTHER_FORMAT):
+                place = weights / path.relative_to(checkpoint)
+                place.parent.mkdir(exist_ok=True)
+                _link(path, place)
     section = dataclasses.asdict(build.compiled_config)
     section["checkpoint_id"] = build.config.model_id if commit else None
     section["checkpoint_revision"] = commit
@@ -95,10 +88,10 @@ def _write_model(build: BuildPlan, manifest: Manifest, target: Path, commit: str
     (target / "config.json").write_text(json.dumps({**manifest.config_json, "neuron": section}, indent=2))
 
 
-def _link(source: str | Path, target: str | Path) -> None:
+def _link(source: Path, target: Path) -> None:
     """Links the file, so that weights take no space twice. Copies it to another file system, where no hard
     link is possible."""
-    source = Path(source).resolve()
+    source = source.resolve()
     try:
         os.link(source, target)
     except OSError:
