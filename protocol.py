@@ -227,14 +227,11 @@ class Status(msgspec.Struct, tag="status", frozen=True):
     """Worker → web, every HEARTBEAT_S and when `phase` or `full` changes: the worker's state.
 
     `phase` is "ready" when requests are accepted, "draining" when no more are, and before both the startup
-    phase. `progress`: what takes long in the startup phase. `full`: new requests are rejected as overload.
-    `late`: the running step counts as stuck.
+    phase. `full`: new requests are rejected as overload. `late`: the running step counts as stuck.
+    `progress`: what takes long in the startup phase.
     """
 
     phase: str
-    steps: int = 0
-    running: int = 0
-    queued: int = 0
     full: bool = False
     late: bool = False
     progress: str = ""

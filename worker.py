@@ -46,7 +46,7 @@ from models.checkpoint.source import load_updates
 from models.checkpoint.tokenizer import TokenizerFacts, check_tokenizer, find_tokenizer
 from models.errors import DeviceLost, ModelError
 from models.machine import resident_memory
-from protocol import AdapterChange, Cancel, Hello, ModelInfo, RequestStats, Status, SubmitRequests
+from protocol import AdapterChange, Cancel, Hello, ModelInfo, RequestStats, SubmitRequests
 from run import ConfigError, die_with_parent, explained, run_dir, socket_address, trim_memory
 from text.grammar import Grammars
 
@@ -73,7 +73,6 @@ class Worker:
         self.scheduler = Scheduler(model, self.config)
         self.outputs = Publisher(self.link, self.metrics, self.profiler, self.output_thread)
         self.requests = Requests(model, self.eos_token_ids, self.scheduler, self.outputs, self.admission)
-        self.steps = 0  # decode steps
         self.stopping = False  # running requests are ended, too
         images = None
         if model.encoder_cache:
@@ -94,11 +93,6 @@ class Worker:
     def draining(self) -> bool:
         """Whether new requests are rejected."""
         return self.admission.is_draining
-
-    @property
-    def queued(self) -> int:
-        """Requests without a slot: waiting, or in preparation."""
-        return max(0, len(self.requests) - self.scheduler.busy)
 
     def run(self) -> None:
         """Serves until `stop`. After `drain`, serves until all requests have ended."""
@@ -192,8 +186,6 @@ class Worker:
                 request.log("first token")
             if reason:
                 self.requests.finish(request, reason)
-        if step.num_decodes and not output.failure:
-            self.steps += 1
         output.done_at = self._progress_at = time.monotonic()
 
     def drain(self) -> None:
@@ -209,7 +201,7 @@ class Worker:
     def load(self) -> dict[str, float]:
         """The gauges of /metrics. Called on the socket's thread."""
         busy = self.scheduler.busy
-        queued = self.queued
+        queued = max(0, len(self.requests) - busy)  # waiting, or in preparation
         with_slot = [request for request in self.requests if request.has_slot]
         held_tokens = sum(request.prefilled + request.generated for request in with_slot)
         return {
@@ -239,15 +231,9 @@ class Worker:
         return running, waiting
 
     def _report(self, limit_s: float = math.inf) -> None:
-        """Reports the worker's status to the API server processes. limit_s: how many seconds the step that
+        """Reports the worker's phase to the API server processes. limit_s: how many seconds the step that
         starts now may take; without a limit, no step starts."""
-        status = Status(
-            phase="draining" if self.draining else "ready",
-            steps=self.steps,
-            running=self.scheduler.busy,
-            queued=self.queued,
-        )
-        self.link.report(status, limit_s)
+        self.link.report("draining" if self.draining else "ready", limit_s)
 
     def _handle(self, peer: bytes, message: ForLoop) -> None:
         if isinstance(message, SubmitRequests):
@@ -388,7 +374,7 @@ class Startup:
         """Reports a phase to the API server processes, and logs its beginning and, unless it raises, its
         duration."""
         started_at = time.monotonic()
-        self.link.report(Status(name))
+        self.link.report(name)
         logger.info("%s %s", name.capitalize(), what)
         yield
         seconds = time.monotonic() - started_at
@@ -400,7 +386,7 @@ class Startup:
             with self.phase("downloading", f"the weights of {prepared.config.model_name}"):
                 prepared.fetch_weights()
         with self.phase("loading", "weights"):
-            return models.load(prepared, lambda phase: self.link.report(Status(phase)))
+            return models.load(prepared, self.link.report)
 
     def _wait_for_loops(self, compiling: Future[None]) -> None:
         with self.phase("compiling", "the sampling loops"):

@@ -63,8 +63,8 @@ class Link:
     """
 
     def __init__(self, address: str, metrics: Metrics, admission: Admission):
-        self._status = Status("starting")  # as last reported; without `full`, which `_admission` knows
-        self._left_s = math.inf  # until it is late
+        self._phase = "starting"  # as last reported
+        self._left_s = math.inf  # until the running step is late
         self._last_news: tuple[str, bool] | None = None  # the phase and `full` that were sent last
         self._metrics = metrics
         self._admission = admission
@@ -101,15 +101,14 @@ class Link:
         """Makes a waiting `receive` return. Any thread and any signal handler may call it."""
         self._inbox.put(None)
 
-    def report(self, status: Status, limit_s: float = math.inf) -> None:
-        """Sets the status that heartbeats carry from now on; a new phase is sent at once. `full`, `progress`
-        and `late` are added when a status is sent.
+    def report(self, phase: str, limit_s: float = math.inf) -> None:
+        """Sets the phase that every `Status` carries from now on; a new phase is sent at once.
 
         A status is late when the heartbeats since this call make up more than `limit_s` seconds. Heartbeats
         are counted, not time, because a machine that stands still sends none.
         """
-        is_news = status.phase != self._status.phase
-        self._status = status
+        is_news = phase != self._phase
+        self._phase = phase
         self._left_s = limit_s
         if is_news:
             os.eventfd_write(self._wake_fd, 1)
@@ -214,8 +213,8 @@ class Link:
         self._send_news()
 
     def _status_now(self) -> Status:
-        return msgspec.structs.replace(
-            self._status,
+        return Status(
+            phase=self._phase,
             full=self._admission.is_full,
             late=self._left_s < 0,
             progress=progress.text,

@@ -68,7 +68,7 @@ def test_others_generate_while_an_image_is_encoded_which_counts_as_waiting():
     driven.arrive(Generate(1, [1], 5, ignore_eos=True), asks(2, image(5)))
     driven.step(5)
     assert driven.ends == {1: "length"}
-    assert driven.wire.status.queued == 1 and driven.worker.requests.by_id[2].state is RequestState.PREPARING
+    assert driven.worker.load()["queue_size"] == 1 and driven.worker.requests.by_id[2].state is RequestState.PREPARING
     driven.model.may_encode.set()
     driven.run()
     assert driven.tokens[2] == expected(image(5))

@@ -154,12 +154,10 @@ def test_the_model_info_reaches_web_processes_that_are_there_and_those_that_come
 
 def test_the_status_of_the_worker_comes_unasked(worker, connect):
     web = connect()
-    worker.report(Status("loading", steps=1))
-    while web.next(Status) != Status("loading", steps=1):
-        pass
-    worker.report(Status("loading", steps=2))
-    while web.next(Status) != Status("loading", steps=2):
-        pass
+    for phase in ("loading", "compiling"):
+        worker.report(phase)
+        while web.next(Status) != Status(phase):
+            pass
 
 
 def test_a_step_is_late_after_its_limit_and_not_because_the_whole_machine_stood_still(worker, connect, monkeypatch):
@@ -168,14 +166,14 @@ def test_a_step_is_late_after_its_limit_and_not_because_the_whole_machine_stood_
         link, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + offset_s, thread_time=time.thread_time)
     )
     web = connect()
-    worker.report(Status("ready", steps=1), 3 * link.HEARTBEAT_S)
-    while web.next(Status).steps != 1:
+    worker.report("ready", 3 * link.HEARTBEAT_S)
+    while web.next(Status).phase != "ready":
         pass
     offset_s = 60
     late = [web.next(Status).late for _ in range(6)]
     assert late[-1] and not late[0]
-    worker.report(Status("ready", steps=2))
-    while (status := web.next(Status)).steps != 2:
+    worker.report("draining")
+    while (status := web.next(Status)).phase != "draining":
         pass
     assert not status.late
 
@@ -349,8 +347,8 @@ def test_a_status_that_was_made_before_the_last_place_was_taken_does_not_offer_i
     web.send(SubmitRequests([Generate(3, [1], 1)]))
     while not web.next(Status).full:
         pass
-    worker.report(Status("ready"))  # the loop counted its requests before this one came
-    worker.report(Status("draining"))
+    worker.report("ready")  # the loop counted its requests before this one came
+    worker.report("draining")
     statuses = [web.next(Status)]
     while statuses[-1].phase != "draining":
         statuses.append(web.next(Status))

@@ -16,7 +16,7 @@ from config import Config, parse
 from engine.adapter_changes import AdapterChanges
 from engine.admission import Admission
 from engine.metrics import Metrics
-from protocol import End, Generate, Status, SubmitRequests, Tokens
+from protocol import End, Generate, SubmitRequests, Tokens
 from worker import Startup, Worker
 
 WAIT_S = 20
@@ -38,7 +38,6 @@ class Wire:
     def __init__(self):
         self.arrivals, self.sent = [], []
         self._interrupted = threading.Event()
-        self.status = Status("starting")
 
     def receive(self, block):
         if block and not self.arrivals:  # but for grammars that a thread compiles
@@ -50,8 +49,8 @@ class Wire:
     def send(self, peer, message):
         self.sent.append((peer, message))
 
-    def report(self, status, limit_s=math.inf):
-        self.status, self.limit_s = status, limit_s
+    def report(self, phase, limit_s=math.inf):
+        self.phase, self.limit_s = phase, limit_s
 
     def announce(self, info):
         self.info = info

@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -12,10 +13,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from peer import Peer
 
-from protocol import Status
+from protocol import MetricsRequest, MetricsText, Status
 from run import HERE
 
 WAIT_S = 120  # for what may take long on a busy machine; nothing waits that long when it works
@@ -158,12 +160,18 @@ class Server:
         return list(events(response))
 
     def status(self):
-        """The worker's status."""
+        """The worker's phase, whether it is full, and what its metrics count: running and waiting requests, decode steps."""
         peer = Peer(f"ipc://{self.run_dir}/worker.sock")
         try:
-            return peer.next(Status)
+            status = peer.next(Status)
+            peer.send(MetricsRequest(1))
+            text = peer.next(MetricsText).text.decode()
         finally:
             peer.close()
+        running, queued, steps = (
+            float(re.search(rf"^tgi_{name} (.+)$", text, re.MULTILINE)[1]) for name in ("slots_busy", "queue_size", "steps")
+        )
+        return SimpleNamespace(phase=status.phase, full=status.full, running=running, queued=queued, steps=steps)
 
     def wait_idle(self):
         """The leak check: nothing runs, nothing waits."""
