@@ -23,7 +23,6 @@ from api.generation.response_writer import ResponseWriter
 from api.generation.stream import (
     ActiveRequest,
     Arrival,
-    ClientGone,
     Connection,
     ConnectionMonitor,
     event_stream,
@@ -33,7 +32,7 @@ from api.generation.tracing import RequestTrace, Tracer
 from api.http import errors, fields
 from api.http.bodies import Bodies
 from api.http.engine_client import EngineClient, attempt
-from api.http.errors import CLIENT_CLOSED_REQUEST, ApiError
+from api.http.errors import ApiError
 from api.http.fields import Json
 from api.http.response_store import OwnedResponses, ResponseStore
 from api.http.types import encode_json
@@ -192,7 +191,7 @@ class Server:
         served = self._begin()
         parse = parser()
         with self._bodies.read(self.payload_limit) as body, served.images:
-            writer = self._run(lambda: read(parse(body), served), renders or len(body) >= LONG_TEXT)
+            writer = self.run(lambda: read(parse(body), served), renders or len(body) >= LONG_TEXT)
             generation = self._submit(writer, served, deadline_s)
         return self._respond(writer, generation)
 
@@ -227,7 +226,7 @@ class Server:
         served.images.load(self._check_client)
         tokenize = functools.partial(prompts_of, writer.requests, served)
         characters = sum(prepared.characters for prepared in writer.requests)
-        prompts = self._run(tokenize, served.images.are_given or characters >= LONG_TEXT)
+        prompts = self.run(tokenize, served.images.are_given or characters >= LONG_TEXT)
         _log_changes(writer, prompts)
         self._check_grammars(prompts)
         writer.request_id = g.request_id
@@ -238,34 +237,28 @@ class Server:
         return g.generation
 
     def _respond(self, writer: ResponseWriter, generation: ActiveRequest) -> Response:
-        """The response to a request that was sent to the worker: a stream, or the whole body. The status is
-        499 if the client has disconnected. Raises ApiError. The request is closed at the end."""
+        """The response to a request that was sent to the worker: a stream, or the whole body. Raises
+        ApiError, and ClientDisconnected. The request is closed at the end."""
         headers = {
             "x-compute-type": self.engine.info.device,
             "x-compute-characters": str(sum(prepared.characters for prepared in writer.requests)),
         }
         if keywords := {place.rpartition("/")[2] for place in _not_enforced(writer.requests)}:
             headers["x-schema-not-enforced"] = ", ".join(sorted(keywords)[:MAX_NOT_ENFORCED])
-        try:
-            if writer.streams:  # once the status is certain
-                stream = event_stream(
-                    writer, generation, lambda write: self._run(write, writer.lists_prompts)
-                )
-                headers["Content-Type"] = writer.content_type
-                headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-                response = Response(stream, headers=headers)
-                response.call_on_close(generation.close)  # also before the first event is written
-                return response
-            with generation:
-                generation.run()
-                body = self._run(
-                    lambda: encode_json(writer.whole(generation.sequences)), writer.lists_prompts
-                )
-                return Response(body, headers=headers | timing_headers(generation), mimetype=JSON)
-        except ClientGone:
-            return Response(status=CLIENT_CLOSED_REQUEST)  # for the metrics
+        if writer.streams:
+            stream = event_stream(writer, generation, self.run)
+            next(stream)  # waits until the status is certain
+            headers["Content-Type"] = writer.content_type
+            headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+            response = Response(stream, headers=headers)
+            response.call_on_close(generation.close)  # also before the first event is written
+            return response
+        with generation:
+            generation.run()
+            body = self.run(lambda: encode_json(writer.whole(generation.sequences)), writer.lists_prompts)
+            return Response(body, headers=headers | timing_headers(generation), mimetype=JSON)
 
-    def _run(self, function: Callable[[], T], is_long: bool) -> T:
+    def run(self, function: Callable[[], T], is_long: bool) -> T:
         """What `function` returns. A thread runs `function` if `is_long`: to list the 30,000 tokens of a
         prompt takes half a second."""
         return self._threads.run(function) if is_long else function()

@@ -22,10 +22,11 @@ from dataclasses import dataclass
 import gevent
 from gevent.monkey import get_original
 from gevent.queue import SimpleQueue
+from werkzeug.exceptions import ClientDisconnected
 
 from api.generation.prepared_request import TokenizedPrompt, with_image_ids
 from api.generation.response_writer import GeneratedSequence, ResponseWriter
-from api.generation.tracing import Generated, RequestTrace
+from api.generation.tracing import RequestTrace
 from api.http import errors
 from api.http.engine_client import EngineClient, TooLarge
 from api.http.errors import CLIENT_CLOSED_REQUEST, ApiError
@@ -37,10 +38,6 @@ logger = logging.getLogger("web")
 WATCH_S = 0.1  # how often all requests are polled
 KEEP_ALIVE_S = 15.0  # a stream without an event for this long carries a comment, so that proxies keep it open
 Batch = dict[GeneratedSequence, list[Piece]]  # what became certain together
-
-
-class ClientGone(Exception):
-    """The client has disconnected; the response would not be read."""
 
 
 class Connection:
@@ -91,8 +88,8 @@ class ActiveRequest:
     The constructor sends the prompts to the worker, and raises ApiError if they are too large for that.
     Iterating yields a Batch whenever text has become certain, until all sequences have finished. An empty
     Batch means that KEEP_ALIVE_S passed without a token. Iterating raises ApiError when the worker rejects or
-    fails the request, and ClientGone when the client has disconnected. Sequences that are unfinished at
-    `deadline_at` end there; if none has a token by then, iterating raises ApiError (429).
+    fails the request, and ClientDisconnected. Sequences that are unfinished at `deadline_at` end there; if
+    none has a token by then, iterating raises ApiError (429).
 
     As a context manager the request is closed at the end of the block, with the outcome of the block.
     """
@@ -175,8 +172,8 @@ class ActiveRequest:
                 sequence.pieces += pieces
 
     def poll(self) -> None:
-        """Wakes the greenlet that iterates if there is a reason. It gets ClientGone if the client has
-        disconnected, and no messages at the deadline or when KEEP_ALIVE_S have passed."""
+        """Wakes the greenlet that iterates if there is a reason. That greenlet gets ClientDisconnected if the
+        client has disconnected, and no messages at the deadline or when KEEP_ALIVE_S have passed."""
         if self.arrival.connection.is_lost:
             self._messages.put(None)
         elif time.monotonic() >= min(self._received_at + KEEP_ALIVE_S, self._deadline_at):
@@ -188,11 +185,11 @@ class ActiveRequest:
 
     def fail(self, error: BaseException, status: int | None = None) -> None:
         """Sets the outcome and the status for the metrics. status: that of the response, if it has been sent
-        already; it counts before that of the error. After ClientGone the outcome stays "dropped"."""
+        already; it counts before that of the error. After ClientDisconnected the outcome stays "dropped"."""
         if isinstance(error, ApiError):
             self._outcome = error.outcome
             self._status = status or error.status
-        elif not isinstance(error, ClientGone):
+        elif not isinstance(error, ClientDisconnected):
             self._outcome = "generation"
             self._status = status or 500
 
@@ -209,8 +206,7 @@ class ActiveRequest:
         self._engine.record(stats)
         if self.arrival.trace:
             model_name = self._adapter or self._engine.info.model_name
-            generated = Generated(model_name, self.sequences, self.sent_at, self.streams_at)
-            self.arrival.trace.end(stats, generated)
+            self.arrival.trace.end(stats, model_name, self.sequences, self.streams_at)
         self._log("generation ends", outcome=stats.outcome, generated_tokens=stats.generated_tokens)
 
     def _stats(self) -> RequestStats:
@@ -262,12 +258,12 @@ class ActiveRequest:
 
     def _receive(self) -> list[PromptDone | Token | End]:
         """The worker's messages since the last call. Waits for the first one; [] if `poll` has woken this
-        greenlet. Raises ClientGone."""
+        greenlet. Raises ClientDisconnected."""
         arrived = [self._messages.get()]
         while not self._messages.empty():
             arrived.append(self._messages.get())
         if None in arrived:
-            raise ClientGone
+            raise ClientDisconnected
         return [message for messages in arrived for message in messages]
 
     def _take(self, message: PromptDone | Token, sequence: GeneratedSequence, batch: Batch) -> None:
@@ -299,13 +295,14 @@ class ActiveRequest:
 def event_stream(
     writer: ResponseWriter,
     generation: ActiveRequest,
-    run: Callable[[Callable[[], bytes]], bytes],
+    run: Callable[[Callable[[], bytes], bool], bytes],
 ) -> Iterator[bytes]:
-    """The body of a streamed response. The caller has to close the generation at the end of the response.
+    """Yields b"" once the status is certain: with the first text, or after KEEP_ALIVE_S without text. Then
+    yields the body of a streamed response; the events of a Batch are one item.
 
-    This function waits for the first text, or for KEEP_ALIVE_S without text: either makes the status certain.
-    Until then it raises ApiError and ClientGone, after closing the generation; a later error is part of the
-    body. run: calls the function that writes the events of a Batch, and returns its result.
+    Before the first item, ApiError and ClientDisconnected are raised, after closing the generation. A later
+    error becomes the last event; if the client has disconnected, the events just end. The caller has to close
+    the generation at the end of the response. run: see `Server.run`.
     """
     batches = iter(generation)
     try:
@@ -314,22 +311,12 @@ def event_stream(
         generation.fail(error)
         generation.close()
         raise
-    return _events_of(writer, generation, itertools.chain([first], batches), run)
-
-
-def _events_of(
-    writer: ResponseWriter,
-    generation: ActiveRequest,
-    batches: Iterator[Batch],
-    run: Callable[[Callable[[], bytes]], bytes],
-) -> Iterator[bytes]:
-    """The events of a stream; those of a Batch are one write. After KEEP_ALIVE_S without any, yields
-    `keep_alive`. An error becomes the last event; if the client has disconnected, the events just end."""
+    yield b""
     generation.streams_at = time.monotonic()
     written_at = generation.arrival.at
     try:
-        for batch in batches:
-            data = run(functools.partial(_written, writer, batch))
+        for batch in itertools.chain([first], batches):
+            data = run(functools.partial(_written, writer, batch), writer.lists_prompts)
             now = time.monotonic()
             if not data and now - written_at >= KEEP_ALIVE_S:
                 data = writer.keep_alive
@@ -339,7 +326,7 @@ def _events_of(
         generation.succeed()
         if end := writer.stream_end(generation.sequences):
             yield end
-    except ClientGone:
+    except ClientDisconnected:
         pass
     except Exception as error:
         generation.fail(error, status=200)

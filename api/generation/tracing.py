@@ -13,8 +13,7 @@ import atexit
 import importlib.util
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gevent
@@ -68,17 +67,6 @@ class Tracer:
             self._provider.shutdown()
 
 
-@dataclass(frozen=True)
-class Generated:
-    """What a request that was sent to the worker generated, and when. Times are CLOCK_MONOTONIC, in
-    seconds."""
-
-    model_name: str
-    sequences: list[GeneratedSequence]
-    sent_at: float
-    streams_at: float | None  # when its stream began
-
-
 class RequestTrace:
     """The span of a request, with the name `route`; `end` adds the spans of its stages. Times are
     CLOCK_MONOTONIC, in seconds.
@@ -106,47 +94,52 @@ class RequestTrace:
         )
         self._context = tracer.api.set_span_in_context(self._span)
 
-    def end(self, stats: RequestStats, generated: Generated | None = None) -> None:
-        """Ends the span, and adds those of its stages. generated: None for a request that was not sent to the
-        worker."""
+    def end(
+        self,
+        stats: RequestStats,
+        model_name: str = "",
+        sequences: Sequence[GeneratedSequence] = (),
+        streams_at: float | None = None,
+    ) -> None:
+        """Ends the span, and adds those of its stages.
+
+        model_name: of the model, or of the LoRA adapter. sequences: none if the request was not sent to the
+        worker. streams_at: when the stream began; None: no stream did.
+        """
         now = time.monotonic()
+        sent_at = self._started_at + stats.validation_s if sequences else now
         self._span.set_attribute("http.response.status_code", stats.status)
         if stats.outcome != "success":
             self._span.set_attribute("error.type", str(stats.outcome))
-        self._stage("validate", self._started_at, generated.sent_at if generated else now)
-        if generated:
-            self._add_stages(generated, now)
-            self._add_usage(stats, generated)
+        self._stage("validate", self._started_at, sent_at)
+        for sequence in sequences:
+            self._add_stages(sequence, sent_at, now)
+        if streams_at is not None:
+            self._stage("stream", streams_at, now)
+        if sequences:
+            attributes = {
+                "gen_ai.response.model": model_name,
+                "gen_ai.response.finish_reasons": [each.finish_reason or "error" for each in sequences],
+                "gen_ai.request.max_tokens": stats.max_new_tokens,
+                "gen_ai.usage.input_tokens": stats.input_tokens,
+                "gen_ai.usage.output_tokens": stats.generated_tokens,
+            }
+            self._span.set_attributes(attributes)
         if stats.outcome in FAULTS:
             self._span.set_status(self._tracer.api.StatusCode.ERROR)
         self._span.end(self._ns(now))
 
-    def _add_stages(self, generated: Generated, now: float) -> None:
-        """Adds a span for each stage of each sequence, and one for the stream."""
-        for sequence in generated.sequences:
-            if sequence.first_token_at is None:
-                # The worker sends the time in the queue with the first token: until then it is not known.
-                continue
-            index = {"sequence": sequence.index}
-            cached = {"cached_tokens": sequence.prompt_done.cached}
-            queued_until = generated.sent_at + sequence.prompt_done.queued_s
-            self._stage("queue", generated.sent_at, queued_until, index)
-            self._stage("prefill", queued_until, sequence.first_token_at, index | cached)
-            self._stage("decode", sequence.first_token_at, sequence.finished_at or now, index)
-        if generated.streams_at is not None:
-            self._stage("stream", generated.streams_at, now)
-
-    def _add_usage(self, stats: RequestStats, generated: Generated) -> None:
-        attributes = {
-            "gen_ai.response.model": generated.model_name,
-            "gen_ai.response.finish_reasons": [
-                sequence.finish_reason or "error" for sequence in generated.sequences
-            ],
-            "gen_ai.request.max_tokens": stats.max_new_tokens,
-            "gen_ai.usage.input_tokens": stats.input_tokens,
-            "gen_ai.usage.output_tokens": stats.generated_tokens,
-        }
-        self._span.set_attributes(attributes)
+    def _add_stages(self, sequence: GeneratedSequence, sent_at: float, now: float) -> None:
+        """Adds a span for each stage of a sequence; none before its first token, with which the worker sends
+        the time in the queue."""
+        if sequence.first_token_at is None:
+            return
+        index = {"sequence": sequence.index}
+        cached = {"cached_tokens": sequence.prompt_done.cached}
+        queued_until = sent_at + sequence.prompt_done.queued_s
+        self._stage("queue", sent_at, queued_until, index)
+        self._stage("prefill", queued_until, sequence.first_token_at, index | cached)
+        self._stage("decode", sequence.first_token_at, sequence.finished_at or now, index)
 
     def _stage(
         self, name: str, begins_at: float, ends_at: float, attributes: dict[str, Any] | None = None
