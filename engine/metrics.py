@@ -186,15 +186,9 @@ class Metrics:
         return metric.labels(*label) if label else metric
 
     def set_limits(self, batch_size: int, max_input_tokens: int, max_total_tokens: int) -> None:
-        """Sets the limits, and adds the metrics whose buckets depend on them. A further call only sets the
-        limits.
-
-        `batch_size` may be 0 until the model has decided it.
-        """
+        """Sets the limits of the model, and adds the metrics whose buckets depend on them."""
         self.series("slots_total").set(batch_size)
         self.series("batch_max_total_tokens").set(batch_size * max_total_tokens)
-        if "request_input_length" in self._metrics:
-            return
         for name, about, longest in (
             ("request_input_length", "Tokens of a request's prompt", max_input_tokens),
             ("request_max_new_tokens", "Tokens that a request may generate", max_total_tokens),
@@ -302,8 +296,9 @@ class Metrics:
             "prefix_cache_tokens": cached,
             "vllm:prefix_cache_hits": cached,
             "vllm:prefix_cache_queries": sum(len(each.prompt) for each in started if not each.all_logits),
-            "speculation_draft_tokens": output.draft_tokens,
-            "speculation_accepted_tokens": output.accepted,
+            "speculation_draft_tokens": sum(len(row.tokens) - 1 for row in step.chunks[: step.num_decodes]),
+            # The first token of each chunk was sampled.
+            "speculation_accepted_tokens": generated - sum(map(bool, output.tokens)),
         }
         if started:
             values["batch_next_size"] = len(started)

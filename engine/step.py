@@ -46,8 +46,6 @@ class StepOutput:
     errors: dict[int, str] = field(default_factory=dict)  # by chunk, for the client
     failure: Exception | None = None  # of the whole step; all requests have errors
     finish_reasons: list[str | None] = field(default_factory=list)  # what `Scheduler.update` returned
-    draft_tokens: int = 0  # that were verified
-    accepted: int = 0  # draft tokens
     # [rows, vocab]; None with on-device sampling, or if no request wants log-probabilities.
     logits: np.ndarray | None = None
     mask_s: float | None = None  # that the masks took; None without grammars
@@ -164,10 +162,6 @@ class StepRunner:
                     output.errors[i] = _message_of(choice, request)
             samples = going
             depth += 1
-        for chunk, tokens in zip(step.chunks, output.tokens):
-            if chunk.verify:
-                output.draft_tokens += len(chunk.tokens) - 1
-                output.accepted += max(0, len(tokens) - 1)
 
     def _choices(
         self,
