@@ -142,7 +142,6 @@ class AdapterChange(msgspec.Struct, tag="adapter_change", frozen=True):
 class Hello(msgspec.Struct, tag="hello", frozen=True):
     """Web → worker: an API server process has started; `ready` once it accepts requests."""
 
-    pid: int
     ready: bool
 
 

@@ -14,12 +14,12 @@ import logging
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NoReturn
 
 import config as configuration
 import logs
@@ -81,7 +81,7 @@ class Worker:
         self._runner = StepRunner(model)
         self._timer = StepTimer()
         self._progress_at = 0.0  # when the device last finished a step, or was given one after being idle
-        self._ready_web_processes: set[int] = set()
+        self._ready_web_processes: set[bytes] = set()
         self.metrics.set_limits(model.batch_size, model.max_input_tokens, model.max_total_tokens)
         self._cache_tokens = model.batch_size * model.max_total_tokens
         self.metrics.set_cache(self._cache_tokens, model.kv_cache_dtype, self.scheduler.prefix_granularity)
@@ -246,7 +246,7 @@ class Worker:
         elif isinstance(message, PeerLost):
             self._cancel_all_of(peer)
         elif isinstance(message, Hello):
-            self._count_ready(message)
+            self._count_ready(peer, message)
 
     def _add(self, peer: bytes, message: SubmitRequests) -> None:
         """Takes the requests of one HTTP request. Each request is queued, or ended with the reason why it
@@ -299,10 +299,10 @@ class Worker:
         for request in lost:
             self.requests.end(request, "cancelled", log_reason="server process lost")
 
-    def _count_ready(self, hello: Hello) -> None:
+    def _count_ready(self, peer: bytes, hello: Hello) -> None:
         """Counts the API server processes that accept requests. With the last one, the log says so."""
-        if hello.ready and hello.pid not in self._ready_web_processes:
-            self._ready_web_processes.add(hello.pid)
+        if hello.ready and peer not in self._ready_web_processes:
+            self._ready_web_processes.add(peer)
             if len(self._ready_web_processes) == self.config.web_concurrency:
                 (run_dir() / "ready").touch()
                 logger.info("Connected")
@@ -324,9 +324,6 @@ class Startup:
             prepared = models.prepare(self.config)
             config = prepared.config
             find_tokenizer(prepared.folder)  # before weights are downloaded or converted
-            self.metrics.set_limits(
-                config.max_batch_size or 0, config.max_input_tokens, config.max_total_tokens
-            )
         profiler = Profiler.of(config)
         # Without `with`, which would wait for these threads if the model cannot be loaded.
         background = ThreadPoolExecutor(2)
@@ -355,7 +352,7 @@ class Startup:
         adapter_changes = None
         if config.lora_folder:
             read = functools.partial(load_updates, config)
-            adapter_changes = AdapterChanges(model.adapters, read, self.link, info, config)
+            adapter_changes = AdapterChanges(model.adapters, read, self.link, config)
         log_scheduling(config, model)
         return Worker(
             model=model,
@@ -514,7 +511,7 @@ def log_thread_failure(link: Link, failure: threading.ExceptHookArgs) -> None:
         os._exit(1)  # the main thread may be waiting for the device
 
 
-def main() -> int:
+def main() -> NoReturn:
     die_with_parent()
     config = configuration.resolved()
     logs.set_up(config.log_level, config.json_output)
@@ -534,15 +531,13 @@ def main() -> int:
         gc.freeze()
         signal.signal(signal.SIGTERM, lambda *_: worker.stop() if worker.draining else worker.drain())
         worker.run()
-        if not (worker.adapter_changes and worker.adapter_changes.is_loading):
-            return 0
         code = 0
     except Exception as error:
         code = log_failure(error)
     finally:
         link.close()
-        gc.freeze()  # saves most of a second at exit
-    # A normal exit would wait for the threads of a failed startup, or of the download of an adapter.
+    # A normal exit would wait for the threads of a failed startup, or of the download of an adapter, and take
+    # most of a second to free every object.
     os._exit(code)
 
 
@@ -562,4 +557,4 @@ def log_failure(error: Exception) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -22,7 +22,7 @@ from engine.request import Request
 from models.adapters import Adapters, Updates
 from models.child import shortened
 from models.errors import MachineError, ModelError, named
-from protocol import AdapterChange, AdapterChanged, ModelInfo
+from protocol import AdapterChange, AdapterChanged
 from run import ConfigError
 
 logger = logging.getLogger("worker")
@@ -47,7 +47,7 @@ class AdapterChanges:
     """Changes the adapters of a model, one change after the other.
 
     `read` returns the updates of an adapter by its name and source; it may raise ModelError or ConfigError.
-    `info` names the adapters that are served at first.
+    `link` has announced the adapters that are served at first.
     """
 
     def __init__(
@@ -55,13 +55,11 @@ class AdapterChanges:
         adapters: Adapters,
         read: Callable[[str, str], Updates],
         link: Link,
-        info: ModelInfo,
         config: Config,
     ):
         self._adapters = adapters
         self._read = read
         self._link = link
-        self._info = info
         self._most = config.max_cpu_loras
         self._most_bytes = config.max_lora_memory * 1e9
         self._readers = ThreadPoolExecutor(READERS, "worker-adapters")  # a slow one keeps no other waiting
@@ -69,11 +67,6 @@ class AdapterChanges:
         self._copier.submit(int)  # starts the thread: later there may be no memory for one
         self._pending: list[Pending] = []
         self._copying: tuple[Pending, Future[Adapters]] | None = None
-
-    @property
-    def is_loading(self) -> bool:
-        """Whether an adapter is being downloaded or read, in threads that a normal exit would wait for."""
-        return any(each.reading for each in self._pending)
 
     def begin(self, peer: bytes, change: AdapterChange) -> None:
         """Begins a change that an API server process asks for."""
@@ -101,7 +94,8 @@ class AdapterChanges:
                 self._pending.append(Pending(peer, change, reading))
         else:
             self._pending.append(Pending(peer, change, number=numbers.pop(change.name)))
-            self._announce({name: at for name, at in self._info.adapters.items() if name != change.name})
+            served = self._link.info.adapters
+            self._announce({name: at for name, at in served.items() if name != change.name})
             self._link.interrupt()
 
     def apply(self, requests: Collection[Request]) -> None:
@@ -155,7 +149,7 @@ class AdapterChanges:
         if pending.reading:
             replaced = self._adapters.numbers.get(change.name)
             self._adapters.numbers[change.name] = changed.numbers[change.name]
-            self._announce({**self._info.adapters, change.name: change.source})
+            self._announce({**self._link.info.adapters, change.name: change.source})
         if replaced:
             self._pending.append(Pending(peer, change, number=replaced))
             self._link.interrupt()
@@ -163,8 +157,7 @@ class AdapterChanges:
             self._end(peer, change)
 
     def _announce(self, adapters: dict[str, str]) -> None:
-        self._info = replace(self._info, adapters=adapters)
-        self._link.announce(self._info)
+        self._link.announce(replace(self._link.info, adapters=adapters))
 
     def _end(self, peer: bytes, change: AdapterChange, error: str = "", is_of_machine: bool = False) -> None:
         """Answers a change. error: why the change failed, "": it has succeeded. is_of_machine: it may succeed

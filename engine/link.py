@@ -68,7 +68,7 @@ class Link:
         self._last_news: tuple[str, bool] | None = None  # the phase and `full` that were sent last
         self._metrics = metrics
         self._admission = admission
-        self._model_info: ModelInfo | None = None
+        self.info: ModelInfo | None = None  # as last announced
         self._inbox: queue.SimpleQueue[tuple[bytes, ForLoop] | None] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[tuple[bytes | None, FromWorker]] = queue.SimpleQueue()
         self._metrics_requests: list[tuple[bytes, MetricsRequest]] = []  # not answered yet
@@ -120,7 +120,7 @@ class Link:
 
     def announce(self, info: ModelInfo) -> None:
         """Sends `info` to every connected API server process, and to each that connects later."""
-        self._model_info = info
+        self.info = info
         self.send(None, info)
 
     def close(self) -> None:
@@ -181,8 +181,8 @@ class Link:
             self._handle(peer, message)
         if is_new:  # after the message: `PeerLost` has to follow a process's last one
             self._send(peer, self._status_now())
-            if self._model_info is not None:
-                self._send(peer, self._model_info)
+            if self.info is not None:
+                self._send(peer, self.info)
 
     def _reject_undecodable(self, peer: bytes, body: bytes) -> None:
         """Ends the requests of a message that `_decode_message` rejects: no client waits for a request that

@@ -73,9 +73,11 @@ class Publisher:
         return failed
 
     def close(self) -> None:
-        """Publishes what is left."""
+        """Publishes what is left, and writes the profile."""
         self.flush()
         self._executor.shutdown()
+        if self._profiler:
+            self._profiler.close()
 
     def _publish(self, output: StepOutput) -> None:
         """Sends and counts the outputs of one step, on the output thread. If sending fails, all requests of

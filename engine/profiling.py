@@ -6,7 +6,6 @@ written, or fewer if the process ends before.
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import os
@@ -41,7 +40,6 @@ class Profiler:
             os.close(handle)
         except OSError as error:
             raise ConfigError(f"--profile {folder} (PROFILE) cannot be written: {error}") from None
-        atexit.register(self._write)
 
     @classmethod
     def of(cls, config: Config) -> Profiler | None:
@@ -73,7 +71,11 @@ class Profiler:
         if self._seen == self._end:
             self._write()
 
+    def close(self) -> None:
+        """Writes the steps that were recorded, unless all steps to record have been written."""
+        if self._seen < self._end:
+            self._write()
+
     def _write(self) -> None:
-        atexit.unregister(self._write)
         Path(self._path).write_text(json.dumps(self._events))
         logger.info("Wrote the phases of %d steps to %s", max(0, self._seen - self._first), self._path)

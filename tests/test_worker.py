@@ -159,10 +159,10 @@ def test_connected_is_logged_once_every_web_process_is_ready(tmp_path, monkeypat
     monkeypatch.setattr("worker.run_dir", lambda: tmp_path)
     caplog.set_level("INFO")
     driven = Driven(web_concurrency=2)
-    driven.arrive(Hello(1, False), Hello(1, True), Hello(1, True))
+    driven.arrive(Hello(False), Hello(True), Hello(True))
     driven.step()
     assert not (tmp_path / "ready").exists()
-    driven.arrive(Hello(2, True))
+    driven.arrive(Hello(True), peer=b"other")
     driven.step()
     assert (tmp_path / "ready").exists()
     assert caplog.messages.count("Connected") == 1
@@ -175,7 +175,7 @@ def test_behind_connected_stands_the_address(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr("worker.run_dir", lambda: tmp_path)
     caplog.set_level("INFO")
     driven = Driven(web_concurrency=1, port=8081)
-    driven.arrive(Hello(1, True))
+    driven.arrive(Hello(True))
     driven.step()
     assert caplog.messages[-2:] == ["Connected", "Listening on http://localhost:8081/ (API and web UI)"]
 

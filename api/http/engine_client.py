@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import secrets
 import sys
 import time
@@ -118,7 +117,7 @@ class EngineClient:
         self._greenlets = [
             gevent.spawn(run) for run in (self._receive, self._wait_for_disconnect, self._beat)
         ]
-        self._send(protocol.Hello(os.getpid(), ready=False))
+        self._send(protocol.Hello(ready=False))
 
     @property
     def phase(self) -> str:
@@ -318,7 +317,7 @@ class EngineClient:
     def _report_ready(self) -> None:
         if not self._reported_ready and self.phase == "ready":
             self._reported_ready = True
-            self._send(protocol.Hello(os.getpid(), ready=True))
+            self._send(protocol.Hello(ready=True))
 
     def _beat(self) -> None:
         """Gives the worker up when it has been stuck for too long."""

@@ -100,7 +100,7 @@ def test_a_failed_load_changes_nothing(error):
     worker.step()
     step_until(worker, lambda: len(answers(worker)) == 2)
     assert answers(worker) == dict.fromkeys((1, 2), f"{type(error).__name__}: on purpose")
-    assert worker.model.adapters.numbers == {"a": 1} and not hasattr(worker.wire, "info")  # nothing is announced
+    assert worker.model.adapters.numbers == {"a": 1} and worker.wire.info.adapters == {"a": "/a"}
     assert all(message.is_of_machine for _peer, message in worker.wire.sent)
 
 

@@ -107,7 +107,7 @@ def test_messages_arrive_as_they_were_sent(worker, connect):
     web.send(request)
     web.send(Cancel(7, "client hung up"))
     (peer, hello), (_, got), (_, cancel) = receive(worker, 3)
-    assert (hello, got, cancel) == (Hello(1, False), request, Cancel(7, "client hung up"))
+    assert (hello, got, cancel) == (Hello(False), request, Cancel(7, "client hung up"))
     prompts = [PromptDone(1, 0.5, 3, [-0.25], [[(5, -0.25), (6, -3.0)]]), PromptDone(2, 0.0)]
     step = Tokens([Token(1, 5, -0.25, [(5, -0.25), (6, -3.0)], "eos_token"), Token(2, 6, -1.0), Token(3, 7, None)], prompts)
     worker.send(peer, step)
@@ -119,7 +119,7 @@ def test_a_message_that_cannot_be_encoded_fails_at_its_sender_alone(worker, conn
     with pytest.raises(OverflowError):
         web.send(Cancel(2**64, ""))
     web.send(Cancel(7, ""))
-    assert [message for _, message in receive(worker, 2)] == [Hello(1, False), Cancel(7, "")]
+    assert [message for _, message in receive(worker, 2)] == [Hello(False), Cancel(7, "")]
 
 
 def test_each_web_process_gets_its_own_messages(worker, connect):
@@ -232,7 +232,7 @@ def test_what_is_no_message_is_logged_and_the_next_one_is_read(worker, connect, 
     web = connect()
     web.send_bytes(body)
     web.send(Cancel(5, ""))
-    assert [message for _, message in receive(worker, 2)] == [Hello(1, False), Cancel(5, "")]
+    assert [message for _, message in receive(worker, 2)] == [Hello(False), Cancel(5, "")]
     assert "cannot be decoded" in caplog.text
 
 
@@ -258,7 +258,7 @@ def test_metrics_are_answered_and_counted_while_the_loop_reads_nothing(worker, c
     assert (web.next(MetricsText), other.next(MetricsText)) == (MetricsText(7, b"text"), MetricsText(8, b"text"))
     assert metrics.recorded == [STATS]
     web.send(Cancel(5, ""))
-    assert sorted(map(str, (message for _, message in receive(worker, 3)))) == [str(Cancel(5, ""))] + [str(Hello(1, False))] * 2
+    assert sorted(map(str, (message for _, message in receive(worker, 3)))) == [str(Cancel(5, ""))] + [str(Hello(False))] * 2
 
 
 def test_metrics_are_rendered_once_for_all_who_ask_at_a_time(worker, connect, metrics):
@@ -304,7 +304,7 @@ def test_a_refusal_is_sent_at_once_while_the_loop_reads_nothing(worker, connect,
     web.send(SubmitRequests([Generate(1, [1], 1), Generate(2, [1], 1)]))
     web.send(SubmitRequests([Generate(3, [1], 1)]))
     assert [web.next(End), web.next(End)] == [End(1, "overloaded"), End(2, "overloaded")]
-    assert [message for _, message in receive(worker, 2)] == [Hello(1, False), SubmitRequests([Generate(3, [1], 1)])]
+    assert [message for _, message in receive(worker, 2)] == [Hello(False), SubmitRequests([Generate(3, [1], 1)])]
 
 
 def test_what_a_process_sends_in_a_wrong_way_ends_that_message_and_nothing_else(worker, connect, admission):
@@ -314,7 +314,7 @@ def test_what_a_process_sends_in_a_wrong_way_ends_that_message_and_nothing_else(
     for frames in ([b""], [b"", b""], [whole, whole], [whole[:9], b"", whole[9:-1]]):
         web.send_bytes(*frames)
     web.send(SubmitRequests([Generate(3, [1], 1)]))
-    assert [message for _, message in receive(worker, 2)] == [Hello(1, False), SubmitRequests([Generate(3, [1], 1)])]
+    assert [message for _, message in receive(worker, 2)] == [Hello(False), SubmitRequests([Generate(3, [1], 1)])]
     assert (admission.count, admission.pixel_bytes) == (1, 0)
 
 

@@ -126,10 +126,11 @@ class Driven:
         **model,
     ):
         self.wire, self.output_thread = Wire(), OutputThread()
+        self.wire.announce(MODEL)
         config = settings_in(model)
         self.model = served or FakeModel(**model)
         self.admission = Admission(max_concurrent_requests)
-        changes = read_adapter and AdapterChanges(self.model.adapters, read_adapter, self.wire, MODEL, Config(**settings or {}))
+        changes = read_adapter and AdapterChanges(self.model.adapters, read_adapter, self.wire, Config(**settings or {}))
         self.worker = Worker(
             model=self.model,
             config=config,

@@ -18,7 +18,7 @@ class Peer:
         self._monitor = self._dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._dealer.connect(address)
         self._decoder = msgspec.msgpack.Decoder(FromWorker)
-        self.send(Hello(pid=1, ready=False))
+        self.send(Hello(ready=False))
 
     def send(self, message):
         self.send_bytes(encode(message))

@@ -109,9 +109,7 @@ class Served:
             metrics=self.metrics,
             profiler=None,
             grammars=grammars_for(self.tokenizer.to_str()),
-            adapter_changes=AdapterChanges(self.model.adapters, self.read_adapter, self.link, self.info, Config())
-            if adapters
-            else None,
+            adapter_changes=AdapterChanges(self.model.adapters, self.read_adapter, self.link, Config()) if adapters else None,
         )
         self.config = Config(**LIMITS | settings)
         self.seen = EngineClient(address, lambda info: ModelText.load(info, self.config))
