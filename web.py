@@ -330,7 +330,7 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
             gevent.spawn(self._log_tools)
 
     def _log_tools(self) -> None:
-        self._engine.wait_for_text()
+        self._engine.has_text.wait()
         if note := self._engine.text.tools_note:
             logger.info("%s", note)
 

@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -94,11 +94,16 @@ class Worker:
         """Whether new requests are rejected."""
         return self.admission.is_draining
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the loop is to end: after `stop`, or after `drain` once all requests have ended."""
+        return self.stopping or (self.draining and not self.requests)
+
     def run(self) -> None:
         """Serves until `stop`. After `drain`, serves until all requests have ended."""
         try:
             self._report()
-            while not self.stopping and (self.requests or not self.draining):
+            while not self.is_done:
                 self.step()
             self.admission.drain()
             self._report()
@@ -137,8 +142,7 @@ class Worker:
             self.outputs.flush()
         self._preparation.start()
         # There may be requests and nothing to run: they are being prepared.
-        waits = has_nothing_to_run and not self.stopping and (bool(self.requests) or not self.draining)
-        for peer, message in self.link.receive(block=waits):
+        for peer, message in self.link.receive(block=has_nothing_to_run and not self.is_done):
             try:
                 self._handle(peer, message)
             except Exception:  # as in `_add`
@@ -333,7 +337,8 @@ class Startup:
         tokenizer_check = background.submit(check_tokenizer, config, prepared.folder)
         model = self._load(prepared)
         if compiling:
-            self._wait_for_loops(compiling)
+            with self.phase("compiling", "the sampling loops"):
+                compiling.result()
         tokenizer = tokenizer_check.result()
         background.shutdown()
         if tokenizer.largest_id >= model.vocab_size:
@@ -384,14 +389,6 @@ class Startup:
                 prepared.fetch_weights()
         with self.phase("loading", "weights"):
             return models.load(prepared, self.link.report)
-
-    def _wait_for_loops(self, compiling: Future[None]) -> None:
-        with self.phase("compiling", "the sampling loops"):
-            try:
-                compiling.result()
-            except OSError as error:
-                what = f"no space for compiled loops in {os.environ.get('NUMBA_CACHE_DIR')} ({error})"
-                raise ConfigError(f"{what}; set NUMBA_CACHE_DIR to another folder") from error
 
     def _info(
         self,

@@ -52,16 +52,12 @@ def load_adapter(server: Server) -> Response:
 
 
 def unload_adapter(server: Server) -> Response:
-    return _unload(server, server.read(UnloadAdapter).lora_name)
+    return unregister(server, server.read(UnloadAdapter).lora_name)
 
 
 def register(server: Server) -> Response:
     request = server.read(SageMakerAdapter)
     return _load(server, request.name, "name", _source_of(request.src, "src", server))
-
-
-def unregister(server: Server, name: str) -> Response:
-    return _unload(server, name)
 
 
 def _source_of(path: str, field: str, server: Server) -> str:
@@ -93,7 +89,8 @@ def _load(server: Server, name: str, field: str, source: str, in_place: bool = F
     return _change(server, f"LoRA adapter '{name}' added successfully.", name, source, in_place)
 
 
-def _unload(server: Server, name: str) -> Response:
+def unregister(server: Server, name: str) -> Response:
+    """Unloads the LoRA adapter `name`. Returns the response. Raises ApiError."""
     _check_allowed(server)
     if name not in server.served.info.adapters:
         raise errors.unknown_model(f"The LoRA adapter {name[:80]!r} is not loaded")

@@ -64,7 +64,7 @@ def read_invocation(data: Json, served: Served) -> ResponseWriter:
     try:
         return read(data, served)
     except ApiError as error:
-        error.set_format(error_format)
+        error.format = error_format
         raise
 
 

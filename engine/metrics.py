@@ -302,7 +302,7 @@ class Metrics:
         }
         if started:
             values["batch_next_size"] = len(started)
-        if output.mask_s is not None:
+        if output.mask_s:
             values["grammar_mask_duration"] = output.mask_s
         if step.num_decodes:
             values["steps"] = 1

@@ -48,7 +48,7 @@ class StepOutput:
     finish_reasons: list[str | None] = field(default_factory=list)  # what `Scheduler.update` returned
     # [rows, vocab]; None with on-device sampling, or if no request wants log-probabilities.
     logits: np.ndarray | None = None
-    mask_s: float | None = None  # that the masks took; None without grammars
+    mask_s: float = 0.0  # that the masks took; 0 without grammars
 
 
 class Masks(NamedTuple):
@@ -184,10 +184,8 @@ class StepRunner:
         if requests != self._sampled:  # else the arrays of the last step are right
             self._sampled = requests
             self._batch = SamplingBatch([request.sampler for request in requests])
-        found = Masks(sampling.NO_MASK, {}, 0.0)
-        if masks:
-            found = masks.result()
-            output.mask_s = (output.mask_s or 0.0) + found.seconds
+        found = masks.result() if masks else Masks(sampling.NO_MASK, {}, 0.0)
+        output.mask_s += found.seconds
         choices = sampling.sample(rows_of(result, rows), self._batch, found.mask)
         return [
             found.errors.get(place) or _follow_grammar(request, choice)

@@ -79,8 +79,9 @@ class EngineClient:
     fork.
 
     load_text: called once, with the worker's first ModelInfo, in a thread, because a large file is read. The
-    result is the attribute `text`; requests are accepted from then on. If `load_text` raises, the process
-    ends. on_stuck: called once, when the worker has been stuck for `stuck_timeout_s` without a break.
+    result is the attribute `text`; from then on `has_text` is set, and requests are accepted. If `load_text`
+    raises, the process ends. on_stuck: called once, when the worker has been stuck for `stuck_timeout_s`
+    without a break.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class EngineClient:
         self._reported_ready = False
         self._has_status = Event()
         self._has_been_ready = Event()  # the worker
-        self._has_text = Event()
+        self.has_text = Event()
         self._decoder = msgspec.msgpack.Decoder(protocol.FromWorker)
         # By request id; None: cancelled, but the worker has not confirmed it yet.
         self._queues: dict[int, SimpleQueue | None] = {}
@@ -154,7 +155,7 @@ class EngineClient:
         """Waits up to LOADING_S for the tokenizer, if the worker is ready. Waits SPREAD_S for the news that
         the worker is ready: a client may have that news already from another process."""
         if self._has_been_ready.wait(SPREAD_S):
-            self._has_text.wait(LOADING_S)
+            self.has_text.wait(LOADING_S)
 
     def wait_until_known(self) -> None:
         """Waits up to FIRST_MESSAGE_S for the worker's first status and, if the worker is ready, for the
@@ -165,9 +166,6 @@ class EngineClient:
         """
         self._has_status.wait(FIRST_MESSAGE_S)
         self.wait_while_loading()
-
-    def wait_for_text(self) -> None:
-        self._has_text.wait()
 
     def submit(self, generates: list[Generate], messages: SimpleQueue, images: Sequence[Image] = ()) -> None:
         """Sends requests, and the images of their prompts. The worker accepts all of the requests or none.
@@ -311,7 +309,7 @@ class EngineClient:
             logger.critical("the tokenizer in %s cannot be loaded: %s", self.info.tokenizer_dir, why)
             sys.exit(Arbiter.WORKER_BOOT_ERROR)
         self.text = text
-        self._has_text.set()
+        self.has_text.set()
         self._report_ready()
 
     def _report_ready(self) -> None:

@@ -85,17 +85,12 @@ class ApiError(Exception):
         }
         return labels.get(self.error_type, "validation" if self.status < 424 else "generation")
 
-    def set_format(self, error_format: ErrorFormat) -> None:
-        """Gives the error a format, and the status of that format, unless the error has a format already."""
-        if self.format is None:
-            self.format = error_format
-            self.status = error_format.statuses.get(self.status, self.status)
-
     def body(self, error_format: ErrorFormat) -> Struct:
         """The body in the error's own format, else in `error_format`. Also sets the error's `status` to that
         of the format."""
-        self.set_format(error_format)
-        return self.format.body(self)
+        chosen = self.format or error_format
+        self.status = chosen.statuses.get(self.status, self.status)
+        return chosen.body(self)
 
 
 def _tgi_body(error: ApiError) -> ErrorBody:

@@ -128,7 +128,7 @@ def test_a_text_that_cannot_be_loaded_ends_the_process_with_one_line(served, cap
 
     newcomer = EngineClient(served.address, load)
     with pytest.raises(SystemExit):
-        newcomer.wait_for_text()
+        newcomer.has_text.wait()
     newcomer.close()
     assert f"the tokenizer in {served.folder} cannot be loaded: the file is gone" in caplog.text
 

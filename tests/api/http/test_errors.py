@@ -47,6 +47,5 @@ def test_what_the_client_wrote_stands_behind_the_message_and_is_quoted():
 
 def test_the_innermost_dialect_decides_the_shape():
     error = errors.overloaded()
-    error.set_format(OPENAI)
-    error.set_format(TGI)
-    assert error.format is OPENAI
+    error.format = OPENAI
+    assert isinstance(error.body(TGI), OPENAI.body_type)
