@@ -57,12 +57,27 @@ SamplingNumbers = msgspec.defstruct(
 
 
 class SamplingParams(SamplingNumbers, frozen=True):
-    """How the next token is sampled from the logits. `seed` None means greedy: the most likely token."""
+    """How the next token is sampled from the logits. `seed` None means greedy: the most likely token. Filters
+    are then neutral."""
 
     seed: int | None = None
     # (token id, value added to its logit)
     logit_bias: list[tuple[int, float]] = msgspec.field(default_factory=list)
     is_seed_given: bool = False  # by the client; on-device sampling has no seeds
+
+    @property
+    def host_only(self) -> list[str]:
+        """The names of the parameters in use that on-device sampling does not support."""
+        used = [
+            name
+            for name, parameter in SAMPLING_PARAMETERS.items()
+            if not parameter.on_device and getattr(self, name) != parameter.neutral
+        ]
+        if self.is_seed_given:
+            used.append("seed")
+        if any(bias for _token, bias in self.logit_bias):
+            used.append("logit_bias")
+        return used
 
 
 class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,14 +23,12 @@ from engine.sampling.sampling import SamplingBatch, SamplingError, TokenOrError
 from engine.scheduler import PREFILL_TOKENS_WITH_DECODE, Step
 from models.base import Chunk, Logits, SampledIds, StaticBatchModel
 from models.errors import DeviceLost
-from protocol import SAMPLING_PARAMETERS, SamplingParams
+from protocol import SamplingParams
 from text.grammar import GrammarError, Matcher
 
 logger = logging.getLogger("worker")
 
-# Parameters that on-device sampling does not support, and their values without effect.
-GREEDY = SamplingParams(top_k=1)
-NEUTRAL = {name: each.neutral for name, each in SAMPLING_PARAMETERS.items() if not each.on_device}
+GREEDY = SamplingParams(top_k=1)  # as the device has it
 
 
 @dataclass(slots=True, eq=False)
@@ -196,12 +194,8 @@ class StepRunner:
 def needs_logits(request: Request) -> bool:
     """Whether a request's next token needs host sampling, or the client wants more than the token's id."""
     generate = request.generate
-    wanted = generate.sampling
-    device_can = all(getattr(wanted, name) == neutral for name, neutral in NEUTRAL.items())
-    has_more = wanted.top_k > DEVICE_TOP_K or wanted.logit_bias or wanted.is_seed_given
-    return bool(
-        not device_can or has_more or generate.min_new_tokens or generate.logprobs or generate.grammar
-    )
+    needs_host = generate.sampling.host_only or generate.sampling.top_k > DEVICE_TOP_K
+    return bool(needs_host or generate.min_new_tokens or generate.logprobs or generate.grammar)
 
 
 def sampled_rows(step: Step) -> list[range]:

@@ -189,7 +189,6 @@ def check_openai(
     defaults = info.sampling_defaults
     temperature = defaults.get("temperature") if request.temperature is None else request.temperature
     host_only |= {field_names.logprobs: logprobs, "min_tokens": min_tokens}
-    host_only["logit_bias"] = any(bias for _token, bias in logit_bias)
     sampling = sampling_of(request, temperature != 0, info, defaults, host_only, logit_bias)
     return {
         "sampling": sampling,

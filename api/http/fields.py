@@ -327,31 +327,28 @@ def sampling_of(
     """How tokens are sampled. A result without a seed means that each step takes the most likely token.
 
     samples: whether tokens are drawn at random; the seed is random if the request has none. A request that is
-    not sampled may have a seed and filters, which do nothing. defaults: the values of fields that the request
-    leaves out. host_only: by the names of further fields that need host sampling, whether the request uses
-    them. If the device samples, raises ApiError for the first field in use that needs host sampling;
-    `host_only` then gets more fields.
+    not sampled may have a seed and filters, which do nothing: the result has none of them. defaults: the
+    values of fields that the request leaves out. host_only: by the names of further fields that need host
+    sampling, whether the request uses them. If the device samples, raises ApiError for the first field in use
+    that needs host sampling.
     """
     seed = None
     if samples:
         # OpenAI's may be negative.
         seed = secrets.randbits(64) if fields.seed is None else fields.seed & U64_MAX
     numbers = dict(defaults)
-    for name in SAMPLING_PARAMETERS:
-        if getattr(fields, name) is not None:
+    for name, parameter in SAMPLING_PARAMETERS.items():
+        if parameter.is_filter and not samples:
+            numbers[name] = parameter.neutral
+        elif getattr(fields, name) is not None:
             numbers[name] = getattr(fields, name)
     numbers["temperature"] = numbers.get("temperature") or SAMPLING_PARAMETERS["temperature"].neutral
     numbers["top_k"] = max(numbers.get("top_k", 0), 0)
     is_seed_given = samples and fields.seed is not None
     sampling = SamplingParams(**numbers, seed=seed, is_seed_given=is_seed_given, logit_bias=list(logit_bias))
-    if info.sampling != "device":
-        return sampling
-    host_only["seed"] = is_seed_given
-    for name, parameter in SAMPLING_PARAMETERS.items():
-        if not parameter.on_device and (samples or not parameter.is_filter):
-            host_only[name] = getattr(sampling, name) != parameter.neutral
-    for name, asked in host_only.items():
-        require(not asked, name, NEEDS_HOST)
-    few = not samples or (fields.top_k or 0) <= DEVICE_TOP_K
-    require(few, "top_k", f"above {DEVICE_TOP_K} {NEEDS_HOST}. Given: {fields.top_k}")
+    if info.sampling == "device":
+        if used := [*filter(host_only.get, host_only), *sampling.host_only]:
+            raise invalid(used[0], NEEDS_HOST)
+        too_many = f"above {DEVICE_TOP_K} {NEEDS_HOST}. Given: {sampling.top_k}"
+        require(sampling.top_k <= DEVICE_TOP_K, "top_k", too_many)
     return sampling

@@ -326,3 +326,9 @@ def test_a_device_draws_from_256_tokens_at_most():
     assert prepared("greedy chat", ON_DEVICE, top_k=5000).sampling.seed is None
     for everything in (0, -1):
         assert prepared("chat", ON_DEVICE, top_k=everything).sampling.top_k == 0
+
+
+def test_filters_of_a_greedy_request_keep_no_step_from_sampling_on_the_device():
+    filtered = prepared("greedy chat", min_p=0.05, top_k=5000, top_p=0.5).sampling
+    assert filtered == prepared("greedy chat").sampling
+    assert filtered.host_only == [] and prepared("chat", min_p=0.05).sampling.host_only == ["min_p"]
