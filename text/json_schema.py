@@ -69,18 +69,18 @@ class Context(NamedTuple):
     document: Schema
     has_few_dependents: bool
     has_one_divisor: bool  # where schemas may be about the same number
-    patterns: dict[str, str | None]
+    patterns: set[str]  # that `in_rust` has read
 
     def in_rust(self, pattern: Any) -> str | None:
         """The pattern in Rust's syntax; None if there is none, `pattern` is no text, or MAX_PATTERNS is
         exceeded."""
         if not isinstance(pattern, str):
             return None
-        if pattern not in self.patterns:
-            spent = sum(len(each) + PER_PATTERN for each in (*self.patterns, pattern))
-            if spent <= MAX_PATTERNS:
-                self.patterns[pattern] = in_rust(pattern)
-        return self.patterns.get(pattern)
+        patterns = self.patterns | {pattern}
+        if sum(len(each) + PER_PATTERN for each in patterns) > MAX_PATTERNS:
+            return None
+        self.patterns.add(pattern)
+        return in_rust(pattern)
 
 
 def without_nulls(schema: Any, has_names: bool = False) -> Any:
@@ -96,10 +96,9 @@ def without_nulls(schema: Any, has_names: bool = False) -> Any:
         return schema
     kept = {}
     for name, value in schema.items():
-        if value is None and (has_names or name not in MAY_BE_NULL):
-            continue
-        is_given = not has_names and name in AS_GIVEN
-        kept[name] = value if is_given else without_nulls(value, not has_names and name in NAMED_SCHEMAS)
+        keyword = "" if has_names else name
+        if value is not None or keyword in MAY_BE_NULL:
+            kept[name] = value if keyword in AS_GIVEN else without_nulls(value, keyword in NAMED_SCHEMAS)
     return kept
 
 
@@ -113,8 +112,7 @@ def enforceable(document: Schema) -> tuple[Schema, tuple[str, ...]]:
     """
     places = _places(document)
     _close([schema for schema, _ in places])
-    dependents = [schema[name] for schema, _ in places for name in DEPENDENTS if name in schema]
-    names = sum(len(each) for each in dependents if isinstance(each, dict))
+    names = sum(len(_by_name(schema, keyword)) for schema, _ in places for keyword in DEPENDENTS)
     divisors = {schema["multipleOf"] for schema, _ in places if _is_divisor(schema.get("multipleOf"))}
     # Whether several schemas may be about the same value.
     may_meet = any(
@@ -123,13 +121,12 @@ def enforceable(document: Schema) -> tuple[Schema, tuple[str, ...]]:
         or (not COMBINING.isdisjoint(schema) and len(schema.keys() - ANNOTATIONS) > 1)
         for schema, _ in places
     )
-    context = Context(document, names <= MAX_DEPENDENTS, len(divisors) <= 1 or not may_meet, {})
-    left_out = {}
+    context = Context(document, names <= MAX_DEPENDENTS, len(divisors) <= 1 or not may_meet, set())
+    left_out: dict[str, str] = {}
     for schema, path in places:
         for rule in RULES:
             for keyword in rule(schema, context):
-                if keyword not in left_out:
-                    left_out[keyword] = f"{path}/{keyword}"
+                left_out.setdefault(keyword, f"{path}/{keyword}")
     return document, tuple(left_out.values())
 
 
@@ -155,12 +152,12 @@ def _parts(schema: Schema, path: str, document: Schema) -> Iterator[Place]:
         place = within(path, keyword)
         if keyword == "$ref":
             yield referred(value, document)
-        elif keyword in NAMED_SCHEMAS and isinstance(value, dict):
-            yield from (Place(part, within(place, name)) for name, part in value.items())
-        elif keyword in SCHEMAS and isinstance(value, list):
-            yield from (Place(part, within(place, n)) for n, part in enumerate(value))
+        elif keyword in NAMED_SCHEMAS:
+            yield from (Place(part, within(place, name)) for name, part in _by_name(schema, keyword).items())
         elif keyword in SCHEMAS:
             yield Place(value, place)
+            if isinstance(value, list):
+                yield from (Place(part, within(place, n)) for n, part in enumerate(value))
 
 
 def _nested_values(value: Any) -> Iterator[Any]:
@@ -178,14 +175,12 @@ def referred(reference: Any, document: Schema) -> Place:
     text = unquote(reference) if isinstance(reference, str) else ""
     begin, *names = text.split("/")
     found: Any = document if begin == "#" else None
-    for name in names:
-        key: Any = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list):
-            key = int(key) if key.isdecimal() and len(key) < 9 else len(found)  # int() refuses very long ones
-        try:
-            found = found[key]
-        except (LookupError, TypeError):
-            found = None
+    try:
+        for name in names:
+            key = name.replace("~1", "/").replace("~0", "~")
+            found = found[int(key) if isinstance(found, list) else key]
+    except (LookupError, TypeError, ValueError):
+        found = None
     return Place(found, _end_of(text[1:]))
 
 
@@ -217,22 +212,20 @@ def _close(schemas: list[Schema]) -> None:
     schema has `allOf`, or has another combining keyword beside `properties` or `required`.
     """
     for each in schemas:
-        combines = not COMBINING.isdisjoint(each) or _has_schemas(each.get("dependencies"))
+        has_schemas = any(isinstance(then, dict) for then in _by_name(each, "dependencies").values())
+        combines = has_schemas or not COMBINING.isdisjoint(each)
         if "allOf" in each or (combines and ("properties" in each or "required" in each)):
             return
     for each in schemas:
-        named = _properties(each)
+        named = _by_name(each, "properties")
         if named and OPEN.isdisjoint(each) and named.keys() >= required_names(each):
             each.setdefault("additionalProperties", False)
 
 
-def _has_schemas(dependencies: Any) -> bool:
-    return isinstance(dependencies, dict) and any(isinstance(then, dict) for then in dependencies.values())
-
-
-def _properties(schema: Schema) -> Schema:
-    named = schema.get("properties")
-    return named if isinstance(named, dict) else {}
+def _by_name(schema: Schema, keyword: str) -> Schema:
+    """The value of a keyword that holds something by name; {} if it is absent or no object."""
+    value = schema.get(keyword)
+    return value if isinstance(value, dict) else {}
 
 
 def _types(schema: Any) -> set[str]:
@@ -322,7 +315,7 @@ def _says_names(schema: Schema, value: Any, context: Context) -> bool:
     if names and all(isinstance(name, str) for name in names):
         pattern = f"^(?:{'|'.join(map(re.escape, names))})$"
     pattern = context.in_rust(pattern) if len(said) == 1 else None
-    if not pattern or schema.get("properties") or "patternProperties" in schema:
+    if not pattern or schema.get("properties") or schema.get("patternProperties"):
         return False
     schema["patternProperties"] = {pattern: schema.get("additionalProperties", True)}
     schema["additionalProperties"] = False
@@ -340,15 +333,15 @@ def _says_dependents(schema: Schema, value: Any, context: Context) -> bool:
     conditions = schema.get("allOf", [])
     if not isinstance(value, dict) or not isinstance(conditions, list):
         return False
-    if not context.has_few_dependents or len(_properties(schema)) > MAX_DEPENDENT_PROPERTIES:
+    if not context.has_few_dependents or len(_by_name(schema, "properties")) > MAX_DEPENDENT_PROPERTIES:
         return False
     # llguidance has no combinations of references in a circle.
     if any(isinstance(part, dict) and "$ref" in part for part in _nested_values(value)):
         return False
     schema["allOf"] = [*conditions]
     for name, then in value.items():
-        names, schemas = (then, []) if isinstance(then, list) else ([], [then])
-        follows = {"required": [name, *names], "allOf": schemas}
+        is_list = isinstance(then, list)
+        follows = {"required": [name, *then]} if is_list else {"required": [name], "allOf": [then]}
         schema["allOf"].append({"anyOf": [{"properties": {name: False}}, follows]})
     return True
 
@@ -470,10 +463,10 @@ def _patterns(schema: Schema, context: Context) -> Iterator[str]:
     the property. Such a pattern with several names is left out. With a pattern that Rust's syntax does not
     have, `additionalProperties` is left out, too.
     """
-    patterns = schema.get("patternProperties")
-    if not isinstance(patterns, dict):
+    patterns = _by_name(schema, "patternProperties")
+    if not patterns:
         return
-    named = _properties(schema)
+    named = _by_name(schema, "properties")
     is_closed = any(schema.get(name) is False for name in ("additionalProperties", "unevaluatedProperties"))
     said: Schema = {}
     for pattern, value in patterns.items():
@@ -510,19 +503,18 @@ def _counts(schema: Schema, _: Context) -> Iterator[str]:
     """
     least = schema.get("minProperties", 0)
     most = schema.get("maxProperties", math.inf)
-    if "object" not in _types(schema) or not all(isinstance(count, (int, float)) for count in (least, most)):
+    if "object" not in _types(schema) or not all(map(_is_number, (least, most))):
         return
-    names = set(_properties(schema))
+    names = set(_by_name(schema, "properties"))
     required = required_names(schema)
     is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
-    is_combined = not COMBINING.isdisjoint(schema)
+    is_alone = COMBINING.isdisjoint(schema)
     if is_closed and most >= len(names | required):
         schema.pop("maxProperties", None)
         most = math.inf
     more = least - len(required)
-    counts_additional = names <= required and not is_combined
-    counts_one = is_closed and not is_combined and more <= 1
-    if counts_additional:
+    counts_one = is_closed and is_alone and more <= 1
+    if is_alone and names <= required:  # it counts additional properties
         if more > 1:
             yield "minProperties"  # though it is kept: it prevents empty objects
         return
@@ -554,11 +546,10 @@ def _are_exclusive(options: list[Any], types: set[str], document: Schema) -> boo
         rivals = [option for option in options if kind in _types(option)]
         if len(rivals) < 2 or _differ(rivals):
             continue
-        tags = set()
-        if kind == "object":
-            tags = set.intersection(*(required_names(option) for option in rivals))
+        tags = set.intersection(*map(required_names, rivals)) if kind == "object" else ()
         if not any(
-            _differ(_resolved(_properties(option).get(tag), document) for option in rivals) for tag in tags
+            _differ(_resolved(_by_name(option, "properties").get(tag), document) for option in rivals)
+            for tag in tags
         ):
             return False
     return True
