@@ -8,6 +8,7 @@ gets every sampled token and fills in the mask of the next one.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -85,7 +86,7 @@ def json_rule(schema: Any, whitespace: str | None, is_strict: bool = False) -> s
         raise GrammarError(
             f"has keywords that cannot be enforced: {named}; remove them, or set `strict: false`"
         )
-    enforced["x-guidance"] = {
+    options = {
         "coerce_one_of": True,
         "whitespace_flexible": whitespace is not None,
         # Without \\u: in an object with other properties it could spell the name of one that the schema has.
@@ -93,8 +94,8 @@ def json_rule(schema: Any, whitespace: str | None, is_strict: bool = False) -> s
     }
     if whitespace is not None:
         _check_regex(whitespace)
-        enforced["x-guidance"]["whitespace_pattern"] = whitespace
-    return f"%json {json.dumps(enforced, ensure_ascii=False)}"
+        options["whitespace_pattern"] = whitespace
+    return f"%json {json.dumps(enforced | {'x-guidance': options}, ensure_ascii=False)}"
 
 
 def left_out(schema: Any) -> tuple[str, ...]:
@@ -104,12 +105,20 @@ def left_out(schema: Any) -> tuple[str, ...]:
 
 
 def _enforceable(schema: Any) -> tuple[Json, tuple[str, ...]]:
+    """As json_schema.enforceable, of a copy of the schema. The result is not to be changed: later calls may
+    return it, too. Raises GrammarError as `left_out`."""
     if not isinstance(schema, dict):
         raise GrammarError("must be a JSON schema, which is an object")
     try:
-        return enforceable(json.loads(_checked_size(json.dumps(without_nulls(schema), ensure_ascii=False))))
+        return _enforceable_text(_checked_size(json.dumps(without_nulls(schema), ensure_ascii=False)))
     except RecursionError:
         raise GrammarError(NESTED) from None
+
+
+# Requests of one application have the same schemas: 2 ms of the event loop. Few, as a long one takes 2 MB.
+@functools.lru_cache(8)
+def _enforceable_text(schema: str) -> tuple[Json, tuple[str, ...]]:
+    return enforceable(json.loads(schema))
 
 
 def of_regex(text: str) -> str:
