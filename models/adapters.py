@@ -61,9 +61,11 @@ def read_updates(folder: Path) -> Updates:
     }
 
 
-def configured(config: Config) -> dict[str, Updates]:
-    """The updates of each adapter by its name; `config` as `models.prepare` returns it."""
-    return {name: read_updates(Path(folder)) for name, folder in config.adapters.items()}
+def configured(config: Config) -> tuple[dict[str, Updates], set[str] | None]:
+    """The updates of each adapter of the settings by its name, and the modules that adapters may change;
+    None: all modules, because adapters may be loaded later. `config` as `models.prepare` returns it."""
+    given = {name: read_updates(Path(folder)) for name, folder in config.adapters.items()}
+    return given, None if config.lora_folder else set().union(*given.values())
 
 
 def check_shapes(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
@@ -96,9 +98,12 @@ class Adapters:
     takes over the weights of the copy between two steps.
     """
 
-    def __init__(self, layers: Mapping[str, tuple[int, int]], dtype: str = "float32"):
+    def __init__(
+        self, layers: Mapping[str, tuple[int, int]], given: Mapping[str, Updates], dtype: str = "float32"
+    ):
         """layers: how many inputs and outputs each linear layer that may have updates has, by the
-        `common_name` of its module; dtype: of the weights, "float32" or "bfloat16"."""
+        `common_name` of its module; given: the updates of the first adapters by name; dtype: of the weights,
+        "float32" or "bfloat16". Raises ModelError as `add` does."""
         self.numbers: dict[str, int] = {}
         self.version = 0
         self._new_numbers = itertools.count(1)
@@ -108,6 +113,8 @@ class Adapters:
         self.weights = {
             module: tuple(nothing.reshape(0, size) for size in sizes) for module, sizes in layers.items()
         }
+        for name, updates in given.items():
+            self.add(name, updates)
 
     @property
     def nbytes(self) -> int:

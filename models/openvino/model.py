@@ -200,14 +200,11 @@ class OpenVinoModel(StaticBatchModel):
     def _add_adapters(self, graph: ov.Model, config: Config, paired_size: int) -> None:
         """Adds the inputs of LoRA adapters to the graph, and the adapters of the settings. Raises ModelError
         for adapters that do not fit the graph."""
-        adapters = configured(config)
+        given, modules = configured(config)
         dtype = "bfloat16" if self.quantize else self.computed_in
         self._adapter_type = ov.Type.bf16 if dtype == "bfloat16" else ov.Type.f32
-        # Adapters that are loaded later may change any module.
-        modules = None if config.lora_folder else set().union(*adapters.values())
-        self.adapters = Adapters(add_adapters(graph, modules, self._adapter_type, paired_size), dtype)
-        for name, updates in adapters.items():
-            self.adapters.add(name, updates)
+        layers = add_adapters(graph, modules, self._adapter_type, paired_size)
+        self.adapters = Adapters(layers, given, dtype)
 
     def _select_adapters(self, numbers: Iterable[int]) -> None:
         """Gives the graph the weights from the first to the last of these adapters, as views. That takes 10

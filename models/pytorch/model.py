@@ -332,17 +332,13 @@ class TorchModel(StaticBatchModel):
 
     def _add_adapters(self, config: Config, ids: list[int]) -> None:
         """Loads the LoRA adapters of the settings. Raises ModelError for one that does not fit."""
-        given = configured(config)
-        layers = self._layers_of_every_token(ids)
-        if not config.lora_folder:  # there is nothing to load later
-            changed = set().union(*given.values())
-            layers = {name: layer for name, layer in layers.items() if name in changed}
-        sizes = {name: (layer.in_features, layer.out_features) for name, layer in layers.items()}
-        self.adapters = Adapters(sizes)
-        for name, layer in layers.items():
-            layer.register_forward_hook(functools.partial(self._add_update, name))
-        for name, updates in given.items():
-            self.adapters.add(name, updates)
+        given, modules = configured(config)
+        sizes = {}
+        for name, layer in self._layers_of_every_token(ids).items():
+            if modules is None or name in modules:
+                sizes[name] = (layer.in_features, layer.out_features)
+                layer.register_forward_hook(functools.partial(self._add_update, name))
+        self.adapters = Adapters(sizes, given)
 
     def _layers_of_every_token(self, ids: list[int]) -> dict[str, torch.nn.Linear]:
         """The linear layers that have an input [rows, q, inputs] of every token, by name: not experts."""

@@ -83,9 +83,7 @@ class FakeModel(StaticBatchModel):
         self.device_sampling: dict[int, tuple[int, float, float]] = {}  # slot → top_k, top_p, temperature
         self.ready_slots: set[int] = set()  # `set_sampling` was called and no prompt has followed yet
         self.cache: list[list[int]] = [[] for _ in range(self.prefix_slots)]
-        self.adapters = Adapters({"layer": (1, 1)}) if adapters else None
-        for name in adapters:
-            self.adapters.add(name, ADAPTER)
+        self.adapters = Adapters({"layer": (1, 1)}, dict.fromkeys(adapters, ADAPTER)) if adapters else None
         self.computed_with = [0] * self.prefix_slots  # the adapter of what each slot holds
         if snapshots is not None:  # a recurrent state, which is all tokens so far
             self.states = States(self.prefix_slots, snapshots, self.max_draft_rows)

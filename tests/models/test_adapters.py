@@ -469,9 +469,9 @@ def test_on_neuron_adapters_by_request_are_refused_by_name(adapted):
 
 def test_a_call_has_at_most_512_columns_or_one_adapter():
     """Of more, matrix libraries sum the products of an adapter in an order that depends on where its columns lie."""
-    adapters = Adapters({"layer": (1, 1)})
-    for rank in (300, 16, 200, 600, 1):  # 304, 16, 208, 608 and 16 columns
-        adapters.add(f"of rank {rank}", {"layer": (np.ones((rank, 1), np.float32), np.ones((rank, 1), np.float32))})
+    ranks = (300, 16, 200, 600, 1)  # 304, 16, 208, 608 and 16 columns
+    columns = [np.ones((rank, 1), np.float32) for rank in ranks]
+    adapters = Adapters({"layer": (1, 1)}, {f"of rank {len(each)}": {"layer": (each, each)} for each in columns})
     assert adapters.groups([5, 0, 1, 2, 3, 4, 1]) == [[1, 2, 6, 3], [4], [5], [0]]
     assert adapters.groups([0, 0]) == [[0, 1]] and adapters.groups([4, 4]) == [[0, 1]]
     assert adapters.columns_of([3, 0, 2]) == (304, 528) and adapters.columns_of([0]) == (0, 0)
