@@ -57,6 +57,7 @@ class Preparation:
         threading.stack_size(before)
 
     def add(self, request: Request) -> None:
+        """Begins to prepare a request, which is PREPARING until its end: `drain` returns it."""
         request.state = RequestState.PREPARING
         self._requests.append(request)
         self.start()

@@ -121,6 +121,7 @@ class Adapters:
         return sum(array.nbytes for pair in self.weights.values() for array in pair)
 
     def copied(self) -> Adapters:
+        """A copy, for `add` and `remove`: they leave this one as it is, whose arrays the copy shares."""
         copied = copy.copy(self)
         copied.numbers = dict(self.numbers)
         return copied

@@ -273,7 +273,8 @@ class Grammars:
         return Matcher(self.compile(grammar))
 
     def compile(self, grammar: str) -> LLMatcher:
-        """Raises GrammarError."""
+        """The compiled grammar, at the beginning of an output: llguidance's own, for a `Matcher`. Raises
+        GrammarError for a grammar that does not compile, and for any if the tokenizer cannot be used."""
         if self._error:
             raise GrammarError(self._error)
         return _valid(LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS))
@@ -303,6 +304,7 @@ class Matcher:
         return mask
 
     def consume(self, token: int) -> None:
+        """Advances past the next token of the output. Does nothing if the output `is_complete`."""
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
             _valid(self._matcher)

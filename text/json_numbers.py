@@ -15,7 +15,7 @@ MAX_CUTS = 4  # of a range
 MAX_NUMERATOR = 1_000  # of `multipleOf`: the lexer has a state for each remainder after each digit of a bound
 
 
-def within(given: Number, is_lower: bool, is_open: bool) -> Number:
+def first_allowed(given: Number, is_lower: bool, is_open: bool) -> Number:
     """The first number that a bound allows: the bound itself, or the next number if the bound `is_open`.
 
     Numbers have 15 digits here: the next one above 1 is 1.00000000000001, and the next one above 0 is 1e-14.
@@ -42,9 +42,9 @@ def within(given: Number, is_lower: bool, is_open: bool) -> Number:
 def ranges(least: Number | None, most: Number | None) -> list[Range]:
     """The same range in several parts. In each part, llguidance allows every way to write a number.
 
-    llguidance treats zero as an open bound of negative numbers (see `within`), so a range is cut there. In a
-    range up to 0.15 llguidance does not let 0.1 end, so a range is also cut at each shorter decimal of its
-    upper bound. Example: None to 0.15 becomes None to -1e-14, 0 to 0.1, and 0.1 to 0.15.
+    llguidance treats zero as an open bound of negative numbers (see `first_allowed`), so a range is cut
+    there. In a range up to 0.15 llguidance does not let 0.1 end, so a range is also cut at each shorter
+    decimal of its upper bound. Example: None to 0.15 becomes None to -1e-14, 0 to 0.1, and 0.1 to 0.15.
     """
     if least is None and most is None:
         return [(least, most)]

@@ -409,8 +409,9 @@ def _numbers(schema: Schema, context: Context) -> Iterator[str]:
     if len(parts) == 1:
         schema.update(*parts)
     else:
-        others = sorted(types - {"number"})
-        schema["anyOf"] = [{"type": "number"} | part for part in parts] + [{"type": others}] * bool(others)
+        schema["anyOf"] = [{"type": "number"} | part for part in parts]
+        if others := sorted(types - {"number"}):
+            schema["anyOf"].append({"type": others})
 
 
 def _bound(schema: Schema, closed: str, opened: str) -> int | float | None:
@@ -423,7 +424,7 @@ def _bound(schema: Schema, closed: str, opened: str) -> int | float | None:
     if schema.get(opened) is True and closed in schema:
         schema[opened] = schema.pop(closed)
     given = [name for name in (closed, opened) if _is_number(schema.get(name))]
-    ends = [json_numbers.within(schema.pop(name), is_lower, name == opened) for name in given]
+    ends = [json_numbers.first_allowed(schema.pop(name), is_lower, name == opened) for name in given]
     return (max if is_lower else min)(ends, default=None)
 
 

@@ -392,6 +392,8 @@ class TorchModel(StaticBatchModel):
 
     @torch.inference_mode()
     def _run(self, chunks: Sequence[Chunk], is_step: bool) -> np.ndarray:
+        """Runs one pass of transformers: a decode step, or one chunk. Returns float32 [rows, vocab] in the
+        order of `chunks`, as many rows as each chunk has by `Chunk.rows`."""
         cache = self._cache
         all_logits = any(chunk.all_logits or chunk.verify for chunk in chunks)
         if self.adapters:
