@@ -52,6 +52,8 @@ DOCS = "/docs/"
 DOCUMENT = "/api-doc/openapi.json"
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 SPARE_FDS = 200  # for everything but connections
+PROBES = 5  # of a silent connection, in the time of --client-timeout
+MAX_PROBE_S = 32_767  # the longest time between probes that the kernel takes
 
 
 def create_app(config: Config, engine: EngineClient, store: Path) -> Flask:
@@ -289,8 +291,14 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
         self._config = config
         self._in_progress = 0  # requests of this process
         self._engine: EngineClient | None = None  # of this process, after the fork
-        # A client that never reads is disconnected by the kernel; accepted connections inherit it.
+        # A client that never reads is disconnected by the kernel, and so is one that has disconnected or
+        # vanished without a sign (api/generation/stream.py: Connection): it does not answer probes. Accepted
+        # connections inherit it.
+        probe_s = min(math.ceil(config.client_timeout / PROBES), MAX_PROBE_S)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(config.client_timeout * 1000))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_s)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_s)
         _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         max_fds = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max_fds, hard))

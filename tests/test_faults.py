@@ -299,6 +299,17 @@ def test_a_client_disconnect_frees_what_the_request_had(server, stream, queued):
         other.close()
 
 
+def test_a_client_that_announced_its_last_request_does_not_keep_its_slot_after_a_disconnect(server):
+    """As Python's urllib and nginx announce it. The end of the input may mean that the client still reads; its kernel knows."""
+    body = json.dumps(endless(stream=False)).encode()
+    client = connect(server)
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_LINGER2, 1)  # the seconds after which its kernel says so; usually 60
+    client.sendall(head_of(COMPLETIONS, body, "Connection: close") + body)
+    wait_until(lambda: server.status().running == 1, "the request runs")
+    client.close()
+    wait_until(lambda: server.status().running == 0, "it is gone", SOON_S)
+
+
 def test_a_storm_of_1000_disconnects_leaves_nothing_behind(server):
     steady = send(server, COMPLETIONS, some(200))
     for _ in range(20):
