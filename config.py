@@ -222,6 +222,12 @@ def _kv_cache_dtype(value: str) -> str:
     return _one_of("auto", "float32", "bfloat16", "u8", FP8, aliases={"fp8": FP8, "fp8_e4m3": FP8})(value)
 
 
+def _model_id(value: str) -> str:
+    if "://" in value:
+        raise ValueError("must be a hub id (owner/name), a folder or a GGUF file, not a URL")
+    return value
+
+
 def _file(value: str) -> str:
     if not Path(value).expanduser().is_file():
         raise ValueError("there is no such file")
@@ -394,6 +400,7 @@ class Config:
         "Model to serve: a hub id, a local folder, a GGUF file (a path, or owner/name:file.gguf on the hub), "
         f"or {TRIAL_MODEL}, a real model that is small enough for any CPU.",
         names="MODEL_ID HF_MODEL_ID",
+        parse=_model_id,
         shown="the model in /opt/ml/model (SageMaker), else the built-in demonstration model",
     )
     served_model_name: str | None = setting(

@@ -536,6 +536,11 @@ def test_a_path_that_is_not_there_is_refused_as_a_path(monkeypatch, tmp_path, wr
     assert message.endswith("there is no such folder")
 
 
+def test_a_url_of_a_model_is_refused_as_one():
+    given = "https://huggingface.co/someone/model"
+    assert refusal("--model-id", given).endswith("must be a hub id (owner/name), a folder or a GGUF file, not a URL")
+
+
 def test_a_folder_is_checked_for_a_model_and_beats_a_hub_id_of_the_same_name(tmp_path, monkeypatch, model):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
