@@ -11,6 +11,7 @@ from text.json_schema import without_nulls
 
 MODE_OF_CHOICE = {"auto": "auto", "any": "required", "none": "none"}  # of a chat, by the type of a choice
 DEFERRED = "names a tool that is deferred (`defer_loading`) or removed: no `tool_reference` adds it"
+OPENAI_TOOL = "is OpenAI's: a tool of this API has a `name`, an `input_schema`, and the type custom or none"
 HOSTED_SEARCH = "tool_search_tool_"  # what the types of Anthropic's searches begin with
 # The definitions of the tools that Anthropic defines and the client runs, from the date of their version and
 # the tool of the request. The keys are their types, without the date that follows.
@@ -34,6 +35,7 @@ class MessagesTools(OfferedTools):
         for i, tool in enumerate(tools):
             path = f"tools[{i}]"
             client_tools.reject_computer_use(path, tool)
+            require(tool.get("type") != "function", f"{path}.type", OPENAI_TOOL)
             name = self._know(path, tool)
             if name and defers and tool.get("defer_loading"):
                 self._rejected[name] = DEFERRED

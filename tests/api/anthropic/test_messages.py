@@ -455,6 +455,11 @@ def test_the_tools_of_newer_dates_have_what_was_changed_then():
     assert "insert_text" not in prompt("text_editor_20250124") and "insert_text" in prompt("text_editor_20250429")
 
 
+def test_a_tool_in_openais_form_is_refused_instead_of_left_out_as_one_that_anthropic_runs():
+    error = refusal("messages", tools=[WEATHER, {"type": "function", "function": {"name": "f", "parameters": {}}}])
+    assert error.param == "tools[1].type" and "is OpenAI's" in str(error)
+
+
 @pytest.mark.parametrize(
     "tool",
     [
