@@ -21,7 +21,7 @@ import numpy as np
 from run import ConfigError
 
 GIB = 1 << 30
-INSTANCE_FAMILIES = ("inf2", "trn1")  # trn1n, a trn1 with a faster network, counts as trn1
+INSTANCE_FAMILY = re.compile("inf2|trn1")  # trn1n, a trn1 with a faster network, counts as trn1
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,12 @@ def detect(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> M
     # The instance type on EC2's Nitro machines.
     product = read_text(root / "sys/devices/virtual/dmi/id/product_name")
     architecture = read_text(sysfs / f"neuron{min(devices)}/info/architecture/instance_type").lower()
-    is_named = product.startswith(tuple(f"{family}." for family in INSTANCE_FAMILIES))
-    families = (
-        family
-        for family in INSTANCE_FAMILIES
-        if product.startswith(family) or architecture.startswith(family)
-    )
+    found = INSTANCE_FAMILY.match(product) or INSTANCE_FAMILY.match(architecture)
+    family = found[0] if found else None
     return Machine(
         cores=usable_cores(cores, environ),
-        family=next(families, None),
-        instance=product if is_named else None,
+        family=family,
+        instance=product if product.startswith(f"{family}.") else None,
         host_bytes=host_memory(root),
     )
 
