@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from text import json_numbers
-from text.json_patterns import in_rust
+from text.json_patterns import UNWRITABLE, in_rust
 
 Schema = dict[str, Any]
 
@@ -45,7 +45,6 @@ TYPE_NAMES = {
 }
 JSON_TYPES = {*TYPE_NAMES.values()} - {"integer"}  # integers are numbers, too
 LIST_PATTERN = re.compile(r"\^(?:([\w -]+)|\((?:\?:)?([\w |-]+)\))\$")
-UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
 MAX_DEPENDENTS = 3  # names that others depend on: each doubles the alternatives
 MAX_DEPENDENT_PROPERTIES = 40  # of an object that has such names
 MAX_HOPS = 8  # from reference to reference
@@ -452,7 +451,7 @@ def _is_exact(value: Any) -> bool:
     """Whether llguidance reads a listed value exactly. A text with a character that JSON can only write with
     \\u is not read exactly, because text/grammar.py does not allow \\u."""
     if isinstance(value, str):
-        return not UNWRITABLE.search(value)
+        return not re.search(UNWRITABLE, value)
     return not _is_number(value) or json_numbers.is_exact(value)
 
 

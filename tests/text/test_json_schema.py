@@ -127,6 +127,7 @@ LEFT_OUT = [
     ({"allOf": [AB], "unevaluatedProperties": False}, ["/unevaluatedProperties"], '{"c": 1}'),
     ({"const": BIG}, ["/const"], str(BIG)),
     ({"const": "a\0b"}, ["/const"], '"ab"'),
+    ({"const": "a\x7fb"}, ["/const"], '"ab"'),
     ({"$ref": "#/types/a~1b", "types": {"a/b": {"type": "string", "format": "url"}}}, ["/types/a~1b/format"], '"x"'),
     ({"anyOf": [{"properties": {"a b": {"items": [{"not": {}}]}}}]}, ["/anyOf/0/properties/a b/items/0/not"], '{"a b": [1]}'),
     ({"items": {"not": {}}, "$defs": {"x": {"not": {}}}}, ["/items/not"], "[1]"),  # the first place of each keyword
