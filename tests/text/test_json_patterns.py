@@ -1,9 +1,11 @@
 """Patterns as those who write schemas mean them: in Rust's syntax where that is clear, never with another meaning."""
 
 import json
+import re
+from random import Random
 
 import pytest
-from grammars import accepts, checker
+from grammars import accepts, checker, demo
 
 from text.grammar import GrammarError, left_out, of_json_schema, of_regex
 
@@ -112,3 +114,58 @@ def test_two_patterns_that_come_to_the_same_both_hold():
 
 def test_regular_expressions_of_their_own_field_are_read_the_same_way():
     assert accepts("ab", of_regex("[^[\\]]+")) and not accepts("a[", of_regex("[^[\\]]+"))
+
+
+PIECES = [
+    "a",
+    "1",
+    " ",
+    "_",
+    '"',
+    r"\\",
+    "/",
+    r"\n",
+    "é",
+    r"\x41",
+    r"\x01",
+    "\x7f",
+    "~",
+    r"\w",
+    r"\d",
+    r"\s",
+    r"\W",
+    r"\D",
+    r"\S",
+]
+IN_BRACKETS = [*PIECES, "a-z", "0-9", r"\x00-\x1f", r"\x00-\x7f", "!-~", " -~", r"\]", r"\^", r"\-"]
+CHARACTERS = 'ab1 _-"\\/\n\t\b~é'
+
+
+def random_pattern(rng):
+    parts = []
+    for _ in range(rng.randint(1, 3)):
+        part = rng.choice([*PIECES, "."])
+        if rng.random() < 0.5:
+            part = f"[{rng.choice(['', '^'])}{''.join(rng.choices(IN_BRACKETS, k=rng.randint(1, 4)))}]"
+        parts.append(part + rng.choice(["", "", "?", "*", "{2}"]))
+    return "".join(parts)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of Python, about && and ~~ in brackets
+@pytest.mark.parametrize("seed", range(3))
+def test_of_random_patterns_the_texts_are_those_of_python(seed):
+    rng = Random(seed)
+    tokenizer, grammars = demo()
+    for pattern in (random_pattern(rng) for _ in range(80)):
+        schema = {"type": "string", "pattern": f"^{pattern}$"}
+        if left_out(schema):
+            continue
+        try:
+            matcher = grammars.compile(of_json_schema(schema))
+        except GrammarError:  # no text matches
+            continue
+        for text in ("".join(rng.choices(CHARACTERS, k=rng.randint(0, 3))) for _ in range(40)):
+            ids = tokenizer.encode(json.dumps(text, ensure_ascii=False)).ids
+            copy = matcher.deep_copy()
+            allowed = copy.try_consume_tokens(ids) == len(ids) and copy.is_accepting()
+            assert allowed == bool(re.fullmatch(pattern, text, re.ASCII)), (pattern, text)
