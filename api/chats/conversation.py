@@ -115,6 +115,7 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     reasoning_effort: str | None = None
     thinking_token_budget: int | None = None  # vLLM's name for the most tokens of reasoning; negative: any
     thinking_budget_tokens: int | None = None  # llama.cpp's
+    thinking_budget: int | None = None  # Qwen's
     # Other servers' switches of reasoning, and OpenRouter's.
     enable_thinking: bool | None = None
     think: bool | str | None = None
@@ -202,11 +203,11 @@ def _without_calls(sampling: SamplingParams, served: Served) -> SamplingParams:
 def _budget(chat: ChatRequest, max_new_tokens: int | None, served: Served) -> int | None:
     """The most tokens of reasoning; None: as many as the output may have.
 
-    The first field that is set counts: `thinking_token_budget`, `thinking_budget_tokens`, then
-    `budget_tokens` and `max_tokens` of `thinking`, then those of `reasoning`. A negative budget, or one that
-    is not below the limit of the output, is None.
+    The first field that is set counts: `thinking_token_budget`, `thinking_budget_tokens`, `thinking_budget`,
+    then `budget_tokens` and `max_tokens` of `thinking`, then those of `reasoning`. A negative budget, or one
+    that is not below the limit of the output, is None.
     """
-    budgets = [chat.thinking_token_budget, chat.thinking_budget_tokens]
+    budgets = [chat.thinking_token_budget, chat.thinking_budget_tokens, chat.thinking_budget]
     budgets += [each for switch in chat.switches for each in (switch.budget_tokens, switch.max_tokens)]
     budget = _first(int, budgets)
     most = min(filter(None, (served.info.max_total_tokens, max_new_tokens)))

@@ -30,6 +30,7 @@ V = TypeVar("V")
 JSON_ESCAPE = re.compile(
     rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.", re.DOTALL
 )
+CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])")  # where a word begins
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # begins what Windows tools write
 # Characters of a stop sequence. To find out whether a text may yet become one takes time that grows with
 # their square.
@@ -43,24 +44,32 @@ _NOT_SUPPORTED: list[tuple[Sequence[Any], str]] = [
         "guided_grammar ebnf structural_tag allowed_token_ids logits_processors prompt_logprobs "
         "truncate_prompt_tokens max_length min_length chat_template documents max_tokens_to_sample "
         "n_predict num_predict web_search_options logprob_token_ids prompt_embeds repetition_detection "
-        "stop_regex lora_path custom_logit_processor previous_input_messages",
+        "stop_regex lora_path custom_logit_processor previous_input_messages eos_token_id suppress_tokens "
+        "begin_suppress_tokens max_time format response_schema",
     ),
     (
         [False],
         "ignore_eos_token ban_eos_token no_stop_trim "
         "watermark watermarking continue_final_message use_beam_search early_stopping echo "
         "include_stop_str_in_output return_token_ids return_tokens_as_token_ids return_token_offsets "
-        "return_prompt_text return_assistant_tokens_mask enable_response_messages",
+        "return_prompt_text return_assistant_tokens_mask enable_response_messages dynamic_temperature "
+        "temperature_last json_mode",
     ),
     ([True], "add_generation_prompt skip_special_tokens spaces_between_special_tokens include_reasoning"),
     (
         [0],
-        "no_repeat_ngram_size mirostat top_a epsilon_cutoff eta_cutoff dry_multiplier xtc_probability "
-        "dynatemp_range",
+        "no_repeat_ngram_size mirostat mirostat_mode top_a epsilon_cutoff eta_cutoff dry_multiplier "
+        "xtc_probability dynatemp_range smoothing_factor nsigma penalty_alpha diversity_penalty "
+        "min_new_tokens",
     ),
-    ([1], "best_of num_beams length_penalty repeat_penalty tfs_z"),
-    ([""], "adapter_id"),
-    ([[]], "functions stop_token_ids bad_words"),
+    ([0, -1], "top_n_sigma t_max_predict_ms"),
+    (
+        [1],
+        "best_of num_beams num_beam_groups num_return_sequences length_penalty repeat_penalty tfs_z "
+        "guidance_scale",
+    ),
+    (["", []], "adapter_id negative_prompt banned_strings"),
+    ([[]], "functions stop_token_ids bad_words bad_words_ids stop_strings stopping_strings"),
     ([{}], "audio media_io_kwargs"),
     ([[], ["text"]], "modalities"),
     (["none", "auto"], "function_call"),
@@ -82,7 +91,7 @@ _OTHER_NAMES = (
     "n do_sample stop_sequences return_full_text truncate top_n_tokens tools tool_choice "
     "chat_template_kwargs mm_processor_kwargs regex json_schema output_format system instructions parameters "
     "enable_thinking think thinking reasoning extra_body add_special_tokens reasoning_effort "
-    "thinking_token_budget thinking_budget_tokens"
+    "thinking_token_budget thinking_budget_tokens thinking_budget"
 )
 CHANGES_TEXT = {
     *SamplingOptions.__struct_fields__,
@@ -93,7 +102,10 @@ CHANGES_TEXT = {
 SAME_MEANING = {
     **dict.fromkeys([*_LIMITS, "n_predict", "num_predict"], _LIMITS),
     "repeat_penalty": ["repetition_penalty"],
+    "min_new_tokens": ["min_tokens"],
     "stop_sequences": ["stop"],
+    "stop_strings": ["stop", "stop_sequences"],
+    "stopping_strings": ["stop", "stop_sequences"],
     "stop": ["stop_sequences"],
     "reasoning_effort": ["reasoning", "output_config"],
     "enable_thinking": ["reasoning", "thinking"],
@@ -103,7 +115,7 @@ SAME_MEANING = {
     # Responses have `text.format`, Anthropic's messages `output_config.format`.
     **{
         name: [*_STRUCTURED_OUTPUT_FIELDS, "text", "output_config"]
-        for name in (*_STRUCTURED_OUTPUT_FIELDS, "output_format")
+        for name in (*_STRUCTURED_OUTPUT_FIELDS, "output_format", "format", "response_schema", "json_mode")
     },
 }
 HARMLESS_LOOKALIKES = {"mode", "models"}  # harmless fields of other servers that look misspelled
@@ -240,8 +252,13 @@ def _check_names(given: Json, kind: type[Struct], usable: type[Struct]) -> None:
             require(changes_nothing, name, f"is not supported{_hint(name, kind, usable)}")
         elif name in CHANGES_TEXT:
             raise invalid(name, f"is an unknown field{_hint(name, kind, usable)}")
-        elif similar := difflib.get_close_matches(name[:40], known, n=1, cutoff=0.85):
+        elif similar := difflib.get_close_matches(_in_snake_case(name[:40]), known, n=1, cutoff=0.85):
             raise invalid(name[:40], f"is an unknown field; did you mean `{similar[0]}`?")
+
+
+def _in_snake_case(name: str) -> str:
+    """A name as the fields here are written. Examples: `maxTokens` and `max-tokens` are `max_tokens`."""
+    return CAMEL_CASE.sub("_", name).replace("-", "_").lower()
 
 
 def _hint(name: str, kind: type[Struct], usable: type[Struct]) -> str:

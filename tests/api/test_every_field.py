@@ -121,6 +121,7 @@ VALUES = {
         "reasoning": ({}, {"effort": "none"}),
         "thinking_token_budget": ({}, 2),
         "thinking_budget_tokens": ({}, 2),
+        "thinking_budget": ({}, 2),
     },
     CompletionRequest: OPENAI_VALUES
     | {
@@ -203,7 +204,7 @@ TABLES = {
 TEXT_ALONE = ("details", "decoder_input_details", "top_n_tokens", "logprobs", "top_logprobs", "n", "stream")
 TEXT_ALONE += ("return_token_ids", "prompt_logprobs")
 # They change the speed, what is stored, models that think, tokenizers that add tokens, or nothing that does not happen anyway.
-UNSEEN = ("prediction", "skip_special_tokens", "store", "thinking_token_budget", "thinking_budget_tokens")
+UNSEEN = ("prediction", "skip_special_tokens", "store", "thinking_token_budget", "thinking_budget_tokens", "thinking_budget")
 UNSEEN += ("add_special_tokens", "continue_final_message", "add_generation_prompt", "mm_processor_kwargs")
 EXCEPTIONS = {
     **{("/generate", "stream"): "ignored", ("/generate_stream", "stream"): "ignored"},

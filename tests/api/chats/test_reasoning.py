@@ -75,6 +75,7 @@ def test_an_effort_that_the_template_does_not_name_is_the_nearest_one(strongest,
     [
         ("chat", {"thinking_token_budget": 5}),
         ("chat", {"thinking_budget_tokens": 5}),
+        ("chat", {"thinking_budget": 5}),
         ("messages", {"thinking": {"type": "enabled", "budget_tokens": 5}}),
     ],
 )

@@ -185,6 +185,12 @@ def test_a_misspelled_field_is_rejected_with_the_right_name(kind):
                 read(kind, **{misspelt: 1})
 
 
+@pytest.mark.parametrize("written", ["maxTokens", "max-tokens", "MaxTokens", "topP", "parallelToolCalls", "logitBias"])
+def test_a_field_in_another_languages_case_is_rejected_with_the_right_name(written):
+    with pytest.raises(ApiError, match=f"`{written}` .*did you mean"):
+        read(ChatRequest, **{written: 1})
+
+
 @pytest.mark.parametrize("name", NOT_SUPPORTED)
 def test_a_field_of_another_server_that_asks_for_something_is_refused_by_name(name):
     for kind in (kind for kind in KINDS if name not in kind.__struct_fields__):
@@ -219,6 +225,11 @@ def test_a_field_of_another_dialect_that_would_change_the_text_is_refused_by_nam
         (ResponsesRequest, "response_format", "; use `text`"),
         (MessagesRequest, "stop", "; use `stop_sequences`"),
         (ChatRequest, "output_format", "; use `response_format`"),
+        (ChatRequest, "format", "; use `response_format`"),
+        (ChatRequest, "min_new_tokens", "; use `min_tokens`"),
+        (ChatRequest, "stop_strings", "; use `stop`"),
+        (MessagesRequest, "stop_strings", "; use `stop_sequences`"),
+        (ResponsesRequest, "json_mode", "; use `text`"),
     ],
 )
 def test_the_refusal_of_another_apis_field_names_what_to_use(kind, name, meant):
