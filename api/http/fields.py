@@ -209,6 +209,8 @@ def read(data: Json, kind: type[T], parameters: type[Struct] | None = None) -> T
     _check_names(data, kind, usable)
     if parameters and data.get("parameters"):
         _check_names(data["parameters"], parameters, parameters)
+    elif parameters is None:
+        _check_objects(data, request)
     return request
 
 
@@ -241,19 +243,40 @@ def _check_names(given: Json, kind: type[Struct], usable: type[Struct]) -> None:
     changes nothing. kind: the type of `given`. usable: the type that has the options: `kind`, or the type of
     the field `parameters`.
     """
-    known = kind.__struct_fields__
-    if len(given) > MAX_FIELDS:
-        raise invalid(None, f"a request must have at most {MAX_FIELDS} fields. Given: {len(given)}")
-    for name in sorted(given):
-        if given[name] is None or name in known or name in HARMLESS_LOOKALIKES:
+    for name in _unknown(given, kind):
+        if name in HARMLESS_LOOKALIKES:
             continue
         if name in NOT_SUPPORTED:
             changes_nothing = given[name] in NOT_SUPPORTED[name]
             require(changes_nothing, name, f"is not supported{_hint(name, kind, usable)}")
         elif name in CHANGES_TEXT:
             raise invalid(name, f"is an unknown field{_hint(name, kind, usable)}")
-        elif similar := difflib.get_close_matches(_in_snake_case(name[:40]), known, n=1, cutoff=0.85):
-            raise invalid(name[:40], f"is an unknown field; did you mean `{similar[0]}`?")
+        else:
+            _check_spelling(name, kind)
+
+
+def _check_objects(data: Json, request: Struct) -> None:
+    """Raises ApiError for a misspelled field of one of the objects in a request."""
+    for name in request.__struct_fields__:
+        inner = getattr(request, name)
+        if isinstance(inner, Struct) and data.get(name):
+            for unknown in _unknown(data[name], type(inner)):
+                _check_spelling(unknown, type(inner), f"{name}.")
+
+
+def _unknown(given: Json, kind: type[Struct]) -> list[str]:
+    """The names in `given` that `kind` does not have, without fields that are null. Raises ApiError if
+    `given` has too many."""
+    if len(given) > MAX_FIELDS:
+        raise invalid(None, f"a request must have at most {MAX_FIELDS} fields. Given: {len(given)}")
+    return sorted(name for name in given if given[name] is not None and name not in kind.__struct_fields__)
+
+
+def _check_spelling(name: str, kind: type[Struct], path: str = "") -> None:
+    """Raises ApiError for a name that looks like one of the fields of `kind`. path: where it is."""
+    written = _in_snake_case(name[:40])
+    if similar := difflib.get_close_matches(written, kind.__struct_fields__, n=1, cutoff=0.85):
+        raise invalid(path + name[:40], f"is an unknown field; did you mean `{similar[0]}`?")
 
 
 def _in_snake_case(name: str) -> str:

@@ -69,7 +69,7 @@ OPENAI_REFUSALS = [
     ({"response_format": {"type": "structural_tag", "structures": []}}, "response_format.type", "'structural_tag'"),
     ({"response_format": {"type": "json_object", "schema": LONG}}, "response_format.schema", "at most 120000 bytes"),
     ({"structured_outputs": {}}, "structured_outputs", "needs one of `json`, `regex`, `choice` and `json_object`"),
-    ({"structured_outputs": {"jsn": SCHEMA}}, "structured_outputs", "needs one of"),
+    ({"structured_outputs": {"yaml": SCHEMA}}, "structured_outputs", "needs one of"),
     ({"structured_outputs": {"json_object": False}}, "structured_outputs", "needs one of"),
     (
         {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}},

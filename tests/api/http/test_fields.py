@@ -191,6 +191,24 @@ def test_a_field_in_another_languages_case_is_rejected_with_the_right_name(writt
         read(ChatRequest, **{written: 1})
 
 
+@pytest.mark.parametrize(
+    "kind, fields, path, meant",
+    [
+        (ChatRequest, {"stream_options": {"includeUsage": True}}, "stream_options.includeUsage", "include_usage"),
+        (ChatRequest, {"reasoning": {"efort": "low"}}, "reasoning.efort", "effort"),
+        (ResponsesRequest, {"text": {"formats": {}}}, "text.formats", "format"),
+        (MessagesRequest, {"thinking": {"type": "enabled", "budget_token": 5}}, "thinking.budget_token", "budget_tokens"),
+        (MessagesRequest, {"output_config": {"formats": {}}}, "output_config.formats", "format"),
+    ],
+)
+def test_a_misspelled_field_of_an_object_is_rejected_with_its_path_and_other_fields_are_ignored(kind, fields, path, meant):
+    with pytest.raises(ApiError, match=f"did you mean `{meant}`") as refused:
+        read(kind, **fields)
+    assert refused.value.param == path
+    name = path.partition(".")[0]
+    read(kind, **{name: fields[name] | {path.partition(".")[2]: None, "new_in_2027": 1}})
+
+
 @pytest.mark.parametrize("name", NOT_SUPPORTED)
 def test_a_field_of_another_server_that_asks_for_something_is_refused_by_name(name):
     for kind in (kind for kind in KINDS if name not in kind.__struct_fields__):
