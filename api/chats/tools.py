@@ -23,6 +23,7 @@ TOOL_TYPES = ("function", "custom")
 CUSTOM_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 # Characters that truncation can leave of an escaped one, such as \ud83d\ude4.
 MAX_PARTIAL_ESCAPE = 12
+OTHER_SCHEMAS = ("inputSchema", "input_schema")  # MCP's and Anthropic's names for `parameters`
 NOT_RUN = "names a tool that this server does not run"
 ADDED_TOOLS = "You may also call these functions:\n"
 MODES = ("none", "auto", "required")
@@ -213,6 +214,8 @@ def _checked_function(path: str, tool: Json, field_names: FieldNames) -> tuple[s
     function = as_function(tool)["function"]
     parameters = function.get("parameters")
     if parameters is None:
+        for other in OTHER_SCHEMAS:
+            require(described.get(other) is None, f"{path}.{other}", "is an unknown field; use `parameters`")
         parameters = {"properties": {}, "additionalProperties": False}
     is_object = isinstance(parameters, dict) and parameters.get("type", "object") == "object"
     is_object = is_object and isinstance(parameters.get("properties", {}), dict)

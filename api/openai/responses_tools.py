@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from api.chats import client_tools
 from api.chats.content import SYSTEM_ROLES
-from api.chats.tools import NOT_RUN, OfferedTools, definitions
+from api.chats.tools import NOT_RUN, OTHER_SCHEMAS, OfferedTools, definitions
 from api.http.fields import Json, require
 from api.openai.responses_types import (
     ApplyPatchCall,
@@ -233,5 +233,6 @@ def _chat_form(path: str, tool: Json) -> Json:
     if kind in BUILT_IN:
         own = {key: tool[key] for key in ("description", "parameters") if tool.get(key)}
         return {"type": "function", "function": {"name": kind} | BUILT_IN[kind].definition | own}
-    keys = ("name", "description", "format" if kind == "custom" else "parameters", "strict")
+    own = ["format"] if kind == "custom" else ["parameters", *OTHER_SCHEMAS]
+    keys = ("name", "description", *own, "strict")
     return without_nulls({"type": kind, kind: {key: tool.get(key) for key in keys}})

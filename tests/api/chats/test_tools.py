@@ -130,6 +130,7 @@ def allowed(**more):
         ([tool(), tool()], None, "tools[1].function.name", "'weather'"),
         ([custom("regex", "a" * 120_000)], None, "tools[0].custom.format", "at most 120000 bytes"),
         ([tool(parameters=[])], None, "tools[0].function.parameters", "object"),
+        ([{"function": {"name": "f", "inputSchema": {}}}], None, "tools[0].function.inputSchema", "use `parameters`"),
         ([tool(description=5)], None, "tools[0].function.description", "string"),
         ([{"type": "custom"}], None, "tools[0].custom", "missing"),
         ([{"type": "custom", "custom": {"name": "a b"}}], None, "tools[0].custom.name", "'a b'"),

@@ -381,6 +381,7 @@ REFUSED = {
     "tool_choice.type": {"tools": [{"type": "file_search"}], "tool_choice": {"type": "file_search"}},
     "tool_choice.name": {"tools": [DEFERRED], "tool_choice": {"type": "function", "name": "forecast"}},
     "tools[0].description": {"tools": [{"type": "tool_search", "execution": "client", "description": 5}]},
+    "tools[0].inputSchema": {"tools": [{"type": "function", "name": "x", "inputSchema": {"type": "object"}}]},
     "tools[0].format": {"tools": [{"type": "custom", "name": "x", "format": {"definition": 5}}]},
     "tools[1].tools[0].name": {"tools": [HOSTED[0], {"type": "namespace", "name": "x", "tools": [WEATHER | {"name": "<"}]}]},
     "previous_response_id": "resp_1",
