@@ -107,7 +107,7 @@ class ImageThread:
         started_at = time.monotonic()
         try:
             pixels = np.frombuffer(image.pixels, np.uint8).reshape(*image.shape, 3)
-            embeddings = self._model.encode_image(pixels, image.canvas, lambda: key not in self._encodings)
+            embeddings = self._model.vision.encode(pixels, image.canvas, lambda: key not in self._encodings)
             if embeddings is None:
                 return ""
             if len(embeddings) != image.tokens:

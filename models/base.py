@@ -58,8 +58,8 @@ Announce = Callable[[str], None]
 
 
 class StaticBatchModel:
-    """A loaded model, which the worker runs. Calls come one at a time from one thread, but for those of
-    `encode_image`. Attributes without a value are set by each engine."""
+    """A loaded model, which the worker runs. Calls come one at a time from one thread; `vision` is called
+    from a thread of its own, also while `forward` runs. Attributes without a value are set by each engine."""
 
     engine: str  # "openvino", "torch" or "neuron"
     dtype: str  # "float32", "bfloat16" or "float16"
@@ -89,9 +89,10 @@ class StaticBatchModel:
     # cost more than they save.
     max_draft_rows: int = 0
     verify_length: int = 0
-    # For a model that reads images: the embeddings that image tokens (negative ids) in chunks stand for.
+    # For a model that reads images: the embeddings that image tokens (negative ids) in chunks stand for, and
+    # what makes these embeddings.
     encoder_cache: EncoderCache | None = None
-    _vision: ImageEncoder  # set where there is an `encoder_cache`
+    vision: ImageEncoder | None = None
     states: States | None = None  # of a model whose layers have recurrent states
     state_bytes: int = 0  # of all layers, in one of their blocks
     adapters: Adapters | None = None  # that chunks may choose; None: none can be served
@@ -150,18 +151,6 @@ class StaticBatchModel:
         """Makes `forward` return SampledIds, or logits if `ids` is false, from its next call on. Only where
         `sampling` is "hybrid"."""
         raise NotImplementedError
-
-    def encode_image(
-        self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
-    ) -> np.ndarray | None:
-        """The embeddings of an image, float32 [tokens, width]; None if `is_cancelled` returns true before one
-        of its tiles.
-
-        pixels: the tiles, uint8 RGB [tiles, height, width, 3], which run one at a time; canvas: how the tiles
-        lie in the image (protocol.py: Image). Called from one thread, also while `forward` runs. Only where
-        there is an `encoder_cache`.
-        """
-        return self._vision.encode(pixels, canvas, is_cancelled)
 
 
 @dataclass

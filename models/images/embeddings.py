@@ -32,7 +32,12 @@ class ImageEncoder:
     def encode(
         self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
     ) -> np.ndarray | None:
-        """As `encode_image` of StaticBatchModel (base.py)."""
+        """The embeddings of an image, float32 [tokens, width]; None if `is_cancelled` returns true before one
+        of its tiles.
+
+        pixels: the tiles, uint8 RGB [tiles, height, width, 3], which run one at a time; canvas: how the tiles
+        lie in the image (protocol.py: Image).
+        """
         features = []
         for tile in pixels:
             if is_cancelled():

@@ -118,7 +118,7 @@ class NeuronModel(StaticBatchModel):
             return
         try:
             tensors = read_tensors(build.checkpoint())
-            self._vision = make_tower(manifest, tensors).float()
+            self.vision = make_tower(manifest, tensors).float()
         except Exception as error:
             logger.debug("no vision tower", exc_info=True)
             warn_text_only(build.config.model_name, named(error))

@@ -256,7 +256,7 @@ class OpenVinoModel(StaticBatchModel):
             "INFERENCE_PRECISION_HINT": self._vision_precision,
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": facts["vision_activation_group"],
         }
-        self._vision = VisionEncoder(path, facts["newline"], self._settings | precision)
+        self.vision = VisionEncoder(path, facts["newline"], self._settings | precision)
 
     def choose_padding(self) -> None:
         """Measures whether small calls are faster with more rows."""

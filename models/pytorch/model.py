@@ -312,15 +312,15 @@ class TorchModel(StaticBatchModel):
             logger.info("--speculate has no effect here: a recurrent state does not go back")
 
     def _load_vision(self, manifest: Manifest) -> None:
-        """Sets `encoder_cache` where the model reads images and its tower computes what that of transformers
-        does; where the tower does not, a warning says so."""
+        """Sets `vision` and `encoder_cache` where the model reads images. If its tower does not compute what
+        that of transformers does, a warning says so, and there is no `encoder_cache`."""
         if not manifest.reads_images:
             return
         try:
             # The tensors are shared with the model.
-            self._vision = make_tower(manifest, self._model.state_dict()).to(self.device)
-            check = VisionCheck(self._model, self._vision)
-            fault = check.find_fault(self._vision, self.dtype)
+            self.vision = make_tower(manifest, self._model.state_dict()).to(self.device)
+            check = VisionCheck(self._model, self.vision)
+            fault = check.find_fault(self.vision, self.dtype)
         except Exception as error:
             logger.debug("no vision tower", exc_info=True)
             fault = named(error)

@@ -166,8 +166,8 @@ def test_an_image_that_cannot_be_encoded_fails_the_requests_that_want_it_alone()
 def test_an_image_with_another_number_of_embeddings_than_tokens_fails_before_a_step():
     driven = driven_with()
     wrong = image(5, tokens=4)
-    encode = driven.model.encode_image
-    driven.model.encode_image = lambda pixels, canvas, is_cancelled: encode(pixels, (canvas[0] - 1,), is_cancelled)
+    encode = driven.model.encode
+    driven.model.encode = lambda pixels, canvas, is_cancelled: encode(pixels, (canvas[0] - 1,), is_cancelled)
     driven.arrive(asks(1, wrong), Generate(2, [3], 3))
     driven.run()
     assert failures_of(driven) == {1: "the image cannot be encoded"} and driven.tokens[2] == greedy([3], 3)
@@ -240,7 +240,7 @@ def test_the_pixels_of_an_encoded_image_are_freed_while_the_next_one_is_encoded(
     first, second = image(5, tiles=1), image(6, tiles=1)
     driven.arrive(asks(1, first, second))
     driven.step()
-    encode = driven.model.encode_image
+    encode = driven.model.encode
 
     def encode_first_only(pixels, canvas, is_cancelled):
         if len(driven.model.encoded) == 1:
@@ -248,7 +248,7 @@ def test_the_pixels_of_an_encoded_image_are_freed_while_the_next_one_is_encoded(
             driven.wire.interrupt()
         return encode(pixels, canvas, is_cancelled)
 
-    driven.model.encode_image = encode_first_only
+    driven.model.encode = encode_first_only
     driven.model.may_encode.set()
     wait_for_encoder(driven)
     driven.worker._preparation.start()

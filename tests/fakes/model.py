@@ -174,13 +174,14 @@ class ImageModel(FakeModel):
     def __init__(self, cached_tokens: int = 1000, **options):
         super().__init__(**options)
         self.encoder_cache = EncoderCache(EMBEDDING, 4 * EMBEDDING * cached_tokens)
+        self.vision = self
         self.encoded: list[int] = []  # what the pixels of each tile were, in order
         self.damaged: set[int] = set()  # such pixels cannot be encoded
         self.may_encode = threading.Event()  # cleared: the encoder stops before its next tile
         self.may_encode.set()
         self.began = threading.Semaphore(0)  # a tile
 
-    def encode_image(self, pixels, canvas, is_cancelled):
+    def encode(self, pixels, canvas, is_cancelled):
         for tile in pixels:
             self.began.release()
             deadline = time.monotonic() + 20  # the thread of a failed test ends, too

@@ -150,6 +150,6 @@ def test_int8_runs_and_comes_close(references, tmp_path):
     for quantize in (None, "int8"):
         model = served(reference, tmp_path, prefill_chunk=0, sampling="host", quantize=quantize)
         pixels = np.frombuffer(reference.image.pixels, np.uint8).reshape(*reference.image.shape, 3)
-        model.encoder_cache.add(reference.image.key, model.encode_image(pixels, reference.image.canvas, lambda: False))
+        model.encoder_cache.add(reference.image.key, model.vision.encode(pixels, reference.image.canvas, lambda: False))
         rows.append(as_float32(model.forward([Chunk(0, reference.prompt, 0)]))[0])
     assert 0 < np.abs(rows[0] - rows[1]).max() < 0.1 * np.ptp(rows[0])

@@ -190,7 +190,7 @@ def serve(folder, engine="openvino", **changes):
 def encode(model, picture):
     """Adds an image to the model's cache, as the worker does before a request enters the queue."""
     image = picture.image
-    model.encoder_cache.add(image.key, model.encode_image(picture.tiles, image.canvas, lambda: False), image.canvas)
+    model.encoder_cache.add(image.key, model.vision.encode(picture.tiles, image.canvas, lambda: False), image.canvas)
 
 
 def logits_scaling(reference):
@@ -339,7 +339,7 @@ def test_a_text_beside_an_image_is_the_text_of_a_step_without_one(visions, engin
 @pytest.mark.parametrize("engine", BOTH)
 def test_an_image_has_the_same_embeddings_whenever_it_is_encoded(visions, engine):
     model, picture = serve(visions.folder("smolvlm"), engine), visions.picture("smolvlm")
-    first, second = (model.encode_image(picture.tiles, (), lambda: False) for _ in range(2))
+    first, second = (model.vision.encode(picture.tiles, (), lambda: False) for _ in range(2))
     assert first.dtype == np.float32 and np.array_equal(first, second)
     assert np.abs(first - features(visions.reference("smolvlm"), picture.inputs)).max() < 1e-4
 
@@ -349,7 +349,7 @@ def test_an_image_that_nobody_wants_any_more_is_encoded_to_its_next_tile_only(vi
     model, picture = serve(visions.folder("smolvlm"), engine), visions.picture("smolvlm")
     asked = []
     tiles = np.concatenate([picture.tiles] * 3)
-    assert model.encode_image(tiles, (), lambda: bool(asked.append(None)) or len(asked) == 3) is None
+    assert model.vision.encode(tiles, (), lambda: bool(asked.append(None)) or len(asked) == 3) is None
     assert len(asked) == 3
 
 
@@ -596,7 +596,7 @@ def test_a_vision_tower_that_does_not_tolerate_int8_stays_as_it_is(visions, tmp_
     picture = visions.picture("smolvlm")
     caplog.set_level(logging.INFO)
     model = serve(visions.folder("smolvlm"), quantize="int8", model_cache=str(tmp_path))
-    found = model.encode_image(picture.tiles, (), lambda: False)
+    found = model.vision.encode(picture.tiles, (), lambda: False)
     assert model.quantize == "int8" and np.abs(found - features(visions.reference("smolvlm"), picture.inputs)).max() < 1e-4
     assert "The vision tower is not compressed: in int8 its image embeddings differ" in caplog.text
 
@@ -660,7 +660,7 @@ def test_a_worker_reads_images_without_torch(visions, tmp_path):
     config = Config.from_json(sys.argv[1])
     folder = Path(config.model_id)
     model = models.load(models.OpenVino(config, folder, Manifest.read(folder)), lambda phase: None)
-    embeddings = model.encode_image(np.zeros((1, 256, 256, 3), np.uint8), (), lambda: False)
+    embeddings = model.vision.encode(np.zeros((1, 256, 256, 3), np.uint8), (), lambda: False)
     print(embeddings.shape, {"torch", "transformers", "PIL"} & sys.modules.keys())"""
     printed = subprocess.run(
         [sys.executable, "-c", code, config.to_json()], cwd=HERE, capture_output=True, text=True, check=True
