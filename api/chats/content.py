@@ -80,9 +80,9 @@ class ContentReader:
         return part.text(read) if isinstance(read, str) else read(part)
 
     def text(self, path: str, content: Any, between: str = "\n", role: str = "") -> str:
-        """The text of `content`, whose parts are joined with `between`, except at an image. Parts whose value
-        is not a text are left out. role: that of the message; the text of a system message loses the line
-        BILLING. Raises ApiError."""
+        """The text of `content`, as `parts` takes it; "": no part has a text. The texts of parts are joined
+        with `between`, except at an image. Parts whose value is not a text are left out. role: that of the
+        message; the text of a system message loses the line BILLING. Raises ApiError."""
         text = ""
         for _kind, part in self.parts(path, content):
             if isinstance(part, str):

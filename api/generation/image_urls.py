@@ -42,7 +42,8 @@ class ImageUrlError(Exception):
 
 
 def read_data_url(url: str) -> bytes:
-    """The file in a `data:` URL. Its media type is ignored: what counts is the content."""
+    """The file in a `data:` URL. Its media type is ignored: what counts is the content. Raises ImageUrlError
+    for a URL that is not `data:` with base64, and for data that `read_base64` rejects."""
     head, comma, data = url.partition(",")
     head = head.lower()
     if not (comma and head.startswith("data:") and "base64" in head):
@@ -103,6 +104,8 @@ class _Place(NamedTuple):
 
     @classmethod
     def of(cls, url: str) -> _Place:
+        """The place of an http or https URL. Raises ImageUrlError for any other one, and for one with a user
+        or password."""
         # So nothing in it ends a line, and a host that is not ASCII has percent signs, as no allowed one has.
         url = quote(url, safe=string.punctuation, errors="replace")
         try:
@@ -120,7 +123,7 @@ class _Place(NamedTuple):
 
     @property
     def authority(self) -> str:
-        """The host as the operator writes it."""
+        """The host as the operator writes it: IPv6 in brackets, and the port if it is not the scheme's."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == PORTS[self.scheme] else f"{host}:{self.port}"
 

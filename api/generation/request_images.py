@@ -52,7 +52,7 @@ class RequestImage:
 
 class RequestImages:
     """The images of a request, numbered from 0 in the order in which they are added. As a context manager,
-    frees the images at the end of the block.
+    frees the images at the end of the block, and lets another request hold pixels.
 
     preprocess: the preprocessor of the served model; None: the model reads text only. run: calls a function
     in a thread, and returns its result. domains: the hosts that images may be fetched from.
@@ -135,12 +135,14 @@ class RequestImages:
         return first + "".join(self._images[number].read.text + other for number, other in placed)
 
     def read(self, image_numbers: Sequence[int]) -> list[Image]:
-        """The images with these numbers, as the worker gets them."""
+        """The images with these numbers, as the worker gets them. They must be loaded."""
         images = (self._images[number].read for number in image_numbers)
         return [Image(image.key, image.tokens, image.shape, image.pixels, image.canvas) for image in images]
 
     def load(self, check_client: Callable[[], None]) -> None:
-        """Fetches and preprocesses all images. The request's greenlet waits here for both. Raises ApiError.
+        """Fetches and preprocesses all images. The request's greenlet waits here for both, and until fewer
+        other requests hold files or pixels. Raises ApiError for an image that cannot be fetched or
+        preprocessed, and for more files, pixels or seconds than a request may have.
 
         check_client: called before each image is preprocessed; raises when the client has disconnected.
         """
@@ -190,7 +192,8 @@ class RequestImages:
             gevent.killall(jobs)
 
     def _preprocess(self, image: RequestImage) -> float:
-        """Preprocesses an image. Returns how many seconds that took. Raises ApiError."""
+        """Preprocesses an image, in a thread, and frees its file. Returns how many seconds that took. Raises
+        ApiError."""
         begin = time.monotonic()
         try:
             image.read = self.preprocess(image.source, image.options)

@@ -390,7 +390,7 @@ class QwenTower(VisionTower):
 
     def _joined(self, x: Tensor) -> Tensor:
         """[patches, width] -> [tokens, width of all patches of a token]."""
-        return x.reshape(-1, self._merge**2 * self._tower[f"{PATCHES}.weight"].shape[0])
+        return x.unflatten(0, (-1, self._merge**2)).flatten(1)
 
 
 class GlmTower(QwenTower):
@@ -434,9 +434,7 @@ class _Tensors(nn.Module):
             self.register_buffer(own.replace(".", "/"), tensors[name])
 
     def get(self, name: str, default: Any = None) -> Any:
-        if name not in self:
-            return default
-        return self[name]
+        return self[name] if name in self else default
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._buffers[name.replace(".", "/")]

@@ -105,7 +105,8 @@ class Square(Layout):
 
 
 class CenterCrop(Square):
-    """LLaVA-1.5: one tile out of the middle of the image, whose short side is scaled to `size`."""
+    """LLaVA-1.5: one tile out of the middle of the image, whose short side is scaled to `size`; if `size` has
+    a height, both sides are."""
 
     side = "crop_size"
     class_tokens = 1
@@ -113,9 +114,12 @@ class CenterCrop(Square):
     def __init__(self, facts: Facts):
         super().__init__(facts)
         self._edge = facts.number("size")
+        size = facts["size"]
+        self._is_squared = isinstance(size, dict) and size.get("height") is not None
 
     def _tile(self, image: Image) -> Image:
-        width, height = (self._edge * side // min(image.size) for side in image.size)
+        sides = (1, 1) if self._is_squared else image.size
+        width, height = (self._edge * side // min(sides) for side in sides)
         left = (width - self._side) // 2
         top = (height - self._side) // 2
         return self._resized(image, width, height).crop((left, top, left + self._side, top + self._side))
@@ -152,7 +156,7 @@ class AnyResolution(Layout):
         return Tiles(tiles, self.token * tokens, packing)
 
     def _best_canvas(self, image: Image) -> tuple[int, int]:
-        """Height and width of the canvas that keeps most of the image's pixels; of equal ones the
+        """Height and width, in pixels, of the canvas that keeps most of the image's pixels; of equal ones the
         smallest."""
 
         def fit(size: tuple[int, int]) -> tuple[int, int]:
@@ -267,8 +271,8 @@ class Lines(Blocks):
 
 
 class Grid(Layout):
-    """InternVL: the tiles of a grid, and then the whole image if the grid has several. The grid has at most
-    `max_patches` tiles, and the form that is nearest to that of the image."""
+    """InternVL: the tiles of a grid, and then the whole image if the grid has several. The grid has
+    `min_patches` to `max_patches` tiles, and the form that is nearest to that of the image."""
 
     image_token = "<IMG_CONTEXT>"
     options = ("min_patches", "max_patches")
@@ -298,8 +302,8 @@ class Grid(Layout):
         return Tiles(tiles, self.begin + self.token * self._tokens * len(tiles) + self.end)
 
     def _nearest(self, image: Image) -> tuple[int, int]:
-        """Columns and rows of the grid whose form is nearest to that of the image. Of equally near grids, the
-        largest counts that has fewer than twice the pixels of the image, else the smallest."""
+        """Columns and rows, in tiles, of the grid whose form is nearest to that of the image. Of equally near
+        grids, the largest counts that has fewer than twice the pixels of the image, else the smallest."""
         best = (1, 1)
         least = math.inf
         for columns, rows in self._grids:
@@ -432,7 +436,7 @@ def read_layout(manifest: Manifest, *overrides: Json) -> Layout:
 
 
 def _cut(image: Image, side: int) -> list[Image]:
-    """The tiles of an image, row by row."""
+    """The square tiles of an image, row by row. side: in pixels; divides both of the image."""
     corners = [(x, y) for y in range(0, image.height, side) for x in range(0, image.width, side)]
     return [image.crop((x, y, x + side, y + side)) for x, y in corners]
 
@@ -444,7 +448,8 @@ def _scaled_size(image: Image, longest: int) -> tuple[int, int]:
 
 
 def _canvas_sizes(given: Any, side: int) -> list[tuple[int, int]]:
-    """Pairs of height and width. Raises ConfigError."""
+    """The pairs of height and width, in pixels, in `image_grid_pinpoints`. Raises ConfigError if `given` is
+    no list of such pairs, or empty, or if one of the numbers is not a multiple of `side`."""
     try:
         sizes = [(whole(height), whole(width)) for height, width in given]
     except (TypeError, ValueError):

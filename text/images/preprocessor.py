@@ -74,10 +74,11 @@ class ImagePreprocessor:
 
     def __call__(self, data: bytes, options: Json | None = None) -> PreprocessedImage:
         """data: an image file. options: values, of the names in `self.options`, that count before the
-        overrides.
+        overrides; None: none.
 
-        Raises Rejected and LimitExceeded, whose texts continue a sentence that begins with the name of the
-        image.
+        Raises Rejected for a file that is not an image, or is too large, and for options that do not fit;
+        LimitExceeded for an image that takes too much time or memory. The texts of both continue a sentence
+        that begins with the name of the image.
         """
         options = options or {}
         answer = self._preprocess([base64.b64encode(data).decode(), options])

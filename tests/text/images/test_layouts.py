@@ -203,11 +203,18 @@ def test_of_the_canvases_that_keep_all_pixels_the_smallest_is_taken(tmp_path):
 
 @pytest.mark.models
 @pytest.mark.usefixtures("_same_transformers")
-def test_siglip_scales_an_image_to_a_square(tmp_path):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"image_processor_type": "SiglipImageProcessor", "size": {"height": 384, "width": 384}, "do_center_crop": False},
+        {"size": {"height": 336, "width": 336}},  # of CLIP's processor, whose size is a short side as published
+        {"size": {"height": 400, "width": 400}},
+    ],
+)
+def test_an_image_is_scaled_to_a_square_where_the_size_has_a_height(changes, tmp_path):
     from transformers import AutoImageProcessor
 
-    siglip = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 384, "width": 384}, "do_center_crop": False}
-    layout = read_layout(save_preprocessor("llava", tmp_path, **siglip), {})
+    layout = read_layout(save_preprocessor("llava", tmp_path, **changes), {})
     processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil", do_rescale=False, do_normalize=False)
     made = layout(noise(500, 300))
     expected = processor(images=[noise(500, 300)], return_tensors="np")["pixel_values"][0].transpose(1, 2, 0)
