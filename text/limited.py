@@ -186,7 +186,8 @@ def serve(maker: str, setup: list, cpu_s: float, memory_bytes: int, wall_s: floa
         signal.setitimer(signal.ITIMER_REAL, 0)
         is_text = isinstance(result, str)
         data = result.encode("utf-8", "surrogatepass") if is_text else result
-        answers.write(ANSWER.pack(is_rejected, is_text, len(data)) + data)
+        answers.write(ANSWER.pack(is_rejected, is_text, len(data)))
+        answers.write(data)  # by itself: it may be large
         answers.flush()
 
 

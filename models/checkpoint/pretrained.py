@@ -198,7 +198,8 @@ class VisionCheck:
             rows, columns = (side // height for side in image)
             count = 1 + rows * columns
             patches = height // tower.token_side
-            self.canvas = Canvas(rows * patches, columns * patches, 0, 0, 0, 0)
+            size = (rows * patches, columns * patches)
+            self.canvas = Canvas(*size, 0, 0, *size)
             sizes["image_sizes"] = image
         elif has_grid_positions(model):
             sizes["image_grid_thw"] = (1, 8, 12)

@@ -13,19 +13,20 @@ import numpy as np
 
 
 class Canvas(NamedTuple):
-    """What all tiles but the first show together, as text/images/preprocessor.py sends it. All numbers are in
-    patches."""
+    """What all tiles but the first show together, as `AnyResolution` of text/images/layouts.py makes it. All
+    numbers are in patches."""
 
     rows: int
     columns: int
     top: int  # rows of padding above the image, and as many below it
     left: int
-    scaled_rows: int  # of the image without its padding once it is scaled down; 0: it is not
-    scaled_columns: int
+    kept_rows: int  # of the image without its padding, which is scaled down to as many if it has more
+    kept_columns: int
 
 
 class ImageEncoder:
-    """The part of a model that reads images."""
+    """The part of a model that makes embeddings of images: the vision tower, and how its outputs lie in an
+    image."""
 
     newline: list[float] | None  # [width]: the embedding after each row of a canvas
 
@@ -56,18 +57,18 @@ def arrange(features: np.ndarray, canvas: tuple[int, ...], newline: Sequence[flo
 
     Without `newline` these are the tiles, one after another, and `canvas` is not read. Else they are the
     first tile, which shows the whole image, then the rows of the canvas that the other tiles make: without
-    its padding, scaled down where it says so, and with `newline` [width] after each row.
+    its padding, scaled to as many rows and columns as it keeps, and with `newline` [width] after each row.
     """
     width = features.shape[-1]
     if newline is None:
         return features.reshape(-1, width)
-    rows, columns, top, left, scaled_rows, scaled_columns = Canvas(*canvas)
+    rows, columns, top, left, kept_rows, kept_columns = Canvas(*canvas)
     side = math.isqrt(features.shape[1])
     grid = features[1:].reshape(rows // side, columns // side, side, side, width)
     grid = grid.transpose(0, 2, 1, 3, 4).reshape(rows, columns, width)
     grid = grid[top : rows - top, left : columns - left]
-    if scaled_rows:
-        grid = _scale(_scale(grid, scaled_rows).swapaxes(0, 1), scaled_columns).swapaxes(0, 1)
+    if grid.shape[:2] != (kept_rows, kept_columns):
+        grid = _scale(_scale(grid, kept_rows).swapaxes(0, 1), kept_columns).swapaxes(0, 1)
     ends = np.broadcast_to(np.float32(newline), (len(grid), 1, width))
     lines = np.concatenate([grid, ends], 1)
     return np.concatenate([features[0], lines.reshape(-1, width)])

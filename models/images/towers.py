@@ -389,8 +389,8 @@ class QwenTower(VisionTower):
         return linear(F.gelu(linear(joined, f"{at}.fc1")), f"{at}.fc2")
 
     def _joined(self, x: Tensor) -> Tensor:
-        """[patches, width] -> [tokens, width of all patches of a token]."""
-        return x.unflatten(0, (-1, self._merge**2)).flatten(1)
+        """[patches, width] -> [tokens, width of all patches of a token]; what is joined stays as it is."""
+        return x.reshape(-1, self._merge**2 * self._tower[f"{PATCHES}.weight"].shape[0])
 
 
 class GlmTower(QwenTower):
@@ -434,7 +434,9 @@ class _Tensors(nn.Module):
             self.register_buffer(own.replace(".", "/"), tensors[name])
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        if name not in self:
+            return default
+        return self[name]
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._buffers[name.replace(".", "/")]

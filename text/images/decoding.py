@@ -32,11 +32,13 @@ PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = MAX_TEXT = 64_0
 
 
 def preprocessor(model_dir: str, overrides: Json) -> Callable[[list], bytes]:
-    """Returns the function of the child: [a file in base64, further overrides] -> bytes.
+    """Returns the function of the child: [a file in base64, further overrides] -> bytes. Raises ConfigError
+    for a folder that is no model.
 
     The bytes are a line of JSON and the pixels. The line is [text, tokens, shape, canvas, [width, height]]:
     `PreprocessedImage` explains the first four, and the last is the size of the upright image. The function
-    raises Rejected.
+    raises Rejected for a file that `decode` rejects, for overrides that do not fit, and for an image of more
+    than MAX_TOKENS.
     """
     manifest = Manifest.read(model_dir)
 
@@ -55,13 +57,14 @@ def preprocessor(model_dir: str, overrides: Json) -> Callable[[list], bytes]:
             raise Rejected(f"makes {tokens} tokens; at most {MAX_TOKENS} are supported")
         width, height = made.tiles[0].size
         about = [made.text, tokens, (len(made.tiles), height, width), made.canvas, image.size]
-        return b"\n".join([json.dumps(about).encode(), b"".join(tile.tobytes() for tile in made.tiles)])
+        return b"".join([json.dumps(about).encode(), b"\n", *(tile.tobytes() for tile in made.tiles)])
 
     return preprocess
 
 
 def decode(data: bytes) -> Image.Image:
-    """An image as people see it: its first frame, upright, in RGB. Raises Rejected."""
+    """An image as people see it: its first frame, upright, in RGB. Raises Rejected for a file of another
+    format, a damaged one, and one with too many pixels, too thin a form, or too much text."""
     try:
         image = Image.open(io.BytesIO(data), formats=FILE_FORMATS)  # reads the header
         if max(image.size) > MAX_RATIO * min(image.size):

@@ -30,7 +30,7 @@ class Tiles(NamedTuple):
     tiles: list[Image]  # RGB, all of one size
     text: str  # what stands in the prompt in the place of the placeholder, with all image tokens
     # With `AnyResolution`: rows and columns of the grid of patches, the rows of padding above and below, the
-    # columns on the left and right, and the rows and columns that the rest is scaled down to (0: not scaled).
+    # columns on the left and right, and the rows and columns that the rest is scaled down to, often its own.
     # With `PixelBounds`: rows and columns of tokens.
     canvas: tuple[int, ...] = ()
 
@@ -151,7 +151,7 @@ class AnyResolution(Layout):
         # What is outside of the image is black.
         canvas = self._resized(image, new_width, new_height).crop((-left, -top, width - left, height - top))
         tiles = [self._resized(image, self._side, self._side), *_cut(canvas, self._side)]
-        packing, rows, columns = self._packing(image, height, width)
+        *_, rows, columns = packing = self._packing(image, height, width)
         tokens = self._patches**2 + rows * (columns + 1)  # each row ends with a newline's embedding
         return Tiles(tiles, self.token * tokens, packing)
 
@@ -168,20 +168,19 @@ class AnyResolution(Layout):
 
         return max(self._canvases, key=fit)
 
-    def _packing(self, image: Image, height: int, width: int) -> tuple[tuple[int, ...], int, int]:
-        """`Tiles.canvas`, and the rows and columns of patches that stay: without padding, and scaled down.
-        The rounding is that of transformers' models."""
+    def _packing(self, image: Image, height: int, width: int) -> tuple[int, ...]:
+        """`Tiles.canvas`, of an image in a canvas of this height and width in pixels. The rounding is that of
+        transformers' models."""
         rows = self._patches * (height // self._side)
         columns = self._patches * (width // self._side)
         scale = min(columns / image.width, rows / image.height)
         above = (rows - int(round(image.height * scale, 7))) // 2
         left = (columns - int(round(image.width * scale, 7))) // 2
-        kept = (rows - 2 * above, columns - 2 * left)
+        kept = [rows - 2 * above, columns - 2 * left]
         ratio = math.sqrt(math.prod(kept) / self._max_patches)
-        if ratio <= 1.1:
-            return (rows, columns, above, left, 0, 0), *kept
-        scaled = [int(edge // ratio) for edge in kept]
-        return (rows, columns, above, left, *scaled), *scaled
+        if ratio > 1.1:
+            kept = [int(edge // ratio) for edge in kept]
+        return (rows, columns, above, left, *kept)
 
 
 class RowsAndColumns(Layout):
@@ -349,13 +348,11 @@ class PixelBounds(Layout):
         if not isinstance(edges, dict) or (edges and not edges.keys() & SIZE_FIELDS):
             example = 'an object such as {"shortest_edge": 3136, "longest_edge": 1003520} (pixels)'
             raise ConfigError(f"{SOURCES}: `size` must be {example}; given: {repr(edges)[:100]}")
-        given = {
-            "min_pixels": edges.get("shortest_edge", edges.get("min_pixels")),
-            "max_pixels": edges.get("longest_edge", edges.get("max_pixels")),
-        }
-        bounds = Facts(given | {name: facts[name] for name in given if facts.get(name) is not None})
-        self._most = bounds.number("max_pixels", self.most)
-        self._least = min(bounds.number("min_pixels", self.least), self._most)
+        for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+            if facts.get(name) is None:
+                facts[name] = edges.get(edge, edges.get(name))
+        self._most = facts.number("max_pixels", self.most)
+        self._least = min(facts.number("min_pixels", self.least), self._most)
 
     def bounds(self, tokens: int) -> Json:
         most = max(tokens * self._frames * self._side**2, self._least)

@@ -172,7 +172,7 @@ def canvas_of(size, config):
     patches = side // config.vision_config.patch_size
     rows, columns = (n * patches for n in get_anyres_image_grid_shape(size, config.image_grid_pinpoints, side))
     _, kept_rows, kept_columns = unpad_image(torch.zeros(1, rows, columns), size).shape
-    return Canvas(rows, columns, (rows - kept_rows) // 2, (columns - kept_columns) // 2, 0, 0)
+    return Canvas(rows, columns, (rows - kept_rows) // 2, (columns - kept_columns) // 2, kept_rows, kept_columns)
 
 
 @pytest.fixture(scope="session")
@@ -530,10 +530,10 @@ def test_a_canvas_is_arranged_and_scaled_down_as_by_transformers(size):
     newline = torch.randn(3, generator=random)
     pack = LlavaOnevisionModel.pack_image_features
     (expected,), _ = pack(SimpleNamespace(config=config), [tiles], [size], newline, "anyres_max_9")
-    rows, columns = canvas.rows - 2 * canvas.top, canvas.columns - 2 * canvas.left
+    rows, columns = canvas.kept_rows, canvas.kept_columns
     ratio = (rows * columns / (9 * 27**2)) ** 0.5
     if ratio > 1.1:
-        canvas = canvas._replace(scaled_rows=int(rows // ratio), scaled_columns=int(columns // ratio))
+        canvas = canvas._replace(kept_rows=int(rows // ratio), kept_columns=int(columns // ratio))
     found = arrange(tiles.numpy(), tuple(canvas), newline.numpy())
     assert found.shape == expected.shape and np.abs(found - expected.numpy()).max() < 1e-5
 

@@ -40,7 +40,7 @@ def test_an_image_is_its_tiles_and_what_stands_for_it_in_a_prompt(load):
     left.paste((0, 0, 255), (400, 0, 800, 400))
     image = preprocess(saved(left, "PNG", exif=turned()))  # red above, blue below
     assert image.text == "<image>" * image.tokens
-    assert (image.shape, image.canvas, image.tokens) == ((3, 336, 336), (48, 24, 0, 0, 0, 0), 576 + 48 * 25)
+    assert (image.shape, image.canvas, image.tokens) == ((3, 336, 336), (48, 24, 0, 0, 48, 24), 576 + 48 * 25)
     whole, above, below = (image.pixels[n : n + 336 * 336 * 3] for n in range(0, len(image.pixels), 336 * 336 * 3))
     assert (above[:3], below[-3:]) == (b"\xff\0\0", b"\0\0\xff")
     assert (whole[:3], whole[-3:]) == (b"\xff\0\0", b"\0\0\xff")
