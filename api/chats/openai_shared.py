@@ -152,7 +152,7 @@ class ModelList(Struct):
 def check_openai(
     request: OpenAIRequest,
     limit: int | None,
-    logprobs: bool,
+    top_n: int | None,
     served: Served,
     field_names: FieldNames = CHAT_FIELDS,
     **host_only: Any,
@@ -160,10 +160,11 @@ def check_openai(
     """Checks the fields that chat and completion requests share. Returns fields of the PreparedRequest, by
     name. Raises ApiError.
 
-    limit: the most tokens to generate; None: no limit of the request's own. logprobs: whether
-    log-probabilities of generated tokens are asked for. host_only: by the names of further fields that need
-    host sampling, whether the request uses them. Tokens are drawn at random unless the temperature is 0, as
-    OpenAI's are. Fields of sampling that the request leaves out get the model's defaults.
+    limit: the most tokens to generate; None: no limit of the request's own. top_n: how many of the most
+    likely tokens are asked for with each generated one; None: no log-probabilities. host_only: by the names
+    of further fields that need host sampling, whether the request uses them. Tokens are drawn at random
+    unless the temperature is 0, as OpenAI's are. Fields of sampling that the request leaves out get the
+    model's defaults.
     """
     info = served.info
     adapter = served.adapter_of(request.model)
@@ -188,6 +189,7 @@ def check_openai(
     logit_bias = _logit_bias(request.logit_bias or {}, info)
     defaults = info.sampling_defaults
     temperature = defaults.get("temperature") if request.temperature is None else request.temperature
+    logprobs = top_n is not None
     host_only |= {field_names.logprobs: logprobs, "min_tokens": min_tokens}
     sampling = sampling_of(request, temperature != 0, info, defaults, host_only, logit_bias)
     return {
@@ -203,7 +205,7 @@ def check_openai(
         "shows_special_tokens": request.skip_special_tokens is False,
         "logprobs": logprobs,
         "prompt_logprobs": request.prompt_logprobs is not None,
-        "top_n_tokens": request.prompt_logprobs or 0,
+        "top_n_tokens": max(top_n or 0, request.prompt_logprobs or 0),
         "keep_eos": logprobs,
         "clamps_max_tokens": True,
         "adapter": adapter,

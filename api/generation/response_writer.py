@@ -166,7 +166,7 @@ class ResponseWriter:
     def __init__(self, requests: list[PreparedRequest], served: Served, streams: bool | None = False):
         self.requests = requests
         self.info = served.info
-        self.model_name = (requests[0].adapter if requests else "") or served.info.model_name
+        self.model_name = requests[0].adapter or served.info.model_name
         self.tokenizer = served.text.tokenizer
         self.streams = bool(streams)
         self.request_id = ""  # of the HTTP request; set before anything is written

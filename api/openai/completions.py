@@ -104,16 +104,14 @@ def _check_prompt(request: CompletionRequest, prompt: str | list[int], best_of: 
     else:
         prompt = served.text.tokenizer.escape(prompt)
     ranks = best_of > (request.n or 1)
-    wants_logprobs = request.logprobs is not None
-    checked = check_openai(request, request.max_tokens, wants_logprobs, served, best_of=ranks)
+    checked = check_openai(request, request.max_tokens, request.logprobs, served, best_of=ranks)
     checked |= {
         "prompt": prompt,
         "prompt_name": "prompt",
         "limit_name": "max_tokens",
         "sequences": best_of,
-        "logprobs": wants_logprobs or ranks,
+        "logprobs": checked["logprobs"] or ranks,
         "prompt_logprobs": checked["prompt_logprobs"] or request.ranks_prompt,
-        "top_n_tokens": max(request.logprobs or 0, checked["top_n_tokens"]),
     }
     if request.suffix:
         tokenizer = served.text.tokenizer
@@ -153,7 +151,6 @@ class CompletionResponseWriter(ChunkedResponseWriter):
         super().__init__(requests, served, request)
         self._n = request.n or 1
         self._echoes = request.echo
-        self._lists_prompt = request.ranks_prompt
         self._top_n = request.logprobs
         # Characters of each sequence that are out, for the offsets of log-probabilities.
         self._sent: dict[GeneratedSequence, int] = {}
@@ -215,7 +212,7 @@ class CompletionResponseWriter(ChunkedResponseWriter):
     def _echoed_pieces(self, sequence: GeneratedSequence) -> list[Piece]:
         """The tokens of the prompt as pieces; [] unless the request has both `echo` and `logprobs`. A piece
         is `special` if its text is not in the echoed text."""
-        if not self._lists_prompt:
+        if not self._echoes or self._top_n is None:
             return []
         pieces = self._prompt_pieces(sequence)
         echoed = self._echoed(sequence)
