@@ -217,6 +217,8 @@ class ChatTemplate:
         return frozenset(role for role, chat in chats.items() if self._writes(chat))
 
     def _writes(self, messages: list[Json]) -> bool:
+        """Whether the template writes WORD_OF_NONE, as a text, of these messages; False if it rejects
+        them."""
         try:
             written = self._run({"messages": messages})
         except TemplateError:
@@ -239,6 +241,8 @@ class ChatTemplate:
         return self._run({**(options or {}), **self._special_tokens, **chat})
 
     def _run(self, variables: Json) -> str:
+        """What the template writes with these variables, in a child process. Raises TemplateError, and
+        RecursionError for variables that are nested too deeply."""
         try:
             return rendered([self.source, variables])
         except Rejected as error:

@@ -27,6 +27,8 @@ from protocol import SAMPLING_PARAMETERS
 
 
 def messages(data: Json, served: Served) -> ResponseWriter:
+    """The writer of the response to a request. Raises ApiError, also for `compaction` and for a `thread` that
+    continues another one."""
     request = fields.read(data, MessagesRequest)
     require(not request.compaction, "compaction", "is not supported")
     continues = bool(request.thread) and request.thread.get("type") != "create"
@@ -45,6 +47,8 @@ def messages(data: Json, served: Served) -> ResponseWriter:
 
 
 def count_tokens(data: Json, served: Served) -> Later:
+    """What counts the tokens of a request's prompt, once its images are loaded. Raises ApiError. The request
+    needs no `max_tokens`."""
     request = fields.read(data | {"max_tokens": 1}, MessagesRequest)
     prepared = _prepare(request, MessagesTools(request), served)
     return lambda: TokenCount(len(ids_of(prepared, served)))
@@ -134,6 +138,8 @@ def _thoughts(block: ContentPart) -> Message:
 
 
 def _tool_use(block: ContentPart) -> Message:
+    """The assistant's message with the call. A member of a toolset becomes a call of the toolset, with the
+    member's name as the argument `action`."""
     given = block.needed("input", dict) if block.get("input") is not None else {}
     name = block.needed("name", str)
     if block.get("toolset_name") is not None:  # a member of a toolset, in a conversation with another server
@@ -150,6 +156,7 @@ def _tool_result(block: ContentPart) -> Message:
 
 
 def _document(block: ContentPart) -> str:
+    """The title, the context and the text of a document, a line each; a note if the source is no text."""
     source = block.inner("source")
     readable = {"text": "data", "content": "content"}.get(source.needed("type", str))
     if readable is None:
@@ -158,6 +165,7 @@ def _document(block: ContentPart) -> str:
 
 
 def _tool_reference(block: ContentPart) -> str:
+    """The definition of the tool, which may be called from here on; the name alone of an unknown tool."""
     name = "name" if "name" in block.fields else "tool_name"  # in a tool_addition, in a result
     return block.reader.tools.add(block.needed(name, str))
 
@@ -172,6 +180,8 @@ def _tool_addition(block: ContentPart) -> str:
 
 
 def _tool_removal(block: ContentPart) -> str:
+    """A sentence that forbids calls of the tool, which may not be called from here on; "": the reference is
+    to tools that Anthropic runs."""
     reference = block.inner("tool")
     if reference.get("type") != "tool_reference":
         return ""  # to tools that Anthropic runs

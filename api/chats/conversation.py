@@ -242,9 +242,8 @@ def _check(chat: ChatRequest, served: Served, field_names: FieldNames) -> Json:
     most = served.info.max_input_tokens
     limit_text = f"more than the {most} tokens of the longest prompt (--max-input-tokens raises it)"
     require(count <= most, field_names.prompt, f"has {count} messages, {limit_text}")
-    checked = check_openai(
-        chat, limit, (chat.top_logprobs or 0) if chat.logprobs else None, served, field_names
-    )
+    top_n = chat.top_logprobs or 0 if chat.logprobs else None
+    checked = check_openai(chat, limit, top_n, served, field_names)
     check_top_n(chat.top_logprobs, "top_logprobs", max(OPENAI_TOP_LOGPROBS, served.config.max_top_n_tokens))
     return checked | {
         "add_special_tokens": bool(chat.add_special_tokens),  # the template writes them

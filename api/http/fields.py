@@ -301,6 +301,8 @@ def require(holds: object, param: str, detail: str, given: str | None = None) ->
 
 
 def check_batch(count: int, what: str, param: str, config: Config) -> None:
+    """Raises ApiError (422, TGI's `batch size exceeded`) for more than --max-client-batch-size. what: a noun
+    for them in the plural; param: the field that has them."""
     most = config.max_client_batch_size
     if count > most:
         limit = f"Number of {what} exceeds the maximum allowed batch size of {most}"
@@ -336,6 +338,7 @@ def _limits(parameter: SamplingParameter) -> str:
 
 
 def check_stop(stop: list[str], config: Config, name: str = "stop") -> None:
+    """Raises ApiError (422) for too many or too long stop sequences. name: of their field."""
     most = config.max_stop_sequences
     detail = f"supports up to {most} stop sequences (--max-stop-sequences raises it). Given: {len(stop)}"
     require(len(stop) <= most, name, detail)
@@ -350,6 +353,7 @@ def check_top_n(n: int | None, name: str, most: int) -> None:
 
 
 def check_ids(ids: list[int], name: str, info: ModelInfo) -> None:
+    """Raises ApiError (422) for the first id that is not in the model's vocabulary. name: of the field."""
     last = info.vocab_size - 1
     unknown = next((token for token in ids if not 0 <= token <= last), None)
     detail = f"holds token {unknown}, but the model's vocabulary has the tokens 0 to {last}"

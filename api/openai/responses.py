@@ -43,6 +43,8 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 def responses(data: Json, served: Served) -> ResponseWriter:
+    """The writer of the response to a request. If the last item of `input` has the type TRIGGER, that is a
+    summary of the conversation. Raises ApiError and StoreError."""
     request = _read_request(data)
     conversation = Conversation(request, served.responses)
     if conversation.own and conversation.own[-1].get("type") == TRIGGER:
@@ -66,13 +68,16 @@ def _triggered(request: ResponsesRequest, conversation: Conversation, served: Se
 
 
 def input_tokens(data: Json, served: Served) -> Later:
+    """What counts the tokens of a request's prompt, once its images are loaded. Raises ApiError and
+    StoreError."""
     request = _read_request(data)
     prepared = _prepare_response(request, Conversation(request, served.responses), served)
     return lambda: InputTokens(len(ids_of(prepared, served)))
 
 
 def compact(data: Json, served: Served) -> ResponseWriter:
-    """The model summarizes the conversation."""
+    """The writer of the response with the model's summary of the conversation. Raises ApiError and
+    StoreError."""
     request = _summary_request(fields.read(data, CompactRequest))
     conversation = Conversation(request, served.responses)
     _ask_for_summary(conversation)
@@ -113,6 +118,8 @@ def _read_request(data: Json) -> ResponsesRequest:
 def _prepare_response(
     request: ResponsesRequest, conversation: Conversation, served: Served
 ) -> PreparedRequest:
+    """The prepared request of the chat that `request` with this conversation is. Raises ApiError, with the
+    names that the chat's fields have in `request`."""
     tools = conversation.tools
     paths, messages = _chat_messages(request, conversation, served.images)
     chat = ChatRequest(
@@ -147,7 +154,7 @@ class Conversation:
     references. The items of the responses that the request continues are in front of these."""
 
     def __init__(self, request: ResponsesRequest, stored: OwnedResponses):
-        """Raises ApiError for items that are not stored."""
+        """Raises ApiError for items that are not stored, and StoreError."""
         previous = request.previous_response_id
         before = stored.conversation(previous) if previous else []
         self._before = [(f"previous_response_id[{i}]", item) for i, item in enumerate(before)]

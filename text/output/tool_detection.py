@@ -109,6 +109,7 @@ def _chat_with_call(template: ChatTemplate, arguments: Any) -> str:
 
 
 def _reads(form: ToolFormat, chat: str) -> bool:
+    """Whether the format reads this text as one call of FUNCTION with ARGUMENTS."""
     calls = AllowedCalls(ModelTools(form), [Function(NAME, PARAMETERS)], "auto", parallel=True)
     parser = ParserConfig(calls, enforces_calls=True).parser()
     parser.push(chat)
