@@ -90,7 +90,6 @@ def _prepare(request: CountRequest, tools: MessagesTools, served: Served, **more
         stop="stop_sequences",
         budget="thinking.budget_tokens",
         format=format_name,
-        schema=["schema"],
         nests_tools=False,
         parameters=".input_schema",
     )

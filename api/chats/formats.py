@@ -20,10 +20,10 @@ from protocol import MAX_GRAMMAR, ModelInfo
 from text.grammar import WHITESPACE, GrammarError, left_out, of_choice, of_json_schema, of_regex
 
 # Where `response_format` and `grammar` have the schema or the regular expression, by their `type`: OpenAI's
-# place and others. FieldNames has that of json_schema.
+# places, in chats and in responses, and others.
 SCHEMA_PATHS = {
     "json_object": ["schema", "value"],
-    "json_schema": [],
+    "json_schema": ["json_schema.schema", "schema", "value.schema"],
     "json": ["value"],
     "regex": ["value"],
 }
@@ -119,7 +119,7 @@ def of_openai(request: FormatFields, field_names: FieldNames = CHAT_FIELDS) -> C
     if request.structured_outputs is not None and not within:
         raise invalid("structured_outputs", "needs one of `json`, `regex`, `choice` and `json_object`")
     formats = [
-        *_of_type(field_names.format, request.response_format, field_names),
+        *_of_type(field_names.format, request.response_format),
         *within,
         *_of_fields("", request),
     ]
@@ -127,20 +127,19 @@ def of_openai(request: FormatFields, field_names: FieldNames = CHAT_FIELDS) -> C
     return _constraint(formats, None if outputs.disable_any_whitespace else whitespace)
 
 
-def _of_type(name: str, given: Json | None, field_names: FieldNames = CHAT_FIELDS) -> list[Format]:
+def _of_type(name: str, given: Json | None) -> list[Format]:
     """The format in the field `name`, as a list of one; [] if `given` is None or {}, or has the type `text`.
     Raises ApiError.
 
     given: the value of the field, an object with a `type`. The first place in SCHEMA_PATHS that has a schema
-    or a regular expression counts; for the type json_schema, the first in `field_names.schema`.
+    or a regular expression counts.
     """
     kind = (given or {}).get("type")
     if not given or kind == "text":
         return []
     if not isinstance(kind, str) or kind not in SCHEMA_PATHS:
         raise invalid(f"{name}.type", f"must be one of text, {', '.join(SCHEMA_PATHS)}", given=str(kind)[:40])
-    places = field_names.schema if kind == "json_schema" else SCHEMA_PATHS[kind]
-    for place in places:
+    for place in SCHEMA_PATHS[kind]:
         outer, _, key = place.rpartition(".")
         holder = given.get(outer) if outer else given
         if isinstance(holder, dict) and holder.get(key) is not None:
@@ -148,7 +147,7 @@ def _of_type(name: str, given: Json | None, field_names: FieldNames = CHAT_FIELD
             return [Format(f"{name}.{place}", "regex" if kind == "regex" else "json", holder[key], is_strict)]
     if kind == "json_object":
         return [Format(name, "json_object", True)]
-    raise invalid(name, f"of the type {kind} needs `{'` or `'.join(places)}`")
+    raise invalid(name, f"of the type {kind} needs `{'` or `'.join(SCHEMA_PATHS[kind])}`")
 
 
 def _of_fields(prefix: str, fields: FormatFields | StructuredOutputs) -> list[Format]:

@@ -139,7 +139,6 @@ class FieldNames:
     logprobs: str = "logprobs"
     budget: str = "thinking_token_budget"
     format: str = "response_format"
-    schema: Sequence[str] = ("json_schema.schema", "value.schema")  # the places of it in the format
     nests_tools: bool = True  # a tool has its fields in an object `function` or `custom`
     parameters: str = ".parameters"
     allowed_tools: str = ".allowed_tools"  # of `tool_choice`

@@ -142,7 +142,6 @@ def _prepare_response(
         limit="max_output_tokens",
         logprobs="top_logprobs",
         format="text.format",
-        schema=["schema"],
         nests_tools=False,
         allowed_tools="",
     )

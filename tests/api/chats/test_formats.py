@@ -33,6 +33,7 @@ OPENAI_SHAPES = [
     ({"response_format": {"type": "json_object"}}, ANY_OBJECT),
     ({"response_format": {"type": "json_schema", "json_schema": NAMED}}, JSON),
     ({"response_format": {"type": "json_schema", "json_schema": NAMED | {"strict": False, "description": "d"}}}, JSON),
+    ({"response_format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}, JSON),  # as in responses
     ({"response_format": {"type": "json_object", "schema": SCHEMA}}, JSON),
     *[({"response_format": shape}, grammar) for shape, grammar in NATIVE_SHAPES],
     ({"response_format": {"type": "text"}}, ""),
