@@ -12,7 +12,14 @@ from typing import Any
 
 from api.anthropic.output import MessagesResponseWriter
 from api.anthropic.tools import MessagesTools
-from api.anthropic.types import AnthropicToolChoice, CountRequest, InputMessage, MessagesRequest, TokenCount
+from api.anthropic.types import (
+    AnthropicToolChoice,
+    CountRequest,
+    InputMessage,
+    MessagesRequest,
+    OutputConfig,
+    TokenCount,
+)
 from api.chats.content import PARTS, ContentPart, ContentReader, joined
 from api.chats.conversation import ChatRequest, Message, ReasoningSwitch, call_message, prepare_chat
 from api.chats.reasoning import unseal
@@ -21,7 +28,6 @@ from api.generation.prepared_request import PreparedRequest, Served, ids_of
 from api.generation.request_images import Later
 from api.generation.response_writer import ResponseWriter
 from api.http import fields
-from api.http.errors import invalid
 from api.http.fields import FieldNames, Json, require
 from protocol import SAMPLING_PARAMETERS
 
@@ -69,7 +75,7 @@ def _prepare(request: CountRequest, tools: MessagesTools, served: Served, **more
             messages.append(message)
     reader.log_skipped()
     choice = request.tool_choice or AnthropicToolChoice("auto")
-    format_name, response_format = _output_format(request)
+    output = request.output_config or OutputConfig()
     is_single = choice.disable_parallel_tool_use
     given = request.thinking
     chat = ChatRequest(
@@ -77,8 +83,8 @@ def _prepare(request: CountRequest, tools: MessagesTools, served: Served, **more
         messages=messages,
         tool_choice=tools.choice(choice),
         parallel_tool_calls=None if is_single is None else not is_single,
-        response_format=response_format,
-        reasoning_effort=request.output_config.effort if request.output_config else None,
+        response_format=output.format or request.output_format,
+        reasoning_effort=output.effort,
         thinking=given and ReasoningSwitch(given.type, budget_tokens=given.budget_tokens),
         chat_template_kwargs=request.chat_template_kwargs,
         **more,
@@ -89,7 +95,7 @@ def _prepare(request: CountRequest, tools: MessagesTools, served: Served, **more
         least_limit=0,  # for prefix caching alone
         stop="stop_sequences",
         budget="thinking.budget_tokens",
-        format=format_name,
+        format="output_config.format" if output.format else "output_format",
         nests_tools=False,
         parameters=".input_schema",
     )
@@ -224,16 +230,3 @@ BLOCKS = PARTS | {
     "advisor_result": "text?",
     "mcp_tool_result": "content?",
 }
-
-
-def _output_format(request: CountRequest) -> tuple[str, Json | None]:
-    """The name of the field that has the format, and the format in a chat's form; None: no format.
-    `output_config.format` counts before `output_format`. Raises ApiError."""
-    given = request.output_config.format if request.output_config else None
-    name = "output_config.format" if given else "output_format"
-    given = given or request.output_format
-    if not given:
-        return name, None
-    if given.get("type") != "json_schema" or given.get("schema") is None:
-        raise invalid(name, "must have the type json_schema and a `schema`")
-    return name, {"type": "json_schema", "schema": given["schema"]}
