@@ -82,9 +82,13 @@ class Worker:
         self._timer = StepTimer()
         self._progress_at = 0.0  # when the device last finished a step, or was given one after being idle
         self._ready_web_processes: set[bytes] = set()
-        self.metrics.set_limits(model.batch_size, model.max_input_tokens, model.max_total_tokens)
-        self._cache_tokens = model.batch_size * model.max_total_tokens
-        self.metrics.set_cache(self._cache_tokens, model.kv_cache_dtype, self.scheduler.prefix_granularity)
+        self.metrics.describe_model(
+            model.batch_size,
+            model.max_input_tokens,
+            model.max_total_tokens,
+            model.kv_cache_dtype,
+            self.scheduler.prefix_granularity,
+        )
         self.metrics.watch(self.load)
         if model.adapters:
             self.metrics.watch_adapters(model.batch_size, self.adapters_in_use)
@@ -221,7 +225,7 @@ class Worker:
             "state_snapshots": self.model.states.kept if self.model.states else 0,
             "vllm:num_requests_running": busy,
             "vllm:num_requests_waiting": queued,
-            "vllm:kv_cache_usage_perc": held_tokens / self._cache_tokens,
+            "vllm:kv_cache_usage_perc": held_tokens / (self.model.batch_size * self.model.max_total_tokens),
         }
 
     def adapters_in_use(self) -> tuple[set[str], set[str]]:
@@ -258,16 +262,14 @@ class Worker:
         if not self.requests:
             self._progress_at = time.monotonic()
         group = RequestGroup()
-        adapters = self.model.adapters.numbers if self.model.adapters else ()
+        adapters = self.model.adapters.numbers if self.model.adapters else {}
         if message.images:
             self._preparation.images.add(message.images)
         images = {image.key: image.tokens for image in message.images}
         for generate in message.generates:
             request = self.requests.add(peer, generate, group, images)
-            if self.draining:
-                self.requests.end(request, "draining")
-                continue
-            if generate.adapter and generate.adapter not in adapters:
+            request.adapter = adapters.get(generate.adapter, 0)
+            if generate.adapter and not request.adapter:
                 what = f"The LoRA adapter {generate.adapter!r} has been unloaded"
                 self.requests.end(request, "unknown_adapter", what)
                 continue
@@ -281,8 +283,6 @@ class Worker:
         """Adds the request to the scheduler. A request with a grammar or images is added once these are
         prepared."""
         generate = request.generate
-        if generate.adapter:
-            request.adapter = self.model.adapters.numbers[generate.adapter]
         if self.model.sampling != "device":
             request.sampler = SamplerState(
                 generate.sampling, generate.prompt, self.eos_token_ids, generate.min_new_tokens

@@ -185,10 +185,24 @@ class Metrics:
             label = (self._model_name, VLLM_ENGINE, *label)
         return metric.labels(*label) if label else metric
 
-    def set_limits(self, batch_size: int, max_input_tokens: int, max_total_tokens: int) -> None:
-        """Sets the limits of the model, and adds the metrics whose buckets depend on them."""
+    def describe_model(
+        self,
+        batch_size: int,
+        max_input_tokens: int,
+        max_total_tokens: int,
+        cache_dtype: str,
+        prefix_granularity: int | None,
+    ) -> None:
+        """Shows the limits of the model and its KV cache, and adds the histograms whose buckets depend on the
+        limits. prefix_granularity: None without prefix caching.
+
+        vLLM describes its KV cache in blocks, and endpoint pickers compare prompts block by block. So a block
+        is the least that prefix caching reuses, and at least MIN_BLOCK_SIZE tokens: pickers give up on
+        prompts of too many blocks.
+        """
+        cache_tokens = batch_size * max_total_tokens
         self.series("slots_total").set(batch_size)
-        self.series("batch_max_total_tokens").set(batch_size * max_total_tokens)
+        self.series("batch_max_total_tokens").set(cache_tokens)
         for name, about, longest in (
             ("request_input_length", "Tokens of a request's prompt", max_input_tokens),
             ("request_max_new_tokens", "Tokens that a request may generate", max_total_tokens),
@@ -204,19 +218,11 @@ class Metrics:
             ("max_num_generation", "Tokens of a request's longest sequence, on success"),
         ):
             self._add(Histogram, f"vllm:request_{name}_tokens", about, buckets=buckets)
-
-    def set_cache(self, tokens: int, dtype: str, prefix_granularity: int | None) -> None:
-        """Adds vLLM's description of the KV cache: its `tokens` in blocks. `prefix_granularity` is None
-        without prefix caching.
-
-        Endpoint pickers compare prompts block by block. So a block is the least that prefix caching reuses,
-        and at least MIN_BLOCK_SIZE tokens: pickers give up on prompts of too many blocks.
-        """
         block_size = max(MIN_BLOCK_SIZE, prefix_granularity or 0)
         labels = {
             "block_size": block_size,
-            "num_gpu_blocks": tokens // block_size,
-            "cache_dtype": dtype,
+            "num_gpu_blocks": cache_tokens // block_size,
+            "cache_dtype": cache_dtype,
             "enable_prefix_caching": prefix_granularity is not None,
             "engine": VLLM_ENGINE,
         }

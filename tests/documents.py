@@ -161,8 +161,7 @@ COMMON = {"le", "quantile", "model_name", "engine"}  # of all histograms and sum
 def metrics():
     """What /metrics shows once a model is loaded."""
     made = Metrics("model")
-    made.set_limits(1, 1, 2)
-    made.set_cache(100, "float32", None)
+    made.describe_model(1, 1, 2, "float32", None)
     made.series("startup_phase_seconds", "loading").set(1)
     made.series("adapter_requests", "french").inc()
     rows = []

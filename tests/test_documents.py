@@ -117,7 +117,7 @@ def test_the_steps_of_the_guide_start_this_server_with_its_flags():
 
 def test_every_name_of_this_server_in_the_guide_exists():
     metrics = Metrics("")
-    metrics.set_limits(1, 1, 2)
+    metrics.describe_model(1, 1, 2, "float32", None)
     series = set(re.findall(r"^# TYPE (\w+)", metrics.render().decode(), flags=re.MULTILINE))
     of_libraries = {"NEURON_COMPILE_CACHE_URL", "NEURON_CC_FLAGS", "OTEL_SERVICE_NAME"}
     for _section, _names, here in ROWS:

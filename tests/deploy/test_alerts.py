@@ -18,7 +18,7 @@ needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="needs 
 
 def exposed():
     metrics = Metrics("")
-    metrics.set_limits(2, 50, 60)
+    metrics.describe_model(2, 50, 60, "float32", None)
     metrics.series("startup_phase_seconds", "loading").set(1)
     return metrics.render().decode()
 

@@ -73,7 +73,7 @@ def bounds(found, name):
 
 def with_limits():
     metrics = Metrics("")
-    metrics.set_limits(4, 200, 400)
+    metrics.describe_model(4, 200, 400, "float32", None)
     return metrics
 
 
@@ -142,10 +142,11 @@ def test_buckets_are_tgis():
         assert bounds(found, name) == pytest.approx([4 * n for n in range(1, 101)] + infinity)
 
 
-def test_before_the_limits_are_known_everything_else_is_there():
+def test_before_the_model_is_loaded_everything_else_is_there():
     missing = set(types(with_limits())) - set(types(Metrics("")))
     of_tgi = {f"tgi_request_{name}" for name in ("input_length", "generated_tokens", "max_new_tokens")}
-    assert missing == of_tgi | {f"vllm:request_{name}_tokens" for name in ("prompt", "generation", "max_num_generation")}
+    of_vllm = {f"vllm:request_{name}_tokens" for name in ("prompt", "generation", "max_num_generation")}
+    assert missing == of_tgi | of_vllm | {"vllm:cache_config_info"}
 
 
 SUCCESS = RequestStats(
@@ -456,10 +457,11 @@ def vllm(metrics, *, buckets=False):
 
 def test_metrics_of_vllm_have_its_types_labels_and_buckets_and_are_there_from_startup():
     metrics = Metrics("org/model")
-    metrics.set_limits(4, 200, 400)
+    metrics.describe_model(4, 200, 400, "float32", None)
     found = {name.removeprefix("vllm:"): kind for name, kind in types(metrics).items() if name.startswith("vllm:")}
+    assert found.pop("cache_config_info") == "gauge"
     assert found == {name: kind if kind in ("gauge", "counter") else "histogram" for name, kind in VLLM.items()}
-    series = samples(metrics, "vllm:")
+    series = {key: value for key, value in samples(metrics, "vllm:").items() if key[0] != "vllm:cache_config_info"}
     assert set(series.values()) == {0}
     labels = {
         name: {key[1:] for key in series if key[0].startswith(f"vllm:{name}") and "_bucket" not in key[0]} for name in VLLM
@@ -477,7 +479,7 @@ def test_metrics_of_vllm_have_its_types_labels_and_buckets_and_are_there_from_st
 @pytest.mark.parametrize(("granularity", "block_size", "blocks"), [(None, 16, 25), (1, 16, 25), (128, 128, 3)])
 def test_the_kv_cache_is_described_in_blocks_that_prefix_caching_can_reuse(granularity, block_size, blocks):
     metrics = Metrics("m")
-    metrics.set_cache(400, "bfloat16", granularity)
+    metrics.describe_model(4, 50, 100, "bfloat16", granularity)
     ((key, value),) = [item for item in samples(metrics, "vllm:").items() if item[0][0] == "vllm:cache_config_info"]
     assert (dict(label.split("=") for label in key[1:]), value) == (
         {
@@ -494,8 +496,7 @@ def test_the_kv_cache_is_described_in_blocks_that_prefix_caching_can_reuse(granu
 @pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool (apt install prometheus)")
 def test_promtool_complains_of_metrics_of_vllm_for_nothing_but_the_colons_in_their_names():
     metrics = Metrics("org/model")
-    metrics.set_limits(4, 200, 400)
-    metrics.set_cache(1600, "float32", 1)
+    metrics.describe_model(4, 200, 400, "float32", 1)
     done = subprocess.run(["promtool", "check", "metrics"], input=metrics.render(), capture_output=True, timeout=60)
     complaints = [line for line in done.stderr.decode().splitlines() if line.startswith("vllm:")]
     assert complaints and {line.partition(" ")[2] for line in complaints} == {"metric names should not contain ':'"}
