@@ -107,6 +107,10 @@ DTYPE_NAMES = {
 }
 
 
+# Parsers of values: each takes a text without spaces around it, and returns the value. For any other text it
+# raises ValueError, which says what the value must be.
+
+
 def _whole_number(value: str, low: int = 1, high: int = MAX_COUNT) -> int:
     try:
         number = int(value)
@@ -131,10 +135,12 @@ def _chunk(value: str) -> int:
 
 
 def _lengths(value: str) -> tuple[int, ...]:
+    """The lengths in a list with commas, each once, ascending."""
     return tuple(sorted({_whole_number(part) for part in value.split(",")}))
 
 
 def _parse_neuron_config(value: str) -> tuple[str, ...]:
+    """The options of a list with commas, as NAME=VALUE, each once, in the order of their names."""
     given = {}
     for option in value.split(","):
         name, _, written = option.strip().partition("=")
@@ -169,8 +175,8 @@ def _positive(value: str) -> float:
 
 
 def _one_of(*words: str, aliases: Mapping[str, str] | None = None) -> Callable[[str], str]:
-    """A parser that returns one of these words, for a text in any case. It raises ValueError for any other
-    text. aliases: further texts, in lower case, and the word that each stands for."""
+    """A parser that returns one of these words, for a text in any case. aliases: further texts, in lower
+    case, and the word that each stands for."""
 
     def parse(value: str) -> str:
         word = (aliases or {}).get(value.lower(), value.lower())
@@ -200,7 +206,8 @@ def _log_level(value: str) -> str:
 
 
 def _quantize(value: str) -> str | None:
-    # TGI's values: the method of a quantized checkpoint, or one that TGI applies.
+    """ "int8", "int4", None for "none", or CHECKPOINT_QUANTIZE for a method of TGI."""
+    # The method of a quantized checkpoint, or one that TGI applies.
     methods = "awq|bitsandbytes(-nf4|-fp4)?|compressed-tensors|eetq|exl2|fp8|gptq|marlin"
     if re.fullmatch(methods, value.lower()):
         return CHECKPOINT_QUANTIZE
@@ -239,7 +246,8 @@ def _absolute_path(value: str) -> str:
 
 
 def _adapter(value: str) -> str:
-    """A LoRA adapter as its name, `=`, and its folder or its id on the hub."""
+    """A LoRA adapter as its name, `=`, and its folder, absolute, or its id on the hub. Without a name in
+    `value`, the name is what is in front of an `@` of the id."""
     if value.lstrip().startswith("{"):
         raise ValueError("must be name=folder, name=owner/adapter or owner/adapter, not JSON")
     name, _, source = (part.strip() for part in value.partition("="))
@@ -275,6 +283,7 @@ def _ip(value: str) -> str:
 
 
 def _root_path(value: str) -> str | None:
+    """The path without a slash at its end; None for the slash alone."""
     path = value.rstrip("/")
     if path and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", path):
         raise ValueError("must be a path such as /serve, of letters, digits and the characters . _ ~ -")
@@ -324,6 +333,7 @@ def _collector(value: str) -> str:
 
 
 def _json_object(value: str) -> str:
+    """The text itself, if it is a JSON object."""
     try:
         members = json.loads(value)
     except ValueError:
@@ -334,6 +344,7 @@ def _json_object(value: str) -> str:
 
 
 def _origins(value: str) -> str:
+    """The origins of a list with commas, in such a list without spaces."""
     origins = [origin.strip().rstrip("/") for origin in value.split(",") if origin.strip()]
     for origin in origins:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
@@ -346,6 +357,7 @@ HOST_NAME = re.compile(r"([a-z0-9_]([a-z0-9_-]*[a-z0-9_])?\.)*[a-z]([a-z0-9-]*[a
 
 
 def _domains(value: str) -> tuple[str, ...]:
+    """The hosts of a list with commas or spaces, each once, in lower case."""
     return tuple(dict.fromkeys(_domain(domain) for domain in value.lower().replace(",", " ").split()))
 
 

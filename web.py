@@ -338,6 +338,7 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
             gevent.spawn(self._log_tools)
 
     def _log_tools(self) -> None:
+        """Waits for the model's text, and logs its note about tools."""
         self._engine.has_text.wait()
         if note := self._engine.text.tools_note:
             logger.info("%s", note)
@@ -372,6 +373,7 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
         return app
 
     def _load_text(self, info: ModelInfo) -> ModelText:
+        """Reads the model's files, in a thread. Also starts the child that checks grammars."""
         text = ModelText.load(info, self._config)
         if info.sampling != "device":  # which supports no grammars
             text.grammars.start()

@@ -77,7 +77,8 @@ def text(data: Json, served: Served) -> ResponseWriter:
 
 
 def vertex(data: Json, served: Served) -> ResponseWriter:
-    """The predictions for several requests, each of which is native or a chat."""
+    """The writer of the predictions for several requests, each of which is native or a chat. Raises
+    ApiError."""
     requests = []
     prefixes = []
     given = fields.read(data, VertexRequest).instances
@@ -96,7 +97,8 @@ def vertex(data: Json, served: Served) -> ResponseWriter:
 
 
 def continuation(sentence: str, served: Served) -> ResponseWriter:
-    """The sentence and its continuation, in a list."""
+    """The writer of a list with one text: the sentence and its continuation. Raises ApiError for an empty
+    sentence, and for one that cannot run."""
     require(sentence, "sentence", "cannot be empty")
     prepared = tgi.check(GenerateRequest(sentence), served, streams=False, prompt_name="sentence")
     return PredictionsResponseWriter([prepared], served, [sentence], list)

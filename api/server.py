@@ -259,8 +259,8 @@ class Server:
             return Response(body, headers=headers | timing_headers(generation), mimetype=JSON)
 
     def run(self, function: Callable[[], T], is_long: bool) -> T:
-        """What `function` returns. A thread runs `function` if `is_long`: to list the 30,000 tokens of a
-        prompt takes half a second."""
+        """What `function` returns or raises. A thread runs `function` if `is_long`: to list the 30,000 tokens
+        of a prompt takes half a second. Raises ApiError (429) if too many calls wait for a thread."""
         return self._threads.run(function) if is_long else function()
 
     def _check_grammars(self, prompts: list[TokenizedPrompt]) -> None:

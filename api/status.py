@@ -38,6 +38,8 @@ def live(_server: Server) -> Response:
 
 
 def health(server: Server) -> Response:
+    """An empty response when requests are accepted. Raises ApiError (503) otherwise, with the worker's phase
+    and progress."""
     engine = server.engine
     engine.wait_while_loading()
     if engine.phase != "ready":
@@ -52,6 +54,8 @@ def metrics(server: Server) -> Response:
 
 
 def models(server: Server) -> Response:
+    """The list of the model and its LoRA adapters: Anthropic's if the request has the header
+    `anthropic-version`, else OpenAI's. Raises ApiError (503)."""
     info = server.served.info
     if "anthropic-version" in request.headers:
         cards = [AnthropicModelCard(name, name) for name in (info.model_name, *info.adapters)]

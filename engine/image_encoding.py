@@ -39,8 +39,8 @@ class ImageThread:
         self._thread = ThreadPoolExecutor(1, "worker-images")
 
     def add(self, images: Iterable[Image]) -> None:
-        """Takes the images of a message. The next `retain` frees the pixels of each image that it does not
-        name."""
+        """Takes the images of a message, and counts them. The pixels of an image that waits already are freed
+        at once. The next `retain` frees the pixels of each image that it does not name."""
         for image in images:
             self._metrics.series("images").inc()
             if image.key in self._cache:

@@ -23,7 +23,7 @@ logger = logging.getLogger("worker")
 
 @dataclass(eq=False)
 class Requests:
-    """The admitted requests that have not ended."""
+    """The admitted requests that have not ended. Iterating goes over a copy: requests may end meanwhile."""
 
     model: StaticBatchModel
     eos_token_ids: frozenset[int]

@@ -88,4 +88,5 @@ class Request:
         return self.generate.prompt_logprobs
 
     def log(self, event: str, **fields) -> None:
+        """Logs an event of the request at the level debug, with its id and these named values."""
         logger.debug(event, extra={"fields": {"request_id": self.generate.request_id, **fields}})

@@ -58,7 +58,8 @@ class Masks(NamedTuple):
 
 
 def masks_of(matchers: Sequence[Matcher | None], vocab_size: int) -> Masks:
-    """The masks of a step's rows; a row without a matcher allows all tokens."""
+    """The masks of a step's rows, in the order of `matchers`. The mask of a row without a matcher, or whose
+    matcher fails, allows all tokens; `errors` has the failures."""
     started_at = time.monotonic()
     errors = {}
     mask = np.full((len(matchers), -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)

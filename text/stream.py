@@ -45,6 +45,7 @@ class ByteLevelDetokenizer:
 
     @property
     def holds_text(self) -> bool:
+        """Whether a token of the completion has text that `push` has not returned yet."""
         return self._has_begun and bool(self._decoder.getstate()[0])
 
     def push(self, token_id: int) -> str:
@@ -92,6 +93,7 @@ class WindowDetokenizer:
 
     @property
     def holds_text(self) -> bool:
+        """Whether a token of the completion has text that `push` has not returned yet."""
         return bool(self._new)
 
     def push(self, token_id: int) -> str:

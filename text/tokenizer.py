@@ -113,7 +113,8 @@ class Tokenizer:
         return []
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises ValueError for a text that the tokenizer cannot process."""
+        """The token ids of a text, escaped or not; with `add_special_tokens` also those that the tokenizer
+        adds, such as BOS. Raises ValueError for a text that the tokenizer cannot process."""
         encoding = self._encoded(text, add_special_tokens, has_offsets=False)
         return self._escaping.ids(encoding) if self._escaping else encoding.ids
 
@@ -196,6 +197,7 @@ class Tokenizer:
         return None
 
     def is_byte_token(self, token_id: int) -> bool:
+        """Whether a token stands for a single byte, as <0xE2> does."""
         return self.has_byte_fallback and BYTE_TOKEN.fullmatch(self.id_to_token(token_id) or "") is not None
 
 

@@ -60,7 +60,8 @@ class ModelText(NamedTuple):
 
     @classmethod
     def load(cls, info: ModelInfo, config: Config) -> ModelText:
-        """Reads the model's tokenizer and template. This takes seconds for a large tokenizer."""
+        """Reads the model's tokenizer and template. This takes seconds for a large tokenizer. Raises
+        ConfigError for files that cannot be read."""
         template = ChatTemplate.load(info.model_dir, config.tokenizer_config_path)
         images = None
         if info.reads_images:
@@ -213,7 +214,10 @@ def ids_of(prepared: PreparedRequest, served: Served, characters: int | None = N
 
 
 def encoded(text: str, served: Served, add_special_tokens: bool) -> list[int]:
-    """The tokens of an escaped text. Raises ApiError."""
+    """The tokens of an escaped text. Raises ApiError (422) for a text that cannot be tokenized.
+
+    add_special_tokens: also those that the tokenizer adds, such as BOS.
+    """
     try:
         return served.text.tokenizer.encode(text, add_special_tokens)
     except Exception as error:
