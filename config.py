@@ -975,6 +975,10 @@ class Config:
         """`payload_limit`, or its default for the model."""
         return self.payload_limit or (IMAGE_PAYLOAD if reads_images else TEXT_PAYLOAD)
 
+    def set_up_log(self) -> None:
+        """Makes this process log as the settings say."""
+        logs.set_up(self.log_level, self.json_output)
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
 
@@ -1224,7 +1228,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    logs.set_up(config.log_level, config.json_output)
+    config.set_up_log()
     logger = logging.getLogger("config")
     key = "requests need the API key" if config.needs_key else "requests need no API key (--api-key)"
     logger.info("Starting neuron-textgen %s; model: %s; %s", VERSION, config.model_name, key)

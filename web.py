@@ -32,7 +32,6 @@ from flask_swagger_ui import get_swaggerui_blueprint
 from werkzeug.exceptions import ClientDisconnected, HTTPException
 
 import config as configuration
-import logs
 from api import routes, server, status
 from api.generation import tracing
 from api.generation.prepared_request import ModelText
@@ -384,7 +383,7 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
 def main() -> int:
     die_with_parent()
     config = configuration.resolved()
-    logs.set_up(config.log_level, config.json_output)
+    config.set_up_log()
     try:
         if config.otlp_endpoint:
             tracing.check_installed()

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import config as configuration
-import logs
 import models
 from config import Config
 from engine.adapter_changes import AdapterChanges
@@ -511,7 +510,7 @@ def log_thread_failure(link: Link, failure: threading.ExceptHookArgs) -> None:
 def main() -> NoReturn:
     die_with_parent()
     config = configuration.resolved()
-    logs.set_up(config.log_level, config.json_output)
+    config.set_up_log()
     if config.is_demo:
         logger.info(
             "No model is named: serving the built-in demonstration model. "

@@ -13,7 +13,6 @@ import sys
 import warnings
 from pathlib import Path
 
-import logs
 import models
 from config import Config, parse
 from manifest import Manifest
@@ -47,7 +46,7 @@ def main(arguments: list[str]) -> int:
             read_architecture(Config.from_json(sys.stdin.read()), Path(arguments[1]))
         else:
             config = Config.from_json(sys.stdin.read())
-            logs.set_up(config.log_level, config.json_output)
+            config.set_up_log()
             convert(config, Path(arguments[0]), Path(arguments[1]))
     except Exception as error:
         if is_out_of_memory(error):

@@ -20,8 +20,8 @@ MAY_IMPORT = {
     "models": "config manifest run logs",
     "engine": "models text.grammar protocol config manifest run",
     "api": "text protocol config run logs",
-    "web": "api config run logs protocol text",
-    "worker": "engine models text.grammar protocol config run logs",
+    "web": "api config run protocol text",
+    "worker": "engine models text.grammar protocol config run",
 }
 ONLY_IN = {
     "flask": "web api",

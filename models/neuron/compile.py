@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import config as configuration
-import logs
 from config import Config
 from manifest import WEIGHTS, Manifest
 from models.cache import renamed_when_complete
@@ -116,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
         if not options.output:
             raise ConfigError("--output is missing: the folder for the compiled model")
         config = configuration.parse(flags, os.environ)
-        logs.set_up(config.log_level, config.json_output)
+        config.set_up_log()
         if config.device not in ("auto", "neuron"):
             raise ConfigError(f"--device {config.device}: only models for Neuron are compiled; leave it out")
         compile_model(config, Path(options.output).expanduser())

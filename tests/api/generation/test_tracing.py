@@ -189,7 +189,7 @@ def test_health_and_metrics_are_not_traced(traced, collector):
 def main(monkeypatch, caplog):
     """web.py's `main` with an endpoint for traces: its exit code, and the one line that it logs."""
     monkeypatch.setattr(web.configuration, "resolved", lambda: Config(otlp_endpoint="http://127.0.0.1:4318/v1/traces"))
-    monkeypatch.setattr(web.logs, "set_up", lambda *_: None)
+    monkeypatch.setattr("logs.set_up", lambda *_: None)
     monkeypatch.setattr("web.die_with_parent", lambda: None)
     return lambda: (web.main(), *caplog.messages)
 

@@ -213,5 +213,5 @@ def test_a_tool_parser_that_there_is_not_ends_the_startup_with_one_line_that_nam
         format_named("hermas")
     monkeypatch.setattr(web.configuration, "resolved", lambda: Config(model_id="m", tool_parser="hermas"))
     monkeypatch.setattr(web, "die_with_parent", lambda: None)
-    monkeypatch.setattr(web.logs, "set_up", lambda *_settings: None)
+    monkeypatch.setattr("logs.set_up", lambda *_settings: None)
     assert web.main() == 2
