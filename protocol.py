@@ -205,15 +205,14 @@ class Token(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class PromptDone(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The prompt of a request has been run, except for its first `cached` tokens.
 
-    `logprobs` are those of the prompt's tokens from the second on, [] if the request does not want them.
-    `top` holds the `top_n_tokens` most likely (token id, logprob) at each of these positions.
+    `scores` are those of the prompt's tokens from the second on, [] if the request does not want them: the
+    log-probability of each, and the `top_n_tokens` most likely (token id, logprob) in its place.
     """
 
     id: int
     queued_s: float
     cached: int = 0
-    logprobs: list[float] = []
-    top: list[list[tuple[int, float]]] = []
+    scores: list[tuple[float, list[tuple[int, float]]]] = []
 
 
 class Tokens(msgspec.Struct, tag="tokens", frozen=True):

@@ -114,9 +114,7 @@ class Publisher:
             message = messages[request.peer]
             if i >= output.step.num_decodes:
                 queued_s = request.started_at - request.arrived_at
-                done = PromptDone(
-                    request.id, queued_s, request.cached, request.prompt_logprobs, request.prompt_top
-                )
+                done = PromptDone(request.id, queued_s, request.cached, request.prompt_scores)
                 message.prompts.append(done)
             rows = logprobs.get(i) or [(None, [])] * len(tokens)
             reasons = [None] * (len(tokens) - 1) + [output.finish_reasons[i]]
@@ -163,8 +161,7 @@ def score(output: StepOutput) -> tuple[dict[int, list[RowLogprobs]], dict[int, E
         if isinstance(scored, Exception):
             failed[i] = scored
         elif is_prompt:
-            step.requests[i].prompt_logprobs.append(scored[0])
-            step.requests[i].prompt_top.append(scored[1])
+            step.requests[i].prompt_scores.append(scored)
         else:
             found[i].append(scored)
     return found, failed

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from engine.sampling.ngram_proposer import NgramProposer
-from engine.sampling.sampling import SamplerState
+from engine.sampling.sampling import RowLogprobs, SamplerState
 from protocol import Generate
 from text.grammar import Matcher
 
@@ -65,8 +65,7 @@ class Request:
     is_complete: bool = False  # its grammar allows nothing but the end
     first_token_at: float = 0.0
     # Kept by the output thread:
-    prompt_logprobs: list[float] = field(default_factory=list)
-    prompt_top: list[list[tuple[int, float]]] = field(default_factory=list)
+    prompt_scores: list[RowLogprobs] = field(default_factory=list)
     has_ended: bool = False  # its terminal message has been sent
     last_token_at: float = 0.0  # when the step of its last token was done
 

@@ -312,7 +312,7 @@ def test_whatever_happens_every_request_gets_one_terminal_message_and_nothing_le
         assert driven.tokens[i] == expected[: len(driven.tokens[i])]
         if driven.ends[i] in ("length", "eos_token"):
             assert driven.tokens[i] == expected
-            assert len(driven.prompts[i].logprobs) == (len(prompt) - 1 if scored else 0)
+            assert len(driven.prompts[i].scores) == (len(prompt) - 1 if scored else 0)
 
 
 @given(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from itertools import islice, zip_longest
+from itertools import chain, islice, repeat
 from typing import Any
 
 from msgspec import Struct
@@ -232,12 +232,11 @@ class ResponseWriter:
         token has none. If the prompt never ran, no token has one."""
         ids = sequence.prompt
         texts = prompt_texts(self.tokenizer, ids)
-        logprobs = [None, *sequence.prompt_done.logprobs]
-        tops = [[], *sequence.prompt_done.top]
+        scores = chain([(None, [])], sequence.prompt_done.scores, repeat((None, [])))
         special_ids = self.tokenizer.special_ids
         return [
-            Piece(i, text, logprob, i in special_ids, top or [])
-            for i, text, logprob, top in zip_longest(ids, texts, logprobs, tops)
+            Piece(i, text, logprob, i in special_ids, top)
+            for i, text, (logprob, top) in zip(ids, texts, scores)
         ]
 
 

@@ -108,7 +108,7 @@ def test_messages_arrive_as_they_were_sent(worker, connect):
     web.send(Cancel(7, "client hung up"))
     (peer, hello), (_, got), (_, cancel) = receive(worker, 3)
     assert (hello, got, cancel) == (Hello(False), request, Cancel(7, "client hung up"))
-    prompts = [PromptDone(1, 0.5, 3, [-0.25], [[(5, -0.25), (6, -3.0)]]), PromptDone(2, 0.0)]
+    prompts = [PromptDone(1, 0.5, 3, [(-0.25, [(5, -0.25), (6, -3.0)])]), PromptDone(2, 0.0)]
     step = Tokens([Token(1, 5, -0.25, [(5, -0.25), (6, -3.0)], "eos_token"), Token(2, 6, -1.0), Token(3, 7, None)], prompts)
     worker.send(peer, step)
     assert web.next(Tokens) == step

@@ -98,9 +98,10 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_whole_prompt_however_it_
     assert driven.tokens[2] == driven.tokens[3] == greedy(LONG, 4)
     rows = np.stack([next_logprobs(LONG[:n]) for n in range(1, len(LONG))])
     prompt = driven.prompts[2]
-    assert prompt.logprobs == pytest.approx([row[token] for row, token in zip(rows, LONG[1:])], abs=1e-5)
-    assert [[token for token, _ in top] for top in prompt.top] == np.argsort(-rows)[:, :2].tolist()
-    assert (driven.prompts[3].logprobs, driven.prompts[3].top) == ([], [])
+    logprobs, tops = zip(*prompt.scores)
+    assert list(logprobs) == pytest.approx([row[token] for row, token in zip(rows, LONG[1:])], abs=1e-5)
+    assert [[token for token, _ in top] for top in tops] == np.argsort(-rows)[:, :2].tolist()
+    assert driven.prompts[3].scores == []
 
 
 def test_a_prompt_comes_with_the_time_that_it_waited_for_a_slot(monkeypatch):

@@ -141,7 +141,7 @@ def test_a_hybrid_step_takes_logits_for_the_log_probabilities_of_a_prompt():
     assert not driven.model.returns_ids
     driven.run()
     (prompt,) = [prompt for _peer, message in driven.wire.sent for prompt in message.prompts]
-    assert len(prompt.logprobs) == 2
+    assert len(prompt.scores) == 2
 
 
 def test_the_limit_of_a_step_follows_the_typical_duration():

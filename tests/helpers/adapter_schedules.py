@@ -57,7 +57,7 @@ def outputs(driven):
         if isinstance(message, Tokens):
             for token in message.tokens:
                 found[token.id].append((token.token, token.logprob, token.top))
-    return found, {number: (prompt.logprobs, prompt.top) for number, prompt in driven.prompts.items()}
+    return found, {number: prompt.scores for number, prompt in driven.prompts.items()}
 
 
 def check_schedule(model, seed, **limits):
