@@ -155,7 +155,7 @@ class AdapterChange(msgspec.Struct, tag="adapter_change", frozen=True):
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """Web → worker: an API server process has started; `ready` once it accepts requests."""
+    """Web → worker: an API server process has started; `ready`, sent once, when it accepts requests."""
 
     ready: bool
 

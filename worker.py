@@ -80,7 +80,7 @@ class Worker:
         self._runner = StepRunner(model)
         self._timer = StepTimer()
         self._progress_at = 0.0  # when the device last finished a step, or was given one after being idle
-        self._ready_web_processes: set[bytes] = set()
+        self._ready_web_processes = 0
         self.metrics.describe_model(
             model.batch_size,
             model.max_input_tokens,
@@ -155,8 +155,8 @@ class Worker:
                 self.requests.end(request, "failed", error)
             else:
                 self.scheduler.add(request)
-        for request in self.outputs.drain_failed():
-            self.requests.end(request, "failed")
+        while self.outputs.failed:
+            self.requests.end(self.outputs.failed.popleft(), "failed")
 
     def next(self) -> Step | None:
         """The next step, or None if there is nothing to run. Overdue requests are rejected after the step is
@@ -252,8 +252,8 @@ class Worker:
             self.adapter_changes.begin(peer, message)
         elif isinstance(message, PeerLost):
             self._cancel_all_of(peer)
-        elif isinstance(message, Hello):
-            self._count_ready(peer, message)
+        elif isinstance(message, Hello) and message.ready:
+            self._count_ready()
 
     def _add(self, peer: bytes, message: SubmitRequests) -> None:
         """Takes the requests of one HTTP request. Each request is queued, or ended with the reason why it
@@ -302,14 +302,13 @@ class Worker:
         for request in lost:
             self.requests.end(request, "cancelled", log_reason="server process lost")
 
-    def _count_ready(self, peer: bytes, hello: Hello) -> None:
-        """Counts the API server processes that accept requests. With the last one, the log says so."""
-        if hello.ready and peer not in self._ready_web_processes:
-            self._ready_web_processes.add(peer)
-            if len(self._ready_web_processes) == self.config.web_concurrency:
-                (run_dir() / "ready").touch()
-                logger.info("Connected")
-                logger.info("Listening on %s (API and web UI)", self.config.address)
+    def _count_ready(self) -> None:
+        """Counts an API server process that accepts requests. With the last one, the log says so."""
+        self._ready_web_processes += 1
+        if self._ready_web_processes == self.config.web_concurrency:
+            (run_dir() / "ready").touch()
+            logger.info("Connected")
+            logger.info("Listening on %s (API and web UI)", self.config.address)
 
 
 @dataclass

@@ -15,6 +15,7 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 
 import msgspec
 import zmq
@@ -70,7 +71,7 @@ class Link:
         self._admission = admission
         self.info: ModelInfo | None = None  # as last announced
         self._inbox: queue.SimpleQueue[tuple[bytes, ForLoop] | None] = queue.SimpleQueue()
-        self._outbox: queue.SimpleQueue[tuple[bytes | None, FromWorker]] = queue.SimpleQueue()
+        self._outbox: deque[tuple[bytes | None, FromWorker]] = deque()
         self._metrics_requests: list[tuple[bytes, MetricsRequest]] = []  # not answered yet
         self._peers: set[bytes] = set()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -82,7 +83,6 @@ class Link:
         self._socket.sndhwm = 0
         # Without this a message to a disconnected peer is dropped without an error.
         self._socket.router_mandatory = True
-        self._socket.linger = 1000
         self._socket.bind(address)
         self.thread = threading.Thread(target=self._run, name="worker-socket", daemon=True)
         self.thread.start()
@@ -115,7 +115,7 @@ class Link:
 
     def send(self, peer: bytes | None, message: FromWorker) -> None:
         """Sends a message to one API server process, or to all of them (None)."""
-        self._outbox.put((peer, message))
+        self._outbox.append((peer, message))
         os.eventfd_write(self._wake_fd, 1)
 
     def announce(self, info: ModelInfo) -> None:
@@ -147,9 +147,9 @@ class Link:
             closing = self._closing
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
-            while not self._outbox.empty():  # this thread alone takes from it
+            while self._outbox:  # this thread alone takes from it
                 self._send_news()  # first: a client may send its next request as soon as it has its response
-                self._send(*self._outbox.get())
+                self._send(*self._outbox.popleft())
             self._send_news()
             if closing:
                 break

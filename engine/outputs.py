@@ -8,10 +8,9 @@ would otherwise wait for. All terminal messages of admitted requests are sent th
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 from engine.link import Link
@@ -41,7 +40,7 @@ class Publisher:
         self._executor = executor or ThreadPoolExecutor(1, "worker-outputs")
         self._unpublished = threading.Semaphore(MAX_UNPUBLISHED)
         self._held: StepOutput | None = None
-        self._failed: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self.failed: deque[Request] = deque()  # their tokens could not be published; the loop takes them out
 
     def publish(self, output: StepOutput) -> None:
         """Takes the output of a step, which `flush` hands over."""
@@ -64,13 +63,6 @@ class Publisher:
         message."""
         self.flush()
         self._executor.submit(self._end, request, reason, message)
-
-    def drain_failed(self) -> list[Request]:
-        """The requests that ended since the last call because their tokens could not be published."""
-        failed = []
-        while not self._failed.empty():
-            failed.append(self._failed.get())
-        return failed
 
     def close(self) -> None:
         """Publishes what is left, and writes the profile."""
@@ -126,7 +118,7 @@ class Publisher:
 
     def _fail(self, request: Request) -> None:
         self._end(request, "failed", "internal error while sending the next token")
-        self._failed.put(request)
+        self.failed.append(request)
 
     def _end(self, request: Request, reason: str, message: str) -> None:
         if not request.has_ended:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections import deque
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple
@@ -68,7 +67,7 @@ class Scheduler:
     """
 
     def __init__(self, model: StaticBatchModel, config: Config):
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []
         # Prompts in progress, in the order of arrival; without chunked prefill the one comes first that has
         # waited longest for tokens.
         self.prefilling: list[Request] = []

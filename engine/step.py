@@ -21,7 +21,7 @@ from engine.request import Request
 from engine.sampling import sampling
 from engine.sampling.sampling import SamplingBatch, SamplingError, TokenOrError
 from engine.scheduler import PREFILL_TOKENS_WITH_DECODE, Step
-from models.base import Chunk, Logits, SampledIds, StaticBatchModel
+from models.base import Logits, SampledIds, StaticBatchModel
 from models.errors import DeviceLost
 from protocol import SamplingParams
 from text.grammar import GrammarError, Matcher
@@ -155,7 +155,9 @@ class StepRunner:
             for i, request, choice in zip(samples, requests, choices):
                 if not isinstance(choice, Exception):
                     output.tokens[i].append(choice)
-                    if _is_accepted(step.chunks[i], depth, choice) and not request.is_complete:
+                    chunk = step.chunks[i]
+                    next_draft = chunk.tokens[depth + 1 : depth + 2] if chunk.verify else ()
+                    if choice in next_draft and not request.is_complete:
                         going.append(i)
                 elif not depth:  # otherwise the next step finds the same error
                     output.errors[i] = _message_of(choice, request)
@@ -215,11 +217,6 @@ def rows_of(logits: np.ndarray, rows: list[int]) -> np.ndarray:
     first = rows[0]
     end = first + len(rows)
     return logits[first:end] if rows == list(range(first, end)) else logits[rows]
-
-
-def _is_accepted(chunk: Chunk, depth: int, token: int) -> bool:
-    """Whether the chunk has a draft token after `depth` others, and that draft token is `token`."""
-    return chunk.verify and depth + 1 < len(chunk.tokens) and chunk.tokens[depth + 1] == token
 
 
 def _follow_grammar(request: Request, choice: TokenOrError) -> TokenOrError:
