@@ -45,8 +45,10 @@ Three things in the code look odd, and stay as they are:
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -55,6 +57,7 @@ import numpy as np
 logging.getLogger("numba").setLevel(logging.WARNING)
 
 import numba  # noqa: E402
+from numba.core.caching import UserProvidedCacheLocator  # noqa: E402
 
 LANES = 32  # a lane: each LANES-th token of a group
 STEPS = 16  # tokens of a lane
@@ -132,6 +135,18 @@ def source_of(logits: np.ndarray, mask: np.ndarray = NO_MASK) -> Source:
         mask=words.reshape(-1),
         words=mask.shape[1],
     )
+
+
+class LoopsCache(UserProvidedCacheLocator):
+    """Names the cache folder below NUMBA_CACHE_DIR by the text of this file, not by its path as numba does:
+    checkouts with the same text share their compiled loops."""
+
+    @classmethod
+    def get_suitable_cache_subpath(cls, py_file: str) -> str:
+        return f"loops-{hashlib.sha256(Path(py_file).read_bytes()).hexdigest()[:16]}"
+
+
+numba.config.CACHE_LOCATOR_CLASSES = f"{__name__}.LoopsCache,InTreeCacheLocator"
 
 
 def _njit(function):
