@@ -126,5 +126,7 @@ def _reject_settings_of_others(config: Config, engine: type[Engine]) -> None:
             value = getattr(config, setting)
             if value and (not values or value in values):
                 flag = f"--{setting.replace('_', '-')}" + (f" {value}" if values else "")
-                why = other.elsewhere.format(model=config.model_name, engine=engine)
-                raise ModelError(f"{flag} ({setting.upper()}) is for {other.name}, and {why}; leave it out")
+                raise ModelError(
+                    f"{flag} ({setting.upper()}) is for {other.name}, and {config.model_name} is served by "
+                    f"{engine.name}; leave it out"
+                )

@@ -168,8 +168,7 @@ class Engine:
     sha: str | None = None  # the model's commit on the hub; None: a local folder
 
     device: ClassVar[str]  # its value of --device
-    name: ClassVar[str]  # in messages
-    served_by: ClassVar[str]  # in messages: the library that runs a model
+    name: ClassVar[str]  # in messages: what serves a model
     logits_dtypes = ("float32",)  # that logits may have, for the sampling loops
     dtypes = ("float32", "bfloat16", "float16")  # that it computes in
     quantizations = ()  # values of --quantize; none: weights stay as they are
@@ -178,8 +177,6 @@ class Engine:
     uses_transformers = True  # whether the classes of transformers 5 load a checkpoint
     # Settings that no other engine has, and the values that are its own, which messages name; (): all values.
     settings: ClassVar = {}
-    # Why another engine rejects them, as a format string.
-    elsewhere = "this server runs on {engine.device}"
     versions: ClassVar = {}  # ModelInfo.neuron_versions
 
     @staticmethod
@@ -195,7 +192,7 @@ class Engine:
     def why_not_gguf(cls, config: Config, file: GgufFile) -> str | None:
         """Why the engine does not compute with the weights of a GGUF file, as a part of a log line; None: it
         does."""
-        return f"{cls.served_by} serves checkpoints"
+        return f"{cls.name} serves checkpoints"
 
     @staticmethod
     def memory_bytes() -> int | None:

@@ -1,8 +1,8 @@
 """The cache of converted models and tokenizers (`--model-cache`), and the child process that converts them.
 
 An entry is a folder named by a key: a hash of everything its contents depend on. It is written to a temporary
-folder and renamed, so a visible entry is complete. The OpenVINO engine and `tokenizer.py` look for an entry
-before they convert. This file reads only the `entry.json` of an entry, and does not import torch.
+folder and renamed, so a visible entry is complete. The OpenVINO engine and `checkpoint/source.py` look for an
+entry before they convert. This file reads only the `entry.json` of an entry, and does not import torch.
 
     FOLDER/model-<key>/        entry.json, and model.xml and model.bin of OpenVINO where the model converts;
                                vision.xml and vision.bin where it reads images
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -43,10 +44,9 @@ ENTRY = "entry.json"
 TEMPORARY = ".neuron-textgen-"  # beginning of the names of unfinished folders and their locks
 # A larger file is identified by its size and modification time: hashing weights would take seconds.
 HASHED_BYTES = 64_000_000
-# Exit codes of the child process, its reason in the last line of its output.
+# Exit codes of the child process, its reason in the last line of its output. ENOMEM: it had no memory.
 CANNOT_SERVE = 2
 CANNOT_WRITE = 3
-OUT_OF_MEMORY_CODE = 4
 CRASHES = (signal.SIGSEGV, signal.SIGFPE, signal.SIGILL)  # which the next conversion would meet again
 # Compresses weights; needed only by a conversion.
 NNCF = "nncf==3.4.0"
@@ -271,8 +271,8 @@ def run_converter(arguments: list[str], config: Config) -> None:
             raise ConfigError(str(error)) from None
         if error.code == CANNOT_WRITE:
             raise CannotWrite(str(error)) from None
-        if error.code in (OUT_OF_MEMORY_CODE, -signal.SIGKILL):
-            how = "ran out of memory" if error.code == OUT_OF_MEMORY_CODE else "was killed (SIGKILL)"
+        if error.code in (errno.ENOMEM, -signal.SIGKILL):
+            how = "ran out of memory" if error.code == errno.ENOMEM else "was killed (SIGKILL)"
             raise ConfigError(
                 f"the conversion of {config.model_name} {how}: it needs 1 GB and 1.2 to 2 times the "
                 "checkpoint's size; add memory, or convert it on a larger machine (python -m models.convert "

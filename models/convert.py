@@ -7,6 +7,7 @@ python -m models.convert --ahead                         the model of the settin
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -19,7 +20,6 @@ from manifest import Manifest
 from models.cache import (
     CANNOT_SERVE,
     CANNOT_WRITE,
-    OUT_OF_MEMORY_CODE,
     CannotWrite,
     NotConverted,
     ends_conversion,
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
             convert(config, Path(arguments[0]), Path(arguments[1]))
     except Exception as error:
         if is_out_of_memory(error):
-            return OUT_OF_MEMORY_CODE
+            return errno.ENOMEM
         if not ends_conversion(error):
             raise
         print(error)

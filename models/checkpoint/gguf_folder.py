@@ -39,7 +39,7 @@ def _config(file: GgufFile) -> Json:
         "model_type": MODEL_TYPES.get(file.architecture, file.architecture),
         "torch_dtype": "bfloat16",
         "max_position_embeddings": file["context_length"],
-        "vocab_size": file.tensors["token_embd.weight"].shape[1],
+        "vocab_size": file.vocab_size,
         "hidden_size": file["embedding_length"],
         "intermediate_size": file["feed_forward_length"],
         "num_hidden_layers": file["block_count"],

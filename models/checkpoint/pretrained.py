@@ -47,8 +47,7 @@ def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Modul
         if not any(folder.glob("model.safetensors*")):  # shards without the index that transformers needs
             for path in folder.glob(SHARDS):
                 weights |= load_file(path)
-        kind = architecture.model_class if weights else architecture.auto_class
-        model, report = kind.from_pretrained(
+        model, report = architecture.model_class.from_pretrained(
             None if weights else folder,
             config=architecture.config,
             state_dict=weights or None,

@@ -141,6 +141,11 @@ class GgufFile:
         return self.keys["general.architecture"]
 
     @property
+    def vocab_size(self) -> int:
+        """How many tokens have embeddings. Raises KeyError for a file without these."""
+        return self.tensors["token_embd.weight"].shape[1]
+
+    @property
     def identity(self) -> list[Any]:
         """What tells the file from another one in its place: its size, the time of its last change in whole
         seconds, as image layers keep it, the SHA-256 of its keys, and its tensors."""

@@ -97,8 +97,7 @@ def _embedded(file: GgufFile) -> Tokenizer | None:
         tokenizer = Tokenizer.from_str(file.keys["tokenizer.huggingface.json"])
     except Exception:  # the library raises a bare Exception for whatever is wrong
         return None
-    embeddings = file.tensors["token_embd.weight"].shape[1]
-    return tokenizer if tokenizer.get_vocab_size() <= embeddings else None
+    return tokenizer if tokenizer.get_vocab_size() <= file.vocab_size else None
 
 
 def _from_keys(file: GgufFile, written: str) -> Tokenizer:
@@ -149,10 +148,9 @@ def _token_types(file: GgufFile, tokens: list[str], written: str) -> list[int]:
     types = file.tokenizer("token_type")
     if types is None:
         types = [] if file.tokenizer("model") == "gpt2" else [NORMAL_TOKEN] * len(tokens)
-    embeddings = file.tensors["token_embd.weight"].shape[1]
-    if not len(tokens) == len(types) == embeddings:
+    if not len(tokens) == len(types) == file.vocab_size:
         raise file.rejection(
-            f"has {len(tokens)} tokens, {len(types)} types of them and {embeddings} embeddings"
+            f"has {len(tokens)} tokens, {len(types)} types of them and {file.vocab_size} embeddings"
         )
     types = list(map(int, types))
     mended = []

@@ -16,7 +16,6 @@ from run import run_dir
 class Neuron(Engine):
     device = "neuron"
     name = "Neuron"
-    served_by = "transformers-neuronx"
     logits_dtypes = ("float32", "bfloat16")
     quantizations = ("int8",)
     takes_adapters = False

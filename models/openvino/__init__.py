@@ -39,7 +39,6 @@ KNOWN_ERRORS = (ConfigError, ModelError, NotConverted)
 class OpenVino(Engine):
     device = "cpu"
     name = "OpenVINO on CPUs"
-    served_by = "OpenVINO"
     dtypes = ("float32", "bfloat16")
     quantizations = ("int8", "int4")
     reads_gguf = True
@@ -47,7 +46,6 @@ class OpenVino(Engine):
         "kv_cache_dtype": ("float32", "bfloat16", "u8"),
         "prefix_slots": range(1, MAX_COUNT + 1),
     }
-    elsewhere = "{model} is served by {engine.served_by}"
     memory_bytes = staticmethod(host_memory)
 
     @staticmethod

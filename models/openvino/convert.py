@@ -43,7 +43,7 @@ from models.checkpoint.pretrained import (
 )
 from models.errors import ModelError, named
 from models.images.towers import is_vision, make_tower
-from models.openvino.check_text import SHORT_CHECK_TOKENS, ids_of_text
+from models.openvino.check_text import SHORT_CHECK_TOKENS, ids_of_text, reference
 from models.openvino.delta_tiles import TILE
 from models.openvino.graph import MERGED, has_delta_rule, read_graph, save_graph
 from models.openvino.model import OpenVinoModel, VisionEncoder
@@ -232,9 +232,7 @@ class Check:
         self.short = self.ids[:SHORT_CHECK_TOKENS]
         self.shift = positions - len(self.short)  # the model's last positions
         self.logits = reference_logits(model, self.ids)
-        columns = sorted(set(self.short))  # likely tokens: what differs there matters
-        logits = self.logits[: len(self.short), columns]
-        self.stored = {"ids": self.short, "columns": columns, "logits": logits.tolist()}
+        self.stored = reference(self.short, self.logits)
         self.text = self.ids
         self.text_logits = self.logits
         self.steps = 0

@@ -22,7 +22,7 @@ from models.base import Chunk
 from models.checkpoint.rope import Rope, plain, scaled
 from models.gguf.container import GgufFile, read_gguf
 from models.gguf.keys import DIVISORS, head_size, rotary_positions, scaling_size
-from models.openvino.check_text import SHORT_CHECK_TOKENS, ids_of_text
+from models.openvino.check_text import SHORT_CHECK_TOKENS, ids_of_text, reference
 from models.openvino.gguf_files import OWN_DIVISORS, compressed_types, rotated_size
 from models.openvino.graph import LINEAR_NAME, placeholder, read_graph, save_graph
 from models.openvino.model import OpenVinoModel
@@ -61,7 +61,6 @@ def write_graph(config: Config, manifest: Manifest, folder: Path, target: Path) 
     file that it cannot convert.
     """
     file = read_gguf(manifest.gguf_file)
-    vocab_size = file.tensors["token_embd.weight"].shape[1]
     compressed = compressed_types(file) or None
     facts: Json = {
         "model": config.model_name,
@@ -69,7 +68,7 @@ def write_graph(config: Config, manifest: Manifest, folder: Path, target: Path) 
         "quantize": None,
         "compressed": compressed,
         "activation_group": ACTIVATION_GROUP if compressed and config.dtype != "float32" else 0,
-        "vocab_size": vocab_size,
+        "vocab_size": file.vocab_size,
         "max_total_tokens": manifest.length_limit,
         "has_experts": bool(file["expert_count"]),
         "arithmetic": None,
@@ -80,14 +79,12 @@ def write_graph(config: Config, manifest: Manifest, folder: Path, target: Path) 
     graph = _graph_of(file)
     save_graph(graph, target / "model.xml")
     del graph
-    ids = ids_of_text(folder, vocab_size) or list(range(vocab_size))
+    ids = ids_of_text(folder, file.vocab_size) or list(range(file.vocab_size))
     ids = ids[: min(SHORT_CHECK_TOKENS, file["context_length"])]
     checked = facts | {"arithmetic": "float32", "activation_group": 0}
     of_check = Config(max_batch_size=1, max_total_tokens=len(ids))
     model = OpenVinoModel(read_graph(target / "model.xml", checked), checked, of_check)
-    exact = model.forward([Chunk(0, ids, 0, all_logits=True)])
-    columns = sorted(set(ids))
-    facts["reference"] = {"ids": ids, "columns": columns, "logits": exact[:, columns].tolist()}
+    facts["reference"] = reference(ids, model.forward([Chunk(0, ids, 0, all_logits=True)]))
     return facts
 
 

@@ -49,8 +49,6 @@ logger = logging.getLogger("model")
 
 BLOCK = 32  # tokens of a KV cache block; PagedAttention on a CPU has no other size
 FLOAT32_TOKENS = 64  # per call: from 65 or 81 rows on, oneDNN's AVX2 kernels sum in another order
-# Activations that share a scale where weights are compressed, for entries that do not say so. 0: exact.
-ACTIVATION_GROUP = 64
 # Rows of a call with draft tokens: 16 rows take about twice the time of one.
 VERIFY_TOKENS = 16
 # The rows that a smaller call is padded to: a single row is rounded differently, and where bfloat16 has no
@@ -163,7 +161,8 @@ class OpenVinoModel(StaticBatchModel):
             attend_in_bfloat16(graph)
         if self.kv_cache_dtype == "u8":  # the scale of a block changes as the block fills
             self.chunk_granularity = self.prefix_granularity = BLOCK
-        activation_group = facts.get("activation_group", ACTIVATION_GROUP) if self.quantize else 0
+        # How many activations share a scale where weights are compressed; 0: they are exact.
+        activation_group = facts.get("activation_group", 0) if self.quantize else 0
         self.precision = facts["quantize"] or ("int8" if activation_group else self.kv_cache_dtype)
         is_any_length_exact = is_bfloat16 or (activation_group > 0 and has_bfloat16)
         self._max_call_tokens = math.inf if is_any_length_exact else FLOAT32_TOKENS

@@ -12,8 +12,7 @@ from models.errors import ModelError
 
 class PyTorch(Engine):
     device = "cuda"
-    name = "PyTorch"
-    served_by = "plain PyTorch"
+    name = "plain PyTorch"
 
     @staticmethod
     def is_here(wanted: str) -> bool:

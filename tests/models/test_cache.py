@@ -1,6 +1,7 @@
 """The cache of converted models: what a later startup needs, what makes an entry anew, and who may write to it."""
 
 import dataclasses
+import errno
 import fcntl
 import io
 import os
@@ -219,7 +220,7 @@ def test_a_conversion_that_crashes_is_not_tried_again_by_later_starts_of_the_sam
 
 
 @pytest.mark.parametrize(
-    ("what", "how"), [("os.kill(os.getpid(), 9)", "was killed (SIGKILL)"), ("os._exit(4)", "ran out of memory")]
+    ("what", "how"), [("os.kill(os.getpid(), 9)", "was killed (SIGKILL)"), ("os._exit(12)", "ran out of memory")]
 )
 def test_a_conversion_without_the_memory_ends_each_start_in_one_line_and_the_next_tries_again(start, what, how):
     for conversions in (1, 2):
@@ -232,6 +233,12 @@ def test_a_conversion_that_ends_otherwise_leaves_plain_pytorch_and_no_entry(star
     line = "plain PyTorch: RuntimeError: the conversion failed: the process ended with code 1"
     assert start("os._exit(1)") == (line, 1)
     assert list(Path(config.model_cache).iterdir()) == []
+
+
+def test_a_conversion_without_room_is_tried_once_more_in_the_temporary_folder(start):
+    line, conversions = start("import shutil, types; shutil.disk_usage = lambda _: types.SimpleNamespace(free=0)")
+    assert line.startswith("plain PyTorch: CannotWrite: ") and line.endswith(" has no room for 0.1 GB")
+    assert conversions == 2
 
 
 def test_an_error_of_the_system_that_is_not_about_the_cache_is_reported_after_one_conversion(start):
@@ -276,7 +283,7 @@ def test_a_converter_that_runs_out_of_memory_says_so_by_its_exit_code(checkpoint
     monkeypatch.setattr(converter, "trace", fill_memory)
     monkeypatch.setattr(models.convert.logs, "set_up", lambda *_: None)  # of pytest's process
     monkeypatch.setattr("sys.stdin", io.StringIO(settings(checkpoint).to_json()))
-    assert models.convert.main([str(checkpoint), str(tmp_path)]) == models.cache.OUT_OF_MEMORY_CODE
+    assert models.convert.main([str(checkpoint), str(tmp_path)]) == errno.ENOMEM
     assert list(tmp_path.iterdir()) == []
 
 

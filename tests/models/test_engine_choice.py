@@ -30,7 +30,7 @@ def test_each_device_has_its_engine():
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_compressed_weights_are_refused_on_a_gpu_before_a_download(monkeypatch, quantize):
     monkeypatch.setattr(models.PyTorch, "is_here", lambda wanted: True)
-    why = "neuron-textgen/demo runs in PyTorch, where weights stay as they are; leave it out"
+    why = "neuron-textgen/demo runs in plain PyTorch, where weights stay as they are; leave it out"
     assert refusal(device="cuda", quantize=quantize) == f"--quantize {quantize} (QUANTIZE): {why}"
 
 
@@ -44,8 +44,8 @@ def test_compressed_weights_are_refused_on_a_gpu_before_a_download(monkeypatch, 
 )
 def test_a_setting_for_openvino_is_refused_elsewhere_by_name(monkeypatch, device, flag, setting):
     monkeypatch.setattr(models.PyTorch, "is_here", lambda wanted: True)
-    library = {"cuda": "plain PyTorch", "neuron": "transformers-neuronx"}[device]
-    why = f"is for OpenVINO on CPUs, and neuron-textgen/demo is served by {library}; leave it out"
+    engine = {"cuda": "plain PyTorch", "neuron": "Neuron"}[device]
+    why = f"is for OpenVINO on CPUs, and neuron-textgen/demo is served by {engine}; leave it out"
     assert refusal(device=device, **setting) == f"{flag} {why}"
 
 
@@ -67,7 +67,8 @@ def test_cuda_is_refused_where_there_is_none():
     ],
 )
 def test_a_setting_for_neuron_is_refused_elsewhere_by_name(flag, setting):
-    assert refusal(device="cpu", **setting) == f"{flag} is for Neuron, and this server runs on cpu; leave it out"
+    why = "is for Neuron, and neuron-textgen/demo is served by OpenVINO on CPUs; leave it out"
+    assert refusal(device="cpu", **setting) == f"{flag} {why}"
 
 
 def test_a_model_is_not_split_elsewhere_and_one_shard_is_no_split():

@@ -283,7 +283,7 @@ def test_a_model_that_reads_images_and_comes_with_code_is_loaded_as_transformers
     published = OTHERS["PaddlePaddle/PaddleOCR-VL"]
     assert "AutoModelForCausalLM" in published["auto_map"]
     found = read(write_config(tmp_path, **published), architecture)
-    assert found.auto_class is transformers.AutoModelForImageTextToText
+    assert found.model_class is transformers.PaddleOCRVLForConditionalGeneration
     assert found.config.get_text_config().rope_parameters["mrope_section"] == [16, 24, 24]
 
 
