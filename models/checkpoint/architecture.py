@@ -14,7 +14,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from config import Config
-from manifest import Manifest
+from manifest import Manifest, read_ropes
 from models.errors import ModelError, check_length_limit, reported_as
 
 # Types of layers with a recurrent state; "hybrid" has attention, too, "moe" and "mlp" have none.
@@ -60,7 +60,7 @@ TEXT_KEY_MAPPING = {r"^model\.language_model\.": "model."}
 class CheckpointArchitecture(NamedTuple):
     """A model that can be served, as far as its config.json tells."""
 
-    config: transformers.PretrainedConfig
+    config: transformers.PretrainedConfig  # as `model_class` takes it: that of the text alone for some
     model_class: type
     parameters: int  # with the numbers in buffers
     key_mapping: dict[str, str] | None  # of names in the checkpoint to those of the class, where they differ
@@ -99,19 +99,20 @@ def read_architecture(config: Config, folder: Path) -> CheckpointArchitecture:
             )
     parameters = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
     key_mapping = TEXT_KEY_MAPPING if kind in TEXT_ALONE else None
-    return CheckpointArchitecture(hf_config, type(model), parameters, key_mapping)
+    return CheckpointArchitecture(model.config, type(model), parameters, key_mapping)
 
 
 def _read_config(config: Config, folder: Path, manifest: Manifest) -> transformers.PretrainedConfig:
-    """transformers' config of a model. Phi-3's first files call a longrope "su", which transformers does not
-    know."""
+    """transformers' config of a model. Published files with a longrope may lack the name and the factor that
+    transformers needs; the result has both."""
     given = manifest.config_json
     kind = manifest.model_type
-    scaling = given.get("rope_scaling") or {}
+    scaling = given.get("rope_scaling")
     runs_code = config.trust_remote_code and "auto_map" in given
-    is_su = "su" in (scaling.get("rope_type"), scaling.get("type"))
-    if is_su and kind in transformers.CONFIG_MAPPING and not runs_code:
-        longrope = scaling | {"rope_type": "longrope"}
+    is_built_in = kind in transformers.CONFIG_MAPPING and not runs_code
+    rope = read_ropes(given)[0]
+    if is_built_in and scaling and rope["rope_type"] == "longrope":
+        longrope = {"factor": rope.get("factor", 1.0), **scaling, "rope_type": "longrope"}
         return transformers.CONFIG_MAPPING[kind].from_dict({**given, "rope_scaling": longrope})
     return AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
 

@@ -90,6 +90,12 @@ def test_all_layouts_of_a_model_have_the_same_logits(tmp_path, tensors, configs,
     np.testing.assert_allclose(logits(write(tmp_path, change(tensors), configs[config])), expected, atol=1e-5)
 
 
+def test_files_without_an_index_hold_a_wrapper_whose_text_is_served(tmp_path, tensors, configs, expected):
+    folder = write(tmp_path, without_vision(tensors), configs["wrapper"])
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    np.testing.assert_allclose(logits(folder), expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["model.layers.0.linear_attn.norm2.weight", "model.layers.4.mlp.up_proj.weight"])
 def test_a_weight_that_would_be_dropped_is_refused_by_name(tmp_path, tensors, configs, name):
     folder = write(tmp_path, text_names(without_vision(tensors)) | {name: torch.ones(3)}, configs["text"])
