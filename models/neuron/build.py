@@ -335,15 +335,17 @@ def make(build: BuildPlan, work_dir: Path) -> Any:
     """The model of transformers-neuronx with its weights in host memory, not compiled, not on the device.
     Raises ModelError or ConfigError."""
     # Imported here: it needs transformers-neuronx, which only machines with a device have.
-    from models.neuron.graph import class_of
+    from models.neuron.graph import FamilyForSampling
 
     family = build.family
     checkpoint = build.checkpoint()
     check_weights(family.parameters, checkpoint)
     compiled_config = build.compiled_config
     with reported_as(f"{build.config.model_name} cannot be built for Neuron", explain):
-        model = class_of(family, compiled_config).from_pretrained(
+        model = FamilyForSampling.from_pretrained(
             str(_view_of(checkpoint, family.as_llama(), work_dir / "checkpoint")),
+            family=family,
+            compiled_config=compiled_config,
             batch_size=compiled_config.batch_size,
             tp_degree=compiled_config.tp_degree,
             amp=DTYPES[compiled_config.dtype].short,

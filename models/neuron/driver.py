@@ -28,27 +28,7 @@ HOST = "the host has driver 2.28 (aws-neuronx-dkms=2.28.*, or an AMI of SDK 2.30
 NEWER_RUNTIME = 'the image a newer runtime library (make image ARGS="--build-arg NEURON_RUNTIME=2.33")'
 OLDER_RUNTIME = "the image its own runtime library (make image without NEURON_RUNTIME)"
 
-Release = tuple[int, int]
-EARLIEST: Release = (0, 0)
-LATEST: Release = (999, 0)
-NEWEST_DRIVER: Release = (2, 30)  # of SDK 2.32
-
-
-class Misfit(NamedTuple):
-    """Drivers and runtime libraries, from the first release to the last, that do not work together."""
-
-    drivers: tuple[Release, Release]
-    runtimes: tuple[Release, Release]
-    is_known: bool  # else the notes say it of the release before, and not that it ended
-    image: str  # which image would work
-
-
-MISFITS = (
-    Misfit(((2, 29), (2, 29)), (EARLIEST, (2, 32)), True, NEWER_RUNTIME),
-    Misfit(((2, 30), LATEST), (EARLIEST, (2, 32)), False, NEWER_RUNTIME),
-    Misfit((EARLIEST, (2, 26)), ((2, 32), (2, 32)), True, OLDER_RUNTIME),
-    Misfit((EARLIEST, (2, 26)), ((2, 33), LATEST), False, OLDER_RUNTIME),
-)
+NEWEST_DRIVER = (2, 30)  # of SDK 2.32
 
 
 class Versions(NamedTuple):
@@ -67,26 +47,25 @@ class Versions(NamedTuple):
         return f"Neuron driver {self.driver or 'unknown'} with runtime library {self.runtime or 'unknown'}"
 
     def check(self) -> None:
-        """Raises ConfigError for a pair that is known not to fit; warns of one that may not fit."""
+        """Raises ConfigError for a pair that is known not to fit; warns of one that may not fit: the notes
+        say of driver 2.29 and of runtime library 2.32 what these need, and not whether later ones do."""
         driver = _release(self.driver)
         runtime = _release(self.runtime)
         if not driver or not runtime:
             logger.warning("%s: whether they fit is not checked", self)
             return
-        for misfit in MISFITS:
-            first, last = misfit.drivers
-            oldest, newest = misfit.runtimes
-            if first <= driver <= last and oldest <= runtime <= newest:
-                remedy = f"they work where {HOST}, or {misfit.image}"
-                if misfit.is_known:
-                    raise ConfigError(f"{self} fails in nrt_init(); {remedy}")
-                logger.warning("%s may fail in nrt_init(); if so, %s", self, remedy)
-                return
-        if driver > NEWEST_DRIVER:
+        needs_newer = driver >= (2, 29) and runtime < (2, 33)
+        needs_older = driver < (2, 27) and runtime >= (2, 32)
+        remedy = f"they work where {HOST}, or {NEWER_RUNTIME if needs_newer else OLDER_RUNTIME}"
+        if (needs_newer and driver == (2, 29)) or (needs_older and runtime == (2, 32)):
+            raise ConfigError(f"{self} fails in nrt_init(); {remedy}")
+        if needs_newer or needs_older:
+            logger.warning("%s may fail in nrt_init(); if so, %s", self, remedy)
+        elif driver > NEWEST_DRIVER:
             logger.warning("%s: the driver is newer than those that this server knows", self)
 
 
-def _release(version: str | None) -> Release | None:
+def _release(version: str | None) -> tuple[int, int] | None:
     found = re.match(r"(\d+)\.(\d+)", version or "")
     return (int(found[1]), int(found[2])) if found else None
 

@@ -72,31 +72,23 @@ def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
         vars(owner).update(own)
 
 
-def class_of(family: Family, compiled_config: CompiledConfig) -> type[FamilyForSampling]:
-    """The class whose `from_pretrained` builds the model, for this family and these settings."""
-    attributes = {
-        "family": family,
-        "is_hybrid": compiled_config.sampling == "hybrid",
-        "snapshots": compiled_config.snapshots,
-    }
-    return type("FamilyForSampling", (FamilyForSampling,), attributes)
-
-
 class FamilyForSampling(llama.LlamaForSampling):
-    """The model of a family in transformers-neuronx. `is_hybrid`: each run returns ids or logits, as
-    `return_token_ids` says; the device computes both."""
+    """The model of a family in transformers-neuronx. `from_pretrained` takes the arguments of `__init__`,
+    and a folder in the place of its `config`."""
 
-    family: Family
-    is_hybrid: bool
-    snapshots: int  # of recurrent states
     # Of the next call, where layers have recurrent states, the last three numbers of Rows; `last_token_id` is
     # that of a whole prompt in any model.
     states: Sequence[Sequence[int]]
 
-    def __init__(self, config: Any, **options: Any):
+    def __init__(self, config: Any, family: Family, compiled_config: CompiledConfig, **options: Any):
+        """config, options: those of transformers-neuronx's class."""
+        self._family = family
+        # Each run returns ids or logits, as `return_token_ids` says; the device computes both.
+        self._is_hybrid = compiled_config.sampling == "hybrid"
+        self._snapshots = compiled_config.snapshots
         changed = {
-            "LlamaConfig": functools.partial(_config, self.family),
-            "LlamaForSamplingNoEmbeddingHlo": functools.partial(Hlo, self.family),
+            "LlamaConfig": functools.partial(_config, family),
+            "LlamaForSamplingNoEmbeddingHlo": functools.partial(Hlo, family),
         }
         with (
             _replaced(llama, **changed),
@@ -126,14 +118,14 @@ class FamilyForSampling(llama.LlamaForSampling):
 
     def _preprocess(self, *arguments: Any, **options: Any) -> tuple[Any, ...]:
         inputs = super()._preprocess(*arguments, **options)
-        if self.family.recurrent_layers:
+        if self._family.recurrent_layers:
             inputs = *inputs[:3], *(torch.tensor(each, dtype=torch.int32) for each in self.states)
         return inputs
 
     @property
     def _gives_logits(self) -> bool:
         """Whether a run returns logits, which transformers-neuronx takes for ids."""
-        return self.is_hybrid and not self.decoder_lm_head.program.returns_ids
+        return self._is_hybrid and not self.decoder_lm_head.program.returns_ids
 
     def _logits(self, output: torch.Tensor) -> torch.Tensor:
         """[padded vocabulary, tokens, slots] → [slots, tokens, vocabulary]."""
@@ -141,7 +133,7 @@ class FamilyForSampling(llama.LlamaForSampling):
 
     def load_state_dict_dir(self, folder: str) -> None:
         """The library asks each module for its tensors when it needs them, and drops them afterwards."""
-        family = self.family
+        family = self._family
         checkpoint = CheckpointTensors(Path(folder), family.renamed)
         if family.is_nested:  # its two configs may say different things
             family = copy.copy(family)
@@ -171,7 +163,7 @@ class FamilyForSampling(llama.LlamaForSampling):
             return layer
 
         changed = {"DecoderParameterBuilder": ParameterBuilder, "interleave_qkv": _interleave_qkv}
-        if self.is_hybrid:
+        if self._is_hybrid:
             changed["DecoderProgramFullyUnrolled"] = HybridProgram
         with (
             _replaced(decoder, **changed),
@@ -182,21 +174,21 @@ class FamilyForSampling(llama.LlamaForSampling):
 
     def _add_extra_tensors(self, layer: Any, to_neuron: Callable[[], None]) -> None:
         get = self._checkpoint.in_layer(layer.layer_num)
-        is_recurrent = layer.layer_num in self.family.recurrent_layers
-        extra = self._make_recurrent(layer, get) if is_recurrent else self.family.extra_tensors(get)
+        is_recurrent = layer.layer_num in self._family.recurrent_layers
+        extra = self._make_recurrent(layer, get) if is_recurrent else self._family.extra_tensors(get)
         dtype = self.chkpt_model.lm_head.weight.dtype
-        graph = self.family.graph()
+        graph = self._family.graph()
         for name, tensor in extra.items():
             if name in PLACES:
                 setattr(layer, PLACES[name], tensor.to(dtype) if name.endswith("bias") else tensor.float())
         if graph.experts:
-            extra |= self.family.mlp_tensors(get)
+            extra |= self._family.mlp_tensors(get)
             pieces = graph.experts.pieces(self.config.tp_degree)
             extra["expert_of"] = torch.eye(graph.experts.count).repeat_interleave(pieces, dim=1)
         if "sinks" in extra:
             extra["sinks"] = self._of_padded_heads(extra["sinks"][:, None])
         if "attention_gate" in extra:
-            by_head = extra["attention_gate"].unflatten(0, (-1, self.family.head_dim))
+            by_head = extra["attention_gate"].unflatten(0, (-1, self._family.head_dim))
             extra["attention_gate"] = self._of_padded_heads(by_head).T
         for name, sharding in _added_parameters(graph, is_recurrent).items():
             its_dtype = dtype if name == "attention_gate" else torch.float32
@@ -207,7 +199,7 @@ class FamilyForSampling(llama.LlamaForSampling):
         """Gives a layer the buffers of a recurrence, in the places of those of an attention. Returns the
         tensors of the layer beside its matrices, by the names of `Recurrence.tensors`."""
         tp_degree = self.config.tp_degree
-        net = self.family.recurrence.on_cores(tp_degree)
+        net = self._family.recurrence.on_cores(tp_degree)
         layer.attn_k_weight = layer.attn_v_weight = None
         # Without what transformers-neuronx does to the heads of an attention.
         layer.allow_pad = False
@@ -217,7 +209,7 @@ class FamilyForSampling(llama.LlamaForSampling):
 
         def init_caches() -> None:
             (slots,) = layer.batch_sizes
-            rows = slots + self.snapshots
+            rows = slots + self._snapshots
             conv = torch.zeros(rows, net.kernel - 1, net.key_heads * net.channels, dtype=dtype)
             height, width = net.state
             state = torch.zeros(rows, net.key_heads * height, width)
@@ -227,7 +219,7 @@ class FamilyForSampling(llama.LlamaForSampling):
             layer.cache_shape[slots] = None
 
         layer.init_caches = init_caches
-        return self.family.recurrent_tensors(get, self._arranged)
+        return self._family.recurrent_tensors(get, self._arranged)
 
     def _arranged(self, shared: Sequence[torch.Tensor], *own: torch.Tensor) -> torch.Tensor:
         """Joins tensors of the recurrence by key head, for the key heads that the cores have
@@ -237,7 +229,7 @@ class FamilyForSampling(llama.LlamaForSampling):
         and keys, then the parts of its value heads of each tensor of `own`. If the cores cut a key head, each
         piece has all of the shared parts and some of the value heads. Heads that are added are zeros.
         """
-        net = self.family.recurrence
+        net = self._family.recurrence
         on_cores = net.on_cores(self.config.tp_degree)
         pieces = -(-net.group // on_cores.group)
         parts = [part.unflatten(0, (net.key_heads, -1)).repeat_interleave(pieces, 0) for part in shared]

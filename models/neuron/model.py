@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,6 @@ class NeuronModel(StaticBatchModel):
         self._returns_ids = self.sampling == "device"
         self._held: dict[int, list[int]] = {}  # slot → the tokens in its KV cache
         self._drafts: dict[int, Sequence[int]] = {}  # slot → draft tokens after them, not yet accepted
-        self._lags: dict[int, int] = {}  # slot → its last tokens that its state lacks, accepted drafts
         if build.family.recurrent_layers:
             self.states = States(self._rows, compiled_config.snapshots, in_place=True)
             sizing = Sizing(build.family, compiled_config.tp_degree, 1, 0, self.dtype)
@@ -258,14 +257,15 @@ class NeuronModel(StaticBatchModel):
     def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:
         """As StaticBatchModel's. A call has one prompt or prompt chunk; or, in ascending order of the slots,
         one token of every live slot, with draft tokens behind it in chunks that `verify`."""
+        lags = {}  # of each slot with a state: its last tokens that the state lacks, accepted drafts
         for chunk in chunks:
             self._commit_accepted(chunk)
             if self.states:
-                self._advance_state(chunk)
+                lags[chunk.slot] = self._advance_state(chunk)
         first = chunks[0]
         goes_back = first.begin < max(1, len(self._held.get(first.slot, ())))
-        if any(chunk.verify or self._lags.get(chunk.slot) for chunk in chunks):
-            output = self._verify(chunks)
+        if any(chunk.verify or lags.get(chunk.slot) for chunk in chunks):
+            output = self._verify(chunks, lags)
         elif len(first.tokens) > 1 or (len(chunks) == 1 and goes_back):
             (chunk,) = chunks
             output = self._run_prompt(chunk)
@@ -285,26 +285,28 @@ class NeuronModel(StaticBatchModel):
         held = self._held.get(chunk.slot, [])
         held += self._drafts.pop(chunk.slot, ())[: max(0, chunk.begin - len(held))]
 
-    def _advance_state(self, chunk: Chunk) -> None:
+    def _advance_state(self, chunk: Chunk) -> int:
         """Takes the state of a slot past the tokens of a chunk that are certain: all but draft tokens. This
-        comes before the call that runs them, which ends the process if it fails."""
+        comes before the call that runs them, which ends the process if it fails. Returns how many tokens
+        before the chunk the state lacks."""
         slot, tokens, begin, _all_logits, verify, _adapter, keep = chunk
-        lag = self._lags[slot] = max(0, begin - self.states.position(slot))
+        lag = max(0, begin - self.states.position(slot))
         run = self.states.begin(slot, begin - lag, lag + (1 if verify else len(tokens)))
         (own,) = run.writes
         kept = self.states.end([run], {slot: keep}).get(slot, own)
         self._state_rows = ([(run.read or own) - 1], [kept - 1])  # block ZERO has no row
+        return lag
 
-    def _verify(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+    def _verify(self, chunks: Sequence[Chunk], lags: Mapping[int, int]) -> torch.Tensor:
         """Runs up to `verify_length` tokens of every live slot. Returns logits [tokens of all chunks, vocab],
         or ids [tokens of all chunks, 1]. The graph's row of a slot begins with the tokens that the state of
-        the slot lacks."""
+        the slot lacks; lags: how many."""
         begins = self._begins(chunks, self._verify_row)
         keep = [0] * self._rows
         for slot, tokens, begin, *_ in chunks:
             assert begin == len(self._held[slot]) > 0 and len(tokens) <= self.verify_length
             self._held[slot] += tokens
-            lag = self._lags.get(slot, 0)
+            lag = lags.get(slot, 0)
             begins[slot] = begin - lag
             keep[slot] = lag + 1
         starts, output = self._run_several(self._verify_row, begins, keep)

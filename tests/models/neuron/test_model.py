@@ -451,10 +451,11 @@ def test_a_slot_keeps_the_embeddings_of_its_images_until_another_prompt_takes_it
     model = load_chunks(tmp_path)
     model.encoder_cache = cache = EncoderCache(2, limit_bytes=0)
     image = -1 - (3 << 16)
-    model._pin_images(2, [1, image, image - 1, 4])
+    prompt = [1, image, image - 1, 4, 5]
+    model.forward([Chunk(2, prompt[:4], 0)])
     cache.add(3, np.zeros((2, 2), np.float32))
-    model._pin_images(2, [1, image, image - 1, 4, 5])
-    model._pin_images(1, [6])
+    model.forward([Chunk(2, prompt[4:], 4)])
+    model.forward([Chunk(1, [6], 0)])
     assert 3 in cache
-    model._pin_images(2, [1, 7])
+    model.forward([Chunk(2, [1, 7], 0)])
     assert 3 not in cache
