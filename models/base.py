@@ -53,6 +53,7 @@ class SampledIds(NamedTuple):
 # type for. They may be a transposed view (transformers-neuronx leaves [vocab, rows] in memory); `sampling.py`
 # reads both orders.
 Logits = np.ndarray
+LOGITS_DTYPES = ("float32", "bfloat16")
 # Takes the name of a long phase of loading a model, such as "compiling".
 Announce = Callable[[str], None]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from config import FP8
-from models.base import Announce, Engine, StaticBatchModel
+from models.base import LOGITS_DTYPES, Announce, Engine, StaticBatchModel
 from models.errors import ModelError
 from models.machine import detect
 from run import run_dir
@@ -16,7 +16,7 @@ from run import run_dir
 class Neuron(Engine):
     device = "neuron"
     name = "Neuron"
-    logits_dtypes = ("float32", "bfloat16")
+    logits_dtypes = LOGITS_DTYPES
     quantizations = ("int8",)
     takes_adapters = False
     uses_transformers = False

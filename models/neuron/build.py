@@ -29,11 +29,11 @@ from typing import Any, NamedTuple
 
 from config import DEVICE_TOP_K, DTYPES, FP8, Config
 from manifest import Manifest, check_weights
-from models.base import Announce
+from models.base import LOGITS_DTYPES, Announce
 from models.checkpoint.fetch import fetch_artifact, fetch_checkpoint, fetch_weights
 from models.errors import ModelError, first_line, named, progress_logged, reported_as
 from models.machine import Machine, detect, host_memory, usable_cores
-from models.neuron import Neuron, artifact, families, plan
+from models.neuron import artifact, families, plan
 from models.neuron.artifact import Artifact, CachedGraphs, CompiledConfig, buckets
 from models.neuron.base_family import Family
 from models.neuron.driver import Versions
@@ -387,7 +387,7 @@ def _neuron_config(build: BuildPlan) -> Any:
     }
     # A cast of bfloat16 logits to float32 would take the host longer than sampling from them.
     options["cast_logits_dtype"] = (
-        compiled_config.dtype if compiled_config.dtype in Neuron.logits_dtypes else "float32"
+        compiled_config.dtype if compiled_config.dtype in LOGITS_DTYPES else "float32"
     )
     if compiled_config.sampling == "hybrid":
         options["log_softmax_scores"] = True  # see HybridDecoder
