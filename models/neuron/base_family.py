@@ -1,8 +1,8 @@
 """What a family of models is on Neuron: Llama's, from which the others differ.
 
 `Family` reads a config.json, gives the tensors of a layer under Llama's names, and says what its layers
-compute beyond Llama's (`ArchSpec`), which `neuron/graph.py` builds. Weights are converted as they are read;
-files stay as they are. Imports neither torch nor transformers-neuronx.
+compute beyond Llama's (`BEYOND_LLAMA`), which `neuron/graph.py` builds. Weights are converted as they are
+read; files stay as they are. Imports neither torch nor transformers-neuronx.
 
 Source: transformers 4.57, models/llama.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from config import DTYPE_NAMES, DTYPES
@@ -194,27 +194,19 @@ class Tower:
         return 4 * self.parameters
 
 
-@dataclass(frozen=True)
-class ArchSpec:
-    """What layers compute beyond Llama's."""
-
-    ropes: tuple[Rope, ...] = ()  # empty: those of transformers-neuronx
-    kinds: tuple[LayerKind, ...] = ()  # of the layers; empty: all have the first rope and no window
-    head_norms: str | None = None  # of queries and keys: "each" over each head, "all" over all heads together
-    norms: str = "before"  # attention and MLP, "after" them, or "both"
-    activation: str = "silu"  # its name in transformers-neuronx
-    attention_cap: float | None = None  # scores become cap * tanh(score / cap)
-    logit_cap: float | None = None
-    has_sinks: bool = False  # each head's softmax has one more logit, of a value of zeros
-    swiglu_limit: float | None = None  # of gate and up; None: the activation of the gate times up
-    experts: Experts | None = None  # None: a dense model
-    recurrence: Recurrence | None = None  # of the recurrent layers
-    has_attention_gate: bool = False  # each head's context is gated by the sigmoid of a projection
-
-    @property
-    def has_own_layers(self) -> bool:
-        """Whether neuron/graph.py builds the layers, not transformers-neuronx."""
-        return self != ArchSpec(ropes=self.ropes)
+# The attributes of a Family that make its layers differ from Llama's.
+BEYOND_LLAMA = (
+    "head_norms",
+    "norms",
+    "activation",
+    "attention_cap",
+    "logit_cap",
+    "has_sinks",
+    "swiglu_limit",
+    "experts",
+    "recurrence",
+    "has_attention_gate",
+)
 
 
 class Family:
@@ -234,12 +226,18 @@ class Family:
     is_nested = False
     tower: Tower | None = None  # of a model that reads images
     is_llama = False  # true where it only differs in a graph, biases or head_dim of its own
-    experts: Experts | None = None
-    recurrence: Recurrence | None = None
+    # What layers compute beyond Llama's, with `ropes` and `kinds`.
+    head_norms: str | None = None  # of queries and keys: "each" over each head, "all" over all heads together
+    norms = "before"  # attention and MLP, "after" them, or "both"
+    activation = "silu"  # its name in transformers-neuronx
+    attention_cap: float | None = None  # scores become cap * tanh(score / cap)
+    logit_cap: float | None = None
+    has_sinks = False  # each head's softmax has one more logit, of a value of zeros
+    swiglu_limit: float | None = None  # of gate and up; None: the activation of the gate times up
+    experts: Experts | None = None  # None: a dense model
+    recurrence: Recurrence | None = None  # of the recurrent layers
+    has_attention_gate = False  # each head's context is gated by the sigmoid of a projection
     renamed: ClassVar[dict[str, str]] = {}  # parts of Llama's names → what the checkpoint has instead
-    head_norms: str | None = None  # this and the next three as in ArchSpec
-    norms = "before"
-    has_sinks = has_attention_gate = False
     query_scale = residual_scale = embedding_scale = head_scale = 1.0
 
     def __init__(self, config: Json):
@@ -293,8 +291,8 @@ class Family:
     def name(self) -> str:
         """What the graphs of this model are compiled from: the graph of the family, with its revision, or
         that of transformers-neuronx's class for Llama, which other models share."""
-        is_plain = self.graph() == ArchSpec() and not self.biases
-        if self.is_llama and is_plain and self.head_dim * self.heads == self.hidden:
+        differs = self.has_own_layers or self.ropes or self.biases
+        if self.is_llama and not differs and self.head_dim * self.heads == self.hidden:
             return "LlamaForSampling"
         return f"{self.model_type}, revision {self.revision}"
 
@@ -319,20 +317,22 @@ class Family:
             "eos_token_id": c.get("eos_token_id"),
         }
 
-    def graph(self) -> ArchSpec:
-        """What the layers compute beyond Llama's: the value of each field is the attribute of this family
-        with its name, or the default."""
-        return ArchSpec(**{each.name: getattr(self, each.name, each.default) for each in fields(ArchSpec)})
+    @property
+    def has_own_layers(self) -> bool:
+        """Whether neuron/graph.py builds the layers, not transformers-neuronx."""
+        return bool(self.kinds) or any(getattr(self, name) != getattr(Family, name) for name in BEYOND_LLAMA)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
+        """The rotary positions that `LayerKind.rope` chooses from; empty: those of transformers-neuronx."""
         rotated = int(self.head_dim * (self.config.get("partial_rotary_factor") or 1.0))  # values of a head
         own = rope.scaled(self.rope, rotated)
         return (own,) if own else ()
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of each layer, where layers have sliding windows or differ; else empty."""
+        """The kind of each layer, where layers have sliding windows or differ; empty: all have the first rope
+        and no window."""
         windows = self.windows()
         return tuple(LayerKind(0, window) for window in windows) if any(windows) else ()
 

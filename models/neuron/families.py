@@ -796,7 +796,7 @@ def of(config_json: Json) -> Family:
         family.is_nested = text is not config_json
         family.tower = _tower(config_json, family.hidden)
         family.check()
-        kinds = family.graph().kinds
+        kinds, _ropes = family.kinds, family.ropes  # read config.json, too
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"config.json of this {model_type} model cannot be understood: {named(error)}"

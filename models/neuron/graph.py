@@ -31,7 +31,7 @@ from models.adapters import common_name
 from models.checkpoint.rope import Rope
 from models.errors import ModelError
 from models.neuron.artifact import CompiledConfig
-from models.neuron.base_family import HEAD, ArchSpec, Family, GetTensor, K, LayerKind, O, Q, Tensors, V
+from models.neuron.base_family import HEAD, Family, GetTensor, K, LayerKind, O, Q, Tensors, V
 from models.neuron.recurrent import Array, Rows, norm_of_all_cores, recurrent_layer
 
 # The functions of transformers-neuronx that are replaced below.
@@ -173,24 +173,24 @@ class FamilyForSampling(llama.LlamaForSampling):
             super().load_weights()
 
     def _add_extra_tensors(self, layer: Any, to_neuron: Callable[[], None]) -> None:
+        family = self._family
         get = self._checkpoint.in_layer(layer.layer_num)
-        is_recurrent = layer.layer_num in self._family.recurrent_layers
-        extra = self._make_recurrent(layer, get) if is_recurrent else self._family.extra_tensors(get)
+        is_recurrent = layer.layer_num in family.recurrent_layers
+        extra = self._make_recurrent(layer, get) if is_recurrent else family.extra_tensors(get)
         dtype = self.chkpt_model.lm_head.weight.dtype
-        graph = self._family.graph()
         for name, tensor in extra.items():
             if name in PLACES:
                 setattr(layer, PLACES[name], tensor.to(dtype) if name.endswith("bias") else tensor.float())
-        if graph.experts:
-            extra |= self._family.mlp_tensors(get)
-            pieces = graph.experts.pieces(self.config.tp_degree)
-            extra["expert_of"] = torch.eye(graph.experts.count).repeat_interleave(pieces, dim=1)
+        if family.experts:
+            extra |= family.mlp_tensors(get)
+            pieces = family.experts.pieces(self.config.tp_degree)
+            extra["expert_of"] = torch.eye(family.experts.count).repeat_interleave(pieces, dim=1)
         if "sinks" in extra:
             extra["sinks"] = self._of_padded_heads(extra["sinks"][:, None])
         if "attention_gate" in extra:
-            by_head = extra["attention_gate"].unflatten(0, (-1, self._family.head_dim))
+            by_head = extra["attention_gate"].unflatten(0, (-1, family.head_dim))
             extra["attention_gate"] = self._of_padded_heads(by_head).T
-        for name, sharding in _added_parameters(graph, is_recurrent).items():
+        for name, sharding in _added_parameters(family, is_recurrent).items():
             its_dtype = dtype if name == "attention_gate" else torch.float32
             layer.add_parameter(extra[name].to(its_dtype), sharding=sharding)
         to_neuron()
@@ -252,22 +252,22 @@ class FamilyForSampling(llama.LlamaForSampling):
         return torch.cat([grouped, zeros], 1).flatten(0, 2)
 
 
-def _added_parameters(graph: ArchSpec, is_recurrent: bool) -> dict[str, int | None]:
+def _added_parameters(family: Family, is_recurrent: bool) -> dict[str, int | None]:
     """The names of what a layer has after LAYER_WEIGHTS, in this order, each with the dimension that is split
     over the cores; None: each core has all."""
     added = {}
     if is_recurrent:
-        added |= graph.recurrence.tensors
-    elif graph.has_attention_gate:
+        added |= family.recurrence.tensors
+    elif family.has_attention_gate:
         added["attention_gate"] = 1
-    if graph.head_norms and not is_recurrent:
-        added |= dict.fromkeys(("q_norm", "k_norm"), 0 if graph.head_norms == "all" else None)
-    if graph.experts:
+    if family.head_norms and not is_recurrent:
+        added |= dict.fromkeys(("q_norm", "k_norm"), 0 if family.head_norms == "all" else None)
+    if family.experts:
         # `expert_of` [experts, pieces] has a 1 where a piece belongs to an expert.
         added |= {"router": None, "expert_of": 1}
-    if graph.experts and graph.experts.has_biases:
+    if family.experts and family.experts.has_biases:
         added |= {"router_bias": None, "gate_bias": 0, "up_bias": 0, "down_bias": None}
-    if graph.has_sinks:
+    if family.has_sinks:
         added["sinks"] = 0
     return added
 
@@ -397,13 +397,13 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
 
     def __init__(self, family: Family, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
-        self.graph = family.graph()
+        self.family = family
         # A norm makes keys small, whatever their bias.
         self._stores_bare_keys = bool(
-            self.neuron_config.kv_cache_quant and K in family.biases and not self.graph.head_norms
+            self.neuron_config.kv_cache_quant and K in family.biases and not self.family.head_norms
         )
         self.recurrence = family.recurrent_layers and family.recurrence.on_cores(self.config.tp_degree)
-        self._kinds = self.graph.kinds or (LayerKind(),) * family.layers
+        self._kinds = self.family.kinds or (LayerKind(),) * family.layers
 
     def inputs(self, *arguments: Any, **options: Any) -> tuple[Any, tuple[int | None, ...]]:
         """As transformers-neuronx's, with `last_token_id` left whole: it has one number for each slot, and
@@ -418,10 +418,10 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         if self._stores_bare_keys:
             positions = hlo.iota(hidden.scribe.s32, (1, self.n_positions), 1)
             self._cached_sin_cos = self._rotation(positions, hidden.dtype)
-        own = [_sin_cos(cache_ids, hidden.dtype, rope) for rope in self.graph.ropes]
+        own = [_sin_cos(cache_ids, hidden.dtype, rope) for rope in self.family.ropes]
         self._ropes = own or [values[2]]
         values[2] = self._ropes[0]  # for the layers of transformers-neuronx
-        if not self.graph.has_own_layers:
+        if not self.family.has_own_layers:
             return tuple(values)
         self._next = iter(self._kinds)
         windows = {kind.window for kind in self._kinds}
@@ -431,8 +431,8 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
 
     def _rotation(self, positions: Any, dtype: Any) -> tuple[Any, Any]:
         """Sine and cosine of positions [1, tokens], where all layers have the same."""
-        if self.graph.ropes:
-            return _sin_cos(positions, dtype, self.graph.ropes[0])
+        if self.family.ropes:
+            return _sin_cos(positions, dtype, self.family.ropes[0])
         return rotary.hlo_rotary_embedding(
             dtype,
             int(self.config.attention_head_size * self.config.rotary_percentage),
@@ -447,14 +447,14 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         return window if window and window < self.n_positions else None
 
     def layer(self, hidden: Any, *arguments: Any, **options: Any) -> tuple[Any, Any, Any]:
-        if not self.graph.has_own_layers:
+        if not self.family.has_own_layers:
             return super().layer(hidden, *arguments, **options)
         last_token_id, _rope, cache_ids, start_ids, block_to_seq = arguments[:5]
         others = arguments[7:12]
         keys, values, *rest = arguments[12:]
         kind = next(self._next)
-        weights = dict(zip([*LAYER_WEIGHTS, *_added_parameters(self.graph, kind.is_recurrent)], rest))
-        if self.graph.norms == "after":
+        weights = dict(zip([*LAYER_WEIGHTS, *_added_parameters(self.family, kind.is_recurrent)], rest))
+        if self.family.norms == "after":
             weights |= dict.fromkeys(("pre_attn_ln_weight", "pre_mlp_ln_weight"))
         inner = self._norm(hidden, weights["pre_attn_ln_weight"])
         if kind.is_recurrent:
@@ -477,10 +477,10 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         return hlo.add(self._norm(inner, weights["post_mlp_ln_weight"]), hidden), keys, values
 
     def _mlp(self, hidden: Any, weights: dict[str, Any]) -> Any:
-        limit = self.graph.swiglu_limit
+        limit = self.family.swiglu_limit
         of_pieces = None
         options = {f"{name}_scales": weights[f"{name}_scales"] for name in ("in0", "in1", "out")}
-        if self.graph.experts:
+        if self.family.experts:
             of_experts = self._expert_weights(hidden, weights)
             of_pieces = hlo.cast(_matrix_product(of_experts, weights["expert_of"]), hidden.dtype)
         if "gate_bias" in weights:
@@ -504,8 +504,8 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         """The activation of the MLP for gates [tokens, columns of a core]; in a mixture of experts times the
         weight of each column's expert. of_pieces: [tokens, pieces], the weights of the pieces on a core;
         None: a dense model."""
-        activation = hlo.get_activation(self.graph.activation)
-        if limit := self.graph.swiglu_limit:
+        activation = hlo.get_activation(self.family.activation)
+        if limit := self.family.swiglu_limit:
             activation = functools.partial(_swish, limit=limit)
         if of_pieces is None:
             return activation
@@ -519,7 +519,7 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
 
     def _expert_weights(self, hidden: Any, weights: dict[str, Any]) -> Any:
         """The weight of each expert for each token, 0 for most: float32 [tokens, experts]."""
-        experts = self.graph.experts
+        experts = self.family.experts
         rows = Array(hidden).view(-1, hidden.sizes[2]).float()
         logits = rows.apply(_matrix_product, weights["router"])
         if "router_bias" in weights:
@@ -560,22 +560,22 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         prompts is not used with caps, sliding windows or sinks, which it lacks."""
         turn = rotary.rotate_half
         score = attention.score
-        cap = self.graph.attention_cap
+        cap = self.family.attention_cap
 
         def rotate_half(query: Any, key: Any, *arguments: Any, **options: Any) -> tuple[Any, Any]:
-            if self.graph.head_norms:
+            if self.family.head_norms:
                 query = self._norm_of_heads(query, weights["q_norm"])
                 key = self._norm_of_heads(key, weights["k_norm"])
             return (query, key) if kind.rope is None else turn(query, key, *arguments, **options)
 
         changed = {"score": lambda *arguments, **options: _capped(score(*arguments, **options), cap)}
-        if self.graph.has_sinks:
+        if self.family.has_sinks:
             with_sinks = functools.partial(_with_sinks, weights["sinks"])
             changed["context"] = functools.partial(with_sinks, attention.context, 2)
             changed["context_combined"] = functools.partial(with_sinks, attention.context_combined, 1)
-        if cap or self.graph.has_sinks or self._shown(kind.window):
+        if cap or self.family.has_sinks or self._shown(kind.window):
             changed["flash_attention"] = lambda query, key, value: None
-        if self.graph.has_attention_gate:
+        if self.family.has_attention_gate:
             gated = functools.partial(_gated_output, hidden, weights["attention_gate"], attention.output)
             changed["output"] = gated
         with _replaced(rotary, rotate_half=rotate_half), _replaced(attention, **changed):
@@ -598,14 +598,14 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
     def _norm_of_heads(self, tensor: Any, weight: Any) -> Any:
         tokens, slots, heads, size = sizes = tensor.sizes
         eps = self.config.rms_norm_eps
-        if self.graph.head_norms == "each":
+        if self.family.head_norms == "each":
             rows = Array(tensor).view(tokens * slots, heads, size)
             return rows.apply(hlo.rms_norm, weight, eps, 2).view(*sizes).node
         count = heads * size * self.config.tp_degree
         return norm_of_all_cores(Array(tensor), weight, count, self.config).apply(hlo.cast, tensor.dtype).node
 
     def ln_lm_head(self, *arguments: Any, **options: Any) -> Any:
-        return _capped(super().ln_lm_head(*arguments, **options), self.graph.logit_cap)
+        return _capped(super().ln_lm_head(*arguments, **options), self.family.logit_cap)
 
 
 class Fp8Cache:

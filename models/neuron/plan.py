@@ -368,7 +368,7 @@ def _prefill_chunk(family: Family, config: Config) -> int:
     options = config.neuron_config or ()
     chunk = config.prefill_chunk
     whole = [option for option in options if option in WHOLE_PROMPTS]
-    if whole and family.graph().has_own_layers:
+    if whole and family.has_own_layers:
         raise ConfigError(
             f"--neuron-config {whole[0]} (NEURON_CONFIG) is not supported for "
             f"{family.model_type} models on Neuron; leave it out"

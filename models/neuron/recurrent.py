@@ -159,7 +159,7 @@ def recurrent_layer(
         )
     output = output.view(rows.count, -1, rows.tokens, net.value_dim).apply(hlo.permute, [2, 0, 1, 3])
     if isinstance(net, Mamba2):
-        own = builder.graph.recurrence  # without heads of zeros
+        own = builder.family.recurrence  # without heads of zeros
         output = norm_of_all_cores(output, weights["gated_norm"], own.key_heads * own.values, builder.config)
     matrix = (weights["attn_out_weight"], weights["attn_out_scales"], None)
     output = output.apply(hlo.cast, hidden.dtype).node

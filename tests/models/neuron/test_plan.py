@@ -261,7 +261,7 @@ def numbers(data):
     """What the family of a config.json keeps, but for the file itself."""
     family = families.of(data)
     kept = {name: value for name, value in vars(family).items() if name not in ("config", "is_nested")}
-    return kept, family.graph(), family.vectors
+    return kept, family.ropes, family.kinds, family.vectors
 
 
 def test_missing_numbers_default_to_those_of_transformers():
