@@ -129,20 +129,17 @@ Checksums = dict[str, tuple[int, str]]  # of files by name: size in bytes, SHA-2
 
 
 @dataclass(frozen=True)
-class Files:
-    """What else the `neuron` section names: the weights, and the compiled graphs as they were saved."""
+class Artifact:
+    """What the `neuron` section in the `config.json` of a compiled model says."""
 
     checkpoint_id: str | None = None  # on the hub, with its commit; None: the weights are in the folder
     checkpoint_revision: str | None = None
-    files: Checksums | None = None  # None: written by an older version
-
-
-@dataclass(frozen=True)
-class Artifact(Files):
-    """What the `config.json` of a compiled model says."""
-
+    files: Checksums | None = (
+        None  # the compiled graphs as they were saved; None: written by an older version
+    )
+    # Made of the other fields of the section: one of the two.
     compiled_config: CompiledConfig | None = None
-    optimum: Optimum | None = None  # instead of `compiled_config`
+    optimum: Optimum | None = None
 
     @classmethod
     def of(cls, config_json: Json, source: Path) -> Artifact | None:
@@ -156,18 +153,18 @@ class Artifact(Files):
         if section is None:
             return None
         try:
-            named = dataclasses.astuple(msgspec.convert(section, Files))
+            found = msgspec.convert(section, cls)
             if "exporter" not in section:
-                return cls(*named, optimum=msgspec.convert(section, Optimum))
+                return dataclasses.replace(found, optimum=msgspec.convert(section, Optimum))
             compiled_config = msgspec.convert(section, CompiledConfig)
-            known = {field.name for table in (CompiledConfig, Files) for field in dataclasses.fields(table)}
+            known = {field.name for table in (CompiledConfig, cls) for field in dataclasses.fields(table)}
             if unknown := sorted(section.keys() - known):
                 raise msgspec.ValidationError(f"Object contains unknown field `{unknown[0]}`")
         except msgspec.ValidationError as error:
             raise ConfigError(
                 f"{source}: `neuron` cannot be served ({error}); compile the model again"
             ) from None
-        return cls(*named, compiled_config)
+        return dataclasses.replace(found, compiled_config=compiled_config)
 
 
 def with_optimum(config: Config, optimum: Optimum) -> Config:
@@ -188,12 +185,13 @@ def with_optimum(config: Config, optimum: Optimum) -> Config:
     return dataclasses.replace(config, **values)
 
 
-def with_compiled_config(config: Config, compiled_config: CompiledConfig, name: str) -> Config:
-    """The settings with every value that was left open taken from `compiled_config`, of the model `name`.
+def with_compiled_config(config: Config, compiled_config: CompiledConfig) -> Config:
+    """The settings with every value that was left open taken from `compiled_config`.
 
     Raises ConfigError, naming both values, for a setting that contradicts the compiled value of its name.
     Smaller limits, and some of the compiled buckets, do not.
     """
+    name = config.model_name
     remedy = "leave it out, or compile it again"
     limits = {
         "max_batch_size": compiled_config.batch_size,

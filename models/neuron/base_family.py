@@ -377,6 +377,16 @@ class Family:
         columns += self.layers * 3 * round_up(self.intermediate, tp_degree)
         return self.hidden * columns
 
+    def state_bytes(self, tp_degree: int, dtype: str) -> int:
+        """Bytes of the recurrent states of a slot, with the last inputs of their convolutions, on all cores.
+        dtype: as `--dtype` has it."""
+        if not self.recurrence:
+            return 0
+        net = self.recurrence.on_cores(tp_degree)
+        state = math.prod(net.state) * DTYPES["float32"].bytes
+        conv = (net.kernel - 1) * net.channels * DTYPES[self.served_in(dtype)].bytes
+        return len(self.recurrent_layers) * net.key_heads * (state + conv)
+
     @functools.cached_property
     def vectors(self) -> int:
         """How many values of the layers are in norms, biases, routers and convolutions: few, and counted as

@@ -203,7 +203,7 @@ def _configured_for(compiled_config: CompiledConfig, family: Family, config: Con
     """The settings with the values of a compiled model. Raises ConfigError or ModelError for a model that
     cannot run here."""
     artifact.check_compiler(compiled_config, compiler_version(), config.model_name)
-    config = artifact.with_compiled_config(config, compiled_config, config.model_name)
+    config = artifact.with_compiled_config(config, compiled_config)
     model_class = family.name
     if compiled_config.model_class not in (None, model_class):
         raise ModelError(

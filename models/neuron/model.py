@@ -32,7 +32,6 @@ from models.neuron.build import (
     is_device_error,
     load_model,
 )
-from models.neuron.plan import Sizing
 from models.states import States
 
 logger = logging.getLogger("model")
@@ -83,8 +82,7 @@ class NeuronModel(StaticBatchModel):
         self._drafts: dict[int, Sequence[int]] = {}  # slot → draft tokens after them, not yet accepted
         if build.family.recurrent_layers:
             self.states = States(self._rows, compiled_config.snapshots, in_place=True)
-            sizing = Sizing(build.family, compiled_config.tp_degree, 1, 0, self.dtype)
-            self.state_bytes = sizing.tp_degree * sizing.state_bytes
+            self.state_bytes = build.family.state_bytes(compiled_config.tp_degree, self.dtype)
         if self.sampling == "hybrid" and not self._works(HYBRID, self._hybrid_fault):
             self.return_token_ids(False)
             self.sampling = "host"

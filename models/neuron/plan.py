@@ -176,25 +176,19 @@ class Sizing:
         return self.length + self.reserved
 
     @property
+    def _slot_state_bytes(self) -> int:
+        """On all cores."""
+        return self.family.state_bytes(self.tp_degree, self.dtype)
+
+    @property
     def state_bytes(self) -> int:
-        return (self.batch_size + self.snapshots) * self.slot_state_bytes
+        return (self.batch_size + self.snapshots) * self._slot_state_bytes // self.tp_degree
 
     @property
     def snapshots(self) -> int:
         """How many recurrent states are kept beside those of slots."""
-        size = self.slot_state_bytes * self.tp_degree
+        size = self._slot_state_bytes
         return min(SNAPSHOTS * self.batch_size, int(self.snapshot_memory * 1e9) // size) if size else 0
-
-    @property
-    def slot_state_bytes(self) -> int:
-        """Bytes of the recurrent states of a slot, with the last inputs of their convolutions, on a core."""
-        family = self.family
-        if not family.recurrence:
-            return 0
-        net = family.recurrence.on_cores(self.tp_degree)
-        state = math.prod(net.state) * DTYPES["float32"].bytes
-        conv = (net.kernel - 1) * net.channels * self._width
-        return len(family.recurrent_layers) * net.key_heads // self.tp_degree * (state + conv)
 
     @property
     def total_bytes(self) -> int:

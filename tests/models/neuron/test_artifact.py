@@ -154,7 +154,7 @@ def test_a_manifest_that_is_not_an_object_is_refused(tmp_path, section):
 
 
 def test_values_that_are_left_open_come_from_the_manifest():
-    config = with_compiled_config(Config(model_id="/x"), PROGRAMS, "/x")
+    config = with_compiled_config(Config(model_id="/x"), PROGRAMS)
     assert (config.max_batch_size, config.tp_degree, config.dtype) == (4, 2, "bfloat16")
     assert (config.max_total_tokens, config.max_input_tokens) == (1024, 512)
 
@@ -162,10 +162,10 @@ def test_values_that_are_left_open_come_from_the_manifest():
 def test_smaller_limits_and_equal_values_are_accepted():
     config = Config(model_id="/x", max_batch_size=2, max_total_tokens=300, max_input_tokens=100)
     expected = dataclasses.replace(config, tp_degree=2, dtype="bfloat16", sampling="host")
-    assert with_compiled_config(config, PROGRAMS, "/x") == expected
-    assert with_compiled_config(Config(model_id="/x", max_total_tokens=300), PROGRAMS, "/x").max_input_tokens == 299
+    assert with_compiled_config(config, PROGRAMS) == expected
+    assert with_compiled_config(Config(model_id="/x", max_total_tokens=300), PROGRAMS).max_input_tokens == 299
     equal = {"tp_degree": 2, "dtype": "bfloat16", "prefill_buckets": (128,), "position_buckets": (128, 512, 1024)}
-    assert with_compiled_config(Config(model_id="/x", **equal), PROGRAMS, "/x").tp_degree == 2
+    assert with_compiled_config(Config(model_id="/x", **equal), PROGRAMS).tp_degree == 2
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_smaller_limits_and_equal_values_are_accepted():
     ids=str,
 )
 def test_a_setting_that_contradicts_the_manifest_is_refused_with_both_values(setting, reason):
-    message = refusal(with_compiled_config, Config(model_id="/x", **setting), PROGRAMS, "/x")
+    message = refusal(with_compiled_config, Config(model_id="/x", **setting), PROGRAMS)
     assert reason in message
     assert "compile it again" in message
 
@@ -199,7 +199,7 @@ def test_a_setting_that_contradicts_the_manifest_is_refused_with_both_values(set
 def test_limits_that_are_accepted_can_be_run(slots, total, prompt):
     try:
         config = Config(model_id="/x", max_batch_size=slots, max_total_tokens=total, max_input_tokens=prompt)
-        found = with_compiled_config(config, PROGRAMS, "/x")
+        found = with_compiled_config(config, PROGRAMS)
     except ConfigError:
         assert slots > 4 or total > 1024 or prompt > 512 or prompt >= total
     else:
