@@ -1095,16 +1095,18 @@ Serves a large language model over TGI's, OpenAI's and Anthropic's HTTP APIs.
 A flag overrides its environment variables, which are listed in brackets."""
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Raises ConfigError for arguments that it cannot parse."""
+
     def error(self, message: str) -> None:
         raise ConfigError(message)
 
 
 @functools.cache
-def _parser() -> _Parser:
+def _parser() -> Parser:
     """Collects flags as strings, which `parse` reads in the same way as the variables."""
     formatter = functools.partial(argparse.HelpFormatter, max_help_position=6)
-    parser = _Parser(usage=USAGE, formatter_class=formatter, allow_abbrev=False)
+    parser = Parser(usage=USAGE, formatter_class=formatter, allow_abbrev=False)
     version = f"neuron-textgen {VERSION}"
     parser.add_argument("-V", "--version", action="version", version=version, help="Print the version.")
     group = parser

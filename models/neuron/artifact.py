@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -40,7 +40,15 @@ RECORD = "programs.json"  # in each entry of the cache
 RUNTIME = ("torch-neuronx", "libneuronxla")  # packages that load graphs; the SDK's version decides theirs
 CACHE = "/var/tmp/neuron-compile-cache"  # transformers-neuronx's default
 # Fields of a checkpoint's config.json that do not change what is computed.
-VOLATILE = ("_name_or_path", "architectures", "transformers_version", "torch_dtype", "neuron", "use_cache")
+VOLATILE = (
+    "_name_or_path",
+    "architectures",
+    "transformers_version",
+    "torch_dtype",
+    "neuron",
+    "quantization_config",
+    "use_cache",
+)
 
 
 def buckets(limit: int, given: Sequence[int] | None, flag: str) -> tuple[int, ...]:
@@ -261,17 +269,11 @@ class CachedGraphs:
     compiled_config: CompiledConfig
 
     @classmethod
-    def here(
-        cls,
-        size_gb: float,
-        model: str,
-        compiled_config: CompiledConfig,
-        environ: Mapping[str, str] = os.environ,
-    ) -> CachedGraphs | None:
+    def here(cls, size_gb: float, model: str, compiled_config: CompiledConfig) -> CachedGraphs | None:
         """The cached graphs for a model and its settings; None when NEURON_COMPILE_CACHE_URL is not a local
         folder: only the compiler can look there. Raises ConfigError where other users may write into the
         folder."""
-        url = urlsplit(environ.get("NEURON_COMPILE_CACHE_URL", "").strip() or CACHE)
+        url = urlsplit(os.environ.get("NEURON_COMPILE_CACHE_URL", "").strip() or CACHE)
         if url.scheme not in ("", "file"):
             return None
         cache = Path(url.path) / EXPORTER

@@ -189,10 +189,6 @@ class Tower:
     parameters: int  # with the projector
     tile_flops: int  # floating-point operations for a tile of the largest size
 
-    @property
-    def host_bytes(self) -> int:
-        return 4 * self.parameters
-
 
 # The attributes of a Family that make its layers differ from Llama's.
 BEYOND_LLAMA = (
@@ -364,7 +360,7 @@ class Family:
     def host_bytes(self) -> int:
         """Host memory during loading: the checkpoint, the table of embeddings in float32, which
         transformers-neuronx makes, and the vision tower."""
-        tower = self.tower.host_bytes if self.tower else 0
+        tower = 4 * self.tower.parameters if self.tower else 0
         return self.parameters * DTYPES[self.dtype].bytes + 4 * self.hidden * self.vocab + tower
 
     def matrix_parameters(self, tp_degree: int) -> int:

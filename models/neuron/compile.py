@@ -9,7 +9,6 @@ model. The settings go to `build.BuildPlan`, which decides what is compiled. Nee
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import logging
@@ -108,7 +107,7 @@ The weights of a local model are put into DIR, those of a hub model are download
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(usage=USAGE, allow_abbrev=False, exit_on_error=False)
+    parser = configuration.Parser(usage=USAGE, allow_abbrev=False)
     parser.add_argument("--output", metavar="DIR", help="a folder that does not exist, or is empty")
     try:
         options, flags = parser.parse_known_args(argv)
@@ -119,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
         if config.device not in ("auto", "neuron"):
             raise ConfigError(f"--device {config.device}: only models for Neuron are compiled; leave it out")
         compile_model(config, Path(options.output).expanduser())
-    except (argparse.ArgumentError, ConfigError, ModelError) as error:
+    except (ConfigError, ModelError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

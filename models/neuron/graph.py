@@ -141,18 +141,15 @@ class FamilyForSampling(llama.LlamaForSampling):
         model = self.chkpt_model
         self._checkpoint = checkpoint
 
-        def fills(module: torch.nn.Module, read: Callable[[], Tensors]) -> None:
-            module.materialize = functools.partial(_fill, module, read)
-
-        fills(model.model.embed_tokens, lambda: {"weight": family.embedding(checkpoint).float()})
+        _fill_later(model.model.embed_tokens, lambda: {"weight": family.embedding(checkpoint).float()})
         for number, layer in enumerate(model.model.layers):
             get = checkpoint.in_layer(number)
             read = functools.partial(family.layer, get)
             if number in family.recurrent_layers:
                 read = functools.partial(family.recurrent_layer, get, self._arranged)
-            fills(layer, read)
-        fills(model.model.norm, lambda: {"weight": family.norm(checkpoint("model.norm.weight"))})
-        fills(model.lm_head, lambda: {"weight": family.head(checkpoint)})
+            _fill_later(layer, read)
+        _fill_later(model.model.norm, lambda: {"weight": family.norm(checkpoint("model.norm.weight"))})
+        _fill_later(model.lm_head, lambda: {"weight": family.head(checkpoint)})
 
     def load_weights(self) -> None:
         new_layer = self.decoder_lm_head.new_layer
@@ -335,12 +332,16 @@ def _config(family: Family, *arguments: Any, **options: Any) -> Any:
     return config
 
 
-def _fill(module: torch.nn.Module, read: Callable[[], Tensors]) -> None:
-    """Sets the parameters of a module; matrices get the dtype that transformers-neuronx gave them, norms
-    float32."""
-    own = dict(module.named_parameters())
-    filled = {name: tensor.to(own[name].dtype) for name, tensor in read().items()}
-    module.load_state_dict(filled, strict=False, assign=True)
+def _fill_later(module: torch.nn.Module, read: Callable[[], Tensors]) -> None:
+    """Gives a module what `read` returns when transformers-neuronx asks for its parameters; matrices get the
+    dtype that transformers-neuronx gave them, norms float32."""
+
+    def materialize() -> None:
+        own = dict(module.named_parameters())
+        filled = {name: tensor.to(own[name].dtype) for name, tensor in read().items()}
+        module.load_state_dict(filled, strict=False, assign=True)
+
+    module.materialize = materialize
 
 
 def _interleave_qkv(q: Any, k: Any, v: Any, tp_degree: int, dim: int) -> torch.Tensor:

@@ -1,7 +1,6 @@
-"""A checkpoint's config.json under the names of transformers 4, which transformers-neuronx reads.
+"""A checkpoint's config.json under the names of transformers 4, which families read.
 
-It would silently use its defaults where names differ, and produce wrong output. Imports neither torch nor
-transformers-neuronx."""
+Imports neither torch nor transformers-neuronx."""
 
 from __future__ import annotations
 
@@ -10,15 +9,13 @@ from run import Json
 
 
 def legacy_config(config: Json) -> Json:
-    """A config.json of transformers 4 or 5 under the names of transformers 4, without the section about
-    compiled graphs; 5 renamed the dtype and the fields of rotary positions. Fields that `config` lacks stay
-    out: each family has defaults of its own.
+    """A config.json of transformers 4 or 5 under the names of transformers 4; 5 renamed the dtype and the
+    fields of rotary positions. Fields that `config` lacks stay out: each family has defaults of its own.
 
     Raises ModelError for rotary positions that are no object, or that differ between layers otherwise than
     Gemma 3's.
     """
-    # Without the section about compiled graphs.
-    legacy = {name: value for name, value in config.items() if name != "neuron"}
+    legacy = dict(config)
     for name in ("rope_parameters", "rope_scaling"):
         if not isinstance(legacy.get(name), (dict, type(None))):
             raise ModelError(f"config.json: {name} is {legacy[name]!r:.100} and should be an object")
@@ -29,8 +26,6 @@ def legacy_config(config: Json) -> Json:
         legacy["num_experts"] = legacy["num_local_experts"]
     if "dtype" in legacy:
         legacy["torch_dtype"] = legacy.pop("dtype")
-    if not legacy.get("quantization_config"):  # transformers 4.48 fails on null
-        legacy.pop("quantization_config", None)
     return legacy
 
 

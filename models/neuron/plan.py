@@ -10,7 +10,6 @@ aws-neuron-sdk at a tag."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
@@ -238,7 +237,7 @@ class Sizing:
                 f"over all of which a norm goes; {math.gcd(heads, kv_heads)} would work"
             )
         if experts and not experts.fits(tp_degree):
-            possible = ", ".join(map(str, filter(experts.fits, allowed_tp_degrees(None, MAX_CORES))))
+            possible = ", ".join(map(str, filter(experts.fits, allowed_tp_degrees())))
             return (
                 f"tp_degree {tp_degree} cuts each of {experts.count} experts into "
                 f"{experts.pieces(tp_degree)} pieces, which does not divide its {experts.columns} columns; "
@@ -257,7 +256,7 @@ class Sizing:
             return self.unsupported
         slots = self.most("batch_size", range(1, self.batch_size))
         length = self.most("length", range(128, self.length, 128))
-        larger = [degree for degree in allowed_tp_degrees(None, MAX_CORES) if degree > self.tp_degree]
+        larger = [degree for degree in allowed_tp_degrees() if degree > self.tp_degree]
         fitting = [degree for degree in larger if replace(self, tp_degree=degree).fits]
         here = [f"--tp-degree {degree}" for degree in fitting if degree in degrees]
         elsewhere = [f"a larger instance with --tp-degree {degree}" for degree in fitting]
@@ -286,7 +285,7 @@ class Sizing:
         return f"{sizes}: {memory}, {self.total_bytes / CORE_BYTES:.0%} of a core's {CORE_BYTES // GIB}"
 
 
-def allowed_tp_degrees(family: str | None, cores: int) -> list[int]:
+def allowed_tp_degrees(family: str | None = None, cores: int = MAX_CORES) -> list[int]:
     """The values of TP_DEGREES up to `cores`, ascending. family: of instances; None: the values of all
     families."""
     known = TP_DEGREES[family] if family else set().union(*TP_DEGREES.values())
@@ -388,7 +387,9 @@ def report(name: str, family: Family, machines: Sequence[Machine], config: Confi
     yield f"served in {served}; context length: {family.length}; {memory}"
     if family.tower:
         tower = family.tower
-        size = f"{tower.parameters:,} parameters, {tower.host_bytes / GIB:.1f} GiB of that memory in float32"
+        size = (
+            f"{tower.parameters:,} parameters, {4 * tower.parameters / GIB:.1f} GiB of that memory in float32"
+        )
         yield f"reads images, with the vision tower on the host: about {size}"
     numbers = 2 * family.attention_layers * family.kv_heads * family.head_dim
     float32_kib = numbers * DTYPES["float32"].bytes / 1024
@@ -460,7 +461,7 @@ Exit code 1: the model fits on none of the machines."""
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(usage=USAGE, allow_abbrev=False, exit_on_error=False)
+    parser = configuration.Parser(usage=USAGE, allow_abbrev=False)
     parser.add_argument(
         "--instance",
         choices=INSTANCES,
@@ -488,7 +489,7 @@ def main(argv: Sequence[str]) -> int:
             indent = " " * (len(line) - len(line.lstrip()) + 4)
             print(textwrap.fill(line, 100, subsequent_indent=indent, break_on_hyphens=False))
         return 0 if any(_has_sizing(family, machine, config) for machine in machines) else 1
-    except (argparse.ArgumentError, ConfigError, ModelError) as error:
+    except (ConfigError, ModelError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

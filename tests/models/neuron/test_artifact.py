@@ -360,8 +360,11 @@ def test_a_damaged_record_does_not_matter(tmp_path, record):
         ("s3://bucket/cache", None),
     ],
 )
-def test_the_cache_is_in_the_compilers_cache_folder(url, folder):
-    found = CachedGraphs.here(5.0, "model", PROGRAMS, {} if url is None else {"NEURON_COMPILE_CACHE_URL": url})
+def test_the_cache_is_in_the_compilers_cache_folder(monkeypatch, url, folder):
+    monkeypatch.delenv("NEURON_COMPILE_CACHE_URL", raising=False)
+    if url is not None:
+        monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", url)
+    found = CachedGraphs.here(5.0, "model", PROGRAMS)
     assert found == (folder and CachedGraphs(Path(folder), 5.0, "model", PROGRAMS))
 
 

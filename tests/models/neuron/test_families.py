@@ -168,10 +168,6 @@ def test_config_files_of_transformers_5_name_positions_by_the_kind_of_layer():
         of("gemma3_text", rope_parameters=new)
 
 
-def test_a_quantization_config_of_null_is_left_out_for_the_transformers_of_the_sdk():
-    assert "quantization_config" not in of("llama", quantization_config=None).config
-
-
 @pytest.mark.parametrize(("name", "base"), [("llama", 1e4), ("mixtral", 1e6), ("smollm3", 2e6), ("gemma3_text", 1e6)])
 def test_a_base_that_config_files_of_transformers_5_leave_out_is_the_default_of_the_family(name, base):
     family = of(name, rope_parameters={"rope_type": "default"})
