@@ -354,8 +354,8 @@ def make(build: BuildPlan, work_dir: Path) -> Any:
             neuron_config=_neuron_config(build),
         )
         expected = family.config["rope_theta"]
-        found = model.config.rope_theta
-        if found != expected:
+        if model.config.rope_theta != expected:
+            found = model.config.rope_theta
             raise ModelError(
                 f"transformers-neuronx reads rope_theta {found} where config.json has {expected}; "
                 "it needs transformers 4"
@@ -377,6 +377,8 @@ def _view_of(checkpoint: Path, config_json: Json, view: Path) -> Path:
 def _neuron_config(build: BuildPlan) -> Any:
     """The NeuronConfig of transformers-neuronx."""
     compiled_config = build.compiled_config
+    dtype = compiled_config.dtype
+    amp = DTYPES[dtype].short
     options = {
         "attention_layout": "BSH",
         "fuse_qkv": True,
@@ -384,26 +386,20 @@ def _neuron_config(build: BuildPlan) -> Any:
         "continuous_batching": library().ContinuousBatchingConfig(
             batch_size_for_shared_caches=compiled_config.batch_size
         ),
+        # A cast of bfloat16 logits to float32 would take the host longer than sampling from them.
+        "cast_logits_dtype": dtype if dtype in LOGITS_DTYPES else "float32",
     }
-    # A cast of bfloat16 logits to float32 would take the host longer than sampling from them.
-    options["cast_logits_dtype"] = (
-        compiled_config.dtype if compiled_config.dtype in LOGITS_DTYPES else "float32"
-    )
     if compiled_config.sampling == "hybrid":
         options["log_softmax_scores"] = True  # see HybridDecoder
     if compiled_config.sampling != "host":
         slots = [GREEDY] * compiled_config.batch_size
         options["on_device_generation"] = generation_config(slots, build.family.vocab)
     if compiled_config.quantize == "int8":
-        options["quant"] = library().QuantizationConfig(
-            quant_dtype="s8", dequant_dtype=DTYPES[compiled_config.dtype].short
-        )
+        options["quant"] = library().QuantizationConfig(quant_dtype="s8", dequant_dtype=amp)
     if compiled_config.kv_cache_dtype:
         from transformers_neuronx.config import KVCacheQuantizationConfig
 
-        options["kv_cache_quant"] = KVCacheQuantizationConfig(
-            quant_dtype="f8e4m3fn", dequant_dtype=DTYPES[compiled_config.dtype].short
-        )
+        options["kv_cache_quant"] = KVCacheQuantizationConfig(quant_dtype="f8e4m3fn", dequant_dtype=amp)
     for option in compiled_config.neuron_config:
         name, value = option.split("=")
         options[name] = value if name == "collectives_layout" else json.loads(value)

@@ -97,13 +97,9 @@ def _patterned(family: Family) -> Windows:
     `pattern` layers has full attention; `sliding_window_pattern` of config.json counts before that of the
     family."""
     pattern = family.config.get("sliding_window_pattern") or family.pattern
-    types = family.config.get("layer_types") or _full_every(pattern, family.layers, "sliding_attention")
-    return _windows(types, family.config["sliding_window"])
-
-
-def _full_every(interval: int, layers: int, others: str) -> list[str]:
-    """The types of layers, of which the last of every `interval` has full attention."""
-    return [others if n % interval else "full_attention" for n in range(1, layers + 1)]
+    every = range(1, family.layers + 1)
+    types = ["sliding_attention" if n % pattern else "full_attention" for n in every]
+    return _windows(family.config.get("layer_types") or types, family.config["sliding_window"])
 
 
 class Qwen3(Qwen2):
@@ -268,7 +264,8 @@ class Qwen35(Recurrent):
         self.recurrence = DeltaNet(key_heads, value_heads // key_heads, *sizes)
 
     def default_types(self) -> list[str]:
-        return _full_every(self.config["full_attention_interval"], self.layers, "linear_attention")
+        interval = self.config["full_attention_interval"]
+        return ["linear_attention" if n % interval else "full_attention" for n in range(1, self.layers + 1)]
 
     def matrix(self, get: GetTensor, name: str) -> Tensor:
         return self._queries(get, 0) if name == Q else super().matrix(get, name)

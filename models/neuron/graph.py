@@ -86,12 +86,9 @@ class FamilyForSampling(llama.LlamaForSampling):
         # Each run returns ids or logits, as `return_token_ids` says; the device computes both.
         self._is_hybrid = compiled_config.sampling == "hybrid"
         self._snapshots = compiled_config.snapshots
-        changed = {
-            "LlamaConfig": functools.partial(_config, family),
-            "LlamaForSamplingNoEmbeddingHlo": functools.partial(Hlo, family),
-        }
         with (
-            _replaced(llama, **changed),
+            _replaced(llama, LlamaConfig=functools.partial(_config, family)),
+            _replaced(llama, LlamaForSamplingNoEmbeddingHlo=functools.partial(Hlo, family)),
             _replaced(decoder, DecoderLmHeadForSamplingNoEmbedding=HybridDecoder),
         ):
             super().__init__(config, **options)
@@ -244,9 +241,8 @@ class FamilyForSampling(llama.LlamaForSampling):
         added = -heads % self.config.tp_degree
         is_shared = heads != kv_heads and self.config.tp_degree % kv_heads == 0 and added % kv_heads == 0
         groups = kv_heads if is_shared else 1
-        grouped = values.unflatten(0, (groups, -1))
-        zeros = grouped.new_zeros(groups, added // groups, *values.shape[1:])
-        return torch.cat([grouped, zeros], 1).flatten(0, 2)
+        padded = utils.pad_interleaved(values, 0, heads + added, heads // groups, added // groups)
+        return padded.flatten(0, 1)
 
 
 def _added_parameters(family: Family, is_recurrent: bool) -> dict[str, int | None]:

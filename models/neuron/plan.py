@@ -175,18 +175,14 @@ class Sizing:
         return self.length + self.reserved
 
     @property
-    def _slot_state_bytes(self) -> int:
-        """On all cores."""
-        return self.family.state_bytes(self.tp_degree, self.dtype)
-
-    @property
     def state_bytes(self) -> int:
-        return (self.batch_size + self.snapshots) * self._slot_state_bytes // self.tp_degree
+        size = self.family.state_bytes(self.tp_degree, self.dtype)
+        return (self.batch_size + self.snapshots) * size // self.tp_degree
 
     @property
     def snapshots(self) -> int:
         """How many recurrent states are kept beside those of slots."""
-        size = self._slot_state_bytes
+        size = self.family.state_bytes(self.tp_degree, self.dtype)
         return min(SNAPSHOTS * self.batch_size, int(self.snapshot_memory * 1e9) // size) if size else 0
 
     @property
@@ -419,7 +415,8 @@ def report(name: str, family: Family, machines: Sequence[Machine], config: Confi
             answer = f"{instance}, the smallest for context length {-longest}"
         yield f"Recommended: {answer}."
         yield ""
-    yield from _DATA["notes"]
+    rest = "compiled code, scratch and the runtime need the rest"
+    yield f"At most {HEADROOM:.0%} of a core's memory is filled: {rest}."
 
 
 def _report_machine(sizing: Sizing, machine: Machine, config: Config) -> Iterator[str]:
