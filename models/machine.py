@@ -48,12 +48,12 @@ def detect(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> M
     # The instance type on EC2's Nitro machines.
     product = read_text(root / "sys/devices/virtual/dmi/id/product_name")
     architecture = read_text(sysfs / f"neuron{min(devices)}/info/architecture/instance_type").lower()
-    found = INSTANCE_FAMILY.match(product) or INSTANCE_FAMILY.match(architecture)
-    family = found[0] if found else None
+    named = INSTANCE_FAMILY.match(product)
+    found = named or INSTANCE_FAMILY.match(architecture)
     return Machine(
         cores=usable_cores(cores, environ),
-        family=family,
-        instance=product if product.startswith(f"{family}.") else None,
+        family=found[0] if found else None,
+        instance=product if named else None,
         host_bytes=host_memory(root),
     )
 

@@ -95,8 +95,9 @@ class FamilyForSampling(llama.LlamaForSampling):
 
     def return_token_ids(self, ids: bool) -> None:
         """Makes every graph copy ids, or logits if `ids` is false, to the host from now on."""
-        others = (self.decoder_lm_head_for_context, self.decoder_lm_head_for_speculation)
-        for each in (self.decoder_lm_head, *(each for some in others for each in some.values())):
+        of_prompts = self.decoder_lm_head_for_context.values()
+        of_several = self.decoder_lm_head_for_speculation.values()
+        for each in (self.decoder_lm_head, *of_prompts, *of_several):
             each.program.returns_ids = ids
 
     def to_neuron(self) -> None:

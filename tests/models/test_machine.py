@@ -42,7 +42,7 @@ def look(root, **environ):
         ({"devices": range(12), "product": "inf2.48xlarge"}, Machine(24, "inf2", "inf2.48xlarge", 128 * GIB)),
         ({"devices": (3, 4), "chips": 12, "memory_max": str(8 * GIB)}, Machine(4, "inf2", "inf2.8xlarge", 8 * GIB)),
         ({"memory_max": "max"}, Machine(2, "inf2", "inf2.8xlarge", 128 * GIB)),
-        ({"product": "trn1n.32xlarge", "kind": None}, Machine(2, "trn1", None, 128 * GIB)),
+        ({"product": "trn1n.32xlarge", "kind": None}, Machine(2, "trn1", "trn1n.32xlarge", 128 * GIB)),
         ({"product": "KVM", "kind": "Trn1"}, Machine(2, "trn1", None, 128 * GIB)),
         ({"product": None, "kind": "Trn1n"}, Machine(2, "trn1", None, 128 * GIB)),
         ({"devices": (0, 1), "core_count": None, "product": None, "kind": "Trn9"}, Machine(4, None, None, 128 * GIB)),
