@@ -29,8 +29,14 @@ Q, K, V, O = ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]  # noqa: 
 GATE, UP, DOWN = MLP = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-NORM_BEFORE_ATTENTION = "input_layernorm.weight"
-NORM_BEFORE_MLP = "post_attention_layernorm.weight"  # Llama's name: it follows the attention
+# The names of the norms before attention and MLP: Llama's, and by `Family.norms` those of the checkpoint. A
+# layer with norms "after" computes none of these, but transformers-neuronx needs some.
+LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
+NORMS_BEFORE = {
+    "before": LLAMA_NORMS,
+    "both": ("input_layernorm", "pre_feedforward_layernorm"),
+    "after": ("post_attention_layernorm", "post_attention_layernorm"),
+}
 
 
 GetTensor = Callable[[str], "Tensor"]  # a tensor of the checkpoint by its name
@@ -422,14 +428,13 @@ class Family:
     def layer(self, get: GetTensor, names: Sequence[str] = (*ATTENTION, *MLP)) -> Tensors:
         """Matrices and norms of a layer under Llama's names."""
         matrices = {f"{name}.weight": self.matrix(get, name) for name in names}
-        return self._scaled(matrices | self.norms_before(get))
+        norms = zip(LLAMA_NORMS, NORMS_BEFORE[self.norms])
+        before = {f"{name}.weight": self.norm(get(f"{theirs}.weight")) for name, theirs in norms}
+        return self._scaled(matrices | before)
 
     def matrix(self, get: GetTensor, name: str) -> Tensor:
         """The matrix of a layer by Llama's name, which is given without `.weight`."""
         return get(f"{name}.weight")
-
-    def norms_before(self, get: GetTensor) -> Tensors:
-        return {name: self.norm(get(name)) for name in (NORM_BEFORE_ATTENTION, NORM_BEFORE_MLP)}
 
     def extra_tensors(self, get: GetTensor) -> Tensors:
         """The tensors of a layer with an attention that Llama's lacks, where the family has them: biases by
@@ -438,6 +443,7 @@ class Family:
         extra = self._scaled({f"{name}.bias": get(f"{name}.bias") for name in self.biases})
         if self.head_norms:
             extra |= {name: self.norm(get(f"self_attn.{name}.weight")) for name in ("q_norm", "k_norm")}
+            extra["q_norm"] = times(extra["q_norm"], self.query_scale)
         if self.norms != "before":
             extra["after_attention"] = self.norm(get("post_attention_layernorm.weight"))
             extra["after_mlp"] = self.norm(get("post_feedforward_layernorm.weight"))
@@ -445,8 +451,9 @@ class Family:
 
     def _scaled(self, tensors: Tensors) -> Tensors:
         """The matrices and biases of a layer with the multipliers of the model in them; other tensors as they
-        are."""
-        scales = {Q: self.query_scale, O: self.residual_scale, DOWN: self.residual_scale}
+        are. A norm of the queries would undo that of their matrix, and has it itself."""
+        query_scale = 1.0 if self.head_norms else self.query_scale
+        scales = {Q: query_scale, O: self.residual_scale, DOWN: self.residual_scale}
         return {
             name: times(tensor, scales.get(name.rpartition(".")[0], 1.0)) for name, tensor in tensors.items()
         }

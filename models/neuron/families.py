@@ -22,8 +22,6 @@ from models.neuron.base_family import (
     DOWN,
     GATE,
     MLP,
-    NORM_BEFORE_ATTENTION,
-    NORM_BEFORE_MLP,
     UP,
     Arrange,
     DeltaNet,
@@ -369,12 +367,6 @@ class Gemma2(Gemma):
         self.attention_cap = self.config["attn_logit_softcapping"]
         self.logit_cap = self.config["final_logit_softcapping"]
 
-    def norms_before(self, get: GetTensor) -> Tensors:
-        return {
-            NORM_BEFORE_ATTENTION: self.norm(get("input_layernorm.weight")),
-            NORM_BEFORE_MLP: self.norm(get("pre_feedforward_layernorm.weight")),
-        }
-
 
 class TwoRopes(Family):
     """Layers with a sliding window have positions of their own, which are not scaled."""
@@ -406,16 +398,6 @@ class Gemma3(TwoRopes, Gemma2):
     head_norms = "each"
     pattern = 6
 
-    def __init__(self, config: Json):
-        super().__init__(config)
-        self.query_norm_scale = self.query_scale  # the norm would undo it in the matrix
-        self.query_scale = 1.0
-
-    def extra_tensors(self, get: GetTensor) -> Tensors:
-        extra = super().extra_tensors(get)
-        extra["q_norm"] *= self.query_norm_scale
-        return extra
-
 
 class Olmo2(Family):
     """Norms come after attention and MLP; those of queries and keys go over all heads."""
@@ -423,11 +405,6 @@ class Olmo2(Family):
     defaults: ClassVar = {"rms_norm_eps": 1e-5}
     head_norms = "all"
     norms = "after"
-
-    def norms_before(self, get: GetTensor) -> Tensors:
-        # The layer of transformers-neuronx needs them; they are not computed.
-        unused = get("post_attention_layernorm.weight")
-        return {NORM_BEFORE_ATTENTION: unused, NORM_BEFORE_MLP: unused}
 
 
 class Olmo3(TwoRopes, Olmo2):
