@@ -112,6 +112,7 @@ DTYPE_NAMES = {
 
 
 def _whole_number(value: str, low: int = 1, high: int = MAX_COUNT) -> int:
+    """Returns a whole number from `low` to `high`. Raises ValueError for any other text."""
     try:
         number = int(value)
     except ValueError:
@@ -157,7 +158,7 @@ def _parse_neuron_config(value: str) -> tuple[str, ...]:
 
 
 def _ratio(value: str) -> float:
-    """A number from 0 on."""
+    """Returns a number from 0 to MAX_NUMBER. Raises ValueError for any other text."""
     try:
         number = float(value)
     except ValueError:
@@ -193,8 +194,8 @@ def _switch(value: str) -> bool:
 
 
 def _log_level(value: str) -> str:
-    """A level, or the first level of a filter of TGI's launcher, such as
-    `info,text_generation_router=debug`."""
+    """Returns error, warn, info or debug, for a level or the first level of a filter of TGI's launcher, such
+    as `info,text_generation_router=debug`. Raises ValueError for any other text."""
     level = re.sub(r"^[^,=]*=|\s*,.*", "", value)
     return _one_of(
         "error",
@@ -216,6 +217,8 @@ def _quantize(value: str) -> str | None:
 
 
 def _kv_cache_dtype(value: str) -> str:
+    """Returns the type of a KV cache, or auto. Raises ValueError for any other text, and for fp8_e5m2 and
+    int8 with the type to give instead."""
     if value.lower() == "fp8_e5m2":
         raise ValueError(
             f"not supported; give {FP8}, which has less than a third of the error (KL divergence 0.0086 "
@@ -261,6 +264,8 @@ def _adapter(value: str) -> str:
 
 
 def _adapters(value: str) -> tuple[str, ...]:
+    """Returns adapters that commas separate, each in the form of `_adapter`. Raises ValueError for a text
+    that `_adapter` rejects, and for two adapters of one name."""
     adapters = tuple(_adapter(adapter) for adapter in value.split(",") if adapter.strip())
     names = [adapter.partition("=")[0] for adapter in adapters]
     for name in names:
@@ -270,6 +275,7 @@ def _adapters(value: str) -> tuple[str, ...]:
 
 
 def _one_adapter(value: str) -> str:
+    """Returns an adapter in the form of `_adapter`. Raises ValueError for none or several."""
     adapters = _adapters(value)
     if len(adapters) != 1:
         raise ValueError(
@@ -303,6 +309,8 @@ def _api_key(value: str) -> str:
 
 
 def _key_file(value: str) -> str:
+    """Returns the absolute path of a file of API keys. Raises ValueError if the file cannot be read, or
+    `keys_of` rejects it. The keys are not kept: the file is read again while the server runs."""
     path = _absolute_path(value)
     try:
         keys_of(path)
@@ -321,7 +329,8 @@ def keys_of(path: str) -> list[str]:
 
 
 def _collector(value: str) -> str:
-    """The URL that receives traces by OTLP over HTTP."""
+    """Returns the URL that receives traces by OTLP over HTTP, which ends in /v1/traces. Raises ValueError for
+    a text that is no http or https URL, and for the port of OTLP over gRPC."""
     url = urlsplit(value)
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ValueError("must be the URL of a collector, such as http://localhost:4318")
@@ -362,7 +371,8 @@ def _domains(value: str) -> tuple[str, ...]:
 
 
 def _domain(value: str) -> str:
-    """A host as URLs write it, with a port or without."""
+    """Returns a host as URLs write it, with a port or without. Raises ValueError for a text that is no
+    host."""
     host, _colon, port = value.rpartition(":")
     if whole := _host(value):
         return whole
@@ -372,7 +382,7 @@ def _domain(value: str) -> str:
 
 
 def _host(value: str) -> str:
-    """A name, or an address, IPv6 in brackets; "" for what is neither."""
+    """Returns a name, or an address, IPv6 in brackets; "" for a text that is neither."""
     try:
         address = ipaddress.ip_address(value.strip("[]"))
     except ValueError:
@@ -386,12 +396,13 @@ PARSERS = {"str": str, "int": _whole_number, "float": _positive, "bool": _switch
 def setting(
     default: Any, help: str, *, names: str = "", parse: Callable[[str], Any] | None = None, shown: str = ""
 ) -> Any:
-    """A field of `Config`. Its flag is the field's name with dashes, its environment variable the name in
-    capitals.
+    """Returns a field of `Config`. Its flag is the field's name with dashes, its environment variable the
+    name in capitals.
 
-    names: further flags, and all environment variables, where there are others than the name in capitals; of
-    several that are set, the first counts. parse: reads a text, or raises ValueError; None: the parser of the
-    field's type. shown: the default in the help, if it is not `default`.
+    names: further names, separated by spaces. Those with a dash are flags beside the first one. The others
+    are all environment variables of the setting; they replace the name in capitals. If several have a value,
+    the first one counts, and any flag comes before any variable. parse: reads a text, or raises ValueError;
+    None: the parser of the field's type. shown: the default in the help, if it is not `default`.
     """
     variables = [name for name in names.split() if not name.startswith("-")]
     flags = [name for name in names.split() if name.startswith("-")]
@@ -838,6 +849,8 @@ class Config:
     json_output: bool = setting(False, "Log one JSON object per line.")
 
     def __post_init__(self):
+        """Raises ConfigError for settings that contradict each other: prompts that leave no token of the
+        context length, a slot that exceeds `max_batch_total_tokens`, an adapter with a name of the model."""
         total = self.max_total_tokens
         if total and self.max_input_tokens and self.max_input_tokens >= total:
             raise ConfigError(
@@ -870,7 +883,7 @@ class Config:
 
     @property
     def merged_adapter(self) -> str | None:
-        """The name of the LoRA adapter that every request gets."""
+        """The name of the LoRA adapter that every request gets; None: no adapter is merged."""
         return self.merge_lora.partition("=")[0] if self.merge_lora else None
 
     @property
@@ -911,8 +924,14 @@ class Config:
         return self.model_id.endswith(".gguf")
 
     def with_manifest(self, manifest: Manifest, memory_bytes: int | None = None) -> Config:
-        """A copy whose unset limits come from the model and from `memory_bytes`, the device's memory (None:
-        unknown). Raises ConfigError for a limit that the model cannot meet."""
+        """Returns a copy in which `max_batch_size`, `max_input_tokens` and `max_total_tokens` are set. Unset
+        ones follow from the model and from `memory_bytes`, the device's memory (None: unknown).
+
+        An unset `max_total_tokens` becomes the largest power of two for which the KV cache of all slots fits
+        into MEMORY_SHARE of the memory, at least DEFAULT_MAX_TOTAL_TOKENS, but no more than the model's
+        `length_limit` or, without one, its context length. Raises ConfigError for a given `max_total_tokens`
+        beyond the context length, and if limits of the copy contradict each other.
+        """
         longest = manifest.max_positions
         slots = self.max_batch_size or DEFAULT_BATCH_SIZE
         fitting = max(self._fitting_tokens(manifest, memory_bytes) // slots, DEFAULT_MAX_TOTAL_TOKENS)
@@ -931,7 +950,9 @@ class Config:
         )
 
     def with_prefix_slots(self, manifest: Manifest, memory_bytes: int | None) -> Config:
-        """A copy whose unset `prefix_slots` comes from the memory. `self` is a result of `with_manifest`.
+        """Returns a copy with `prefix_slots`. If unset, these are as many as fit into the memory (None:
+        unknown), at least `max_batch_size` and, beyond that, at most MAX_DEFAULT_PREFIX_SLOTS. `self` is a
+        result of `with_manifest`.
 
         Without prefix caching there are as many slots as run at a time. Raises ConfigError for fewer than
         these, and for a given `prefix_slots` without prefix caching.
@@ -956,7 +977,8 @@ class Config:
         return dataclasses.replace(self, prefix_slots=slots)
 
     def _fitting_tokens(self, manifest: Manifest, memory_bytes: int | None) -> int:
-        """How many tokens of all slots fit into the memory and `max_batch_total_tokens`; 0: unknown."""
+        """Returns how many tokens of all slots fit into MEMORY_SHARE of the memory and
+        `max_batch_total_tokens`; 0: unknown."""
         if not memory_bytes or not manifest.kv_bytes:
             return 0
         token_bytes = manifest.kv_bytes * KV_SHARE_OF_FLOAT32.get(self.kv_cache_dtype, 1)
@@ -972,7 +994,7 @@ class Config:
         return slots
 
     def body_limit(self, reads_images: bool) -> int:
-        """`payload_limit`, or its default for the model."""
+        """`payload_limit`, or its default for a model that reads images or does not; in bytes."""
         return self.payload_limit or (IMAGE_PAYLOAD if reads_images else TEXT_PAYLOAD)
 
     def set_up_log(self) -> None:
@@ -987,8 +1009,8 @@ class Config:
         return msgspec.json.decode(text, type=cls)
 
     def to_shell(self) -> str:
-        """The assignments that entrypoint.sh reads. Seconds are also there as milliseconds, in variables that
-        end in `_ms`: bash computes with integers."""
+        """Returns the assignments that entrypoint.sh reads, one a line, of the settings IN_SHELL. Seconds are
+        also there as milliseconds, in variables that end in `_ms`: bash computes with integers."""
         lines = []
         for name in IN_SHELL:
             value = getattr(self, name)
@@ -1039,8 +1061,8 @@ class CompatibilityAlias(NamedTuple):
 
 
 def _read_aliases() -> Iterator[tuple[str, CompatibilityAlias]]:
-    """Each flag or variable in compatibility_aliases.json, and what it stands for. `NAME=1` in that file is
-    the flag or variable NAME, whose value 1 has no effect."""
+    """Yields each flag or variable in compatibility_aliases.json, and what it stands for. `NAME=1` in that
+    file is the flag or variable NAME, whose value 1 has no effect."""
     tables = json.loads((HERE / "compatibility_aliases.json").read_text(encoding="utf-8"))
     for effect, table in tables.items():
         for names, text in table.items():
@@ -1053,8 +1075,11 @@ COMPATIBILITY_ALIASES = dict(_read_aliases())
 
 
 def _names_given(flag: str, given: Mapping[str, str]) -> list[str]:
-    """The names of a setting that have a value; the value of the first name counts. Flags come before
-    variables, own names before compatibility aliases."""
+    """Returns the names of a setting that have a value; the value of the first name counts. Flags come before
+    variables, own names before compatibility aliases. An alias whose value has no effect is left out.
+
+    flag: the setting's own, such as "--port". given: all values, by the names of flags and variables.
+    """
     others = [
         name
         for name, other in COMPATIBILITY_ALIASES.items()
@@ -1065,8 +1090,11 @@ def _names_given(flag: str, given: Mapping[str, str]) -> list[str]:
 
 
 def _log_lines_of_aliases(given: Mapping[str, str]) -> list[str]:
-    """A line for each setting of another server: what it sets, or why it has no effect. Raises ConfigError if
-    such a setting is not supported and its value would have an effect."""
+    """Returns a line for the log for each setting of another server in `given`: what it sets, or why it has
+    no effect. Raises ConfigError if such a setting is not supported and its value would have an effect.
+
+    given: values of flags and variables by name, also of this server's own.
+    """
     lines = []
     for name, value in given.items():
         family = name.split("_")[0] + "_*"  # TS_*: any with TS_
@@ -1130,8 +1158,13 @@ def _parser() -> Parser:
 
 
 def _given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """The values of all flags and variables, by name (`--port`, `PORT`), as texts. An empty variable counts
-    as unset. Raises ConfigError for an unknown flag, or one that is given twice."""
+    """Returns the values of all flags and variables, by name (`--port`, `PORT`), as texts without spaces at
+    their ends. An empty variable counts as unset, and so does a HOSTNAME that is no IP address. Several
+    values of a flag are joined by commas.
+
+    Raises ConfigError for an unknown flag, a flag that is given twice or lacks its value, and an API_KEY of
+    spaces. --help and --version print, and raise SystemExit.
+    """
     given = {name: value.strip() for name, value in environ.items() if value.strip()}
     if environ.get("API_KEY") and "API_KEY" not in given:
         raise ConfigError("API_KEY is only spaces: give a key, or leave it empty for a server without one")
@@ -1155,8 +1188,9 @@ def _given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _parse_value(name: str, value: str, entry: dataclasses.Field) -> Any:
-    """The value of a setting, in its type. name: the flag or variable that has this value, for the error.
-    Raises ConfigError."""
+    """Returns the value of a setting, in its type. name: the flag or variable that has this value, for the
+    error. Raises ConfigError for an empty value, for control characters, and for a value that the setting's
+    parser rejects. An error does not show an API key."""
     if not value:
         raise ConfigError(f"{name} needs a value")
     parse = entry.metadata["parse"] or PARSERS[entry.type.removesuffix(" | None")]
@@ -1170,10 +1204,13 @@ def _parse_value(name: str, value: str, entry: dataclasses.Field) -> Any:
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
-    """The configuration. Flags override environment variables, which override defaults.
+    """Reads the settings into a Config. Flags override environment variables, which override defaults. argv:
+    the flags, without the program's name.
 
-    Raises ConfigError: for a wrong value with the setting, the value and what it must be, for an unknown flag
-    with the nearest known one, and for a local folder without a model.
+    Without a model id, the model in SAGEMAKER_MODEL is served if it has a config.json. The path of a local
+    model becomes absolute; clients still see the name that was given. Raises ConfigError for a wrong value,
+    an unknown or repeated flag, settings that contradict each other, another server's setting that is not
+    supported, and a local folder without a model. --help and --version print, and raise SystemExit.
     """
     given = _given(argv, environ)
     _log_lines_of_aliases(given)
@@ -1204,7 +1241,8 @@ def resolved() -> Config:
 
 
 def listen(config: Config) -> socket.socket:
-    """The listening socket. Raises ConfigError if its address cannot be used."""
+    """Returns a socket that listens on the server's address. Raises ConfigError if the address cannot be
+    used."""
     family = socket.AF_INET6 if ":" in config.hostname else socket.AF_INET
     is_dual = config.hostname == "::" and socket.has_dualstack_ipv6()  # IPv4, too, as in TGI
     try:

@@ -20,7 +20,9 @@ REPEATS = 10  # lines a minute of one kind of warning or error
 
 
 def escaped(value: Any, limit: int) -> str:
-    """`value` on one line, truncated at `limit` characters."""
+    """Returns `str(value)` on one line, for the log. Characters that cannot be printed, such as line ends,
+    become escapes. A text of more than `limit` characters is truncated there and ends in "..."; escapes may
+    make the line longer than that."""
     text = str(value)
     if len(text) > limit:
         text = text[:limit] + "..."
@@ -33,7 +35,9 @@ class _PlainFormatter(logging.Formatter):
     default_msec_format = "%s.%03dZ"
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line, without the traceback that may follow."""
+        """Returns the line with the record's named values (`fields`) at the end, without the traceback that
+        may follow. The message has at most 1,000 characters, each value 200. `record.message` gets the
+        truncated message."""
         record.message = escaped(record.message, 1000)
         fields = getattr(record, "fields", {})
         named = "".join(f" {name}={escaped(value, 200)}" for name, value in fields.items())
@@ -42,6 +46,9 @@ class _PlainFormatter(logging.Formatter):
 
 class _JsonFormatter(_PlainFormatter):
     def format(self, record: logging.LogRecord) -> str:
+        """Returns a JSON object with the time, the level, the logger (`target`) and `fields`: the message and
+        the named values of the record. A traceback is a part of the message. The message and texts are
+        truncated as in a plain line; the traceback and other values stay whole."""
         message = escaped(record.getMessage(), 1000)
         if record.exc_info:
             message += "\n" + self.formatException(record.exc_info)
@@ -70,6 +77,8 @@ class RateLimitFilter(logging.Filter):
         self._counts: Counter[tuple[str, Any]] = Counter()
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Returns whether the record is logged, and counts the record. From REPEATS + 1 on, the record's
+        message gets its number within the minute."""
         if record.levelno < logging.WARNING and not getattr(record, "is_limited", False):
             return True
         if not 0 <= record.created - self._began < 60:
@@ -86,8 +95,12 @@ class RateLimitFilter(logging.Filter):
 
 
 def set_up(level: str, as_json: bool) -> None:
-    """Logs to stderr, one line per event; `logger.info(message, extra={"fields": {...}})` adds named
-    values."""
+    """Sends the log of this process to stderr, one line per event, and replaces all other handlers.
+    `logger.info(message, extra={"fields": {...}})` adds named values.
+
+    level: the lowest level that is logged of this server's loggers: "debug", "info", "warn" or "error".
+    Libraries log warnings and errors; with "error", only errors.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(RateLimitFilter())
     handler.setFormatter(_JsonFormatter() if as_json else _PlainFormatter(PLAIN_LINE))

@@ -185,13 +185,15 @@ class Manifest:
 
     @property
     def image_processor(self) -> str:
-        """The class of the image processor; "Fast" and "Pil" name the library that it uses."""
+        """The class of the image processor, without the endings "Fast" and "Pil", which name the library that
+        it uses. "": the folder names no image processor."""
         given = str(self.processor_config.get("image_processor_type") or "")
         return given.removesuffix("Fast").removesuffix("Pil")
 
     @property
     def image_token_id(self) -> int | None:
-        """The token that stands in a prompt for each embedding of an image."""
+        """The id of the token that stands in a prompt for each embedding of an image; None: config.json names
+        none."""
         config = self.config_json
         return whole(config.get("image_token_id", config.get("image_token_index")))
 
@@ -228,7 +230,8 @@ class Manifest:
 
     @property
     def unused(self) -> list[str]:
-        """The fields of generation_config.json that change transformers' output and not this server's."""
+        """The names of the fields of generation_config.json that change transformers' output and not this
+        server's, sorted."""
         given = self.generation_config
         return sorted(
             name
@@ -239,7 +242,7 @@ class Manifest:
 
     @property
     def text_config(self) -> Json:
-        """The text part of a vision-language model's config.json."""
+        """The text part of a vision-language model's config.json; the whole config.json of another model."""
         return text_part(self.config_json)
 
     @property
@@ -248,7 +251,12 @@ class Manifest:
 
     @property
     def length_limit(self) -> int | None:
-        """The length beyond which positions or attention depend on the longest sequence, or None."""
+        """The number of tokens beyond which positions or attention depend on the longest sequence; None: they
+        never do.
+
+        The limit is the size of an attention chunk or, without one, the smallest original length of the ropes
+        whose kind is in LENGTH_DEPENDENT_ROPE.
+        """
         facts = self.text_config
         if chunk := facts.get("attention_chunk_size"):
             return chunk
@@ -267,7 +275,8 @@ class Manifest:
 
     @property
     def kv_bytes(self) -> int | None:
-        """Bytes of the keys and values of a token, in float32; None where config.json does not say."""
+        """Bytes of the keys and values of a token in all layers with a KV cache, in float32; None if
+        config.json does not say."""
         facts = self.text_config
         try:
             heads = facts["num_attention_heads"]
@@ -278,7 +287,14 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: str | Path) -> Manifest:
-        """Reads a model folder. Raises ConfigError with the reason when it holds no model."""
+        """Reads what a model folder says: config.json, generation_config.json, and the files of the
+        processor. Does not look for weights. folder: "~" is expanded.
+
+        EOS tokens are those of config.json and generation_config.json; those of `text_config` count if both
+        name none. Raises ConfigError for a folder or config.json that is missing, a file that `read_json`
+        rejects, no `model_type`, a `text_config` that is no object, and a type such as "torch.bfloat16" or
+        "auto".
+        """
         folder = Path(folder).expanduser()
         if not folder.is_dir():
             kind = "file" if folder.suffix == ".gguf" else "folder"
@@ -317,8 +333,8 @@ class Manifest:
 
 
 def text_part(config: Json) -> Json:
-    """The text part of a config.json, with TEXT_DEFAULTS for missing keys; all of it, if there is no text
-    part."""
+    """Returns the text part of a config.json, with TEXT_DEFAULTS for missing keys; `config` itself if it has
+    no text part."""
     text = config.get("text_config")
     if not text or not isinstance(text, dict):
         return config
@@ -326,8 +342,12 @@ def text_part(config: Json) -> Json:
 
 
 def attention_layers(facts: Json) -> int:
-    """How many layers of a text config have a KV cache. Other layers have a recurrent state, or neither.
-    Raises KeyError if the config does not say."""
+    """Returns how many layers of a text config have a KV cache. Other layers have a recurrent state, or
+    neither.
+
+    The first of these that the config has counts: the kind of each layer, the indices of the attention
+    layers, every how many layers one comes, the number of layers. Raises KeyError if the config does not say.
+    """
     for name in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
         if kinds := facts.get(name):
             others = ("linear_attention", "mamba", "conv", "moe", "mlp", *"ME-")
@@ -346,10 +366,11 @@ def vision_family(config: Json) -> VisionFamily:
 
 
 def vision_part(config: Json) -> Json:
-    """The vision part of a vision-language model's config.json; {}: there is none.
+    """Returns the vision part of a vision-language model's config.json; {}: there is none.
 
     Of a value in several places, the last of these counts: the defaults of the family, the defaults of the
-    tower, the config itself. A null does not count.
+    tower, the config itself. A null does not count. Of an `image_size` or `patch_size` with two sides, which
+    are equal, the first one is returned.
     """
     vision = config.get("vision_config")
     if not isinstance(vision, dict):
@@ -367,11 +388,13 @@ def vision_part(config: Json) -> Json:
 
 
 def read_ropes(facts: Json) -> list[Json]:
-    """The rotary positions of a text config: one object for all layers, or one for each type of layers.
+    """Returns the rotary positions of a text config: one object for all layers, or one for each type of
+    layers.
 
-    Each object has the names of transformers 5, such as `rope_type`. `rope_theta` and
-    `original_max_position_embeddings` are in each object, too: of the object or, if it lacks them, of the
-    config beside it.
+    Each object has the names of transformers 5, such as `rope_type`. Each also has `rope_theta` and
+    `original_max_position_embeddings`: the object's own or, if it lacks them, those of the config beside it.
+    The original length is the context length if neither names it. Both are None where nothing is known. A
+    `longrope` whose original length is not the context length gets the quotient of the two as its `factor`.
     """
     given = facts.get("rope_parameters") or facts.get("rope_scaling")
     if not isinstance(given, dict):
@@ -389,11 +412,12 @@ def read_ropes(facts: Json) -> list[Json]:
 
 
 def _processor_config(folder: Path) -> Json:
-    """The fields of the processor's files, as one object. A field that is null does not count.
+    """Returns the fields of the processor's files as one object; {} without the files. A field that is null
+    does not count.
 
     Of a field in several places, the last of these counts: preprocessor_config.json, `image_processor` of
     processor_config.json, the rest of processor_config.json. transformers 5 writes processor_config.json
-    only; earlier versions wrote both files. Raises ConfigError as `read_json` does.
+    only; earlier versions wrote both files. Raises ConfigError for a file that `read_json` rejects.
     """
     processor = read_json(folder / "processor_config.json")
     image_processor = processor.pop("image_processor", None)
@@ -404,7 +428,8 @@ def _processor_config(folder: Path) -> Json:
 
 
 def _token_ids(given: Any) -> list[int]:
-    """The ids in a number, or in a list, which may hold lists."""
+    """Returns the ids in a number, or in a list, which may hold lists. Anything else, such as null, holds
+    none."""
     if isinstance(given, list):
         return [token for each in given for token in _token_ids(each)]
     number = whole(given)
@@ -419,9 +444,11 @@ def whole(value: Any) -> int | None:
 
 
 def read_json(path: Path, required: bool = False) -> Json:
-    """A JSON object from a model folder; {} without the file. Raises ConfigError for anything else.
+    """Returns the JSON object in a file of a model folder; {} without the file.
 
-    required: ConfigError is also raised without the file.
+    Raises ConfigError for a device, FIFO or socket, a git-lfs pointer, a file of more than MAX_JSON
+    characters, one that cannot be read, and one that is no JSON object. required: a missing file is an error,
+    too.
     """
     check_regular(path)
     try:
@@ -447,8 +474,8 @@ def read_json(path: Path, required: bool = False) -> Json:
 def check_regular(path: Path) -> None:
     """Raises ConfigError for a device, a FIFO or a socket: reading it might never end.
 
-    The path is checked, and the files in a folder and in its folders. Names that begin with a dot are left
-    out.
+    The path is checked. If it is a folder, so are the files in it and those one folder deeper. Names that
+    begin with a dot, links to nothing, and folders that this user may not read are left out.
     """
     for each in (path, *path.glob("[!.]*"), *path.glob("[!.]*/[!.]*")):
         with contextlib.suppress(OSError):  # a link to nothing, a folder of others
@@ -457,7 +484,9 @@ def check_regular(path: Path) -> None:
 
 
 def _instead_of_config(path: Path) -> str:
-    """What a folder without config.json holds, as the end of a sentence; "": nothing that is known."""
+    """Returns what a folder holds instead of `path`, its missing config.json, as the end of a sentence; "":
+    nothing that is known, or `path` is another file. Raises ConfigError for an adapter_config.json that
+    `read_json` rejects."""
     folder = path.parent
     if path.name != "config.json":
         return ""
@@ -470,7 +499,7 @@ def _instead_of_config(path: Path) -> str:
 
 
 def has_gguf(path: Path) -> bool:
-    """Whether a path is a file, or a folder with a GGUF file in the place of an ordinary checkpoint."""
+    """Whether a path is a file, or a folder with a *.gguf file and no config.json."""
     return path.is_file() or (not (path / "config.json").exists() and any(path.glob("*.gguf")))
 
 
@@ -487,10 +516,13 @@ def reject_lfs_pointer(path: Path) -> None:
 
 
 def check_weight_files(folder: Path) -> None:
-    """Raises ConfigError if `folder` has no weights under the names that transformers reads.
+    """Raises ConfigError if `folder` has no weights under the names that transformers reads, or only some of
+    them.
 
     Weights are model.safetensors, or all files that the index names or, without an index, that the numbers in
-    their names ask for. A git-lfs pointer in the place of any *.safetensors raises ConfigError, too.
+    their names ask for: model-1-of-3.safetensors needs the files 2 and 3. If there are none, the error names
+    another file with weights, and the remedy. A git-lfs pointer in the place of any *.safetensors, and an
+    index that `read_json` rejects, raise ConfigError, too. The files' contents are not checked.
     """
     found = sorted(folder.glob(*SAFETENSORS))
     for path in found:
@@ -523,8 +555,9 @@ def check_weight_files(folder: Path) -> None:
 
 
 def check_weights(parameters: int, folder: Path) -> None:
-    """Raises ConfigError for a model of more parameters than the weight files in `folder` hold, such as when
-    a file is missing: loading would allocate memory for all of them before it fails."""
+    """Raises ConfigError for a model of more parameters than the weight files in `folder` have bytes, such as
+    when a file is missing: loading would allocate memory for all of them before it fails. COMPUTED parameters
+    need no bytes. A weight file that is a link to nothing raises ConfigError, too."""
     files = {path for pattern in WEIGHTS for path in folder.glob(pattern)}
     try:
         stored = sum(path.stat().st_size for path in files)

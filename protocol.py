@@ -115,7 +115,8 @@ class Image(msgspec.Struct, frozen=True, gc=False):
 
 
 class Generate(GenerateOptions, frozen=True):
-    """Continue `prompt`. `id` is random, 63 bits, unique among all API server processes."""
+    """Web → worker, in `SubmitRequests`: generate one sequence that continues `prompt`. `id` is random, 63
+    bits, unique among all API server processes."""
 
     id: int
     prompt: list[int]
@@ -135,7 +136,8 @@ class SubmitRequests(msgspec.Struct, tag="submit", frozen=True):
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
-    """Web → worker: end this request. `reason` is for the log: a stop sequence, a client disconnect."""
+    """Web → worker: end this request early. Its `End` still comes, unless it has its terminal message
+    already. `reason` is for the log: a stop sequence, a client disconnect."""
 
     id: int
     reason: str

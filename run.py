@@ -41,7 +41,8 @@ class ConfigError(Exception):
 
 
 def run_dir() -> Path:
-    """The private folder of this run: the resolved configuration and the socket between the processes."""
+    """The private folder of this run: the resolved configuration and the socket between the processes. Raises
+    KeyError outside of a run, where entrypoint.sh has not named the folder."""
     return Path(os.environ["NEURON_TEXTGEN_RUN_DIR"])
 
 
@@ -50,10 +51,12 @@ def socket_address() -> str:
 
 
 def die_with_parent() -> None:
-    """Makes the kernel end this process when its parent dies: no process may survive and hold the device.
+    """Makes the kernel kill this process (SIGKILL) when its parent dies: no process may survive and hold the
+    device.
 
-    Raises SystemExit if the parent that PARENT names has died already: the kernel only looks at the present
-    parent, which may be process 1 of a container. Sets PARENT for the processes that this one starts.
+    Raises SystemExit if the parent that the variable PARENT names has died already: the kernel only looks at
+    the present parent, which may be process 1 of a container. Sets PARENT to this process's id, for the
+    processes that this one starts.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
     parent = str(os.getppid())
@@ -78,8 +81,9 @@ def check_private(folder: Path, name: str) -> None:
 
 
 def check_process_limits(run_dir: Path) -> None:
-    """Raises ConfigError if the limits of this process are too low for any model. Also if the path of the
-    socket in `run_dir` is too long."""
+    """Raises ConfigError if this process may have fewer than MIN_FILES open files or MIN_ADDRESS_SPACE bytes
+    of address space, or if the path of the socket in `run_dir` has more than MAX_SOCKET_NAME bytes. Changes
+    no limit."""
     excess = len(os.fsencode(run_dir / SOCKET)) - MAX_SOCKET_NAME
     if excess > 0:
         raise ConfigError(
@@ -99,8 +103,11 @@ def check_process_limits(run_dir: Path) -> None:
 
 
 def explained(error: OSError | MemoryError, where: str | None = None) -> str | None:
-    """One line with the exhausted resource of the machine and the remedy; None for an error without a remedy
-    here. where: the file, which counts before the file that the error names."""
+    """Returns one line with the exhausted resource of the machine and the remedy; None for an error whose
+    number is not in REMEDIES. The line begins with the path of a file, if one is known.
+
+    where: the path in the line; None: the path that the error itself names, if it names one.
+    """
     number = errno.ENOMEM if isinstance(error, MemoryError) else error.errno
     if number not in REMEDIES:
         return None

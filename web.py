@@ -56,8 +56,9 @@ MAX_PROBE_S = 32_767  # the longest time between probes that the kernel takes
 
 
 def create_app(config: Config, engine: EngineClient, store: Path) -> Flask:
-    """The WSGI application. Until the model is ready, routes that need the model answer 503. store: the file
-    of stored responses."""
+    """Returns the WSGI application of an API server process. To be called after the fork. Until the model is
+    ready, routes that need the model answer 503. store: the file of stored responses, which need not
+    exist."""
     files = None if config.no_web_page else status.PAGE_FILES
     app = Flask("neuron-textgen", static_folder=files, static_url_path="/page")
     if config.root_path:
@@ -107,11 +108,12 @@ class AuthAndCors:
         self._keys = ApiKeys(config)
 
     def admit(self) -> Response | None:
-        """Runs before a route. Returns the response to an OPTIONS request, else None. Raises ApiError (401)
-        if the request needs a key and has none that is accepted.
+        """Runs before a route, once other greenlets have run. Returns the response to an OPTIONS request,
+        else None: the route runs. Raises ApiError (401) if the request needs a key and has none that is
+        accepted.
 
-        Sets `g.request_id`, which is the header X-Request-Id if that is valid, else random; and `g.api_key`,
-        which is b"" where no key is needed.
+        Sets `g.request_id`, which is the header X-Request-Id if that is valid, else random; and, but for
+        OPTIONS, `g.api_key`: the accepted key, or b"" if the request needs none.
         """
         gevent.sleep(0)  # a client that pipelines requests must not keep the event loop to itself
         given = request.headers.get("X-Request-Id", "")
@@ -127,7 +129,12 @@ class AuthAndCors:
         return None
 
     def add_headers(self, response: Response) -> Response:
-        """After a route: drops the rest of the body, and adds the headers of CORS and the request's id."""
+        """Runs after a route or an error, and returns the same response. First reads and drops the rest of
+        the request's body, for DISCARD_S at most.
+
+        Adds the request's id, `Vary`, and the headers of CORS: the origin if it is allowed; for OPTIONS also
+        the methods and all headers that the browser asks for.
+        """
         drain_body()
         response.headers["x-request-id"] = g.request_id
         if routes.error_format() is ANTHROPIC:
@@ -156,8 +163,8 @@ class AuthAndCors:
         return is_page or (route is not None and not route.needs_key)
 
     def _key(self) -> bytes | None:
-        """The first accepted API key of the request, `x-api-key` before `Authorization`. None: it has none;
-        b"": the server has no keys, and needs none."""
+        """Returns the first accepted API key of the request, `x-api-key` before `Authorization`. None: it has
+        none that is accepted; b"": the server has no keys, and needs none."""
         if not self._needs_key:
             return b""
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
@@ -180,12 +187,13 @@ class ApiKeys:
         self._of_file: list[bytes] = []
 
     def has(self, given: bytes) -> bool:
+        """Whether a key is accepted. Reads the file again first, if it has changed."""
         self._refresh()
         return any(hmac.compare_digest(given, key) for key in (*self._own, *self._of_file))
 
     def _refresh(self) -> None:
-        """Reads the file of keys again if it has changed. The keys stay if the file is missing, or has no key
-        or an invalid one."""
+        """Reads the file of keys again if it has changed. If the file is missing, or has no key or an invalid
+        one, the keys stay, and the log says why."""
         if not self._file:
             return
         try:
@@ -205,10 +213,13 @@ class ErrorHandlers:
         self._process = process
 
     def respond(self, error: Exception) -> Response:
-        """The response to a request that has raised an error; for a client that has disconnected, status 499
-        alone.
+        """Returns the response to a request that has raised an error; for a client that has disconnected,
+        status 499 alone.
 
-        The error format is that of the error, else that of the response's writer, else that of the route.
+        The error format is that of the error, else that of the response's writer, else that of the route. An
+        error that no client causes is logged, and its response (500) does not name it. Sets `g.rejection`,
+        the text for the log, and, if the request would generate text, `g.outcome` for the metrics: `record`
+        reads both.
         """
         if isinstance(error, ClientDisconnected):
             g.outcome = "dropped" if "generates" in g else None
@@ -278,6 +289,7 @@ class _GunicornLog(gunicorn.glogging.Logger):
         self.error_log.setLevel(logging.WARNING)
 
     def exception(self, msg: str, *args, **kwargs) -> None:
+        """Logs an exception, unless a client broke its connection or never reads."""
         if not isinstance(sys.exc_info()[1], OSError):  # a client that broke its connection or never reads
             super().exception(msg, *args, **kwargs)
 
@@ -306,6 +318,7 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
         super().__init__()
 
     def load_config(self) -> None:
+        """Sets gunicorn's settings. gunicorn calls this method."""
         settings = {
             "bind": [f"fd://{self._listener_fd}"],
             "workers": self._config.web_concurrency,
@@ -332,6 +345,9 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
             self.cfg.set(name, value)
 
     def _begin(self, worker) -> None:
+        """Runs in each API server process when it begins to serve. Starts the greenlet that ends the process.
+        In the first process another greenlet logs a note about tool calls, if there is one, once the model's
+        text side is loaded."""
         gevent.spawn(self._quit_when_done, worker)
         if worker.age == 1:  # one line, whatever the number of processes
             gevent.spawn(self._log_tools)
@@ -343,6 +359,8 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
             logger.info("%s", note)
 
     def _arrive(self, _worker, http_request) -> None:
+        """Counts a request that has arrived. While the worker drains, its connection is closed after the
+        response."""
         self._in_progress += 1
         if self._engine.phase == "draining":  # so that the client's next request goes to another replica
             http_request.force_close()
@@ -351,14 +369,20 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
         self._in_progress -= 1
 
     def _quit_when_done(self, worker) -> None:
-        """Ends this process after SIGTERM, once no request is in progress. gunicorn itself would wait for all
-        connections, idle ones too."""
+        """Runs as a greenlet until gunicorn was told to stop this process and no request is in progress. Then
+        ends the process with SIGQUIT. gunicorn itself would wait for all connections, idle ones too."""
         while worker.alive or self._in_progress:
             gevent.sleep(0.1)
         os.kill(os.getpid(), signal.SIGQUIT)
 
     def load(self) -> Flask:
-        """Runs in each API server process, after the fork."""
+        """Returns the application of an API server process. gunicorn calls this method in each process, after
+        the fork.
+
+        Connects to the worker, and waits up to a second for its status. If the worker is ready, it also waits
+        for the tokenizer, up to LOADING_S (api/http/engine_client.py). When the worker has been stuck for
+        --stuck-timeout, a file `stuck` appears in the run's folder.
+        """
         die_with_parent()
         engine = EngineClient(
             socket_address(),

@@ -54,7 +54,8 @@ logger = logging.getLogger("worker")
 
 @dataclass(kw_only=True, eq=False)
 class Worker:
-    """The loop around one model."""
+    """The loop around one model. One thread calls the methods, but for `drain`, `stop`, `load` and
+    `adapters_in_use`."""
 
     model: StaticBatchModel
     config: Config
@@ -121,7 +122,8 @@ class Worker:
             self.outputs.close()
 
     def step(self) -> None:
-        """Runs the loop once."""
+        """Runs the loop once. Waits for a message if there is nothing to run. Raises DeviceLost after a step
+        that has lost the device, whose requests have ended."""
         self.receive()
         step = self.next()
         if step:
@@ -159,8 +161,9 @@ class Worker:
             self.requests.end(self.outputs.failed.popleft(), "failed")
 
     def next(self) -> Step | None:
-        """The next step, or None if there is nothing to run. Overdue requests are rejected after the step is
-        scheduled: a request that gets a slot now is not overdue."""
+        """Gives waiting requests free slots, and returns the next step; None: there is nothing to run.
+        Overdue requests are rejected after the step is scheduled: a request that gets a slot now is not
+        overdue."""
         now = time.monotonic()
         step = self.scheduler.next(now, self._timer.prompt_budget)
         for request in self.requests:
@@ -169,8 +172,12 @@ class Worker:
         return step
 
     def run_step(self, step: Step) -> StepOutput:
-        """Runs a step on the device, and returns its output, also if it failed. The outputs of the last step
-        are published meanwhile."""
+        """Runs a step on the device, and returns its output, also if it failed: no exception leaves this
+        method for a failed step. The outputs of the last step are sent meanwhile.
+
+        The API server processes learn how long the step may take. The time of a step that succeeded changes
+        that limit, and the prompt tokens of later steps.
+        """
         for request in step.started:
             adapter = {"adapter": request.generate.adapter} if request.adapter else {}
             request.log("prompt begins", slot=request.slot, cached=request.cached, **adapter)
@@ -196,12 +203,14 @@ class Worker:
         output.done_at = self._progress_at = time.monotonic()
 
     def drain(self) -> None:
-        """Rejects new requests; the loop ends with the last running one. Signal handlers may call it."""
+        """Rejects new requests from now on; the loop ends once all other requests have ended. Signal handlers
+        may call it."""
         self.admission.drain()
         self.link.interrupt()
 
     def stop(self) -> None:
-        """Ends the loop after the running step. Signal handlers may call it."""
+        """Ends the loop after the running step, and with it all requests ("draining"). Signal handlers may
+        call it."""
         self.stopping = True
         self.link.interrupt()
 
@@ -228,8 +237,8 @@ class Worker:
         }
 
     def adapters_in_use(self) -> tuple[set[str], set[str]]:
-        """The names of the LoRA adapters of running requests, and those of waiting ones. Called on the
-        socket's thread."""
+        """Returns the names of the LoRA adapters of running requests, and those of waiting ones. Called on
+        the socket's thread."""
         running = set()
         waiting = set()
         for request in self.requests:
@@ -294,8 +303,8 @@ class Worker:
             self.scheduler.add(request)
 
     def _cancel_all_of(self, peer: bytes) -> None:
-        """Cancels the requests of an API server process that has ended. The metrics count each HTTP request
-        once, as `dropped`."""
+        """Ends the requests of an API server process that has ended, whose slots become free. The metrics
+        count each HTTP request once, as `dropped`."""
         lost = [request for request in self.requests if request.peer == peer]
         for _ in {request.group for request in lost}:
             self.metrics.record(RequestStats(0, "dropped"))
@@ -313,7 +322,7 @@ class Worker:
 
 @dataclass
 class Startup:
-    """Makes a worker, reporting each phase to the API server processes."""
+    """Makes a worker, and reports each phase of that to the API server processes."""
 
     config: Config
     link: Link
@@ -395,6 +404,7 @@ class Startup:
         model: StaticBatchModel,
         eos_token_ids: list[int],
     ) -> ModelInfo:
+        """Returns what the API server processes learn of the model. The worker's memory is measured now."""
         has_defaults = self.config.generation_config != "none"
         memory = resident_memory()
         return ModelInfo(
@@ -426,6 +436,8 @@ class Startup:
         )
 
     def _log_model(self, model: StaticBatchModel, info: ModelInfo) -> None:
+        """Logs what is served and the memory that it takes, and that --allowed-media-domains has no effect on
+        a model without images."""
         logger.info(
             "%s on %s (%s), weights in %s: %d slots of %d tokens, prompts up to %d, EOS ids %s",
             info.model_name,
@@ -459,7 +471,8 @@ class Startup:
 
 
 def log_scheduling(config: Config, model: StaticBatchModel) -> None:
-    """Logs the settings of the scheduler that have no effect, or an unexpected one, on this model."""
+    """Logs the settings of the scheduler that have no effect, or an unexpected one, on this model. Changes no
+    setting."""
     if model.supports_chunked_prefill:
         if config.waiting_served_ratio or config.max_waiting_tokens != Config.max_waiting_tokens:
             logger.info(
@@ -482,8 +495,8 @@ def log_scheduling(config: Config, model: StaticBatchModel) -> None:
 
 
 def known_eos_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
-    """The ids that are in the vocabulary, each once, in their order. Some checkpoints name other ids, which
-    are logged."""
+    """Returns the ids that are in the vocabulary, 0 to `vocab_size` - 1, each once, in their order. Some
+    checkpoints name other ids, which are logged."""
     named = list(dict.fromkeys(ids))
     known = [i for i in named if 0 <= i < vocab_size]
     if known != named:
@@ -496,8 +509,8 @@ def known_eos_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
 
 
 def log_thread_failure(link: Link, failure: threading.ExceptHookArgs) -> None:
-    """Logs the error that ended a thread. If it is the socket's thread, the process ends. Without any other
-    thread, such as a library's, requests are still served."""
+    """Logs the error that ended a thread. If it is the socket's thread, the process ends at once with exit
+    code 1. Without any other thread, such as a library's, requests are still served."""
     is_needed = failure.thread is link.thread
     name = failure.thread.name if failure.thread else "unknown"
     level = logging.CRITICAL if is_needed else logging.ERROR

@@ -46,6 +46,8 @@ class SageMakerAdapter(Struct):
 
 
 def load_adapter(server: Server) -> Response:
+    """Loads a LoRA adapter, as vLLM's route does, and returns the response. Waits until the worker has loaded
+    it. Raises ApiError for a wrong field or source, and if the adapter cannot be loaded."""
     request = server.read(LoadAdapter)
     source = _source_of(request.lora_path, "lora_path", server)
     return _load(server, request.lora_name, "lora_name", source, request.load_inplace)
@@ -56,13 +58,16 @@ def unload_adapter(server: Server) -> Response:
 
 
 def register(server: Server) -> Response:
+    """As SageMaker's route, loads a LoRA adapter and returns the response. A loaded adapter of the same name
+    is an error. Raises ApiError for a wrong field or source, and if the adapter cannot be loaded."""
     request = server.read(SageMakerAdapter)
     return _load(server, request.name, "name", _source_of(request.src, "src", server))
 
 
 def _source_of(path: str, field: str, server: Server) -> str:
-    """The folder below `--lora-folder` that `path` names, else `path` itself if it is a hub id. Raises
-    ApiError. field: the name of the path's field in the request."""
+    """Returns the folder below `--lora-folder` that `path` names, else `path` itself if it is a hub id.
+    Raises ApiError: 403 without `--lora-folder`, 422 for any other path. Whether the hub has the id is not
+    asked. field: the name of the path's field in the request."""
     _check_allowed(server)
     root = Path(server.config.lora_folder).resolve()
     with contextlib.suppress(OSError, ValueError):  # of what no file can be named
@@ -75,10 +80,11 @@ def _source_of(path: str, field: str, server: Server) -> str:
 
 
 def _load(server: Server, name: str, field: str, source: str, in_place: bool = False) -> Response:
-    """Loads the LoRA adapter `name` from `source`. Returns the response. Raises ApiError, also for a bad
-    name.
+    """Loads the LoRA adapter `name` from `source`, and returns the response. Raises ApiError for a name that
+    is empty, too long, not printable or the model's own, and if the adapter cannot be loaded.
 
-    field: the field of the request that has `name`. in_place: a loaded adapter of this name is replaced.
+    field: the field of the request that has `name`. in_place: a loaded adapter of this name is replaced; else
+    it is an error.
     """
     fits = 0 < len(name) <= MAX_ADAPTER_NAME and name.isprintable() and name == name.strip()
     require(
@@ -104,8 +110,13 @@ def _check_allowed(server: Server) -> None:
 
 
 def _change(server: Server, success: str, *change: Any) -> Response:
-    """Changes an adapter. Returns a response with the text `success`. Raises ApiError and EngineError.
-    change: the arguments of `EngineClient.change_adapter`."""
+    """Changes an adapter, and returns a response with the text `success`. Waits up to ADAPTER_TIMEOUT_S for
+    the worker, then SPREAD_S, until the other API server processes know of the change.
+
+    Raises ApiError: 503 if the worker does not answer in that time (the change goes on) or the fault is the
+    machine's, 400 if the adapter is at fault. Raises EngineError if the worker is not ready. change: the
+    arguments of `EngineClient.change_adapter`.
+    """
     try:
         changed = server.engine.change_adapter(*change)
     except EngineBusy:

@@ -69,8 +69,8 @@ def read_invocation(data: Json, served: Served) -> ResponseWriter:
 
 
 def text(data: Json, served: Served) -> ResponseWriter:
-    """The writer of a stream of plain text: the continuation of a prompt. TorchServe's handlers for
-    Inferentia2 send the same. Raises ApiError."""
+    """Returns the writer of a stream of plain text: the continuation of a prompt. TorchServe's handlers for
+    Inferentia2 send the same. Raises ApiError for a wrong field."""
     return TextResponseWriter(
         [tgi.check(tgi.read_generate(data), served, streams=True)], served, streams=True
     )
@@ -105,8 +105,8 @@ def continuation(sentence: str, served: Served) -> ResponseWriter:
 
 
 def _instance(given: Any) -> GenerateRequest | ChatRequest:
-    """An instance as a native request if it has `inputs`, else as a chat request. Raises ApiError, also for
-    fields that are not supported in an instance."""
+    """Returns an instance as a native request if it has `inputs`, else as a chat request. Raises ApiError for
+    a wrong field, and for fields that are not supported in an instance."""
     data = fields.convert(given, Json)
     read_chat = functools.partial(fields.read, kind=ChatRequest)
     instance = fields.choose_variant(data, {"inputs": tgi.read_generate, "messages": read_chat})(data)
@@ -137,6 +137,8 @@ class PredictionsResponseWriter(ResponseWriter):
 
     def whole(self, sequences: list[GeneratedSequence]) -> Struct | list:
         # Without the model's reasoning.
+        """Returns what `form` makes of the texts: for each request its prefix, then the best sequence without
+        reasoning and calls."""
         texts = (best_of(candidates).output.text_of(Content) for candidates in self._by_request(sequences))
         return self._form([prefix + text for prefix, text in zip(self._prefixes, texts)])
 

@@ -61,21 +61,22 @@ class Route:
 
 
 def kinds_of(union: Any) -> tuple:
-    """The types of a union; () for None. Any other type is returned alone."""
+    """Returns the types of a union; () for None. Any other type is returned alone."""
     if isinstance(union, UnionType):
         return get_args(union)
     return () if union is None else (union,)
 
 
 def format_of(path: str) -> ErrorFormat:
-    """The error format of the API that a path belongs to."""
+    """Returns the error format of the API that a path belongs to."""
     if path.startswith("/v1/messages"):
         return ANTHROPIC
     return OPENAI if path.startswith("/v1/") else TGI
 
 
 def openapi(routes: Sequence[Route]) -> Json:
-    """The OpenAPI 3.1 document."""
+    """Returns the OpenAPI 3.1 document of these routes: their operations, and the schemas of their types and
+    of all errors. It has no `servers`."""
     types = [each for route in routes for each in (route.body, route.response, route.event)]
     types += [error_format.body_type for error_format in (TGI, OPENAI, ANTHROPIC)]
     used = [kind for each in types for kind in kinds_of(each)]
@@ -107,8 +108,8 @@ def openapi(routes: Sequence[Route]) -> Json:
 
 
 def _operation(route: Route, content: Callable[[tuple], Json]) -> Json:
-    """The OpenAPI operation of a route. content: makes the description of a body that has one of several
-    types."""
+    """Returns the OpenAPI operation of a route. content: makes the description of a body that has one of
+    several types."""
     ok = {"description": "OK"}
     if responses := _responses(route, content):
         ok["content"] = responses
@@ -139,7 +140,8 @@ def _operation(route: Route, content: Callable[[tuple], Json]) -> Json:
 
 
 def _responses(route: Route, content: Callable[[tuple], Json]) -> Json:
-    """The descriptions of a route's responses by their content type."""
+    """Returns the descriptions of a route's responses with status 200, by their content type; {}: the route
+    has no content."""
     responses = {}
     if route.response:
         responses["application/json"] = content(kinds_of(route.response))

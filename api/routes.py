@@ -36,15 +36,20 @@ SAGEMAKER_DEADLINE_S = 55.0  # SageMaker times out after 60
 
 
 def generates(read: Read, renders: bool = False) -> Callable[[Server], Response]:
+    """Returns the view of a route that generates what `read` makes of the body. renders: whether `read` may
+    render a chat template."""
     return functools.partial(Server.generate, read=read, renders=renders)
 
 
 def replies(make: Callable[[Json, Served], Any]) -> Callable[[Server], Response]:
+    """Returns the view of a route that generates nothing: `make` checks the body, and returns what makes the
+    response."""
     return functools.partial(Server.reply, make=make)
 
 
 def invocations(server: Server) -> Response:
-    """The response to a request of SageMaker. A header may name a LoRA adapter.
+    """Returns the response to a request of SageMaker. A header may name a LoRA adapter. What is not streamed
+    ends after SAGEMAKER_DEADLINE_S, unless a deadline is configured. Raises the errors of `Server.generate`.
 
     A body that is JSON is a request of the API that its required field identifies. A body of plain text is a
     prompt: the response is a stream of text, or JSON as on `POST /` if `Accept` prefers JSON.
@@ -59,16 +64,21 @@ def invocations(server: Server) -> Response:
 
 
 def predictions(server: Server, name: str) -> Response:
+    """Returns the response to a request of TorchServe, whose body is a prompt as text: a stream of text.
+    name: of the model or of a LoRA adapter; another one is an error (404)."""
     return server.generate(of_adapter(clouds.text, name), parser=text_parser)
 
 
 def of_adapter(read: Read, name: str | None) -> Read:
-    """Reads requests for the LoRA adapter, or the model, with this name, which is in a header or the path.
-    None: the request alone says which. Reading raises ApiError (404) for another name."""
+    """Returns a function that reads requests, as `read` does, for the LoRA adapter, or the model, with this
+    name, which is in a header or the path. None: the request alone says which. Reading raises ApiError (404)
+    for another name."""
     return lambda data, served: read(data, served.with_adapter(name) if name else served)
 
 
 def infer(server: Server) -> Response:
+    """Returns the response of the Ray Serve blueprint: a list with the parameter `sentence` and its
+    continuation, in one text. Raises ApiError without a sentence."""
     sentence = request.args.get("sentence", "")
     return server.generate(lambda _data, served: clouds.continuation(sentence, served), parser=no_parser)
 
@@ -84,6 +94,7 @@ def openapi_document() -> Json:
 
 
 def serve_document(_server: Server) -> Response:
+    """Returns the OpenAPI document, with the root path of the request as its server."""
     return json_response(openapi_document() | {"servers": [{"url": request.script_root or "/"}]})
 
 
@@ -399,8 +410,9 @@ for _body in {body for route in ROUTES for body in route.bodies}:
 
 
 def error_format() -> ErrorFormat:
-    """The error format of the current request. It is Anthropic's if the route may choose that and the request
-    has the header `anthropic-version`; else that of the API to which the path belongs."""
+    """Returns the error format of the current request. It is Anthropic's if the route may choose that and the
+    request has the header `anthropic-version`; else that of the API to which the path belongs, also if there
+    is no such route."""
     route = BY_NAME.get(request.endpoint)
     if route and ANTHROPIC in route.errors and "anthropic-version" in request.headers:
         return ANTHROPIC

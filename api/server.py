@@ -56,20 +56,22 @@ T = TypeVar("T")
 
 
 def json_parser() -> Parse:
-    """What parses the JSON body of the current request. Raises ApiError (415) for a body of another type."""
+    """Returns the function that parses the JSON body of the current request. Raises ApiError (415) if the
+    body has another type."""
     if not (request.mimetype == JSON or request.mimetype.endswith("+json")):
         raise _wrong_content_type(JSON)
     return fields.parse_body
 
 
 def no_parser() -> Parse:
-    """What ignores the body of a request that says everything in its URL."""
+    """Returns a function that gives {} for any body, for a request that says everything in its URL."""
     return lambda _body: {}
 
 
 def text_parser() -> Parse:
-    """What parses a body that is the prompt itself, to {"inputs": prompt}. Raises ApiError (415) for a body
-    of a type other than text/plain or none, or with a charset that is not in CHARSETS."""
+    """Returns the function that parses a body that is the prompt itself, to {"inputs": prompt}. Raises
+    ApiError (415) for a body of a type other than text/plain or none, or with a charset that is not in
+    CHARSETS."""
     if request.mimetype not in ("", "text/plain"):
         raise _wrong_content_type("text/plain")
     charset = request.mimetype_params.get("charset", CHARSETS[0]).lower()
@@ -99,8 +101,8 @@ class TextThreads:
         self._pending = 0
 
     def run(self, function: Callable):
-        """What `function()` returns or raises, run in a thread. Raises ApiError (429) if too many calls are
-        pending."""
+        """Returns what `function()` returns, or raises what it raises. A thread runs it; the caller's
+        greenlet waits. Raises ApiError (429) if too many calls are pending."""
         if self._pending >= self._max_pending:
             raise errors.overloaded()
         self._pending += 1
@@ -117,7 +119,9 @@ class TextThreads:
 
 
 class Server:
-    """One API server process. To be made after the fork."""
+    """One API server process: what routes do with the current request of Flask. To be made after the fork:
+    the constructor starts the greenlet that polls requests and, with --otlp-endpoint, the exporter of
+    traces."""
 
     def __init__(self, config: Config, engine: EngineClient, store: Path):
         """store: the file of stored responses."""
@@ -134,8 +138,8 @@ class Server:
 
     @property
     def served(self) -> Served:
-        """What a request is checked against, made anew. Raises ApiError (503) while the model is not
-        ready."""
+        """What a request is checked against, made anew, without images yet. Waits up to half a minute for a
+        tokenizer that is being loaded. Raises ApiError (503) while the model is not ready."""
         self.engine.wait_while_loading()
         if self.engine.phase != "ready":
             raise errors.not_ready(self.engine.phase)
@@ -155,14 +159,18 @@ class Server:
         return self.config.body_limit(info is not None and info.reads_images)
 
     def read(self, kind: type[T]) -> T:
-        """The JSON body of the request, as `kind`. Raises ApiError."""
+        """Returns the JSON body of the request, as `kind`. Waits for the body. Raises ApiError: 503 while the
+        model is not ready, 415 for another type of body, 413 for too many bytes, 400 for a body that is not
+        JSON, 422 for fields that are wrong or unknown. Raises ClientDisconnected."""
         _served = self.served  # not before the model is ready
         parse = json_parser()
         with self._bodies.read(self.payload_limit) as body:
             return fields.read(parse(body), kind)
 
     def reply(self, make: Callable[[Json, Served], Later]) -> Response:
-        """The response to a JSON body, without generated text. Raises ApiError, and ClientDisconnected.
+        """Returns the response to a JSON body, without generated text. Raises ApiError for a body that cannot
+        be read, for what `make` rejects, for images that cannot be loaded, 503 while the model is not ready,
+        and 429 if too many calls wait for threads. Raises ClientDisconnected.
 
         make: reads and checks the body. Returns a function, which makes the body of the response once the
         images are loaded. Threads run both.
@@ -201,9 +209,12 @@ class Server:
             raise ClientDisconnected
 
     def _begin(self) -> Served:
-        """What the request is checked against. Marks the request as one that generates, and begins its trace.
-        Raises ApiError if the model is not ready (503) or the worker is full (429), whatever the body
-        says."""
+        """Returns what the request is checked against. Marks the request as one that generates
+        (`g.generates`, `g.started_at`), and begins its trace.
+
+        Waits OVERLOAD_RECHECK_S if the worker is full. Raises ApiError if the model is not ready (503) or the
+        worker is still full (429), whatever the body says.
+        """
         g.generates = True
         g.started_at = time.monotonic()
         if self._tracer:
@@ -264,7 +275,9 @@ class Server:
         return self._threads.run(function) if is_long else function()
 
     def _check_grammars(self, prompts: list[TokenizedPrompt]) -> None:
-        """Raises ApiError for a grammar that does not compile."""
+        """Compiles each grammar of the prompts in a child process, unless it was accepted before. Raises
+        ApiError for a grammar that does not compile or exceeds the limits, with the name of the field, or of
+        the first tool, that causes it."""
         by_grammar = {prompt.prepared.grammar: prompt.prepared for prompt in prompts}
         for grammar, prepared in by_grammar.items():
             try:
@@ -274,6 +287,8 @@ class Server:
                 raise errors.invalid(prepared.grammar_name, str(error)) from None
 
     def _check_grammar(self, grammar: str) -> None:
+        """Raises GrammarError if the grammar does not compile or exceeds the limits, and ApiError (429) if
+        too many calls wait for threads. "", and a grammar that was accepted before, pass at once."""
         grammars = self.engine.text.grammars
         if grammar and not grammars.knows(grammar):
             self._threads.run(functools.partial(grammars.check, grammar))
@@ -294,6 +309,8 @@ class Server:
                 return
 
     def _connection(self) -> Connection:
+        """Returns the connection of the current request. A client may end its input without a disconnect if
+        the request is the last one of its connection."""
         asks_to_close = "close" in request.headers.get("Connection", "").lower()
         is_last = request.environ["SERVER_PROTOCOL"] == "HTTP/1.0" or asks_to_close
         return Connection(request.environ.get("gunicorn.socket"), input_may_end=is_last)
@@ -315,8 +332,8 @@ def empty_response() -> Response:
 
 
 def _log_changes(writer: ResponseWriter, prompts: list[TokenizedPrompt]) -> None:
-    """Logs where the response differs from the request without an error. Logged are tools that are left out,
-    keywords of JSON schemas that are not enforced, and a clamped `max_tokens`."""
+    """Logs, at level debug, where the response differs from the request without an error. Logged are tools
+    that are left out, keywords of JSON schemas that are not enforced, and a clamped `max_tokens`."""
     if writer.left_out:
         names = ", ".join(sorted(writer.left_out))
         logger.debug("left out tools that this server does not run: %s", names, extra=log_fields())

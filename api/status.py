@@ -50,6 +50,8 @@ def health(server: Server) -> Response:
 
 
 def metrics(server: Server) -> Response:
+    """Returns the metrics of all processes, which the worker has. Raises EngineError if the worker does not
+    answer in time."""
     return Response(server.engine.metrics(), content_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -64,8 +66,9 @@ def models(server: Server) -> Response:
 
 
 def model(server: Server, name: str) -> Response:
-    """The card of the model, or of a LoRA adapter. Raises ApiError (404) for another name. The card is
-    Anthropic's if the request has the header `anthropic-version`, else OpenAI's."""
+    """Returns the card of the model, or of a LoRA adapter. Raises ApiError: 404 for another name, 503 while
+    the model is not ready. The card is Anthropic's if the request has the header `anthropic-version`, else
+    OpenAI's."""
     served = server.served
     served.with_adapter(name)
     if "anthropic-version" in request.headers:
@@ -80,8 +83,8 @@ class DeletedResponse(Struct):
 
 
 def response(server: Server, response_id: str) -> Response:
-    """A stored response, as JSON. Raises ApiError: 404 if it is not stored, and for its input items; 422 for
-    a stream."""
+    """Returns a stored response of the request's API key, as JSON. Raises ApiError: 404 if it is not stored,
+    and for its input items; 422 for a stream."""
     if response_id.endswith("/input_items"):
         what = "The input items of a response cannot be listed; keep those that you send"
         raise ApiError(404, "not_found", what)
@@ -91,13 +94,14 @@ def response(server: Server, response_id: str) -> Response:
 
 
 def delete_response(server: Server, response_id: str) -> Response:
-    """Raises ApiError (404)."""
+    """Deletes a stored response of the request's API key. Raises ApiError (404) if it is not stored."""
     server.responses.delete(response_id)
     return json_response(DeletedResponse(response_id))
 
 
 def root(server: Server) -> Response:
-    """The page if the client is a browser (`Accept` has text/html) and the page is on, else `GET /health`."""
+    """Returns the page if the client is a browser (`Accept` has text/html) and the page is on, else what `GET
+    /health` returns or raises. The page is returned before the model is ready, too."""
     is_browser = "text/html" in request.headers.get("Accept", "")
     if is_browser and not server.config.no_web_page:
         return _page(server)
@@ -105,8 +109,8 @@ def root(server: Server) -> Response:
 
 
 def _page(server: Server) -> Response:
-    """The page for browsers. The attributes `data-…` of its body are the facts that its script has to
-    know."""
+    """Returns the page for browsers. The attributes `data-…` of its body are the facts that its script has to
+    know; until the model is ready, only its name."""
     facts = {"preparing": server.config.model_name}
     if server.engine.phase == "ready":
         info = server.engine.info

@@ -166,6 +166,8 @@ class Info(Struct):
 
     @classmethod
     def of(cls, served: Served) -> Info:
+        """Returns the facts of what is served, from the settings, the worker's facts and the model's text.
+        The fields that have no value here are None."""
         info = served.info
         text = served.text
         values = dataclasses.asdict(served.config) | msgspec.structs.asdict(info)
@@ -196,7 +198,9 @@ def generate_stream(data: Json, served: Served) -> ResponseWriter:
 
 
 def compat(data: Json, served: Served) -> ResponseWriter:
-    """`POST /`: streams with `stream`, and returns the prompt unless `return_full_text` is false."""
+    """Returns the writer of the response to `POST /`. The response is a stream with `stream`, else a list of
+    one object. The text begins with the prompt unless `return_full_text` is false. Raises ApiError for a
+    wrong field."""
     request = read_generate(data)
     if request.parameters.return_full_text is None:
         request.parameters.return_full_text = True
@@ -210,8 +214,10 @@ def read_generate(data: Json) -> GenerateRequest:
 def check(
     request: GenerateRequest, served: Served, streams: bool, prompt_name: str = "inputs"
 ) -> PreparedRequest:
-    """The prepared request of a native request. streams: whether the response is a stream. prompt_name: its
-    prompt in errors. Raises ApiError for the first field that is wrong, in TGI's order."""
+    """Returns the prepared request of a native request. Adds the images in the prompt to `served.images`,
+    which are not loaded here. streams: whether the response is a stream. prompt_name: its prompt in errors.
+    Raises ApiError for the first field that is wrong, in TGI's order. The prompt is not tokenized here, and
+    the grammar not compiled."""
     config, info, p = served.config, served.info, request.parameters
     if (p.seed or 0) > U64_MAX:
         raise errors.wrong_type(f"Expected `int` <= {U64_MAX} - at `$.parameters.seed`")
@@ -268,8 +274,8 @@ def check(
 
 
 def _adapter_of(p: Parameters, served: Served) -> str:
-    """The LoRA adapter that the engine applies; "": none, or the one that is merged into the weights. An
-    adapter that a header or a path names counts before `adapter_id`. Raises ApiError for an unknown
+    """Returns the LoRA adapter that the engine applies; "": none, or the one that is merged into the weights.
+    An adapter that a header or a path names counts before `adapter_id`. Raises ApiError for an unknown
     adapter."""
     adapters = [*served.info.adapters, *filter(None, [served.config.merged_adapter])]
     detail = "is not supported: no adapter is served (--lora-adapters)"
@@ -303,7 +309,8 @@ def _samples(p: Parameters) -> bool:
 
 
 class NativeResponseWriter(ResponseWriter):
-    """TGI's own formats. `in_list`: `POST /` returns a list."""
+    """TGI's own formats. The constructor checks the request, and raises ApiError for a wrong field.
+    `in_list`: `POST /` returns a list."""
 
     def __init__(self, request: GenerateRequest, served: Served, streams: bool, in_list: bool = False):
         super().__init__([check(request, served, streams)], served, streams)
@@ -314,6 +321,8 @@ class NativeResponseWriter(ResponseWriter):
         self._index = 0
 
     def whole(self, sequences: list[GeneratedSequence]) -> Struct | list:
+        """Returns the best sequence, as an object, or a list of it if the route returns one. With `details`,
+        it has the tokens of that sequence, and the other sequences."""
         best = best_of(sequences)
         response = GenerateResponse(self._prefix + best.stream.text)
         if self._wants_details:
@@ -327,6 +336,8 @@ class NativeResponseWriter(ResponseWriter):
         return [response] if self._in_list else response
 
     def events(self, sequence: GeneratedSequence, pieces: list[Piece]) -> bytes:
+        """Returns an event for each piece. The last one of the sequence has the whole text and, if asked for,
+        the details."""
         events = []
         for piece in pieces:
             self._index += 1
@@ -350,6 +361,8 @@ class NativeResponseWriter(ResponseWriter):
         }
 
     def _details(self, sequence: GeneratedSequence) -> Json:
+        """Returns fields of SequenceDetails, by name: the end, the tokens and, if asked for, those of the
+        prompt and the most likely ones."""
         details = self._finish(sequence)
         prompt = self._prompt_pieces(sequence) if sequence.prepared.prompt_logprobs else []
         details["prefill"] = [PrefillToken(piece.id, piece.text, rounded(piece.logprob)) for piece in prompt]

@@ -91,8 +91,10 @@ class DetokenizeResponse(Struct):
 
 
 def tokenize(data: Json, served: Served) -> Later:
-    """What lists the tokens of a text or chat, once the images are loaded. The first field of TOKENIZE that
-    the body has identifies the API. Raises ApiError."""
+    """Checks a body, and returns the function that lists the tokens of its text or chat once the images are
+    loaded. The first field of TOKENIZE that the body has identifies the API, and so the form of the list.
+    Raises ApiError, as that function does, for fields that are wrong, and for texts that are too long to be
+    listed."""
     return fields.choose_variant(data, TOKENIZE)(data, served)
 
 
@@ -108,6 +110,9 @@ def _tokenize_prompt(data: Json, served: Served) -> Later:
 
 
 def _tokenize_messages(data: Json, served: Served) -> Later:
+    """Checks vLLM's chat, and returns the function that lists its tokens once the images are loaded. Raises
+    ApiError for a chat that is wrong or that the template rejects; the function does so for a text that is
+    too long."""
     request = fields.read(data, TokenizeChat)
     prepared = prepare_chat(request, served)
 
@@ -130,6 +135,8 @@ def _counted(
 
 
 def _tokenize_content(data: Json, served: Served) -> Later:
+    """Returns the function that makes llama.cpp's list of tokens: ids, or ids with their texts. Raises
+    ApiError for fields that are wrong, and for a text of more than MAX_TOKENIZED bytes."""
     request = fields.read(data, TokenizeContent)
     require(request.parse_special is not False, "parse_special", "is not supported if it is false")
     tokenizer = served.text.tokenizer
@@ -142,7 +149,7 @@ def _tokenize_content(data: Json, served: Served) -> Later:
 
 
 def _piece(token_id: int, tokenizer: Tokenizer) -> str | list[int]:
-    """The text of a token, or its bytes if they are a part of a character."""
+    """Returns the text of a token, or its bytes if they are a part of a character."""
     exact = tokenizer.piece_bytes(token_id)
     if exact is None:
         return tokenizer.token_text(token_id)
@@ -161,7 +168,8 @@ TOKENIZE = {
 
 
 def detokenize(data: Json, served: Served) -> Later:
-    """What returns the joined texts of tokens; special tokens show their names. Raises ApiError."""
+    """Returns the function that makes the response: the joined texts of tokens; special tokens show their
+    names. Raises ApiError for more than MAX_LISTED_TOKENS ids, and for one that the model does not know."""
     tokens = fields.read(data, DetokenizeRequest).tokens
     require(len(tokens) <= MAX_LISTED_TOKENS, "tokens", f"takes up to {MAX_LISTED_TOKENS} tokens")
     fields.check_ids(tokens, "tokens", served.info)
@@ -170,6 +178,9 @@ def detokenize(data: Json, served: Served) -> Later:
 
 
 def chat_tokenize(data: Json, served: Served) -> Later:
+    """Checks a chat, and returns the function that lists its text and tokens once the images are loaded.
+    Raises ApiError for a chat that is wrong or that the template rejects; the function does so for too many
+    tokens."""
     prepared = prepare_chat(fields.read(data, ChatRequest), served)
 
     def listed() -> ChatTokenizeResponse:
@@ -181,8 +192,9 @@ def chat_tokenize(data: Json, served: Served) -> Later:
 
 
 def _tokens(text: str, served: Served, add_special_tokens: bool) -> list[SimpleToken]:
-    """The tokens of an escaped text, each with the range of its bytes in the text without escapes. Raises
-    ApiError for too many bytes or tokens, and for a text that cannot be tokenized."""
+    """Returns the tokens of an escaped text, each with the range of its bytes in the text without escapes.
+    Raises ApiError for more than MAX_TOKENIZED bytes or MAX_LISTED_TOKENS tokens, and for a text that cannot
+    be tokenized."""
     raw = _raw(text, served)
     try:
         spans = served.text.tokenizer.spans(text, add_special_tokens, MAX_LISTED_TOKENS)
@@ -195,7 +207,8 @@ def _tokens(text: str, served: Served, add_special_tokens: bool) -> list[SimpleT
 
 
 def _raw(text: str, served: Served) -> bytes:
-    """The bytes of an escaped text without the escapes. Raises ApiError for more than MAX_TOKENIZED."""
+    """Returns the bytes of an escaped text without the escapes. Raises ApiError for more than
+    MAX_TOKENIZED."""
     raw = served.text.tokenizer.unescape(text).encode()
     if len(raw) > MAX_TOKENIZED:
         limit = f"a text to tokenize must have at most {MAX_TOKENIZED} bytes"

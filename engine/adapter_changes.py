@@ -31,7 +31,8 @@ READERS = 4  # adapters that are read at the same time, for which there is memor
 
 
 class Pending(NamedTuple):
-    """A change that has begun: an adapter is being read, or the adapter with `number` is to be removed."""
+    """A change that has begun. `reading`: the adapter that a thread reads. `number`: without `reading`, the
+    adapter that is to be removed once no request uses it."""
 
     peer: bytes
     change: AdapterChange
@@ -99,8 +100,11 @@ class AdapterChanges:
             self._link.interrupt()
 
     def apply(self, requests: Collection[Request]) -> None:
-        """Gives the model the copy that is ready, and begins a copy for the first change that is due. The
-        loop calls `apply` between two steps, with all requests that have not ended."""
+        """Gives the model the copy that is ready, answers its change, and begins a copy for the first change
+        that is due. Never waits: threads read and copy.
+
+        The loop calls this method between two steps, with all requests that have not ended.
+        """
         if self._copying and self._copying[1].done():
             self._exchange(*self._copying)
             self._copying = None
@@ -109,16 +113,21 @@ class AdapterChanges:
             self._copying = due[0], self._submit(self._copier, self._changed, due[0])
 
     def close(self) -> None:
+        """Cancels what has not begun. Does not wait for the threads, and answers no change."""
         for threads in (self._readers, self._copier):
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, threads: Executor, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Runs a function in a thread, and wakes the loop at its end. Raises RuntimeError if no thread can be
+        started."""
         job = threads.submit(function, *arguments)
         job.add_done_callback(lambda _job: self._link.interrupt())
         return job
 
     def _changed(self, pending: Pending) -> Adapters:
-        """A copy of the adapters with the change. Runs in a thread."""
+        """Returns a copy of the adapters with the change. Runs in a thread. Raises what the reading raised,
+        and ModelError for an adapter that does not fit the model, or for which --max-lora-memory leaves no
+        room."""
         changed = self._adapters.copied()
         if pending.reading:
             changed.add(pending.change.name, pending.reading.result(), self._most_bytes)
@@ -160,8 +169,8 @@ class AdapterChanges:
         self._link.announce(replace(self._link.info, adapters=adapters))
 
     def _end(self, peer: bytes, change: AdapterChange, error: str = "", is_of_machine: bool = False) -> None:
-        """Answers a change. error: why the change failed, "": it has succeeded. is_of_machine: it may succeed
-        later."""
+        """Answers a change, and logs it if it has succeeded. error: why the change failed; "": it has
+        succeeded. is_of_machine: the same change may succeed later."""
         if not error:
             logger.info("%s the LoRA adapter %s", "Loaded" if change.source else "Unloaded", change.name)
         self._link.send(peer, AdapterChanged(change.id, error, is_of_machine))

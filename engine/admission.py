@@ -23,7 +23,8 @@ class Admission:
 
     def admit(self, count: int, pixel_bytes: int) -> str | None:
         """Admits `count` requests of one HTTP request and their images, all or none. Returns None if they are
-        admitted.
+        admitted. Called on the socket's thread. pixel_bytes: how many bytes the pixels of all these images
+        have.
 
         Otherwise returns the reason for the `End` of each request: "draining" or "overloaded". The images of
         one HTTP request are admitted whatever their size if no other images wait.
@@ -48,5 +49,5 @@ class Admission:
             self.pixel_bytes -= pixel_bytes
 
     def drain(self) -> None:
-        """Stops admitting. May be called from a signal handler."""
+        """Admits no request from now on. Signal handlers may call it."""
         self.is_draining = True

@@ -13,7 +13,8 @@ logger = logging.getLogger("worker")
 
 
 def sampling_defaults(manifest: Manifest, sampled_on: str) -> dict[str, int | float]:
-    """The sampling parameters of generation_config.json that can be used, by their names; the log lists them.
+    """Returns the sampling parameters of generation_config.json that can be used, by their names. The log
+    lists them, and the fields that cannot be used.
 
     sampled_on: "host", "hybrid" or "device". With "device", the result has no defaults that the device does
     not support, and a `top_k` of at most DEVICE_TOP_K: other requests would be rejected.
@@ -50,7 +51,8 @@ def sampling_defaults(manifest: Manifest, sampled_on: str) -> dict[str, int | fl
 
 
 def _value(parameter: SamplingParameter, given: Any) -> int | float | None:
-    """The value in the type of its parameter; None if it cannot be used."""
+    """Returns the value in the type of its parameter; None if it is no number, not within the parameter's
+    limits, or a fraction where the parameter is a whole number."""
     is_number = isinstance(given, int | float) and not isinstance(given, bool)
     if not is_number or not parameter.allows(given) or abs(given) >= 2**31:
         return None

@@ -39,9 +39,11 @@ class Requests:
         return iter(list(self.by_id.values()))
 
     def add(self, peer: bytes, generate: Generate, group: RequestGroup, images: Mapping[int, int]) -> Request:
-        """Makes a request of its message. The caller adds the request to the scheduler, or ends it.
+        """Makes a request of its message, which Admission has counted. The caller adds the request to the
+        scheduler, or ends it.
 
-        `max_new_tokens` is lowered to what the context length leaves. images: key → tokens.
+        `max_new_tokens` is lowered to what the context length leaves. group: the same for all requests of one
+        HTTP request. images: key → tokens.
         """
         now = time.monotonic()
         request = Request(
@@ -58,9 +60,10 @@ class Requests:
         return request
 
     def end(self, request: Request, reason: str, message: str = "", log_reason: str | None = None) -> None:
-        """Ends a request with an `End` instead of a token. Does nothing if the request has ended already.
+        """Ends a request without a (further) token: sends its `End` after its tokens, takes it out of the
+        scheduler, so that its slot is free, and forgets it. Does nothing if the request has ended already.
 
-        reason, message: of the `End`. log_reason: the reason in the log, if it differs from `reason`.
+        reason, message: what the `End` says. log_reason: what the log says, if it differs from `reason`.
         """
         if request.id not in self.by_id:
             return
@@ -69,7 +72,8 @@ class Requests:
         self.finish(request, log_reason or reason)
 
     def finish(self, request: Request, reason: str) -> None:
-        """Forgets a request that has left the scheduler, and logs it."""
+        """Forgets a request that has left the scheduler, makes room for another one in Admission, and logs
+        it. Sends nothing. reason: what the log says."""
         del self.by_id[request.id]
         request.state = RequestState.ENDED
         self.admission.release()

@@ -57,10 +57,11 @@ _decode_message = msgspec.msgpack.Decoder(FromWeb).decode
 
 
 class Link:
-    """The worker's end of the socket. `metrics` and `admission` are used on the socket's thread.
+    """The worker's end of the socket. The constructor binds it at `address` and starts its thread. `metrics`
+    and `admission` are used on that thread.
 
     `send`, `announce`, `report` and `interrupt` may be called from any thread, `receive` from one thread
-    only. Messages are sent in the order of the calls.
+    only. None but `receive` waits. Messages are sent in the order of the calls.
     """
 
     def __init__(self, address: str, metrics: Metrics, admission: Admission):
@@ -88,9 +89,9 @@ class Link:
         self.thread.start()
 
     def receive(self, block: bool) -> list[tuple[bytes, ForLoop]]:
-        """The messages that have arrived, in order, each with the API server process that sent it.
+        """Returns the messages that have arrived, in order, each with the API server process that sent it.
 
-        With `block`, waits for a message or for `interrupt`; the list may then be empty.
+        With `block`, waits for a message or for `interrupt`, without a limit; the list may then be empty.
         """
         received = [self._inbox.get()] if block else []
         while not self._inbox.empty():  # cheaper than an exception in the common case
@@ -124,7 +125,8 @@ class Link:
         self.send(None, info)
 
     def close(self) -> None:
-        """Sends what is still in the outbox, then ends the thread. Idempotent."""
+        """Sends what is still in the outbox, then ends the thread, and waits for that up to 5 s.
+        Idempotent."""
         self._closing = True
         os.eventfd_write(self._wake_fd, 1)
         self.thread.join(timeout=5)
@@ -186,13 +188,14 @@ class Link:
 
     def _reject_undecodable(self, peer: bytes, body: bytes) -> None:
         """Ends the requests of a message that `_decode_message` rejects: no client waits for a request that
-        never runs. Requests whose ids cannot be read either are left."""
+        never runs. Requests whose ids cannot be read either get no message."""
         with contextlib.suppress(ValueError, LookupError, TypeError):
             for generate in msgspec.msgpack.decode(body)["generates"]:
                 self._send(peer, End(generate["id"], "failed", "the worker cannot read the request"))
 
     def _handle(self, peer: bytes, message: FromWeb) -> None:
-        """Handles metrics and admission on this thread, and hands all other messages to the loop."""
+        """Counts statistics and admits requests on this thread, and hands all other messages to the loop.
+        Metrics are answered later (`_answer_metrics`)."""
         if isinstance(message, MetricsRequest):
             self._metrics_requests.append((peer, message))
         elif isinstance(message, RequestStats):
@@ -203,7 +206,8 @@ class Link:
             self._inbox.put((peer, message))
 
     def _admit(self, peer: bytes, message: SubmitRequests) -> None:
-        """Rejects at once what exceeds the limit."""
+        """Hands the requests of a message to the loop, or ends all of them at once if `Admission.admit`
+        rejects them. If the limit is reached, all API server processes get the status."""
         pixel_bytes = sum(len(image.pixels) for image in message.images)
         if reason := self._admission.admit(len(message.generates), pixel_bytes):
             for generate in message.generates:
@@ -229,15 +233,17 @@ class Link:
             self._send(None, status)
 
     def _answer_metrics(self) -> None:
-        """All waiting requests get the same text: rendering it for each would keep this thread from its
-        work."""
+        """Renders the metrics, and sends the same text to all who have asked for it: rendering it for each
+        would keep this thread from its work."""
         requests, self._metrics_requests = self._metrics_requests, []
         text = self._metrics.render()
         for peer, request in requests:
             self._send(peer, MetricsText(request.id, text))
 
     def _send(self, peer: bytes | None, message: FromWorker) -> None:
-        """To one API server process, or to all of them (None)."""
+        """Sends a message now, to one API server process, or to all of them (None); without waiting. A
+        process that has disconnected is forgotten, and the loop gets a `PeerLost`. Raises zmq.ZMQError for
+        any other failure."""
         body = encode(message)
         for receiver in list(self._peers) if peer is None else [peer]:
             if receiver not in self._peers:

@@ -178,8 +178,9 @@ class Metrics:
         ProcessCollector(registry=self._registry)  # of the worker
 
     def series(self, name: str, *label: str | int) -> Counter | Gauge | Histogram | Summary:
-        """The metric of this name, TGI's without "tgi_". label: the value of the metric's label, if the
-        metric has one; vLLM's labels of the model and engine are added."""
+        """Returns the metric of this name, TGI's without "tgi_". label: the value of the metric's label, if
+        the metric has one; vLLM's labels of the model and engine are added. Raises KeyError for a name that
+        is not there, as those of `set_limits` before its first call."""
         metric = self._metrics[name]
         if name.startswith("vllm:"):
             label = (self._model_name, VLLM_ENGINE, *label)
@@ -236,7 +237,7 @@ class Metrics:
 
     def watch_adapters(self, slots: int, adapters: Callable[[], tuple[set[str], set[str]]]) -> None:
         """Shows the LoRA adapters that `adapters` returns from now on: the names for running and for waiting
-        requests.
+        requests. `render` calls `adapters` on its caller's thread.
 
         slots: how many adapters can run at a time. The gateways of Kubernetes' Inference Extension choose a
         replica by this metric of vLLM.
@@ -253,7 +254,8 @@ class Metrics:
         self._refresh_adapters = refresh
 
     def record(self, stats: RequestStats) -> None:
-        """Counts an HTTP request that has ended."""
+        """Counts an HTTP request that has ended. One without an `outcome` (its route generates no text)
+        counts only if it failed; a client disconnect (499) counts as such, not as an error."""
         if stats.status == 499:
             self.series("client_disconnects").inc()
         elif stats.status >= 400:
@@ -330,7 +332,8 @@ class Metrics:
             self.series("batch_concat_duration", "decode").observe(output.ran_at - output.started_at)
 
     def _count_latencies(self, output: StepOutput) -> None:
-        """Times each sequence by itself, as vLLM does; TGI's metric times the batch."""
+        """Observes the time between two steps with tokens of each sequence, as vLLM does; TGI's metric times
+        the batch. Sets `last_token_at` of each request with tokens."""
         latency = self.series("vllm:inter_token_latency_seconds")
         for request, tokens in zip(output.step.requests, output.tokens):
             if not tokens:
@@ -366,7 +369,7 @@ class Metrics:
 
     def _update(self, values: Mapping[str, float], *label: str) -> None:
         """Adds each value to the counter of its name. A histogram or summary of that name observes the value
-        instead. label: of all these metrics."""
+        instead. label: the value of the label that all these metrics have."""
         for name, value in values.items():
             series = self.series(name, *label)
             if isinstance(series, Counter):
@@ -375,7 +378,8 @@ class Metrics:
                 series.observe(value)
 
     def render(self) -> bytes:
-        """Prometheus' text format, in which TGI's counters do not end in `_total`."""
+        """Returns all metrics in Prometheus' text format, in which TGI's counters do not end in `_total`.
+        Reads the gauges first, by calling what `watch` and `watch_adapters` got."""
         for name, value in self._load().items():
             self.series(name).set(value)
         self._refresh_adapters()
@@ -397,7 +401,9 @@ class Metrics:
         """Registers a metric of the class `kind`. Histograms have DURATION_BUCKETS, unless BUCKETS or the
         options say otherwise.
 
-        label: the name of its label. values: of the label, for the series that are there from the start.
+        name: the name without "tgi_"; vLLM's names are whole, and get its labels of model and engine. about:
+        the help. label: the name of its label. values: the label's values whose series are there from the
+        start.
         """
         if kind is Histogram:
             options.setdefault("buckets", BUCKETS.get(name, DURATION_BUCKETS))

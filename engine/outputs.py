@@ -28,7 +28,8 @@ MAX_UNPUBLISHED = 2  # steps whose outputs wait for the output thread; each hold
 
 
 class Publisher:
-    """Sends step outputs to the API server processes, and counts them.
+    """Sends step outputs to the API server processes, and counts them. One thread, that of the loop, calls
+    the methods.
 
     executor: runs one call at a time, in the order of the calls; None: a thread of the publisher's own.
     """
@@ -43,7 +44,8 @@ class Publisher:
         self.failed: deque[Request] = deque()  # their tokens could not be published; the loop takes them out
 
     def publish(self, output: StepOutput) -> None:
-        """Takes the output of a step, which `flush` hands over."""
+        """Holds the output of a step, and sends nothing: `flush` does, which must come before the next
+        call."""
         self._held = output
 
     def flush(self) -> None:
@@ -60,7 +62,7 @@ class Publisher:
 
     def end(self, request: Request, reason: str, message: str) -> None:
         """Sends an `End` after the tokens of a request; nothing if the request already has its terminal
-        message."""
+        message. Flushes the held output first, which may wait."""
         self.flush()
         self._executor.submit(self._end, request, reason, message)
 
@@ -73,7 +75,8 @@ class Publisher:
 
     def _publish(self, output: StepOutput) -> None:
         """Sends and counts the outputs of one step, on the output thread. If sending fails, all requests of
-        the step fail."""
+        the step get an `End`, but for those that had their last token. Failures are logged, and not
+        raised."""
         begin = time.monotonic()
         try:
             self._send(output)
@@ -121,6 +124,7 @@ class Publisher:
         self.failed.append(request)
 
     def _end(self, request: Request, reason: str, message: str) -> None:
+        """Sends an `End`, unless the request already has its terminal message. Runs on the output thread."""
         if not request.has_ended:
             request.has_ended = True
             self._link.send(request.peer, End(request.id, reason, message))

@@ -33,7 +33,7 @@ MAX_COMPILED_CHARACTERS = 4_000_000
 
 class Preparation:
     """Prepares requests: their grammars in one thread, in the order of arrival, their images in another,
-    round-robin.
+    round-robin. Only the loop's thread calls the methods, which do not wait.
 
     `wake` is called when `drain` has something. `grammars` is None with on-device sampling. `images` is None
     for a model that reads text only. The caller adds the images of a request to `images` before the request.
@@ -90,14 +90,18 @@ class Preparation:
         return prepared
 
     def close(self) -> None:
-        """Ends the threads after what they make now."""
+        """Cancels what waits for the threads, which end after what they make now. Does not wait for them."""
         self._compiler.shutdown(wait=False, cancel_futures=True)
         if self.images:
             self.images.close()
 
     def _fitting(self) -> list[Request]:
-        """The requests that there is memory for: in the order of arrival, up to the first that does not fit.
-        A request alone always fits."""
+        """Returns the requests that there is memory for: in the order of arrival, up to the first that does
+        not fit. A request alone always fits.
+
+        Requests that are prepared count until they end. Example: with grammars of 3, 2 and 1 million
+        characters, only the first fits until it has ended; then the other two do.
+        """
         fitting = []
         characters = 0
         images: dict[int, int] = {}
@@ -123,8 +127,8 @@ class Preparation:
             job.add_done_callback(lambda _job: self._wake())
 
     def _compile(self, request: Request) -> str:
-        """Compiles the request's grammar, in the thread. Returns why that failed; "" if the grammar is
-        compiled, or the request has ended."""
+        """Compiles the request's grammar into its `matcher`, in the thread. Returns why that failed, for the
+        client; "" if the grammar is compiled, or the request has ended. Raises nothing."""
         if request.state is RequestState.ENDED:  # do not delay the others
             return ""
         started_at = time.monotonic()

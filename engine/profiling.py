@@ -48,7 +48,8 @@ class Profiler:
         return cls(config) if is_wanted else None
 
     def record(self, output: StepOutput, publish_begin: float, publish_end: float) -> None:
-        """Takes the times of a step, if it is one of the steps to record. Called on the output thread.
+        """Takes the times of a step, if it is one of the steps to record; after the last of these, writes the
+        file. Called on the output thread.
 
         publish_begin, publish_end: CLOCK_MONOTONIC, in seconds.
         """

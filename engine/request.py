@@ -17,7 +17,8 @@ logger = logging.getLogger("worker")
 
 
 class RequestState(enum.Enum):
-    """How far a request has come; each state follows the one before it, or is left for the end."""
+    """How far a request has come. A request goes through these states in their order; it may skip PREPARING,
+    and may end in any state."""
 
     RECEIVED = enum.auto()
     PREPARING = enum.auto()  # only with a grammar or images (preparation.py)

@@ -55,7 +55,7 @@ class Step(NamedTuple):
 
     @property
     def started(self) -> list[Request]:
-        """The requests whose prompts begin."""
+        """The requests whose first prompt tokens, after the cached ones, run in this step."""
         prompts = zip(self.chunks[self.num_decodes :], self.requests[self.num_decodes :])
         return [request for chunk, request in prompts if chunk.begin == request.cached]
 
@@ -86,16 +86,18 @@ class Scheduler:
 
     @property
     def busy(self) -> int:
-        """Occupied slots."""
+        """How many slots requests have."""
         return self._model.prefix_slots - len(self._slots.free)
 
     def add(self, request: Request) -> None:
+        """Puts a request at the end of the queue. It has a prompt, and may generate at least one token."""
         assert len(request.prompt) > 0 and request.max_new_tokens > 0
         request.state = RequestState.WAITING
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
-        """Takes a cancelled or failed request out of its slot or of the queue, if it is there."""
+        """Takes a cancelled or failed request out of its slot or of the queue, if it is there. The slot is
+        free for the next step. Sends nothing."""
         if request.has_slot:
             self._release(request)
         elif request.state is RequestState.WAITING:
@@ -108,10 +110,12 @@ class Scheduler:
         return now - request.arrived_at > longest_s and not request.group.has_started
 
     def next(self, now: float, prompt_budget: int = PREFILL_TOKENS_WITH_DECODE) -> Step | None:
-        """The next step, or None if there is nothing to run. `update` follows with the step's tokens.
+        """Gives waiting requests free slots, and returns the next step; None: there is nothing to run.
+        `update` must follow with the step's tokens before the next call. Sets `started_at` of requests whose
+        prompts begin.
 
-        prompt_budget: the prompt tokens that a step has time for beside running requests. It has no effect
-        without chunked prefill, or with `max_batch_prefill_tokens`.
+        now: CLOCK_MONOTONIC, in seconds. prompt_budget: the prompt tokens that a step has time for beside
+        running requests. It has no effect without chunked prefill, or with `max_batch_prefill_tokens`.
         """
         self._assign_slots(now)
         startable = len(self.prefilling) + min(len(self.waiting), self._model.batch_size - self.busy)
@@ -136,8 +140,8 @@ class Scheduler:
         return Step(chunks, requests, sample_indices, len(rows), copies, len(self.running))
 
     def _prompt_chunk(self, request: Request, tokens: int) -> Chunk:
-        """The next chunk of a prompt: `tokens` tokens, more of them for a whole image, or fewer up to a
-        snapshot."""
+        """Returns the next chunk of a prompt: `tokens` tokens, more of them for a whole image, or fewer up to
+        a snapshot. The chunk's `keep` is set if a snapshot is due at its end. Changes nothing."""
         begin = request.prefilled
         end = self._past_image(request.prompt, begin + tokens)
         keep = ""
@@ -148,7 +152,8 @@ class Scheduler:
         return Chunk(request.slot, tokens, begin, request.all_logits, adapter=request.adapter, keep=keep)
 
     def _past_image(self, prompt: Sequence[int], end: int) -> int:
-        """The end of a chunk that should end at `end`, moved past an image that must run in one call."""
+        """Returns where a chunk ends that should end at `end`: later, if the chunk would cut an image that
+        must run in one call. If fewer than two tokens would be left, the chunk ends with the prompt."""
         step = max(self._model.chunk_granularity, self.prefix_granularity or 1)
         while self._model.whole_images and end < len(prompt) and cuts_image(prompt, end):
             end += step
@@ -157,8 +162,8 @@ class Scheduler:
         return end
 
     def _snapshot_position(self, request: Request, begin: int, end: int) -> int | None:
-        """Where a chunk from `begin` to `end` ends instead, so that the state there is kept, at the latest at
-        `end`; None: no snapshot is due.
+        """Returns where a chunk from `begin` to `end` ends instead, so that the state there is kept, at the
+        latest at `end`; None: no snapshot is due.
 
         Snapshots are due at the borders of the request, or every SNAPSHOT_INTERVAL tokens if it has none,
         each rounded down to a multiple of `prefix_granularity`. The first one within the chunk counts. A
@@ -176,7 +181,8 @@ class Scheduler:
         return None
 
     def _propose_drafts(self, rows: list[Request]) -> list[list[int]]:
-        """The draft tokens of each row; [] if no row gets any.
+        """Returns the draft tokens of each row; [] if no row gets any. All rows together have at most the
+        model's `max_draft_rows` tokens, and none goes beyond what its request may still generate.
 
         If half of the rows or more have no draft tokens, no row gets any: rows without draft tokens would
         wait for the others.
@@ -190,7 +196,7 @@ class Scheduler:
     def update(self, step: Step, tokens: Sequence[list[int]]) -> list[str | None]:
         """Records the tokens of `step`, a list for each chunk: empty where the chunk samples nothing or its
         row failed. Returns one finish reason a chunk: "eos_token", "length", or None. The slot of a finished
-        request is free for the next step.
+        request is free for the next step. Sends nothing.
 
         If a token ends a request, the tokens after it are removed from the chunk's list. Tokens of a request
         that was removed meanwhile are ignored. The caller must remove a request whose row failed: until then
@@ -210,8 +216,9 @@ class Scheduler:
         return reasons
 
     def _update_prompt(self, request: Request, chunk: Chunk, is_done: bool) -> None:
-        """Records that a chunk of a prompt has run. A request runs once its last chunk gave a token
-        (`is_done`)."""
+        """Records that a chunk of a prompt has run: the next chunk follows, and the tokens may count as
+        cached (`Slots.mark_cached`). A request runs once its last chunk gave a token (`is_done`). Without the
+        token, the last chunk is scheduled again."""
         end = chunk.begin + len(chunk.tokens)
         if not chunk.all_logits:  # such chunks may have other boundaries
             self._slots.mark_cached(request.slot, chunk.tokens, chunk.begin)
@@ -225,8 +232,12 @@ class Scheduler:
             self._steps_since_prompt = 0
 
     def _record(self, request: Request, tokens: list[int]) -> str | None:
-        """Adds tokens to a request. Returns why the request ends, or None. Removes the tokens after the one
-        that ends the request from the list."""
+        """Adds tokens to a request and to its draft proposer. Returns why the request ends: "eos_token",
+        "length", or None. Removes the tokens after the one that ends the request from the list. Frees no
+        slot.
+
+        A request whose grammar is complete ends with the last of the tokens.
+        """
         if request.proposer:
             request.proposer.add(tokens)
         for number, token in enumerate(tokens, 1):
@@ -243,10 +254,12 @@ class Scheduler:
         return None
 
     def _assign_slots(self, now: float) -> None:
-        """Assigns free slots to waiting requests, in the order of `_next_waiting`.
+        """Assigns free slots to waiting requests, in the order of `_next_waiting`, as long as fewer than
+        `batch_size` requests have one. The next step copies the cached prefixes that are in other slots.
 
         Without chunked prefill no request gets a slot while few wait, by `waiting_served_ratio`, until
-        `max_waiting_tokens` steps have run without prompts.
+        `max_waiting_tokens` steps have run without prompts. Example: with a ratio of 0.5 and 8 running
+        requests, 4 have to wait.
         """
         config = self._config
         interrupts = not self._model.supports_chunked_prefill  # prompts interrupt decoding
@@ -268,7 +281,8 @@ class Scheduler:
             self.prefilling.append(request)
 
     def _next_waiting(self, now: float) -> Request:
-        """Takes a request out of the queue: the first one, or another one by `queue_threshold_ms`.
+        """Takes a request out of the queue, which is not empty, and returns it: the first one, or another one
+        by `queue_threshold_ms`.
 
         With that setting the request counts that has waited longest, if its wait exceeds the threshold,
         otherwise the request with the shortest prompt.
@@ -283,6 +297,8 @@ class Scheduler:
         return first
 
     def _release(self, request: Request) -> None:
+        """Ends a request that has a slot. The slot becomes free, and keeps its contents for prefix
+        caching."""
         self._slots.release(request.slot)
         request.slot = None
         (self.running if request.state is RequestState.RUNNING else self.prefilling).remove(request)
@@ -296,7 +312,7 @@ def _decode_chunk(request: Request, draft_tokens: Sequence[int]) -> Chunk:
 
 
 def tokens_per_decode(model: StaticBatchModel) -> int:
-    """Prompt tokens between two decode steps without chunked prefill, by default."""
+    """Returns how many prompt tokens may run between two decode steps without chunked prefill, by default."""
     return min(PREFILL_TOKENS_PER_DECODE, model.prefill_chunk or PREFILL_TOKENS_PER_DECODE)
 
 
@@ -313,6 +329,11 @@ class ChunkedPrefill:
     def next(
         self, running: list[Request], prefilling: list[Request], _startable: int, prompt_budget: int
     ) -> tuple[list[Request], Prompts]:
+        """Returns all running requests, and the prompts that run with them, each with the number of its
+        tokens. Changes nothing. Without running requests the budget is at least PREFILL_TOKENS_ALONE.
+
+        prompt_budget: the prompt tokens of the step, unless `max_batch_prefill_tokens` says how many.
+        """
         budget = self._budget or prompt_budget
         if not running:
             budget = max(PREFILL_TOKENS_ALONE, budget)
@@ -321,11 +342,15 @@ class ChunkedPrefill:
         return running, self._share(max(least, budget), prefilling)
 
     def _share(self, budget: int, prefilling: list[Request]) -> Prompts:
-        """The prompts that run in this step, each with the number of its tokens.
+        """Returns the prompts that run in this step, each with the number of its tokens. budget: tokens of
+        all prompts; `_chunk_tokens` says by how much a chunk may exceed it.
 
         At least half of the budget is for the first prompt, so that no prompt waits for ever. The rest goes
         to the prompts with the fewest tokens left. So prompts of the same length run one after the other,
         which brings most of them an earlier first token. Only one prompt with `all_logits` runs.
+
+        Example: of a budget of 32, a prompt with 10 tokens left gets 10, and the first one, with 100 left,
+        22.
         """
         if not prefilling:
             return []
@@ -345,9 +370,9 @@ class ChunkedPrefill:
         return shares
 
     def _chunk_tokens(self, request: Request, most: int) -> int:
-        """The number of tokens of a prompt's next chunk. The number may exceed `most` by one, or up to the
-        next multiple of the model's granularity. No chunk of a longer prompt has one token: the model would
-        round it as in a decode step."""
+        """Returns the number of tokens of a prompt's next chunk. The number may exceed `most` by one, or up
+        to the next multiple of the model's granularity; it is at least 2, if so many are left. No chunk of a
+        longer prompt has one token: the model would round it as in a decode step."""
         granularity = self._model.chunk_granularity
         left = len(request.prompt) - request.prefilled
         longest = ALL_LOGITS_TOKENS if request.all_logits else left
@@ -369,10 +394,11 @@ class AlternatingPrefill:
     def next(
         self, running: list[Request], prefilling: list[Request], startable: int, _prompt_budget: int
     ) -> tuple[list[Request], Prompts]:
-        """Either no rows and one prompt with the number of its tokens, or all running requests and no prompt.
+        """Returns either no rows and one prompt with the number of its tokens, or all running requests and no
+        prompt. The prompt that runs goes to the end of `prefilling`.
 
-        startable: prompts that have or could have a slot. The prompt that runs goes to the end of
-        `prefilling`.
+        startable: how many prompts have or could have a slot. While they are more than the running requests,
+        whole prompts get a larger budget. One chunk always runs after a decode step, also beyond the budget.
         """
         budget = self._budget
         if startable > len(running) and self._model.prefill_chunk is None:

@@ -40,8 +40,8 @@ class Slots:
         self._adapters = [0 for _ in self.free]  # with which each slot's contents were computed
 
     def allocate(self, prompt: Sequence[int], reuse: bool, adapter: int) -> SlotAssignment:
-        """Takes the free slot with the longest common prefix, else the least recently used one. There must be
-        a free slot.
+        """Takes the free slot with the longest common prefix, else the least recently used one. Copies
+        nothing: the caller does, if `source` is another slot. Raises ValueError without a free slot.
 
         Only contents that were computed with the same `adapter` count, and none without `reuse`. At least two
         tokens are left to run: a chunk of one token would be rounded as a decode step is.
@@ -79,7 +79,8 @@ class Slots:
         return SlotAssignment(slot, common[source], source)
 
     def _reusable(self, slot: int, prompt: Sequence[int], common: int) -> int:
-        """How many of the first `common` tokens of a prompt, which `slot` holds, can be reused."""
+        """Returns how many of the first `common` tokens of a prompt, which `slot` holds, can be reused: up to
+        a snapshot if the model has states, else up to a multiple of the granularity that cuts no image."""
         if self._model.states:  # no snapshot cuts an image
             return self._model.states.reusable(slot, common)
         common -= common % self._prefix_granularity
@@ -89,7 +90,7 @@ class Slots:
 
     def mark_cached(self, slot: int, tokens: Sequence[int], begin: int) -> None:
         """Counts the tokens of a prompt chunk that has run as cached, if other prompts would have the same
-        chunk.
+        chunk; else does nothing.
 
         The chunk has to begin where the cached tokens of the slot end, and to have more than one token and a
         multiple of the granularity.

@@ -73,7 +73,7 @@ def masks_of(matchers: Sequence[Matcher | None], vocab_size: int) -> Masks:
 
 
 class StepRunner:
-    """Runs steps on a model."""
+    """Runs steps on a model. Computes the masks of grammars in a thread of its own."""
 
     def __init__(self, model: StaticBatchModel):
         self._model = model
@@ -82,7 +82,13 @@ class StepRunner:
         self._batch = SamplingBatch([])
 
     def run(self, step: Step) -> StepOutput:
-        """Runs a step. A failure is part of the output."""
+        """Copies prefixes, runs the step on the device, and samples the next tokens. Returns the output, also
+        after a failure, which is logged and not raised.
+
+        If the device fails, `failure` is set, and all requests have an error. If sampling fails, the requests
+        that sample have one. Advances the requests' random streams and grammars. Frees no slot, and leaves
+        `done_at` and `finish_reasons` of the output to the caller.
+        """
         requests = [step.requests[i] for i in step.sample_indices]
         masks = self._start_masks(requests)
         output = StepOutput(step, [[] for _ in step.chunks], time.monotonic())
@@ -106,12 +112,13 @@ class StepRunner:
         return output
 
     def _start_masks(self, requests: Sequence[Request]) -> Future[Masks] | None:
-        """Begins to compute the masks, which takes milliseconds, while the device runs. None: no request has
-        a grammar."""
+        """Begins to compute the masks of these requests' next tokens, which takes milliseconds, while the
+        device runs. None: no request has a grammar."""
         matchers = [request.matcher for request in requests]
         return self._mask_thread.submit(masks_of, matchers, self._model.vocab_size) if any(matchers) else None
 
     def _copy_prefixes(self, step: Step) -> None:
+        """Copies the cached prompt tokens that the step names. Raises DeviceLost if that fails."""
         try:
             for slot, tokens, source in step.copies:
                 self._model.copy_prefix(source, slot, tokens)
@@ -119,7 +126,8 @@ class StepRunner:
             raise DeviceLost(f"a prefix cannot be copied: {error}") from error
 
     def _use_device_sampling(self, step: Step) -> None:
-        """Sets what a model that samples on the device returns, and the parameters of requests that start."""
+        """Sets the parameters of requests that start, and, if the device or the host may sample ("hybrid"),
+        which of them does: the host, if a request needs logits. Does nothing if only the host samples."""
         if self._model.sampling == "host":
             return
         if self._model.sampling == "hybrid":
@@ -202,8 +210,8 @@ def needs_logits(request: Request) -> bool:
 
 
 def sampled_rows(step: Step) -> list[range]:
-    """For each chunk, the rows of the step's logits that new tokens may come from: the row of its last token;
-    with draft tokens the rows of all its tokens."""
+    """Returns, for each chunk, the rows of the step's logits that new tokens may come from: the row of its
+    last token; with draft tokens the rows of all its tokens. Chunks that sample nothing have a row, too."""
     found = []
     end = 0
     for chunk in step.chunks:
@@ -213,14 +221,20 @@ def sampled_rows(step: Step) -> list[range]:
 
 
 def rows_of(logits: np.ndarray, rows: list[int]) -> np.ndarray:
-    """Some rows of the logits, in this order; without a copy if they are adjacent."""
+    """Returns some rows of the logits, in this order: a view if they are adjacent, else a copy. rows: at
+    least one."""
     first = rows[0]
     end = first + len(rows)
     return logits[first:end] if rows == list(range(first, end)) else logits[rows]
 
 
 def _follow_grammar(request: Request, choice: TokenOrError) -> TokenOrError:
-    """Advances the request's matcher past the token. Returns the token, or the grammar's error."""
+    """Advances the request's matcher past the token. Returns the token, or the grammar's error. A `choice`
+    that is an error is returned as it is.
+
+    If the grammar then allows only the end, EOS tokens may be sampled, and the request is complete, unless it
+    wants an EOS token (`keep_eos`).
+    """
     if request.matcher is None or isinstance(choice, Exception):
         return choice
     try:
@@ -234,7 +248,8 @@ def _follow_grammar(request: Request, choice: TokenOrError) -> TokenOrError:
 
 
 def _message_of(error: Exception, request: Request) -> str:
-    """What the client reads. Internal errors are logged and not shown."""
+    """Returns what the client reads. An error that is neither of the grammar nor of the sampling is logged,
+    and not shown."""
     if isinstance(error, GrammarError):
         return f"the grammar {error}"
     if isinstance(error, SamplingError):
@@ -260,7 +275,12 @@ class StepTimer:
         self._prompt_token_s: deque[float] = deque(maxlen=self.RECENT_STEPS)
 
     def limit_s(self, prompt_tokens: int) -> float:
-        """The seconds that a step with so many prompt tokens may take; 0 prompt tokens: a decode step."""
+        """Returns the seconds that a step with so many prompt tokens may take; 0 prompt tokens: a decode
+        step.
+
+        The limit is FACTOR times the typical duration, and at least MINIMUM_S. Until a step of the kind has
+        been recorded, it is FIRST_S, and a second more for each prompt token.
+        """
         recent = self._prompt_token_s if prompt_tokens else self._decode_s
         if not recent:
             return self.FIRST_S + prompt_tokens
@@ -269,13 +289,16 @@ class StepTimer:
 
     @property
     def prompt_budget(self) -> int:
-        """How many prompt tokens a step has time for beside running requests."""
+        """How many prompt tokens a step has time for beside running requests, from LEAST_TOKENS to
+        MOST_TOKENS; PREFILL_TOKENS_WITH_DECODE until a step with prompt tokens has been recorded."""
         if not self._prompt_token_s:
             return PREFILL_TOKENS_WITH_DECODE
         tokens = max(self.PROMPTS_S, _median(self._decode_s)) / _median(self._prompt_token_s)
         return int(min(max(tokens, self.LEAST_TOKENS), self.MOST_TOKENS))
 
     def record(self, prompt_tokens: int, seconds: float) -> None:
+        """Learns from a step that took `seconds` on the device. Steps with fewer prompt tokens than
+        LEAST_TOKENS, but with some, do not count after the first one."""
         if not prompt_tokens:
             self._decode_s.append(seconds)
         elif prompt_tokens >= self.LEAST_TOKENS or not self._prompt_token_s:
@@ -284,5 +307,5 @@ class StepTimer:
 
 
 def _median(recent: Sequence[float]) -> float:
-    """0 for none."""
+    """Returns the median, of an even number the higher one in the middle; 0 for none."""
     return sorted(recent)[len(recent) // 2] if recent else 0.0

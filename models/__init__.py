@@ -35,11 +35,12 @@ NO_GENERATION = (
 
 
 def prepare(config: Config) -> Engine:
-    """The engine for a model, with every setting decided: the settings are its `config`.
+    """Chooses the engine for a model, and decides every setting: the settings are the `config` of the result.
 
-    Fetches what that takes: the model's folder without its weights; with them if they have to be converted,
-    as those of a GGUF file or a quantized checkpoint (`fetch_source`). Raises ConfigError or ModelError, with
-    the reason in one line, for what cannot be served.
+    Fetches what that takes, which may last minutes: the model's folder without its weights; with them if they
+    have to be converted, as those of a GGUF file or a quantized checkpoint (`fetch_source`). Does not load
+    the model. Raises ConfigError or ModelError, with the reason in one line, for a device that is missing, a
+    model that cannot be found or served, and a setting that does not fit the engine or the model.
     """
     engine = choose_engine(config.device)
     for setting in ("lora_adapters", "lora_folder"):
@@ -71,16 +72,21 @@ def prepare(config: Config) -> Engine:
 
 
 def choose_engine(wanted: str) -> type[Engine]:
-    """The engine for a value of --device; for "auto" the last of ENGINES whose device this machine has.
-    Raises ConfigError or ModelError."""
+    """Returns the engine for a value of --device; for "auto" the last of ENGINES whose device this machine
+    has. Raises ConfigError or ModelError if the device is not here or cannot be used."""
     return next(
         engine for engine in reversed(ENGINES) if wanted in (engine.device, "auto") and engine.is_here(wanted)
     )
 
 
 def load(engine: Engine, announce: Announce) -> StaticBatchModel:
-    """The model of a prepared engine, ready to run: as `Engine.load`, but in plain PyTorch if OpenVINO cannot
-    serve it (NotConverted). Raises ConfigError or ModelError."""
+    """Returns the model of a prepared engine, ready to run. May convert or compile it first, which lasts
+    minutes; `announce` gets the name of each long phase.
+
+    If OpenVINO cannot serve it (NotConverted), plain PyTorch does, and a warning says why. A GGUF file that
+    OpenVINO cannot compute with is dequantized into a checkpoint, and that is loaded. Raises ConfigError or
+    ModelError for what no engine can serve, and for a setting that plain PyTorch does not have.
+    """
     if engine.uses_transformers and not engine.manifest.gguf_file:
         check_weight_files(engine.folder)
     try:

@@ -28,7 +28,8 @@ SWAPPED_EXPERTS = 2
 
 
 def find_fault(found: np.ndarray, expected: np.ndarray, precision: str, has_experts: bool) -> str | None:
-    """How `found` exceeds the allowed difference from `expected`, as a part of a log line; None: it does not.
+    """Returns how `found` exceeds the allowed difference from `expected`, as a part of a log line; None: it
+    does not. Raises nothing for NaN or infinite logits: they are a fault.
 
     found, expected: logits, float32 [tokens, columns]; the columns are the vocabulary, or a few tokens of it.
     precision: a key of MAX_KL_DIVERGENCE, of what rounds most: the arithmetic, the KV cache or compressed
@@ -58,7 +59,8 @@ def find_fault(found: np.ndarray, expected: np.ndarray, precision: str, has_expe
 
 
 def kl_divergence(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """The divergence of each token's distribution from the expected one, in nats [tokens]."""
+    """Returns the Kullback-Leibler divergence of each token's distribution from the expected one, in nats
+    [tokens]. found, expected: logits, [tokens, columns]."""
     # Token by token: those of all tokens would take as much memory as the weights of a small model.
     pairs = (map(_log_probabilities, logits) for logits in zip(expected, found))
     return np.array([(np.exp(expected) * (expected - found)).sum() for expected, found in pairs])

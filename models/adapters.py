@@ -52,7 +52,7 @@ def common_name(name: str) -> str:
 
 
 def read_updates(folder: Path) -> Updates:
-    """The updates that `lora.py` has written into a folder."""
+    """Reads the updates that `lora.py` has written into a folder, by the `common_name` of each module."""
     tensors = load_file(folder / UPDATES)
     modules = [name.removesuffix(DOWN_SUFFIX) for name in tensors if name.endswith(DOWN_SUFFIX)]
     return {
@@ -62,14 +62,15 @@ def read_updates(folder: Path) -> Updates:
 
 
 def configured(config: Config) -> tuple[dict[str, Updates], set[str] | None]:
-    """The updates of each adapter of the settings by its name, and the modules that adapters may change;
-    None: all modules, because adapters may be loaded later. `config` as `models.prepare` returns it."""
+    """Reads the updates of each adapter of the settings. Returns them by the adapter's name, and the modules
+    that adapters may change; None: all modules, because adapters may be loaded later. `config` as
+    `models.prepare` returns it."""
     given = {name: read_updates(Path(folder)) for name, folder in config.adapters.items()}
     return given, None if config.lora_folder else set().union(*given.values())
 
 
 def check_shapes(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Returns `shapes`, those of the tensors of an adapter by their names, as peft saves it. Raises
+    """Returns `shapes` itself: those of the tensors of an adapter by their names, as peft saves it. Raises
     ModelError if two names differ only in spelling (`common_name`), or if the tensors `A` and `B` of a module
     make no low-rank update.
 
@@ -103,7 +104,7 @@ class Adapters:
     ):
         """layers: how many inputs and outputs each linear layer that may have updates has, by the
         `common_name` of its module; given: the updates of the first adapters by name; dtype: of the weights,
-        "float32" or "bfloat16". Raises ModelError as `add` does."""
+        "float32" or "bfloat16". Raises ModelError for updates that do not fit the layers."""
         self.numbers: dict[str, int] = {}
         self.version = 0
         self._new_numbers = itertools.count(1)
@@ -121,18 +122,21 @@ class Adapters:
         return sum(array.nbytes for pair in self.weights.values() for array in pair)
 
     def copied(self) -> Adapters:
-        """A copy, for `add` and `remove`: they leave this one as it is, whose arrays the copy shares."""
+        """Returns a copy, for `add` and `remove`: they leave this one as it is, whose arrays the copy
+        shares."""
         copied = copy.copy(self)
         copied.numbers = dict(self.numbers)
         return copied
 
     def exchange(self, changed: Adapters) -> None:
-        """Takes over everything of a changed copy but its `numbers`."""
+        """Takes over the weights, columns and `version` of a changed copy, but not its `numbers`: the caller
+        changes these. Call it between two steps."""
         vars(self).update(vars(changed) | {"numbers": self.numbers})
 
     def add(self, name: str, updates: Updates, most_bytes: float = math.inf) -> None:
-        """Adds an adapter, with a new number in `numbers`. Raises ModelError for updates that do not fit the
-        model, or if all adapters together would take more than `most_bytes`."""
+        """Adds an adapter, with a new number in `numbers`. Copies the weights of all adapters into new
+        arrays. Raises ModelError for updates that do not fit the model, or if all adapters together would
+        take more than `most_bytes`; then nothing changes."""
         for module, pair in updates.items():
             if module not in self.weights:
                 raise ModelError(
@@ -163,8 +167,8 @@ class Adapters:
         self.version += 1
 
     def remove(self, number: int) -> None:
-        """Frees the weights of the adapter with this number, which no request uses. Does not change
-        `numbers`, from which the caller has taken the number."""
+        """Removes the weights of the adapter with this number, which no request uses; copies those of the
+        others. Does not change `numbers`, from which the caller has taken the number."""
         begin, end = self.columns_of([number])
         self.weights = {
             module: tuple(np.delete(array, slice(begin, end), 0) for array in pair)
@@ -174,11 +178,11 @@ class Adapters:
         self.version += 1
 
     def groups(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Divides rows among calls: for each call a list of places in `numbers`, which has the adapter of
-        each row, 0 for none. All rows of an adapter are in the same call.
+        """Divides rows among calls. Returns for each call a list of places in `numbers`; there is at least
+        one list. numbers: the adapter of each row, 0 for none. All rows of an adapter are in the same call.
 
         From the first to the last adapter of a call there are at most MAX_COLUMNS columns, unless the call
-        has one adapter only.
+        has one adapter only. Rows without an adapter are in the first call.
         """
         groups: list[list[int]] = [[]]
         first = None
@@ -193,19 +197,19 @@ class Adapters:
         return groups
 
     def columns_of(self, numbers: Iterable[int]) -> tuple[int, int]:
-        """The columns from the first to the last of these adapters, as begin and end. 0 does not count;
-        without any other number both are 0."""
+        """Returns the columns from the first to the last of these adapters, as begin and end; those of
+        adapters between them are included. 0 does not count; without any other number both are 0."""
         running = [number for number in numbers if number] or [0]
         begin, end = np.searchsorted(self._of_column, [min(running), max(running) + 1]).tolist()
         return begin, end
 
     def mask(self, numbers: Sequence[int], columns: tuple[int, int]) -> np.ndarray:
-        """1 in the columns of the adapter of each token, else 0: float32 [tokens, columns]. columns: begin
-        and end, as `columns_of` returns them."""
+        """Returns 1 in the columns of the adapter of each token, else 0: float32 [tokens, columns]. columns:
+        begin and end, as `columns_of` returns them."""
         return np.equal.outer(numbers, self._of_column[slice(*columns)]).astype(np.float32)
 
 
 def _to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """The bit patterns of the nearest bfloat16 of each value, as uint16. values: float32."""
+    """Returns the bit patterns of the nearest bfloat16 of each value, as uint16. values: float32."""
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)

@@ -121,10 +121,10 @@ class StaticBatchModel:
     def forward_in_chunks(
         self, ids: Sequence[int], borders_of: Mapping[int, Sequence[int]], all_logits: bool = True
     ) -> tuple[np.ndarray, list[int]]:
-        """Runs the prompt `ids` in several slots, for the checks of engines. `borders_of` has the borders of
-        each slot's chunks; call n runs the n-th chunk of every slot that has one. Returns the rows of logits
-        of all calls, one after the other, and the position of each row's token: with `all_logits` of every
-        token, else of the last token of each chunk.
+        """Runs the prompt `ids` in several slots, for the checks of engines; overwrites what these slots
+        held. `borders_of` has the borders of each slot's chunks; call n of `forward` runs the n-th chunk of
+        every slot that has one. Returns the rows of logits of all calls, one after the other, and the
+        position of each row's token: with `all_logits` of every token, else of the last token of each chunk.
 
         With {0: [0, 5, 6], 1: [0, 2]} the first call runs the tokens 0 to 4 in slot 0 and 0 and 1 in slot 1,
         the second call runs token 5 in slot 0: the positions are 0, 1, 2, 3, 4, 0, 1, 5.
@@ -140,7 +140,8 @@ class StaticBatchModel:
         return np.concatenate(found), positions
 
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
-        """Copies what slot `source` holds of its first `tokens` positions to slot `target`."""
+        """Copies what slot `source` holds of its first `tokens` positions to slot `target`. Only where
+        `supports_prefix_copy` is set."""
         raise NotImplementedError
 
     def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
@@ -197,11 +198,11 @@ class Engine:
 
     @staticmethod
     def memory_bytes() -> int | None:
-        """Bytes of memory of the device; None: unknown."""
+        """Returns the bytes of memory of the device, all of them, used or not; None: unknown."""
 
     def prepare(self) -> None:
-        """Fills in the settings of `config` that were left open. Raises ConfigError or ModelError for a model
-        that cannot be served."""
+        """Fills in the settings of `config` that were left open. Loads nothing. Raises ConfigError or
+        ModelError for a model that cannot be served, or settings that do not fit it."""
         if self.manifest.is_compiled:
             raise ModelError(
                 f"{self.config.model_name} is compiled for Neuron, and this server runs on {self.device}; "
@@ -210,10 +211,13 @@ class Engine:
         self.config = self.config.with_manifest(self.manifest, self.memory_bytes())
 
     def fetch_weights(self) -> None:
-        """Downloads the weights of a model on the hub. Before that, raises ConfigError or ModelError for a
-        model that cannot be served."""
+        """Downloads the weights of a model on the hub, and waits for that. Before the download, raises
+        ConfigError or ModelError for a model that cannot be served; also for a local folder without
+        weights."""
         raise NotImplementedError
 
     def load(self, announce: Announce) -> StaticBatchModel:
-        """The model, ready to run. Raises ConfigError or ModelError."""
+        """Returns the model, ready to run, which may take minutes. announce: gets the name of each long
+        phase. Raises ConfigError or ModelError for a model that cannot be served. The engine of OpenVINO also
+        raises NotConverted, for a model that plain PyTorch may serve."""
         raise NotImplementedError

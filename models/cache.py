@@ -86,8 +86,9 @@ class ModelCache:
         check_private(self.folder, f"--model-cache {config.model_cache} (MODEL_CACHE)")
 
     def find(self, key: str | None) -> Path | None:
-        """The folder of the entry `key`, in SHIPPED or in the cache, marked as used now; None: there is no
-        such entry, or `key` is None. Raises ConfigError for an entry with files that are not regular."""
+        """Returns the folder of the entry `key`, in SHIPPED or in the cache, and marks it as used now; None:
+        there is no such entry, or `key` is None. Raises ConfigError for an entry with files that are not
+        regular."""
         for entry in (SHIPPED / key, self.folder / key) if key else ():
             if (entry / ENTRY).is_file():
                 check_regular(entry)
@@ -96,8 +97,8 @@ class ModelCache:
         return None
 
     def hold(self, key: str, convert: Callable[[Path], None]) -> Path:
-        """As `find_or_add`. Also keeps `evict`, of any process, from removing the entry as long as this
-        process lives."""
+        """Does what `find_or_add` does, and keeps `evict`, of any process, from removing the entry as long as
+        this process lives. Returns its folder. In a cache that cannot be written, nothing keeps the entry."""
         folder = self.find_or_add(key, convert)
         lock = (self.folder / key).with_suffix(".lock")
         if lock not in HELD:
@@ -107,12 +108,13 @@ class ModelCache:
         return folder
 
     def find_or_add(self, key: str | None, convert: Callable[[Path], None]) -> Path:
-        """The folder of the entry `key`. If there is no such entry, `convert` fills the folder: one of
-        several processes converts, and the others wait.
+        """Returns the folder of the entry `key`. If there is no such entry, `convert` fills the folder: one
+        of several processes converts, and the others wait for it, however long it takes. Then old entries are
+        removed until the cache fits into its limit.
 
-        If the cache cannot be written, or `key` is None, `convert` fills a temporary folder, which is removed
-        when this process ends. Raises whatever `convert` raises. An OSError of it says that it cannot write
-        into the folder: `convert` is called again, with the temporary folder.
+        If the cache cannot be written, or `key` is None, a warning says so, and `convert` fills a temporary
+        folder, which is removed when this process ends. Raises whatever `convert` raises. An OSError of it
+        says that it cannot write into the folder: `convert` is called again, with the temporary folder.
         """
         reason: object = "its code comes from another repository, which may change at any time"
         try:
@@ -130,10 +132,10 @@ class ModelCache:
         return scratch
 
     def _add(self, key: str, convert: Callable[[Path], None]) -> Path:
-        """The folder of the entry `key`. Unless another process has added the entry meanwhile, `convert`
-        fills the folder, and `evict` then makes room. Only one process converts at a time, but for LoRA
-        adapters: of these several may be converted at a time, each by one process. Raises OSError, and
-        whatever `convert` raises."""
+        """Returns the folder of the entry `key`. Unless another process has added the entry meanwhile,
+        `convert` fills the folder, and `evict` then makes room. Only one process converts at a time, and the
+        others wait; but of LoRA adapters several may be converted at a time, each by one process. Raises
+        OSError if the cache cannot be written, and whatever `convert` raises."""
         # Adapters are small, and those of requests may be read at the same time.
         lock = f"{key}.making" if key.startswith("lora-") else "lock"
         with locked(self.folder / lock, "converting a model into"):
@@ -147,13 +149,13 @@ class ModelCache:
 
 @contextlib.contextmanager
 def locked(path: Path, doing: str | None, is_shared: bool = False) -> Iterator[None]:
-    """Holds the lock file `path` of a cache, or of an entry, which `evict` then leaves alone. Waits while
-    other processes hold the lock; several may hold it at once if all have `is_shared`. One that holds it
-    alone removes the file at its end.
+    """Holds the lock file `path` of a cache, or of an entry, which `evict` then leaves alone. Makes its
+    folder. Waits, without a limit, while other processes hold the lock; several may hold it at once if all
+    have `is_shared`. One that holds it alone removes the file at its end.
 
     doing: what any process that holds this lock does in its folder, for the log line of those that wait, such
-    as "converting a model into"; None: do not wait. Raises OSError, of which BlockingIOError says that
-    another process holds the lock.
+    as "converting a model into"; None: do not wait. Raises BlockingIOError, an OSError, if another process
+    holds the lock and `doing` is None; another OSError if the file cannot be written.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
@@ -178,14 +180,15 @@ def locked(path: Path, doing: str | None, is_shared: bool = False) -> Iterator[N
 
 
 def mark_used(record: Path) -> None:
-    """Makes now the time of the last use of an entry: that of `record`, a file in the entry."""
+    """Makes now the time of the last use of an entry: that of `record`, a file in the entry. Does nothing in
+    a read-only cache."""
     with contextlib.suppress(OSError):  # a read-only cache
         os.utime(record)
 
 
 def evict(records: Iterable[Path], size_gb: float, setting: str) -> None:
-    """Removes the least recently used entries of a cache until the others fit into `size_gb`. The entry that
-    was used last, which was just made, always stays, and so does an entry whose lock is held.
+    """Removes the least recently used entries of a cache until the others fit into `size_gb`, and logs each.
+    The entry that was used last, which was just made, always stays, and so does an entry whose lock is held.
 
     records: a file of each entry; its folder is the entry, and its time that of the last use. setting: the
     name of the limit, for the log.
@@ -204,9 +207,10 @@ def evict(records: Iterable[Path], size_gb: float, setting: str) -> None:
 
 @contextlib.contextmanager
 def renamed_when_complete(target: Path) -> Iterator[Path]:
-    """A temporary folder beside `target`, which replaces `target` when the body ends: half a model would be
-    taken for a whole one. If the body raises, the temporary folder is removed and `target` stays as it was.
-    Removes the temporary folders of killed processes, too. Raises OSError."""
+    """Yields a temporary folder beside `target`, which replaces `target` when the body ends: half a model
+    would be taken for a whole one. If the body raises, the temporary folder is removed and `target` stays as
+    it was. Removes the temporary folders of killed processes first. Raises OSError if the folder cannot be
+    made or renamed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     for folder in {path.with_suffix(".new") for path in target.parent.glob(f"{TEMPORARY}*")}:
         _remove_if_free(folder, ", which an interrupted process left")
@@ -222,8 +226,8 @@ def renamed_when_complete(target: Path) -> Iterator[Path]:
 
 
 def _remove_if_free(folder: Path, why: str) -> None:
-    """Removes `folder`, unless a process holds its lock file, or another user owns that file. why: the end of
-    the log line."""
+    """Removes `folder` and logs it, unless a process holds its lock file, or another user owns that file.
+    Does not wait. why: the end of the log line."""
     with (
         contextlib.suppress(BlockingIOError, PermissionError),
         locked(folder.with_suffix(".lock"), doing=None),
@@ -233,10 +237,13 @@ def _remove_if_free(folder: Path, why: str) -> None:
 
 
 def cache_key(config: Config, folder: Path, manifest: Manifest) -> str | None:
-    """The key of a checkpoint's entry; None if `trust_remote_code` lets its code come from another
-    repository, which may change at any time. Raises ConfigError for a file that cannot be read.
+    """Returns the key of a checkpoint's entry; None if `trust_remote_code` lets its code come from another
+    repository, which may change at any time. Reads the files of a local model to hash them. Raises
+    ConfigError for a file that cannot be read.
 
-    The CPU is not part of the key: an entry holds a portable graph, which OpenVINO compiles at every startup.
+    The key depends on the checkpoint, the settings that a conversion reads, and the versions of the packages
+    and of the converter. The CPU is not part of it: an entry holds a portable graph, which OpenVINO compiles
+    at every startup.
     """
     code = manifest.config_json.get("auto_map") if config.trust_remote_code else None
     if "--" in json.dumps(code):  # "owner/name--module.Class"
@@ -290,21 +297,25 @@ def write_entry(folder: Path, facts: Json) -> None:
 
 
 def write_rejection(folder: Path, why: str) -> None:
-    """Makes an entry that of a model that does not convert, for the reason `why`, without a graph. The key of
-    the entry has the versions of OpenVINO and of the converter, so other versions try again."""
+    """Makes an entry that of a model that does not convert, for the reason `why`: removes its graph, and
+    writes the reason under "refused". The key of the entry has the versions of OpenVINO and of the converter,
+    so other versions try again."""
     for path in folder.glob("model.*"):
         path.unlink()
     write_entry(folder, {"refused": why})
 
 
 def read_entry(folder: Path) -> Json:
+    """Returns the facts of an entry, as `write_entry` wrote them: {"refused": why} for a model that does not
+    convert."""
     return json.loads((folder / ENTRY).read_text())
 
 
 def identify(folder: Path, patterns: tuple[str, ...]) -> list[tuple]:
-    """What tells the matching files of a folder from others: name, size and SHA-256 of each, sorted by path.
-    Instead of the SHA-256 a file of more than HASHED_BYTES has the time of its last change, in whole seconds,
-    as image layers keep it. Raises ConfigError for a file that cannot be read."""
+    """Returns what tells the matching files of a folder from others: name, size and SHA-256 of each, sorted
+    by path. Instead of the SHA-256 a file of more than HASHED_BYTES has the time of its last change, in whole
+    seconds, as image layers keep it. patterns: of names, as for `glob`. Raises ConfigError for a file that
+    cannot be read."""
     found = []
     try:
         for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
@@ -319,7 +330,7 @@ def identify(folder: Path, patterns: tuple[str, ...]) -> list[tuple]:
 
 
 def installed(package: str) -> str | None:
-    """The version of a package; None: it is not installed."""
+    """Returns the version of a package; None: it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -327,5 +338,5 @@ def installed(package: str) -> str | None:
 
 
 def digest(value: Any) -> str:
-    """32 hex digits over a value that JSON can hold."""
+    """Returns 32 hex digits over a value that JSON can hold. The order of keys does not count."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]

@@ -16,8 +16,8 @@ MAX_MESSAGE = 200  # characters
 
 
 def shortened(message: object) -> str:
-    """The message as one escaped line of at most MAX_MESSAGE characters; a longer one loses its middle. Files
-    may have a say in such messages."""
+    """Returns the message as one escaped line of at most MAX_MESSAGE characters; a longer one loses its
+    middle. Files may have a say in such messages."""
     line = escaped(message, 100_000)
     half = MAX_MESSAGE // 2 - 3
     return line if len(line) <= MAX_MESSAGE else f"{line[:half]} ... {line[-half:]}"
@@ -49,12 +49,13 @@ def run_module(
     niceness: int = 0,
     **environ: str,
 ) -> str:
-    """What `python -m` with these arguments prints to stdout. niceness: how far the child stands back behind
-    other processes; environ: variables beside those of this process.
+    """Runs `python -m` with these arguments in a child process, and waits for its end. Returns what it prints
+    to stdout. stdin: the text that it reads; niceness: how far the child stands back behind other processes;
+    environ: variables beside those of this process.
 
     logs_to_stderr: the child logs to the stderr of this process, and its last line on stdout is the reason of
-    a failure; else the reason is its last line on stderr. Raises ChildError for any exit code but 0, and
-    subprocess.TimeoutExpired after `timeout_s`.
+    a failure; else the reason is its last line on stderr, and its stderr is not shown. Raises ChildError for
+    any exit code but 0, and subprocess.TimeoutExpired after `timeout_s`, when the child has been killed.
     """
     done = subprocess.run(
         ["nice", f"-n{niceness}", sys.executable, "-m", *arguments],

@@ -61,9 +61,13 @@ def main(arguments: list[str]) -> int:
 
 
 def convert(config: Config, folder: Path, target: Path) -> None:
-    """Fills `target` with the entry of the model in `folder`, or with the reason why it does not convert. A
-    GGUF file is converted without torch and transformers, which other checkpoints need. Raises what
-    `ends_conversion` knows: ModelError or ConfigError for what no engine can serve, CannotWrite."""
+    """Fills `target` with the entry of the model in `folder`. If the model does not convert, the entry has
+    the reason, and nothing is raised. A GGUF file is converted without torch and transformers, which other
+    checkpoints need.
+
+    Raises ModelError or ConfigError for what no engine can serve, CannotWrite or another OSError for files,
+    and any error that says that memory could not be allocated.
+    """
     manifest = Manifest.read(folder)
     if manifest.gguf_file:
         from models.openvino.gguf import write_graph

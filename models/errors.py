@@ -57,7 +57,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line that says what went wrong."""
+    """Returns the first line of an error's message that says what went wrong; the name of the error's type if
+    it has no message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if lines[0].startswith(OPENVINO_SOURCE_LINES):
         return lines[-1]
@@ -67,14 +68,14 @@ def first_line(error: BaseException) -> str:
 
 
 def named(error: BaseException) -> str:
-    """The type and the first line of an error."""
+    """Returns the type and the first line of an error, as in "ValueError: no such file"."""
     return ": ".join(dict.fromkeys((type(error).__name__, first_line(error))))
 
 
 @contextlib.contextmanager
 def reported_as(failure: str, explain: Callable[[BaseException], str] = named) -> Iterator[None]:
     """Turns an Exception of the body into a ModelError of one line: `failure`, then what `explain` makes of
-    the exception. A ModelError of the body stays as it is."""
+    the exception. A ModelError of the body stays as it is. The traceback is logged at debug level."""
     try:
         yield
     except ModelError:
@@ -85,9 +86,9 @@ def reported_as(failure: str, explain: Callable[[BaseException], str] = named) -
 
 
 def run_program(work: Callable[..., None], *kinds: type) -> None:
-    """Calls `work` with the arguments of this process, each converted by its type in `kinds`. A failure ends
-    the process with the reason as the last line of stderr; the exit code is ENOMEM if memory could not be
-    allocated, else 1."""
+    """Calls `work` with the arguments of this process, each converted by its type in `kinds`, and returns if
+    it succeeds. A failure ends the process with the reason as the last line of stderr; the exit code is
+    ENOMEM if memory could not be allocated, else 1."""
     try:
         work(*(kind(argument) for kind, argument in zip(kinds, sys.argv[1:])))
     except (ModelError, ConfigError) as error:
@@ -107,8 +108,9 @@ progress = Progress()  # of this process, for the status that it sends
 @contextlib.contextmanager
 def progress_logged(what: str, measure: Callable[[], str] = str, is_logged: bool = True) -> Iterator[None]:
     """Keeps in `progress.text` what takes long while the body runs: `what`, and every PROGRESS_S seconds also
-    how long the body has run and what `measure` returns, such as ": 12 of 93 MB". `measure` runs in a thread.
-    is_logged: whether the text is logged every PROGRESS_S seconds, too."""
+    how long the body has run and what `measure` returns, such as ": 12 of 93 MB". The text is "" afterwards,
+    also after an inner call. Starts a thread, in which `measure` runs. is_logged: whether the text is logged
+    every PROGRESS_S seconds, too."""
     done = threading.Event()
     started_at = time.monotonic()
 

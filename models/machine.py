@@ -59,11 +59,11 @@ def detect(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> M
 
 
 def usable_cores(cores: int | None, environ: Mapping[str, str]) -> int | None:
-    """How many of `cores` (None: unknown) the runtime takes. NEURON_RT_VISIBLE_CORES limits them; only
-    without that variable, NEURON_RT_NUM_CORES does. Without both, or with NEURON_RT_NUM_CORES=0, the result
-    is `cores`.
+    """Returns how many of `cores` (None: unknown) the runtime takes. NEURON_RT_VISIBLE_CORES limits them;
+    only without that variable, NEURON_RT_NUM_CORES does. Without both, or with NEURON_RT_NUM_CORES=0, the
+    result is `cores`.
 
-    Raises ConfigError for a value that the runtime rejects.
+    Raises ConfigError for a value that the runtime rejects, or that asks for more than `cores`.
     """
     for name, count, rule in (
         ("NEURON_RT_VISIBLE_CORES", _cores_in_row, "one core (0), or cores in a row (0-3, or 0,1,2-3)"),
@@ -82,7 +82,8 @@ def usable_cores(cores: int | None, environ: Mapping[str, str]) -> int | None:
 
 
 def _cores_in_row(ranges: str) -> int | None:
-    """How many cores "0-3" or "0,1,2-3" names, both 4; None where they are not in a row, as in "0,2"."""
+    """Returns how many cores "0-3" or "0,1,2-3" names, both 4; None where they are not in a row, as in "0,2",
+    and for another text."""
     count = 0
     follows = None
     for part in ranges.split(","):
@@ -99,9 +100,9 @@ def _cores_in_row(ranges: str) -> int | None:
 
 
 def host_memory(root: Path = Path("/")) -> int | None:
-    """Bytes of memory that this process may have; None: unknown. It is the least of the machine's memory and
-    the limits of the process's cgroups, of version 2 or 1, and of the cgroups above these. A container may
-    see its own cgroup as the root, and its path in /proc may not be below that root."""
+    """Returns the bytes of memory that this process may have; None: unknown. It is the least of the machine's
+    memory and the limits of the process's cgroups, of version 2 or 1, and of the cgroups above these. A
+    container may see its own cgroup as the root, and its path in /proc may not be below that root."""
     total = re.search(r"MemTotal:\s+(\d+) kB", read_text(root / "proc/meminfo"))
     limits = [int(total[1]) * 1024 if total else None]
     for path in re.findall(":/(.*)", ":/\n" + read_text(root / "proc/self/cgroup")):
@@ -115,8 +116,8 @@ def host_memory(root: Path = Path("/")) -> int | None:
 
 
 def usable_threads(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """The cores that the process may use, at least 1: those of its affinity, or fewer if the CPU quota of its
-    cgroup (version 2 or 1), rounded down, is less."""
+    """Returns how many cores the process may use, at least 1: those of its affinity, or fewer if the CPU
+    quota of its cgroup (version 2 or 1), rounded down, is less."""
     threads = len(os.sched_getaffinity(0))
     for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
         try:
@@ -129,15 +130,15 @@ def usable_threads(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def resident_memory() -> dict[str, int]:
-    """Bytes of this process in memory: "Anon", its own, and "File", pages of files, which the kernel drops
-    when memory is short."""
+    """Returns the bytes of this process in memory: "Anon", its own, and "File", pages of files, which the
+    kernel drops when memory is short. {} if the kernel does not tell."""
     found = re.findall(r"^Rss(Anon|File):\s+(\d+) kB", read_text(Path("/proc/self/status")), re.MULTILINE)
     return {kind: int(size) * 1024 for kind, size in found}
 
 
 def zeros(shape: Sequence[int]) -> np.ndarray:
-    """An array of zeros, uint8. It takes memory page by page, as pages are written; numpy's own takes 2 MB at
-    a time."""
+    """Returns an array of zeros, uint8, of any shape. It takes memory page by page, as pages are written;
+    numpy's own takes 2 MB at a time."""
     memory = mmap.mmap(-1, math.prod(shape), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without large pages
         memory.madvise(mmap.MADV_NOHUGEPAGE)
@@ -145,8 +146,8 @@ def zeros(shape: Sequence[int]) -> np.ndarray:
 
 
 def release_files(folder: Path) -> None:
-    """Gives back the pages of the files in `folder` itself that this process has mapped to read. A page that
-    is read again comes from the page cache."""
+    """Gives back the memory of the files in `folder` itself that this process has mapped to read. They stay
+    mapped: a page that is read again comes from the page cache."""
     madvise = ctypes.CDLL(None).madvise
     for line in read_text(Path("/proc/self/maps")).splitlines():
         addresses, access, *_, path = line.split(maxsplit=5)
@@ -156,7 +157,7 @@ def release_files(folder: Path) -> None:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file without the spaces around it; "" where the file cannot be read."""
+    """Returns the text of a file without the spaces around it; "" where the file cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):

@@ -81,14 +81,15 @@ class States:
         return {state.block for state in self._current if state}
 
     def reusable(self, slot: int, tokens: int) -> int:
-        """The last position up to `tokens` at which `slot` has a snapshot, so that a sequence can continue
-        from there; 0: there is none."""
+        """Returns the last position up to `tokens` at which `slot` has a snapshot, so that a sequence can
+        continue from there; 0: there is none. Changes nothing."""
         return max((position for position in self._kept[slot] if position <= tokens), default=0)
 
     def resume(self, source: int, slot: int, tokens: int) -> None:
         """Makes `slot` continue from the snapshot that `source` has at the position `tokens`, which
         `reusable` returned; 0: from the state of zeros. `slot` then has the snapshots of `source` up to that
-        position, and no others."""
+        position, and no others; they count as just used. Draft tokens of `slot` are dropped. `source` may be
+        `slot`; another one stays as it is."""
         self._accept(slot, None)
         self._kept[slot] = {
             position: block for position, block in self._kept[source].items() if position <= tokens
@@ -103,14 +104,15 @@ class States:
         others.
 
         positions: where each slot that runs next goes on, which says how many of its draft tokens were
-        accepted. A slot that is not in `positions` has ended.
+        accepted. A slot with draft tokens that is not in `positions` has ended, and has no state until it
+        begins anew.
         """
         for slot in list(self._drafts):
             self._accept(slot, positions.get(slot))
 
     def _accept(self, slot: int, position: int | None) -> None:
-        """Does for one slot what `accept` does for all. position: where the slot goes on; None: it has
-        ended."""
+        """Does for one slot what `accept` does for all; changes nothing for a slot without draft tokens.
+        position: where the slot goes on; None: it has ended."""
         for state in self._drafts.pop(slot, ()):
             if state.position == position:
                 self._current[slot] = state
@@ -119,8 +121,10 @@ class States:
                 self._for_drafts.append(state.block)
 
     def begin(self, slot: int, position: int, tokens: int, are_drafts: bool = False) -> Run:
-        """Plans the next tokens of a slot in a call: the blocks that they read and write. Position 0 begins a
-        new sequence. The slot has no state until `end`, or `accept` after a call with draft tokens.
+        """Plans the next tokens of a slot in a call: returns the blocks that they read and write. Position 0
+        begins a new sequence, without the snapshots of the last one. The slot has no state until `end`, or
+        `accept` after a call with draft tokens. After a call that failed neither gives it one: it must begin
+        anew.
 
         are_drafts: all tokens but the first are draft tokens, and each writes a state. Raises ValueError if
         the state of the slot is not the one at `position`.
@@ -138,16 +142,18 @@ class States:
         return Run(slot, position, tokens, state.block, writes)
 
     def position(self, slot: int) -> int:
-        """How many tokens the state of a slot has."""
+        """Returns how many tokens the state of a slot has. The slot must have a state."""
         return self._current[slot].position
 
     def end(self, runs: Sequence[Run], keep: Mapping[int, str]) -> dict[int, int]:
-        """Records that the call of these runs succeeded. Returns the blocks of the new snapshots, by slot.
-        Slots with draft tokens are left to `accept`.
+        """Records that the call of these runs succeeded. Returns the blocks of the new snapshots, by slot:
+        with `in_place` the caller copies the states there, else they have been written. Slots with draft
+        tokens are left to `accept`.
 
-        keep: how the state after a slot's tokens is kept for sequences that begin alike (Chunk.keep). If no
-        block is free, an older snapshot is dropped: one at an interval before one at a message's border. If
-        none can be dropped, as slots continue from all of them, no snapshot is made.
+        keep: how the state after a slot's tokens is kept for sequences that begin alike: "border",
+        "interval", or "" for no snapshot. If no block is free, an older snapshot is dropped: one at an
+        interval before one at a message's border. If none can be dropped, as slots continue from all of them,
+        no snapshot is made.
         """
         blocks = {}
         for run in runs:
@@ -163,8 +169,8 @@ class States:
         return blocks
 
     def _take(self) -> int | None:
-        """A free block, if need be that of a snapshot, which is dropped; None: slots continue from all
-        snapshots.
+        """Returns a free block, if need be that of a snapshot, which every slot then loses; None: slots
+        continue from all snapshots.
 
         Snapshots at an interval are dropped before those at a border. Among each kind the first and the last
         snapshot of a slot, such as those of a system prompt and of the newest message, stay longest, then

@@ -72,10 +72,12 @@ class Escaping:
         self._rejected_ids = special_ids.difference(unknown)  # any text may have the unknown token
 
     def escape(self, value: Any) -> Any:
-        """A copy of a text, or of JSON with texts, in which a surrogate begins each escaped token.
+        """Returns a copy of a text, or of JSON with texts, in which a surrogate replaces the first character
+        of each escaped token.
 
         The beginning of an escaped token at the end of a text counts, too: the next text may complete the
-        token. Keys of objects are also escaped. Raises RecursionError for JSON that is nested too deeply.
+        token. So does one in front of an image placeholder. Keys of objects are escaped only where they have
+        a whole token. Raises RecursionError for JSON that is nested too deeply.
         """
         if isinstance(value, str):
             return "".join(map(self._escape_text, IMAGES.split(value)))
@@ -86,6 +88,7 @@ class Escaping:
         return value
 
     def _escape_text(self, text: str) -> str:
+        """Escapes the tokens of a text, and the beginnings of tokens at its end."""
         text = self._escape_whole(text)
         while begun := self._markers.begun(text):  # what follows may complete it
             text = text.removesuffix(begun) + self._surrogates[begun[0]] + begun[1:]
@@ -98,11 +101,13 @@ class Escaping:
         return text.translate(self._characters)
 
     def to_encodable(self, text: str) -> str:
-        """The text as `tokenizer` is to read it."""
+        """Returns a rendered prompt as `tokenizer` is to read it: with aliases for special tokens, and with
+        the characters of clients' texts in the place of surrogates."""
         return self.unescape(self._added.sub(lambda found: self._aliases.get(found[0], found[0]), text))
 
     def widths(self, text: str) -> Iterator[int]:
-        """For each character of `to_encodable(text)`, how many bytes of the text it stands for."""
+        """Yields, for each character of `to_encodable(text)`, how many UTF-8 bytes of the text it stands for.
+        The first character of an alias stands for all bytes of its token, the others for 0."""
         for n, part in enumerate(self._added.split(text)):
             if n % 2 and part in self._aliases:
                 yield len(part.encode())
@@ -111,10 +116,11 @@ class Escaping:
                 yield from map(utf8_bytes, self.unescape(part))
 
     def ids(self, encoding: tokenizers.Encoding) -> list[int]:
-        """The model's token ids of an encoding, one for each of its tokens.
+        """Returns the model's token ids of an encoding by `tokenizer`, one for each of its tokens.
 
         Raises ValueError if text became a special token, because the vocabulary has the name of that token as
-        a word. The unknown token may come from any text.
+        a word. The unknown token may come from any text. Special tokens that the tokenizer itself added, such
+        as BOS, are no error.
         """
         ids = encoding.ids
         if not self._rejected_ids.isdisjoint(ids):
@@ -139,13 +145,14 @@ class Markers:
         return re.compile("|".join(map(re.escape, self._sorted)) or "(?!)")
 
     def split(self, text: str) -> tuple[str, str]:
-        """The text before the first marker, and that marker; the whole text and "" without a marker. Of
-        markers that begin at the same place, the shortest counts."""
+        """Returns the text before the first marker, and that marker; the whole text and "" without a marker.
+        Of markers that begin at the same place, the shortest counts."""
         found = self._pattern.search(text)
         return (text[: found.start()], found[0]) if found else (text, "")
 
     def begun(self, text: str) -> str:
-        """The longest end of the text that more text could make a marker of; "": none."""
+        """Returns the longest end of the text that more text could make a marker of; "" if there is none. A
+        complete marker counts only if a longer marker begins with it."""
         for at in range(max(0, len(text) - self._longest), len(text)):
             if text[at] in self._first and self._goes_on(text[at:]):
                 return text[at:]
@@ -158,8 +165,9 @@ class Markers:
 
 
 def any_of(texts: Collection[str]) -> str:
-    """A regular expression for the longest of these texts; of no texts, one that never matches. The time of a
-    match does not grow with the number of texts. The expression has no capturing groups."""
+    """Returns a regular expression that matches the longest of these texts; of no texts, one that never
+    matches. The time of a match does not grow with the number of texts. The expression has no capturing
+    groups."""
     beginning = os.path.commonprefix(list(texts))  # noqa: RUF071 of any texts, not of paths
     rests: dict[str, list[str]] = {}
     for text in texts:

@@ -63,19 +63,23 @@ class GrammarError(Exception):
 
 
 def of_json_schema(schema: Any, whitespace: str | None = WHITESPACE, is_strict: bool = False) -> str:
-    """The grammar of JSON that the schema allows. Raises GrammarError.
+    """Returns the grammar of JSON that the schema allows. Does not compile it: a GrammarChecker does.
 
-    whitespace: a regular expression for what may stand between JSON tokens; None: nothing may. is_strict: see
-    `json_rule`.
+    whitespace: a regular expression for what may stand between JSON tokens; None: nothing may. is_strict:
+    every keyword must be enforced; otherwise some are left out, which `left_out` names. Raises GrammarError
+    for a schema that is no object, too large or nested too deeply, for a `whitespace` that is too long and,
+    with `is_strict`, for a keyword that cannot be enforced.
     """
     return f"start: {json_rule(schema, whitespace, is_strict)}"
 
 
 def json_rule(schema: Any, whitespace: str | None, is_strict: bool = False) -> str:
-    """The right side of a Lark rule for the JSON that a schema allows. Raises GrammarError.
+    """Returns the right side of a Lark rule for the JSON that a schema allows. `schema` is not changed.
 
-    The keywords that `left_out` names are not enforced; with `is_strict`, such a keyword raises GrammarError.
-    whitespace: see `of_json_schema`.
+    The keywords that `left_out` names are not enforced. whitespace: a regular expression for what may stand
+    between JSON tokens; None: nothing may. Raises GrammarError for a schema that is no object, too large or
+    nested too deeply, for a `whitespace` that is too long or has a NUL and, with `is_strict`, for keywords
+    that cannot be enforced, which the message names.
     """
     enforced, places = _enforceable(schema)
     if places and is_strict:
@@ -99,14 +103,16 @@ def json_rule(schema: Any, whitespace: str | None, is_strict: bool = False) -> s
 
 
 def left_out(schema: Any) -> tuple[str, ...]:
-    """What the grammar of a JSON schema does not enforce: a JSON pointer to the first place of each keyword.
-    Raises GrammarError for a schema that is no object, too large or nested too deeply."""
+    """Returns what the grammar of a JSON schema does not enforce: a JSON pointer to the first place of each
+    keyword; () if all is enforced. Raises GrammarError for a schema that is no object, too large or nested
+    too deeply."""
     return _enforceable(schema)[1]
 
 
 def _enforceable(schema: Any) -> tuple[Json, tuple[str, ...]]:
-    """As json_schema.enforceable, of a copy of the schema. The result is not to be changed: later calls may
-    return it, too. Raises GrammarError as `left_out`."""
+    """Returns the schema as a grammar enforces it, and JSON pointers to what is left out. Members that are
+    null do not count. `schema` is not changed. The result must not be changed: later calls may return it,
+    too. Raises GrammarError for a schema that is no object, too large or nested too deeply."""
     if not isinstance(schema, dict):
         raise GrammarError("must be a JSON schema, which is an object")
     try:
@@ -122,7 +128,9 @@ def _enforceable_text(schema: str) -> tuple[Json, tuple[str, ...]]:
 
 
 def of_regex(text: str) -> str:
-    """The grammar of text that matches the regular expression as a whole."""
+    """Returns the grammar of text that matches the regular expression as a whole. text: in the syntax of
+    ECMA-262 or Python, else in Rust's. Raises GrammarError for one that is empty, too long or has a NUL;
+    whether it is valid is found by a GrammarChecker."""
     if not text:
         raise GrammarError("must not be empty")
     _check_regex(text)
@@ -131,15 +139,16 @@ def of_regex(text: str) -> str:
 
 
 def of_choice(choices: Sequence[str]) -> str:
-    """The grammar of one of these texts."""
+    """Returns the grammar of one of these texts. Raises GrammarError if there are none, if one is empty or no
+    string, and if they are too long together."""
     if not choices or not all(isinstance(choice, str) and choice for choice in choices):
         raise GrammarError("must be a list of non-empty strings")
     return of_rules(["start: " + " | ".join(lark_string(choice) for choice in choices)])
 
 
 def of_rules(rules: list[str], inner: str = "", name: str = "") -> str:
-    """A grammar of Lark rules, the first of which is `start`. Raises GrammarError for a grammar that is too
-    large.
+    """Joins Lark rules, the first of which is `start`, to a grammar. Raises GrammarError for a grammar of
+    more than MAX_GRAMMAR_BYTES.
 
     The rules may use another grammar, `inner`, as the rule called `name`.
     """
@@ -149,7 +158,7 @@ def of_rules(rules: list[str], inner: str = "", name: str = "") -> str:
 
 
 def lark_string(text: str) -> str:
-    """A text in Lark."""
+    """Returns a text as a string literal of Lark."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")  # which JSON leaves as it is
 
 
@@ -179,15 +188,18 @@ class GrammarChecker:
         self._accepted: set[bytes] = set()
 
     def start(self) -> None:
-        """Has a child load the tokenizer, which takes a second where it has 128,000 tokens."""
+        """Starts a child, which loads the tokenizer: that takes a second where it has 128,000 tokens. Does
+        not wait for it."""
         self._probe.start()
 
     def knows(self, grammar: str) -> bool:
-        """Whether `check` has accepted the grammar."""
+        """Whether `check` has accepted the grammar. Accepted grammars are forgotten from time to time."""
         return _digest(grammar) in self._accepted
 
     def check(self, grammar: str) -> None:
-        """Raises GrammarError for a grammar that does not compile or exceeds the limits."""
+        """Has a child compile the grammar and compute masks, and waits for it: usually milliseconds, at most
+        the limits of `SandboxedFunction`. An accepted grammar is remembered for `knows`, and is not skipped
+        here. Raises GrammarError for a grammar that does not compile or exceeds the limits."""
         try:
             self._probe(grammar)
         except Rejected as error:
@@ -205,8 +217,8 @@ def _digest(grammar: str) -> bytes:
 
 def dry_run(tokenizer_dir: str, vocab_size: int, eos_token_ids: list[int]) -> Callable[[str], str]:
     """Returns the function that the child of a `GrammarChecker` runs. The function compiles a grammar,
-    computes the masks of the first tokens, and returns "". It raises Rejected for a grammar that cannot be
-    used."""
+    computes the masks of the first tokens of several outputs, and returns "". It raises Rejected for a
+    grammar that does not compile, takes longer than COMPILE_S for that, or has slow masks."""
     grammars = Grammars(tokenizer_dir, vocab_size, eos_token_ids)
     ends = sum(1 << token_id for token_id in set(eos_token_ids))
 
@@ -227,7 +239,8 @@ def dry_run(tokenizer_dir: str, vocab_size: int, eos_token_ids: list[int]) -> Ca
 
 
 def _try_tokens(matcher: Matcher, choose: Callable[[int], int], ends: int) -> None:
-    """Computes the masks of the first tokens of one output. Raises GrammarError.
+    """Computes the masks of the first DRY_RUN_TOKENS tokens of one output, or of fewer if the output ends.
+    Raises GrammarError if the grammar has an error, or slow masks.
 
     choose: takes a number of token ids and returns an id below that number. The next token is the first
     allowed id from the returned one on. Choices by chance make numbers in JSON both short and long. ends: an
@@ -245,8 +258,8 @@ def _try_tokens(matcher: Matcher, choose: Callable[[int], int], ends: int) -> No
 class Grammars:
     """Compiles grammars for one model. May be used from any thread.
 
-    vocab_size: the width of the logits, in tokens. If llguidance cannot read the tokenizer, every grammar
-    raises GrammarError.
+    vocab_size: the width of the logits, in tokens. The constructor reads tokenizer.json. If llguidance cannot
+    read the tokenizer, this is no error yet: every grammar then raises GrammarError.
     """
 
     def __init__(self, tokenizer_dir: str | Path, vocab_size: int, eos_token_ids: Sequence[int]):
@@ -265,7 +278,8 @@ class Grammars:
             self._error = f"cannot be enforced with this model's tokenizer: {error}"
 
     def matcher(self, grammar: str) -> Matcher:
-        """A new matcher, for one output from its beginning. Raises GrammarError.
+        """Returns a new matcher, for one output from its beginning. Raises GrammarError for a grammar that
+        does not compile, and for any if the tokenizer cannot be used.
 
         Each call compiles the grammar anew, in milliseconds. Copies of a compiled grammar would share a
         lexer: its states add up over all outputs, and an error in one output would end all others.
@@ -281,7 +295,8 @@ class Grammars:
 
 
 class Matcher:
-    """The state of one request's output in its grammar. For one thread. Its methods raise GrammarError."""
+    """The state of one request's output in its grammar. For one thread. `mask` does not advance it, `consume`
+    does. An error stays: after a GrammarError the matcher must not be used any more."""
 
     def __init__(self, matcher: LLMatcher):
         self._matcher = matcher
@@ -293,8 +308,9 @@ class Matcher:
         return self._matcher.is_stopped()
 
     def mask(self) -> bytes:
-        """The mask of the next token: a set bit allows the token, the lowest bit of the first byte is for
-        token 0. The bytes may go beyond the vocabulary."""
+        """Returns the mask of the next token: a set bit allows the token, the lowest bit of the first byte is
+        for token 0. The bytes may go beyond the vocabulary. Raises GrammarError if llguidance reaches a
+        limit, and at the second mask of the output that takes longer than SLOW_MASK_S."""
         started_at = time.thread_time()
         mask = self._matcher.compute_bitmask()
         _valid(self._matcher)
@@ -304,15 +320,16 @@ class Matcher:
         return mask
 
     def consume(self, token: int) -> None:
-        """Advances past the next token of the output. Does nothing if the output `is_complete`."""
+        """Advances past the next token of the output. Does nothing if the output `is_complete`. Raises
+        GrammarError for a token that the mask does not allow, and if llguidance reaches a limit."""
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
             _valid(self._matcher)
 
 
 def _valid(matcher: LLMatcher) -> LLMatcher:
-    """The same matcher. Raises GrammarError for a matcher in an error state, whose masks allow nothing but
-    the end."""
+    """Returns the same matcher. Raises GrammarError, with llguidance's reason, for a matcher in an error
+    state, whose masks allow nothing but the end."""
     if matcher.is_error():
         text = matcher.get_error().replace("<non-verbose/>", "")
         lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -22,7 +22,7 @@ class InfillLayout(NamedTuple):
         return f"{self.before}{before}{self.after}{after}{self.middle}"
 
     def token_ids(self, tokenizer: Tokenizer) -> list[int]:
-        """Empty if the tokenizer lacks one of the tokens."""
+        """Returns the ids of the three tokens; [] if the tokenizer lacks one of them."""
         ids = [tokenizer.token_to_id(token) for token in self]
         return [] if None in ids else ids
 
@@ -35,5 +35,5 @@ INFILL_LAYOUTS = (
 
 
 def layout_of(tokenizer: Tokenizer) -> InfillLayout | None:
-    """The layout whose tokens the tokenizer has."""
+    """Returns the first layout whose tokens the tokenizer has; None: the tokenizer has those of none."""
     return next((layout for layout in INFILL_LAYOUTS if layout.token_ids(tokenizer)), None)

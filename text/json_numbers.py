@@ -16,7 +16,8 @@ MAX_NUMERATOR = 1_000  # of `multipleOf`: the lexer has a state for each remaind
 
 
 def first_allowed(given: Number, is_lower: bool, is_open: bool) -> Number:
-    """The first number that a bound allows: the bound itself, or the next number if the bound `is_open`.
+    """Returns the first number that a bound allows: the bound itself, or the next number if the bound
+    `is_open`.
 
     Numbers have 15 digits here: the next one above 1 is 1.00000000000001, and the next one above 0 is 1e-14.
     A lower bound is rounded up, an upper bound down. A lower bound is at least -LAST_BOUND, an upper bound at
@@ -40,11 +41,13 @@ def first_allowed(given: Number, is_lower: bool, is_open: bool) -> Number:
 
 
 def ranges(least: Number | None, most: Number | None) -> list[Range]:
-    """The same range in several parts. In each part, llguidance allows every way to write a number.
+    """Returns the same range in several parts, in ascending order. In each part, llguidance allows every way
+    to write a number.
 
-    llguidance treats zero as an open bound of negative numbers (see `first_allowed`), so a range is cut
-    there. In a range up to 0.15 llguidance does not let 0.1 end, so a range is also cut at each shorter
-    decimal of its upper bound. Example: None to 0.15 becomes None to -1e-14, 0 to 0.1, and 0.1 to 0.15.
+    llguidance treats zero as an open bound of negative numbers, so a range is cut there: the numbers between
+    -1e-14 and 0 are lost. In a range up to 0.15 llguidance does not let 0.1 end, so a range is also cut at
+    each shorter decimal of its upper bound. Example: None to 0.15 becomes None to -1e-14, 0 to 0.1, and 0.1
+    to 0.15.
     """
     if least is None and most is None:
         return [(least, most)]
@@ -63,14 +66,17 @@ def ranges(least: Number | None, most: Number | None) -> list[Range]:
 
 
 def is_exact(value: Number) -> bool:
-    """Whether llguidance reads a listed number exactly."""
+    """Whether llguidance reads a number in `const` or `enum` exactly: whole numbers up to LAST_BOUND that
+    float64 has, and others of at most 15 digits."""
     if value == int(value):
         return abs(value) <= LAST_BOUND and float(value) == value
     return len(Decimal(str(value)).as_tuple().digits) <= DIGITS
 
 
 def has_few_remainders(divisor: Number) -> bool:
-    """Whether llguidance's lexer can track the remainders of this `multipleOf`."""
+    """Whether llguidance's lexer can track the remainders of this `multipleOf`, which is above 0: up to
+    MAX_NUMERATOR as a whole number, without its decimal point. 0.25 counts as 25; 0.07 does not fit, because
+    of its rounding error."""
     if divisor > MAX_NUMERATOR:
         return False
     numerator = float(divisor)

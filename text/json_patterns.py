@@ -36,8 +36,8 @@ IN_BRACKETS = ENDS_OF_WORDS | {character: f"\\{character}" for character in "[&~
 
 @functools.lru_cache(200)
 def in_rust(pattern: str) -> str | None:
-    """The expression in Rust's syntax; None if llguidance lacks a part of the expression, or if ECMA-262 and
-    Python read the expression differently."""
+    """Returns the expression in Rust's syntax; None if llguidance lacks a part of the expression, or if
+    ECMA-262 and Python read the expression differently. Also None for an expression that is not valid."""
     parts = []
     for token in TOKEN.finditer(PAIR.sub(lambda pair: json.loads(f'"{pair[0]}"'), pattern)):
         text = token[0]
@@ -73,7 +73,7 @@ def _characters(given: str) -> str:
 
 
 def _atom(text: str) -> str:
-    """One character in brackets, or none, in Rust's syntax."""
+    """Returns in Rust's syntax one character of a bracket expression, or an escape; "" for ""."""
     if text.startswith(r"\c"):
         return rf"\x{ord(text[2]) % 32:02x}"
     return IN_BRACKETS.get(text, text)

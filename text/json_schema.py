@@ -71,8 +71,8 @@ class Context(NamedTuple):
     patterns: set[str]  # that `in_rust` has read
 
     def in_rust(self, pattern: Any) -> str | None:
-        """The pattern in Rust's syntax; None if there is none, `pattern` is no text, or MAX_PATTERNS is
-        exceeded."""
+        """Returns the pattern in Rust's syntax; None if there is none, `pattern` is no text, or MAX_PATTERNS
+        is exceeded. Adds the pattern to `patterns`."""
         if not isinstance(pattern, str):
             return None
         patterns = self.patterns | {pattern}
@@ -83,11 +83,12 @@ class Context(NamedTuple):
 
 
 def without_nulls(schema: Any, has_names: bool = False) -> Any:
-    """A copy of a JSON schema without members that are null: clients in Go and others write absent members
-    so.
+    """Returns a copy of a JSON schema without members that are null: clients in Go and others write absent
+    members so.
 
     A null `const` or `default` stays, and so do nulls within listed values and examples. has_names: the keys
-    of `schema` are names of properties, not keywords.
+    of `schema` are names of properties, not keywords. Raises RecursionError for a schema that is nested too
+    deeply.
     """
     if isinstance(schema, list):
         return [without_nulls(each) for each in schema]
@@ -102,12 +103,13 @@ def without_nulls(schema: Any, has_names: bool = False) -> Any:
 
 
 def enforceable(document: Schema) -> tuple[Schema, tuple[str, ...]]:
-    """The schema as a grammar enforces it, and what is left out: a JSON pointer to the first place of each
-    keyword. Changes `document`, and returns it.
+    """Changes `document` so that a grammar can enforce it. Returns the document, and what is left out: a JSON
+    pointer to the first place of each keyword, () if nothing is.
 
     A value that the resulting schema allows is valid by all keywords that are not left out. A keyword is left
     out only where the resulting schema cannot express that keyword within the limits of this file. Keywords
-    that are unknown here stay: llguidance rejects them.
+    that are unknown here stay: llguidance rejects them. Objects that name their properties are closed
+    (`_close`).
     """
     places = _places(document)
     _close([schema for schema, _ in places])
@@ -130,8 +132,9 @@ def enforceable(document: Schema) -> tuple[Schema, tuple[str, ...]]:
 
 
 def _places(document: Schema) -> list[Place]:
-    """The schemas that `document` is made of or refers to, each once. A schema that is also something else is
-    left out: a listed value, or an object whose keys are names of properties."""
+    """Returns the schemas that `document` is made of or refers to, each once, the document first and outer
+    ones before inner ones. A schema that is also something else is left out: a listed value, or an object
+    whose keys are names of properties."""
     found = [Place(document, "")]
     seen = {id(document)}
     others = set()
@@ -146,7 +149,8 @@ def _places(document: Schema) -> list[Place]:
 
 
 def _parts(schema: Schema, path: str, document: Schema) -> Iterator[Place]:
-    """The schemas that a schema holds directly, and the one that it refers to."""
+    """Yields the values where a schema holds schemas directly, and the place that it refers to. Not each is
+    an object: true, lists and None are yielded, too."""
     for keyword, value in schema.items():
         place = within(path, keyword)
         if keyword == "$ref":
@@ -169,8 +173,8 @@ def _nested_values(value: Any) -> Iterator[Any]:
 
 
 def referred(reference: Any, document: Schema) -> Place:
-    """The place that a `$ref` names in the document. Its schema is None if `reference` is no JSON pointer
-    such as `#/$defs/a`, or leads to nothing."""
+    """Returns the place that a `$ref` names in the document. Its schema is None if `reference` is no JSON
+    pointer such as `#/$defs/a`, or leads to nothing. A reference in what is found is not followed."""
     text = unquote(reference) if isinstance(reference, str) else ""
     begin, *names = text.split("/")
     found: Any = document if begin == "#" else None
@@ -184,8 +188,8 @@ def referred(reference: Any, document: Schema) -> Place:
 
 
 def _resolved(schema: Any, document: Schema) -> Any:
-    """The schema that a chain of references leads to. A reference with other keywords beside it is not
-    followed."""
+    """Returns the schema that a chain of at most MAX_HOPS references leads to; None if the chain leads to
+    nothing. A reference with other keywords beside it is not followed."""
     for _ in range(MAX_HOPS):
         if not isinstance(schema, dict) or schema.keys() - ANNOTATIONS != {"$ref"}:
             break
@@ -204,7 +208,8 @@ def _end_of(path: str) -> str:
 
 
 def _close(schemas: list[Schema]) -> None:
-    """Forbids properties that a schema does not name, as models go on inventing properties.
+    """Forbids properties that a schema does not name, as models go on inventing properties: sets
+    `additionalProperties` to false in the schemas.
 
     A schema stays open if it names no properties, if it requires a name that `properties` lacks, or if it has
     `additionalProperties`, `patternProperties` or `unevaluatedProperties`. All schemas stay open if one
@@ -242,7 +247,8 @@ def _types(schema: Any) -> set[str]:
 
 
 def named_types(schema: Schema) -> set[str] | None:
-    """The types that `type` names, else those of the listed values; None: a schema without either."""
+    """Returns the types that `type` names, else those of the listed values; None: a schema without either.
+    `type` may name unknown types; they are returned as text."""
     given = schema.get("type")
     if isinstance(given, str):
         return {given}
@@ -252,7 +258,8 @@ def named_types(schema: Schema) -> set[str] | None:
 
 
 def allowed_values(schema: Any) -> list[Any] | None:
-    """The only values that a schema allows; None: it lists none."""
+    """Returns the only values that a schema allows, by its `const`, else by its `enum`; None: it lists
+    none."""
     if not isinstance(schema, dict):
         return None
     values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -263,7 +270,8 @@ def allowed_values(schema: Any) -> list[Any] | None:
 
 
 def _unsupported(schema: Schema, context: Context) -> Iterator[str]:
-    """Keywords that llguidance does not have."""
+    """Removes the keywords that llguidance does not have, and writes their meaning in others. Yields those
+    whose meaning is lost. A keyword of a type that the schema does not allow has no meaning."""
     for keyword, (kind, is_said) in UNSUPPORTED_KEYWORDS.items():
         if keyword not in schema:
             continue
@@ -279,11 +287,12 @@ def _unsupported(schema: Schema, context: Context) -> Iterator[str]:
 
 
 def _says_unevaluated(others: str, schema: Schema, value: Any, _: Context) -> bool:
-    """Writes `unevaluatedX`, whose value is given, as the keyword `others`. Returns whether the meaning is
-    kept.
+    """Writes `unevaluatedX`, whose value is given, as the keyword `others` of the schema. Returns whether the
+    meaning is kept.
 
-    The meaning is kept unless the schema combines schemas or has a list as `items`. A schema that has
-    `others` keeps that keyword as it is. A value that allows everything is dropped.
+    The meaning is kept unless the schema combines schemas or has a list as `items`; if it is lost, nothing is
+    written. A schema that has `others` keeps that keyword as it is. A value that allows everything is
+    dropped.
     """
     if value in (True, {}):
         return True
@@ -294,10 +303,12 @@ def _says_unevaluated(others: str, schema: Schema, value: Any, _: Context) -> bo
 
 
 def _says_names(schema: Schema, value: Any, context: Context) -> bool:
-    """Writes `propertyNames` as a pattern of additional properties. Returns whether the meaning is kept.
+    """Writes `propertyNames`, whose value is given, as a pattern of additional properties. Returns whether
+    the meaning is kept; if not, nothing is written.
 
     The meaning is kept if one pattern or a list describes the names, and the schema has neither `properties`
-    nor `patternProperties`. A value that allows all names is dropped.
+    nor `patternProperties`. A value that allows all names is dropped. Example: {"pattern": "^a"} becomes
+    "patternProperties": {"^a": true}, "additionalProperties": false.
     """
     value = _resolved(value, context.document)
     if value is True:
@@ -323,6 +334,7 @@ def _says_names(schema: Schema, value: Any, context: Context) -> bool:
 
 def _says_dependents(schema: Schema, value: Any, context: Context) -> bool:
     """Writes in `allOf`, for each name: the property is absent, or what depends on that property holds.
+    value: names, or a schema, by the name that they depend on.
 
     Returns whether the meaning is kept. Nothing is written, and the meaning is lost, with more than
     MAX_DEPENDENTS names, MAX_DEPENDENT_PROPERTIES properties, or with references.
@@ -372,7 +384,8 @@ CONSTRAINTS = {
 
 
 def _strings(schema: Schema, context: Context) -> Iterator[str]:
-    """Writes patterns in Rust's syntax, and keeps the formats that llguidance has."""
+    """Writes patterns in Rust's syntax, and keeps the formats that llguidance has. Removes and yields the
+    others."""
     is_text = "string" in _types(schema)
     if isinstance(schema.get("pattern"), str):
         pattern = context.in_rust(schema.pop("pattern"))
@@ -388,7 +401,8 @@ def _strings(schema: Schema, context: Context) -> Iterator[str]:
 
 
 def _numbers(schema: Schema, context: Context) -> Iterator[str]:
-    """Writes bounds and multiples as llguidance reads them, and yields `multipleOf` where it is left out.
+    """Writes bounds and multiples of the schema as llguidance reads them. Removes and yields `multipleOf`
+    where llguidance cannot track it.
 
     Exclusive bounds become inclusive. A range that llguidance reads only in parts becomes an `anyOf`.
     """
@@ -414,7 +428,8 @@ def _numbers(schema: Schema, context: Context) -> Iterator[str]:
 
 
 def _bound(schema: Schema, closed: str, opened: str) -> int | float | None:
-    """Takes the lower or the upper bound out of a schema: the last number that it allows, None without one.
+    """Takes the lower or the upper bound out of a schema. Returns the last number that it allows, None
+    without a bound.
 
     `closed` and `opened` are keywords; the stricter one counts. Drafts before 6 write true or false as
     `opened`. Example: `"minimum": 5, "exclusiveMinimum": true` is the next number above 5.
@@ -436,7 +451,8 @@ def _is_divisor(value: Any) -> bool:
 
 
 def _listed(schema: Schema, _: Context) -> Iterator[str]:
-    """Keeps the listed values that llguidance reads exactly."""
+    """Keeps the listed values that llguidance reads exactly, and removes the others. Yields a keyword only if
+    none of its values stays; then the keyword is removed."""
     for keyword in VALUES:
         values = allowed_values({keyword: schema[keyword]}) if keyword in schema else None
         exact = [value for value in values or [] if all(map(_is_exact, _nested_values(value)))]
@@ -495,11 +511,12 @@ def _listed_names(pattern: str) -> set[str]:
 
 
 def _counts(schema: Schema, _: Context) -> Iterator[str]:
-    """Keeps `minProperties` and `maxProperties` where llguidance counts right, and yields the others.
+    """Keeps `minProperties` and `maxProperties` where llguidance counts right, and yields the others, which
+    are removed.
 
     llguidance counts either additional properties alone, or one named property that may be missing; a name
     that is given twice counts as two. A `minProperties` that is yielded may stay, as it prevents empty
-    objects.
+    objects. A `maxProperties` that a closed object cannot exceed is removed, and not yielded.
     """
     least = schema.get("minProperties", 0)
     most = schema.get("maxProperties", math.inf)
@@ -527,14 +544,16 @@ def _counts(schema: Schema, _: Context) -> Iterator[str]:
 
 
 def _one_of_keyword(schema: Schema, context: Context) -> Iterator[str]:
-    """llguidance takes `oneOf` for `anyOf`, which is the same where no value is allowed by two of them."""
+    """Yields `oneOf` where a value may be allowed by two of its options: llguidance takes `oneOf` for
+    `anyOf`. The keyword stays in the schema."""
     options = schema.get("oneOf")
     if isinstance(options, list) and not _are_exclusive(options, _types(schema), context.document):
         yield "oneOf"
 
 
 def _are_exclusive(options: list[Any], types: set[str], document: Schema) -> bool:
-    """Whether no value of these `types` is allowed by two of the options, as far as this function sees.
+    """Whether no value of these `types` is allowed by two of the options, as far as this function sees: False
+    may be wrong, True is certain.
 
     Options differ by their types, by their listed values, or by the listed values of a property that all of
     them require. False if an option is too long to be examined.
@@ -556,6 +575,8 @@ def _are_exclusive(options: list[Any], types: set[str], document: Schema) -> boo
 
 
 def required_names(schema: Any) -> set[str]:
+    """Returns the names in `required` that are texts; an empty set if there are none, or if the schema is no
+    object."""
     required = schema.get("required") if isinstance(schema, dict) else None
     return {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
 
@@ -569,7 +590,8 @@ def _is_long(schema: Any) -> bool:
 
 
 def _differ(schemas: Iterable[Any]) -> bool:
-    """Whether all schemas list their values, and no value is listed twice."""
+    """Whether all schemas list their values, and no value is listed twice. False for listed objects and
+    lists, and for long schemas."""
     values = []
     for schema in schemas:
         if (listed := allowed_values(schema)) is None or _is_long(schema):

@@ -49,9 +49,11 @@ class LimitExceeded(Exception):
 class SandboxedFunction:
     """A function that runs in child processes. Threads may share it: each call has a child for itself.
 
-    maker, setup: how a child makes the function; see the top of this file. cpu_s, memory_bytes: limits of one
-    request, beyond what a child needs before its first request. A request and the start of a child may also
-    take WALL_S at most, because a child that waits takes no processor time.
+    maker, setup: how a child makes the function; see the top of this file. cpu_s: seconds of processor time
+    for one request. memory_bytes: memory of one request, beyond what a child has before its first request. A
+    request and the start of a child may also take WALL_S seconds at most, because a child that waits takes no
+    processor time. No child starts before `start` or the first call; there are as many children as calls ran
+    at the same time, and none is ended while idle.
     """
 
     def __init__(
@@ -72,12 +74,18 @@ class SandboxedFunction:
         self._idle: deque[_Child] = deque()  # as many as threads have called at the same time
 
     def start(self) -> None:
-        """Starts a child, so that the next request does not wait for it."""
+        """Starts a child, so that the next request does not start one. Returns at once: the child makes the
+        function meanwhile. Raises OSError if no process can be started."""
         self._idle.append(_Child(self._arguments))
 
     def __call__(self, request: Any) -> Any:
-        """The text or bytes that the function returns for a request, a JSON value. Raises Rejected,
-        LimitExceeded, and RecursionError for a request that is nested too deeply."""
+        """Runs the function in a child, and returns its text or bytes. request: a JSON value. Waits for the
+        child, and starts one if none is idle.
+
+        Raises Rejected if the function does, with its message; LimitExceeded if the child exceeds a limit or
+        ends for another reason, and then starts a new child; RecursionError for a request that is nested too
+        deeply; OSError if no process can be started.
+        """
         written = json.dumps(request).encode()  # raises before a child is taken
         child = self._take()
         answer = child.ask(written)
@@ -92,7 +100,7 @@ class SandboxedFunction:
         return result
 
     def _take(self) -> _Child:
-        """An idle child, or a new one."""
+        """Returns an idle child that still runs, or a new one. The caller must put it back into `_idle`."""
         with contextlib.suppress(IndexError):
             while True:
                 child = self._idle.pop()
@@ -126,14 +134,16 @@ class _Child:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the child runs; if not, its pipes are closed."""
+        """Whether the child runs. The first False reaps the child and closes its pipes; it must not be used
+        after that."""
         if posix.waitpid(self._pid, os.WNOHANG) == (0, 0):
             return True
         self._close()
         return False
 
     def ask(self, request: bytes) -> tuple[bool, str | bytes] | None:
-        """Whether the request is rejected, and the result or the reason; None: the child has ended."""
+        """Sends a request, and waits for the answer. Returns whether the request is rejected, and the result
+        or the reason; None if the child has ended, which `end` must then reap."""
         unsent = memoryview(len(request).to_bytes(4, "big") + request)
         with contextlib.suppress(BrokenPipeError, struct.error):  # the latter: nothing is there to unpack
             while unsent:
@@ -192,7 +202,9 @@ def serve(maker: str, setup: list, cpu_s: float, memory_bytes: int, wall_s: floa
 
 
 def main(arguments: str) -> None:
-    """The child; `arguments` are those of `serve`, in JSON."""
+    """Runs the child until its standard input ends. `arguments` are those of `serve`, in JSON. Closes all
+    other open files, and silences the standard error; no file can be written. Exits with ENOMEM if memory
+    runs out."""
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # what the parent has open
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nothing that a request does may fill the log
     for kind, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NOFILE, 16)):

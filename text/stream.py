@@ -22,12 +22,13 @@ REPLACEMENT = "\ufffd"  # stands for bytes that are no character, or not a whole
 
 
 def detokenizer_for(tokenizer: Tokenizer, prompt: Sequence[int]) -> ByteLevelDetokenizer | WindowDetokenizer:
-    """A detokenizer for the tokens after a prompt: `push` returns the text that has become certain, `finish`
-    the rest.
+    """Returns a detokenizer for the tokens after a prompt. Its `push` takes a token id and returns the text
+    that has become certain, "" if none has. Its `finish` returns the rest.
 
     All these texts together are exactly what decoding prompt and tokens at once adds to the prompt's text.
     Text is held back while a later token could still change it: inside a character, or inside a run of
-    single-byte tokens. Constant time a token.
+    single-byte tokens. Special and unknown ids add no text. A token takes constant time, whatever the length
+    of the text.
     """
     kind = ByteLevelDetokenizer if tokenizer.is_byte_level else WindowDetokenizer
     return kind(tokenizer, prompt)
@@ -76,7 +77,8 @@ class WindowDetokenizer:
             self._context_text = max((text.rstrip(REPLACEMENT) for text in shorter), key=len)
 
     def _prompt_tail(self, prompt: Sequence[int]) -> list[int]:
-        """The last tokens of the prompt, far enough back that they have a text and no run of bytes is cut."""
+        """Returns the last tokens of the prompt, far enough back that they have a text and no run of bytes is
+        cut: at least MIN_CONTEXT tokens, all tokens if no shorter end will do."""
         start = len(prompt)
         while start > 0:
             start -= 1
@@ -106,7 +108,9 @@ class WindowDetokenizer:
         return self._release(final=True) if self._new else ""
 
     def _release(self, final: bool = False) -> str:
-        """The text of the new tokens; "" while it may end inside a character, unless it is `final`."""
+        """Returns the text of the new tokens; "" while that text may end inside a character, unless it is
+        `final` or MAX_HELD tokens are held back. Once they have a text, the new tokens become the context of
+        the next ones."""
         text = self._tokenizer.decode(self._context + self._new)
         if text.endswith(REPLACEMENT) and len(self._new) < MAX_HELD and not final:
             return ""  # perhaps inside a character
@@ -119,7 +123,8 @@ class WindowDetokenizer:
 
 
 def find_stop(text: str, stops: Sequence[str], scanned: int) -> int | None:
-    """Where `text` is to end: right after the stop string that is complete first; None if there is none.
+    """Returns where `text` is to end, in characters: right after the stop string that is complete first; None
+    if no stop string is complete.
 
     The first `scanned` characters are known to hold no complete stop string.
     """
@@ -170,7 +175,8 @@ class TextStream:
         min_tokens: int = 0,
         parse: Callable[[Piece, str], tuple[str, int]] | None = None,
     ):
-        """parse: takes a token and the text that the token adds; None: all text is content.
+        """prompt: the token ids in front of the output; stops: the stop strings, of which "" does not count.
+        parse: takes a token and the text that the token adds; None: all text is content.
 
         `parse` returns the content that has become certain, in which stop strings count, and how many
         characters behind that content may yet be content.
@@ -210,9 +216,12 @@ class TextStream:
         last: bool = False,
         shows_special: bool = False,
     ) -> list[Piece]:
-        """Takes the next token, and returns the pieces that have become certain: all of them after the `last`
-        token, and once `stopped`.
+        """Takes the next token. Returns the pieces that have become certain, in the order of their tokens:
+        none, those of earlier tokens, or this one too. After the `last` token, and once `stopped`, these are
+        all that are left.
 
+        Sets `stop` and `cut` if a stop string is complete. logprob: of this token, None if it is not known;
+        top: the id and log-probability of each of the most likely tokens. Both go into the piece as they are.
         shows_special: the name of a special token is part of the text.
         """
         self.tokens += 1
@@ -245,7 +254,8 @@ class TextStream:
         return [*self.finish(), Piece(token_id, "", logprob, True, top)]
 
     def finish(self) -> list[Piece]:
-        """The text that was held back, after the last token."""
+        """Ends the output after its last token. Returns the pieces that were held back, with the rest of the
+        text; [] if none were. A character that is not complete becomes U+FFFD."""
         if text := self._detokenizer.finish():
             assert self._carrier is not None, "only such a token brings text"
             self._add(self._carrier, text)
@@ -254,7 +264,8 @@ class TextStream:
         return self._release(everything=True)
 
     def _add(self, piece: Piece, text: str) -> None:
-        """Gives text to a piece, and looks whether a stop string ends in it."""
+        """Adds text to a piece and to the output. Lets `parse` read the text, and then sets which text is
+        certain; ends the output at a stop string that is complete."""
         piece.text += text
         content = "" if piece.special else text
         self._parts.append(content)
@@ -262,9 +273,11 @@ class TextStream:
         self._look_for_stops(*(self._parse(piece, text) if self._parse else (content, 0)))
 
     def _look_for_stops(self, content: str, held: int) -> None:
-        """Sets which text is certain, and ends the text at a stop string.
+        """Sets which text is certain. If a stop string is complete, sets `stop` and `cut`, and removes the
+        text behind the end from the pieces.
 
-        content: the new text; held: how many characters behind `content` may yet be content.
+        content: the new text in which stop strings count; held: how many characters behind `content` may yet
+        be content.
         """
         if not self._stops:
             self._certain = self._length
@@ -286,8 +299,8 @@ class TextStream:
         self._trim(min(self.cut + held, self._length - self._released))
 
     def _trim(self, excess: int) -> None:
-        """Removes `excess` characters from the end of the text. All of them are in pieces that have not been
-        returned."""
+        """Removes `excess` characters from the end of the text and from the pending pieces, which hold all of
+        them. Sets `trimmed` of each piece that lost text."""
         self._length -= excess
         self._certain = self._length
         # Whether the text of the next piece is gone, and with it a character that began before that piece.
@@ -302,7 +315,8 @@ class TextStream:
             is_gone = kept == 0
 
     def _release(self, everything: bool) -> list[Piece]:
-        """Returns the first pending pieces: those whose text is certain, or all of them."""
+        """Removes the first pending pieces, and returns them: those whose text is certain or, with
+        `everything`, all of them."""
         released = []
         held = None
         if self._detokenizer.holds_text:
@@ -322,9 +336,10 @@ class TextStream:
 
 
 def prompt_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """One text a token of a prompt, as a stream of them would show it.
+    """Returns one text for each token of a prompt, as a stream of them would show it.
 
-    Special tokens show their names; the texts of the others add up to `tokenizer.decode(ids)`.
+    Special tokens show their names; the texts of the others add up to `tokenizer.decode(ids)`. A character of
+    several tokens is the text of its last token; the others have "".
     """
     stream = TextStream(tokenizer, ())
     pieces = [piece for token_id in ids for piece in stream.push(token_id, 0.0, [])]

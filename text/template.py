@@ -63,7 +63,8 @@ def image_mark(number: int) -> str:
 
 
 def images_of(text: str) -> list[int]:
-    """The numbers of the images in a text, in their order."""
+    """Returns the numbers of the images in a text, in the order in which they stand there; [] for a text
+    without images."""
     return [ord(number) - FIRST_IMAGE for number in IMAGE_MARK.findall(text)]
 
 
@@ -87,13 +88,14 @@ class ChatTemplate:
     def load(
         cls, model_dir: str | Path, tokenizer_config_path: str | Path | None = None
     ) -> ChatTemplate | None:
-        """The template of a model folder; None if it has none. Raises ConfigError for a file that cannot be
-        read.
+        """Reads the template of a model folder; None if the folder has none. Renders nothing: a template that
+        does not compile makes only `render` fail.
 
         Of several templates the first counts: that of `tokenizer_config_path`, chat_template.jinja,
-        chat_template.json, tokenizer_config.json. The file at `tokenizer_config_path` takes the place of the
-        last one, also for the special tokens. A template that does not compile is found out by `render`: it
-        harms nothing but chats.
+        chat_template.json, tokenizer_config.json. The file at `tokenizer_config_path` takes the place of
+        tokenizer_config.json, also for the special tokens. `for_tools` is another template if the folder has
+        one called tool_use. Raises ConfigError for a `tokenizer_config_path` that does not exist, and for a
+        file that cannot be read as JSON or as UTF-8.
         """
         folder = Path(model_dir)
         config_path = Path(tokenizer_config_path or folder / "tokenizer_config.json")
@@ -128,11 +130,17 @@ class ChatTemplate:
         options: Mapping[str, Any] | None = None,
         begins_answer: bool = True,
     ) -> str:
-        """The chat as the model reads it, up to where its response begins, or, without `begins_answer`, to
-        the end of the last message. `options` are further variables.
+        """Returns the chat as the model reads it, up to where its response begins, or, without
+        `begins_answer`, to the end of the last message. Waits for a child process.
 
-        A last message of the assistant is continued: the text ends right after its content. Raises
-        TemplateError, and RecursionError for messages that are nested too deeply.
+        A last message of the assistant with a content is continued: the text ends right after that content.
+        Without content and calls such a message is left out. messages: with image placeholders in their
+        contents; they are not changed. options: further variables of the template, which never replace
+        `messages`, `tools` or the special tokens.
+
+        Raises TemplateError if the template does not compile, fails, raises an error of its own, exceeds a
+        limit of `rendered`, or does not print a message that is to be continued. Raises RecursionError for
+        messages that are nested too deeply.
         """
         if self._write_id:
             messages = _with_ids(messages, self._write_id)
@@ -155,7 +163,7 @@ class ChatTemplate:
         return text.replace(marker, "")  # the template may have printed it before
 
     def attempt(self, *chat: Any) -> str:
-        """What `render` returns for these arguments; "": the template rejects the chat."""
+        """Returns what `render` returns for these arguments; "" where `render` raises TemplateError."""
         with contextlib.suppress(TemplateError):
             return self.render(*chat)
         return ""
@@ -172,15 +180,16 @@ class ChatTemplate:
         options: Mapping[str, Any] | None = None,
         begins_answer: bool = True,
     ) -> list[int]:
-        """Where, in characters, other prompts of the same conversation may differ from a `prompt` of
-        `render`.
+        """Returns where, in characters, other prompts of the same conversation may differ from `prompt`, in
+        ascending order. `prompt` is what `render` returned for the other arguments.
 
-        The places are before the user's first and newest message, and before the response, in ascending
-        order. A template may drop earlier reasoning once there is a response; then the last place is before
-        that reasoning. The beginning and the end of the prompt are left out.
+        The places are before the user's first and newest message, and before the response. A template may
+        drop earlier reasoning once there is a response; then the last place is before that reasoning. The
+        beginning and the end of the prompt are left out, so the list may be empty.
 
         A place is found by comparing the prompt with another one: of the chat with another text in a message,
-        without the beginning of a response, or with a response.
+        without the beginning of a response, or with a response. These are up to four calls of `render`. A
+        chat that the template rejects adds no place.
         """
 
         def common(chat: list[dict], begins_answer: bool) -> int:  # the length of the same beginning
@@ -200,14 +209,15 @@ class ChatTemplate:
     @functools.cached_property
     def takes_parts(self) -> bool:
         """Whether a content has to be a list of parts: some templates of vision-language models leave out a
-        content that is a text, without an error."""
+        content that is a text, without an error. Found by rendering two short chats, at the first use."""
         text = {"role": "user", "content": WORD_OF_NONE}
         in_parts = text | {"content": [{"type": "text", "text": WORD_OF_NONE}]}
         return "image" in self.words and not self._writes([text]) and self._writes([in_parts])
 
     @functools.cached_property
     def roles_of_thoughts(self) -> frozenset[str]:
-        """The roles whose content may have parts of the type `thinking`, as in Mistral's templates."""
+        """The roles whose content may have parts of the type `thinking`, as in Mistral's templates: of system
+        and assistant. Found by rendering two short chats, at the first use."""
         if "thinking" not in self.words:
             return frozenset()
         user = {"role": "user", "content": "Wombat"}
@@ -232,6 +242,8 @@ class ChatTemplate:
         options: Mapping[str, Any] | None,
         add_generation_prompt: bool,
     ) -> str:
+        """Renders messages as they are, with image placeholders and thoughts as parts where the template
+        needs them. Raises TemplateError and RecursionError, as `render` does."""
         chat = {
             "messages": [_in_parts(message, self) for message in messages],
             "tools": tools,
@@ -252,7 +264,8 @@ class ChatTemplate:
 
 
 def special_tokens_in(config: Json) -> dict[str, str]:
-    """The special tokens that a file such as tokenizer_config.json names, as in `eos_token`."""
+    """Returns the special tokens that a file such as tokenizer_config.json names, by the name of the field.
+    Example: {"eos_token": "</s>"}. Fields that are null, or lists, are left out."""
     tokens = {}
     for name, token in config.items():
         token = token.get("content") if isinstance(token, dict) else token
@@ -298,8 +311,8 @@ def to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own filter, this one escapes nothing for HTML. The parameters and their order are
-    transformers'."""
+    """Replaces Jinja's own filter, which escapes characters for HTML: this one escapes none. The parameters
+    and their order are transformers'."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -313,8 +326,12 @@ _compile_template = functools.lru_cache(8)(TemplateEnvironment().from_string)
 
 
 def renderer(most_characters: int) -> Callable[[list], str]:
-    """Returns the function of a child process: it renders [a template's source, variables]. The function
-    raises Rejected."""
+    """Returns the function of a child process: it takes [a template's source, variables] and returns the
+    rendered text.
+
+    The function raises Rejected for a template that does not compile or that fails in any way, and for a text
+    of more than `most_characters`. It raises MemoryError if memory runs out.
+    """
 
     def render(request: list) -> str:
         source, variables = request
@@ -339,11 +356,12 @@ rendered = SandboxedFunction("text.template:renderer", [4_000_000], cpu_s=1.0, m
 
 
 def _in_parts(message: Json, template: ChatTemplate) -> Json:
-    """The message, with its content as a list of parts if the content needs them or the template requires
-    them.
+    """Returns the message with its content as a list of parts, if the content needs them or the template
+    requires them; else with a content that is a text. `message` itself is not changed.
 
-    A content needs parts for images, and for thoughts of a role whose content may have thoughts. Other
-    thoughts become text. A content that stays a text has no marks of thoughts.
+    A content needs parts for images, and for thoughts of a role whose content may have thoughts. For such a
+    role, `reasoning_content` becomes the first part, too. Other thoughts become text. A content that stays a
+    text has no marks of thoughts. A content that is not a string is left as it is.
     """
     content = message.get("content")
     if not isinstance(content, str):
@@ -361,7 +379,7 @@ def _in_parts(message: Json, template: ChatTemplate) -> Json:
 
 
 def _parts_of(content: str) -> list[Json]:
-    """A content with image placeholders as parts: texts and images."""
+    """Returns a content with image placeholders as parts, texts and images, in their order; [] for ""."""
     parts = []
     for n, piece in enumerate(IMAGE_MARK.split(content)):
         if n % 2:
@@ -372,10 +390,11 @@ def _parts_of(content: str) -> list[Json]:
 
 
 def _with_ids(messages: list[Json], write_id: Callable[[str, str, int], str]) -> list[Json]:
-    """Copies of the messages with the ids of calls that the template requires.
+    """Returns copies of the messages with the ids of calls that the template requires.
 
-    write_id: makes an id of the given id, the name of the function and the index of the call in the chat. A
-    tool result gets the id of its call.
+    write_id: takes the given id, the name of the function and the index of the call in the chat, and returns
+    the new id. A tool result gets the id of its call. A result without such a call gets an id from
+    `write_id`.
     """
     ids = {}
     number = 0
@@ -414,8 +433,11 @@ CALL_IDS = {"[TOOL_CALLS]": _short_id, "<|tool_call_begin|>": _named_id}
 
 
 def _template_in(config: Json, name: str = "default") -> str | None:
-    """The template called `name`, if a file has several; None if there is none. A single template is the
-    default one, whatever it is called."""
+    """Returns the template called `name` in the field `chat_template` of a file; None if there is none.
+
+    A text, or the only template of a list, is the default one, whatever it is called. Of several templates in
+    a list exactly one must have the name.
+    """
     template = config.get("chat_template")
     if isinstance(template, list):
         entries = [entry for entry in template if isinstance(entry, dict)]
@@ -429,6 +451,8 @@ def _template_in(config: Json, name: str = "default") -> str | None:
 
 
 def _read_if_there(path: Path) -> str | None:
+    """Returns the text of a file; None if there is no such file. Raises ConfigError for a file that cannot be
+    read as UTF-8."""
     try:
         return path.read_text(encoding="utf-8") if path.exists() else None
     except (OSError, UnicodeDecodeError) as error:

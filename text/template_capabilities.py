@@ -40,9 +40,11 @@ class TemplateCapabilities:
 
     @classmethod
     def of(cls, template: ChatTemplate, placeholder: str = "") -> TemplateCapabilities:
-        """What the template supports. Raises nothing: a template that cannot write the simplest chat counts
-        as one with the default capabilities, and fails the first request.
+        """Finds what the template supports: renders some twenty short chats in child processes, one after
+        another. A template that cannot write the simplest chat has the default capabilities, and fails the
+        first request.
 
+        Calls, results and images are tried with the template for tools, the rest with `template` itself.
         placeholder: what the template writes for an image; "": the model reads no images.
         """
         if not _writes(template, [USER]):
@@ -100,7 +102,8 @@ class TemplateCapabilities:
 
 
 def calls_and_results(*calls: tuple[str, Any]) -> list[Json]:
-    """The assistant's message with these calls, each a function's name and arguments, and their results."""
+    """Returns the assistant's message with these calls, then a result for each call. calls: the name of a
+    function and its arguments, as an object or as JSON text."""
     written = [
         {"id": f"call0123{n}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for n, (name, arguments) in enumerate(calls)
@@ -122,8 +125,8 @@ def _writes(
     tools: list[Json] | None = None,
     words: tuple[str, ...] = (),
 ) -> bool:
-    """Whether the template writes these messages with all `words`, in their order. Without `words`, these are
-    the contents of the messages, and their calls with the arguments."""
+    """Whether the template writes these messages with all `words`, in their order; False if it rejects the
+    chat. Without `words`, these are the contents of the messages, and their calls with the arguments."""
     text = template.attempt(messages, tools)
     # From the end: a list of tools may have some of the words before.
     for word in reversed(words or _words(messages)):
@@ -134,7 +137,8 @@ def _writes(
 
 
 def _words(messages: list[Json]) -> list[str]:
-    """The words that a template has to write for these messages: contents, and calls with their arguments."""
+    """Returns the words that a template has to write for these messages, in their order: contents, names of
+    called functions, and the values of their arguments."""
     words = []
     for message in messages:
         if message["content"]:

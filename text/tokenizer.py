@@ -66,9 +66,9 @@ class Tokenizer:
     """One model's tokenizer. Safe to share between threads.
 
     Raises ConfigError when `tokenizer_dir` holds no tokenizer that can be read. The text of a decoded output
-    has neither `eos_token_ids` nor the tokens that the tokenizer calls special. `escape` keeps clients' texts
-    from becoming a special token or one of `reserved`, without `escapes` only from becoming one of
-    `reserved`.
+    has neither `eos_token_ids` nor the tokens that the tokenizer calls special. With `escapes`, `escape`
+    keeps clients' texts from becoming a special token or one of `reserved`; without, only from becoming one
+    of `reserved`. Either loads a second tokenizer.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class Tokenizer:
         self.token_bytes = functools.cache(self._token_bytes)
 
     def _find_anchor(self) -> list[int]:
-        """A token to stand before another one, so that the other does not lose the space that begins a
-        text."""
+        """Returns a token to stand before another one, so that the other does not lose the space that begins
+        a text. The list has one id; it is empty if no token of the vocabulary is letters or digits."""
         likely = self.encode("a", add_special_tokens=False)[-1:]
         for token_id in itertools.chain(likely, range(self._tokenizer.get_vocab_size())):
             if self.decode([token_id]).isalnum():
@@ -121,11 +121,12 @@ class Tokenizer:
     def spans(
         self, text: str, add_special_tokens: bool = True, most: float = math.inf
     ) -> list[tuple[int, int, int]]:
-        """Each token's id, and where in the UTF-8 bytes of `text` the token begins and ends: 0, 0 if the
-        tokenizer added that token.
+        """Returns each token's id, and where in the UTF-8 bytes of `text` the token begins and ends: 0, 0 if
+        the tokenizer added that token. With escaped text, the bytes are those of the text that `unescape`
+        returns.
 
-        Raises TooManyTokens when there are more than `most`, ValueError for a text that the tokenizer cannot
-        process.
+        Raises TooManyTokens when there are more than `most` tokens, and ValueError as `encode` does: for a
+        text that the tokenizer cannot process, or can only read as a special token.
         """
         encoding = self._encoded(text, add_special_tokens, has_offsets=True)
         count = len(encoding)
@@ -141,8 +142,9 @@ class Tokenizer:
         return [(i, at[start], at[stop]) for i, (start, stop) in zip(ids, encoding.offsets)]
 
     def _encoded(self, text: str, add_special_tokens: bool, has_offsets: bool) -> tokenizers.Encoding:
-        """The tokens of a text, with their offsets if `has_offsets`: without these, encoding is faster.
-        Raises ValueError for a text that the tokenizer cannot process."""
+        """Encodes a text, with the offsets of its tokens if `has_offsets`: without these, encoding is faster.
+        The ids are those of the escaping tokenizer if there is one, not yet the model's. Raises ValueError
+        for a text that the tokenizer cannot process."""
         tokenizer = self._tokenizer
         if self._escaping:
             tokenizer = self._escaping.tokenizer
@@ -158,15 +160,16 @@ class Tokenizer:
         return encoding
 
     def escape(self, value: Any) -> Any:
-        """A text of a client, or JSON of several, for `encode` to read as text only; `unescape` shows it to
-        clients."""
+        """Returns a text of a client, or JSON of several, so that `encode` reads it as text only. `unescape`
+        turns a text back into what the client sent. Without an option to escape, the value is returned as it
+        is. Raises RecursionError for JSON that is nested too deeply."""
         return self._escaping.escape(value) if self._escaping else value
 
     def unescape(self, text: str) -> str:
         return self._escaping.unescape(text) if self._escaping else text
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids` as a whole, without special tokens."""
+        """Returns the text of `ids` as a whole, without special tokens and EOS tokens."""
         return self._tokenizer.decode([i for i in ids if i not in self.special_ids], skip_special_tokens=True)
 
     def _token_text(self, token_id: int) -> str:
@@ -177,7 +180,7 @@ class Tokenizer:
         return self.decode([*self._anchor, token_id])[len(self._anchor_text) :]
 
     def _token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token of a byte-level tokenizer; none for special and unknown ids."""
+        """Returns the bytes of one token of a byte-level tokenizer; b"" for special and unknown ids."""
         if token_id in self.special_ids:
             return b""
         token = self.id_to_token(token_id) or ""
@@ -186,8 +189,8 @@ class Tokenizer:
         return token.encode()  # an added token, written in plain text
 
     def piece_bytes(self, token_id: int) -> bytes | None:
-        """The bytes that a token adds to any text. None: the token is special, or it is no single byte and
-        the tokenizer is not byte-level, so that the tokens around it count, too."""
+        """Returns the bytes that a token adds to any text. None: the token is special, or it is no single
+        byte and the tokenizer is not byte-level, so that the tokens around it count, too."""
         if token_id in self.special_ids:
             return None
         if self.is_byte_level:
@@ -202,7 +205,9 @@ class Tokenizer:
 
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    """The tokenizer of a tokenizer.json, encoding as the model was trained. Raises ConfigError."""
+    """Reads a tokenizer.json, and makes it encode as the model was trained: without truncation and padding,
+    with the words of Mistral's models, and with the BOS token that tokenizer_config.json beside it asks for.
+    Raises ConfigError for a file that is missing or cannot be read."""
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception for whatever is wrong with the file
@@ -216,7 +221,8 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
 
 
 def _split_as_trained(tokenizer: tokenizers.Tokenizer) -> None:
-    """Gives a tokenizer of Mistral the words that the model was trained with."""
+    """Changes a tokenizer of Mistral in place: texts are split into the words that the model was trained
+    with, if its file has Llama 3's. Other tokenizers stay as they are."""
     if tokenizer.token_to_id("[INST]") is None:
         return
     steps = _described(tokenizer.pre_tokenizer).get("pretokenizers", [])
@@ -227,7 +233,8 @@ def _split_as_trained(tokenizer: tokenizers.Tokenizer) -> None:
 
 
 def _begin_with_bos(tokenizer: tokenizers.Tokenizer, config: Json) -> None:
-    """Lets a tokenizer add the BOS token that its tokenizer_config.json asks for."""
+    """Changes a tokenizer in place, so that it adds BOS to texts, if tokenizer_config.json asks for this and
+    the tokenizer does not do so already. Only the classes of ADD_BOS are changed."""
     bos = special_tokens_in(config).get("bos_token")
     class_adds_bos = str(config.get("tokenizer_class")).removesuffix("Fast") in ADD_BOS
     if not (class_adds_bos and config.get("add_bos_token") is True and bos):
@@ -240,7 +247,8 @@ def _begin_with_bos(tokenizer: tokenizers.Tokenizer, config: Json) -> None:
 
 
 def _described(part: pre_tokenizers.PreTokenizer | decoders.Decoder | None) -> Json:
-    """What tokenizer.json says of this part. To write all of the file takes half a second."""
+    """Returns what tokenizer.json says of this part; {} for None. To write all of the file takes half a
+    second."""
     return json.loads(part.__getstate__()) if part else {}
 
 
@@ -250,11 +258,15 @@ def read_facts(
     tokenizer_config_path: str | None = None,
     mm_processor_kwargs: str | None = None,
 ) -> Json:
-    """What the worker needs of a tokenizer: `eos_token_ids`, which the model's files name, and `largest_id`.
+    """Returns what the worker needs of a tokenizer: `eos_token_ids`, which the model's files name, and
+    `largest_id`.
 
-    `largest_id` is the largest id of ordinary text (TokenizerFacts). Raises ConfigError for a tokenizer that
-    does not work, for files of a chat template that cannot be read and, with `mm_processor_kwargs`, for an
-    image processor that does not fit. `mm_processor_kwargs` is an object in JSON.
+    The EOS ids are those of `eos_token` and of the special tokens in END_OF_TURN, each once; the list may be
+    empty. `largest_id` is the largest id of the printable ASCII characters. folder: of the model.
+    mm_processor_kwargs: an object in JSON.
+
+    Raises ConfigError for a tokenizer that cannot be read or encodes nothing, for files of a chat template
+    that cannot be read and, with `mm_processor_kwargs`, for an image processor that does not fit the model.
     """
     ChatTemplate.load(folder, tokenizer_config_path)
     tokenizer = Tokenizer(tokenizer_dir)
@@ -277,8 +289,8 @@ def read_facts(
 
 
 def _check_images(folder: Path, tokenizer: Tokenizer, overrides: Json) -> None:
-    """Raises ConfigError if config.json and tokenizer.json have other image tokens, or if there are settings
-    of an image processor and the model reads no images."""
+    """Raises ConfigError if config.json and tokenizer.json have other image tokens, if the image processor's
+    fields or `overrides` are not valid, or if there are `overrides` and the model reads no images."""
     manifest = Manifest.read(folder)
     if manifest.reads_images:
         token = read_layout(manifest, overrides).token

@@ -103,7 +103,8 @@ def _prepare(request: CountRequest, tools: MessagesTools, served: Served, **more
 
 
 def _messages_of(reader: ContentReader, path: str, given: InputMessage) -> Iterator[Message]:
-    """Yields the chat's messages for one message of the request. Raises ApiError.
+    """Yields the chat's messages for one message of the request. Raises ApiError for a block that is
+    malformed.
 
     A block of another role, such as a tool's result, becomes a message of its own, which divides the blocks
     around it. Example: a user's message of a text, a tool's result and a text becomes three messages.
@@ -129,8 +130,9 @@ def _messages_of(reader: ContentReader, path: str, given: InputMessage) -> Itera
 
 
 def _appended(message: Message, kind: str, text: str) -> str:
-    """The content of a message with one more text, of a block of the type `kind`. Text blocks of an assistant
-    follow each other without a line break; other texts are on lines of their own."""
+    """Returns the content of a message with one more text, of a block of the type `kind`. Text blocks of an
+    assistant follow each other without a line break; other texts are on lines of their own. The message stays
+    as it is."""
     is_text = kind in ("", "text")
     if message.role == "assistant":
         return (message.content or "") + (text if is_text else f"\n{text}\n")

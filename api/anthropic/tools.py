@@ -23,7 +23,12 @@ CLIENT_TOOLS = {
 
 
 class MessagesTools(OfferedTools):
-    """The tools of a request, and those that blocks of its conversation define."""
+    """The tools of a request, and those that blocks of its conversation define.
+
+    The constructor raises ApiError for a malformed tool, and for one with which the model would use a
+    computer or a browser. A tool with `defer_loading` may be called only after `add`; if the request has a
+    search of Anthropic's, it may be called at once.
+    """
 
     def __init__(self, request: CountRequest):
         super().__init__()
@@ -54,12 +59,14 @@ class MessagesTools(OfferedTools):
         return definitions([form])
 
     def define(self, path: str, tool: Json) -> str:
-        """As `add`, for a tool that is defined at `path`; "" if Anthropic runs the tool. Raises ApiError."""
+        """Allows calls of a tool that is defined at `path`, and returns its definition; "" if Anthropic runs
+        the tool. Raises ApiError for a malformed tool."""
         name = self._know(path, tool)
         return self.add(name) if name else ""
 
     def remove(self, name: str) -> None:
-        """From here on the tool may not be called."""
+        """Forbids calls of a tool from here on, until `add` allows them again. Its definition stays in the
+        prompt."""
         self._rejected.setdefault(name, DEFERRED)
 
     def choice(self, given: AnthropicToolChoice) -> str | Json:

@@ -29,7 +29,7 @@ def reject_computer_use(path: str, tool: Json) -> None:
 
 
 def _definition(description: str, required: str, **properties: Json | str) -> Json:
-    """The `description` of a tool, and its `parameters`: the JSON schema of its arguments.
+    """Returns the `description` of a tool, and its `parameters`: the JSON schema of its arguments.
 
     required: the names of arguments, with spaces between them. properties: each argument by its name, as its
     own schema, or as the description of a text.
@@ -50,8 +50,9 @@ def _with(schema: Json, description: str) -> Json:
 
 
 def text_editor(date: str, tool: Json) -> Json:
-    """The definition of Anthropic's text editor. date: that of its version, such as `20250429`. tool: as the
-    request has it; only `max_characters` counts."""
+    """Returns the definition of Anthropic's text editor. date: that of its version, such as `20250429`; older
+    ones have `undo_edit`, and another name for the text of `insert`. tool: as the request has it; only
+    `max_characters` counts."""
     is_old = date < NO_UNDO
     commands = list(EDITOR_COMMANDS)
     text = "Shows and changes text files."
@@ -65,8 +66,8 @@ def text_editor(date: str, tool: Json) -> Json:
 
 
 def _editing(inserted: str) -> dict[str, Json | str]:
-    """The arguments of commands that edit a file, by name, as `_definition` takes them. inserted: the name of
-    the argument that has the text of `insert`."""
+    """Returns the arguments of commands that edit a file, by name, as `_definition` takes them. inserted: the
+    name of the argument that has the text of `insert`, which may also be `new_str`."""
     properties = {
         "path": "The absolute path of the file, or of a folder to view.",
         "view_range": _with(POINT, "`view`: the first and the last line, from 1; -1: to the end."),

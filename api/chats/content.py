@@ -48,10 +48,11 @@ class ContentReader:
         self._skipped: set[str] = set()
 
     def parts(self, path: str, content: Any) -> Iterator[tuple[str, Any]]:
-        """Yields the type and the value (see `part`) of each readable part of `content`. Raises ApiError.
+        """Yields the type and the value (see `part`) of each readable part of `content`. Raises ApiError for
+        a part without a type, for content of another kind, and for what the reader of a type rejects.
 
         content: a text, a part, or a list of these. A text has the type "". Parts without a value, and empty
-        texts, are left out.
+        texts, are left out. path: that of `content` in the request, for errors.
         """
         if isinstance(content, list):
             for i, part in enumerate(content):
@@ -67,7 +68,9 @@ class ContentReader:
                 yield "", content
 
     def part(self, path: str, kind: str, fields: Json) -> Any:
-        """The value of one part of the type `kind`. None: the part is skipped. Raises ApiError.
+        """Returns the value of one part of the type `kind`. None: the type is unknown, and `log_skipped` will
+        name it; or the part says nothing. Raises ApiError for a field that the type needs and that is missing
+        or wrong.
 
         The value is the text of the part, or an API's own form that the function of the type returns, such as
         a message with a tool call.
@@ -99,6 +102,7 @@ class ContentReader:
         self._skipped.add(kind[:40])
 
     def log_skipped(self) -> None:
+        """Logs the types of the skipped parts, at level debug, if there are any."""
         if self._skipped:
             names = ", ".join(sorted(self._skipped))
             logger.debug("skipped parts of the conversation that this server does not read: %s", names)
@@ -112,19 +116,20 @@ class ContentPart(NamedTuple):
     fields: Json
 
     def get(self, name: str) -> Any:
+        """Returns the value of a field; None: it is missing or null."""
         return self.fields.get(name)
 
     def needed(self, name: str, kind: type[V] | None = None) -> V:
-        """The value of a field. Raises ApiError if it is missing, or no `kind`."""
+        """Returns the value of a field. Raises ApiError if it is missing or null, or no `kind`."""
         return needed(self.path, self.fields, name, kind)
 
     def inner(self, name: str) -> ContentPart:
-        """The object in a field, as a part. Raises ApiError."""
+        """Returns the object in a field, as a part. Raises ApiError if the field is missing, or no object."""
         return ContentPart(self.reader, f"{self.path}.{name}", self.needed(name, dict))
 
     def text(self, names: str) -> str:
-        """The texts of these fields, a line each; empty texts have none. Raises ApiError if a field without
-        `?` is missing.
+        """Returns the texts of these fields, a line each; empty texts have none. Raises ApiError if the part
+        is no object, if a field without `?` is missing, or if a value is not readable content.
 
         Example: `title? content` is the title, if there is one, and the content.
         """
@@ -138,14 +143,14 @@ class ContentPart(NamedTuple):
         return "\n".join(filter(None, texts))
 
     def unbroken(self, name: str, role: str = "") -> str:
-        """The text of a field, whose parts follow each other without a line break; "": no such field. role:
-        that of the message. Raises ApiError."""
+        """Returns the text of a field, whose parts follow each other without a line break; "": no such field.
+        role: that of the message. Raises ApiError for a value that is not readable content."""
         return self.reader.text(f"{self.path}.{name}", self.get(name) or "", "", role)
 
 
 def needed(path: str, fields: Json, name: str, kind: type[V] | None = None) -> V:
-    """The value of the field `name` of the object at `path`. Raises ApiError if the field is missing or null,
-    or if the value is no `kind`."""
+    """Returns the value of the field `name` of the object at `path`. Raises ApiError if the field is missing
+    or null, or if the value is no `kind`."""
     value = fields.get(name)
     if value is None:
         raise invalid(path, f"needs `{name}`")
@@ -155,7 +160,8 @@ def needed(path: str, fields: Json, name: str, kind: type[V] | None = None) -> V
 
 
 def omitted(kind: str) -> Callable[[ContentPart], str]:
-    """A function that leaves a note in the place of a part."""
+    """Returns a function that gives a note for any part. kind: what the note says is omitted, such as
+    "audio"."""
     return lambda part: part.reader.omission(kind)
 
 
@@ -218,7 +224,7 @@ PARTS = {
 
 
 def joined(one: str, other: str, between: str) -> str:
-    """Two texts as one, with `between` unless one is empty or they meet at an image."""
+    """Returns two texts as one, with `between` unless one is empty or they meet at an image."""
     if not one or not other or images_of(one[-2:]) or images_of(other[:2]):
         return one + other
     return one + between + other

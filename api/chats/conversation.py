@@ -71,7 +71,7 @@ class Message(Struct, omit_defaults=True):
 
 
 def call_message(id: str, name: str, arguments: Json) -> Message:
-    """A message of the assistant that calls a function."""
+    """Returns a message of the assistant that calls one function. arguments: by name."""
     function = {"name": name, "arguments": arguments}
     return Message("assistant", tool_calls=[{"id": id, "type": "function", "function": function}])
 
@@ -190,8 +190,8 @@ def _with_reasoning(
 
 
 def _without_calls(sampling: SamplingParams, served: Served) -> SamplingParams:
-    """The sampling with a bias that bans the token with which a call opens. The sampling is unchanged if no
-    single token opens a call, or if the device samples."""
+    """Returns the sampling with a bias that bans the token with which a call opens. The sampling is unchanged
+    if no single token opens a call, or if the device samples."""
     tools = served.text.tools
     marker = tools.token_id(tools.format.open) if tools.format and tools.format.open else None
     if marker is None or served.info.sampling == "device":
@@ -215,7 +215,8 @@ def _budget(chat: ChatRequest, max_new_tokens: int | None, served: Served) -> in
 
 
 def _prediction(given: Prediction, served: Served) -> list[int]:
-    """The tokens of a predicted output, at most as many as the context length. Raises ApiError."""
+    """Returns the tokens of a predicted output, at most as many as the context length. Raises ApiError for a
+    type other than content, for content that cannot be read, and for a token that the model does not know."""
     require(given.type == "content", "prediction.type", "must be `content`", given=given.type)
     text = ContentReader(PARTS).text("prediction.content", given.content, "")
     tokenizer = served.text.tokenizer
@@ -291,9 +292,9 @@ def _render_prompt(
 def _images_written(
     chat: ChatRequest, messages: list[Json], prompt: str, served: Served, field_names: FieldNames
 ) -> list[int]:
-    """The numbers of the images in a prompt, in the order of the prompt. Raises ApiError if the template has
-    left out an image, or a message whose role is not in PLAIN_ROLES, and for `prompt_logprobs` with images.
-    messages: as the template got them."""
+    """Returns the numbers of the images in a prompt, in the order of the prompt. Raises ApiError if the
+    template has left out an image, or a message whose role is not in PLAIN_ROLES, and for `prompt_logprobs`
+    with images. messages: as the template got them."""
     order = []
     for message in messages:
         texts = IMAGE_MARK.split(message["content"])[::2]
@@ -310,7 +311,7 @@ def _images_written(
 
 
 def _continued(prompt: str, last: Json, begins_answer: bool, served: Served) -> tuple[str, str]:
-    """The prompt, and the text at the end of the prompt that the output continues; "": none.
+    """Returns the prompt, and the text at the end of the prompt that the output continues; "": none.
 
     The output continues the last message if that is the assistant's and calls no tools. The text is then its
     content. If the last message has reasoning and no content, the output continues the reasoning. The prompt
@@ -333,9 +334,9 @@ def _continued(prompt: str, last: Json, begins_answer: bool, served: Served) -> 
 
 
 def _template_options(chat: ChatRequest, served: Served) -> Json:
-    """Variables for the template. `chat_template_kwargs` override what follows from the request's fields for
-    reasoning, and these fields override the server's variables. Raises ApiError for a name that cannot be
-    set.
+    """Returns variables for the template. `chat_template_kwargs` override what follows from the request's
+    fields for reasoning, and these fields override the server's variables. Raises ApiError for a name that
+    cannot be set.
 
     Of the fields for reasoning the first with an effort and the first with a switch count, in this order:
     `reasoning_effort`, `enable_thinking`, `think`, `thinking`, `reasoning`. Objects come last.
@@ -360,7 +361,8 @@ def _first(kind: type[V], values: list[Any]) -> V | None:
 def _template_messages(
     messages: list[Message], template_words: Collection[str], field_names: FieldNames, images: RequestImages
 ) -> list[Json]:
-    """Messages as a chat template reads them, the content of each as one text. Raises ApiError.
+    """Returns messages as a chat template reads them, the content of each as one text. Adds their images to
+    `images`, and logs skipped parts. Raises ApiError without messages, and for a message that is malformed.
 
     A role must be one of ROLES, or a word that the template has in quotes (`template_words`): templates may
     write any other role next to control tokens. A system message is left out if none of its parts is
@@ -383,7 +385,9 @@ def _template_messages(
 
 
 def _template_message(reader: ContentReader, path: str, message: Message) -> Json:
-    """A message as a chat template reads it, without the fields that are absent. Raises ApiError.
+    """Returns a message as a chat template reads it, without the fields that are absent. Adds its images to
+    those of the reader. Raises ApiError for malformed content or calls, and for a message without content,
+    unless it is a tool's or the assistant's, or has calls or reasoning.
 
     `content` counts before `refusal`, unless it is empty. `reasoning_content` counts before `reasoning`, and
     this before thinking parts in the assistant's content.
@@ -416,7 +420,8 @@ def _template_message(reader: ContentReader, path: str, message: Message) -> Jso
 
 def _calls_of(path: str, message: Message) -> Iterator[Json]:
     """Yields the calls of a message, with their arguments as objects; that of `function_call` is the first. A
-    custom tool becomes a function with the argument `input`. Raises ApiError."""
+    custom tool becomes a function with the argument `input`. Raises ApiError for a call without its fields,
+    and for arguments that are no JSON object. path: that of the message."""
     if message.function_call is not None:
         function_path = f"{path}.function_call"
         name = needed(function_path, message.function_call, "name", str)
@@ -433,8 +438,8 @@ def _calls_of(path: str, message: Message) -> Iterator[Json]:
 
 
 def _with_arguments(path: str, call: Json) -> Json:
-    """A tool call with its arguments as an object, which templates expect. path: of its function. Raises
-    ApiError."""
+    """Returns a tool call with its arguments as an object, which templates expect. path: of its function.
+    Raises ApiError for a call without a function, and for arguments that are no JSON object."""
     function = call.get("function")
     require(isinstance(function, dict), path, "is missing, or is not an object")
     arguments = arguments_of(f"{path}.arguments", function.get("arguments"))
@@ -442,7 +447,7 @@ def _with_arguments(path: str, call: Json) -> Json:
 
 
 def arguments_of(path: str, arguments: Any) -> Json:
-    """The arguments of an earlier tool call, given as an object or as JSON in a string. JSON that
+    """Returns the arguments of an earlier tool call, given as an object or as JSON in a string. JSON that
     `max_tokens` has truncated gives the members that are complete. No arguments (null, or a blank string) are
     {}. Raises ApiError for any other value."""
     read = _value_of(arguments) if isinstance(arguments, str) else arguments
@@ -456,9 +461,9 @@ def arguments_of(path: str, arguments: Any) -> Json:
 
 
 def _value_of(written: str) -> Any:
-    """The value of a text in JSON, which may have the mistakes that are read in a model's output. A blank
-    text is None; a text that is not JSON is its own value. If the JSON is a string that has JSON in it, the
-    value is that of the inner JSON."""
+    """Returns the value of a text in JSON, which may have the mistakes that are read in a model's output. A
+    blank text is None; a text that is not JSON is its own value. If the JSON is a string that has JSON in it,
+    the value is that of the inner JSON."""
     text = without_surrogates(written.strip().encode()).decode() or "null"
     with contextlib.suppress(ValueError, RecursionError):
         read = whole_value(text, is_partial=text.startswith("{"))

@@ -84,7 +84,7 @@ class Constraint(NamedTuple):
 
     def check(self, info: ModelInfo, ignores_eos: bool | None = False) -> None:
         """Raises ApiError for a grammar if the model samples on the device, if the grammar is too long, or if
-        the request `ignores_eos`."""
+        the request `ignores_eos`. Does not compile the grammar."""
         if not self.grammar:
             return
         name = self.grammar_name
@@ -108,7 +108,8 @@ def naming(path: str) -> Iterator[None]:
 
 
 def of_native(grammar: Json | None) -> Constraint:
-    """What TGI's `grammar` asks for. Raises ApiError."""
+    """Returns what TGI's `grammar` asks for; None asks for nothing. Raises ApiError for an unknown type, and
+    for a schema or a regular expression that cannot be used."""
     return _constraint(_of_type("grammar", grammar), WHITESPACE)
 
 
@@ -151,8 +152,9 @@ def _of_type(name: str, given: Json | None) -> list[Format]:
 
 
 def _of_fields(prefix: str, fields: FormatFields | StructuredOutputs) -> list[Format]:
-    """The formats that the fields of KINDS ask for, in the order of KINDS. prefix: what is in front of the
-    fields' names in the request."""
+    """Returns the formats that the fields of KINDS ask for, in the order of KINDS. Fields that are null or
+    false ask for none. prefix: what is in front of the fields' names in the request, such as
+    "structured_outputs."."""
     given = ((name, getattr(fields, name, None)) for name in KINDS)
     return [Format(prefix + name, KINDS[name], value) for name, value in given if value not in (None, False)]
 

@@ -213,7 +213,8 @@ def check_openai(
 
 
 def _logit_bias(given: dict[str, float], info: ModelInfo) -> list[tuple[int, float]]:
-    """The biases as pairs of a token id and a number. Raises ApiError."""
+    """Returns the biases as pairs of a token id and a number. Raises ApiError for too many, for a key that is
+    no id of the vocabulary, and for a bias outside of -100 to 100."""
     detail = f"takes up to {MAX_LOGIT_BIAS} tokens. Given: {len(given)}"
     require(len(given) <= MAX_LOGIT_BIAS, "logit_bias", detail)
     for token, bias in given.items():
@@ -232,7 +233,8 @@ class OpenAIResponseWriter(ResponseWriter):
     _top_n: int | None = None  # of the top log-probabilities, which the prompt may have more of; None: all
 
     def _usage(self, sequences: list[GeneratedSequence]) -> Usage:
-        """Prompt and completion tokens. A prompt counts once, however many choices it has."""
+        """Returns the counts of prompt and completion tokens of these sequences. A prompt counts once,
+        however many of its choices are among them."""
         # The usage of one choice has its prompt, too.
         first = [sequence for sequence in sequences if sequence.number == 0] or sequences[:1]
         prompt_tokens = sum(len(sequence.prompt) for sequence in first)
@@ -248,6 +250,7 @@ class OpenAIResponseWriter(ResponseWriter):
         return Usage(prompt_tokens, completion_tokens, total, prompt_details, details)
 
     def _token_logprob(self, piece: Piece) -> TokenLogprob:
+        """Returns a generated token with its log-probability and those of the `_top_n` most likely tokens."""
         top = piece.top[: self._top_n]
         top_logprobs = [self._top_logprob(token_id, logprob) for token_id, logprob in top]
         exact = self._bytes(piece.id, piece.text, piece.trimmed)
@@ -258,8 +261,8 @@ class OpenAIResponseWriter(ResponseWriter):
         return TopLogprob(text, rounded(logprob), self._bytes(token_id, text))
 
     def _bytes(self, token_id: int, text: str, trimmed: int = 0) -> list[int] | None:
-        """The token's own bytes, without the last `trimmed` ones, which a stop string has removed. A token
-        without bytes of its own has those of its text. None: a special token."""
+        """Returns the token's own bytes, without the last `trimmed` ones, which a stop string has removed. A
+        token without bytes of its own has those of its text. None: a special token."""
         if token_id in self.tokenizer.special_ids:
             return None
         exact = self.tokenizer.piece_bytes(token_id)
@@ -284,6 +287,7 @@ class ChunkedResponseWriter(OpenAIResponseWriter):
 
     @functools.cached_property
     def _envelope(self) -> Json:
+        """The fields that each chunk, or the whole response, begins with, by name."""
         return {
             "id": f"{self.id_prefix}-{self.request_id}",
             "object": self.kind,
@@ -293,6 +297,8 @@ class ChunkedResponseWriter(OpenAIResponseWriter):
         }
 
     def events(self, sequence: GeneratedSequence, pieces: list[Piece]) -> bytes:
+        """Returns an event for each choice that `pieces` make. The first event also has the fields of
+        `_beside_choice`."""
         beside = self._beside_choice(sequence)
         usage = self._usage([sequence]) if self._usage_always else None
         chunks = b""
@@ -316,6 +322,8 @@ class ChunkedResponseWriter(OpenAIResponseWriter):
         return [piece.id for piece in pieces] if self._returns_token_ids else UNSET
 
     def _prompt_logprobs(self, sequence: GeneratedSequence) -> PromptLogprobs | UnsetType:
+        """Returns the log-probabilities of the tokens of the prompt, each with the most likely ones in its
+        place; None for a token without any, as the first one. UNSET: the request does not ask for them."""
         if self._prompt_top_n is None:
             return UNSET
         return [
@@ -323,7 +331,8 @@ class ChunkedResponseWriter(OpenAIResponseWriter):
         ]
 
     def _ranked(self, piece: Piece) -> dict[str, PromptLogprob]:
-        """A token of the prompt, and the most likely ones in its place, by id."""
+        """Returns a token of the prompt, and the most likely ones in its place, by id. The rank of the token
+        is None if it is not among these."""
         top = piece.top[: self._prompt_top_n]
         ranks = {token_id: rank for rank, (token_id, _logprob) in enumerate(top, 1)}
         return {
@@ -334,6 +343,8 @@ class ChunkedResponseWriter(OpenAIResponseWriter):
         }
 
     def stream_end(self, sequences: list[GeneratedSequence]) -> bytes:
+        """Returns an event with the usage of all sequences, if the request asks for that, and the event
+        DONE."""
         usage = self._chunk([], self._usage(sequences)) if self._usage_at_end else b""
         return usage + DONE
 

@@ -19,8 +19,8 @@ SEAL = "v1."
 def template_variables(
     effort: str | None, is_on: bool | None, template_words: Collection[str]
 ) -> dict[str, Any]:
-    """The variables of chat templates for an effort and for reasoning that is on or off; {}: nothing is asked
-    for.
+    """Returns the variables of chat templates for an effort and for reasoning that is on or off; {}: nothing
+    is asked for.
 
     The effort `none`, or `is_on` False, turns reasoning off, whatever the other says. Any other effort, such
     as `high`, turns reasoning on. An effort that the template does not name becomes the nearest one.
@@ -43,7 +43,8 @@ def seal(text: str) -> str:
 
 
 def unseal(sealed: Any) -> str:
-    """The reasoning in what `seal` made; "" for anything else, such as another server's."""
+    """Returns the text in what `seal` made; "" for anything else, such as another server's form or a value
+    that is no text."""
     if not isinstance(sealed, str) or not sealed.startswith(SEAL):
         return ""
     try:

@@ -41,7 +41,8 @@ The result of a call follows between <tool_response> and </tool_response>."""
 def adapt_to_template(
     messages: Messages, tools: list[Json] | None, capabilities: TemplateCapabilities
 ) -> Messages:
-    """The messages as a template with these capabilities can write them. Nothing is dropped.
+    """Returns the messages as a template with these capabilities can write them. Nothing is dropped, and the
+    given messages stay as they are.
 
     tools: functions in a chat's form; None: none. If the template has no place for tools, a system message at
     the beginning describes them. If the template has no place for calls, calls and results become text.
@@ -64,14 +65,17 @@ def adapt_to_template(
 
 
 def _with_thinking(message: TemplateMessage, capabilities: TemplateCapabilities) -> TemplateMessage:
-    """The message with its reasoning also as `thinking`, the name in the templates of LFM2.5 and gpt-oss. A
-    message with content stays as it is unless the template supports both: that of gpt-oss rejects them."""
+    """Returns the message with its reasoning also as `thinking`, the name in the templates of LFM2.5 and
+    gpt-oss. A message with content stays as it is unless the template supports both: that of gpt-oss rejects
+    them."""
     if "reasoning_content" not in message or (message["content"] and not capabilities.thinking):
         return message
     return message | {"thinking": message["reasoning_content"]}
 
 
 def _with_known_role(message: TemplateMessage, capabilities: TemplateCapabilities) -> TemplateMessage:
+    """Returns the message with the usual name of its role (ALIASES). `developer` stays if the template
+    supports it; so does a role without another name."""
     role = message["role"]
     if role == "developer" and capabilities.developer:
         return message
@@ -79,7 +83,9 @@ def _with_known_role(message: TemplateMessage, capabilities: TemplateCapabilitie
 
 
 def _in_text(message: TemplateMessage) -> TemplateMessage:
-    """Calls and results of tools as text, in the form that TOOLS_PROMPT asks for."""
+    """Returns the calls of a message, or a tool's result, as text in the form that TOOLS_PROMPT asks for.
+    Calls follow the content, and their ids are not written; a result becomes a user message. Any other
+    message stays as it is."""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     calls = message.get("tool_calls")
@@ -94,8 +100,8 @@ def _in_text(message: TemplateMessage) -> TemplateMessage:
 
 
 def _with_images_apart(messages: Messages, capabilities: TemplateCapabilities) -> Messages:
-    """Moves images out of messages in whose role the template writes none, into user messages of their own.
-    The text IMAGE_APART takes the place of each image.
+    """Returns the messages with images moved out of messages in whose role the template writes none, into
+    user messages of their own. The text IMAGE_APART takes the place of each image.
 
     The user message follows the message that had the images, and the tool results and system messages behind
     that message. Images of a last message of the assistant, which is continued, go in front of that message.
@@ -122,7 +128,7 @@ def _with_images_apart(messages: Messages, capabilities: TemplateCapabilities) -
 
 
 def _with_system(messages: Messages, capabilities: TemplateCapabilities) -> Messages:
-    """The messages with system messages only where the template supports them.
+    """Returns the messages with system messages only where the template supports them.
 
     System messages at the beginning stay. They become one message if the template supports only one; if it
     supports none, they become the beginning of the user message behind them, or a user message of their own.
@@ -155,8 +161,8 @@ def _with_system(messages: Messages, capabilities: TemplateCapabilities) -> Mess
 
 
 def _with_folded_system(messages: Messages) -> Messages:
-    """The messages without system messages. The text of a system message goes into the user message or tool
-    result directly before it, else into one directly after it, else into a user message of its own.
+    """Returns the messages without system messages. The text of a system message goes into the user message
+    or tool result directly before it, else into one directly after it, else into a user message of its own.
 
     Example: system A, assistant, system B, user C → user A, assistant, user B and C.
     """
@@ -176,8 +182,8 @@ def _with_folded_system(messages: Messages) -> Messages:
 
 
 def _merged_roles(messages: Messages, capabilities: TemplateCapabilities) -> Messages:
-    """The messages, with consecutive ones of the user as one, and consecutive ones of the assistant as one.
-    Those of a role stay apart if the template supports two of that role in a row."""
+    """Returns the messages, with consecutive ones of the user as one, and consecutive ones of the assistant
+    as one. Those of a role stay apart if the template supports two of that role in a row."""
     apart = {"user": capabilities.users, "assistant": capabilities.assistants}
     merged = []
     for message in messages:
@@ -190,9 +196,9 @@ def _merged_roles(messages: Messages, capabilities: TemplateCapabilities) -> Mes
 
 
 def _with_text_apart(messages: Messages, capabilities: TemplateCapabilities) -> Messages:
-    """The messages without text beside calls: such text becomes an assistant message in front of the calls.
-    If the template does not support two assistant messages in a row, all text of a turn is in one message
-    (`_with_one_text`)."""
+    """Returns the messages without text beside calls: such text becomes an assistant message in front of the
+    calls. If the template does not support two assistant messages in a row, all text of a turn is in one
+    message (`_with_one_text`)."""
     if not capabilities.assistants:
         return [message for turn in _turns(messages) for message in _with_one_text(turn)]
     apart = []
@@ -205,8 +211,8 @@ def _with_text_apart(messages: Messages, capabilities: TemplateCapabilities) -> 
 
 
 def _turns(messages: Messages) -> list[Messages]:
-    """The messages in groups, each of which begins with a user message. In front of these is a group of the
-    messages before the first user message, which may be empty."""
+    """Returns the messages in groups, each of which begins with a user message. In front of these is a group
+    of the messages before the first user message, which may be empty."""
     turns: list[Messages] = [[]]
     for message in messages:
         if message["role"] == "user":
@@ -216,8 +222,8 @@ def _turns(messages: Messages) -> list[Messages]:
 
 
 def _with_one_text(turn: Messages) -> Messages:
-    """A turn with all text of the assistant in one message. This is its last message without calls, else a
-    new message in front of its first call. A turn without calls, or without text, stays as it is.
+    """Returns a turn with all text of the assistant in one message. This is its last message without calls,
+    else a new message in front of its first call. A turn without calls, or without text, stays as it is.
 
     Example: text A with call 1, result 1, text B → call 1, result 1, text A and B.
     """
@@ -244,8 +250,8 @@ def _has_calls(message: TemplateMessage) -> bool:
 
 
 def _with_calls_apart(messages: Messages) -> Messages:
-    """The messages with one call each. A further call moves in front of the result with its id; without such
-    a result, in front of the next message that is no result, or to the end.
+    """Returns the messages with one call each. A further call moves in front of the result with its id;
+    without such a result, in front of the next message that is no result, or to the end.
 
     Example: calls 1 and 2, result 1, result 2 become call 1, result 1, call 2, result 2.
     """
@@ -274,8 +280,8 @@ def _call_id(message: TemplateMessage) -> Any:
 
 
 def _with_answers(messages: Messages) -> Messages:
-    """The messages with an empty assistant message where a user message follows a tool result. A turn in
-    which the assistant has a message without calls stays as it is."""
+    """Returns the messages with an empty assistant message where a user message follows a tool result. A turn
+    in which the assistant has a message without calls stays as it is."""
     turns = _turns(messages)
     for turn in turns[1:-1]:  # the first one precedes all user messages; none follows the last one
         has_spoken = any(message["role"] == "assistant" and not _has_calls(message) for message in turn)
@@ -285,8 +291,8 @@ def _with_answers(messages: Messages) -> Messages:
 
 
 def _joined_messages(one: TemplateMessage, other: TemplateMessage) -> TemplateMessage:
-    """Two messages as one, with the text, the reasoning and the calls of both. Of other fields, such as the
-    role, the value in `other` counts before that in `one`."""
+    """Returns two messages as one, with the text, the reasoning and the calls of both. Of other fields, such
+    as the role, the value in `other` counts before that in `one`."""
     joined = one | other
     for name in ("content", "reasoning_content"):
         texts = [message[name] for message in (one, other) if message.get(name)]

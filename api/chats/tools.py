@@ -57,13 +57,14 @@ class OfferedTools:
         self._rejected: dict[str, str] = {}  # why tools of these names may not be called
 
     def only(self, mode: str, names: Iterable[Any]) -> Json:
-        """`tool_choice` of a chat that may call the tools of these names, without rejected tools. mode: auto
-        or required."""
+        """Returns the `tool_choice` of a chat that may call the tools of these names, without rejected tools.
+        mode: auto or required. Whether there are such tools is not checked."""
         tools = [{"function": {"name": name}} for name in names if str(name) not in self._rejected]
         return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
     def one(self, name: str | None) -> Json:
-        """`tool_choice` of a chat that has to call this tool. Raises ApiError."""
+        """Returns the `tool_choice` of a chat that has to call this tool. Raises ApiError for a tool that is
+        deferred, removed, or run by the API's provider; whether there is such a tool is not checked."""
         if name in self._rejected:
             raise invalid("tool_choice.name", self._rejected[name], given=name[:40])
         return {"type": "function", "function": {"name": name}}
@@ -150,8 +151,8 @@ def tool_policy(
 
 
 def as_function(tool: Json) -> Json:
-    """A tool as a chat template reads it: a custom tool becomes a function with one text, `input`. Other
-    tools stay as they are.
+    """Returns a tool as a chat template reads it: a custom tool becomes a function with one text, `input`.
+    Other tools stay as they are.
 
     A regular expression for that text is enforced as a schema with `strict` is; a grammar in Lark is only
     described.
@@ -173,7 +174,8 @@ def as_function(tool: Json) -> Json:
 
 
 def _grammar_of(custom: Json) -> Json | None:
-    """The grammar in the `format` of a custom tool; {}: it has no format; None: the format is malformed."""
+    """Returns the grammar in the `format` of a custom tool; {}: it has no format; None: the format is
+    malformed."""
     form = {} if custom.get("format") is None else custom["format"]
     grammar = form.get("grammar", form) if isinstance(form, dict) else None  # chats have it one level deeper
     is_read = isinstance(grammar, dict) and isinstance(grammar.get("definition", ""), str)
@@ -187,8 +189,8 @@ def definitions(tools: list[Json]) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """The input of a custom tool in the arguments of its function, which `max_tokens` may have truncated. "":
-    the arguments end before the input begins, or are no such JSON."""
+    """Returns the input of a custom tool in the arguments of its function, which `max_tokens` may have
+    truncated. "": the arguments end before the input begins, or are no such JSON."""
     ends = [arguments, *(arguments[: len(arguments) - n] + '"}' for n in range(MAX_PARTIAL_ESCAPE))]
     for complete in ends:
         with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -224,7 +226,8 @@ def _checked_function(path: str, tool: Json, field_names: FieldNames) -> tuple[s
 
 
 def _named(tool: Any, path: str, field_names: FieldNames) -> tuple[str, str, Json]:
-    """The name of a tool, its path in the request, and the object of its fields. Raises ApiError.
+    """Returns the name of a tool, its path in the request, and the object of its fields. Raises ApiError for
+    a type other than function and custom, and for an object or a name that is missing.
 
     The object is `function` in `{"type": "function", "function": {"name": …}}`, and `custom` in a custom
     tool. The path ends in that key only if the API nests tools: `tools[0].function`, else `tools[0]`.
@@ -242,8 +245,8 @@ def _named(tool: Any, path: str, field_names: FieldNames) -> tuple[str, str, Jso
 
 
 def _choice(choice: str | Json | None, known: list[str], field_names: FieldNames) -> tuple[str, list[str]]:
-    """The mode that a `tool_choice` asks for, and the names of the functions that may be called. Raises
-    ApiError.
+    """Returns the mode that a `tool_choice` asks for, and the names of the functions that may be called, each
+    once. Raises ApiError for a malformed choice, a name that is not known, and a required call without tools.
 
     The mode is none, auto, required or named. None is auto; a text that is no mode is the name of a function,
     and the mode is named. known: the names of all functions; if there are none, the mode is none.

@@ -52,8 +52,8 @@ def read_data_url(url: str) -> bytes:
 
 
 def read_base64(data: str) -> bytes:
-    """The file whose base64 (RFC 4648, sections 4 and 5) is `data`: in lines or not, padded or not,
-    percent-encoded or not. Raises ImageUrlError, also for an empty file and for one of more than
+    """Returns the file whose base64 (RFC 4648, sections 4 and 5) is `data`: in lines or not, padded or not,
+    percent-encoded or not. Raises ImageUrlError for other data, for an empty file, and for one of more than
     MAX_IMAGE_BYTES."""
     for escape, character in zip(PERCENT_ENCODED.split(), PERCENT_DECODED) if "%" in data else ():
         data = data.replace(escape, character)
@@ -72,11 +72,15 @@ def read_base64(data: str) -> bytes:
 
 
 def fetch_image(url: str, domains: Container[str]) -> bytes:
-    """The file that an http or https URL leads to, with up to MAX_REDIRECTS redirects. Raises ImageUrlError.
+    """Returns the file that an http or https URL leads to, with up to MAX_REDIRECTS redirects. Waits up to
+    MAX_FETCH_S for all of it, the wait for one of the FETCHES included.
 
     domains: what the operator allows (`--allowed-media-domains`), such as `example.com` or `10.0.0.5:8000`:
     hosts, each with its port if that is not the scheme's. The host of the URL, and of each redirect, must be
     in `domains`. Each address of such a host must be public, or be in `domains` itself.
+
+    Raises ImageUrlError for a URL or a host that is not allowed, a host that cannot be reached, a response
+    whose status is not 200, a file of more than MAX_IMAGE_BYTES, too many redirects, and after MAX_FETCH_S.
     """
     too_slow = ImageUrlError(f"takes longer than {MAX_FETCH_S:g} s to fetch")
     with gevent.Timeout(MAX_FETCH_S, too_slow), FETCHES:
@@ -129,8 +133,9 @@ class _Place(NamedTuple):
 
 
 def _connect(place: _Place, domains: Container[str]) -> socket.socket:
-    """A connection to the first address of the host that can be reached. Raises ImageUrlError if one of the
-    addresses is not allowed, or if none can be reached.
+    """Returns a connection to the first address of the host that can be reached. Raises ImageUrlError if the
+    host is not found, if one of its addresses is not allowed, if none can be reached, or if the certificate
+    of one is not valid.
 
     The host is looked up once: another look-up might give other addresses than those that were checked.
     """
@@ -157,8 +162,9 @@ def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
 
 
 def _open(place: _Place, address: str) -> socket.socket:
-    """A connection to an address of the place, with TLS for https. Raises OSError, and ImageUrlError for a
-    certificate that is not valid."""
+    """Returns a connection to an address of the place, with TLS for https. Waits CONNECT_SECONDS for the
+    connection; what follows, the handshake of TLS included, has no limit of its own. Raises OSError, and
+    ImageUrlError for a certificate that is not valid."""
     sock = socket.create_connection((address, place.port), CONNECT_SECONDS)
     sock.settimeout(None)  # MAX_FETCH_S are for all of it
     try:
@@ -207,8 +213,12 @@ class _Stream(io.RawIOBase):
 
 
 def _get(place: _Place, url: str, sock: socket.socket) -> tuple[bytes | None, str]:
-    """The file and "", or None and the URL that the response redirects to. Raises ImageUrlError. place: what
-    `url` names. sock: a connection to that place."""
+    """Sends the request, and returns the file and "", or None and the URL that the response redirects to.
+    place: what `url` names. sock: a connection to that place, which stays open.
+
+    Raises ImageUrlError for another status than 200, compressed data, more than MAX_IMAGE_BYTES, fewer bytes
+    than announced, and a connection that fails.
+    """
     connection = http.client.HTTPConnection(place.host, place.port)
     connection.sock = sock  # so it opens none of its own
     headers = {

@@ -91,8 +91,8 @@ class Served:
     adapter: str = ""  # the LoRA adapter that a header or a path names, before any field; "": none
 
     def adapter_of(self, model: str | None) -> str:
-        """The LoRA adapter of a request with this field `model`; "": none. Raises ApiError (404) for an
-        unknown name.
+        """Returns the LoRA adapter of a request with this field `model`; "": none. Raises ApiError (404) for
+        an unknown name.
 
         An adapter that a header or a path names counts before the field. If no adapters are served, and none
         can be loaded (`--lora-folder`), the field may have any name.
@@ -103,8 +103,8 @@ class Served:
         return self.with_adapter(model).adapter
 
     def with_adapter(self, model: str) -> Served:
-        """The same for a request to the LoRA adapter `model`; unchanged if `model` is the name of the served
-        model. Raises ApiError (404) for another name."""
+        """Returns the same for a request to the LoRA adapter `model`; unchanged if `model` is the name of the
+        served model. Raises ApiError (404) for another name."""
         if model == self.info.model_name:
             return self
         if model not in self.info.adapters:
@@ -142,9 +142,9 @@ class PreparedRequest(GenerateOptions, frozen=True):
         return len(self.prompt) if isinstance(self.prompt, str) else 0
 
     def sampling_of(self, sequence: int) -> SamplingParams:
-        """The sampling of sequence number `sequence`. Its seed is the request's seed plus that number, so
-        each sequence has a random stream of its own. A greedy request has no seed: its sequences have the
-        same sampling."""
+        """Returns the sampling of sequence number `sequence`. Its seed is the request's seed plus that
+        number, so each sequence has a random stream of its own. A greedy request has no seed: its sequences
+        have the same sampling."""
         if sequence == 0 or self.sampling.seed is None:
             return self.sampling
         return replace(self.sampling, seed=(self.sampling.seed + sequence) & U64_MAX)
@@ -166,8 +166,12 @@ class TokenizedPrompt(NamedTuple):
 
 
 def prompts_of(requests: list[PreparedRequest], served: Served) -> list[TokenizedPrompt]:
-    """The prompts of a request in token ids, one for each of `requests`, once its images are loaded. Raises
-    ApiError for a prompt that cannot run, and for more sequences than the server accepts."""
+    """Returns the prompts of a request in token ids, one for each of `requests`. The request's images must be
+    loaded.
+
+    Raises ApiError for more sequences than --max-concurrent-requests, and for a prompt that is empty, too
+    long for the context, cannot be tokenized, or has ids that the model does not know.
+    """
     asked = sum(prepared.sequences for prepared in requests)
     most = served.config.max_concurrent_requests
     if asked > most:  # it could never be accepted
@@ -177,7 +181,8 @@ def prompts_of(requests: list[PreparedRequest], served: Served) -> list[Tokenize
 
 
 def _tokenized(prepared: PreparedRequest, served: Served) -> TokenizedPrompt:
-    """The prompt to run (its last `truncate` tokens if asked for)."""
+    """Returns the prompt as it runs: its last `truncate` tokens if asked for, how many tokens may follow, its
+    images, and the borders between its messages. Raises ApiError for a prompt that cannot run."""
     ids = ids_of(prepared, served)
     if prepared.truncate is not None:
         ids = ids[-prepared.truncate :]
@@ -195,10 +200,12 @@ def _tokenized(prepared: PreparedRequest, served: Served) -> TokenizedPrompt:
 
 
 def ids_of(prepared: PreparedRequest, served: Served, characters: int | None = None) -> list[int]:
-    """The tokens of a prompt, with the model's image token for each token of an image. Not yet truncated.
+    """Returns the tokens of a prompt, with the model's image token for each token of an image. Not yet
+    truncated. The images must be loaded. A prompt that was given as token ids is returned as it is.
 
     characters: tokens of only so many characters, from the beginning of the text; None: of all. Raises
-    ApiError for a text that cannot be tokenized, or is far too long.
+    ApiError for a text that cannot be tokenized, and for one that is so long that it cannot fit the context;
+    shorter texts may still have too many tokens.
     """
     if not isinstance(prepared.prompt, str):
         return prepared.prompt
@@ -225,19 +232,21 @@ def encoded(text: str, served: Served, add_special_tokens: bool) -> list[int]:
 
 
 def with_image_ids(ids: list[int], images: Sequence[Image], token_id: int) -> list[int]:
-    """The tokens as the worker knows them. Each `token_id`, the model's image token, is replaced by the next
-    of the images' ids; the images are in the order of the prompt."""
+    """Returns the tokens as the worker knows them. Each `token_id`, the model's image token, is replaced by
+    the next of the images' ids, which are negative; the images are in the order of the prompt, and have as
+    many ids as there are image tokens."""
     following = itertools.chain.from_iterable(image.ids for image in images)
     return [next(following) if i == token_id else i for i in ids]
 
 
 def _most_tokens(prepared: PreparedRequest, ids: list[int], served: Served) -> int:
-    """How many tokens may follow a prompt of these ids, at least 1. Raises ApiError for an empty or too long
-    prompt.
+    """Returns how many tokens may follow a prompt of these ids, at least 1. Raises ApiError for a prompt that
+    is empty, too long, or has an id that the model does not know.
 
-    These are `max_new_tokens`, or what is left of the context length if the request has no such limit. If
+    The result is `max_new_tokens`, or what is left of the context length if the request has no such limit. If
     prompt and limit together exceed the context length, `clamps_max_tokens` says whether the limit is
-    lowered, or ApiError is raised with the numbers.
+    lowered, or ApiError is raised with the numbers. Example: for a context of 100 and a prompt of 90 tokens,
+    a limit of 20 becomes 10, or an error.
     """
     info = served.info
     length = len(ids)
@@ -260,8 +269,9 @@ def _most_tokens(prepared: PreparedRequest, ids: list[int], served: Served) -> i
 
 
 def _too_many_tokens(prepared: PreparedRequest, given: str, served: Served) -> ApiError:
-    """The error of a prompt that is too long, in the words of the prompt's API. given: how many tokens the
-    prompt has."""
+    """Returns the error of a prompt that is too long, in the words and with the status of the prompt's API:
+    400 if the API clamps the limit, as OpenAI's and Anthropic's do, else 422. given: how many tokens the
+    prompt has, in words."""
     limit = f"must have at most {served.info.max_input_tokens} tokens"
     given += _of_images(prepared, served)
     if not prepared.clamps_max_tokens:
@@ -276,7 +286,8 @@ def _too_many_tokens(prepared: PreparedRequest, given: str, served: Served) -> A
 
 
 def _of_images(prepared: PreparedRequest, served: Served) -> str:
-    """How many of a prompt's tokens are of images, for error messages."""
+    """Returns how many of a prompt's tokens are of images, for error messages, such as " (576 of them for 1
+    image)"; "": the prompt has no images."""
     images = served.images.read(prepared.image_numbers)
     if not images:
         return ""

@@ -123,10 +123,11 @@ class RequestImages:
         return image_mark(number)
 
     def expand(self, text: str, image_numbers: Sequence[int]) -> str:
-        """A prompt, or its beginning, with the text of an image's tokens instead of each placeholder. The
-        images must be loaded.
+        """Returns a prompt, or its beginning, with the text of an image's tokens instead of each placeholder.
+        The images must be loaded.
 
-        image_numbers: the numbers of all images of the prompt, in the order of the prompt.
+        image_numbers: the numbers of all images of the prompt, in the order of the prompt; without any, the
+        text stays as it is.
         """
         if not image_numbers:
             return text

@@ -71,19 +71,21 @@ class GeneratedSequence:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether it ended at `max_tokens` or at the deadline."""
+        """Whether the sequence ended at `max_tokens`, at the end of the context, or at the deadline."""
         return self.finish_reason == "length"
 
     @property
     def mean_logprob(self) -> float:
+        """The mean log-probability of the generated tokens; minus infinity if there are none."""
         return self._logprobs / self.tokens if self.tokens else -math.inf
 
     def take(self, token: Token) -> list[Piece]:
         """Reads the next token. Returns the pieces whose text has become certain, which may be none.
 
-        The token ends the sequence (sets `finish_reason`) if the engine says so, if the token is a stop token
-        or completes a stop string, or if the parser is then done (unless `ignore_eos`). A stop string counts
-        before the other reasons. If `max_new_tokens` is 0, the first token ends the sequence unread.
+        The token ends the sequence (sets `finish_reason` and `finished_at`) if the engine says so, if the
+        token is a stop token or completes a stop string, or if the parser is then done (unless `ignore_eos`).
+        A stop string counts before the other reasons. If `max_new_tokens` is 0, the first token ends the
+        sequence unread. The request in the worker is left to the caller.
         """
         self.first_token_at = self.first_token_at or time.monotonic()
         if self.prepared.max_new_tokens == 0:  # only the prompt is scored
@@ -107,18 +109,22 @@ class GeneratedSequence:
         return self._give(pieces, reason)
 
     def _stops_at(self, token: Token) -> bool:
-        """Whether a token is one of the request's own stop tokens, and not too early for `min_new_tokens`."""
+        """Whether a token is one of the request's own stop tokens, and not too early for `min_new_tokens`. A
+        token with which the engine ends the sequence (`eos_token`) is none."""
         if token.token not in self.prepared.stop_token_ids or token.finish_reason == "eos_token":
             return False
         return self.tokens + 1 >= self.prepared.min_new_tokens
 
     def truncate(self) -> list[Piece]:
-        """Ends the sequence at the deadline. Returns the pieces that were held back."""
+        """Ends the sequence at the deadline, with the finish reason "length", or "stop_sequence" if the text
+        that was held back completes a stop string. Returns the pieces that were held back. The request in the
+        worker is left to the caller."""
         return self._give(self.stream.finish(), "length")
 
     def _give(self, pieces: list[Piece], reason: str | None) -> list[Piece]:
-        """Notes whether the sequence ends with these pieces, and returns them. What a stop string has removed
-        from the text is removed from what the pieces add to the output.
+        """Returns `pieces`. If the sequence ends with them, sets `finish_reason` and `finished_at`. The end
+        of the text is parsed, and what it adds to the output becomes `rest`, unless a stop string ended the
+        text. What a stop string has removed from the text is removed from what the pieces add to the output.
 
         reason: why the sequence ends; None: it goes on. If a stop string has ended the text, the reason is
         "stop_sequence" in any case.
@@ -152,7 +158,12 @@ class GeneratedSequence:
 
 
 class ResponseWriter:
-    """The response to one HTTP request. Each API has a subclass."""
+    """Writes the response to one HTTP request; sends nothing. Each API has a subclass, with `whole` for a
+    response that is not streamed, and `events` and `stream_end` for a stream.
+
+    requests: the prompts of the HTTP request, each with its settings. streams: whether the response is a
+    stream; None: it is not.
+    """
 
     error_format: ErrorFormat = TGI
     content_type = "text/event-stream; charset=utf-8"  # of a stream; some clients read Latin-1 without it
@@ -173,17 +184,18 @@ class ResponseWriter:
 
     @property
     def lists_prompts(self) -> bool:
-        """Whether the response has the tokens of its prompts."""
+        """Whether the response has the tokens of its prompts, which take long to write."""
         return any(prepared.prompt_logprobs for prepared in self.requests)
 
     def whole(self, sequences: list[GeneratedSequence]) -> Struct | list:
-        """The body of a response that is not streamed, when all is generated. sequences: those of the first
-        PreparedRequest, then those of the second, and so on."""
+        """Returns the body of a response that is not streamed, to be encoded as JSON. Called once, when all
+        sequences have finished. sequences: those of the first PreparedRequest, then those of the second, and
+        so on. A subclass may raise ApiError."""
         raise NotImplementedError
 
     def events(self, sequence: GeneratedSequence, pieces: list[Piece]) -> bytes:
-        """The bytes that `pieces` add to a stream; b"": none. If `sequence` has finished, they are its last
-        pieces.
+        """Returns the bytes that `pieces` add to a stream; b"": none. If `sequence` has finished, they are
+        its last pieces.
 
         By default these are the events that `_read` yields, each under its name. Each event is written before
         `_read` makes the next event, because that changes objects that the earlier event holds.
@@ -191,11 +203,14 @@ class ResponseWriter:
         return b"".join(map(named_event, self._read(sequence, pieces)))
 
     def stream_end(self, sequences: list[GeneratedSequence]) -> bytes:
-        """The end of a stream without an error."""
+        """Returns the bytes after the events of all sequences, at the end of a stream without an error; b"":
+        none."""
         return b""
 
     def failure(self, error: ApiError) -> bytes:
-        """The end of a stream with an error."""
+        """Returns the last bytes of a stream that ends with an error. Gives the error the id of the request,
+        and the API's format and status. A subclass whose stream has no form for errors raises
+        ConnectionResetError."""
         error.request_id = self.request_id
         return event(error.body(self.error_format))
 
@@ -209,7 +224,8 @@ class ResponseWriter:
 
     def _write(self, sequence: GeneratedSequence, added: list[Added]) -> Iterator[Any]:
         """Yields what the response gets for text that is added to the parts of a sequence. These are the
-        results of `_begin`, `_continue` and `_end`. A part ends when another part gets text."""
+        results of `_begin`, `_continue` and `_end`. A part ends when another part gets text. The last part
+        stays open: `sequence.written` is that part."""
         for part, text in added:
             if part is not sequence.written:
                 yield from self._end_part(sequence)
@@ -218,12 +234,16 @@ class ResponseWriter:
             yield from self._continue(part, text)
 
     def _end_part(self, sequence: GeneratedSequence) -> Iterator[Any]:
+        """Yields what the response gets at the end of the sequence's open part, which is closed then; nothing
+        if none is open."""
         part = sequence.written
         sequence.written = None
         if part:
             yield from self._end(part)
 
     def _by_request(self, sequences: list[GeneratedSequence]) -> list[list[GeneratedSequence]]:
+        """Returns the sequences of each PreparedRequest, in the order of the requests. sequences: all of
+        them, in that order."""
         rest = iter(sequences)
         return [list(islice(rest, prepared.sequences)) for prepared in self.requests]
 

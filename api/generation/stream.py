@@ -42,7 +42,8 @@ Batch = dict[GeneratedSequence, list[Piece]]  # what became certain together
 
 class Connection:
     """The connection to a client. The end of the client's input counts as a disconnect unless
-    `input_may_end`: then only a broken connection does. client: None for a connection that is never lost."""
+    `input_may_end`: then only a broken connection does. To ask `is_lost` never waits. client: None for a
+    connection that is never lost."""
 
     def __init__(self, client: socket.socket | None, input_may_end: bool):
         # Not gevent's, which cannot see the end of the input; this one is called without waiting.
@@ -69,7 +70,9 @@ class Arrival:
 
 
 class ConnectionMonitor:
-    """Polls all requests of this process: disconnects, deadlines, keep-alives."""
+    """Polls the requests in `active` every WATCH_S, for disconnects, deadlines and due keep-alives. The
+    constructor starts the greenlet that does so, which never ends. Requests add themselves, and remove
+    themselves when they are closed."""
 
     def __init__(self):
         self.active: set[ActiveRequest] = set()
@@ -161,12 +164,14 @@ class ActiveRequest:
 
     @property
     def first_token_at(self) -> float | None:
+        """When the first token of any sequence arrived; None: none has arrived."""
         times = [sequence.first_token_at for sequence in self.sequences if sequence.first_token_at]
         return min(times, default=None)
 
     def run(self) -> None:
-        """Generates all, for a response that is not streamed: `pieces` of each sequence gets its pieces.
-        Raises the errors of iterating."""
+        """Waits until all sequences have finished, for a response that is not streamed. `pieces` of each
+        sequence gets its pieces. Raises ApiError and ClientGone, as iterating does. Does not close the
+        request."""
         for batch in self:
             for sequence, pieces in batch.items():
                 sequence.pieces += pieces
@@ -180,6 +185,7 @@ class ActiveRequest:
             self._messages.put([])
 
     def succeed(self) -> None:
+        """Sets the outcome and the status (200) that `close` reports."""
         self._outcome = "success"
         self._status = 200
 
@@ -210,7 +216,7 @@ class ActiveRequest:
         self._log("generation ends", outcome=stats.outcome, generated_tokens=stats.generated_tokens)
 
     def _stats(self) -> RequestStats:
-        """What the metrics count of this request."""
+        """Returns what the metrics count of this request: its outcome, and its times until now."""
         duration_s = time.monotonic() - self.arrival.at
         validation_s = self.sent_at - self.arrival.at
         queue_s = max(sequence.prompt_done.queued_s for sequence in self.sequences)
@@ -233,8 +239,8 @@ class ActiveRequest:
         )
 
     def _generates(self, prompt: TokenizedPrompt) -> Iterator[Generate]:
-        """Yields the messages to the worker for one prompt, one for each sequence. Adds these sequences to
-        `sequences`, where they wait for their tokens."""
+        """Yields the messages to the worker for one prompt, one for each sequence, each with a new random id.
+        Adds these sequences to `sequences` and, by that id, to those that are unfinished."""
         prepared = prompt.prepared
         ids = prompt.ids
         if prompt.images:
@@ -267,8 +273,9 @@ class ActiveRequest:
         return [message for messages in arrived for message in messages]
 
     def _take(self, message: PromptDone | Token, sequence: GeneratedSequence, batch: Batch) -> None:
-        """Adds to the batch the pieces of a sequence that a message makes certain. Cancels the request in the
-        worker if the sequence ends before the worker ends the request."""
+        """Applies a message to its sequence. A PromptDone becomes the sequence's `prompt_done`. A Token adds
+        the pieces that it makes certain to the batch; without any, the batch gets an empty list. If the
+        sequence ends before the worker ends it, as at a stop string, it is cancelled in the worker."""
         if isinstance(message, PromptDone):
             sequence.prompt_done = message
             return
@@ -279,8 +286,8 @@ class ActiveRequest:
                 self._engine.cancel(message.id, "stop sequence")
 
     def _truncate(self, batch: Batch) -> None:
-        """Ends the unfinished sequences at the deadline, and adds the text that they held back to the batch.
-        Raises ApiError (429) if no sequence has a token."""
+        """Ends the unfinished sequences at the deadline, and cancels them in the worker. Adds the text that
+        they held back to the batch. Raises ApiError (429) if no sequence has a token."""
         if self.first_token_at is None:
             raise errors.overloaded()  # it has only waited in the queue; a retry may be served
         for request_id, sequence in self._unfinished.items():
@@ -342,9 +349,9 @@ def _written(writer: ResponseWriter, batch: Batch) -> bytes:
 
 
 def timing_headers(generation: ActiveRequest) -> dict[str, str]:
-    """TGI's headers of a response that is not streamed, by name. Times are in whole milliseconds, and sums
-    over all sequences, with two exceptions: `x-compute-time` is in seconds, from the arrival of the request
-    until now; `x-time-per-token` is the mean over all tokens."""
+    """Returns TGI's headers of a response that is not streamed, by name; all sequences must have finished.
+    Times are in whole milliseconds, and sums over all sequences, with two exceptions: `x-compute-time` is in
+    seconds, from the arrival of the request until now; `x-time-per-token` is the mean over all tokens."""
     sequences = generation.sequences
     arrived_at = generation.arrival.at
     total_s = sum(sequence.finished_at - arrived_at for sequence in sequences)
@@ -366,7 +373,10 @@ def timing_headers(generation: ActiveRequest) -> dict[str, str]:
 
 
 def end_error(reason: str, message: str) -> ApiError:
-    """The error of a request that the worker has ended for this reason."""
+    """Returns the error of a request that the worker has ended early. Its status is 429 for the reason
+    `overloaded`, 404 for `unknown_adapter`, 424 for `failed` and 500 for `cancelled`. Any other reason is a
+    phase in which the worker is not ready: 503. message: the worker's, which the errors of `unknown_adapter`
+    and `failed` have."""
     if reason == "overloaded":
         return errors.overloaded()
     if reason == "unknown_adapter":

@@ -38,9 +38,10 @@ def check_installed() -> None:
 
 
 class Tracer:
-    """Exports spans every few seconds and when the process ends. To be made when gevent has patched the
-    process: the exporter's thread is then a greenlet. OpenTelemetry's own variables (`OTEL_TRACES_SAMPLER`,
-    …) are read."""
+    """Exports spans every few seconds, and when the process ends, which then waits up to FLUSH_S for the
+    collector. To be made when gevent has patched the process: the exporter's thread is then a greenlet.
+    OpenTelemetry's own variables (`OTEL_TRACES_SAMPLER`, …) are read. endpoint: the URL that gets the spans
+    by POST."""
 
     def __init__(self, endpoint: str):
         from opentelemetry import trace
@@ -144,9 +145,11 @@ class RequestTrace:
     def _stage(
         self, name: str, begins_at: float, ends_at: float, attributes: dict[str, Any] | None = None
     ) -> None:
+        """Adds a child span of this name, which begins and ends at these times."""
         start = self._ns(begins_at)
         span = self._tracer.start_span(name, self._context, attributes=attributes, start_time=start)
         span.end(self._ns(ends_at))
 
     def _ns(self, at: float) -> int:
+        """Returns a time of CLOCK_MONOTONIC, in seconds, as nanoseconds since 1970."""
         return self._clock_ns + int(at * 1e9)

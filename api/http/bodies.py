@@ -51,7 +51,14 @@ class Bodies:
     @contextlib.contextmanager
     def read(self, limit: int) -> Iterator[bytearray]:
         """A context manager with the body of the current request, decompressed, of at most `limit` bytes. The
-        bytes count as held until the block is left. Raises ApiError, and ClientDisconnected."""
+        bytes count as held until the block is left; after a long body, free memory goes back to the system
+        later.
+
+        Raises ApiError: 400 for chunks or compressed data that are malformed, 408 if the body does not arrive
+        within the client's timeout, 413 beyond `limit`, 415 for an unknown `Content-Encoding`, 501 for an
+        unknown `Transfer-Encoding`, 503 if all held bodies take too much memory. Raises ClientDisconnected if
+        the client disconnects before the end of the body.
+        """
         body = bytearray()
         inflated = bytearray()
         try:
@@ -69,7 +76,9 @@ class Bodies:
                 self._trim = gevent.spawn_later(TRIM_S, trim_memory)
 
     def _receive(self, body: bytearray, limit: int) -> None:
-        """Reads the body of the current request into `body`. Raises ApiError, and ClientDisconnected."""
+        """Reads the body of the current request into `body`, as it was sent. Raises the errors of `read` but
+        those of decompression and of headers. After a timeout gunicorn closes the connection with the
+        response."""
         request.max_content_length = limit + 1  # werkzeug truncates a chunked body here without an error
         reader = getattr(request.environ["wsgi.input"], "reader", None)
         if hasattr(reader, "limit_trailer_section"):
@@ -91,8 +100,8 @@ class Bodies:
             raise errors.too_large(limit)
 
     def _add(self, piece: bytes, body: bytearray, limit: int) -> None:
-        """Adds a piece to `body`. Raises ApiError (503) if all held bodies together then have more than
-        HELD_LIMIT bytes.
+        """Adds a piece to `body`, and lets other greenlets run. Raises ApiError (503) if all held bodies
+        together then have more than HELD_LIMIT bytes.
 
         limit: the most bytes of one body, which callers check. If `limit` is above TEXT_PAYLOAD (the model
         reads images), all held bodies may have as many bytes as LONGEST_BODIES of that size, where these are
@@ -110,10 +119,11 @@ class Bodies:
         gevent.sleep(YIELD_S)  # a body that arrives fast must not keep the event loop to itself
 
     def _inflate(self, body: bytearray, encoding: str, inflated: bytearray, limit: int) -> None:
-        """Decompresses `body` into `inflated`, in small pieces. Raises ApiError.
+        """Decompresses `body` into `inflated`, in small pieces. Raises ApiError: 400, 413, and 503 if all
+        held bodies take too much memory.
 
-        A short body may hold a text of any length: it is rejected as soon as `inflated` has more than `limit`
-        bytes. Data that is malformed, truncated, or followed by other data is rejected too.
+        A short body may hold a text of any length: it is rejected (413) as soon as `inflated` has more than
+        `limit` bytes. Data that is malformed, truncated, or followed by other data is rejected (400) too.
         """
         window_bits = ENCODINGS[encoding]
         if encoding == "deflate" and not _has_zlib_header(body):
@@ -134,9 +144,9 @@ class Bodies:
 
 
 def _content_encoding() -> str:
-    """The `Content-Encoding` of the current request, in lower case; "identity": not compressed. Raises
-    ApiError: 415 for another encoding than those of ENCODINGS, 501 for another `Transfer-Encoding` than
-    chunked."""
+    """Returns the `Content-Encoding` of the current request, in lower case; "identity": not compressed.
+    Raises ApiError: 415 for another encoding than those of ENCODINGS, 501 for another `Transfer-Encoding`
+    than chunked."""
     encoding = request.headers.get("Content-Encoding", "identity").lower()
     if encoding not in (*ENCODINGS, "identity"):
         what = "The only `Content-Encoding`s that are supported are gzip and deflate"
@@ -147,13 +157,13 @@ def _content_encoding() -> str:
 
 
 def _has_zlib_header(body: bytes) -> bool:
-    """Whether a body has a header of zlib (RFC 1950, 2.2): the method deflate, and a checksum over two
-    bytes."""
+    """Whether a compressed body begins with zlib's header (RFC 1950, 2.2): the method deflate, and a checksum
+    over two bytes."""
     return len(body) > 1 and body[0] & 15 == 8 and int.from_bytes(body[:2], "big") % 31 == 0
 
 
 def _piece_size(body: bytearray) -> int:
-    """How many bytes of the current request's body to read next. `body` is what has been read.
+    """Returns how many bytes of the current request's body to read next. `body` is what has been read.
 
     If the length of the whole is unknown, these are BODY_PIECE bytes; else as many as have been read, but at
     least BODY_PIECE and at most LONG_PIECE.
@@ -164,9 +174,9 @@ def _piece_size(body: bytearray) -> int:
 
 
 def drain_body() -> None:
-    """Reads and drops what no route has read of the current request's body, for DISCARD_S at most. If more is
-    left then, gunicorn closes the connection after the response. Examples: the body of a rejected request, or
-    of `GET /live`.
+    """Reads and drops what no route has read of the current request's body, for DISCARD_S at most; raises
+    nothing. If more is left then, or the connection fails, gunicorn closes the connection after the response.
+    Examples: the body of a rejected request, or of `GET /live`.
 
     gunicorn itself would read the rest in pieces of a kilobyte, each of which copies all that has arrived: a
     second for 2 MB, during which the process serves no other request.

@@ -169,10 +169,11 @@ class EngineClient:
 
     def submit(self, generates: list[Generate], messages: SimpleQueue, images: Sequence[Image] = ()) -> None:
         """Sends requests, and the images of their prompts. The worker accepts all of the requests or none.
+        Does not wait for the worker. If the worker is lost, each request gets its End at once.
 
         messages: gets the worker's messages about these requests in lists, those of one step as one list. The
         last message about a request is an End, or a Token with a `finish_reason`. Raises TooLarge without
-        sending anything.
+        sending anything if the message without its pixels has more than MAX_MESSAGE_BYTES.
         """
         body = protocol.encode(protocol.SubmitRequests(generates, list(images)))
         if len(body) - sum(len(image.pixels) for image in images) > MAX_MESSAGE_BYTES:
@@ -184,28 +185,29 @@ class EngineClient:
             self._end_all(self._lost)
 
     def cancel(self, request_id: int, reason: str) -> None:
-        """Ends a request early: its queue gets no more messages. Nothing happens if the request has ended
-        already. reason: for the worker's log."""
+        """Ends a request early: its queue gets no more messages, also no End, and the worker is told. Does
+        nothing if the request has ended already. reason: what the worker's log says."""
         if self._queues.get(request_id) is not None:
             self._queues[request_id] = None
             self._send(protocol.Cancel(request_id, reason))
 
     def record(self, stats: protocol.RequestStats) -> None:
-        """Adds an HTTP request to the metrics, which the worker keeps for all API server processes."""
+        """Adds an HTTP request to the metrics, which the worker keeps for all API server processes. Does
+        nothing once the worker is lost."""
         if not self._lost:
             self._send(stats)
 
     def metrics(self) -> bytes:
-        """All metrics in Prometheus' text format. Raises EngineError when the worker does not answer in
-        METRICS_TIMEOUT_S."""
+        """Returns all metrics in Prometheus' text format. Raises EngineBusy if a worker that is ready does
+        not answer in METRICS_TIMEOUT_S, EngineError if it is not ready."""
         return self._ask(protocol.MetricsRequest(secrets.randbits(63)), METRICS_TIMEOUT_S).text
 
     def change_adapter(self, name: str, source: str = "", in_place: bool = False) -> AdapterChanged:
-        """Loads the LoRA adapter `name` from `source`, or unloads the adapter if `source` is "". The worker's
-        answer says whether that failed, and why. Raises EngineError if no answer comes within
-        ADAPTER_TIMEOUT_S.
+        """Loads the LoRA adapter `name` from `source`, or unloads the adapter if `source` is "". Waits for
+        the worker's answer, and returns it; its `error` says whether and why that failed.
 
-        in_place: a loaded adapter of this name is replaced.
+        Raises EngineBusy if a worker that is ready does not answer within ADAPTER_TIMEOUT_S, EngineError if
+        it is not ready; the change may still be made. in_place: a loaded adapter of this name is replaced.
         """
         change = AdapterChange(secrets.randbits(63), name, source, in_place)
         return self._ask(change, ADAPTER_TIMEOUT_S)
@@ -213,8 +215,8 @@ class EngineClient:
     def _ask(
         self, question: protocol.MetricsRequest | AdapterChange, timeout_s: float
     ) -> MetricsText | AdapterChanged:
-        """The worker's answer. If none comes within `timeout_s`, raises EngineBusy (the worker is ready) or
-        EngineError."""
+        """Sends a question, and returns the worker's answer. If none comes within `timeout_s`, or the worker
+        is lost, raises EngineBusy (the worker is ready) or EngineError. A later answer is dropped."""
         replies = SimpleQueue()
         self._queues[question.id] = replies
         try:
@@ -230,6 +232,7 @@ class EngineClient:
         raise EngineBusy("busy") if self.phase == "ready" else EngineError(self.phase)
 
     def close(self) -> None:
+        """Ends the greenlets and closes the socket. Requests that run get no End."""
         gevent.killall(self._greenlets)
         self._dealer.disable_monitor()
         self._context.destroy(linger=0)
@@ -247,8 +250,8 @@ class EngineClient:
             self._read()
 
     def _read(self, flags: int = 0) -> None:
-        """Handles one message. All requests end if the message cannot be decoded or handled: it may have been
-        for any of them. flags: those of zmq's `recv`."""
+        """Waits for one message, and handles it. All requests end, here and in the worker, if the message
+        cannot be decoded or handled: it may have been for any of them. flags: those of zmq's `recv`."""
         body = self._dealer.recv(flags)
         self._silent_s = 0.0
         try:
@@ -260,15 +263,16 @@ class EngineClient:
             self._end_all("failed", UNREADABLE)
 
     def _wait_for_disconnect(self) -> None:
-        """Gives the worker up when it disconnects, after its last messages. A worker is never restarted in a
-        run."""
+        """Runs as a greenlet. Gives the worker up when it disconnects, after its last messages. A worker is
+        never restarted in a run."""
         self._monitor.recv_multipart()
         while self._dealer.get(zmq.EVENTS) & zmq.POLLIN:  # what it sent before
             self._read(zmq.NOBLOCK)
         self._lose()
 
     def _handle(self, message: protocol.FromWorker) -> None:
-        """Takes in one message of the worker, and wakes what waits for it."""
+        """Takes in one message of the worker, and wakes what waits for it. The first ModelInfo starts the
+        loading of `text`, later ones replace `info`."""
         if isinstance(message, protocol.Tokens):
             self._deliver([*message.prompts, *message.tokens])
         elif isinstance(message, ANSWERS):
@@ -288,8 +292,8 @@ class EngineClient:
 
     def _deliver(self, messages: list[PromptDone | Token | End | MetricsText | AdapterChanged]) -> None:
         """Puts messages into the queues of their requests; each queue gets its messages as one list. Messages
-        about cancelled requests are dropped. After the last message about a request, the request is
-        forgotten."""
+        about cancelled or unknown requests are dropped. After the last message about a request, the request
+        is forgotten."""
         by_queue: dict[SimpleQueue, list] = defaultdict(list)
         for message in messages:
             is_last = isinstance(message, ANSWERS) or getattr(message, "finish_reason", None)
@@ -318,7 +322,12 @@ class EngineClient:
             self._send(protocol.Hello(ready=True))
 
     def _beat(self) -> None:
-        """Gives the worker up when it has been stuck for too long."""
+        """Runs as a greenlet until the worker is lost. Measures, every HEARTBEAT_S, for how long the worker
+        has been silent and stuck; sends nothing. Time in which this process itself was stopped hardly counts.
+
+        Logs when the worker becomes stuck and when it goes on. After `stuck_timeout_s` of being stuck, gives
+        the worker up: all requests end, and `on_stuck` is called.
+        """
         while not self._lost:
             gevent.sleep(HEARTBEAT_S)
             now = time.monotonic()
@@ -336,8 +345,10 @@ class EngineClient:
                 self._on_stuck()
 
     def _lose(self) -> None:
+        """Gives the worker up for good, as "stuck" or "dead", and ends all requests."""
         self._lost = self._lost or ("stuck" if self._stuck_s else "dead")
         self._end_all(self._lost)
 
     def _end_all(self, reason: str, message: str = "") -> None:
+        """Ends all requests with an End of this process's own. Sends nothing to the worker."""
         self._deliver([End(request_id, reason, message) for request_id in self._queues])

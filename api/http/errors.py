@@ -57,7 +57,8 @@ class AnthropicErrorBody(Struct):
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """A response that is not 200. Its message is `text`, then `quoted`, the client's words."""
+    """A response that is not 200. Its message is `text`, then `quoted`, the client's words, which the log
+    does not get."""
 
     status: int
     error_type: str
@@ -76,7 +77,8 @@ class ApiError(Exception):
 
     @property
     def outcome(self) -> str:
-        """The label of TGI's metric of failed requests."""
+        """The label of TGI's metric of failed requests: validation, overloaded, template, incomplete or
+        generation."""
         labels = {
             "validation": "validation",
             "overloaded": "overloaded",
@@ -98,6 +100,8 @@ def _tgi_body(error: ApiError) -> ErrorBody:
 
 
 def _openai_body(error: ApiError) -> OpenAIErrorBody:
+    """Returns the body; its type is rate_limit_error for 429, server_error from 500 on and for 424, else
+    invalid_request_error."""
     if error.status == 429:
         kind = "rate_limit_error"
     elif error.status >= 500 or error.status == 424:
@@ -145,7 +149,7 @@ ANTHROPIC = ErrorFormat(
 
 
 def event(body: Struct | Json) -> bytes:
-    """A server-sent event."""
+    """Returns a server-sent event with `body` as JSON."""
     return b"data: " + encode_json(body) + b"\n\n"
 
 
@@ -189,8 +193,8 @@ def internal() -> ApiError:
 
 
 def wrong_type(message: str) -> ApiError:
-    """The error (422) of a body with a field of the wrong type. message: msgspec's, which may end with the
-    path of the field: "Expected `int`, got `str` - at `$.n`"."""
+    """Returns the error (422) of a body with a field of the wrong type, with the path of that field in
+    `param`. message: msgspec's, which may end with the path: "Expected `int`, got `str` - at `$.n`"."""
     message, _, path = message.partition(" - at `$")
     path = path.strip("`.")
     missing = re.search(r"required field `(\w+)`", message)

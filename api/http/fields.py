@@ -151,8 +151,9 @@ CHAT_FIELDS = FieldNames()
 
 
 def parse_body(body: bytes) -> Json:
-    """The JSON object of a request's body. Raises ApiError: 400 when the body is not JSON, 422 when it is
-    JSON of another type."""
+    """Returns the JSON object of a request's body. A byte order mark is dropped, and half of a surrogate pair
+    becomes a question mark. Raises ApiError: 400 when the body is not JSON, 422 when it is JSON of another
+    type, or has a number that is too large."""
     try:
         data = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -161,7 +162,8 @@ def parse_body(body: bytes) -> Json:
 
 
 def _decode_json(body: bytes) -> Any:
-    """Any JSON value. Raises ApiError: 400 when `body` is not JSON, 422 for a number that is too large."""
+    """Returns any JSON value. Raises ApiError: 400 when `body` is not JSON, 422 for a number that is too
+    large."""
     try:
         return msgspec.json.decode(body)
     except msgspec.ValidationError as error:  # JSON, but a number that no float or integer holds
@@ -178,8 +180,8 @@ def without_surrogates(text: bytes) -> bytes:
 
 
 def parse_text(body: bytes, charset: str) -> Json:
-    """The native request `{"inputs": prompt}` of a body that is the prompt itself. Raises ApiError: 400 when
-    the body is not in `charset`, 422 when it is empty."""
+    """Returns the native request `{"inputs": prompt}` of a body that is the prompt itself. A byte order mark
+    is dropped. Raises ApiError: 400 when the body is not in `charset`, 422 when it is empty."""
     if not body:
         raise invalid("inputs", "cannot be empty: the request body is the prompt. Given: no body")
     try:
@@ -190,7 +192,7 @@ def parse_text(body: bytes, charset: str) -> Json:
 
 
 def convert(data: Any, kind: type[V]) -> V:
-    """`data` as `kind`. Raises ApiError (422) for another type."""
+    """Returns `data` as `kind`, as msgspec converts it. Raises ApiError (422) for another type."""
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
@@ -214,8 +216,8 @@ def read(data: Json, kind: type[T], parameters: type[Struct] | None = None) -> T
 
 
 def _with_whole_numbers(data: Json) -> Json:
-    """A request with 10 instead of 10.0, which clients in JavaScript and Lua write. Numbers in the objects
-    `parameters`, `thinking` and `reasoning` change too."""
+    """Returns a copy of a request with 10 instead of 10.0, which clients in JavaScript and Lua write. Numbers
+    in the objects `parameters`, `thinking` and `reasoning` change too, those in other objects do not."""
     numbers = {
         name: int(value) for name, value in data.items() if isinstance(value, float) and value.is_integer()
     }
@@ -226,8 +228,8 @@ def _with_whole_numbers(data: Json) -> Json:
 
 
 def choose_variant(data: Json, variants: dict[str, V]) -> V:
-    """The value of the first key in `variants` that is a field of the request, and not null. Raises ApiError
-    (422) if the request has none of these fields."""
+    """Returns the value of the first key in `variants` that is a field of the request, and not null. Raises
+    ApiError (422) if the request has none of these fields."""
     for name, variant in variants.items():
         if data.get(name) is not None:
             return variant
@@ -284,8 +286,9 @@ def _in_snake_case(name: str) -> str:
 
 
 def _hint(name: str, kind: type[Struct], usable: type[Struct]) -> str:
-    """What to use instead of an unknown field, as the end of a sentence; "": nothing is known. kind, usable:
-    as in `_check_names`."""
+    """Returns what to use instead of an unknown field, as the end of a sentence; "": nothing is known. kind:
+    the type of the object with the field. usable: the type that has the options: `kind`, or the type of its
+    field `parameters`."""
     if name == "extra_body":
         return ", but a parameter of OpenAI's clients: put its fields beside the others"
     place = "" if usable is kind else " in `parameters`"
@@ -294,7 +297,8 @@ def _hint(name: str, kind: type[Struct], usable: type[Struct]) -> str:
 
 
 def require(holds: object, param: str, detail: str, given: str | None = None) -> None:
-    """Raises ApiError (422) for the field `param` unless `holds`. detail, given: as in `invalid`."""
+    """Raises ApiError (422) for the field `param` unless `holds`. detail: goes on after the name of the
+    field, as in "must be positive". given: the client's own words, which the log does not get."""
     if not holds:
         raise invalid(param, detail, given=given)
 
@@ -315,7 +319,7 @@ def check_best_of(best_of: int, config: Config) -> None:
 
 
 def check_sampling(fields: SamplingFields) -> None:
-    """Raises ApiError for a field outside of the limits that native and OpenAI requests share.
+    """Raises ApiError (422) for a field outside of the limits that native and OpenAI requests share.
 
     Unlike in TGI, `top_p` may be 1.0, which clients send for no filter, and a filter may be 0 if the
     temperature is 0.
@@ -327,7 +331,7 @@ def check_sampling(fields: SamplingFields) -> None:
 
 
 def _limits(parameter: SamplingParameter) -> str:
-    """The limits of a sampling parameter, in TGI's words."""
+    """Returns the limits of a sampling parameter, in TGI's words, such as "must be >= 0.0 and <= 1.0"."""
     limits = parameter.limits
     kind = type(parameter.neutral)
     if limits.gt == 0 and limits.le is None:

@@ -53,7 +53,7 @@ def response_id(key: str) -> str:
 
 
 def new_key() -> str:
-    """The random part of a response's id and of the ids of its items."""
+    """Returns a new random key: the part that the id of a response and the ids of its items share."""
     return secrets.token_hex(16)
 
 
@@ -63,7 +63,7 @@ def item_id(prefix: str, key: str, number: int) -> str:
 
 
 class StoredResponse(NamedTuple):
-    """input, output: JSON lists of items; response: JSON, as the client got it."""
+    """A response in the store. input, output: JSON lists of items; response: JSON, as the client got it."""
 
     id: str
     previous_id: str | None
@@ -142,21 +142,26 @@ class OwnedResponses:
         return True
 
     def get(self, id: str) -> bytes:
-        """The response as JSON. Raises ApiError (404)."""
+        """Returns the response as JSON. Raises ApiError (404) if this API key has stored no response with
+        this id, sqlite3.Error if the file cannot be used."""
         stored = self._find(id)
         if stored is None:
             raise self._no_response(id)
         return stored.response
 
     def delete(self, id: str) -> None:
-        """Raises ApiError (404)."""
+        """Deletes a response. Raises ApiError (404) if this API key has stored no response with this id,
+        sqlite3.Error if the file cannot be used."""
         if not self._run("DELETE FROM responses WHERE id = ? AND owner = ? RETURNING id", id):
             raise self._no_response(id)
 
     def conversation(self, id: str) -> list[Json]:
-        """The items of the response `id` and of all responses that it continues, the oldest response first.
-        Of each response these are the items of its input, then those of its output. Raises ApiError if one of
-        the responses is not stored, or if their items have more than `max_bytes`."""
+        """Returns the items of the response `id` and of all responses that it continues, the oldest response
+        first. Of each response these are the items of its input, then those of its output.
+
+        Raises ApiError (422) if one of the responses is not stored, or if stored items that the request has
+        read have more than `max_bytes`; sqlite3.Error if the file cannot be used.
+        """
         turns = []
         next_id: str | None = id
         while next_id:
@@ -170,9 +175,11 @@ class OwnedResponses:
         return [item for turn in reversed(turns) for item in turn]
 
     def item(self, path: str, id: str) -> Json:
-        """The output item with this id, to which the item at `path` of the request refers. Raises ApiError if
-        the item is not stored, if the request refers to it twice, or if stored items have more than
-        `max_bytes`."""
+        """Returns the output item with this id, to which the item at `path` of the request refers.
+
+        Raises ApiError (422) if the item is not stored, if the request refers to it twice, or if stored items
+        that the request has read have more than `max_bytes`; sqlite3.Error if the file cannot be used.
+        """
         if id in self._references:  # so that a short request cannot ask for a long text many times
             raise invalid(path, "refers to an item for the second time", given=id)
         self._references.add(id)
@@ -197,8 +204,9 @@ class OwnedResponses:
             return database.execute(statement, (id, self._owner)).fetchall()
 
     def _decode(self, path: str, *lists: bytes) -> list[Json]:
-        """The items of JSON lists of the file, one after the other. Raises ApiError, for the field at `path`,
-        if the request has read more than `max_bytes` of stored items in all."""
+        """Returns the items of JSON lists of the file, one after the other, and counts their bytes. Raises
+        ApiError (422), for the field at `path`, if the request has read more than `max_bytes` of stored items
+        in all."""
         self._read_bytes += sum(map(len, lists))
         if self._read_bytes > self._max_bytes:
             limit = f"as many as a request may have (--payload-limit {self._max_bytes} raises it)"

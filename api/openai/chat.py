@@ -121,6 +121,8 @@ class ChatChunk(OpenAIResponse):
 
 
 def chat(data: Json, served: Served) -> ResponseWriter:
+    """Returns the writer of the response to a chat. Adds the chat's images to `served.images`, and renders
+    the prompt. Raises ApiError for a wrong field, and for a chat that the template rejects."""
     request = fields.read(data, ChatRequest)
     return ChatResponseWriter(prepare_chat(request, served), served, request)
 
@@ -155,6 +157,8 @@ class ChatResponseWriter(ChunkedResponseWriter):
         )
 
     def _choice(self, index: int, sequence: GeneratedSequence) -> ChatChoice:
+        """Returns a finished sequence as a choice: its content, its reasoning in the fields that
+        `--reasoning-fields` names, and its calls."""
         output = sequence.output
         message = ChatMessage("assistant", output.text_of(Content))
         reasoning = output.text_of(Reasoning)
@@ -221,6 +225,8 @@ class ChatResponseWriter(ChunkedResponseWriter):
             yield _call_delta(part.index, custom=CustomDelta(input=custom_input(part.text)))
 
     def _finish_reason(self, sequence: GeneratedSequence) -> str:
+        """Returns why a sequence ended, in OpenAI's words: `tool_calls` if it ended with complete calls,
+        unless `tool_choice` names the function; else `stop` or `length`."""
         reason = FINISH_REASONS[sequence.finish_reason]
         if reason == "stop" and sequence.output.has_calls and self._calls.mode != "named":
             return "tool_calls"

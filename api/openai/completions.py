@@ -68,12 +68,15 @@ class Completion(OpenAIResponse):
 
 
 def completion(data: Json, served: Served) -> ResponseWriter:
+    """Returns the writer of the response to a completion request. Raises ApiError for a wrong field. Prompts
+    are not tokenized here, and grammars not compiled."""
     request = fields.read(data, CompletionRequest)
     return CompletionResponseWriter(_prepare(request, served), served, request)
 
 
 def _prepare(request: CompletionRequest, served: Served) -> list[PreparedRequest]:
-    """Checks a completion request. Returns a prepared request for each of its prompts; raises ApiError."""
+    """Checks a completion request. Returns a prepared request for each of its prompts. Raises ApiError for
+    too many prompts, for a field that is wrong, and for fields that cannot be combined."""
     prompts = _prompts(request.prompt)
     fields.check_batch(len(prompts), "prompts", "prompt", served.config)
     if request.suffix:
@@ -126,8 +129,8 @@ def _check_prompt(request: CompletionRequest, prompt: str | list[int], best_of: 
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[str] | list[list[int]]:
-    """The prompts in OpenAI's four forms: a text, texts, token ids, or lists of token ids. Raises ApiError
-    for an empty list and for a mixture."""
+    """Returns the prompts in OpenAI's four forms: a text, texts, token ids, or lists of token ids. Raises
+    ApiError for an empty list and for a mixture."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -156,6 +159,9 @@ class CompletionResponseWriter(ChunkedResponseWriter):
         self._sent: dict[GeneratedSequence, int] = {}
 
     def whole(self, sequences: list[GeneratedSequence]) -> Struct:
+        """Returns the choices of all prompts. Of each prompt these are its `n` sequences or, of `best_of`,
+        the `n` whose tokens are the most likely ones on average, the best first. `usage` counts all
+        sequences."""
         choices = []
         for candidates in self._by_request(sequences):
             if len(candidates) > self._n:
@@ -202,7 +208,7 @@ class CompletionResponseWriter(ChunkedResponseWriter):
             yield choice("", None, FINISH_REASONS[sequence.finish_reason])
 
     def _echoed(self, sequence: GeneratedSequence) -> str:
-        """The text of the prompt, with which the choice begins if the request has `echo`; else "",
+        """Returns the text of the prompt, with which the choice begins if the request has `echo`; else "",
         nothing."""
         if not self._echoes:
             return ""
@@ -223,8 +229,9 @@ class CompletionResponseWriter(ChunkedResponseWriter):
         return pieces
 
     def _logprobs(self, sequence: GeneratedSequence, pieces: list[Piece]) -> CompletionLogprobs | None:
-        """The log-probabilities of these pieces; None unless the request has `logprobs`. Their offsets go on
-        where the last call for this sequence ended."""
+        """Returns the log-probabilities of these pieces; None unless the request has `logprobs`. Their
+        offsets go on where the last call for this sequence ended, so each piece must be given once, in the
+        order of the text."""
         if self._top_n is None:
             return None
         lengths = (0 if piece.special else len(piece.text) for piece in pieces)
@@ -238,8 +245,8 @@ class CompletionResponseWriter(ChunkedResponseWriter):
         )
 
     def _top(self, piece: Piece) -> dict[str, float] | None:
-        """The log-probabilities of the most likely tokens and of the token itself, by text. Of equal texts
-        the more likely token counts. None if the token has no log-probability."""
+        """Returns the log-probabilities of the most likely tokens and of the token itself, by text. Of equal
+        texts the more likely token counts. None if the token has no log-probability."""
         if piece.logprob is None:
             return None
         top_logprobs = {}
@@ -248,7 +255,8 @@ class CompletionResponseWriter(ChunkedResponseWriter):
         return top_logprobs
 
     def _name(self, token: int) -> str:
-        """A token's text. A part of a character has its bytes instead, as OpenAI writes them."""
+        """Returns a token's text. A part of a character has its bytes instead, as OpenAI writes them, such as
+        `bytes:\\xf0`."""
         text = self.tokenizer.token_text(token)
         exact = self.tokenizer.piece_bytes(token) if "\ufffd" in text else None
         return text if exact is None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in exact)

@@ -56,8 +56,12 @@ def responses(data: Json, served: Served) -> ResponseWriter:
 
 
 def _triggered(request: ResponsesRequest, conversation: Conversation, served: Served) -> ResponseWriter:
-    """The writer of a response to a `compaction_trigger`: a summary of the conversation. Raises ApiError. The
-    prompt has the tools of the conversation, so that its prefix is cached. The response is not stored."""
+    """Returns the writer of a response to a `compaction_trigger`: a summary of the conversation. The prompt
+    has the tools of the conversation, so that its prefix is cached. The response is not stored.
+
+    In `conversation` the request for a summary takes the place of the last item, and `request.store` becomes
+    false. Raises ApiError if there is nothing to summarize, and for a wrong item.
+    """
     conversation.own.pop()
     more = {"stream": request.stream, "chat_template_kwargs": request.chat_template_kwargs}
     summary_request = _summary_request(request, tools=request.tools, tool_choice="none", **more)
@@ -85,7 +89,8 @@ def compact(data: Json, served: Served) -> ResponseWriter:
 
 
 def _summary_request(given: CompactRequest | ResponsesRequest, **more: Any) -> ResponsesRequest:
-    """The request for a summary of the conversation of `given`. more: further fields."""
+    """Returns the request for a summary of the conversation of `given`, without reasoning, greedy, and of at
+    most MAX_SUMMARY_TOKENS. The message that asks for it is not in it yet. more: further fields."""
     return ResponsesRequest(
         model=given.model,
         input=given.input,
@@ -99,13 +104,15 @@ def _summary_request(given: CompactRequest | ResponsesRequest, **more: Any) -> R
 
 
 def _ask_for_summary(conversation: Conversation) -> None:
-    """Adds a message that asks for a summary. Raises ApiError for a conversation without items."""
+    """Adds a message that asks for a summary to the conversation. Raises ApiError for a conversation without
+    items."""
     require(conversation.items, "input", "has no conversation to summarize")
     conversation.own.append({"role": "user", "content": SUMMARIZE})
 
 
 def _read_request(data: Json) -> ResponsesRequest:
-    """The request as its type. Raises ApiError for fields that are not supported."""
+    """Returns the request as its type. Raises ApiError for a wrong field, and for fields that are not
+    supported. Items and tools are not checked here."""
     request = fields.read(data, ResponsesRequest)
     for name, why in REJECTED_FIELDS.items():
         if getattr(request, name):
@@ -150,7 +157,8 @@ def _prepare_response(
 
 class Conversation:
     """The items and tools of a request. own: the items of its `input`, with stored items in place of
-    references. The items of the responses that the request continues are in front of these."""
+    references; a text is one message of the user. The items of the responses that the request continues are
+    in front of these."""
 
     def __init__(self, request: ResponsesRequest, stored: OwnedResponses):
         """Raises ApiError for items that are not stored, and StoreError."""
@@ -178,8 +186,9 @@ class Conversation:
 def _chat_messages(
     request: ResponsesRequest, conversation: Conversation, images: RequestImages
 ) -> tuple[list[str], list[Message]]:
-    """The path of each message of the chat in the request, and the messages. Raises ApiError. Items of one
-    answer (`_continues`) are one message, with the path of the first of these items."""
+    """Returns the path of each message of the chat in the request, and the messages. Items of one answer
+    (`_continues`) are one message, with the path of the first of these items. Adds images to `images`, and
+    logs skipped items. Raises ApiError for a malformed item, and if no item can be read."""
     reader = ContentReader(ITEMS, images, conversation.tools)
     paths = []
     messages = []
@@ -206,8 +215,8 @@ def _chat_messages(
 
 
 def _kind(path: str, item: Json) -> str:
-    """The type of an item. An item without a type is an item_reference if it has an `id`, but neither `role`
-    nor `content`; else it is a message. Raises ApiError for a type that is not a string."""
+    """Returns the type of an item. An item without a type is an item_reference if it has an `id`, but neither
+    `role` nor `content`; else it is a message. Raises ApiError for a type that is not a string."""
     if item.get("type") is not None:
         return needed(path, item, "type", str)
     return "item_reference" if "id" in item and not item.keys() & {"role", "content"} else "message"
@@ -226,7 +235,8 @@ def _continues(messages: list[Message], message: Message) -> bool:
 
 
 def _join(turn: Message, other: Message) -> None:
-    """Adds another message of the same answer to a turn. A content that the turn already has stays."""
+    """Adds another message of the same answer to a turn, which changes in place: the reasoning, the calls
+    and, if the turn has no content, the content. At most one of the two has content."""
     thoughts = filter(None, (turn.reasoning_content, other.reasoning_content))
     turn.reasoning_content = "\n".join(thoughts) or None
     turn.content = other.content if turn.content is None else turn.content
@@ -252,15 +262,16 @@ def _compacted(item: ContentPart) -> Message | None:
 
 
 def _agent_message(item: ContentPart) -> Message | None:
-    """A message that another agent of the same client wrote to this one."""
+    """Returns a message of the user with the text that another agent of the same client wrote to this one;
+    None: there is none."""
     text = item.unbroken("content")
     author = item.text("author?")
     return Message("user", f"Message from {author or 'an agent'}:\n{text}") if text else None
 
 
 def _not_encrypted(part: ContentPart) -> str:
-    """The text of a part `encrypted_content`; "" if OpenAI's server has encrypted the text. Clients send an
-    agent's message in this part as the model wrote it."""
+    """Returns the text of a part `encrypted_content`; "" if OpenAI's server has encrypted the text, which is
+    then noted as skipped. Clients send an agent's message in this part as the model wrote it."""
     text = part.text("encrypted_content?")
     if text.startswith(CIPHERTEXT):
         part.reader.skip("encrypted_content")
@@ -277,7 +288,8 @@ def _custom_call(item: ContentPart) -> Message:
 
 
 def _built_in_call(kind: str, item: ContentPart) -> Message:
-    """The call of a tool that OpenAI defines and the client runs."""
+    """Returns the call of a tool that OpenAI defines and the client runs, as a call of a function. Raises
+    ApiError for an item without its arguments or its `call_id`."""
     row = BUILT_IN[kind]
     return _call_message(item, row.read(item.needed(row.field, dict)), kind)
 
@@ -295,7 +307,8 @@ def _computer_call(item: ContentPart) -> Message:
 
 
 def _call_message(item: ContentPart, arguments: Json, name: str = "") -> Message:
-    """The message that calls a tool. name: of the tool; "": the name in the item. Raises ApiError."""
+    """Returns the message that calls a tool. name: of the tool; "": the name in the item. Raises ApiError for
+    an item without a name or a `call_id`."""
     name = item.reader.tools.name_of(name or item.needed("name", str), item.get("namespace"))
     return call_message(item.needed("call_id", str), name, arguments)
 
@@ -313,7 +326,8 @@ def _local_shell_output(item: ContentPart) -> Message:
 
 
 def _shell_output(item: ContentPart) -> Message:
-    """The output of each command, with its exit code unless that is 0."""
+    """Returns the result of a shell call: the output of each command, with its exit code unless that is 0, or
+    that it timed out. Raises ApiError for an output without its fields."""
     texts = []
     for i, given in enumerate(item.needed("output", list)):
         chunk = ContentPart(item.reader, f"{item.path}.output[{i}]", given)
@@ -331,18 +345,22 @@ def _patch_output(item: ContentPart) -> Message:
 
 
 def _found_tools(item: ContentPart) -> Message | None:
-    """The definitions of the tools that a search found."""
+    """Returns a result with the definitions of the tools that a search found; for a search that OpenAI ran, a
+    system message with them, or None if there are none."""
     if item.get("call_id") is None:
         return _additional_tools(item)  # OpenAI ran it
     return _result_message(item, item.reader.tools.added[item.path])
 
 
 def _additional_tools(item: ContentPart) -> Message | None:
+    """Returns a system message with the definitions of the tools that an item adds; None: it adds none, or
+    the prompt lists them already."""
     added = item.reader.tools.added.get(item.path)  # None: its tools are listed
     return Message("system", ADDED_TOOLS + added) if added else None
 
 
 def _file_search(item: ContentPart) -> str:
+    """Returns the names and texts of the files that a search of OpenAI's found, a line each; "": none."""
     results = item.needed("results", list) if item.get("results") is not None else []
     parts = (
         ContentPart(item.reader, f"{item.path}.results[{i}]", result) for i, result in enumerate(results)
@@ -351,8 +369,9 @@ def _file_search(item: ContentPart) -> str:
 
 
 def _image(part: ContentPart) -> str:
-    """The mark of the image in a part with `image`, `source` or `base64`, as other APIs have them. Any other
-    part is the result of a tool that OpenAI ran, and becomes a note."""
+    """Adds the image in a part with `image`, `source` or `base64`, as other APIs have them, and returns its
+    mark. Any other part is the result of a tool that OpenAI ran, and becomes a note. Raises ApiError for an
+    image that cannot be added."""
     is_given = any(part.get(name) for name in ("image", "source", "base64"))
     return image(part) if is_given else part.reader.omission("image")
 

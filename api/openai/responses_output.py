@@ -76,9 +76,9 @@ SCHEMA_KEYS = {"description": None, "strict": False}
 
 
 def _repeated(request: ResponsesRequest, defaults: Json) -> Json:
-    """The request's fields as its response has them, by name. defaults: the values of fields that the request
-    leaves out. Functions and JSON schemas get all keys that OpenAI's response has. Fields of NOT_REPEATED are
-    UNSET."""
+    """Returns the request's fields as its response has them, by name. defaults: the values of fields that the
+    request leaves out. Functions and JSON schemas get all keys that OpenAI's response has. Fields of
+    NOT_REPEATED are UNSET."""
     repeated = {}
     for name in ResponsesFields.__struct_fields__:
         value = getattr(request, name)
@@ -99,7 +99,8 @@ def _repeated(request: ResponsesRequest, defaults: Json) -> Json:
 
 
 class ResponsesWriter(OpenAIResponseWriter):
-    """The response is built item by item as the text grows, streamed or not."""
+    """The response is built item by item as the text grows, streamed or not. At its end it is stored if the
+    request asks for that."""
 
     def __init__(
         self,
@@ -143,8 +144,9 @@ class ResponsesWriter(OpenAIResponseWriter):
         return named_event(self._event(f"response.{response.status}", response=response))
 
     def failure(self, error: ApiError) -> bytes:
-        """Two events: `error`, and `response.failed`, for which agents wait. The first has OpenAI's
-        documented fields, and the object `error`, for which OpenAI's clients look."""
+        """Returns two events: `error`, and `response.failed`, for which agents wait. The first has OpenAI's
+        documented fields, and the object `error`, for which OpenAI's clients look. A failed response is not
+        stored."""
         detail = msgspec.to_builtins(error.body(OPENAI).error)
         told = self._event("error", **detail | {"type": "error"}, error=detail)
         self._response.status = "failed"
@@ -152,8 +154,8 @@ class ResponsesWriter(OpenAIResponseWriter):
         return named_event(told) + named_event(self._event("response.failed", response=self._response))
 
     def _complete(self, sequences: list[GeneratedSequence]) -> ResponsesResponse:
-        """The response at its end. If the request asks for that, the response is stored; `store` is then
-        whether that succeeded."""
+        """Completes the response, and returns it. If the request asks for that, the response is stored, which
+        may wait for another process; `store` is then whether that succeeded."""
         response = self._response
         usage = self._usage(sequences)
         is_truncated = sequences[0].is_truncated
@@ -171,6 +173,8 @@ class ResponsesWriter(OpenAIResponseWriter):
         return response
 
     def _read(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[Json]:
+        """Yields the events that `pieces` make; before the first ones, those with which the response begins.
+        At the end of a sequence without any part, these are the events of an empty message."""
         if not self._events:
             yield self._event("response.created", response=self._response)
             yield self._event("response.in_progress", response=self._response)
@@ -193,6 +197,8 @@ class ResponsesWriter(OpenAIResponseWriter):
         return self._response.output[-1] if self._response.output else None
 
     def _begin(self, part: OutputPart) -> Iterator[Json]:
+        """Adds the item that a part becomes to the response. Yields the events with which the item begins;
+        those of a built-in tool's call come at its end."""
         item = self._item_of(part)
         self._response.output.append(item)
         if isinstance(item, BuiltInCall):  # clients expect its arguments from the beginning
@@ -207,7 +213,8 @@ class ResponsesWriter(OpenAIResponseWriter):
             yield self._summary_event("part.added", part=item.summary[0])
 
     def _item_of(self, part: OutputPart) -> OutputItem:
-        """The item that a part becomes, as it begins."""
+        """Returns the item that a part becomes, as it begins: its id, and the name of a call. Does not add it
+        to the response."""
         new_id = functools.partial(item_id, key=self._key, number=len(self._response.output))
         if isinstance(part, Content):
             return OutputMessage(id=new_id("msg"))
@@ -242,6 +249,9 @@ class ResponsesWriter(OpenAIResponseWriter):
                 yield self._summary_event("text.delta", delta=text)
 
     def _end(self, part: OutputPart) -> Iterator[Json]:
+        """Completes the newest item with its arguments, its opaque reasoning and its status. Yields its last
+        events. The status is `completed`, or `incomplete` (of a patch: `in_progress`) if the output was
+        truncated within the item or the call has no end."""
         item = self._newest
         if isinstance(item, BuiltInCall):
             yield from self._write_built_in(item, part)
@@ -306,15 +316,16 @@ class ResponsesWriter(OpenAIResponseWriter):
 
 
 def _without_logprobs(item: OutputItem) -> OutputItem:
-    """An output item as later requests need it: log-probabilities are large, and no model reads them."""
+    """Returns an output item as later requests need it: log-probabilities are large, and no model reads them.
+    Other fields stay."""
     if not isinstance(item, OutputMessage):
         return item
     return replace(item, content=[replace(part, logprobs=[]) for part in item.content])
 
 
 def _compaction_item(key: str, summary: str) -> Compaction:
-    """The item with a summary. Raises ApiError for a blank summary, with which the whole conversation would
-    be lost."""
+    """Returns the item with a summary, in an opaque form. Raises ApiError (424) for a blank summary, with
+    which the whole conversation would be lost. key: that of the response, which the item's id has."""
     if not summary.strip():
         raise ApiError(424, "generation", "The model wrote no summary of the conversation")
     return Compaction(item_id("cmp", key, 0), seal(summary))
@@ -324,6 +335,7 @@ class TriggeredCompactionWriter(ResponsesWriter):
     """A response to a `compaction_trigger`: its one item is the summary of the conversation."""
 
     def stream_end(self, sequences: list[GeneratedSequence]) -> bytes:
+        """Returns the events of the item and of the end. Raises ApiError (424) for a blank summary."""
         response = self._complete(sequences)
         item = self._newest
         events = [
@@ -334,6 +346,8 @@ class TriggeredCompactionWriter(ResponsesWriter):
         return b"".join(map(named_event, events))
 
     def _complete(self, sequences: list[GeneratedSequence]) -> ResponsesResponse:
+        """Adds the item with the summary to the response, and returns the response, which is not stored.
+        Raises ApiError (424) for a blank summary."""
         item = _compaction_item(self._key, sequences[0].output.text_of(Content))
         response = super()._complete(sequences)
         response.status = "completed"  # `max_output_tokens` was not the client's
@@ -342,6 +356,7 @@ class TriggeredCompactionWriter(ResponsesWriter):
         return response
 
     def _write(self, _sequence: GeneratedSequence, _added: list[Added]) -> Iterator[Json]:
+        """Yields nothing: what the model writes is shown only as the summary."""
         yield from ()
 
 
@@ -349,6 +364,7 @@ class CompactionWriter(OpenAIResponseWriter):
     """The output is a summary of the conversation, which a later request has in place of its items."""
 
     def whole(self, sequences: list[GeneratedSequence]) -> CompactedConversation:
+        """Returns the item with the summary. Raises ApiError (424) for a blank summary."""
         (sequence,) = sequences
         key = new_key()
         return CompactedConversation(

@@ -41,8 +41,8 @@ class BuiltIn(NamedTuple):
     defaults: Json
 
     def read(self, value: Json) -> Json:
-        """The arguments of a call as the model wrote them. Arguments with their default value are left out,
-        and the order is that of the schema: SDKs add defaults and change the order.
+        """Returns the arguments of a call as the model wrote them. Arguments with their default value are
+        left out, and the order is that of the schema: SDKs add defaults and change the order.
 
         value: of the item's field. Example: {"timeout_ms": null, "commands": ["ls"]} of a shell becomes
         {"commands": ["ls"]}.
@@ -121,19 +121,22 @@ class ResponsesTools(OfferedTools):
         self._rejected = dict.fromkeys(self._named.keys() - known, DEFERRED)
 
     def of(self, name: str) -> ClientTool:
-        """The tool that the model calls by this name; a function of this name if there is no such tool."""
+        """Returns the tool that the model calls by this name; a function of this name if there is no such
+        tool."""
         return self._named.get(name) or ClientTool(name)
 
     def name_of(self, name: str, namespace: str | None) -> str:
-        """The name by which the model calls the tool `name` of a namespace. This is `name` itself if there is
-        no such tool. namespace: None: none."""
+        """Returns the name by which the model calls the tool `name` of a namespace. This is `name` itself if
+        there is no such tool. namespace: None: none."""
         for own, tool in self._named.items():
             if (tool.name, tool.namespace) == (name, namespace):
                 return own
         return name
 
     def choice(self, given: str | ResponsesToolChoice | None) -> str | Json | None:
-        """`tool_choice` in a chat's form; a string, or None, stays as it is. Raises ApiError."""
+        """Returns the `tool_choice` in a chat's form; a string, or None, stays as it is. Raises ApiError for
+        an unknown type, and for a tool that OpenAI runs or that is deferred. Whether there is a tool of the
+        name is not checked."""
         if not isinstance(given, ResponsesToolChoice):
             return given
         require(given.type not in self.left_out, "tool_choice.type", NOT_RUN, given=given.type[:40])
@@ -147,7 +150,8 @@ class ResponsesTools(OfferedTools):
 
     def _name(self, offered: list[tuple[str, Json | None, Json]]) -> None:
         """Gives each tool its name for the model. If two tools have one name, their namespaces are in front
-        of it: read of the namespace files becomes files__read. offered: what `_flat` yields."""
+        of it: read of the namespace files becomes files__read. offered: the path, the namespace and the
+        fields of each tool."""
         known = dict.fromkeys(_client_tool(namespace, tool) for _path, namespace, tool in offered)
         names = Counter(tool.name for tool in known)
         for tool in known:
@@ -155,11 +159,12 @@ class ResponsesTools(OfferedTools):
             self._named[tool.name if is_own else f"{tool.namespace}__{tool.name}"] = tool
 
     def _chat_forms(self, path: str, item: Json, defers: bool) -> Iterator[tuple[str, Json]]:
-        """Yields the path and the form in a chat of each of an item's tools. Raises ApiError.
+        """Yields the path and the form in a chat of each of an item's tools. Raises ApiError for a tool that
+        is malformed, and for computer use among the tools of the request.
 
-        Tools that OpenAI runs are left out; so are those with `defer_loading` if `defers` is true. The
-        description of a namespace stands in front of the description of its first tool. path: that of the
-        item; "": the request itself.
+        Tools that OpenAI runs are left out, and noted in `left_out`; so are those with `defer_loading` if
+        `defers` is true, without a note. The description of a namespace stands in front of the description of
+        its first tool. path: that of the item; "": the request itself.
         """
         described: set[str | None] = {None}
         for where, namespace, tool in _flat(path, item):
@@ -203,7 +208,8 @@ def _client_tool(namespace: Json | None, tool: Json) -> ClientTool:
 
 
 def _is_leading(placed: tuple[str, Json]) -> bool:
-    """Whether an item may stand in front of the conversation."""
+    """Whether an item may stand in front of the conversation: tools that it adds are then listed. placed: its
+    path and the item."""
     _path, item = placed
     return item.get("type") == "additional_tools" or item.get("role") in SYSTEM_ROLES
 

@@ -115,7 +115,11 @@ class Source(NamedTuple):
 
 
 def source_of(logits: np.ndarray, mask: np.ndarray = NO_MASK) -> Source:
-    """logits: float32 or uint16 [rows, vocab]; mask: uint32 [rows, ceil(vocab / 32)]. See sampling.py."""
+    """Returns logits as the loops read them. Copies the logits only if they are read-only or not contiguous.
+
+    logits: float32 [rows, vocab], or uint16, the bits of bfloat16; in either memory order. mask: uint32
+    [rows, ceil(vocab / 32)], a set bit allows the token; NO_MASK: all tokens are allowed.
+    """
     assert logits.dtype in (np.float32, np.uint16), "logits are float32, or bfloat16 as uint16"
     if not logits.flags.writeable:  # read-only arrays are another type for the compiler
         logits = logits.copy()
@@ -150,6 +154,8 @@ numba.config.CACHE_LOCATOR_CLASSES = f"{__name__}.LoopsCache,InTreeCacheLocator"
 
 
 def _njit(function):
+    """Compiles a function at its first call. The result is cached in a folder, if one can be written. The
+    function releases the interpreter's lock."""
     try:
         return numba.njit(function, cache=True, nogil=True, error_model="numpy")
     except RuntimeError:  # no folder for the cache can be written
@@ -165,7 +171,7 @@ def float32_of(bits):
 
 @_njit
 def score_of(source, row, token):
-    """The logit of a token in a row, as float32; -inf if the mask excludes the token."""
+    """Returns the logit of a token in a row, as float32; -inf if the mask excludes the token."""
     first = row
     word = row
     if source.adjacent == 1:
@@ -180,7 +186,8 @@ def score_of(source, row, token):
 
 @_njit
 def copied(source, rows):
-    """Rows of the source, float32 [len(rows), vocab]."""
+    """Returns rows of the source as a new array, float32 [len(rows), vocab], with -inf for tokens that the
+    mask excludes."""
     scores = np.empty((len(rows), source.vocab), np.float32)
     for begin in range(0, source.vocab, 32):
         for i in range(len(rows)):
@@ -191,7 +198,8 @@ def copied(source, rows):
 
 @_njit
 def masked_scores(source, row, start, part, masked):
-    """`part` with -inf for the tokens that the mask excludes; an empty array if the mask excludes all.
+    """Returns `part` with -inf for the tokens that the mask excludes; an empty array if the mask excludes
+    all, `part` itself if it allows all.
 
     part: the bits of the logits of LANES tokens from `start` on, of `Source.adjacent` rows from `row` on.
     masked: an array for the result, of the size of `part`.
@@ -226,8 +234,8 @@ def sortable_bits(bits, highest):
 
 @_njit
 def maxima_of(source):
-    """The highest score of each lane, float32 [rows, groups * LANES]: NaN if the lane has NaN, -inf if the
-    lane has no possible token.
+    """Returns the highest score of each lane, float32 [rows, groups * LANES]: NaN if the lane has NaN, -inf
+    if the lane has no possible token.
 
     Scores are compared as integers of their size, less an offset that brings NaNs of both signs to the top.
     """
@@ -258,7 +266,8 @@ def maxima_of(source):
 
 @_njit
 def weight_of(score, peak, scale):
-    """2 ** ((score - peak) * scale) in float32; 0 below 2 ** -100 and for impossible tokens."""
+    """Returns 2 ** ((score - peak) * scale) in float32; 0 below 2 ** -100 and for impossible tokens. peak:
+    the highest score of the row. scale: log2(e) / temperature."""
     exponent = np.float32((score - peak) * scale)
     is_positive = exponent > MIN_EXPONENT  # not where it is NaN: -inf * 0
     exponent = exponent if is_positive else MIN_EXPONENT
@@ -271,8 +280,9 @@ def weight_of(score, peak, scale):
 
 @_njit
 def sums_of(source, peaks, scales):
-    """The sum of the weights of each group of tokens, float64 [rows, groups]. Each lane is summed first, then
-    the lanes, whatever the memory order. peaks, scales: [rows], as for `weight_of`."""
+    """Returns the sum of the weights of each group of tokens, float64 [rows, groups]. Each lane is summed
+    first, then the lanes, whatever the memory order. peaks: the highest score of each row. scales: log2(e) /
+    temperature of each row."""
     width = LANES * source.adjacent
     size = source.vocab * source.adjacent
     sums = np.zeros((source.rows, source.groups))
@@ -317,8 +327,8 @@ def sort(scores, ids, count):
 
 @_njit
 def threshold_of(scores, k):
-    """A score that `k` of the scores reach, or more if several equal the k-th highest. If fewer than `k` are
-    finite, this is the lowest finite float32. Bisects the integers in their order."""
+    """Returns a score that `k` of the scores reach, or more if several equal the k-th highest. If fewer than
+    `k` are finite, this is the lowest finite float32. Bisects the integers in their order."""
     low, high = ~FINITE_BITS, FINITE_BITS
     while low < high:
         middle = (low + high + 1) >> 1
@@ -338,10 +348,11 @@ def threshold_of(scores, k):
 @_njit
 def list_top(source, row, maxima, peak, k, ids, scores):
     """Writes the top k possible tokens of a row, and ties of the k-th, into `ids` and `scores`. Returns how
-    many tokens these are.
+    many tokens these are: fewer than k if fewer are possible.
 
-    The most likely token comes first, ties by id. maxima, peak: of this row. The arrays have room for all
-    tokens.
+    The most likely token comes first, ties by id. maxima: the row's lanes, from `maxima_of`. peak: the
+    highest of them. The arrays have room for all tokens; what they hold after the returned number is
+    undefined.
     """
     threshold = peak if k == 1 else threshold_of(maxima, k)
     count = 0
@@ -363,8 +374,8 @@ def list_top(source, row, maxima, peak, k, ids, scores):
 
 @_njit
 def sample_index(weights, draw):
-    """The index at the share `draw` of all weights, and which share of the weight at that index is below this
-    point. The index is never one without weight."""
+    """Returns the index at the share `draw` of all weights, and which share of the weight at that index is
+    below this point. The index is never one without weight, unless all are: then both are 0."""
     wanted = draw * weights.sum()
     cumulative = 0.0
     place = 0
@@ -381,10 +392,12 @@ def sample_index(weights, draw):
 
 @_njit
 def draw_listed(ids, scores, is_complete, sums, peak, temperature, top_p, min_p, draw):
-    """A token from the listed ones, most likely first; NEEDS_FULL_SORT if top-p and min-p may keep others.
+    """Returns a token from the listed ones, most likely first; NEEDS_FULL_SORT if top-p and min-p may keep
+    others.
 
-    is_complete: no other token counts, because of top-k or because the others are impossible. sums: the
-    weights of all tokens by group, for top-p if the list is not complete.
+    ids, scores: the listed tokens. is_complete: no other token counts, because of top-k or because the others
+    are impossible. sums: the weights of all tokens by group, for top-p if the list is not complete. draw: a
+    number in [0, 1).
     """
     weights = np.exp((scores.astype(np.float64) - peak) / temperature)
     limit = top_p * (weights if is_complete else sums).sum()
@@ -402,8 +415,8 @@ def draw_listed(ids, scores, is_complete, sums, peak, temperature, top_p, min_p,
 
 @_njit
 def draw_any(source, place, sums, peak, scale, draw):
-    """A token from all tokens of a row, at the share `draw` of their weights in the order of their ids. sums:
-    the weights of the row by group."""
+    """Returns a token from all tokens of a row, at the share `draw` of their weights in the order of their
+    ids. place: the row in the source. sums: the weights of the row by group."""
     group, share = sample_index(sums, draw)
     weights = np.zeros(GROUP)
     for i in range(min(GROUP, source.vocab - group * GROUP)):
@@ -413,7 +426,7 @@ def draw_any(source, place, sums, peak, scale, draw):
 
 @_njit
 def next_draw(streams, row):
-    """The next random number of a row's stream, in [0, 1)."""
+    """Returns the next random number of a row's stream, in [0, 1), and advances the stream."""
     state = streams[row] = streams[row] + GAMMA
     state = (state ^ (state >> np.uint64(30))) * MIX_1
     state = (state ^ (state >> np.uint64(27))) * MIX_2
@@ -422,11 +435,11 @@ def next_draw(streams, row):
 
 @_njit
 def choose_tokens(source, maxima, peaks, indices, parameters):
-    """The token of each row, NEEDS_FULL_SORT or FAILED. Takes the next random number of each row into
-    `parameters.draws`.
+    """Returns the token of each row, NEEDS_FULL_SORT or FAILED: int64 [rows]. Takes the next random number of
+    each row into `parameters.draws`; a greedy row gets 0 there.
 
-    indices: the place of each row in `parameters`; -1 leaves the row out, and its token is undefined. maxima,
-    peaks: of the source.
+    indices: the place of each row in `parameters`; -1 leaves the row out, and its token is undefined. maxima:
+    what `maxima_of` returns for the source. peaks: the highest of each row.
     """
     scales = parameters.scale[indices]
     weighted = parameters.weighted[indices] & (indices >= 0)

@@ -26,7 +26,8 @@ class NgramProposer:
     """Proposes draft tokens of one request, from its prompt, its generated tokens and `prediction`.
 
     `prediction` is the output that the client expects. Its first tokens are proposed at the beginning of the
-    output; later it counts as text that comes before the prompt.
+    output; later it counts as text that comes before the prompt. `max_new_tokens`: how many tokens `add` may
+    get in all.
     """
 
     def __init__(self, prompt: Sequence[int], prediction: Sequence[int], max_new_tokens: int):
@@ -41,13 +42,14 @@ class NgramProposer:
         self._next_pause = 1
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Adds generated tokens."""
+        """Adds generated tokens, which also shorten a pause of the proposals."""
         self._tokens[self._end : self._end + len(tokens)] = tokens
         self._end += len(tokens)
         self._pause = max(0, self._pause - len(tokens))
 
     def propose(self, most: int) -> list[int]:
-        """At most `most` draft tokens; none without a copy, or during a pause."""
+        """Returns at most `most` draft tokens, which never include image tokens; none without a copy, or
+        during a pause. Changes nothing."""
         if most <= 0 or self._pause:
             return []
         begin = self._find()
@@ -57,7 +59,8 @@ class NgramProposer:
         return draft_tokens.tolist()
 
     def record_acceptance(self, draft_tokens: int, accepted: int) -> None:
-        """Records how many of the last draft tokens were accepted."""
+        """Records how many of the last draft tokens were accepted, which decides how many are proposed next,
+        and whether proposals pause. draft_tokens: how many of them were verified, at least one."""
         self._length = 2 * draft_tokens if accepted == draft_tokens else accepted + 2
         if accepted:
             self._next_pause = 1
@@ -66,7 +69,12 @@ class NgramProposer:
             self._next_pause = min(2 * self._next_pause, MAX_PAUSE)
 
     def _find(self) -> int:
-        """Where the draft tokens begin; the end of the text if there are none."""
+        """Returns where in `_tokens` the draft tokens begin; `_end` if there are none.
+
+        While the output has fewer than MIN_NGRAM tokens, all as in the prediction, they begin there.
+        Otherwise they follow the copy with the most of the last tokens, the latest of equal ones, if it has
+        MIN_NGRAM or more.
+        """
         tokens = self._tokens[: self._end]
         generated = self._end - self._begin
         if generated < MIN_NGRAM and tokens[self._begin :].tolist() == self._prediction[:generated]:

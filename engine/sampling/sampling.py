@@ -60,6 +60,7 @@ class SamplerState:
 
     @property
     def changes_logits(self) -> bool:
+        """Whether `apply_penalties` would change the logits of the next token."""
         return bool(
             self._seen is not None or self._counts or self.parameters.logit_bias or self._banned_for > 0
         )
@@ -77,8 +78,8 @@ class SamplerState:
             self._seen = np.append(self._seen, token)
 
     def apply_penalties(self, scores: np.ndarray) -> None:
-        """Applies penalties, biases and bans in place to float32 [vocab]. Results are rounded to float32 as
-        in transformers."""
+        """Applies penalties, biases and bans in place to `scores`, the logits of the next token: float32
+        [vocab], on which the mask has been applied. Results are rounded to float32 as in transformers."""
         with np.errstate(over="ignore", invalid="ignore"):
             if self._seen is not None:
                 seen = scores[self._seen].astype(np.float64)
@@ -100,8 +101,8 @@ class SamplerState:
 class SamplingBatch:
     """The sampling parameters of a step's rows, for all steps with the same rows in the same order.
 
-    A new batch takes over the random streams of its rows: an earlier batch with one of these rows must not be
-    used any more.
+    A new batch takes over the random streams of its rows, whose `stream` becomes a part of the batch's array:
+    an earlier batch with one of these rows must not be used any more.
     """
 
     def __init__(self, rows: Sequence[SamplerState]):
@@ -133,11 +134,12 @@ class SamplingBatch:
 
 
 def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray = NO_MASK) -> list[TokenOrError]:
-    """The next token of each row; the exception in the place of the token for a row that fails.
+    """Returns the next token of each row; the exception in the place of the token for a row that fails.
 
-    The token counts and the random streams of the rows go on. logits: float32 [rows, vocab], or uint16, the
-    bits of bfloat16; in either memory order; not changed. mask: uint32 [rows, ceil(vocab / 32)], a set bit
-    allows the token; applied before temperature and filters.
+    Each row's random stream goes on by one number, and its token counts by the token. Grammars do not
+    advance. logits: float32 [rows, vocab], or uint16, the bits of bfloat16; in either memory order; not
+    changed. mask: uint32 [rows, ceil(vocab / 32)], a set bit allows the token; applied before temperature and
+    filters.
     """
     source = loops.source_of(logits, mask)
     chosen: list[TokenOrError | None] = [None] * source.rows
@@ -164,7 +166,8 @@ def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray = NO_MASK)
 
 
 def _choose(source: Source, indices: np.ndarray, batch: SamplingBatch, chosen: list) -> None:
-    """Puts the token of each row of a source, or its SamplingError, into `chosen`.
+    """Puts the token of each row of a source, or its SamplingError, into `chosen`, and takes a number of each
+    row's random stream.
 
     indices: the place of each row in `chosen` and in the batch; -1 leaves the row out.
     """
@@ -184,10 +187,11 @@ def _choose(source: Source, indices: np.ndarray, batch: SamplingBatch, chosen: l
 
 
 def sample_whole_row(scores: np.ndarray, parameters: SamplingParams, draw: float) -> int:
-    """The reference of sampling: the id of the token at the share `draw` of the weights that the filters
-    keep.
+    """The reference of sampling: returns the id of the token at the share `draw` of the weights that the
+    filters keep.
 
-    Weights are added up from the most likely token on, ties by id. scores: [vocab].
+    Weights are added up from the most likely token on, ties by id. scores: [vocab], of which at least one is
+    finite and none is NaN. draw: in [0, 1).
     """
     ordered = -np.sort(-scores[scores > -np.inf])
     weights = filtered_weights(ordered, parameters)
@@ -199,8 +203,9 @@ def sample_whole_row(scores: np.ndarray, parameters: SamplingParams, draw: float
 
 
 def filtered_weights(ordered: np.ndarray, parameters: SamplingParams) -> np.ndarray:
-    """The weights exp((score - highest) / temperature), in the order of the scores; 0 for tokens that the
-    filters remove. ordered: the scores of all possible tokens, highest first."""
+    """Returns the weights exp((score - highest) / temperature), in the order of the scores; 0 for tokens that
+    the filters remove. ordered: the scores of all possible tokens, highest first. The temperature is above 0:
+    greedy rows never come here."""
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         weights = np.exp((ordered.astype(np.float64) - float(ordered[0])) / parameters.temperature)
         if parameters.top_k:
@@ -217,10 +222,12 @@ def filtered_weights(ordered: np.ndarray, parameters: SamplingParams) -> np.ndar
 
 
 def logprobs(logits: np.ndarray, tokens: Sequence[int], top_n: Sequence[int]) -> list[RowLogprobs]:
-    """For each row, the log-probability of its token, and the most likely tokens with theirs.
+    """Returns, for each row, the log-probability of its token, and the most likely tokens with theirs: those
+    of the model, without temperature, filters, penalties and mask.
 
     A row gets as many most likely tokens as its number in `top_n`, without impossible tokens, ties by id. A
-    row whose highest logit is NaN or infinite gets a SamplingError instead. logits: as for `sample`.
+    row whose highest logit is NaN or infinite gets a SamplingError instead. logits: float32 [rows, vocab], or
+    uint16, the bits of bfloat16; in either memory order; not changed.
     """
     source = loops.source_of(logits)
     maxima = loops.maxima_of(source)
@@ -244,8 +251,8 @@ def logprobs(logits: np.ndarray, tokens: Sequence[int], top_n: Sequence[int]) ->
 
 
 def compile_loops(dtypes: Sequence[str]) -> None:
-    """Compiles the loops for logits of these types, "float32" or "bfloat16", or loads them from numba's
-    cache."""
+    """Compiles the loops for logits of these types, "float32" or "bfloat16", and writes them to numba's
+    cache, from which later processes load them. Raises OSError if the cache has no space."""
     read_in_place = SamplerState(SamplingParams(), [0])
     changed = SamplerState(SamplingParams(), [0], banned=[1], banned_for=1 << 40)
     batch = SamplingBatch([read_in_place, changed])

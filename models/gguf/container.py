@@ -161,8 +161,8 @@ class GgufFile:
         return self.keys.get(f"tokenizer.ggml.{name}")
 
     def numbers(self, name: str) -> list[float] | None:
-        """The numbers of a small tensor in float32; None where the file has no such tensor. Raises ModelError
-        for a tensor that is not in F32."""
+        """Returns the numbers of a small tensor, read from the file; None where the file has no such tensor.
+        Raises ModelError for a tensor that is not in F32."""
         tensor = self.tensors.get(name)
         if tensor is None:
             return None
@@ -171,6 +171,8 @@ class GgufFile:
         return np.fromfile(self.path, "<f4", tensor.size // 4, offset=tensor.offset).tolist()
 
     def rejection(self, reason: str) -> ModelError:
+        """Returns, for the caller to raise, the error for a file that cannot be served. reason: continues a
+        sentence that begins with the file's name."""
         return ModelError(f"{self.path.name} {shortened(reason)}; serve the checkpoint that it was made of")
 
 
@@ -201,8 +203,8 @@ class _Head:
         return self.take(size).decode(errors="surrogateescape")
 
     def name(self, longest: int, others: Container[str]) -> str:
-        """The name of a key or of a tensor. Raises ValueError for a name that is among `others`, too long,
-        empty or not printable."""
+        """Reads the name of a key or of a tensor. longest: in bytes. Raises ValueError for a name that is
+        among `others`, too long, empty or not printable."""
         name = self.text(longest)
         if not name or not name.isprintable() or name in others:
             raise ValueError(f"it has an empty, unprintable or repeated name: {name!r}")
@@ -217,6 +219,8 @@ class _Head:
         return self.array(kind, 1).item()
 
     def array(self, kind: int, count: int) -> Any:
+        """Reads `count` values of the type `kind`: numbers as an array of numpy, texts as a list. Raises
+        ValueError for any other type."""
         if kind == STRING:
             return [self.text() for _ in range(count)]
         if kind not in NUMBERS:
@@ -225,8 +229,9 @@ class _Head:
         return np.frombuffer(self.take(count * dtype.itemsize), dtype)
 
     def tensor(self, name: str, offset: int) -> Tensor:
-        """The entry of the tensor `name` in the table of tensors. offset: where the tensor has to begin,
-        counted from the begin of the first tensor; the offset of the result is the same."""
+        """Reads the entry of the tensor `name` in the table of tensors. offset: where the tensor has to
+        begin, in bytes from the begin of the first tensor; the offset of the result is the same. Raises
+        ValueError for another offset, and for a type or shape that cannot be."""
         dimensions = self.integer(4)
         if not 1 <= dimensions <= 4:
             raise ValueError(f"its tensor {name} has {dimensions} dimensions")
@@ -244,8 +249,9 @@ class _Head:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """What a GGUF file of a whole model says. Raises ModelError for a file that is not whole, or that holds
-    something else than a model."""
+    """Returns what a GGUF file of a whole model says. Does not read its weights. Raises ModelError for a file
+    that is missing or not whole, or that holds something else than a model, such as an adapter or one of
+    several parts."""
     file = read_part(path)
     for key in ("general.type", "general.architecture"):
         if reason := NO_MODELS.get(str(file.keys.get(key))):
@@ -261,13 +267,15 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def read_part(path: Path) -> GgufFile:
-    """What a GGUF file says, whatever it holds, such as a part of a model. Raises ModelError for a file that
-    is not whole."""
+    """Returns what a GGUF file says, whatever it holds, such as a part of a model. Raises ModelError for a
+    file that is missing, not whole, or no GGUF file."""
     with reported_as(f"{path.name} cannot be read", shortened), path.open("rb") as opened:
         return _read(path, _Head(opened))
 
 
 def _read(path: Path, head: _Head) -> GgufFile:
+    """Returns what the file at `path`, whose beginning is `head`, says. Offsets of tensors become those in
+    the file. Raises ValueError for what is wrong with it, such as fewer bytes than its tensors take."""
     magic = head.take(min(4, head.size))
     if magic != b"GGUF":
         raise ValueError(OTHER_FILES.get(magic, "it is no GGUF file"))

@@ -38,8 +38,8 @@ LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # their attention is not scaled by
 
 
 def keys_of_model(file: GgufFile) -> dict[str, Any]:
-    """The keys of the file's architecture, by their names without its prefix and without those about images.
-    Each of these could change what the model computes."""
+    """Returns the keys of the file's architecture, by their names without its prefix and without those about
+    images. Each of these could change what the model computes."""
     prefix = f"{file.architecture}."
     return {
         key.removeprefix(prefix): value
@@ -53,15 +53,16 @@ def head_size(file: GgufFile) -> int:
 
 
 def scaling_size(file: GgufFile) -> int:
-    """The number by whose square root the attention's scores are divided."""
+    """Returns the number by whose square root the attention's scores are divided."""
     if file["block_count"] == LAYERS_OF_27B.get(file.architecture):
         return file["embedding_length"] // file["attention.head_count"]
     return head_size(file)
 
 
 def rotary_positions(file: GgufFile, slides: bool = False) -> Json:
-    """The rotary positions of the layers with a sliding window (`slides`), or of the others, as
-    `manifest.read_ropes` gives those of a config.json. Only in Gemma 3 these differ.
+    """Returns the rotary positions of the layers with a sliding window (`slides`), or of the others, with the
+    names of a config.json's `rope_parameters`: `rope_type`, `rope_theta` and what the type needs. Only in
+    Gemma 3 these two differ.
 
     Where the file has the tensor DIVISORS, the caller has to divide the frequencies by it as well. Raises
     ModelError for a scaling other than none, linear, yarn and longrope.

@@ -59,8 +59,9 @@ MERGE = re.compile("(.[^ ]*) (.*)", re.DOTALL)  # the first part may begin with 
 
 
 def write_tokenizer(file: GgufFile, folder: Path) -> None:
-    """Writes tokenizer.json, tokenizer_config.json, generation_config.json and the chat templates into
-    `folder`. Raises ModelError for a tokenizer that is not known, or not complete."""
+    """Writes tokenizer.json, tokenizer_config.json, generation_config.json and, if there are any, the chat
+    templates into `folder`, which exists. Raises ModelError for a tokenizer that is not known, or not
+    complete, and for any other failure, such as a full disk; then some of the files may be there."""
     failure = f"{file.path.name} has a tokenizer that cannot be read"
     with reported_as(failure, lambda error: shortened(named(error))):
         templates = _templates(file)
@@ -80,8 +81,8 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
 
 
 def _token_named(file: GgufFile, name: str, default: int | None = None) -> dict[str, int]:
-    """The special token that the file has for `name`, such as bos, with its id: {token: id}. If the file has
-    none, or an id that is no token's, it is the token with the id `default`; {}: there is no default
+    """Returns the special token that the file has for `name`, such as bos, with its id: {token: id}. If the
+    file has none, or an id that is no token's, it is the token with the id `default`; {}: there is no default
     either."""
     tokens = file.tokenizer("tokens")
     token_id = file.tokenizer(f"{name}_token_id")
@@ -101,8 +102,9 @@ def _embedded(file: GgufFile) -> Tokenizer | None:
 
 
 def _from_keys(file: GgufFile, written: str) -> Tokenizer:
-    """The tokenizer that the keys describe. written: the chat templates, joined. Raises ModelError for a
-    tokenizer that is not known, or whose tokens contradict each other."""
+    """Makes the tokenizer that the keys describe. written: the chat templates, joined. Logs text tokens that
+    it takes for special ones. Raises ModelError for a tokenizer that is not known, or whose tokens contradict
+    each other."""
     kind = file.tokenizer("model")
     if kind not in TOKENIZER_KINDS:
         raise file.rejection(f"has a tokenizer of the kind {kind}; {', '.join(TOKENIZER_KINDS)} can be read")
@@ -168,8 +170,8 @@ def _token_types(file: GgufFile, tokens: list[str], written: str) -> list[int]:
 
 
 def _byte_level(file: GgufFile, ids: dict[str, int], merges: Merges) -> tuple[Tokenizer, bool]:
-    """BPE of bytes, and whether a text begins with BOS where the file does not say. Raises ModelError for a
-    file without merges, or with a pre-tokenizer that is not known."""
+    """Returns BPE of bytes, and whether a text begins with BOS where the file does not say. ids: of all
+    tokens. Raises ModelError for a file without merges, or with a pre-tokenizer that is not known."""
     if not merges:
         raise file.rejection("has no merges of tokens")
     name = file.tokenizer("pre") or "default"
@@ -188,8 +190,8 @@ def _byte_level(file: GgufFile, ids: dict[str, int], merges: Merges) -> tuple[To
 
 
 def _sentencepiece(file: GgufFile, ids: dict[str, int], merges: Merges) -> Tokenizer:
-    """BPE of characters, with ▁ for a space, and with tokens of single bytes for characters that have no
-    token."""
+    """Returns BPE of characters, with ▁ for a space, and with tokens of single bytes for characters that have
+    no token. For Llama's kind a space is put in front of texts, unless the file says otherwise."""
     unknown = next(iter(_token_named(file, "unknown", 0)))
     tokenizer = Tokenizer(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     normalizer = [normalizers.Replace(" ", "▁")]
@@ -204,9 +206,10 @@ def _sentencepiece(file: GgufFile, ids: dict[str, int], merges: Merges) -> Token
 
 
 def _rebuilt_merges(file: GgufFile, ids: dict[str, int]) -> Merges:
-    """Every two tokens that make a third one: first those whose third token has the highest score; for Gemma,
-    whose scores have another order, those whose third token has the lowest id. Of two pairs that make the
-    same token, the one with the longer first part comes first."""
+    """Returns every two tokens that make a third one: first those whose third token has the highest score;
+    for Gemma, whose scores have another order, those whose third token has the lowest id. Of two pairs that
+    make the same token, the one with the longer first part comes first. ids: of the normal tokens,
+    ascending."""
     merges = []
     for token in ids:
         for at in range(len(token) - 1, 0, -1):  # those with a longer first part come first
@@ -221,8 +224,8 @@ def _rebuilt_merges(file: GgufFile, ids: dict[str, int]) -> Merges:
 
 
 def _end_ids(file: GgufFile, tokenizer: Tokenizer) -> list[int]:
-    """The ids of the tokens that end a response, ascending: those that keys name, and the special tokens
-    among ENDS and SPECIAL_ENDS; NO_ENDS takes some of them out."""
+    """Returns the ids of the tokens that end a response, ascending: those that keys name, and the special
+    tokens among ENDS and SPECIAL_ENDS; NO_ENDS takes some of them out."""
     added = tokenizer.get_added_tokens_decoder()
     special = {token.content: token_id for token_id, token in added.items() if token.special}
     ends = {special[token] for token in special.keys() & (ENDS | SPECIAL_ENDS)}
@@ -232,8 +235,8 @@ def _end_ids(file: GgufFile, tokenizer: Tokenizer) -> list[int]:
 
 
 def _templates(file: GgufFile) -> dict[str, str]:
-    """The chat templates by their keys. If there is a TEMPLATE_FILE beside the GGUF file, it counts alone, by
-    that name."""
+    """Returns the chat templates by their keys; {} if there are none. If there is a TEMPLATE_FILE beside the
+    GGUF file, it counts alone, by that name."""
     beside = file.path.with_name(TEMPLATE_FILE)
     if beside.exists():
         return {TEMPLATE_FILE: beside.read_text(encoding="utf-8")}
@@ -242,6 +245,9 @@ def _templates(file: GgufFile) -> dict[str, str]:
 
 
 def _write_templates(file: GgufFile, templates: dict[str, str], folder: Path) -> None:
+    """Writes the default template to TEMPLATE_FILE, and one called tool_use also to a folder for additional
+    ones. Without a default, that of tool_use counts; with neither, a template that raises an error is
+    written."""
     reason = f"{file.path.name} has no default chat template, but {', '.join(templates)}"
     refusal = f"{{{{ raise_exception({json.dumps(shortened(reason))}) }}}}"
     default = templates.get(TEMPLATE_FILE) or templates.get(TEMPLATE) or templates.get(TOOL_USE) or refusal

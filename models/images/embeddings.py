@@ -47,7 +47,8 @@ class ImageEncoder:
         return arrange(np.stack(features), canvas, self.newline)
 
     def encode_tile(self, tile: np.ndarray) -> np.ndarray:
-        """uint8 [1, height, width, 3] -> float32 [patches, width], an array that stays as it is."""
+        """Returns the embeddings of a tile: uint8 [1, height, width, 3] -> float32 [patches, width], an array
+        that stays as it is when the next tile runs."""
         raise NotImplementedError
 
 

@@ -24,8 +24,9 @@ class Entry(NamedTuple):
 
 
 class EncoderCache:
-    """Embeddings beyond `limit_bytes` are evicted, first those that were added or pinned longest ago; those
-    of keys that an owner has pinned never are. Thread-safe."""
+    """Keeps the embeddings of images by key. Embeddings beyond `limit_bytes` are evicted, first those that
+    were added or pinned longest ago; those of keys that an owner has pinned never are, even beyond the limit.
+    Thread-safe."""
 
     def __init__(self, width: int, limit_bytes: int = ENCODER_CACHE_BYTES):
         """`width`: of an embedding, in numbers."""
@@ -44,8 +45,9 @@ class EncoderCache:
         return tokens * self.width * np.dtype(np.float32).itemsize
 
     def add(self, key: int, embeddings: np.ndarray, canvas: tuple[int, ...] = ()) -> None:
-        """Adds the embeddings of an image, float32 [tokens, width], and how its tiles lie in it; nothing if
-        the cache has the key."""
+        """Adds the embeddings of an image, float32 [tokens, width], and how its tiles lie in it; changes
+        nothing if the cache has the key. May evict others, and these embeddings themselves if their key is
+        not pinned. The array is kept, not copied."""
         assert embeddings.shape[1:] == (self.width,) and embeddings.dtype == np.float32
         with self._lock:
             if key not in self._entries:
@@ -55,7 +57,8 @@ class EncoderCache:
 
     def pin(self, owner: Hashable, keys: set[int]) -> None:
         """Keeps the embeddings of these keys, also those that are yet to be added, until the same owner pins
-        others."""
+        others. Its earlier pins end, and what they kept may be evicted at once; an empty set ends them
+        all."""
         with self._lock:
             for key in (keys - self._pins.get(owner, set())) & self._entries.keys():
                 self._entries.move_to_end(key)
@@ -63,9 +66,10 @@ class EncoderCache:
             self._evict()
 
     def resolve(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Prompt ids, int64 [n], as a model reads them. Returns the ids with 0 for image tokens; the
-        embeddings of the image tokens in their order, float32 [image tokens, width]; the places of the image
-        tokens in `ids`, int64 [image tokens]. Raises KeyError for an image that is not in the cache."""
+        """Reads prompt ids, int64 [n], as a model needs them. Returns the ids with 0 for image tokens; the
+        embeddings of the image tokens in their order, float32 [image tokens, width], as a copy; the places of
+        the image tokens in `ids`, int64 [image tokens]. `ids` is not changed. Raises KeyError for an image
+        that is not in the cache."""
         places = np.flatnonzero(ids < 0)
         embeddings = np.empty((len(places), self.width), np.float32)
         if not len(places):
@@ -93,7 +97,7 @@ class EncoderCache:
 
 def split_at_images(ids: np.ndarray) -> list[np.ndarray]:
     """Divides a part of a prompt, int64 [n], into its texts and images, in their order. Two images in a row
-    are two parts."""
+    are two parts, two texts never are. The parts are views of `ids`."""
     is_image = ids < 0
     is_edge = np.diff(is_image) | (np.diff(ids) != -1) & is_image[1:]
     return np.split(ids, np.flatnonzero(is_edge) + 1)

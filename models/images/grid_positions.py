@@ -20,9 +20,13 @@ class GridPositions:
         self._images = images
 
     def extend(self, slot: int, tokens: Sequence[int], begin: int) -> np.ndarray:
-        """The positions (time, row, column) of the tokens of a slot from the `begin`-th on, int64 [3,
-        tokens], which the slot holds from now on. The tokens before `begin` need theirs first, by `extend` or
-        `copy`. Raises KeyError for an image that is not in the cache."""
+        """Computes the positions (time, row, column) of the tokens of a slot from the `begin`-th on. Returns
+        them as int64 [3, tokens], a view of what the slot holds from now on. The tokens before `begin` need
+        theirs first, by `extend` or `copy`. Raises KeyError for an image that is not in the cache.
+
+        Example: after two tokens of text at 0 and 1, an image of 2 x 2 tokens has time 2, rows 2, 2, 3, 3 and
+        columns 2, 3, 2, 3. The text after it goes on at 4.
+        """
         ids = np.array(tokens, np.int64)
         held = self._held[slot]
         at = begin

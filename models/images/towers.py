@@ -114,6 +114,8 @@ class VisionTower(nn.Module, ImageEncoder):
 
     @torch.inference_mode()
     def encode_tile(self, tile: np.ndarray) -> np.ndarray:
+        """Returns the embeddings of a tile: uint8 [1, height, width, 3] -> float32 [tokens, width], a new
+        array. Runs on the device of the tower."""
         return self(torch.tensor(tile, device=self.scale.device)).cpu().numpy()
 
     def normalize(self, tiles: Tensor) -> Tensor:
@@ -121,17 +123,19 @@ class VisionTower(nn.Module, ImageEncoder):
         return (tiles.float() * self.scale - self.shift).permute(0, 3, 1, 2)
 
     def for_transformers(self, values: Tensor) -> Tensor:
-        """The `pixel_values` that transformers' model takes for the tiles of an image. values: the tiles, as
-        `normalize` returns them."""
+        """Returns the `pixel_values` that transformers' model takes for the tiles of an image. values: the
+        tiles, float32 [tiles, 3, height, width], as `normalize` returns them."""
         return values
 
     @staticmethod
     def adapt(model: nn.Module) -> None:
-        """Changes transformers' model of the family where this server needs another computation."""
+        """Changes transformers' model of the family in place, where this server needs another computation.
+        Most families need none."""
 
     def _patches(self, tile: Tensor) -> tuple[Tensor, int, int]:
-        """The embedded patches of a tile, [patches, width], in the order of `_in_order`, and how many rows
-        and columns of patches the tile has."""
+        """Returns the embedded patches of a tile, [patches, width], in the order of `_in_order`, and how many
+        rows and columns of patches the tile has. If `aligns_corners` is set, the table of positions is scaled
+        to the tile, and added. tile: uint8 [1, height, width, 3]."""
         tower = self._tower
         weight = tower[f"{PATCHES}.weight"]
         if weight.dim() == 5:
@@ -153,7 +157,8 @@ class VisionTower(nn.Module, ImageEncoder):
         return grid.flatten(0, 1)
 
     def _rotated(self, x: Tensor, rows: int, columns: int) -> _Attended:
-        """One window of all patches, with rotary positions. rows, columns: of patches."""
+        """Returns one window of all patches, with the cosines and sines of their rotary positions in the
+        dtype of `x`. rows, columns: how many patches the tile has."""
         size = x.shape[-1] // self._heads
         theta = (self._vision.get("rope_parameters") or self._vision).get("rope_theta", 10_000.0)
         frequencies = theta ** -(torch.arange(0, size, 2, device=x.device).float() / size)
@@ -167,6 +172,8 @@ class VisionTower(nn.Module, ImageEncoder):
         return _Attended((angles.cos().to(x.dtype), angles.sin().to(x.dtype)))
 
     def _layer(self, x: Tensor, n: int, within: _Attended) -> Tensor:
+        """Returns the output of layer `n`, [patches, width]: attention and MLP, each after a norm, and each
+        added to its input."""
         tower = self._tower
         at = f"{ENCODER_LAYERS}.{n}"
         attended = self._attend(self._norm(x, f"{at}.layer_norm1"), f"{at}.self_attn", within)
@@ -174,6 +181,8 @@ class VisionTower(nn.Module, ImageEncoder):
         return x + tower.get(f"{at}.lambda_2", 1) * self._mlp(self._norm(x, f"{at}.layer_norm2"), f"{at}.mlp")
 
     def _attend(self, x: Tensor, at: str, within: _Attended) -> Tensor:
+        """Returns the output of the attention `at`, [patches, width], in the order of `x`: each patch attends
+        to those of its window. at: the beginning of the names of its tensors."""
         linear = self._tower.linear
         if f"{at}.qkv.weight" in self._tower:
             query, key, value = linear(x, f"{at}.qkv").chunk(3, -1)
@@ -196,8 +205,8 @@ class VisionTower(nn.Module, ImageEncoder):
         return linear(x, f"{at}.out_proj")
 
     def _head_norm(self, x: Tensor, name: str) -> Tensor:
-        """`x` after the norm `name` of each head, or of all heads together, as the shape of its weight says;
-        `x` as it is if the tower has no such norm."""
+        """Returns `x` after the norm `name` of each head, or of all heads together, as the shape of its
+        weight says; `x` as it is if the tower has no such norm."""
         weight = self._tower.get(f"{name}.weight")
         return x if weight is None else self._norm(x.unflatten(-1, (-1, *weight.shape)), name).flatten(-2)
 
@@ -235,9 +244,10 @@ class ProjectedTower(VisionTower):
         return self._project(features, rows, columns).float()
 
     def _features(self, x: Tensor, within: _Attended) -> Tensor:
-        """What the projector reads, [tokens, width]: the outputs of the layers that `vision_feature_layer`
-        names, joined along the width; without that field, or with -1 in InternViT, the output after the last
-        norm. x: [patches, width]. The tokens are the patches, after the tower's first token if it has one."""
+        """Returns what the projector reads, [tokens, width]: the outputs of the layers that
+        `vision_feature_layer` names, joined along the width; without that field, or with -1 in InternViT, the
+        output after the last norm. Later layers do not run. x: [patches, width]. The tokens are the patches,
+        after the tower's first token if it has one."""
         tower = self._tower
         if FIRST_TOKEN in tower:
             x = torch.cat([tower[FIRST_TOKEN].view(1, -1), x])
@@ -260,7 +270,8 @@ class ProjectedTower(VisionTower):
         return self._norm(x, LAST_NORM) if reads_all and f"{LAST_NORM}.weight" in tower else x
 
     def _project(self, x: Tensor, rows: int, columns: int) -> Tensor:
-        """x: [patches, width] -> [tokens, width of the language model]. rows, columns: of patches."""
+        """Returns what the language model reads of a tile: [patches, width] -> [tokens, width of the language
+        model]. The names of the projector's tensors tell which projector it is. rows, columns: of patches."""
         projector = self._projector
         config = self._config
         if self._is_idefics:
@@ -346,8 +357,9 @@ class QwenTower(VisionTower):
 
     @staticmethod
     def adapt(model: nn.Module) -> None:
-        """Lets the first layers of Qwen3-VL's text model add the `deepstack` of `embed` (pretrained.py).
-        transformers' own way selects tokens by a mask, which cannot be traced."""
+        """Changes the model in place: the first layers of Qwen3-VL's text model add the `deepstack` of
+        `embed` (pretrained.py). transformers' own way selects tokens by a mask, which cannot be traced. Other
+        models stay as they are."""
 
         def add(n: int, _layer: nn.Module, _inputs: tuple, arguments: dict[str, Any], output: Tensor):
             return output + arguments["deepstack"][n] if "deepstack" in arguments else output
@@ -409,7 +421,8 @@ def tower_class(family: VisionFamily) -> type[VisionTower]:
 
 
 def make_tower(manifest: Manifest, *arguments: Any) -> VisionTower:
-    """The tower of a model; the arguments are those of `VisionTower`."""
+    """Returns the tower of a model. arguments: the tensors, and the dtype of the arithmetic if it is another
+    one, as for `VisionTower`. Raises KeyError for a part that the tensors lack."""
     return tower_class(manifest.vision_family)(manifest, *arguments)
 
 
@@ -449,8 +462,8 @@ class _Tensors(nn.Module):
         return F.linear(x, self[f"{name}.weight"], self.get(f"{name}.bias"))
 
     def norm(self, x: Tensor, name: str, epsilon: float, offset: float = 0.0) -> Tensor:
-        """`x` after a layer norm, or, if there is no bias, after an RMS norm, to whose weights `offset` is
-        added."""
+        """Returns `x` after a layer norm, or, if there is no bias, after an RMS norm, to whose weights
+        `offset` is added."""
         weight = self[f"{name}.weight"]
         if f"{name}.bias" in self:
             return F.layer_norm(x, weight.shape, weight, self[f"{name}.bias"], epsilon)
@@ -465,7 +478,8 @@ def is_vision(name: str) -> bool:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint that `is_vision` names."""
+    """Returns the tensors of a checkpoint that `is_vision` names, by their names in its safetensors files; {}
+    if there are none."""
     tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -476,7 +490,8 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _normalization(preprocessor: Json) -> tuple[Tensor, Tensor]:
-    """What pixels of 0 to 255 are multiplied by, and what is then subtracted: float32 [3] each, by color."""
+    """Returns what pixels of 0 to 255 are multiplied by, and what is then subtracted: float32 [3] each, by
+    color. preprocessor: the fields of its files; without `do_normalize` nothing is subtracted."""
     factor = preprocessor.get("rescale_factor", 1 / 255) if preprocessor.get("do_rescale", True) else 1.0
     if not preprocessor.get("do_normalize", True):
         return torch.full((3,), factor), torch.zeros(3)
@@ -485,8 +500,9 @@ def _normalization(preprocessor: Json) -> tuple[Tensor, Tensor]:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` turned by rotary positions. x: [1 or windows, heads, patches, head size]; cos, sin: [1 or windows,
-    1, patches, head size]. In these forms, with the axis given as 3, OpenVINO makes one operation of it."""
+    """Returns `x` turned by rotary positions. x: [1 or windows, heads, patches, head size]; cos, sin: [1 or
+    windows, 1, patches, head size]. In these forms, with the axis given as 3, OpenVINO makes one operation of
+    it."""
     first, second = x.chunk(2, 3)
     return x * cos + torch.cat([-second, first], -1) * sin
 

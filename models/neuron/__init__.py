@@ -33,6 +33,13 @@ class Neuron(Engine):
 
     @staticmethod
     def is_here(wanted: str) -> bool:
+        """Whether this engine can serve. With `wanted` "auto" that takes a /dev/neuron*; "neuron" also counts
+        without a device, for `compile` and for simulators.
+
+        Raises ModelError for "auto" without a device if transformers-neuronx is installed: this is the image
+        for Neuron. Raises ConfigError for versions of driver and runtime library that are known not to fit;
+        logs a warning for others that may not fit.
+        """
         from models.neuron.driver import Versions
 
         if wanted == "auto" and not list(Path("/dev").glob("neuron[0-9]*")):
@@ -49,7 +56,9 @@ class Neuron(Engine):
         return True
 
     def prepare(self) -> None:
-        """As `Engine.prepare`; decides what to compile or to load, too."""
+        """Decides what to compile or to load. Fills in the settings of `config` that were left open, with the
+        values of a compiled model or with what fits on this machine. Sets `versions`, and logs them. Reads no
+        weights. Raises ConfigError or ModelError for a model that cannot be served."""
         from models.neuron.build import BuildPlan, log_versions
 
         self._build = BuildPlan.decide(self.config, self.folder, self.manifest)
@@ -57,9 +66,15 @@ class Neuron(Engine):
         self.versions = log_versions()
 
     def fetch_weights(self) -> None:
+        """Downloads the weights of a model on the hub and, of a compiled one, its graphs. `prepare` has to
+        come before. Raises ModelError if there are no weights."""
         self._build.checkpoint()
 
     def load(self, announce: Announce) -> StaticBatchModel:
+        """Loads the model onto the device and checks it there. Without compiled graphs for it, calls
+        `announce` with "compiling" and compiles them, which takes minutes. Waits while another server
+        compiles the same graphs, and up to a minute for cores that another process holds. Raises ConfigError
+        or ModelError."""
         from models.neuron.model import NeuronModel
 
         return NeuronModel(self._build, run_dir(), announce)

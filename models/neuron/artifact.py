@@ -52,11 +52,11 @@ VOLATILE = (
 
 
 def buckets(limit: int, given: Sequence[int] | None, flag: str) -> tuple[int, ...]:
-    """The lengths that graphs are compiled for, ascending: `given`, or powers of two from 128, from 2,048 on
-    also halfway to the next; always with `limit` itself. A prompt or sequence runs in the smallest that holds
-    it. A limit of 4,000 gives 128, 256, 512, 1024, 2048, 3072, 4000.
+    """Returns the lengths that graphs are compiled for, ascending: `given`, or powers of two from 128, from
+    2,048 on also halfway to the next; always with `limit` itself. A prompt or sequence runs in the smallest
+    that holds it. A limit of 4,000 gives 128, 256, 512, 1024, 2048, 3072, 4000.
 
-    Raises ConfigError for buckets above the limit. flag: the name of `given`.
+    Raises ConfigError for buckets above the limit. flag: the setting of `given`, for the error.
     """
     if given is None:
         powers = [128 << n for n in range(limit.bit_length())]
@@ -106,10 +106,12 @@ class CompiledConfig:
 
     @property
     def max_total_tokens(self) -> int:
+        """The positions of a slot that requests can use."""
         return max(self.position_buckets) - self.reserved
 
     @property
     def max_input_tokens(self) -> int:
+        """The tokens of the longest prompt, which leaves a position for one token of output."""
         if self.reserved:  # prompts run in chunks
             return self.max_total_tokens - 1
         return min(max(self.prefill_buckets), self.max_total_tokens - 1)
@@ -176,7 +178,9 @@ class Artifact:
 
 
 def with_optimum(config: Config, optimum: Optimum) -> Config:
-    """`config` with the values of optimum-neuron's folder for what was left open."""
+    """Returns a copy of `config` with the values of optimum-neuron's folder for what was left open: batch
+    size, length of a slot, tp_degree and dtype. Settings that were given stay, also if they differ. Logs that
+    the model has to be compiled, and the values that were taken."""
     values = {
         "max_batch_size": optimum.batch_size,
         "max_total_tokens": optimum.sequence_length,
@@ -231,18 +235,21 @@ def with_compiled_config(config: Config, compiled_config: CompiledConfig) -> Con
 
 
 def _flag(setting: str, value: Any) -> str:
+    """Returns a setting and its value for an error or a log line: "--tp-degree 2 (TP_DEGREE)"."""
     return f"--{setting.replace('_', '-')} {_shown(value)} ({setting.upper()})"
 
 
 def _shown(value: Any) -> str:
+    """Returns a value as it is written after a flag: "128,256" for a list, "none" for None or an empty
+    list."""
     if isinstance(value, (list, tuple)):
         value = ",".join(map(str, value)) or None
     return "none" if value is None else str(value)
 
 
 def check_compiler(compiled_config: CompiledConfig, installed: str, name: str) -> None:
-    """Raises ConfigError, with both versions, for graphs of a newer compiler: they do not run on an older
-    runtime."""
+    """Raises ConfigError, with both versions, for graphs of a newer compiler than `installed`, the version of
+    neuronx-cc here: they do not run on an older runtime. name: the model's, for the error."""
     compiler = compiled_config.compiler_version
     if Version(compiler).release > Version(installed).release:
         raise ConfigError(
@@ -253,7 +260,8 @@ def check_compiler(compiled_config: CompiledConfig, installed: str, name: str) -
 
 @dataclass(frozen=True)
 class Record:
-    """What an entry says of itself."""
+    """What an entry of the cache says of itself: the checksums of its graphs, and what they were compiled
+    for."""
 
     files: Checksums
     built: CompiledConfig
@@ -282,12 +290,14 @@ class CachedGraphs:
 
     @property
     def folder(self) -> Path:
+        """The folder of this set, which need not exist. Its name is a hash of what the graphs depend on."""
         return self.cache / digest([self.model, _graph_settings(self.compiled_config)])
 
     @contextlib.contextmanager
     def locked(self, is_shared: bool) -> Iterator[None]:
-        """Holds the lock of the folder while the body runs, shared to load the graphs, or exclusive to make
-        them; no lock where the cache cannot be written."""
+        """A context manager that holds the lock of the folder: shared, to load the graphs, or exclusive, to
+        make them. Waits, with a line in the log, as long as another process holds the lock and one of the two
+        is exclusive. Where the cache cannot be written, the body runs without a lock."""
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):
                 lock = self.folder.with_suffix(".lock")
@@ -295,7 +305,9 @@ class CachedGraphs:
             yield
 
     def find(self) -> CompiledConfig | None:
-        """What the graphs in the cache were compiled for; None: there are none. Damaged ones are removed."""
+        """Returns what the graphs in the cache were compiled for, which may lack parts of `compiled_config`;
+        None: there are none. Reads all of their files to compare checksums. Marks them as used now. Removes
+        damaged ones, with a warning in the log."""
         folder = self.folder
         record = folder / RECORD
         if not record.is_file():
@@ -313,9 +325,12 @@ class CachedGraphs:
         return None
 
     def add(self, save: Callable[[str], None], built: CompiledConfig) -> None:
-        """Keeps what `save` writes into a folder, and makes room for it. `built`: what was compiled, as not
-        everything in `compiled_config` may compile. Raises OSError on failure; an incomplete entry is never
-        found."""
+        """Calls `save` with the path of a new folder, which becomes the folder of this set. Then removes the
+        sets that were used longest ago, if all together have more than `size_gb`.
+
+        built: what was compiled, as not everything in `compiled_config` may compile. Raises OSError if the
+        folder cannot be written, and whatever `save` raises; an incomplete entry is never found.
+        """
         with renamed_when_complete(self.folder) as new:
             save(str(new))
             record = Record(checksums(new), built)
@@ -324,7 +339,8 @@ class CachedGraphs:
 
 
 def _graph_settings(compiled_config: CompiledConfig) -> Json:
-    """Everything that the compiled graphs of a checkpoint depend on, for JSON."""
+    """Returns everything but the checkpoint that the compiled graphs depend on, for JSON: `compiled_config`,
+    NEURON_CC_FLAGS, and the versions of the packages that load graphs (None: not installed)."""
     values = dataclasses.asdict(compiled_config)
     for name in ("verify_length", "kv_cache_dtype", "reserved", "snapshots"):
         if not values[name]:
@@ -336,6 +352,8 @@ def _graph_settings(compiled_config: CompiledConfig) -> Json:
 
 
 def checksums(folder: Path) -> Checksums:
+    """Reads all files in `folder` and its subfolders. Returns their checksums by path, relative to
+    `folder`."""
     return {str(path.relative_to(folder)): _facts(path) for path in folder.rglob("*") if path.is_file()}
 
 
@@ -345,7 +363,9 @@ def _facts(path: Path) -> tuple[int, str]:
 
 
 def verify_checksums(folder: Path, files: Checksums) -> str | None:
-    """The first file that is not as `checksums` saw it, and how it differs; None: there is none."""
+    """Compares the files in `folder` with `files`, a result of `checksums`. Returns the path of the first
+    file that is missing or differs, and how, as a part of an error; None: all are the same. Further files do
+    not matter. Raises OSError for a file that cannot be read."""
     for name, (size, sha256) in files.items():
         path = folder / name
         if not path.is_file():
@@ -359,5 +379,6 @@ def verify_checksums(folder: Path, files: Checksums) -> str | None:
 
 
 def config_digest(checkpoint_config: Json) -> str:
-    """A digest of the fields of a checkpoint's config.json that its compiled graphs depend on."""
+    """Returns 32 hex digits over the fields of a checkpoint's config.json that its compiled graphs depend
+    on."""
     return digest({name: value for name, value in checkpoint_config.items() if name not in VOLATILE})

@@ -46,9 +46,9 @@ Windows = list[int | None]  # the sliding window of each layer
 
 
 def padded_heads(heads: int, kv_heads: int, tp_degree: int) -> tuple[int, int]:
-    """Query heads and cached key-value heads of all cores together, after padding and replication by
-    transformers-neuronx. Both are multiples of `tp_degree`; `kv_heads` divides `heads`. 28 heads with 4
-    key-value heads become 32 and 8 on 8 cores.
+    """Returns how many query heads and cached key-value heads all cores have together, after padding and
+    replication by transformers-neuronx. Both are multiples of `tp_degree`; `kv_heads` divides `heads`. 28
+    heads with 4 key-value heads become 32 and 8 on 8 cores.
 
     Follows utils.py:325-391 and decoder.py:100-176,1762-1768 of transformers-neuronx with
     `group_query_attention=None`, its default.
@@ -71,6 +71,8 @@ def round_up(number: int, divisor: int) -> int:
 
 @dataclass(frozen=True)
 class LayerKind:
+    """Which positions and which window the attention of a layer has, or that the layer is recurrent."""
+
     rope: int | None = 0  # which of the rotary positions; None: the layer has none
     window: int | None = None  # sliding window in tokens, itself included; None: full attention
     is_recurrent: bool = False  # a recurrence in place of the attention
@@ -94,6 +96,7 @@ class Recurrence:
 
     @property
     def values(self) -> int:
+        """How many values all value heads of a key head have."""
         return self.group * self.value_dim
 
     @property
@@ -103,6 +106,7 @@ class Recurrence:
 
     @property
     def width(self) -> int:
+        """How many columns of the input matrix a key head has."""
         return self.channels + self.values + self.columns * self.group
 
     @property
@@ -111,9 +115,9 @@ class Recurrence:
         return self.group * self.key_dim, self.value_dim
 
     def on_cores(self, tp_degree: int) -> Recurrence:
-        """The same recurrence with a number of key heads that `tp_degree` divides. If the key heads divide
-        `tp_degree`, each is cut into parts, which have a part of its value heads each; else key heads of
-        zeros are added.
+        """Returns the same recurrence with a number of key heads that `tp_degree` divides. If the key heads
+        divide `tp_degree`, each is cut into parts, which have a part of its value heads each; else key heads
+        of zeros are added.
 
         On 8 cores 4 key heads with 4 value heads each become 8 with 2 each; 6 key heads become 8, of which 2
         are zeros.
@@ -185,6 +189,7 @@ class Experts:
         return tp_degree // math.gcd(self.count, tp_degree)
 
     def fits(self, tp_degree: int) -> bool:
+        """Whether `tp_degree` cuts the columns of an expert into equal pieces."""
         return self.columns % self.pieces(tp_degree) == 0
 
 
@@ -243,8 +248,8 @@ class Family:
     query_scale = residual_scale = embedding_scale = head_scale = 1.0
 
     def __init__(self, config: Json):
-        """`config` has the names of transformers 4. Raises ConfigError for numbers that are missing or
-        contradict each other, ModelError for an unsupported value."""
+        """`config` is a config.json with the names of transformers 4. Raises ConfigError for numbers that are
+        missing or contradict each other. Unsupported values are left to `check`."""
         self.config = c = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, **self.defaults, **config}
         self.model_type = c["model_type"]
         self.layers = self._number("num_hidden_layers")
@@ -267,17 +272,20 @@ class Family:
 
     @property
     def rope(self) -> Json:
+        """The rotary positions of the first or only kind of layers, with the names of transformers 5."""
         return read_ropes(self.config)[0]
 
     def _number(self, name: str, default: int | None = None) -> int:
+        """Returns a field of config.json, or `default` if it is missing or null. Raises ConfigError unless
+        that is a whole number of 1 or more."""
         value = default if self.config.get(name) is None else self.config[name]
         if type(value) is not int or value < 1:
             raise ConfigError(f"config.json: {name} is {value!r} and should be a positive whole number")
         return value
 
     def check(self) -> None:
-        """Raises ModelError for an unsupported value of config.json, with the field and the supported
-        values."""
+        """Raises ModelError for the first value of config.json that is not among `supported_values`, with the
+        field and the supported values."""
         found = dict(self.config, rope_scaling=self.rope["rope_type"])
         for name, supported_values in self.supported_values.items():
             if found.get(name) in (None, {}, *supported_values):
@@ -299,7 +307,7 @@ class Family:
         return f"{self.model_type}, revision {self.revision}"
 
     def as_llama(self) -> Json:
-        """The config.json of a Llama of these sizes, for transformers-neuronx."""
+        """Returns the config.json of a Llama of these sizes, for transformers-neuronx."""
         c = self.config
         return {
             "model_type": "llama",
@@ -339,6 +347,7 @@ class Family:
         return tuple(LayerKind(0, window) for window in windows) if any(windows) else ()
 
     def windows(self) -> Windows:
+        """Returns the sliding window of each layer in tokens; None: the layer has full attention."""
         return [None] * self.layers
 
     @property
@@ -353,11 +362,12 @@ class Family:
         return {number for number, kind in enumerate(self.kinds) if kind.is_recurrent}
 
     def served_in(self, dtype: str) -> str:
-        """The dtype that `--dtype` means for this checkpoint: auto is its own."""
+        """Returns the dtype that `--dtype` means for this checkpoint: auto is its own."""
         return self.dtype if dtype == "auto" else dtype
 
     @property
     def parameters(self) -> int:
+        """How many parameters the model has, without its vision tower. Tied tables count once."""
         tables = 1 if self.is_tied else 2
         layers = self.matrix_parameters(tp_degree=1) + self.vectors
         return layers + self.hidden * (tables * self.vocab + 1)  # 1: the last norm
@@ -370,7 +380,8 @@ class Family:
         return self.parameters * DTYPES[self.dtype].bytes + 4 * self.hidden * self.vocab + tower
 
     def matrix_parameters(self, tp_degree: int) -> int:
-        """Parameters of all layers' attention and MLP matrices on all cores, padded for `tp_degree`."""
+        """Returns how many parameters the attention, recurrence and MLP matrices of all layers have on all
+        cores, padded for `tp_degree`."""
         heads, kv_heads = padded_heads(self.heads, self.kv_heads, tp_degree)
         gates = heads if self.has_attention_gate else 0
         columns = self.attention_layers * self.head_dim * (2 * (heads + kv_heads) + gates)
@@ -416,13 +427,16 @@ class Family:
     # Tensors. In a layer their names are without the layer's prefix.
 
     def embedding(self, get: GetTensor) -> Tensor:
+        """Returns the table of embeddings [vocab, hidden], times `embedding_scale`."""
         return times(get(EMBEDDING), self.embedding_scale)
 
     def head(self, get: GetTensor) -> Tensor:
+        """Returns the output matrix [vocab, hidden], times `head_scale`; of tied tables that is the table of
+        embeddings."""
         return times(get(EMBEDDING if self.is_tied else HEAD), self.head_scale)
 
     def norm(self, weight: Tensor) -> Tensor:
-        """What a norm multiplies by."""
+        """Returns what a norm multiplies by. weight: as the checkpoint has it."""
         return weight
 
     def layer(self, get: GetTensor, names: Sequence[str] = (*ATTENTION, *MLP)) -> Tensors:
@@ -433,7 +447,8 @@ class Family:
         return self._scaled(matrices | before)
 
     def matrix(self, get: GetTensor, name: str) -> Tensor:
-        """The matrix of a layer by Llama's name, which is given without `.weight`."""
+        """Returns a matrix of a layer by Llama's name, which is given without `.weight`: [outputs,
+        inputs]."""
         return get(f"{name}.weight")
 
     def extra_tensors(self, get: GetTensor) -> Tensors:
@@ -460,4 +475,5 @@ class Family:
 
 
 def times(tensor: Tensor, factor: float) -> Tensor:
+    """Returns the tensor times `factor`, multiplied in float32, in its own dtype."""
     return tensor if factor == 1.0 else (tensor.float() * factor).to(tensor.dtype)

@@ -87,7 +87,9 @@ MEANINGS = {
 
 
 def explain(error: BaseException) -> str:
-    """One line: the error, and what it means where that is known."""
+    """Returns one line about an error of the runtime, the compiler or transformers-neuronx: its type and
+    first line; if MEANINGS has it, after what it means. If the device could not be initialized, the line has
+    the versions of driver and runtime library."""
     text = f"{type(error).__name__}: {error}".lower()
     reason = named(error)
     if re.search(INIT_ERROR, text):
@@ -99,6 +101,8 @@ def explain(error: BaseException) -> str:
 
 
 def is_device_error(error: BaseException) -> bool:
+    """Whether an error is one of the device or its runtime, by its message: other graphs would fail as
+    well."""
     return re.search(DEVICE_ERROR, str(error).lower()) is not None
 
 
@@ -115,11 +119,13 @@ class BuildPlan:
 
     @classmethod
     def decide(cls, config: Config, folder: Path, manifest: Manifest) -> BuildPlan:
-        """The plan for the model in `folder`, whose weights may still have to be downloaded. The values of
-        compiled graphs that came with the model are kept; else the settings decide, and what fits on this
-        machine.
+        """Returns the plan for the model in `folder`, whose weights may still have to be downloaded. The
+        values of compiled graphs that came with the model are kept; else the settings decide, and what fits
+        on this machine, which is logged.
 
-        Raises ConfigError or ModelError with the reason for what cannot be served.
+        Raises ConfigError for settings that are not supported, contradict the compiled graphs or fit nowhere,
+        ModelError without transformers-neuronx, for graphs of another model class and for values of
+        config.json that are not supported.
         """
         library()
         family = families.of(manifest.config_json)
@@ -151,7 +157,9 @@ class BuildPlan:
         return cls(config, compiled_config, family, folder, found, manifest)
 
     def checkpoint(self) -> Path:
-        """The folder with the weights, downloaded if necessary. Raises ModelError where there are none."""
+        """Returns the folder with the weights, after a download if they are on the hub: that of a plain
+        checkpoint, a compiled model's subfolder, or the checkpoint that a compiled model names. Of a compiled
+        model the graphs are downloaded as well. Raises ModelError if there are no weights."""
         if self.artifact is None:
             return fetch_weights(self.config, self.folder)
         subfolders = [artifact.CHECKPOINT]
@@ -167,9 +175,9 @@ class BuildPlan:
         return fetch_checkpoint(self.config, self.artifact.checkpoint_id, self.artifact.checkpoint_revision)
 
     def fallbacks(self) -> Iterator[BuildPlan]:
-        """This plan, then those to try where transformers-neuronx or the compiler fails on a part of it.
-        First draft tokens are left out, and stay so; then prompt chunks, unless layers are recurrent; then
-        sampling on the device, unless --sampling is given; then both."""
+        """Yields this plan, then those to try where transformers-neuronx or the compiler fails on a part of
+        it. First draft tokens are left out, and stay so; then prompt chunks, unless layers are recurrent;
+        then sampling on the device, unless --sampling is given; then both."""
         yield self
         if self.compiled_config.verify_length:
             yield from self._with(verify_length=0).fallbacks()
@@ -180,17 +188,21 @@ class BuildPlan:
             yield from self._with(sampling="host").fallbacks()
 
     def _with(self, **changes: Any) -> BuildPlan:
+        """Returns a copy of this plan with these values of `compiled_config`."""
         return dataclasses.replace(self, compiled_config=dataclasses.replace(self.compiled_config, **changes))
 
     def warn_of(self, built: CompiledConfig, reason: str) -> None:
-        """Logs what `built` lacks of this plan. reason: the end of these lines."""
+        """Logs a warning for each of chunks, draft tokens and sampling on the device that this plan has and
+        `built` lacks. reason: the end of these lines."""
         for part in (CHUNKS, DRAFTS, HYBRID):
             if getattr(self.compiled_config, part.field) != getattr(built, part.field):
                 logger.warning("%s is off (%s), %s", part.name, part.setting, reason)
 
     def compiled(self) -> Path | None:
-        """The folder of the compiled graphs that came with the model; None: none came. Raises ModelError for
-        a damaged one."""
+        """Returns the folder of the compiled graphs that came with the model, after a comparison with their
+        checksums; None: none came. Downloads nothing: `checkpoint` has to come before. Raises ModelError for
+        a file that is missing or damaged. Graphs of older versions have no checksums, and are not
+        compared."""
         if self.artifact is None or self.artifact.compiled_config is None:
             return None
         folder = self.folder / artifact.COMPILED
@@ -216,8 +228,9 @@ def _configured_for(compiled_config: CompiledConfig, family: Family, config: Con
 
 
 def _sized(family: Family, config: Config) -> tuple[Config, CompiledConfig]:
-    """The settings with the sizes for this machine, and what has to be compiled for it. Raises ConfigError
-    where nothing fits, or the position buckets do not go with the other settings."""
+    """Returns the settings with the sizes for this machine, and what has to be compiled for it. Logs the
+    sizes, and a warning if host memory looks too small. Raises ConfigError where nothing fits, for settings
+    that this family or machine does not support, and for buckets that are longer than a slot."""
     machine = _machine(config)
     sizing = plan.choose_sizing(family, machine, config)
     logger.info("On %s with %d cores: %s", machine.instance or "this machine", machine.cores, sizing)
@@ -270,10 +283,11 @@ def _verify_length(config: Config, length: int) -> int:
 
 
 def _machine(config: Config) -> Machine:
-    """This machine. Without a device, where only `compile` works, the result has the cores that NEURON_RT_*
-    variables name (`usable_cores`), else those of --tp-degree, else one.
+    """Returns this machine. Without a device, where only `compile` works, the result has the cores that
+    NEURON_RT_* variables name (`usable_cores`), else those of --tp-degree, else one.
 
-    Raises ConfigError for a --tp-degree of more cores than this process may use, and as `usable_cores` does.
+    Raises ConfigError for a --tp-degree of more cores than this process may use, and for values of
+    NEURON_RT_* that the runtime rejects.
     """
     machine = detect() or Machine(usable_cores(None, os.environ) or config.tp_degree or 1)
     if config.tp_degree and config.tp_degree > machine.cores:
@@ -285,7 +299,7 @@ def _machine(config: Config) -> Machine:
 
 
 def library():
-    """The package transformers_neuronx. Raises ModelError where it is not installed."""
+    """Imports and returns the package transformers_neuronx. Raises ModelError where it is not installed."""
     try:
         import transformers_neuronx
     except ImportError as error:
@@ -294,13 +308,15 @@ def library():
 
 
 def compiler_version() -> str:
+    """Returns the version of neuronx-cc. Raises ImportError where it is not installed."""
     import neuronxcc
 
     return str(neuronxcc.__version__)
 
 
 def log_versions() -> dict[str, str | None]:
-    """What graphs are compiled and run with; None: unknown."""
+    """Logs and returns the versions that graphs are compiled and run with, by name: driver, runtime,
+    compiler, transformers_neuronx; None: unknown. Raises ModelError without transformers-neuronx."""
     versions = {
         **Versions.read()._asdict(),
         "compiler": compiler_version(),
@@ -315,10 +331,14 @@ def log_versions() -> dict[str, str | None]:
 
 
 def load_model(build: BuildPlan, work_dir: Path, announce: Announce) -> tuple[Any, BuildPlan]:
-    """The model on the device, and what was built, which may be one of `BuildPlan.fallbacks`.
+    """Returns the model on the device, and what was built, which may be one of `BuildPlan.fallbacks`. Its
+    graphs came with the model, are in the cache, or are compiled now and added to the cache. Waits while
+    another server compiles the same graphs, and up to CORES_WAIT_S for cores that another process holds.
 
-    `work_dir` is a folder of this run, for the checkpoint as transformers-neuronx reads it. Calls `announce`
-    with "compiling" before anything is compiled. Raises ModelError with the reason for what cannot be served.
+    work_dir: a folder of this run, for the checkpoint as transformers-neuronx reads it. Calls `announce` with
+    "compiling" before anything is compiled. Limits the runtime to the cores of the plan by
+    NEURON_RT_NUM_CORES, unless that or NEURON_RT_VISIBLE_CORES is set. Raises ModelError or ConfigError for
+    what cannot be served.
     """
     if not os.environ.get("NEURON_RT_VISIBLE_CORES"):  # without either variable the runtime takes all cores
         os.environ.setdefault("NEURON_RT_NUM_CORES", str(build.compiled_config.tp_degree))
@@ -364,7 +384,8 @@ def make(build: BuildPlan, work_dir: Path) -> Any:
 
 
 def _view_of(checkpoint: Path, config_json: Json, view: Path) -> Path:
-    """The folder `view`, made anew: it has links to the checkpoint's files, and another config.json."""
+    """Makes the folder `view` anew, and returns it. It has symbolic links to all in the folder `checkpoint`
+    but its config.json, and `config_json` in the place of that. Raises OSError."""
     shutil.rmtree(view, ignore_errors=True)
     view.mkdir(parents=True)
     for path in checkpoint.resolve().iterdir():
@@ -407,8 +428,8 @@ def _neuron_config(build: BuildPlan) -> Any:
 
 
 def generation_config(slots: Sequence[tuple[int, float, float]], vocab_size: int) -> Any:
-    """The device's sampling parameters: top_k, top_p and temperature of each slot. A new object each time,
-    because transformers-neuronx changes it."""
+    """Returns the device's sampling parameters. slots: top_k, top_p and temperature of each slot. The object
+    is new each time, because transformers-neuronx changes it."""
     top_k, top_p, temperature = map(list, zip(*slots))
     return library().GenerationConfig(
         do_sample=True,
@@ -422,9 +443,10 @@ def generation_config(slots: Sequence[tuple[int, float, float]], vocab_size: int
 
 
 def _enable_several(model: Any, compiled_config: CompiledConfig) -> None:
-    """Adds the graphs for several tokens, in the position buckets that are longer: one graph extends a slot
-    by a prompt chunk, the other verifies the draft tokens of every slot. transformers-neuronx bisects the
-    graphs by their numbers of tokens."""
+    """Adds to `model`, before it is compiled or loaded, the graphs for several tokens, in the position
+    buckets that are longer: one graph extends a slot by a prompt chunk, the other verifies the draft tokens
+    of every slot. A graph that `compiled_config` has no tokens for is left out. transformers-neuronx bisects
+    the graphs by their numbers of tokens."""
     wanted = {(compiled_config.prefill_chunk, 1), (compiled_config.verify_row, compiled_config.batch_size)}
     for tokens, slots in sorted(wanted):
         if tokens:
@@ -443,9 +465,14 @@ def _enable_several(model: Any, compiled_config: CompiledConfig) -> None:
 def make_compiled(
     build: BuildPlan, work_dir: Path, compile_: Callable[[Any], None], failure: str
 ) -> tuple[Any, BuildPlan]:
-    """The model, compiled by `compile_`, and what was built: the first of `BuildPlan.fallbacks` to succeed.
-    Raises ModelError: `failure`, with the reason of the last that was tried. An error of the device, or of a
-    KV cache in FP8, ends the tries."""
+    """Returns the model, compiled by `compile_`, and what was built: the first of `BuildPlan.fallbacks` that
+    compiles. What it lacks of `build` is logged, with the first error. Takes minutes for each try; each makes
+    the model anew.
+
+    compile_: compiles the model that it gets, and may put it onto the device. Raises ModelError: `failure`,
+    with the reason of the last plan that was tried. An error of the device, of a KV cache in FP8, or before
+    the compiler runs ends the tries. Raises ConfigError as `make` does, for weight files that are too small.
+    """
     first_error: ModelError | None = None
     *_, last = ways = list(build.fallbacks())
     for way in ways:
@@ -468,7 +495,9 @@ def make_compiled(
 
 @contextlib.contextmanager
 def _compiling(build: BuildPlan, failure: str) -> Iterator[None]:
-    """Logs what is compiled and how long it takes; reports errors as `failure`."""
+    """A context manager for a body that compiles. Logs what is compiled, every few seconds that it still is,
+    and how long it took. While the body runs, NEURON_CC_FLAGS has the option that a KV cache in FP8 needs.
+    Raises ModelError, `failure` and the reason, for any error of the body."""
     compiled_config = build.compiled_config
     started_at = time.monotonic()
     logger.info(
@@ -491,8 +520,9 @@ def _compiling(build: BuildPlan, failure: str) -> Iterator[None]:
 
 
 def flags_for_fp8(flags: str) -> str:
-    """The value `flags` of NEURON_CC_FLAGS with the option that lets the compiler take e4m3fn for the
-    device's e4m3: values up to 240 are the same in both."""
+    """Returns the value `flags` of NEURON_CC_FLAGS with the option that lets the compiler take e4m3fn for the
+    device's e4m3: values up to 240 are the same in both. All options for the tensorizer are joined in one
+    flag, at the end. Raises ValueError for a quote that is not closed."""
     words = shlex.split(re.sub(f"{TENSORIZER_OPTIONS}\\s+", f"{TENSORIZER_OPTIONS}=", flags))
     given = [word for word in words if word.startswith(f"{TENSORIZER_OPTIONS}=")]
     options = [option for word in given for option in word.partition("=")[2].split()]
@@ -505,8 +535,13 @@ def flags_for_fp8(flags: str) -> str:
 def _load_cached(
     cached: CachedGraphs, build: BuildPlan, work_dir: Path, announce: Announce
 ) -> tuple[Any, BuildPlan]:
-    """As `make_compiled`, on the device, with graphs of the cache, if it has them; newly compiled ones are
-    added to the cache."""
+    """Loads the model with graphs of the cache, or compiles it and adds the graphs to the cache. Returns the
+    model on the device, and what was built. Waits without a limit while another server compiles the same
+    graphs; then uses these. Calls `announce` with "compiling" only before it compiles.
+
+    Graphs in the cache that are damaged or no longer fit are removed. If new graphs cannot be kept, a warning
+    says why. Raises ModelError, or ConfigError for weight files that are too small.
+    """
     with cached.locked(is_shared=True):  # several servers may load the same graphs
         if kept := _kept(cached, build, work_dir):
             return kept
@@ -530,9 +565,12 @@ def _load_cached(
 
 
 def _kept(cached: CachedGraphs, build: BuildPlan, work_dir: Path) -> tuple[Any, BuildPlan] | None:
-    """The model with the graphs of the cache, and what was built; None: the cache does not have them. Graphs
-    are removed where another version of this server or of transformers-neuronx named them differently. Raises
-    ModelError."""
+    """Returns the model on the device with the graphs of the cache, and what was built; None: the cache does
+    not have them. Logs which parts were left out when they were compiled.
+
+    Graphs are removed, and the result is None, if another version of this server or of transformers-neuronx
+    named them differently. Raises ModelError for any other error of the device, or of the weights.
+    """
     built = cached.find()
     if not built:
         return None
@@ -550,7 +588,9 @@ def _kept(cached: CachedGraphs, build: BuildPlan, work_dir: Path) -> tuple[Any, 
 
 
 def _loaded(build: BuildPlan, work_dir: Path, compiled: Path) -> Any:
-    """The model with the compiled graphs of the folder `compiled`, on the device. Raises ModelError."""
+    """Returns the model on the device with the compiled graphs of the folder `compiled`. Waits up to
+    CORES_WAIT_S for held cores. Raises ModelError for graphs that are missing or that the device rejects, and
+    the errors of `make` for the weights."""
     logger.info("Loading the compiled graphs of %s", compiled)
     model = make(build, work_dir)
     with progress_logged("loading compiled graphs"), reported_as(f"{compiled} {NOT_ON_DEVICE}", explain):
@@ -561,8 +601,9 @@ def _loaded(build: BuildPlan, work_dir: Path, compiled: Path) -> Any:
 
 
 def _to_device(model: Any) -> None:
-    """Compiles or loads the graphs; waits up to CORES_WAIT_S for cores that another process holds. Raises
-    ModelError if these are still held."""
+    """Puts the model onto the device; compiles the graphs that have not been loaded. While another process
+    holds cores, tries again every CORES_RETRY_S with a warning in the log, for CORES_WAIT_S; then raises
+    ModelError. Any other error of transformers-neuronx is raised as it is."""
     deadline = time.monotonic() + CORES_WAIT_S
     while True:
         try:

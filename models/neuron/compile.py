@@ -36,7 +36,14 @@ logger = logging.getLogger("compile")
 
 def compile_model(config: Config, output: Path) -> None:
     """Compiles a model into the folder `output`, which is new or empty, with all that `serve` needs to load
-    it. Raises ConfigError or ModelError."""
+    it. Takes minutes, and downloads a model on the hub first. The folder appears when it is complete. It
+    names a model on the hub by its id and commit; weights that are local, or were converted, are in it, as
+    hard links where possible.
+
+    Raises ConfigError for an `output` that is not empty, is a link or a mount point, or cannot be written;
+    for a model that is compiled already; for a machine without a device if --tp-degree is not given. Raises
+    ConfigError or ModelError for a model that cannot be compiled.
+    """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output {output} exists and is not empty; name another folder, or remove it")
     if output.is_symlink() or output.is_mount():  # cannot be replaced by the finished folder
@@ -66,8 +73,10 @@ def compile_model(config: Config, output: Path) -> None:
 
 
 def _write_model(build: BuildPlan, manifest: Manifest, target: Path, commit: str | None) -> None:
-    """Writes everything but the graphs into `target`: tokenizer files, what was compiled, and the weights,
-    or, if `commit` is given, the hub id and commit to download them by."""
+    """Writes everything but the graphs into the folder `target`: tokenizer files, a config.json with the
+    section about the graphs that are there already, and the weights. If `commit` is given, no weights are
+    written, but the hub id and commit to download them by. Raises OSError if that fails, ModelError without
+    weights."""
     checkpoint = build.checkpoint()
     copy_metadata(checkpoint, target)
     if commit is None:
@@ -87,8 +96,8 @@ def _write_model(build: BuildPlan, manifest: Manifest, target: Path, commit: str
 
 
 def _link(source: Path, target: Path) -> None:
-    """Links the file, so that weights take no space twice. Copies it to another file system, where no hard
-    link is possible."""
+    """Makes `target` a hard link to the file `source`, so that weights take no space twice, or a copy where
+    no hard link is possible, as on another file system. Raises OSError."""
     source = source.resolve()
     try:
         os.link(source, target)

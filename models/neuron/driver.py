@@ -40,6 +40,8 @@ class Versions(NamedTuple):
 
     @classmethod
     def read(cls) -> Versions:
+        """Reads the driver's version from the kernel, and the library's from the list of installed packages.
+        Raises nothing."""
         package = RUNTIME_VERSION.search(read_text(PACKAGES))
         return cls(read_text(DRIVER) or None, package[1] if package else None)
 
@@ -66,11 +68,15 @@ class Versions(NamedTuple):
 
 
 def _release(version: str | None) -> tuple[int, int] | None:
+    """Returns the first two numbers of a version: (2, 28) of "2.28.1". None: the version is unknown, or
+    begins otherwise."""
     found = re.match(r"(\d+)\.(\d+)", version or "")
     return (int(found[1]), int(found[2])) if found else None
 
 
 def main() -> int:
+    """Prints both versions as JSON, and on stderr why they do not fit. Returns the exit code: 2 if they are
+    known not to fit, else 0."""
     versions = Versions.read()
     print(json.dumps(versions._asdict()))
     try:

@@ -55,10 +55,14 @@ TWO_ROPES = {"rope_scaling": ("default", *rope.SCALED)}
 
 
 class Llama(Family):
+    """Models of Llama's architecture, such as Code Llama."""
+
     is_llama = True
 
 
 class Mistral(Family):
+    """Mistral 7B and others: all layers have the `sliding_window` of config.json; null: none has one."""
+
     is_llama = True
     defaults: ClassVar = {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072}
     supported_values: ClassVar = Family.supported_values | {"attention_bias": (False,)}
@@ -79,6 +83,8 @@ class Qwen2(Family):
     biases = (Q, K, V)
 
     def windows(self) -> Windows:
+        """As config.json names the types of layers; else the layers from `max_window_layers` on have the
+        sliding window. None has it unless `use_sliding_window` is true."""
         c = self.config
         window = c["sliding_window"] if c.get("use_sliding_window") else None
         if types := c.get("layer_types"):
@@ -87,13 +93,15 @@ class Qwen2(Family):
 
 
 def _windows(layer_types: list[str], window: int | None) -> Windows:
+    """Returns the sliding window of each layer: `window` for the type "sliding_attention", None for
+    others."""
     return [window if each == "sliding_attention" else None for each in layer_types]
 
 
 def _patterned(family: Family) -> Windows:
-    """The sliding window of each layer. If config.json does not name the types of layers, the last of every
-    `pattern` layers has full attention; `sliding_window_pattern` of config.json counts before that of the
-    family."""
+    """Returns the sliding window of each layer. If config.json does not name the types of layers, the last of
+    every n layers has full attention, where n is `sliding_window_pattern` of config.json or else `pattern` of
+    the family: with n = 3, layers 0 and 1 have the window, layer 2 does not."""
     pattern = family.config.get("sliding_window_pattern") or family.pattern
     every = range(1, family.layers + 1)
     types = ["sliding_attention" if n % pattern else "full_attention" for n in every]
@@ -101,6 +109,8 @@ def _patterned(family: Family) -> Windows:
 
 
 class Qwen3(Qwen2):
+    """Qwen3: a Qwen2 with norms of queries and keys, without biases unless config.json has them."""
+
     defaults: ClassVar = Qwen2.defaults | {"head_dim": 128}
     biases = Family.biases
     head_norms = "each"
@@ -158,6 +168,9 @@ class SmolLM3(Family):
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
+        """Layers that `no_rope_layers` of config.json marks with 0, else every `no_rope_layer_interval`-th
+        one, have no positions. If `use_sliding_window` is true, the same layers have the sliding window,
+        unless config.json names the types of layers."""
         c = self.config
         every = range(1, self.layers + 1)
         turned = c.get("no_rope_layers") or [n % c["no_rope_layer_interval"] for n in every]
@@ -204,18 +217,19 @@ class Recurrent(Family):
         return tuple(attention if each in ("attention", "full_attention") else recurrent for each in types)
 
     def default_types(self) -> list[str]:
-        """The types of layers where config.json does not name them."""
+        """Returns the types of layers where config.json does not name them."""
         return ["mamba"] * self.layers
 
     def channels(self, tensor: Tensor) -> tuple[list[Tensor], Tensor]:
-        """The channels of a convolution, for `arrange`: the list of queries and keys, and the values."""
+        """Returns the channels of a convolution, for `arrange`: the list of queries and keys, and the
+        values."""
         size = self.recurrence.key_heads * self.recurrence.key_dim
         *shared, values = tensor.split([size, size, len(tensor) - 2 * size])
         return shared, values
 
     def recurrent_layer(self, get: GetTensor, arrange: Arrange) -> Tensors:
-        """Matrices and norms of a recurrent layer under Llama's names. The queries' matrix has all
-        projections; those of keys and values only fill their places."""
+        """Returns the matrices and norms of a recurrent layer under Llama's names. The queries' matrix has
+        all projections; those of keys and values only fill their places."""
         projections = arrange(*self.projections(get))
         output = arrange([], get(f"{self.module}.out_proj.weight").T).T
         return self.layer(get, MLP) | {
@@ -224,8 +238,8 @@ class Recurrent(Family):
         }
 
     def recurrent_tensors(self, get: GetTensor, arrange: Arrange) -> Tensors:
-        """The tensors that `Recurrence.tensors` names: conv [kernel, channels], decay_rate and dt_bias [value
-        heads], and others."""
+        """Returns the tensors that `Recurrence.tensors` names: conv [kernel, channels], decay_rate and
+        dt_bias [value heads], and others."""
         name = self.module
         return {
             "conv": arrange(*self.channels(get(f"{name}.conv1d.weight")[:, 0])).T,
@@ -272,7 +286,7 @@ class Qwen35(Recurrent):
         return super().extra_tensors(get) | {"attention_gate": self._queries(get, 1)}
 
     def _queries(self, get: GetTensor, part: int) -> Tensor:
-        """The matrix of queries (part 0), or of their gates (part 1), which take turns by head in the
+        """Returns the matrix of queries (part 0), or of their gates (part 1), which take turns by head in the
         checkpoint."""
         by_head = get(f"{Q}.weight").unflatten(0, (self.heads, 2, self.head_dim))
         return by_head[:, part].flatten(0, 1)
@@ -313,6 +327,9 @@ class Lfm2(Recurrent):
     module = "conv"
 
     def __init__(self, config: Json):
+        """Reads two fields by their older names, too, which decide where a file has both: `block_ff_dim` and
+        `tie_embedding`. With `block_auto_adjust_ff_dim` the MLP has two thirds of the given width, times
+        `block_ffn_dim_multiplier`, rounded up to `block_multiple_of`. Raises ConfigError as `Family` does."""
         c = self.defaults | config
         # Two fields have older names, which decide where a file has both.
         super().__init__(
@@ -373,6 +390,8 @@ class TwoRopes(Family):
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
+        """The positions of layers with full attention, scaled as config.json says, and those of layers with a
+        sliding window."""
         c = self.config
         size = self.head_dim
         everywhere = rope.scaled(self.rope, size) or rope.plain(self.rope["rope_theta"], size)
@@ -425,6 +444,9 @@ class Mixture(Family):
     has_biases = False
 
     def __init__(self, config: Json):
+        """Sets `experts`, and `intermediate` to the columns of all experts together; an MLP that all tokens
+        share is as many further experts as have its columns. Raises ConfigError for numbers that are missing
+        or contradict each other. A shared MLP that is no multiple of an expert is left to `check`."""
         super().__init__(config)
         count, columns, per_token = map(self._number, (*self.sizes, "num_experts_per_tok"))
         if per_token > count:
@@ -441,7 +463,7 @@ class Mixture(Family):
         self.intermediate = self.experts.count * columns
 
     def matrix(self, get: GetTensor, name: str) -> Tensor:
-        """The matrix of a layer; of an MLP those of all experts side by side."""
+        """Returns a matrix of a layer; of an MLP those of all experts side by side."""
         if name not in MLP:
             return super().matrix(get, name)
         import torch  # what calls this has it
@@ -449,14 +471,14 @@ class Mixture(Family):
         return torch.cat(self.matrices(get, name), dim=1 if name == DOWN else 0)
 
     def matrices(self, get: GetTensor, name: str) -> list[Tensor]:
-        """The matrix of each expert, the routed ones first."""
+        """Returns the matrix `name` of each expert, the routed ones first, then the shared ones together."""
         numbers = range(self.experts.routed)
         return [get(name.replace("mlp", f"mlp.experts.{number}") + ".weight") for number in numbers]
 
     def mlp_tensors(self, get: GetTensor) -> Tensors:
-        """The tensors of the experts of a layer beside their matrices: router [hidden, experts], of the
-        routed experts, and of the shared ones if these have a gate; with biases also router_bias [experts],
-        gate_bias and up_bias [experts * columns], down_bias [experts, hidden]."""
+        """Returns the tensors of the experts of a layer beside their matrices: router [hidden, experts], of
+        the routed experts, and of the shared ones if these have a gate; with biases also router_bias
+        [experts], gate_bias and up_bias [experts * columns], down_bias [experts, hidden]."""
         return {"router": get("mlp.gate.weight").T}
 
 
@@ -559,6 +581,9 @@ class GraniteHybrid(Mixture, Recurrent, Granite):
     module = "mamba"
 
     def __init__(self, config: Json):
+        """A model has no experts if `num_local_experts` is 0; its attentions have positions if
+        `position_embedding_type` is "rope". Raises ConfigError for numbers that are missing or contradict
+        each other."""
         has_experts = config.get("num_local_experts") != 0
         (Mixture if has_experts else Granite).__init__(self, config)
         if not has_experts:
@@ -583,7 +608,8 @@ class GraniteHybrid(Mixture, Recurrent, Granite):
         return *self.channels(channels), gate, steps
 
     def channels(self, tensor: Tensor) -> tuple[list[Tensor], Tensor]:
-        """As `Recurrent.channels`; in the checkpoint the order is values, keys, queries."""
+        """Returns the channels of a convolution, for `arrange`: the list of queries and keys, and the values.
+        In the checkpoint the order is values, keys, queries."""
         size = self.recurrence.key_heads * self.recurrence.key_dim
         values, keys, queries = tensor.split([len(tensor) - 2 * size, size, size])
         return [queries, keys], values
@@ -612,6 +638,8 @@ class Olmoe(Mixture):
 
 
 class Mixtral(Mixture, Mistral):
+    """Mixtral: a Mistral whose MLPs are experts."""
+
     defaults: ClassVar = {
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
@@ -651,7 +679,8 @@ class GptOss(Mixture):
     windows = _patterned
 
     def matrix(self, get: GetTensor, name: str) -> Tensor:
-        """Gate and up take turns in [experts, hidden, 2 * columns]; down is [experts, columns, hidden]."""
+        """Returns a matrix of a layer; of an MLP those of all experts side by side. In the checkpoint gate
+        and up take turns in [experts, hidden, 2 * columns]; down is [experts, columns, hidden]."""
         if name not in MLP:
             return get(f"{name}.weight")
         if name == DOWN:
@@ -724,9 +753,9 @@ FAMILIES: dict[str, type[Family]] = {
 
 
 def text_config(config_json: Json) -> Json:
-    """The config.json of a model's text part, if a vision-language model is served on Neuron: its
+    """Returns the config.json of a model's text part, if a vision-language model is served on Neuron: its
     `text_config`, as if that were a file of its own, with the dtype of the whole if that names one. Any other
-    config.json is returned as it is."""
+    config.json is returned as it is, the same object."""
     is_served = text_part(config_json).get("model_type") in TEXT_ALONE
     if not (is_served or vision_family(config_json).on_neuron):
         return config_json
@@ -735,8 +764,9 @@ def text_config(config_json: Json) -> Json:
 
 
 def _tower(config_json: Json, width: int) -> Tower | None:
-    """The vision tower of a config.json; None for a model whose images are not read on Neuron, or whose
-    vision part lacks one of VISION_FIELDS. width: of the embeddings that it makes."""
+    """Returns the vision tower of a config.json; None for a model whose images are not read on Neuron, or
+    whose vision part lacks one of VISION_FIELDS. width: of the embeddings that it makes. Its sizes are
+    estimates."""
     vision = vision_part(config_json)
     if not vision_family(config_json).on_neuron or not vision.keys() >= {*VISION_FIELDS}:
         return None

@@ -63,7 +63,8 @@ PLACES = {
 
 @contextlib.contextmanager
 def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Gives a module or an object these attributes, and its own ones back at the end."""
+    """A context manager that gives a module or an object these attributes, and its own ones back at the end.
+    All threads see them."""
     own = {name: getattr(owner, name) for name in attributes}
     vars(owner).update(attributes)
     try:
@@ -101,15 +102,21 @@ class FamilyForSampling(llama.LlamaForSampling):
             each.program.returns_ids = ids
 
     def to_neuron(self) -> None:
+        """Puts the model onto the device; compiles the graphs that have not been loaded. A run returns either
+        ids or logits from then on, also where graphs give both."""
         super().to_neuron()
         # From here on, a run returns one output.
         self.neuron_config.log_softmax_scores = False
 
     def _forward(self, *arguments: Any) -> torch.Tensor:
+        """Returns what transformers-neuronx does: logits, or ids if the device samples. Where graphs give
+        both, logits are [slots, vocabulary], after the last token."""
         output = super()._forward(*arguments)
         return self._logits(output)[:, -1] if self._gives_logits else output
 
     def speculative_forward(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        """Returns logits [tokens, vocabulary, slots] after each token, or what transformers-neuronx returns
+        if the device samples."""
         output = super().speculative_forward(*arguments, **options)
         # As transformers-neuronx returns them: [tokens, vocabulary, slots].
         return self._logits(output).permute(1, 2, 0) if self._gives_logits else output
@@ -126,7 +133,7 @@ class FamilyForSampling(llama.LlamaForSampling):
         return self._is_hybrid and not self.decoder_lm_head.program.returns_ids
 
     def _logits(self, output: torch.Tensor) -> torch.Tensor:
-        """[padded vocabulary, tokens, slots] → [slots, tokens, vocabulary]."""
+        """Returns logits of [padded vocabulary, tokens, slots] as [slots, tokens, vocabulary]."""
         return self._cast_logits(output)[: self.config.vocab_size].permute(2, 1, 0)
 
     def load_state_dict_dir(self, folder: str) -> None:
@@ -273,11 +280,15 @@ def _is_state(cache: Any) -> bool:
 
 
 class ParameterBuilder(decoder.DecoderParameterBuilder):
+    """As its base class, but a recurrent state, which has no positions, is not cut."""
+
     def from_tensor(self, tensor: Any, dim_size: Any = None) -> Any:
         return super().from_tensor(tensor, None if dim_size and _is_state(tensor) else dim_size)
 
 
 class Manipulator(parallel.ParallelTensorManipulator):
+    """As its base class, but a recurrent state, which has no positions, is not cut."""
+
     def slice_on_nc(self, tensor: Any, *place: int, **options: int) -> Any:
         return tensor if _is_state(tensor) else super().slice_on_nc(tensor, *place, **options)
 
@@ -289,10 +300,12 @@ class HybridDecoder(decoder.DecoderLmHeadForSamplingNoEmbedding):
     post_layer_builder = None  # transformers-neuronx passes it on
 
     def _hlo_generation(self, logits: Any, *arguments: Any, **options: Any) -> Any:
+        """Returns the ids, as transformers-neuronx's, and keeps them for `_hlo_post_layer`."""
         self._ids = super()._hlo_generation(logits, *arguments, **options)
         return self._ids
 
     def _hlo_post_layer(self, logits: Any) -> tuple[Any, Any]:
+        """Returns the outputs of the graph: the ids and the logits."""
         return self._ids, logits
 
 
@@ -302,6 +315,7 @@ class HybridProgram(decoder.DecoderProgramFullyUnrolled):
     returns_ids = False
 
     def enable_executor(self) -> None:
+        """Makes two executors for each graph: the first returns the logits, the second the ids."""
         for place, batch_size in enumerate(self.batch_sizes):
             ids, logits = self.logits_buffer[place]
             for length in self.n_positions_list:
@@ -312,10 +326,14 @@ class HybridProgram(decoder.DecoderProgramFullyUnrolled):
                 ]
 
     def execute(self, bucket_id: int, batch_size: int, *inputs: Any, return_ranks: int = -1) -> Any:
+        """Runs the graph of a position bucket. Returns the ids of one core or the logits of all cores, as
+        `returns_ids` says; return_ranks has no effect."""
         executor = self.executors[self.n_positions_list[bucket_id], batch_size][self.returns_ids]
         return executor(inputs, 1 if self.returns_ids else -1)
 
     def maybe_logits_device_to_host(self, batch_size: int, return_ranks: int) -> torch.Tensor:
+        """Copies the outputs of the last run to the host. Returns the ids of the first core, or logits with
+        the padded vocabulary of all cores in the first dimension. return_ranks has no effect."""
         ids, logits = self.logits_buffer[self.batch_sizes.index(batch_size)]
         if not self.returns_ids:
             return self.manipulator.unshard_along(logits, dim=0)
@@ -324,6 +342,7 @@ class HybridProgram(decoder.DecoderProgramFullyUnrolled):
 
 
 def _config(family: Family, *arguments: Any, **options: Any) -> Any:
+    """Returns the config of transformers-neuronx for Llama, with the family's head_dim."""
     config = LlamaConfig(*arguments, **options)
     config.attention_head_size = family.head_dim
     return config
@@ -342,7 +361,8 @@ def _fill_later(module: torch.nn.Module, read: Callable[[], Tensors]) -> None:
 
 
 def _interleave_qkv(q: Any, k: Any, v: Any, tp_degree: int, dim: int) -> torch.Tensor:
-    """As transformers-neuronx's, which fails for biases, [n], where queries and keys differ in number."""
+    """Joins queries, keys and values along their last dimension, whatever `dim` is. The function of
+    transformers-neuronx fails for biases, [n], where queries and keys differ in number."""
     matrices = torch.atleast_2d(q, k, v)
     return interleave_qkv(*matrices, tp_degree, dim=1).squeeze(0)
 
@@ -370,12 +390,14 @@ class CheckpointTensors:
         return self._tensors[common_name(name)]
 
     def in_layer(self, number: int) -> GetTensor:
+        """Returns a function that returns a tensor of a layer by its name in the layer, and raises ModelError
+        for one that is missing."""
         return lambda name: self(f"model.layers.{number}.{name}")
 
 
 def _map_tensors(folder: Path) -> Tensors:
-    """The tensors of a checkpoint by their names, in files that are mapped and not read. Pickled files count
-    where there are no safetensors; no code in them runs."""
+    """Returns the tensors of a checkpoint by their names, in files that are mapped and not read; {}: there
+    are no weights. Pickled files count where there are no safetensors; no code in them runs."""
     tensors: Tensors = {}
     for path in folder.glob("model*.safetensors"):
         tensors |= load_file(path)
@@ -404,8 +426,8 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         self._kinds = self.family.kinds or (LayerKind(),) * family.layers
 
     def inputs(self, *arguments: Any, **options: Any) -> tuple[Any, tuple[int | None, ...]]:
-        """As transformers-neuronx's, with `last_token_id` left whole: it has one number for each slot, and
-        would be cut as tokens are."""
+        """Returns the inputs of a graph as transformers-neuronx does, with `last_token_id` left whole: it has
+        one number for each slot, and would be cut as tokens are."""
         tensors, sequence_dimensions = super().inputs(*arguments, **options)
         return tensors, (*sequence_dimensions[:3], None, *sequence_dimensions[4:])
 
@@ -441,7 +463,7 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         )
 
     def _shown(self, window: int | None) -> int | None:
-        """The sliding window; None for one that hides none of the positions of this graph."""
+        """Returns the sliding window; None for one that hides none of the positions of this graph."""
         return window if window and window < self.n_positions else None
 
     def layer(self, hidden: Any, *arguments: Any, **options: Any) -> tuple[Any, Any, Any]:
@@ -539,8 +561,8 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         return hlo.concatenate([placed, shared], 1)
 
     def _norm(self, tensor: Any, weight: Any) -> Any:
-        """`tensor` after an RMS norm. weight: None where the family has no norm at this place, and `tensor`
-        stays."""
+        """Returns `tensor` after an RMS norm. weight: None where the family has no norm at this place, and
+        `tensor` stays."""
         if weight is None:
             return tensor
         return hlo.rms_norm(
@@ -580,6 +602,9 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
             yield
 
     def attention(self, *arguments: Any, **options: Any) -> tuple[Any, Any, Any]:
+        """Returns the output of transformers-neuronx's attention, and keys and values with those of the
+        running tokens. A KV cache in FP8 is read and written by an Fp8Cache, which is used for this call
+        alone."""
         if not self.neuron_config.kv_cache_quant:
             return super().attention(*arguments, **options)
         others = arguments[: -len(OF_ATTENTION)]
@@ -618,6 +643,7 @@ class Fp8Cache:
     cached_sin_cos: tuple[Any, Any] | None = None  # of all positions in the cache
 
     def __init__(self, neuron_config: Any):
+        """Wraps the functions of transformers-neuronx as they are now."""
         self._config = neuron_config
         self._project = attention.query_key_value
         self._rotate = rotary.rotate_half
@@ -627,6 +653,8 @@ class Fp8Cache:
 
     @contextlib.contextmanager
     def replaced(self) -> Iterator[None]:
+        """A context manager: while the body runs, transformers-neuronx's attention reads and writes the cache
+        by this object. To be used once, for one layer."""
         with (
             _replaced(
                 attention, query_key_value=self._query_key_value, quantize_kv_cache_direct_cast=self._write
@@ -641,10 +669,13 @@ class Fp8Cache:
             yield
 
     def _query_key_value(self, *arguments: Any, **options: Any) -> tuple[Any, Any, Any]:
+        """Returns queries, keys and values; the values are rounded as those in the cache."""
         query, key, value = self._project(*arguments, **options)
         return query, key, self._rounded(value)
 
     def _rotate_half(self, query: Any, key: Any, sin_cos: Any, *arguments: Any, **options: Any) -> Any:
+        """Returns queries and keys after their rotation; keys are rounded as those in the cache. If biases of
+        keys are not stored, these are added afterwards, and the keys without them are kept for `_write`."""
         query, key = self._rotate(query, key, sin_cos, *arguments, **options)
         bare = self._rounded(key)
         if self.key_bias is None:
@@ -655,18 +686,25 @@ class Fp8Cache:
         return query, self._key
 
     def _rotated_bias(self, sizes: tuple[int, ...], dtype: Any, sin_cos: Any) -> Any:
+        """Returns the bias of the keys at the positions of `sin_cos`, broadcast to `sizes`. `_rotate_half`
+        comes before."""
         arguments, options = self._rotation_options
         bias = hlo.broadcast(hlo.cast(self.key_bias, dtype), sizes, [2, 3])
         return self._rotate(bias, bias, sin_cos, *arguments, **options)[1]
 
     def _rounded(self, tensor: Any) -> Any:
+        """Returns a tensor in the dtype of the layers, rounded to the values of FP8."""
         return from_fp8(self._write(tensor, self._config), self._config)
 
     def _write(self, tensor: Any, config: Any) -> Any:
+        """Returns a tensor in FP8, limited to FP8_MAX; in the place of the running keys, those without their
+        bias."""
         stored = self._bare if tensor is self._key else tensor
         return to_fp8(hlo.clamp(stored, -FP8_MAX, FP8_MAX), config)
 
     def _read(self, cached: Any, config: Any) -> Any:
+        """Returns cached keys or values in the dtype of the layers, keys with the bias that is not stored.
+        The first call is for keys, the next for values, and so on."""
         tensor = from_fp8(cached, config)
         if not next(self._reads_keys) or self.key_bias is None:
             return tensor
@@ -685,12 +723,13 @@ def _split_key_bias(bias: Any, kv_heads: int, head_dim: int) -> tuple[Any, Any]:
 
 
 def _matrix_product(left: Any, right: Any) -> Any:
-    """[rows, n], [n, columns] → [rows, columns]."""
+    """Returns the product of [rows, n] and [n, columns]: [rows, columns]."""
     dimensions = {"lhs_contracting_dimensions": [1], "rhs_contracting_dimensions": [0]}
     return hlo.dot_general(left, right, dimension_numbers=dimensions)
 
 
 def _capped(tensor: Any, cap: float | None) -> Any:
+    """Returns cap * tanh(tensor / cap), or `tensor` itself without a cap."""
     if not cap:
         return tensor
     tensor = hlo.divide(tensor, float(cap))
@@ -698,18 +737,20 @@ def _capped(tensor: Any, cap: float | None) -> Any:
 
 
 def _swish(gate: Any, limit: float) -> Any:
+    """Returns gpt-oss's activation of the gates: gate * sigmoid(1.702 * gate), of gates up to `limit`."""
     gate = hlo.clamp(gate, maximum=limit)
     return multiply(gate, gate.dtype[gate.sizes].Logistic(multiply(gate, 1.702)))
 
 
 def _gated(active: Any, up: Any, limit: float) -> Any:
+    """Returns `active` * (`up` + 1) of gpt-oss, with `up` kept between -limit and limit."""
     return multiply(active, hlo.add(hlo.clamp(up, -limit, limit), 1.0))
 
 
 def _with_sinks(sinks: Any, context: Callable[..., Any], count: int, *arguments: Any, **options: Any) -> Any:
-    """The output of `context`, as if the sink of each head were one more logit of the softmax: [tokens,
-    slots, heads, head_dim]. `context` gets all arguments and options; the first `count` arguments are scores
-    [slots, heads, tokens, positions]."""
+    """Returns the output of `context`, as if the sink of each head were one more logit of the softmax:
+    [tokens, slots, heads, head_dim]. `context` gets all arguments and options; the first `count` arguments
+    are scores [slots, heads, tokens, positions]."""
     scores = [Array(each).float() for each in arguments[:count]]
     largest = functools.reduce(hlo.maximum, (hlo.reduce_max(each.node, 3, True) for each in scores))
     shifted = ((each - Array(largest)).apply(hlo.exp) for each in scores)
@@ -721,14 +762,15 @@ def _with_sinks(sinks: Any, context: Callable[..., Any], count: int, *arguments:
 
 
 def _gated_output(hidden: Any, weight: Any, output: Callable[..., Any], context: Any, *others: Any) -> Any:
-    """`output` of a context [tokens, slots, heads * head_dim] times its gate. hidden: [slots, tokens, ...]"""
+    """Returns `output` of a context [tokens, slots, heads * head_dim] times its gate. hidden, from which the
+    gate is computed: [slots, tokens, hidden]; weight: [hidden, heads * head_dim]."""
     rows = Array(hidden).apply(hlo.permute, [1, 0, 2]).view(-1, hidden.sizes[2])
     gate = rows.apply(_matrix_product, weight).apply(sigmoid).view(*context.sizes)
     return output((Array(context) * gate).node, *others)
 
 
 def _sin_cos(positions: Any, dtype: Any, rope: Rope) -> tuple[Any, Any]:
-    """Positions [slots, tokens] → sine and cosine [slots, tokens, pairs]."""
+    """Returns sine and cosine [slots, tokens, pairs] of positions [slots, tokens]."""
     frequencies = Array(hlo.literal(positions.scribe.f32, torch.tensor([[rope.frequencies]])))
     angles = (Array(positions).view(*positions.sizes, 1).float() * frequencies).node
     both = (hlo.multiply(each, rope.factor) for each in (hlo.sin(angles), hlo.cos(angles)))
@@ -736,9 +778,9 @@ def _sin_cos(positions: Any, dtype: Any, rope: Rope) -> tuple[Any, Any]:
 
 
 def _in_window(mask: Any, window: int | None, positions: Any = None) -> Any:
-    """`mask` [slots, tokens, positions] without positions that are `window` or more before their token; as it
-    is without a window. positions: of the tokens, [slots, tokens]; None for a mask between the tokens of one
-    call."""
+    """Returns `mask` [slots, tokens, positions] without positions that are `window` or more before their
+    token; as it is without a window. positions: of the tokens, [slots, tokens]; None for a mask between the
+    tokens of one call."""
     if not window or mask is None or len(mask.sizes) < 3:
         return mask
     s32 = mask.scribe.s32

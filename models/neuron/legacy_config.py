@@ -30,6 +30,13 @@ def legacy_config(config: Json) -> Json:
 
 
 def _legacy_rope(rope: Json) -> Json:
+    """Returns the fields of transformers 4 for `rope_parameters` of 5: `rope_scaling`, None where positions
+    are not scaled; where `rope` has them, `rope_theta`, `partial_rotary_factor` and, for layers with a
+    sliding window, `rope_local_base_freq`.
+
+    rope: one object for all layers, or one with the objects "full_attention" and "sliding_attention". Raises
+    ModelError for other kinds of layers, and for scaled positions of layers with a sliding window.
+    """
     near = rope.get("sliding_attention") or {}  # Gemma 3: layers with a sliding window have their own
     rope = dict(rope.get("full_attention") or rope)
     if near.get("rope_type", "default") != "default":

@@ -125,8 +125,9 @@ class NeuronModel(StaticBatchModel):
         text.embed_tokens = HostEmbedding(text.embed_tokens, self.encoder_cache, build.family.embedding_scale)
 
     def _works(self, part: Part, find_fault: Callable[[], str | None]) -> bool:
-        """Whether a part of the model passes its check at startup; if not, a warning says why. Raises
-        ModelError for an error of the device itself."""
+        """Whether a part of the model passes its check at startup; if not, a warning says why. find_fault:
+        runs the check, and returns what is wrong; None: nothing. A call that fails in it is a fault, too; but
+        if the device itself fails, raises ModelError, which names the setting that leaves the part out."""
         try:
             fault = find_fault()
         except DeviceLost as error:
@@ -140,8 +141,9 @@ class NeuronModel(StaticBatchModel):
         return not fault
 
     def _hybrid_fault(self) -> str | None:
-        """Compares the id with the logits after the same prompt. Returns what is wrong with the id; None:
-        nothing."""
+        """Compares the id that the device chooses with the logits after the same prompt. Returns what is
+        wrong with the id; None: nothing. The model returns logits from then on. Raises DeviceLost if a call
+        fails."""
         self.return_token_ids(True)
         (token,) = self._try([1])
         self.return_token_ids(False)
@@ -152,13 +154,14 @@ class NeuronModel(StaticBatchModel):
 
     @property
     def _check_length(self) -> int:
-        """Tokens of the prompts that run at startup: more than one chunk."""
+        """Tokens of the prompts that run at startup: more than one chunk, if prompts may be as long."""
         return min((self.prefill_chunk or 0) * 3 // 2 + 2, self.max_input_tokens)
 
     def _check_prompt(self, model_name: str) -> None:
         """Runs a prompt whole, or, with recurrent states, its first chunk, before the graph of chunks is
         compared with whole prompts: an error here is not one of that graph. Raises ModelError where a logit
-        after the prompt is NaN or infinite, DeviceLost where the call fails."""
+        after the prompt is NaN or infinite (not checked where the device returns ids alone), DeviceLost where
+        the call fails."""
         prompt = ([7, 11] * self._check_length)[: self._check_length]
         if self.states:
             prompt = prompt[: self.prefill_chunk]
@@ -171,7 +174,8 @@ class NeuronModel(StaticBatchModel):
 
     def _chunk_fault(self) -> str | None:
         """Runs a prompt in chunks and whole (with recurrent states, in chunks and in halves), each time with
-        a decode step after it. Returns how the results differ; None: by no more than rounding.
+        a decode step after it. Returns how the results differ, for the log; None: by no more than rounding.
+        Raises DeviceLost if a call fails.
 
         The prompt runs in the highest slot, with a decode step of slot 0. The tokens repeat, so that the next
         one is predictable. The chunks come first, so that they cannot use the KV cache of the whole prompt.
@@ -184,7 +188,7 @@ class NeuronModel(StaticBatchModel):
 
     def _verify_fault(self) -> str | None:
         """Verifies a draft token in the highest slot. Returns how the results differ from those of two decode
-        steps; None: by no more than rounding."""
+        steps, for the log; None: by no more than rounding. Raises DeviceLost if a call fails."""
         tokens = [5, 42]
         self._try(tokens)
         steps = [self._try([token], begin) for begin, token in enumerate(tokens, 2)]
@@ -194,9 +198,12 @@ class NeuronModel(StaticBatchModel):
         return difference and f"verification and decode steps give {difference}"
 
     def _difference(self, found: np.ndarray, expected: np.ndarray) -> str | None:
-        """How the results of two ways to run the same tokens differ, as a part of a log line; None: by no
-        more than rounding (CHUNK_TOLERANCE). In a mixture of experts rounding swaps experts that nearly tie,
-        so the result of one token may differ."""
+        """Returns how the results of two ways to run the same tokens differ, as a part of a log line; None:
+        by no more than rounding (CHUNK_TOLERANCE). In a mixture of experts rounding swaps experts that nearly
+        tie, so the result of one token may differ.
+
+        found, expected: float32 [tokens, vocab], or ids [tokens], which have to be equal.
+        """
         faults = []
         for row, wanted in zip(found, expected):
             if self._returns_ids:
@@ -210,9 +217,9 @@ class NeuronModel(StaticBatchModel):
         return faults[0] if len(faults) > may_differ else None
 
     def _run_at_start(self, prompt: list[int], begins: list[int]) -> np.ndarray:
-        """The logits, or ids, after a prompt in the highest slot whose chunks begin at `begins`, and after
-        one more token. After each chunk slot 0 runs a prompt and a decode step, if there is more than one
-        slot."""
+        """Returns the logits, float32 [2, vocab], or ids [2], after a prompt in the highest slot whose chunks
+        begin at `begins`, and after one more token. After each chunk slot 0 runs a prompt and a decode step,
+        if there is more than one slot. Raises DeviceLost."""
         for begin, end in zip(begins, [*begins[1:], len(prompt)]):
             output = self._try(prompt[begin:end], begin)
             if self.batch_size > 1:
@@ -221,14 +228,17 @@ class NeuronModel(StaticBatchModel):
         return np.concatenate([output, self._try(prompt[:1], len(prompt))])
 
     def _try(self, tokens: list[int], begin: int = 0, verify: bool = False) -> np.ndarray:
-        """Runs tokens in the highest slot. Returns logits as float32, or the sampled ids."""
+        """Runs tokens in the highest slot from position `begin` on. Returns logits, float32 [rows, vocab], or
+        the sampled ids [rows]: a row for each token with `verify`, else one. Raises DeviceLost."""
         output = self.forward([Chunk(self.batch_size - 1, tokens, begin, verify=verify)])
         if isinstance(output, SampledIds):
             return output.ids
         return (output.astype(np.uint32) << 16).view(np.float32) if output.dtype == np.uint16 else output
 
     def set_sampling(self, slot: int, top_k: int, top_p: float, temperature: float) -> None:
-        """As StaticBatchModel's. Raises DeviceLost.
+        """Sets how the device samples for `slot` from its next call on; does nothing if that has not changed.
+        top_k: 1 samples greedily, as a temperature below MIN_TEMPERATURE does; 0 and large values mean
+        DEVICE_TOP_K tokens. Raises DeviceLost if the update fails.
 
         The device samples in the model's own dtype, among DEVICE_TOP_K tokens at most. It gives a filtered
         token a logit of -30000 after the temperature, which bounds the temperature from below; float16 bounds
@@ -248,6 +258,8 @@ class NeuronModel(StaticBatchModel):
             raise DeviceLost(explain(error)) from error
 
     def return_token_ids(self, ids: bool) -> None:
+        """Makes `forward` return SampledIds, or logits if `ids` is false, from its next call on. Only where
+        `sampling` is "hybrid"."""
         assert self.sampling == "hybrid"
         self._returns_ids = ids
         self._model.return_token_ids(ids)
@@ -278,8 +290,8 @@ class NeuronModel(StaticBatchModel):
         return logits[:, : self.vocab_size]
 
     def _commit_accepted(self, chunk: Chunk) -> None:
-        """Accepts the draft tokens that ran last in the slot of `chunk` up to the position where the chunk
-        begins, and drops the others."""
+        """Adds to the tokens that the slot of `chunk` holds the draft tokens that ran last in it, up to the
+        position where the chunk begins, and drops the other drafts."""
         held = self._held.get(chunk.slot, [])
         held += self._drafts.pop(chunk.slot, ())[: max(0, chunk.begin - len(held))]
 
@@ -317,8 +329,8 @@ class NeuronModel(StaticBatchModel):
         return output.transpose(0, 1).reshape(output.shape[1], -1)[:, columns].T
 
     def _begins(self, chunks: Sequence[Chunk], length: int) -> dict[int, int]:
-        """The position at which each slot, also a free one, begins in a call with `length` tokens of every
-        slot. A slot of `chunks` begins where its chunk begins; other slots are idle.
+        """Returns the position at which each slot, also a free one, begins in a call with `length` tokens of
+        every slot. A slot of `chunks` begins where its chunk begins; other slots are idle.
 
         An idle slot runs fillers after its tokens, if the graph of this call has positions for both.
         Otherwise the slot runs its first tokens again, which gives the same keys and values up to rounding,
@@ -336,8 +348,8 @@ class NeuronModel(StaticBatchModel):
         return begins | {chunk.slot: chunk.begin for chunk in chunks}
 
     def _rows_at(self, begins: dict[int, int], length: int) -> tuple[list, list, list]:
-        """Ids and positions, `length` for each slot, and the slots: the tokens that a slot holds from its
-        position in `begins` on, then fillers."""
+        """Returns ids and positions, `length` of each for each slot, and the slots. The ids are the tokens
+        that a slot holds from its position in `begins` on, then fillers."""
         ids = []
         for slot, begin in begins.items():
             padded = self._held.get(slot, []) + [0] * (begin + length)
@@ -349,11 +361,12 @@ class NeuronModel(StaticBatchModel):
         self, length: int, begins: dict[int, int], keep: Sequence[int]
     ) -> tuple[dict[int, int], torch.Tensor]:
         """Runs `length` tokens of each slot of `begins`, from its position on. Returns where the row of each
-        slot began, by slot, and logits [tokens, vocab, slots], or ids [tokens, 1, slots].
+        slot began, by slot, and logits [tokens, vocab, slots], or ids [tokens, 1, slots]. Raises DeviceLost.
 
         The graph has a fixed number of tokens. Fillers after the tokens that a slot holds write positions
         that are written again before anything attends to them. Near the end of a slot its row begins earlier
-        than its position. keep: as in `_call`.
+        than its position. keep: of each row, the number of its first tokens that change the slot's recurrent
+        state.
         """
         starts = {slot: min(begin, self._position_buckets[-1] - length) for slot, begin in begins.items()}
         program = functools.partial(self._model.speculative_forward, speculation_length=length)
@@ -361,8 +374,9 @@ class NeuronModel(StaticBatchModel):
         return starts, output.T[:, None] if self._returns_ids else output
 
     def _run_step(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """A decode step: logits [len(chunks), vocab], or ids [len(chunks), 1]. transformers-neuronx allocates
-        the logits of each call, as [vocab, rows]; the result is a view of them where possible."""
+        """Runs a decode step: one token of each slot of `chunks`, which holds that token then. Returns logits
+        [len(chunks), vocab], or ids [len(chunks), 1]. transformers-neuronx allocates the logits of each call,
+        as [vocab, rows]; the result is a view of them where possible."""
         slots = [chunk.slot for chunk in chunks]
         ends = [chunk.begin for chunk in chunks]
         lengths = [len(self._held.get(slot, ())) for slot in slots]
@@ -380,8 +394,9 @@ class NeuronModel(StaticBatchModel):
         return output[slots]
 
     def _run_prompt(self, chunk: Chunk) -> torch.Tensor:
-        """Logits [1, vocab] after the last token, with `all_logits` [len(tokens), vocab] after each; or ids
-        [1, 1]."""
+        """Runs a prompt or a prompt chunk. The slot then holds its tokens after the first `begin` that it
+        held, and keeps the embeddings of its images. Returns logits [1, vocab] after the last token, with
+        `all_logits` [len(tokens), vocab] after each; or ids [1, 1]."""
         slot, tokens, begin, all_logits, *_ = chunk
         held = self._held.get(slot, [])
         length = self.prefill_chunk or 0
@@ -416,7 +431,8 @@ class NeuronModel(StaticBatchModel):
 
     def _extend_prefill(self, slot: int, first: int, begin: int) -> torch.Tensor:
         """Runs the tokens that a slot holds from position `begin` > 0 on, at most a chunk. Returns logits
-        [tokens, vocab] after those from position `first` on, or ids [tokens, 1]."""
+        [tokens, vocab] after those from position `first` on, or ids [tokens, 1]: a copy, which is
+        contiguous."""
         keep = [len(self._held[slot]) - begin]
         starts, output = self._run_several(self.prefill_chunk, {slot: begin}, keep)
         start = starts[slot]
@@ -425,8 +441,9 @@ class NeuronModel(StaticBatchModel):
 
     def _call(self, program: Callable, ids: Any, positions: Any, slots: Any, keep: Any) -> torch.Tensor:
         """Calls `program` with ids and positions, [n, q] each, and slots, [n]; returns what
-        transformers-neuronx returns. keep: by how many tokens the recurrent states of each row go on. Raises
-        DeviceLost: after an error of the runtime the process must be restarted."""
+        transformers-neuronx returns. keep: of each row, the number of its first tokens that change the slot's
+        recurrent state; 0: none does. Raises DeviceLost for any error: after one of the runtime the process
+        must be restarted."""
         if self.states:
             self._model.states = ([count - 1 for count in keep], *self._state_rows)
         # Through numpy, which is much faster than torch.tensor.
@@ -448,7 +465,8 @@ class HostEmbedding(torch.nn.Module):
         self._scale = scale
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids: int64 [n, q] → [n, q, hidden]."""
+        """Returns the embeddings [n, q, hidden] of ids, int64 [n, q]; negative ids are those of image tokens.
+        Raises KeyError for an image that is not in the cache."""
         tokens, embeddings, places = self._cache.resolve(ids.flatten().numpy())
         embedded = self._table(torch.from_numpy(tokens))
         embedded[torch.from_numpy(places)] = torch.from_numpy(embeddings).to(embedded) * self._scale

@@ -67,10 +67,10 @@ TILE_CORES = 16  # that a tile keeps busy
 
 
 def check_settings(family: Family, config: Config) -> None:
-    """Raises ConfigError for slots longer than the model's context length; for a model with recurrent layers
-    also for a prefill chunk of fewer tokens than twice the draft tokens plus 1, as 0 is, and for --auto-cast.
-    Recurrent layers compute squares of the length of a chunk, so no prompt runs whole, and their states need
-    float32."""
+    """Raises ConfigError for slots that are longer than the model's context length. For a model with
+    recurrent layers also for --auto-cast, as their states need float32, and for a prefill chunk of fewer
+    tokens than twice the draft tokens plus 1: at least 7 with --speculate 3. This excludes 0: recurrent
+    layers compute squares of the length of a chunk, so no prompt runs whole."""
     if family.recurrent_layers:
         chunk = PREFILL_CHUNK if config.prefill_chunk is None else config.prefill_chunk
         drafts = config.speculate or 0
@@ -94,8 +94,8 @@ def check_settings(family: Family, config: Config) -> None:
 
 
 def memory_warning(family: Family, machine: Machine) -> str | None:
-    """One line where the machine's host memory looks too small to load the model, or to compile it; None: it
-    does not."""
+    """Returns one line if the machine's host memory looks too small to load the model, or to compile it;
+    None: it looks large enough, or is unknown."""
     if machine.host_bytes is None or family.host_bytes + COMPILER_BYTES <= machine.host_bytes:
         return None
     return (
@@ -106,13 +106,14 @@ def memory_warning(family: Family, machine: Machine) -> str | None:
 
 
 def tile_s(tower: Tower, machine: Machine) -> float:
-    """About how long a tile of an image takes on a machine."""
+    """Returns about how many seconds a tile of an image takes on the host's cores of a machine."""
     return tower.tile_flops / (HOST_FLOPS * min(TILE_CORES, machine.host_cores or 1))
 
 
 @dataclass(frozen=True)
 class Sizing:
-    """A model split over `tp_degree` cores: the memory that one core holds, and whether that works."""
+    """A model split over `tp_degree` cores: the memory that one core holds, and whether that works. Bytes are
+    those of one core."""
 
     family: Family
     tp_degree: int
@@ -134,6 +135,7 @@ class Sizing:
 
     @property
     def _width(self) -> int:
+        """Bytes of a weight, unless it is quantized, and of a logit."""
         return DTYPES[self.family.served_in(self.dtype)].bytes
 
     @property
@@ -154,6 +156,7 @@ class Sizing:
 
     @property
     def kv_bytes(self) -> int:
+        """Bytes of the KV cache of all slots, on a core."""
         family = self.family
         _padded, cached = padded_heads(family.heads, family.kv_heads, self.tp_degree)
         positions = self.positions
@@ -187,6 +190,7 @@ class Sizing:
 
     @property
     def total_bytes(self) -> int:
+        """Bytes of weights, KV cache, states and the logits of a chunk, on a core."""
         return self.weights_bytes + self.kv_bytes + self.state_bytes + self.chunk_bytes
 
     @property
@@ -196,15 +200,17 @@ class Sizing:
 
     @property
     def step_s(self) -> float:
-        """About how long a decode step takes, in which short sequences run."""
+        """About how many seconds a decode step takes, in which short sequences run."""
         return self.family.layers * LAYER_S + self.weights_bytes / READ_BYTES_S
 
     def prompt_s(self, tokens: int) -> float:
-        """About how long a prompt of so many tokens takes, for which all experts are computed."""
+        """Returns about how many seconds a prompt of so many tokens takes, for which all experts are
+        computed."""
         return 2 * self.family.parameters * tokens / (self.tp_degree * PREFILL_FLOPS)
 
     @property
     def fits(self) -> bool:
+        """Whether it is supported, and fills at most HEADROOM of a core."""
         return self.unsupported is None and self.total_bytes <= HEADROOM * CORE_BYTES
 
     @property
@@ -242,7 +248,8 @@ class Sizing:
         return None
 
     def most(self, field: str, values: Sequence[int]) -> int | None:
-        """The largest value of a field with which it fits, of ascending `values`; None: there is none."""
+        """Returns the largest of the ascending `values` with which this fits if `field` has it, and all else
+        stays; None: there is none."""
         return next((value for value in reversed(values) if replace(self, **{field: value}).fits), None)
 
     def reason(self, degrees: Sequence[int]) -> str | None:
@@ -272,6 +279,7 @@ class Sizing:
         return f"{self}, and at most {HEADROOM:.0%} can be filled; {advice}"
 
     def __str__(self) -> str:
+        """The sizes and the memory of a core, as a part of a line for the user."""
         sizes = f"tp_degree {self.tp_degree}, batch size {self.batch_size}, context length {self.length}"
         fp8 = " (FP8)" if self.kv_cache_dtype == FP8 else ""
         states = f" + states {self.state_bytes / GIB:.2f}" if self.state_bytes else ""
@@ -289,12 +297,14 @@ def allowed_tp_degrees(family: str | None = None, cores: int = MAX_CORES) -> lis
 
 
 def choose_sizing(family: Family, machine: Machine, config: Config) -> Sizing:
-    """The tp_degree, batch size and context length for a machine; those that are set in `config` are kept.
+    """Returns the tp_degree, batch size and context length for a machine; those that are set in `config` are
+    kept.
 
     Of what fits, the longest slots count first: the model's context length, at most 4096 and
     `max_batch_total_tokens`, else halves of that; then the largest batch size of 1, 2, 4 … 32; then the
-    tp_degree with the fewest bytes per core, as a decode step reads all of them. Raises ConfigError with the
-    numbers and what would fit where nothing does.
+    tp_degree with the fewest bytes per core, as a decode step reads all of them. Where nothing fits, raises
+    ConfigError with the numbers and what would fit. Raises ConfigError, too, for settings that the model or
+    the machine does not support.
     """
     chunk = _prefill_chunk(family, config)
     check_settings(family, config)
@@ -330,8 +340,9 @@ def choose_sizing(family: Family, machine: Machine, config: Config) -> Sizing:
 
 
 def _tp_degrees(machine: Machine, config: Config) -> list[int]:
-    """The tp_degrees that a machine has, ascending. Raises ConfigError for a configured one that the machine
-    does not support."""
+    """Returns the tp_degrees that are known to load on a machine, ascending. Raises ConfigError for a
+    configured one that the machine does not support; an even one on Inferentia2 passes, and is not added to
+    the result."""
     degrees = allowed_tp_degrees(machine.family, machine.cores)
     degree = config.tp_degree
     if not degree or degree in degrees:
@@ -420,6 +431,9 @@ def report(name: str, family: Family, machines: Sequence[Machine], config: Confi
 
 
 def _report_machine(sizing: Sizing, machine: Machine, config: Config) -> Iterator[str]:
+    """Yields the lines about one machine on which `sizing` fits: its memory; a warning about host memory;
+    about how long a tile of an image takes, and a step and a prompt of a mixture of experts; what an FP8 KV
+    cache would change, if it allows more tokens; and the largest batch size for several context lengths."""
     family = sizing.family
     yield f"  {sizing}"
     if warning := memory_warning(family, machine):
@@ -492,6 +506,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _has_sizing(family: Family, machine: Machine, config: Config) -> bool:
+    """Whether the model fits on a machine with these settings."""
     try:
         choose_sizing(family, machine, config)
     except ConfigError:

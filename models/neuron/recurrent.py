@@ -34,12 +34,15 @@ class Array:
         self.sizes = tuple(node.sizes)
 
     def apply(self, function: Callable, *arguments: Any) -> Array:
+        """Returns `function` of the node and these arguments, as an Array."""
         return Array(function(self.node, *arguments))
 
     def expand(self, *sizes: int) -> Array:
+        """Returns the tensor broadcast to `sizes`, as many dimensions as it has."""
         return self if sizes == self.sizes else self.apply(hlo.broadcast, sizes, range(len(sizes)))
 
     def _with(self, function: Callable, other: Array) -> Array:
+        """Returns `function` of both tensors, each broadcast to the larger sizes."""
         sizes = tuple(map(max, self.sizes, other.sizes))
         return self.expand(*sizes).apply(function, other.expand(*sizes).node)
 
@@ -52,26 +55,28 @@ class Array:
         return self.apply(hlo.cast, self.node.scribe.f32)
 
     def view(self, *sizes: int) -> Array:
+        """Returns the tensor in another shape; one of the sizes may be -1."""
         return self.apply(hlo.reshape, tuple(torch.empty(self.sizes, device="meta").view(sizes).shape))
 
     def slice(self, dim: int, start: int, size: int) -> Array:
+        """Returns `size` values of a dimension, from `start` on."""
         whole = size == self.sizes[dim]
         return self if whole else self.apply(hlo.slice_along, dim, start + size, start)
 
     def split(self, *sizes: int) -> list[Array]:
-        """Cuts the last dimension into parts of these sizes."""
+        """Returns parts of the last dimension of these sizes, one after the other."""
         ends = itertools.accumulate(sizes)
         return [self.slice(len(self.sizes) - 1, end - size, size) for end, size in zip(ends, sizes)]
 
     def product(self, other: Array, left: int = 2, right: int = 1) -> Array:
-        """The product of each matrix [many, n, n] with that of `other` at its place. left, right: the
-        dimensions of the two that are contracted."""
+        """Returns the product of each matrix of [many, n, m] with that of `other` at its place. left, right:
+        the dimensions of the two that are contracted."""
         contracted = {"lhs_contracting_dimensions": [left], "rhs_contracting_dimensions": [right]}
         batch = {"lhs_batch_dimensions": [0], "rhs_batch_dimensions": [0]}
         return self.apply(hlo.dot_general, other.node, contracted | batch)
 
     def exp(self) -> Array:
-        """The exponential of values up to 0; larger values count as 0."""
+        """Returns the exponential of values up to 0; larger values count as 0."""
         return self.apply(hlo.minimum, 0.0).apply(hlo.exp)
 
 
@@ -105,21 +110,23 @@ class Rows:
         return hlo.dynamic_slice_along(buffer, 0, self._read, self.count)
 
     def read(self, buffer: Any) -> Array:
-        """The states that the rows begin with."""
+        """Returns the states that the rows begin with: those in `buffer`, or zeros for a row at position
+        0."""
         held = self._held(buffer)
         # Chosen, not multiplied: zero times NaN is NaN.
         return self._is_start.expand(*held.sizes).apply(hlo.masked_select, 0, held)
 
     def write(self, buffer: Any, new: Array) -> Any:
-        """The buffer with the states after the rows."""
+        """Returns the buffer with the states after the rows, `new`, in the blocks that the call writes. A row
+        without tokens that count writes the states that it has read."""
         new = self._is_live.expand(*new.sizes).apply(hlo.masked_select, new.node, self._held(buffer))
         for row in self._written:
             buffer = hlo.dynamic_update_slice(buffer, new.node, [row, self._zero, self._zero])
         return buffer
 
     def last(self, inputs: Array, count: int) -> Array:
-        """The last `count` inputs up to the last token that counts. inputs: [rows, count + tokens, channels],
-        with those before the call first."""
+        """Returns the last `count` inputs up to the last token that counts, [rows, count, channels]. inputs:
+        [rows, count + tokens, channels], with those before the call first."""
         wanted = self._numbers(1, count, 1) + self._keep
         is_chosen = self._numbers(2, 1, count + self.tokens)._with(hlo.equal, wanted)
         return is_chosen.apply(hlo.cast, inputs.node.dtype).product(inputs)
@@ -171,8 +178,8 @@ def recurrent_layer(
 
 
 def norm_of_all_cores(tensor: Array, weight: Any, count: int, config: Any) -> Array:
-    """tensor [tokens, slots, heads, size] → the same in float32, by the root mean square of a token's values:
-    `count` on all cores."""
+    """Returns tensor [tokens, slots, heads, size] in float32 after an RMS norm over all heads: divided by the
+    root mean square of a token's `count` values on all cores, times weight [heads * size]."""
     rows = tensor.view(-1, math.prod(tensor.sizes[2:])).float()
     squares = (rows * rows).apply(hlo.reduce_sum, 1, True)
     mean = squares.apply(hlo.all_reduce_sum, config.tp_degree).apply(hlo.divide, float(count))
@@ -190,11 +197,13 @@ def linear_attention(
     weights: dict[str, Any],
     eps: float,
 ) -> tuple[Array, Array]:
-    """A gated delta net or Mamba 2 between its convolution and its last norm. Returns the output [rows *
-    value heads, tokens, value_dim], and the state after the tokens that count.
+    """Computes what is between the convolution and the output matrix: all of a gated delta net, and Mamba 2
+    without its last norm. Returns the output [rows * value heads, tokens, value_dim], and the state after the
+    tokens that count.
 
     mixed, gate, columns: parts of the projection [rows * tokens, key heads, size], mixed after the
-    convolution; begin: the state before the call.
+    convolution; begin: the state before the call; weights: by the names of `Recurrence.tensors`; eps: of the
+    norm.
     """
     has_delta = isinstance(net, DeltaNet)
     by_value_head = functools.partial(rows.by_value_head, net)
@@ -245,7 +254,8 @@ def scan(
     state: Array,
     has_delta: bool,
 ) -> tuple[Array, Array]:
-    """The output [many, tokens, value_dim] of all tokens, and the state after the tokens that are kept.
+    """Returns the output [many, tokens, value_dim] of all tokens, and the state after the tokens that are
+    kept.
 
     query, key and value: [many, tokens, size]; scale, decay (a logarithm, at most 0) and is_kept: [many,
     tokens, 1]; state: [many, key_dim, value_dim]; all float32.
@@ -272,7 +282,7 @@ def scan(
 
 
 def inverse(system: Array) -> Array:
-    """The inverse of 1 + the part of `system` [many, size, size] below the diagonal.
+    """Returns the inverse of 1 + the part of `system` [many, size, size] below the diagonal.
 
     Inverses of blocks on the diagonal are joined two by two: [[a, 0], [c, b]] has the inverse [[a', 0],
     [-b'ca', b']]. It is as exact as substitution. The power series of the inverse is not: it overflows where

@@ -17,6 +17,8 @@ class PyTorch(Engine):
     @staticmethod
     def is_here(wanted: str) -> bool:
         # The device files first: importing torch takes seconds. dxg is the GPU's in WSL.
+        """Whether torch finds a CUDA GPU. Imports torch, which takes seconds, only if there are device files
+        of a GPU. Raises ModelError if `wanted` is "cuda" and there is no GPU."""
         is_here = any(path.name == "dxg" or path.name.startswith("nvidia") for path in Path("/dev").iterdir())
         is_here = is_here and bool(find_spec("torch"))
         if is_here:

@@ -70,8 +70,12 @@ class _SlotCache(Cache):
         self._stores: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer, made at the first pass
 
     def start(self, chunks: Sequence[Chunk], is_step: bool, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Begins a pass. Returns its token ids and positions, int64 [rows, q]: in a decode step a row for
-        each slot, else one row."""
+        """Begins a pass: sets what `update`, `mask` and `_attend` read, and forgets the masks of the last
+        pass. Returns its token ids and positions, int64 [rows, q]: in a decode step a row for each slot, else
+        one row. Rows are padded with zeros to the longest chunk.
+
+        chunks: of different slots; without `is_step` only one.
+        """
         self.is_step = is_step
         self._masks: dict[int | None, torch.Tensor] = {}  # by sliding window
         self._images: torch.Tensor | None = None  # which image each token is of, [q]; 0: of none
@@ -94,16 +98,17 @@ class _SlotCache(Cache):
         return ids, self._positions
 
     def join_images(self, ids: torch.Tensor) -> None:
-        """Lets the tokens of each image in this pass, ids [1, q], attend to each other. All images are
-        whole."""
+        """Lets the tokens of each image in this pass, ids [1, q], attend to each other. Negative ids are
+        image tokens. All images are whole. Call it after `start` and before the first `mask`."""
         is_image = ids[0] < 0
         _keys, numbers = split_ids(ids[0])
         self._images = (is_image & (numbers == 0)).cumsum(0) * is_image
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         """Part of transformers' cache protocol: stores the keys and values of this pass, [rows, kv heads, q,
-        size]. Returns the keys and values that may be attended to: those of all slots, whole, in a decode
-        step, else the filled part of the one slot."""
+        size]. The first call for a layer allocates its store, of all slots. Returns the keys and values that
+        may be attended to: those of all slots, whole, in a decode step, else the filled part of the one slot.
+        These are views of the store."""
         states = (key_states, value_states)
         if layer_idx not in self._stores:
             self._stores[layer_idx] = tuple(
@@ -125,8 +130,9 @@ class _SlotCache(Cache):
         return 0  # positions and masks are always given
 
     def mask(self, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Added to the scores: 0 for the positions that a token attends to, the lowest number elsewhere;
-        [rows, 1, q, keys]. sliding_window: in tokens; None: there is none."""
+        """Returns what is added to the scores: 0 for the positions that a token attends to, the lowest number
+        of `dtype` elsewhere; [rows, 1, q, keys]. A mask is made once a pass. sliding_window: in tokens; None:
+        there is none."""
         if sliding_window not in self._masks:
             position = self._positions[:, None, :, None]
             key = torch.arange(
@@ -175,9 +181,10 @@ def _attend(
     s_aux=None,
     **_,
 ):
-    """Attention as transformers' modules call it. query: [rows, heads, q, head size]; key and value: what the
-    cache returned; s_aux: sinks [heads]. Returns [rows, q, heads, head size] and None, in the place of
-    weights.
+    """Replaces transformers' attention function; its modules call it. query: [rows, heads, q, head size]; key
+    and value: what the cache returned; s_aux: sinks [heads]. `attention_mask` is not used: attention is
+    causal, within `sliding_window` tokens. Returns [rows, q, heads, head size] and None, in the place of
+    weights. Rows without a chunk are zeros. Notes the window of the layer in the cache.
 
     Each row attends to the filled part of its own slot in a call of its own; of several tokens each attends
     up to itself. A batched call would pad all rows to the longest, which changes the last bits of the others.
@@ -210,8 +217,10 @@ def _attend(
 def _scaled_dot_product(
     query, key, value, mask, scaling: float, softcap: float | None, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """query: [1, heads, q, head size]; key, value: [1, kv heads, keys, head size]; sinks: the score of one
-    more key without a value, [1, heads, 1 or q, 1]. Returns [1, heads, q, head size]."""
+    """Returns attention over all keys that `mask` leaves, [1, heads, q, head size]. query: [1, heads, q, head
+    size]; key, value: [1, kv heads, keys, head size]; mask: added to the scores, None: none. softcap: scores
+    become softcap * tanh(score / softcap). sinks: the score of one more key without a value, [1, heads, 1 or
+    q, 1]."""
     repeats = query.shape[1] // key.shape[1]
     if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=repeats > 1)
@@ -234,7 +243,8 @@ ALL_ATTENTION_FUNCTIONS.register(STATIC_BATCH, _attend)
 class TorchModel(StaticBatchModel):
     """A decoder-only model of `transformers` on a CPU or a CUDA GPU.
 
-    Raises ModelError for what cannot be served; at startup the logits are compared with transformers' own.
+    The constructor loads the weights and compares the logits with transformers' own, which takes seconds to
+    minutes. It raises ModelError for what cannot be served.
     """
 
     engine = "torch"
@@ -245,7 +255,9 @@ class TorchModel(StaticBatchModel):
     _grid_positions: GridPositions | None = None
 
     def __init__(self, config: Config, folder: Path, device: str):
-        """`config` as `with_manifest` returns it."""
+        """config: as `with_manifest` returns it; folder: the checkpoint; device: "cpu" or "cuda". On a CPU,
+        sets the number of torch's threads for the whole process, unless OMP_NUM_THREADS is set and
+        `config.threads` is not."""
         self.device = device
         self.batch_size = self.prefix_slots = config.max_batch_size
         self.max_total_tokens = config.max_total_tokens
@@ -279,8 +291,10 @@ class TorchModel(StaticBatchModel):
             self._add_adapters(config, ids)
 
     def forward(self, chunks: Sequence[Chunk]) -> np.ndarray:
-        """As StaticBatchModel's, of one prompt chunk, or of a decode step: of each slot with a live sequence
-        one token, or the newest one and draft tokens. Returns float32 [rows, vocab]. Raises DeviceLost."""
+        """Runs one prompt chunk, or a decode step: of each slot with a live sequence one token, or the newest
+        one and draft tokens. Returns float32 [rows, vocab], in the order of `chunks`. Other mixes of chunks
+        are not supported. Raises DeviceLost if the GPU fails, KeyError for an image that is not in
+        `encoder_cache`, and ValueError for a recurrent state at another position."""
         is_step = len(chunks[0].tokens) == 1 or any(chunk.verify for chunk in chunks)
         try:
             if self._batches_rows and is_step:
@@ -291,8 +305,9 @@ class TorchModel(StaticBatchModel):
 
     @torch.inference_mode()
     def _add_states(self, config: Config) -> None:
-        """Makes the tables of recurrent states, [blocks, ...] for each state that transformers makes of a
-        token."""
+        """Runs a token to find the recurrent states of the model. Makes their tables, [blocks, ...] for each
+        state, and sets `states` and `state_bytes`. Turns the verification of draft tokens off, and logs it if
+        `speculate` is set."""
         out = self._model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=self.device), use_cache=True)
         (self._cache_argument,) = out.keys() & {"past_key_values", "cache_params"}
         # After this token they always have a state: that of a new sequence is zeros.
@@ -331,7 +346,8 @@ class TorchModel(StaticBatchModel):
             self.whole_images = manifest.vision_family.whole_images
 
     def _add_adapters(self, config: Config, ids: list[int]) -> None:
-        """Loads the LoRA adapters of the settings. Raises ModelError for one that does not fit."""
+        """Loads the LoRA adapters of the settings, and hooks those layers that adapters may change. Runs two
+        of `ids` to find the layers. Raises ModelError for an adapter that does not fit."""
         given, modules = configured(config)
         sizes = {}
         for name, layer in self._layers_of_every_token(ids).items():
@@ -341,7 +357,8 @@ class TorchModel(StaticBatchModel):
         self.adapters = Adapters(sizes, given)
 
     def _layers_of_every_token(self, ids: list[int]) -> dict[str, torch.nn.Linear]:
-        """The linear layers that have an input [rows, q, inputs] of every token, by name: not experts."""
+        """Returns the linear layers that have an input [rows, q, inputs] of every token, by `common_name`:
+        not experts. Runs the first two of `ids` in slot 0 to find them."""
         modules = self._model.named_modules()
         names = {layer: common_name(name) for name, layer in modules if isinstance(layer, torch.nn.Linear)}
         found = {}
@@ -357,7 +374,8 @@ class TorchModel(StaticBatchModel):
         return found
 
     def _select_adapters(self, numbers: Sequence[int]) -> None:
-        """Prepares the adapters of the next pass. numbers: the number of each row's adapter; 0: none."""
+        """Prepares `_running`, the adapters of the next pass. Copies all adapters to the device first, if one
+        was added or removed since the last pass. numbers: the number of each row's adapter; 0: none."""
         if self._adapters_version != self.adapters.version:
             self._updates = {}  # frees their memory
             self._updates = {
@@ -373,9 +391,9 @@ class TorchModel(StaticBatchModel):
         ]
 
     def _add_update(self, name: str, _layer: torch.nn.Module, inputs: tuple, output: torch.Tensor):
-        """A hook of a linear layer, [rows, q, inputs] -> [rows, q, outputs]: `output` with the updates of the
-        running adapters. A product for each adapter: with all columns in one, a library may sum them in
-        another order, which changes the last bits."""
+        """Is the hook of a linear layer, [rows, q, inputs] -> [rows, q, outputs]: returns `output` with the
+        updates of the running adapters. A product for each adapter: with all columns in one, a library may
+        sum them in another order, which changes the last bits."""
         if not self._running or name not in self._updates:
             return output
         down, up = self._updates[name]
@@ -392,8 +410,9 @@ class TorchModel(StaticBatchModel):
 
     @torch.inference_mode()
     def _run(self, chunks: Sequence[Chunk], is_step: bool) -> np.ndarray:
-        """Runs one pass of transformers: a decode step, or one chunk. Returns float32 [rows, vocab] in the
-        order of `chunks`, as many rows as each chunk has by `Chunk.rows`."""
+        """Runs one pass of transformers: a decode step, or one chunk. Extends the KV cache, positions and
+        recurrent states of the slots. Returns float32 [rows, vocab] in the order of `chunks`, as many rows as
+        each chunk has by `Chunk.rows`."""
         cache = self._cache
         all_logits = any(chunk.all_logits or chunk.verify for chunk in chunks)
         if self.adapters:
@@ -431,7 +450,8 @@ class TorchModel(StaticBatchModel):
     @contextmanager
     def _states_of(self, chunks: Sequence[Chunk], rows: int) -> Iterator[None]:
         """While the body runs, gives the layers copies of the states that a pass of `rows` rows begins with;
-        keeps the states after it. Rows without a chunk get zeros."""
+        keeps the states after it, and makes the snapshots that `chunks` ask for. Rows without a chunk get
+        zeros. If the body raises, the slots of `chunks` have no state any more."""
         runs = [self.states.begin(chunk.slot, chunk.begin, len(chunk.tokens)) for chunk in chunks]
         read = [ZERO] * rows
         for place, run in zip(self._cache.places, runs):
@@ -448,7 +468,8 @@ class TorchModel(StaticBatchModel):
     @contextmanager
     def _continued_scans(self) -> Iterator[None]:
         """While the body runs, the scans of Mamba 1, which transformers begins with zeros, go on from the
-        states."""
+        states: the function is replaced in the module of the model's class. Does nothing for models without
+        it."""
         modeling = vars(sys.modules[type(self._model).__module__])
         name = "mamba_selective_scan"
         scan = modeling.get(name)
@@ -470,12 +491,13 @@ class TorchModel(StaticBatchModel):
             module.slot_cache = self._cache  # for `_attend`: transformers does not pass the cache on to it
 
     def _select_attention(self, ids: list[int]) -> None:
-        """Finds out how this family runs on a static batch. Raises ModelError if it does not run, or if its
-        logits differ from those of transformers by more than is allowed.
+        """Finds out how this family runs on a static batch. Makes the cache, and sets the model's attention
+        function and `_mask_is_given`. Raises ModelError if the family does not run, or if its logits differ
+        from those of transformers by more than is allowed.
 
         Most families use the registered attention function. Families with attention code of their own get a
         mask over all positions instead, which is correct if their scores depend only on the mask: no sliding
-        window, no bias by distance.
+        window, no bias by distance. ids: a sample text, whose logits are compared in chunks and step by step.
         """
         text_config = self._model.config.get_text_config()
         expected = reference_logits(self._model, ids)
@@ -498,8 +520,8 @@ class TorchModel(StaticBatchModel):
 
     def _batch_invariant_rows(self, ids: list[int]) -> None:
         """Makes the cache with the fewest rows of a decode step that are batch-invariant: a token's logits
-        are bitwise equal in every slot, alone or not. If slots and up to 7 rows more are not, each row runs
-        alone, and a warning says so.
+        are bitwise equal in every slot, alone or not. If slots and up to 7 rows more are not, sets
+        `_batches_rows` to False: each row runs alone, and a warning says so. Runs the first two of `ids`.
 
         A matrix library may use another kernel for the last rows of an odd number. In a mixture of experts
         the number of tokens of an expert varies: there each row is a pass of its own, which reads few weights
@@ -518,7 +540,7 @@ class TorchModel(StaticBatchModel):
 
     def _rows_are_equal(self, ids: list[int]) -> bool:
         """Whether the same tokens give bitwise equal logits alone in the first slot, in all slots together,
-        and alone in the last slot."""
+        and alone in the last slot. Overwrites the first positions of all slots."""
         alone = [self.forward([Chunk(0, [token], position)]) for position, token in enumerate(ids)]
         return all(
             (self.forward([Chunk(slot, [token], position) for slot in slots]) == alone[position]).all()
@@ -528,7 +550,7 @@ class TorchModel(StaticBatchModel):
 
     def _check_sliding_windows(self, text_config) -> None:
         """Raises ModelError for a sliding window that a family does not pass to its attention function, which
-        would ignore the window."""
+        would ignore the window. Slots that are no longer than the window are no error."""
         size = getattr(text_config, "sliding_window", None)
         if not size or not getattr(text_config, "use_sliding_window", True) or self.max_total_tokens <= size:
             return

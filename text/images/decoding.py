@@ -88,6 +88,7 @@ def decode(data: bytes) -> Image.Image:
 
 
 def _turn_upright(image: Image.Image) -> None:
+    """Turns the image in place as its EXIF data say. Damaged EXIF data are ignored."""
     try:
         ImageOps.exif_transpose(image, in_place=True)
     except MemoryError:
@@ -97,7 +98,7 @@ def _turn_upright(image: Image.Image) -> None:
 
 
 def _in_rgb(image: Image.Image) -> Image.Image:
-    """The image in RGB: transparent parts on white, 16 bits of grey as 8 bits."""
+    """Returns the image in RGB: transparent parts on white, 16 bits of grey as 8 bits."""
     if image.has_transparency_data:
         # On white, as viewers show it. `convert` alone would show the colors behind the transparency.
         image = image.convert("RGBA")

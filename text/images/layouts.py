@@ -39,8 +39,8 @@ class Facts(dict):
     """The fields of a model's preprocessor files and configuration."""
 
     def number(self, name: str, default: int | None = None) -> int:
-        """The field as a positive whole number; `default` where the field is missing or null. Raises
-        ConfigError.
+        """Returns the field as a positive whole number; `default` where the field is missing or null. Raises
+        ConfigError for another value, and for a missing field without a default.
 
         An object stands for a number if all its values but nulls are that number: {"height": 384, "width":
         384}.
@@ -72,12 +72,13 @@ class Layout:
         self._filter = facts.number("resample", self.resample)
 
     def __call__(self, image: Image) -> Tiles:
-        """image: RGB, upright."""
+        """Returns the tiles of an image, and the text that stands for it. image: RGB, upright, of any size;
+        it is not changed."""
         raise NotImplementedError
 
     def bounds(self, tokens: int) -> Json:
-        """The options with which no image has more than `tokens` tokens, unless `min_pixels` asks for more.
-        {}: no image has more as the options are, or the layout has no such options."""
+        """Returns the options with which no image has more than `tokens` tokens, unless `min_pixels` asks for
+        more. {}: no image has more as the options are, or the layout has no such options."""
         return {}
 
     def _resized(self, image: Image, width: int, height: int) -> Image:
@@ -372,7 +373,8 @@ class PixelBounds(Layout):
         return Tiles([tile], self.token * rows * columns, (rows, columns))
 
     def _edges(self, image: Image) -> tuple[int, int]:
-        """The height and width that are scaled."""
+        """Returns the height and width, in pixels, from which the size of the tile is computed: here those of
+        the image."""
         return image.height, image.width
 
 
@@ -412,8 +414,8 @@ class UpscaledBounds(PixelBounds):
 
 
 def read_layout(manifest: Manifest, *overrides: Json) -> Layout:
-    """The layout of a model that reads images. Raises ConfigError, also for an override that is no option of
-    the layout.
+    """Returns the layout of a model that reads images. Raises ConfigError for a field that the layout needs
+    and that is missing or not valid, and for an override that is no option of the layout.
 
     Of a field in several places, the last of these counts: the defaults of the family, `vision_config`,
     config.json, the processor's files, and each of `overrides` in their order. An override of `size` also
@@ -439,7 +441,8 @@ def _cut(image: Image, side: int) -> list[Image]:
 
 
 def _scaled_size(image: Image, longest: int) -> tuple[int, int]:
-    """Width and height of the image, scaled to a long side of `longest` and rounded down."""
+    """Returns width and height, in pixels, of the image scaled to a long side of `longest` and rounded down:
+    0 for the short side of a very long image."""
     ratio = image.width / image.height
     return int(longest * min(1, ratio)), int(longest / max(1, ratio))
 

@@ -45,8 +45,11 @@ class ImagePreprocessor:
     Threads may share it: each call has a child process for itself."""
 
     def __init__(self, model_dir: str | Path, overrides: Json, max_tokens: int):
-        """overrides: values that count before the fields of the folder's files. max_tokens: of the longest
-        prompt. Raises ConfigError.
+        """Reads the image layout of a model folder, and starts a child process, for which this does not wait.
+
+        overrides: values of --mm-processor-kwargs, which count before the fields of the folder's files.
+        max_tokens: of the longest prompt. Raises ConfigError for fields and overrides that do not fit the
+        model's layout.
 
         Where the layout can, an image is scaled down to a share of `max_tokens`, and to MOST_TOKENS unless
         the overrides have `size` or `max_pixels`.

@@ -44,7 +44,8 @@ UncheckedCall = tuple[Any, Any]  # name and arguments, neither of them checked
 
 
 def may_be_calls(text: str, names: Sequence[str]) -> bool:
-    """Whether `mended_calls` may find calls of these functions when there is more of the text."""
+    """Whether `mended_calls` may find calls of the functions `names` when there is more of the text. Looks at
+    the first word, and from MAX_HEAD characters on for a name with a bracket after it."""
     head = text[:MAX_HEAD]
     first = re.match(f"\\W*({NAME_PATTERN})?", head)[1] or ""
     if not any(word.startswith(first.removeprefix("functions.")) for word in (*names, *FIRST_WORDS)):
@@ -80,20 +81,23 @@ class CallText:
         return re.compile(f"(?:{'|'.join(skipped)})+", re.DOTALL)
 
     def skipped(self, at: int) -> int:
-        """The place after what may stand beside calls."""
+        """Returns the place after what may stand beside calls; `at` itself if nothing of that kind begins
+        there."""
         found = self._beside.match(self.text, at)
         return found.end() if found else at
 
     def checked(self, name: Any, arguments: Any) -> tuple[str, str]:
-        """A call's name, without `functions.`, and its arguments in JSON. Raises ValueError if no such tool
-        is offered, or if the arguments are no object that JSON can write."""
+        """Returns a call's name, without `functions.`, and its arguments in JSON. Does not compare the
+        arguments with the schema. Raises ValueError if no such tool is offered, or if the arguments are no
+        object that JSON can write."""
         name = str(name).removeprefix("functions.")
         if name not in self.schemas or not isinstance(arguments, dict):
             raise ValueError("not the call of an offered tool")
         return name, as_json(arguments)
 
     def in_json(self) -> Iterator[UncheckedCall]:
-        """Objects with a name and arguments, or lists of them."""
+        """Yields the calls of a text of JSON: objects with a name and arguments, or lists of them. Only
+        markers, and what else may stand beside calls, may be between them."""
         at = 0
         while at < len(self.text):
             value, at = read_value(self.text, at)
@@ -101,7 +105,9 @@ class CallText:
             at = self.skipped(at)
 
     def in_python(self) -> Iterator[UncheckedCall]:
-        """Calls with keyword arguments, or lists of them."""
+        """Yields the calls of a text of Python: calls with keyword arguments, or lists of them. Raises
+        SyntaxError for a text that Python cannot parse, and ValueError for arguments that are not literals,
+        have no name, or have one name twice."""
         for statement in ast.parse(self.text.strip()).body:
             value = statement.value
             for call in value.elts if isinstance(value, (ast.List, ast.Tuple)) else [value]:
@@ -111,8 +117,9 @@ class CallText:
                 yield ast.unparse(call.func), arguments
 
     def in_almost_python(self) -> Iterator[UncheckedCall]:
-        """Calls as templates write them in Python, without escapes. Strings may have quotes and line breaks;
-        names of arguments may have dashes, or be Python's keywords."""
+        """Yields calls as templates write them in Python, without escapes. Strings may have quotes and line
+        breaks; names of arguments may have dashes, or be Python's keywords. Raises ValueError for text in
+        front of the first call and for two arguments of one name."""
         listed = re.fullmatch(r"\[?(.*)\)\s*\]?", self.text.strip(), re.DOTALL)[1]
         before, *calls = re.split(rf"(?:\A|\)\s*,)\s*({any_of(self.schemas)})\(", listed)
         for name, written in zip(calls[::2], calls[1::2]):
@@ -123,7 +130,13 @@ class CallText:
             yield name, arguments
 
     def after_names(self, is_loose: bool = False) -> Iterator[UncheckedCall]:
-        """Objects of arguments, each after a name. is_loose: texts in them need no quotes."""
+        """Yields calls, each an offered name and then an object of arguments. Only markers, numbers and the
+        words of FILLERS may stand beside a name, else ValueError is raised.
+
+        is_loose: strings in the arguments need no quotes. Then, if more text may come, an object without its
+        closing brace raises ValueError. If the text is truncated, its last object has only the members that
+        are complete.
+        """
         at = 0
         while at < len(self.text):
             begin = self.text.index("{", at)
@@ -167,12 +180,18 @@ class CallText:
 
 
 def as_json(value: Any) -> str:
-    """Raises ValueError for numbers that JSON does not have, and for lone surrogates, which are no text."""
+    """Returns a value as JSON, with its characters as they are. Raises ValueError for numbers that JSON does
+    not have, and for lone surrogates, which are no text."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode().decode()
 
 
 def _calls_in(value: Any) -> Iterator[UncheckedCall]:
-    """The calls in a value of JSON."""
+    """Yields the calls in a value of JSON: an object, also within `function`, or lists of objects. A call
+    without arguments has {}. Arguments in a text are read as JSON.
+
+    Raises AttributeError for a value of another type, and ValueError if the arguments could be one of several
+    fields.
+    """
     if isinstance(value, list):
         for each in value:
             yield from _calls_in(each)
@@ -190,7 +209,8 @@ def _calls_in(value: Any) -> Iterator[UncheckedCall]:
 
 
 def _value_of(argument: str) -> Any:
-    """A literal, or all that is between quotes."""
+    """Returns the value of an argument in almost Python: a literal or, if it is in quotes, the string between
+    them, with or without escapes. Raises ValueError or SyntaxError for anything else."""
     argument = argument.strip()
     quoted = re.fullmatch("(['\"])(.*)\\1", argument, re.DOTALL)
     if not quoted:

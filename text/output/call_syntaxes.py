@@ -138,13 +138,14 @@ class ToolFormat:
         return [self.open, (self.first or self.next).strip("[")]
 
     def head(self, names: str) -> str:
-        """A regular expression for what is in front of the arguments of a call of one of these functions. Its
-        first group is the name. names: a regular expression."""
+        """Returns a regular expression for what is in front of the arguments of a call of one of these
+        functions. Its first group is the name. names: a regular expression for the names of the functions."""
         keys = r'"(?:arguments|parameters)"'
         return rf'\s*{{\s*"name"\s*:\s*"({names})"\s*,\s*{keys}\s*:\s*(?={{)'
 
     def call_rules(self, rule: str, function: Function, arguments: str, _lark: ToLark) -> list[str]:
-        """The rules of a call of the function, in Lark; the first one is called `rule`. Raises GrammarError.
+        """Returns the rules of a call of the function, in Lark; the first one is called `rule`. Raises
+        GrammarError for a function that this syntax cannot write.
 
         arguments: the right side of a rule for arguments in JSON, which other syntaxes do not use.
         """
@@ -154,15 +155,16 @@ class ToolFormat:
         return [rf'{rule}: "{{" ws {members} ws "}}"', f"{rule}_arguments: {arguments}"]
 
     def shared_rules(self, _lark: ToLark, _token_id: TokenId) -> list[str]:
-        """Further rules, which the rules of calls use."""
+        """Returns further rules in Lark, which the rules of all calls use."""
         return []
 
     def calls_in(self, text: CallText) -> Iterator[UncheckedCall]:
-        """The calls of a whole text. Raises one of ERRORS for another text."""
+        """Yields the calls of a whole text. Raises one of ERRORS for another text."""
         return self.after_names(text)
 
     def after_names(self, text: CallText) -> Iterator[UncheckedCall]:
-        """Objects of arguments, each after a name."""
+        """Yields calls, each an offered name and then an object of arguments. Raises one of ERRORS for
+        another text."""
         return text.after_names()
 
 
@@ -202,8 +204,10 @@ class PairsFormat(ToolFormat):
     braces = 0
 
     def call_rules(self, rule: str, function: Function, _arguments: str, lark: ToLark) -> list[str]:
-        """The properties in their order; those that are not required may be missing. A function that
-        `takes_any` has any arguments. Raises GrammarError for a name that cannot be a key."""
+        """Returns the rules of a call: the properties in their order; those that are not required may be
+        missing. A value is one of the listed ones, else of the type that its schema names, else any literal;
+        the rest of its schema is not enforced. A function that `takes_any` has any arguments. Raises
+        GrammarError for a name that cannot be a key."""
         begin = lark_string(self.begin.format(function.name))
         if function.takes_any:
             return [f'{rule}: {begin} (argument ("," " "? argument)*)? "{self.end}"']
@@ -226,7 +230,7 @@ class PairsFormat(ToolFormat):
         return self.literals
 
     def enforced(self, schema: Any, _parameters: Json) -> set[str]:
-        """The keywords of a property that `call_rules` enforces."""
+        """Returns the keywords of a property that `call_rules` enforces. schema: that of the property."""
         if allowed_values(schema):
             return {"type", "enum", "const"}
         return {"type"} if _named_type(schema) else set()
@@ -251,6 +255,8 @@ class PythonFormat(PairsFormat):
         return rf"\s*({names})\("
 
     def calls_in(self, text: CallText) -> Iterable[UncheckedCall]:
+        """Returns the calls of a whole text: read by Python's parser, else as templates write them without
+        escapes. Reading the latter raises one of ERRORS for another text."""
         with contextlib.suppress(*ERRORS):
             return [*text.in_python()]
         return text.in_almost_python()
@@ -306,9 +312,10 @@ class TaggedFormat(ToolFormat):
         return rf"[^{self.key_end[0]}\n]+"
 
     def call_rules(self, rule: str, function: Function, _arguments: str, lark: ToLark) -> list[str]:
-        """The properties in their order; those that are not required may be missing. A function that
-        `takes_any` has any parameters. Raises GrammarError, as for a name with the first character of
-        `key_end`."""
+        """Returns the rules of a call: the properties in their order; those that are not required may be
+        missing. A function that `takes_any` has any parameters. Raises GrammarError for a name with a line
+        break or the first character of `key_end`, and for the schema of a value in JSON that cannot be
+        enforced."""
         begin = f"{lark(function.name + self.name_end)} ws"
         if function.takes_any:
             return [f"{rule}: {begin} parameter* {lark(self.call_end)}"]
@@ -323,18 +330,25 @@ class TaggedFormat(ToolFormat):
         return [f"{rule}: {begin} {' '.join(parts)} {lark(self.call_end)}", *rules]
 
     def shared_rules(self, lark: ToLark, token_id: TokenId) -> list[str]:
-        """The rules `parameter`, with any name and value, and `raw`, any text and the tag after it."""
+        """Returns the rules `parameter`, with any name and value, and `raw`, any text and the tag after
+        it."""
         key = self._key(f"/{self.key_pattern}/", lark)
         return [f"parameter: {key} raw ws", *up_to(self.value_end, token_id, "raw", "RAW")]
 
     def _key(self, name: str, lark: ToLark) -> str:
-        """What stands in front of a value; name: Lark."""
+        """Returns in Lark what stands in front of a value; name: the parameter's name, or a pattern of names,
+        in Lark."""
         value = f"ws {lark(self.value)}" if self.value else ""
         return f"{lark(self.key)} {name} {lark(self.key_end)} {value}"
 
     def _value_rules(self, rule: str, schema: Any, parameters: Json, lark: ToLark) -> list[str]:
-        """The rules of a value and the tag after it: one of the listed texts, if the schema lists values and
-        allows texts only; else any text, if it allows texts; else JSON. Raises GrammarError."""
+        """Returns the rules of a value and the tag after it; the first one is called `rule`. The value is one
+        of the listed texts, if the schema lists values and allows texts only; else any text, if it allows
+        texts; else JSON.
+
+        parameters: the schema of all arguments, with the definitions that `schema` may refer to. Raises
+        GrammarError for a schema of JSON that cannot be enforced.
+        """
         types = types_of(schema, parameters)
         values = allowed_values(schema)
         end = lark(self.value_end)
@@ -349,14 +363,17 @@ class TaggedFormat(ToolFormat):
         return [f"{rule}: ws {rule}_json ws {end}", f"{rule}_json: {json_rule(definitions | schema, ' ?')}"]
 
     def enforced(self, schema: Any, parameters: Json) -> set[str]:
+        """Returns the keywords of a property that `call_rules` enforces: all of them for a value in JSON.
+        schema: that of the property; parameters: that of all arguments."""
         types = types_of(schema, parameters)
         if types and "string" not in types:
             return CONSTRAINTS  # written as JSON
         return {"type", "enum", "const"} if types == {"string"} else {"type"}
 
     def calls_in(self, text: CallText) -> Iterator[UncheckedCall]:
-        """The calls, tag by tag. Raises one of ERRORS for a text with anything else between the tags. If the
-        text is truncated, a value that is not complete is left out."""
+        """Yields the calls, tag by tag: a name, and an object of values with the types that the function's
+        schema names. Raises one of ERRORS for a text with anything else between the tags. If the text is
+        truncated, a value that is not complete is left out."""
         begins = _tag(self.next) or rf"(?:\A|{re.escape(self.open)})\s*"
         call = rf"{begins}(?P<name>{any_of(text.schemas)}){_tag(self.name_end)}(?![^\s<])"
         value = rf"\s*{self.value}" if self.value else ""
@@ -389,8 +406,8 @@ class TaggedFormat(ToolFormat):
     def _value(
         self, text: CallText, pieces: list[tuple[re.Match, str]], n: int, schema: Json, earlier: Json
     ) -> tuple[int, Any]:
-        """The index of the piece after the value that begins in piece `n`, and the value. A piece is a tag
-        with the text behind it. Raises ValueError for a value that is not certain.
+        """Returns the index of the piece after the value that begins in piece `n`, and the value. A piece is
+        a tag with the text behind it. Raises ValueError for a value that is not certain.
 
         A value ends at its closing tag, if only spaces and markers are behind that tag and the value has the
         type that the schema names. Without such a tag the value ends in front of a new parameter of the
@@ -490,12 +507,12 @@ class ParametersError(GrammarError):
 
 
 def calls_grammar(calls: AllowedCalls, start: str, body: str) -> str:
-    """The grammar of outputs with calls. Raises GrammarError: a ParametersError where one function is the
-    reason.
+    """Returns the grammar of outputs with calls. Raises GrammarError for one that is too large; this is a
+    ParametersError where the schema or a name of one function cannot be enforced.
 
     start: the right side of the first rule, of the rules `calls`, `auto` (text with calls or without) and
     `body`; body: another grammar, "": none. Calls that are not required, as `start` is `auto`, may have any
-    arguments, unless their function `is_strict`.
+    arguments, unless their function `is_strict`; then their schemas are not looked at.
     """
     form = calls.format
     token_id = calls.model.token_id
@@ -540,10 +557,11 @@ def calls_grammar(calls: AllowedCalls, start: str, body: str) -> str:
 
 
 def not_written(form: ToolFormat, function: Function) -> Iterator[str]:
-    """JSON pointers to the keywords of the function's schema that the grammar of a call leaves out.
+    """Yields JSON pointers to the keywords of the function's schema that the grammar of a call leaves out.
 
-    A keyword is left out because the format does not write arguments as JSON; a format that does leaves out
-    nothing here.
+    A keyword is left out because the format does not write arguments as JSON; for a format that does, nothing
+    is yielded. Keywords that `json_rule` leaves out are not among them. Only the schema of the arguments and
+    those of its properties are looked at, not the schemas within these.
     """
     if form.writes_json:
         return
@@ -560,6 +578,8 @@ def not_written(form: ToolFormat, function: Function) -> Iterator[str]:
 
 
 def _constraints(schema: Any, enforced: set[str], place: str) -> Iterator[str]:
+    """Yields JSON pointers to the keywords of a schema that say which values are valid and are not
+    `enforced`. place: the pointer to the schema. Schemas within it are not looked at."""
     for name in schema if isinstance(schema, dict) else ():
         if name in CONSTRAINTS - enforced:
             yield f"{place}/{name}"
@@ -568,7 +588,8 @@ def _constraints(schema: Any, enforced: set[str], place: str) -> Iterator[str]:
 def mended_calls(
     text: str, calls: AllowedCalls, rest: str | None = "", is_final: bool = True, is_exact: bool = False
 ) -> list[tuple[str, str]] | None:
-    """The name and the arguments, in JSON, of each call of a text; None if the text has something else.
+    """Returns the name and the arguments, in JSON, of each call of a text; None if the text has something
+    else. Raises nothing. The arguments are not compared with the schemas.
 
     Markers and comments may stand beside calls; a text of these alone is []. Calls are read in the format of
     `calls` or, unless `is_exact`, as JSON, as Python, or as a name with arguments in JSON. The first of these
@@ -591,19 +612,20 @@ def mended_calls(
 
 
 def types_of(schema: Any, parameters: Json) -> set[str]:
-    """JSON Schema's names of the types that a property may have; the empty set: the schema does not say.
-    `integer` comes with `number`.
+    """Returns JSON Schema's names of the types that a property may have; the empty set: the schema does not
+    say. `integer` comes with `number`.
 
     A type counts if every keyword of the schema allows it. parameters: the schema of all properties, which
-    has the definitions that `schema` may name.
+    has the definitions that `schema` may name. Example: {"anyOf": [{"type": "number"}, {"type": "null"}]} has
+    number, integer and null.
     """
     types = _allowed_types(schema, parameters, {})
     return set() if types == ALL_TYPES else types
 
 
 def _allowed_types(schema: Any, parameters: Json, resolved: dict[str, set[str]]) -> set[str]:
-    """As `types_of`, but ALL_TYPES if the schema does not say. resolved: the result for each reference
-    that was looked at, by its path; for one that is being looked at, the empty set."""
+    """Returns what `types_of` does, but ALL_TYPES if the schema does not say. Adds to `resolved`: the result
+    for each reference that was looked at, by its path; for one that is being looked at, the empty set."""
     if not isinstance(schema, dict):
         return ALL_TYPES
     types = named_types(schema) or ALL_TYPES
@@ -626,13 +648,13 @@ def _allowed_types(schema: Any, parameters: Json, resolved: dict[str, set[str]])
 
 
 def _named_type(schema: Any) -> str:
-    """The type that a schema names; "" if it names none or several."""
+    """Returns the type that a schema names; "" if it names none, several, or an unknown one."""
     kind = schema.get("type") if isinstance(schema, dict) else ""
     return kind if kind in TYPE_NAMES.values() else ""
 
 
 def _typed_value(text: str, types: set[str], line_breaks: bool) -> Any:
-    """The value of a parameter of these types (none: of any), written as this text.
+    """Returns the value of a parameter of these types (none: of any), written as this text. Raises nothing.
 
     JSON of one of the types counts before a string: of the types integer and string, `5` is a number. If a
     string is not allowed, JSON of another type is returned, too. Any other text stays a string, for the
@@ -664,21 +686,21 @@ def _tag(text: str) -> str:
 
 
 def terminal(text: str, token_id: TokenId) -> str:
-    """A text in Lark: the id of the token if all of the text is one token by itself, else a string.
+    """Returns a text in Lark: the id of the token if all of the text is one token by itself, else a string.
     llguidance reads a string as other tokens."""
     number = token_id(text)
     return lark_string(text) if number is None else f"<[{number}]>"
 
 
 def terminals(text: str, markers: Iterable[str], token_id: TokenId) -> str:
-    """A text in Lark, in which each of the `markers` is a terminal by itself."""
+    """Returns a text in Lark, in which each of the `markers` is a terminal by itself."""
     parts = re.split(f"({'|'.join(map(re.escape, markers))})", text)
     return " ".join(terminal(part, token_id) for part in parts if part)
 
 
 def up_to(marker: str, token_id: TokenId, head: str = "head", text: str = "TEXT") -> list[str]:
-    """Two rules in Lark: the one called `head` is any text that ends with the marker, the one called `text`
-    is any text without the marker."""
+    """Returns two rules in Lark: the one called `head` is any text that ends with the marker, the one called
+    `text` is any text without the marker."""
     if token_id(marker) is not None:  # which no regular expression matches
         return [rf"{text}: /(.|\n)*/", f"{head}: {text} {terminal(marker, token_id)}"]
     plain = re.escape(marker).replace("/", r"\/")

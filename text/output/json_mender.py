@@ -27,8 +27,11 @@ class Unfinished(ValueError):
 
 
 def whole_value(text: str, is_partial: bool = False) -> Any:
-    """The value that is all of a text: JSON, else what `read_value` reads. Raises ValueError, also for more
-    than one value, and RecursionError. is_partial: see `read_value`."""
+    """Returns the value that is all of a text: JSON, else what `read_value` reads. Raises ValueError for a
+    text that is no value or more than one, and RecursionError for one that is nested too deeply.
+
+    is_partial: the text is truncated; members that are not complete are left out.
+    """
     with contextlib.suppress(ValueError):
         return json.loads(text)
     value, end = read_value(text, is_partial=is_partial)
@@ -38,7 +41,8 @@ def whole_value(text: str, is_partial: bool = False) -> Any:
 
 
 def complete_members(arguments: str) -> Json:
-    """The arguments of a call as far as they can be read: `max_tokens` may have truncated them."""
+    """Returns the members of a call's arguments that are complete: `max_tokens` may have truncated the text.
+    {} if there are none, or if the text is no object. Raises nothing."""
     with contextlib.suppress(ValueError, RecursionError):
         value = whole_value(arguments, is_partial=True)
         return value if isinstance(value, dict) else {}
@@ -46,7 +50,8 @@ def complete_members(arguments: str) -> Json:
 
 
 def read_value(text: str, at: int = 0, is_loose: bool = False, is_partial: bool = False) -> tuple[Any, int]:
-    """The value that begins at this place of a text, and where it ends. Raises ValueError and RecursionError.
+    """Returns the value that begins at this place of a text, and the place where it ends. Text behind it is
+    not looked at.
 
     The value is JSON, or Python's literals, with line breaks and unknown escapes in strings, keys without
     quotes, `=` for a colon, a comma too many, or brackets that are missing at the end. is_loose: texts need
@@ -54,6 +59,9 @@ def read_value(text: str, at: int = 0, is_loose: bool = False, is_partial: bool 
 
     is_partial: the text is truncated. A member whose value may go on at the end of the text is left out;
     outside of brackets such a value raises Unfinished, which is a ValueError.
+
+    Raises ValueError for a text that is no such value, for two members of one name, and for a string without
+    its closing quote; RecursionError for a value that is nested too deeply.
     """
     at = SPACES.match(text, at).end()
     bracket = text[at : at + 1]
@@ -79,9 +87,11 @@ def read_value(text: str, at: int = 0, is_loose: bool = False, is_partial: bool 
 
 
 def _read_members(text: str, at: int, bracket: str, is_loose: bool, is_partial: bool) -> tuple[Any, int]:
-    """The object or list whose first member begins at this place, and where it ends. Raises as `read_value`.
+    """Returns the object or list whose first member begins at this place, and where it ends. Raises
+    ValueError and RecursionError as `read_value` does.
 
-    bracket: the opening one. Without a closing bracket, it ends at the end of the text.
+    bracket: the opening one, which is read already. Without a closing bracket, the value ends at the end of
+    the text.
     """
     members: Json = {}  # of a list by their number
     at = SPACES.match(text, at).end()
@@ -106,8 +116,8 @@ def _read_members(text: str, at: int, bracket: str, is_loose: bool, is_partial: 
 
 
 def _read_key(text: str, at: int, is_loose: bool) -> tuple[str, int]:
-    """A key, and the place behind the `:` or `=` after the key. Raises ValueError without that sign:
-    Unfinished if the text ends there, and the key is in quotes or `is_loose`."""
+    """Returns a key, and the place behind the `:` or `=` after the key. Raises ValueError without that sign;
+    this is Unfinished if the text ends there, and the key is in quotes or `is_loose`."""
     is_quoted = text.startswith(QUOTES, at)
     if is_quoted:
         key, at = _read_string(text, at)
@@ -126,8 +136,9 @@ def _read_key(text: str, at: int, is_loose: bool) -> tuple[str, int]:
 
 
 def _read_string(text: str, at: int) -> tuple[str, int]:
-    """A string in quotes, and where it ends. Raises Unfinished without the closing quote, and ValueError if a
-    backslash may be an escape or part of a path."""
+    r"""Returns the string in quotes that begins at this place, and where it ends. Raises Unfinished without
+    the closing quote, and ValueError if a backslash may be an escape or part of a path, as in
+    "C:\new\Users"."""
     quote = next(quote for quote in QUOTES if text.startswith(quote, at))
     at += len(quote)
     characters = ".*?" if quote == GEMMA_QUOTE else rf"(?:[^{quote}\\]|\\.)*"
@@ -143,8 +154,8 @@ def _read_string(text: str, at: int) -> tuple[str, int]:
 
 
 def _escape(found: re.Match) -> str:
-    """An escape or a quote, as JSON writes it. A backslash in front of another character stays a backslash,
-    except in front of a single quote."""
+    """Returns an escape or a quote, as found by ESCAPE_OR_QUOTE, as JSON writes it. A backslash in front of
+    another character stays a backslash, except in front of a single quote."""
     if found[1]:
         return found[0]
     if found[2]:

@@ -107,7 +107,11 @@ markers_of = functools.lru_cache(8)(Markers)
 
 
 class OutputParser:
-    """Reads one sequence. How its text is split over calls of `push` makes no difference to its parts."""
+    """Reads one sequence. How its text is split over calls of `push` makes no difference to its parts.
+
+    Use: `read` for each token, or `push` for each text, then `finish` once. `output` has all parts so far.
+    Once `is_done`, the rest of the text is dropped.
+    """
 
     def __init__(self, parser_config: ParserConfig):
         self._markers = parser_config.markers
@@ -131,10 +135,12 @@ class OutputParser:
         self._steps = self._read()
 
     def read(self, piece: Piece, text: str) -> tuple[str, int]:
-        """Reads a token, `piece`, and its text. `piece.added` gets what the token adds to the parts.
+        """Reads a token, `piece`, and the text that it adds. Appends what the token adds to the parts to
+        `piece.added`. Ends the reasoning at the token of the closing marker.
 
         Returns the content that has become certain, and how many characters are held back behind that
-        content. The text of a special token does not count, unless it is one of the markers.
+        content: calls and beginnings of markers, which may turn out to be content. The text of a special
+        token does not count, unless it is one of the markers.
         """
         if piece.special and text not in self._markers:
             text = ""
@@ -149,10 +155,11 @@ class OutputParser:
         return content, len(self._undecided) + len(self._buffer)
 
     def _without_header(self, text: str) -> str:
-        """What is to be read of a token's text, for models whose messages have headers.
+        """Returns what is to be read of a token's text, for models whose messages have headers.
 
-        Within a header this is "". At the end of a header of reasoning or of calls, this is the whole header;
-        other headers are dropped, and so is the closing marker of reasoning.
+        Within a header this is "", and the header is collected in `_header`. At the end of a header of
+        reasoning or of calls, this is the whole header; other headers are dropped, and so is the closing
+        marker of reasoning.
         """
         begins, end = self._thinking.format.headers
         if self._header or text in begins:
@@ -161,12 +168,14 @@ class OutputParser:
         return "" if text == self._thinking.format.close else text
 
     def _take_header(self) -> str:
+        """Clears the collected header. Returns it if it begins reasoning or a call, else ""."""
         header = self._header
         self._header = ""
         return header if header == self._thinking.format.open or " to=" in header else ""
 
     def push(self, text: str) -> list[Added]:
-        """Reads more text. Returns what has been added to the parts."""
+        """Reads more text. Returns what has been added to the parts, in order; [] if nothing has, or once
+        `is_done`. A new part begins with its first text."""
         if not self.is_done:
             self._buffer += text
             next(self._steps, None)
@@ -174,10 +183,11 @@ class OutputParser:
         return added
 
     def finish(self, is_truncated: bool = False) -> list[Added]:
-        """Ends the output. Returns what is added to the parts: the text that was held back.
+        """Ends the output, once. Returns what is added to the parts: the text that was held back.
 
         is_truncated: the output ended at `max_tokens`. Then, or if a call is required, a call that is not
-        complete stays a call, without the rest of its arguments. Otherwise such a call is content.
+        complete stays a call, without the rest of its arguments, and `is_complete` stays False. Otherwise
+        such a call is content.
         """
         self._ended = True
         self._is_final = not is_truncated
@@ -185,7 +195,8 @@ class OutputParser:
         return self.push(self._take_header() if self._header else "")
 
     def _read(self) -> Resumable:
-        """Reads the output: reasoning, then calls with content between them, then content."""
+        """Reads the whole output: reasoning, then calls with content between them, then content. Text that no
+        reader takes for a call is content. Ends with the output."""
         if self._thinking:
             yield from self._think()
         goes_on = self._calls is not None
@@ -210,7 +221,9 @@ class OutputParser:
             yield
 
     def _think(self) -> Resumable:
-        """Reads reasoning, if there is any, up to its closing marker or to the beginning of a call."""
+        """Reads reasoning, if there is any, up to its closing marker or to the beginning of a call, which
+        stays in the buffer. Sets `is_thinking` while it reads. Drops the markers and the spaces after the
+        closing one. A call that begins within the reasoning turns the streaming of calls off."""
         thinking = self._thinking
         if thinking.format.begins_open:
             yield from self._skip(thinking.format.open)
@@ -233,10 +246,11 @@ class OutputParser:
         self._undecided = ""
 
     def _end_truncated(self) -> None:
-        """Sends the call within which the text ended, if it is held back, and drops the rest of the text.
+        """Sends the call within which the text ended, if it is held back, and drops the rest of the text. The
+        call stays incomplete.
 
         Without any call, the text stays content in the mode auto. In other modes the text is dropped, and if
-        only one function is offered, a call of it without arguments is sent.
+        only one function is offered, a call of it without arguments is sent: its text is "".
         """
         is_begun = self._is_held or self.output.calls
         if not (is_begun or self._calls.requires_call):
@@ -248,10 +262,11 @@ class OutputParser:
         self._buffer = ""
 
     def _read_whole(self) -> Generator[None, None, bool]:
-        """Reads what is held back as calls whose values may have any text, or with mistakes.
+        """Reads what is held back as calls whose values may have any text, or with mistakes. Waits for more
+        text while that may still make a call.
 
-        Returns True after complete calls, which further calls may follow. Returns False if the text is
-        content, or has a truncated call.
+        Returns True after it has sent complete calls, which further calls may follow. Returns False if the
+        text is content, which stays held back, or after it has sent a truncated call.
 
         An example, with the end of a call in a value: `<tool_call>f … </tool_call> … </tool_call>`. The text
         in front of the first closing marker is tried first, and is no call because its value has no end. The
@@ -290,9 +305,10 @@ class OutputParser:
         return False
 
     def _ends_of_calls(self, text: str) -> list[int]:
-        """The places in the text where calls may end: in front of each closing marker. If the output has
-        ended and is not truncated, also the end of the text, and behind each tag that ends a call, because
-        other text may follow."""
+        """Returns the places in the text where calls may end: in front of each closing marker. If the output
+        has ended and is not truncated, also the end of the text, and behind each tag that ends a call,
+        because other text may follow. While the output may go on, a closing marker that may be part of a
+        value is left out."""
         form = self._calls.format
         ends = [found.start() for found in re.finditer(re.escape(form.close), text)] if form.close else []
         goes_on = form.is_whole and not self._ended
@@ -305,14 +321,21 @@ class OutputParser:
         return ends
 
     def _send_calls(self, calls: list[tuple[str, str]]) -> Resumable:
-        """Sends complete calls: the name and the arguments of each."""
+        """Sends complete calls: the name and the arguments, in JSON, of each. A repeated call, or one too
+        many, ends the output."""
         for name, arguments in calls:
             self._begin(name, arguments)
             yield from self._end_call()
 
     def _read_calls(self) -> Resumable:
-        """Reads calls after a marker or, if the format allows that, at the beginning of the text; other text
-        is content. Raises _NotACall."""
+        """Reads calls, and sends the text before and between them as content. A call begins after a marker
+        or, if the format allows that, at the beginning of the text.
+
+        Returns at the end of the text or, in a format with implicit starts, after the last call; the text
+        that is left stays in the buffer. Raises _NotACall if these rules cannot read what is there, such as a
+        format whose calls are read as a whole; the caller then tries `_read_whole`. Raises _Truncated, a kind
+        of _NotACall, if the output ends within a call.
+        """
         form = self._calls.format
         yield from self._skip_spaces()
         follows = self._begins_implicitly()
@@ -348,7 +371,9 @@ class OutputParser:
         return self._buffer.startswith(starts)
 
     def _call(self) -> Resumable:
-        """Reads a call. Raises _NotACall for a format whose calls are read as a whole."""
+        """Reads a call, and sends its arguments while they grow if they are JSON. Raises _NotACall for a
+        format whose calls are read as a whole, for text that is no call of an offered function, and for
+        arguments that are not an object; _Truncated if the output ends within the call."""
         form = self._calls.format
         if form.is_whole:
             raise _NotACall
@@ -366,7 +391,8 @@ class OutputParser:
         yield from self._end_call()
 
     def _end_call(self) -> Resumable:
-        """Completes the newest call. The rest of the output is dropped if only one call is allowed.
+        """Completes the newest call. The rest of the output is dropped, and `is_done` set, if only one call
+        is allowed.
 
         A call that repeats an earlier call is dropped, and so is the rest of the output, unless calls may
         repeat: small models go on and on.
@@ -385,7 +411,11 @@ class OutputParser:
 
     def _head(self, pattern: str, braces: int) -> Generator[None, None, tuple[str, str]]:
         """Reads the head of a call, which is in front of the arguments and has `braces` braces. Returns the
-        head, and the name of the function. Raises _NotACall."""
+        head, and the name of the function.
+
+        pattern: a regular expression, whose first group is the name. Raises _NotACall for text that cannot
+        become such a head, and _Truncated if the output ends first.
+        """
         while not (found := re.match(pattern, self._buffer)):
             if self._buffer.count("{") > braces or not may_be_calls(self._buffer, self._calls.names):
                 raise _NotACall
@@ -393,7 +423,9 @@ class OutputParser:
         return self._take(found.end()), found[1]
 
     def _literals(self, name: str) -> Resumable:
-        """Arguments that are not JSON, up to the closing bracket."""
+        """Reads arguments that are not JSON, up to the closing bracket, and begins the call with them as
+        JSON. Raises _NotACall for other arguments. If the output ends first, raises _Truncated; if truncated
+        calls are kept, the call has begun with the arguments that are complete."""
         begins = len(self._undecided)
         try:
             arguments = yield from self._bracketed(1)
@@ -404,14 +436,16 @@ class OutputParser:
         self._begin(name, self._as_json(name, arguments))
 
     def _as_json(self, name: str, arguments: str) -> str:
-        """The keyword arguments of a Python call, up to the closing bracket, as a JSON object."""
+        """Returns the keyword arguments of a Python call, up to the closing bracket, as a JSON object. Raises
+        _NotACall for other text."""
         calls = mended_calls(f"{name}({arguments}", self._calls, is_exact=True)
         if not calls:
             raise _NotACall
         return calls[0][1]
 
     def _truncated(self, name: str, text: str) -> str:
-        """The complete ones of the keyword arguments of a Python call, as a JSON object that does not end."""
+        """Returns the complete ones of the keyword arguments of a Python call, as a JSON object that does not
+        end: "{" if none is complete."""
         commas = [at for at, character in enumerate(text) if character == ","]
         for at in reversed(commas[-MAX_COMMAS:]):
             with contextlib.suppress(_NotACall):
@@ -419,7 +453,8 @@ class OutputParser:
         return "{"
 
     def _begin(self, name: str, arguments: str = "") -> None:
-        """Begins a call, which is held back. Raises _NotACall for a function that is not offered."""
+        """Begins a call with a new id, which is held back unless calls are sent while they grow. The call is
+        `_newest` from now on. Raises _NotACall for a function that is not offered."""
         if name not in self._calls.names:
             raise _NotACall
         call_id = secrets.token_hex(5)[:9] if self._calls.model.short_ids else f"call_{secrets.token_hex(12)}"
@@ -428,8 +463,8 @@ class OutputParser:
         self._send_arguments(arguments)
 
     def _bracketed(self, depth: int = 0, sends: bool = False) -> ResumableText:
-        """Reads arguments, and returns them with their closing bracket. Raises _Truncated if the output ends
-        first.
+        """Reads arguments, and returns them with their closing bracket. Brackets in quotes do not count.
+        Raises _Truncated if the output ends first.
 
         depth: how many brackets are open already; sends: whether the arguments are sent while they grow.
         """
@@ -461,7 +496,8 @@ class OutputParser:
     def _until(
         self, kind: type[OutputPart], markers: Markers, may_be_truncated: bool = False
     ) -> ResumableText:
-        """Sends the text before the first of the markers as a part of this kind, and reads the marker.
+        """Sends the text before the first of the markers as a part of this kind, and reads the marker. Text
+        that may be the beginning of a marker is held back until more text shows what it is.
 
         Returns the marker, or "" if the text ends without one. The text ends with the output. Reasoning also
         ends at the token of its closing marker, which `read` takes. A marker may end with another marker, but
@@ -487,7 +523,9 @@ class OutputParser:
             yield
 
     def _skip(self, marker: str) -> ResumableText:
-        """Reads spaces and the marker after them, which it returns; "" if there is none."""
+        """Reads spaces and the marker after them, and returns the marker; "" if there is none, also if the
+        output ends within the marker. The spaces are read in either case. Sends nothing: what is read stays
+        undecided."""
         yield from self._skip_spaces()
         while not self._buffer.startswith(marker):
             is_begun = marker.startswith(self._buffer)
@@ -499,20 +537,22 @@ class OutputParser:
         return self._take(len(marker))
 
     def _skip_spaces(self) -> Resumable:
+        """Reads spaces up to the next other character, or to the end of the output. Sends nothing."""
         while not self._ended and not self._buffer.lstrip():
             self._take(len(self._buffer))
             yield
         self._take(len(self._buffer) - len(self._buffer.lstrip()))
 
     def _more(self) -> Resumable:
-        """Waits for more text. Raises _Truncated if the output has ended."""
+        """Yields once, for the caller to add more text. Raises _Truncated if the output has ended."""
         if self._ended:
             raise _Truncated
         yield
 
     def _send_arguments(self, text: str) -> None:
         """Adds arguments to the newest call. If calls are sent while they grow, the newest call is released
-        once no earlier call of its function begins with the same arguments."""
+        once no earlier call of its function begins with the same arguments. The arguments of a held call are
+        sent with its release."""
         call = self._newest
         if not self._is_held:
             self._undecided = ""
@@ -529,7 +569,7 @@ class OutputParser:
         return [call.text for call in calls if call.name == self._newest.name and call is not self._newest]
 
     def _release(self) -> None:
-        """Sends a call that was held back."""
+        """Sends the newest call with its arguments so far, if it was held back."""
         if self._is_held:
             self._is_held = False
             self._undecided = ""
@@ -538,7 +578,7 @@ class OutputParser:
             self._add(self._newest, text)
 
     def _take(self, length: int) -> str:
-        """Moves characters from the buffer to the undecided text."""
+        """Moves the first `length` characters from the buffer to the undecided text, and returns them."""
         taken = self._buffer[:length]
         self._buffer = self._buffer[length:]
         self._undecided += taken
@@ -552,7 +592,8 @@ class OutputParser:
         self._undecided = ""
 
     def _add(self, part: OutputPart, text: str) -> None:
-        """Adds text to a part of the output, and the part to the output if it is new."""
+        """Adds text to a part of the output, and the part to the output if it is new. `push` returns the
+        two."""
         if not part.texts:
             self.output.parts.append(part)
         part.texts.append(text)

@@ -77,7 +77,8 @@ class ModelReasoning:
 
     @classmethod
     def of(cls, template: ChatTemplate | None, tokenizer: Tokenizer, parser: str | None) -> ModelReasoning:
-        """The reasoning of a model: the first format of which a marker is in the template.
+        """Finds the reasoning of a model: the first format of which a marker is in the template. The result
+        has no format if there is no template or no marker.
 
         parser: --reasoning-parser, the name of a format, which counts instead; None: it is not given. A name
         that no format has turns reasoning off.
@@ -90,10 +91,12 @@ class ModelReasoning:
         return cls()
 
     def thinking(self, prompt: str, continued: str = "") -> Thinking | None:
-        """The reasoning that an output for this prompt may begin with. None: the model writes none, or the
-        prompt ends behind the reasoning.
+        """Returns the reasoning that an output for this prompt may begin with. None: the model writes none,
+        or the prompt ends behind the reasoning.
 
-        continued: the assistant's text that the prompt ends with, if that text is to be continued.
+        prompt: the rendered chat; continued: the assistant's text that the prompt ends with, if that text is
+        to be continued. The result is open if the prompt ends within reasoning, or if every output of the
+        format begins with it.
         """
         form = self.format
         if form is None:
@@ -106,8 +109,9 @@ class ModelReasoning:
         return Thinking(form, is_open or form.begins_open, self.token_id(form.close))
 
     def in_answer(self, grammar: str) -> str:
-        """The grammar of a structured output with the header that the model writes before its content; "": no
-        grammar. Raises GrammarError for a grammar that is too large."""
+        """Returns the grammar of a structured output with the header that the model writes before its
+        content. Without a header, and for "" (no grammar), this is `grammar` itself. Raises GrammarError for
+        a grammar that is too large."""
         form = self.format
         if not grammar or form is None or form.answer is None:
             return grammar
@@ -115,10 +119,12 @@ class ModelReasoning:
         return of_rules([f"start: ({begin})? {header} body"], grammar, "body")
 
     def grammar(self, thinking: Thinking, answer: str, budget: int | None = None) -> str:
-        """The grammar of reasoning and of what follows it. Raises GrammarError for one that is too large.
+        """Returns the grammar of reasoning and of what follows it. Raises GrammarError for one that is too
+        large.
 
-        answer: the grammar of what follows, "": any tokens. budget: the most tokens of reasoning, None: any
-        number; it needs `thinking.close_id`.
+        If the prompt has not opened the reasoning, an output without reasoning is allowed, too. answer: the
+        grammar of what follows, "": any tokens. budget: the most tokens of reasoning, None: any number; a
+        budget needs `thinking.close_id`. 0: the closing marker comes first.
         """
         form = thinking.format
         rest = r"/\s{0,2}/ answer" if answer else "any"
@@ -134,7 +140,8 @@ class ModelReasoning:
         return of_rules(rules, answer, "answer")
 
     def _thoughts(self, thinking: Thinking, budget: int | None) -> list[str]:
-        """The rule `thoughts`, which includes the closing marker."""
+        """Returns the rule `thoughts` in Lark, which includes the closing marker, and the rules that it uses.
+        budget: the most tokens before that marker; None: any number."""
         close = thinking.format.close
         if budget is None:
             return up_to(close, self.token_id, "thoughts", "THOUGHT")

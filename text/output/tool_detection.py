@@ -45,10 +45,12 @@ def model_tools(
     tokenizer: Tokenizer,
     parser: str | None,
 ) -> ModelTools:
-    """The tool support of a model with this chat template. Raises ConfigError for an unknown `parser`.
+    """Returns the tool support of a model with this chat template, for which it renders some chats. Raises
+    ConfigError for an unknown `parser`.
 
     The format is the first that is found: the format of the calls that the template writes, of its response
-    template, or of its words. A template without tools has HERMES.
+    template, or of its words. It is None if none is found. A model without a template, or with one that
+    writes no tools, has HERMES, described in the system message (`in_prompt`).
 
     parser: --tool-parser, a name for `format_named`, which counts before that. There are two exceptions:
     `mistral` leaves the found `mistral_v11`, and a template without tools can only have `none` instead.
@@ -73,7 +75,8 @@ def model_tools(
 
 
 def written_format(template: ChatTemplate) -> ToolFormat | None:
-    """The first format that reads a call as the template writes it; None: none."""
+    """Returns the first format that reads a call as the template writes it, with arguments as an object or as
+    JSON text. None: no format does, or the template rejects the chat."""
     chats = [_chat_with_call(template, arguments) for arguments in (ARGUMENTS, json.dumps(ARGUMENTS))]
     return next((form for form in TOOL_FORMATS if any(_reads(form, chat) for chat in chats)), None)
 
@@ -100,8 +103,8 @@ def _described_format(source: str, tokenizer: Tokenizer) -> ToolFormat | None:
 
 
 def _chat_with_call(template: ChatTemplate, arguments: Any) -> str:
-    """A chat in which an assistant calls the function, from where a model would begin its turn; "": the
-    template rejects it."""
+    """Returns a chat in which an assistant calls the function, from where the chat begins to differ from one
+    without a call; "": the template rejects the chat."""
     with_call = template.attempt([USER, *calls_and_results((NAME, arguments))], TOOLS)
     with_text = template.attempt([USER, ANSWER, USER], TOOLS)
     common = os.path.commonprefix([with_call, with_text])  # noqa: RUF071 of any texts, not of paths

@@ -218,7 +218,8 @@ AS_TEXT = ToolFormat(name="none", open="")  # calls are not read: they stay text
 
 
 def format_named(name: str) -> ToolFormat:
-    """The format of this name, or of vLLM's parser of this name. Raises ConfigError."""
+    """Returns the format of this name, or of vLLM's parser of this name; AS_TEXT for `none`. Raises
+    ConfigError for any other name."""
     formats = (*TOOL_FORMATS, AS_TEXT)
     for form in formats:
         if name in (form.name, *form.other_names):
