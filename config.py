@@ -1157,7 +1157,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+def _values_given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the values of all flags and variables, by name (`--port`, `PORT`), as texts without spaces at
     their ends. An empty variable counts as unset, and so does a HOSTNAME that is no IP address. Several
     values of a flag are joined by commas.
@@ -1212,7 +1212,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     an unknown or repeated flag, settings that contradict each other, another server's setting that is not
     supported, and a local folder without a model. --help and --version print, and raise SystemExit.
     """
-    given = _given(argv, environ)
+    given = _values_given(argv, environ)
     _log_lines_of_aliases(given)
     if "MAX_INPUT_TOKENS" in given and "MAX_INPUT_LENGTH" in given:
         raise ConfigError(
@@ -1272,7 +1272,7 @@ def main(argv: Sequence[str]) -> int:
     logger = logging.getLogger("config")
     key = "requests need the API key" if config.needs_key else "requests need no API key (--api-key)"
     logger.info("Starting neuron-textgen %s; model: %s; %s", VERSION, config.model_name, key)
-    for line in _log_lines_of_aliases(_given(argv, os.environ)):
+    for line in _log_lines_of_aliases(_values_given(argv, os.environ)):
         logger.warning("%s", line)
     if not folder:
         print(config.to_json())

@@ -224,7 +224,7 @@ class ErrorHandlers:
         if isinstance(error, ClientDisconnected):
             g.outcome = "dropped" if "generates" in g else None
             return Response(status=CLIENT_CLOSED_REQUEST)  # for the metrics; the client has disconnected
-        shown = self._shown(error)
+        shown = self._for_client(error)
         of_route = routes.error_format()
         shown.request_id = g.request_id
         g.rejection = shown.text[:200]
@@ -254,7 +254,7 @@ class ErrorHandlers:
             logger.info("request rejected", extra=extra | {"is_limited": True})
         return response
 
-    def _shown(self, error: Exception) -> ApiError:
+    def _for_client(self, error: Exception) -> ApiError:
         """The error that the client reads. An error of this server, which the client does not read, is
         logged."""
         if isinstance(error, ApiError):
@@ -337,8 +337,8 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
             "worker_tmp_dir": "/dev/shm" if Path("/dev/shm").is_dir() else None,
             "control_socket_disable": True,
             "logger_class": _GunicornLog,
-            "pre_request": self._arrive,
-            "post_request": self._leave,
+            "pre_request": self._count_arrival,
+            "post_request": self._count_end,
             "post_worker_init": self._begin,
         }
         for name, value in settings.items():
@@ -358,14 +358,14 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
         if note := self._engine.text.tools_note:
             logger.info("%s", note)
 
-    def _arrive(self, _worker, http_request) -> None:
+    def _count_arrival(self, _worker, http_request) -> None:
         """Counts a request that has arrived. While the worker drains, its connection is closed after the
         response."""
         self._in_progress += 1
         if self._engine.phase == "draining":  # so that the client's next request goes to another replica
             http_request.force_close()
 
-    def _leave(self, _worker, _http_request) -> None:
+    def _count_end(self, _worker, _http_request) -> None:
         self._in_progress -= 1
 
     def _quit_when_done(self, worker) -> None:

@@ -106,7 +106,7 @@ class AdapterChanges:
         The loop calls this method between two steps, with all requests that have not ended.
         """
         if self._copying and self._copying[1].done():
-            self._exchange(*self._copying)
+            self._finish_copy(*self._copying)
             self._copying = None
         due = [] if self._copying else [each for each in self._pending if each.is_due(requests)]
         if due:
@@ -135,7 +135,7 @@ class AdapterChanges:
             changed.remove(pending.number)
         return changed
 
-    def _exchange(self, pending: Pending, copying: Future[Adapters]) -> None:
+    def _finish_copy(self, pending: Pending, copying: Future[Adapters]) -> None:
         """Gives the model the copy, and answers the change. If there is no copy, the adapters stay as they
         are, and the answer has the error.
 

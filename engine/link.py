@@ -150,9 +150,10 @@ class Link:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
             while self._outbox:  # this thread alone takes from it
-                self._send_news()  # first: a client may send its next request as soon as it has its response
+                # First: a client may send its next request as soon as it has its response.
+                self._send_changed_status()
                 self._send(*self._outbox.popleft())
-            self._send_news()
+            self._send_changed_status()
             if closing:
                 break
             while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
@@ -214,7 +215,7 @@ class Link:
                 self._send(peer, End(generate.id, reason))
             return
         self._inbox.put((peer, message))
-        self._send_news()
+        self._send_changed_status()
 
     def _status_now(self) -> Status:
         return Status(
@@ -224,7 +225,7 @@ class Link:
             progress=progress.text,
         )
 
-    def _send_news(self) -> None:
+    def _send_changed_status(self) -> None:
         """Sends the status if its phase or `full` is not what was sent last."""
         status = self._status_now()
         news = (status.phase, status.full)

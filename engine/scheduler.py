@@ -210,7 +210,7 @@ class Scheduler:
                 self._update_prompt(request, chunk, is_done=bool(tokens[index]))
             if chunk.verify and tokens[index]:
                 request.proposer.record_acceptance(len(chunk.tokens) - 1, len(tokens[index]) - 1)
-            reasons[index] = self._record(request, tokens[index])
+            reasons[index] = self._add_tokens(request, tokens[index])
             if reasons[index]:
                 self._release(request)
         return reasons
@@ -231,7 +231,7 @@ class Scheduler:
             insort(self.running, request, key=lambda row: row.slot)
             self._steps_since_prompt = 0
 
-    def _record(self, request: Request, tokens: list[int]) -> str | None:
+    def _add_tokens(self, request: Request, tokens: list[int]) -> str | None:
         """Adds tokens to a request and to its draft proposer. Returns why the request ends: "eos_token",
         "length", or None. Removes the tokens after the one that ends the request from the list. Frees no
         slot.

@@ -119,7 +119,7 @@ class ModelCache:
         reason: object = "its code comes from another repository, which may change at any time"
         try:
             if key:
-                return self.find(key) or self._add(key, convert)
+                return self.find(key) or self._convert_once(key, convert)
         except OSError as error:
             reason = error
         logger.warning(
@@ -131,7 +131,7 @@ class ModelCache:
         convert(scratch)
         return scratch
 
-    def _add(self, key: str, convert: Callable[[Path], None]) -> Path:
+    def _convert_once(self, key: str, convert: Callable[[Path], None]) -> Path:
         """Returns the folder of the entry `key`. Unless another process has added the entry meanwhile,
         `convert` fills the folder, and `evict` then makes room. Only one process converts at a time, and the
         others wait; but of LoRA adapters several may be converted at a time, each by one process. Raises

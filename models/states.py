@@ -161,14 +161,14 @@ class States:
                 continue
             written = run.writes[0]
             self._current[run.slot] = State(run.end, written)
-            if keep.get(run.slot) and (block := self._take()) is not None:
+            if keep.get(run.slot) and (block := self._free_block()) is not None:
                 if not self._in_place:
                     self._own[run.slot], block = block, written
                 blocks[run.slot] = self._kept[run.slot][run.end] = block
                 self._at_border[block] = keep[run.slot] == "border"
         return blocks
 
-    def _take(self) -> int | None:
+    def _free_block(self) -> int | None:
         """Returns a free block, if need be that of a snapshot, which every slot then loses; None: slots
         continue from all snapshots.
 

@@ -270,9 +270,9 @@ class TextStream:
         content = "" if piece.special else text
         self._parts.append(content)
         self._length += len(content)
-        self._look_for_stops(*(self._parse(piece, text) if self._parse else (content, 0)))
+        self._apply_stops(*(self._parse(piece, text) if self._parse else (content, 0)))
 
-    def _look_for_stops(self, content: str, held: int) -> None:
+    def _apply_stops(self, content: str, held: int) -> None:
         """Sets which text is certain. If a stop string is complete, sets `stop` and `cut`, and removes the
         text behind the end from the pieces.
 

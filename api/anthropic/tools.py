@@ -41,7 +41,7 @@ class MessagesTools(OfferedTools):
             path = f"tools[{i}]"
             client_tools.reject_computer_use(path, tool)
             require(tool.get("type") != "function", f"{path}.type", OPENAI_TOOL)
-            name = self._know(path, tool)
+            name = self._register(path, tool)
             if name and defers and tool.get("defer_loading"):
                 self._rejected[name] = DEFERRED
             elif name:
@@ -61,7 +61,7 @@ class MessagesTools(OfferedTools):
     def define(self, path: str, tool: Json) -> str:
         """Allows calls of a tool that is defined at `path`, and returns its definition; "" if Anthropic runs
         the tool. Raises ApiError for a malformed tool."""
-        name = self._know(path, tool)
+        name = self._register(path, tool)
         return self.add(name) if name else ""
 
     def remove(self, name: str) -> None:
@@ -82,7 +82,7 @@ class MessagesTools(OfferedTools):
         require(is_named, "tool_choice", detail, given=given.type[:40])
         return self.one(given.name)
 
-    def _know(self, path: str, tool: Json) -> str | None:
+    def _register(self, path: str, tool: Json) -> str | None:
         """The name of a tool, which is known from here on; None if Anthropic runs it. Raises ApiError."""
         kind = tool.get("type") or "custom"
         family, _, date = str(kind).rpartition("_")

@@ -450,7 +450,7 @@ def arguments_of(path: str, arguments: Any) -> Json:
     """Returns the arguments of an earlier tool call, given as an object or as JSON in a string. JSON that
     `max_tokens` has truncated gives the members that are complete. No arguments (null, or a blank string) are
     {}. Raises ApiError for any other value."""
-    read = _value_of(arguments) if isinstance(arguments, str) else arguments
+    read = _parsed_arguments(arguments) if isinstance(arguments, str) else arguments
     if read is None:
         return {}
     detail = "must be a JSON object: the arguments of a tool call by their names"
@@ -460,7 +460,7 @@ def arguments_of(path: str, arguments: Any) -> Json:
     return read
 
 
-def _value_of(written: str) -> Any:
+def _parsed_arguments(written: str) -> Any:
     """Returns the value of a text in JSON, which may have the mistakes that are read in a model's output. A
     blank text is None; a text that is not JSON is its own value. If the JSON is a string that has JSON in it,
     the value is that of the inner JSON."""

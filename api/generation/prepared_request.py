@@ -186,7 +186,7 @@ def _tokenized(prepared: PreparedRequest, served: Served) -> TokenizedPrompt:
     ids = ids_of(prepared, served)
     if prepared.truncate is not None:
         ids = ids[-prepared.truncate :]
-    most = _most_tokens(prepared, ids, served)
+    most = _token_limit(prepared, ids, served)
     images = served.images.read(prepared.image_numbers)
     # A token may reach over a border, which is then before that token.
     beginnings = [ids_of(prepared, served, characters) for characters in prepared.message_borders]
@@ -239,7 +239,7 @@ def with_image_ids(ids: list[int], images: Sequence[Image], token_id: int) -> li
     return [next(following) if i == token_id else i for i in ids]
 
 
-def _most_tokens(prepared: PreparedRequest, ids: list[int], served: Served) -> int:
+def _token_limit(prepared: PreparedRequest, ids: list[int], served: Served) -> int:
     """Returns how many tokens may follow a prompt of these ids, at least 1. Raises ApiError for a prompt that
     is empty, too long, or has an id that the model does not know.
 

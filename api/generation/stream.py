@@ -119,7 +119,7 @@ class ActiveRequest:
         self._status = CLIENT_CLOSED_REQUEST
         self._messages = SimpleQueue()  # lists of the worker's messages; None: the client has disconnected
         self._unfinished: dict[int, GeneratedSequence] = {}  # by the id in the worker
-        generates = [generate for prompt in prompts for generate in self._generates(prompt)]
+        generates = [generate for prompt in prompts for generate in self._messages_for(prompt)]
         images = {image.key: image for prompt in prompts for image in prompt.images}
         try:
             engine.submit(generates, self._messages, list(images.values()))
@@ -153,7 +153,7 @@ class ActiveRequest:
                 if isinstance(message, End):
                     ends.append(message)
                 elif sequence := self._unfinished.get(message.id):  # None: a token after a stop string
-                    self._take(message, sequence, batch)
+                    self._apply(message, sequence, batch)
             if self._unfinished and not ends and self._received_at >= self._deadline_at:
                 self._truncate(batch)
             if batch or not messages:  # a prefilled prompt does not yet begin the response
@@ -238,7 +238,7 @@ class ActiveRequest:
             adapter=self._adapter,
         )
 
-    def _generates(self, prompt: TokenizedPrompt) -> Iterator[Generate]:
+    def _messages_for(self, prompt: TokenizedPrompt) -> Iterator[Generate]:
         """Yields the messages to the worker for one prompt, one for each sequence, each with a new random id.
         Adds these sequences to `sequences` and, by that id, to those that are unfinished."""
         prepared = prompt.prepared
@@ -272,7 +272,7 @@ class ActiveRequest:
             raise ClientDisconnected
         return [message for messages in arrived for message in messages]
 
-    def _take(self, message: PromptDone | Token, sequence: GeneratedSequence, batch: Batch) -> None:
+    def _apply(self, message: PromptDone | Token, sequence: GeneratedSequence, batch: Batch) -> None:
         """Applies a message to its sequence. A PromptDone becomes the sequence's `prompt_done`. A Token adds
         the pieces that it makes certain to the batch; without any, the batch gets an empty list. If the
         sequence ends before the worker ends it, as at a stop string, it is cancelled in the worker."""

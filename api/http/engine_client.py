@@ -116,7 +116,7 @@ class EngineClient:
         self._monitor = self._dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._dealer.connect(address)
         self._greenlets = [
-            gevent.spawn(run) for run in (self._receive, self._wait_for_disconnect, self._beat)
+            gevent.spawn(run) for run in (self._receive, self._wait_for_disconnect, self._watch_for_stuck)
         ]
         self._send(protocol.Hello(ready=False))
 
@@ -321,7 +321,7 @@ class EngineClient:
             self._reported_ready = True
             self._send(protocol.Hello(ready=True))
 
-    def _beat(self) -> None:
+    def _watch_for_stuck(self) -> None:
         """Runs as a greenlet until the worker is lost. Measures, every HEARTBEAT_S, for how long the worker
         has been silent and stuck; sends nothing. Time in which this process itself was stopped hardly counts.
 

@@ -152,7 +152,7 @@ class OwnedResponses:
     def delete(self, id: str) -> None:
         """Deletes a response. Raises ApiError (404) if this API key has stored no response with this id,
         sqlite3.Error if the file cannot be used."""
-        if not self._run("DELETE FROM responses WHERE id = ? AND owner = ? RETURNING id", id):
+        if not self._execute("DELETE FROM responses WHERE id = ? AND owner = ? RETURNING id", id):
             raise self._no_response(id)
 
     def conversation(self, id: str) -> list[Json]:
@@ -193,10 +193,10 @@ class OwnedResponses:
         return self._items[response][id]
 
     def _find(self, id: str) -> StoredResponse | None:
-        rows = self._run("SELECT * FROM responses WHERE id = ? AND owner = ?", id)
+        rows = self._execute("SELECT * FROM responses WHERE id = ? AND owner = ?", id)
         return StoredResponse(*rows[0][:-1]) if rows else None
 
-    def _run(self, statement: str, id: str) -> list[tuple]:
+    def _execute(self, statement: str, id: str) -> list[tuple]:
         """The rows that a statement about a response of this owner returns; none if the store is off."""
         if not self.is_on:
             return []

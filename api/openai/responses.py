@@ -204,7 +204,7 @@ def _chat_messages(
         if message is None:
             continue
         if _continues(messages, message):
-            _join(messages[-1], message)
+            _join_turn(messages[-1], message)
         else:
             paths.append(path)
             messages.append(message)
@@ -234,7 +234,7 @@ def _continues(messages: list[Message], message: Message) -> bool:
     return bool(message.tool_calls) or (last.content is None and not last.tool_calls)
 
 
-def _join(turn: Message, other: Message) -> None:
+def _join_turn(turn: Message, other: Message) -> None:
     """Adds another message of the same answer to a turn, which changes in place: the reasoning, the calls
     and, if the turn has no content, the content. At most one of the two has content."""
     thoughts = filter(None, (turn.reasoning_content, other.reasoning_content))

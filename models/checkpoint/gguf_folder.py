@@ -25,11 +25,11 @@ MODEL_TYPES = {"gemma3": "gemma3_text", "mistral3": "ministral3", "gpt-oss": "gp
 def write_folder(path: Path, target: Path) -> None:
     """Writes the config.json and the tokenizer of the GGUF file `path` into `target`. Raises ModelError."""
     file = read_gguf(path)
-    (target / "config.json").write_text(json.dumps(_config(file)))
+    (target / "config.json").write_text(json.dumps(_config_json(file)))
     write_tokenizer(file, target)
 
 
-def _config(file: GgufFile) -> Json:
+def _config_json(file: GgufFile) -> Json:
     """The config.json of a GGUF file: what the server reads of it, where the file is, and a digest, because a
     changed file is another model."""
     heads = file["attention.head_count"]

@@ -343,7 +343,7 @@ def load_model(build: BuildPlan, work_dir: Path, announce: Announce) -> tuple[An
     if not os.environ.get("NEURON_RT_VISIBLE_CORES"):  # without either variable the runtime takes all cores
         os.environ.setdefault("NEURON_RT_NUM_CORES", str(build.compiled_config.tp_degree))
     if compiled := build.compiled():
-        return _loaded(build, work_dir, compiled), build
+        return _load_graphs(build, work_dir, compiled), build
     key = artifact.config_digest(legacy_config(families.text_config(build.manifest.config_json)))
     if cached := CachedGraphs.here(build.config.compile_cache_size, key, build.compiled_config):
         return _load_cached(cached, build, work_dir, announce)
@@ -543,10 +543,10 @@ def _load_cached(
     says why. Raises ModelError, or ConfigError for weight files that are too small.
     """
     with cached.locked(is_shared=True):  # several servers may load the same graphs
-        if kept := _kept(cached, build, work_dir):
+        if kept := _load_kept(cached, build, work_dir):
             return kept
     with cached.locked(is_shared=False):  # one compiles them, and the others wait
-        if kept := _kept(cached, build, work_dir):
+        if kept := _load_kept(cached, build, work_dir):
             return kept
         logger.info("%s has no compiled graphs for this model, these settings and versions", cached.cache)
         announce("compiling")
@@ -564,7 +564,7 @@ def _load_cached(
     return model, build
 
 
-def _kept(cached: CachedGraphs, build: BuildPlan, work_dir: Path) -> tuple[Any, BuildPlan] | None:
+def _load_kept(cached: CachedGraphs, build: BuildPlan, work_dir: Path) -> tuple[Any, BuildPlan] | None:
     """Returns the model on the device with the graphs of the cache, and what was built; None: the cache does
     not have them. Logs which parts were left out when they were compiled.
 
@@ -577,7 +577,7 @@ def _kept(cached: CachedGraphs, build: BuildPlan, work_dir: Path) -> tuple[Any, 
     build.warn_of(built, f"as compiling for it has failed; remove {cached.folder} to try again")
     build = dataclasses.replace(build, compiled_config=built)
     try:
-        return _loaded(build, work_dir, cached.folder), build
+        return _load_graphs(build, work_dir, cached.folder), build
     except ModelError as error:
         if f"{NOT_ON_DEVICE}: {MISSING}" not in str(error):
             raise
@@ -587,7 +587,7 @@ def _kept(cached: CachedGraphs, build: BuildPlan, work_dir: Path) -> tuple[Any, 
     return None
 
 
-def _loaded(build: BuildPlan, work_dir: Path, compiled: Path) -> Any:
+def _load_graphs(build: BuildPlan, work_dir: Path, compiled: Path) -> Any:
     """Returns the model on the device with the compiled graphs of the folder `compiled`. Waits up to
     CORES_WAIT_S for held cores. Raises ModelError for graphs that are missing or that the device rejects, and
     the errors of `make` for the weights."""

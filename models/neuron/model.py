@@ -83,14 +83,14 @@ class NeuronModel(StaticBatchModel):
         if build.family.recurrent_layers:
             self.states = States(self._rows, compiled_config.snapshots, in_place=True)
             self.state_bytes = build.family.state_bytes(compiled_config.tp_degree, self.dtype)
-        if self.sampling == "hybrid" and not self._works(HYBRID, self._hybrid_fault):
+        if self.sampling == "hybrid" and not self._passes_check(HYBRID, self._hybrid_fault):
             self.return_token_ids(False)
             self.sampling = "host"
         is_longer = self.max_input_tokens > compiled_config.prefill_chunk > 0
         if config.prefill_chunk != 0 and (is_longer or self.states):
             self.prefill_chunk = compiled_config.prefill_chunk
         self._check_prompt(config.model_name)
-        if self.prefill_chunk and not self._works(CHUNKS, self._chunk_fault):
+        if self.prefill_chunk and not self._passes_check(CHUNKS, self._chunk_fault):
             if self.states:
                 raise ModelError(f"{CHUNKS.name} is needed for the recurrent states of {config.model_name}")
             self.prefill_chunk = None
@@ -98,7 +98,7 @@ class NeuronModel(StaticBatchModel):
             self._verify_row = compiled_config.verify_row
             self.verify_length = compiled_config.verify_length
             self.max_draft_rows = self.verify_length * self.batch_size
-            if not self._works(DRAFTS, self._verify_fault):
+            if not self._passes_check(DRAFTS, self._verify_fault):
                 self.max_draft_rows = self.verify_length = 0
         self._held.clear()
         self.prefix_granularity = 1 if self.states else self.prefill_chunk
@@ -124,7 +124,7 @@ class NeuronModel(StaticBatchModel):
         text = self._model.chkpt_model.model
         text.embed_tokens = HostEmbedding(text.embed_tokens, self.encoder_cache, build.family.embedding_scale)
 
-    def _works(self, part: Part, find_fault: Callable[[], str | None]) -> bool:
+    def _passes_check(self, part: Part, find_fault: Callable[[], str | None]) -> bool:
         """Whether a part of the model passes its check at startup; if not, a warning says why. find_fault:
         runs the check, and returns what is wrong; None: nothing. A call that fails in it is a fault, too; but
         if the device itself fails, raises ModelError, which names the setting that leaves the part out."""
@@ -271,7 +271,7 @@ class NeuronModel(StaticBatchModel):
         for chunk in chunks:
             self._commit_accepted(chunk)
             if self.states:
-                lags[chunk.slot] = self._advance_state(chunk)
+                lags[chunk.slot] = self._plan_state(chunk)
         first = chunks[0]
         goes_back = first.begin < max(1, len(self._held.get(first.slot, ())))
         if any(chunk.verify or lags.get(chunk.slot) for chunk in chunks):
@@ -295,7 +295,7 @@ class NeuronModel(StaticBatchModel):
         held = self._held.get(chunk.slot, [])
         held += self._drafts.pop(chunk.slot, ())[: max(0, chunk.begin - len(held))]
 
-    def _advance_state(self, chunk: Chunk) -> int:
+    def _plan_state(self, chunk: Chunk) -> int:
         """Takes the state of a slot past the tokens of a chunk that are certain: all but draft tokens. This
         comes before the call that runs them, which ends the process if it fails. Returns how many tokens
         before the chunk the state lacks."""
@@ -311,7 +311,7 @@ class NeuronModel(StaticBatchModel):
         """Runs up to `verify_length` tokens of every live slot. Returns logits [tokens of all chunks, vocab],
         or ids [tokens of all chunks, 1]. The graph's row of a slot begins with the tokens that the state of
         the slot lacks; lags: how many."""
-        begins = self._begins(chunks, self._verify_row)
+        begins = self._row_begins(chunks, self._verify_row)
         keep = [0] * self._rows
         for slot, tokens, begin, *_ in chunks:
             assert begin == len(self._held[slot]) > 0 and len(tokens) <= self.verify_length
@@ -328,7 +328,7 @@ class NeuronModel(StaticBatchModel):
             del self._held[slot][begin + 1 :]
         return output.transpose(0, 1).reshape(output.shape[1], -1)[:, columns].T
 
-    def _begins(self, chunks: Sequence[Chunk], length: int) -> dict[int, int]:
+    def _row_begins(self, chunks: Sequence[Chunk], length: int) -> dict[int, int]:
         """Returns the position at which each slot, also a free one, begins in a call with `length` tokens of
         every slot. A slot of `chunks` begins where its chunk begins; other slots are idle.
 
@@ -384,7 +384,7 @@ class NeuronModel(StaticBatchModel):
         assert ends == lengths, f"slots {slots} hold {lengths} positions, not {ends}"
         assert max(ends) < self.max_total_tokens, f"slots {slots} have no position {max(ends)}"
         assert all(len(chunk.tokens) == 1 for chunk in chunks), "a decode step has one token a slot"
-        begins = self._begins(chunks, 1)
+        begins = self._row_begins(chunks, 1)
         for chunk in chunks:
             self._held[chunk.slot] += chunk.tokens
         keep = [int(slot in slots) for slot in begins]

@@ -265,7 +265,7 @@ def scan(
     most 0.
     """
     many, tokens, _one = decay.sizes
-    triangle = _constant(decay, torch.ones(1, tokens, tokens).tril())
+    triangle = _filled_array(decay, torch.ones(1, tokens, tokens).tril())
     until = triangle.expand(many, tokens, tokens).product(decay)  # the decay up to each token
     total = (decay * is_kept).apply(hlo.reduce_sum, 1, True)
     between = (until - until.view(many, 1, tokens)).exp()
@@ -289,15 +289,15 @@ def inverse(system: Array) -> Array:
     keys are alike, as those of a repeated token are.
     """
     size = system.sizes[1]
-    solved = _constant(system, torch.eye(size)[None]).expand(*system.sizes)
+    solved = _filled_array(system, torch.eye(size)[None]).expand(*system.sizes)
     number = torch.arange(size)  # of the block of each token
     while number.any():
         is_low = (number[:, None] == number + 1) & (number % 2 == 0)
-        low = system * _constant(system, is_low[None].float())
+        low = system * _filled_array(system, is_low[None].float())
         solved = solved - solved.product(low).product(solved)
         number = number // 2
     return solved
 
 
-def _constant(like: Array, values: torch.Tensor) -> Array:
+def _filled_array(like: Array, values: torch.Tensor) -> Array:
     return Array(hlo.literal(like.node.dtype, values))

@@ -286,7 +286,7 @@ class TorchModel(StaticBatchModel):
             if has_states(self._model):
                 self._add_states(config)
             self._select_attention(ids)
-            self._batch_invariant_rows(ids)
+            self._choose_batch_invariant_rows(ids)
         if config.lora_adapters or config.lora_folder:
             self._add_adapters(config, ids)
 
@@ -518,7 +518,7 @@ class TorchModel(StaticBatchModel):
                 raise ModelError(f"{self._refusal}: {fault}")
         self._check_sliding_windows(text_config)
 
-    def _batch_invariant_rows(self, ids: list[int]) -> None:
+    def _choose_batch_invariant_rows(self, ids: list[int]) -> None:
         """Makes the cache with the fewest rows of a decode step that are batch-invariant: a token's logits
         are bitwise equal in every slot, alone or not. If slots and up to 7 rows more are not, sets
         `_batches_rows` to False: each row runs alone, and a warning says so. Runs the first two of `ids`.

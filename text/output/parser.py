@@ -214,7 +214,7 @@ class OutputParser:
                     reads_whole = self._calls.format.is_whole or not self._streams_calls
                     goes_on = reads_whole and (yield from self._read_whole())
         while True:
-            self._take(len(self._buffer))
+            self._move_to_undecided(len(self._buffer))
             self._send(Content)
             if self._ended:
                 return
@@ -420,7 +420,7 @@ class OutputParser:
             if self._buffer.count("{") > braces or not may_be_calls(self._buffer, self._calls.names):
                 raise _NotACall
             yield from self._more()
-        return self._take(found.end()), found[1]
+        return self._move_to_undecided(found.end()), found[1]
 
     def _literals(self, name: str) -> Resumable:
         """Reads arguments that are not JSON, up to the closing bracket, and begins the call with them as
@@ -485,7 +485,7 @@ class OutputParser:
                     if depth <= 0 and character in "}])":
                         length = at + 1
                         break
-            chunk = self._take(length)
+            chunk = self._move_to_undecided(length)
             text += chunk
             if sends and chunk:
                 self._send_arguments(chunk)
@@ -514,10 +514,10 @@ class OutputParser:
             if is_end:
                 held = ""
             if len(before) > len(held):
-                self._take(len(before) - len(held))
+                self._move_to_undecided(len(before) - len(held))
                 self._send(kind)
             if found:
-                self._take(len(found))
+                self._move_to_undecided(len(found))
             if found or is_end:
                 return found
             yield
@@ -530,18 +530,18 @@ class OutputParser:
         while not self._buffer.startswith(marker):
             is_begun = marker.startswith(self._buffer)
             if is_begun and self._ended and self._keeps_truncated:
-                self._take(len(self._buffer))
+                self._move_to_undecided(len(self._buffer))
             if self._ended or not is_begun:
                 return ""
             yield
-        return self._take(len(marker))
+        return self._move_to_undecided(len(marker))
 
     def _skip_spaces(self) -> Resumable:
         """Reads spaces up to the next other character, or to the end of the output. Sends nothing."""
         while not self._ended and not self._buffer.lstrip():
-            self._take(len(self._buffer))
+            self._move_to_undecided(len(self._buffer))
             yield
-        self._take(len(self._buffer) - len(self._buffer.lstrip()))
+        self._move_to_undecided(len(self._buffer) - len(self._buffer.lstrip()))
 
     def _more(self) -> Resumable:
         """Yields once, for the caller to add more text. Raises _Truncated if the output has ended."""
@@ -557,7 +557,7 @@ class OutputParser:
         if not self._is_held:
             self._undecided = ""
             if text:
-                self._add(call, text)
+                self._append_to_part(call, text)
             return
         call.texts.append(text)
         if self._streams_calls and not any(earlier.startswith(call.text) for earlier in self._earlier()):
@@ -575,9 +575,9 @@ class OutputParser:
             self._undecided = ""
             text = self._newest.text
             self._newest.texts.clear()
-            self._add(self._newest, text)
+            self._append_to_part(self._newest, text)
 
-    def _take(self, length: int) -> str:
+    def _move_to_undecided(self, length: int) -> str:
         """Moves the first `length` characters from the buffer to the undecided text, and returns them."""
         taken = self._buffer[:length]
         self._buffer = self._buffer[length:]
@@ -588,10 +588,10 @@ class OutputParser:
         """Sends the undecided text, as more of the newest part or as a new part."""
         if self._undecided:
             newest = self.output.parts[-1] if self.output.parts else None
-            self._add(newest if isinstance(newest, kind) else kind(), self._undecided)
+            self._append_to_part(newest if isinstance(newest, kind) else kind(), self._undecided)
         self._undecided = ""
 
-    def _add(self, part: OutputPart, text: str) -> None:
+    def _append_to_part(self, part: OutputPart, text: str) -> None:
         """Adds text to a part of the output, and the part to the output if it is new. `push` returns the
         two."""
         if not part.texts:
