@@ -67,10 +67,13 @@ class CheckpointArchitecture(NamedTuple):
 
 
 def read_architecture(config: Config, folder: Path) -> CheckpointArchitecture:
-    """What transformers makes of the config.json in `folder`.
+    """Returns what transformers makes of the config.json in `folder`. Neither reads weights nor takes memory
+    for them. With `trust_remote_code` it runs the Python code of the model. Turns the warnings of
+    transformers off in this process.
 
     Raises ModelError for what no engine serves: other models than causal language models, unknown families
-    and layers, code that is not trusted or does not run, a `max_total_tokens` beyond the model's limit.
+    and layers, code that is not trusted or does not run, a config that transformers rejects, a
+    `max_total_tokens` beyond the model's limit. Raises ConfigError for a config.json that cannot be read.
     """
     manifest = Manifest.read(folder)
     kind = manifest.model_type
@@ -103,8 +106,9 @@ def read_architecture(config: Config, folder: Path) -> CheckpointArchitecture:
 
 
 def _read_config(config: Config, folder: Path, manifest: Manifest) -> transformers.PretrainedConfig:
-    """transformers' config of a model. Published files with a longrope may lack the name and the factor that
-    transformers needs; the result has both."""
+    """Returns transformers' config of a model. Published files with a longrope may lack the name and the
+    factor that transformers needs; the result has both. With `trust_remote_code` the class of the config may
+    come from the model's own code. Raises what transformers raises for a config that it rejects."""
     given = manifest.config_json
     kind = manifest.model_type
     scaling = given.get("rope_scaling")
@@ -118,8 +122,13 @@ def _read_config(config: Config, folder: Path, manifest: Manifest) -> transforme
 
 
 def with_version_of_code(failure: str, config: Config, folder: Path) -> str:
-    """The text of a `failure`, with the version of transformers that the model's own Python code was written
-    for, if that code runs (`trust_remote_code`) and the version is not 5; else `failure` as it is."""
+    """Returns the text of a `failure`. If the model in `folder` comes with Python code that
+    `trust_remote_code` lets run, and that code was written for another version of transformers than 5, the
+    text also says for which one, and whether transformers has the family built in. Else it is `failure` as it
+    is.
+
+    Without `transformers_version` in config.json the code counts as written for 4.
+    """
     written = Manifest.read(folder).config_json
     version = written.get("transformers_version")
     if not (config.trust_remote_code and written.get("auto_map")) or str(version).startswith("5."):
@@ -132,9 +141,9 @@ def with_version_of_code(failure: str, config: Config, folder: Path) -> str:
 
 
 def _auto_class(hf_config) -> type:
-    """The class of transformers that loads a model: AutoModelForCausalLM where the family has a class for
-    text alone, else AutoModelForImageTextToText, with the vision tower. Raises ModelError for an
-    encoder-decoder model, and for one that continues no text."""
+    """Returns the class of transformers that loads a model with this config: AutoModelForCausalLM where the
+    family has a class for text alone, or code with such a class, else AutoModelForImageTextToText, with the
+    vision tower. Raises ModelError for an encoder-decoder model, and for one that continues no text."""
     if not hf_config.is_encoder_decoder:
         reads_images = type(hf_config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         has_code = "AutoModelForCausalLM" in getattr(hf_config, "auto_map", {})
@@ -150,7 +159,9 @@ def _auto_class(hf_config) -> type:
 
 
 def _reject_layers(manifest: Manifest, text_config) -> None:
-    """Raises ModelError for a model with layers, or with attention, that no engine computes."""
+    """Raises ModelError for a model with layers, or with attention, that no engine computes: types of layers
+    that are not in LAYERS, or in RECURRENT for families that have those, ALiBi, and attention in both
+    directions. text_config: transformers' config of the text part. The error names the first reason only."""
     served = LAYERS
     if text_config.model_type in RECURRENT_FAMILIES:
         served += RECURRENT
@@ -169,4 +180,5 @@ def _reject_layers(manifest: Manifest, text_config) -> None:
 
 
 def _rejection(kind: str, why: str) -> ModelError:
+    """Returns the error for a model of the family `kind` that has `why`, such as "recurrent layers"."""
     return ModelError(f"{kind} models with {why} are not supported on a static batch")

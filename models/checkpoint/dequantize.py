@@ -44,15 +44,17 @@ Parts = Mapping[str, Tensor]  # the stored tensors of one weight
 
 
 def awq(parts: Parts, settings: Json) -> Tensor:
-    """float32 [out, in] of `qweight` int32 [in, out / 8], `qzeros` int32 [groups, out / 8], `scales` [groups,
-    out]."""
+    """Returns the weight float32 [out, in] of `qweight` int32 [in, out / 8], `qzeros` int32 [groups, out / 8]
+    and `scales` [groups, out]. Does not read `settings`."""
     weight, zeros = (_unpack(parts[name], 4, AWQ_ORDER).T for name in ("qweight", "qzeros"))
     return _scaled_weight(weight, parts["scales"].T, zeros)
 
 
 def gptq(parts: Parts, settings: Json) -> Tensor:
-    """float32 [out, in] of `qweight` int32 [in * bits / 32, out], `qzeros` int32 [groups, out * bits / 32],
-    `scales` [groups, out] and, if there is one, `g_idx` int32 [in]: the group of each row."""
+    """Returns the weight float32 [out, in] of `qweight` int32 [in * bits / 32, out], `qzeros` int32 [groups,
+    out * bits / 32], `scales` [groups, out] and, if there is one, `g_idx` int32 [in]: the group of each row.
+    The bits follow from the shapes. Of `settings` only the format counts: version 2 stores zeros as they
+    are."""
     scales = parts["scales"].T
     bits = 32 * parts["qzeros"].shape[1] // len(scales)  # may differ between layers
     zeros = parts["qzeros"]
@@ -64,9 +66,10 @@ def gptq(parts: Parts, settings: Json) -> Tensor:
 
 
 def bitsandbytes(parts: Parts, settings: Json) -> Tensor:
-    """float32 [out, in] of `weight` int8 [out, in] and `SCB` [out], the largest of each row; or, without
-    `SCB`, of a flat weight with two values in a byte, whose blocks have a largest value each, which may be
-    quantized as well."""
+    """Returns the weight float32 [out, in] of `weight` int8 [out, in] and `SCB` [out], the largest of each
+    row. Without `SCB` the weight is flat, with two values in a byte, and its blocks have a largest value
+    each, `weight.absmax`, which may be quantized as well; `weight.quant_state` is a JSON text with its shape.
+    Does not read `settings`."""
     weight = parts["weight"]
     if "SCB" in parts:
         return weight.float() * parts["SCB"].float()[:, None] * (1 / 127)
@@ -82,9 +85,13 @@ def bitsandbytes(parts: Parts, settings: Json) -> Tensor:
 
 
 def compressed_tensors(parts: Parts, settings: Json) -> Tensor:
-    """float32 [out, in] of `weight` float8 or int8 [out, in], or `weight_packed` int32 [out, in * bits / 32];
-    `weight_scale` and `weight_zero_point`: one, or one for each row, group of columns or block;
-    `weight_g_idx` int32 [in]: the group of each column, where the groups are not in order."""
+    """Returns the weight float32 [out, in] of `weight` float8 or int8 [out, in], or `weight_packed` int32
+    [out, in * bits / 32] with `weight_shape`. `weight_scale` and `weight_zero_point`, if there is one, have
+    one number, or one for each row, group of columns or block, whose size `settings` has. `weight_g_idx`
+    int32 [in] is the group of each column, where the groups are not in order.
+
+    Raises TypeError for a `weight` of more than 8 bits.
+    """
     zeros = parts.get("weight_zero_point")
     if "weight_packed" in parts:
         rows, columns = parts["weight_shape"].tolist()
@@ -104,14 +111,15 @@ def compressed_tensors(parts: Parts, settings: Json) -> Tensor:
 
 
 def fp8(parts: Parts, settings: Json) -> Tensor:
-    """float32 [out, in] of `weight` float8 [out, in] and `weight_scale`: one, or one for each block."""
+    """Returns the weight float32 [out, in] of `weight` float8 [out, in] and `weight_scale`: one number, or
+    one for each block of `weight_block_size` in `settings` (else FP8_BLOCK)."""
     blocks = settings.get("weight_block_size") or FP8_BLOCK
     return _scaled_weight(parts["weight"], parts["weight_scale"], blocks=blocks)
 
 
 def mxfp4(parts: Parts, settings: Json) -> Tensor:
-    """float32 [experts, in, out] of `blocks` uint8 [experts, out, in / 32, 16] and `scales` uint8 [experts,
-    out, in / 32]."""
+    """Returns the weight float32 [experts, in, out] of `blocks` uint8 [experts, out, in / 32, 16] and
+    `scales` uint8 [experts, out, in / 32]. Does not read `settings`."""
     codes = torch.stack([parts["blocks"] & 15, parts["blocks"] >> 4], -1).flatten(-2).int()
     exponents = parts["scales"][..., None].int() - FP4_BIAS
     return torch.ldexp(torch.cat([FP4, -FP4])[codes], exponents).flatten(-2).transpose(-1, -2)
@@ -135,8 +143,9 @@ TENSOR_FORMATS: dict[str, tuple[Callable[[Parts, Json], Tensor], str]] = {
 
 
 def _unpack(packed: Tensor, bits: int, order: Any = ...) -> Tensor:
-    """The unsigned numbers of `bits` bits in the words of the last dimension, int32 [..., words * 32 / bits]:
-    of each word the lowest bits first. order: which number of a word comes at each place."""
+    """Returns the unsigned numbers of `bits` bits in the words of the last dimension, int32 [..., words * 32
+    / bits]: of each word the lowest bits first. order: which number of a word comes at each place; left out:
+    as they are in the word. `packed`: int32 [..., words]."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)[order]
     return (packed[..., None] >> shifts & (1 << bits) - 1).flatten(-2)
 
@@ -148,13 +157,15 @@ def _scaled_weight(
     groups: Tensor | None = None,
     blocks: Sequence[int] | None = None,
 ) -> Tensor:
-    """(weight - zeros) * scales in float32 [out, in].
+    """Returns (weight - zeros) * scales in float32 [out, in].
 
-    scales, zeros: one number, or one for each row, group of columns, or block of `blocks` rows and columns.
-    groups: int32 [in], the group of each column; None: the columns of a group are next to each other.
+    weight: [out, in]. scales, zeros: one number, or one for each row, group of columns, or block of `blocks`
+    rows and columns, which without `blocks` have equal sizes. Without `zeros` these are 0. groups: int32
+    [in], the group of each column; None: the columns of a group are next to each other.
     """
 
     def spread(values: Tensor) -> Tensor:
+        """Returns `values` in float32, in a shape that broadcasts to that of `weight`."""
         values = values.float()
         if values.dim() < 2:
             values = values.reshape(-1, 1)
@@ -174,7 +185,9 @@ def _scaled_weight(
 
 
 class QuantizedCheckpoint:
-    """The weights of a quantized checkpoint in `dtype`. Raises ModelError for a folder without weights."""
+    """The weights of a quantized checkpoint, in `dtype` once they are dequantized. Opens all its safetensors
+    files but Mistral's own, and keeps them open; reads a weight when `shards` comes to it. Raises ModelError
+    for a folder without weights, SafetensorError for a file that is not whole."""
 
     def __init__(self, folder: Path, quantization: Quantization, dtype: torch.dtype):
         self._quantization = quantization
@@ -197,7 +210,8 @@ class QuantizedCheckpoint:
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes all weights take in `dtype`: a few weights stay in float32."""
+        """Returns about how many bytes all weights take in `dtype`, from the headers of the files: a few
+        weights stay in float32."""
         bits = min([*values_of(self._quantization.settings, "bits", "num_bits")], default=4)
         packed = {"I32": 32 // bits, "U8": 2}  # values in one that is stored
 
@@ -209,8 +223,9 @@ class QuantizedCheckpoint:
         return self._dtype.itemsize * sum(largest)
 
     def shards(self) -> Iterator[dict[str, Tensor]]:
-        """Yields the weights of one file after another, at least one in each, as a dictionary by name. Raises
-        ModelError for a weight that cannot be dequantized."""
+        """Yields the weights of one file after another, at least one in each, as a dictionary by name. A file
+        ends with the weight that takes it beyond SHARD_BYTES. Nothing is yielded without weights. Raises
+        ModelError for a weight that cannot be dequantized, by its name."""
         shard: dict[str, Tensor] = {}
         for name, parts in self._weights.items():
             with reported_as(f"{name} cannot be dequantized"):
@@ -222,9 +237,9 @@ class QuantizedCheckpoint:
             yield shard
 
     def _weight(self, name: str, parts: Mapping[str, str]) -> Tensor:
-        """A weight: a quantized one in `dtype`, any other in `dtype` if it is stored in 16 bits, else as it
-        is stored. parts: the names of its stored tensors, by part. Raises TypeError for numbers of 8 bits
-        without scales."""
+        """Returns the weight `name`: a quantized one in `dtype`, any other in `dtype` if it is stored in 16
+        bits, else as it is stored. parts: the names of its stored tensors, by part. Raises TypeError for
+        numbers of 8 bits without scales, KeyError for a part that is missing."""
         tensors = {part: self._files[stored].get_tensor(stored) for part, stored in parts.items()}
         if [*parts.values()] != [name]:
             weight = self._dequantize(tensors, self._quantization.settings)
@@ -236,8 +251,14 @@ class QuantizedCheckpoint:
 
 
 def convert_quantized(folder: Path, dtype: str, target: Path) -> None:
-    """Writes the checkpoint in `folder` into `target` with its weights dequantized to `dtype`. Raises
-    ModelError if the weights cannot be dequantized, or if the disk has no room for them."""
+    """Writes the checkpoint in `folder` into the folder `target` with its weights dequantized to `dtype`,
+    such as "bfloat16": files of about SHARD_BYTES and their index, config.json without the quantization, and
+    all other files but weights.
+
+    Raises ModelError if the weights cannot be read or dequantized, and, before anything is written, if the
+    disk has no room for them. Raises OSError if `target` cannot be written. What was written stays after an
+    error.
+    """
     with reported_as(f"{folder} cannot be read"):
         checkpoint = QuantizedCheckpoint(folder, Quantization.read(folder), getattr(torch, dtype))
     free = shutil.disk_usage(target).free

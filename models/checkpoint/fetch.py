@@ -53,11 +53,15 @@ STATUSES = {
 
 
 def fetch(config: Config, files: Sequence[str] = METADATA) -> tuple[Path, str | None]:
-    """The model's folder, and its commit on the hub; None for a local model. Of a model on the hub the folder
-    has what matches `files`, without weights.
+    """Returns the model's folder, and its commit on the hub; None for a local model. A local model stays
+    where it is; whether the folder exists or holds a model is not checked. Of a model on the hub the folder,
+    in the hub's cache, gets what matches `files`, its further chat templates and, with `trust_remote_code`,
+    its Python code, but no weights.
 
     Of a model in GGUF, `owner/name:file.gguf` or a path, it returns the file, with its weights, instead of a
-    folder: of a model in several files the first. Raises ModelError or ConfigError.
+    folder: from the hub the first file of a model in several, after a download of all. Waits for downloads,
+    and logs their progress. Raises ModelError for a download that fails or a file that is not there,
+    ConfigError for a local path with a device, a FIFO or a socket.
     """
     if config.is_local:
         folder = Path(config.model_id).expanduser()
@@ -78,8 +82,10 @@ def fetch(config: Config, files: Sequence[str] = METADATA) -> tuple[Path, str | 
 
 
 def list_files(config: Config, repository: str, pattern: re.Pattern[str]) -> list[str]:
-    """The GGUF files of models (`matching`) in a repository on the hub; if the hub cannot be asked, those in
-    the cache. Raises ModelError if there are none in the cache either."""
+    """Returns the paths of a repository's GGUF files that hold models, sorted: those whose names without
+    folders match `pattern`, of a model in several files the first. Asks the hub or, if that fails, looks into
+    the cache; an empty list: the hub has none. Raises ModelError if the hub fails and the cache has none
+    either."""
     from huggingface_hub import HfApi
 
     try:
@@ -96,30 +102,35 @@ def list_files(config: Config, repository: str, pattern: re.Pattern[str]) -> lis
 
 
 def matching(names: Sequence[str], pattern: re.Pattern[str]) -> list[str]:
-    """The GGUF files of models among `names`, sorted: those whose names without folders match the pattern; of
-    a model in several files only the first. Files that NO_MODEL names count only if there are no others."""
+    """Returns the GGUF files of models among `names`, sorted: those whose names without folders match the
+    pattern; of a model in several files only the first, also if `names` lacks it. Files that NO_MODEL names
+    count only if there are no other GGUF files, of any name."""
     models = [name for name in names if GGUF.fullmatch(name) and not NO_MODEL.search(name)]
     found = {str(parts_of(Path(name))[0]) for name in models or names if pattern.fullmatch(Path(name).name)}
     return sorted(found)
 
 
 def fetch_weights(config: Config, folder: Path, formats: Sequence[str] = WEIGHTS) -> Path:
-    """The folder that `fetch` returned, now with the weights: downloaded if necessary, in the first of
-    `formats` that the model has. Raises ModelError."""
+    """Returns `folder`, which `fetch` returned, now with the weights: downloaded if necessary, in the first
+    of `formats` that the model has. Does nothing for a local model or one in GGUF. Waits for the download,
+    and logs its progress. Raises ModelError for a download that fails, and for a model without weights."""
     if config.is_local or config.is_gguf:
         return folder
     return _with_weights(config, config.model_id, folder, formats)
 
 
 def fetch_checkpoint(config: Config, model_id: str, revision: str | None) -> Path:
-    """The folder of another model on the hub, with its weights: the checkpoint that graphs were compiled
-    from. Raises ModelError."""
+    """Downloads another model of the hub than that of the settings, if necessary: the checkpoint that graphs
+    were compiled from. Returns its folder, with its weights. Raises ModelError for a download that fails, and
+    for a model without weights."""
     return _with_weights(config, model_id, _download(config, model_id, revision, METADATA), WEIGHTS)
 
 
 def fetch_adapter(config: Config, source: str) -> Path:
-    """The folder of a LoRA adapter. source: an absolute path, or a repository on the hub, `owner/name` or
-    `owner/name@revision`. Raises ModelError or ConfigError."""
+    """Returns the folder of a LoRA adapter, with its two files if it comes from the hub and has them: the
+    contents are not checked. source: an absolute path, or a repository on the hub, `owner/name` or
+    `owner/name@revision`. Waits for the download. Raises ModelError if the download fails, ConfigError for a
+    local path with a device, a FIFO or a socket."""
     if source.startswith("/"):
         check_regular(Path(source))
         return Path(source)
@@ -128,9 +139,13 @@ def fetch_adapter(config: Config, source: str) -> Path:
 
 
 def adapter_shapes(config: Config, source: str) -> dict[str, list[int]]:
-    """The shapes of the tensors of a LoRA adapter by name; source: as `fetch_adapter` takes it. Only the
-    header of the file is read, and downloaded if the file is not in the cache. Raises ModelError or
-    ConfigError."""
+    """Returns the shapes of the tensors of a LoRA adapter by name, as peft saves it: A [rank, inputs], B
+    [outputs, rank]. Only the header of the file is read, and downloaded if the file is not in the cache.
+
+    source: an absolute path, or a repository on the hub, `owner/name` or `owner/name@revision`. Raises
+    ModelError for an adapter that is not there, whose header is too long or broken, or whose tensors are no
+    updates; ConfigError for a local path with a device, a FIFO or a socket.
+    """
     if source.startswith("/"):
         return shapes_in(Path(source))
     from huggingface_hub import HfApi, try_to_load_from_cache
@@ -151,7 +166,10 @@ def adapter_shapes(config: Config, source: str) -> dict[str, list[int]]:
 
 
 def shapes_in(folder: Path) -> dict[str, list[int]]:
-    """The shapes of the tensors of an adapter in a folder, by name. Raises ModelError or ConfigError."""
+    """Returns the shapes of the tensors of the adapter in `folder`, by name. Reads the header of its
+    safetensors file only. Raises ModelError for a file that is missing, has a header of more than MAX_HEADER
+    bytes or cannot be read, and for tensors that are no updates; ConfigError for a device, a FIFO or a socket
+    in the folder."""
     file = folder / ADAPTER[1]
     check_regular(folder)
     with reported_as(f"{file.name} cannot be read"):
@@ -169,8 +187,9 @@ def shapes_in(folder: Path) -> dict[str, list[int]]:
 
 
 def copy_metadata(folder: Path, target: Path) -> None:
-    """Copies all files of a checkpoint's folder but weights, and its folder of chat templates, into
-    `target`."""
+    """Copies all files of a checkpoint's folder but weights (.safetensors, .bin), and its folder of chat
+    templates, into the folder `target`, which has no such folder yet. Other folders are left out. Raises
+    OSError."""
     if (folder / TEMPLATES).is_dir():
         shutil.copytree(folder / TEMPLATES, target / TEMPLATES)
     for path in folder.iterdir():
@@ -179,14 +198,17 @@ def copy_metadata(folder: Path, target: Path) -> None:
 
 
 def fetch_artifact(config: Config, folder: Path, subfolders: Sequence[str]) -> None:
-    """Downloads these subfolders of a compiled model on the hub."""
+    """Downloads these subfolders of a compiled model on the hub into its folder in the cache, which `fetch`
+    returned; does nothing for a local model. A subfolder that the hub lacks is left out without an error.
+    Raises ModelError if the download fails."""
     if not config.is_local:
         _download(config, config.model_id, folder.name, [f"{name}/*" for name in subfolders])
 
 
 def _with_weights(config: Config, model_id: str, folder: Path, formats: Sequence[str]) -> Path:
-    """The folder of a model with its weights in the first of these formats that there is. Raises ModelError
-    where there is none."""
+    """Downloads the weights of a model in the first of these formats, patterns of names, that there is, and
+    returns `folder`. folder: that of the model in the hub's cache, whose name is the commit. Raises
+    ModelError where there is no such format, with the reason, and for a download that fails."""
     for pattern in formats:
         _download(config, model_id, folder.name, [pattern])
         if any(folder.glob(pattern)):
@@ -197,8 +219,9 @@ def _with_weights(config: Config, model_id: str, folder: Path, formats: Sequence
 
 
 def gguf_hint(config: Config, repository: str, pattern: re.Pattern[str] = GGUF) -> str:
-    """How to name a GGUF file of a model on the hub that matches, as the end of a sentence, with a few
-    others; empty if none is known."""
+    """Returns how to name a GGUF file of a model on the hub whose name matches, as the end of a sentence,
+    with a few others; "" if there is none, or the hub does not answer. Example: "; for a GGUF file name it:
+    --model-id owner/name:m-Q4_K_M.gguf; there are also m-Q8_0.gguf, 3 more"."""
     try:
         models = list_files(config, repository, pattern)
     except ModelError:
@@ -213,8 +236,13 @@ def gguf_hint(config: Config, repository: str, pattern: re.Pattern[str] = GGUF) 
 
 
 def _download(config: Config, model_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """The folder of a model on the hub with all files that match. Files in folders and Mistral's own weights
-    are left out, unless every pattern names a folder. Raises ModelError where the download fails."""
+    """Returns the folder in the hub's cache of a model, with all files that match one of `patterns`; files
+    that match none may be there, too. Files in folders and Mistral's own weights are left out, unless every
+    pattern names a folder. revision: a branch, tag or commit; None: the default branch.
+
+    Waits for the download, and logs its progress, unless a terminal shows huggingface_hub's bar. Without the
+    network the folder is the copy in the cache, if there is one. Raises ModelError where the download fails.
+    """
     from huggingface_hub import snapshot_download
 
     unwanted = None if all("/" in pattern for pattern in patterns) else OTHER_FORMATS
@@ -231,9 +259,10 @@ def _download(config: Config, model_id: str, revision: str | None, patterns: Seq
 def _measure_of(
     model_id: str, revision: str | None, cache: str | None, wanted: dict[str, Any]
 ) -> Callable[[], str]:
-    """A function that says how much of a download is there, such as ": 120 of 480 MB (25 %)". The hub says
-    how large the files are, the cache which files it has. wanted: which files, as `snapshot_download` takes
-    it."""
+    """Returns a function that says how much of a download is there, such as ": 120 of 480 MB (25 %)"; ""
+    where the hub does not answer. Its first call asks the hub how large the files are; each call looks into
+    the cache. wanted: which files, as the arguments `allow_patterns` and `ignore_patterns` of
+    `snapshot_download`. cache: the folder of the hub's cache; None: huggingface_hub's own."""
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.hf_api import RepoFile
     from huggingface_hub.utils import filter_repo_objects
@@ -247,7 +276,7 @@ def _measure_of(
         return {name: sizes[name] for name in names}
 
     def measure() -> str:
-        """Such as ": 120 of 480 MB (25 %)"; nothing where the hub does not answer."""
+        """Returns text such as ": 120 of 480 MB (25 %)"; "" where the hub does not answer. Raises nothing."""
         try:
             total = sum(sizes().values())
             done = sum(
@@ -267,9 +296,12 @@ def _measure_of(
 
 @contextlib.contextmanager
 def _hub_errors(model_id: str, revision: str | None) -> Iterator[None]:
-    """Turns what huggingface_hub raises in the body into a ModelError of one line, which `_explain` writes.
-    The library reads the token under TGI's older name, too, logs only errors, and draws progress bars on a
-    terminal only."""
+    """Turns what huggingface_hub raises in the body into a ModelError of one line, with the reason and what
+    would help.
+
+    Changes this process for good: huggingface_hub reads the token under TGI's older name HF_API_TOKEN, too,
+    logs only errors, through the handlers of this server, and draws progress bars on a terminal only.
+    """
     from huggingface_hub.utils import disable_progress_bars
 
     if token := os.environ.get("HUGGING_FACE_HUB_TOKEN") or os.environ.get("HF_API_TOKEN"):
@@ -295,7 +327,9 @@ HUB_ERRORS = {
 
 
 def _explain(error: BaseException, revision: str | None) -> str:
-    """Why a download failed and what would help, for anything that huggingface_hub 0.36 or 2.x raises."""
+    """Returns why a download failed and what would help, as one line, for anything that huggingface_hub 0.36
+    or 2.x raises; for an unknown error its type and first line. revision: that of the settings, for the
+    text."""
     from huggingface_hub import errors
 
     cause = error

@@ -92,8 +92,14 @@ LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0
 
 
 def convert_gguf(path: Path, dtype: str, target: Path) -> None:
-    """Writes the checkpoint of the GGUF file `path` into the folder `target`, in `dtype`. Raises ModelError
-    if the file cannot be read, or not all of it."""
+    """Writes the checkpoint of the GGUF file `path` into the folder `target`: config.json, weights in
+    `dtype`, such as "bfloat16", tokenizer, chat templates and generation_config.json. Holds all weights in
+    memory.
+
+    Raises ModelError if the file cannot be read, or not all of it: an architecture, a key, a tokenizer or a
+    rope that is not known, weights that are missing, left over or of another shape. Raises OSError if
+    `target` cannot be written. What was written stays after an error.
+    """
     transformers.utils.logging.set_verbosity_error()
     with reported_as(f"{path.name} cannot be read as a model"):
         file = read_gguf(path)
@@ -113,6 +119,9 @@ def convert_gguf(path: Path, dtype: str, target: Path) -> None:
 
 
 def _reject_unknown(file: GgufFile) -> None:
+    """Raises ModelError for an architecture that ARCHITECTURES lacks, for a key of the architecture that is
+    not read, and for a Falcon with several key and value heads. A key that is not read may be 0, false or an
+    empty text; one with an array may not."""
     if file.architecture not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise file.rejection(f"is of the architecture {file.architecture}; {known} can be read")
@@ -126,7 +135,8 @@ def _reject_unknown(file: GgufFile) -> None:
 
 
 def _complete(config: Any, file: GgufFile) -> Any:
-    """The configuration that transformers read from the file, changed to what else the file says."""
+    """Changes `config`, which transformers read from the file, to what else the file says, and returns it.
+    Raises ModelError for rotary positions that cannot be read."""
     for name, key in FIELDS.items():
         if hasattr(config, name) and file[key] is not None:
             setattr(config, name, file[key] or None)  # Phi-4 has 0 for no window
@@ -147,6 +157,12 @@ def _complete(config: Any, file: GgufFile) -> Any:
 
 
 def _rope(config: Any, file: GgufFile) -> Json:
+    """Returns the `rope_parameters` of the config: those of the file's keys, and what only `config` has, such
+    as the sections of an mrope. If the file has DIVISORS, they are Llama 3.1's, which the result describes;
+    `config.rope_parameters` is then set, too.
+
+    Raises ModelError for other divisors, and for a type of scaling that is not known.
+    """
     rope = rotary_positions(file)
     for name, value in config.rope_parameters.items():
         if name.startswith("mrope_"):
@@ -167,8 +183,12 @@ def _rope(config: Any, file: GgufFile) -> Json:
 
 def _check_weights(model: Any, missing: list[str], file: GgufFile) -> None:
     """Raises ModelError unless every weight of the model is in the file, in its shape, and the file has no
-    other. missing: the weights that transformers did not find. Gives weights the dimensions of size 1 that
-    the file lacks."""
+    other. Weights for the prediction of further tokens, behind the last layer, may be left over, and divisors
+    of rotary positions, too. Reshapes weights of `model` in place that lack dimensions of size 1, as files
+    store them.
+
+    missing: the names of the weights that transformers did not find.
+    """
     if missing:
         raise file.rejection(f"lacks {len(missing)} of the model's weights, such as {missing[0]}")
     with torch.device("meta"):

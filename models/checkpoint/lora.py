@@ -54,9 +54,14 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "lm
 
 
 class Adapter:
-    """What an adapter trained. `names` are the tensors of the base model that it changes, as the adapter
-    spells them, by their `common_name`. Raises ModelError for an adapter that cannot be merged, by the name
-    of its setting or tensor."""
+    """What the adapter in `folder` trained. `names` are the tensors of the base model that it changes, as the
+    adapter spells them, by their `common_name`.
+
+    To be made in the main thread of a child process: it uses SIGPROF and its timer. Holds all tensors in
+    memory. Raises ModelError for an adapter that cannot be merged, by the name of its setting or tensor, and
+    for a file that is missing or not whole; ConfigError for an adapter_config.json that is missing or no
+    JSON; re.error for a key of `alpha_pattern` that is no regular expression.
+    """
 
     def __init__(self, folder: Path):
         self._config = read_json(folder / "adapter_config.json", required=True)
@@ -80,9 +85,13 @@ class Adapter:
             raise ModelError(f"the adapter holds {min(others)}, which cannot be merged; {INSTEAD}")
 
     def merged(self, name: str, base: torch.Tensor) -> torch.Tensor:
-        """`base`, a tensor of the base model, as the adapter changes it, in the dtype of `base`. name: of the
-        tensor, as the adapter spells it. Raises ModelError for another shape, and for a DoRA without its
-        magnitude."""
+        """Returns what the adapter makes of `base`, a tensor of the base model: a new tensor in the dtype of
+        `base`. A trained tensor replaces `base`, then low-rank updates are added. name: that of the tensor,
+        as a value of `names`.
+
+        Raises ModelError if the adapter changes the tensor in another shape, and for a DoRA without its
+        magnitude.
+        """
         parts = [self._tensors.get(name, base)]  # of `modules_to_save`, or a trained bias
         module, _, kind = name.rpartition(".")
         if kind == "weight" and module + A in self._tensors:
@@ -104,9 +113,13 @@ class Adapter:
         return merged.to(base.dtype).contiguous()
 
     def updates(self) -> dict[str, torch.Tensor]:
-        """The low-rank update of each module in float32, by the name of the module and DOWN_SUFFIX or
-        UP_SUFFIX: `down` [rank, inputs], and `up` [rank, outputs], which is scaled. Raises ModelError for an
-        adapter that has anything else, no updates, or numbers that are NaN or LARGEST and more."""
+        """Returns the low-rank update of each module in float32, by the module's name in the adapter and
+        DOWN_SUFFIX or UP_SUFFIX: `down` [rank, inputs] and `up` [rank, outputs]. `up` is multiplied by the
+        scale of the module.
+
+        Raises ModelError for an adapter that changes anything else, such as biases, embeddings or a DoRA's
+        magnitudes, for one without updates, and for numbers that are NaN or LARGEST and more.
+        """
         others = {name for name in self._tensors if not name.endswith((A, B))}
         others |= {name for name in self.names if name.endswith(EMBEDDINGS)}
         modules = {name.removesuffix(A).removesuffix(B) for name in self._tensors.keys() - others}
@@ -131,17 +144,22 @@ class Adapter:
         return {name: tensor.contiguous() for name, tensor in updates.items()}
 
     def _scale(self, module: str) -> float:
-        """What the product of `B` and `A` of a module is multiplied by."""
+        """Returns what the product of `B` and `A` of a module is multiplied by: its alpha, divided by the
+        rank, or by the root of the rank with `use_rslora`. The rank is that of the tensors."""
         # Not from `rank_pattern`: peft sorts it when it saves, which may change the first match.
         rank = len(self._tensors[module + A])
         alpha = self._alphas[module]
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
     def _find_alphas(self) -> dict[str, float]:
-        """The alpha of each module: the value of the first key of `alpha_pattern` that matches the name of
-        the module, or what follows one of its dots, as a whole; else `lora_alpha`. Keys are regular
-        expressions, as peft reads them. Raises ModelError for other values than numbers, and for keys that
-        take longer than MATCHING_S."""
+        """Returns the alpha of each module: the value of the first key of `alpha_pattern` that matches the
+        name of the module, or what follows one of its dots, as a whole; else `lora_alpha`. Keys are regular
+        expressions, as peft reads them: `layers.0.q_proj` is matched by `q_proj` and `.*q_proj`, not by
+        `proj`.
+
+        Replaces the handler and the timer of SIGPROF. Raises ModelError for other values than numbers, and
+        for keys that take longer than MATCHING_S; re.error for keys that are no regular expressions.
+        """
         default = self._config.get("lora_alpha", 8)
         patterns = self._config.get("alpha_pattern") or {}
         if not isinstance(patterns, dict):
@@ -160,11 +178,13 @@ class Adapter:
 
 
 def _reject_patterns(*_signal) -> None:
+    """Handles SIGPROF: raises ModelError where the main thread is at that time."""
     raise ModelError(f"the regular expressions of `alpha_pattern` take longer than {MATCHING_S} s to match")
 
 
 def _changed_by(name: str) -> str:
-    """The tensor of the base model that a tensor of an adapter changes."""
+    """Returns the name of the base model's tensor that the tensor `name` of an adapter changes: a tensor that
+    is not one of CHANGES replaces the one of the same name."""
     for ending, kind in CHANGES.items():
         if name.endswith(ending):
             return name.removesuffix(ending) + kind
@@ -172,8 +192,13 @@ def _changed_by(name: str) -> str:
 
 
 def merge(base: Path, adapter_folder: Path, target: Path) -> None:
-    """Writes the checkpoint `base`, with the adapter merged into its weights, into `target`. Raises
-    ModelError for an adapter that does not fit the base model, or cannot be merged."""
+    """Writes the checkpoint `base`, with the adapter merged into its weights, into the folder `target`: all
+    its files but .bin. Holds the weights of one file at a time in memory.
+
+    Raises ModelError for an adapter that cannot be merged, or that does not fit the base model: another
+    shape, a tensor that the base model lacks, one of two tied embeddings. Some of these are known at the end
+    only; what was written stays. Raises ConfigError for a JSON file that cannot be read.
+    """
     adapter = Adapter(adapter_folder)
     names = set()
     copy_metadata(base, target)
@@ -201,8 +226,8 @@ def merge(base: Path, adapter_folder: Path, target: Path) -> None:
 
 
 def extract(adapter_folder: Path, target: Path) -> None:
-    """Writes the low-rank updates of an adapter into `target`, for adapters.py. Raises ModelError for an
-    adapter that requests cannot choose."""
+    """Writes the low-rank updates of an adapter into the file UPDATES of the folder `target`, for
+    adapters.py. Raises ModelError for an adapter that requests cannot choose, and what `Adapter` raises."""
     save_file(Adapter(adapter_folder).updates(), target / UPDATES)
 
 

@@ -31,11 +31,15 @@ VISION_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.03, "int8": 0
 
 
 def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Module:
-    """The model of a folder in evaluation mode on `device`, with transformers' eager attention. A model that
-    reads images has its vision tower.
+    """Returns the model of a folder in evaluation mode on `device`, with transformers' eager attention and
+    the weights in `config.dtype`, but for those of FLOAT32_PARAMETERS. A model that reads images has its
+    vision tower. Changes settings of transformers for this process: its logging, and attributes of the
+    model's class.
 
     Raises ModelError or ConfigError, in one line, for what no engine can serve: what `read_architecture`
-    rejects, missing weights.
+    rejects, weights that are missing or of another shape, and in a model with recurrent states also weights
+    that are left over, which other models may have. A model that lacks only its head uses its embeddings as
+    the head, unless its config says that they differ.
     """
     architecture = read_architecture(config, folder)
     check_weights(architecture.parameters, folder)
@@ -80,15 +84,15 @@ def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Modul
 
 def _may_be_tied(folder: Path) -> bool:
     """Whether a checkpoint without lm_head may use its embeddings as the head: unless config.json and its
-    text part both say that it does not (`tie_word_embeddings`). A null says nothing."""
+    text part both say that it does not (`tie_word_embeddings` is false). A null says nothing."""
     manifest = Manifest.read(folder)
     parts = (manifest.config_json, manifest.text_config)
     return any(part.get("tie_word_embeddings") is not False for part in parts)
 
 
 def _limit_time_steps(model: torch.nn.Module) -> None:
-    """Gives the mixers of Nemotron-H the `time_step_limit` of its config: transformers 5.20 takes the limits
-    of another field, so that they clamp at 0.001."""
+    """Gives the mixers of a Nemotron-H in place the `time_step_limit` of its config: transformers 5.20 takes
+    the limits of another field, so that they clamp at 0.001. Other models stay as they are."""
     if model.config.model_type == "nemotron_h":
         for module in model.modules():
             if hasattr(module, "time_step_limit"):
@@ -98,8 +102,9 @@ def _limit_time_steps(model: torch.nn.Module) -> None:
 def embed(
     model: torch.nn.Module, ids: torch.Tensor, embeddings: torch.Tensor, places: torch.Tensor
 ) -> dict[str, Any]:
-    """What the model's forward takes in the place of `input_ids`: its arguments by name. ids: int64 [rows,
-    q], of image tokens any.
+    """Returns what the model's forward takes in the place of `input_ids`, its arguments by name: the
+    embeddings of `ids`, with those of images at the places of image tokens, and with DeepStack also what is
+    added after the first layers. ids: int64 [rows, q], where an image token has any id of the vocabulary.
 
     embeddings: those of images, [image tokens, width]; with DeepStack [image tokens, (1 + layers) * width].
     places: int64 [image tokens], where each of these is in the flattened `ids`.
@@ -120,17 +125,18 @@ def has_grid_positions(model: torch.nn.Module) -> bool:
 
 
 def positions(model: torch.nn.Module, numbers: torch.Tensor | None) -> dict[str, Any]:
-    """The argument of a model's forward for positions, by its name; {}: the model takes none, as Mamba.
-    numbers: int64 [rows, q], or [3, rows, q] if `has_grid_positions`; None: those from 0 on."""
+    """Returns the argument of a model's forward for positions, by its name; {}: the model takes none, as
+    Mamba. numbers: int64 [rows, q], or [3, rows, q] if `has_grid_positions`; None: the model counts from 0
+    on."""
     is_taken = "position_ids" in inspect.signature(type(model).forward).parameters
     return {"position_ids": numbers} if is_taken else {}
 
 
 def reference_logits(model: torch.nn.Module, ids: Sequence[int], begin: int = 0, last: int = 0) -> np.ndarray:
-    """The logits after each token, or only after the last `last` tokens unless that is 0, from transformers'
-    own forward, without a cache: float32 [tokens, vocab].
+    """Returns the logits after each token, or only after the last `last` tokens unless that is 0, from
+    transformers' own forward, without a cache: float32 [tokens, vocab].
 
-    `model` as `load_pretrained` returns it; `begin`: the position of the first token. Raises ModelError for
+    model: as `load_pretrained` returns it; begin: the position of the first token. Raises ModelError for
     logits that are NaN or infinite, with which no engine can serve.
     """
     numbers = torch.arange(begin, begin + len(ids), device=model.device)[None] if begin else None
@@ -149,9 +155,10 @@ def reference_logits(model: torch.nn.Module, ids: Sequence[int], begin: int = 0,
 
 
 class InFloat32(TorchFunctionMode):
-    """While this mode is active, a model of `dtype` computes what it would after `model.float()`, without
-    float32 copies of all its weights: each function of PyTorch gets the tensors that it reads converted, a
-    linear layer a few rows at a time; tensors that a function creates are float32."""
+    """A context manager. While it is active, a model of `dtype` computes what it would after `model.float()`,
+    without float32 copies of all its weights: each function of PyTorch gets the tensors that it reads
+    converted, a linear layer a few rows at a time; tensors that a function creates are float32. The weights
+    stay as they are."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
@@ -182,7 +189,12 @@ class InFloat32(TorchFunctionMode):
 
 
 class VisionCheck:
-    """Random tiles of an image, and the embeddings that transformers computes for it."""
+    """Random tiles of an image, and the embeddings that transformers computes for it.
+
+    tiles: uint8 [tiles, height, width, 3]. canvas: how they lie in the image, a Canvas, or () where the image
+    is one tile. newline: [width], the embedding after each row of a canvas; None: there is none. embeddings:
+    float32 [image tokens, width], with DeepStack [image tokens, (1 + layers) * width].
+    """
 
     def __init__(self, model: torch.nn.Module, tower: VisionTower):
         """`model` as `load_pretrained` returns it."""
@@ -215,8 +227,9 @@ class VisionCheck:
         self.embeddings = embeddings.float().cpu().numpy()
 
     def find_fault(self, encoder: ImageEncoder, dtype: str) -> str | None:
-        """How the embeddings of an encoder differ from those of transformers by more than VISION_TOLERANCE of
-        `dtype`, as a part of a log line; None: they do not."""
+        """Encodes the tiles with `encoder`. Returns how its embeddings differ from those of transformers by
+        more than VISION_TOLERANCE of `dtype`, or in their number, as a part of a log line; None: they do
+        not."""
         found = encoder.encode(self.tiles, self.canvas, lambda: False)
         if found.shape != self.embeddings.shape:
             return (
@@ -229,12 +242,13 @@ class VisionCheck:
 
 
 def has_states(model: torch.nn.Module) -> bool:
-    """Whether layers have recurrent states: all of these begin with a short convolution."""
+    """Whether layers of the model have recurrent states: all of these begin with a short convolution."""
     return any(map(is_causal_convolution, model.modules()))
 
 
 def is_causal_convolution(module: torch.nn.Module) -> bool:
-    """Whether it is the short convolution of a layer with a recurrent state."""
+    """Whether the module is the short convolution of a layer with a recurrent state: one with a kernel of its
+    own for each channel."""
     return isinstance(module, torch.nn.Conv1d) and module.groups == module.in_channels > 1
 
 

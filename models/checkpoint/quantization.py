@@ -54,8 +54,8 @@ class Quantization:
     settings: Json
 
     def notice(self, config: Config, can_compress: bool = True) -> str:
-        """A log line: how the checkpoint is served, and what would take less memory. can_compress: whether
-        the engine takes --quantize."""
+        """Returns a log line: how the checkpoint is served and, if --quantize is not given, what would take
+        less memory. can_compress: whether the engine takes --quantize."""
         served = f"is served dequantized, with the memory of {written_dtype(config)}"
         hint = ""
         if can_compress and not config.quantize:
@@ -64,9 +64,13 @@ class Quantization:
 
     @classmethod
     def read(cls, folder: Path) -> Quantization | None:
-        """The quantization that config.json names, else its text_config, else the file of modelopt; None:
-        weights are not quantized. Raises ModelError for an unsupported format, ConfigError for an unreadable
-        config.json."""
+        """Returns the quantization of the checkpoint in `folder`; None: its weights are not quantized.
+        config.json names the quantization, else its `text_config`, else hf_quant_config.json. No weights are
+        read.
+
+        Raises ModelError for a method that SUPPORTED_METHODS lacks, for a setting that has another value than
+        those, and for a quantization that is no object; ConfigError for a file that cannot be read as JSON.
+        """
         config = read_json(folder / "config.json")
         parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
         objects = [part.get(key) for part in parts for key in CONFIG_KEYS]
@@ -94,8 +98,8 @@ class Quantization:
 
 
 def values_of(settings: Json, *names: str) -> Iterator[Any]:
-    """All values of the settings with these names, at any depth: compressed-tensors has one for each group of
-    layers."""
+    """Yields all values that `settings`, or objects in it at any depth, have under one of `names`; nothing if
+    there are none. compressed-tensors has one for each group of layers. Lists are not searched."""
     for name, value in settings.items():
         if name in names:
             yield value
@@ -111,12 +115,15 @@ def _unsupported(kind: str, supported: Iterable[Any]) -> ModelError:
 
 
 def written_dtype(config: Config) -> str:
-    """The dtype of a checkpoint that is written here."""
+    """Returns the name of the dtype in which dequantized weights are written: bfloat16, unless `dtype` says
+    another."""
     return "bfloat16" if config.dtype == "auto" else config.dtype
 
 
 def dequantized_config(config: Json, dtype: str) -> Json:
-    """The config.json of the dequantized checkpoint, whose weights are in `dtype`."""
+    """Returns the config.json of the dequantized checkpoint, whose weights are in `dtype`, such as
+    "bfloat16": a copy of `config` without its quantization, and with this `torch_dtype`. Its `text_config`
+    changes likewise."""
     others = {name: value for name, value in config.items() if name not in (*CONFIG_KEYS, "dtype")}
     if isinstance(others.get("text_config"), dict):
         others["text_config"] = dequantized_config(others["text_config"], dtype)

@@ -22,14 +22,19 @@ class Rope:
 
 
 def scaled(rope: Json, size: int) -> Rope | None:
-    """The rotary positions of `rope`, as `read_ropes` returns it, for the first `size` values of a head; None
-    for those that transformers-neuronx computes. Of a longrope the factors for prompts within the original
-    length count."""
+    """Returns the rotary positions of `rope`, one of the objects that `read_ropes` returns, for the first
+    `size` values of a head. Returns None for the types "default" and "llama3", which transformers-neuronx
+    computes, and for unknown types.
+
+    The result of a longrope is for prompts within the original length: it has the short factors. Raises
+    ValueError for a longrope whose `short_factor` has not one number for each pair of values.
+    """
     make = SCALED.get(rope["rope_type"])
     return make(rope, size) if make else None
 
 
 def plain(base: float, size: int) -> Rope:
+    """Returns the unscaled frequencies of `size` values, one for each pair; the factor is 1."""
     return Rope(tuple(base ** (-n / size) for n in range(0, size, 2)))
 
 
@@ -39,14 +44,14 @@ def _linear(rope: Json, size: int) -> Rope:
 
 
 def _dynamic(rope: Json, size: int) -> Rope:
-    """The plain frequencies: the scaled ones differ only beyond the model's own context length, which no slot
-    has."""
+    """Returns the plain frequencies: the scaled ones differ only beyond the model's own context length, which
+    no slot has."""
     return plain(rope["rope_theta"], size)
 
 
 def _yarn(rope: Json, size: int) -> Rope:
-    """Frequencies that turn often within the original length stay, slow ones are divided by the factor, and
-    those between are mixed."""
+    """Returns frequencies of which those that turn often within the original length stay, slow ones are
+    divided by the factor, and those between are mixed."""
     base = rope["rope_theta"]
     factor = rope["factor"]
 
@@ -70,6 +75,8 @@ def _yarn(rope: Json, size: int) -> Rope:
 
 
 def _yarn_factor(rope: Json) -> float:
+    """Returns what sine and cosine are multiplied by if `rope` has no `attention_factor`."""
+
     def grown(weight: float) -> float:
         return 1.0 if rope["factor"] <= 1 else 0.1 * weight * math.log(rope["factor"]) + 1.0
 
@@ -79,6 +86,8 @@ def _yarn_factor(rope: Json) -> float:
 
 
 def _longrope(rope: Json, size: int) -> Rope:
+    """Returns the plain frequencies divided by the short factors, one for each pair. Raises ValueError for
+    another number of factors."""
     factor = rope.get("factor") or 1.0
     attention = rope.get("attention_factor")
     if attention is None:

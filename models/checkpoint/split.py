@@ -24,8 +24,12 @@ SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 
 
 def parts_of(file: Path) -> list[Path]:
-    """All files of the model that `file` is a part of, in their order, by its name alone (SPLIT), also if
-    that is the name of a link. A file with another name is a whole model: the only one."""
+    """Returns the paths of all files of the model that `file` is a part of, in their order, whether they
+    exist or not. For `m-00002-of-00002.gguf` these are `m-00001-of-00002.gguf` and `m-00002-of-00002.gguf`.
+
+    Only the name of `file` counts, also if it is the name of a link. A file with another name (SPLIT) is a
+    whole model: the result has this file alone.
+    """
     split = SPLIT.fullmatch(file.name)
     if not split:
         return [file]
@@ -34,9 +38,13 @@ def parts_of(file: Path) -> list[Path]:
 
 
 def join(file: Path, target: Path) -> None:
-    """Writes the model that `file` is a part of, as one file, into `target`, with the chat template that is
-    beside `file`. Raises ModelError if a tensor is missing or there twice, OSError if the disk is too
-    small."""
+    """Writes the model that `file`, any of its parts, belongs to as one file into the folder `target`: for
+    `m-00001-of-00002.gguf` the file m.gguf. Copies the chat template that is beside `file`, if there is one.
+
+    Raises ModelError for a part that is missing or not whole, and for a tensor that is missing or there
+    twice; OSError if the disk is too small, before any weights are copied. What was written stays after an
+    error.
+    """
     if (template := file.with_name(TEMPLATE_FILE)).exists():
         shutil.copyfile(template, target / TEMPLATE_FILE)
     parts = [read_part(part) for part in parts_of(file)]

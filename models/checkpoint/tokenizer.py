@@ -48,8 +48,9 @@ class TokenizerFacts(NamedTuple):
 
 
 def find_tokenizer(folder: Path) -> str:
-    """The name of the tokenizer's file, the first that the folder has of FAST and SLOW. Raises ConfigError
-    where there is none."""
+    """Returns the name of the tokenizer's file, without its folder: the first that the folder has of FAST and
+    SLOW. The file is not read. Raises ConfigError where there is none, and for a git-lfs pointer in its
+    place."""
     for name in (FAST, *SLOW):
         if (folder / name).exists():
             reject_lfs_pointer(folder / name)
@@ -60,9 +61,14 @@ def find_tokenizer(folder: Path) -> str:
 
 
 def tokenizer_folder(config: Config, folder: Path) -> Path:
-    """The folder with the tokenizer.json of a model: the model's own, or one with the converted tokenizer, in
-    the cache. Raises ConfigError where the model has no tokenizer, ModelError where it cannot be
-    converted."""
+    """Returns the folder with the tokenizer.json of the model in `folder`: `folder` itself, or an entry of
+    the cache with the converted tokenizer. The first call converts it in a child process, and waits up to
+    TIMEOUT_S.
+
+    Raises ConfigError where the model has no tokenizer or a file cannot be read, ModelError where the
+    tokenizer cannot be converted; a MachineError, which is a ModelError, if the time or the memory was not
+    enough.
+    """
     found = find_tokenizer(folder)
     if found == FAST:
         return folder
@@ -72,8 +78,13 @@ def tokenizer_folder(config: Config, folder: Path) -> Path:
 
 
 def check_tokenizer(config: Config, folder: Path) -> TokenizerFacts:
-    """Finds or converts the tokenizer of a model, and has `text/tokenizer.py` try it out in a child process.
-    Raises ConfigError for a tokenizer that fails, and as `tokenizer_folder` does."""
+    """Finds or converts the tokenizer of the model in `folder`, and has `text/tokenizer.py` try it out in a
+    child process, also with the chat template and the image options of the settings. Waits up to TIMEOUT_S
+    for each of both. Returns the folder of tokenizer.json, and what was found out.
+
+    Raises ConfigError for a tokenizer that is missing, that fails, or that takes too long to try out;
+    ModelError for one that cannot be converted.
+    """
     tokenizer_dir = tokenizer_folder(config, folder)
     settings = [config.tokenizer_config_path or "", config.mm_processor_kwargs or "{}"]
     try:
@@ -88,7 +99,13 @@ def check_tokenizer(config: Config, folder: Path) -> TokenizerFacts:
 
 
 def main(folder: Path, target: Path) -> None:
-    """Writes the tokenizer of a model as tokenizer.json. Raises ModelError where it cannot be converted."""
+    """Writes the tokenizer of the model in `folder` as tokenizer.json into the folder `target`. Runs no code
+    of the model.
+
+    Raises ConfigError where there is no tokenizer; ModelError where it cannot be converted: transformers
+    cannot read it, its conversion gives other tokens than sentencepiece, or it needs transformers 5 and the
+    installed version is older.
+    """
     import transformers
 
     found = find_tokenizer(folder)
@@ -116,9 +133,14 @@ def main(folder: Path, target: Path) -> None:
 
 
 def _like_sentencepiece(tokenizer: Tokenizer, path: Path) -> Tokenizer:
-    """A tokenizer that does what sentencepiece does with the file `path`, and what the configuration beside
-    that file adds. tokenizer: transformers' conversion, which stays if it agrees with sentencepiece, or if
-    sentencepiece cannot read the file. Raises ModelError for a conversion that cannot be mended."""
+    """Returns a tokenizer that does what sentencepiece does with the file `path`, and what the
+    tokenizer_config.json beside that file adds. Unless that file decides about it, a text begins with the bos
+    token, if there is one.
+
+    tokenizer: transformers' conversion. It stays if it agrees with sentencepiece, but for its
+    `post_processor`, which may change in place; and it stays as it is if sentencepiece cannot read the file,
+    such as one of tiktoken. Raises ModelError for a conversion that cannot be mended.
+    """
     import transformers
     from sentencepiece import SentencePieceProcessor
     from tokenizers import normalizers, processors
@@ -149,8 +171,9 @@ def _like_sentencepiece(tokenizer: Tokenizer, path: Path) -> Tokenizer:
 
 
 def _misread(tokenizer: Tokenizer, own: SentencePieceProcessor, begins_once: bool) -> str | None:
-    """The first of SAMPLES texts without special tokens to which the tokenizer gives other tokens than
-    sentencepiece does, or another text back; None: there is none. begins_once: texts begin without spaces."""
+    """Returns the first of SAMPLES texts without special tokens to which the tokenizer gives other tokens
+    than sentencepiece, `own`, does, or another text back; None: there is none. The texts are random, and the
+    same in each run. begins_once: texts begin without spaces."""
     special = tokenizer.get_added_tokens_decoder()
     ordinary = [token for token in range(own.get_piece_size()) if token not in special]
     rng = Random(0)
@@ -164,7 +187,8 @@ def _misread(tokenizer: Tokenizer, own: SentencePieceProcessor, begins_once: boo
 
 
 def _is_written_by_5(folder: Path) -> bool:
-    """Whether a tokenizer_config.json has what transformers 4 fails on, or would silently read otherwise."""
+    """Whether the tokenizer_config.json of a folder has what transformers 4 fails on, or would silently read
+    otherwise. False without the file. Raises ConfigError if it cannot be read."""
     given = read_json(folder / CONFIG)
     return "backend" in given or isinstance(given.get("extra_special_tokens"), list)
 

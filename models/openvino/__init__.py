@@ -50,6 +50,8 @@ class OpenVino(Engine):
 
     @staticmethod
     def is_here(wanted: str) -> bool:
+        """Returns true: every machine has a CPU. Raises ModelError where the package openvino is not
+        installed."""
         if not importlib.util.find_spec("openvino"):
             needed = "--device cpu (DEVICE) needs the package openvino, which is not installed here"
             raise ModelError(f"{needed}; the image for CPUs has it")
@@ -57,6 +59,8 @@ class OpenVino(Engine):
 
     @classmethod
     def why_not_gguf(cls, config: Config, file: GgufFile) -> str | None:
+        """Returns why the file is dequantized instead, as a part of a log line: because of a setting, or of
+        what OpenVINO does not compute right; None: its own weights are used."""
         if config.merge_lora:
             return "--merge-lora (MERGE_LORA) changes its weights"
         if config.dtype not in ("auto", *cls.dtypes):
@@ -66,6 +70,9 @@ class OpenVino(Engine):
         return why_not(file)
 
     def fetch_weights(self) -> None:
+        """Downloads the weights of a checkpoint on the hub, also if it is converted already; does nothing for
+        a GGUF file. Before that, raises ModelError for a model that would have to be compressed without nncf,
+        ConfigError for one that transformers cannot serve."""
         if self.manifest.gguf_file:
             return
         config = with_dtype(self.config, self.manifest)
@@ -74,7 +81,14 @@ class OpenVino(Engine):
         fetch_checked_weights(self.config, self.folder, self)
 
     def load(self, announce: Announce) -> StaticBatchModel:
-        """As `Engine.load`. Raises NotConverted for what plain PyTorch may serve, too."""
+        """Returns the model, ready to run. If the cache has no entry, or a damaged one, which is removed, a
+        child process converts the model: `announce` gets "converting", this process waits, and the log says
+        so. While another server converts it, this process waits, too.
+
+        Raises NotConverted for what plain PyTorch may serve, ModelError or ConfigError for what no engine
+        can. A model that does not convert, or fails after its conversion, gets an entry with the reason:
+        later startups do not try again. Other failures, such as of files or memory, are not kept.
+        """
         from models.openvino.model import load_entry
 
         config = with_dtype(self.config.with_prefix_slots(self.manifest, host_memory()), self.manifest)
@@ -120,16 +134,17 @@ class OpenVino(Engine):
 
 
 def check_quantizer(config: Config) -> None:
-    """Raises ModelError where --quantize needs nncf and it is not installed."""
+    """Raises ModelError where --quantize is given and nncf, which it needs for a conversion, is not
+    installed."""
     if config.quantize and not importlib.util.find_spec("nncf"):
         needed = f"--quantize {config.quantize} (QUANTIZE) needs nncf for the first startup"
         raise ModelError(f'{needed}: {sys.executable} -m pip install "{NNCF}"')
 
 
 def with_dtype(config: Config, manifest: Manifest) -> Config:
-    """The settings with a dtype for "auto": bfloat16 if the checkpoint is stored in it, else float32; float32
-    also for the demonstration model, whose text is the same on every machine. The dtype of the text part of
-    config.json counts before that of the whole."""
+    """Returns the settings with a dtype for "auto": bfloat16 if the checkpoint is stored in it, else float32;
+    float32 also for the demonstration model, whose text is the same on every machine. The dtype of the text
+    part of config.json counts before that of the whole. Other settings are returned as they are."""
     if config.dtype != "auto":
         return config
     stored = manifest.text_config.get("dtype") or manifest.text_config.get("torch_dtype")

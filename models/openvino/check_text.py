@@ -15,7 +15,8 @@ SHORT_CHECK_TOKENS = 80  # crosses the edges of two blocks
 
 
 def ids_of_text(folder: Path, vocab_size: int) -> list[int]:
-    """The tokens of CHECK_TEXT; none where the folder has no tokenizer.json, or that of another model."""
+    """Returns the tokens of CHECK_TEXT, with the tokenizer.json in `folder`; [] where the folder has no such
+    file, one that cannot be read, or that of another model, which gives ids of `vocab_size` or more."""
     text = CHECK_TEXT.read_text()
     try:
         ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
@@ -25,8 +26,11 @@ def ids_of_text(folder: Path, vocab_size: int) -> list[int]:
 
 
 def reference(ids: Sequence[int], logits: np.ndarray) -> Json:
-    """What each startup compares the logits of a model with: `ids`, the tokens of a text, and of the logits
-    after each of these tokens those for the tokens of the text. These are likely tokens: what differs there
-    matters. logits: [tokens, vocab], of `ids` or of more tokens that begin with them."""
+    """Returns what each startup compares the logits of a model with: `ids`, the tokens of a text; `logits`
+    after each of these tokens, those for the tokens of the text alone; and `columns`, the ids of these
+    tokens, ascending. These are likely tokens: what differs there matters.
+
+    logits: [tokens, vocab], of `ids` or of more tokens that begin with them.
+    """
     columns = sorted(set(ids))
     return {"ids": ids, "columns": columns, "logits": logits[: len(ids), columns].tolist()}

@@ -82,9 +82,15 @@ SPARE_BYTES = 50_000_000  # of the disk, for the graph without its weights
 
 
 def write_graph(config: Config, manifest: Manifest, folder: Path, target: Path) -> Json:
-    """Writes the graph of the checkpoint in `folder` into `target`, and that of its vision tower. Returns the
-    facts of the entry. config: with a dtype. Raises ModelError or ConfigError for what no engine can serve,
-    CannotWrite, NotConverted, and what OpenVINO raises for a model that it cannot convert."""
+    """Writes the graph of the checkpoint in `folder` into the folder `target`, as model.xml and model.bin,
+    and that of its vision tower. Returns the facts of the entry, which the caller writes. Logs each step.
+    config: with a dtype, as `with_dtype` returns it.
+
+    Raises ModelError or ConfigError for what no engine can serve, CannotWrite, NotConverted for logits that
+    differ from those of transformers, and what OpenVINO raises for a model that it cannot convert. A vision
+    tower that cannot be converted is no error: the facts have the reason. What was written stays after an
+    error.
+    """
     stored = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
     _check_room(config, stored, target)
     numbers = itertools.count(1)
@@ -135,7 +141,8 @@ def write_graph(config: Config, manifest: Manifest, folder: Path, target: Path) 
 
 
 def _check_room(config: Config, stored: int, target: Path) -> None:
-    """Raises CannotWrite where `target` has no room for the converted weights. stored: bytes of weights."""
+    """Raises CannotWrite where the disk of `target` has no room for the converted weights. stored: bytes of
+    the checkpoint's weights."""
     copies = 2.0 if config.dtype == "float32" else 1.0  # float32 takes twice the bytes of a 16-bit checkpoint
     if config.quantize:
         copies = 0.6  # the compressed weights
@@ -145,12 +152,13 @@ def _check_room(config: Config, stored: int, target: Path) -> None:
 
 
 def _convert_vision(model: torch.nn.Module, manifest: Manifest, target: Path, config: Config) -> Json:
-    """Writes the vision tower of a model, in float32, into `target`; with --quantize in int8 if the tower
-    tolerates that.
+    """Writes the vision tower of a model, in float32, into the folder `target`, as vision.xml and vision.bin;
+    with --quantize in int8 if the tower tolerates that.
 
     Returns facts of the entry: the width of an embedding, the embedding after each row of a canvas, how many
     activations of the tower share a scale, and whether an image has to run whole. If the tower cannot be
-    converted, no file is left, and the only fact is the reason (`vision_fault`).
+    converted, no file is left, and the only fact is the reason (`vision_fault`). Raises only what ends the
+    conversion of the whole model: ModelError, ConfigError, OSError, and errors of memory.
     """
     path = target / "vision.xml"
     dtype = getattr(torch, config.dtype)
@@ -185,8 +193,10 @@ def _convert_vision(model: torch.nn.Module, manifest: Manifest, target: Path, co
 
 
 def _compress_vision(graph: ov.Model, path: Path, check: VisionCheck, config: Config) -> int:
-    """With --quantize, saves a vision tower with the weights of its linear layers in int8, unless its
-    embeddings change too much. Returns how many activations share a scale; 0: the tower stays as it is."""
+    """With --quantize, saves a vision tower in `path` with the weights of its linear layers in int8, unless
+    its embeddings change too much, which is logged; the file then has the tower as it was. Returns how many
+    activations share a scale; 0: the tower stays as it is. Raises what ends a conversion, such as
+    CannotWrite."""
     if not config.quantize:
         return 0
     import nncf
@@ -208,8 +218,9 @@ def _compress_vision(graph: ov.Model, path: Path, check: VisionCheck, config: Co
 
 
 def _vision_fault(path: Path, check: VisionCheck, dtype: str, group: int = 0) -> str | None:
-    """Runs a saved tower in `dtype`. Returns how its embeddings exceed the allowed difference; None: they do
-    not. group: how many activations share a scale; 0: the weights are not compressed."""
+    """Compiles and runs a saved tower in `dtype`. Returns how its embeddings exceed the allowed difference
+    from those of transformers, as a part of a log line; None: they do not. group: how many activations share
+    a scale; 0: the weights are not compressed."""
     settings = {"INFERENCE_PRECISION_HINT": DTYPES[dtype].short, "DYNAMIC_QUANTIZATION_GROUP_SIZE": group}
     return check.find_fault(VisionEncoder(path, check.newline, settings), "int8" if group else dtype)
 
@@ -218,7 +229,11 @@ class Check:
     """Token ids and the logits of transformers for them in float32, computed before `trace` changes the
     model.
 
-    `positions`: how many the model has. `stored` goes into the entry, for the comparison at every startup.
+    model: as `load_pretrained` returns it, while `InFloat32` is active; positions: how many positions the
+    model has; folder: that of the model, with its tokenizer. The ids are those of a text, or random ones
+    where the folder has no tokenizer of the model. `stored` goes into the entry, for the comparison at every
+    startup. Making a Check runs the model a few times, and raises ModelError for logits that are NaN or
+    infinite.
     """
 
     def __init__(self, model: torch.nn.Module, positions: int, folder: Path):
@@ -251,7 +266,9 @@ class Check:
             text_config.sliding_window = window
 
     def is_faster_in_tiles(self, graph: ov.Model, facts: Json) -> bool:
-        """Whether prompts take less processor time in tiles; false for a model without a delta rule."""
+        """Measures whether prompts take less processor time in tiles, and enough less to be worth it
+        (MAX_TILES_TIME, MIN_TILES_GAIN): runs a prompt of up to TILE tokens five times in each way. Returns
+        false for a model without a delta rule, without measuring."""
         if not has_delta_rule(graph):
             return False
 
@@ -265,8 +282,9 @@ class Check:
 
     def reject_faults(self, graph: ov.Model, facts: Json) -> None:
         """Runs a graph in float32: short chunks of two slots, a long chunk behind them, a chunk at the last
-        positions, and the text of a model with recurrent states. Raises NotConverted where logits differ from
-        those of transformers by more than is allowed."""
+        positions, and the text of a model with recurrent states. Raises NotConverted where the logits of one
+        of these differ from those of transformers by more than is allowed. graph: with placeholders; it stays
+        as it is."""
         checked = {"arithmetic": "float32", "streamed": True, "longest_window": self.window}
         model = self._model(graph, facts | checked)
         at_end = model.forward([Chunk(0, self.short, 0, all_logits=True)], self.shift)
@@ -286,8 +304,9 @@ class Check:
                 raise NotConverted(fault)
 
     def _run_text(self, model: OpenVinoModel) -> tuple[np.ndarray, np.ndarray]:
-        """The logits that `model` computes, and those of transformers: after each token of the text; of a
-        model with recurrent states after its last tokens, which run as decode steps."""
+        """Returns the logits that `model` computes, and those of transformers, both [tokens, vocab]: after
+        each token of the text; of a model with recurrent states only after its last tokens, which run as
+        decode steps."""
         end = len(self.text) - self.steps
         borders = [*range(0, end, OPENVINO_CHUNK), *range(end, len(self.text) + 1)]
         logits, _positions = model.forward_in_chunks(self.text, {0: borders}, all_logits=not self.steps)
@@ -295,14 +314,15 @@ class Check:
 
     def fault_on_text(self, graph: ov.Model, facts: Json) -> str | None:
         """Runs a graph as it will be served, over a text. Returns how its logits exceed the allowed
-        difference, as a part of a log line; None: they do not."""
+        difference from those of transformers, as a part of a log line; None: they do not."""
         model = self._model(graph, facts)
         return find_fault(*self._run_text(model), model.precision, facts["has_experts"])
 
     def choose_activation_group(self, path: Path, facts: Json, most: int) -> str | None:
-        """Sets in `facts` how many activations share a scale: the largest of GROUP_SIZES up to `most` that
-        the model tolerates, else the smallest. Returns how the logits of the text then exceed the allowed
-        difference; None: they do not."""
+        """Runs the compressed graph in the file `path` over the text. Sets in `facts` how many activations
+        share a scale (`activation_group`): the largest of GROUP_SIZES up to `most` that the model tolerates,
+        else the smallest. Returns how the logits of the text then exceed the allowed difference, as a part of
+        a log line; None: they do not."""
 
         @functools.cache
         def logits_with(group: int) -> np.ndarray:
@@ -321,16 +341,20 @@ class Check:
         return find_fault(found, self.text_logits, facts["quantize"], facts["has_experts"])
 
     def _model(self, source: Path | ov.Model, facts: Json) -> OpenVinoModel:
-        """A model of a graph, or of the file of one, with the slots and positions that the comparisons
-        need."""
+        """Returns a model of a graph with placeholders, or of the file of one, with the slots and positions
+        that the comparisons need. facts: as they would be in the entry."""
         config = Config(max_batch_size=3, max_total_tokens=max(len(self.ids), len(self.text)))
         return OpenVinoModel(read_graph(source, facts), facts, config)
 
 
 def _compress(config: Config, check: Check, uncompressed: ov.Model, path: Path, facts: Json) -> None:
     """Saves a graph in `path` with the weights of its linear layers and embeddings compressed: the first way
-    of `_ways_to_compress` that `check` passes. Raises ModelError where the model loses too much accuracy in
-    all of them."""
+    of `_ways_to_compress` that `check` passes. Sets `activation_group` in `facts`. `uncompressed` stays as it
+    is; the log says which share of the layers has int4, if not all.
+
+    Raises ModelError where the model loses too much accuracy in all of them, CannotWrite, and what nncf
+    raises.
+    """
     import nncf
 
     logging.getLogger("nncf").setLevel(logging.ERROR)  # nncf.set_log_level would change our handlers as well
@@ -361,7 +385,9 @@ def _compress(config: Config, check: Check, uncompressed: ov.Model, path: Path, 
 
 def _merge_linear_layers(graph: ov.Model) -> None:
     """Makes one matrix product of those that multiply the same input and have at most MERGED_OUTPUTS outputs
-    together, such as query, key and value: each takes 10 to 20 us beside the time for its weights."""
+    together, such as query, key and value: each takes 10 to 20 us beside the time for its weights. Changes
+    the graph in place. Gates of a delta rule (GATES) are merged with gates only, and any layer only with
+    those whose weights have the same type."""
     for output in [output for node in graph.get_ordered_ops() for output in node.outputs()]:
         readers = [reader.get_node() for reader in output.get_target_inputs() if reader.get_index() == 0]
         readers.sort(key=lambda node: node.get_friendly_name())
@@ -378,8 +404,9 @@ def _merge_linear_layers(graph: ov.Model) -> None:
 
 
 def _merge(layers: Sequence[tuple[ov.Node, ov.Node]]) -> None:
-    """Replaces matrix products by one, whose result is divided. layers: these products, which have the same
-    input, each with its weights."""
+    """Replaces matrix products in a graph by one, whose result is divided. layers: these products, which have
+    the same input, each with its weights. The new node has the names of all, for `_linear_layers` of
+    graph.py."""
     first, first_weights = layers[0]
     rows = [weights.data for _node, weights in layers]
     joined = ov.Tensor(first_weights.get_element_type(), [sum(map(len, rows)), rows[0].shape[1]])
@@ -394,7 +421,7 @@ def _merge(layers: Sequence[tuple[ov.Node, ov.Node]]) -> None:
 
 
 def _weights_of(product: ov.Node) -> ov.Node | None:
-    """The constant [outputs, inputs] of a linear layer; None for another node."""
+    """Returns the constant [outputs, inputs] of a linear layer; None for another node."""
     if product.get_type_name() != "MatMul":
         return None
     weights = product.input_value(1).get_node()
@@ -405,7 +432,9 @@ def _weights_of(product: ov.Node) -> ov.Node | None:
 
 
 def _ways_to_compress(quantize: str, nncf: Any, graph: ov.Model) -> list[dict[str, Any]]:
-    """Arguments of nncf's `compress_weights` for a graph, the fastest and least accurate first."""
+    """Returns arguments of nncf's `compress_weights` for a graph, the fastest and least accurate way first:
+    for int8 one way, for int4 larger groups before smaller ones, then, with the smallest groups, fewer layers
+    in int4. Layers in `ignored_scope` get int8."""
     if quantize == "int8":
         return [{"mode": nncf.CompressWeightsMode.INT8_ASYM}]
     # A layer whose width the group does not divide gets the largest that does, or int8 where 32 does not.

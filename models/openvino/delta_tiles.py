@@ -18,10 +18,12 @@ TILE = 64
 
 
 def delta_rule_of_tiles(layer: Json, operands: Sequence[ov.Node], states: ov.Node) -> tuple[ov.Node, ov.Node]:
-    """The result of the delta rule, [tiles * TILE, width], and the states after the tiles, like `states`.
+    """Returns nodes for the result of the delta rule, [tiles * TILE, heads * value size], and for the states
+    after the tiles, in the shape of `states`.
 
-    operands: query, key, value, gate and beta, [tiles, TILE, width], zeros for padding; states: before the
-    tiles, [tiles, heads, value size, key size].
+    layer: its `heads`, `key_size` and `value_size`. operands: query, key, value, gate (the logarithm of the
+    decay) and beta, [tiles, TILE, width], zeros for padding; query and key are not normalized yet. states:
+    before the tiles, [tiles, heads, value size, key size].
     """
     split = ops.constant([0, 0, layer["heads"], -1])
     heads_first = ops.constant([0, 2, 1, 3])
@@ -48,8 +50,9 @@ def delta_rule_of_tiles(layer: Json, operands: Sequence[ov.Node], states: ov.Nod
 
 
 def _inverse(lower: ov.Node) -> ov.Node:
-    """The inverse of the matrices that have ones on the diagonal and `lower` below it, by forward
-    substitution: of the blocks along the diagonal, each time of twice the size."""
+    """Returns a node for the inverse of the matrices [..., TILE, TILE] that have ones on the diagonal and
+    `lower` below it, by forward substitution: of the blocks along the diagonal, each time of twice the size.
+    What `lower` has elsewhere is not read."""
     inverse = ops.constant(np.eye(TILE, dtype=np.float32))
     size = 1
     while size < TILE:

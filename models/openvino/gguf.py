@@ -54,11 +54,13 @@ OUTPUT = "result_output"
 
 
 def write_graph(config: Config, manifest: Manifest, folder: Path, target: Path) -> Json:
-    """Writes the graph of the GGUF file that `folder` was made of into `target`. Returns the facts of the
-    entry. Among these are the exact logits of a short text: each startup compares its own logits with them.
+    """Writes the graph of the GGUF file that `folder` was made of into the folder `target`, as model.xml and
+    model.bin, and runs it once. Returns the facts of the entry, which the caller writes. Among these are the
+    exact logits of a short text: each startup compares its own logits with them.
 
-    config: with a dtype. Raises ModelError for a broken file, CannotWrite, and what OpenVINO raises for a
-    file that it cannot convert.
+    config: with a dtype, such as `with_dtype` returns it; folder: has the tokenizer. Logs one line. Raises
+    ModelError for a broken file, CannotWrite, and what OpenVINO raises for a file that it cannot convert.
+    What was written stays after an error.
     """
     file = read_gguf(manifest.gguf_file)
     compressed = compressed_types(file) or None
@@ -89,7 +91,9 @@ def write_graph(config: Config, manifest: Manifest, folder: Path, target: Path) 
 
 
 def _graph_of(file: GgufFile) -> ov.Model:
-    """The file as a graph with placeholders. Raises RuntimeError where OpenVINO cannot read all of it."""
+    """Returns the file as a graph with placeholders, whose inputs are those of INPUTS, int64 [tokens], and
+    whose output is the logits [rows, vocab]. The weights stay as they are in the file, but for minima and
+    MXFP4 experts. Raises RuntimeError where OpenVINO cannot read all of it."""
     frontend = FrontEndManager().load_by_framework("gguf")  # `read_model` does not find it
     graph = frontend.convert(frontend.load(str(file.path)))
     nodes = graph.get_ordered_ops()
@@ -124,7 +128,9 @@ def _replace_rotations(
     file: GgufFile, attentions: Iterable[tuple[ov.Node, bool]], positions: ov.Node
 ) -> None:
     """Makes queries and keys turn by cosines and sines that are computed here from the file's keys: the
-    frontend leaves out some keys and tensors. attentions: each with whether it has a sliding window."""
+    frontend leaves out some keys and tensors. Changes the graph in place. attentions: each with whether it
+    has a sliding window; positions: the graph's input, [tokens]. Raises ModelError for a rotary scaling that
+    cannot be read."""
     cosines = {slides: _cosines(_rope(file, slides), positions) for slides in (False, True)}
     found = {}
     for node, slides in attentions:
@@ -137,8 +143,8 @@ def _replace_rotations(
 
 
 def _cosines(rope: Rope, positions: ov.Node) -> dict[str, ov.Output]:
-    """The cosines and sines of `positions`, [1, tokens, 1, pairs], by the types of the frontend's nodes for
-    them: Cos and Sin."""
+    """Returns the cosines and sines of `positions` [tokens], multiplied by the rope's factor, [1, tokens, 1,
+    pairs], by the types of the frontend's nodes for them: Cos and Sin."""
     column = ops.reshape(ops.convert(positions, "f32"), [1, -1, 1, 1], False)
     angles = ops.multiply(column, np.array(rope.frequencies, np.float32))
     factor = np.float32(rope.factor)
@@ -149,7 +155,8 @@ def _cosines(rope: Rope, positions: ov.Node) -> dict[str, ov.Output]:
 
 
 def _turns_above(operand: ov.Output) -> Iterator[ov.Node]:
-    """The frontend's cosines and sines that an operand of an attention is made with."""
+    """Yields the frontend's cosines and sines that an operand of an attention is made with, some more than
+    once; none for an operand that is not rotated. The search ends at matrix products."""
     node = operand.get_node()
     if node.get_type_name() in ("Cos", "Sin"):
         yield node
@@ -159,7 +166,8 @@ def _turns_above(operand: ov.Output) -> Iterator[ov.Node]:
 
 
 def _rope(file: GgufFile, slides: bool) -> Rope:
-    """The rotary positions of the layers with, or without, a sliding window."""
+    """Returns the rotary positions of the layers with, or without, a sliding window, divided by the file's
+    DIVISORS, if there are any. Raises ModelError for a rotary scaling that cannot be read."""
     size = rotated_size(file)
     given = rotary_positions(file, slides)
     rope = scaled(given, size) or plain(given["rope_theta"], size)
@@ -169,12 +177,16 @@ def _rope(file: GgufFile, slides: bool) -> Rope:
 
 
 def _has_sliding_mask(attention: ov.Node) -> bool:
+    """Whether an attention of the frontend takes the mask of layers with a sliding window."""
     return _first_above(attention.input_value(3), "Parameter").get_friendly_name() == SLIDING_MASK
 
 
 def _replace_attention(
     file: GgufFile, attention: ov.Node, index: int, window: int, positions: ov.Node
 ) -> None:
+    """Replaces an attention of the frontend by a placeholder, in place. index: the number of the layer;
+    window: in tokens, 0: none; positions: the graph's input, [tokens]. Where the file says so, queries grow
+    with their positions. The caches get the keys and values before the frontend's rounding to float16."""
     size = head_size(file)
     heads = file["attention.head_count"]
     kv_heads = file["attention.head_count_kv"] or heads
@@ -205,9 +217,9 @@ def _replace_attention(
 
 
 def _first_above(output: ov.Output, kind: str) -> ov.Node:
-    """The first node of the type `kind` from `output` upwards, always by the first input (of a ScatterUpdate
-    by its updates), such as the Parameter of a mask, or the Convert that rounds what the cache holds to
-    float16."""
+    """Returns the first node of the type `kind` from `output` upwards, always by the first input (of a
+    ScatterUpdate by its updates), such as the Parameter of a mask, or the Convert that rounds what the cache
+    holds to float16. The node of `output` counts, too. Raises RuntimeError where there is none."""
     node = output.get_node()
     while node.get_type_name() != kind:
         node = node.input_value(2 if node.get_type_name() == "ScatterUpdate" else 0).get_node()
@@ -215,7 +227,8 @@ def _first_above(output: ov.Output, kind: str) -> ov.Node:
 
 
 def _name_as_in_checkpoints(node: ov.Node) -> None:
-    """Names a linear layer of a file as those of converted models are, for adapters."""
+    """Renames the product of a linear layer of a file as those of converted models are named, for adapters.
+    Other nodes, and layers that MODULES lacks, keep their names."""
     if node.get_type_name() == "MatMul":
         weights = node.input_value(1).get_node().get_friendly_name().removeprefix(f"{WEIGHT}blk.")
         layer, _, tensor = weights.removesuffix(".weight").partition(".")
@@ -224,11 +237,13 @@ def _name_as_in_checkpoints(node: ov.Node) -> None:
 
 
 def _sort_by_expert(file: GgufFile, product: ov.Node) -> None:
-    """Replaces the frontend's product of rows and the experts chosen for them, which cannot be read back from
-    an entry. A public operation multiplies rows sorted by expert; OpenVINO compiles both to the same.
+    """Replaces the frontend's product of rows and the experts chosen for them, in place: it cannot be read
+    back from an entry. A public operation multiplies rows sorted by expert; OpenVINO compiles both to the
+    same.
 
     The inputs of `product`: rows [experts of a token or 1, tokens, inputs], weights [experts, outputs,
-    inputs], and the chosen experts [tokens, experts of a token].
+    inputs], and the chosen experts [tokens, experts of a token]. Its result: [experts of a token, tokens,
+    outputs].
     """
     given, weights, chosen = product.input_values()[:3]
     experts, outputs, inputs = weights.get_shape()
@@ -244,8 +259,9 @@ def _sort_by_expert(file: GgufFile, product: ov.Node) -> None:
 
 
 def _integers(weights: ov.Output) -> ov.Output | ov.Node:
-    """The weights of experts. MXFP4 becomes integers, twice the numbers, with half the scales: OpenVINO keeps
-    integers compressed, and expands MXFP4 to float32. Other types stay."""
+    """Returns the weights of experts, in the same shape. MXFP4 becomes integers, twice the numbers, with half
+    the scales: OpenVINO keeps integers compressed, and expands MXFP4 to float32. Other types are returned as
+    they are."""
     numbers = _first_above(weights, "Constant")
     if numbers.get_element_type() != ov.Type.f4e2m1:
         return weights
@@ -258,10 +274,10 @@ def _integers(weights: ov.Output) -> ov.Output | ov.Node:
 
 
 def _take_minima_out(product: ov.Node) -> None:
-    """Changes a product by weights with minima, (numbers - zeros) * scales by groups: the weights become
-    (numbers - middle) * scales, and a small product adds the rest: sums of each group's activations times
-    (middle - zeros) * scales. Other nodes stay. OpenVINO quantizes the activations of weights without minima
-    only, and computes equal sums once."""
+    """Changes, in place, a product by weights with minima, (numbers - zeros) * scales by groups: the weights
+    become (numbers - middle) * scales, and a small product adds the rest: sums of each group's activations
+    times (middle - zeros) * scales. Other nodes stay. OpenVINO quantizes the activations of weights without
+    minima only, and computes equal sums once."""
     if not (parts := _parts_with_minima(product)):
         return
     numbers, zeros, scales = parts
@@ -287,8 +303,9 @@ def _take_minima_out(product: ov.Node) -> None:
 
 
 def _parts_with_minima(product: ov.Node) -> list[ov.Node] | None:
-    """The numbers, zeros and scales of a product's weights, [outputs, groups, group size or 1]; None for
-    another node, for weights without zeros, and for those that another node reads, too."""
+    """Returns the constants with the numbers, zeros and scales of a product's weights, [outputs, groups,
+    group size or 1]; None for another node, for weights without zeros, and for those that another node reads,
+    too."""
     if product.get_type_name() != "MatMul":
         return None
     weights = product.input_value(1)

@@ -58,12 +58,17 @@ READ_TYPES = {
 
 
 def why_not(file: GgufFile) -> str | None:
-    """Why a file is not computed as it is, as a part of a log line; None where it is."""
+    """Returns why a file is not computed as it is, as a part of a log line; None where it is. The reason is
+    the first that was found."""
     reason = next(_obstacles(file), None)
     return reason and shortened(reason)
 
 
 def _obstacles(file: GgufFile) -> Iterator[str]:
+    """Yields each reason why OpenVINO would not compute the file right: an architecture that ARCHITECTURES
+    lacks, a key that is not read or has another value, a key or a tensor that is missing, a tensor that is
+    not known or has another type. A key whose value is 0 or false is no reason. Ends after an unknown
+    architecture and after one of NEEDED_KEYS that is missing."""
     if file.architecture not in ARCHITECTURES:
         yield f"its architecture is {file.architecture}"
         return
@@ -97,17 +102,21 @@ def _obstacles(file: GgufFile) -> Iterator[str]:
 
 
 def _of_layers(file: GgufFile, names: str) -> set[str]:
-    """The tensors of all layers; more than the file holds where its number of layers is wrong."""
+    """Returns the names of tensors that all layers together have, if each has `names`, separated by spaces:
+    "attn_q" stands for its weight. The number of layers is that of the file's key, but at most its number of
+    tensors."""
     layers = min(file["block_count"], len(file.tensors))
     ends = [name if "." in name else f"{name}.weight" for name in names.split()]
     return {f"blk.{layer}.{end}" for layer in range(layers) for end in ends}
 
 
 def rotated_size(file: GgufFile) -> int:
+    """Returns how many values of each head are rotated."""
     return file["rope.dimension_count"] or head_size(file)
 
 
 def compressed_types(file: GgufFile) -> str:
-    """The types of its compressed weights, such as "Q4_K, Q6_K"; "" where none is."""
+    """Returns the types of the file's compressed weights, sorted, such as "Q4_K, Q6_K"; "" where none is
+    compressed."""
     kinds = {TYPES[tensor.type].name for tensor in file.tensors.values()}
     return ", ".join(sorted(kinds.difference(PLAIN_TYPES)))

@@ -34,11 +34,13 @@ BATCH_INPUTS = ("past_lens", "subsequence_begins", "block_indices", "block_indic
 
 
 def read_graph(source: Path | ov.Model, facts: Json) -> ov.Model:
-    """A graph with paged operations in the place of placeholders: that of a file, or a copy of one in memory.
+    """Returns a graph with paged operations in the place of placeholders: that of a file, model.xml, or a
+    copy of one in memory, which stays as it is. Its new inputs are BATCH_INPUTS, key_cache.N and
+    value_cache.N of each attention layer, and those of recurrent layers.
 
-    facts: of the entry. With `whole_images` the graph has another input, which says which tokens attend to
-    each other. With `tiles` prompts run the delta rule in tiles. `longest_window` shortens sliding windows,
-    for the check of a conversion.
+    facts: of the entry. With `whole_images` the graph has another input, `token_type_ids`, which says which
+    tokens attend to each other. With `tiles` prompts run the delta rule in tiles. `longest_window` shortens
+    sliding windows, for the check of a conversion. Raises what OpenVINO raises for a file that is damaged.
     """
     graph = source.clone() if isinstance(source, ov.Model) else ov.Core().read_model(source)
     parameters = [parameter(name, [] if name == "max_context_len" else [-1]) for name in BATCH_INPUTS]
@@ -73,31 +75,37 @@ def read_graph(source: Path | ov.Model, facts: Json) -> ov.Model:
 
 
 def placeholder(layer: Json, operands: list[ov.Output], width: int) -> ov.Output:
-    """What stands for a layer in a saved graph, [tokens, width]: a Concat of the operands, whose name says
-    what the layer is, and a Slice of it. A saved graph with paged operations could not be read back."""
+    """Returns what stands for a layer in a saved graph, [tokens, width]: a Concat of the operands, whose name
+    says what the layer is, and a Slice of it. A saved graph with paged operations could not be read back.
+
+    layer: a JSON object; `read_graph` reads its `kind`, `index` and `weights`, how many of the last operands
+    are weights, and what the kind needs. operands: [tokens, any width].
+    """
     joined = ops.concat(operands, 1)
     joined.set_friendly_name(PLACEHOLDER + json.dumps(layer))
     return ops.slice(joined, *(ops.constant([n]) for n in (0, width, 1, 1))).output(0)
 
 
 def placeholders(graph: ov.Model) -> Iterator[tuple[ov.Node, Json]]:
-    """The nodes that stand for layers of a saved graph, and what their names hold."""
+    """Yields the nodes that stand for layers of a saved graph, each with the object that its name holds, in
+    the order in which they run."""
     for node in graph.get_ordered_ops():
         if node.get_friendly_name().startswith(PLACEHOLDER):
             yield node, json.loads(node.get_friendly_name()[len(PLACEHOLDER) :])
 
 
 def has_delta_rule(graph: ov.Model) -> bool:
-    """Whether a layer of a saved graph is a gated delta net."""
+    """Whether a layer of a graph with placeholders is a gated delta net."""
     return any(layer["kind"] == "delta" for _node, layer in placeholders(graph))
 
 
 def _paged_attention(
     layer: Json, window: int, operands: list[ov.Output], batch: list[ov.Output], types: ov.Output
 ) -> PagedAttention:
-    """The attention of a layer. `operands` are query, key, value and both caches, `batch` has the inputs
-    BATCH_INPUTS, and `types` is 1 for each token of an image. window: in tokens, instead of that of `layer`;
-    0: none."""
+    """Returns the attention of a layer, [tokens, heads * value size]; it also writes keys and values into the
+    caches when it runs. operands: query, key, value and both caches; batch: the inputs BATCH_INPUTS; types: 1
+    for each token of an image, whose tokens attend to each other; empty: all attention is causal. window: in
+    tokens, instead of that of `layer`; 0: none."""
     *places, max_context_len = batch
     none = _constant([])
     no_floats = _constant([], np.float32)
@@ -128,7 +136,8 @@ def _paged_attention(
 
 
 def save_graph(graph: ov.Model, path: Path) -> None:
-    """Writes a graph, and its weights beside it. Raises CannotWrite."""
+    """Writes a graph to `path`, such as model.xml, and its weights beside it, to model.bin, without rounding
+    them. Raises CannotWrite, such as for a full disk."""
     try:
         ov.save_model(graph, path, compress_to_fp16=False)
     except RuntimeError as error:
@@ -138,12 +147,14 @@ def save_graph(graph: ov.Model, path: Path) -> None:
 def add_adapters(
     graph: ov.Model, modules: Collection[str] | None, kind: ov.Type, paired_size: int
 ) -> dict[str, tuple[int, int]]:
-    """Adds the updates of LoRA adapters (adapters.py) to the linear layers of a graph, as inputs of the
-    graph. Returns how many inputs and outputs each of these layers has, by module.
+    """Adds the updates of LoRA adapters (adapters.py) to the linear layers of a graph, in place, as inputs of
+    the graph. Returns how many inputs and outputs each of these layers has, by the `common_name` of its
+    module. A module that the graph has not is left out without an error.
 
-    modules: the layers that get updates; None: all of them. kind: the type of the inputs. paired_size: the
-    size of a head if queries and keys are in the order of GGUF files, where a rotation turns neighbours; else
-    0.
+    The inputs are `adapters`, the mask, float32 [tokens, columns], and those of `adapter_inputs`, [1,
+    columns, size]. modules: the layers that get updates; None: all of them. kind: the type of the inputs but
+    the mask. paired_size: the size of a head if queries and keys are in the order of GGUF files, where a
+    rotation turns neighbours; else 0.
     """
     mask = parameter("adapters", [-1, -1], ov.Type.f32)  # [tokens, columns]
     parameters = [mask]
@@ -173,13 +184,14 @@ def add_adapters(
 
 
 def adapter_inputs(module: str) -> tuple[str, str]:
-    """The names of the inputs for the updates of a linear layer."""
+    """Returns the names of the graph's inputs for the updates of a linear layer: down and up."""
     return f"adapters_down.{module}", f"adapters_up.{module}"
 
 
 def _linear_layers(graph: ov.Model) -> dict[str, tuple[ov.Node, ov.Output]]:
-    """The matrix product and the output of each linear layer of all tokens, by the name of its module
-    (adapters.py): not those of experts, and not the head. Layers that were merged share their product."""
+    """Returns the matrix product and the output of each linear layer of all tokens, by the `common_name` of
+    its module: not those of experts, and not the head. Layers that were merged share their product, and have
+    an output each."""
     found = {}
     for node in graph.get_ordered_ops():
         names = [node.get_friendly_name()]
@@ -195,7 +207,8 @@ def _linear_layers(graph: ov.Model) -> dict[str, tuple[ov.Node, ov.Output]]:
 
 
 def attend_in_bfloat16(graph: ov.Model) -> None:
-    """Changes a graph that is computed in float32: attention and its KV cache are in bfloat16."""
+    """Changes, in place, a graph of `read_graph` that is computed in float32: attention and its KV cache are
+    in bfloat16."""
     for node in graph.get_ordered_ops():
         if not isinstance(node, PagedAttention):
             continue
@@ -210,9 +223,9 @@ def attend_in_bfloat16(graph: ov.Model) -> None:
 
 
 def weights_as_inputs(graph: ov.Model) -> dict[str, ov.Tensor]:
-    """Makes inputs of the constants of STREAMED_BYTES and more; returns their values by the names of the
-    inputs. OpenVINO packs constants, which takes the memory of all weights again; inputs are converted one
-    after the other when the graph runs."""
+    """Makes inputs of the graph's constants of STREAMED_BYTES and more, in place. Returns their values by the
+    names of the inputs, which share the constants' memory. OpenVINO packs constants, which takes the memory
+    of all weights again; inputs are converted one after the other when the graph runs."""
     values = {}
     for node in graph.get_ordered_ops():
         if node.get_type_name() == "Constant" and node.get_byte_size() >= STREAMED_BYTES:

@@ -70,7 +70,8 @@ class Segment(NamedTuple):
 
 
 class OpenVinoModel(StaticBatchModel):
-    """A converted model and its KV cache. `graph` comes from `read_graph`; `facts` is its `entry.json`."""
+    """A converted model and its KV cache. `graph` comes from `read_graph`; `facts` is its `entry.json`. Its
+    slots are those of the settings and one more, for padding."""
 
     engine = "openvino"
     supports_chunked_prefill = True
@@ -82,7 +83,9 @@ class OpenVinoModel(StaticBatchModel):
     max_draft_rows = verify_length = VERIFY_TOKENS
 
     def __init__(self, graph: ov.Model, facts: Json, config: Config):
-        """config: as `with_manifest` returns it. Changes `graph`. Raises ModelError."""
+        """Compiles the graph and makes the KV cache, the states and the adapters. config: as `with_manifest`
+        returns it. Changes `graph`. Raises ModelError for a KV cache type that does not go with the model,
+        and for adapters that do not fit; what OpenVINO raises, also if memory is short."""
         self.batch_size = config.max_batch_size
         self.prefix_slots = max(config.max_batch_size, config.prefix_slots or 0)
         self.max_total_tokens = config.max_total_tokens
@@ -130,9 +133,13 @@ class OpenVinoModel(StaticBatchModel):
         self._columns: tuple[int, ...] = ()  # of the adapters that the graph has; () before it has any
 
     def _choose_precisions(self, core: ov.Core, graph: ov.Model, facts: Json, kv_cache_dtype: str) -> Json:
-        """OpenVINO's settings for the arithmetic and the KV cache. Also sets the attributes that follow from
-        them, and changes the graph if its KV cache is in bfloat16 and its arithmetic is not. Raises
-        ModelError for a KV cache type that goes with neither."""
+        """Returns OpenVINO's settings for the arithmetic and the KV cache. Sets the attributes that follow
+        from them: `computed_in`, `kv_cache_dtype`, `precision`, the granularities, and how many tokens a call
+        may have. Changes the graph in place if its KV cache is in bfloat16 and its arithmetic is not.
+
+        facts["arithmetic"] "float32" rules bfloat16 out. Raises ModelError for a KV cache type that goes with
+        neither.
+        """
         has_bfloat16 = "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         has_states = any(port.get_any_name().startswith(TABLE) for port in graph.inputs)
         # On one thread OpenVINO's AMX kernel for MLPs divides by zero, half the threads: SIGFPE. Rounding
@@ -176,7 +183,8 @@ class OpenVinoModel(StaticBatchModel):
         return settings
 
     def _add_cache(self, port: ov.ConstOutput) -> np.ndarray:
-        """An array for the keys or the values of a layer: [blocks, KV heads, BLOCK, head size in bytes]."""
+        """Makes an array for the keys or the values of a layer, gives it to the graph, and returns it: zeros,
+        uint8 [blocks, KV heads, BLOCK, head size in bytes]."""
         kind = port.get_element_type()
         shape = [self._blocks.size, *_sizes(port)]
         cache = zeros((*shape[:-1], shape[-1] * kind.size))
@@ -184,8 +192,9 @@ class OpenVinoModel(StaticBatchModel):
         return cache
 
     def _add_states(self, shapes: dict[str, list[int]], config: Config) -> None:
-        """Makes the tables of recurrent states; a block is one row of each table. shapes: of a row, by table.
-        Limits `prefix_slots` to `batch_size` and one slot for each snapshot."""
+        """Makes the tables of recurrent states, zeros, and gives them to the graph; a block is one row of
+        each table. Sets `states` and `state_bytes`. shapes: of a row, by table. Limits `prefix_slots` to
+        `batch_size` and one slot for each snapshot that `max_snapshot_memory` allows."""
         self.state_bytes = 4 * sum(map(math.prod, shapes.values()))
         snapshots = int(config.max_snapshot_memory * 1e9) // self.state_bytes
         self.prefix_slots = min(self.prefix_slots, self.batch_size + snapshots)
@@ -197,8 +206,8 @@ class OpenVinoModel(StaticBatchModel):
             self._request.set_tensor(name, ov.Tensor(table, shared_memory=True))
 
     def _add_adapters(self, graph: ov.Model, config: Config, paired_size: int) -> None:
-        """Adds the inputs of LoRA adapters to the graph, and the adapters of the settings. Raises ModelError
-        for adapters that do not fit the graph."""
+        """Adds the inputs of LoRA adapters to the graph, in place, and sets `adapters`, which has those of
+        the settings. Raises ModelError for adapters that do not fit the graph."""
         given, modules = configured(config)
         dtype = "bfloat16" if self.quantize else self.computed_in
         self._adapter_type = ov.Type.bf16 if dtype == "bfloat16" else ov.Type.f32
@@ -207,7 +216,8 @@ class OpenVinoModel(StaticBatchModel):
 
     def _select_adapters(self, numbers: Iterable[int]) -> None:
         """Gives the graph the weights from the first to the last of these adapters, as views. That takes 10
-        ms for 30 layers, so nothing is done if the graph has these weights."""
+        ms for 30 layers, so nothing is done if the graph has these weights, and nothing for a model without
+        adapters. numbers: may repeat; 0: none."""
         if self.adapters is None:
             return
         begin, end = self.adapters.columns_of(numbers)
@@ -221,8 +231,13 @@ class OpenVinoModel(StaticBatchModel):
         self._columns = columns
 
     def forward(self, chunks: Sequence[Chunk], shift: int = 0) -> np.ndarray:
-        """As StaticBatchModel's: float32 [rows, vocab]. `shift` is added to the positions that the model
-        gets, for the check of a conversion."""
+        """Runs the chunks, in as many calls of the graph as their lengths and adapters need, and extends the
+        KV cache and the states of their slots. Returns new logits, float32 [rows, vocab], in the order of
+        `chunks`.
+
+        shift: is added to the positions that the model gets, for the check of a conversion. Raises ValueError
+        for a chunk that does not begin where the recurrent state of its slot is, and what OpenVINO raises.
+        """
         if self.states:
             self.states.accept({chunk.slot: chunk.begin for chunk in chunks})
         groups = self.adapters.groups([chunk.adapter for chunk in chunks]) if self.adapters else ()
@@ -236,13 +251,15 @@ class OpenVinoModel(StaticBatchModel):
         return np.concatenate([logits_of[place] for place in range(len(chunks))])
 
     def _forward(self, chunks: Sequence[Chunk], shift: int) -> np.ndarray:
+        """Does what `forward` does, for chunks whose adapters can run in one call."""
         self._select_adapters(chunk.adapter for chunk in chunks)
         calls = split(chunks, self._max_call_tokens, self.chunk_granularity, self.whole_images)
         logits = [self._infer(call, shift) for call in calls]
         return logits[0] if len(logits) == 1 else np.concatenate(logits)
 
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
-        """Copies whole blocks: what follows `tokens` in the last one is overwritten before it is read."""
+        """Copies whole blocks of the KV cache: what follows `tokens` in the last one is overwritten before it
+        is read. Copies no recurrent states: the caller makes the slot resume from a snapshot (`states`)."""
         blocks = math.ceil(tokens / BLOCK)
         for cache in self._kv_cache:
             cache[self._blocks[target, :blocks]] = cache[self._blocks[source, :blocks]]
@@ -258,7 +275,9 @@ class OpenVinoModel(StaticBatchModel):
         self.vision = VisionEncoder(path, facts["newline"], self._settings | precision)
 
     def choose_padding(self) -> None:
-        """Measures whether small calls are faster with more rows."""
+        """Measures, by a few calls, whether small calls are faster with PADDED_ROWS rows, and pads them from
+        then on if so, with a log line. Only a model that computes in bfloat16 is measured. To be called
+        before requests run."""
         self._time_call(MIN_ROWS)  # the first small call packs weights for such
         if self.computed_in != "bfloat16" or self.max_total_tokens < PADDED_ROWS:
             return
@@ -273,14 +292,15 @@ class OpenVinoModel(StaticBatchModel):
             )
 
     def _time_call(self, rows: int) -> float:
-        """The seconds that a call of so many rows takes."""
+        """Returns the seconds that a call of so many rows takes. Runs in the slot for padding."""
         begun_at = time.perf_counter()
         self._forward([Chunk(self.prefix_slots, (0,) * rows, 0, all_logits=True)], 0)
         return time.perf_counter() - begun_at
 
     def _infer(self, segments: list[Segment], shift: int) -> np.ndarray:
-        """Runs the segments in one call. Returns the logits that they ask for, in their order. shift: as in
-        `forward`."""
+        """Runs the segments in one call of the graph, padded to the fewest rows that a call has, and extends
+        the KV cache and the states of their slots. Returns the logits that they ask for, in their order, as a
+        new array. The weights of their adapters are selected already. shift: is added to positions."""
         missing = self._min_rows - sum(len(segment.tokens) for segment in segments)
         if missing > 0:
             segments = [*segments, Segment(self.prefix_slots, (0,) * missing, 0, 0)]
@@ -337,7 +357,9 @@ class OpenVinoModel(StaticBatchModel):
         return self._request.get_output_tensor(0).data[:kept].copy()
 
     def _state_runs(self, segments: Sequence[Segment]) -> list[Run]:
-        """The segments of each slot as one run. Draft tokens have a segment each."""
+        """Returns the segments of each slot as one run, and plans their blocks in `states`. Draft tokens have
+        a segment each; the segments of a slot follow each other. Raises ValueError for a slot without a state
+        at the position."""
         runs = []
         for slot, of_slot in itertools.groupby(segments, key=lambda segment: segment.slot):
             first, *others = of_slot
@@ -352,7 +374,8 @@ def _sizes(port: ov.ConstOutput) -> list[int]:
 
 
 class VisionEncoder(ImageEncoder):
-    """A converted vision tower."""
+    """A converted vision tower. `path`: its graph, which is compiled with `settings` of OpenVINO; `newline`:
+    [width], the embedding after each row of a canvas; None: there is none."""
 
     def __init__(self, path: Path, newline: list[float] | None, settings: Json):
         self._request = ov.Core().compile_model(path, "CPU", settings).create_infer_request()
@@ -366,8 +389,8 @@ class VisionEncoder(ImageEncoder):
 
 
 def _threads_taken(core: ov.Core, settings: Json) -> int:
-    """How many threads a graph compiled with `settings` runs on: no more than there are cores. Only a
-    compiled graph says so."""
+    """Returns how many threads a graph compiled with `settings` runs on: no more than there are cores. Only a
+    compiled graph says so, so a tiny one is compiled."""
     number = ops.parameter([1], np.float32)
     smallest = core.compile_model(ov.Model([ops.relu(number)], [number]), "CPU", settings)
     return smallest.get_property("INFERENCE_NUM_THREADS")
@@ -422,8 +445,13 @@ def split(
 
 
 def load_entry(config: Config, entry: Path) -> OpenVinoModel:
-    """The model of an entry, ready to run. Raises NotConverted for a model that OpenVINO cannot serve,
-    ModelError for unsupported settings and too little memory, another exception for a damaged entry."""
+    """Returns the model of an entry of the cache, ready to run: compiled, compared with transformers' logits,
+    with its vision tower if it has one. Logs how it is served, what would take less memory, and if images
+    cannot be read. Takes the time of several calls.
+
+    Raises NotConverted for a model that OpenVINO cannot serve, ModelError for unsupported settings and too
+    little memory, another exception for a damaged entry, such as ValueError for logits that differ.
+    """
     facts = read_entry(entry)
     if facts["refused"]:
         raise NotConverted(facts["refused"])
@@ -465,8 +493,9 @@ def load_entry(config: Config, entry: Path) -> OpenVinoModel:
 
 
 def _compare(model: OpenVinoModel, facts: Json) -> None:
-    """Runs a prompt and decode steps. Raises ValueError if the logits of either differ from those of
-    transformers by more than is allowed."""
+    """Runs a prompt and decode steps of the entry's text, in the last slot that runs requests, whose KV cache
+    keeps them. Raises ValueError if the logits of either differ from those of transformers by more than is
+    allowed."""
     reference = facts["reference"]
     ids = reference["ids"][: model.max_total_tokens]
     expected = np.array(reference["logits"], np.float32)[: len(ids)]

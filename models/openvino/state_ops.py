@@ -30,8 +30,9 @@ L2_NORM = {"use_qk_l2norm": True, "q_l2_norm_eps": 1e-6, "k_l2_norm_eps": 1e-6}
 
 
 class RecurrentLayers:
-    """Makes the recurrent layers of a graph. `inputs` and `outputs` are what the layers add to the graph.
-    With `tiles` prompts run the delta rule in tiles (delta_tiles.py)."""
+    """Makes the recurrent layers of a graph. `inputs`, by name, and `outputs` are what the layers add to the
+    graph: the caller adds them. Layers share the inputs about tokens and blocks; each has a table of states.
+    With `tiles` prompts run the delta rule in tiles (delta_tiles.py), whose states are in `outputs`."""
 
     def __init__(self, tiles: bool):
         self.inputs: dict[str, ov.Node] = {}
@@ -39,8 +40,10 @@ class RecurrentLayers:
         self._tiles = tiles
 
     def make(self, layer: Json, operands: Sequence[ov.Output]) -> ov.Output:
-        """The operation that a placeholder stands for: its result, [tokens, width]. operands: those of the
-        placeholder."""
+        """Returns the result, [tokens, width], of the operation that a placeholder stands for, and adds to
+        `inputs` and `outputs` what it needs. layer: what the placeholder's name holds; its `kind` is "conv",
+        "delta", "scan" or "scan_by_channel". operands: those of the placeholder, weights last. The graph
+        itself is not changed."""
         kinds = {
             "conv": self._convolution,
             "delta": self._tiled_delta_rule if self._tiles else self._delta_rule,
@@ -50,6 +53,8 @@ class RecurrentLayers:
         return kinds[layer["kind"]](layer, *operands)
 
     def _convolution(self, layer, tokens, weight, bias=None):
+        """Returns the causal convolution of `tokens` [tokens, channels], by `weight` of channels * kernel
+        numbers, without an activation: [tokens, channels]."""
         channels, kernel = layer["channels"], layer["kernel"]
         table = self._table(layer, channels, kernel)
         weight = _reshaped(weight, channels, 1, kernel)
@@ -57,6 +62,10 @@ class RecurrentLayers:
         return _paged("PagedCausalConv1D", [tokens, table, weight, bias, *self._sequences()])
 
     def _delta_rule(self, layer, query, key, value, gate, beta, which="state"):
+        """Returns the delta rule of the tokens, one by one: [tokens, heads * value size]. query, key:
+        [tokens, heads * key size], which the operation normalizes; value: [tokens, heads * value size]; gate,
+        beta: [tokens, heads]. which: the beginning of the names of the inputs that say which sequences there
+        are."""
         heads, key_size, value_size = layer["heads"], layer["key_size"], layer["value_size"]
         inputs = [
             _reshaped(query, -1, heads, key_size),
@@ -68,8 +77,9 @@ class RecurrentLayers:
         return _reshaped(_paged("PagedGatedDeltaNet", inputs, **L2_NORM), -1, heads * value_size)
 
     def _tiled_delta_rule(self, layer, *operands):
-        """The delta rule, [tokens, width] in the order of the tokens: prompts run in tiles, and all other
-        tokens, the rows, through the paged operation."""
+        """Returns the delta rule, [tokens, width] in the order of the tokens: prompts run in tiles, and all
+        other tokens, the rows, through the paged operation. Adds an output: the states after the tiles.
+        operands: as `_delta_rule` takes them."""
         first = ops.constant(0)
         row_tokens = self._input("row_tokens")
         tile_tokens = self._input("tile_tokens", TILE)
@@ -85,6 +95,9 @@ class RecurrentLayers:
         return ops.gather(joined, self._input("token_places"), first).output(0)
 
     def _scan(self, layer, hidden_states, dt, b, c, a):
+        """Returns the state-space scan of Mamba 2, [tokens, heads * size], without the direct part (D).
+        hidden_states: [tokens, heads * size]; dt: [tokens, heads]; b, c: [tokens, groups * state size]; a: of
+        `heads` numbers."""
         heads, size, groups, state_size = (layer[name] for name in ("heads", "size", "groups", "state_size"))
         inputs = [
             _reshaped(a, heads),
@@ -98,7 +111,9 @@ class RecurrentLayers:
         return _reshaped(_paged("PagedSelectiveSSM", inputs), -1, heads * size)
 
     def _scan_by_channel(self, layer, hidden_states, dt, b, c, a):
-        """Mamba 1, whose decay differs by channel and by number of the state: [tokens, channels].
+        """Returns the scan of Mamba 1, whose decay differs by channel and by number of the state: [tokens,
+        channels]. hidden_states, dt: [tokens, channels]; b, c: [tokens, state size]; a: [1, state size *
+        channels].
 
         For each number of the state the operation has a group of heads: one head of size 1 for each channel.
         The output of a channel is the sum over its heads.
@@ -128,20 +143,22 @@ def _reshaped(output: ov.Output, *shape: int) -> ov.Output:
 
 
 def _paged(kind: str, inputs: Sequence[ov.Output], **attributes: Any) -> ov.Output:
-    """An operation that Python has no class for: the CPU plugin has it."""
+    """Returns the result of an operation that Python has no class for: the CPU plugin has it. kind: the name
+    of the operation."""
     factory = NodeFactory()
     factory.add_extension(CPU_PLUGIN)
     return factory.create(kind, list(inputs), attributes).output(0)
 
 
 def state_inputs(runs: Sequence[Run], is_padded: bool) -> dict[str, np.ndarray]:
-    """The values of the inputs of recurrent layers in a call, by name. is_padded: the last run is one token
-    that belongs to no request.
+    """Returns the values of the inputs of recurrent layers in a call, int32, by name; those for tiles also
+    for a graph without tiles. runs: in the order of their tokens in the call. is_padded: the last run is one
+    token that belongs to no request.
 
     Four inputs are for tiles. `row_tokens`: which tokens are rows, [rows], without the token of padding.
     `tile_tokens`: which tokens each tile has, [tiles, TILE]; where a tile has fewer, a number out of range.
     `tile_blocks`: the block that each tile reads. `token_places`: where each token is among the rows followed
-    by the tiles' tokens.
+    by the tiles' tokens; for padding 0.
     """
     lengths = np.array([run.tokens for run in runs])
     ends = np.cumsum(lengths)
@@ -164,7 +181,9 @@ def state_inputs(runs: Sequence[Run], is_padded: bool) -> dict[str, np.ndarray]:
 
 
 def _sequences(which: str, runs: Sequence[Run]) -> dict[str, Sequence[int]]:
-    """The values of the inputs SEQUENCES for these runs, by name; `which` begins the names."""
+    """Returns the values of the inputs SEQUENCES for these runs, by name; `which` begins the names. A run
+    with several blocks to write, of draft tokens, writes one after each token, any other run after its
+    last."""
     blocks = [[run.read, *run.writes] for run in runs]
     values = (
         np.cumsum([0, *(run.tokens for run in runs)]),
@@ -177,7 +196,7 @@ def _sequences(which: str, runs: Sequence[Run]) -> dict[str, Sequence[int]]:
 
 
 def parameter(name: str, shape: list[int], kind: ov.Type = ov.Type.i32) -> ov.Node:
-    """An input of a graph."""
+    """Returns a new input of a graph; the caller adds it to the graph. In `shape` -1 is any size."""
     made = ops.parameter(ov.PartialShape(shape), kind, name=name)
     made.output(0).get_tensor().set_names({name})
     return made

@@ -53,7 +53,8 @@ class Placeholder(torch.nn.Module):
         return operands[0][:, :1].expand(-1, self.width) * 1.0
 
     def in_graph(self, context) -> list[ov.Output]:
-        """Weights are added to a column of the tokens, which gives them as many rows."""
+        """Returns the output of this placeholder in the graph, as a list of one; OpenVINO calls it when it
+        comes to the module. Weights are added to a column of the tokens, which gives them as many rows."""
         operands = [context.get_input(i) for i in range(context.get_input_size())]
         column = ops.slice(operands[0], *(ops.constant([n]) for n in (0, 1, 1, 1)))
         first = len(operands) - self.weights
@@ -63,7 +64,9 @@ class Placeholder(torch.nn.Module):
 
 class PlaceholderFunctions:
     """The functions for attention, convolutions and recurrences that a model calls while it is traced. The
-    first call in a layer makes a placeholder; `placeholders` has all of them."""
+    first call in a layer makes a placeholder, and stores it in the layer's module; `placeholders` has all of
+    them, in the order of these calls. To be used for one model at a time: the constructor registers
+    PLACEHOLDERS as the name of this object's attention."""
 
     def __init__(self, model: torch.nn.Module):
         self.placeholders: list[Placeholder] = []
@@ -73,7 +76,9 @@ class PlaceholderFunctions:
 
     @contextlib.contextmanager
     def replaced(self) -> Iterator[None]:
-        """While the body runs, replaces the functions of transformers' modules that have convolutions."""
+        """A context manager. While the body runs, replaces the functions of convolutions and recurrences in
+        the globals of the modeling modules whose layers have convolutions. Attention is not replaced: the
+        model has to be set to the implementation PLACEHOLDERS."""
         functions = {
             "causal_conv1d_fn": self._convolve,
             "torch_chunk_gated_delta_rule": self._delta_rule,
@@ -94,11 +99,17 @@ class PlaceholderFunctions:
             yield
 
     def _enter(self, module: torch.nn.Module, _arguments) -> None:
+        """Remembers the module whose forward runs: transformers' functions do not say which layer calls
+        them."""
         self._module = module
 
     def _run(self, facts: Json, width: int, operands: list[torch.Tensor], weights: int = 0) -> torch.Tensor:
-        """Runs the placeholder of the module whose forward runs, which the first call makes: [tokens, width].
-        facts, width and weights: as in Placeholder; facts without an index get that of the placeholder."""
+        """Runs the placeholder of the module whose forward runs, and returns its result, [tokens, width],
+        whose numbers mean nothing. The first call makes the placeholder.
+
+        facts, width, weights: as Placeholder takes them; facts without an index get the number of the
+        placeholder. operands: [tokens, any width], then the weights, [1, any width].
+        """
         name = f"{facts['kind']}_placeholder"
         if not hasattr(self._module, name):
             self.placeholders.append(Placeholder({"index": len(self.placeholders), **facts}, width, weights))
@@ -118,8 +129,10 @@ class PlaceholderFunctions:
         s_aux=None,
         **_,
     ):
-        """The attention function of transformers. query: [1, heads, tokens, head size]. Returns [1, tokens,
-        heads, value size] and None, in the place of weights. Raises NotConverted for capped scores."""
+        """Stands for the attention function of transformers. query: [1, heads, tokens, head size]; key and
+        value may have fewer heads, and value another size. The mask is not read: the graph's attention is
+        causal, within `sliding_window` tokens. Returns [1, tokens, heads, value size] and None, in the place
+        of weights. Raises NotConverted for capped scores."""
         if softcap is not None:
             raise NotConverted("its attention caps scores")
         self._module = module
@@ -139,7 +152,8 @@ class PlaceholderFunctions:
         return self._run(facts, heads * value_size, flat).reshape(1, -1, heads, value_size), None
 
     def _convolve(self, hidden_states, weight, bias=None, activation=None, **_):
-        """hidden_states: [1, channels, tokens]; weight: [channels, kernel]. Returns [1, channels, tokens]."""
+        """Stands for a causal convolution. hidden_states: [1, channels, tokens]; weight: [channels, kernel].
+        Returns [1, channels, tokens], after the activation of this name, if there is one."""
         channels, kernel = weight.shape
         weights = [weight.reshape(1, -1)] + ([] if bias is None else [bias[None]])
         facts = {"kind": "conv", "channels": channels, "kernel": kernel}
@@ -148,8 +162,9 @@ class PlaceholderFunctions:
         return convolved if activation is None else ACT2FN[activation](convolved)
 
     def _delta_rule(self, query, key, value, g, beta, **_):
-        """query, key: [1, tokens, heads, key size]; value: [1, tokens, heads, value size]; g, beta: [1,
-        tokens, heads]. Returns [1, tokens, heads, value size] and None, in the place of the state."""
+        """Stands for the gated delta rule. query, key: [1, tokens, heads, key size], not normalized yet;
+        value: [1, tokens, heads, value size]; g, the logarithm of the decay, and beta: [1, tokens, heads].
+        Returns [1, tokens, heads, value size] and None, in the place of the state."""
         heads, value_size = value.shape[2:]
         facts = {
             "kind": "delta",
@@ -174,8 +189,9 @@ class PlaceholderFunctions:
         dt_limit=(0.0, float("inf")),
         **_,
     ):
-        """Mamba 2. hidden_states: [1, tokens, heads, size]; dt: [1, tokens, heads]; A, D: [heads]; B, C: [1,
-        tokens, groups, state size]. Returns [1, tokens, heads, size]."""
+        """Stands for the scan of Mamba 2. hidden_states: [1, tokens, heads, size]; dt: [1, tokens, heads]; A,
+        D: [heads]; B, C: [1, tokens, groups, state size]. Returns [1, tokens, heads, size]. All but the
+        recurrence, such as D and the bias of dt, becomes ordinary operations of the graph."""
         heads, size = hidden_states.shape[2:]
         groups, state_size = B.shape[2:]
         dt = _time_step(dt, dt_bias, dt_softplus)
@@ -190,8 +206,9 @@ class PlaceholderFunctions:
     def _scan_by_channel(
         self, hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, **_
     ):
-        """Mamba 1. hidden_states, dt, z: [1, channels, tokens]; A: [channels, state size]; B, C: [1, state
-        size, tokens]; D: [channels]. Returns [1, channels, tokens]."""
+        """Stands for the scan of Mamba 1. hidden_states, dt, z: [1, channels, tokens]; A: [channels, state
+        size]; B, C: [1, state size, tokens]; D: [channels]. Returns [1, channels, tokens]. All but the
+        recurrence, such as D and the gate z, becomes ordinary operations of the graph."""
         bias = None if delta_bias is None else delta_bias[:, None]
         dt = _time_step(dt, bias, delta_softplus)
         channels, state_size = A.shape
@@ -232,9 +249,13 @@ class _Flat(torch.nn.Module):
 
 
 def trace(model: torch.nn.Module, image_width: int | None = None) -> ov.Model:
-    """A graph with placeholders. `image_width`: of the embeddings of images; None: the graph reads no images.
-    Changes the torch model, which cannot be used afterwards. Raises NotConverted for attention that is not
-    transformers', and what OpenVINO raises."""
+    """Returns the model as a graph with placeholders: inputs as `_Flat` takes them, by these names, and
+    logits [rows, vocab] as its output. image_width: of the embeddings of images; None: the graph reads no
+    images.
+
+    Changes the torch model, which cannot be used afterwards. Raises NotConverted for layers that do not use
+    transformers' attention interface and for capped scores, and what OpenVINO or the model raises.
+    """
     functions = PlaceholderFunctions(model)
     model.requires_grad_(False).set_attn_implementation(PLACEHOLDERS)
     # The other implementations do not convert, or break where an expert has no token.
