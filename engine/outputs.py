@@ -74,9 +74,9 @@ class Publisher:
             self._profiler.close()
 
     def _publish(self, output: StepOutput) -> None:
-        """Sends and counts the outputs of one step, on the output thread. If sending fails, all requests of
-        the step get an `End`, but for those that had their last token. Failures are logged, and not
-        raised."""
+        """Sends and counts the outputs of one step, on the output thread. If that fails, each request of the
+        step without a terminal message gets an `End`. All requests of the step go into `failed`, from which
+        the loop ends them. The error is logged, and not raised. Lets `flush` hand over another step."""
         begin = time.monotonic()
         try:
             self._send(output)
@@ -103,6 +103,7 @@ class Publisher:
             logger.error("no log-probabilities for request %s", request.generate.request_id, exc_info=error)
             self._fail(request)
         messages: defaultdict[bytes, Tokens] = defaultdict(lambda: Tokens([]))
+        ended: defaultdict[bytes, list[Request]] = defaultdict(list)
         for i, (request, tokens) in enumerate(zip(output.step.requests, output.tokens)):
             if request.has_ended or not tokens:
                 continue
@@ -115,9 +116,12 @@ class Publisher:
             reasons = [None] * (len(tokens) - 1) + [output.finish_reasons[i]]
             for number, (token, row, reason) in enumerate(zip(tokens, rows, reasons)):
                 message.tokens.append(Token(request.id, token, *row, reason, from_draft=number > 0))
-            request.has_ended = output.finish_reasons[i] is not None
+            if output.finish_reasons[i] is not None:
+                ended[request.peer].append(request)
         for peer, message in messages.items():
             self._link.send(peer, message)
+            for request in ended[peer]:
+                request.has_ended = True
 
     def _fail(self, request: Request) -> None:
         self._end(request, "failed", "internal error while sending the next token")

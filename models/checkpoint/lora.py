@@ -83,6 +83,10 @@ class Adapter:
         others = [name for name in self.names.values() if ".lora_" in name]
         if others:
             raise ModelError(f"the adapter holds {min(others)}, which cannot be merged; {INSTEAD}")
+        for name in self._tensors:
+            module = name.removesuffix(BIAS).removesuffix(MAGNITUDE)
+            if module != name and module + A not in self._tensors:
+                raise ModelError(f"the adapter holds {name}, but no {module}{A}")
 
     def merged(self, name: str, base: torch.Tensor) -> torch.Tensor:
         """Returns what the adapter makes of `base`, a tensor of the base model: a new tensor in the dtype of
@@ -157,8 +161,8 @@ class Adapter:
         expressions, as peft reads them: `layers.0.q_proj` is matched by `q_proj` and `.*q_proj`, not by
         `proj`.
 
-        Replaces the handler and the timer of SIGPROF. Raises ModelError for other values than numbers, and
-        for keys that take longer than MATCHING_S; re.error for keys that are no regular expressions.
+        Replaces the handler and the timer of SIGPROF. Raises ModelError for other values than numbers, for
+        keys that are no regular expressions, and for those that take longer than MATCHING_S.
         """
         default = self._config.get("lora_alpha", 8)
         patterns = self._config.get("alpha_pattern") or {}
@@ -171,7 +175,10 @@ class Adapter:
         signal.signal(signal.SIGPROF, _reject_patterns)
         signal.setitimer(signal.ITIMER_PROF, MATCHING_S)
         for key, value in reversed(patterns.items()):
-            matches = re.compile(rf"(.*\.)?({key})").fullmatch
+            try:
+                matches = re.compile(rf"(.*\.)?({key})").fullmatch
+            except re.error as error:
+                raise ModelError(f"`alpha_pattern` has {key!r}: no regular expression ({error})") from None
             alphas |= {module: value for module in alphas if matches(module)}
         signal.setitimer(signal.ITIMER_PROF, 0)
         return alphas

@@ -134,6 +134,18 @@ def test_a_token_that_cannot_be_published_ends_that_request_alone_and_once(faili
     assert driven.tokens[1] == greedy([1, 2], 8)
 
 
+def test_a_step_that_cannot_be_published_ends_each_of_its_requests_once_also_one_with_its_last_token(monkeypatch):
+    driven, logprobs = Driven(), sampling.logprobs
+    plain = Generate(1, [1, 2], 4, ignore_eos=True, logprobs=False)
+    driven.arrive(plain, Generate(2, [3], 8, ignore_eos=True))
+    while len(driven.tokens[1]) < 3 or not driven.tokens[2]:
+        driven.step()
+    malformed = [(0.0, [], "what no token has")]
+    monkeypatch.setattr(sampling, "logprobs", lambda *a: malformed * len(logprobs(*a)))
+    driven.run()
+    assert driven.ends == {1: "failed", 2: "failed"}
+
+
 @pytest.mark.parametrize("most", [1, 8])
 @on_every_engine
 def test_a_prompt_that_cannot_be_scored_ends_that_request_alone(engine, most, monkeypatch):

@@ -79,6 +79,26 @@ def test_the_merged_model_is_pefts(base, tmp_path, settings):
     assert np.abs(found - logits(AutoModelForCausalLM.from_pretrained(base))).max() > 0.1
 
 
+def test_the_bias_of_an_update_that_is_missing_is_named(tmp_path):
+    base = save_checkpoint(tmp_path / "base", qwen2())
+    save_adapter(base, tmp_path / "adapter", target_modules=["q_proj", "v_proj"], lora_bias=True)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    kept = min(name for name in tensors if name.endswith(".lora_B.bias"))
+    module = kept.removesuffix(".lora_B.bias")
+    save_file({name: tensor for name, tensor in tensors.items() if name == kept or module not in name}, file)
+    with pytest.raises(ModelError, match=r"holds \S+\.lora_B\.bias, but no \S+\.lora_A\.weight"):
+        merged(base, tmp_path / "adapter", tmp_path / "merged")
+
+
+@pytest.mark.parametrize("key", ["(", "[q", "*"])
+def test_a_key_of_alpha_pattern_that_is_no_regular_expression_is_named(base, tmp_path, key):
+    save_adapter(base, tmp_path / "adapter")
+    edit_adapter(tmp_path / "adapter", alpha_pattern={key: 2})
+    with pytest.raises(ModelError, match=rf"`alpha_pattern` has '{re.escape(key)}': no regular expression"):
+        merged(base, tmp_path / "adapter", tmp_path / "merged")
+
+
 @pytest.mark.parametrize("settings", [{"bias": "all"}, {"bias": "lora_only"}, {"lora_bias": True}], ids=str)
 def test_trained_biases_are_merged(tmp_path, settings):
     base = save_checkpoint(tmp_path / "base", qwen2())
