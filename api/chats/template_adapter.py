@@ -8,6 +8,7 @@ arguments as objects, `tool_call_id`, `reasoning_content`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from typing import Any
@@ -222,8 +223,10 @@ def _turns(messages: Messages) -> list[Messages]:
 
 
 def _with_one_text(turn: Messages) -> Messages:
-    """Returns a turn with all text of the assistant in one message. This is its last message without calls,
-    else a new message in front of its first call. A turn without calls, or without text, stays as it is.
+    """Returns a turn with all text of the assistant in one message. In it are the messages without calls,
+    with their reasoning, at the place of the last of them; a turn that has none gets a new message in front
+    of its first call. Text behind calls may move in front of them. A turn without calls, or without text,
+    stays as it is.
 
     Example: text A with call 1, result 1, text B → call 1, result 1, text A and B.
     """
@@ -233,10 +236,12 @@ def _with_one_text(turn: Messages) -> Messages:
     if len(plain) == len(spoken) or not texts:
         return turn
     place = plain[-1] if plain else spoken[0]
+    answer = functools.reduce(
+        _joined_messages, (turn[n] for n in plain), {"role": "assistant", "content": ""}
+    )
     written = []
     for n, message in enumerate(turn):
         if n == place:
-            answer = message if plain else {"role": "assistant"}
             written.append(answer | {"content": APART.join(texts)})
         if _has_calls(message):
             written.append(message | {"content": ""})

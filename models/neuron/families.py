@@ -329,7 +329,8 @@ class Lfm2(Recurrent):
     def __init__(self, config: Json):
         """Reads two fields by their older names, too, which decide where a file has both: `block_ff_dim` and
         `tie_embedding`. With `block_auto_adjust_ff_dim` the MLP has two thirds of the given width, times
-        `block_ffn_dim_multiplier`, rounded up to `block_multiple_of`. Raises ConfigError as `Family` does."""
+        `block_ffn_dim_multiplier` and rounded up to `block_multiple_of`, unless the multiplier is null.
+        Raises ConfigError as `Family` does, and for `block_multiple_of` and `conv_L_cache`."""
         c = self.defaults | config
         # Two fields have older names, which decide where a file has both.
         super().__init__(
@@ -341,8 +342,10 @@ class Lfm2(Recurrent):
             }
         )
         if c["block_auto_adjust_ff_dim"]:
-            width = int(c["block_ffn_dim_multiplier"] * int(2 * self.intermediate / 3))
-            self.intermediate = -(-width // c["block_multiple_of"]) * c["block_multiple_of"]
+            self.intermediate = int(2 * self.intermediate / 3)
+            if (multiplier := c["block_ffn_dim_multiplier"]) is not None:
+                step = self._number("block_multiple_of")
+                self.intermediate = -(-int(multiplier * self.intermediate) // step) * step
         kernel = self._number("conv_L_cache")
         self.recurrence = ShortConvolution(self.heads, 1, 0, self.hidden // self.heads, kernel)
 

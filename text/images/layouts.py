@@ -448,13 +448,13 @@ def _scaled_size(image: Image, longest: int) -> tuple[int, int]:
 
 
 def _canvas_sizes(given: Any, side: int) -> list[tuple[int, int]]:
-    """The pairs of height and width, in pixels, in `image_grid_pinpoints`. Raises ConfigError if `given` is
-    no list of such pairs, or empty, or if one of the numbers is not a multiple of `side`."""
+    """Returns the pairs of height and width, in pixels, of `image_grid_pinpoints`, in its order. Raises
+    ConfigError unless `given` is a list of one or more pairs of positive whole multiples of `side`."""
     try:
         sizes = [(whole(height), whole(width)) for height, width in given]
     except (TypeError, ValueError):
         sizes = []
-    if not sizes or any(not edge or edge % side for size in sizes for edge in size):
+    if not sizes or any(not edge or edge < 0 or edge % side for size in sizes for edge in size):
         detail = f"must be a list of pairs [height, width] of multiples of {side}"
         raise ConfigError(f"{SOURCES}: `image_grid_pinpoints` {detail}")
     return sizes

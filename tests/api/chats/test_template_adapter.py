@@ -160,6 +160,18 @@ def test_neighbours_that_become_one_keep_what_was_thought_and_called():
     assert adapt_to_template([one, other], None, TemplateCapabilities(assistants=False)) == [joined]
 
 
+def test_answers_that_become_one_with_the_text_of_calls_keep_what_was_thought():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    calls = {"role": "assistant", "content": "A", "tool_calls": [call]}
+    result = {"role": "tool", "content": "R", "tool_call_id": "1"}
+    first = {"role": "assistant", "content": "B", "reasoning_content": "Hm."}
+    last = {"role": "assistant", "content": "C", "reasoning_content": "So."}
+    chat = [*said("uQ"), calls, result, first, *said("sS"), last]
+    written = adapt_to_template(chat, None, TemplateCapabilities(assistants=False, text_of_calls=False))
+    joined = {"role": "assistant", "content": "A\n\nB\n\nC", "reasoning_content": "Hm.\n\nSo."}
+    assert written == [*said("uQ"), calls | {"content": ""}, result, *said("sS"), joined]
+
+
 def test_calls_of_one_message_get_one_each_where_a_template_writes_no_more():
     calls = [{"id": str(n), "type": "function", "function": {"name": "f", "arguments": {}}} for n in range(4)]
     both = {"role": "assistant", "content": "A", "reasoning_content": "Hm.", "tool_calls": calls[:3]}

@@ -193,11 +193,17 @@ def test_experts_of_qwen3_moe_are_counted_as_either_transformers_names_them():
         ({}, 256),  # two thirds of 96, in steps of 256
         ({"block_ff_dim": 300, "block_multiple_of": 16}, 208),  # LFM2's name, which decides
         ({"block_ffn_dim_multiplier": 1.5, "block_multiple_of": 16}, 96),
+        ({"block_ffn_dim_multiplier": None}, 64),
         ({"block_auto_adjust_ff_dim": False}, 96),
     ],
 )
 def test_the_width_of_lfm2_is_made_as_transformers_makes_it(fields, width):
     assert of("lfm2", **fields).intermediate == width
+
+
+def test_a_width_of_lfm2_that_cannot_be_rounded_is_named():
+    with pytest.raises(ConfigError, match="block_multiple_of is 0 and should be a positive whole number"):
+        of("lfm2", block_multiple_of=0)
 
 
 def test_granite_4_has_positions_by_their_type_and_an_mlp_as_large_as_some_of_its_experts():

@@ -299,7 +299,17 @@ def test_options_change_what_the_files_say(name, overrides, tokens, tmp_path):
                 {"image_grid_pinpoints": wrong},
                 r"`image_grid_pinpoints` must be a list of pairs \[height, width\] of ",
             )
-            for wrong in ([], 336, [336, 672], [[336, 600]], [[336]], [[0, 336]], [["336", "336"]], [[336, 672], {}])
+            for wrong in (
+                [],
+                336,
+                [336, 672],
+                [[336, 600]],
+                [[336]],
+                [[0, 336]],
+                [[-336, 336]],
+                [["336", "336"]],
+                [[336, 672], {}],
+            )
         ),
     ],
 )
