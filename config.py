@@ -141,7 +141,12 @@ def _lengths(value: str) -> tuple[int, ...]:
 
 
 def _parse_neuron_config(value: str) -> tuple[str, ...]:
-    """The options of a list with commas, as NAME=VALUE, each once, in the order of their names."""
+    """Returns the options of a text, each once as `name=value`, sorted by name. Raises ValueError for an
+    option that NEURON_CONFIG lacks, a value that it does not allow, and an option with two values.
+
+    Example: "weight_tiling=true, collectives_layout=BSH" gives ("collectives_layout=BSH",
+    "weight_tiling=true").
+    """
     given = {}
     for option in value.split(","):
         name, _, written = option.strip().partition("=")
@@ -207,7 +212,8 @@ def _log_level(value: str) -> str:
 
 
 def _quantize(value: str) -> str | None:
-    """ "int8", "int4", None for "none", or CHECKPOINT_QUANTIZE for a method of TGI."""
+    """Returns int8 or int4, None for "none", or CHECKPOINT_QUANTIZE for a name that TGI gives to a method.
+    Raises ValueError for any other text."""
     # The method of a quantized checkpoint, or one that TGI applies.
     methods = "awq|bitsandbytes(-nf4|-fp4)?|compressed-tensors|eetq|exl2|fp8|gptq|marlin"
     if re.fullmatch(methods, value.lower()):
@@ -249,8 +255,13 @@ def _absolute_path(value: str) -> str:
 
 
 def _adapter(value: str) -> str:
-    """A LoRA adapter as its name, `=`, and its folder, absolute, or its id on the hub. Without a name in
-    `value`, the name is what is in front of an `@` of the id."""
+    """Returns a LoRA adapter as its name, `=`, and its folder, made absolute, or its id on the hub. Raises
+    ValueError for JSON, and for a folder that does not exist.
+
+    A source is a folder if it begins with a slash, a dot or "~", if it has no slash, or if there is such a
+    folder. Without a name, the name is the source without its revision. Examples: "sql=./a" gives
+    "sql=/here/a", and "owner/a@v2" gives "owner/a=owner/a@v2".
+    """
     if value.lstrip().startswith("{"):
         raise ValueError("must be name=folder, name=owner/adapter or owner/adapter, not JSON")
     name, _, source = (part.strip() for part in value.partition("="))
@@ -342,7 +353,7 @@ def _collector(value: str) -> str:
 
 
 def _json_object(value: str) -> str:
-    """The text itself, if it is a JSON object."""
+    """Returns the text itself, if it is a JSON object. Raises ValueError for any other text."""
     try:
         members = json.loads(value)
     except ValueError:
@@ -1132,7 +1143,9 @@ class Parser(argparse.ArgumentParser):
 
 @functools.cache
 def _parser() -> Parser:
-    """Collects flags as strings, which `parse` reads in the same way as the variables."""
+    """Returns the parser of the command line, made once. It gives a list of texts for each flag, by the
+    flag's name, which `parse` reads in the same way as the variables. It raises ConfigError for a flag
+    without its value; --help and --version print, and raise SystemExit."""
     formatter = functools.partial(argparse.HelpFormatter, max_help_position=6)
     parser = Parser(usage=USAGE, formatter_class=formatter, allow_abbrev=False)
     version = f"neuron-textgen {VERSION}"

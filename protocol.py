@@ -157,7 +157,7 @@ class AdapterChange(msgspec.Struct, tag="adapter_change", frozen=True):
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """Web → worker: an API server process has started; `ready`, sent once, when it accepts requests."""
+    """Web → worker: an API server process has started; sent again, with `ready`, once it accepts requests."""
 
     ready: bool
 
@@ -241,9 +241,9 @@ class End(msgspec.Struct, tag="end", frozen=True):
 class Status(msgspec.Struct, tag="status", frozen=True):
     """Worker → web, every HEARTBEAT_S and when `phase` or `full` changes: the worker's state.
 
-    `phase` is "ready" when requests are accepted, "draining" when no more are, and before both the startup
-    phase. `full`: new requests are rejected as overload. `late`: the running step counts as stuck.
-    `progress`: what takes long in the startup phase.
+    `phase` is "starting" or a phase of startup, such as "loading", then "ready" while requests are accepted,
+    then "draining". `progress`: what takes long in the startup phase. `full`: new requests are rejected as
+    overload. `late`: the running step counts as stuck.
     """
 
     phase: str

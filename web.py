@@ -299,6 +299,9 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
     others."""
 
     def __init__(self, config: Config, listener: socket.socket):
+        """Takes over the listening socket: the caller must not use `listener` any more. Sets this process's
+        limit of open files to 65,536 or, if that is lower, to the hard limit; how many connections a process
+        may have follows from it."""
         self._config = config
         self._in_progress = 0  # requests of this process
         self._engine: EngineClient | None = None  # of this process, after the fork
@@ -353,7 +356,8 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
             gevent.spawn(self._log_tools)
 
     def _log_tools(self) -> None:
-        """Waits for the model's text, and logs its note about tools."""
+        """Waits until the model's text side is loaded, then logs its note about tool calls, if there is
+        one."""
         self._engine.has_text.wait()
         if note := self._engine.text.tools_note:
             logger.info("%s", note)
@@ -396,7 +400,9 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
         return app
 
     def _load_text(self, info: ModelInfo) -> ModelText:
-        """Reads the model's files, in a thread. Also starts the child that checks grammars."""
+        """Loads the model's text side, and starts the child process of its grammars, unless the device
+        samples. Called in a thread, once in each process. Raises ConfigError if a file or a setting cannot be
+        used."""
         text = ModelText.load(info, self._config)
         if info.sampling != "device":  # which supports no grammars
             text.grammars.start()
@@ -405,6 +411,8 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
 
 
 def main() -> int:
+    """Serves until gunicorn ends the process. Returns the exit code 2, after one line in the log, if the
+    address, the tool parser or the packages for traces cannot be used."""
     die_with_parent()
     config = configuration.resolved()
     config.set_up_log()

@@ -69,6 +69,8 @@ class Worker:
     output_thread: Executor | None = None  # None: its own (see Publisher)
 
     def __post_init__(self):
+        """Makes what the loop runs: scheduler, requests, step runner and the threads for outputs, grammars
+        and images. From now on /metrics reads this worker."""
         model = self.model
         self.scheduler = Scheduler(model, self.config)
         self.outputs = Publisher(self.link, self.metrics, self.profiler, self.output_thread)
@@ -104,7 +106,12 @@ class Worker:
         return self.stopping or (self.draining and not self.requests)
 
     def run(self) -> None:
-        """Serves until `stop`. After `drain`, serves until all requests have ended."""
+        """Serves until `stop`, or after `drain` until all requests have ended. Then ends all other requests,
+        also those that arrived meanwhile, with "draining", and sends what is left.
+
+        Raises DeviceLost if a step loses the device; requests beside those of that step then get no terminal
+        message. The threads are closed in any case.
+        """
         try:
             self._report()
             while not self.is_done:
@@ -137,7 +144,9 @@ class Worker:
         """Handles the messages that have arrived; waits for a message when there is nothing else to do.
 
         Requests that are prepared go to the scheduler. Requests end if their preparation or the sending of
-        their tokens failed.
+        their tokens failed. A loaded or unloaded adapter is taken over, and the next change of adapters
+        begins. Without anything to run, the last outputs are sent and the status is reported. A message that
+        cannot be handled is logged.
         """
         if self.adapter_changes:
             self.adapter_changes.apply(self.requests)
@@ -189,7 +198,13 @@ class Worker:
         return output
 
     def update(self, output: StepOutput) -> None:
-        """Frees the slots of finished requests, and forgets the requests."""
+        """Applies a step's output to its requests: records their tokens and the progress of prompts, removes
+        tokens after the one that ends a request from `output.tokens`, and sets `finish_reasons` and `done_at`
+        of `output`.
+
+        A request whose row failed gets its `End` here. The slots of ended requests become free, and the
+        worker forgets these requests. `Publisher.publish` must come after: it sends the tokens.
+        """
         step = output.step
         for i, message in output.errors.items():
             self.requests.end(step.requests[i], "failed", message)
@@ -215,7 +230,8 @@ class Worker:
         self.link.interrupt()
 
     def load(self) -> dict[str, float]:
-        """The gauges of /metrics. Called on the socket's thread."""
+        """Returns the gauges of /metrics, by the names that `Metrics.series` takes. Called on the socket's
+        thread."""
         busy = self.scheduler.busy
         queued = max(0, len(self.requests) - busy)  # waiting, or in preparation
         with_slot = [request for request in self.requests if request.has_slot]
@@ -252,6 +268,9 @@ class Worker:
         self.link.report("draining" if self.draining else "ready", limit_s)
 
     def _handle(self, peer: bytes, message: ForLoop) -> None:
+        """Handles a message of the API server process `peer`. New requests are queued or ended. A `Cancel`
+        ends its request, and has no effect if the request has ended already; a `PeerLost` ends all requests
+        of the process."""
         if isinstance(message, SubmitRequests):
             self._add(peer, message)
         elif isinstance(message, Cancel):
@@ -265,8 +284,9 @@ class Worker:
             self._count_ready()
 
     def _add(self, peer: bytes, message: SubmitRequests) -> None:
-        """Takes the requests of one HTTP request. Each request is queued, or ended with the reason why it
-        cannot be."""
+        """Takes the requests of one HTTP request, which the socket's thread has admitted. Each request is
+        queued, or ended: "unknown_adapter" if its adapter was unloaded meanwhile, or "failed" after a line in
+        the log."""
         if not self.requests:
             self._progress_at = time.monotonic()
         group = RequestGroup()
@@ -288,8 +308,9 @@ class Worker:
                 self.requests.end(request, "failed", "the request cannot be run")
 
     def _queue(self, request: Request) -> None:
-        """Adds the request to the scheduler. A request with a grammar or images is added once these are
-        prepared."""
+        """Gives the request its sampler, unless the device samples, and its draft proposer, if drafts are
+        verified, and adds it to the scheduler. A request with a grammar or images goes to the preparation
+        first; `receive` adds it to the scheduler once these are ready."""
         generate = request.generate
         if self.model.sampling != "device":
             request.sampler = SamplerState(
@@ -312,7 +333,8 @@ class Worker:
             self.requests.end(request, "cancelled", log_reason="server process lost")
 
     def _count_ready(self) -> None:
-        """Counts an API server process that accepts requests. With the last one, the log says so."""
+        """Counts an API server process that accepts requests; each says so once. With the last one, the log
+        says so, and a file `ready` is made in the run's folder."""
         self._ready_web_processes += 1
         if self._ready_web_processes == self.config.web_concurrency:
             (run_dir() / "ready").touch()
@@ -330,7 +352,13 @@ class Startup:
     metrics: Metrics
 
     def run(self) -> Worker:
-        """Fetches and loads the model. Raises ConfigError or ModelError for what cannot be served."""
+        """Fetches and loads the model, announces it to the API server processes, and returns its worker,
+        which does not run yet. This may take minutes; meanwhile threads compile the sampling loops and check
+        the tokenizer.
+
+        Raises ConfigError or ModelError for what cannot be served. The two threads may then still run, and a
+        normal exit would wait for them.
+        """
         with self.phase("checking" if self.config.is_local else "downloading", self.config.model_name):
             prepared = models.prepare(self.config)
             config = prepared.config
@@ -380,8 +408,8 @@ class Startup:
 
     @contextlib.contextmanager
     def phase(self, name: str, what: str) -> Iterator[None]:
-        """Reports a phase to the API server processes, and logs its beginning and, unless it raises, its
-        duration."""
+        """Reports a phase to the API server processes, and logs its beginning and, unless the body raises,
+        its duration, which the metrics count, too. what: the object of the phase, as in "loading weights"."""
         started_at = time.monotonic()
         self.link.report(name)
         logger.info("%s %s", name.capitalize(), what)
@@ -391,6 +419,8 @@ class Startup:
         logger.info("Done %s %s in %.1f s", name, what, seconds)
 
     def _load(self, prepared: Engine) -> StaticBatchModel:
+        """Downloads the weights of a model on the hub, and loads the model. Each phase is reported. Raises
+        ConfigError or ModelError for what cannot be served."""
         if not prepared.config.is_local:
             with self.phase("downloading", f"the weights of {prepared.config.model_name}"):
                 prepared.fetch_weights()
@@ -520,6 +550,9 @@ def log_thread_failure(link: Link, failure: threading.ExceptHookArgs) -> None:
 
 
 def main() -> NoReturn:
+    """Runs the worker until SIGTERM, which drains; a second one stops. Then ends the process at once, without
+    waiting for its threads: with 0, or with the code of the failure, 1 or 2 (`log_failure`). The messages
+    that are left are sent before."""
     die_with_parent()
     config = configuration.resolved()
     config.set_up_log()

@@ -54,6 +54,9 @@ def load_adapter(server: Server) -> Response:
 
 
 def unload_adapter(server: Server) -> Response:
+    """Unloads a LoRA adapter, as vLLM's route does, and returns the response. Waits up to ADAPTER_TIMEOUT_S
+    until no request uses the adapter. Raises ApiError: 403 without `--lora-folder`, 404 if the adapter is not
+    loaded."""
     return unregister(server, server.read(UnloadAdapter).lora_name)
 
 
@@ -96,7 +99,9 @@ def _load(server: Server, name: str, field: str, source: str, in_place: bool = F
 
 
 def unregister(server: Server, name: str) -> Response:
-    """Unloads the LoRA adapter `name`. Returns the response. Raises ApiError."""
+    """Unloads the LoRA adapter `name`, and returns the response. Waits up to ADAPTER_TIMEOUT_S until no
+    request uses the adapter. Raises ApiError: 403 without `--lora-folder`, 404 if the adapter is not loaded,
+    503 if it is still in use after that time."""
     _check_allowed(server)
     if name not in server.served.info.adapters:
         raise errors.unknown_model(f"The LoRA adapter {name[:80]!r} is not loaded")

@@ -58,8 +58,9 @@ class VertexResponse(Struct):
 
 
 def read_invocation(data: Json, served: Served) -> ResponseWriter:
-    """The writer of the response to a native, chat or completion request. The first field of INVOCATIONS that
-    the body has says which. Raises ApiError, in the error format of that API."""
+    """Returns the writer of the response to a native, chat or completion request. The first field of
+    INVOCATIONS that the body has says which. Raises ApiError, in the error format of that API, for a wrong
+    field."""
     read, error_format = fields.choose_variant(data, INVOCATIONS)
     try:
         return read(data, served)
@@ -77,8 +78,8 @@ def text(data: Json, served: Served) -> ResponseWriter:
 
 
 def vertex(data: Json, served: Served) -> ResponseWriter:
-    """The writer of the predictions for several requests, each of which is native or a chat. Raises
-    ApiError."""
+    """Returns the writer of the predictions for several requests, each of which is native or a chat. Raises
+    ApiError without instances, for too many, and for the first instance that is wrong."""
     requests = []
     prefixes = []
     given = fields.read(data, VertexRequest).instances
@@ -97,8 +98,8 @@ def vertex(data: Json, served: Served) -> ResponseWriter:
 
 
 def continuation(sentence: str, served: Served) -> ResponseWriter:
-    """The writer of a list with one text: the sentence and its continuation. Raises ApiError for an empty
-    sentence, and for one that cannot run."""
+    """Returns the writer of a list of one text: the sentence and its continuation. Raises ApiError for an
+    empty sentence, and for one that cannot run."""
     require(sentence, "sentence", "cannot be empty")
     prepared = tgi.check(GenerateRequest(sentence), served, streams=False, prompt_name="sentence")
     return PredictionsResponseWriter([prepared], served, [sentence], list)

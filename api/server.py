@@ -189,12 +189,13 @@ class Server:
         deadline_s: float | None = None,
         parser: Callable[[], Parse] = json_parser,
     ) -> Response:
-        """The response with what the body of the request asks for, whole or as a stream. Raises ApiError, and
-        ClientDisconnected while images are loaded.
+        """Returns the response with what the body of the request asks for. Waits until all is generated or,
+        for a stream, until its first text: the rest follows while the response is sent.
 
-        renders: whether `read` may render a chat template, which takes long. deadline_s: of a response that
-        is not streamed, from the arrival; one that is configured counts before. parser: checks the type of
-        the body, and returns what parses the body.
+        Raises ApiError for a request that is rejected or fails until then, and ClientDisconnected if the
+        client disconnects until then. renders: whether `read` may render a chat template, which takes long.
+        deadline_s: of a response that is not streamed, from the arrival; one that is configured counts
+        before. parser: checks the type of the body, and returns what parses the body.
         """
         served = self._begin()
         parse = parser()
@@ -228,10 +229,13 @@ class Server:
         return served
 
     def _submit(self, writer: ResponseWriter, served: Served, deadline_s: float | None) -> ActiveRequest:
-        """Loads the images, tokenizes the prompts, and sends them to the worker. Returns the running request.
-        Raises ApiError, and ClientDisconnected. deadline_s: see `generate`.
+        """Loads the images, tokenizes the prompts, compiles their grammars as a check, and sends the prompts
+        to the worker. Returns the running request, which is also `g.generation`. Sets `g.error_format`, logs
+        what the response leaves out, and waits for threads and child processes.
 
-        Images are loaded in the request's own greenlet, so that they hold no thread for texts.
+        Raises ApiError for an image, a prompt or a grammar that cannot be used, and ClientDisconnected while
+        images are loaded. deadline_s: that of `generate`. Images are loaded in the request's own greenlet, so
+        that they hold no thread for texts.
         """
         g.error_format = writer.error_format
         served.images.load(self._check_client)
@@ -248,8 +252,10 @@ class Server:
         return g.generation
 
     def _respond(self, writer: ResponseWriter, generation: ActiveRequest) -> Response:
-        """The response to a request that was sent to the worker: a stream, or the whole body. Raises
-        ApiError, and ClientDisconnected. The request is closed at the end."""
+        """Returns the response to a request that was sent to the worker: a stream, or the whole body. Raises
+        ApiError if generating fails before the body, or the first text of a stream, is certain, and
+        ClientDisconnected if the client disconnects before. The request is closed at the end of the response,
+        or with the error."""
         headers = {
             "x-compute-type": self.engine.info.device,
             "x-compute-characters": str(sum(prepared.characters for prepared in writer.requests)),
@@ -295,7 +301,7 @@ class Server:
 
     def _check_tools(self, prepared: PreparedRequest) -> None:
         """Raises ApiError for the first tool for whose calls no grammar compiles. Returns if there is none,
-        or after FIND_TOOL_S."""
+        if the request has no tools, or after FIND_TOOL_S."""
         policy = prepared.parser_config.calls
         if policy is None:
             return

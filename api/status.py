@@ -38,8 +38,8 @@ def live(_server: Server) -> Response:
 
 
 def health(server: Server) -> Response:
-    """An empty response when requests are accepted. Raises ApiError (503) otherwise, with the worker's phase
-    and progress."""
+    """Returns an empty response if requests are accepted. Raises ApiError (503), with the worker's phase and
+    progress, if not. Waits up to half a minute for a tokenizer that is being loaded."""
     engine = server.engine
     engine.wait_while_loading()
     if engine.phase != "ready":
@@ -56,8 +56,8 @@ def metrics(server: Server) -> Response:
 
 
 def models(server: Server) -> Response:
-    """The list of the model and its LoRA adapters: Anthropic's if the request has the header
-    `anthropic-version`, else OpenAI's. Raises ApiError (503)."""
+    """Returns the cards of the model and of its LoRA adapters. They are Anthropic's if the request has the
+    header `anthropic-version`, else OpenAI's. Raises ApiError (503) while the model is not ready."""
     info = server.served.info
     if "anthropic-version" in request.headers:
         cards = [AnthropicModelCard(name, name) for name in (info.model_name, *info.adapters)]

@@ -287,8 +287,10 @@ def _adapter_of(p: Parameters, served: Served) -> str:
 
 
 def prompt_of(inputs: str, served: Served) -> tuple[str, Sequence[int]]:
-    """The escaped prompt, and the numbers of its images in their order. Raises ApiError. A placeholder stands
-    for each image. If the model reads no images, `inputs` are text as they are, and there are no numbers."""
+    """Returns the escaped prompt, and the numbers of its images in their order. Adds the images to
+    `served.images`. A placeholder stands for each image. If the model reads no images, `inputs` are text as
+    they are, and there are no numbers. Raises ApiError for an image that cannot be added, and for one image
+    too many."""
     images = served.images
     escape = served.text.tokenizer.escape
     if not images.are_read:

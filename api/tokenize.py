@@ -126,8 +126,8 @@ def _tokenize_messages(data: Json, served: Served) -> Later:
 def _counted(
     text: str, request: TokenizePrompt | TokenizeChat, add_special_tokens: bool, served: Served
 ) -> TokenizeResponse:
-    """vLLM's response for an escaped text. Raises ApiError for more than MAX_TOKENIZED bytes, and for a text
-    that cannot be tokenized. request: may ask for the text of each token."""
+    """Returns the tokens of an escaped text in vLLM's form, with their texts if the request asks for them.
+    Raises ApiError for a text of more than MAX_TOKENIZED bytes, and for one that cannot be tokenized."""
     _raw(text, served)
     ids = encoded(text, served, add_special_tokens)
     texts = prompt_texts(served.text.tokenizer, ids) if request.return_token_strs else None

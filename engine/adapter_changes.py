@@ -45,10 +45,10 @@ class Pending(NamedTuple):
 
 
 class AdapterChanges:
-    """Changes the adapters of a model, one change after the other.
+    """Changes the adapters of a model, one change after the other. Only the loop's thread calls the methods.
 
-    `read` returns the updates of an adapter by its name and source; it may raise ModelError or ConfigError.
-    `link` has announced the adapters that are served at first.
+    `read` returns the updates of an adapter by its name and source, in a thread; it may raise ModelError or
+    ConfigError. `link` has announced the adapters that are served at first.
     """
 
     def __init__(
@@ -70,7 +70,13 @@ class AdapterChanges:
         self._copying: tuple[Pending, Future[Adapters]] | None = None
 
     def begin(self, peer: bytes, change: AdapterChange) -> None:
-        """Begins a change that an API server process asks for."""
+        """Begins a change that an API server process asks for. To load: a thread begins to read the adapter.
+        To unload: requests no longer find the adapter from now on. The weights do not change before `apply`.
+
+        The change is answered at once, with the error, if the adapter is being loaded, if it is loaded and
+        `in_place` is false, if the one to unload is not loaded, if there would be more than --max-cpu-loras,
+        or if no thread can be started.
+        """
         numbers = self._adapters.numbers
         loading = {each.change.name for each in self._pending if each.reading}
         error = ""
@@ -166,6 +172,7 @@ class AdapterChanges:
             self._end(peer, change)
 
     def _announce(self, adapters: dict[str, str]) -> None:
+        """Sends the API server processes the names of the adapters that requests find from now on."""
         self._link.announce(replace(self._link.info, adapters=adapters))
 
     def _end(self, peer: bytes, change: AdapterChange, error: str = "", is_of_machine: bool = False) -> None:

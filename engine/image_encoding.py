@@ -25,7 +25,8 @@ logger = logging.getLogger("worker")
 
 class ImageThread:
     """Encodes the images of requests round-robin: a request with one image does not wait for all images of
-    another request. Only the loop's thread calls the methods."""
+    another request. `model` has an encoder cache. Only the loop's thread calls the methods, which do not
+    wait."""
 
     def __init__(self, model: StaticBatchModel, admission: Admission, metrics: Metrics):
         self._model = model
@@ -39,8 +40,9 @@ class ImageThread:
         self._thread = ThreadPoolExecutor(1, "worker-images")
 
     def add(self, images: Iterable[Image]) -> None:
-        """Takes the images of a message, and counts them. The pixels of an image that waits already are freed
-        at once. The next `retain` frees the pixels of each image that it does not name."""
+        """Takes the images of a message, whose pixels have been admitted, and counts them in the metrics.
+        Encodes nothing: `start` does. The pixels of an image that waits already are freed at once. The next
+        `retain` frees the pixels of each image that it does not name."""
         for image in images:
             self._metrics.series("images").inc()
             if image.key in self._cache:
@@ -58,7 +60,7 @@ class ImageThread:
         """Takes the keys of all images that requests want, and cancels the encoding of all others.
 
         The embeddings of wanted images stay in the cache. The pixels of a wanted image stay until the image
-        is encoded.
+        is encoded. Freed pixels make room for the images of other requests (Admission).
         """
         self._cache.pin("requests", keys)
         for key in self._encodings.keys() - keys:
@@ -67,10 +69,11 @@ class ImageThread:
             self._admission.release_pixels(len(self._images.pop(key).pixels))
 
     def start(self, keys: Iterable[int]) -> list[Future[str]]:
-        """Encodes the images of one request that are not encoded yet. Returns a future for each image, whose
-        result says why the image cannot be encoded; "": it is encoded.
+        """Hands the thread the images of one request that are neither encoded nor waiting for it. Returns a
+        future for each image, in the order of `keys`. Its result says why the image cannot be encoded, for
+        the client; "": it is encoded.
 
-        Requests share the future of an image, unless that has failed by then.
+        Requests share the future of an image, unless the image has failed by then: it is then tried again.
         """
         new: dict[int, Future[str]] = {}
         for key in keys:
@@ -86,12 +89,14 @@ class ImageThread:
         return [self._encodings[key] for key in keys]
 
     def close(self) -> None:
-        """Ends the thread after the tile that it encodes."""
+        """Cancels what waits for the thread, which ends after the tile that it encodes. Does not wait for
+        it."""
         self._encodings.clear()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _encode_next(self) -> None:
-        """Runs in the thread. The request's next image comes after those of the other requests."""
+        """Encodes one image, of the request whose turn it is, and ends its future. Runs in the thread. The
+        request's next image comes after those of the other requests."""
         images = self._by_request.popleft()
         key, encoding = images.popleft()
         encoding.set_result(self._encode(key))
@@ -100,7 +105,7 @@ class ImageThread:
 
     def _encode(self, key: int) -> str:
         """Encodes an image into the cache, if a request still wants the image. Returns why the image cannot
-        be encoded; "" if it is encoded or not wanted."""
+        be encoded, after a line in the log; "" if it is encoded or not wanted."""
         image = self._images.get(key)
         if image is None or key in self._cache:
             return ""

@@ -23,7 +23,8 @@ logger = logging.getLogger("worker")
 
 @dataclass(eq=False)
 class Requests:
-    """The admitted requests that have not ended. Iterating goes over a copy: requests may end meanwhile."""
+    """The admitted requests that have not ended, in the order of arrival. A request may end while they are
+    iterated."""
 
     model: StaticBatchModel
     eos_token_ids: frozenset[int]

@@ -115,7 +115,8 @@ class Link:
             os.eventfd_write(self._wake_fd, 1)
 
     def send(self, peer: bytes | None, message: FromWorker) -> None:
-        """Sends a message to one API server process, or to all of them (None)."""
+        """Sends a message to one API server process, or to all of them (None). A message to a process that
+        has disconnected is dropped, and the loop gets one `PeerLost` for this process."""
         self._outbox.append((peer, message))
         os.eventfd_write(self._wake_fd, 1)
 
@@ -169,8 +170,8 @@ class Link:
                 self._send(None, self._status_now())
 
     def _read(self) -> None:
-        """Receives one message. An API server process whose first message this is gets the status and the
-        model's information."""
+        """Receives and handles one message. If it cannot be decoded, the log says so, and its requests end.
+        An API server process whose first message this is gets the status and the model's information."""
         peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
         body = b"".join(frames)
         is_new = peer not in self._peers
@@ -218,6 +219,8 @@ class Link:
         self._send_changed_status()
 
     def _status_now(self) -> Status:
+        """Returns the worker's status: the phase as last reported, with the present `full`, `late` and
+        `progress`."""
         return Status(
             phase=self._phase,
             full=self._admission.is_full,

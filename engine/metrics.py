@@ -180,7 +180,7 @@ class Metrics:
     def series(self, name: str, *label: str | int) -> Counter | Gauge | Histogram | Summary:
         """Returns the metric of this name, TGI's without "tgi_". label: the value of the metric's label, if
         the metric has one; vLLM's labels of the model and engine are added. Raises KeyError for a name that
-        is not there, as those of `set_limits` before its first call."""
+        is not there, as those of `describe_model` before its call."""
         metric = self._metrics[name]
         if name.startswith("vllm:"):
             label = (self._model_name, VLLM_ENGINE, *label)
@@ -195,7 +195,8 @@ class Metrics:
         prefix_granularity: int | None,
     ) -> None:
         """Shows the limits of the model and its KV cache, and adds the histograms whose buckets depend on the
-        limits. prefix_granularity: None without prefix caching.
+        limits: those of tokens, up to the longest prompt and context. To be called once. prefix_granularity:
+        None without prefix caching.
 
         vLLM describes its KV cache in blocks, and endpoint pickers compare prompts block by block. So a block
         is the least that prefix caching reuses, and at least MIN_BLOCK_SIZE tokens: pickers give up on
@@ -278,7 +279,8 @@ class Metrics:
             self.series("request_failure", stats.outcome).inc()
 
     def count_step(self, output: StepOutput) -> None:
-        """Counts a step that has ended, also one that failed. The output thread calls this method."""
+        """Counts a step that has ended, also one that failed, and sets `last_token_at` of its requests. The
+        output thread calls this method."""
         step = output.step
         # TGI's label; a step with rows of running requests is a decode step, whatever else it runs.
         method = "decode" if step.num_decodes else "prefill"

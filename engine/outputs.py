@@ -67,7 +67,8 @@ class Publisher:
         self._executor.submit(self._end, request, reason, message)
 
     def close(self) -> None:
-        """Publishes what is left, and writes the profile."""
+        """Publishes what is left, waits for that, ends the output thread, and writes the profile unless it is
+        written already."""
         self.flush()
         self._executor.shutdown()
         if self._profiler:
@@ -124,6 +125,8 @@ class Publisher:
                 request.has_ended = True
 
     def _fail(self, request: Request) -> None:
+        """Ends a request whose tokens cannot be published, and adds it to `failed`, from which the loop takes
+        it. Runs on the output thread."""
         self._end(request, "failed", "internal error while sending the next token")
         self.failed.append(request)
 
@@ -135,11 +138,12 @@ class Publisher:
 
 
 def score(output: StepOutput) -> tuple[dict[int, list[RowLogprobs]], dict[int, Exception]]:
-    """The log-probabilities of a step's new tokens, and the errors, both by the index of the chunk.
+    """Returns the log-probabilities of a step's new tokens, and the errors, both by the index of the chunk.
+    The log-probabilities of prompt tokens are added to their requests instead.
 
     A chunk has log-probabilities, one entry for each new token, if its request wants them and there are
     logits. A row that fails, as with NaN logits, has no entry, but an error; a chunk keeps the error of its
-    last such row. The log-probabilities of prompt tokens are added to their requests.
+    last such row.
     """
     found: defaultdict[int, list[RowLogprobs]] = defaultdict(list)
     failed: dict[int, Exception] = {}

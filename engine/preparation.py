@@ -57,14 +57,18 @@ class Preparation:
         threading.stack_size(before)
 
     def add(self, request: Request) -> None:
-        """Begins to prepare a request, which is PREPARING until its end: `drain` returns it."""
+        """Takes a request, and begins to prepare it once there is memory. The request is PREPARING until the
+        caller moves it on."""
         request.state = RequestState.PREPARING
         self._requests.append(request)
         self.start()
 
     def start(self) -> None:
-        """Prepares as many requests as there is memory for, and frees the memory of requests that have ended.
-        The loop calls this method before it waits for messages."""
+        """Begins to prepare as many requests as there is memory for. Forgets requests that have ended, frees
+        their memory, and cancels the encoding of images that only they wanted.
+
+        The loop calls this method before it waits for messages.
+        """
         self._requests = [request for request in self._requests if request.state is not RequestState.ENDED]
         if self.images:
             self.images.retain({key for request in self._requests for key in request.images})
@@ -73,8 +77,8 @@ class Preparation:
                 self._prepare(request)
 
     def drain(self) -> list[tuple[Request, str]]:
-        """The requests whose preparation has ended, each with the reason why it failed, or "". They are in
-        the order of arrival.
+        """Returns the requests whose preparation has ended, each with the reason why it failed, for the
+        client, or "". They are in the order of arrival.
 
         The caller adds each of these requests to the scheduler, or ends it; otherwise the next call returns
         the request again.
@@ -118,7 +122,8 @@ class Preparation:
         return fitting
 
     def _prepare(self, request: Request) -> None:
-        """Begins to compile the grammar and to encode the images."""
+        """Begins to compile the grammar and to encode the images, and sets the request's `preparations`.
+        Wakes the loop at the end of each, at once for an image that is encoded already."""
         jobs = self.images.start(request.images) if request.images else []
         if request.generate.grammar:
             jobs.append(self._compiler.submit(self._compile, request))

@@ -27,7 +27,8 @@ class Profiler:
     """Records some steps of one worker."""
 
     def __init__(self, config: Config):
-        """Raises ConfigError if the file cannot be written."""
+        """Makes the file, empty at first; it is written after the last step to record, or by `close`. Raises
+        ConfigError if the file cannot be made."""
         self._first = config.prof_waitstep + config.prof_warmupstep
         self._end = self._first + (DEFAULT_STEPS if config.prof_step is None else config.prof_step)
         self._seen = 0  # steps
@@ -78,5 +79,6 @@ class Profiler:
             self._write()
 
     def _write(self) -> None:
+        """Writes the file, once, and logs its path."""
         Path(self._path).write_text(json.dumps(self._events))
         logger.info("Wrote the phases of %d steps to %s", max(0, self._seen - self._first), self._path)

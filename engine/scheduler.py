@@ -4,7 +4,7 @@ The worker adds requests, runs each `Step` on the model and hands the sampled to
 synchronous: no threads, no tensors, no clock (times come as arguments, in seconds). What a slot can be reused
 for is in slots.py.
 
-Waiting requests take free slots first in, first out, unless `queue_threshold_s` lets shorter prompts go
+Waiting requests take free slots first in, first out, unless `queue_threshold_ms` lets shorter prompts go
 first. Several prompts are in progress at a time, so a short prompt does not wait for a long one to finish.
 Which of them run next, and with which decodes, is a policy: `ChunkedPrefill` or `AlternatingPrefill`.
 - Chunked prefill: each step runs tokens of the prompt that came first, and of the shortest.

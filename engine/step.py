@@ -58,8 +58,8 @@ class Masks(NamedTuple):
 
 
 def masks_of(matchers: Sequence[Matcher | None], vocab_size: int) -> Masks:
-    """The masks of a step's rows, in the order of `matchers`. The mask of a row without a matcher, or whose
-    matcher fails, allows all tokens; `errors` has the failures."""
+    """Returns the masks of a step's rows, in the order of `matchers`; a row without a matcher allows all
+    tokens. A matcher that fails leaves its row such a mask, and an error in `errors`."""
     started_at = time.monotonic()
     errors = {}
     mask = np.full((len(matchers), -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
@@ -141,7 +141,8 @@ class StepRunner:
             self._model.set_sampling(request.slot, wanted.top_k, wanted.top_p, wanted.temperature)
 
     def _sample(self, output: StepOutput, result: Logits | SampledIds, masks: Future[Masks] | None) -> None:
-        """Adds to `output` the next tokens of each request that samples, or its error.
+        """Adds to `output` the next tokens of each request that samples, or its error. Raises what makes all
+        rows fail.
 
         A request gets one token, and one more after each accepted draft token. The logits are added if a
         request wants log-probabilities.
@@ -180,11 +181,11 @@ class StepRunner:
         result: Logits | SampledIds,
         masks: Future[Masks] | None,
     ) -> list[TokenOrError]:
-        """The next token of each request, or the exception of its row. A token that is sampled here advances
-        the request's grammar; an id that the device sampled does not.
+        """Returns the next token of each request, or the exception of its row. A token that is sampled here
+        advances the request's grammar; an id that the device sampled does not.
 
-        output: only its `mask_s` changes. rows: the row of `result` for each request. masks: of these rows;
-        None: no request has a grammar.
+        output: only its `mask_s` changes. rows: the row of `result` for each request. masks: the masks of
+        these rows; None: no request has a grammar.
         """
         if isinstance(result, SampledIds):
             unknown = SamplingError("the device chose a token that does not exist")
@@ -203,7 +204,12 @@ class StepRunner:
 
 
 def needs_logits(request: Request) -> bool:
-    """Whether a request's next token needs host sampling, or the client wants more than the token's id."""
+    """Whether a request's next token needs host sampling, or the client wants more than the token's id.
+
+    Host sampling is needed for a parameter that the device lacks and that has an effect, a `top_k` above
+    DEVICE_TOP_K, logit biases, a given seed, `min_new_tokens`, and a grammar; log-probabilities are more than
+    the id.
+    """
     generate = request.generate
     needs_host = generate.sampling.host_only or generate.sampling.top_k > DEVICE_TOP_K
     return bool(needs_host or generate.min_new_tokens or generate.logprobs or generate.grammar)

@@ -33,8 +33,9 @@ from protocol import SAMPLING_PARAMETERS
 
 
 def messages(data: Json, served: Served) -> ResponseWriter:
-    """The writer of the response to a request. Raises ApiError, also for `compaction` and for a `thread` that
-    continues another one."""
+    """Returns the writer of the response to a request of the Messages API. Adds the request's images to
+    `served.images`, and renders the prompt. Raises ApiError for a field that is wrong or not supported, such
+    as `compaction` and a `thread` that continues another one, and for a chat that the template rejects."""
     request = fields.read(data, MessagesRequest)
     require(not request.compaction, "compaction", "is not supported")
     continues = bool(request.thread) and request.thread.get("type") != "create"
@@ -53,16 +54,19 @@ def messages(data: Json, served: Served) -> ResponseWriter:
 
 
 def count_tokens(data: Json, served: Served) -> Later:
-    """What counts the tokens of a request's prompt, once its images are loaded. Raises ApiError. The request
-    needs no `max_tokens`."""
+    """Returns the function that counts the prompt's tokens once the images are loaded. Raises ApiError for a
+    wrong field, and for a chat that the template rejects; the function does so for a prompt that is far too
+    long. The request needs no `max_tokens`."""
     request = fields.read(data | {"max_tokens": 1}, MessagesRequest)
     prepared = _prepare(request, MessagesTools(request), served)
     return lambda: TokenCount(len(ids_of(prepared, served)))
 
 
 def _prepare(request: CountRequest, tools: MessagesTools, served: Served, **more: Any) -> PreparedRequest:
-    """The prepared request of the chat that `request` is. more: fields of the ChatRequest on which the prompt
-    does not depend. Raises ApiError."""
+    """Returns the prepared request of the chat that `request` is. Adds its images to `served.images`, and
+    logs skipped blocks. Tools that blocks add or remove change `tools`. Raises ApiError for a wrong field,
+    and for a chat that the template rejects. more: fields of the ChatRequest on which the prompt does not
+    depend."""
     reader = ContentReader(BLOCKS, served.images, tools)
     paths = []
     messages: list[Message] = []
@@ -145,8 +149,9 @@ def _thoughts(block: ContentPart) -> Message:
 
 
 def _tool_use(block: ContentPart) -> Message:
-    """The assistant's message with the call. A member of a toolset becomes a call of the toolset, with the
-    member's name as the argument `action`."""
+    """Returns the assistant's message with the call in a block. A member of a toolset becomes a call of the
+    toolset, with the member's name as the argument `action`. Raises ApiError for a block without a name or an
+    id."""
     given = block.needed("input", dict) if block.get("input") is not None else {}
     name = block.needed("name", str)
     if block.get("toolset_name") is not None:  # a member of a toolset, in a conversation with another server
@@ -163,7 +168,8 @@ def _tool_result(block: ContentPart) -> Message:
 
 
 def _document(block: ContentPart) -> str:
-    """The title, the context and the text of a document, a line each; a note if the source is no text."""
+    """Returns the title, the context and the text of a document, a line each, or a note in its place if its
+    source is neither `text` nor `content`. Raises ApiError for a document without a source."""
     source = block.inner("source")
     readable = {"text": "data", "content": "content"}.get(source.needed("type", str))
     if readable is None:
@@ -172,7 +178,8 @@ def _document(block: ContentPart) -> str:
 
 
 def _tool_reference(block: ContentPart) -> str:
-    """The definition of the tool, which may be called from here on; the name alone of an unknown tool."""
+    """Allows calls of the tool that the block names, and returns its definition, or the name alone if there
+    is no such tool."""
     name = "name" if "name" in block.fields else "tool_name"  # in a tool_addition, in a result
     return block.reader.tools.add(block.needed(name, str))
 
@@ -187,8 +194,8 @@ def _tool_addition(block: ContentPart) -> str:
 
 
 def _tool_removal(block: ContentPart) -> str:
-    """A sentence that forbids calls of the tool, which may not be called from here on; "": the reference is
-    to tools that Anthropic runs."""
+    """Forbids calls of the tool that the block names, from here on, and returns a sentence that says so; ""
+    for tools that Anthropic runs."""
     reference = block.inner("tool")
     if reference.get("type") != "tool_reference":
         return ""  # to tools that Anthropic runs

@@ -70,7 +70,9 @@ class MessagesTools(OfferedTools):
         self._rejected.setdefault(name, DEFERRED)
 
     def choice(self, given: AnthropicToolChoice) -> str | Json:
-        """`tool_choice` in a chat's form. Raises ApiError."""
+        """Returns the `tool_choice` in a chat's form, without tools that may not be called after the blocks
+        that have been read. Raises ApiError for an unknown type, and for the name of a tool that may not be
+        called. Whether there is a tool of the name is not checked."""
         if given.type in MODE_OF_CHOICE:
             mode = MODE_OF_CHOICE[given.type]
             names = [name for name in self._known if name not in self._rejected]

@@ -83,9 +83,10 @@ class ContentReader:
         return part.text(read) if isinstance(read, str) else read(part)
 
     def text(self, path: str, content: Any, between: str = "\n", role: str = "") -> str:
-        """The text of `content`, as `parts` takes it; "": no part has a text. The texts of parts are joined
-        with `between`, except at an image. Parts whose value is not a text are left out. role: that of the
-        message; the text of a system message loses the line BILLING. Raises ApiError."""
+        """Returns the text of `content`, which has the forms that `parts` takes; "": no part has a text. The
+        texts of parts are joined with `between`, except at an image. Parts whose value is not a text are left
+        out. Raises the errors of `parts`. role: that of the message; the text of a system message loses the
+        line BILLING."""
         text = ""
         for _kind, part in self.parts(path, content):
             if isinstance(part, str):
@@ -166,7 +167,9 @@ def omitted(kind: str) -> Callable[[ContentPart], str]:
 
 
 def image(part: ContentPart) -> str:
-    """The mark of the image of a part, or a note if the model reads no images. Raises ApiError.
+    """Adds the image of a part to the request's images. Returns its mark, or a note if the model reads no
+    images. Raises ApiError for a part without an image, a stored file (`file_id`), and an image that cannot
+    be added.
 
     The first of these fields counts: `source`, as Anthropic has it; `base64`, of Hugging Face's templates;
     `image_url`; `image` and `url`, of Hugging Face's templates. Each of the last three is a text, or an
@@ -190,8 +193,8 @@ def image(part: ContentPart) -> str:
 
 
 def _linked(part: ContentPart, name: str) -> str:
-    """The mark of the image whose URL is in the field `name`. Raises ApiError, also for a `detail` that is
-    not in DETAILS."""
+    """Adds the image whose URL is in the field `name`, and returns its mark. Raises ApiError for a URL that
+    is no text or cannot be added, and for an unknown `detail`."""
     url = part.needed(name, str)
     detail = part.get("detail")
     known = f"must be one of {', '.join(DETAILS)}"
@@ -200,12 +203,14 @@ def _linked(part: ContentPart, name: str) -> str:
 
 
 def _encoded(part: ContentPart, name: str) -> str:
-    """The mark of the image whose file is in the field `name`, in base64. Raises ApiError."""
+    """Adds the image whose file is in the field `name`, in base64, and returns its mark. Raises ApiError for
+    a missing field, for what is not base64, empty or too large, and for one image too many."""
     return part.reader.images.add(f"{part.path}.{name}", f"data:;base64,{part.needed(name, str)}")
 
 
 def _sourced(source: ContentPart) -> str:
-    """The mark of the image in a `source`, as Anthropic has it. Raises ApiError."""
+    """Adds the image in a `source`, as Anthropic has it, and returns its mark. Raises ApiError for a type
+    other than base64 and url, and for an image that cannot be added."""
     kind = source.needed("type", str)
     detail = "must be base64 or url: no files are stored here"
     require(kind in ("base64", "url"), f"{source.path}.type", detail, given=kind[:40])

@@ -133,11 +133,14 @@ def prepare_chat(
     field_names: FieldNames = CHAT_FIELDS,
     offered: OfferedTools | None = None,
 ) -> PreparedRequest:
-    """The prepared request of a chat: its prompt, its checked settings and its grammar. Raises ApiError.
+    """Returns the prepared request of a chat: its prompt, its checked settings and its grammar. Adds the
+    chat's images to `served.images`, which are not loaded here. Renders the template in a child process, and
+    waits for it. Logs skipped parts.
 
-    offered: the tools, all of which may be called; None: those of `chat.tools`. The template gets the listed
-    tools. If no tool is listed, the template gets the tools that the conversation adds: a template explains
-    calls only beside a list.
+    Raises ApiError for a field that is wrong or not supported, and for a chat that the template rejects; the
+    grammar is not compiled, nor the length of the prompt checked. offered: the tools, all of which may be
+    called; None: those of `chat.tools`. The template gets the listed tools. If no tool is listed, the
+    template gets the tools that the conversation adds: a template explains calls only beside a list.
     """
     text = served.text
     checked = _check(chat, served, field_names)
@@ -175,9 +178,10 @@ def prepare_chat(
 def _with_reasoning(
     constraint: Constraint, thinking: Thinking, budget: int | None, served: Served, field_names: FieldNames
 ) -> Constraint:
-    """The constraint of an output of at most `budget` tokens of reasoning, then what `constraint` allows.
-    budget: None: any number. Without a budget and a grammar, `constraint` is returned as it is. Raises
-    ApiError."""
+    """Returns the constraint of an output of at most `budget` tokens of reasoning, then what `constraint`
+    allows. budget: None: any number. Without a budget and a grammar, `constraint` is returned as it is.
+    Raises ApiError for a budget if the model's closing marker is not one token, and for a grammar that is too
+    large with reasoning."""
     if not (constraint.grammar or budget is not None):
         return constraint
     close = thinking.format.close
@@ -228,7 +232,8 @@ def _prediction(given: Prediction, served: Served) -> list[int]:
 
 def _check(chat: ChatRequest, served: Served, field_names: FieldNames) -> Json:
     """Checks the limits and the fields of sampling of a chat, and whether its last message can be continued.
-    Returns fields of the PreparedRequest, by name. Raises ApiError."""
+    Returns fields of the PreparedRequest, by name. Raises ApiError for the first of these that is wrong, for
+    more messages than the prompt may have tokens, and for an unknown LoRA adapter (404)."""
     if chat.continue_final_message:  # vLLM's, for what happens unasked
         is_assistants = chat.messages and chat.messages[-1].role == "assistant"
         require(is_assistants, "continue_final_message", "needs a last message of the assistant")
@@ -256,10 +261,13 @@ def _check(chat: ChatRequest, served: Served, field_names: FieldNames) -> Json:
 def _render_prompt(
     chat: ChatRequest, tools: list[Json], served: Served, field_names: FieldNames
 ) -> tuple[Json, str]:
-    """Writes the messages and these tools with the model's chat template. Raises ApiError.
+    """Writes the messages and these tools with the model's chat template, in a child process. Adds the images
+    of the messages to the request's. Raises ApiError without a template, for messages that are wrong or that
+    the template rejects or leaves out, and for options that cannot be set.
 
     Returns two things: `prompt`, `image_numbers` and `message_borders` of the PreparedRequest, by name; and
-    the assistant's text at the end of the prompt that the output continues, "": none.
+    the assistant's text at the end of the prompt that the output continues, "": none. tools: in a chat's
+    form; the template gets none if `tool_choice` is none.
     """
     template = served.text.template
     escape = served.text.tokenizer.escape

@@ -114,7 +114,9 @@ def of_native(grammar: Json | None) -> Constraint:
 
 
 def of_openai(request: FormatFields, field_names: FieldNames = CHAT_FIELDS) -> Constraint:
-    """What the fields of a chat or completion request ask for. Raises ApiError."""
+    """Returns what the fields of a chat or completion request ask for. Raises ApiError for more than one
+    format, an unknown or unsupported one, and a value that cannot be used. field_names: the names of
+    `response_format` and its schema, for errors and for where the schema is."""
     outputs = request.structured_outputs or StructuredOutputs()
     within = _of_fields("structured_outputs.", outputs)
     if request.structured_outputs is not None and not within:
@@ -129,8 +131,9 @@ def of_openai(request: FormatFields, field_names: FieldNames = CHAT_FIELDS) -> C
 
 
 def _of_type(name: str, given: Json | None) -> list[Format]:
-    """The format in the field `name`, as a list of one; [] if `given` is None or {}, or has the type `text`.
-    Raises ApiError.
+    """Returns the format in the field `name`, as a list of one; [] if `given` is None or {}, or has the type
+    `text`. Raises ApiError for an unknown type, and for one without its schema or regular expression;
+    `json_object` needs none.
 
     given: the value of the field, an object with a `type`. The first place in SCHEMA_PATHS that has a schema
     or a regular expression counts.
@@ -160,8 +163,9 @@ def _of_fields(prefix: str, fields: FormatFields | StructuredOutputs) -> list[Fo
 
 
 def _constraint(formats: list[Format], whitespace: str | None) -> Constraint:
-    """The constraint of the one format that a request may have; [] gives an empty constraint. Raises
-    ApiError, also for several formats.
+    """Returns the constraint of the one format that a request may have; [] gives an empty constraint. Raises
+    ApiError for several formats, for one that is not supported, and for a schema, a regular expression or
+    choices that make no grammar. Such a grammar may still fail to compile.
 
     whitespace: the regular expression for what may stand between JSON tokens; None: nothing.
     """

@@ -158,13 +158,12 @@ def check_openai(
     **host_only: Any,
 ) -> Json:
     """Checks the fields that chat and completion requests share. Returns fields of the PreparedRequest, by
-    name. Raises ApiError.
+    name. Raises ApiError for the first that is wrong, or that needs host sampling if the device samples.
 
     limit: the most tokens to generate; None: no limit of the request's own. top_n: how many of the most
-    likely tokens are asked for with each generated one; None: no log-probabilities. host_only: by the names
-    of further fields that need host sampling, whether the request uses them. Tokens are drawn at random
-    unless the temperature is 0, as OpenAI's are. Fields of sampling that the request leaves out get the
-    model's defaults.
+    likely tokens each generated one comes with; None: no log-probabilities. host_only: whether the request
+    uses each of these further fields, which need host sampling. Tokens are drawn at random unless the
+    temperature is 0. Fields of sampling that the request leaves out get the model's defaults.
     """
     info = served.info
     adapter = served.adapter_of(request.model)

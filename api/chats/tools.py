@@ -78,9 +78,9 @@ class ToolPolicy(AllowedCalls):
 
     @property
     def constraint(self) -> Constraint:
-        """The constraint of an output that is calls, or else what `answer` allows. If `answer` has no
-        grammar, any text is allowed beside calls, unless a call is required. Raises ApiError, also if a call
-        is required and `answer` has a grammar.
+        """Returns the constraint of an output that is calls, or else what `answer` allows. If `answer` has no
+        grammar, any text is allowed beside calls, unless a call is required. Raises ApiError for parameters
+        of a function that no grammar can enforce, and if a call is required and `answer` has a grammar.
 
         The constraint has no grammar if no function's calls are enforced. Its `not_enforced` are those of
         `answer`, then keywords that no grammar enforces (`left_out`), which are an error in a strict
@@ -101,7 +101,7 @@ class ToolPolicy(AllowedCalls):
     @property
     def alone(self) -> Iterator[tuple[Function, str]]:
         """Yields each function whose calls a grammar enforces, and the grammar of its calls alone. Raises
-        ApiError."""
+        ApiError for parameters that no grammar can enforce."""
         for function in self._enforced:
             yield function, replace(self, functions=[function])._grammar("calls")
 
@@ -113,6 +113,9 @@ class ToolPolicy(AllowedCalls):
         return [function for function in self.functions if is_all or function.is_strict]
 
     def _grammar(self, start: str, body: str = "") -> str:
+        """Returns the grammar of an output that begins with the rule `start`. body: the grammar of the rule
+        `body`; "": none. Raises ApiError for parameters that no grammar can enforce, and for a grammar that
+        is too large."""
         with naming("tools"):
             return calls_grammar(self, start, body)
 
@@ -124,7 +127,9 @@ def tool_policy(
     model: ModelTools,
     field_names: FieldNames,
 ) -> ToolPolicy | None:
-    """What a chat may call; None: nothing, or calls stay text (`--tool-parser none`). Raises ApiError.
+    """Returns what a chat may call; None: nothing, or calls stay text (`--tool-parser none`). Raises ApiError
+    for a malformed tool, two tools of one name, a `tool_choice` that names no tool, and a model whose
+    template or format does not support tools.
 
     tools: the path of each in the request, and its form in a chat. parallel_tool_calls: False: one call at
     most; None: several; True: several, also equal ones. One call at most is also the rule if `tool_choice`
@@ -201,8 +206,14 @@ def custom_input(arguments: str) -> str:
 
 
 def _checked_function(path: str, tool: Json, field_names: FieldNames) -> tuple[str, Function]:
-    """The path of the object that has a tool's fields (see `_named`), and the tool as a Function. Raises
-    ApiError. path: of the tool in the request."""
+    """Checks a tool. Returns the path of its fields, for errors, and the tool as a Function. Raises ApiError
+    for a wrong type, name, description or custom format, and for parameters that are not the schema of an
+    object.
+
+    tool: always nested, as in chat completions: {"type": "function", "function": {…}}. path: that of the tool
+    in the request; the result ends in `.function` or `.custom` only if the API nests tools. A tool without
+    parameters takes no arguments. A custom tool takes one text, `input`.
+    """
     name, path, described = _named(tool, path, field_names)
     rule = "must have 1 to 128 letters, digits, dots, dashes or underscores"
     require(FUNCTION_NAME.fullmatch(name), f"{path}.name", rule, given=name[:140])

@@ -42,8 +42,9 @@ class ImageUrlError(Exception):
 
 
 def read_data_url(url: str) -> bytes:
-    """The file in a `data:` URL. Its media type is ignored: what counts is the content. Raises ImageUrlError
-    for a URL that is not `data:` with base64, and for data that `read_base64` rejects."""
+    """Returns the file in a `data:` URL. Its media type is ignored: what counts is the content. Raises
+    ImageUrlError for a URL that is not a `data:` URL in base64, and for the data that `read_base64`
+    rejects."""
     head, comma, data = url.partition(",")
     head = head.lower()
     if not (comma and head.startswith("data:") and "base64" in head):
@@ -108,8 +109,8 @@ class _Place(NamedTuple):
 
     @classmethod
     def of(cls, url: str) -> _Place:
-        """The place of an http or https URL. Raises ImageUrlError for any other one, and for one with a user
-        or password."""
+        """Reads a URL; its fragment is dropped. Raises ImageUrlError for a URL that is not valid, not http or
+        https, or has a user name or a password."""
         # So nothing in it ends a line, and a host that is not ASCII has percent signs, as no allowed one has.
         url = quote(url, safe=string.punctuation, errors="replace")
         try:
@@ -127,7 +128,8 @@ class _Place(NamedTuple):
 
     @property
     def authority(self) -> str:
-        """The host as the operator writes it: IPv6 in brackets, and the port if it is not the scheme's."""
+        """The host as the operator writes it: an IPv6 address in brackets, and the port if that is not the
+        scheme's."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == PORTS[self.scheme] else f"{host}:{self.port}"
 

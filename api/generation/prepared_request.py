@@ -60,8 +60,13 @@ class ModelText(NamedTuple):
 
     @classmethod
     def load(cls, info: ModelInfo, config: Config) -> ModelText:
-        """Reads the model's tokenizer and template. This takes seconds for a large tokenizer. Raises
-        ConfigError for files that cannot be read."""
+        """Loads the text side of the served model: tokenizer, template, tool and reasoning formats and, if
+        the model reads images, their preprocessor.
+
+        The call takes seconds if the tokenizer is large. It starts child processes for templates and images,
+        but not that of `grammars`. Raises ConfigError for a file that cannot be read, and for a setting that
+        does not fit the model. A template that does not compile raises nothing here.
+        """
         template = ChatTemplate.load(info.model_dir, config.tokenizer_config_path)
         images = None
         if info.reads_images:
@@ -221,7 +226,8 @@ def ids_of(prepared: PreparedRequest, served: Served, characters: int | None = N
 
 
 def encoded(text: str, served: Served, add_special_tokens: bool) -> list[int]:
-    """The tokens of an escaped text. Raises ApiError (422) for a text that cannot be tokenized.
+    """Returns the tokens of an escaped text. Raises ApiError (422) for a text that the tokenizer cannot
+    encode.
 
     add_special_tokens: also those that the tokenizer adds, such as BOS.
     """

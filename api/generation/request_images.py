@@ -52,10 +52,10 @@ class RequestImage:
 
 class RequestImages:
     """The images of a request, numbered from 0 in the order in which they are added. As a context manager,
-    frees the images at the end of the block, and lets another request hold pixels.
+    frees the images, and their place among the requests that may hold pixels, at the end of the block.
 
     preprocess: the preprocessor of the served model; None: the model reads text only. run: calls a function
-    in a thread, and returns its result. domains: the hosts that images may be fetched from.
+    in a thread, waits, and returns its result. domains: the hosts that images may be fetched from.
     """
 
     def __init__(
@@ -105,11 +105,12 @@ class RequestImages:
             image.options = options | image.options
 
     def add(self, path: str, url: str, detail: Any = None) -> str:
-        """Adds the image of a `data:`, http or https URL. Returns its mark. The model must read images.
+        """Adds the image of a `data:`, http or https URL, and decodes nothing yet. Returns its mark, for the
+        text of a message. The model must read images. Raises ApiError for any other URL, a `data:` URL
+        without a file in base64, and one image more than MAX_IMAGES.
 
         path: of the field that has the URL. detail: the request's; with `low` the image is read as one small
-        tile, if the model's family has options for that. `load` fetches http and https URLs. Raises ApiError
-        for a URL of another form, and for one image more than MAX_IMAGES.
+        tile, if the model's family has options for that. `load` fetches http and https URLs.
         """
         number = len(self._images)
         require(number < MAX_IMAGES, path, f"is one image too many: a request may have {MAX_IMAGES}")
@@ -136,16 +137,18 @@ class RequestImages:
         return first + "".join(self._images[number].read.text + other for number, other in placed)
 
     def read(self, image_numbers: Sequence[int]) -> list[Image]:
-        """The images with these numbers, as the worker gets them. They must be loaded."""
+        """Returns the images with these numbers, as the worker gets them. The images must be loaded."""
         images = (self._images[number].read for number in image_numbers)
         return [Image(image.key, image.tokens, image.shape, image.pixels, image.canvas) for image in images]
 
     def load(self, check_client: Callable[[], None]) -> None:
-        """Fetches and preprocesses all images. The request's greenlet waits here for both, and until fewer
-        other requests hold files or pixels. Raises ApiError for an image that cannot be fetched or
-        preprocessed, and for more files, pixels or seconds than a request may have.
+        """Fetches all images by URL at the same time, then preprocesses all images one by one, in a thread.
+        Does nothing without images; to be called once.
 
-        check_client: called before each image is preprocessed; raises when the client has disconnected.
+        The request's greenlet waits for both, and before that for its turn: WITH_FETCHED and WITH_PIXELS
+        limit how many requests hold files or pixels at a time. Raises ApiError for an image that cannot be
+        fetched or decoded, and for more files, pixels or seconds than a request may have. check_client:
+        called before each image is preprocessed; raises when the client has disconnected.
         """
         if not self._images:
             return
@@ -165,9 +168,9 @@ class RequestImages:
             require(pixels <= MAX_PIXEL_BYTES, image.path, f"{detail}. Given: {pixels}")
 
     def _fetch(self, remote: list[RequestImage]) -> None:
-        """Fetches these images, all at the same time and each URL once. Replaces the URL in the `source` of
-        each by its file. Raises ApiError for the first that cannot be fetched, or with which the files exceed
-        MAX_FETCHED; those that are still fetched are then given up."""
+        """Fetches these images, all at the same time, and each URL once; waits for all. Replaces the URL in
+        the `source` of each by its file. Raises ApiError for the first image that cannot be fetched, and for
+        more than MAX_FETCHED bytes together; those that are still fetched are then given up."""
         images_of = defaultdict(list)
         for image in remote:
             images_of[image.source].append(image)
@@ -193,8 +196,8 @@ class RequestImages:
             gevent.killall(jobs)
 
     def _preprocess(self, image: RequestImage) -> float:
-        """Preprocesses an image, in a thread, and frees its file. Returns how many seconds that took. Raises
-        ApiError."""
+        """Sets `read` of an image, and drops its file. Returns how many seconds that took. Raises ApiError
+        for a file that is not an image, or that exceeds a limit. Runs in a thread."""
         begin = time.monotonic()
         try:
             image.read = self.preprocess(image.source, image.options)

@@ -248,8 +248,9 @@ class ResponseWriter:
         return [list(islice(rest, prepared.sequences)) for prepared in self.requests]
 
     def _prompt_pieces(self, sequence: GeneratedSequence) -> list[Piece]:
-        """The tokens of the prompt as pieces, with log-probabilities if the request asks for them. The first
-        token has none. If the prompt never ran, no token has one."""
+        """Returns the tokens of the prompt as pieces; special tokens have their names as text. If the request
+        asks for log-probabilities of the prompt, each token but the first has its own and those of the most
+        likely tokens in its place. If the prompt never ran, no token has any."""
         ids = sequence.prompt
         texts = prompt_texts(self.tokenizer, ids)
         scores = chain([(None, [])], sequence.prompt_done.scores, repeat((None, [])))

@@ -88,11 +88,12 @@ class ConnectionMonitor:
 class ActiveRequest:
     """The sequences that are generated for one HTTP request, as text. Times are CLOCK_MONOTONIC, in seconds.
 
-    The constructor sends the prompts to the worker, and raises ApiError if they are too large for that.
-    Iterating yields a Batch whenever text has become certain, until all sequences have finished. An empty
-    Batch means that KEEP_ALIVE_S passed without a token. Iterating raises ApiError when the worker rejects or
-    fails the request, and ClientDisconnected. Sequences that are unfinished at `deadline_at` end there; if
-    none has a token by then, iterating raises ApiError (429).
+    The constructor sends the prompts to the worker, without waiting for an answer, and has `monitor` poll the
+    request. It raises ApiError if the prompts are too large to be sent. Iterating yields a Batch whenever
+    text has become certain, until all sequences have finished. An empty Batch means that KEEP_ALIVE_S passed
+    without a token. Iterating raises ApiError when the worker rejects or fails the request, and
+    ClientDisconnected. Sequences that are unfinished at `deadline_at` end there; if none has a token by then,
+    iterating raises ApiError (429).
 
     As a context manager the request is closed at the end of the block, with the outcome of the block.
     """
@@ -170,15 +171,16 @@ class ActiveRequest:
 
     def run(self) -> None:
         """Waits until all sequences have finished, for a response that is not streamed. `pieces` of each
-        sequence gets its pieces. Raises ApiError and ClientGone, as iterating does. Does not close the
-        request."""
+        sequence gets its pieces. Raises ApiError and ClientDisconnected, as iterating does. Does not close
+        the request."""
         for batch in self:
             for sequence, pieces in batch.items():
                 sequence.pieces += pieces
 
     def poll(self) -> None:
-        """Wakes the greenlet that iterates if there is a reason. That greenlet gets ClientDisconnected if the
-        client has disconnected, and no messages at the deadline or when KEEP_ALIVE_S have passed."""
+        """Wakes the greenlet that iterates if there is a reason, without waiting. That greenlet gets
+        ClientDisconnected if the client has disconnected, and no messages at the deadline or when
+        KEEP_ALIVE_S have passed since it was last woken. The ConnectionMonitor calls this method."""
         if self.arrival.connection.is_lost:
             self._messages.put(None)
         elif time.monotonic() >= min(self._received_at + KEEP_ALIVE_S, self._deadline_at):
@@ -190,8 +192,9 @@ class ActiveRequest:
         self._status = 200
 
     def fail(self, error: BaseException, status: int | None = None) -> None:
-        """Sets the outcome and the status for the metrics. status: that of the response, if it has been sent
-        already; it counts before that of the error. After ClientDisconnected the outcome stays "dropped"."""
+        """Sets the outcome and the status that `close` reports. status: that of the response, if it has been
+        sent already; it counts before that of the error. After ClientDisconnected the outcome stays
+        "dropped". Does not close the request."""
         if isinstance(error, ApiError):
             self._outcome = error.outcome
             self._status = status or error.status
@@ -200,7 +203,9 @@ class ActiveRequest:
             self._status = status or 500
 
     def close(self) -> None:
-        """Cancels what still runs, and adds the request to the metrics and traces. Idempotent."""
+        """Ends the request, without waiting: cancels its unfinished sequences in the worker, sends its
+        figures to the metrics, ends its trace and logs its end. It is no longer polled. The outcome is
+        "dropped" unless `succeed` or `fail` has set another one. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -263,8 +268,8 @@ class ActiveRequest:
             yield generate
 
     def _receive(self) -> list[PromptDone | Token | End]:
-        """The worker's messages since the last call. Waits for the first one; [] if `poll` has woken this
-        greenlet. Raises ClientDisconnected."""
+        """Returns the worker's messages since the last call. Waits for the first one; [] if `poll` has woken
+        this greenlet. Raises ClientDisconnected if the client has disconnected, whatever else has arrived."""
         arrived = [self._messages.get()]
         while not self._messages.empty():
             arrived.append(self._messages.get())
@@ -305,11 +310,15 @@ def event_stream(
     run: Callable[[Callable[[], bytes], bool], bytes],
 ) -> Iterator[bytes]:
     """Yields b"" once the status is certain: with the first text, or after KEEP_ALIVE_S without text. Then
-    yields the body of a streamed response; the events of a Batch are one item.
+    yields the body of a streamed response: the events of a Batch as one item, and `keep_alive` after
+    KEEP_ALIVE_S without any. Sets the outcome of the generation; the caller has to close it at the end of the
+    response.
 
     Before the first item, ApiError and ClientDisconnected are raised, after closing the generation. A later
-    error becomes the last event; if the client has disconnected, the events just end. The caller has to close
-    the generation at the end of the response. run: see `Server.run`.
+    error is what `writer.failure` makes of it: the last event or, in plain text, a ConnectionResetError. An
+    error that is not an ApiError is logged, and the client gets an internal error. If the client has
+    disconnected, the events just end. run: calls the function that writes a Batch, in a thread if the second
+    argument is true.
     """
     batches = iter(generation)
     try:

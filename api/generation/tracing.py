@@ -102,10 +102,11 @@ class RequestTrace:
         sequences: Sequence[GeneratedSequence] = (),
         streams_at: float | None = None,
     ) -> None:
-        """Ends the span, and adds those of its stages.
+        """Ends the span, with the status, the outcome and the token counts of the request, and adds the spans
+        of its stages. To be called once. Does not wait for the collector.
 
-        model_name: of the model, or of the LoRA adapter. sequences: none if the request was not sent to the
-        worker. streams_at: when the stream began; None: no stream did.
+        model_name: that of the model, or of the LoRA adapter. sequences: none for a request that was not sent
+        to the worker, whose only stage is `validate`. streams_at: when the stream began; None: no stream did.
         """
         now = time.monotonic()
         sent_at = self._started_at + stats.validation_s if sequences else now
@@ -131,8 +132,8 @@ class RequestTrace:
         self._span.end(self._ns(now))
 
     def _add_stages(self, sequence: GeneratedSequence, sent_at: float, now: float) -> None:
-        """Adds a span for each stage of a sequence; none before its first token, with which the worker sends
-        the time in the queue."""
+        """Adds the spans queue, prefill and decode of a sequence; none before its first token, with which the
+        worker sends the time in the queue. now: when an unfinished sequence ends."""
         if sequence.first_token_at is None:
             return
         index = {"sequence": sequence.index}

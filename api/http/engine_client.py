@@ -76,12 +76,12 @@ def attempt(function: Callable[[], Any]) -> Any:
 
 class EngineClient:
     """The worker's state, and the requests that this process has sent to the worker. To be made after the
-    fork.
+    fork: connects to the worker, and starts greenlets, which `close` ends. No request is accepted before
+    `text` is set.
 
     load_text: called once, with the worker's first ModelInfo, in a thread, because a large file is read. The
-    result is the attribute `text`; from then on `has_text` is set, and requests are accepted. If `load_text`
-    raises, the process ends. on_stuck: called once, when the worker has been stuck for `stuck_timeout_s`
-    without a break.
+    result is the attribute `text`; then `has_text` is set. If `load_text` raises, the process ends. on_stuck:
+    called once, when the worker has been stuck for `stuck_timeout_s` without a break.
     """
 
     def __init__(
@@ -152,8 +152,9 @@ class EngineClient:
         return self._status.late or self._silent_s > SILENCE_S
 
     def wait_while_loading(self) -> None:
-        """Waits up to LOADING_S for the tokenizer, if the worker is ready. Waits SPREAD_S for the news that
-        the worker is ready: a client may have that news already from another process."""
+        """Waits up to SPREAD_S for the news that the worker is ready: a client may have that news already
+        from another process. If the worker is or has been ready, then waits up to LOADING_S for the
+        tokenizer. Returns nothing: `phase` says what has come."""
         if self._has_been_ready.wait(SPREAD_S):
             self.has_text.wait(LOADING_S)
 
@@ -304,8 +305,9 @@ class EngineClient:
             queue.put(its_messages)
 
     def _load(self) -> None:
-        """Sets `text`. If `load_text` raises, this process ends, and gunicorn with it: another process could
-        not load the text either."""
+        """Runs as a greenlet, once. Loads and sets `text`, then `has_text`, and tells the worker if this
+        process accepts requests now. If `load_text` raises, logs why and ends this process, and gunicorn with
+        it: another process could not load the text either."""
         load = functools.partial(self._load_text, self.info)
         text = gevent.get_hub().threadpool.apply(attempt, (load,))
         if isinstance(text, BaseException):
@@ -317,6 +319,8 @@ class EngineClient:
         self._report_ready()
 
     def _report_ready(self) -> None:
+        """Tells the worker that this process accepts requests, once, as soon as `phase` is "ready". Does
+        nothing before."""
         if not self._reported_ready and self.phase == "ready":
             self._reported_ready = True
             self._send(protocol.Hello(ready=True))

@@ -200,7 +200,9 @@ def convert(data: Any, kind: type[V]) -> V:
 
 
 def read(data: Json, kind: type[T], parameters: type[Struct] | None = None) -> T:
-    """A request as `kind`. Raises ApiError (422) when a field has the wrong type or name.
+    """Returns a request as `kind`. Raises ApiError (422) for a field of the wrong type, and for one that is
+    missing, misspelled, not supported, or of another API; also for more than MAX_FIELDS fields. Other unknown
+    fields are ignored. Whole numbers may be written as 10.0. Values are checked no further.
 
     parameters: the type of the field `parameters`, if the request has its options in that field; None: the
     options are fields of the request itself.
@@ -238,7 +240,8 @@ def choose_variant(data: Json, variants: dict[str, V]) -> V:
 
 
 def _check_names(given: Json, kind: type[Struct], usable: type[Struct]) -> None:
-    """Raises ApiError for a field that is not supported, is misspelled, or belongs to another API or place.
+    """Raises ApiError (422) for a field that is not supported, is misspelled, or belongs to another API or
+    place, and for more than MAX_FIELDS fields.
 
     Ignored are other unknown fields, fields that are null, and fields of NOT_SUPPORTED with a value that
     changes nothing. kind: the type of `given`. usable: the type that has the options: `kind`, or the type of
@@ -304,8 +307,8 @@ def require(holds: object, param: str, detail: str, given: str | None = None) ->
 
 
 def check_batch(count: int, what: str, param: str, config: Config) -> None:
-    """Raises ApiError (422, TGI's `batch size exceeded`) for more than --max-client-batch-size. what: a noun
-    for them in the plural; param: the field that has them."""
+    """Raises ApiError (422, TGI's `batch size exceeded`) for more than --max-client-batch-size. what: what is
+    counted, in the plural, for the error. param: the field."""
     most = config.max_client_batch_size
     if count > most:
         limit = f"Number of {what} exceeds the maximum allowed batch size of {most}"
@@ -341,7 +344,8 @@ def _limits(parameter: SamplingParameter) -> str:
 
 
 def check_stop(stop: list[str], config: Config, name: str = "stop") -> None:
-    """Raises ApiError (422) for too many or too long stop sequences. name: of their field."""
+    """Raises ApiError (422) for too many stop sequences, and for one of more than MAX_STOP characters. name:
+    the field's name."""
     most = config.max_stop_sequences
     detail = f"supports up to {most} stop sequences (--max-stop-sequences raises it). Given: {len(stop)}"
     require(len(stop) <= most, name, detail)
@@ -356,7 +360,7 @@ def check_top_n(n: int | None, name: str, most: int) -> None:
 
 
 def check_ids(ids: list[int], name: str, info: ModelInfo) -> None:
-    """Raises ApiError (422) for the first id that is not in the model's vocabulary. name: of the field."""
+    """Raises ApiError (422) for the first token id outside of the vocabulary. name: the field's name."""
     last = info.vocab_size - 1
     unknown = next((token for token in ids if not 0 <= token <= last), None)
     detail = f"holds token {unknown}, but the model's vocabulary has the tokens 0 to {last}"
@@ -371,13 +375,17 @@ def sampling_of(
     host_only: Json,
     logit_bias: Sequence[tuple[int, float]] = (),
 ) -> SamplingParams:
-    """How tokens are sampled. A result without a seed means that each step takes the most likely token.
+    """Returns how tokens are sampled. A result without a seed means that each step takes the most likely
+    token.
 
     samples: whether tokens are drawn at random; the seed is random if the request has none. A request that is
     not sampled may have a seed and filters, which do nothing: the result has none of them. defaults: the
-    values of fields that the request leaves out. host_only: by the names of further fields that need host
-    sampling, whether the request uses them. If the device samples, raises ApiError for the first field in use
-    that needs host sampling.
+    values of fields that the request leaves out. A temperature of 0 becomes 1, so the caller says by
+    `samples` that it means greedy; a `top_k` of -1 becomes 0.
+
+    host_only: whether the request uses each of these further fields, which need host sampling, by the name of
+    the field. If the device samples, raises ApiError (422) for the first field in use that needs host
+    sampling, and for a `top_k` above DEVICE_TOP_K.
     """
     seed = None
     if samples:

@@ -87,9 +87,13 @@ class ResponseStore:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[sqlite3.Connection]:
-        """A connection whose changes are written at the end of the block. Raises StoreError, also for an
-        error of SQLite in the block. A locked file is waited for once; calls in the next RETRY_S raise
-        without a wait."""
+        """A context manager with a connection, whose changes are written at the end of the block, and dropped
+        if the block raises. Makes the file and its table if they are missing. Waits up to BUSY_S for another
+        process.
+
+        Raises StoreError if the file cannot be used, also for an error of SQLite in the block. A locked file
+        is waited for once; calls in the next RETRY_S raise without a wait.
+        """
         if time.monotonic() < self._locked_at + RETRY_S:
             raise StoreError(LOCKED)
         try:
@@ -123,9 +127,9 @@ class OwnedResponses:
         return self._store.file_bytes > 0
 
     def save(self, stored: StoredResponse) -> bool:
-        """Stores a response, and returns whether that succeeded. A response that is larger than the file may
-        be is not stored; a failure of the file is logged, and not raised. The oldest entries, of any API key,
-        make room."""
+        """Stores a response with the request's API key, and returns whether that succeeded. A response that
+        is larger than the file may be is not stored; a failure of the file is logged, and not raised. The
+        oldest entries, of any API key, make room."""
         most = self._store.file_bytes
         if stored.total_bytes > most:
             return False
@@ -143,7 +147,7 @@ class OwnedResponses:
 
     def get(self, id: str) -> bytes:
         """Returns the response as JSON. Raises ApiError (404) if this API key has stored no response with
-        this id, sqlite3.Error if the file cannot be used."""
+        this id, StoreError if the file cannot be used."""
         stored = self._find(id)
         if stored is None:
             raise self._no_response(id)
@@ -160,7 +164,7 @@ class OwnedResponses:
         first. Of each response these are the items of its input, then those of its output.
 
         Raises ApiError (422) if one of the responses is not stored, or if stored items that the request has
-        read have more than `max_bytes`; sqlite3.Error if the file cannot be used.
+        read have more than `max_bytes`; StoreError if the file cannot be used.
         """
         turns = []
         next_id: str | None = id
@@ -178,7 +182,7 @@ class OwnedResponses:
         """Returns the output item with this id, to which the item at `path` of the request refers.
 
         Raises ApiError (422) if the item is not stored, if the request refers to it twice, or if stored items
-        that the request has read have more than `max_bytes`; sqlite3.Error if the file cannot be used.
+        that the request has read have more than `max_bytes`; StoreError if the file cannot be used.
         """
         if id in self._references:  # so that a short request cannot ask for a long text many times
             raise invalid(path, "refers to an item for the second time", given=id)

@@ -100,7 +100,9 @@ def _prepare(request: CompletionRequest, served: Served) -> list[PreparedRequest
 
 def _check_prompt(request: CompletionRequest, prompt: str | list[int], best_of: int, served: Served) -> Json:
     """Checks one prompt. Returns the fields of its PreparedRequest, by name, except for those of the
-    Constraint. Raises ApiError. best_of: how many sequences are generated, of which `n` are returned."""
+    Constraint. Raises ApiError for an empty prompt without a `suffix`, ids that the model does not know, a
+    `suffix` that the model does not support, and the fields that all prompts share. best_of: how many
+    sequences are generated, of which `n` are returned."""
     require(prompt or request.suffix, "prompt", "cannot be empty")
     if isinstance(prompt, list):
         fields.check_ids(prompt, "prompt", served.info)
@@ -216,8 +218,8 @@ class CompletionResponseWriter(ChunkedResponseWriter):
         return self.tokenizer.unescape(prompt) if isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
     def _echoed_pieces(self, sequence: GeneratedSequence) -> list[Piece]:
-        """The tokens of the prompt as pieces; [] unless the request has both `echo` and `logprobs`. A piece
-        is `special` if its text is not in the echoed text."""
+        """Returns the tokens of the prompt as pieces; [] unless the request has both `echo` and `logprobs`. A
+        piece is `special` if its text is not in the echoed text."""
         if not self._echoes or self._top_n is None:
             return []
         pieces = self._prompt_pieces(sequence)

@@ -43,8 +43,11 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 def responses(data: Json, served: Served) -> ResponseWriter:
-    """The writer of the response to a request. If the last item of `input` has the type TRIGGER, that is a
-    summary of the conversation. Raises ApiError and StoreError."""
+    """Returns the writer of a response, or of a summary if the last item of `input` has the type TRIGGER.
+    Reads the stored responses that the request continues; its own response is stored when it is complete.
+    Adds images to `served.images`, and renders the prompt. Raises ApiError for a wrong field or item, for one
+    that is not stored, and for a chat that the template rejects; StoreError if the stored responses cannot be
+    read."""
     request = _read_request(data)
     conversation = Conversation(request, served.responses)
     if conversation.own and conversation.own[-1].get("type") == TRIGGER:
@@ -72,16 +75,18 @@ def _triggered(request: ResponsesRequest, conversation: Conversation, served: Se
 
 
 def input_tokens(data: Json, served: Served) -> Later:
-    """What counts the tokens of a request's prompt, once its images are loaded. Raises ApiError and
-    StoreError."""
+    """Returns the function that counts the prompt's tokens once the images are loaded. Raises ApiError for a
+    wrong field or item, and for one that is not stored; the function does so for a prompt that is far too
+    long. Raises StoreError if the stored responses cannot be read."""
     request = _read_request(data)
     prepared = _prepare_response(request, Conversation(request, served.responses), served)
     return lambda: InputTokens(len(ids_of(prepared, served)))
 
 
 def compact(data: Json, served: Served) -> ResponseWriter:
-    """The writer of the response with the model's summary of the conversation. Raises ApiError and
-    StoreError."""
+    """Returns the writer of the response with the model's summary of the conversation. Raises ApiError if
+    there is nothing to summarize, for a wrong field or item, and for one that is not stored; StoreError if
+    the stored responses cannot be read."""
     request = _summary_request(fields.read(data, CompactRequest))
     conversation = Conversation(request, served.responses)
     _ask_for_summary(conversation)
@@ -125,8 +130,9 @@ def _read_request(data: Json) -> ResponsesRequest:
 def _prepare_response(
     request: ResponsesRequest, conversation: Conversation, served: Served
 ) -> PreparedRequest:
-    """The prepared request of the chat that `request` with this conversation is. Raises ApiError, with the
-    names that the chat's fields have in `request`."""
+    """Returns the prepared request of the chat that the conversation is. Adds its images to `served.images`,
+    logs skipped items, and renders the prompt. Raises ApiError for a wrong field, item or tool, in the names
+    of a Responses request, and for a chat that the template rejects."""
     tools = conversation.tools
     paths, messages = _chat_messages(request, conversation, served.images)
     chat = ChatRequest(
@@ -161,7 +167,9 @@ class Conversation:
     in front of these."""
 
     def __init__(self, request: ResponsesRequest, stored: OwnedResponses):
-        """Raises ApiError for items that are not stored, and StoreError."""
+        """Reads stored items. Raises ApiError for items that are not stored, for an item or a tool that is
+        malformed, and for a tool with which the model would use a computer or a browser; StoreError if the
+        stored responses cannot be read."""
         previous = request.previous_response_id
         before = stored.conversation(previous) if previous else []
         self._before = [(f"previous_response_id[{i}]", item) for i, item in enumerate(before)]

@@ -91,7 +91,8 @@ class ResponsesTools(OfferedTools):
     """
 
     def __init__(self, request: ResponsesRequest, items: Sequence[tuple[str, Json]]):
-        """items: of the conversation, each with its path in the request."""
+        """Raises ApiError for a tool that is malformed, and for one of the request with which the model would
+        use a computer or a browser. items: of the conversation, each with its path in the request."""
         super().__init__()
         self.added: dict[str, str] = {}  # the definitions that an item adds, by its path
         self._named: dict[str, ClientTool] = {}  # by the name that the model calls
@@ -231,8 +232,9 @@ def _is_hosted(tool: Json) -> bool:
 
 
 def _chat_form(path: str, tool: Json) -> Json:
-    """A tool in a chat's form. Raises ApiError. Example: {"type": "custom", "name": "f"} becomes {"type":
-    "custom", "custom": {"name": "f"}}. A tool in BUILT_IN becomes a function."""
+    """Returns a tool in a chat's form. Raises ApiError for a name or a description that is no string.
+    Example: {"type": "custom", "name": "f"} becomes {"type": "custom", "custom": {"name": "f"}}. A tool in
+    BUILT_IN becomes a function."""
     kind = tool["type"]
     for key in ("name", "description"):
         require(isinstance(tool.get(key, ""), str | None), f"{path}.{key}", "must be a string")

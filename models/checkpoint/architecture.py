@@ -1,7 +1,7 @@
 """What transformers makes of a checkpoint's config.json: the classes that load it, its number of parameters,
 and why no engine can serve it.
 
-Reads no weights. So it runs before a download, in a child process (`source.check_architecture`), and again
+Reads no weights. So it runs before a download, in a child process (`models.convert --check`), and again
 when the model is loaded (`pretrained.load_pretrained`)."""
 
 from __future__ import annotations
