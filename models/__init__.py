@@ -124,7 +124,8 @@ def _reject_by_config(manifest: Manifest) -> None:
 
 
 def _reject_settings_of_others(config: Config, engine: type[Engine]) -> None:
-    """Raises ModelError for a setting that only another engine has."""
+    """Raises ModelError for a setting, or a value of one, that only another engine has. The message names
+    that engine and the one that serves the model, and says to leave the setting out."""
     for other in ENGINES:
         if issubclass(engine, other):
             continue

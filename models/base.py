@@ -192,8 +192,8 @@ class Engine:
 
     @classmethod
     def why_not_gguf(cls, config: Config, file: GgufFile) -> str | None:
-        """Why the engine does not compute with the weights of a GGUF file, as a part of a log line; None: it
-        does."""
+        """Returns why the engine does not compute with the weights of a GGUF file, as a part of a log line;
+        None: it does."""
         return f"{cls.name} serves checkpoints"
 
     @staticmethod

@@ -260,11 +260,13 @@ def cache_key(config: Config, folder: Path, manifest: Manifest) -> str | None:
 
 
 def run_converter(arguments: list[str], config: Config) -> None:
-    """Runs models/convert.py with these arguments in a child process, so that its imports and memory are
-    released at the end.
+    """Runs models/convert.py with these arguments in a child process, and waits for its end: its imports and
+    memory are then released. The child logs to the stderr of this process. config: goes to its standard
+    input.
 
-    Raises ConfigError for a model that no engine can serve or that needs more memory, CannotWrite as the
-    child does, NotConverted if the child crashes, RuntimeError for any other failure.
+    Raises ConfigError for a model that no engine can serve or that needs more memory, CannotWrite if the
+    child cannot write its files, NotConverted if the child crashes (CRASHES), RuntimeError for any other
+    failure.
     """
     try:
         run_module(

@@ -35,10 +35,13 @@ class Machine:
 
 
 def detect(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Machine | None:
-    """The Neuron devices of this machine or container; None when there are none.
+    """Returns the Neuron devices of this machine or container; None when there are none. root: the folder
+    that stands for /.
 
     Devices are /dev/neuronN; cores come from sysfs, else 2 per device, as Inferentia2 and Trainium1 have.
-    `cores` of the result are those that `usable_cores` leaves. Raises ConfigError as `usable_cores` does.
+    `cores` of the result are those that `usable_cores` leaves. Raises ConfigError for a value of
+    NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES that the runtime rejects, or that asks for more cores than
+    there are.
     """
     devices = [int(path.name[6:]) for path in root.glob("dev/neuron*") if path.name[6:].isdigit()]
     if not devices:

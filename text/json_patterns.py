@@ -54,7 +54,8 @@ def in_rust(pattern: str) -> str | None:
 
 
 def _characters(given: str) -> str:
-    """A bracket expression in Rust's syntax; "" where Python and ECMA-262 differ, and for POSIX classes."""
+    """Returns a bracket expression, such as [^a-z], in Rust's syntax; "" where Python and ECMA-262 differ,
+    and for POSIX classes."""
     negation = "^" * given.startswith("[^")
     body = given[1 + len(negation) : -1]
     if "[:" in body:

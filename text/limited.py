@@ -172,8 +172,12 @@ def _limit(kind: int, most: int) -> None:
 
 
 def serve(maker: str, setup: list, cpu_s: float, memory_bytes: int, wall_s: float) -> None:
-    """Makes the function, and answers requests until they end. Raises MemoryError. The arguments are those of
-    `SandboxedFunction`. A request that exceeds a limit of time ends the process by a signal."""
+    """Runs in the child: makes the function, and answers the requests on standard input until that ends.
+
+    The arguments are those of `SandboxedFunction`; wall_s is WALL_S. A request that exceeds a limit of time,
+    or a start of more than `wall_s` seconds, ends the process by a signal. Raises MemoryError for a request
+    that exceeds `memory_bytes`, and whatever the function raises other than Rejected.
+    """
     requests = sys.stdin.buffer
     answers = sys.stdout.buffer
     signal.setitimer(signal.ITIMER_REAL, wall_s)  # SIGALRM ends it

@@ -113,8 +113,12 @@ class Tokenizer:
         return []
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text, escaped or not; with `add_special_tokens` also those that the tokenizer
-        adds, such as BOS. Raises ValueError for a text that the tokenizer cannot process."""
+        """Returns the token ids of a text. What `escape` returned is read as text only.
+
+        add_special_tokens: adds what the tokenizer adds to a text, such as BOS. Other threads run meanwhile.
+        Raises ValueError for a text that the tokenizer cannot process, and for escaped text that it can only
+        read as a special token.
+        """
         encoding = self._encoded(text, add_special_tokens, has_offsets=False)
         return self._escaping.ids(encoding) if self._escaping else encoding.ids
 

@@ -92,8 +92,8 @@ def _token_named(file: GgufFile, name: str, default: int | None = None) -> dict[
 
 
 def _embedded(file: GgufFile) -> Tokenizer | None:
-    """The published tokenizer, if the file holds one that has no more tokens than the model has embeddings;
-    else None."""
+    """Returns the published tokenizer, if the file holds one that has no more tokens than the model has
+    embeddings; None: it holds none, one that cannot be read, or a larger one."""
     try:
         tokenizer = Tokenizer.from_str(file.keys["tokenizer.huggingface.json"])
     except Exception:  # the library raises a bare Exception for whatever is wrong
@@ -141,11 +141,12 @@ def _from_keys(file: GgufFile, written: str) -> Tokenizer:
 
 
 def _token_types(file: GgufFile, tokens: list[str], written: str) -> list[int]:
-    """The type of each token, by its id: that of the file, but for two cases. Text that is empty or no UTF-8
-    is an UNUSED_TOKEN. A token of ENDS, or text in <> that `written`, the chat templates, has, is a
+    """Returns the type of each token, by its id: that of the file, but for two cases. Text that is empty or
+    no UTF-8 is an UNUSED_TOKEN. A token of ENDS, or text in <> that `written`, the chat templates, has, is a
     CONTROL_TOKEN, and a warning names it.
 
-    Raises ModelError if the numbers of tokens, types and embeddings differ.
+    Raises ModelError if the numbers of tokens, types and embeddings differ. In a file without types all
+    tokens are normal ones; one with byte-level BPE needs types, and raises ModelError, too.
     """
     types = file.tokenizer("token_type")
     if types is None:

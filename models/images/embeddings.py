@@ -33,11 +33,11 @@ class ImageEncoder:
     def encode(
         self, pixels: np.ndarray, canvas: tuple[int, ...], is_cancelled: Callable[[], bool]
     ) -> np.ndarray | None:
-        """The embeddings of an image, float32 [tokens, width]; None if `is_cancelled` returns true before one
-        of its tiles.
+        """Returns the embeddings of an image, float32 [tokens, width]; None if `is_cancelled` returns true
+        before one of its tiles. Keeps them nowhere.
 
         pixels: the tiles, uint8 RGB [tiles, height, width, 3], which run one at a time; canvas: how the tiles
-        lie in the image (protocol.py: Image).
+        lie in the image, the numbers of a `Canvas`, which are only read if `newline` is set.
         """
         features = []
         for tile in pixels:
@@ -58,7 +58,8 @@ def arrange(features: np.ndarray, canvas: tuple[int, ...], newline: Sequence[flo
 
     Without `newline` these are the tiles, one after another, and `canvas` is not read. Else they are the
     first tile, which shows the whole image, then the rows of the canvas that the other tiles make: without
-    its padding, scaled to as many rows and columns as it keeps, and with `newline` [width] after each row.
+    its padding, scaled down to `kept_rows` and `kept_columns`, and with `newline` [width] after each row.
+    canvas: the six numbers of a `Canvas`.
     """
     width = features.shape[-1]
     if newline is None:

@@ -153,11 +153,12 @@ class Artifact:
 
     @classmethod
     def of(cls, config_json: Json, source: Path) -> Artifact | None:
-        """What a config.json says of compiled graphs; None: it is not that of a compiled model. source: the
-        file, for errors.
+        """Reads the `neuron` section of a config.json; None: there is none, so the model is not compiled. A
+        section without `exporter` is one of optimum-neuron, and the result has `optimum`; else it has
+        `compiled_config`. source: the path of the config.json, for errors.
 
-        Raises ConfigError for a section that is incomplete, or holds an unknown value or field: it may change
-        what the graphs compute.
+        Raises ConfigError for a section that is incomplete, or holds an unsupported value. Raises it for an
+        unknown field, too, as this may change what the graphs compute; those of optimum-neuron are ignored.
         """
         section = config_json.get("neuron")
         if section is None:
@@ -198,10 +199,13 @@ def with_optimum(config: Config, optimum: Optimum) -> Config:
 
 
 def with_compiled_config(config: Config, compiled_config: CompiledConfig) -> Config:
-    """The settings with every value that was left open taken from `compiled_config`.
+    """Returns a copy of `config` with the tp_degree, dtype, quantization and sampling of compiled graphs.
+    Limits that were left open are those of the graphs; all other settings stay.
 
-    Raises ConfigError, naming both values, for a setting that contradicts the compiled value of its name.
-    Smaller limits, and some of the compiled buckets, do not.
+    Raises ConfigError, with both values, for a limit above the compiled one, and for any other setting that
+    contradicts the compiled value of its name. Not an error: a lower limit, some of the compiled buckets, and
+    0, which turns a part off. For graphs of 4 slots, --max-batch-size 3 and --prefill-chunk 0 are possible,
+    --max-batch-size 5 and --dtype float32 with graphs in bfloat16 are not.
     """
     name = config.model_name
     remedy = "leave it out, or compile it again"
@@ -278,9 +282,12 @@ class CachedGraphs:
 
     @classmethod
     def here(cls, size_gb: float, model: str, compiled_config: CompiledConfig) -> CachedGraphs | None:
-        """The cached graphs for a model and its settings; None when NEURON_COMPILE_CACHE_URL is not a local
-        folder: only the compiler can look there. Raises ConfigError where other users may write into the
-        folder."""
+        """Returns the cached graphs for a model and its settings, whether or not they have been compiled yet.
+        None: NEURON_COMPILE_CACHE_URL is not a local folder, where only the compiler can look.
+
+        size_gb: of all sets together; model: its `config_digest`. Raises ConfigError if another user owns the
+        folder or may write into it.
+        """
         url = urlsplit(os.environ.get("NEURON_COMPILE_CACHE_URL", "").strip() or CACHE)
         if url.scheme not in ("", "file"):
             return None

@@ -334,7 +334,8 @@ class Family:
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """The rotary positions that `LayerKind.rope` chooses from; empty: those of transformers-neuronx."""
+        """The rotary positions that `graph.py` computes, by the numbers of `LayerKind.rope`; empty: those of
+        transformers-neuronx."""
         rotated = int(self.head_dim * (self.config.get("partial_rotary_factor") or 1.0))  # values of a head
         own = rope.scaled(self.rope, rotated)
         return (own,) if own else ()
@@ -374,8 +375,8 @@ class Family:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory during loading: the checkpoint, the table of embeddings in float32, which
-        transformers-neuronx makes, and the vision tower."""
+        """Bytes of host memory during loading: the checkpoint, the table of embeddings in float32, which
+        transformers-neuronx makes, and the vision tower in float32."""
         tower = 4 * self.tower.parameters if self.tower else 0
         return self.parameters * DTYPES[self.dtype].bytes + 4 * self.hidden * self.vocab + tower
 
@@ -440,7 +441,9 @@ class Family:
         return weight
 
     def layer(self, get: GetTensor, names: Sequence[str] = (*ATTENTION, *MLP)) -> Tensors:
-        """Matrices and norms of a layer under Llama's names."""
+        """Returns the matrices of a layer that `names` lists, and its two norms, under Llama's names, with
+        the multipliers of the model in them. get: returns a tensor of the layer by its name in the layer, and
+        raises ModelError for one that is missing. The methods below take it, too."""
         matrices = {f"{name}.weight": self.matrix(get, name) for name in names}
         norms = zip(LLAMA_NORMS, NORMS_BEFORE[self.norms])
         before = {f"{name}.weight": self.norm(get(f"{theirs}.weight")) for name, theirs in norms}
@@ -452,8 +455,8 @@ class Family:
         return get(f"{name}.weight")
 
     def extra_tensors(self, get: GetTensor) -> Tensors:
-        """The tensors of a layer with an attention that Llama's lacks, where the family has them: biases by
-        the names of the checkpoint, q_norm, k_norm, after_attention and after_mlp; sinks [heads];
+        """Returns the tensors of a layer with an attention that Llama's lacks, where the family has them:
+        biases by the names of the checkpoint, q_norm, k_norm, after_attention and after_mlp; sinks [heads];
         attention_gate [heads * head_dim, hidden]."""
         extra = self._scaled({f"{name}.bias": get(f"{name}.bias") for name in self.biases})
         if self.head_norms:
@@ -465,8 +468,8 @@ class Family:
         return extra
 
     def _scaled(self, tensors: Tensors) -> Tensors:
-        """The matrices and biases of a layer with the multipliers of the model in them; other tensors as they
-        are. A norm of the queries would undo that of their matrix, and has it itself."""
+        """Returns the matrices and biases of a layer with the multipliers of the model in them; other tensors
+        as they are. A norm of the queries would undo that of their matrix, and has it itself."""
         query_scale = 1.0 if self.head_norms else self.query_scale
         scales = {Q: query_scale, O: self.residual_scale, DOWN: self.residual_scale}
         return {

@@ -212,8 +212,9 @@ class BuildPlan:
 
 
 def _configured_for(compiled_config: CompiledConfig, family: Family, config: Config) -> Config:
-    """The settings with the values of a compiled model. Raises ConfigError or ModelError for a model that
-    cannot run here."""
+    """Returns the settings with the values of a compiled model. Raises ConfigError for graphs of a newer
+    compiler, settings that contradict these values or that the family does not support, and too few cores;
+    ModelError for graphs of another model class."""
     artifact.check_compiler(compiled_config, compiler_version(), config.model_name)
     config = artifact.with_compiled_config(config, compiled_config)
     model_class = family.name
@@ -352,8 +353,13 @@ def load_model(build: BuildPlan, work_dir: Path, announce: Announce) -> tuple[An
 
 
 def make(build: BuildPlan, work_dir: Path) -> Any:
-    """The model of transformers-neuronx with its weights in host memory, not compiled, not on the device.
-    Raises ModelError or ConfigError."""
+    """Returns the model of transformers-neuronx, not compiled, not on the device; it reads its weights when
+    that happens. Downloads weights that are on the hub. Writes `work_dir`/checkpoint, in the place of what an
+    earlier call has written.
+
+    Raises ConfigError for weight files that are too small for config.json, ModelError if there are none, or
+    transformers-neuronx fails or reads another `rope_theta`.
+    """
     # Imported here: it needs transformers-neuronx, which only machines with a device have.
     from models.neuron.graph import FamilyForSampling
 
@@ -396,7 +402,8 @@ def _view_of(checkpoint: Path, config_json: Json, view: Path) -> Path:
 
 
 def _neuron_config(build: BuildPlan) -> Any:
-    """The NeuronConfig of transformers-neuronx."""
+    """Returns the NeuronConfig of transformers-neuronx for what `build` compiles. Options of --neuron-config
+    are set last, and override others."""
     compiled_config = build.compiled_config
     dtype = compiled_config.dtype
     amp = DTYPES[dtype].short

@@ -116,6 +116,8 @@ The weights of a local model are put into DIR, those of a hub model are download
 
 
 def main(argv: Sequence[str]) -> int:
+    """Runs the subcommand with these arguments, which have no program name. Returns the exit code: 0, or 2
+    after one line on stderr for settings or a model that cannot be compiled."""
     parser = configuration.Parser(usage=USAGE, allow_abbrev=False)
     parser.add_argument("--output", metavar="DIR", help="a folder that does not exist, or is empty")
     try:

@@ -49,8 +49,10 @@ class Versions(NamedTuple):
         return f"Neuron driver {self.driver or 'unknown'} with runtime library {self.runtime or 'unknown'}"
 
     def check(self) -> None:
-        """Raises ConfigError for a pair that is known not to fit; warns of one that may not fit: the notes
-        say of driver 2.29 and of runtime library 2.32 what these need, and not whether later ones do."""
+        """Raises ConfigError, with the versions that work, for a pair that is known to fail: driver 2.29 with
+        a library older than 2.33, or a driver older than 2.27 with library 2.32. The notes do not say whether
+        later drivers and libraries fail in these pairs: a warning says that they may. Also warns of a driver
+        newer than NEWEST_DRIVER, and of an unknown version, with which nothing is compared."""
         driver = _release(self.driver)
         runtime = _release(self.runtime)
         if not driver or not runtime:

@@ -785,11 +785,12 @@ def _tower(config_json: Json, width: int) -> Tower | None:
 
 
 def of(config_json: Json) -> Family:
-    """The family of a model by its config.json, which transformers 4 or 5 wrote; of a vision-language model
-    that of its text part.
+    """Returns the family of a model by its config.json, which transformers 4 or 5 wrote; of a vision-language
+    model that of its text part, with its `tower`.
 
-    Raises ConfigError for an unsupported family or an invalid config.json, ModelError for an unsupported
-    value.
+    Raises ConfigError for an unsupported `model_type`, for fields that are missing, have a wrong type or
+    contradict each other, and for a list of layers that has not `num_hidden_layers`. Raises ModelError for a
+    value that is not supported.
     """
     text = text_config(config_json)
     model_type = text.get("model_type")

@@ -82,7 +82,8 @@ class FamilyForSampling(llama.LlamaForSampling):
     states: Sequence[Sequence[int]]
 
     def __init__(self, config: Any, family: Family, compiled_config: CompiledConfig, **options: Any):
-        """config, options: those of transformers-neuronx's class."""
+        """Builds the model without its weights: with the family's config and graph in the place of Llama's.
+        config, options: those of LlamaForSampling."""
         self._family = family
         # Each run returns ids or logits, as `return_token_ids` says; the device computes both.
         self._is_hybrid = compiled_config.sampling == "hybrid"
@@ -122,6 +123,8 @@ class FamilyForSampling(llama.LlamaForSampling):
         return self._logits(output).permute(1, 2, 0) if self._gives_logits else output
 
     def _preprocess(self, *arguments: Any, **options: Any) -> tuple[Any, ...]:
+        """Returns the inputs of a graph as transformers-neuronx does. Where layers have recurrent states, the
+        numbers of `states` are in the place of the inputs after the first three."""
         inputs = super()._preprocess(*arguments, **options)
         if self._family.recurrent_layers:
             inputs = *inputs[:3], *(torch.tensor(each, dtype=torch.int32) for each in self.states)
@@ -137,7 +140,10 @@ class FamilyForSampling(llama.LlamaForSampling):
         return self._cast_logits(output)[: self.config.vocab_size].permute(2, 1, 0)
 
     def load_state_dict_dir(self, folder: str) -> None:
-        """The library asks each module for its tensors when it needs them, and drops them afterwards."""
+        """Makes each module read its tensors from the checkpoint in `folder` when transformers-neuronx asks
+        for them; they are dropped afterwards. Reads no tensor itself. If the two configs of a vision-language
+        model disagree, the checkpoint says whether tables are tied. Raises ModelError for a folder without
+        weights."""
         family = self._family
         checkpoint = CheckpointTensors(Path(folder), family.renamed)
         if family.is_nested:  # its two configs may say different things
@@ -157,6 +163,8 @@ class FamilyForSampling(llama.LlamaForSampling):
         _fill_later(model.lm_head, lambda: {"weight": family.head(checkpoint)})
 
     def load_weights(self) -> None:
+        """Reads the weights, layer by layer, and gives them to transformers-neuronx for the device, with the
+        tensors that Llama's layers lack. Raises ModelError for a tensor that is missing."""
         new_layer = self.decoder_lm_head.new_layer
 
         def extended(**options: Any) -> Any:
@@ -175,6 +183,9 @@ class FamilyForSampling(llama.LlamaForSampling):
             super().load_weights()
 
     def _add_extra_tensors(self, layer: Any, to_neuron: Callable[[], None]) -> None:
+        """Gives a layer of transformers-neuronx the tensors that Llama's lacks, then calls its `to_neuron`.
+        Those that PLACES names go there, the others behind LAYER_WEIGHTS, as `_added_parameters` lists them.
+        Raises ModelError for a tensor that is missing."""
         family = self._family
         get = self._checkpoint.in_layer(layer.layer_num)
         is_recurrent = layer.layer_num in family.recurrent_layers
@@ -198,8 +209,11 @@ class FamilyForSampling(llama.LlamaForSampling):
         to_neuron()
 
     def _make_recurrent(self, layer: Any, get: GetTensor) -> Tensors:
-        """Gives a layer the buffers of a recurrence, in the places of those of an attention. Returns the
-        tensors of the layer beside its matrices, by the names of `Recurrence.tensors`."""
+        """Gives a layer the buffers of a recurrence, in the places of those of an attention: the last inputs
+        of the convolution in the model's dtype, the states in float32, for each slot and then for each
+        snapshot. They are made when transformers-neuronx makes its caches. Returns the tensors of the layer
+        beside its matrices, by the names of `Recurrence.tensors`. Raises ModelError for a tensor that is
+        missing."""
         tp_degree = self.config.tp_degree
         net = self._family.recurrence.on_cores(tp_degree)
         layer.attn_k_weight = layer.attn_v_weight = None
@@ -224,7 +238,7 @@ class FamilyForSampling(llama.LlamaForSampling):
         return self._family.recurrent_tensors(get, self._arranged)
 
     def _arranged(self, shared: Sequence[torch.Tensor], *own: torch.Tensor) -> torch.Tensor:
-        """Joins tensors of the recurrence by key head, for the key heads that the cores have
+        """Returns tensors of the recurrence joined by key head, for the key heads that the cores have
         (`Recurrence.on_cores`): [key heads * sizes, ...].
 
         Each key head gets its part of each tensor of `shared`, which its value heads share, such as queries
@@ -242,8 +256,9 @@ class FamilyForSampling(llama.LlamaForSampling):
         return utils.pad(torch.cat(parts, 1), 0, on_cores.key_heads).flatten(0, 1)
 
     def _of_padded_heads(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of heads [heads, size, ...] as [heads * size, ...], with zeros where transformers-neuronx
-        adds heads: after those of each key-value head where several cores share it, else after all."""
+        """Returns values of heads [heads, size, ...] as [heads * size, ...], with zeros where
+        transformers-neuronx adds heads: after those of each key-value head where several cores share it, else
+        after all."""
         heads = self.config.num_attention_heads
         kv_heads = self.config.num_key_value_heads
         added = -heads % self.config.tp_degree
@@ -254,8 +269,8 @@ class FamilyForSampling(llama.LlamaForSampling):
 
 
 def _added_parameters(family: Family, is_recurrent: bool) -> dict[str, int | None]:
-    """The names of what a layer has after LAYER_WEIGHTS, in this order, each with the dimension that is split
-    over the cores; None: each core has all."""
+    """Returns the names of what a layer has after LAYER_WEIGHTS, in this order, each with the dimension that
+    is split over the cores; None: each core has all."""
     added = {}
     if is_recurrent:
         added |= family.recurrence.tensors
@@ -349,8 +364,9 @@ def _config(family: Family, *arguments: Any, **options: Any) -> Any:
 
 
 def _fill_later(module: torch.nn.Module, read: Callable[[], Tensors]) -> None:
-    """Gives a module what `read` returns when transformers-neuronx asks for its parameters; matrices get the
-    dtype that transformers-neuronx gave them, norms float32."""
+    """Makes a module set its parameters to what `read` returns when transformers-neuronx asks for them;
+    matrices get the dtype that transformers-neuronx gave them, norms float32. Other parameters stay. Reads
+    nothing itself."""
 
     def materialize() -> None:
         own = dict(module.named_parameters())
@@ -416,6 +432,7 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
     head_dim]."""
 
     def __init__(self, family: Family, *arguments: Any, **options: Any):
+        """family: whose layers the graph computes; the other arguments are those of transformers-neuronx."""
         super().__init__(*arguments, **options)
         self.family = family
         # A norm makes keys small, whatever their bias.
@@ -432,6 +449,9 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         return tensors, (*sequence_dimensions[:3], None, *sequence_dimensions[4:])
 
     def pre_layer(self, hidden: Any, cache_ids: Any, *arguments: Any, **options: Any) -> tuple[Any, ...]:
+        """Computes what all layers share: rotary positions, masks of each sliding window, rows of recurrent
+        layers. Keeps these for the calls of `layer`, which begin with the first layer again. Returns the
+        values that transformers-neuronx hands to its own layers."""
         if self.recurrence:
             self._rows = Rows(cache_ids, *arguments[:4])
         values = list(super().pre_layer(hidden, cache_ids, *arguments, **options))
@@ -450,7 +470,7 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         return tuple(values)
 
     def _rotation(self, positions: Any, dtype: Any) -> tuple[Any, Any]:
-        """Sine and cosine of positions [1, tokens], where all layers have the same."""
+        """Returns sine and cosine of positions [1, tokens], where all layers have the same."""
         if self.family.ropes:
             return _sin_cos(positions, dtype, self.family.ropes[0])
         return rotary.hlo_rotary_embedding(
@@ -467,6 +487,10 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         return window if window and window < self.n_positions else None
 
     def layer(self, hidden: Any, *arguments: Any, **options: Any) -> tuple[Any, Any, Any]:
+        """Returns hidden [slots, tokens, hidden] after a layer, and the layer's keys and values, or the two
+        buffers of its recurrence, with those of the running tokens. Each call is the next layer; `pre_layer`
+        comes before the first. arguments: as transformers-neuronx hands them to a layer, last the two
+        buffers, LAYER_WEIGHTS and the parameters of `_added_parameters`."""
         if not self.family.has_own_layers:
             return super().layer(hidden, *arguments, **options)
         last_token_id, _rope, cache_ids, start_ids, block_to_seq = arguments[:5]
@@ -497,6 +521,8 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         return hlo.add(self._norm(inner, weights["post_mlp_ln_weight"]), hidden), keys, values
 
     def _mlp(self, hidden: Any, weights: dict[str, Any]) -> Any:
+        """Returns the output of a layer's MLP, or of all its experts by their weights, for hidden [slots,
+        tokens, hidden], in the same shape. weights: by the names of LAYER_WEIGHTS and `_added_parameters`."""
         limit = self.family.swiglu_limit
         of_pieces = None
         options = {f"{name}_scales": weights[f"{name}_scales"] for name in ("in0", "in1", "out")}
@@ -521,9 +547,9 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         return hlo.add(output, hlo.cast(hlo.reshape(bias, output.sizes), output.dtype))
 
     def _activation(self, of_pieces: Any) -> Any:
-        """The activation of the MLP for gates [tokens, columns of a core]; in a mixture of experts times the
-        weight of each column's expert. of_pieces: [tokens, pieces], the weights of the pieces on a core;
-        None: a dense model."""
+        """Returns the activation of the MLP for gates [tokens, columns of a core], a function; in a mixture
+        of experts times the weight of each column's expert. of_pieces: [tokens, pieces], the weights of the
+        pieces on a core; None: a dense model."""
         activation = hlo.get_activation(self.family.activation)
         if limit := self.family.swiglu_limit:
             activation = functools.partial(_swish, limit=limit)
@@ -538,7 +564,8 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         return weighted
 
     def _expert_weights(self, hidden: Any, weights: dict[str, Any]) -> Any:
-        """The weight of each expert for each token, 0 for most: float32 [tokens, experts]."""
+        """Returns the weight of each expert for each token, 0 for most: float32 [tokens, experts], the shared
+        ones last."""
         experts = self.family.experts
         rows = Array(hidden).view(-1, hidden.sizes[2]).float()
         logits = rows.apply(_matrix_product, weights["router"])
@@ -575,9 +602,10 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
 
     @contextlib.contextmanager
     def _attention_of(self, kind: LayerKind, hidden: Any, weights: dict[str, Any]) -> Iterator[None]:
-        """While the body runs, gives transformers-neuronx's attention what this layer has: norms of queries
-        and keys, no positions, capped scores, sinks, a gate of the output. The library's kernel for long
-        prompts is not used with caps, sliding windows or sinks, which it lacks."""
+        """A context manager: while the body runs, transformers-neuronx's attention has what this layer has:
+        norms of queries and keys, no positions, capped scores, sinks, a gate of the output. Its kernel for
+        long prompts is not used with caps, sliding windows or sinks, which it lacks. hidden: the input of the
+        attention."""
         turn = rotary.rotate_half
         score = attention.score
         cap = self.family.attention_cap
@@ -619,6 +647,8 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
             return super().attention(*others, *weights.values(), **options)
 
     def _norm_of_heads(self, tensor: Any, weight: Any) -> Any:
+        """Returns queries or keys [tokens, slots, heads, size] after their norm, over each head or over all
+        heads of all cores, as the family has it."""
         tokens, slots, heads, size = sizes = tensor.sizes
         eps = self.config.rms_norm_eps
         if self.family.head_norms == "each":
@@ -628,6 +658,7 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         return norm_of_all_cores(Array(tensor), weight, count, self.config).apply(hlo.cast, tensor.dtype).node
 
     def ln_lm_head(self, *arguments: Any, **options: Any) -> Any:
+        """Returns the logits, capped if the family has a cap."""
         return _capped(super().ln_lm_head(*arguments, **options), self.family.logit_cap)
 
 

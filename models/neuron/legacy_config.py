@@ -9,8 +9,10 @@ from run import Json
 
 
 def legacy_config(config: Json) -> Json:
-    """A config.json of transformers 4 or 5 under the names of transformers 4; 5 renamed the dtype and the
-    fields of rotary positions. Fields that `config` lacks stay out: each family has defaults of its own.
+    """Returns a copy of a config.json of transformers 4 or 5 with the names of transformers 4. `dtype`
+    becomes `torch_dtype`; `rope_parameters` becomes `rope_theta`, `rope_scaling` and others;
+    `num_local_experts` is also `num_experts`, unless the file has that. Fields that `config` lacks stay out:
+    each family has defaults of its own.
 
     Raises ModelError for rotary positions that are no object, or that differ between layers otherwise than
     Gemma 3's.

@@ -107,8 +107,10 @@ class NeuronModel(StaticBatchModel):
             self._load_vision(build)
 
     def _load_vision(self, build: BuildPlan) -> None:
-        """Makes the model read images. The vision tower runs on the host, as the lookup of embeddings does.
-        If the tower cannot be loaded, a warning says why, and images are not read."""
+        """Makes the model read images: sets `vision` and `encoder_cache`, and puts a HostEmbedding in the
+        place of the model's lookup of embeddings. The vision tower runs on the host, as that lookup does. If
+        the tower is not supported on Neuron or cannot be loaded, a warning says why, and images are not
+        read."""
         manifest = build.manifest
         if not manifest.vision_family.on_neuron:
             warn_text_only(build.config.model_name, "its images are not supported on Neuron")

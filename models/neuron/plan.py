@@ -179,12 +179,14 @@ class Sizing:
 
     @property
     def state_bytes(self) -> int:
+        """Bytes of the recurrent states of all slots and snapshots, on a core."""
         size = self.family.state_bytes(self.tp_degree, self.dtype)
         return (self.batch_size + self.snapshots) * size // self.tp_degree
 
     @property
     def snapshots(self) -> int:
-        """How many recurrent states are kept beside those of slots."""
+        """How many recurrent states are kept beside those of slots: SNAPSHOTS for each slot, or fewer if
+        `snapshot_memory` is less; 0 without recurrent layers."""
         size = self.family.state_bytes(self.tp_degree, self.dtype)
         return min(SNAPSHOTS * self.batch_size, int(self.snapshot_memory * 1e9) // size) if size else 0
 
@@ -215,7 +217,10 @@ class Sizing:
 
     @property
     def unsupported(self) -> str | None:
-        """Why transformers-neuronx cannot run this with any memory, and what would work; None: it can."""
+        """Why transformers-neuronx cannot run this with any memory, and what would work, in one line; None:
+        it can. Reasons are --neuron-config shard_over_sequence with a KV cache in FP8 or with these key-value
+        heads, norms over all heads that `tp_degree` cuts, and experts that it does not cut into whole
+        columns."""
         tp_degree = self.tp_degree
         family = self.family
         heads = family.heads
@@ -253,8 +258,8 @@ class Sizing:
         return next((value for value in reversed(values) if replace(self, **{field: value}).fits), None)
 
     def reason(self, degrees: Sequence[int]) -> str | None:
-        """Why it does not work and what would, each change alone, in one line; None: it works. `degrees` are
-        the tp_degrees that the machine has."""
+        """Returns why it does not work and what would, each change alone, in one line; None: it works.
+        degrees: the tp_degrees that the machine has; larger ones are recommended with a larger instance."""
         if self.unsupported or self.fits:
             return self.unsupported
         slots = self.most("batch_size", range(1, self.batch_size))
@@ -290,8 +295,8 @@ class Sizing:
 
 
 def allowed_tp_degrees(family: str | None = None, cores: int = MAX_CORES) -> list[int]:
-    """The values of TP_DEGREES up to `cores`, ascending. family: of instances; None: the values of all
-    families."""
+    """Returns the values of TP_DEGREES up to `cores`, ascending. family: of instances, such as "inf2"; None:
+    the values of all families."""
     known = TP_DEGREES[family] if family else set().union(*TP_DEGREES.values())
     return sorted(degree for degree in known if degree <= cores)
 
@@ -359,8 +364,9 @@ def _tp_degrees(machine: Machine, config: Config) -> list[int]:
 
 
 def _prefill_chunk(family: Family, config: Config) -> int:
-    """The tokens of a chunk, 0 for whole prompts: those of `config`; else PREFILL_CHUNK, or 0 with an option
-    of WHOLE_PROMPTS. Raises ConfigError for settings that do not go together, or not with this family."""
+    """Returns the tokens of a chunk, 0 for whole prompts: those of `config`; else PREFILL_CHUNK, or 0 with an
+    option of WHOLE_PROMPTS. Raises ConfigError for --quantize other than int8, and for an option of
+    WHOLE_PROMPTS together with a --prefill-chunk other than 0 or with layers that graph.py builds."""
     if config.quantize not in (None, "int8"):
         raise ConfigError(
             f"--quantize {config.quantize} (QUANTIZE) is not supported on Neuron; give int8 or none"
@@ -384,7 +390,9 @@ def _prefill_chunk(family: Family, config: Config) -> int:
 
 
 def report(name: str, family: Family, machines: Sequence[Machine], config: Config) -> Iterator[str]:
-    """The lines that `plan` prints, of any length."""
+    """Yields the lines that `plan` prints, of any length: the model, each machine with what fits or why
+    nothing does, and the recommended machine if there are several. name: the model's. Raises nothing for what
+    does not fit."""
     served = family.served_in(config.dtype)
     if config.quantize:
         served += f", its layers in {config.quantize}"
@@ -472,6 +480,10 @@ Exit code 1: the model fits on none of the machines."""
 
 
 def main(argv: Sequence[str]) -> int:
+    """Prints what fits where; reads the model's config.json, from the hub if need be. argv has no program
+    name. Returns the exit code: 0 if the model fits on one of the machines; 1 if on none, whatever the
+    reason; 2 after one line on stderr for flags that cannot be read, a GGUF file, or a model that is not
+    supported on Neuron."""
     parser = configuration.Parser(usage=USAGE, allow_abbrev=False)
     parser.add_argument(
         "--instance",

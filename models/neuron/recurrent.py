@@ -141,8 +141,9 @@ class Rows:
 def recurrent_layer(
     rows: Rows, hidden: Any, conv: Any, state: Any, weights: dict[str, Any], builder: Any
 ) -> tuple[Any, Any, Any]:
-    """The output of a recurrent layer for hidden [rows, tokens, size], in the same shape, and both buffers,
-    conv and state, after the tokens that count. builder: the Hlo of `graph.py`."""
+    """Returns the output of a recurrent layer for hidden [rows, tokens, size], in the same shape, and both
+    buffers, conv and state, after the tokens that count. weights: by the names of LAYER_WEIGHTS and
+    `Recurrence.tensors`. builder: the Hlo of `graph.py`."""
     net = builder.recurrence
     projection = (weights["attn_q_weight"], None, weights["attn_q_scales"], builder.neuron_config)
     projected = Array(hidden).view(rows.count * rows.tokens, -1).apply(hlo.dot10_add1, *projection)

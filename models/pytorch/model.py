@@ -327,8 +327,9 @@ class TorchModel(StaticBatchModel):
             logger.info("--speculate has no effect here: a recurrent state does not go back")
 
     def _load_vision(self, manifest: Manifest) -> None:
-        """Sets `vision` and `encoder_cache` where the model reads images. If its tower does not compute what
-        that of transformers does, a warning says so, and there is no `encoder_cache`."""
+        """Sets `vision`, `encoder_cache` and `whole_images` if the model reads images and its tower computes
+        what that of transformers does. If the tower does not, or fails, a warning says so, `encoder_cache`
+        stays None, and only text is served. Raises nothing for that."""
         if not manifest.reads_images:
             return
         try:

@@ -36,9 +36,11 @@ def preprocessor(model_dir: str, overrides: Json) -> Callable[[list], bytes]:
     for a folder that is no model.
 
     The bytes are a line of JSON and the pixels. The line is [text, tokens, shape, canvas, [width, height]]:
-    `PreprocessedImage` explains the first four, and the last is the size of the upright image. The function
-    raises Rejected for a file that `decode` rejects, for overrides that do not fit, and for an image of more
-    than MAX_TOKENS.
+    `PreprocessedImage` explains the first four, and the last is the size of the upright image in pixels. The
+    pixels are uint8 RGB [tiles, height, width, 3].
+
+    The function raises Rejected for a file that `decode` rejects, for overrides that are not valid or make
+    the image too large, and for an image of more than MAX_TOKENS tokens.
     """
     manifest = Manifest.read(model_dir)
 
@@ -63,8 +65,13 @@ def preprocessor(model_dir: str, overrides: Json) -> Callable[[list], bytes]:
 
 
 def decode(data: bytes) -> Image.Image:
-    """An image as people see it: its first frame, upright, in RGB. Raises Rejected for a file of another
-    format, a damaged one, and one with too many pixels, too thin a form, or too much text."""
+    """Returns an image as people see it: its first frame, upright, in RGB, in its own size. data: a PNG,
+    JPEG, WebP or GIF file.
+
+    Raises Rejected for any other or a damaged file, for more than MAX_PIXELS pixels, for a side of more than
+    MAX_RATIO times the other, and for more than MAX_TEXT bytes of text or color profile. The message
+    continues a sentence that begins with the image's name.
+    """
     try:
         image = Image.open(io.BytesIO(data), formats=FILE_FORMATS)  # reads the header
         if max(image.size) > MAX_RATIO * min(image.size):

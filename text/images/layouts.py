@@ -157,8 +157,8 @@ class AnyResolution(Layout):
         return Tiles(tiles, self.token * tokens, packing)
 
     def _best_canvas(self, image: Image) -> tuple[int, int]:
-        """Height and width, in pixels, of the canvas that keeps most of the image's pixels; of equal ones the
-        smallest."""
+        """Returns height and width, in pixels, of the canvas that keeps most of the image's pixels; of equal
+        ones the smallest."""
 
         def fit(size: tuple[int, int]) -> tuple[int, int]:
             height, width = size
@@ -170,8 +170,9 @@ class AnyResolution(Layout):
         return max(self._canvases, key=fit)
 
     def _packing(self, image: Image, height: int, width: int) -> tuple[int, ...]:
-        """`Tiles.canvas`, of an image in a canvas of this height and width in pixels. The rounding is that of
-        transformers' models."""
+        """Returns `Tiles.canvas` of an image. height, width: of its canvas, in pixels. The last two numbers
+        are the rows and columns of patches without padding; both are scaled down if these are more than 1.21
+        times `_max_patches` patches. The rounding is that of transformers' models."""
         rows = self._patches * (height // self._side)
         columns = self._patches * (width // self._side)
         scale = min(columns / image.width, rows / image.height)
@@ -302,8 +303,9 @@ class Grid(Layout):
         return Tiles(tiles, self.begin + self.token * self._tokens * len(tiles) + self.end)
 
     def _nearest(self, image: Image) -> tuple[int, int]:
-        """Columns and rows, in tiles, of the grid whose form is nearest to that of the image. Of equally near
-        grids, the largest counts that has fewer than twice the pixels of the image, else the smallest."""
+        """Returns columns and rows, in tiles, of the grid whose form is nearest to that of the image. Of
+        equally near grids, the largest counts that has fewer than twice the pixels of the image, else the
+        smallest."""
         best = (1, 1)
         least = math.inf
         for columns, rows in self._grids:
@@ -435,7 +437,8 @@ def read_layout(manifest: Manifest, *overrides: Json) -> Layout:
 
 
 def _cut(image: Image, side: int) -> list[Image]:
-    """The square tiles of an image, row by row. side: in pixels; divides both of the image."""
+    """Returns the square tiles of an image, row by row. side: of a tile, in pixels; it divides both sides of
+    the image."""
     corners = [(x, y) for y in range(0, image.height, side) for x in range(0, image.width, side)]
     return [image.crop((x, y, x + side, y + side)) for x, y in corners]
 

@@ -76,12 +76,15 @@ class ImagePreprocessor:
         self._preprocess.start()
 
     def __call__(self, data: bytes, options: Json | None = None) -> PreprocessedImage:
-        """data: an image file. options: values, of the names in `self.options`, that count before the
+        """Decodes and preprocesses an image file in a child process, and waits for it. Logs an image that is
+        scaled down, at debug level.
+
+        data: the bytes of the file. options: values, of the names in `self.options`, that count before the
         overrides; None: none.
 
-        Raises Rejected for a file that is not an image, or is too large, and for options that do not fit;
-        LimitExceeded for an image that takes too much time or memory. The texts of both continue a sentence
-        that begins with the name of the image.
+        Raises Rejected for a file or options that cannot be used, and LimitExceeded for an image that takes
+        more than CPU_S or MEMORY_BYTES or ends the child. Their texts continue a sentence that begins with
+        the name of the image. Raises OSError if no child can be started.
         """
         options = options or {}
         answer = self._preprocess([base64.b64encode(data).decode(), options])

@@ -112,7 +112,8 @@ def _chat_with_call(template: ChatTemplate, arguments: Any) -> str:
 
 
 def _reads(form: ToolFormat, chat: str) -> bool:
-    """Whether the format reads this text as one call of FUNCTION with ARGUMENTS."""
+    """Whether the format reads the text `chat` as exactly one call, that of NAME with ARGUMENTS, with their
+    types."""
     calls = AllowedCalls(ModelTools(form), [Function(NAME, PARAMETERS)], "auto", parallel=True)
     parser = ParserConfig(calls, enforces_calls=True).parser()
     parser.push(chat)
