@@ -199,8 +199,9 @@ def _switch(value: str) -> bool:
 
 
 def _log_level(value: str) -> str:
-    """Returns error, warn, info or debug, for a level or the first level of a filter of TGI's launcher, such
-    as `info,text_generation_router=debug`. Raises ValueError for any other text."""
+    """Returns error, warn, info or debug for the name of a level, in any case: `warning` is warn, `critical`
+    and `off` are error, `trace` is debug. Of a filter of TGI's launcher the first item counts, with or
+    without a target: `info,text_generation_router=debug` is info. Raises ValueError for another text."""
     level = re.sub(r"^[^,=]*=|\s*,.*", "", value)
     return _one_of(
         "error",
@@ -1143,8 +1144,8 @@ class Parser(argparse.ArgumentParser):
 
 @functools.cache
 def _parser() -> Parser:
-    """Returns the parser of the command line, made once. It gives a list of texts for each flag, by the
-    flag's name, which `parse` reads in the same way as the variables. It raises ConfigError for a flag
+    """Returns the parser of the command line, always the same one. It gives a list of strings for each flag,
+    in the order of the command line, and None for a flag that is absent. Raises ConfigError for a flag
     without its value; --help and --version print, and raise SystemExit."""
     formatter = functools.partial(argparse.HelpFormatter, max_help_position=6)
     parser = Parser(usage=USAGE, formatter_class=formatter, allow_abbrev=False)
@@ -1270,7 +1271,12 @@ def listen(config: Config) -> socket.socket:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the configuration into the run's folder, or prints it without a run."""
+    """Checks the settings, logs what is served and each setting of another server, and returns the exit code:
+    2, with one line on stderr, if something cannot be used, else 0.
+
+    In a run, writes config.json and settings.sh into the run's folder, and checks the limits of the process
+    and, for a moment, that it can listen. Without a run, prints the configuration as JSON.
+    """
     folder = run_dir() if "NEURON_TEXTGEN_RUN_DIR" in os.environ else None
     try:
         if folder:

@@ -288,12 +288,13 @@ class Manifest:
     @classmethod
     def read(cls, folder: str | Path) -> Manifest:
         """Reads what a model folder says: config.json, generation_config.json, and the files of the
-        processor. Does not look for weights. folder: "~" is expanded.
+        processor. The files but config.json may be missing. Does not look for weights. folder: "~" is
+        expanded.
 
         EOS tokens are those of config.json and generation_config.json; those of `text_config` count if both
-        name none. Raises ConfigError for a folder or config.json that is missing, a file that `read_json`
-        rejects, no `model_type`, a `text_config` that is no object, and a type such as "torch.bfloat16" or
-        "auto".
+        name none. Ids that are no whole numbers are left out. Raises ConfigError for a folder or config.json
+        that is missing, a file that `read_json` rejects, no `model_type`, a `text_config` that is no object,
+        and a `dtype` or `torch_dtype` of the config that begins with `torch.` or `auto`.
         """
         folder = Path(folder).expanduser()
         if not folder.is_dir():

@@ -255,8 +255,9 @@ class ErrorHandlers:
         return response
 
     def _for_client(self, error: Exception) -> ApiError:
-        """The error that the client reads. An error of this server, which the client does not read, is
-        logged."""
+        """Returns the error that the client reads. Stored responses that cannot be used are logged in one
+        line, and become 503. An exception that is neither an ApiError, an EngineError, a StoreError, a
+        RecursionError nor an HTTP error is logged with its traceback, and becomes "Internal server error"."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, EngineError):

@@ -142,11 +142,12 @@ class AdapterChanges:
         return changed
 
     def _finish_copy(self, pending: Pending, copying: Future[Adapters]) -> None:
-        """Gives the model the copy, and answers the change. If there is no copy, the adapters stay as they
-        are, and the answer has the error.
+        """Ends a copy: gives the model the copied adapters, announces a loaded adapter, and answers the
+        change. If copying failed, the model keeps its adapters, and the answer has the error. `copying` is
+        done already.
 
-        If the change replaces an adapter, the removal of the old adapter is pending next, and the answer
-        comes after that removal.
+        If the change replaces an adapter, requests find the new one at once, and the answer waits: the
+        removal of the old one becomes pending.
         """
         self._pending.remove(pending)
         peer, change, *_ = pending

@@ -139,7 +139,12 @@ class Link:
             self._context.destroy(linger=1000)
 
     def _serve(self) -> None:
-        """Sends, receives and answers until `close`. The socket's thread runs it."""
+        """Sends, receives and answers until `close`. The socket's thread runs it.
+
+        Status goes to all API server processes every HEARTBEAT_S, and at once if its phase or `full` changes.
+        Requested metrics are rendered for METRICS_SHARE of the time at most, but not later than
+        MAX_METRICS_PAUSE_S after the last time.
+        """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)

@@ -96,8 +96,12 @@ class Publisher:
 
     def _send(self, output: StepOutput) -> None:
         """Sends one message per API server process: the new tokens of its requests, with log-probabilities if
-        requested, and `PromptDone` for prompts that are complete. A request whose log-probabilities fail is
-        ended."""
+        requested, and `PromptDone` for prompts that are complete. Nothing more is sent for a request that has
+        ended.
+
+        A request whose log-probabilities fail gets an `End`. `has_ended` becomes true once a request's last
+        token is sent.
+        """
         logprobs, failed = score(output)
         for i, error in failed.items():
             request = output.step.requests[i]

@@ -169,13 +169,9 @@ class States:
         return blocks
 
     def _free_block(self) -> int | None:
-        """Returns a free block, if need be that of a snapshot, which every slot then loses; None: slots
-        continue from all snapshots.
-
-        Snapshots at an interval are dropped before those at a border. Among each kind the first and the last
-        snapshot of a slot, such as those of a system prompt and of the newest message, stay longest, then
-        those that were used last.
-        """
+        """Takes a free block and returns it. If none is free, drops a snapshot from every slot, and returns
+        its block. Returns None if there are no snapshots, or if each is the current state of a slot, running
+        or ended."""
         if not self._free:
             ends = {kept[end(kept)] for kept in self._kept if kept for end in (min, max)}
             snapshots = sorted(self._at_border, key=lambda block: (self._at_border[block], block in ends))

@@ -132,8 +132,9 @@ class RequestTrace:
         self._span.end(self._ns(now))
 
     def _add_stages(self, sequence: GeneratedSequence, sent_at: float, now: float) -> None:
-        """Adds the spans queue, prefill and decode of a sequence; none before its first token, with which the
-        worker sends the time in the queue. now: when an unfinished sequence ends."""
+        """Adds the spans queue, prefill and decode of a sequence. A sequence without a first token gets none,
+        because the worker sends the time in the queue with that token. sent_at: when the request was sent to
+        the worker. now: where decode ends if the sequence has not finished."""
         if sequence.first_token_at is None:
             return
         index = {"sequence": sequence.index}

@@ -33,7 +33,7 @@ class EncoderCache:
         self.width = width
         self.limit_bytes = limit_bytes
         self.nbytes = 0
-        self._entries: OrderedDict[int, Entry] = OrderedDict()  # the least recently used first
+        self._entries: OrderedDict[int, Entry] = OrderedDict()  # what was added or pinned longest ago first
         self._pins: dict[Hashable, set[int]] = {}  # keys, by owner
         self._lock = threading.Lock()
 
@@ -68,8 +68,9 @@ class EncoderCache:
     def resolve(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Reads prompt ids, int64 [n], as a model needs them. Returns the ids with 0 for image tokens; the
         embeddings of the image tokens in their order, float32 [image tokens, width], as a copy; the places of
-        the image tokens in `ids`, int64 [image tokens]. `ids` is not changed. Raises KeyError for an image
-        that is not in the cache."""
+        the image tokens in `ids`, int64 [image tokens]. Without image tokens the returned ids are `ids`
+        itself. `ids` and the order of eviction do not change. Raises KeyError for an image that is not in the
+        cache."""
         places = np.flatnonzero(ids < 0)
         embeddings = np.empty((len(places), self.width), np.float32)
         if not len(places):

@@ -564,8 +564,13 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         return weighted
 
     def _expert_weights(self, hidden: Any, weights: dict[str, Any]) -> Any:
-        """Returns the weight of each expert for each token, 0 for most: float32 [tokens, experts], the shared
-        ones last."""
+        """Returns the weight of each expert for each token, float32 [tokens of all slots, experts]. Of the
+        routed experts, `per_token` have their softmax, which is normalized if `is_normalized`, and the others
+        0. The shared experts follow: each has 1, or with `has_shared_gate` the sigmoid of its logit.
+
+        hidden: [slots, tokens, hidden]. weights: by name; `router` and, if there is one, `router_bias` are
+        read.
+        """
         experts = self.family.experts
         rows = Array(hidden).view(-1, hidden.sizes[2]).float()
         logits = rows.apply(_matrix_product, weights["router"])

@@ -57,10 +57,13 @@ class NeuronModel(StaticBatchModel):
     engine = "neuron"
 
     def __init__(self, build: BuildPlan, work_dir: Path, announce: Announce = lambda phase: None):
-        """`work_dir` is a folder of this run. `announce` is called with "compiling" before anything is
-        compiled.
+        """Loads or compiles the model, then checks it on the device with short prompts; compiling takes
+        minutes. A part that does not compile, load or pass its check is left out, with a warning: sampling on
+        the device, chunked prefill unless layers are recurrent, draft tokens, images.
 
-        Raises ModelError with the reason for what cannot be served.
+        work_dir: a folder of this run. `announce` is called with "compiling" before anything is compiled.
+        Raises ModelError or ConfigError with the reason for what cannot be served, DeviceLost if a whole
+        prompt fails.
         """
         self._model, build = load_model(build, work_dir, announce)
         config = build.config
@@ -267,8 +270,13 @@ class NeuronModel(StaticBatchModel):
         self._model.return_token_ids(ids)
 
     def forward(self, chunks: Sequence[Chunk]) -> Logits | SampledIds:
-        """As StaticBatchModel's. A call has one prompt or prompt chunk; or, in ascending order of the slots,
-        one token of every live slot, with draft tokens behind it in chunks that `verify`."""
+        """Runs the chunks, and returns what StaticBatchModel.forward does: logits, float32 or bfloat16 as
+        uint16 [rows, vocab], or SampledIds. A call has one prompt or prompt chunk; or, in ascending order of
+        the slots, one token of every live slot, with draft tokens behind it in chunks that `verify`.
+
+        The position at which a chunk begins says how many draft tokens of the slot's last call were accepted.
+        Raises DeviceLost if the call fails. Chunks that break these rules fail an assertion.
+        """
         lags = {}  # of each slot with a state: its last tokens that the state lacks, accepted drafts
         for chunk in chunks:
             self._commit_accepted(chunk)
@@ -298,9 +306,10 @@ class NeuronModel(StaticBatchModel):
         held += self._drafts.pop(chunk.slot, ())[: max(0, chunk.begin - len(held))]
 
     def _plan_state(self, chunk: Chunk) -> int:
-        """Takes the state of a slot past the tokens of a chunk that are certain: all but draft tokens. This
-        comes before the call that runs them, which ends the process if it fails. Returns how many tokens
-        before the chunk the state lacks."""
+        """Records in `states` that the state of a slot goes past the tokens of a chunk that are certain, all
+        but draft tokens, and the snapshot that the chunk asks for. Sets `_state_rows`, which only a call of
+        this slot alone reads. This comes before the call that runs the tokens, which ends the process if it
+        fails. Returns how many tokens before the chunk the state lacks."""
         slot, tokens, begin, _all_logits, verify, _adapter, keep = chunk
         lag = max(0, begin - self.states.position(slot))
         run = self.states.begin(slot, begin - lag, lag + (1 if verify else len(tokens)))
@@ -311,8 +320,9 @@ class NeuronModel(StaticBatchModel):
 
     def _verify(self, chunks: Sequence[Chunk], lags: Mapping[int, int]) -> torch.Tensor:
         """Runs up to `verify_length` tokens of every live slot. Returns logits [tokens of all chunks, vocab],
-        or ids [tokens of all chunks, 1]. The graph's row of a slot begins with the tokens that the state of
-        the slot lacks; lags: how many."""
+        or ids [tokens of all chunks, 1]. The slot then holds the first token of its chunk; the others are
+        draft tokens until the next call accepts them. The graph's row of a slot begins with the tokens that
+        the state of the slot lacks; lags: how many, by slot."""
         begins = self._row_begins(chunks, self._verify_row)
         keep = [0] * self._rows
         for slot, tokens, begin, *_ in chunks:

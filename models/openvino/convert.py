@@ -319,10 +319,14 @@ class Check:
         return find_fault(*self._run_text(model), model.precision, facts["has_experts"])
 
     def choose_activation_group(self, path: Path, facts: Json, most: int) -> str | None:
-        """Runs the compressed graph in the file `path` over the text. Sets in `facts` how many activations
-        share a scale (`activation_group`): the largest of GROUP_SIZES up to `most` that the model tolerates,
-        else the smallest. Returns how the logits of the text then exceed the allowed difference, as a part of
-        a log line; None: they do not."""
+        """Sets `facts["activation_group"]`: how many activations share a scale. It is the largest of
+        GROUP_SIZES up to `most` with which quantized activations add little (MAX_ACTIVATION_KL) to the
+        divergence; without such a group, the smallest. Compiles the graph in `path`, and runs it over the
+        text, for each group that it tries.
+
+        Returns how the logits of the text then differ from those of transformers by more than `quantize` may,
+        as a part of a log line; None: they do not. most: at least the smallest of GROUP_SIZES.
+        """
 
         @functools.cache
         def logits_with(group: int) -> np.ndarray:

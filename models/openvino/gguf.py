@@ -54,13 +54,12 @@ OUTPUT = "result_output"
 
 
 def write_graph(config: Config, manifest: Manifest, folder: Path, target: Path) -> Json:
-    """Writes the graph of the GGUF file that `folder` was made of into the folder `target`, as model.xml and
-    model.bin, and runs it once. Returns the facts of the entry, which the caller writes. Among these are the
-    exact logits of a short text: each startup compares its own logits with them.
+    """Writes the graph of the GGUF file that the manifest names into `target`. Returns the facts of the
+    entry. Among them are the logits of a short text, which this graph computes in float32 with exact
+    activations: each startup compares its own with them. Nothing else is compared.
 
-    config: with a dtype, such as `with_dtype` returns it; folder: has the tokenizer. Logs one line. Raises
-    ModelError for a broken file, CannotWrite, and what OpenVINO raises for a file that it cannot convert.
-    What was written stays after an error.
+    config: with a dtype. folder: has the tokenizer. Raises ModelError for a broken file, CannotWrite if
+    `target` cannot be written, RuntimeError if the graph differs from the file, and what OpenVINO raises.
     """
     file = read_gguf(manifest.gguf_file)
     compressed = compressed_types(file) or None

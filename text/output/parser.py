@@ -183,11 +183,15 @@ class OutputParser:
         return added
 
     def finish(self, is_truncated: bool = False) -> list[Added]:
-        """Ends the output, once. Returns what is added to the parts: the text that was held back.
+        """Ends the output, and must be called once. Returns what is added to the parts: content, reasoning or
+        calls that were held back. is_truncated: the output ended at `max_tokens`.
 
-        is_truncated: the output ended at `max_tokens`. Then, or if a call is required, a call that is not
-        complete stays a call, without the rest of its arguments, and `is_complete` stays False. Otherwise
-        such a call is content.
+        An incomplete call whose name has been read stays a call if the output is truncated or must call,
+        without the rest of its arguments, and its `is_complete` stays False. If only its beginning has been
+        read, it becomes content, or, where a call is required, is dropped; if one function only may be
+        called, a call of it with the text "" is added instead. In an output that is neither truncated nor
+        must call, a call that lacks closing brackets alone is completed, and any other incomplete call
+        becomes content.
         """
         self._ended = True
         self._is_final = not is_truncated
