@@ -155,7 +155,7 @@ class OwnedResponses:
 
     def delete(self, id: str) -> None:
         """Deletes a response. Raises ApiError (404) if this API key has stored no response with this id,
-        sqlite3.Error if the file cannot be used."""
+        StoreError if the file cannot be used."""
         if not self._execute("DELETE FROM responses WHERE id = ? AND owner = ? RETURNING id", id):
             raise self._no_response(id)
 

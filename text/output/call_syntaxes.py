@@ -619,7 +619,10 @@ def types_of(schema: Any, parameters: Json) -> set[str]:
     has the definitions that `schema` may name. Example: {"anyOf": [{"type": "number"}, {"type": "null"}]} has
     number, integer and null.
     """
-    types = _allowed_types(schema, parameters, {})
+    try:
+        types = _allowed_types(schema, parameters, {})
+    except RecursionError:  # of hundreds of definitions, each of which names the next
+        return set()
     return set() if types == ALL_TYPES else types
 
 

@@ -27,7 +27,7 @@ from tool_calls import (
 
 from api.http.errors import ApiError
 from text.grammar import of_json_schema
-from text.output.call_syntaxes import MOST_CALLS, Function, not_written, types_of
+from text.output.call_syntaxes import MOST_CALLS, Function, mended_calls, not_written, types_of
 from text.output.parser import ParserConfig
 
 
@@ -341,6 +341,15 @@ def test_definitions_that_name_each_other_many_times_are_looked_at_once():
     many = [{"$ref": "#/$defs/X"}] * 300
     parameters = {"properties": {"a": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"anyOf": many}}}
     assert types_of(parameters["properties"]["a"], parameters) == set()
+
+
+def test_a_call_is_read_whatever_the_number_of_definitions_that_name_the_next():
+    names = [f"#/$defs/{n}" for n in range(2000)]
+    definitions = {str(n): {"$ref": name} for n, name in enumerate(names[1:])}
+    parameters = {"properties": {"a": {"$ref": names[0]}}, "$defs": definitions | {"1999": {"type": "string"}}}
+    policy = use("qwen3_coder", [tool("f", parameters=parameters)])
+    text = "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>"
+    assert mended_calls(text, policy) == [("f", '{"a": "x"}')]
 
 
 def test_an_empty_list_of_values_says_nothing_about_types():
