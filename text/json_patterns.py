@@ -10,10 +10,10 @@ from llguidance import LLMatcher
 
 # Characters that JSON can only write with \u, which text/grammar.py does not allow. llguidance drops them.
 UNWRITABLE = r"[\x00-\x07\x0b\x0e-\x1f\x7f]"
-# The same, or their numbers as an escape sequence.
+# The same, or their escape sequences.
 UNWRITABLE_IN_PATTERN = (
     rf"(?:{UNWRITABLE}|\\(?:x|u00)(?:0[0-7bBeEfF]|1[\da-fA-F]|7[fF])"
-    r"|\\[xu]\{0*(?:[0-7bBeEfF]|1[\da-fA-F]|7[fF])\})"
+    r"|\\[xu]\{0*(?:[0-7bBeEfF]|1[\da-fA-F]|7[fF])\}|\\[av]|\\c[^H-JLMh-jlm])"
 )
 ESCAPE_SEQUENCE = r"\\[pPux]\{[^}]{1,40}\}|\\u[\da-fA-F]{4}|\\x[\da-fA-F]{2}|\\c[A-Za-z]|\\."
 PAIR = re.compile(r"\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}")  # of UTF-16: one character
@@ -21,7 +21,7 @@ TOKEN = re.compile(
     # Flags that change the syntax, Python's {,2}, characters that cannot be written, what is cut off, and
     # repetitions that do not go back.
     rf"(?P<unclear>{UNWRITABLE_IN_PATTERN}|\[{UNWRITABLE_IN_PATTERN}\]"
-    r"|\(\?(?!i?[:)]|P?<)|\{,\d*\}|\\[av]|\\c[^H-JLMh-jlm]|\\\Z|[*+?]\+|\{\d+(?:,\d*)?\}\+)"
+    r"|\(\?(?!i?[:)]|P?<)|\{,\d*\}|\\\Z|[*+?]\+|\{\d+(?:,\d*)?\}\+)"
     r"|(?P<characters>\[\^?(?:\\.|[^\]\\])*\])"
     rf"|(?P<kept>\{{\d+(?:,\d*)?\}}|{ESCAPE_SEQUENCE})|.",
     re.DOTALL,
@@ -65,16 +65,17 @@ def _characters(given: str) -> str:
         is_range = last and not SEVERAL.match(first) and not SEVERAL.match(last)
         between = "-" if is_range else r"\-" * bool(last)
         parts.append(_atom(first) + between + _atom(last))
-    # With a class that has all control characters, llguidance also allows a quote and a backslash.
+    # With a class that has all control characters, llguidance also allows a quote and a backslash; one that
+    # has a single character is that character, which may be one that is dropped.
     if negation:
         parts.append(r"\x01")
     elif re.search(UNWRITABLE_IN_PATTERN, body):
-        parts.append(r"--\x01")
+        parts.append(f"--{UNWRITABLE}")
     return f"[{negation}{''.join(parts)}]" if body else ""
 
 
 def _atom(text: str) -> str:
     """Returns in Rust's syntax one character of a bracket expression, or an escape; "" for ""."""
-    if text.startswith(r"\c"):
-        return rf"\x{ord(text[2]) % 32:02x}"
+    if letter := re.fullmatch(r"\\c([A-Za-z])", text):
+        return rf"\x{ord(letter[1]) % 32:02x}"
     return IN_BRACKETS.get(text, text)
