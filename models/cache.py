@@ -83,6 +83,7 @@ class ModelCache:
     def __init__(self, config: Config):
         self.folder = Path(config.model_cache)
         self._size_gb = config.model_cache_size
+        self._damaged: set[Path] = set()  # entries that cannot be removed
         check_private(self.folder, f"--model-cache {config.model_cache} (MODEL_CACHE)")
 
     def find(self, key: str | None) -> Path | None:
@@ -90,11 +91,18 @@ class ModelCache:
         there is no such entry, or `key` is None. Raises ConfigError for an entry with files that are not
         regular."""
         for entry in (SHIPPED / key, self.folder / key) if key else ():
-            if (entry / ENTRY).is_file():
+            if (entry / ENTRY).is_file() and entry not in self._damaged:
                 check_regular(entry)
                 mark_used(entry / ENTRY)
                 return entry
         return None
+
+    def remove(self, entry: Path) -> None:
+        """Removes a damaged entry. If its folder cannot be written, as that of SHIPPED in a container, the
+        entry stays, and `find` no longer returns it."""
+        shutil.rmtree(entry, ignore_errors=True)
+        if entry.exists():
+            self._damaged.add(entry)
 
     def hold(self, key: str, convert: Callable[[Path], None]) -> Path:
         """Does what `find_or_add` does, and keeps `evict`, of any process, from removing the entry as long as

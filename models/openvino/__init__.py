@@ -10,7 +10,6 @@ import dataclasses
 import importlib.util
 import logging
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import ClassVar
@@ -117,7 +116,7 @@ class OpenVino(Engine):
                     logger.warning(
                         "The converted model in %s is damaged (%s): converting again", entry, named(error)
                     )
-                    shutil.rmtree(entry, ignore_errors=True)
+                    cache.remove(entry)
             entry = cache.find_or_add(key, convert)
             try:
                 return load_entry(config, entry)

@@ -161,6 +161,30 @@ def test_a_damaged_entry_is_converted_anew_with_one_warning(config, copies, capl
     assert "is damaged" in caplog.text and "converting again" in caplog.text
 
 
+@pytest.fixture
+def shipped(config, copies, tmp_path, monkeypatch):
+    """An entry that came with the image, whose folder cannot be written."""
+    load(dataclasses.replace(config, model_cache=str(tmp_path / "image")))
+    copies.clear()
+    monkeypatch.setattr("models.cache.SHIPPED", tmp_path / "image")
+    (folder,) = (tmp_path / "image").glob("model-*")
+    remove = shutil.rmtree
+    monkeypatch.setattr("shutil.rmtree", lambda path, **how: None if path == folder else remove(path, **how))
+    return folder
+
+
+def test_a_model_that_came_with_the_image_is_not_converted(config, copies, shipped):
+    assert load(config).engine == "openvino"
+    assert copies == []
+
+
+def test_a_damaged_model_of_the_image_is_converted_once_though_it_cannot_be_removed(config, copies, shipped, caplog):
+    os.truncate(shipped / "model.bin", 100)
+    assert [load(config).engine for _start in range(2)] == ["openvino", "openvino"]
+    assert len(copies) == 1
+    assert caplog.text.count("is damaged") == 2
+
+
 def test_a_model_that_does_not_convert_is_not_tried_again(config, converter, conversions, monkeypatch, caplog):
     def fail(model, **options):
         raise RuntimeError("Exception from somewhere:\nNo conversion rule for aten::frobnicate\n")
