@@ -305,7 +305,7 @@ def test_a_converter_that_runs_out_of_memory_says_so_by_its_exit_code(checkpoint
         raise error
 
     monkeypatch.setattr(converter, "trace", fill_memory)
-    monkeypatch.setattr(models.convert.logs, "set_up", lambda *_: None)  # of pytest's process
+    monkeypatch.setattr("logs.set_up", lambda *_: None)  # of pytest's process
     monkeypatch.setattr("sys.stdin", io.StringIO(settings(checkpoint).to_json()))
     assert models.convert.main([str(checkpoint), str(tmp_path)]) == errno.ENOMEM
     assert list(tmp_path.iterdir()) == []
