@@ -300,9 +300,11 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
     others."""
 
     def __init__(self, config: Config, listener: socket.socket):
-        """Takes over the listening socket: the caller must not use `listener` any more. Sets this process's
-        limit of open files to 65,536 or, if that is lower, to the hard limit; how many connections a process
-        may have follows from it."""
+        """Takes over the listening socket: the caller must not use `listener` any more. Sets on it, from
+        `client_timeout`, the timeouts that end connections of silent clients. Sets this process's limit of
+        open files to 65,536 or, if that is lower, to the hard limit; how many connections a process may have
+        follows from it. Loads gunicorn's settings: an error in them ends the process. Does not serve: `run`
+        does."""
         self._config = config
         self._in_progress = 0  # requests of this process
         self._engine: EngineClient | None = None  # of this process, after the fork

@@ -174,7 +174,9 @@ def _nested_values(value: Any) -> Iterator[Any]:
 
 def referred(reference: Any, document: Schema) -> Place:
     """Returns the place that a `$ref` names in the document. Its schema is None if `reference` is no JSON
-    pointer such as `#/$defs/a`, or leads to nothing. A reference in what is found is not followed."""
+    pointer such as `#/$defs/a`, or leads to nothing; else it may be any value, not only a schema. The path of
+    the place may be cut at its beginning, and means nothing if the schema is None. A reference in what is
+    found is not followed."""
     text = unquote(reference) if isinstance(reference, str) else ""
     begin, *names = text.split("/")
     found: Any = document if begin == "#" else None
@@ -233,10 +235,12 @@ def _by_name(schema: Schema, keyword: str) -> Schema:
 
 
 def _types(schema: Any) -> set[str]:
-    """The types of the values that a schema allows, by its `type`, else by its listed values, else all types.
+    """Returns the names of the types that a schema allows, by its `type`, else by its listed values, else all
+    types. False allows none. A schema that names `integer` or lists an integer has `integer` and `number`;
+    all types are those without `integer`. Unknown names in `type` stay. The set must not be changed: it may
+    be JSON_TYPES itself.
 
-    `integer` comes with `number`, and only if the schema names it. Example: {"type": "integer"} has both, {}
-    has `number` alone of the two.
+    Example: {"type": "integer"} has both, {} has `number` alone of the two.
     """
     if not isinstance(schema, dict):
         return set() if schema is False else JSON_TYPES

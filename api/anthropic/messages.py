@@ -33,9 +33,13 @@ from protocol import SAMPLING_PARAMETERS
 
 
 def messages(data: Json, served: Served) -> ResponseWriter:
-    """Returns the writer of the response to a request of the Messages API. Adds the request's images to
-    `served.images`, and renders the prompt. Raises ApiError for a field that is wrong or not supported, such
-    as `compaction` and a `thread` that continues another one, and for a chat that the template rejects."""
+    """Returns the writer of the response to a request of the Messages API. Waits for a child process that
+    renders the prompt. Adds the request's images to `served.images`, which loads them later. Logs the blocks
+    that are skipped. Neither the length of the prompt nor the grammar is checked yet.
+
+    Raises ApiError for a field that is wrong or not supported, such as `compaction` and a `thread` that
+    continues another one, and for a chat that the template rejects.
+    """
     request = fields.read(data, MessagesRequest)
     require(not request.compaction, "compaction", "is not supported")
     continues = bool(request.thread) and request.thread.get("type") != "create"

@@ -221,7 +221,8 @@ class ActiveRequest:
         self._log("generation ends", outcome=stats.outcome, generated_tokens=stats.generated_tokens)
 
     def _stats(self) -> RequestStats:
-        """Returns what the metrics count of this request: its outcome, and its times until now."""
+        """Returns what the metrics count of this request: outcome, status, times until now, tokens, finish
+        reason and adapter. While no prompt has run, the wait counts as inference."""
         duration_s = time.monotonic() - self.arrival.at
         validation_s = self.sent_at - self.arrival.at
         queue_s = max(sequence.prompt_done.queued_s for sequence in self.sequences)

@@ -251,8 +251,10 @@ class EngineClient:
             self._read()
 
     def _read(self, flags: int = 0) -> None:
-        """Waits for one message, and handles it. All requests end, here and in the worker, if the message
-        cannot be decoded or handled: it may have been for any of them. flags: those of zmq's `recv`."""
+        """Waits for one message, and handles it; the worker counts as alive then. Raises zmq.Again if
+        `flags`, those of zmq's `recv`, have NOBLOCK and no message is there. If the message cannot be decoded
+        or handled, that is logged, and all requests end, here and in the worker: it may have been for any of
+        them."""
         body = self._dealer.recv(flags)
         self._silent_s = 0.0
         try:

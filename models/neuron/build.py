@@ -229,9 +229,12 @@ def _configured_for(compiled_config: CompiledConfig, family: Family, config: Con
 
 
 def _sized(family: Family, config: Config) -> tuple[Config, CompiledConfig]:
-    """Returns the settings with the sizes for this machine, and what has to be compiled for it. Logs the
-    sizes, and a warning if host memory looks too small. Raises ConfigError where nothing fits, for settings
-    that this family or machine does not support, and for buckets that are longer than a slot."""
+    """Returns the settings with the sizes and the dtype for this machine, and what has to be compiled for it.
+    Sizes that are set stay. Logs the sizes, and a warning if host memory looks too small.
+
+    Raises ConfigError where nothing fits, for settings that this family or machine does not support, for
+    buckets that are longer than a slot, and for slots that are too short for --speculate.
+    """
     machine = _machine(config)
     sizing = plan.choose_sizing(family, machine, config)
     logger.info("On %s with %d cores: %s", machine.instance or "this machine", machine.cores, sizing)
@@ -435,8 +438,9 @@ def _neuron_config(build: BuildPlan) -> Any:
 
 
 def generation_config(slots: Sequence[tuple[int, float, float]], vocab_size: int) -> Any:
-    """Returns the device's sampling parameters. slots: top_k, top_p and temperature of each slot. The object
-    is new each time, because transformers-neuronx changes it."""
+    """Returns the device's sampling parameters. slots: top_k, top_p and temperature of each slot; greedy is a
+    top_k of 1. vocab_size: with DEVICE_TOP_K the bound of the tokens that are sampled from. The object is new
+    each time, because transformers-neuronx changes it."""
     top_k, top_p, temperature = map(list, zip(*slots))
     return library().GenerationConfig(
         do_sample=True,

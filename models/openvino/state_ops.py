@@ -78,8 +78,12 @@ class RecurrentLayers:
 
     def _tiled_delta_rule(self, layer, *operands):
         """Returns the delta rule, [tokens, width] in the order of the tokens: prompts run in tiles, and all
-        other tokens, the rows, through the paged operation. Adds an output: the states after the tiles.
-        operands: as `_delta_rule` takes them."""
+        other tokens, the rows, through the paged operation.
+
+        Adds inputs: which tokens are rows and which are tiles, the blocks of the tiles, the order of the
+        result. Adds an output: the states after the tiles; the operation writes those after rows itself.
+        operands: as `_delta_rule` takes them.
+        """
         first = ops.constant(0)
         row_tokens = self._input("row_tokens")
         tile_tokens = self._input("tile_tokens", TILE)

@@ -291,10 +291,15 @@ class TorchModel(StaticBatchModel):
             self._add_adapters(config, ids)
 
     def forward(self, chunks: Sequence[Chunk]) -> np.ndarray:
-        """Runs one prompt chunk, or a decode step: of each slot with a live sequence one token, or the newest
-        one and draft tokens. Returns float32 [rows, vocab], in the order of `chunks`. Other mixes of chunks
-        are not supported. Raises DeviceLost if the GPU fails, KeyError for an image that is not in
-        `encoder_cache`, and ValueError for a recurrent state at another position."""
+        """Runs prompt chunks, one pass for each, or a decode step: of each slot with a live sequence one
+        token, or the newest one and draft tokens. A decode step is one pass where rows are batch-invariant,
+        else one a row. Extends the KV cache and the recurrent states of the slots. `chunks` are of different
+        slots and of one kind.
+
+        Returns float32 [rows, vocab] in the order of `chunks`, `Chunk.rows` of them for each. Raises
+        DeviceLost if the GPU fails, KeyError for an image that is not in `encoder_cache`, and ValueError for
+        a recurrent state at another position.
+        """
         is_step = len(chunks[0].tokens) == 1 or any(chunk.verify for chunk in chunks)
         try:
             if self._batches_rows and is_step:

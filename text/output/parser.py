@@ -332,13 +332,14 @@ class OutputParser:
             yield from self._end_call()
 
     def _read_calls(self) -> Resumable:
-        """Reads calls, and sends the text before and between them as content. A call begins after a marker
-        or, if the format allows that, at the beginning of the text.
+        """Reads calls, and sends the text before and between them as content. Yields where more text is
+        needed. A call begins after a marker or, if the format allows that, at the beginning of the text.
 
         Returns at the end of the text or, in a format with implicit starts, after the last call; the text
         that is left stays in the buffer. Raises _NotACall if these rules cannot read what is there, such as a
-        format whose calls are read as a whole; the caller then tries `_read_whole`. Raises _Truncated, a kind
-        of _NotACall, if the output ends within a call.
+        format whose calls are read as a whole. What was sent before stays sent, the rest is held back, and
+        the caller tries `_read_whole`. Raises _Truncated, a kind of _NotACall, if the output ends within a
+        call.
         """
         form = self._calls.format
         yield from self._skip_spaces()
