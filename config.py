@@ -256,8 +256,8 @@ def _absolute_path(value: str) -> str:
 
 
 def _adapter(value: str) -> str:
-    """Returns a LoRA adapter as its name, `=`, and its folder, made absolute, or its id on the hub. Raises
-    ValueError for JSON, and for a folder that does not exist.
+    """Returns a LoRA adapter as its name, `=`, and its folder, made absolute, or its id on the hub, which is
+    not looked up. Raises ValueError for JSON, and for a folder that does not exist.
 
     A source is a folder if it begins with a slash, a dot or "~", if it has no slash, or if there is such a
     folder. Without a name, the name is the source without its revision. Examples: "sql=./a" gives
@@ -287,7 +287,8 @@ def _adapters(value: str) -> tuple[str, ...]:
 
 
 def _one_adapter(value: str) -> str:
-    """Returns an adapter in the form of `_adapter`. Raises ValueError for none or several."""
+    """Returns an adapter in the form of `_adapter`. Raises ValueError for none or several, and for a text
+    that `_adapter` rejects."""
     adapters = _adapters(value)
     if len(adapters) != 1:
         raise ValueError(
@@ -332,8 +333,9 @@ def _key_file(value: str) -> str:
 
 
 def keys_of(path: str) -> list[str]:
-    """The API keys in a file, one per line. Raises OSError, and ValueError if a key is invalid or the file
-    has none: without a key the server would be open to everybody."""
+    """The API keys in a file, one per line, without spaces around them. Empty lines do not count. Raises
+    OSError, and ValueError if a key is invalid or the file has none: without a key the server would be open
+    to everybody."""
     keys = [_api_key(line.strip()) for line in Path(path).read_text().splitlines() if line.strip()]
     if not keys:
         raise ValueError("has no key in it")
@@ -365,7 +367,8 @@ def _json_object(value: str) -> str:
 
 
 def _origins(value: str) -> str:
-    """The origins of a list with commas, in such a list without spaces."""
+    """Returns a list with commas of origins, or of "*", without spaces and without slashes at their ends; ""
+    for a text with nothing but commas. Raises ValueError for any other item."""
     origins = [origin.strip().rstrip("/") for origin in value.split(",") if origin.strip()]
     for origin in origins:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
@@ -383,8 +386,8 @@ def _domains(value: str) -> tuple[str, ...]:
 
 
 def _domain(value: str) -> str:
-    """Returns a host as URLs write it, with a port or without. Raises ValueError for a text that is no
-    host."""
+    """Returns a host as URLs write it, with a port or without. value: in lower case. Raises ValueError for a
+    text that is no host."""
     host, _colon, port = value.rpartition(":")
     if whole := _host(value):
         return whole
@@ -937,12 +940,13 @@ class Config:
 
     def with_manifest(self, manifest: Manifest, memory_bytes: int | None = None) -> Config:
         """Returns a copy in which `max_batch_size`, `max_input_tokens` and `max_total_tokens` are set. Unset
-        ones follow from the model and from `memory_bytes`, the device's memory (None: unknown).
+        ones follow from the model and from `memory_bytes`, the device's memory (None: unknown). A given
+        `max_batch_size` is lowered to the slots that fit into `max_batch_total_tokens`.
 
         An unset `max_total_tokens` becomes the largest power of two for which the KV cache of all slots fits
         into MEMORY_SHARE of the memory, at least DEFAULT_MAX_TOTAL_TOKENS, but no more than the model's
-        `length_limit` or, without one, its context length. Raises ConfigError for a given `max_total_tokens`
-        beyond the context length, and if limits of the copy contradict each other.
+        `length_limit` or, without one, its context length. Raises ConfigError for a `max_total_tokens` beyond
+        the context length, and if limits of the copy contradict each other.
         """
         longest = manifest.max_positions
         slots = self.max_batch_size or DEFAULT_BATCH_SIZE
@@ -999,7 +1003,7 @@ class Config:
 
     def slots(self, length: int, default: int) -> int:
         """How many slots of `length` tokens the settings allow: `max_batch_size` or, if it is unset,
-        `default`, but no more than fit into `max_batch_total_tokens`."""
+        `default`, but no more than fit into `max_batch_total_tokens`: 0 if it is less than `length`."""
         slots = self.max_batch_size or default
         if self.max_batch_total_tokens:
             return min(slots, self.max_batch_total_tokens // length)
@@ -1102,8 +1106,10 @@ def _names_given(flag: str, given: Mapping[str, str]) -> list[str]:
 
 
 def _log_lines_of_aliases(given: Mapping[str, str]) -> list[str]:
-    """Returns a line for the log for each setting of another server in `given`: what it sets, or why it has
-    no effect. Raises ConfigError if such a setting is not supported and its value would have an effect.
+    """Returns lines for the log about the settings of other servers in `given`: what such a setting sets, why
+    it has no effect, or which setting is used instead. There is no line for a neutral value, but for a
+    setting that never has an effect. Raises ConfigError if a setting is not supported and its value would
+    have an effect.
 
     given: values of flags and variables by name, also of this server's own.
     """
@@ -1144,9 +1150,10 @@ class Parser(argparse.ArgumentParser):
 
 @functools.cache
 def _parser() -> Parser:
-    """Returns the parser of the command line, always the same one. It gives a list of strings for each flag,
-    in the order of the command line, and None for a flag that is absent. Raises ConfigError for a flag
-    without its value; --help and --version print, and raise SystemExit."""
+    """Returns the parser of the command line, always the same one, which also takes the flags of other
+    servers. It gives a list of strings for each flag, in the order of the command line, and None for a flag
+    that is absent. A switch without a value has "true". Raises ConfigError for another setting without its
+    value; --help and --version print, and raise SystemExit."""
     formatter = functools.partial(argparse.HelpFormatter, max_help_position=6)
     parser = Parser(usage=USAGE, formatter_class=formatter, allow_abbrev=False)
     version = f"neuron-textgen {VERSION}"
@@ -1172,12 +1179,12 @@ def _parser() -> Parser:
 
 
 def _values_given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the values of all flags and variables, by name (`--port`, `PORT`), as texts without spaces at
-    their ends. An empty variable counts as unset, and so does a HOSTNAME that is no IP address. Several
-    values of a flag are joined by commas.
+    """Returns the values of all flags and of the whole environment, by name (`--port`, `PORT`), as texts
+    without spaces at their ends. An empty variable counts as unset, and so does a HOSTNAME that is no IP
+    address; an empty flag stays. Several values of a flag are joined by commas.
 
-    Raises ConfigError for an unknown flag, a flag that is given twice or lacks its value, and an API_KEY of
-    spaces. --help and --version print, and raise SystemExit.
+    Raises ConfigError for an unknown flag, a flag that lacks its value, one that is given twice although it
+    takes no list, and an API_KEY of spaces. --help and --version print, and raise SystemExit.
     """
     given = {name: value.strip() for name, value in environ.items() if value.strip()}
     if environ.get("API_KEY") and "API_KEY" not in given:
@@ -1222,9 +1229,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     the flags, without the program's name.
 
     Without a model id, the model in SAGEMAKER_MODEL is served if it has a config.json. The path of a local
-    model becomes absolute; clients still see the name that was given. Raises ConfigError for a wrong value,
-    an unknown or repeated flag, settings that contradict each other, another server's setting that is not
-    supported, and a local folder without a model. --help and --version print, and raise SystemExit.
+    model becomes absolute; clients still see the name that was given. A hub id is not looked up, and a GGUF
+    file is not read. Raises ConfigError for a wrong value, an unknown or repeated flag, settings that
+    contradict each other, another server's setting that is not supported, and a local folder that is missing
+    or that `Manifest.read` rejects. --help and --version print, and raise SystemExit.
     """
     given = _values_given(argv, environ)
     _log_lines_of_aliases(given)
@@ -1250,7 +1258,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
 
 
 def resolved() -> Config:
-    """The configuration that `entrypoint.sh` resolved for this run."""
+    """The configuration that `entrypoint.sh` resolved for this run. Raises KeyError outside of a run."""
     return Config.from_json((run_dir() / "config.json").read_bytes())
 
 
@@ -1271,11 +1279,12 @@ def listen(config: Config) -> socket.socket:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Checks the settings, logs what is served and each setting of another server, and returns the exit code:
-    2, with one line on stderr, if something cannot be used, else 0.
+    """Checks the settings, logs what is served and the effects of other servers' settings, and returns the
+    exit code: 2, with one line on stderr, if something cannot be used, else 0.
 
     In a run, writes config.json and settings.sh into the run's folder, and checks the limits of the process
-    and, for a moment, that it can listen. Without a run, prints the configuration as JSON.
+    and, for a moment, that it can listen. Without a run, prints the configuration as JSON, also the API key.
+    --help and --version print, and raise SystemExit.
     """
     folder = run_dir() if "NEURON_TEXTGEN_RUN_DIR" in os.environ else None
     try:

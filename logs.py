@@ -36,8 +36,8 @@ class _PlainFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Returns the line with the record's named values (`fields`) at the end, without the traceback that
-        may follow. The message has at most 1,000 characters, each value 200. `record.message` gets the
-        truncated message."""
+        may follow. The message is truncated at 1,000 characters, each value at 200 (`escaped`).
+        `record.message` gets the truncated message."""
         record.message = escaped(record.message, 1000)
         fields = getattr(record, "fields", {})
         named = "".join(f" {name}={escaped(value, 200)}" for name, value in fields.items())
@@ -48,7 +48,8 @@ class _JsonFormatter(_PlainFormatter):
     def format(self, record: logging.LogRecord) -> str:
         """Returns a JSON object with the time, the level, the logger (`target`) and `fields`: the message and
         the named values of the record. A traceback is a part of the message. The message and texts are
-        truncated as in a plain line; the traceback and other values stay whole."""
+        truncated as in a plain line; the traceback and other values stay whole. Raises TypeError for a value
+        that JSON does not have."""
         message = escaped(record.getMessage(), 1000)
         if record.exc_info:
             message += "\n" + self.formatException(record.exc_info)
@@ -77,8 +78,8 @@ class RateLimitFilter(logging.Filter):
         self._counts: Counter[tuple[str, Any]] = Counter()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Returns whether the record is logged, and counts the record. From REPEATS + 1 on, the record's
-        message gets its number within the minute."""
+        """Returns whether the record is logged: always below a warning without `is_limited`. Counts all other
+        records. From REPEATS + 1 on, the record's message gets its number within the minute."""
         if record.levelno < logging.WARNING and not getattr(record, "is_limited", False):
             return True
         if not 0 <= record.created - self._began < 60:
@@ -95,8 +96,8 @@ class RateLimitFilter(logging.Filter):
 
 
 def set_up(level: str, as_json: bool) -> None:
-    """Sends the log of this process to stderr, one line per event, and replaces all other handlers.
-    `logger.info(message, extra={"fields": {...}})` adds named values.
+    """Sends the log of this process to stderr, one line per event, and replaces all other handlers of the
+    root logger. `logger.info(message, extra={"fields": {...}})` adds named values.
 
     level: the lowest level that is logged of this server's loggers: "debug", "info", "warn" or "error".
     Libraries log warnings and errors; with "error", only errors.

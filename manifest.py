@@ -230,8 +230,8 @@ class Manifest:
 
     @property
     def unused(self) -> list[str]:
-        """The names of the fields of generation_config.json that change transformers' output and not this
-        server's, sorted."""
+        """The names in UNSUPPORTED_GENERATION that generation_config.json gives a value with an effect,
+        sorted."""
         given = self.generation_config
         return sorted(
             name
@@ -252,7 +252,7 @@ class Manifest:
     @property
     def length_limit(self) -> int | None:
         """The number of tokens beyond which positions or attention depend on the longest sequence; None: they
-        never do.
+        never do, or the number is unknown.
 
         The limit is the size of an attention chunk or, without one, the smallest original length of the ropes
         whose kind is in LENGTH_DEPENDENT_ROPE.
@@ -334,8 +334,8 @@ class Manifest:
 
 
 def text_part(config: Json) -> Json:
-    """Returns the text part of a config.json, with TEXT_DEFAULTS for missing keys; `config` itself if it has
-    no text part."""
+    """Returns the text part of a config.json, as a new object with TEXT_DEFAULTS for missing keys; `config`
+    itself if it has no text part. A key that is null stays null."""
     text = config.get("text_config")
     if not text or not isinstance(text, dict):
         return config
@@ -522,8 +522,8 @@ def check_weight_files(folder: Path) -> None:
 
     Weights are model.safetensors, or all files that the index names or, without an index, that the numbers in
     their names ask for: model-1-of-3.safetensors needs the files 2 and 3. If there are none, the error names
-    another file with weights, and the remedy. A git-lfs pointer in the place of any *.safetensors, and an
-    index that `read_json` rejects, raise ConfigError, too. The files' contents are not checked.
+    another file with weights, and the remedy. Any *.safetensors that is a git-lfs pointer or cannot be read,
+    and an index that `read_json` rejects, raise ConfigError, too. The files' contents are not checked.
     """
     found = sorted(folder.glob(*SAFETENSORS))
     for path in found:

@@ -104,7 +104,8 @@ def check_process_limits(run_dir: Path) -> None:
 
 def explained(error: OSError | MemoryError, where: str | None = None) -> str | None:
     """Returns one line with the exhausted resource of the machine and the remedy; None for an error whose
-    number is not in REMEDIES. The line begins with the path of a file, if one is known.
+    number is not in REMEDIES. A MemoryError counts as ENOMEM. The line begins with the path of a file, if one
+    is known.
 
     where: the path in the line; None: the path that the error itself names, if it names one.
     """
@@ -117,7 +118,7 @@ def explained(error: OSError | MemoryError, where: str | None = None) -> str | N
 
 
 def trim_memory() -> None:
-    """Gives free memory back to the system, in about 10 ms. glibc keeps half as much again as a large
-    tokenizer takes."""
+    """Gives free memory back to the system, in about 10 ms; nothing with another C library than glibc. glibc
+    keeps half as much again as a large tokenizer takes."""
     with contextlib.suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

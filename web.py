@@ -132,8 +132,8 @@ class AuthAndCors:
         """Runs after a route or an error, and returns the same response. First reads and drops the rest of
         the request's body, for DISCARD_S at most.
 
-        Adds the request's id, `Vary`, and the headers of CORS: the origin if it is allowed; for OPTIONS also
-        the methods and all headers that the browser asks for.
+        Adds the request's id, `Vary`, and the headers of CORS: the origin if it is allowed, or `*` if all
+        are; for OPTIONS also the methods and all headers that the browser asks for.
         """
         drain_body()
         response.headers["x-request-id"] = g.request_id
@@ -154,8 +154,8 @@ class AuthAndCors:
         return response
 
     def _is_open(self) -> bool:
-        """Whether the request needs no key: GET or HEAD of a page, or of a route without `needs_key`. Probes
-        and scrapers have no key, nor has a browser that opens a page."""
+        """Whether the request needs no key: GET or HEAD of a page, or of a route without `needs_key`, not of
+        an unknown path. Probes and scrapers have no key, nor has a browser that opens a page."""
         if request.method not in ("GET", "HEAD"):
             return False
         route = routes.BY_NAME.get(request.endpoint)
@@ -193,7 +193,7 @@ class ApiKeys:
 
     def _refresh(self) -> None:
         """Reads the file of keys again if it has changed. If the file is missing, or has no key or an invalid
-        one, the keys stay, and the log says why."""
+        one, the keys stay, the log says why, and the next call tries again."""
         if not self._file:
             return
         try:
@@ -217,9 +217,9 @@ class ErrorHandlers:
         status 499 alone.
 
         The error format is that of the error, else that of the response's writer, else that of the route. An
-        error that no client causes is logged, and its response (500) does not name it. Sets `g.rejection`,
-        the text for the log, and, if the request would generate text, `g.outcome` for the metrics: `record`
-        reads both.
+        unexpected exception is logged, and its response (500) does not name it. Gives an ApiError the
+        request's id. Sets `g.rejection`, the text for the log, and, if the request would generate text,
+        `g.outcome` for the metrics: `record` reads both.
         """
         if isinstance(error, ClientDisconnected):
             g.outcome = "dropped" if "generates" in g else None
@@ -255,9 +255,10 @@ class ErrorHandlers:
         return response
 
     def _for_client(self, error: Exception) -> ApiError:
-        """Returns the error that the client reads. Stored responses that cannot be used are logged in one
-        line, and become 503. An exception that is neither an ApiError, an EngineError, a StoreError, a
-        RecursionError nor an HTTP error is logged with its traceback, and becomes "Internal server error"."""
+        """Returns the error that the client reads: an ApiError itself. An EngineError becomes 503; stored
+        responses that cannot be used are logged in one line, and become 503. Any RecursionError becomes 400,
+        for JSON that is nested too deeply. An HTTP error keeps its status. Another exception is logged with
+        its traceback, and becomes "Internal server error" (500)."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, EngineError):
@@ -290,7 +291,8 @@ class _GunicornLog(gunicorn.glogging.Logger):
         self.error_log.setLevel(logging.WARNING)
 
     def exception(self, msg: str, *args, **kwargs) -> None:
-        """Logs an exception, unless a client broke its connection or never reads."""
+        """Logs the exception that is being handled, unless it is an OSError: a client broke its connection or
+        never reads."""
         if not isinstance(sys.exc_info()[1], OSError):  # a client that broke its connection or never reads
             super().exception(msg, *args, **kwargs)
 
@@ -384,7 +386,7 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
 
     def load(self) -> Flask:
         """Returns the application of an API server process. gunicorn calls this method in each process, after
-        the fork.
+        the fork. The process then ends when its parent does.
 
         Connects to the worker, and waits up to a second for its status. If the worker is ready, it also waits
         for the tokenizer, up to LOADING_S (api/http/engine_client.py). When the worker has been stuck for

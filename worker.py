@@ -110,7 +110,8 @@ class Worker:
         also those that arrived meanwhile, with "draining", and sends what is left.
 
         Raises DeviceLost if a step loses the device; requests beside those of that step then get no terminal
-        message. The threads are closed in any case.
+        message. In any case waits for the output thread, and closes the threads for preparation and adapters
+        without waiting.
         """
         try:
             self._report()
@@ -141,12 +142,13 @@ class Worker:
                 raise output.failure
 
     def receive(self) -> None:
-        """Handles the messages that have arrived; waits for a message when there is nothing else to do.
+        """Handles the messages that have arrived; waits for a message when there is nothing else to do, but
+        not once the loop is to end.
 
-        Requests that are prepared go to the scheduler. Requests end if their preparation or the sending of
-        their tokens failed. A loaded or unloaded adapter is taken over, and the next change of adapters
-        begins. Without anything to run, the last outputs are sent and the status is reported. A message that
-        cannot be handled is logged.
+        Requests that are prepared go to the scheduler, and preparations begin for which there is memory.
+        Requests end if their preparation or the sending of their tokens failed. A loaded or unloaded adapter
+        is taken over, and the next change of adapters begins. Without anything to run, the last outputs are
+        sent and the status is reported. A message that cannot be handled is logged.
         """
         if self.adapter_changes:
             self.adapter_changes.apply(self.requests)
@@ -171,8 +173,8 @@ class Worker:
 
     def next(self) -> Step | None:
         """Gives waiting requests free slots, and returns the next step; None: there is nothing to run.
-        Overdue requests are rejected after the step is scheduled: a request that gets a slot now is not
-        overdue."""
+        Overdue requests, also those in preparation, are rejected after the step is scheduled: a request that
+        gets a slot now is not overdue."""
         now = time.monotonic()
         step = self.scheduler.next(now, self._timer.prompt_budget)
         for request in self.requests:
@@ -182,7 +184,8 @@ class Worker:
 
     def run_step(self, step: Step) -> StepOutput:
         """Runs a step on the device, and returns its output, also if it failed: no exception leaves this
-        method for a failed step. The outputs of the last step are sent meanwhile.
+        method for a failed step. The outputs of the last step are sent meanwhile; the step waits while too
+        many are unsent (`Publisher.flush`).
 
         The API server processes learn how long the step may take. The time of a step that succeeded changes
         that limit, and the prompt tokens of later steps.
@@ -198,9 +201,9 @@ class Worker:
         return output
 
     def update(self, output: StepOutput) -> None:
-        """Applies a step's output to its requests: records their tokens and the progress of prompts, removes
-        tokens after the one that ends a request from `output.tokens`, and sets `finish_reasons` and `done_at`
-        of `output`.
+        """Applies a step's output to its requests: records their tokens, the time of the first one and the
+        progress of prompts, removes tokens after the one that ends a request from `output.tokens`, and sets
+        `finish_reasons` and `done_at` of `output`.
 
         A request whose row failed gets its `End` here. The slots of ended requests become free, and the
         worker forgets these requests. `Publisher.publish` must come after: it sends the tokens.
@@ -270,7 +273,7 @@ class Worker:
     def _handle(self, peer: bytes, message: ForLoop) -> None:
         """Handles a message of the API server process `peer`. New requests are queued or ended. A `Cancel`
         ends its request, and has no effect if the request has ended already; a `PeerLost` ends all requests
-        of the process."""
+        of the process. An `AdapterChange` begins. A `Hello` counts if it says `ready`."""
         if isinstance(message, SubmitRequests):
             self._add(peer, message)
         elif isinstance(message, Cancel):
@@ -334,7 +337,8 @@ class Worker:
 
     def _count_ready(self) -> None:
         """Counts an API server process that accepts requests; each says so once. With the last one, the log
-        says so, and a file `ready` is made in the run's folder."""
+        says so, and a file `ready` is made in the run's folder. Processes that replace others later change
+        nothing."""
         self._ready_web_processes += 1
         if self._ready_web_processes == self.config.web_concurrency:
             (run_dir() / "ready").touch()
@@ -353,11 +357,11 @@ class Startup:
 
     def run(self) -> Worker:
         """Fetches and loads the model, announces it to the API server processes, and returns its worker,
-        which does not run yet. This may take minutes; meanwhile threads compile the sampling loops and check
-        the tokenizer.
+        which does not run yet. This may take minutes; meanwhile threads compile the sampling loops, unless
+        the device samples, and check the tokenizer.
 
-        Raises ConfigError or ModelError for what cannot be served. The two threads may then still run, and a
-        normal exit would wait for them.
+        Raises ConfigError or ModelError for what cannot be served; other errors, such as OSError for a full
+        disk, pass through. The two threads may then still run, and a normal exit would wait for them.
         """
         with self.phase("checking" if self.config.is_local else "downloading", self.config.model_name):
             prepared = models.prepare(self.config)
@@ -434,7 +438,8 @@ class Startup:
         model: StaticBatchModel,
         eos_token_ids: list[int],
     ) -> ModelInfo:
-        """Returns what the API server processes learn of the model. The worker's memory is measured now."""
+        """Returns what the API server processes learn of the model. The worker's memory is measured now. Logs
+        the sampling defaults of generation_config.json, unless the settings disable them."""
         has_defaults = self.config.generation_config != "none"
         memory = resident_memory()
         return ModelInfo(
@@ -550,9 +555,9 @@ def log_thread_failure(link: Link, failure: threading.ExceptHookArgs) -> None:
 
 
 def main() -> NoReturn:
-    """Runs the worker until SIGTERM, which drains; a second one stops. Then ends the process at once, without
-    waiting for its threads: with 0, or with the code of the failure, 1 or 2 (`log_failure`). The messages
-    that are left are sent before."""
+    """Runs the worker until SIGTERM, which drains; a second one stops. During startup SIGTERM kills the
+    process. After the worker, the process ends at once, without waiting for its threads: with 0, or with the
+    code of the failure, 1 or 2 (`log_failure`). The messages that are left are sent before."""
     die_with_parent()
     config = configuration.resolved()
     config.set_up_log()

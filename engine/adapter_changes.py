@@ -40,7 +40,8 @@ class Pending(NamedTuple):
     number: int = 0
 
     def is_due(self, requests: Collection[Request]) -> bool:
-        """Whether the adapter has been read, or no request uses the one to be removed."""
+        """Whether the reading of the adapter has ended, also if it failed, or no request uses the one to be
+        removed."""
         return self.reading.done() if self.reading else all(each.adapter != self.number for each in requests)
 
 
@@ -71,7 +72,8 @@ class AdapterChanges:
 
     def begin(self, peer: bytes, change: AdapterChange) -> None:
         """Begins a change that an API server process asks for. To load: a thread begins to read the adapter.
-        To unload: requests no longer find the adapter from now on. The weights do not change before `apply`.
+        To unload: requests no longer find the adapter from now on. The weights do not change before `apply`,
+        which answers the change.
 
         The change is answered at once, with the error, if the adapter is being loaded, if it is loaded and
         `in_place` is false, if the one to unload is not loaded, if there would be more than --max-cpu-loras,
@@ -106,8 +108,9 @@ class AdapterChanges:
             self._link.interrupt()
 
     def apply(self, requests: Collection[Request]) -> None:
-        """Gives the model the copy that is ready, answers its change, and begins a copy for the first change
-        that is due. Never waits: threads read and copy.
+        """Gives the model the copy that is ready, answers its change (one that replaces an adapter only once
+        the old one is removed), and begins a copy for the first change that is due. Never waits: threads read
+        and copy.
 
         The loop calls this method between two steps, with all requests that have not ended.
         """
@@ -143,8 +146,9 @@ class AdapterChanges:
 
     def _finish_copy(self, pending: Pending, copying: Future[Adapters]) -> None:
         """Ends a copy: gives the model the copied adapters, announces a loaded adapter, and answers the
-        change. If copying failed, the model keeps its adapters, and the answer has the error. `copying` is
-        done already.
+        change. If copying failed, the model keeps its adapters, and the answer has the error; an unexpected
+        one is logged. Requests still do not find an adapter that could not be removed. `copying` is done
+        already.
 
         If the change replaces an adapter, requests find the new one at once, and the answer waits: the
         removal of the old one becomes pending.

@@ -52,7 +52,7 @@ def sampling_defaults(manifest: Manifest, sampled_on: str) -> dict[str, int | fl
 
 def _value(parameter: SamplingParameter, given: Any) -> int | float | None:
     """Returns the value in the type of its parameter; None if it is no number, not within the parameter's
-    limits, or a fraction where the parameter is a whole number."""
+    limits, 2 ** 31 or more, or a fraction where the parameter is a whole number."""
     is_number = isinstance(given, int | float) and not isinstance(given, bool)
     if not is_number or not parameter.allows(given) or abs(given) >= 2**31:
         return None

@@ -69,9 +69,9 @@ class ImageThread:
             self._admission.release_pixels(len(self._images.pop(key).pixels))
 
     def start(self, keys: Iterable[int]) -> list[Future[str]]:
-        """Hands the thread the images of one request that are neither encoded nor waiting for it. Returns a
-        future for each image, in the order of `keys`. Its result says why the image cannot be encoded, for
-        the client; "": it is encoded.
+        """Hands the thread the images of one request that are neither encoded nor waiting for it. The caller
+        has added them. Returns a future for each image, in the order of `keys`. Its result says why the image
+        cannot be encoded, for the client; "": it is encoded, or no request wants it any more.
 
         Requests share the future of an image, unless the image has failed by then: it is then tried again.
         """
@@ -89,8 +89,8 @@ class ImageThread:
         return [self._encodings[key] for key in keys]
 
     def close(self) -> None:
-        """Cancels what waits for the thread, which ends after the tile that it encodes. Does not wait for
-        it."""
+        """Cancels what waits for the thread, which ends after the tile that it encodes. Does not wait for it.
+        The futures of images that wait never end."""
         self._encodings.clear()
         self._thread.shutdown(wait=False, cancel_futures=True)
 

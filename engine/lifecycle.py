@@ -40,11 +40,11 @@ class Requests:
         return iter(list(self.by_id.values()))
 
     def add(self, peer: bytes, generate: Generate, group: RequestGroup, images: Mapping[int, int]) -> Request:
-        """Makes a request of its message, which Admission has counted. The caller adds the request to the
-        scheduler, or ends it.
+        """Makes a request of its message, which Admission has counted, and keeps it in `by_id`. The caller
+        adds the request to the scheduler, or ends it.
 
         `max_new_tokens` is lowered to what the context length leaves. group: the same for all requests of one
-        HTTP request. images: key → tokens.
+        HTTP request. images: of the HTTP request, key → tokens.
         """
         now = time.monotonic()
         request = Request(
@@ -62,7 +62,8 @@ class Requests:
 
     def end(self, request: Request, reason: str, message: str = "", log_reason: str | None = None) -> None:
         """Ends a request without a (further) token: sends its `End` after its tokens, takes it out of the
-        scheduler, so that its slot is free, and forgets it. Does nothing if the request has ended already.
+        scheduler, so that its slot is free, and forgets it (`finish`). Does nothing if the request has ended
+        already. May wait for the output thread (`Publisher.flush`).
 
         reason, message: what the `End` says. log_reason: what the log says, if it differs from `reason`.
         """

@@ -99,7 +99,8 @@ class Link:
         return [item for item in received if item is not None]
 
     def interrupt(self) -> None:
-        """Makes a waiting `receive` return. Any thread and any signal handler may call it."""
+        """Makes a waiting `receive` return, or else the next one. Any thread and any signal handler may call
+        it."""
         self._inbox.put(None)
 
     def report(self, phase: str, limit_s: float = math.inf) -> None:
@@ -115,8 +116,9 @@ class Link:
             os.eventfd_write(self._wake_fd, 1)
 
     def send(self, peer: bytes | None, message: FromWorker) -> None:
-        """Sends a message to one API server process, or to all of them (None). A message to a process that
-        has disconnected is dropped, and the loop gets one `PeerLost` for this process."""
+        """Hands a message to the socket's thread, for one API server process, or for all from which a message
+        has come (None). A message to a process that has disconnected is dropped, and the loop gets one
+        `PeerLost` for this process."""
         self._outbox.append((peer, message))
         os.eventfd_write(self._wake_fd, 1)
 
@@ -175,8 +177,9 @@ class Link:
                 self._send(None, self._status_now())
 
     def _read(self) -> None:
-        """Receives and handles one message. If it cannot be decoded, the log says so, and its requests end.
-        An API server process whose first message this is gets the status and the model's information."""
+        """Receives and handles one message; raises zmq.Again if there is none. If it cannot be decoded, the
+        log says so, and its requests end. An API server process whose first message this is gets the status
+        and the model's information."""
         peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
         body = b"".join(frames)
         is_new = peer not in self._peers
@@ -195,7 +198,7 @@ class Link:
 
     def _reject_undecodable(self, peer: bytes, body: bytes) -> None:
         """Ends the requests of a message that `_decode_message` rejects: no client waits for a request that
-        never runs. Requests whose ids cannot be read either get no message."""
+        never runs. A request whose id cannot be read either gets no message, nor do those after it."""
         with contextlib.suppress(ValueError, LookupError, TypeError):
             for generate in msgspec.msgpack.decode(body)["generates"]:
                 self._send(peer, End(generate["id"], "failed", "the worker cannot read the request"))

@@ -179,8 +179,8 @@ class Metrics:
 
     def series(self, name: str, *label: str | int) -> Counter | Gauge | Histogram | Summary:
         """Returns the metric of this name, TGI's without "tgi_". label: the value of the metric's label, if
-        the metric has one; vLLM's labels of the model and engine are added. Raises KeyError for a name that
-        is not there, as those of `describe_model` before its call."""
+        the metric has one, which is shown from now on; vLLM's labels of the model and engine are added.
+        Raises KeyError for a name that is not there, as those of `describe_model` before its call."""
         metric = self._metrics[name]
         if name.startswith("vllm:"):
             label = (self._model_name, VLLM_ENGINE, *label)
@@ -238,7 +238,7 @@ class Metrics:
 
     def watch_adapters(self, slots: int, adapters: Callable[[], tuple[set[str], set[str]]]) -> None:
         """Shows the LoRA adapters that `adapters` returns from now on: the names for running and for waiting
-        requests. `render` calls `adapters` on its caller's thread.
+        requests. `render` calls `adapters` on its caller's thread. To be called once.
 
         slots: how many adapters can run at a time. The gateways of Kubernetes' Inference Extension choose a
         replica by this metric of vLLM.

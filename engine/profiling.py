@@ -27,8 +27,8 @@ class Profiler:
     """Records some steps of one worker."""
 
     def __init__(self, config: Config):
-        """Makes the file, empty at first; it is written after the last step to record, or by `close`. Raises
-        ConfigError if the file cannot be made."""
+        """Makes the folder and the file, empty at first; it is written after the last step to record, or by
+        `close`. Raises ConfigError if the file cannot be made."""
         self._first = config.prof_waitstep + config.prof_warmupstep
         self._end = self._first + (DEFAULT_STEPS if config.prof_step is None else config.prof_step)
         self._seen = 0  # steps
@@ -44,13 +44,14 @@ class Profiler:
 
     @classmethod
     def of(cls, config: Config) -> Profiler | None:
-        """The profiler that the settings ask for; None: they ask for none."""
+        """Returns the profiler that the settings ask for, whose file is made now; None: they ask for none.
+        Raises ConfigError if the file cannot be made."""
         is_wanted = config.profile if config.prof_step is None else config.prof_step
         return cls(config) if is_wanted else None
 
     def record(self, output: StepOutput, publish_begin: float, publish_end: float) -> None:
         """Takes the times of a step, if it is one of the steps to record; after the last of these, writes the
-        file. Called on the output thread.
+        file. Raises OSError if that fails. Called on the output thread.
 
         publish_begin, publish_end: CLOCK_MONOTONIC, in seconds.
         """
@@ -74,7 +75,8 @@ class Profiler:
             self._write()
 
     def close(self) -> None:
-        """Writes the steps that were recorded, unless all steps to record have been written."""
+        """Writes the steps that were recorded, unless all steps to record have been written. Raises OSError
+        if that fails."""
         if self._seen < self._end:
             self._write()
 

@@ -329,8 +329,9 @@ class ChunkedPrefill:
     def next(
         self, running: list[Request], prefilling: list[Request], _startable: int, prompt_budget: int
     ) -> tuple[list[Request], Prompts]:
-        """Returns all running requests, and the prompts that run with them, each with the number of its
-        tokens. Changes nothing. Without running requests the budget is at least PREFILL_TOKENS_ALONE.
+        """Returns `running` itself, all running requests, and the prompts that run with them, each with the
+        number of its tokens. Changes nothing. Without running requests the budget is at least
+        PREFILL_TOKENS_ALONE.
 
         prompt_budget: the prompt tokens of the step, unless `max_batch_prefill_tokens` says how many.
         """
@@ -342,12 +343,13 @@ class ChunkedPrefill:
         return running, self._share(max(least, budget), prefilling)
 
     def _share(self, budget: int, prefilling: list[Request]) -> Prompts:
-        """Returns the prompts that run in this step, each with the number of its tokens. budget: tokens of
-        all prompts; `_chunk_tokens` says by how much a chunk may exceed it.
+        """Returns the prompts that run in this step, those with the fewest tokens left first, each with the
+        number of its tokens. budget: tokens of all prompts; `_chunk_tokens` says by how much a chunk may
+        exceed it.
 
-        At least half of the budget is for the first prompt, so that no prompt waits for ever. The rest goes
-        to the prompts with the fewest tokens left. So prompts of the same length run one after the other,
-        which brings most of them an earlier first token. Only one prompt with `all_logits` runs.
+        At least half of the budget is for the first of `prefilling`, so that no prompt waits for ever. The
+        rest goes to the prompts with the fewest tokens left. So prompts of the same length run one after the
+        other, which brings most of them an earlier first token. Only one prompt with `all_logits` runs.
 
         Example: of a budget of 32, a prompt with 10 tokens left gets 10, and the first one, with 100 left,
         22.
@@ -394,11 +396,12 @@ class AlternatingPrefill:
     def next(
         self, running: list[Request], prefilling: list[Request], startable: int, _prompt_budget: int
     ) -> tuple[list[Request], Prompts]:
-        """Returns either no rows and one prompt with the number of its tokens, or all running requests and no
-        prompt. The prompt that runs goes to the end of `prefilling`.
+        """Returns either no rows and one prompt with the number of its tokens, or all running requests
+        (`running` itself) and no prompt. The prompt that runs goes to the end of `prefilling`.
 
         startable: how many prompts have or could have a slot. While they are more than the running requests,
-        whole prompts get a larger budget. One chunk always runs after a decode step, also beyond the budget.
+        whole prompts get a larger budget. One chunk always runs after a decode step, also beyond the budget,
+        which has no effect without running requests.
         """
         budget = self._budget
         if startable > len(running) and self._model.prefill_chunk is None:

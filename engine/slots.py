@@ -41,7 +41,8 @@ class Slots:
 
     def allocate(self, prompt: Sequence[int], reuse: bool, adapter: int) -> SlotAssignment:
         """Takes the free slot with the longest common prefix, else the least recently used one. Copies
-        nothing: the caller does, if `source` is another slot. Raises ValueError without a free slot.
+        nothing: the caller does, if `source` is another slot. The slot counts as holding the cached tokens
+        alone from now on, and its recurrent state continues there. Raises ValueError without a free slot.
 
         Only contents that were computed with the same `adapter` count, and none without `reuse`. At least two
         tokens are left to run: a chunk of one token would be rounded as a decode step is.
@@ -105,8 +106,8 @@ class Slots:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """The number of first elements that are equal. Halves are compared, because Python compares slices much
-    faster than elements."""
+    """The number of first elements that are equal. a, b: of the same type, such as two lists. Halves are
+    compared, because Python compares slices much faster than elements."""
     low = 0
     high = min(len(a), len(b))
     while low < high:

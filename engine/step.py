@@ -83,7 +83,7 @@ class StepRunner:
 
     def run(self, step: Step) -> StepOutput:
         """Copies prefixes, runs the step on the device, and samples the next tokens. Returns the output, also
-        after a failure, which is logged and not raised.
+        after a failure; one of the device is logged, and none is raised.
 
         If the device fails, `failure` is set, and all requests have an error. If sampling fails, the requests
         that sample have one. Advances the requests' random streams and grammars. Frees no slot, and leaves
@@ -144,8 +144,9 @@ class StepRunner:
         """Adds to `output` the next tokens of each request that samples, or its error. Raises what makes all
         rows fail.
 
-        A request gets one token, and one more after each accepted draft token. The logits are added if a
-        request wants log-probabilities.
+        A request gets one token, and one more after each accepted draft token. An error after the first token
+        only ends its tokens: the next step finds the same error. The logits are added if a request wants
+        log-probabilities.
         """
         step = output.step
         wants_logits = any(request.generate.logprobs or request.all_logits for request in step.requests)

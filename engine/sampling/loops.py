@@ -115,7 +115,8 @@ class Source(NamedTuple):
 
 
 def source_of(logits: np.ndarray, mask: np.ndarray = NO_MASK) -> Source:
-    """Returns logits as the loops read them. Copies the logits only if they are read-only or not contiguous.
+    """Returns logits as the loops read them. Copies the logits only if they are read-only or not contiguous;
+    else the result shares their memory.
 
     logits: float32 [rows, vocab], or uint16, the bits of bfloat16; in either memory order. mask: uint32
     [rows, ceil(vocab / 32)], a set bit allows the token; NO_MASK: all tokens are allowed.
@@ -435,8 +436,8 @@ def next_draw(streams, row):
 
 @_njit
 def choose_tokens(source, maxima, peaks, indices, parameters):
-    """Returns the token of each row, NEEDS_FULL_SORT or FAILED: int64 [rows]. Takes the next random number of
-    each row into `parameters.draws`; a greedy row gets 0 there.
+    """Returns the token of each row, NEEDS_FULL_SORT, or FAILED if the highest score is not finite: int64
+    [rows]. Takes the next random number of each row into `parameters.draws`; a greedy row gets 0 there.
 
     indices: the place of each row in `parameters`; -1 leaves the row out, and its token is undefined. maxima:
     what `maxima_of` returns for the source. peaks: the highest of each row.

@@ -60,7 +60,7 @@ class SamplerState:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether `apply_penalties` would change the logits of the next token."""
+        """Whether `apply_penalties` may change the logits of the next token."""
         return bool(
             self._seen is not None or self._counts or self.parameters.logit_bias or self._banned_for > 0
         )
@@ -79,7 +79,9 @@ class SamplerState:
 
     def apply_penalties(self, scores: np.ndarray) -> None:
         """Applies penalties, biases and bans in place to `scores`, the logits of the next token: float32
-        [vocab], on which the mask has been applied. Results are rounded to float32 as in transformers."""
+        [vocab], on which the mask has been applied. Results are rounded to float32 as in transformers. Raises
+        IndexError for a prompt token or a biased one outside of the vocabulary; `scores` may then have
+        changed."""
         with np.errstate(over="ignore", invalid="ignore"):
             if self._seen is not None:
                 seen = scores[self._seen].astype(np.float64)
@@ -134,12 +136,13 @@ class SamplingBatch:
 
 
 def sample(logits: np.ndarray, batch: SamplingBatch, mask: np.ndarray = NO_MASK) -> list[TokenOrError]:
-    """Returns the next token of each row; the exception in the place of the token for a row that fails.
+    """Returns the next token of each row; the exception in the place of the token for a row that fails: a
+    SamplingError if its highest score is not finite, or what its penalties raise.
 
-    Each row's random stream goes on by one number, and its token counts by the token. Grammars do not
-    advance. logits: float32 [rows, vocab], or uint16, the bits of bfloat16; in either memory order; not
-    changed. mask: uint32 [rows, ceil(vocab / 32)], a set bit allows the token; applied before temperature and
-    filters.
+    Each row's random stream goes on by one number, and its token counts by the token. A row that fails counts
+    none; if its penalties fail, its stream stays. Grammars do not advance. logits: float32 [rows, vocab], or
+    uint16, the bits of bfloat16; in either memory order; not changed. mask: uint32 [rows, ceil(vocab / 32)],
+    a set bit allows the token; applied before temperature and filters.
     """
     source = loops.source_of(logits, mask)
     chosen: list[TokenOrError | None] = [None] * source.rows
@@ -251,8 +254,9 @@ def logprobs(logits: np.ndarray, tokens: Sequence[int], top_n: Sequence[int]) ->
 
 
 def compile_loops(dtypes: Sequence[str]) -> None:
-    """Compiles the loops for logits of these types, "float32" or "bfloat16", and writes them to numba's
-    cache, from which later processes load them. Raises OSError if the cache has no space."""
+    """Compiles the loops for float32 and for logits of these types, "float32" or "bfloat16". Writes them to
+    numba's cache, if it has a folder, from which later processes load them. Raises OSError if the cache has
+    no space."""
     read_in_place = SamplerState(SamplingParams(), [0])
     changed = SamplerState(SamplingParams(), [0], banned=[1], banned_for=1 << 40)
     batch = SamplingBatch([read_in_place, changed])
