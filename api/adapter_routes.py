@@ -46,8 +46,9 @@ class SageMakerAdapter(Struct):
 
 
 def load_adapter(server: Server) -> Response:
-    """Loads a LoRA adapter, as vLLM's route does, and returns the response. Waits until the worker has loaded
-    it. Raises ApiError for a wrong field or source, and if the adapter cannot be loaded."""
+    """Loads a LoRA adapter, as vLLM's route does, and returns the response. Waits up to ADAPTER_TIMEOUT_S for
+    the worker. Raises the errors of `Server.read`, and ApiError: 403 without `--lora-folder`, 422 for a wrong
+    name or source, 400 or 503 if the adapter cannot be loaded, 503 after that time."""
     request = server.read(LoadAdapter)
     source = _source_of(request.lora_path, "lora_path", server)
     return _load(server, request.lora_name, "lora_name", source, request.load_inplace)
@@ -55,14 +56,13 @@ def load_adapter(server: Server) -> Response:
 
 def unload_adapter(server: Server) -> Response:
     """Unloads a LoRA adapter, as vLLM's route does, and returns the response. Waits up to ADAPTER_TIMEOUT_S
-    until no request uses the adapter. Raises ApiError: 403 without `--lora-folder`, 404 if the adapter is not
-    loaded."""
+    until no request uses the adapter. Raises the errors of `Server.read` and of `unregister`."""
     return unregister(server, server.read(UnloadAdapter).lora_name)
 
 
 def register(server: Server) -> Response:
     """As SageMaker's route, loads a LoRA adapter and returns the response. A loaded adapter of the same name
-    is an error. Raises ApiError for a wrong field or source, and if the adapter cannot be loaded."""
+    is an error. Waits, and raises errors, as `load_adapter` does."""
     request = server.read(SageMakerAdapter)
     return _load(server, request.name, "name", _source_of(request.src, "src", server))
 
@@ -83,8 +83,9 @@ def _source_of(path: str, field: str, server: Server) -> str:
 
 
 def _load(server: Server, name: str, field: str, source: str, in_place: bool = False) -> Response:
-    """Loads the LoRA adapter `name` from `source`, and returns the response. Raises ApiError for a name that
-    is empty, too long, not printable or the model's own, and if the adapter cannot be loaded.
+    """Loads the LoRA adapter `name` from `source`, and returns the response. Waits as `_change` does. Raises
+    ApiError for a name that is empty, too long, not printable or the model's own, and if the adapter cannot
+    be loaded.
 
     field: the field of the request that has `name`. in_place: a loaded adapter of this name is replaced; else
     it is an error.
@@ -100,8 +101,9 @@ def _load(server: Server, name: str, field: str, source: str, in_place: bool = F
 
 def unregister(server: Server, name: str) -> Response:
     """Unloads the LoRA adapter `name`, and returns the response. Waits up to ADAPTER_TIMEOUT_S until no
-    request uses the adapter. Raises ApiError: 403 without `--lora-folder`, 404 if the adapter is not loaded,
-    503 if it is still in use after that time."""
+    request uses the adapter; new requests do not find it meanwhile. Raises ApiError: 403 without
+    `--lora-folder`, 404 if the adapter is not loaded, 503 if it is still in use after that time: it is then
+    unloaded later. Raises the other errors of `_change`, too."""
     _check_allowed(server)
     if name not in server.served.info.adapters:
         raise errors.unknown_model(f"The LoRA adapter {name[:80]!r} is not loaded")

@@ -60,7 +60,7 @@ class VertexResponse(Struct):
 def read_invocation(data: Json, served: Served) -> ResponseWriter:
     """Returns the writer of the response to a native, chat or completion request. The first field of
     INVOCATIONS that the body has says which. Raises ApiError, in the error format of that API, for a wrong
-    field."""
+    field; in the route's if the body has none of these fields."""
     read, error_format = fields.choose_variant(data, INVOCATIONS)
     try:
         return read(data, served)
@@ -70,8 +70,8 @@ def read_invocation(data: Json, served: Served) -> ResponseWriter:
 
 
 def text(data: Json, served: Served) -> ResponseWriter:
-    """Returns the writer of a stream of plain text: the continuation of a prompt. TorchServe's handlers for
-    Inferentia2 send the same. Raises ApiError for a wrong field."""
+    """Returns the writer of a stream of plain text: the continuation of the prompt in a native request.
+    TorchServe's handlers for Inferentia2 send the same. Raises ApiError for a wrong field."""
     return TextResponseWriter(
         [tgi.check(tgi.read_generate(data), served, streams=True)], served, streams=True
     )
@@ -79,7 +79,9 @@ def text(data: Json, served: Served) -> ResponseWriter:
 
 def vertex(data: Json, served: Served) -> ResponseWriter:
     """Returns the writer of the predictions for several requests, each of which is native or a chat. Raises
-    ApiError without instances, for too many, and for the first instance that is wrong."""
+    ApiError without instances, for too many, and for the first instance that is wrong: the fields of all are
+    read before any is checked. Adds images to `served.images`. Renders chats in a child process, and waits
+    for it."""
     requests = []
     prefixes = []
     given = fields.read(data, VertexRequest).instances
@@ -98,8 +100,8 @@ def vertex(data: Json, served: Served) -> ResponseWriter:
 
 
 def continuation(sentence: str, served: Served) -> ResponseWriter:
-    """Returns the writer of a list of one text: the sentence and its continuation. Raises ApiError for an
-    empty sentence, and for one that cannot run."""
+    """Returns the writer of a list of one text: the sentence and its continuation. Adds images in the
+    sentence to `served.images`. Raises ApiError for an empty sentence, and for one that cannot run."""
     require(sentence, "sentence", "cannot be empty")
     prepared = tgi.check(GenerateRequest(sentence), served, streams=False, prompt_name="sentence")
     return PredictionsResponseWriter([prepared], served, [sentence], list)

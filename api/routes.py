@@ -48,8 +48,9 @@ def replies(make: Callable[[Json, Served], Any]) -> Callable[[Server], Response]
 
 
 def invocations(server: Server) -> Response:
-    """Returns the response to a request of SageMaker. A header may name a LoRA adapter. What is not streamed
-    ends after SAGEMAKER_DEADLINE_S, unless a deadline is configured. Raises the errors of `Server.generate`.
+    """Returns the response to a request of SageMaker. A header may name a LoRA adapter; ApiError (404) is
+    raised for an unknown one. What is not streamed ends after SAGEMAKER_DEADLINE_S, unless a deadline is
+    configured. Raises the errors of `Server.generate`.
 
     A body that is JSON is a request of the API that its required field identifies. A body of plain text is a
     prompt: the response is a stream of text, or JSON as on `POST /` if `Accept` prefers JSON.
@@ -65,7 +66,8 @@ def invocations(server: Server) -> Response:
 
 def predictions(server: Server, name: str) -> Response:
     """Returns the response to a request of TorchServe, whose body is a prompt as text: a stream of text.
-    name: of the model or of a LoRA adapter; another one is an error (404)."""
+    name: of the model or of a LoRA adapter; ApiError (404) is raised for another one. Raises the errors of
+    `Server.generate`, too."""
     return server.generate(of_adapter(clouds.text, name), parser=text_parser)
 
 
@@ -78,7 +80,8 @@ def of_adapter(read: Read, name: str | None) -> Read:
 
 def infer(server: Server) -> Response:
     """Returns the response of the Ray Serve blueprint: a list with the parameter `sentence` and its
-    continuation, in one text. Raises ApiError without a sentence."""
+    continuation, in one text. Raises ApiError (422) without a sentence, and the errors of
+    `Server.generate`."""
     sentence = request.args.get("sentence", "")
     return server.generate(lambda _data, served: clouds.continuation(sentence, served), parser=no_parser)
 
@@ -89,7 +92,7 @@ def info(server: Server) -> Response:
 
 @functools.cache
 def openapi_document() -> Json:
-    """The OpenAPI document of the table."""
+    """Returns the OpenAPI document of the table, the same object each time: it must not be changed."""
     return openapi(ROUTES)
 
 

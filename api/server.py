@@ -159,9 +159,9 @@ class Server:
         return self.config.body_limit(info is not None and info.reads_images)
 
     def read(self, kind: type[T]) -> T:
-        """Returns the JSON body of the request, as `kind`. Waits for the body. Raises ApiError: 503 while the
-        model is not ready, 415 for another type of body, 413 for too many bytes, 400 for a body that is not
-        JSON, 422 for fields that are wrong or unknown. Raises ClientDisconnected."""
+        """Returns the JSON body of the request, as `kind`. Waits for a tokenizer that is being loaded, and
+        for the body. Raises the errors of `Bodies.read`, and ApiError: 503 while the model is not ready, 415
+        for another type of body, 400 for a body that is not JSON, 422 for fields that are wrong."""
         _served = self.served  # not before the model is ready
         parse = json_parser()
         with self._bodies.read(self.payload_limit) as body:
@@ -190,12 +190,12 @@ class Server:
         parser: Callable[[], Parse] = json_parser,
     ) -> Response:
         """Returns the response with what the body of the request asks for. Waits until all is generated or,
-        for a stream, until its first text: the rest follows while the response is sent.
+        for a stream, until its first token: the rest follows while the response is sent.
 
-        Raises ApiError for a request that is rejected or fails until then, and ClientDisconnected if the
-        client disconnects until then. renders: whether `read` may render a chat template, which takes long.
-        deadline_s: of a response that is not streamed, from the arrival; one that is configured counts
-        before. parser: checks the type of the body, and returns what parses the body.
+        Raises ApiError for a request that is rejected or fails until then, ClientDisconnected if the client
+        disconnects until then, and what `read` raises. renders: whether `read` may render a chat template,
+        which takes long. deadline_s: of a response that is not streamed, from the arrival; one that is
+        configured counts before. parser: checks the type of the body, and returns what parses the body.
         """
         served = self._begin()
         parse = parser()
@@ -213,8 +213,8 @@ class Server:
         """Returns what the request is checked against. Marks the request as one that generates
         (`g.generates`, `g.started_at`), and begins its trace.
 
-        Waits OVERLOAD_RECHECK_S if the worker is full. Raises ApiError if the model is not ready (503) or the
-        worker is still full (429), whatever the body says.
+        Waits for a tokenizer that is being loaded, and OVERLOAD_RECHECK_S if the worker is full. Raises
+        ApiError if the model is not ready (503) or the worker is still full (429), whatever the body says.
         """
         g.generates = True
         g.started_at = time.monotonic()
@@ -230,12 +230,13 @@ class Server:
 
     def _submit(self, writer: ResponseWriter, served: Served, deadline_s: float | None) -> ActiveRequest:
         """Loads the images, tokenizes the prompts, compiles their grammars as a check, and sends the prompts
-        to the worker. Returns the running request, which is also `g.generation`. Sets `g.error_format`, logs
-        what the response leaves out, and waits for threads and child processes.
+        to the worker. Returns the running request, which is also `g.generation`. Sets `g.error_format` and
+        the `request_id` of the writer, logs what the response leaves out, and waits for threads and child
+        processes.
 
-        Raises ApiError for an image, a prompt or a grammar that cannot be used, and ClientDisconnected while
-        images are loaded. deadline_s: that of `generate`. Images are loaded in the request's own greenlet, so
-        that they hold no thread for texts.
+        Raises ApiError for an image, a prompt or a grammar that cannot be used, and 429 if too many calls
+        wait for threads. Raises ClientDisconnected while images are loaded. deadline_s: that of `generate`.
+        Images are loaded in the request's own greenlet, so that they hold no thread for texts.
         """
         g.error_format = writer.error_format
         served.images.load(self._check_client)
@@ -253,7 +254,7 @@ class Server:
 
     def _respond(self, writer: ResponseWriter, generation: ActiveRequest) -> Response:
         """Returns the response to a request that was sent to the worker: a stream, or the whole body. Raises
-        ApiError if generating fails before the body, or the first text of a stream, is certain, and
+        ApiError if generating fails before the body, or the first token of a stream, is there, and
         ClientDisconnected if the client disconnects before. The request is closed at the end of the response,
         or with the error."""
         headers = {
@@ -283,7 +284,7 @@ class Server:
     def _check_grammars(self, prompts: list[TokenizedPrompt]) -> None:
         """Compiles each grammar of the prompts in a child process, unless it was accepted before. Raises
         ApiError for a grammar that does not compile or exceeds the limits, with the name of the field, or of
-        the first tool, that causes it."""
+        the first tool, that causes it; 429 if too many calls wait for threads."""
         by_grammar = {prompt.prepared.grammar: prompt.prepared for prompt in prompts}
         for grammar, prepared in by_grammar.items():
             try:
@@ -301,7 +302,8 @@ class Server:
 
     def _check_tools(self, prepared: PreparedRequest) -> None:
         """Raises ApiError for the first tool for whose calls no grammar compiles. Returns if there is none,
-        if the request has no tools, or after FIND_TOOL_S."""
+        if the request has no tools, or after FIND_TOOL_S. Waits for child processes; 429 as in
+        `_check_grammar`."""
         policy = prepared.parser_config.calls
         if policy is None:
             return

@@ -50,14 +50,15 @@ def health(server: Server) -> Response:
 
 
 def metrics(server: Server) -> Response:
-    """Returns the metrics of all processes, which the worker has. Raises EngineError if the worker does not
-    answer in time."""
+    """Returns the metrics of all processes, which the worker has. Raises EngineError if the worker is lost,
+    or does not answer in METRICS_TIMEOUT_S."""
     return Response(server.engine.metrics(), content_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def models(server: Server) -> Response:
     """Returns the cards of the model and of its LoRA adapters. They are Anthropic's if the request has the
-    header `anthropic-version`, else OpenAI's. Raises ApiError (503) while the model is not ready."""
+    header `anthropic-version`, else OpenAI's. Waits up to half a minute for a tokenizer that is being loaded.
+    Raises ApiError (503) while the model is not ready."""
     info = server.served.info
     if "anthropic-version" in request.headers:
         cards = [AnthropicModelCard(name, name) for name in (info.model_name, *info.adapters)]
@@ -84,7 +85,7 @@ class DeletedResponse(Struct):
 
 def response(server: Server, response_id: str) -> Response:
     """Returns a stored response of the request's API key, as JSON. Raises ApiError: 404 if it is not stored,
-    and for its input items; 422 for a stream."""
+    and for its input items; 422 for a stream. Raises StoreError if the store cannot be used."""
     if response_id.endswith("/input_items"):
         what = "The input items of a response cannot be listed; keep those that you send"
         raise ApiError(404, "not_found", what)
@@ -94,7 +95,8 @@ def response(server: Server, response_id: str) -> Response:
 
 
 def delete_response(server: Server, response_id: str) -> Response:
-    """Deletes a stored response of the request's API key. Raises ApiError (404) if it is not stored."""
+    """Deletes a stored response of the request's API key. Raises ApiError (404) if it is not stored,
+    StoreError if the store cannot be used."""
     server.responses.delete(response_id)
     return json_response(DeletedResponse(response_id))
 

@@ -199,8 +199,8 @@ def generate_stream(data: Json, served: Served) -> ResponseWriter:
 
 def compat(data: Json, served: Served) -> ResponseWriter:
     """Returns the writer of the response to `POST /`. The response is a stream with `stream`, else a list of
-    one object. The text begins with the prompt unless `return_full_text` is false. Raises ApiError for a
-    wrong field."""
+    one object. The text begins with the prompt unless `return_full_text` is false. Adds the images in the
+    prompt to `served.images`. Raises ApiError for a wrong field."""
     request = read_generate(data)
     if request.parameters.return_full_text is None:
         request.parameters.return_full_text = True
@@ -311,8 +311,8 @@ def _samples(p: Parameters) -> bool:
 
 
 class NativeResponseWriter(ResponseWriter):
-    """TGI's own formats. The constructor checks the request, and raises ApiError for a wrong field.
-    `in_list`: `POST /` returns a list."""
+    """TGI's own formats. The constructor checks the request, adds the images in the prompt to
+    `served.images`, and raises ApiError for a wrong field. `in_list`: `POST /` returns a list."""
 
     def __init__(self, request: GenerateRequest, served: Served, streams: bool, in_list: bool = False):
         super().__init__([check(request, served, streams)], served, streams)
@@ -323,8 +323,9 @@ class NativeResponseWriter(ResponseWriter):
         self._index = 0
 
     def whole(self, sequences: list[GeneratedSequence]) -> Struct | list:
-        """Returns the best sequence, as an object, or a list of it if the route returns one. With `details`,
-        it has the tokens of that sequence, and the other sequences."""
+        """Returns the best sequence, as an object, or a list of it if the route returns one. Its text begins
+        with the prompt if the request asks for that. With `details` or `decoder_input_details`, it has the
+        tokens of that sequence, and the other sequences."""
         best = best_of(sequences)
         response = GenerateResponse(self._prefix + best.stream.text)
         if self._wants_details:
@@ -339,7 +340,7 @@ class NativeResponseWriter(ResponseWriter):
 
     def events(self, sequence: GeneratedSequence, pieces: list[Piece]) -> bytes:
         """Returns an event for each piece. The last one of the sequence has the whole text and, if asked for,
-        the details."""
+        the prompt before it and the details."""
         events = []
         for piece in pieces:
             self._index += 1

@@ -93,8 +93,8 @@ class DetokenizeResponse(Struct):
 def tokenize(data: Json, served: Served) -> Later:
     """Checks a body, and returns the function that lists the tokens of its text or chat once the images are
     loaded. The first field of TOKENIZE that the body has identifies the API, and so the form of the list.
-    Raises ApiError, as that function does, for fields that are wrong, and for texts that are too long to be
-    listed."""
+    Adds images to `served.images`, and waits for a child process that renders a chat. Raises ApiError, as
+    that function does, for fields that are wrong, and for texts that are too long to be listed."""
     return fields.choose_variant(data, TOKENIZE)(data, served)
 
 
@@ -110,9 +110,9 @@ def _tokenize_prompt(data: Json, served: Served) -> Later:
 
 
 def _tokenize_messages(data: Json, served: Served) -> Later:
-    """Checks vLLM's chat, and returns the function that lists its tokens once the images are loaded. Raises
-    ApiError for a chat that is wrong or that the template rejects; the function does so for a text that is
-    too long."""
+    """Checks vLLM's chat, and returns the function that lists its tokens once the images are loaded. Adds the
+    images to `served.images`, and waits for a child process that renders the chat. Raises ApiError for a chat
+    that is wrong or that the template rejects; the function does so for a text that is too long."""
     request = fields.read(data, TokenizeChat)
     prepared = prepare_chat(request, served)
 
@@ -169,7 +169,8 @@ TOKENIZE = {
 
 def detokenize(data: Json, served: Served) -> Later:
     """Returns the function that makes the response: the joined texts of tokens; special tokens show their
-    names. Raises ApiError for more than MAX_LISTED_TOKENS ids, and for one that the model does not know."""
+    names. Raises ApiError for fields that are wrong, for more than MAX_LISTED_TOKENS ids, and for one that
+    the model does not know."""
     tokens = fields.read(data, DetokenizeRequest).tokens
     require(len(tokens) <= MAX_LISTED_TOKENS, "tokens", f"takes up to {MAX_LISTED_TOKENS} tokens")
     fields.check_ids(tokens, "tokens", served.info)
@@ -178,9 +179,9 @@ def detokenize(data: Json, served: Served) -> Later:
 
 
 def chat_tokenize(data: Json, served: Served) -> Later:
-    """Checks a chat, and returns the function that lists its text and tokens once the images are loaded.
-    Raises ApiError for a chat that is wrong or that the template rejects; the function does so for too many
-    tokens."""
+    """Checks a chat, and returns the function that lists its text and tokens once the images are loaded. Adds
+    the images to `served.images`, and waits for a child process that renders the chat. Raises ApiError for a
+    chat that is wrong or that the template rejects; the function does so for too many tokens."""
     prepared = prepare_chat(fields.read(data, ChatRequest), served)
 
     def listed() -> ChatTokenizeResponse:
@@ -192,9 +193,9 @@ def chat_tokenize(data: Json, served: Served) -> Later:
 
 
 def _tokens(text: str, served: Served, add_special_tokens: bool) -> list[SimpleToken]:
-    """Returns the tokens of an escaped text, each with the range of its bytes in the text without escapes.
-    Raises ApiError for more than MAX_TOKENIZED bytes or MAX_LISTED_TOKENS tokens, and for a text that cannot
-    be tokenized."""
+    """Returns the tokens of an escaped text, each with the range of its bytes in the text without escapes. A
+    token that the tokenizer adds has the range 0 to 0, and no text. Raises ApiError for more than
+    MAX_TOKENIZED bytes or MAX_LISTED_TOKENS tokens, and for a text that cannot be tokenized."""
     raw = _raw(text, served)
     try:
         spans = served.text.tokenizer.spans(text, add_special_tokens, MAX_LISTED_TOKENS)

@@ -73,8 +73,8 @@ def read_base64(data: str) -> bytes:
 
 
 def fetch_image(url: str, domains: Container[str]) -> bytes:
-    """Returns the file that an http or https URL leads to, with up to MAX_REDIRECTS redirects. Waits up to
-    MAX_FETCH_S for all of it, the wait for one of the FETCHES included.
+    """Returns the file that an http or https URL leads to, with up to MAX_REDIRECTS redirects. The file may
+    be anything, also empty. Waits up to MAX_FETCH_S for all of it, the wait for one of the FETCHES included.
 
     domains: what the operator allows (`--allowed-media-domains`), such as `example.com` or `10.0.0.5:8000`:
     hosts, each with its port if that is not the scheme's. The host of the URL, and of each redirect, must be
@@ -109,8 +109,9 @@ class _Place(NamedTuple):
 
     @classmethod
     def of(cls, url: str) -> _Place:
-        """Reads a URL; its fragment is dropped. Raises ImageUrlError for a URL that is not valid, not http or
-        https, or has a user name or a password."""
+        """Reads a URL; its fragment is dropped, and characters that are not ASCII become percent-encoded,
+        also in the host. Raises ImageUrlError for a URL that is not valid, not http or https, or has a user
+        name or a password."""
         # So nothing in it ends a line, and a host that is not ASCII has percent signs, as no allowed one has.
         url = quote(url, safe=string.punctuation, errors="replace")
         try:
@@ -135,9 +136,9 @@ class _Place(NamedTuple):
 
 
 def _connect(place: _Place, domains: Container[str]) -> socket.socket:
-    """Returns a connection to the first address of the host that can be reached. Raises ImageUrlError if the
-    host is not found, if one of its addresses is not allowed, if none can be reached, or if the certificate
-    of one is not valid.
+    """Returns a connection to the first address of the host that can be reached, which the caller has to
+    close. Raises ImageUrlError if the host is not found, if one of its addresses is not allowed, if none can
+    be reached, or if the certificate of one is not valid.
 
     The host is looked up once: another look-up might give other addresses than those that were checked.
     """
@@ -215,8 +216,9 @@ class _Stream(io.RawIOBase):
 
 
 def _get(place: _Place, url: str, sock: socket.socket) -> tuple[bytes | None, str]:
-    """Sends the request, and returns the file and "", or None and the URL that the response redirects to.
-    place: what `url` names. sock: a connection to that place, which stays open.
+    """Sends the request, waits for the response without a limit of its own, and returns the file and "", or
+    None and the URL that the response redirects to. place: what `url` names. sock: a connection to that
+    place, which stays open.
 
     Raises ImageUrlError for another status than 200, compressed data, more than MAX_IMAGE_BYTES, fewer bytes
     than announced, and a connection that fails.

@@ -99,8 +99,8 @@ class Served:
         """Returns the LoRA adapter of a request with this field `model`; "": none. Raises ApiError (404) for
         an unknown name.
 
-        An adapter that a header or a path names counts before the field. If no adapters are served, and none
-        can be loaded (`--lora-folder`), the field may have any name.
+        An adapter that a header or a path names counts before the field. Then the field may have any name,
+        and also if no adapters are served and none can be loaded (`--lora-folder`).
         """
         has_adapters = self.info.adapters or self.config.lora_folder
         if self.adapter or not has_adapters or model in (None, "", TGI_NAME):
@@ -171,8 +171,8 @@ class TokenizedPrompt(NamedTuple):
 
 
 def prompts_of(requests: list[PreparedRequest], served: Served) -> list[TokenizedPrompt]:
-    """Returns the prompts of a request in token ids, one for each of `requests`. The request's images must be
-    loaded.
+    """Returns the prompts of a request in token ids, one for each of `requests`, in their order. The
+    request's images must be loaded.
 
     Raises ApiError for more sequences than --max-concurrent-requests, and for a prompt that is empty, too
     long for the context, cannot be tokenized, or has ids that the model does not know.
@@ -206,7 +206,7 @@ def _tokenized(prepared: PreparedRequest, served: Served) -> TokenizedPrompt:
 
 def ids_of(prepared: PreparedRequest, served: Served, characters: int | None = None) -> list[int]:
     """Returns the tokens of a prompt, with the model's image token for each token of an image. Not yet
-    truncated. The images must be loaded. A prompt that was given as token ids is returned as it is.
+    truncated. The images must be loaded. A prompt that was given as token ids is returned itself, not a copy.
 
     characters: tokens of only so many characters, from the beginning of the text; None: of all. Raises
     ApiError for a text that cannot be tokenized, and for one that is so long that it cannot fit the context;
@@ -293,7 +293,7 @@ def _too_many_tokens(prepared: PreparedRequest, given: str, served: Served) -> A
 
 def _of_images(prepared: PreparedRequest, served: Served) -> str:
     """Returns how many of a prompt's tokens are of images, for error messages, such as " (576 of them for 1
-    image)"; "": the prompt has no images."""
+    image)"; "": the prompt has no images. The images must be loaded."""
     images = served.images.read(prepared.image_numbers)
     if not images:
         return ""

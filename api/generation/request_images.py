@@ -106,11 +106,11 @@ class RequestImages:
 
     def add(self, path: str, url: str, detail: Any = None) -> str:
         """Adds the image of a `data:`, http or https URL, and decodes nothing yet. Returns its mark, for the
-        text of a message. The model must read images. Raises ApiError for any other URL, a `data:` URL
-        without a file in base64, and one image more than MAX_IMAGES.
+        text of a message. The model must read images. Raises ApiError for a URL that neither begins with http
+        nor is a `data:` URL of a file in base64, and for one image more than MAX_IMAGES.
 
         path: of the field that has the URL. detail: the request's; with `low` the image is read as one small
-        tile, if the model's family has options for that. `load` fetches http and https URLs.
+        tile, if the model's family has options for that. `load` checks and fetches http and https URLs.
         """
         number = len(self._images)
         require(number < MAX_IMAGES, path, f"is one image too many: a request may have {MAX_IMAGES}")
@@ -146,9 +146,10 @@ class RequestImages:
         Does nothing without images; to be called once.
 
         The request's greenlet waits for both, and before that for its turn: WITH_FETCHED and WITH_PIXELS
-        limit how many requests hold files or pixels at a time. Raises ApiError for an image that cannot be
-        fetched or decoded, and for more files, pixels or seconds than a request may have. check_client:
-        called before each image is preprocessed; raises when the client has disconnected.
+        limit how many requests hold files or pixels at a time. The place for pixels is held until the `with`
+        block of this object ends. Raises ApiError for an image that cannot be fetched or decoded, for more
+        bytes of files or pixels, or more seconds, than a request may have, and what `run` raises.
+        check_client: called before each image is preprocessed; raises when the client has disconnected.
         """
         if not self._images:
             return
@@ -197,7 +198,8 @@ class RequestImages:
 
     def _preprocess(self, image: RequestImage) -> float:
         """Sets `read` of an image, and drops its file. Returns how many seconds that took. Raises ApiError
-        for a file that is not an image, or that exceeds a limit. Runs in a thread."""
+        for a file that is not an image, or that exceeds a limit, and OSError if no process can be started.
+        Runs in a thread."""
         begin = time.monotonic()
         try:
             image.read = self.preprocess(image.source, image.options)

@@ -84,8 +84,9 @@ class GeneratedSequence:
 
         The token ends the sequence (sets `finish_reason` and `finished_at`) if the engine says so, if the
         token is a stop token or completes a stop string, or if the parser is then done (unless `ignore_eos`).
-        A stop string counts before the other reasons. If `max_new_tokens` is 0, the first token ends the
-        sequence unread. The request in the worker is left to the caller.
+        Any finish reason but the engine's is "stop_sequence". A stop string counts before the other reasons.
+        If `max_new_tokens` is 0, the first token ends the sequence unread ("length"). The request in the
+        worker is left to the caller.
         """
         self.first_token_at = self.first_token_at or time.monotonic()
         if self.prepared.max_new_tokens == 0:  # only the prompt is scored
@@ -141,7 +142,8 @@ class GeneratedSequence:
 
     def _cut(self, pieces: list[Piece]) -> None:
         """Removes from the output the content that the stop string has removed from the text. Reasoning and
-        calls behind that content are removed too. `added` of the pieces changes in the same way."""
+        calls behind that content are removed too. `added` of the pieces changes in the same way. Parts of the
+        output that lose all their text are removed."""
         length = self.stream.cut
         for piece in reversed(pieces):
             while length and piece.added:
@@ -208,8 +210,8 @@ class ResponseWriter:
         return b""
 
     def failure(self, error: ApiError) -> bytes:
-        """Returns the last bytes of a stream that ends with an error. Gives the error the id of the request,
-        and the API's format and status. A subclass whose stream has no form for errors raises
+        """Returns the last bytes of a stream that ends with an error. Sets the error's `request_id`, and its
+        `status` to that of the API. A subclass whose stream has no form for errors raises
         ConnectionResetError."""
         error.request_id = self.request_id
         return event(error.body(self.error_format))
@@ -262,7 +264,7 @@ class ResponseWriter:
 
 
 def best_of(sequences: Iterable[GeneratedSequence]) -> GeneratedSequence:
-    """The sequence whose tokens are the most likely ones, on average."""
+    """Returns the sequence whose tokens are the most likely ones, on average; of equals, the first."""
     return max(sequences, key=lambda sequence: sequence.mean_logprob)
 
 

@@ -90,10 +90,11 @@ class ActiveRequest:
 
     The constructor sends the prompts to the worker, without waiting for an answer, and has `monitor` poll the
     request. It raises ApiError if the prompts are too large to be sent. Iterating yields a Batch whenever
-    text has become certain, until all sequences have finished. An empty Batch means that KEEP_ALIVE_S passed
-    without a token. Iterating raises ApiError when the worker rejects or fails the request, and
-    ClientDisconnected. Sequences that are unfinished at `deadline_at` end there; if none has a token by then,
-    iterating raises ApiError (429).
+    tokens have arrived, until all sequences have finished; a sequence in it has no pieces if no text has
+    become certain. An empty Batch means that KEEP_ALIVE_S passed without a token. Iterating raises ApiError
+    when the worker rejects or fails a sequence, and ClientDisconnected; the other sequences go on in the
+    worker until `close`. Sequences that are unfinished at `deadline_at` end there; if none has a token by
+    then, iterating raises ApiError (429).
 
     As a context manager the request is closed at the end of the block, with the outcome of the block.
     """
@@ -310,10 +311,10 @@ def event_stream(
     generation: ActiveRequest,
     run: Callable[[Callable[[], bytes], bool], bytes],
 ) -> Iterator[bytes]:
-    """Yields b"" once the status is certain: with the first text, or after KEEP_ALIVE_S without text. Then
-    yields the body of a streamed response: the events of a Batch as one item, and `keep_alive` after
-    KEEP_ALIVE_S without any. Sets the outcome of the generation; the caller has to close it at the end of the
-    response.
+    """Yields b"" once the status is certain: with the first token, or after KEEP_ALIVE_S without one. Then
+    yields the body of a streamed response: the events of a Batch as one item, `keep_alive` after KEEP_ALIVE_S
+    without any, and the `stream_end`; nothing that is empty. Sets the outcome and `streams_at` of the
+    generation; the caller has to close it at the end of the response.
 
     Before the first item, ApiError and ClientDisconnected are raised, after closing the generation. A later
     error is what `writer.failure` makes of it: the last event or, in plain text, a ConnectionResetError. An

@@ -30,7 +30,8 @@ FAULTS = ("generation", "incomplete")  # outcomes that are errors of the server
 
 
 def check_installed() -> None:
-    """Raises ConfigError without the packages that a `Tracer` needs."""
+    """Raises ConfigError if no package of OpenTelemetry is installed. Whether all that a `Tracer` needs are
+    is not checked."""
     if not importlib.util.find_spec("opentelemetry"):
         raise ConfigError(
             '--otlp-endpoint (OTLP_ENDPOINT) needs the packages of OpenTelemetry: pip install ".[otel]"'
@@ -40,8 +41,8 @@ def check_installed() -> None:
 class Tracer:
     """Exports spans every few seconds, and when the process ends, which then waits up to FLUSH_S for the
     collector. To be made when gevent has patched the process: the exporter's thread is then a greenlet.
-    OpenTelemetry's own variables (`OTEL_TRACES_SAMPLER`, …) are read. endpoint: the URL that gets the spans
-    by POST."""
+    OpenTelemetry's own variables (`OTEL_TRACES_SAMPLER`, …) are read. Raises ImportError without the
+    packages. endpoint: the URL that gets the spans by POST."""
 
     def __init__(self, endpoint: str):
         from opentelemetry import trace
@@ -69,8 +70,8 @@ class Tracer:
 
 
 class RequestTrace:
-    """The span of a request, with the name `route`; `end` adds the spans of its stages. Times are
-    CLOCK_MONOTONIC, in seconds.
+    """The span of a request, with the name `route`. The constructor begins it; `end` ends it, and adds the
+    spans of its stages. Times are CLOCK_MONOTONIC, in seconds.
 
     headers: those of the request; `traceparent` names the parent span. started_at: when the request arrived.
     """

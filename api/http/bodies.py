@@ -54,10 +54,11 @@ class Bodies:
         bytes count as held until the block is left; after a long body, free memory goes back to the system
         later.
 
-        Raises ApiError: 400 for chunks or compressed data that are malformed, 408 if the body does not arrive
-        within the client's timeout, 413 beyond `limit`, 415 for an unknown `Content-Encoding`, 501 for an
-        unknown `Transfer-Encoding`, 503 if all held bodies take too much memory. Raises ClientDisconnected if
-        the client disconnects before the end of the body.
+        Raises ApiError: 400 for chunks or compressed data that are malformed, 408 if the whole body does not
+        arrive within the client's timeout, 413 beyond `limit`, 415 for an unknown `Content-Encoding`, 501 for
+        an unknown `Transfer-Encoding`, 503 if all held bodies take too much memory. A `Content-Length` beyond
+        `limit` may raise werkzeug's RequestEntityTooLarge instead. Raises ClientDisconnected if the client
+        disconnects before the end of the body.
         """
         body = bytearray()
         inflated = bytearray()
@@ -76,9 +77,9 @@ class Bodies:
                 self._trim = gevent.spawn_later(TRIM_S, trim_memory)
 
     def _receive(self, body: bytearray, limit: int) -> None:
-        """Reads the body of the current request into `body`, as it was sent. Raises the errors of `read` but
-        those of decompression and of headers. After a timeout gunicorn closes the connection with the
-        response."""
+        """Reads the body of the current request into `body`, as it was sent; after an error `body` has what
+        arrived. Raises the errors of `read` but those of decompression and of headers. After a timeout
+        gunicorn closes the connection with the response."""
         request.max_content_length = limit + 1  # werkzeug truncates a chunked body here without an error
         reader = getattr(request.environ["wsgi.input"], "reader", None)
         if hasattr(reader, "limit_trailer_section"):
@@ -101,7 +102,7 @@ class Bodies:
 
     def _add(self, piece: bytes, body: bytearray, limit: int) -> None:
         """Adds a piece to `body`, and lets other greenlets run. Raises ApiError (503) if all held bodies
-        together then have more than HELD_LIMIT bytes.
+        together then have more than HELD_LIMIT bytes; the piece stays added.
 
         limit: the most bytes of one body, which callers check. If `limit` is above TEXT_PAYLOAD (the model
         reads images), all held bodies may have as many bytes as LONGEST_BODIES of that size, where these are
@@ -146,7 +147,7 @@ class Bodies:
 def _content_encoding() -> str:
     """Returns the `Content-Encoding` of the current request, in lower case; "identity": not compressed.
     Raises ApiError: 415 for another encoding than those of ENCODINGS, 501 for another `Transfer-Encoding`
-    than chunked."""
+    than chunked or identity."""
     encoding = request.headers.get("Content-Encoding", "identity").lower()
     if encoding not in (*ENCODINGS, "identity"):
         what = "The only `Content-Encoding`s that are supported are gzip and deflate"

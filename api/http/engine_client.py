@@ -76,8 +76,8 @@ def attempt(function: Callable[[], Any]) -> Any:
 
 class EngineClient:
     """The worker's state, and the requests that this process has sent to the worker. To be made after the
-    fork: connects to the worker, and starts greenlets, which `close` ends. No request is accepted before
-    `text` is set.
+    fork: connects to the worker, tells it of this process, and starts greenlets, which `close` ends. No
+    request is accepted before `text` is set.
 
     load_text: called once, with the worker's first ModelInfo, in a thread, because a large file is read. The
     result is the attribute `text`; then `has_text` is set. If `load_text` raises, the process ends. on_stuck:
@@ -139,7 +139,7 @@ class EngineClient:
 
     @property
     def is_full(self) -> bool:
-        """Whether the worker would reject any request now."""
+        """Whether the worker is ready, but would reject any request now, by its last status."""
         return self.phase == "ready" and self._status.full
 
     @property
@@ -159,8 +159,7 @@ class EngineClient:
             self.has_text.wait(LOADING_S)
 
     def wait_until_known(self) -> None:
-        """Waits up to FIRST_MESSAGE_S for the worker's first status and, if the worker is ready, for the
-        tokenizer.
+        """Waits up to FIRST_MESSAGE_S for the worker's first status, then as `wait_while_loading` does.
 
         A process that replaces another process would otherwise reject requests that the others accept. A
         worker that is still starting, or silent, is not waited for any longer.
@@ -199,16 +198,18 @@ class EngineClient:
             self._send(stats)
 
     def metrics(self) -> bytes:
-        """Returns all metrics in Prometheus' text format. Raises EngineBusy if a worker that is ready does
-        not answer in METRICS_TIMEOUT_S, EngineError if it is not ready."""
+        """Returns all metrics in Prometheus' text format. A worker that is not ready may answer, too. If no
+        answer comes in METRICS_TIMEOUT_S, or the worker is lost, raises EngineBusy if the worker is ready,
+        else EngineError."""
         return self._ask(protocol.MetricsRequest(secrets.randbits(63)), METRICS_TIMEOUT_S).text
 
     def change_adapter(self, name: str, source: str = "", in_place: bool = False) -> AdapterChanged:
         """Loads the LoRA adapter `name` from `source`, or unloads the adapter if `source` is "". Waits for
         the worker's answer, and returns it; its `error` says whether and why that failed.
 
-        Raises EngineBusy if a worker that is ready does not answer within ADAPTER_TIMEOUT_S, EngineError if
-        it is not ready; the change may still be made. in_place: a loaded adapter of this name is replaced.
+        If no answer comes within ADAPTER_TIMEOUT_S, or the worker is lost, raises EngineBusy if the worker is
+        ready, else EngineError; the change may still be made. in_place: a loaded adapter of this name is
+        replaced.
         """
         change = AdapterChange(secrets.randbits(63), name, source, in_place)
         return self._ask(change, ADAPTER_TIMEOUT_S)
@@ -217,7 +218,8 @@ class EngineClient:
         self, question: protocol.MetricsRequest | AdapterChange, timeout_s: float
     ) -> MetricsText | AdapterChanged:
         """Sends a question, and returns the worker's answer. If none comes within `timeout_s`, or the worker
-        is lost, raises EngineBusy (the worker is ready) or EngineError. A later answer is dropped."""
+        is lost, or sends an unreadable message, raises EngineBusy (the worker is ready) or EngineError. A
+        later answer is dropped."""
         replies = SimpleQueue()
         self._queues[question.id] = replies
         try:
@@ -274,8 +276,9 @@ class EngineClient:
         self._lose()
 
     def _handle(self, message: protocol.FromWorker) -> None:
-        """Takes in one message of the worker, and wakes what waits for it. The first ModelInfo starts the
-        loading of `text`, later ones replace `info`."""
+        """Takes in one message of the worker, and wakes what waits for it. A Status may make this process
+        report that it is ready. The first ModelInfo starts the loading of `text`, later ones replace
+        `info`."""
         if isinstance(message, protocol.Tokens):
             self._deliver([*message.prompts, *message.tokens])
         elif isinstance(message, ANSWERS):
@@ -356,5 +359,5 @@ class EngineClient:
         self._end_all(self._lost)
 
     def _end_all(self, reason: str, message: str = "") -> None:
-        """Ends all requests with an End of this process's own. Sends nothing to the worker."""
+        """Ends all requests and questions with an End of this process's own. Sends nothing to the worker."""
         self._deliver([End(request_id, reason, message) for request_id in self._queues])

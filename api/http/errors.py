@@ -159,7 +159,8 @@ def named_event(body: Json) -> bytes:
 
 
 def invalid(param: str | None, detail: str, code: str | None = None, given: str | None = None) -> ApiError:
-    """The error (422) of a field `param` with an invalid value; None: the request as a whole is invalid.
+    """Returns the error (422) of a field `param` with an invalid value. None: the request as a whole is
+    invalid.
 
     detail: goes on after the name of the field, as in "must be positive". given: the client's own words,
     which the client reads and the log does not get.

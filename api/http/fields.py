@@ -152,8 +152,8 @@ CHAT_FIELDS = FieldNames()
 
 def parse_body(body: bytes) -> Json:
     """Returns the JSON object of a request's body. A byte order mark is dropped, and half of a surrogate pair
-    becomes a question mark. Raises ApiError: 400 when the body is not JSON, 422 when it is JSON of another
-    type, or has a number that is too large."""
+    becomes a question mark. Raises ApiError: 400 when the body is not JSON or is nested too deeply, 422 when
+    it is JSON of another type, or has a number that is too large."""
     try:
         data = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -162,8 +162,8 @@ def parse_body(body: bytes) -> Json:
 
 
 def _decode_json(body: bytes) -> Any:
-    """Returns any JSON value. Raises ApiError: 400 when `body` is not JSON, 422 for a number that is too
-    large."""
+    """Returns any JSON value. Raises ApiError: 400 when `body` is not JSON or is nested too deeply, 422 for a
+    number that is too large."""
     try:
         return msgspec.json.decode(body)
     except msgspec.ValidationError as error:  # JSON, but a number that no float or integer holds
@@ -202,7 +202,10 @@ def convert(data: Any, kind: type[V]) -> V:
 def read(data: Json, kind: type[T], parameters: type[Struct] | None = None) -> T:
     """Returns a request as `kind`. Raises ApiError (422) for a field of the wrong type, and for one that is
     missing, misspelled, not supported, or of another API; also for more than MAX_FIELDS fields. Other unknown
-    fields are ignored. Whole numbers may be written as 10.0. Values are checked no further.
+    fields are ignored, as are fields that are null, and unsupported ones whose value changes nothing. In
+    inner objects other than `parameters`, unknown fields are ignored but for some that look misspelled. Whole
+    numbers may be written as 10.0 in the request and in `parameters`, `thinking` and `reasoning`. Values are
+    checked no further.
 
     parameters: the type of the field `parameters`, if the request has its options in that field; None: the
     options are fields of the request itself.
@@ -243,9 +246,9 @@ def _check_names(given: Json, kind: type[Struct], usable: type[Struct]) -> None:
     """Raises ApiError (422) for a field that is not supported, is misspelled, or belongs to another API or
     place, and for more than MAX_FIELDS fields.
 
-    Ignored are other unknown fields, fields that are null, and fields of NOT_SUPPORTED with a value that
-    changes nothing. kind: the type of `given`. usable: the type that has the options: `kind`, or the type of
-    the field `parameters`.
+    Ignored are other unknown fields, those of HARMLESS_LOOKALIKES, fields that are null, and fields of
+    NOT_SUPPORTED with a value that changes nothing. kind: the type of `given`. usable: the type that has the
+    options: `kind`, or the type of the field `parameters`.
     """
     for name in _unknown(given, kind):
         if name in HARMLESS_LOOKALIKES:
@@ -260,7 +263,8 @@ def _check_names(given: Json, kind: type[Struct], usable: type[Struct]) -> None:
 
 
 def _check_objects(data: Json, request: Struct) -> None:
-    """Raises ApiError for a misspelled field of one of the objects in a request."""
+    """Raises ApiError for a misspelled field of one of the objects in a request that have a type, and for
+    more than MAX_FIELDS fields in one. Objects in lists or in other objects are not checked."""
     for name in request.__struct_fields__:
         inner = getattr(request, name)
         if isinstance(inner, Struct) and data.get(name):
@@ -269,8 +273,8 @@ def _check_objects(data: Json, request: Struct) -> None:
 
 
 def _unknown(given: Json, kind: type[Struct]) -> list[str]:
-    """The names in `given` that `kind` does not have, without fields that are null. Raises ApiError if
-    `given` has too many."""
+    """Returns the names in `given` that `kind` does not have, sorted, without fields that are null. Raises
+    ApiError if `given` has too many."""
     if len(given) > MAX_FIELDS:
         raise invalid(None, f"a request must have at most {MAX_FIELDS} fields. Given: {len(given)}")
     return sorted(name for name in given if given[name] is not None and name not in kind.__struct_fields__)

@@ -89,7 +89,7 @@ class ResponseStore:
     def open(self) -> Iterator[sqlite3.Connection]:
         """A context manager with a connection, whose changes are written at the end of the block, and dropped
         if the block raises. Makes the file and its table if they are missing. Waits up to BUSY_S for another
-        process.
+        process, which blocks the thread, also that of the event loop.
 
         Raises StoreError if the file cannot be used, also for an error of SQLite in the block. A locked file
         is waited for once; calls in the next RETRY_S raise without a wait.
@@ -182,7 +182,8 @@ class OwnedResponses:
         """Returns the output item with this id, to which the item at `path` of the request refers.
 
         Raises ApiError (422) if the item is not stored, if the request refers to it twice, or if stored items
-        that the request has read have more than `max_bytes`; StoreError if the file cannot be used.
+        that the request has read have more than `max_bytes`, where all output items of the response count;
+        StoreError if the file cannot be used.
         """
         if id in self._references:  # so that a short request cannot ask for a long text many times
             raise invalid(path, "refers to an item for the second time", given=id)
@@ -201,7 +202,8 @@ class OwnedResponses:
         return StoredResponse(*rows[0][:-1]) if rows else None
 
     def _execute(self, statement: str, id: str) -> list[tuple]:
-        """The rows that a statement about a response of this owner returns; none if the store is off."""
+        """The rows that a statement about a response of this owner returns; none if the store is off.
+        Commits. Raises StoreError."""
         if not self.is_on:
             return []
         with self._store.open() as database:
