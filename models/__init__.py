@@ -35,12 +35,14 @@ NO_GENERATION = (
 
 
 def prepare(config: Config) -> Engine:
-    """Chooses the engine for a model, and decides every setting: the settings are the `config` of the result.
+    """Chooses the engine for a model, and decides the settings that were left open: they are the `config` of
+    the result. The engine may leave some to `load`, such as a `dtype` of "auto".
 
     Fetches what that takes, which may last minutes: the model's folder without its weights; with them if they
     have to be converted, as those of a GGUF file or a quantized checkpoint (`fetch_source`). Does not load
     the model. Raises ConfigError or ModelError, with the reason in one line, for a device that is missing, a
-    model that cannot be found or served, and a setting that does not fit the engine or the model.
+    model that cannot be found or served, and a setting that does not fit the engine or the model; what
+    `fetch_source` raises.
     """
     engine = choose_engine(config.device)
     for setting in ("lora_adapters", "lora_folder"):
@@ -80,12 +82,13 @@ def choose_engine(wanted: str) -> type[Engine]:
 
 
 def load(engine: Engine, announce: Announce) -> StaticBatchModel:
-    """Returns the model of a prepared engine, ready to run. May convert or compile it first, which lasts
-    minutes; `announce` gets the name of each long phase.
+    """Returns the model of a prepared engine, whose weights have been fetched, ready to run. May convert or
+    compile it first, which lasts minutes; `announce` gets the name of each long phase.
 
-    If OpenVINO cannot serve it (NotConverted), plain PyTorch does, and a warning says why. A GGUF file that
-    OpenVINO cannot compute with is dequantized into a checkpoint, and that is loaded. Raises ConfigError or
-    ModelError for what no engine can serve, and for a setting that plain PyTorch does not have.
+    If OpenVINO cannot serve it (NotConverted), plain PyTorch does, and a warning says why; a `dtype` of
+    "auto" is then float32 on a CPU that does not multiply bfloat16. A GGUF file that OpenVINO cannot compute
+    with is dequantized into a checkpoint, and that is loaded. Raises ConfigError or ModelError for what no
+    engine can serve, and for a setting that plain PyTorch does not have.
     """
     if engine.uses_transformers and not engine.manifest.gguf_file:
         check_weight_files(engine.folder)

@@ -33,8 +33,9 @@ def find_fault(found: np.ndarray, expected: np.ndarray, precision: str, has_expe
 
     found, expected: logits, float32 [tokens, columns]; the columns are the vocabulary, or a few tokens of it.
     precision: a key of MAX_KL_DIVERGENCE, of what rounds most: the arithmetic, the KV cache or compressed
-    weights. Callers judge each way to run a model (in chunks, step by step) by a call of its own: in a
-    mixture of experts a fault of one of several ways may not reach the median.
+    weights; with "float32" the logits themselves are compared, too (TOLERANCE). Callers judge each way to run
+    a model (in chunks, step by step) by a call of its own: in a mixture of experts a fault of one of several
+    ways may not reach the median.
     """
     if not np.isfinite(found).all():
         return "the model produced NaN or infinite logits"
@@ -59,8 +60,8 @@ def find_fault(found: np.ndarray, expected: np.ndarray, precision: str, has_expe
 
 
 def kl_divergence(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Returns the Kullback-Leibler divergence of each token's distribution from the expected one, in nats
-    [tokens]. found, expected: logits, [tokens, columns]."""
+    """Returns the Kullback-Leibler divergence of each token's distribution over the columns from the expected
+    one, in nats [tokens]. found, expected: logits, [tokens, columns]."""
     # Token by token: those of all tokens would take as much memory as the weights of a small model.
     pairs = (map(_log_probabilities, logits) for logits in zip(expected, found))
     return np.array([(np.exp(expected) * (expected - found)).sum() for expected, found in pairs])

@@ -134,9 +134,10 @@ class Adapters:
         vars(self).update(vars(changed) | {"numbers": self.numbers})
 
     def add(self, name: str, updates: Updates, most_bytes: float = math.inf) -> None:
-        """Adds an adapter, with a new number in `numbers`. Copies the weights of all adapters into new
-        arrays. Raises ModelError for updates that do not fit the model, or if all adapters together would
-        take more than `most_bytes`; then nothing changes."""
+        """Adds an adapter, with a new number in `numbers`, which must not have its name yet. Copies the
+        weights of all adapters into new arrays. Raises ModelError for updates that do not fit the model, or
+        if all adapters together would take more than `most_bytes`; then nothing changes. updates: of at least
+        one module."""
         for module, pair in updates.items():
             if module not in self.weights:
                 raise ModelError(
@@ -180,6 +181,7 @@ class Adapters:
     def groups(self, numbers: Sequence[int]) -> list[list[int]]:
         """Divides rows among calls. Returns for each call a list of places in `numbers`; there is at least
         one list. numbers: the adapter of each row, 0 for none. All rows of an adapter are in the same call.
+        The places are in the order of the adapters' numbers.
 
         From the first to the last adapter of a call there are at most MAX_COLUMNS columns, unless the call
         has one adapter only. Rows without an adapter are in the first call.

@@ -201,8 +201,9 @@ class Engine:
         """Returns the bytes of memory of the device, all of them, used or not; None: unknown."""
 
     def prepare(self) -> None:
-        """Fills in the settings of `config` that were left open. Loads nothing. Raises ConfigError or
-        ModelError for a model that cannot be served, or settings that do not fit it."""
+        """Fills in the settings of `config` that were left open and that `load` does not decide. Loads
+        nothing. Raises ConfigError or ModelError for a model that cannot be served, or settings that do not
+        fit it."""
         if self.manifest.is_compiled:
             raise ModelError(
                 f"{self.config.model_name} is compiled for Neuron, and this server runs on {self.device}; "
@@ -211,9 +212,10 @@ class Engine:
         self.config = self.config.with_manifest(self.manifest, self.memory_bytes())
 
     def fetch_weights(self) -> None:
-        """Downloads the weights of a model on the hub, and waits for that. Before the download, raises
-        ConfigError or ModelError for a model that cannot be served; also for a local folder without
-        weights."""
+        """Downloads weights that are on the hub, if they are not in the cache, and waits for that. Raises
+        ModelError for a download that fails. An engine may raise ConfigError or ModelError for a model that
+        cannot be served before the download, also for a local folder without weights; otherwise `models.load`
+        does."""
         raise NotImplementedError
 
     def load(self, announce: Announce) -> StaticBatchModel:

@@ -116,13 +116,14 @@ class ModelCache:
         return folder
 
     def find_or_add(self, key: str | None, convert: Callable[[Path], None]) -> Path:
-        """Returns the folder of the entry `key`. If there is no such entry, `convert` fills the folder: one
-        of several processes converts, and the others wait for it, however long it takes. Then old entries are
-        removed until the cache fits into its limit.
+        """Returns the folder of the entry `key`, marked as used now. If there is no such entry, `convert`
+        fills the folder: one of several processes converts, and the others wait for it, however long it
+        takes. After a conversion old entries are removed until the cache fits into its limit.
 
         If the cache cannot be written, or `key` is None, a warning says so, and `convert` fills a temporary
-        folder, which is removed when this process ends. Raises whatever `convert` raises. An OSError of it
-        says that it cannot write into the folder: `convert` is called again, with the temporary folder.
+        folder, which is removed when this process ends. Raises whatever `find` and `convert` raise. An
+        OSError of `convert` says that it cannot write into the folder: `convert` is called again, with the
+        temporary folder.
         """
         reason: object = "its code comes from another repository, which may change at any time"
         try:
@@ -246,8 +247,8 @@ def _remove_if_free(folder: Path, why: str) -> None:
 
 def cache_key(config: Config, folder: Path, manifest: Manifest) -> str | None:
     """Returns the key of a checkpoint's entry; None if `trust_remote_code` lets its code come from another
-    repository, which may change at any time. Reads the files of a local model to hash them. Raises
-    ConfigError for a file that cannot be read.
+    repository, which may change at any time. Reads the files of a local model to hash them. config: with a
+    dtype, as `with_dtype` returns it. Raises ConfigError for a file that cannot be read.
 
     The key depends on the checkpoint, the settings that a conversion reads, and the versions of the packages
     and of the converter. The CPU is not part of it: an entry holds a portable graph, which OpenVINO compiles

@@ -34,7 +34,8 @@ logger = logging.getLogger("model")
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the program with the arguments of its command line. Returns the exit code: 0, CANNOT_SERVE,
+    """Runs the program with the arguments of its command line; the settings come from stdin or, with --ahead,
+    from the environment. Turns Python's warnings off in this process. Returns the exit code: 0, CANNOT_SERVE,
     CANNOT_WRITE, ENOMEM if memory ran out, or 1 for another OSError. Prints the reason to stdout, but not for
     lack of memory. Raises any other exception."""
     warnings.simplefilter("ignore")  # between libraries, about how they call each other

@@ -57,8 +57,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message that says what went wrong; the name of the error's type if
-    it has no message."""
+    """Returns what says best, in one line, what went wrong: the first line of an error's message, with the
+    next one if it ends with a colon; of OpenVINO's own messages the last line; of an error without a message
+    the name of its type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if lines[0].startswith(OPENVINO_SOURCE_LINES):
         return lines[-1]
@@ -68,14 +69,16 @@ def first_line(error: BaseException) -> str:
 
 
 def named(error: BaseException) -> str:
-    """Returns the type and the first line of an error, as in "ValueError: no such file"."""
+    """Returns the type and the `first_line` of an error, as in "ValueError: no such file"; the type alone if
+    it has no message."""
     return ": ".join(dict.fromkeys((type(error).__name__, first_line(error))))
 
 
 @contextlib.contextmanager
 def reported_as(failure: str, explain: Callable[[BaseException], str] = named) -> Iterator[None]:
     """Turns an Exception of the body into a ModelError of one line: `failure`, then what `explain` makes of
-    the exception. A ModelError of the body stays as it is. The traceback is logged at debug level."""
+    the exception. A ModelError of the body stays as it is; a ConfigError does not. The traceback of others is
+    logged at debug level."""
     try:
         yield
     except ModelError:
@@ -109,8 +112,8 @@ progress = Progress()  # of this process, for the status that it sends
 def progress_logged(what: str, measure: Callable[[], str] = str, is_logged: bool = True) -> Iterator[None]:
     """Keeps in `progress.text` what takes long while the body runs: `what`, and every PROGRESS_S seconds also
     how long the body has run and what `measure` returns, such as ": 12 of 93 MB". The text is "" afterwards,
-    also after an inner call. Starts a thread, in which `measure` runs. is_logged: whether the text is logged
-    every PROGRESS_S seconds, too."""
+    also after an inner call. Starts a thread, in which `measure` runs, which must not raise. is_logged:
+    whether the text is logged every PROGRESS_S seconds, too."""
     done = threading.Event()
     started_at = time.monotonic()
 

@@ -173,6 +173,6 @@ def _number(text: str) -> int | None:
 
 
 def cpu_multiplies_bfloat16() -> bool:
-    """Whether the CPU has instructions that multiply bfloat16."""
+    """Whether an x86 CPU has instructions that multiply bfloat16; false for other CPUs."""
     flags = Path("/proc/cpuinfo").read_text().split()
     return "avx512_bf16" in flags or "amx_bf16" in flags

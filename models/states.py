@@ -152,8 +152,9 @@ class States:
 
         keep: how the state after a slot's tokens is kept for sequences that begin alike: "border",
         "interval", or "" for no snapshot. If no block is free, an older snapshot is dropped: one at an
-        interval before one at a message's border. If none can be dropped, as slots continue from all of them,
-        no snapshot is made.
+        interval before one at a message's border, then the first and the last of a slot after others, then
+        the least recently used one. If none can be dropped, as slots continue from all of them, no snapshot
+        is made.
         """
         blocks = {}
         for run in runs:
@@ -169,9 +170,9 @@ class States:
         return blocks
 
     def _free_block(self) -> int | None:
-        """Takes a free block and returns it. If none is free, drops a snapshot from every slot, and returns
-        its block. Returns None if there are no snapshots, or if each is the current state of a slot, running
-        or ended."""
+        """Takes a free block and returns it. If none is free, drops a snapshot, as `end` says, from every
+        slot that has it, and returns its block. Returns None if there are no snapshots, or if each is the
+        current state of a slot, running or ended."""
         if not self._free:
             ends = {kept[end(kept)] for kept in self._kept if kept for end in (min, max)}
             snapshots = sorted(self._at_border, key=lambda block: (self._at_border[block], block in ends))

@@ -142,8 +142,9 @@ def with_version_of_code(failure: str, config: Config, folder: Path) -> str:
 
 def _auto_class(hf_config) -> type:
     """Returns the class of transformers that loads a model with this config: AutoModelForCausalLM where the
-    family has a class for text alone, or code with such a class, else AutoModelForImageTextToText, with the
-    vision tower. Raises ModelError for an encoder-decoder model, and for one that continues no text."""
+    family has a class for text alone or, if transformers reads no images with it, code with such a class;
+    else AutoModelForImageTextToText, with the vision tower. Raises ModelError for an encoder-decoder model,
+    and for one that continues no text."""
     if not hf_config.is_encoder_decoder:
         reads_images = type(hf_config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         has_code = "AutoModelForCausalLM" in getattr(hf_config, "auto_map", {})
@@ -161,7 +162,8 @@ def _auto_class(hf_config) -> type:
 def _reject_layers(manifest: Manifest, text_config) -> None:
     """Raises ModelError for a model with layers, or with attention, that no engine computes: types of layers
     that are not in LAYERS, or in RECURRENT for families that have those, ALiBi, and attention in both
-    directions. text_config: transformers' config of the text part. The error names the first reason only."""
+    directions. Attention in chunks is computed where config.json says their size. text_config: transformers'
+    config of the text part. The error names the first reason only."""
     served = LAYERS
     if text_config.model_type in RECURRENT_FAMILIES:
         served += RECURRENT

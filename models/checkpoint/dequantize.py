@@ -185,9 +185,9 @@ def _scaled_weight(
 
 
 class QuantizedCheckpoint:
-    """The weights of a quantized checkpoint, in `dtype` once they are dequantized. Opens all its safetensors
-    files but Mistral's own, and keeps them open; reads a weight when `shards` comes to it. Raises ModelError
-    for a folder without weights, SafetensorError for a file that is not whole."""
+    """The weights of a quantized checkpoint, without what UNUSED names, in `dtype` once they are dequantized.
+    Opens all its safetensors files but Mistral's own, and keeps them open; reads a weight when `shards` comes
+    to it. Raises ModelError for a folder without weights, SafetensorError for a file that is not whole."""
 
     def __init__(self, folder: Path, quantization: Quantization, dtype: torch.dtype):
         self._quantization = quantization
@@ -256,8 +256,8 @@ def convert_quantized(folder: Path, dtype: str, target: Path) -> None:
     all other files but weights.
 
     Raises ModelError if the weights cannot be read or dequantized, and, before anything is written, if the
-    disk has no room for them. Raises OSError if `target` cannot be written. What was written stays after an
-    error.
+    disk has no room for them. Raises OSError or SafetensorError if `target` cannot be written. What was
+    written stays after an error.
     """
     with reported_as(f"{folder} cannot be read"):
         checkpoint = QuantizedCheckpoint(folder, Quantization.read(folder), getattr(torch, dtype))

@@ -3,7 +3,8 @@ each.
 
 `fetch` gives the worker a folder with everything but the weights, `fetch_weights` adds those; `plan` needs
 only config.json. Works with huggingface_hub 0.36 and 2.x, needs no torch, and looks into no other file but
-the headers of LoRA adapters.
+the headers of LoRA adapters. Whatever asks the hub changes settings of huggingface_hub in this process for
+good (`_hub_errors`).
 """
 
 from __future__ import annotations

@@ -97,8 +97,9 @@ def convert_gguf(path: Path, dtype: str, target: Path) -> None:
     memory.
 
     Raises ModelError if the file cannot be read, or not all of it: an architecture, a key, a tokenizer or a
-    rope that is not known, weights that are missing, left over or of another shape. Raises OSError if
-    `target` cannot be written. What was written stays after an error.
+    rope that is not known, weights that are missing, left over or of another shape; and if the tokenizer
+    cannot be written. Raises OSError or SafetensorError if another file cannot be written. What was written
+    stays after an error.
     """
     transformers.utils.logging.set_verbosity_error()
     with reported_as(f"{path.name} cannot be read as a model"):

@@ -23,7 +23,8 @@ MODEL_TYPES = {"gemma3": "gemma3_text", "mistral3": "ministral3", "gpt-oss": "gp
 
 
 def write_folder(path: Path, target: Path) -> None:
-    """Writes the config.json and the tokenizer of the GGUF file `path` into `target`. Raises ModelError."""
+    """Writes the config.json and the tokenizer of the GGUF file `path` into `target`. Raises ModelError for a
+    file that is broken or whose tokenizer is not known, OSError if `target` cannot be written."""
     file = read_gguf(path)
     (target / "config.json").write_text(json.dumps(_config_json(file)))
     write_tokenizer(file, target)

@@ -58,9 +58,9 @@ class Adapter:
     adapter spells them, by their `common_name`.
 
     To be made in the main thread of a child process: it uses SIGPROF and its timer. Holds all tensors in
-    memory. Raises ModelError for an adapter that cannot be merged, by the name of its setting or tensor, and
-    for a file that is missing or not whole; ConfigError for an adapter_config.json that is missing or no
-    JSON; re.error for a key of `alpha_pattern` that is no regular expression.
+    memory. Raises ModelError for an adapter that cannot be merged, by the name of its setting or tensor, for
+    an `alpha_pattern` that `_find_alphas` rejects, and for a file that is missing or not whole; ConfigError
+    for an adapter_config.json that is missing or no JSON.
     """
 
     def __init__(self, folder: Path):
@@ -161,8 +161,9 @@ class Adapter:
         expressions, as peft reads them: `layers.0.q_proj` is matched by `q_proj` and `.*q_proj`, not by
         `proj`.
 
-        Replaces the handler and the timer of SIGPROF. Raises ModelError for other values than numbers, for
-        keys that are no regular expressions, and for those that take longer than MATCHING_S.
+        Replaces the handler and the timer of SIGPROF; after an error the timer may still run. Raises
+        ModelError for other values than numbers, for keys that are no regular expressions, and for those that
+        take longer than MATCHING_S.
         """
         default = self._config.get("lora_alpha", 8)
         patterns = self._config.get("alpha_pattern") or {}
@@ -204,7 +205,8 @@ def merge(base: Path, adapter_folder: Path, target: Path) -> None:
 
     Raises ModelError for an adapter that cannot be merged, or that does not fit the base model: another
     shape, a tensor that the base model lacks, one of two tied embeddings. Some of these are known at the end
-    only; what was written stays. Raises ConfigError for a JSON file that cannot be read.
+    only; what was written stays. Raises ConfigError for a JSON file that cannot be read, OSError or
+    SafetensorError if `target` cannot be written or weights of `base` are not whole.
     """
     adapter = Adapter(adapter_folder)
     names = set()
@@ -234,7 +236,8 @@ def merge(base: Path, adapter_folder: Path, target: Path) -> None:
 
 def extract(adapter_folder: Path, target: Path) -> None:
     """Writes the low-rank updates of an adapter into the file UPDATES of the folder `target`, for
-    adapters.py. Raises ModelError for an adapter that requests cannot choose, and what `Adapter` raises."""
+    adapters.py. Raises ModelError for an adapter that requests cannot choose, what `Adapter` raises, and
+    SafetensorError if the file cannot be written."""
     save_file(Adapter(adapter_folder).updates(), target / UPDATES)
 
 

@@ -33,8 +33,8 @@ VISION_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.03, "int8": 0
 def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Module:
     """Returns the model of a folder in evaluation mode on `device`, with transformers' eager attention and
     the weights in `config.dtype`, but for those of FLOAT32_PARAMETERS. A model that reads images has its
-    vision tower. Changes settings of transformers for this process: its logging, and attributes of the
-    model's class.
+    vision tower. With `trust_remote_code` runs the model's code. Changes settings of transformers for this
+    process: its logging, and attributes of the model's class. config: with a dtype.
 
     Raises ModelError or ConfigError, in one line, for what no engine can serve: what `read_architecture`
     rejects, weights that are missing or of another shape, and in a model with recurrent states also weights
@@ -197,7 +197,8 @@ class VisionCheck:
     """
 
     def __init__(self, model: torch.nn.Module, tower: VisionTower):
-        """`model` as `load_pretrained` returns it."""
+        """Runs the vision tower of `model`, as `load_pretrained` returns it, on the same tiles each time.
+        tower: says the sizes and the values of pixels that the model takes."""
         sizes = {}
         count = 1
         self.canvas: tuple[int, ...] = ()

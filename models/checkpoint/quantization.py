@@ -48,7 +48,8 @@ SUPPORTED_METHODS: dict[str, dict[str, tuple[Any, ...]]] = {
 
 @dataclass(frozen=True)
 class Quantization:
-    """The quantization of a checkpoint that can be dequantized."""
+    """The quantization of a checkpoint that can be dequantized. settings: its object in config.json, and the
+    `model_type` of the checkpoint."""
 
     method: str
     settings: Json

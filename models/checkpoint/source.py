@@ -71,7 +71,8 @@ def fetch_source(config: Config, engine: type[Engine]) -> tuple[Config, Path, st
     see the name that was given. The folder has no weights of an ordinary checkpoint on the hub
     (`fetch_checked_weights` adds them). A model that was dequantized, or merged with an adapter, is in the
     folder with its weights, and the commit is that of the checkpoint before. Raises ConfigError for settings
-    that do not go with the model, ModelError for what cannot be fetched or converted.
+    that do not go with the model, ModelError for what cannot be fetched or converted, and what
+    `fetch_checked_weights` raises.
     """
     if config.model_id == TRIAL_MODEL:
         config = _trial_model(config, engine)
@@ -114,12 +115,13 @@ def fetch_source(config: Config, engine: type[Engine]) -> tuple[Config, Path, st
 
 
 def fetch_checked_weights(config: Config, folder: Path, engine: type[Engine]) -> Path:
-    """Returns `folder`, that of a checkpoint, now with its weights. Before a download, raises ConfigError for
-    a model that transformers cannot serve by its config.json: a child process, which imports torch, finds
-    that out. This is not checked if the engine does without the classes of transformers, or if the weights
-    are there already: loading them says so.
+    """Returns `folder`, that of a checkpoint, now with its weights; a local one as it is, with or without
+    weights. Before a download, raises ConfigError for a model that transformers cannot serve by its
+    config.json: a child process, which imports torch, finds that out. This is not checked if the engine does
+    without the classes of transformers, or if the weights are there already: loading them says so.
 
-    Raises ModelError where there are no weights, RuntimeError or NotConverted if the child process fails.
+    Raises ModelError where the hub has no weights or the download fails, RuntimeError or NotConverted if the
+    child process fails.
     """
     if engine.uses_transformers and not any(folder.glob(*SAFETENSORS)):
         run_converter(["--check", str(folder)], config)
@@ -177,7 +179,8 @@ def _with_file_of_tag(config: Config) -> Config:
     """Returns the settings with the file that `owner/name:Q4_K_M` means, as llama.cpp, Ollama and vLLM write
     it: the one whose name ends in `-Q4_K_M.gguf`, in any case, also after a dot or an underscore. Asks the
     hub, and logs the name of the file. Settings with a local model, or without a tag, are returned as they
-    are. Raises ModelError if no file, or several, end in the tag."""
+    are. Raises ModelError if no file, or several, end in the tag, and if neither the hub nor the cache
+    answers."""
     repository, _, tag = config.model_id.partition(":")
     if not tag or config.is_local or config.is_gguf:
         return config
@@ -334,11 +337,12 @@ def read_adapter(config: Config, name: str, source: str, **limits: Any) -> Path:
 
 def load_updates(config: Config, name: str, source: str) -> Updates:
     """Returns the updates of a LoRA adapter that is loaded at run time: down [rank, inputs] and up [rank,
-    outputs] by module. Reads it with low priority beside the requests that run; waits for a download without
-    a limit, for reading up to READING_S.
+    outputs] by the `common_name` of each module. Reads it with low priority beside the requests that run;
+    waits for a download without a limit, for reading up to READING_S.
 
     Raises ModelError for an adapter that cannot be fetched or read, or is beyond the limits of the settings,
-    which are checked before the download of a large file; ConfigError for files that cannot be read.
+    which are checked before the download of a large file; MachineError, which is a ModelError, if READING_S
+    or the memory was not enough; ConfigError for files that cannot be read.
     """
     check_adapter_limits(config, adapter_shapes(config, source))
     folder = fetch_adapter(config, source)
@@ -368,7 +372,8 @@ def build_cached(
 
     arguments: of the module, without the folder to fill; doing: what it does, for the log; limits:
     `timeout_s` and `niceness` of the child process. Raises ModelError with the reason of a failure,
-    MachineError if the time or the memory was not enough.
+    MachineError if the time or the memory was not enough, ConfigError for a cache that is not private and for
+    an entry with files that are not regular.
     """
 
     def make(target: Path) -> None:

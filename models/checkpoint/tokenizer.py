@@ -49,8 +49,8 @@ class TokenizerFacts(NamedTuple):
 
 def find_tokenizer(folder: Path) -> str:
     """Returns the name of the tokenizer's file, without its folder: the first that the folder has of FAST and
-    SLOW. The file is not read. Raises ConfigError where there is none, and for a git-lfs pointer in its
-    place."""
+    SLOW. Whether it is a tokenizer is not checked. Raises ConfigError where there is none, and for a git-lfs
+    pointer in its place."""
     for name in (FAST, *SLOW):
         if (folder / name).exists():
             reject_lfs_pointer(folder / name)
@@ -63,7 +63,7 @@ def find_tokenizer(folder: Path) -> str:
 def tokenizer_folder(config: Config, folder: Path) -> Path:
     """Returns the folder with the tokenizer.json of the model in `folder`: `folder` itself, or an entry of
     the cache with the converted tokenizer. The first call converts it in a child process, and waits up to
-    TIMEOUT_S.
+    TIMEOUT_S; before that, without a limit, while another process converts.
 
     Raises ConfigError where the model has no tokenizer or a file cannot be read, ModelError where the
     tokenizer cannot be converted; a MachineError, which is a ModelError, if the time or the memory was not
@@ -102,9 +102,9 @@ def main(folder: Path, target: Path) -> None:
     """Writes the tokenizer of the model in `folder` as tokenizer.json into the folder `target`. Runs no code
     of the model.
 
-    Raises ConfigError where there is no tokenizer; ModelError where it cannot be converted: transformers
-    cannot read it, its conversion gives other tokens than sentencepiece, or it needs transformers 5 and the
-    installed version is older.
+    Raises ConfigError where there is no tokenizer, or a file cannot be read; ModelError where it cannot be
+    converted or written: transformers cannot read it, its conversion gives other tokens than sentencepiece,
+    or it needs transformers 5 and the installed version is older.
     """
     import transformers
 

@@ -65,7 +65,7 @@ def rotary_positions(file: GgufFile, slides: bool = False) -> Json:
     Gemma 3 these two differ.
 
     Where the file has the tensor DIVISORS, the caller has to divide the frequencies by it as well. Raises
-    ModelError for a scaling other than none, linear, yarn and longrope.
+    ModelError for a scaling other than none, linear, yarn and longrope, and for divisors that are not in F32.
     """
     if slides and file.architecture == "gemma3":
         return {"rope_type": "default", "rope_theta": file["rope.freq_base_swa"] or 10000.0}

@@ -60,8 +60,9 @@ MERGE = re.compile("(.[^ ]*) (.*)", re.DOTALL)  # the first part may begin with 
 
 def write_tokenizer(file: GgufFile, folder: Path) -> None:
     """Writes tokenizer.json, tokenizer_config.json, generation_config.json and, if there are any, the chat
-    templates into `folder`, which exists. Raises ModelError for a tokenizer that is not known, or not
-    complete, and for any other failure, such as a full disk; then some of the files may be there."""
+    templates into `folder`, which exists. Logs text tokens that it takes for special ones. Raises ModelError
+    for a tokenizer that is not known, or not complete, and for any other failure, such as a full disk; then
+    some of the files may be there."""
     failure = f"{file.path.name} has a tokenizer that cannot be read"
     with reported_as(failure, lambda error: shortened(named(error))):
         templates = _templates(file)
@@ -172,7 +173,8 @@ def _token_types(file: GgufFile, tokens: list[str], written: str) -> list[int]:
 
 def _byte_level(file: GgufFile, ids: dict[str, int], merges: Merges) -> tuple[Tokenizer, bool]:
     """Returns BPE of bytes, and whether a text begins with BOS where the file does not say. ids: of all
-    tokens. Raises ModelError for a file without merges, or with a pre-tokenizer that is not known."""
+    tokens but unused ones. Raises ModelError for a file without merges, or with a pre-tokenizer that is not
+    known."""
     if not merges:
         raise file.rejection("has no merges of tokens")
     name = file.tokenizer("pre") or "default"

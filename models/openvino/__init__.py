@@ -71,7 +71,7 @@ class OpenVino(Engine):
     def fetch_weights(self) -> None:
         """Downloads the weights of a checkpoint on the hub, also if it is converted already; does nothing for
         a GGUF file. Before that, raises ModelError for a model that would have to be compressed without nncf,
-        ConfigError for one that transformers cannot serve."""
+        ConfigError for one that transformers cannot serve; then what `fetch_checked_weights` raises."""
         if self.manifest.gguf_file:
             return
         config = with_dtype(self.config, self.manifest)
@@ -80,9 +80,9 @@ class OpenVino(Engine):
         fetch_checked_weights(self.config, self.folder, self)
 
     def load(self, announce: Announce) -> StaticBatchModel:
-        """Returns the model, ready to run. If the cache has no entry, or a damaged one, which is removed, a
-        child process converts the model: `announce` gets "converting", this process waits, and the log says
-        so. While another server converts it, this process waits, too.
+        """Returns the model, whose weights have been fetched, ready to run. If the cache has no entry, or a
+        damaged one, which is removed, a child process converts the model: `announce` gets "converting", this
+        process waits, and the log says so. While another server converts it, this process waits, too.
 
         Raises NotConverted for what plain PyTorch may serve, ModelError or ConfigError for what no engine
         can. A model that does not convert, or fails after its conversion, gets an entry with the reason:

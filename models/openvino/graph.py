@@ -39,8 +39,9 @@ def read_graph(source: Path | ov.Model, facts: Json) -> ov.Model:
     value_cache.N of each attention layer, and those of recurrent layers.
 
     facts: of the entry. With `whole_images` the graph has another input, `token_type_ids`, which says which
-    tokens attend to each other. With `tiles` prompts run the delta rule in tiles. `longest_window` shortens
-    sliding windows, for the check of a conversion. Raises what OpenVINO raises for a file that is damaged.
+    tokens attend to each other. With `tiles` prompts run the delta rule in tiles, and the states after these
+    are further outputs of the graph. `longest_window` shortens sliding windows, for the check of a
+    conversion. Raises what OpenVINO raises for a file that is damaged.
     """
     graph = source.clone() if isinstance(source, ov.Model) else ov.Core().read_model(source)
     parameters = [parameter(name, [] if name == "max_context_len" else [-1]) for name in BATCH_INPUTS]

@@ -137,8 +137,8 @@ class OpenVinoModel(StaticBatchModel):
         from them: `computed_in`, `kv_cache_dtype`, `precision`, the granularities, and how many tokens a call
         may have. Changes the graph in place if its KV cache is in bfloat16 and its arithmetic is not.
 
-        facts["arithmetic"] "float32" rules bfloat16 out. Raises ModelError for a KV cache type that goes with
-        neither.
+        Arithmetic in bfloat16 is ruled out by facts["arithmetic"] "float32", by recurrent states, by
+        compressed weights, and on one thread. Raises ModelError for a KV cache type that goes with neither.
         """
         has_bfloat16 = "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         has_states = any(port.get_any_name().startswith(TABLE) for port in graph.inputs)
@@ -233,7 +233,8 @@ class OpenVinoModel(StaticBatchModel):
     def forward(self, chunks: Sequence[Chunk], shift: int = 0) -> np.ndarray:
         """Runs the chunks, in as many calls of the graph as their lengths and adapters need, and extends the
         KV cache and the states of their slots. Returns new logits, float32 [rows, vocab], in the order of
-        `chunks`.
+        `chunks`. A slot whose last chunk had draft tokens, and that has no chunk now, loses its recurrent
+        state.
 
         shift: is added to the positions that the model gets, for the check of a conversion. Raises ValueError
         for a chunk that does not begin where the recurrent state of its slot is, and what OpenVINO raises.
@@ -259,7 +260,8 @@ class OpenVinoModel(StaticBatchModel):
 
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
         """Copies whole blocks of the KV cache: what follows `tokens` in the last one is overwritten before it
-        is read. Copies no recurrent states: the caller makes the slot resume from a snapshot (`states`)."""
+        is read. Copies grid positions, too, if the model has them, but no recurrent states: the caller makes
+        the slot resume from a snapshot (`states`)."""
         blocks = math.ceil(tokens / BLOCK)
         for cache in self._kv_cache:
             cache[self._blocks[target, :blocks]] = cache[self._blocks[source, :blocks]]
@@ -267,7 +269,7 @@ class OpenVinoModel(StaticBatchModel):
             self._grid_positions.copy(source, target, tokens)
 
     def load_vision(self, path: Path, facts: Json) -> None:
-        """Loads the vision tower of an entry with these facts."""
+        """Reads and compiles the vision tower in the file `path`, and sets `vision`. facts: of its entry."""
         precision = {
             "INFERENCE_PRECISION_HINT": self._vision_precision,
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": facts["vision_activation_group"],
@@ -276,8 +278,8 @@ class OpenVinoModel(StaticBatchModel):
 
     def choose_padding(self) -> None:
         """Measures, by a few calls, whether small calls are faster with PADDED_ROWS rows, and pads them from
-        then on if so, with a log line. Only a model that computes in bfloat16 is measured. To be called
-        before requests run."""
+        then on if so, with a log line. Only a model that computes in bfloat16 is measured; any other runs one
+        call. To be called before requests run."""
         self._time_call(MIN_ROWS)  # the first small call packs weights for such
         if self.computed_in != "bfloat16" or self.max_total_tokens < PADDED_ROWS:
             return
@@ -447,7 +449,7 @@ def split(
 def load_entry(config: Config, entry: Path) -> OpenVinoModel:
     """Returns the model of an entry of the cache, ready to run: compiled, compared with transformers' logits,
     with its vision tower if it has one. Logs how it is served, what would take less memory, and if images
-    cannot be read. Takes the time of several calls.
+    cannot be read. Takes the time of the compilation and of several calls.
 
     Raises NotConverted for a model that OpenVINO cannot serve, ModelError for unsupported settings and too
     little memory, another exception for a damaged entry, such as ValueError for logits that differ.

@@ -159,10 +159,10 @@ def state_inputs(runs: Sequence[Run], is_padded: bool) -> dict[str, np.ndarray]:
     for a graph without tiles. runs: in the order of their tokens in the call. is_padded: the last run is one
     token that belongs to no request.
 
-    Four inputs are for tiles. `row_tokens`: which tokens are rows, [rows], without the token of padding.
-    `tile_tokens`: which tokens each tile has, [tiles, TILE]; where a tile has fewer, a number out of range.
-    `tile_blocks`: the block that each tile reads. `token_places`: where each token is among the rows followed
-    by the tiles' tokens; for padding 0.
+    Those whose names begin with "row_" or "tile_", and `token_places`, are for tiles. `row_tokens`: which
+    tokens are rows, [rows], without the token of padding. `tile_tokens`: which tokens each tile has, [tiles,
+    TILE]; where a tile has fewer, a number out of range. `tile_blocks`: the block that each tile reads.
+    `token_places`: where each token is among the rows followed by the tiles' tokens; for padding 0.
     """
     lengths = np.array([run.tokens for run in runs])
     ends = np.cumsum(lengths)
