@@ -257,7 +257,7 @@ def _absolute_path(value: str) -> str:
 
 def _adapter(value: str) -> str:
     """Returns a LoRA adapter as its name, `=`, and its folder, made absolute, or its id on the hub, which is
-    not looked up. Raises ValueError for JSON, and for a folder that does not exist.
+    not looked up. Raises ValueError for JSON, an empty name, and a folder that does not exist.
 
     A source is a folder if it begins with a slash, a dot or "~", if it has no slash, or if there is such a
     folder. Without a name, the name is the source without its revision. Examples: "sql=./a" gives
@@ -266,6 +266,8 @@ def _adapter(value: str) -> str:
     if value.lstrip().startswith("{"):
         raise ValueError("must be name=folder, name=owner/adapter or owner/adapter, not JSON")
     name, _, source = (part.strip() for part in value.partition("="))
+    if not name:
+        raise ValueError(f"must have a name before the =: {value}")
     source = source or name
     is_folder = source.startswith(("/", ".", "~")) or "/" not in source or Path(source).is_dir()
     if is_folder and not Path(source).expanduser().is_dir():

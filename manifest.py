@@ -531,6 +531,10 @@ def check_weight_files(folder: Path) -> None:
     if (folder / "model.safetensors").exists():
         return
     index = read_json(folder / "model.safetensors.index.json").get("weight_map") or {}
+    if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+        raise ConfigError(
+            f"{folder / 'model.safetensors.index.json'}: `weight_map` must name a file for each tensor"
+        )
     names = set(index.values())
     for path in folder.glob(SHARDS):
         if not names and (shard := re.fullmatch(r"model-(\d+)-of-(\d+)", path.stem)):

@@ -34,7 +34,8 @@ class Admission:
         with self._lock:
             if self.count + count > self.limit:
                 return "overloaded"
-            if self.pixel_bytes and self.pixel_bytes + pixel_bytes > MAX_WAITING_PIXEL_BYTES:
+            waiting = self.pixel_bytes
+            if pixel_bytes and waiting and waiting + pixel_bytes > MAX_WAITING_PIXEL_BYTES:
                 return "overloaded"
             self.count += count
             self.pixel_bytes += pixel_bytes

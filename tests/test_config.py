@@ -614,6 +614,7 @@ def test_several_adapters_are_served_and_one_is_merged():
         ("a=/nowhere", "there is no folder /nowhere"),
         ("/nowhere", "there is no folder /nowhere"),
         ("nothing", "there is no folder nothing"),
+        ("=b/c", "must have a name before the =: =b/c"),
         ("a=b/c,a=d/e", "two adapters have the name a; give one of them another, as name=folder"),
         ('{"name": "a", "path": "b/c"}', "must be name=folder, name=owner/adapter or owner/adapter, not JSON"),
         ("ours=b/c", "ours is a name that requests have for the model; give the adapter another one, as name=folder"),

@@ -225,6 +225,13 @@ def test_a_folder_without_weights_that_are_read_is_refused_with_what_it_has(tmp_
     assert str(refused.value).startswith(f"{tmp_path} {why}")
 
 
+@pytest.mark.parametrize("index", [["1.safetensors"], {"a": 1}, {"a": {"file": "1.safetensors"}}])
+def test_an_index_that_does_not_name_files_is_refused(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(ConfigError, match=r"`weight_map` must name a file for each tensor$"):
+        check_weight_files(tmp_path)
+
+
 def test_a_pointer_of_git_lfs_in_the_place_of_weights_or_of_config_json_is_called_that(tmp_path):
     (tmp_path / "model.safetensors").write_text(POINTER)
     with pytest.raises(ConfigError) as refused:

@@ -20,7 +20,7 @@ import numpy as np
 from models.errors import run_program
 from models.gguf.container import ALIGNMENT, TEMPLATE_FILE, padded, read_gguf, read_part
 
-SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
+SPLIT = re.compile(r"(.+)-\d{5}-of-(?!00000)(\d{5})\.gguf")
 
 
 def parts_of(file: Path) -> list[Path]:

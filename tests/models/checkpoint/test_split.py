@@ -64,7 +64,9 @@ def test_the_names_of_the_parts_are_those_of_the_links_that_were_given(parts, wh
     assert contents(joined(folder / part.name, tmp_path)) == contents(whole)
 
 
-@pytest.mark.parametrize("name", ["a.gguf", "a-1-of-2.gguf", "a-00001-of-00002.safetensors", "sha256-00001-of-00002"])
+@pytest.mark.parametrize(
+    "name", ["a.gguf", "a-1-of-2.gguf", "a-00001-of-00000.gguf", "a-00001-of-00002.safetensors", "sha256-00001-of-00002"]
+)
 def test_a_file_of_another_name_is_a_model_of_its_own(tmp_path, name):
     assert parts_of(tmp_path / name) == [tmp_path / name]
 
