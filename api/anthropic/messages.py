@@ -58,19 +58,20 @@ def messages(data: Json, served: Served) -> ResponseWriter:
 
 
 def count_tokens(data: Json, served: Served) -> Later:
-    """Returns the function that counts the prompt's tokens once the images are loaded. Raises ApiError for a
-    wrong field, and for a chat that the template rejects; the function does so for a prompt that is far too
-    long. The request needs no `max_tokens`."""
+    """Returns the function that counts the prompt's tokens once the images are loaded; adds these to
+    `served.images`. Waits for a child process that renders the prompt. Logs skipped blocks. Raises ApiError
+    for a wrong field, and for a chat that the template rejects; the function does so for a prompt that is far
+    too long. The request needs no `max_tokens`, and any value of it is ignored."""
     request = fields.read(data | {"max_tokens": 1}, MessagesRequest)
     prepared = _prepare(request, MessagesTools(request), served)
     return lambda: TokenCount(len(ids_of(prepared, served)))
 
 
 def _prepare(request: CountRequest, tools: MessagesTools, served: Served, **more: Any) -> PreparedRequest:
-    """Returns the prepared request of the chat that `request` is. Adds its images to `served.images`, and
-    logs skipped blocks. Tools that blocks add or remove change `tools`. Raises ApiError for a wrong field,
-    and for a chat that the template rejects. more: fields of the ChatRequest on which the prompt does not
-    depend."""
+    """Returns the prepared request of the chat that `request` is. Adds its images to `served.images`, logs
+    skipped blocks, and waits for a child process that renders the prompt. Tools that blocks add or remove
+    change `tools`. Raises ApiError for a wrong field, and for a chat that the template rejects. more: fields
+    of the ChatRequest on which the prompt does not depend."""
     reader = ContentReader(BLOCKS, served.images, tools)
     paths = []
     messages: list[Message] = []
@@ -111,8 +112,9 @@ def _prepare(request: CountRequest, tools: MessagesTools, served: Served, **more
 
 
 def _messages_of(reader: ContentReader, path: str, given: InputMessage) -> Iterator[Message]:
-    """Yields the chat's messages for one message of the request. Raises ApiError for a block that is
-    malformed.
+    """Yields the chat's messages for one message of the request. Blocks are read as the messages are yielded:
+    they add images and change the reader's `tools`. Raises ApiError for a block that is malformed. A message
+    without readable blocks gives one with the content "".
 
     A block of another role, such as a tool's result, becomes a message of its own, which divides the blocks
     around it. Example: a user's message of a text, a tool's result and a text becomes three messages.
@@ -154,8 +156,8 @@ def _thoughts(block: ContentPart) -> Message:
 
 def _tool_use(block: ContentPart) -> Message:
     """Returns the assistant's message with the call in a block. A member of a toolset becomes a call of the
-    toolset, with the member's name as the argument `action`. Raises ApiError for a block without a name or an
-    id."""
+    toolset, with the member's name as the argument `action`, unless `input` has one. Raises ApiError for a
+    block without a name or an id, and for an `input` that is no object; null is {}."""
     given = block.needed("input", dict) if block.get("input") is not None else {}
     name = block.needed("name", str)
     if block.get("toolset_name") is not None:  # a member of a toolset, in a conversation with another server
@@ -172,8 +174,9 @@ def _tool_result(block: ContentPart) -> Message:
 
 
 def _document(block: ContentPart) -> str:
-    """Returns the title, the context and the text of a document, a line each, or a note in its place if its
-    source is neither `text` nor `content`. Raises ApiError for a document without a source."""
+    """Returns the title, the context and the text of a document, a line each, or a note in its place if the
+    type of its source is neither `text` nor `content`. Raises ApiError for a document without a source, and
+    for a source without a type or without what its type names."""
     source = block.inner("source")
     readable = {"text": "data", "content": "content"}.get(source.needed("type", str))
     if readable is None:
@@ -189,10 +192,14 @@ def _tool_reference(block: ContentPart) -> str:
 
 
 def _tool_definition(block: ContentPart) -> str:
+    """Allows calls of the tool that the block defines, and returns its definition; "" if Anthropic runs the
+    tool."""
     return block.reader.tools.define(f"{block.path}.definition", block.needed("definition", dict))
 
 
 def _tool_addition(block: ContentPart) -> str:
+    """Allows calls of the tool that the block adds by name or defines. Returns its definition, with a
+    sentence in front of it; "": there is none."""
     added = block.text("tool")
     return ADDED_TOOLS + added if added else ""
 

@@ -88,9 +88,10 @@ class MessagesResponseWriter(ResponseWriter):
         return stop if stop in self._stop_sequences else None
 
     def _stop_reason(self, sequence: GeneratedSequence) -> str:
-        """Returns why the output ended, in Anthropic's words. The first that holds: a stop sequence of the
-        request, `tool_use` (complete calls, without truncation), `end_turn`, `model_context_window_exceeded`
-        (the context had less room than `max_tokens`), `max_tokens`."""
+        """Returns why the output ended, in Anthropic's words. The first that holds: `stop_sequence` (one of
+        the request's), `tool_use` (complete calls, without truncation), `end_turn`,
+        `model_context_window_exceeded` (the context had less room than `max_tokens`), `max_tokens` (also at
+        the deadline)."""
         reason = STOP_REASONS[sequence.finish_reason]
         if reason == "stop_sequence" and not self._stop_sequence(sequence):
             reason = "end_turn"  # a stop string of the model's own
@@ -126,7 +127,8 @@ class MessagesResponseWriter(ResponseWriter):
     def _end(self, part: OutputPart) -> Iterator[Json]:
         """Completes the newest block with the part's whole text, and yields its last events. Arguments of a
         call become an object, truncated ones with the members that are complete. Reasoning is in `thinking`
-        or, if the request omits it there, in an opaque form in `signature`."""
+        or, if the request omits it there, in an opaque form in `signature`, which has an event in any
+        case."""
         block = self._content[-1]
         if isinstance(block, TextBlock):
             block.text = part.text

@@ -48,8 +48,8 @@ class MessagesTools(OfferedTools):
                 self.listed.append(self._known[name])
 
     def add(self, name: str) -> str:
-        """Allows calls of a tool from here on. Returns the tool's definition, or the name alone if there is
-        no such tool."""
+        """Allows calls of a tool from here on; one that is not listed becomes one of `found`. Returns the
+        tool's definition, or the name alone if there is no such tool."""
         if name not in self._known:
             return name
         path, form = self._known[name]
@@ -85,7 +85,9 @@ class MessagesTools(OfferedTools):
         return self.one(given.name)
 
     def _register(self, path: str, tool: Json) -> str | None:
-        """The name of a tool, which is known from here on; None if Anthropic runs it. Raises ApiError."""
+        """Returns the name of a tool, which `add` can find from here on, in place of another tool of this
+        name. None: Anthropic runs it; its type is then in `left_out`, and its name may not be chosen. Raises
+        ApiError for a tool without a name, and for one of the type custom without an `input_schema`."""
         kind = tool.get("type") or "custom"
         family, _, date = str(kind).rpartition("_")
         if kind == "custom":

@@ -48,11 +48,12 @@ class ContentReader:
         self._skipped: set[str] = set()
 
     def parts(self, path: str, content: Any) -> Iterator[tuple[str, Any]]:
-        """Yields the type and the value (see `part`) of each readable part of `content`. Raises ApiError for
-        a part without a type, for content of another kind, and for what the reader of a type rejects.
+        """Yields the type and the value (see `part`) of each readable part of `content`, and reads them as it
+        goes on. Raises ApiError for a part without a type, for content of another kind, and for what the
+        reader of a type rejects.
 
-        content: a text, a part, or a list of these. A text has the type "". Parts without a value, and empty
-        texts, are left out. path: that of `content` in the request, for errors.
+        content: a text, a part, or a list of these, also within lists. A text has the type "". Parts without
+        a value, and empty texts, are left out. path: that of `content` in the request, for errors.
         """
         if isinstance(content, list):
             for i, part in enumerate(content):
@@ -68,12 +69,13 @@ class ContentReader:
                 yield "", content
 
     def part(self, path: str, kind: str, fields: Json) -> Any:
-        """Returns the value of one part of the type `kind`. None: the type is unknown, and `log_skipped` will
-        name it; or the part says nothing. Raises ApiError for a field that the type needs and that is missing
-        or wrong.
+        """Returns the value of one part of the type `kind`. None or "": the part says nothing. None is also
+        the value of an unknown type, which `log_skipped` will name. Raises ApiError for a field that the type
+        needs and that is missing or wrong.
 
         The value is the text of the part, or an API's own form that the function of the type returns, such as
-        a message with a tool call.
+        a message with a tool call. Such a function may add an image to the request, or change `tools`. path:
+        that of the part.
         """
         read = self._types.get(kind)
         if read is None:
@@ -84,9 +86,9 @@ class ContentReader:
 
     def text(self, path: str, content: Any, between: str = "\n", role: str = "") -> str:
         """Returns the text of `content`, which has the forms that `parts` takes; "": no part has a text. The
-        texts of parts are joined with `between`, except at an image. Parts whose value is not a text are left
-        out. Raises the errors of `parts`. role: that of the message; the text of a system message loses the
-        line BILLING."""
+        texts of parts are joined with `between`, except at an image. Parts are read as `part` does; those
+        whose value is not a text are then left out. Raises the errors of `parts`. role: that of the message;
+        the text of a system or developer message loses the line BILLING."""
         text = ""
         for _kind, part in self.parts(path, content):
             if isinstance(part, str):
@@ -129,8 +131,9 @@ class ContentPart(NamedTuple):
         return ContentPart(self.reader, f"{self.path}.{name}", self.needed(name, dict))
 
     def text(self, names: str) -> str:
-        """Returns the texts of these fields, a line each; empty texts have none. Raises ApiError if the part
-        is no object, if a field without `?` is missing, or if a value is not readable content.
+        """Returns the texts of these fields, a line each; empty texts have none. A value may be a text, a
+        part, or a list of these. Raises ApiError if the part is no object, if a field without `?` is missing
+        or null, or if a value is other content.
 
         Example: `title? content` is the title, if there is one, and the content.
         """
@@ -151,7 +154,7 @@ class ContentPart(NamedTuple):
 
 def needed(path: str, fields: Json, name: str, kind: type[V] | None = None) -> V:
     """Returns the value of the field `name` of the object at `path`. Raises ApiError if the field is missing
-    or null, or if the value is no `kind`."""
+    or null, or if the value is no `kind`: str, dict or list. kind: None: any."""
     value = fields.get(name)
     if value is None:
         raise invalid(path, f"needs `{name}`")
@@ -167,9 +170,9 @@ def omitted(kind: str) -> Callable[[ContentPart], str]:
 
 
 def image(part: ContentPart) -> str:
-    """Adds the image of a part to the request's images. Returns its mark, or a note if the model reads no
-    images. Raises ApiError for a part without an image, a stored file (`file_id`), and an image that cannot
-    be added.
+    """Adds the image of a part to the request's images, which fetch and decode it later, and returns its
+    mark. If the model reads no images, returns a note, and neither adds nor checks anything. Raises ApiError
+    for a part without an image, a stored file (`file_id`), and an image that cannot be added.
 
     The first of these fields counts: `source`, as Anthropic has it; `base64`, of Hugging Face's templates;
     `image_url`; `image` and `url`, of Hugging Face's templates. Each of the last three is a text, or an
@@ -194,7 +197,7 @@ def image(part: ContentPart) -> str:
 
 def _linked(part: ContentPart, name: str) -> str:
     """Adds the image whose URL is in the field `name`, and returns its mark. Raises ApiError for a URL that
-    is no text or cannot be added, and for an unknown `detail`."""
+    is missing, is no text or cannot be added, and for an unknown `detail`."""
     url = part.needed(name, str)
     detail = part.get("detail")
     known = f"must be one of {', '.join(DETAILS)}"

@@ -137,10 +137,11 @@ def prepare_chat(
     chat's images to `served.images`, which are not loaded here. Renders the template in a child process, and
     waits for it. Logs skipped parts.
 
-    Raises ApiError for a field that is wrong or not supported, and for a chat that the template rejects; the
-    grammar is not compiled, nor the length of the prompt checked. offered: the tools, all of which may be
-    called; None: those of `chat.tools`. The template gets the listed tools. If no tool is listed, the
-    template gets the tools that the conversation adds: a template explains calls only beside a list.
+    Raises ApiError for a field that is wrong or not supported, for a chat that the template rejects, and for
+    an unknown LoRA adapter (404); the grammar is not compiled, nor the length of the prompt checked. offered:
+    the tools, which `tool_choice` chooses from; None: those of `chat.tools`. The template gets the listed
+    tools. If no tool is listed, the template gets the tools that the conversation adds: a template explains
+    calls only beside a list. field_names: for errors.
     """
     text = served.text
     checked = _check(chat, served, field_names)
@@ -179,9 +180,9 @@ def _with_reasoning(
     constraint: Constraint, thinking: Thinking, budget: int | None, served: Served, field_names: FieldNames
 ) -> Constraint:
     """Returns the constraint of an output of at most `budget` tokens of reasoning, then what `constraint`
-    allows. budget: None: any number. Without a budget and a grammar, `constraint` is returned as it is.
-    Raises ApiError for a budget if the model's closing marker is not one token, and for a grammar that is too
-    large with reasoning."""
+    allows. budget: None: any number. Without a budget and a grammar, `constraint` is returned as it is. A
+    grammar for the budget alone has the name of the budget's field. Raises ApiError for a budget if the
+    model's closing marker is not one token, and for a grammar that is too large with reasoning."""
     if not (constraint.grammar or budget is not None):
         return constraint
     close = thinking.format.close
@@ -194,8 +195,9 @@ def _with_reasoning(
 
 
 def _without_calls(sampling: SamplingParams, served: Served) -> SamplingParams:
-    """Returns the sampling with a bias that bans the token with which a call opens. The sampling is unchanged
-    if no single token opens a call, or if the device samples."""
+    """Returns a copy of the sampling with a bias that bans the token with which a call opens, in place of the
+    client's bias for that token. `sampling` itself is returned if no single token opens a call, or if the
+    device samples."""
     tools = served.text.tools
     marker = tools.token_id(tools.format.open) if tools.format and tools.format.open else None
     if marker is None or served.info.sampling == "device":
@@ -209,7 +211,7 @@ def _budget(chat: ChatRequest, max_new_tokens: int | None, served: Served) -> in
 
     The first field that is set counts: `thinking_token_budget`, `thinking_budget_tokens`, `thinking_budget`,
     then `budget_tokens` and `max_tokens` of `thinking`, then those of `reasoning`. A negative budget, or one
-    that is not below the limit of the output, is None.
+    that is not below `max_new_tokens` and the context length, is None.
     """
     budgets = [chat.thinking_token_budget, chat.thinking_budget_tokens, chat.thinking_budget]
     budgets += [each for switch in chat.switches for each in (switch.budget_tokens, switch.max_tokens)]
@@ -219,8 +221,9 @@ def _budget(chat: ChatRequest, max_new_tokens: int | None, served: Served) -> in
 
 
 def _prediction(given: Prediction, served: Served) -> list[int]:
-    """Returns the tokens of a predicted output, at most as many as the context length. Raises ApiError for a
-    type other than content, for content that cannot be read, and for a token that the model does not know."""
+    """Returns the tokens of a predicted output, without those beyond the context length. A part that is no
+    text is predicted as a note, or left out. Raises ApiError for a type other than content, for malformed
+    content, and for a token that the model does not know."""
     require(given.type == "content", "prediction.type", "must be `content`", given=given.type)
     text = ContentReader(PARTS).text("prediction.content", given.content, "")
     tokenizer = served.text.tokenizer
@@ -231,9 +234,10 @@ def _prediction(given: Prediction, served: Served) -> list[int]:
 
 
 def _check(chat: ChatRequest, served: Served, field_names: FieldNames) -> Json:
-    """Checks the limits and the fields of sampling of a chat, and whether its last message can be continued.
-    Returns fields of the PreparedRequest, by name. Raises ApiError for the first of these that is wrong, for
-    more messages than the prompt may have tokens, and for an unknown LoRA adapter (404)."""
+    """Checks the limits and the fields of sampling of a chat and, with `continue_final_message`, whether its
+    last message is the assistant's. Returns fields of the PreparedRequest, by name. Raises ApiError for the
+    first of these that is wrong, for more messages than the prompt may have tokens, and for an unknown LoRA
+    adapter (404)."""
     if chat.continue_final_message:  # vLLM's, for what happens unasked
         is_assistants = chat.messages and chat.messages[-1].role == "assistant"
         require(is_assistants, "continue_final_message", "needs a last message of the assistant")
@@ -261,13 +265,15 @@ def _check(chat: ChatRequest, served: Served, field_names: FieldNames) -> Json:
 def _render_prompt(
     chat: ChatRequest, tools: list[Json], served: Served, field_names: FieldNames
 ) -> tuple[Json, str]:
-    """Writes the messages and these tools with the model's chat template, in a child process. Adds the images
-    of the messages to the request's. Raises ApiError without a template, for messages that are wrong or that
-    the template rejects or leaves out, and for options that cannot be set.
+    """Writes the messages and these tools with the model's chat template, in a child process, and waits for
+    it. Adds the images of the messages to the request's. Logs skipped parts. Raises ApiError without a
+    template, for messages that are wrong or that the template rejects or leaves out, and for options that
+    cannot be set.
 
     Returns two things: `prompt`, `image_numbers` and `message_borders` of the PreparedRequest, by name; and
-    the assistant's text at the end of the prompt that the output continues, "": none. tools: in a chat's
-    form; the template gets none if `tool_choice` is none.
+    the assistant's text at the end of the prompt that the output continues, "": none. There are borders only
+    for a model with recurrent states. tools: in a chat's form; if `tool_choice` is none, they are written
+    only by a template that has a place for them.
     """
     template = served.text.template
     escape = served.text.tokenizer.escape
@@ -300,9 +306,9 @@ def _render_prompt(
 def _images_written(
     chat: ChatRequest, messages: list[Json], prompt: str, served: Served, field_names: FieldNames
 ) -> list[int]:
-    """Returns the numbers of the images in a prompt, in the order of the prompt. Raises ApiError if the
-    template has left out an image, or a message whose role is not in PLAIN_ROLES, and for `prompt_logprobs`
-    with images. messages: as the template got them."""
+    """Returns the numbers of the images in a prompt, in the order of the messages. Raises ApiError if the
+    template has left out or repeated an image, or left out a message whose role is not in PLAIN_ROLES, and
+    for `prompt_logprobs` with images. messages: as the template got them."""
     order = []
     for message in messages:
         texts = IMAGE_MARK.split(message["content"])[::2]
@@ -322,10 +328,10 @@ def _continued(prompt: str, last: Json, begins_answer: bool, served: Served) -> 
     """Returns the prompt, and the text at the end of the prompt that the output continues; "": none.
 
     The output continues the last message if that is the assistant's and calls no tools. The text is then its
-    content. If the last message has reasoning and no content, the output continues the reasoning. The prompt
-    gets what the template has left out, such as `<think>` and the reasoning; the text is the opening marker,
-    `<think>`. Reasoning is not continued if the model has no format for reasoning, if `begins_answer` is
-    false, or if the prompt ends with the closing marker.
+    content. If the last message has reasoning and a blank content, the output continues the reasoning. The
+    prompt gets the opening marker, `<think>`, unless it ends with it, and the reasoning, escaped; the text is
+    the marker alone. Reasoning is not continued if the model has no format for reasoning, if `begins_answer`
+    is false, or if the prompt ends with the closing marker.
     """
     if last.get("role") != "assistant" or last.get("tool_calls"):
         return prompt, ""
@@ -373,8 +379,8 @@ def _template_messages(
     `images`, and logs skipped parts. Raises ApiError without messages, and for a message that is malformed.
 
     A role must be one of ROLES, or a word that the template has in quotes (`template_words`): templates may
-    write any other role next to control tokens. A system message is left out if none of its parts is
-    readable.
+    write any other role next to control tokens. It stays as it is. A system or developer message is left out
+    if its content has no readable text; one whose content is empty stays.
     """
     require(len(messages) > 0, field_names.prompt, "cannot be empty")
     reader = ContentReader(CHAT_PARTS, images)
@@ -398,7 +404,9 @@ def _template_message(reader: ContentReader, path: str, message: Message) -> Jso
     unless it is a tool's or the assistant's, or has calls or reasoning.
 
     `content` counts before `refusal`, unless it is empty. `reasoning_content` counts before `reasoning`, and
-    this before thinking parts in the assistant's content.
+    this before thinking parts in the assistant's content, where no thinking part stays. In a user's or a
+    tool's content such parts are plain text. A result without an id has its `name` as the id if its role is
+    `function`.
     """
     content = message.content or message.refusal or message.content
     calls = [*_calls_of(path, message)]
@@ -427,9 +435,10 @@ def _template_message(reader: ContentReader, path: str, message: Message) -> Jso
 
 
 def _calls_of(path: str, message: Message) -> Iterator[Json]:
-    """Yields the calls of a message, with their arguments as objects; that of `function_call` is the first. A
-    custom tool becomes a function with the argument `input`. Raises ApiError for a call without its fields,
-    and for arguments that are no JSON object. path: that of the message."""
+    """Yields the calls of a message, with their arguments as objects; that of `function_call` is the first,
+    with its name as its id. A custom tool becomes a function with the argument `input`. Raises ApiError for a
+    call without its function, a custom one without its fields, a `function_call` without a name, and
+    arguments that are no JSON object. Other names, and ids, are not checked. path: that of the message."""
     if message.function_call is not None:
         function_path = f"{path}.function_call"
         name = needed(function_path, message.function_call, "name", str)
@@ -470,8 +479,8 @@ def arguments_of(path: str, arguments: Any) -> Json:
 
 def _parsed_arguments(written: str) -> Any:
     """Returns the value of a text in JSON, which may have the mistakes that are read in a model's output. A
-    blank text is None; a text that is not JSON is its own value. If the JSON is a string that has JSON in it,
-    the value is that of the inner JSON."""
+    blank text is None; a text that is not JSON is its own value, stripped. An object that is truncated has
+    its complete members. If the JSON is a string that has JSON in it, the value is that of the inner JSON."""
     text = without_surrogates(written.strip().encode()).decode() or "null"
     with contextlib.suppress(ValueError, RecursionError):
         read = whole_value(text, is_partial=text.startswith("{"))

@@ -75,8 +75,8 @@ class Format(NamedTuple):
 
 
 class Constraint(NamedTuple):
-    """The grammar of an output, in the names of PreparedRequest's fields. All three are empty if no field of
-    the request asks for a grammar."""
+    """The grammar of an output, in the names of PreparedRequest's fields. `grammar` is "" if the output needs
+    none; the others are then empty, too, unless the chat has tools."""
 
     grammar_name: str = ""  # the path of the field
     grammar: str = ""
@@ -114,9 +114,9 @@ def of_native(grammar: Json | None) -> Constraint:
 
 
 def of_openai(request: FormatFields, field_names: FieldNames = CHAT_FIELDS) -> Constraint:
-    """Returns what the fields of a chat or completion request ask for. Raises ApiError for more than one
-    format, an unknown or unsupported one, and a value that cannot be used. field_names: the names of
-    `response_format` and its schema, for errors and for where the schema is."""
+    """Returns what the fields of a chat or completion request ask for, which may be nothing. Raises ApiError
+    for more than one format, an unknown or unsupported one, a value that cannot be used, and for
+    `structured_outputs` without a format. field_names: has the name of `response_format`, for errors."""
     outputs = request.structured_outputs or StructuredOutputs()
     within = _of_fields("structured_outputs.", outputs)
     if request.structured_outputs is not None and not within:
@@ -136,7 +136,7 @@ def _of_type(name: str, given: Json | None) -> list[Format]:
     `json_object` needs none.
 
     given: the value of the field, an object with a `type`. The first place in SCHEMA_PATHS that has a schema
-    or a regular expression counts.
+    or a regular expression counts, and `strict` beside it.
     """
     kind = (given or {}).get("type")
     if not given or kind == "text":
@@ -165,7 +165,7 @@ def _of_fields(prefix: str, fields: FormatFields | StructuredOutputs) -> list[Fo
 def _constraint(formats: list[Format], whitespace: str | None) -> Constraint:
     """Returns the constraint of the one format that a request may have; [] gives an empty constraint. Raises
     ApiError for several formats, for one that is not supported, and for a schema, a regular expression or
-    choices that make no grammar. Such a grammar may still fail to compile.
+    choices that make no grammar. The grammar may still fail to compile. A schema may be JSON in a string.
 
     whitespace: the regular expression for what may stand between JSON tokens; None: nothing.
     """

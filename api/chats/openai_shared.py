@@ -296,8 +296,9 @@ class ChunkedResponseWriter(OpenAIResponseWriter):
         }
 
     def events(self, sequence: GeneratedSequence, pieces: list[Piece]) -> bytes:
-        """Returns an event for each choice that `pieces` make. The first event also has the fields of
-        `_beside_choice`."""
+        """Returns an event for each choice that `pieces` make; b"": none. The first event also has the fields
+        of `_beside_choice`. Each has the usage of the sequence so far if the request has `include_usage` and
+        `continuous_usage_stats`."""
         beside = self._beside_choice(sequence)
         usage = self._usage([sequence]) if self._usage_always else None
         chunks = b""

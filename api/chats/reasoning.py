@@ -23,9 +23,9 @@ def template_variables(
     is asked for.
 
     The effort `none`, or `is_on` False, turns reasoning off, whatever the other says. Any other effort, such
-    as `high`, turns reasoning on. An effort that the template does not name becomes the nearest one.
-    template_words: the words that the template has in quotes. Example: for a template that names `low` and
-    `high`, the effort `max` becomes `high`.
+    as `high`, turns reasoning on. An effort that the template does not name becomes the nearest one; one that
+    NEAREST does not have stays. template_words: the words that the template has in quotes. Example: for a
+    template that names `low` and `high`, the effort `max` becomes `high`. The result must not be changed.
     """
     if effort == "none" or is_on is False:
         return THINKING_OFF

@@ -1,6 +1,6 @@
 """Adapts a chat to the model's template: roles that it does not support, consecutive messages of one role,
-tools and calls that it has no place for. Nothing that a client sent is dropped: it is written in another
-place, or rejected by name.
+tools and calls that it has no place for. No text, image or call that a client sent is dropped: it is written
+in another place, or rejected by name.
 
 Messages here have the form that a template reads: `role`, `content` as one text, `name`, `tool_calls` with
 arguments as objects, `tool_call_id`, `reasoning_content`.
@@ -42,11 +42,13 @@ The result of a call follows between <tool_response> and </tool_response>."""
 def adapt_to_template(
     messages: Messages, tools: list[Json] | None, capabilities: TemplateCapabilities
 ) -> Messages:
-    """Returns the messages as a template with these capabilities can write them. Nothing is dropped, and the
-    given messages stay as they are.
+    """Returns the messages as a template with these capabilities can write them. The given messages stay as
+    they are. No text, image or call is dropped; names and ids may be, where messages become text or parts of
+    others. Empty messages are added where a template needs one.
 
-    tools: functions in a chat's form; None: none. If the template has no place for tools, a system message at
-    the beginning describes them. If the template has no place for calls, calls and results become text.
+    tools: functions in a chat's form; None: none. If the template has no place for tools, a system message
+    about them is added at the beginning. If the template has no place for calls, calls and results become
+    text.
     """
     messages = [_with_known_role(message, capabilities) for message in messages]
     if not capabilities.calls:
@@ -85,8 +87,8 @@ def _with_known_role(message: TemplateMessage, capabilities: TemplateCapabilitie
 
 def _in_text(message: TemplateMessage) -> TemplateMessage:
     """Returns the calls of a message, or a tool's result, as text in the form that TOOLS_PROMPT asks for.
-    Calls follow the content, and their ids are not written; a result becomes a user message. Any other
-    message stays as it is."""
+    Calls follow the content; a result becomes a user message. Ids and the name of a result are not written.
+    Any other message stays as it is."""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     calls = message.get("tool_calls")
@@ -198,8 +200,8 @@ def _merged_roles(messages: Messages, capabilities: TemplateCapabilities) -> Mes
 
 def _with_text_apart(messages: Messages, capabilities: TemplateCapabilities) -> Messages:
     """Returns the messages without text beside calls: such text becomes an assistant message in front of the
-    calls. If the template does not support two assistant messages in a row, all text of a turn is in one
-    message (`_with_one_text`)."""
+    calls, where the reasoning stays. If the template does not support two assistant messages in a row, all
+    text of a turn is in one message (`_with_one_text`)."""
     if not capabilities.assistants:
         return [message for turn in _turns(messages) for message in _with_one_text(turn)]
     apart = []
@@ -255,8 +257,9 @@ def _has_calls(message: TemplateMessage) -> bool:
 
 
 def _with_calls_apart(messages: Messages) -> Messages:
-    """Returns the messages with one call each. A further call moves in front of the result with its id;
-    without such a result, in front of the next message that is no result, or to the end.
+    """Returns the messages with one call each. The first call keeps the content and the reasoning. A further
+    call moves in front of the result with its id; without such a result, in front of the next message that is
+    no result, or to the end.
 
     Example: calls 1 and 2, result 1, result 2 become call 1, result 1, call 2, result 2.
     """

@@ -80,10 +80,11 @@ class ToolPolicy(AllowedCalls):
     def constraint(self) -> Constraint:
         """Returns the constraint of an output that is calls, or else what `answer` allows. If `answer` has no
         grammar, any text is allowed beside calls, unless a call is required. Raises ApiError for parameters
-        of a function that no grammar can enforce, and if a call is required and `answer` has a grammar.
+        of a function that no grammar can enforce, for a grammar that is too large, and if a call is required
+        and `answer` has a grammar.
 
-        The constraint has no grammar if no function's calls are enforced. Its `not_enforced` are those of
-        `answer`, then keywords that no grammar enforces (`left_out`), which are an error in a strict
+        The constraint has no grammar, but a name, if no function's calls are enforced. Its `not_enforced` are
+        those of `answer`, then keywords that no grammar enforces (`left_out`), which are an error in a strict
         function, and what the format of calls cannot write (`not_written`).
         """
         name, body, places = self.answer
@@ -101,7 +102,7 @@ class ToolPolicy(AllowedCalls):
     @property
     def alone(self) -> Iterator[tuple[Function, str]]:
         """Yields each function whose calls a grammar enforces, and the grammar of its calls alone. Raises
-        ApiError for parameters that no grammar can enforce."""
+        ApiError for parameters that no grammar can enforce, and for a grammar that is too large."""
         for function in self._enforced:
             yield function, replace(self, functions=[function])._grammar("calls")
 
@@ -128,8 +129,9 @@ def tool_policy(
     field_names: FieldNames,
 ) -> ToolPolicy | None:
     """Returns what a chat may call; None: nothing, or calls stay text (`--tool-parser none`). Raises ApiError
-    for a malformed tool, two tools of one name, a `tool_choice` that names no tool, and a model whose
-    template or format does not support tools.
+    for a malformed tool, two tools of one name, a `tool_choice` that names no tool, a model whose template or
+    format does not support tools (unless `tool_choice` is none), and, if calls stay text, for a strict tool
+    and any `tool_choice` but auto and none. The result's `answer` is any text.
 
     tools: the path of each in the request, and its form in a chat. parallel_tool_calls: False: one call at
     most; None: several; True: several, also equal ones. One call at most is also the rule if `tool_choice`
@@ -157,7 +159,7 @@ def tool_policy(
 
 def as_function(tool: Json) -> Json:
     """Returns a tool as a chat template reads it: a custom tool becomes a function with one text, `input`.
-    Other tools stay as they are.
+    Any other tool is returned itself.
 
     A regular expression for that text is enforced as a schema with `strict` is; a grammar in Lark is only
     described.
@@ -179,8 +181,8 @@ def as_function(tool: Json) -> Json:
 
 
 def _grammar_of(custom: Json) -> Json | None:
-    """Returns the grammar in the `format` of a custom tool; {}: it has no format; None: the format is
-    malformed."""
+    """Returns the grammar in the `format` of a custom tool; an object without `definition`: it has none;
+    None: the format is malformed."""
     form = {} if custom.get("format") is None else custom["format"]
     grammar = form.get("grammar", form) if isinstance(form, dict) else None  # chats have it one level deeper
     is_read = isinstance(grammar, dict) and isinstance(grammar.get("definition", ""), str)
@@ -208,7 +210,7 @@ def custom_input(arguments: str) -> str:
 def _checked_function(path: str, tool: Json, field_names: FieldNames) -> tuple[str, Function]:
     """Checks a tool. Returns the path of its fields, for errors, and the tool as a Function. Raises ApiError
     for a wrong type, name, description or custom format, and for parameters that are not the schema of an
-    object.
+    object or are in a field of OTHER_SCHEMAS. The schema is checked no further.
 
     tool: always nested, as in chat completions: {"type": "function", "function": {…}}. path: that of the tool
     in the request; the result ends in `.function` or `.custom` only if the API nests tools. A tool without
@@ -237,8 +239,9 @@ def _checked_function(path: str, tool: Json, field_names: FieldNames) -> tuple[s
 
 
 def _named(tool: Any, path: str, field_names: FieldNames) -> tuple[str, str, Json]:
-    """Returns the name of a tool, its path in the request, and the object of its fields. Raises ApiError for
-    a type other than function and custom, and for an object or a name that is missing.
+    """Returns the name of a tool, its path in the request, and the object of its fields. A tool without a
+    type is a function. Raises ApiError for a type other than function and custom, and for an object or a name
+    that is missing.
 
     The object is `function` in `{"type": "function", "function": {"name": …}}`, and `custom` in a custom
     tool. The path ends in that key only if the API nests tools: `tools[0].function`, else `tools[0]`.

@@ -121,8 +121,10 @@ class ChatChunk(OpenAIResponse):
 
 
 def chat(data: Json, served: Served) -> ResponseWriter:
-    """Returns the writer of the response to a chat. Adds the chat's images to `served.images`, and renders
-    the prompt. Raises ApiError for a wrong field, and for a chat that the template rejects."""
+    """Returns the writer of the response to a chat. Adds the chat's images to `served.images`, which loads
+    them later. Waits for a child process that renders the prompt. Logs skipped parts. Neither the length of
+    the prompt nor the grammar is checked yet. Raises ApiError for a wrong field, and for a chat that the
+    template rejects."""
     request = fields.read(data, ChatRequest)
     return ChatResponseWriter(prepare_chat(request, served), served, request)
 
@@ -183,10 +185,10 @@ class ChatResponseWriter(ChunkedResponseWriter):
         return ToolCall(call.id, "function", CalledFunction(call.name, call.text))
 
     def _choices(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[ChunkChoice]:
-        """Yields the choice of each event of a sequence. The events are the role, what each piece adds to the
-        parts of the output, and the finish reason. The first event of a piece has the token's log-probability
-        and its id. A piece that adds nothing has an event only if log-probabilities or token ids are asked
-        for."""
+        """Yields the choice of each event that `pieces` make. The events are the role, once; what each piece
+        adds to the parts of the output; and, if the sequence has finished, what the end of its text adds, and
+        the finish reason. The first event of a piece has the token's log-probability and its id. A piece that
+        adds nothing has an event only if log-probabilities or token ids are asked for."""
         choice = functools.partial(ChunkChoice, sequence.index)
         if sequence not in self._begun:
             self._begun.add(sequence)

@@ -68,15 +68,16 @@ class Completion(OpenAIResponse):
 
 
 def completion(data: Json, served: Served) -> ResponseWriter:
-    """Returns the writer of the response to a completion request. Raises ApiError for a wrong field. Prompts
-    are not tokenized here, and grammars not compiled."""
+    """Returns the writer of the response to a completion request. Raises ApiError for a wrong field, and for
+    fields that cannot be combined. Texts are not tokenized here, the length of prompts is not checked, and
+    the grammar not compiled."""
     request = fields.read(data, CompletionRequest)
     return CompletionResponseWriter(_prepare(request, served), served, request)
 
 
 def _prepare(request: CompletionRequest, served: Served) -> list[PreparedRequest]:
-    """Checks a completion request. Returns a prepared request for each of its prompts. Raises ApiError for
-    too many prompts, for a field that is wrong, and for fields that cannot be combined."""
+    """Checks a completion request. Returns a prepared request for each of its prompts, in order. Raises
+    ApiError for too many prompts, for a field that is wrong, and for fields that cannot be combined."""
     prompts = _prompts(request.prompt)
     fields.check_batch(len(prompts), "prompts", "prompt", served.config)
     if request.suffix:
@@ -100,9 +101,10 @@ def _prepare(request: CompletionRequest, served: Served) -> list[PreparedRequest
 
 def _check_prompt(request: CompletionRequest, prompt: str | list[int], best_of: int, served: Served) -> Json:
     """Checks one prompt. Returns the fields of its PreparedRequest, by name, except for those of the
-    Constraint. Raises ApiError for an empty prompt without a `suffix`, ids that the model does not know, a
-    `suffix` that the model does not support, and the fields that all prompts share. best_of: how many
-    sequences are generated, of which `n` are returned."""
+    Constraint. A text is escaped; with a `suffix`, the prompt is both texts in the model's layout, whose
+    tokens stop the output. Raises ApiError for an empty prompt without a `suffix`, ids that the model does
+    not know, a `suffix` that the model does not support or that follows ids, and for what `check_openai`
+    rejects. best_of: how many sequences are generated, of which `n` are returned."""
     require(prompt or request.suffix, "prompt", "cannot be empty")
     if isinstance(prompt, list):
         fields.check_ids(prompt, "prompt", served.info)
@@ -131,8 +133,8 @@ def _check_prompt(request: CompletionRequest, prompt: str | list[int], best_of: 
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[str] | list[list[int]]:
-    """Returns the prompts in OpenAI's four forms: a text, texts, token ids, or lists of token ids. Raises
-    ApiError for an empty list and for a mixture."""
+    """Returns the prompts of a field in one of OpenAI's four forms: a text, texts, token ids, or lists of
+    token ids. Each prompt may be empty. Raises ApiError for an empty list and for a mixture."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -161,9 +163,9 @@ class CompletionResponseWriter(ChunkedResponseWriter):
         self._sent: dict[GeneratedSequence, int] = {}
 
     def whole(self, sequences: list[GeneratedSequence]) -> Struct:
-        """Returns the choices of all prompts. Of each prompt these are its `n` sequences or, of `best_of`,
-        the `n` whose tokens are the most likely ones on average, the best first. `usage` counts all
-        sequences."""
+        """Returns the choices of all prompts, numbered from 0. Of each prompt these are its `n` sequences or,
+        of `best_of`, the `n` whose tokens are the most likely ones on average, the best first. `usage` counts
+        all sequences, also those that are left out."""
         choices = []
         for candidates in self._by_request(sequences):
             if len(candidates) > self._n:
@@ -185,9 +187,10 @@ class CompletionResponseWriter(ChunkedResponseWriter):
         return Completion(**self._envelope, choices=choices, usage=self._usage(sequences))
 
     def _choices(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[CompletionChoice]:
-        """Yields the choice of each event of a sequence. The events are the echoed prompt, each piece, and
-        the finish reason. A piece without text has an event only if log-probabilities or token ids are asked
-        for."""
+        """Yields the choice of each event that `pieces` make. The events are the echoed prompt, once; each
+        piece; and, if the sequence has finished, the finish reason. A piece without text has an event only if
+        log-probabilities or token ids are asked for. The sequence's first piece has the ids of the prompt, if
+        token ids are asked for."""
         choice = functools.partial(CompletionChoice, sequence.index)
         prompt_token_ids = UNSET
         if sequence not in self._sent:

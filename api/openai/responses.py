@@ -44,10 +44,14 @@ LOGPROBS = "message.output_text.logprobs"
 
 def responses(data: Json, served: Served) -> ResponseWriter:
     """Returns the writer of a response, or of a summary if the last item of `input` has the type TRIGGER.
-    Reads the stored responses that the request continues; its own response is stored when it is complete.
-    Adds images to `served.images`, and renders the prompt. Raises ApiError for a wrong field or item, for one
-    that is not stored, and for a chat that the template rejects; StoreError if the stored responses cannot be
-    read."""
+    Reads the stored responses that the request continues. Its own response is stored when it is complete,
+    unless `store` is false, no responses are stored, or it is a summary. Adds images to `served.images`,
+    which loads them later. Waits for a child process that renders the prompt. Logs skipped items. Neither the
+    length of the prompt nor the grammar is checked yet.
+
+    Raises ApiError for a wrong field or item, for one that is not stored, and for a chat that the template
+    rejects; StoreError if the stored responses cannot be read.
+    """
     request = _read_request(data)
     conversation = Conversation(request, served.responses)
     if conversation.own and conversation.own[-1].get("type") == TRIGGER:
@@ -60,7 +64,8 @@ def responses(data: Json, served: Served) -> ResponseWriter:
 
 def _triggered(request: ResponsesRequest, conversation: Conversation, served: Served) -> ResponseWriter:
     """Returns the writer of a response to a `compaction_trigger`: a summary of the conversation. The prompt
-    has the tools of the conversation, so that its prefix is cached. The response is not stored.
+    has the tools of the conversation if the template has a place for tools, so that its prefix is cached. The
+    response is not stored. Adds images, waits and logs as `_prepare_response` does.
 
     In `conversation` the request for a summary takes the place of the last item, and `request.store` becomes
     false. Raises ApiError if there is nothing to summarize, and for a wrong item.
@@ -75,18 +80,21 @@ def _triggered(request: ResponsesRequest, conversation: Conversation, served: Se
 
 
 def input_tokens(data: Json, served: Served) -> Later:
-    """Returns the function that counts the prompt's tokens once the images are loaded. Raises ApiError for a
-    wrong field or item, and for one that is not stored; the function does so for a prompt that is far too
-    long. Raises StoreError if the stored responses cannot be read."""
+    """Returns the function that counts the prompt's tokens once the images are loaded; adds these to
+    `served.images`. Waits for a child process that renders the prompt. Logs skipped items. Raises ApiError
+    for a wrong field or item, for one that is not stored, and for a chat that the template rejects; the
+    function does so for a prompt that is far too long. Raises StoreError if the stored responses cannot be
+    read."""
     request = _read_request(data)
     prepared = _prepare_response(request, Conversation(request, served.responses), served)
     return lambda: InputTokens(len(ids_of(prepared, served)))
 
 
 def compact(data: Json, served: Served) -> ResponseWriter:
-    """Returns the writer of the response with the model's summary of the conversation. Raises ApiError if
-    there is nothing to summarize, for a wrong field or item, and for one that is not stored; StoreError if
-    the stored responses cannot be read."""
+    """Returns the writer of the response with the model's summary of the conversation, which is not stored.
+    Adds images to `served.images`, waits for a child process that renders the prompt, and logs skipped items.
+    Raises ApiError if there is nothing to summarize, for a wrong field or item, for one that is not stored,
+    and for a chat that the template rejects; StoreError if the stored responses cannot be read."""
     request = _summary_request(fields.read(data, CompactRequest))
     conversation = Conversation(request, served.responses)
     _ask_for_summary(conversation)
@@ -131,8 +139,8 @@ def _prepare_response(
     request: ResponsesRequest, conversation: Conversation, served: Served
 ) -> PreparedRequest:
     """Returns the prepared request of the chat that the conversation is. Adds its images to `served.images`,
-    logs skipped items, and renders the prompt. Raises ApiError for a wrong field, item or tool, in the names
-    of a Responses request, and for a chat that the template rejects."""
+    logs skipped items, and waits for a child process that renders the prompt. Raises ApiError for a wrong
+    field, item or tool, in the names of a Responses request, and for a chat that the template rejects."""
     tools = conversation.tools
     paths, messages = _chat_messages(request, conversation, served.images)
     chat = ChatRequest(
@@ -167,9 +175,9 @@ class Conversation:
     in front of these."""
 
     def __init__(self, request: ResponsesRequest, stored: OwnedResponses):
-        """Reads stored items. Raises ApiError for items that are not stored, for an item or a tool that is
-        malformed, and for a tool with which the model would use a computer or a browser; StoreError if the
-        stored responses cannot be read."""
+        """Reads stored items. Raises ApiError for items that are not stored, are referred to twice or are too
+        large together, for a malformed type, reference or tool, and for a tool of the request with which the
+        model would use a computer or a browser; StoreError if the stored responses cannot be read."""
         previous = request.previous_response_id
         before = stored.conversation(previous) if previous else []
         self._before = [(f"previous_response_id[{i}]", item) for i, item in enumerate(before)]
@@ -194,9 +202,12 @@ class Conversation:
 def _chat_messages(
     request: ResponsesRequest, conversation: Conversation, images: RequestImages
 ) -> tuple[list[str], list[Message]]:
-    """Returns the path of each message of the chat in the request, and the messages. Items of one answer
-    (`_continues`) are one message, with the path of the first of these items. Adds images to `images`, and
-    logs skipped items. Raises ApiError for a malformed item, and if no item can be read."""
+    """Returns the path of each message of the chat in the request, and the messages; the instructions are the
+    first. Items of one answer (`_continues`) are one message, with the path of the first of these items. A
+    content part in the place of an item, or the text of a tool that OpenAI ran, is a message of the user if
+    its type begins with `input_`, else of the assistant. Adds images to `images`, and logs skipped items.
+    Raises ApiError for a malformed item, and if there is `input`, but no message. Without `input` there may
+    be none."""
     reader = ContentReader(ITEMS, images, conversation.tools)
     paths = []
     messages = []

@@ -77,8 +77,8 @@ SCHEMA_KEYS = {"description": None, "strict": False}
 
 def _repeated(request: ResponsesRequest, defaults: Json) -> Json:
     """Returns the request's fields as its response has them, by name. defaults: the values of fields that the
-    request leaves out. Functions and JSON schemas get all keys that OpenAI's response has. Fields of
-    NOT_REPEATED are UNSET."""
+    request leaves out. Functions and JSON schemas get all keys that OpenAI's response has, and `text` gets a
+    format. Fields of NOT_REPEATED are UNSET. The request stays as it is."""
     repeated = {}
     for name in ResponsesFields.__struct_fields__:
         value = getattr(request, name)
@@ -110,7 +110,8 @@ class ResponsesWriter(OpenAIResponseWriter):
         tools: ResponsesTools,
         own_input: bytes = b"",
     ):
-        """own_input: the items of the request as JSON, if the response is to be stored."""
+        """tools: of the conversation. own_input: the items of the request as JSON, if the response is to be
+        stored."""
         super().__init__([prepared], served, request.stream)
         self.left_out = tools.left_out
         self._tools = tools
@@ -145,8 +146,8 @@ class ResponsesWriter(OpenAIResponseWriter):
 
     def failure(self, error: ApiError) -> bytes:
         """Returns two events: `error`, and `response.failed`, for which agents wait. The first has OpenAI's
-        documented fields, and the object `error`, for which OpenAI's clients look. A failed response is not
-        stored."""
+        documented fields, and the object `error`, for which OpenAI's clients look. Sets the status and the
+        error of the response, which is not stored; its items stay as they are."""
         detail = msgspec.to_builtins(error.body(OPENAI).error)
         told = self._event("error", **detail | {"type": "error"}, error=detail)
         self._response.status = "failed"
@@ -154,8 +155,8 @@ class ResponsesWriter(OpenAIResponseWriter):
         return named_event(told) + named_event(self._event("response.failed", response=self._response))
 
     def _complete(self, sequences: list[GeneratedSequence]) -> ResponsesResponse:
-        """Completes the response, and returns it. If the request asks for that, the response is stored, which
-        may wait for another process; `store` is then whether that succeeded."""
+        """Completes the response, and returns it. If its `store` is true, the response is stored, which may
+        wait for another process; `store` is then whether that succeeded. A failure is only logged."""
         response = self._response
         usage = self._usage(sequences)
         is_truncated = sequences[0].is_truncated
@@ -228,9 +229,10 @@ class ResponsesWriter(OpenAIResponseWriter):
         return kind(id=new_id(prefix), call_id=part.id, name=tool.name, namespace=namespace)
 
     def _continue(self, part: OutputPart, text: str) -> Iterator[Json]:
-        """Adds text to the newest item, with the log-probabilities of the tokens read since the last text.
-        Yields an event for text of a message, of reasoning or of a function's arguments. The arguments of
-        other calls are written at the end of the call."""
+        """Adds text to the newest item; to a message, also the log-probabilities of the tokens read since the
+        last text, which are dropped for other items. Yields an event for text of a message, of reasoning, of
+        its summary, or of a function's arguments. The arguments of other calls are written at the end of the
+        call."""
         logprobs = self._logprobs_read
         self._logprobs_read = []
         item = self._newest
@@ -278,8 +280,8 @@ class ResponsesWriter(OpenAIResponseWriter):
         yield self._item_event("response.output_item.done", item=item)
 
     def _write_built_in(self, item: BuiltInCall, call: Call) -> Iterator[Json]:
-        """Sets the arguments of an item, which are complete. Yields the event with which the item begins and,
-        for a shell, three events for each command."""
+        """Sets the arguments of an item: those that are complete, and the defaults of the others. Yields the
+        event with which the item begins and, for a shell, three events for each command."""
         row = BUILT_IN[self._tools.of(call.name).kind]
         setattr(item, row.field, row.defaults | complete_members(call.text))
         yield self._item_event("response.output_item.added", item=item)
@@ -346,8 +348,8 @@ class TriggeredCompactionWriter(ResponsesWriter):
         return b"".join(map(named_event, events))
 
     def _complete(self, sequences: list[GeneratedSequence]) -> ResponsesResponse:
-        """Adds the item with the summary to the response, and returns the response, which is not stored.
-        Raises ApiError (424) for a blank summary."""
+        """Adds the item with the summary to the response, and returns the response, which is not stored. A
+        truncated summary counts as complete. Raises ApiError (424) for a blank summary."""
         item = _compaction_item(self._key, sequences[0].output.text_of(Content))
         response = super()._complete(sequences)
         response.status = "completed"  # `max_output_tokens` was not the client's
@@ -364,7 +366,8 @@ class CompactionWriter(OpenAIResponseWriter):
     """The output is a summary of the conversation, which a later request has in place of its items."""
 
     def whole(self, sequences: list[GeneratedSequence]) -> CompactedConversation:
-        """Returns the item with the summary. Raises ApiError (424) for a blank summary."""
+        """Returns the response with the summary, which may be truncated. Raises ApiError (424) for a blank
+        summary."""
         (sequence,) = sequences
         key = new_key()
         return CompactedConversation(

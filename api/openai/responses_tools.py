@@ -41,8 +41,9 @@ class BuiltIn(NamedTuple):
     defaults: Json
 
     def read(self, value: Json) -> Json:
-        """Returns the arguments of a call as the model wrote them. Arguments with their default value are
-        left out, and the order is that of the schema: SDKs add defaults and change the order.
+        """Returns the arguments of a call as the model wrote them. Arguments with their default value, and
+        null ones without a default, are left out, and the order is that of the schema: SDKs add defaults and
+        change the order. Unknown arguments come last.
 
         value: of the item's field. Example: {"timeout_ms": null, "commands": ["ls"]} of a shell becomes
         {"commands": ["ls"]}.
@@ -92,7 +93,8 @@ class ResponsesTools(OfferedTools):
 
     def __init__(self, request: ResponsesRequest, items: Sequence[tuple[str, Json]]):
         """Raises ApiError for a tool that is malformed, and for one of the request with which the model would
-        use a computer or a browser. items: of the conversation, each with its path in the request."""
+        use a computer or a browser. Schemas are not checked. items: of the conversation, each with its path
+        in the request."""
         super().__init__()
         self.added: dict[str, str] = {}  # the definitions that an item adds, by its path
         self._named: dict[str, ClientTool] = {}  # by the name that the model calls
@@ -136,8 +138,8 @@ class ResponsesTools(OfferedTools):
 
     def choice(self, given: str | ResponsesToolChoice | None) -> str | Json | None:
         """Returns the `tool_choice` in a chat's form; a string, or None, stays as it is. Raises ApiError for
-        an unknown type, and for a tool that OpenAI runs or that is deferred. Whether there is a tool of the
-        name is not checked."""
+        an unknown type, and for a tool that OpenAI runs or that is deferred; from `allowed_tools` such tools
+        are left out. Whether there is a tool of the name is not checked."""
         if not isinstance(given, ResponsesToolChoice):
             return given
         require(given.type not in self.left_out, "tool_choice.type", NOT_RUN, given=given.type[:40])
@@ -150,9 +152,9 @@ class ResponsesTools(OfferedTools):
         return self.one(given.type if given.type in BUILT_IN else given.name)
 
     def _name(self, offered: list[tuple[str, Json | None, Json]]) -> None:
-        """Gives each tool its name for the model. If two tools have one name, their namespaces are in front
-        of it: read of the namespace files becomes files__read. offered: the path, the namespace and the
-        fields of each tool."""
+        """Gives each tool its name for the model. If two different tools have one name, their namespaces are
+        in front of it: read of the namespace files becomes files__read. A tool without a namespace keeps its
+        name. offered: the path, the namespace and the fields of each tool."""
         known = dict.fromkeys(_client_tool(namespace, tool) for _path, namespace, tool in offered)
         names = Counter(tool.name for tool in known)
         for tool in known:
@@ -192,7 +194,8 @@ class ResponsesTools(OfferedTools):
 
 def _flat(path: str, item: Json, namespace: Json | None = None) -> Iterator[tuple[str, Json | None, Json]]:
     """Yields the path, the namespace (None: none) and the fields of each tool in `tools` of an item. The
-    tools in a namespace are yielded in its place."""
+    tools in a namespace are yielded in its place. What is no object is skipped; so are `tools` that are no
+    list."""
     tools = item.get("tools")
     for i, tool in enumerate(tools if isinstance(tools, list) else ()):
         where = f"{path}.tools[{i}]".lstrip(".")
@@ -234,7 +237,8 @@ def _is_hosted(tool: Json) -> bool:
 def _chat_form(path: str, tool: Json) -> Json:
     """Returns a tool in a chat's form. Raises ApiError for a name or a description that is no string.
     Example: {"type": "custom", "name": "f"} becomes {"type": "custom", "custom": {"name": "f"}}. A tool in
-    BUILT_IN becomes a function."""
+    BUILT_IN becomes a function, with the description and the parameters of `tool`, if it has any, in place of
+    this server's. Fields that a chat does not have are left out."""
     kind = tool["type"]
     for key in ("name", "description"):
         require(isinstance(tool.get(key, ""), str | None), f"{path}.{key}", "must be a string")
