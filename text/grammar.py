@@ -67,8 +67,8 @@ def of_json_schema(schema: Any, whitespace: str | None = WHITESPACE, is_strict: 
 
     whitespace: a regular expression for what may stand between JSON tokens; None: nothing may. is_strict:
     every keyword must be enforced; otherwise some are left out, which `left_out` names. Raises GrammarError
-    for a schema that is no object, too large or nested too deeply, for a `whitespace` that is too long and,
-    with `is_strict`, for a keyword that cannot be enforced.
+    for a schema that is no object, too large or nested too deeply, for a `whitespace` that is too long or has
+    a NUL and, with `is_strict`, for a keyword that cannot be enforced.
     """
     return f"start: {json_rule(schema, whitespace, is_strict)}"
 
@@ -79,7 +79,7 @@ def json_rule(schema: Any, whitespace: str | None, is_strict: bool = False) -> s
     The keywords that `left_out` names are not enforced. whitespace: a regular expression for what may stand
     between JSON tokens; None: nothing may. Raises GrammarError for a schema that is no object, too large or
     nested too deeply, for a `whitespace` that is too long or has a NUL and, with `is_strict`, for keywords
-    that cannot be enforced, which the message names.
+    that cannot be enforced, of which the message names the first MAX_PLACES.
     """
     enforced, places = _enforceable(schema)
     if places and is_strict:
@@ -189,7 +189,7 @@ class GrammarChecker:
 
     def start(self) -> None:
         """Starts a child, which loads the tokenizer: that takes a second where it has 128,000 tokens. Does
-        not wait for it."""
+        not wait for it. Raises OSError if no process can be started."""
         self._probe.start()
 
     def knows(self, grammar: str) -> bool:
@@ -199,7 +199,8 @@ class GrammarChecker:
     def check(self, grammar: str) -> None:
         """Has a child compile the grammar and compute masks, and waits for it: usually milliseconds, at most
         the limits of `SandboxedFunction`. An accepted grammar is remembered for `knows`, and is not skipped
-        here. Raises GrammarError for a grammar that does not compile or exceeds the limits."""
+        here. Raises GrammarError for a grammar that does not compile, exceeds the limits or ends the child,
+        and OSError if no process can be started."""
         try:
             self._probe(grammar)
         except Rejected as error:
@@ -216,9 +217,10 @@ def _digest(grammar: str) -> bytes:
 
 
 def dry_run(tokenizer_dir: str, vocab_size: int, eos_token_ids: list[int]) -> Callable[[str], str]:
-    """Returns the function that the child of a `GrammarChecker` runs. The function compiles a grammar,
-    computes the masks of the first tokens of several outputs, and returns "". It raises Rejected for a
-    grammar that does not compile, takes longer than COMPILE_S for that, or has slow masks."""
+    """Loads the tokenizer, and returns the function that the child of a `GrammarChecker` runs. The function
+    compiles a grammar, computes the masks of the first tokens of several outputs, and returns "". It raises
+    Rejected for a grammar that does not compile, takes longer than COMPILE_S for that, reaches one of LIMITS,
+    or has slow masks."""
     grammars = Grammars(tokenizer_dir, vocab_size, eos_token_ids)
     ends = sum(1 << token_id for token_id in set(eos_token_ids))
 
@@ -258,8 +260,9 @@ def _try_tokens(matcher: Matcher, choose: Callable[[int], int], ends: int) -> No
 class Grammars:
     """Compiles grammars for one model. May be used from any thread.
 
-    vocab_size: the width of the logits, in tokens. The constructor reads tokenizer.json. If llguidance cannot
-    read the tokenizer, this is no error yet: every grammar then raises GrammarError.
+    vocab_size: the width of the logits, in tokens. The constructor reads tokenizer.json, and raises OSError
+    if it cannot. If llguidance cannot use the tokenizer, this is no error yet: every grammar then raises
+    GrammarError.
     """
 
     def __init__(self, tokenizer_dir: str | Path, vocab_size: int, eos_token_ids: Sequence[int]):

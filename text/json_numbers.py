@@ -41,13 +41,14 @@ def first_allowed(given: Number, is_lower: bool, is_open: bool) -> Number:
 
 
 def ranges(least: Number | None, most: Number | None) -> list[Range]:
-    """Returns the same range in several parts, in ascending order. In each part, llguidance allows every way
-    to write a number.
+    """Returns the same range in one part or several, those of negative numbers first. In each part,
+    llguidance allows every way to write a number.
 
     llguidance treats zero as an open bound of negative numbers, so a range is cut there: the numbers between
     -1e-14 and 0 are lost. In a range up to 0.15 llguidance does not let 0.1 end, so a range is also cut at
-    each shorter decimal of its upper bound. Example: None to 0.15 becomes None to -1e-14, 0 to 0.1, and 0.1
-    to 0.15.
+    each decimal of its upper bound with up to MAX_CUTS places, if shorter. A negative range is cut so at its
+    lower bound, and its parts are in descending order. Example: None to 0.15 becomes None to -1e-14, 0 to
+    0.1, and 0.1 to 0.15.
     """
     if least is None and most is None:
         return [(least, most)]

@@ -71,8 +71,8 @@ class Context(NamedTuple):
     patterns: set[str]  # that `in_rust` has read
 
     def in_rust(self, pattern: Any) -> str | None:
-        """Returns the pattern in Rust's syntax; None if there is none, `pattern` is no text, or MAX_PATTERNS
-        is exceeded. Adds the pattern to `patterns`."""
+        """Returns the pattern in Rust's syntax; None if there is none, or `pattern` is no text. Also None if
+        all patterns together exceed MAX_PATTERNS; else adds the pattern to `patterns`."""
         if not isinstance(pattern, str):
             return None
         patterns = self.patterns | {pattern}
@@ -86,9 +86,9 @@ def without_nulls(schema: Any, has_names: bool = False) -> Any:
     """Returns a copy of a JSON schema without members that are null: clients in Go and others write absent
     members so.
 
-    A null `const` or `default` stays, and so do nulls within listed values and examples. has_names: the keys
-    of `schema` are names of properties, not keywords. Raises RecursionError for a schema that is nested too
-    deeply.
+    A null `const` or `default` stays, and so do nulls in lists, and within listed values, defaults and
+    examples; the copy shares these three with `schema`. has_names: the keys of `schema` are names of
+    properties, not keywords. Raises RecursionError for a schema that is nested too deeply.
     """
     if isinstance(schema, list):
         return [without_nulls(each) for each in schema]
@@ -104,7 +104,7 @@ def without_nulls(schema: Any, has_names: bool = False) -> Any:
 
 def enforceable(document: Schema) -> tuple[Schema, tuple[str, ...]]:
     """Changes `document` so that a grammar can enforce it. Returns the document, and what is left out: a JSON
-    pointer to the first place of each keyword, () if nothing is.
+    pointer to the first place of each keyword, () if nothing is. A long pointer is cut at its beginning.
 
     A value that the resulting schema allows is valid by all keywords that are not left out. A keyword is left
     out only where the resulting schema cannot express that keyword within the limits of this file. Keywords
@@ -132,9 +132,9 @@ def enforceable(document: Schema) -> tuple[Schema, tuple[str, ...]]:
 
 
 def _places(document: Schema) -> list[Place]:
-    """Returns the schemas that `document` is made of or refers to, each once, the document first and outer
-    ones before inner ones. A schema that is also something else is left out: a listed value, or an object
-    whose keys are names of properties."""
+    """Returns the schemas that `document` is made of or refers to, but for true and false: each once, the
+    document first and outer ones before inner ones. A schema that is also something else is left out: a
+    listed value, or an object whose keys are names of properties."""
     found = [Place(document, "")]
     seen = {id(document)}
     others = set()
@@ -190,8 +190,9 @@ def referred(reference: Any, document: Schema) -> Place:
 
 
 def _resolved(schema: Any, document: Schema) -> Any:
-    """Returns the schema that a chain of at most MAX_HOPS references leads to; None if the chain leads to
-    nothing. A reference with other keywords beside it is not followed."""
+    """Returns what a chain of references leads to, None if it leads to nothing; `schema` itself if that is no
+    reference. Follows MAX_HOPS references at most, so the result may be a reference. One with other keywords
+    beside it is not followed, unless these are annotations."""
     for _ in range(MAX_HOPS):
         if not isinstance(schema, dict) or schema.keys() - ANNOTATIONS != {"$ref"}:
             break
@@ -215,7 +216,8 @@ def _close(schemas: list[Schema]) -> None:
 
     A schema stays open if it names no properties, if it requires a name that `properties` lacks, or if it has
     `additionalProperties`, `patternProperties` or `unevaluatedProperties`. All schemas stay open if one
-    schema has `allOf`, or has another combining keyword beside `properties` or `required`.
+    schema has `allOf`, or has another combining keyword beside `properties` or `required`; `dependencies`
+    with a schema count as one.
     """
     for each in schemas:
         has_schemas = any(isinstance(then, dict) for then in _by_name(each, "dependencies").values())
@@ -251,8 +253,9 @@ def _types(schema: Any) -> set[str]:
 
 
 def named_types(schema: Schema) -> set[str] | None:
-    """Returns the types that `type` names, else those of the listed values; None: a schema without either.
-    `type` may name unknown types; they are returned as text."""
+    """Returns the types that `type` names, else those of the listed values; None: a schema without either. An
+    integer that is listed has the type `integer` alone. `type` may name unknown types; they are returned as
+    text."""
     given = schema.get("type")
     if isinstance(given, str):
         return {given}
@@ -262,8 +265,8 @@ def named_types(schema: Schema) -> set[str] | None:
 
 
 def allowed_values(schema: Any) -> list[Any] | None:
-    """Returns the only values that a schema allows, by its `const`, else by its `enum`; None: it lists
-    none."""
+    """Returns the only values that a schema allows, by its `const`, else by its `enum`; None: it lists none.
+    The list may be that of the schema."""
     if not isinstance(schema, dict):
         return None
     values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -311,8 +314,9 @@ def _says_names(schema: Schema, value: Any, context: Context) -> bool:
     the meaning is kept; if not, nothing is written.
 
     The meaning is kept if one pattern or a list describes the names, and the schema has neither `properties`
-    nor `patternProperties`. A value that allows all names is dropped. Example: {"pattern": "^a"} becomes
-    "patternProperties": {"^a": true}, "additionalProperties": false.
+    nor `patternProperties`. A value that allows all names is dropped. The schema of the pattern is what
+    `additionalProperties` was. Example: {"pattern": "^a"} becomes "patternProperties": {"^a": true},
+    "additionalProperties": false.
     """
     value = _resolved(value, context.document)
     if value is True:
@@ -341,7 +345,8 @@ def _says_dependents(schema: Schema, value: Any, context: Context) -> bool:
     value: names, or a schema, by the name that they depend on.
 
     Returns whether the meaning is kept. Nothing is written, and the meaning is lost, with more than
-    MAX_DEPENDENTS names, MAX_DEPENDENT_PROPERTIES properties, or with references.
+    MAX_DEPENDENTS names in the document, more than MAX_DEPENDENT_PROPERTIES properties, or references. The
+    same holds for a value that is no object, and for an `allOf` that is no list.
     """
     if value == {}:
         return True
@@ -388,8 +393,8 @@ CONSTRAINTS = {
 
 
 def _strings(schema: Schema, context: Context) -> Iterator[str]:
-    """Writes patterns in Rust's syntax, and keeps the formats that llguidance has. Removes and yields the
-    others."""
+    """Writes patterns in Rust's syntax, and keeps the formats that llguidance has. Removes the others, and
+    yields them if the schema allows strings."""
     is_text = "string" in _types(schema)
     if isinstance(schema.get("pattern"), str):
         pattern = context.in_rust(schema.pop("pattern"))
@@ -405,10 +410,11 @@ def _strings(schema: Schema, context: Context) -> Iterator[str]:
 
 
 def _numbers(schema: Schema, context: Context) -> Iterator[str]:
-    """Writes bounds and multiples of the schema as llguidance reads them. Removes and yields `multipleOf`
-    where llguidance cannot track it.
+    """Writes bounds and multiples of the schema as llguidance reads them. Removes `multipleOf` where
+    llguidance cannot track it, and yields it if the schema allows numbers.
 
-    Exclusive bounds become inclusive. A range that llguidance reads only in parts becomes an `anyOf`.
+    Exclusive bounds become inclusive. A range that llguidance reads only in parts becomes an `anyOf`, unless
+    the schema has the type `integer`, lists its values or combines schemas.
     """
     types = _types(schema)
     # Whether no other schema is about the same number.
@@ -456,7 +462,7 @@ def _is_divisor(value: Any) -> bool:
 
 def _listed(schema: Schema, _: Context) -> Iterator[str]:
     """Keeps the listed values that llguidance reads exactly, and removes the others. Yields a keyword only if
-    none of its values stays; then the keyword is removed."""
+    it has values and none of them stays; then the keyword is removed."""
     for keyword in VALUES:
         values = allowed_values({keyword: schema[keyword]}) if keyword in schema else None
         exact = [value for value in values or [] if all(map(_is_exact, _nested_values(value)))]
@@ -476,12 +482,13 @@ def _is_exact(value: Any) -> bool:
 
 
 def _patterns(schema: Schema, context: Context) -> Iterator[str]:
-    """Writes patterns of names in Rust's syntax, and yields the keywords that are left out.
+    """Writes patterns of names in Rust's syntax. Yields `patternProperties` for each pattern that is left
+    out.
 
     In a closed object llguidance would allow a comma after the last property, although a pattern such as
     `^(a|b)$` matches only names that `properties` has. The schema of such a pattern with one name moves to
-    the property. Such a pattern with several names is left out. With a pattern that Rust's syntax does not
-    have, `additionalProperties` is left out, too.
+    the property. Such a pattern with several names is left out. So is a pattern that `Context.in_rust` has no
+    text for; then `additionalProperties` is removed and yielded, too, and `unevaluatedProperties` stays.
     """
     patterns = _by_name(schema, "patternProperties")
     if not patterns:

@@ -83,8 +83,9 @@ class SandboxedFunction:
         child, and starts one if none is idle.
 
         Raises Rejected if the function does, with its message; LimitExceeded if the child exceeds a limit or
-        ends for another reason, and then starts a new child; RecursionError for a request that is nested too
-        deeply; OSError if no process can be started.
+        ends for another reason, such as another error of the function, and then starts a new child without
+        waiting for it; RecursionError for a request that is nested too deeply; OSError if no process can be
+        started.
         """
         written = json.dumps(request).encode()  # raises before a child is taken
         child = self._take()

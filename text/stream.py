@@ -222,7 +222,7 @@ class TextStream:
 
         Sets `stop` and `cut` if a stop string is complete. logprob: of this token, None if it is not known;
         top: the id and log-probability of each of the most likely tokens. Both go into the piece as they are.
-        shows_special: the name of a special token is part of the text.
+        The text of a special token's piece is the token's name; shows_special: that is part of `text`, too.
         """
         self.tokens += 1
         is_special = token_id in self._tokenizer.special_ids
@@ -255,7 +255,8 @@ class TextStream:
 
     def finish(self) -> list[Piece]:
         """Ends the output after its last token. Returns the pieces that were held back, with the rest of the
-        text; [] if none were. A character that is not complete becomes U+FFFD."""
+        text; [] if none were. A character that is not complete becomes U+FFFD. Sets `stop` and `cut` if the
+        rest completes a stop string."""
         if text := self._detokenizer.finish():
             assert self._carrier is not None, "only such a token brings text"
             self._add(self._carrier, text)

@@ -133,14 +133,15 @@ class ChatTemplate:
         """Returns the chat as the model reads it, up to where its response begins, or, without
         `begins_answer`, to the end of the last message. Waits for a child process.
 
-        A last message of the assistant with a content is continued: the text ends right after that content.
-        Without content and calls such a message is left out. messages: with image placeholders in their
-        contents; they are not changed. options: further variables of the template, which never replace
-        `messages`, `tools` or the special tokens.
+        A last message of the assistant with a content is continued, whatever `begins_answer` is: the text
+        ends right after that content. Spaces are no content. Without content and calls such a message is left
+        out, unless it is the only one. messages: with image placeholders in their contents; they are not
+        changed. options: further variables of the template, which never replace `messages`, `tools`,
+        `documents`, `add_generation_prompt` or the special tokens.
 
         Raises TemplateError if the template does not compile, fails, raises an error of its own, exceeds a
         limit of `rendered`, or does not print a message that is to be continued. Raises RecursionError for
-        messages that are nested too deeply.
+        arguments that are nested too deeply, and OSError if no child process can be started.
         """
         if self._write_id:
             messages = _with_ids(messages, self._write_id)
@@ -163,7 +164,8 @@ class ChatTemplate:
         return text.replace(marker, "")  # the template may have printed it before
 
     def attempt(self, *chat: Any) -> str:
-        """Returns what `render` returns for these arguments; "" where `render` raises TemplateError."""
+        """Returns what `render` returns for these arguments; "" where `render` raises TemplateError. Other
+        errors pass through."""
         with contextlib.suppress(TemplateError):
             return self.render(*chat)
         return ""
@@ -188,8 +190,8 @@ class ChatTemplate:
         beginning and the end of the prompt are left out, so the list may be empty.
 
         A place is found by comparing the prompt with another one: of the chat with another text in a message,
-        without the beginning of a response, or with a response. These are up to four calls of `render`. A
-        chat that the template rejects adds no place.
+        without the beginning of a response, or with a response. These are up to four calls of `render`, each
+        of which waits. A chat that the template rejects adds no place.
         """
 
         def common(chat: list[dict], begins_answer: bool) -> int:  # the length of the same beginning
@@ -243,7 +245,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
     ) -> str:
         """Renders messages as they are, with image placeholders and thoughts as parts where the template
-        needs them. Raises TemplateError and RecursionError, as `render` does."""
+        needs them. Raises what `render` raises."""
         chat = {
             "messages": [_in_parts(message, self) for message in messages],
             "tools": tools,
@@ -265,7 +267,8 @@ class ChatTemplate:
 
 def special_tokens_in(config: Json) -> dict[str, str]:
     """Returns the special tokens that a file such as tokenizer_config.json names, by the name of the field.
-    Example: {"eos_token": "</s>"}. Fields that are null, or lists, are left out."""
+    Example: {"eos_token": "</s>"}. Of an object, its `content` counts. Fields without a text, such as null
+    and lists, are left out."""
     tokens = {}
     for name, token in config.items():
         token = token.get("content") if isinstance(token, dict) else token
@@ -360,8 +363,9 @@ def _in_parts(message: Json, template: ChatTemplate) -> Json:
     requires them; else with a content that is a text. `message` itself is not changed.
 
     A content needs parts for images, and for thoughts of a role whose content may have thoughts. For such a
-    role, `reasoning_content` becomes the first part, too. Other thoughts become text. A content that stays a
-    text has no marks of thoughts. A content that is not a string is left as it is.
+    role, `reasoning_content` becomes the first part, too, and stays beside the content. Other thoughts become
+    text. A content that stays a text has no marks of thoughts. A content that is not a string is left as it
+    is.
     """
     content = message.get("content")
     if not isinstance(content, str):

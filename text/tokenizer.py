@@ -225,8 +225,8 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
 
 
 def _split_as_trained(tokenizer: tokenizers.Tokenizer) -> None:
-    """Changes a tokenizer of Mistral in place: texts are split into the words that the model was trained
-    with, if its file has Llama 3's. Other tokenizers stay as they are."""
+    """Changes a tokenizer of Mistral, which has the token [INST], in place: texts are split into the words
+    that the model was trained with, if its file has Llama 3's. Other tokenizers stay as they are."""
     if tokenizer.token_to_id("[INST]") is None:
         return
     steps = _described(tokenizer.pre_tokenizer).get("pretokenizers", [])
@@ -237,8 +237,9 @@ def _split_as_trained(tokenizer: tokenizers.Tokenizer) -> None:
 
 
 def _begin_with_bos(tokenizer: tokenizers.Tokenizer, config: Json) -> None:
-    """Changes a tokenizer in place, so that it adds BOS to texts, if tokenizer_config.json asks for this and
-    the tokenizer does not do so already. Only the classes of ADD_BOS are changed."""
+    """Replaces a tokenizer's post-processor by one that adds BOS to texts, and nothing else, if
+    tokenizer_config.json asks for BOS and the tokenizer does not add it already. Only the classes of ADD_BOS
+    are changed."""
     bos = special_tokens_in(config).get("bos_token")
     class_adds_bos = str(config.get("tokenizer_class")).removesuffix("Fast") in ADD_BOS
     if not (class_adds_bos and config.get("add_bos_token") is True and bos):
@@ -270,7 +271,8 @@ def read_facts(
     mm_processor_kwargs: an object in JSON.
 
     Raises ConfigError for a tokenizer that cannot be read or encodes nothing, for files of a chat template
-    that cannot be read and, with `mm_processor_kwargs`, for an image processor that does not fit the model.
+    that cannot be read, for a `tokenizer_config_path` that does not exist and, with `mm_processor_kwargs`,
+    for an image processor that does not fit the model.
     """
     ChatTemplate.load(folder, tokenizer_config_path)
     tokenizer = Tokenizer(tokenizer_dir)

@@ -70,7 +70,7 @@ def decode(data: bytes) -> Image.Image:
 
     Raises Rejected for any other or a damaged file, for more than MAX_PIXELS pixels, for a side of more than
     MAX_RATIO times the other, and for more than MAX_TEXT bytes of text or color profile. The message
-    continues a sentence that begins with the image's name.
+    continues a sentence that begins with the image's name. Raises MemoryError if memory runs out.
     """
     try:
         image = Image.open(io.BytesIO(data), formats=FILE_FORMATS)  # reads the header

@@ -59,7 +59,7 @@ class Facts(dict):
 
 class Layout:
     """What all layouts share: a call turns an image into `Tiles`. The constructor raises ConfigError if a
-    field that the layout needs is missing or not valid."""
+    field that the layout needs is missing or not valid. It may change the facts that it gets."""
 
     image_token = "<image>"
     placeholder = ""  # what the chat template writes for an image, if not the image token

@@ -49,10 +49,10 @@ class ImagePreprocessor:
 
         overrides: values of --mm-processor-kwargs, which count before the fields of the folder's files.
         max_tokens: of the longest prompt. Raises ConfigError for fields and overrides that do not fit the
-        model's layout.
+        model's layout, and OSError if no process can be started.
 
         Where the layout can, an image is scaled down to a share of `max_tokens`, and to MOST_TOKENS unless
-        the overrides have `size` or `max_pixels`.
+        the overrides have `size` or `max_pixels`. Logs that at debug level.
         """
         manifest = Manifest.read(model_dir)
         layout = read_layout(manifest, overrides)
@@ -76,15 +76,15 @@ class ImagePreprocessor:
         self._preprocess.start()
 
     def __call__(self, data: bytes, options: Json | None = None) -> PreprocessedImage:
-        """Decodes and preprocesses an image file in a child process, and waits for it. Logs an image that is
-        scaled down, at debug level.
+        """Decodes and preprocesses an image file in a child process, and waits for it. Logs an image that
+        `max_pixels` scales down, at debug level.
 
         data: the bytes of the file. options: values, of the names in `self.options`, that count before the
         overrides; None: none.
 
-        Raises Rejected for a file or options that cannot be used, and LimitExceeded for an image that takes
-        more than CPU_S or MEMORY_BYTES or ends the child. Their texts continue a sentence that begins with
-        the name of the image. Raises OSError if no child can be started.
+        Raises Rejected for a file or options that cannot be used, and LimitExceeded for an image that exceeds
+        CPU_S, MEMORY_BYTES or the time of a `SandboxedFunction`, or ends the child. Their texts continue a
+        sentence that begins with the name of the image. Raises OSError if no child can be started.
         """
         options = options or {}
         answer = self._preprocess([base64.b64encode(data).decode(), options])

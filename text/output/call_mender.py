@@ -58,7 +58,7 @@ class CallText:
     """A text to read as calls, without what may stand in front of the first call.
 
     The readers `in_json`, `in_python`, `in_almost_python` and `after_names` yield the calls. They raise one
-    of ERRORS for a text that is something else.
+    of ERRORS for a text that is something else, perhaps after some calls.
 
     schemas: of the arguments, by the names of the functions; markers: texts that may stand beside calls;
     has_comments: comments may stand beside calls, too; rest, is_final: see `mended_calls`.
@@ -89,7 +89,7 @@ class CallText:
     def checked(self, name: Any, arguments: Any) -> tuple[str, str]:
         """Returns a call's name, without `functions.`, and its arguments in JSON. Does not compare the
         arguments with the schema. Raises ValueError if no such tool is offered, or if the arguments are no
-        object that JSON can write."""
+        object, and what `as_json` raises if JSON cannot write them."""
         name = str(name).removeprefix("functions.")
         if name not in self.schemas or not isinstance(arguments, dict):
             raise ValueError("not the call of an offered tool")
@@ -181,16 +181,17 @@ class CallText:
 
 def as_json(value: Any) -> str:
     """Returns a value as JSON, with its characters as they are. Raises ValueError for numbers that JSON does
-    not have, and for lone surrogates, which are no text."""
+    not have, and for lone surrogates, which are no text; TypeError for a type that JSON does not have;
+    RecursionError for a value that is nested too deeply."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode().decode()
 
 
 def _calls_in(value: Any) -> Iterator[UncheckedCall]:
     """Yields the calls in a value of JSON: an object, also within `function`, or lists of objects. A call
-    without arguments has {}. Arguments in a text are read as JSON.
+    without arguments has {}, one without a name has None. Arguments in a text are read by `whole_value`.
 
     Raises AttributeError for a value of another type, and ValueError if the arguments could be one of several
-    fields.
+    fields, or are a text that is no value.
     """
     if isinstance(value, list):
         for each in value:

@@ -508,7 +508,8 @@ class ParametersError(GrammarError):
 
 def calls_grammar(calls: AllowedCalls, start: str, body: str) -> str:
     """Returns the grammar of outputs with calls. Raises GrammarError for one that is too large; this is a
-    ParametersError where the schema or a name of one function cannot be enforced.
+    ParametersError where the schema or a name of one function cannot be enforced. At most MOST_CALLS calls
+    are side by side; only one if they are not `parallel`.
 
     start: the right side of the first rule, of the rules `calls`, `auto` (text with calls or without) and
     `body`; body: another grammar, "": none. Calls that are not required, as `start` is `auto`, may have any
@@ -613,7 +614,7 @@ def mended_calls(
 
 def types_of(schema: Any, parameters: Json) -> set[str]:
     """Returns JSON Schema's names of the types that a property may have; the empty set: the schema does not
-    say. `integer` comes with `number`.
+    say, allows no type, or is nested too deeply. `integer` comes with `number`.
 
     A type counts if every keyword of the schema allows it. parameters: the schema of all properties, which
     has the definitions that `schema` may name. Example: {"anyOf": [{"type": "number"}, {"type": "null"}]} has
@@ -627,8 +628,9 @@ def types_of(schema: Any, parameters: Json) -> set[str]:
 
 
 def _allowed_types(schema: Any, parameters: Json, resolved: dict[str, set[str]]) -> set[str]:
-    """Returns what `types_of` does, but ALL_TYPES if the schema does not say. Adds to `resolved`: the result
-    for each reference that was looked at, by its path; for one that is being looked at, the empty set."""
+    """Returns what `types_of` does, but ALL_TYPES itself if the schema does not say. Adds to `resolved`: the
+    result for each reference that was looked at, by its path; for one that is being looked at, the empty
+    set."""
     if not isinstance(schema, dict):
         return ALL_TYPES
     types = named_types(schema) or ALL_TYPES
@@ -696,14 +698,14 @@ def terminal(text: str, token_id: TokenId) -> str:
 
 
 def terminals(text: str, markers: Iterable[str], token_id: TokenId) -> str:
-    """Returns a text in Lark, in which each of the `markers` is a terminal by itself."""
+    """Returns a text in Lark, in which each of the `markers` is a terminal by itself; "" for ""."""
     parts = re.split(f"({'|'.join(map(re.escape, markers))})", text)
     return " ".join(terminal(part, token_id) for part in parts if part)
 
 
 def up_to(marker: str, token_id: TokenId, head: str = "head", text: str = "TEXT") -> list[str]:
-    """Returns two rules in Lark: the one called `head` is any text that ends with the marker, the one called
-    `text` is any text without the marker."""
+    """Returns two rules in Lark: the one called `head` is any text up to and with the first marker, the one
+    called `text` is any text without the marker."""
     if token_id(marker) is not None:  # which no regular expression matches
         return [rf"{text}: /(.|\n)*/", f"{head}: {text} {terminal(marker, token_id)}"]
     plain = re.escape(marker).replace("/", r"\/")

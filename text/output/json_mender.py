@@ -28,7 +28,8 @@ class Unfinished(ValueError):
 
 def whole_value(text: str, is_partial: bool = False) -> Any:
     """Returns the value that is all of a text: JSON, else what `read_value` reads. Raises ValueError for a
-    text that is no value or more than one, and RecursionError for one that is nested too deeply.
+    text that is no value or more than one, and RecursionError for one that is nested too deeply. In a text
+    that is JSON, NaN and Infinity are numbers, and the last of two members of one name counts.
 
     is_partial: the text is truncated; members that are not complete are left out.
     """

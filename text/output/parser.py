@@ -60,7 +60,7 @@ Added = tuple[OutputPart, str]  # a part and the text that it gets; the first on
 
 
 class ParsedOutput:
-    """The parts of an output."""
+    """The parts of an output, in its order."""
 
     def __init__(self):
         self.parts: list[OutputPart] = []
@@ -269,8 +269,9 @@ class OutputParser:
         """Reads what is held back as calls whose values may have any text, or with mistakes. Waits for more
         text while that may still make a call.
 
-        Returns True after it has sent complete calls, which further calls may follow. Returns False if the
-        text is content, which stays held back, or after it has sent a truncated call.
+        Returns True after it has sent complete calls, or dropped what may stand beside earlier calls; further
+        calls may follow. Returns False if the text is content, which stays held back, or after it has sent a
+        truncated call.
 
         An example, with the end of a call in a value: `<tool_call>f … </tool_call> … </tool_call>`. The text
         in front of the first closing marker is tried first, and is no call because its value has no end. The
@@ -325,8 +326,8 @@ class OutputParser:
         return ends
 
     def _send_calls(self, calls: list[tuple[str, str]]) -> Resumable:
-        """Sends complete calls: the name and the arguments, in JSON, of each. A repeated call, or one too
-        many, ends the output."""
+        """Sends complete calls: the name and the arguments, in JSON, of each. A repeated call, or the first
+        one if only one is allowed, ends the output. Raises _NotACall for a function that is not offered."""
         for name, arguments in calls:
             self._begin(name, arguments)
             yield from self._end_call()
@@ -396,8 +397,8 @@ class OutputParser:
         yield from self._end_call()
 
     def _end_call(self) -> Resumable:
-        """Completes the newest call. The rest of the output is dropped, and `is_done` set, if only one call
-        is allowed.
+        """Completes the newest call, and sends it if it was held back. The rest of the output is dropped, and
+        `is_done` set, if only one call is allowed; nothing is read after that.
 
         A call that repeats an earlier call is dropped, and so is the rest of the output, unless calls may
         repeat: small models go on and on.
@@ -450,7 +451,7 @@ class OutputParser:
 
     def _truncated(self, name: str, text: str) -> str:
         """Returns the complete ones of the keyword arguments of a Python call, as a JSON object that does not
-        end: "{" if none is complete."""
+        end. "{": none is complete, or more than MAX_COMMAS commas are behind the last complete one."""
         commas = [at for at, character in enumerate(text) if character == ","]
         for at in reversed(commas[-MAX_COMMAS:]):
             with contextlib.suppress(_NotACall):
@@ -458,8 +459,9 @@ class OutputParser:
         return "{"
 
     def _begin(self, name: str, arguments: str = "") -> None:
-        """Begins a call with a new id, which is held back unless calls are sent while they grow. The call is
-        `_newest` from now on. Raises _NotACall for a function that is not offered."""
+        """Begins a call with a new id, which is held back unless calls are sent while they grow
+        (`_send_arguments`). The call is `_newest` from now on. Raises _NotACall for a function that is not
+        offered."""
         if name not in self._calls.names:
             raise _NotACall
         call_id = secrets.token_hex(5)[:9] if self._calls.model.short_ids else f"call_{secrets.token_hex(12)}"

@@ -92,7 +92,7 @@ class ModelReasoning:
 
     def thinking(self, prompt: str, continued: str = "") -> Thinking | None:
         """Returns the reasoning that an output for this prompt may begin with. None: the model writes none,
-        or the prompt ends behind the reasoning.
+        the prompt ends behind the reasoning, or `continued` has text and ends outside of reasoning.
 
         prompt: the rendered chat; continued: the assistant's text that the prompt ends with, if that text is
         to be continued. The result is open if the prompt ends within reasoning, or if every output of the
@@ -122,9 +122,10 @@ class ModelReasoning:
         """Returns the grammar of reasoning and of what follows it. Raises GrammarError for one that is too
         large.
 
-        If the prompt has not opened the reasoning, an output without reasoning is allowed, too. answer: the
-        grammar of what follows, "": any tokens. budget: the most tokens of reasoning, None: any number; a
-        budget needs `thinking.close_id`. 0: the closing marker comes first.
+        If the prompt has not opened the reasoning, an output without reasoning is allowed, too, unless
+        `answer` is "" and the opening marker is no token by itself. answer: the grammar of what follows, "":
+        any tokens. budget: the most tokens of reasoning, None: any number; a budget needs
+        `thinking.close_id`. 0: the closing marker comes first.
         """
         form = thinking.format
         rest = r"/\s{0,2}/ answer" if answer else "any"

@@ -45,15 +45,16 @@ def model_tools(
     tokenizer: Tokenizer,
     parser: str | None,
 ) -> ModelTools:
-    """Returns the tool support of a model with this chat template, for which it renders some chats. Raises
-    ConfigError for an unknown `parser`.
+    """Returns the tool support of a model with this chat template, for which it renders some chats, and waits
+    for that. Raises ConfigError for an unknown `parser`.
 
     The format is the first that is found: the format of the calls that the template writes, of its response
     template, or of its words. It is None if none is found. A model without a template, or with one that
     writes no tools, has HERMES, described in the system message (`in_prompt`).
 
     parser: --tool-parser, a name for `format_named`, which counts before that. There are two exceptions:
-    `mistral` leaves the found `mistral_v11`, and a template without tools can only have `none` instead.
+    `mistral` leaves the found `mistral_v11`, and a template without tools can only have `none` instead; other
+    names are ignored there.
     """
     named = format_named(parser) if parser else None
     if template is None or not capabilities.tools:
