@@ -56,7 +56,8 @@ def arrange(features: np.ndarray, canvas: tuple[int, ...], newline: Sequence[flo
     """Joins the embeddings of the tiles of an image, [tiles, patches, width], into those of the image,
     [tokens, width].
 
-    Without `newline` these are the tiles, one after another, and `canvas` is not read. Else they are the
+    Without `newline` these are the tiles, one after another, a view of `features` where possible, and
+    `canvas` is not read. Else they are the
     first tile, which shows the whole image, then the rows of the canvas that the other tiles make: without
     its padding, scaled down to `kept_rows` and `kept_columns`, and with `newline` [width] after each row.
     canvas: the six numbers of a `Canvas`.

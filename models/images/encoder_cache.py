@@ -57,8 +57,8 @@ class EncoderCache:
 
     def pin(self, owner: Hashable, keys: set[int]) -> None:
         """Keeps the embeddings of these keys, also those that are yet to be added, until the same owner pins
-        others. Its earlier pins end, and what they kept may be evicted at once; an empty set ends them
-        all."""
+        others. Its earlier pins end, and what they kept may be evicted at once; an empty set ends them all.
+        The set is kept, not copied."""
         with self._lock:
             for key in (keys - self._pins.get(owner, set())) & self._entries.keys():
                 self._entries.move_to_end(key)

@@ -21,8 +21,9 @@ class GridPositions:
 
     def extend(self, slot: int, tokens: Sequence[int], begin: int) -> np.ndarray:
         """Computes the positions (time, row, column) of the tokens of a slot from the `begin`-th on. Returns
-        them as int64 [3, tokens], a view of what the slot holds from now on. The tokens before `begin` need
-        theirs first, by `extend` or `copy`. Raises KeyError for an image that is not in the cache.
+        them as int64 [3, tokens], a view of what the slot holds from now on, which a later call for these
+        positions changes. The tokens before `begin` need theirs first, by `extend` or `copy`. Raises KeyError
+        for an image that is not in the cache.
 
         Example: after two tokens of text at 0 and 1, an image of 2 x 2 tokens has time 2, rows 2, 2, 3, 3 and
         columns 2, 3, 2, 3. The text after it goes on at 4.

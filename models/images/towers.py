@@ -79,8 +79,10 @@ class VisionTower(nn.Module, ImageEncoder):
     """Reads a tile, uint8 RGB [1, height, width, 3], and returns the embeddings of its tokens, float32
     [tokens, width of the language model]. `make_tower` makes one.
 
-    tensors: by their names in the checkpoint, or those of transformers' model; dtype: of the arithmetic, if
-    not that of the tensors. Raises KeyError for a part that is missing. In the methods x is [patches, width].
+    tensors: by their names in the checkpoint, or those of transformers' model; they are shared, not copied.
+    dtype: of the arithmetic, if not that of the tensors. Raises KeyError for a part of the checkpoint or a
+    needed field of its files that is missing, and for an unknown activation; for most tensors of a part only
+    when a tile runs. In the methods x is [patches, width].
     """
 
     # Pixels of a tile's side; None: tiles have any size, a multiple of `token_side`.
@@ -130,7 +132,7 @@ class VisionTower(nn.Module, ImageEncoder):
     @staticmethod
     def adapt(model: nn.Module) -> None:
         """Changes transformers' model of the family in place, where this server needs another computation.
-        Most families need none."""
+        Most families need none. To be called once for a model: hooks would add up."""
 
     def _patches(self, tile: Tensor) -> tuple[Tensor, int, int]:
         """Returns the embedded patches of a tile, [patches, width], in the order of `_in_order`, and how many
@@ -422,7 +424,7 @@ def tower_class(family: VisionFamily) -> type[VisionTower]:
 
 def make_tower(manifest: Manifest, *arguments: Any) -> VisionTower:
     """Returns the tower of a model. arguments: the tensors, and the dtype of the arithmetic if it is another
-    one, as for `VisionTower`. Raises KeyError for a part that the tensors lack."""
+    one, as for `VisionTower`, whose errors it raises."""
     return tower_class(manifest.vision_family)(manifest, *arguments)
 
 
@@ -491,7 +493,9 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 def _normalization(preprocessor: Json) -> tuple[Tensor, Tensor]:
     """Returns what pixels of 0 to 255 are multiplied by, and what is then subtracted: float32 [3] each, by
-    color. preprocessor: the fields of its files; without `do_normalize` nothing is subtracted."""
+    color. preprocessor: the fields of its files. If `do_normalize` is false, 0 is subtracted; if `do_rescale`
+    is false, pixels are not divided by 255. Both are true where they are missing. Raises KeyError for a
+    missing `image_mean` or `image_std` that is needed."""
     factor = preprocessor.get("rescale_factor", 1 / 255) if preprocessor.get("do_rescale", True) else 1.0
     if not preprocessor.get("do_normalize", True):
         return torch.full((3,), factor), torch.zeros(3)

@@ -33,12 +33,13 @@ class Neuron(Engine):
 
     @staticmethod
     def is_here(wanted: str) -> bool:
-        """Whether this engine can serve. With `wanted` "auto" that takes a /dev/neuron*; "neuron" also counts
-        without a device, for `compile` and for simulators.
+        """Whether this engine can serve. With `wanted` "auto" that takes a /dev/neuron*. With "neuron" it is
+        true, also without a device, for `compile` and for simulators. Does not look for
+        transformers-neuronx.
 
         Raises ModelError for "auto" without a device if transformers-neuronx is installed: this is the image
-        for Neuron. Raises ConfigError for versions of driver and runtime library that are known not to fit;
-        logs a warning for others that may not fit.
+        for Neuron. With a driver or a device, raises ConfigError for versions of driver and runtime library
+        that are known not to fit, and logs a warning for others that may not fit, or are unknown.
         """
         from models.neuron.driver import Versions
 
@@ -58,7 +59,8 @@ class Neuron(Engine):
     def prepare(self) -> None:
         """Decides what to compile or to load. Fills in the settings of `config` that were left open, with the
         values of a compiled model or with what fits on this machine. Sets `versions`, and logs them. Reads no
-        weights. Raises ConfigError or ModelError for a model that cannot be served."""
+        weights. Raises ConfigError or ModelError for a model that cannot be served, ImportError without
+        neuronx-cc."""
         from models.neuron.build import BuildPlan, log_versions
 
         self._build = BuildPlan.decide(self.config, self.folder, self.manifest)
@@ -66,15 +68,18 @@ class Neuron(Engine):
         self.versions = log_versions()
 
     def fetch_weights(self) -> None:
-        """Downloads the weights of a model on the hub and, of a compiled one, its graphs. `prepare` has to
-        come before. Raises ModelError if there are no weights."""
+        """Downloads the weights of a model on the hub and, of a compiled one, its graphs, and waits for that.
+        `prepare` has to come before. Raises ModelError for a download that fails or a model on the hub
+        without weights, and for a compiled model without a checkpoint. A local checkpoint is not looked at:
+        `load` fails if it has no weights."""
         self._build.checkpoint()
 
     def load(self, announce: Announce) -> StaticBatchModel:
         """Loads the model onto the device and checks it there. Without compiled graphs for it, calls
         `announce` with "compiling" and compiles them, which takes minutes. Waits while another server
         compiles the same graphs, and up to a minute for cores that another process holds. Raises ConfigError
-        or ModelError."""
+        or ModelError for a model that cannot be served, DeviceLost if the check of a whole
+        prompt fails."""
         from models.neuron.model import NeuronModel
 
         return NeuronModel(self._build, run_dir(), announce)

@@ -203,9 +203,9 @@ def with_compiled_config(config: Config, compiled_config: CompiledConfig) -> Con
     Limits that were left open are those of the graphs; all other settings stay.
 
     Raises ConfigError, with both values, for a limit above the compiled one, and for any other setting that
-    contradicts the compiled value of its name. Not an error: a lower limit, some of the compiled buckets, and
-    0, which turns a part off. For graphs of 4 slots, --max-batch-size 3 and --prefill-chunk 0 are possible,
-    --max-batch-size 5 and --dtype float32 with graphs in bfloat16 are not.
+    contradicts the compiled value of its name. Not an error: a lower limit, some of the compiled buckets or
+    --neuron-config options, and 0, which turns a part off. For graphs of 4 slots, --max-batch-size 3 and
+    --prefill-chunk 0 are possible, --max-batch-size 5 and --dtype float32 with graphs in bfloat16 are not.
     """
     name = config.model_name
     remedy = "leave it out, or compile it again"
@@ -253,7 +253,8 @@ def _shown(value: Any) -> str:
 
 def check_compiler(compiled_config: CompiledConfig, installed: str, name: str) -> None:
     """Raises ConfigError, with both versions, for graphs of a newer compiler than `installed`, the version of
-    neuronx-cc here: they do not run on an older runtime. name: the model's, for the error."""
+    neuronx-cc here: they do not run on an older runtime. name: the model's, for the error. Raises ValueError
+    for a text that is no version."""
     compiler = compiled_config.compiler_version
     if Version(compiler).release > Version(installed).release:
         raise ConfigError(
@@ -313,8 +314,8 @@ class CachedGraphs:
 
     def find(self) -> CompiledConfig | None:
         """Returns what the graphs in the cache were compiled for, which may lack parts of `compiled_config`;
-        None: there are none. Reads all of their files to compare checksums. Marks them as used now. Removes
-        damaged ones, with a warning in the log."""
+        None: there are none, or they were damaged. Reads all of their files to compare checksums. Marks them
+        as used now. Removes damaged ones, with a warning in the log."""
         folder = self.folder
         record = folder / RECORD
         if not record.is_file():
@@ -332,8 +333,9 @@ class CachedGraphs:
         return None
 
     def add(self, save: Callable[[str], None], built: CompiledConfig) -> None:
-        """Calls `save` with the path of a new folder, which becomes the folder of this set. Then removes the
-        sets that were used longest ago, if all together have more than `size_gb`.
+        """Calls `save` with the path of a new folder, which becomes the folder of this set, in the place of
+        an earlier one. Then removes the sets that were used longest ago until the rest has `size_gb` at most,
+        but neither this set nor those that another process is loading or making.
 
         built: what was compiled, as not everything in `compiled_config` may compile. Raises OSError if the
         folder cannot be written, and whatever `save` raises; an incomplete entry is never found.

@@ -116,8 +116,8 @@ class Recurrence:
 
     def on_cores(self, tp_degree: int) -> Recurrence:
         """Returns the same recurrence with a number of key heads that `tp_degree` divides. If the key heads
-        divide `tp_degree`, each is cut into parts, which have a part of its value heads each; else key heads
-        of zeros are added.
+        divide `tp_degree`, each is cut into parts, which have a part of its value heads each, filled up with
+        value heads of zeros; else key heads of zeros are added.
 
         On 8 cores 4 key heads with 4 value heads each become 8 with 2 each; 6 key heads become 8, of which 2
         are zeros.
@@ -248,8 +248,9 @@ class Family:
     query_scale = residual_scale = embedding_scale = head_scale = 1.0
 
     def __init__(self, config: Json):
-        """`config` is a config.json with the names of transformers 4. Raises ConfigError for numbers that are
-        missing or contradict each other. Unsupported values are left to `check`."""
+        """`config` is a config.json with the names of transformers 4; it stays as it is. Raises ConfigError
+        for numbers that are missing, no whole numbers of 1 or more, or contradict each other. Other damage
+        raises KeyError and the like, which `families.of` reports. Unsupported values are left to `check`."""
         self.config = c = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, **self.defaults, **config}
         self.model_type = c["model_type"]
         self.layers = self._number("num_hidden_layers")
@@ -285,7 +286,7 @@ class Family:
 
     def check(self) -> None:
         """Raises ModelError for the first value of config.json that is not among `supported_values`, with the
-        field and the supported values."""
+        field and the supported values. A field that is missing, null or {} passes."""
         found = dict(self.config, rope_scaling=self.rope["rope_type"])
         for name, supported_values in self.supported_values.items():
             if found.get(name) in (None, {}, *supported_values):
@@ -392,8 +393,8 @@ class Family:
         return self.hidden * columns
 
     def state_bytes(self, tp_degree: int, dtype: str) -> int:
-        """Bytes of the recurrent states of a slot, with the last inputs of their convolutions, on all cores.
-        dtype: as `--dtype` has it."""
+        """Bytes of the recurrent states of a slot, with the last inputs of their convolutions, on all cores;
+        0 without recurrent layers. dtype: as `--dtype` has it."""
         if not self.recurrence:
             return 0
         net = self.recurrence.on_cores(tp_degree)
@@ -478,5 +479,5 @@ class Family:
 
 
 def times(tensor: Tensor, factor: float) -> Tensor:
-    """Returns the tensor times `factor`, multiplied in float32, in its own dtype."""
+    """Returns the tensor times `factor`, multiplied in float32, in its own dtype; for 1 the tensor itself."""
     return tensor if factor == 1.0 else (tensor.float() * factor).to(tensor.dtype)

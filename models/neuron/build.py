@@ -124,8 +124,9 @@ class BuildPlan:
         on this machine, which is logged.
 
         Raises ConfigError for settings that are not supported, contradict the compiled graphs or fit nowhere,
-        ModelError without transformers-neuronx, for graphs of another model class and for values of
-        config.json that are not supported.
+        for an unsupported or damaged config.json and for graphs of a newer compiler; ModelError without
+        transformers-neuronx, for graphs of another model class and for values of config.json that are not
+        supported; ImportError without neuronx-cc.
         """
         library()
         family = families.of(manifest.config_json)
@@ -159,7 +160,9 @@ class BuildPlan:
     def checkpoint(self) -> Path:
         """Returns the folder with the weights, after a download if they are on the hub: that of a plain
         checkpoint, a compiled model's subfolder, or the checkpoint that a compiled model names. Of a compiled
-        model the graphs are downloaded as well. Raises ModelError if there are no weights."""
+        model the graphs are downloaded as well. Waits for downloads. Raises ModelError for one that fails,
+        for a model on the hub without weights, and for a compiled model that neither has nor names a
+        checkpoint. Whether a local folder holds weights is not checked."""
         if self.artifact is None:
             return fetch_weights(self.config, self.folder)
         subfolders = [artifact.CHECKPOINT]
@@ -201,8 +204,8 @@ class BuildPlan:
     def compiled(self) -> Path | None:
         """Returns the folder of the compiled graphs that came with the model, after a comparison with their
         checksums; None: none came. Downloads nothing: `checkpoint` has to come before. Raises ModelError for
-        a file that is missing or damaged. Graphs of older versions have no checksums, and are not
-        compared."""
+        a file that is missing or damaged, OSError for one that cannot be read. Graphs of older versions have
+        no checksums: their folder is returned without a look at it."""
         if self.artifact is None or self.artifact.compiled_config is None:
             return None
         folder = self.folder / artifact.COMPILED
@@ -214,7 +217,7 @@ class BuildPlan:
 def _configured_for(compiled_config: CompiledConfig, family: Family, config: Config) -> Config:
     """Returns the settings with the values of a compiled model. Raises ConfigError for graphs of a newer
     compiler, settings that contradict these values or that the family does not support, and too few cores;
-    ModelError for graphs of another model class."""
+    ModelError for graphs of another model class; ImportError without neuronx-cc."""
     artifact.check_compiler(compiled_config, compiler_version(), config.model_name)
     config = artifact.with_compiled_config(config, compiled_config)
     model_class = family.name
@@ -233,7 +236,8 @@ def _sized(family: Family, config: Config) -> tuple[Config, CompiledConfig]:
     Sizes that are set stay. Logs the sizes, and a warning if host memory looks too small.
 
     Raises ConfigError where nothing fits, for settings that this family or machine does not support, for
-    buckets that are longer than a slot, and for slots that are too short for --speculate.
+    buckets that are longer than a slot, and for slots that are too short for --speculate. Raises ModelError
+    without transformers-neuronx, ImportError without neuronx-cc.
     """
     machine = _machine(config)
     sizing = plan.choose_sizing(family, machine, config)
@@ -320,7 +324,8 @@ def compiler_version() -> str:
 
 def log_versions() -> dict[str, str | None]:
     """Logs and returns the versions that graphs are compiled and run with, by name: driver, runtime,
-    compiler, transformers_neuronx; None: unknown. Raises ModelError without transformers-neuronx."""
+    compiler, transformers_neuronx; None: unknown. Raises ModelError without transformers-neuronx, ImportError
+    without neuronx-cc."""
     versions = {
         **Versions.read()._asdict(),
         "compiler": compiler_version(),
@@ -336,7 +341,8 @@ def log_versions() -> dict[str, str | None]:
 
 def load_model(build: BuildPlan, work_dir: Path, announce: Announce) -> tuple[Any, BuildPlan]:
     """Returns the model on the device, and what was built, which may be one of `BuildPlan.fallbacks`. Its
-    graphs came with the model, are in the cache, or are compiled now and added to the cache. Waits while
+    graphs came with the model, are in the cache, or are compiled now and added to the cache. If
+    NEURON_COMPILE_CACHE_URL is no local folder, only the compiler looks there and adds to it. Waits while
     another server compiles the same graphs, and up to CORES_WAIT_S for cores that another process holds.
 
     work_dir: a folder of this run, for the checkpoint as transformers-neuronx reads it. Calls `announce` with
@@ -360,8 +366,8 @@ def make(build: BuildPlan, work_dir: Path) -> Any:
     that happens. Downloads weights that are on the hub. Writes `work_dir`/checkpoint, in the place of what an
     earlier call has written.
 
-    Raises ConfigError for weight files that are too small for config.json, ModelError if there are none, or
-    transformers-neuronx fails or reads another `rope_theta`.
+    Raises ConfigError for weight files that are too small for config.json or cannot be read, ModelError if
+    there are none, or transformers-neuronx fails or reads another `rope_theta`.
     """
     # Imported here: it needs transformers-neuronx, which only machines with a device have.
     from models.neuron.graph import FamilyForSampling
@@ -482,7 +488,8 @@ def make_compiled(
 
     compile_: compiles the model that it gets, and may put it onto the device. Raises ModelError: `failure`,
     with the reason of the last plan that was tried. An error of the device, of a KV cache in FP8, or before
-    the compiler runs ends the tries. Raises ConfigError as `make` does, for weight files that are too small.
+    the compiler runs ends the tries. Raises ConfigError as `make` does, for weight files that are too small,
+    and ValueError as `_compiling` does.
     """
     first_error: ModelError | None = None
     *_, last = ways = list(build.fallbacks())
@@ -507,8 +514,9 @@ def make_compiled(
 @contextlib.contextmanager
 def _compiling(build: BuildPlan, failure: str) -> Iterator[None]:
     """A context manager for a body that compiles. Logs what is compiled, every few seconds that it still is,
-    and how long it took. While the body runs, NEURON_CC_FLAGS has the option that a KV cache in FP8 needs.
-    Raises ModelError, `failure` and the reason, for any error of the body."""
+    and how long it took. While the body runs, NEURON_CC_FLAGS of this process has the option that a KV cache
+    in FP8 needs. Raises ModelError, `failure` and the reason, for any error of the body; a ModelError stays
+    as it is. Raises ValueError for a quote in NEURON_CC_FLAGS that is not closed, with such a cache."""
     compiled_config = build.compiled_config
     started_at = time.monotonic()
     logger.info(
@@ -612,8 +620,8 @@ def _load_graphs(build: BuildPlan, work_dir: Path, compiled: Path) -> Any:
 
 
 def _to_device(model: Any) -> None:
-    """Puts the model onto the device; compiles the graphs that have not been loaded. While another process
-    holds cores, tries again every CORES_RETRY_S with a warning in the log, for CORES_WAIT_S; then raises
+    """Puts the model onto the device; compiles the graphs if none were loaded. While another process holds
+    cores, waits, and tries again every CORES_RETRY_S with a warning in the log; after CORES_WAIT_S it raises
     ModelError. Any other error of transformers-neuronx is raised as it is."""
     deadline = time.monotonic() + CORES_WAIT_S
     while True:

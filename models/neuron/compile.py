@@ -75,8 +75,8 @@ def compile_model(config: Config, output: Path) -> None:
 def _write_model(build: BuildPlan, manifest: Manifest, target: Path, commit: str | None) -> None:
     """Writes everything but the graphs into the folder `target`: tokenizer files, a config.json with the
     section about the graphs that are there already, and the weights. If `commit` is given, no weights are
-    written, but the hub id and commit to download them by. Raises OSError if that fails, ModelError without
-    weights."""
+    written, but the hub id and commit to download them by. May download the checkpoint. Raises OSError if a
+    file cannot be written, ModelError as `BuildPlan.checkpoint` does."""
     checkpoint = build.checkpoint()
     copy_metadata(checkpoint, target)
     if commit is None:
@@ -116,8 +116,9 @@ The weights of a local model are put into DIR, those of a hub model are download
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the subcommand with these arguments, which have no program name. Returns the exit code: 0, or 2
-    after one line on stderr for settings or a model that cannot be compiled."""
+    """Runs the subcommand with these arguments, which have no program name; the environment has settings,
+    too. Sets up the log. Returns the exit code: 0, or 2 after one line on stderr for settings or a model that
+    cannot be compiled. --help raises SystemExit."""
     parser = configuration.Parser(usage=USAGE, allow_abbrev=False)
     parser.add_argument("--output", metavar="DIR", help="a folder that does not exist, or is empty")
     try:

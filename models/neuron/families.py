@@ -448,8 +448,9 @@ class Mixture(Family):
 
     def __init__(self, config: Json):
         """Sets `experts`, and `intermediate` to the columns of all experts together; an MLP that all tokens
-        share is as many further experts as have its columns. Raises ConfigError for numbers that are missing
-        or contradict each other. A shared MLP that is no multiple of an expert is left to `check`."""
+        share is as many further experts as have its columns. Raises ConfigError as `Family` does, and for
+        more experts a token than there are. A shared MLP that is no multiple of an expert is left to
+        `check`, by a row in `supported_values` of this object."""
         super().__init__(config)
         count, columns, per_token = map(self._number, (*self.sizes, "num_experts_per_tok"))
         if per_token > count:
@@ -585,8 +586,8 @@ class GraniteHybrid(Mixture, Recurrent, Granite):
 
     def __init__(self, config: Json):
         """A model has no experts if `num_local_experts` is 0; its attentions have positions if
-        `position_embedding_type` is "rope". Raises ConfigError for numbers that are missing or contradict
-        each other."""
+        `position_embedding_type` is "rope". Raises ConfigError as `Mixture` and `Family` do, and for
+        numbers of Mamba 2 that are missing or below 1."""
         has_experts = config.get("num_local_experts") != 0
         (Mixture if has_experts else Granite).__init__(self, config)
         if not has_experts:
@@ -790,7 +791,7 @@ def of(config_json: Json) -> Family:
 
     Raises ConfigError for an unsupported `model_type`, for fields that are missing, have a wrong type or
     contradict each other, and for a list of layers that has not `num_hidden_layers`. Raises ModelError for a
-    value that is not supported.
+    value that is not supported, as `check` and `legacy_config` do.
     """
     text = text_config(config_json)
     model_type = text.get("model_type")

@@ -96,15 +96,17 @@ class FamilyForSampling(llama.LlamaForSampling):
             super().__init__(config, **options)
 
     def return_token_ids(self, ids: bool) -> None:
-        """Makes every graph copy ids, or logits if `ids` is false, to the host from now on."""
+        """Makes every graph copy ids, or logits if `ids` is false, to the host from now on. Only for graphs
+        that have both, and after `to_neuron`."""
         of_prompts = self.decoder_lm_head_for_context.values()
         of_several = self.decoder_lm_head_for_speculation.values()
         for each in (self.decoder_lm_head, *of_prompts, *of_several):
             each.program.returns_ids = ids
 
     def to_neuron(self) -> None:
-        """Puts the model onto the device; compiles the graphs that have not been loaded. A run returns either
-        ids or logits from then on, also where graphs give both."""
+        """Reads the weights, and puts the model onto the device; compiles the graphs if none were loaded. A
+        run returns either ids or logits from then on, also where graphs give both. Raises ModelError for a
+        tensor that is missing, other errors as transformers-neuronx raises them."""
         super().to_neuron()
         # From here on, a run returns one output.
         self.neuron_config.log_softmax_scores = False
@@ -211,7 +213,8 @@ class FamilyForSampling(llama.LlamaForSampling):
     def _make_recurrent(self, layer: Any, get: GetTensor) -> Tensors:
         """Gives a layer the buffers of a recurrence, in the places of those of an attention: the last inputs
         of the convolution in the model's dtype, the states in float32, for each slot and then for each
-        snapshot. They are made when transformers-neuronx makes its caches. Returns the tensors of the layer
+        snapshot. They are made when transformers-neuronx makes its caches. Drops the layer's matrices of keys
+        and values, and turns off padding of heads and `fuse_qkv` for it. Returns the tensors of the layer
         beside its matrices, by the names of `Recurrence.tensors`. Raises ModelError for a tensor that is
         missing."""
         tp_degree = self.config.tp_degree
@@ -366,7 +369,7 @@ def _config(family: Family, *arguments: Any, **options: Any) -> Any:
 def _fill_later(module: torch.nn.Module, read: Callable[[], Tensors]) -> None:
     """Makes a module set its parameters to what `read` returns when transformers-neuronx asks for them;
     matrices get the dtype that transformers-neuronx gave them, norms float32. Other parameters stay. Reads
-    nothing itself."""
+    nothing itself; what `read` raises is raised then."""
 
     def materialize() -> None:
         own = dict(module.named_parameters())
@@ -386,7 +389,7 @@ def _interleave_qkv(q: Any, k: Any, v: Any, tp_degree: int, dim: int) -> torch.T
 class CheckpointTensors:
     """The tensors of a checkpoint. A call takes Llama's name, changed as `renamed` says, in any spelling:
     those of the text part of a vision-language model have another one. It raises ModelError for a tensor that
-    is missing."""
+    is missing. `in` takes the name of the checkpoint, in any spelling."""
 
     def __init__(self, folder: Path, renamed: dict[str, str]):
         """Raises ModelError for a folder without weights of a model."""
@@ -451,7 +454,8 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
     def pre_layer(self, hidden: Any, cache_ids: Any, *arguments: Any, **options: Any) -> tuple[Any, ...]:
         """Computes what all layers share: rotary positions, masks of each sliding window, rows of recurrent
         layers. Keeps these for the calls of `layer`, which begin with the first layer again. Returns the
-        values that transformers-neuronx hands to its own layers."""
+        values that transformers-neuronx hands to its own layers, with the family's first rotary positions in
+        the place of its own."""
         if self.recurrence:
             self._rows = Rows(cache_ids, *arguments[:4])
         values = list(super().pre_layer(hidden, cache_ids, *arguments, **options))
@@ -806,7 +810,8 @@ def _gated_output(hidden: Any, weight: Any, output: Callable[..., Any], context:
 
 
 def _sin_cos(positions: Any, dtype: Any, rope: Rope) -> tuple[Any, Any]:
-    """Returns sine and cosine [slots, tokens, pairs] of positions [slots, tokens]."""
+    """Returns sine and cosine [slots, tokens, pairs] of positions [slots, tokens], times `rope.factor`;
+    computed in float32, then cast to `dtype`."""
     frequencies = Array(hlo.literal(positions.scribe.f32, torch.tensor([[rope.frequencies]])))
     angles = (Array(positions).view(*positions.sizes, 1).float() * frequencies).node
     both = (hlo.multiply(each, rope.factor) for each in (hlo.sin(angles), hlo.cos(angles)))
@@ -815,8 +820,8 @@ def _sin_cos(positions: Any, dtype: Any, rope: Rope) -> tuple[Any, Any]:
 
 def _in_window(mask: Any, window: int | None, positions: Any = None) -> Any:
     """Returns `mask` [slots, tokens, positions] without positions that are `window` or more before their
-    token; as it is without a window. positions: of the tokens, [slots, tokens]; None for a mask between the
-    tokens of one call."""
+    token; as it is without a window, or if it is None or has fewer dimensions. positions: of the tokens,
+    [slots, tokens]; None for a mask between the tokens of one call."""
     if not window or mask is None or len(mask.sizes) < 3:
         return mask
     s32 = mask.scribe.s32

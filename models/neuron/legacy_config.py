@@ -9,7 +9,8 @@ from run import Json
 
 
 def legacy_config(config: Json) -> Json:
-    """Returns a copy of a config.json of transformers 4 or 5 with the names of transformers 4. `dtype`
+    """Returns a copy of a config.json of transformers 4 or 5 with the names of transformers 4; objects in it
+    are shared with `config`. `dtype`
     becomes `torch_dtype`; `rope_parameters` becomes `rope_theta`, `rope_scaling` and others;
     `num_local_experts` is also `num_experts`, unless the file has that. Fields that `config` lacks stay out:
     each family has defaults of its own.

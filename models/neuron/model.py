@@ -275,7 +275,9 @@ class NeuronModel(StaticBatchModel):
         the slots, one token of every live slot, with draft tokens behind it in chunks that `verify`.
 
         The position at which a chunk begins says how many draft tokens of the slot's last call were accepted.
-        Raises DeviceLost if the call fails. Chunks that break these rules fail an assertion.
+        Logits may be a transposed view. Raises DeviceLost if the call fails, also for an image that is not in
+        `encoder_cache`; ValueError for a recurrent state beyond the position. Chunks that break these rules
+        fail an assertion.
         """
         lags = {}  # of each slot with a state: its last tokens that the state lacks, accepted drafts
         for chunk in chunks:
@@ -360,8 +362,8 @@ class NeuronModel(StaticBatchModel):
         return begins | {chunk.slot: chunk.begin for chunk in chunks}
 
     def _rows_at(self, begins: dict[int, int], length: int) -> tuple[list, list, list]:
-        """Returns ids and positions, `length` of each for each slot, and the slots. The ids are the tokens
-        that a slot holds from its position in `begins` on, then fillers."""
+        """Returns ids and positions, `length` of each for each slot, and the slots, in the order of `begins`.
+        The ids are the tokens that a slot holds from its position in `begins` on, then fillers."""
         ids = []
         for slot, begin in begins.items():
             padded = self._held.get(slot, []) + [0] * (begin + length)
@@ -454,8 +456,8 @@ class NeuronModel(StaticBatchModel):
     def _call(self, program: Callable, ids: Any, positions: Any, slots: Any, keep: Any) -> torch.Tensor:
         """Calls `program` with ids and positions, [n, q] each, and slots, [n]; returns what
         transformers-neuronx returns. keep: of each row, the number of its first tokens that change the slot's
-        recurrent state; 0: none does. Raises DeviceLost for any error: after one of the runtime the process
-        must be restarted."""
+        recurrent state; 0: none does. Raises DeviceLost for any error, also the KeyError of HostEmbedding:
+        after one of the runtime the process must be restarted."""
         if self.states:
             self._model.states = ([count - 1 for count in keep], *self._state_rows)
         # Through numpy, which is much faster than torch.tensor.
@@ -477,8 +479,9 @@ class HostEmbedding(torch.nn.Module):
         self._scale = scale
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings [n, q, hidden] of ids, int64 [n, q]; negative ids are those of image tokens.
-        Raises KeyError for an image that is not in the cache."""
+        """Returns the embeddings [n, q, hidden] of ids, int64 [n, q], on the host and in the dtype of the
+        table; negative ids are those of image tokens. Raises KeyError for an image that is not in the
+        cache."""
         tokens, embeddings, places = self._cache.resolve(ids.flatten().numpy())
         embedded = self._table(torch.from_numpy(tokens))
         embedded[torch.from_numpy(places)] = torch.from_numpy(embeddings).to(embedded) * self._scale

@@ -303,13 +303,13 @@ def allowed_tp_degrees(family: str | None = None, cores: int = MAX_CORES) -> lis
 
 def choose_sizing(family: Family, machine: Machine, config: Config) -> Sizing:
     """Returns the tp_degree, batch size and context length for a machine; those that are set in `config` are
-    kept.
+    kept, but never more slots than `max_batch_total_tokens` allows.
 
     Of what fits, the longest slots count first: the model's context length, at most 4096 and
-    `max_batch_total_tokens`, else halves of that; then the largest batch size of 1, 2, 4 … 32; then the
-    tp_degree with the fewest bytes per core, as a decode step reads all of them. Where nothing fits, raises
-    ConfigError with the numbers and what would fit. Raises ConfigError, too, for settings that the model or
-    the machine does not support.
+    `max_batch_total_tokens`, else halves of that; then the largest batch size of 1, 2, 4 … 32, or what
+    `max_batch_total_tokens` leaves of these; then the tp_degree with the fewest bytes per core, as a decode
+    step reads all of them. Where nothing fits, raises ConfigError with the numbers and what would fit. Raises
+    ConfigError, too, for settings that the model or the machine does not support.
     """
     chunk = _prefill_chunk(family, config)
     check_settings(family, config)
@@ -482,8 +482,8 @@ Exit code 1: the model fits on none of the machines."""
 def main(argv: Sequence[str]) -> int:
     """Prints what fits where; reads the model's config.json, from the hub if need be. argv has no program
     name. Returns the exit code: 0 if the model fits on one of the machines; 1 if on none, whatever the
-    reason; 2 after one line on stderr for flags that cannot be read, a GGUF file, or a model that is not
-    supported on Neuron."""
+    reason; 2 after one line on stderr for flags or a config.json that cannot be read, a download that fails,
+    a GGUF file, or a model that is not supported on Neuron. --help raises SystemExit."""
     parser = configuration.Parser(usage=USAGE, allow_abbrev=False)
     parser.add_argument(
         "--instance",

@@ -131,8 +131,9 @@ class _SlotCache(Cache):
 
     def mask(self, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """Returns what is added to the scores: 0 for the positions that a token attends to, the lowest number
-        of `dtype` elsewhere; [rows, 1, q, keys]. A mask is made once a pass. sliding_window: in tokens; None:
-        there is none."""
+        of `dtype` elsewhere; [rows, 1, q, keys]. keys: the positions of a slot in a decode step, else those
+        up to the end of the chunk. A mask is made once a pass, and shared: it must not be changed.
+        sliding_window: in tokens; None: there is none."""
         if sliding_window not in self._masks:
             position = self._positions[:, None, :, None]
             key = torch.arange(
@@ -334,7 +335,7 @@ class TorchModel(StaticBatchModel):
     def _load_vision(self, manifest: Manifest) -> None:
         """Sets `vision`, `encoder_cache` and `whole_images` if the model reads images and its tower computes
         what that of transformers does. If the tower does not, or fails, a warning says so, `encoder_cache`
-        stays None, and only text is served. Raises nothing for that."""
+        stays None (`vision` may be set), and only text is served. Raises nothing for that."""
         if not manifest.reads_images:
             return
         try:
@@ -352,8 +353,9 @@ class TorchModel(StaticBatchModel):
             self.whole_images = manifest.vision_family.whole_images
 
     def _add_adapters(self, config: Config, ids: list[int]) -> None:
-        """Loads the LoRA adapters of the settings, and hooks those layers that adapters may change. Runs two
-        of `ids` to find the layers. Raises ModelError for an adapter that does not fit."""
+        """Loads the LoRA adapters of the settings, sets `adapters`, and hooks those layers that adapters may
+        change. Runs two of `ids` in slot 0 to find the layers. Raises ModelError for an adapter that does not
+        fit."""
         given, modules = configured(config)
         sizes = {}
         for name, layer in self._layers_of_every_token(ids).items():
@@ -418,7 +420,8 @@ class TorchModel(StaticBatchModel):
     def _run(self, chunks: Sequence[Chunk], is_step: bool) -> np.ndarray:
         """Runs one pass of transformers: a decode step, or one chunk. Extends the KV cache, positions and
         recurrent states of the slots. Returns float32 [rows, vocab] in the order of `chunks`, as many rows as
-        each chunk has by `Chunk.rows`."""
+        each chunk has by `Chunk.rows`. Raises KeyError for an image that is not in `encoder_cache`,
+        ValueError for a recurrent state at another position."""
         cache = self._cache
         all_logits = any(chunk.all_logits or chunk.verify for chunk in chunks)
         if self.adapters:
@@ -457,7 +460,8 @@ class TorchModel(StaticBatchModel):
     def _states_of(self, chunks: Sequence[Chunk], rows: int) -> Iterator[None]:
         """While the body runs, gives the layers copies of the states that a pass of `rows` rows begins with;
         keeps the states after it, and makes the snapshots that `chunks` ask for. Rows without a chunk get
-        zeros. If the body raises, the slots of `chunks` have no state any more."""
+        zeros. If the body raises, the slots of `chunks` have no state any more. Raises ValueError before the
+        body for a state at another position."""
         runs = [self.states.begin(chunk.slot, chunk.begin, len(chunk.tokens)) for chunk in chunks]
         read = [ZERO] * rows
         for place, run in zip(self._cache.places, runs):
@@ -490,6 +494,8 @@ class TorchModel(StaticBatchModel):
             modeling[name] = scan
 
     def _make_cache(self, rows: int) -> None:
+        """Gives the model an empty cache with so many rows, and `_grid_positions` if it has such positions.
+        What slots held in an earlier cache is lost, but for recurrent states."""
         self._cache = _SlotCache(rows, self.max_total_tokens, self._layers)
         if self.encoder_cache and has_grid_positions(self._model):
             self._grid_positions = GridPositions(rows, self.max_total_tokens, self.encoder_cache)
@@ -498,8 +504,9 @@ class TorchModel(StaticBatchModel):
 
     def _select_attention(self, ids: list[int]) -> None:
         """Finds out how this family runs on a static batch. Makes the cache, and sets the model's attention
-        function and `_mask_is_given`. Raises ModelError if the family does not run, or if its logits differ
-        from those of transformers by more than is allowed.
+        function and `_mask_is_given`. Raises ModelError if its logits differ from those of transformers by
+        more than is allowed, or for a sliding window that is not supported; errors of transformers as they
+        are, if the family does not run.
 
         Most families use the registered attention function. Families with attention code of their own get a
         mask over all positions instead, which is correct if their scores depend only on the mask: no sliding
