@@ -184,8 +184,11 @@ def _grammar_of(custom: Json) -> Json | None:
     """Returns the grammar in the `format` of a custom tool; an object without `definition`: it has none;
     None: the format is malformed."""
     form = {} if custom.get("format") is None else custom["format"]
-    grammar = form.get("grammar", form) if isinstance(form, dict) else None  # chats have it one level deeper
-    is_read = isinstance(grammar, dict) and isinstance(grammar.get("definition", ""), str)
+    if not isinstance(form, dict):
+        return None
+    grammar = form.get("grammar", form)  # chats have it one level deeper
+    default = None if form.get("type") == "grammar" else ""
+    is_read = isinstance(grammar, dict) and isinstance(grammar.get("definition", default), str)
     return grammar if is_read else None
 
 

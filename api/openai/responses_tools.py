@@ -194,14 +194,16 @@ class ResponsesTools(OfferedTools):
 
 def _flat(path: str, item: Json, namespace: Json | None = None) -> Iterator[tuple[str, Json | None, Json]]:
     """Yields the path, the namespace (None: none) and the fields of each tool in `tools` of an item. The
-    tools in a namespace are yielded in its place. What is no object is skipped; so are `tools` that are no
-    list."""
-    tools = item.get("tools")
-    for i, tool in enumerate(tools if isinstance(tools, list) else ()):
+    tools in a namespace are yielded in its place. Raises ApiError for `tools` that are no list of objects;
+    null is none."""
+    tools = [] if item.get("tools") is None else item["tools"]
+    require(isinstance(tools, list), f"{path}.tools".lstrip("."), "must be a list of tools")
+    for i, tool in enumerate(tools):
         where = f"{path}.tools[{i}]".lstrip(".")
-        if isinstance(tool, dict) and tool.get("type") == "namespace":
+        require(isinstance(tool, dict), where, "must be an object")
+        if tool.get("type") == "namespace":
             yield from _flat(where, tool, tool)
-        elif isinstance(tool, dict):
+        else:
             yield where, namespace, tool
 
 
@@ -215,7 +217,8 @@ def _is_leading(placed: tuple[str, Json]) -> bool:
     """Whether an item may stand in front of the conversation: tools that it adds are then listed. placed: its
     path and the item."""
     _path, item = placed
-    return item.get("type") == "additional_tools" or item.get("role") in SYSTEM_ROLES
+    kind = item.get("type", "message")
+    return kind == "additional_tools" or (kind == "message" and item.get("role") in SYSTEM_ROLES)
 
 
 def _is_client_search(tool: Json) -> bool:

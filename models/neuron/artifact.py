@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from config import DTYPE_NAMES, NEURON_CONFIG, Config
 from manifest import read_json
@@ -253,10 +253,14 @@ def _shown(value: Any) -> str:
 
 def check_compiler(compiled_config: CompiledConfig, installed: str, name: str) -> None:
     """Raises ConfigError, with both versions, for graphs of a newer compiler than `installed`, the version of
-    neuronx-cc here: they do not run on an older runtime. name: the model's, for the error. Raises ValueError
-    for a text that is no version."""
+    neuronx-cc here: they do not run on an older runtime. So does a `compiler_version` that is no version.
+    name: the model's, for the error."""
     compiler = compiled_config.compiler_version
-    if Version(compiler).release > Version(installed).release:
+    try:
+        release = Version(compiler).release
+    except InvalidVersion:
+        raise ConfigError(f"{name} was compiled by neuronx-cc {compiler!r}, which is no version") from None
+    if release > Version(installed).release:
         raise ConfigError(
             f"{name} was compiled by neuronx-cc {compiler}, newer than the installed {installed}; "
             "compile again"

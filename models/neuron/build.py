@@ -541,8 +541,11 @@ def _compiling(build: BuildPlan, failure: str) -> Iterator[None]:
 def flags_for_fp8(flags: str) -> str:
     """Returns the value `flags` of NEURON_CC_FLAGS with the option that lets the compiler take e4m3fn for the
     device's e4m3: values up to 240 are the same in both. All options for the tensorizer are joined in one
-    flag, at the end. Raises ValueError for a quote that is not closed."""
-    words = shlex.split(re.sub(f"{TENSORIZER_OPTIONS}\\s+", f"{TENSORIZER_OPTIONS}=", flags))
+    flag, at the end. Raises ConfigError for a quote that is not closed."""
+    try:
+        words = shlex.split(re.sub(f"{TENSORIZER_OPTIONS}\\s+", f"{TENSORIZER_OPTIONS}=", flags))
+    except ValueError as error:
+        raise ConfigError(f"{FLAGS} {flags!r}: {error}") from None
     given = [word for word in words if word.startswith(f"{TENSORIZER_OPTIONS}=")]
     options = [option for word in given for option in word.partition("=")[2].split()]
     if FP8_OPTION not in options:

@@ -136,6 +136,12 @@ def allowed(**more):
         ([{"type": "custom", "custom": {"name": "a b"}}], None, "tools[0].custom.name", "'a b'"),
         ([{"type": "custom", "custom": {"name": "a", "format": 5}}], None, "tools[0].custom.format", "object"),
         ([custom("regex", 5)], None, "tools[0].custom.format", "`definition`"),
+        (
+            [{"type": "custom", "custom": {"name": "a", "format": {"type": "grammar"}}}],
+            None,
+            "tools[0].custom.format",
+            "`definition`",
+        ),
         ([NOTE], {"type": "custom", "custom": {"name": "other"}}, "tool_choice.custom", "'other'"),
         ([tool(parameters={"type": "string"})], None, "tools[0].function.parameters", "object"),
         ([tool(parameters={"properties": []})], None, "tools[0].function.parameters", "object"),

@@ -396,9 +396,17 @@ REFUSED = {
     "input[0].output[0]": {"input": [{"type": "shell_call_output", "call_id": "x", "output": [{"stdout": "x"}]}]},
     "tools[0].type": {"tools": [{"name": "weather", "parameters": {"type": "object"}}]},
     "input[0].tools[0].name": {"input": [{"type": "additional_tools", "tools": [{"type": "function"}]}, USER]},
+    "input[0].tools[1]": {"input": [{"type": "additional_tools", "tools": [WEATHER, 3]}, USER]},
+    "input[1].tools": {"input": [USER, {"type": "additional_tools", "tools": "weather"}]},
     "input[1].id": {"input": [CALL, {"id": "msg_1"}]},
     "conversation": "conv_1",
 }
+
+
+def test_a_search_result_with_a_role_is_read_as_one_without():
+    found = {"type": "tool_search_output", "call_id": "c", "tools": [WEATHER]}
+    with_role = prepared("responses", input=[found | {"role": "system"}, USER])
+    assert with_role.prompt == prepared("responses", input=[found, USER]).prompt
 
 
 @pytest.mark.parametrize("param", REFUSED)

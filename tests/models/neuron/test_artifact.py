@@ -217,6 +217,11 @@ def test_programs_of_a_newer_compiler_are_refused_with_both_versions():
     assert "/x was compiled by neuronx-cc 2.20.9961.0, newer than the installed 2.16.372.0" in message
 
 
+def test_programs_of_a_compiler_without_a_version_are_refused():
+    compiled = dataclasses.replace(PROGRAMS, compiler_version="latest")
+    assert "/x was compiled by neuronx-cc 'latest', which is no version" in refusal(check_compiler, compiled, "2.20", "/x")
+
+
 def save_programs(folder):
     Path(folder, "a.neff").write_text("a program")
 

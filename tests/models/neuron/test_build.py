@@ -549,6 +549,11 @@ def test_the_cache_of_programs_is_bounded(tmp_path, size_gb):
 TENSORIZER, FP8 = "--internal-hlo2tensorizer-options", "--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
 
 
+def test_compiler_flags_with_an_open_quote_are_refused_by_name():
+    with pytest.raises(ConfigError, match=r"^NEURON_CC_FLAGS .*: No closing quotation"):
+        neuron_build.flags_for_fp8("--x='a b")
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
