@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -376,8 +376,7 @@ class Startup:
         tokenizer_check = background.submit(check_tokenizer, config, prepared.folder)
         model = self._load(prepared)
         if compiling:
-            with self.phase("compiling", "the sampling loops"):
-                compiling.result()
+            self._wait_for_loops(compiling)
         tokenizer = tokenizer_check.result()
         background.shutdown()
         if tokenizer.largest_id >= model.vocab_size:
@@ -430,6 +429,16 @@ class Startup:
                 prepared.fetch_weights()
         with self.phase("loading", "weights"):
             return models.load(prepared, self.link.report)
+
+    def _wait_for_loops(self, compiling: Future[None]) -> None:
+        """Waits until the sampling loops are compiled. Raises ConfigError if they cannot be written into
+        numba's cache, such as on a full disk."""
+        with self.phase("compiling", "the sampling loops"):
+            try:
+                compiling.result()
+            except OSError as error:
+                what = f"no space for compiled loops in {os.environ.get('NUMBA_CACHE_DIR')} ({error})"
+                raise ConfigError(f"{what}; set NUMBA_CACHE_DIR to another folder") from error
 
     def _info(
         self,
