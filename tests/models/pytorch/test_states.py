@@ -116,13 +116,13 @@ def test_logits_are_those_of_transformers_without_a_cache_alone_and_beside_other
     for length in (1, 2, 3, 4, 17, 32, 33, 63, 64, 65, 70):
         poison(model)
         prompt = model.forward([Chunk(1 + length % 2, IDS[:length], 0, all_logits=True)])
-        assert differs(family, prompt, 0) < 1e-5
+        assert differs(family, prompt, 0) < 2e-5  # 1.4e-5 on some processors
         for position in range(length, length + 2):
             poison(model)
             own, neighbour = Chunk(1 + length % 2, [IDS[position]], position), Chunk(0, [IDS[begin]], begin)
             rows = model.forward([neighbour, own])
-            assert differs(family, rows[:1], begin) < 1e-5
-            assert differs(family, rows[1:], position) < 1e-5
+            assert differs(family, rows[:1], begin) < 2e-5
+            assert differs(family, rows[1:], position) < 2e-5
             begin += 1
     chunks = [(0, 2), (2, 40), (40, 41), (41, 104), (104, 232)]
     found = [model.forward([Chunk(1, IDS[begin:end], begin, all_logits=True)]) for begin, end in chunks]
