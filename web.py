@@ -39,7 +39,7 @@ from api.http import errors
 from api.http.bodies import drain_body
 from api.http.engine_client import EngineClient, EngineError
 from api.http.errors import ANTHROPIC, CLIENT_CLOSED_REQUEST, ApiError
-from api.http.response_store import FILE, StoreError
+from api.http.response_store import FILE, RETRY_S, StoreError
 from config import Config, keys_of
 from protocol import ModelInfo, RequestStats
 from run import ConfigError, die_with_parent, run_dir, socket_address, trim_memory
@@ -266,7 +266,7 @@ class ErrorHandlers:
         if isinstance(error, StoreError):
             logger.warning("stored responses cannot be used: %s", error, extra=server.log_fields())
             what = f"The stored responses cannot be used now: {error}; send the items themselves"
-            return ApiError(503, "unavailable", what, retry_after_s=5)
+            return ApiError(503, "unavailable", what, retry_after_s=RETRY_S)
         if isinstance(error, RecursionError):
             return ApiError(400, "validation", "The JSON of the request is nested too deeply")
         if not isinstance(error, HTTPException):

@@ -27,7 +27,7 @@ logger = logging.getLogger("web")
 FILE = "responses.sqlite"  # in the run's folder
 BUSY_S = 1.0  # how long a call waits for another process; one takes about a millisecond
 LOCKED = "database is locked"  # SQLite's words after BUSY_S
-RETRY_S = 30.0  # a locked file is left alone for so long: to wait for it stops the event loop
+RETRY_S = 30  # a locked file is left alone for so long: to wait for it stops the event loop
 CREATE_TABLE = (
     "CREATE TABLE IF NOT EXISTS responses "
     "(id TEXT PRIMARY KEY, previous_id TEXT, input BLOB, output BLOB, response BLOB, owner BLOB)"
