@@ -87,13 +87,15 @@ class ModelCache:
         check_private(self.folder, f"--model-cache {config.model_cache} (MODEL_CACHE)")
 
     def find(self, key: str | None) -> Path | None:
-        """Returns the folder of the entry `key`, in SHIPPED or in the cache, and marks it as used now; None:
-        there is no such entry, or `key` is None. Raises ConfigError for an entry with files that are not
-        regular."""
-        for entry in (SHIPPED / key, self.folder / key) if key else ():
+        """Returns the folder of the entry `key`, in SHIPPED or in the cache; None: there is no such entry, or
+        `key` is None. Marks an entry of the cache as used now. One of SHIPPED is never evicted, and stays as
+        it is. Raises ConfigError for an entry with files that are not regular."""
+        for folder in (SHIPPED, self.folder) if key else ():
+            entry = folder / key
             if (entry / ENTRY).is_file() and entry not in self._damaged:
                 check_regular(entry)
-                mark_used(entry / ENTRY)
+                if folder != SHIPPED:
+                    mark_used(entry / ENTRY)
                 return entry
         return None
 
@@ -116,7 +118,7 @@ class ModelCache:
         return folder
 
     def find_or_add(self, key: str | None, convert: Callable[[Path], None]) -> Path:
-        """Returns the folder of the entry `key`, marked as used now. If there is no such entry, `convert`
+        """Returns the folder of the entry `key`, as `find` does. If there is no such entry, `convert`
         fills the folder: one of several processes converts, and the others wait for it, however long it
         takes. After a conversion old entries are removed until the cache fits into its limit.
 

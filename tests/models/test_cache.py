@@ -173,9 +173,11 @@ def shipped(config, copies, tmp_path, monkeypatch):
     return folder
 
 
-def test_a_model_that_came_with_the_image_is_not_converted(config, copies, shipped):
+def test_a_model_that_came_with_the_image_is_not_converted_and_nothing_in_the_image_changes(config, copies, shipped):
+    os.utime(shipped / "entry.json", (1, 1))
     assert load(config).engine == "openvino"
     assert copies == []
+    assert (shipped / "entry.json").stat().st_mtime == 1
 
 
 def test_a_damaged_model_of_the_image_is_converted_once_though_it_cannot_be_removed(config, copies, shipped, caplog):
