@@ -105,14 +105,20 @@ def _turn_upright(image: Image.Image) -> None:
 
 
 def _in_rgb(image: Image.Image) -> Image.Image:
-    """Returns the image in RGB: transparent parts on white, 16 bits of grey as 8 bits."""
+    """Returns the image in RGB: transparent parts on white, 16 bits as 8 bits. May change `image.info`."""
+    transparent = image.info.get("transparency")
+    if image.mode.startswith("I"):
+        # 16 bits of grey, of which `convert` alone would make white.
+        image = image.convert("I").point(lambda grey: grey * (1 / 256)).convert("L")
+        if transparent is not None:
+            image.info["transparency"] = transparent >> 8
+    elif isinstance(transparent, tuple) and max(transparent) > 255:
+        # Pillow reads 16 bits of a color as 8, but not those of the transparent color.
+        image.info["transparency"] = tuple(part >> 8 for part in transparent)
     if image.has_transparency_data:
         # On white, as viewers show it. `convert` alone would show the colors behind the transparency.
         image = image.convert("RGBA")
         background = Image.new("RGB", image.size, "white")
         background.paste(image, mask=image)
         return background
-    if image.mode.startswith("I"):
-        # 16 bits of grey, of which `convert` alone would make white.
-        image = image.convert("I").point(lambda grey: grey * (1 / 256)).convert("L")
     return image if image.mode == "RGB" else image.convert("RGB")

@@ -46,6 +46,12 @@ SHOWN = {  # the file, and the color in the middle of the image
     "black and white": (saved(Image.new("1", (40, 20), 1), "PNG"), WHITE),
     "16 bits of grey": (saved(Image.new("I;16", (40, 20), 0x8000), "PNG"), (128, 128, 128)),
     "16 bits of white": (saved(Image.new("I;16", (40, 20), 0xFFFF), "PNG"), WHITE),
+    "16 bits beside a transparent grey": (
+        saved(Image.new("I;16", (40, 20), 0x8000), "PNG", transparency=0x3200),
+        (128, 128, 128),
+    ),
+    "16 bits of a transparent grey": (saved(Image.new("I;16", (40, 20), 0x3200), "PNG", transparency=0x3200), WHITE),
+    "beside a transparent color of 16 bits": (png(40, 20, before=[(b"tRNS", b"\x32\0\0\0\0\0")]), BLACK),
     "CMYK": (saved(Image.new("RGB", (40, 20), WHITE).convert("CMYK"), "JPEG"), WHITE),
     "grey JPEG": (saved(Image.new("L", (40, 20), 77), "JPEG"), (77, 77, 77)),
     "a GIF with a JPEG behind it": (saved(red, "GIF") + saved(Image.new("RGB", (9, 9)), "JPEG"), RED),
