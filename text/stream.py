@@ -51,7 +51,7 @@ class ByteLevelDetokenizer:
 
     def push(self, token_id: int) -> str:
         added = self._bytes_of(token_id)
-        self._has_begun = self._has_begun or bool(added)
+        self._has_begun |= bool(added)
         return self._decoder.decode(added)
 
     def finish(self) -> str:
@@ -89,9 +89,12 @@ class WindowDetokenizer:
         return list(prompt[start:])
 
     def _in_byte_run(self, token_id: int) -> bool:
-        if token_id in self._tokenizer.special_ids:
-            return self._tokenizer.has_byte_fallback
-        return self._tokenizer.is_byte_token(token_id)
+        """Whether a token may stand within a run of bytes, as tokens without text may."""
+        return self._is_silent(token_id) or self._tokenizer.is_byte_token(token_id)
+
+    def _is_silent(self, token_id: int) -> bool:
+        """Whether a token has no text: a special one, or an id that the vocabulary does not have."""
+        return token_id in self._tokenizer.special_ids or self._tokenizer.id_to_token(token_id) is None
 
     @property
     def holds_text(self) -> bool:
@@ -99,7 +102,7 @@ class WindowDetokenizer:
         return bool(self._new)
 
     def push(self, token_id: int) -> str:
-        if token_id in self._tokenizer.special_ids or self._tokenizer.id_to_token(token_id) is None:
+        if self._is_silent(token_id):
             return ""
         self._new.append(token_id)
         return "" if self._in_byte_run(token_id) else self._release()
@@ -128,12 +131,8 @@ def find_stop(text: str, stops: Sequence[str], scanned: int) -> int | None:
 
     The first `scanned` characters are known to hold no complete stop string.
     """
-    ends = []
-    for stop in stops:
-        at = text.find(stop, max(0, scanned - len(stop) + 1))
-        if at >= 0:
-            ends.append(at + len(stop))
-    return min(ends, default=None)
+    found = ((text.find(stop, max(0, scanned - len(stop) + 1)), len(stop)) for stop in stops)
+    return min((at + length for at, length in found if at >= 0), default=None)
 
 
 @dataclass

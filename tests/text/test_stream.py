@@ -443,6 +443,16 @@ def test_a_long_run_of_bytes_costs_no_more_than_its_length():
     assert sum(tokenizer.decoded) <= 3 * len(ids)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_a_prompt_of_tokens_without_text_costs_no_more_than_its_length(name):
+    tokenizer = CountingTokenizer(kind_of(name).folder)
+    unknown = 1_000_000
+    for token_id in (*tokenizer.special_ids, unknown):
+        tokenizer.decoded = []
+        detokenizer_for(tokenizer, [token_id] * 1000)
+        assert sum(tokenizer.decoded) <= 3 * 1000
+
+
 @pytest.mark.parametrize("keep_stop", [True, False])
 def test_what_is_held_back_comes_out_when_no_token_follows(keep_stop, tmp_path):
     byte_tokenizer(tmp_path)
