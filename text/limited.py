@@ -118,19 +118,21 @@ class _Child:
     """
 
     def __init__(self, arguments: str):
-        requests, self._requests = posix.pipe()  # which no other process inherits
-        self._answers, answers = posix.pipe()
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | ONE_THREAD
-        streams = [(os.POSIX_SPAWN_DUP2, requests, 0), (os.POSIX_SPAWN_DUP2, answers, 1)]
         command = [sys.executable, "-c", CHILD, str(HERE), arguments]
+        pipes: list[int] = []  # which no other process inherits
         try:
+            pipes += posix.pipe()
+            pipes += posix.pipe()
+            requests, self._requests, self._answers, answers = pipes
+            streams = [(os.POSIX_SPAWN_DUP2, requests, 0), (os.POSIX_SPAWN_DUP2, answers, 1)]
             self._pid = posix.posix_spawn(sys.executable, command, environment, file_actions=streams)
         except OSError:
-            self._close()
+            for end in pipes:
+                posix.close(end)
             raise
-        finally:
-            posix.close(requests)
-            posix.close(answers)
+        posix.close(requests)
+        posix.close(answers)
         self._reader = open(self._answers, "rb", closefd=False)  # noqa: SIM115
 
     @property

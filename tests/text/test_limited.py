@@ -141,6 +141,24 @@ def test_a_process_is_there_before_the_first_request_and_after_one_that_took_too
     (_replacement,) = children() - before - {started}
 
 
+def open_files() -> set[int]:
+    return {int(name) for name in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{name}").exists()}
+
+
+@pytest.mark.parametrize("free", [1, 3])
+def test_a_process_that_cannot_be_started_for_want_of_files_leaves_none_open(free):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = open_files()
+    unused = [number for number in range(limits[0]) if number not in before]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (unused[free], limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            limited().start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert open_files() == before
+
+
 def test_the_processes_end_with_the_one_that_started_them():
     code = (
         "import os; from text.template import ChatTemplate; ChatTemplate('{{ 1 }}', {}).render([]); "
