@@ -75,9 +75,11 @@ class ChatTemplate:
     them.
     """
 
-    def __init__(self, source: str, special_tokens: dict[str, str], response_template: Any = None):
+    def __init__(
+        self, source: str, special_tokens: dict[str, str], response_template: Any = None, origin: str = ""
+    ):
         self.source = source
-        self.origin = ""  # the file that it is in, or its key in a GGUF file
+        self.origin = origin  # the file that it is in, or its key in a GGUF file
         self.response_template = response_template  # transformers': how an answer is parsed
         self.for_tools = self  # the template for chats with tools; some models have one of its own
         self.words = frozenset(WORD.findall(source))  # in quotes, such as the names of roles
@@ -109,15 +111,14 @@ class ChatTemplate:
             "chat_template.json": _template_in(read_json(folder / "chat_template.json")),
             config_path.name: own,
         }
-        found = [(origin, source) for origin, source in sources.items() if source]
-        if not found:
+        origin = next(filter(sources.get, sources), None)
+        if origin is None:
             return None
-        origin, source = found[0]
         special_tokens = special_tokens_in(read_json(folder / "special_tokens_map.json"))
         special_tokens |= special_tokens_in(config)
         response_template = config.get("response_template")
-        template = cls(source, special_tokens, response_template)
-        template.origin = config.get(TEMPLATE_ORIGIN) or origin
+        named = config.get(TEMPLATE_ORIGIN) or origin
+        template = cls(sources[origin], special_tokens, response_template, named)
         additional = folder / "additional_chat_templates" / "tool_use.jinja"
         if tool_use := _read_if_there(additional) or _template_in(config, "tool_use"):
             template.for_tools = cls(tool_use, special_tokens, response_template)
@@ -407,8 +408,8 @@ def _with_ids(messages: list[Json], write_id: Callable[[str, str, int], str]) ->
         message = dict(message)
         calls = []
         for call in message.get("tool_calls") or ():
-            given = str(call.get("id", number))
-            ids[given] = write_id(given, call["function"]["name"], number)
+            given = str(call.get("id") or number)
+            ids[given] = write_id(given, call["function"].get("name", ""), number)
             calls.append(call | {"id": ids[given]})
             number += 1
         if calls:

@@ -395,6 +395,12 @@ def calling(call):
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
+@pytest.mark.parametrize("name", ["mistral", "kimi_k2"])
+def test_a_call_without_a_name_has_an_id_where_templates_need_one(name):
+    call = calling({"id": "x", "type": "function", "function": {"arguments": {}}})
+    assert ChatTemplate(tool_calls.TEMPLATES[name], {}).render([USER, call])
+
+
 def test_ids_have_the_names_of_functions_where_the_template_writes_them_in_their_place():
     chat = ChatTemplate(tool_calls.TEMPLATES["kimi_k2"], {})
     calls = [
@@ -539,11 +545,12 @@ def test_a_template_that_rejects_a_chat_which_ends_with_an_answer_keeps_the_bord
     assert template.borders(prompt, [USER]) == [1, len(prompt) - 1]
 
 
-def test_calls_without_ids_get_ids_of_their_own_where_a_template_needs_short_ones():
+@pytest.mark.parametrize("given", [{}, {"id": None}])
+def test_calls_without_ids_get_ids_of_their_own_where_a_template_needs_short_ones(given):
     template = ChatTemplate(
         "[TOOL_CALLS]{% for m in messages %}{% for c in m.tool_calls %}{{ c.id }} {% endfor %}{% endfor %}", {}
     )
-    calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}] * 2
+    calls = [given | {"type": "function", "function": {"name": "f", "arguments": {}}}] * 2
     chat = [USER | {"tool_calls": []}, {"role": "assistant", "content": "", "tool_calls": calls}]
     first, second = template.render(chat).removeprefix("[TOOL_CALLS]").split()
     assert len(first) == len(second) == 9 and first != second
