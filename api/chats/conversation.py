@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Collection, Iterator
 from typing import Any, TypeVar
 
+import gevent
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -481,6 +482,8 @@ def _parsed_arguments(written: str) -> Any:
     """Returns the value of a text in JSON, which may have the mistakes that are read in a model's output. A
     blank text is None; a text that is not JSON is its own value, stripped. An object that is truncated has
     its complete members. If the JSON is a string that has JSON in it, the value is that of the inner JSON."""
+    if len(written) > 10_000:
+        gevent.sleep(0)  # a history may have many long texts with mistakes, each of which takes 0.2 s
     text = without_surrogates(written.strip().encode()).decode() or "null"
     with contextlib.suppress(ValueError, RecursionError):
         read = whole_value(text, is_partial=text.startswith("{"))

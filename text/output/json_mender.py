@@ -10,6 +10,7 @@ from typing import Any
 from run import Json
 
 GEMMA_QUOTE = '<|"|>'
+MAX_SIGNS = 50_000  # of a text that is not JSON: a client may send it, and each may take 6 µs
 CLOSING = {"{": "}", "[": "]"}
 QUOTES = (GEMMA_QUOTE, '"', "'")
 SPACES = re.compile(r"\s*")
@@ -28,13 +29,16 @@ class Unfinished(ValueError):
 
 def whole_value(text: str, is_partial: bool = False) -> Any:
     """Returns the value that is all of a text: JSON, else what `read_value` reads. Raises ValueError for a
-    text that is no value or more than one, and RecursionError for one that is nested too deeply. In a text
-    that is JSON, NaN and Infinity are numbers, and the last of two members of one name counts.
+    text that is no value or more than one, and for one that is not JSON and has more than MAX_SIGNS commas,
+    quotes and backslashes; RecursionError for one that is nested too deeply. In a text that is JSON, NaN and
+    Infinity are numbers, and the last of two members of one name counts.
 
     is_partial: the text is truncated; members that are not complete are left out.
     """
     with contextlib.suppress(ValueError):
         return json.loads(text)
+    if sum(map(text.count, ',"\\')) > MAX_SIGNS:
+        raise ValueError("too long to be mended")
     value, end = read_value(text, is_partial=is_partial)
     if text[end:].strip():
         raise ValueError("more than one value")
@@ -73,10 +77,10 @@ def read_value(text: str, at: int = 0, is_loose: bool = False, is_partial: bool 
     found = BARE_WORD.match(text, at)
     word = found[0].strip() if found else ""
     end = at + len(word)
-    is_begun = is_loose or PARTIAL.fullmatch(word) or any(each.startswith(word) for each in CONSTANTS)
-    if GEMMA_QUOTE.startswith(text[at : at + len(GEMMA_QUOTE)]) or (
-        is_partial and end == len(text) and is_begun
-    ):
+    if GEMMA_QUOTE.startswith(text[at : at + len(GEMMA_QUOTE)]):
+        raise Unfinished
+    is_last = is_partial and end == len(text)
+    if is_last and (is_loose or PARTIAL.fullmatch(word) or any(each.startswith(word) for each in CONSTANTS)):
         raise Unfinished
     if word in CONSTANTS:
         return CONSTANTS[word], end
