@@ -143,7 +143,7 @@ def of_choice(choices: Sequence[str]) -> str:
     string, and if they are too long together."""
     if not choices or not all(isinstance(choice, str) and choice for choice in choices):
         raise GrammarError("must be a list of non-empty strings")
-    return of_rules(["start: " + " | ".join(lark_string(choice) for choice in choices)])
+    return of_rules(["start: " + " | ".join(map(lark_string, choices))])
 
 
 def of_rules(rules: list[str], inner: str = "", name: str = "") -> str:

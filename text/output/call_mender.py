@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from run import Json
 from text.escaping import any_of
 from text.output.json_mender import CONSTANTS, GEMMA_QUOTE, read_value, whole_value
 
@@ -48,7 +47,8 @@ def may_be_calls(text: str, names: Sequence[str]) -> bool:
     the first word, and from MAX_HEAD characters on for a name with a bracket after it."""
     head = text[:MAX_HEAD]
     first = re.match(f"\\W*({NAME_PATTERN})?", head)[1] or ""
-    if not any(word.startswith(first.removeprefix("functions.")) for word in (*names, *FIRST_WORDS)):
+    firsts = (first, first.removeprefix("functions."))
+    if not any(word.startswith(firsts) for word in (*names, *FIRST_WORDS)):
         return False
     return len(text) < MAX_HEAD or bool(re.search(f"{any_of(names)}.*[({{<]", head, re.DOTALL))
 
@@ -60,12 +60,12 @@ class CallText:
     The readers `in_json`, `in_python`, `in_almost_python` and `after_names` yield the calls. They raise one
     of ERRORS for a text that is something else, perhaps after some calls.
 
-    schemas: of the arguments, by the names of the functions; markers: texts that may stand beside calls;
-    has_comments: comments may stand beside calls, too; rest, is_final: see `mended_calls`.
+    tools: the offered ones, by name; markers: texts that may stand beside calls; has_comments: comments may
+    stand beside calls, too; rest, is_final: see `mended_calls`.
     """
 
     text: str
-    schemas: dict[str, Json]
+    tools: dict[str, Any]
     markers: Iterable[str]
     has_comments: bool
     rest: str | None
@@ -87,13 +87,17 @@ class CallText:
         return found.end() if found else at
 
     def checked(self, name: Any, arguments: Any) -> tuple[str, str]:
-        """Returns a call's name, without `functions.`, and its arguments in JSON. Does not compare the
-        arguments with the schema. Raises ValueError if no such tool is offered, or if the arguments are no
-        object, and what `as_json` raises if JSON cannot write them."""
-        name = str(name).removeprefix("functions.")
-        if name not in self.schemas or not isinstance(arguments, dict):
+        """Returns the name of the called tool, and the arguments in JSON. Does not compare the arguments with
+        the schema. Raises ValueError if no such tool is offered, or if the arguments are no object, and what
+        `as_json` raises if JSON cannot write them."""
+        name = self._name(name)
+        if name not in self.tools or not isinstance(arguments, dict):
             raise ValueError("not the call of an offered tool")
         return name, as_json(arguments)
+
+    def _name(self, name: Any) -> str:
+        """Returns a name without `functions.`, unless a tool of the whole name is offered."""
+        return name if name in self.tools else str(name).removeprefix("functions.")
 
     def in_json(self) -> Iterator[UncheckedCall]:
         """Yields the calls of a text of JSON: objects with a name and arguments, or lists of them. Only
@@ -121,7 +125,7 @@ class CallText:
         breaks; names of arguments may have dashes, or be Python's keywords. Raises ValueError for text in
         front of the first call and for two arguments of one name."""
         listed = re.fullmatch(r"\[?(.*)\)\s*\]?", self.text.strip(), re.DOTALL)[1]
-        before, *calls = re.split(rf"(?:\A|\)\s*,)\s*({any_of(self.schemas)})\(", listed)
+        before, *calls = re.split(rf"(?:\A|\)\s*,)\s*({any_of(self.tools)})\(", listed)
         for name, written in zip(calls[::2], calls[1::2]):
             no_key, *pairs = re.split(r"(?:\A|,)\s*([\w-]+)\s*=", written)
             arguments = {key: _value_of(value) for key, value in zip(pairs[::2], pairs[1::2])}
@@ -139,9 +143,9 @@ class CallText:
         """
         at = 0
         while at < len(self.text):
-            begin = self.text.index("{", at)
+            begin = self.text.index("{", at, at + MAX_HEAD)
             words = re.findall(NAME_PATTERN, self._beside.sub(" ", self.text[at:begin]))
-            offered = [word for word in words if word.removeprefix("functions.") in self.schemas]
+            offered = [word for word in words if self._name(word) in self.tools]
             if any(word not in (*FILLERS, *offered) and not word.isdigit() for word in words):
                 raise ValueError("other words")
             (name,) = [word for word in offered if word not in FILLERS] or offered[-1:]

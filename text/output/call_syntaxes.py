@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from run import Json
 from text.escaping import any_of
@@ -35,6 +35,7 @@ DEFINITIONS = ("$defs", "definitions")
 ALL_TYPES = {*TYPE_NAMES.values()}
 # Side by side that are asked for: small models would repeat theirs up to the end of the context.
 MOST_CALLS = 16
+MAX_MISFITS = 5  # closing tags in front of which a value of another type than the schema's may end
 # `argument` with any name, `value`: any literal, and the literals of each type.
 ANY_LITERALS = [
     "value: string | number | boolean | null | array | object",
@@ -58,6 +59,10 @@ GEMMA_LITERALS = [  # but for strings
     'boolean: "true" | "false"',
     'null: "null"',
 ]
+
+# The name of a parameter in a tag. It neither begins nor ends with a space: if a space could match in two
+# places, long runs of spaces would take for ever.
+TAG_KEY = r"[^\s<>\"'](?:[^<>\n\"']*[^\s<>\"'])?"
 
 TokenId = Callable[[str], int | None]  # of a text that is one token
 ToLark = Callable[[str], str]  # writes a text with markers in Lark
@@ -86,6 +91,10 @@ class Function:
     @property
     def required(self) -> set[str]:
         return required_names(self.parameters)
+
+    def types_of(self, name: str) -> set[str]:
+        """Returns the types of the property called `name`, as the function of this name does."""
+        return types_of(self.properties.get(name), self.parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +130,8 @@ class ToolFormat:
 
     is_whole = False  # values may have any text: a call is read when it is complete
     writes_json = True  # the arguments
+    key_pattern = r"(?s:.*)"  # of the names of parameters
+    language = "JSON"  # for errors
     braces = 1  # in front of the arguments
     tail = ""  # what may follow the arguments
     call_end = ""  # of a call in tags
@@ -195,9 +206,8 @@ class NamedFormat(ToolFormat):
 class PairsFormat(ToolFormat):
     """Calls of which the arguments are pairs of a key and a literal.
 
-    A subclass has `language` for errors, `begin` of a call (with {} for the name), `equals`, `comma`, `end`,
-    `key_pattern` for the names that can be keys, `written` for a value, and `literals`: the rules `argument`
-    and `value`, and a rule for each type.
+    A subclass has `begin` of a call (with {} for the name), `equals`, `comma`, `end`, `written` for a value,
+    and `literals`: the rules `argument` and `value`, and a rule for each type.
     """
 
     writes_json = False
@@ -206,17 +216,13 @@ class PairsFormat(ToolFormat):
     def call_rules(self, rule: str, function: Function, _arguments: str, lark: ToLark) -> list[str]:
         """Returns the rules of a call: the properties in their order; those that are not required may be
         missing. A value is one of the listed ones, else of the type that its schema names, else any literal;
-        the rest of its schema is not enforced. A function that `takes_any` has any arguments. Raises
-        GrammarError for a name that cannot be a key."""
+        the rest of its schema is not enforced. A function that `takes_any` has any arguments."""
         begin = lark_string(self.begin.format(function.name))
         if function.takes_any:
             return [f'{rule}: {begin} (argument ("," " "? argument)*)? "{self.end}"']
         properties = function.properties
         rules = [f'{rule}: {begin} {rule}_first_0 "{self.end}"']
         for k, (name, schema) in enumerate(properties.items()):
-            if not re.fullmatch(self.key_pattern, name):
-                detail = f"must have names that are valid in {self.language}. Given: {name[:40]!r}"
-                raise GrammarError(detail)
             values = " | ".join(lark(self.written(value)) for value in allowed_values(schema) or ())
             literal = values or _named_type(schema) or "value"
             for place, comma in (("first", ""), ("next", self.comma)):
@@ -229,8 +235,9 @@ class PairsFormat(ToolFormat):
     def shared_rules(self, _lark: ToLark, _token_id: TokenId) -> list[str]:
         return self.literals
 
-    def enforced(self, schema: Any, _parameters: Json) -> set[str]:
-        """Returns the keywords of a property that `call_rules` enforces. schema: that of the property."""
+    def enforced(self, function: Function, name: str) -> set[str]:
+        """Returns the keywords of the property called `name` that `call_rules` enforces."""
+        schema = function.properties[name]
         if allowed_values(schema):
             return {"type", "enum", "const"}
         return {"type"} if _named_type(schema) else set()
@@ -266,7 +273,7 @@ class GemmaFormat(PairsFormat):
     """call:name{key:value}, an object as in JSON but for its quotes."""
 
     language = "Gemma's calls"
-    key_pattern = r"[^\s:,{}\[\]<]+"
+    key_pattern = r"[^\s:=,{}\[\]<\"']+"
     begin = "call:{}{{"
     equals = ":"
     comma = ","
@@ -287,6 +294,16 @@ class GemmaFormat(PairsFormat):
         text.check_rest(self.open, re.escape(self.open), GEMMA_QUOTE, self.close)
 
 
+class Tag(NamedTuple):
+    """A tag of a call, and the text behind it. The tag begins a call of the function `name`, or a value of
+    the parameter `key`; with neither it ends one of these."""
+
+    text: str
+    name: str | None
+    key: str | None
+    behind: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class TaggedFormat(ToolFormat):
     """The name, and each parameter in tags."""
@@ -301,38 +318,32 @@ class TaggedFormat(ToolFormat):
 
     is_whole = True
     writes_json = False
+    key_pattern = TAG_KEY
+    language = "tags, without quotes, `<` and `>`"
 
     @property
     def parts(self) -> list[str]:
         return [*super().parts, self.key]
 
-    @property
-    def key_pattern(self) -> str:
-        """A regular expression for the name of a parameter."""
-        return rf"[^{self.key_end[0]}\n]+"
-
     def call_rules(self, rule: str, function: Function, _arguments: str, lark: ToLark) -> list[str]:
         """Returns the rules of a call: the properties in their order; those that are not required may be
-        missing. A function that `takes_any` has any parameters. Raises GrammarError for a name with a line
-        break or the first character of `key_end`, and for the schema of a value in JSON that cannot be
-        enforced."""
+        missing. A function that `takes_any` has any parameters. Raises GrammarError for the schema of a value
+        in JSON that cannot be enforced."""
         begin = f"{lark(function.name + self.name_end)} ws"
         if function.takes_any:
             return [f"{rule}: {begin} parameter* {lark(self.call_end)}"]
         rules = []
         parts = []
-        for k, (name, schema) in enumerate(function.properties.items()):
-            if not re.fullmatch(self.key_pattern, name):
-                raise GrammarError(f"must have names without `{self.key_end[0]}`. Given: {name[:40]!r}")
+        for k, name in enumerate(function.properties):
             parts.append(f"{rule}_{k}" if name in function.required else f"{rule}_{k}?")
             rules.append(f"{rule}_{k}: {self._key(lark_string(name), lark)} {rule}_value_{k} ws")
-            rules += self._value_rules(f"{rule}_value_{k}", schema, function.parameters, lark)
+            rules += self._value_rules(f"{rule}_value_{k}", function, name, lark)
         return [f"{rule}: {begin} {' '.join(parts)} {lark(self.call_end)}", *rules]
 
     def shared_rules(self, lark: ToLark, token_id: TokenId) -> list[str]:
         """Returns the rules `parameter`, with any name and value, and `raw`, any text and the tag after
         it."""
-        key = self._key(f"/{self.key_pattern}/", lark)
+        key = self._key(f"/{TAG_KEY}/", lark)
         return [f"parameter: {key} raw ws", *up_to(self.value_end, token_id, "raw", "RAW")]
 
     def _key(self, name: str, lark: ToLark) -> str:
@@ -341,16 +352,16 @@ class TaggedFormat(ToolFormat):
         value = f"ws {lark(self.value)}" if self.value else ""
         return f"{lark(self.key)} {name} {lark(self.key_end)} {value}"
 
-    def _value_rules(self, rule: str, schema: Any, parameters: Json, lark: ToLark) -> list[str]:
+    def _value_rules(self, rule: str, function: Function, name: str, lark: ToLark) -> list[str]:
         """Returns the rules of a value and the tag after it; the first one is called `rule`. The value is one
         of the listed texts, if the schema lists values and allows texts only; else any text, if it allows
         texts; else JSON.
 
-        parameters: the schema of all arguments, with the definitions that `schema` may refer to. Raises
-        GrammarError for a schema of JSON that cannot be enforced.
+        name: of the property. Raises GrammarError for a schema of JSON that cannot be enforced.
         """
-        types = types_of(schema, parameters)
-        values = allowed_values(schema)
+        schema = function.properties[name]
+        types = function.types_of(name)
+        values = [value for value in allowed_values(schema) or () if isinstance(value, str)]
         end = lark(self.value_end)
         if types == {"string"} and values:
             space = r"/\n?/" if self.line_breaks else ""
@@ -359,13 +370,14 @@ class TaggedFormat(ToolFormat):
             return [f"{rule}: raw"]
         definitions: Json = {}
         if "$ref" in json.dumps(schema):
+            parameters = function.parameters
             definitions = {name: parameters[name] for name in DEFINITIONS if name in parameters}
         return [f"{rule}: ws {rule}_json ws {end}", f"{rule}_json: {json_rule(definitions | schema, ' ?')}"]
 
-    def enforced(self, schema: Any, parameters: Json) -> set[str]:
-        """Returns the keywords of a property that `call_rules` enforces: all of them for a value in JSON.
-        schema: that of the property; parameters: that of all arguments."""
-        types = types_of(schema, parameters)
+    def enforced(self, function: Function, name: str) -> set[str]:
+        """Returns the keywords of the property called `name` that `call_rules` enforces: all of them for a
+        value in JSON."""
+        types = function.types_of(name)
         if types and "string" not in types:
             return CONSTRAINTS  # written as JSON
         return {"type", "enum", "const"} if types == {"string"} else {"type"}
@@ -375,39 +387,40 @@ class TaggedFormat(ToolFormat):
         schema names. Raises one of ERRORS for a text with anything else between the tags. If the text is
         truncated, a value that is not complete is left out."""
         begins = _tag(self.next) or rf"(?:\A|{re.escape(self.open)})\s*"
-        call = rf"{begins}(?P<name>{any_of(text.schemas)}){_tag(self.name_end)}(?![^\s<])"
+        name = rf"(?P<name>{any_of(text.tools)}){_tag(self.name_end)}(?![^\s<])"
+        call = begins + name
+        another = rf"{re.escape(self.open)}\s*{_tag(self.next)}{name}"
         value = rf"\s*{self.value}" if self.value else ""
-        key = rf"{_tag(self.key)}\s*(?P<key>[^<>\n\"']+?)\s*{_tag(self.key_end)}{value}"
+        # Where the tag ends with `=`, its pattern has the spaces behind it.
+        key = rf"{_tag(self.key)}(?:(?<=>)\s*)?(?P<key>{TAG_KEY})\s*{_tag(self.key_end)}{value}"
         calls = text.text
         if text.rest is None:  # up to the last value that is complete
             closed, end, _value = calls.rpartition(self.value_end)
             calls = closed + end or re.match(call, calls)[0]
-        found = [*re.finditer(f"{call}|{key}|{any_of([self.value_end, self.call_end])}", calls)]
-        ends = [*(tag.start() for tag in found[1:]), len(calls)]
-        pieces = [(tag, calls[tag.end() : end]) for tag, end in zip(found, ends, strict=True)]
-        n = 0
-        if not calls.startswith(found[0][0]):
+        before, *parts = re.split(f"({call}|{key}|{any_of([self.value_end, self.call_end])})", calls)
+        tags = [Tag(*parts[at : at + 4]) for at in range(0, len(parts), 4)]
+        if before or not tags:
             raise ValueError("another text is in front")
-        while n < len(pieces):
-            tag, behind = pieces[n]
-            schema = text.schemas[tag["name"] if text.is_blank(behind) else ""]
+        n = 0
+        while n < len(tags):
+            tag = tags[n]
+            function = text.tools[tag.name if text.is_blank(tag.behind) else ""]
             arguments: Json = {}
             n += 1
-            while n < len(pieces) and (name := pieces[n][0]["key"]) and name not in arguments:
-                n, arguments[name] = self._value(text, pieces, n, schema, arguments)
-            if n < len(pieces) and pieces[n][0][0] == self.call_end and text.is_blank(pieces[n][1]):
+            while n < len(tags) and (parameter := tags[n].key) and parameter not in arguments:
+                n, arguments[parameter] = self._value(text, tags, n, function, arguments)
+            if n < len(tags) and tags[n].text == self.call_end and text.is_blank(tags[n].behind):
                 n += 1
             elif not text.is_final and self.call_end != self.close:
                 raise ValueError("the call may go on")
-            yield tag["name"], arguments
-        another = rf"{re.escape(self.open)}\s*{call.replace('?P<name>', '')}"
+            yield tag.name, arguments
         text.check_rest("\n", another, self.value_end, self.call_end)  # a line break is between calls
 
     def _value(
-        self, text: CallText, pieces: list[tuple[re.Match, str]], n: int, schema: Json, earlier: Json
+        self, text: CallText, tags: list[Tag], n: int, function: Function, earlier: Json
     ) -> tuple[int, Any]:
-        """Returns the index of the piece after the value that begins in piece `n`, and the value. A piece is
-        a tag with the text behind it. Raises ValueError for a value that is not certain.
+        """Returns the index of the tag after the value that begins behind tag `n`, and the value. Raises
+        ValueError for a value that is not certain.
 
         A value ends at its closing tag, if only spaces and markers are behind that tag and the value has the
         type that the schema names. Without such a tag the value ends in front of a new parameter of the
@@ -419,37 +432,37 @@ class TaggedFormat(ToolFormat):
         Example: in `<parameter=a>x</parameter>y</parameter>` the first closing tag has text behind it. So the
         value is `x</parameter>y`.
 
-        schema: that of all arguments; earlier: the arguments before this one, whose names begin no new
-        parameter.
+        earlier: the arguments before this one, whose names begin no new parameter.
         """
-        properties = schema.get("properties", {})
-        key, written = pieces[n]
-        types = types_of(properties.get(key["key"]), schema)
-        misfit = None
-        for at in range(n + 1, len(pieces)):
-            tag, behind = pieces[at]
-            is_blank = text.is_blank(behind)
-            if tag[0] == self.value_end and is_blank:
+        properties = function.properties
+        key = tags[n].key
+        written = tags[n].behind
+        types = function.types_of(key)
+        misfits: list[tuple[int, Any]] = []
+        for at in range(n + 1, len(tags)):
+            tag = tags[at]
+            is_blank = text.is_blank(tag.behind)
+            if tag.text == self.value_end and is_blank and len(misfits) < MAX_MISFITS:
                 value = _typed_value(written, types, self.line_breaks)
                 if _is_of_type(value, types) and (at == n + 1 or text.is_final):
                     return at + 1, value
-                misfit = misfit or (at + 1, value)
-            follows = pieces[at + 1][0] if at + 1 < len(pieces) else None
-            is_new = tag["key"] in properties if properties else tag["key"]
-            if is_new and tag["key"] not in (key["key"], *earlier):
+                misfits.append((at + 1, value))
+            follows = tags[at + 1] if at + 1 < len(tags) else None
+            is_new = tag.key in properties if properties else tag.key
+            if is_new and tag.key not in (key, *earlier):
                 break
             if is_blank and self._leaves_call(tag, follows):
                 break
-            written += tag[0] + behind
+            written += tag.text + tag.behind
         else:
-            at = len(pieces)
+            at = len(tags)
         value = _typed_value(written.rstrip("\n"), types, self.line_breaks)
-        is_certain = misfit or (self.value_end not in written and _is_of_type(value, types))
+        is_certain = misfits or (self.value_end not in written and _is_of_type(value, types))
         if not (is_certain and text.is_final):
             raise ValueError("the value may go on, or have the part of another")
-        return misfit or (at, value)
+        return misfits[0] if misfits else (at, value)
 
-    def _leaves_call(self, tag: re.Match, follows: re.Match | None) -> bool:
+    def _leaves_call(self, tag: Tag, follows: Tag | None) -> bool:
         """Whether `tag` ends the call, or begins another call. `follows` is the next tag, None: there is
         none.
 
@@ -457,10 +470,10 @@ class TaggedFormat(ToolFormat):
         closing marker, too. After the name of a function, `follows` has to be a parameter or the end of the
         call, or None.
         """
-        if tag["name"]:
-            return not follows or bool(follows["key"]) or follows[0] == self.call_end
-        is_last = follows["name"] if follows else self.call_end != self.close
-        return tag[0] == self.call_end and bool(is_last)
+        if tag.name:
+            return not follows or bool(follows.key) or follows.text == self.call_end
+        is_last = follows.name if follows else self.call_end != self.close
+        return tag.text == self.call_end and bool(is_last)
 
 
 @dataclass(frozen=True)
@@ -550,11 +563,19 @@ def calls_grammar(calls: AllowedCalls, start: str, body: str) -> str:
             # Templates write calls in one line, so models do, too. A schema that cannot be enforced is
             # rejected in every syntax.
             arguments = json_rule({"type": "object"} | function.parameters, " ?", function.is_strict)
+            _check_keys(form, function)
             rules += form.call_rules(f"call{n}", function, arguments, lark)
         except GrammarError as error:
             raise ParametersError(function, error) from None
     rules += form.shared_rules(lark, token_id)
     return of_rules(rules, body, "body")
+
+
+def _check_keys(form: ToolFormat, function: Function) -> None:
+    """Raises GrammarError for a parameter with a name that the format cannot write."""
+    for name in function.properties:
+        if not re.fullmatch(form.key_pattern, name):
+            raise GrammarError(f"must have names that are valid in {form.language}. Given: {name[:40]!r}")
 
 
 def not_written(form: ToolFormat, function: Function) -> Iterator[str]:
@@ -574,7 +595,7 @@ def not_written(form: ToolFormat, function: Function) -> Iterator[str]:
         enforced.add("additionalProperties")
     yield from _constraints(parameters, enforced, "")
     for name, schema in function.properties.items():
-        enforced = form.enforced(schema, parameters)
+        enforced = form.enforced(function, name)
         yield from _constraints(schema, enforced, within("/properties", name))
 
 
@@ -601,10 +622,10 @@ def mended_calls(
     else.
     """
     form = calls.format
-    schemas = {function.name: function.parameters for function in calls.functions}
+    tools = {function.name: function for function in calls.functions}
     inner = () if form.call_end else form.inner
     markers = (form.open, *form.also_open, form.close, *inner)
-    whole = CallText(text, schemas, markers, not form.is_whole, rest, is_final)
+    whole = CallText(text, tools, markers, not form.is_whole, rest, is_final)
     others = () if is_exact else (CallText.in_json, CallText.in_python, form.after_names)
     for read in (form.calls_in, *others):
         with contextlib.suppress(*ERRORS):
@@ -667,6 +688,8 @@ def _typed_value(text: str, types: set[str], line_breaks: bool) -> Any:
     """
     if line_breaks:
         text = text.removeprefix("\n").removesuffix("\n")
+    if types == {"string"}:
+        return text
     written = text.strip()
     may_be_text = not types or "string" in types
     with contextlib.suppress(*ERRORS):
@@ -675,7 +698,7 @@ def _typed_value(text: str, types: set[str], line_breaks: bool) -> Any:
         else:
             value = json.loads(written) if may_be_text else whole_value(written)
         as_json(value)
-        if types != {"string"} and (_is_of_type(value, types) or not may_be_text):
+        if _is_of_type(value, types) or not may_be_text:
             return value
     return text
 
@@ -687,7 +710,7 @@ def _is_of_type(value: Any, types: set[str]) -> bool:
 
 def _tag(text: str) -> str:
     """A regular expression for a tag, or a part of one: with blanks around `=`, with or without quotes."""
-    return re.escape(text).replace("=", r"\s*=\s*").replace('"', "[\"']?").replace(r"\ ", r"\s+")
+    return re.escape(text).replace("=", r"\s*=\s*").replace('"', r"(?:[\"']\s*)?").replace(r"\ ", r"\s+")
 
 
 def terminal(text: str, token_id: TokenId) -> str:

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import re
 import secrets
+import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
 
@@ -24,6 +25,7 @@ from text.stream import Piece
 
 MORE_STARTS = tuple("{[,;/#`")  # of what may follow a call in front of the closing marker
 IMPLICIT_STARTS = ("{", "[")  # a model may take one for the other
+MAX_TRYING_S = 1.0  # of processor time, for texts of one output that may be calls
 MAX_COMMAS = 20  # commas after which the complete arguments of a Python call may end
 
 
@@ -93,9 +95,8 @@ class ParserConfig:
     @functools.cached_property
     def markers(self) -> frozenset[str]:
         """Texts that a parser must get even if they are special tokens."""
-        thinks = self.thinking.format.markers if self.thinking else ()
-        calls = self.calls.format.markers if self.calls else ()
-        return frozenset((*calls, *thinks))
+        given = filter(None, (self.calls, self.thinking))
+        return frozenset(marker for each in given for marker in each.format.markers)
 
 
 # Generators that read from the parser's buffer, and yield when they need more text.
@@ -131,6 +132,7 @@ class OutputParser:
         self._newest: Call | None = None  # the newest one
         self._is_held = False  # that call: it is not in the output
         self._keeps_truncated = False  # a truncated call is a call, not content
+        self._trying_s = 0.0  # of processor time, for texts that may be calls
         self.is_done = False  # nothing that follows is read
         self._steps = self._read()
 
@@ -271,7 +273,7 @@ class OutputParser:
 
         Returns True after it has sent complete calls, or dropped what may stand beside earlier calls; further
         calls may follow. Returns False if the text is content, which stays held back, or after it has sent a
-        truncated call.
+        truncated call. After MAX_TRYING_S, all text is content.
 
         An example, with the end of a call in a value: `<tool_call>f … </tool_call> … </tool_call>`. The text
         in front of the first closing marker is tried first, and is no call because its value has no end. The
@@ -288,8 +290,12 @@ class OutputParser:
                     break
             ends = self._ends_of_calls(text)
             for end in ends[0 if self._is_final else tried :]:
+                if self._trying_s > MAX_TRYING_S:
+                    return False
+                started_at = time.thread_time()
                 rest = text[end:].removeprefix(form.close)
                 calls = mended_calls(text[:end], self._calls, rest, self._is_final, self._streams_calls)
+                self._trying_s += time.thread_time() - started_at
                 if calls or (calls == [] and self.output.has_calls):
                     self._buffer = rest
                     yield from self._send_calls(calls)
@@ -563,8 +569,7 @@ class OutputParser:
         call = self._newest
         if not self._is_held:
             self._undecided = ""
-            if text:
-                self._append_to_part(call, text)
+            self._append_to_part(call, text)
             return
         call.texts.append(text)
         if self._streams_calls and not any(earlier.startswith(call.text) for earlier in self._earlier()):

@@ -196,7 +196,7 @@ TOOL_FORMATS = (
         ends=("<|call|>",),
         separator=" <|constrain|>json<|message|>",
         # A header that does not name the function is left out by `OutputParser`.
-        separators=r"(<\|channel\|>\w+)?\s*(<\|constrain\|>)?\w*\s*(<\|message\|>)?",
+        separators=r"(<\|channel\|>\w+)?(\s*<\|constrain\|>\w*|\s+\w+)?(\s*<\|message\|>)?",
         inner=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>"),
         before=f"{HARMONY_START} open",
         between=f'"<|call|>" {HARMONY_START} open',

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -217,6 +218,8 @@ def test_a_stop_string_cuts_a_forced_call_too():
         ('{"a": 1, "a": 2}', {"a": 2}),
         ('{"a": 1, "b": "2", "c"', {"a": 1, "b": "2"}),
         ("nonsense", {}),
+        ('{"a": [' + "1," * 1000, {"a": [1] * 1000}),
+        ('{"a": [' + "1," * 100_000, {}),  # would take long
     ],
 )
 def test_what_is_complete_of_cut_arguments_can_be_read(cut, read):
@@ -350,6 +353,7 @@ def test_calls_are_read_as_models_write_them(name, text, content, calls):
         ("openai", "<|channel|>commentary to=functions.then <|constrain|>json<|message|>{}"),
         ("openai", "<|channel|>commentary to=functions.now <|constrain|>json<|message|>1"),
         ("openai", "<|channel|>commentary to=functions.now and more<|message|>{}"),
+        ("openai", "<|channel|>commentary to=functions.nowhere <|message|>{}"),
         ("openai", "<|channel|>commentary to=python code<|message|>{}"),
         ("gemma4", "<|tool_call>call:then{}<tool_call|>"),
         ("gemma4", "<|tool_call>call:now{a:}<tool_call|>"),
@@ -673,7 +677,9 @@ def test_a_required_call_may_have_the_tags_of_its_format_in_a_value(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("function", ["call", "message", "json", "function", "to", "functions", "tool", "weather_now"])
+@pytest.mark.parametrize(
+    "function", ["call", "message", "json", "function", "to", "functions", "tool", "weather_now", "functions.now"]
+)
 def test_a_tool_may_have_a_name_that_formats_have_beside_names(name, function):
     tools = [tool(function), tool("weather")]
     text = with_argument(name, function=function)
@@ -697,6 +703,28 @@ DOCUMENTED = "x</function>\n</tool_call>\n<tool_call>\n<function=now>\n</functio
 )
 def test_what_may_be_read_in_two_ways_is_content(name, text):
     assert parsed(ParserConfig(use(name)), text) == Whole(text, "", [])
+
+
+CODER = "<tool_call><function=weather><parameter="
+HOSTILE = [
+    ("qwen3_coder", CODER + " " * 5000 + "</function></tool_call>"),
+    ("qwen3_coder", CODER + "days>[" + "1, " * 10_000 + "</parameter> " * 5000 + "</function></tool_call>"),
+    ("minimax_m2", '<minimax:tool_call><invoke name="weather"><parameter name=' + " " * 5000 + "</invoke></minimax:tool_call>"),
+    ("glm45", "<tool_call>weather<arg_key>" + " " * 5000 + "</tool_call>"),
+    ("glm45", "<tool_call>weather<arg_key>city</arg_key><arg_value>" + "</tool_call>x" * 10_000),
+    ("openai", "<|channel|>commentary to=functions.weather" + " " * 5000 + "x"),
+    ("hermes", "<tool_call>weather(" + "/*" * 20_000 + "{</tool_call>"),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "' + "</tool_call>" * 10_000),
+]
+
+
+@pytest.mark.parametrize("size", [500, None])
+@pytest.mark.parametrize(("name", "text"), HOSTILE, ids=lambda value: str(value)[:40])
+def test_a_hostile_output_costs_little(name, text, size):
+    parser = ParserConfig(use(name)).parser()
+    started_at = time.thread_time()
+    assert told(output_of(parser, text, size)) == [(Content, None, text)]
+    assert time.thread_time() - started_at < 5  # at most 1 on an idle processor; minutes or hours without limits
 
 
 def test_tags_in_a_value_and_text_behind_a_call_do_not_change_it():
