@@ -181,9 +181,11 @@ class GrammarChecker:
     """
 
     def __init__(self, tokenizer_dir: str | Path, vocab_size: int, eos_token_ids: Sequence[int]):
-        setup = (str(tokenizer_dir), vocab_size, list(eos_token_ids))
         self._probe = SandboxedFunction(
-            "text.grammar:dry_run", setup, cpu_s=CHECK_S, memory_bytes=CHECK_BYTES
+            "text.grammar:dry_run",
+            [str(tokenizer_dir), vocab_size, list(eos_token_ids)],
+            cpu_s=CHECK_S,
+            memory_bytes=CHECK_BYTES,
         )
         self._accepted: set[bytes] = set()
 

@@ -13,6 +13,10 @@ GEMMA_QUOTE = '<|"|>'
 MAX_SIGNS = 50_000  # of a text that is not JSON: a client may send it, and each may take 6 µs
 CLOSING = {"{": "}", "[": "]"}
 QUOTES = (GEMMA_QUOTE, '"', "'")
+STRING = re.compile(
+    rf"{re.escape(GEMMA_QUOTE)}(.*?){re.escape(GEMMA_QUOTE)}|\"((?:[^\"\\]|\\.)*)\"|'((?:[^'\\]|\\.)*)'",
+    re.DOTALL,
+)
 SPACES = re.compile(r"\s*")
 BARE_WORD = re.compile(r"[^,{}\[\]\"'<]+")
 NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
@@ -144,18 +148,16 @@ def _read_string(text: str, at: int) -> tuple[str, int]:
     r"""Returns the string in quotes that begins at this place, and where it ends. Raises Unfinished without
     the closing quote, and ValueError if a backslash may be an escape or part of a path, as in
     "C:\new\Users"."""
-    quote = next(quote for quote in QUOTES if text.startswith(quote, at))
-    at += len(quote)
-    characters = ".*?" if quote == GEMMA_QUOTE else rf"(?:[^{quote}\\]|\\.)*"
-    found = re.compile(f"({characters}){re.escape(quote)}", re.DOTALL).match(text, at)
+    found = STRING.match(text, at)
     if not found:
         raise Unfinished
-    if quote == GEMMA_QUOTE:
-        return found[1], found.end()
-    escapes = {escape[0][1:2] for escape in ESCAPE_OR_QUOTE.finditer(found[1])}
+    written = found[found.lastindex]
+    if found.lastindex == 1:  # in Gemma's quotes, which know no escapes
+        return written, found.end()
+    escapes = {escape[0][1:2] for escape in ESCAPE_OR_QUOTE.finditer(written)}
     if escapes - KNOWN_ESCAPES and escapes & set("bfnrtu"):
         raise ValueError(f"a backslash that may be one from {at}")  # C:\new\Users
-    return json.loads(f'"{ESCAPE_OR_QUOTE.sub(_escape, found[1])}"', strict=False), found.end()
+    return json.loads(f'"{ESCAPE_OR_QUOTE.sub(_escape, written)}"', strict=False), found.end()
 
 
 def _escape(found: re.Match) -> str:
