@@ -31,7 +31,7 @@ from api.generation.stream import (
 from api.generation.tracing import RequestTrace, Tracer
 from api.http import errors, fields
 from api.http.bodies import Bodies
-from api.http.engine_client import EngineClient, attempt
+from api.http.engine_client import EngineClient, attempt, settled
 from api.http.errors import ApiError
 from api.http.fields import Json
 from api.http.response_store import OwnedResponses, ResponseStore
@@ -100,22 +100,19 @@ class TextThreads:
         self._max_pending = max_pending
         self._pending = 0
 
-    def run(self, function: Callable):
-        """Returns what `function()` returns, or raises what it raises. A thread runs it; the caller's
-        greenlet waits. Raises ApiError (429) if too many calls are pending."""
+    def run(self, function: Callable[[], T], is_long: bool = True) -> T:
+        """Returns what `function()` returns, or raises what it raises. A thread runs it, and the caller's
+        greenlet waits; if it is not `is_long`, it runs at once in that greenlet. Raises ApiError (429) if too
+        many calls are pending."""
+        if not is_long:
+            return function()
         if self._pending >= self._max_pending:
             raise errors.overloaded()
         self._pending += 1
         try:
-            result = self._threads.apply(attempt, (function,))
+            return settled(self._threads.apply(attempt, (function,)))
         finally:
             self._pending -= 1
-        if not isinstance(result, BaseException):
-            return result
-        try:
-            raise result
-        finally:
-            del result  # else it would keep this frame, and all that led to it, until garbage is collected
 
 
 class Server:
@@ -200,7 +197,7 @@ class Server:
         served = self._begin()
         parse = parser()
         with self._bodies.read(self.payload_limit) as body, served.images:
-            writer = self.run(lambda: read(parse(body), served), renders or len(body) >= LONG_TEXT)
+            writer = self._threads.run(lambda: read(parse(body), served), renders or len(body) >= LONG_TEXT)
             generation = self._submit(writer, served, deadline_s)
         return self._respond(writer, generation)
 
@@ -242,7 +239,7 @@ class Server:
         served.images.load(self._check_client)
         tokenize = functools.partial(prompts_of, writer.requests, served)
         characters = sum(prepared.characters for prepared in writer.requests)
-        prompts = self.run(tokenize, served.images.are_given or characters >= LONG_TEXT)
+        prompts = self._threads.run(tokenize, served.images.are_given or characters >= LONG_TEXT)
         _log_changes(writer, prompts)
         self._check_grammars(prompts)
         writer.request_id = g.request_id
@@ -264,7 +261,7 @@ class Server:
         if keywords := {place.rpartition("/")[2] for place in _not_enforced(writer.requests)}:
             headers["x-schema-not-enforced"] = ", ".join(sorted(keywords)[:MAX_NOT_ENFORCED])
         if writer.streams:
-            stream = event_stream(writer, generation, self.run)
+            stream = event_stream(writer, generation, self._threads.run)
             next(stream)  # waits until the status is certain
             headers["Content-Type"] = writer.content_type
             headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -273,13 +270,11 @@ class Server:
             return response
         with generation:
             generation.run()
-            body = self.run(lambda: encode_json(writer.whole(generation.sequences)), writer.lists_prompts)
+            # To list the 30,000 tokens of a prompt takes half a second.
+            body = self._threads.run(
+                lambda: encode_json(writer.whole(generation.sequences)), writer.lists_prompts
+            )
             return Response(body, headers=headers | timing_headers(generation), mimetype=JSON)
-
-    def run(self, function: Callable[[], T], is_long: bool) -> T:
-        """What `function` returns or raises. A thread runs `function` if `is_long`: to list the 30,000 tokens
-        of a prompt takes half a second. Raises ApiError (429) if too many calls wait for a thread."""
-        return self._threads.run(function) if is_long else function()
 
     def _check_grammars(self, prompts: list[TokenizedPrompt]) -> None:
         """Compiles each grammar of the prompts in a child process, unless it was accepted before. Raises
@@ -334,7 +329,7 @@ def json_response(body: Any) -> Response:
 
 
 def empty_response() -> Response:
-    response = Response(status=200)
+    response = Response()
     del response.headers["Content-Type"]
     return response
 

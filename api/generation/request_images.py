@@ -19,7 +19,7 @@ import gevent
 from gevent.lock import BoundedSemaphore
 
 from api.generation.image_urls import MAX_IMAGE_BYTES, ImageUrlError, fetch_image, read_data_url
-from api.http.engine_client import attempt
+from api.http.engine_client import attempt, settled
 from api.http.errors import invalid
 from api.http.fields import Json, require
 from protocol import Image
@@ -34,6 +34,7 @@ MAX_FETCHED = 2 * MAX_IMAGE_BYTES  # of one request, whose body says nothing abo
 # The requests of an API server process that may hold pixels, or fetched files, at a time.
 WITH_PIXELS = BoundedSemaphore(2)
 WITH_FETCHED = BoundedSemaphore(8)
+CHECK_S = 0.1  # how often a client whose request waits for its turn is checked
 DETAILS = ("low", "high", "auto", "original")
 Later = Callable[[], Any]  # makes a response once the images are loaded
 
@@ -149,14 +150,12 @@ class RequestImages:
         limit how many requests hold files or pixels at a time. The place for pixels is held until the `with`
         block of this object ends. Raises ApiError for an image that cannot be fetched or decoded, for more
         bytes of files or pixels, or more seconds, than a request may have, and what `run` raises.
-        check_client: called before each image is preprocessed; raises when the client has disconnected.
+        check_client: called every CHECK_S until the images are fetched and have their place for pixels, then
+        before each image is preprocessed; raises when the client has disconnected, which gives both up.
         """
         if not self._images:
             return
-        remote = [image for image in self._images if isinstance(image.source, str)]
-        with WITH_FETCHED if remote else contextlib.nullcontext():
-            self._fetch(remote)
-            self._held.enter_context(WITH_PIXELS)
+        _wait_for(self._fetch, check_client)
         spent_s = 0.0
         pixels = 0
         for image in self._images:
@@ -168,33 +167,35 @@ class RequestImages:
             detail = f"is too much: the images of a request may have {MAX_PIXEL_BYTES} bytes of pixels"
             require(pixels <= MAX_PIXEL_BYTES, image.path, f"{detail}. Given: {pixels}")
 
-    def _fetch(self, remote: list[RequestImage]) -> None:
-        """Fetches these images, all at the same time, and each URL once; waits for all. Replaces the URL in
-        the `source` of each by its file. Raises ApiError for the first image that cannot be fetched, and for
-        more than MAX_FETCHED bytes together; those that are still fetched are then given up."""
+    def _fetch(self) -> None:
+        """Fetches the images by URL, all at the same time, and each URL once. Waits for all, then for a place
+        among the requests that may hold pixels. Replaces the URL in the `source` of each image by its file.
+        Raises ApiError for the first image that cannot be fetched, and for more than MAX_FETCHED bytes
+        together; those that are still fetched are then given up."""
         images_of = defaultdict(list)
-        for image in remote:
-            images_of[image.source].append(image)
-        jobs = {
-            gevent.spawn(attempt, functools.partial(fetch_image, url, self._domains)): images
-            for url, images in images_of.items()
-        }
-        fetched = 0
-        try:
-            for job in gevent.iwait(jobs):
-                path, url = jobs[job][0].path, jobs[job][0].source
-                file = job.value
-                if isinstance(file, ImageUrlError):
-                    raise invalid(path, str(file), given=url[:200])
-                if isinstance(file, BaseException):
-                    raise file
-                fetched += len(file)
-                detail = f"is too much: the images that a request fetches may have {MAX_FETCHED} bytes"
-                require(fetched <= MAX_FETCHED, path, f"{detail}. Given: {fetched}")
-                for image in jobs[job]:
-                    image.source = file
-        finally:
-            gevent.killall(jobs)
+        for image in self._images:
+            if isinstance(image.source, str):
+                images_of[image.source].append(image)
+        with WITH_FETCHED if images_of else contextlib.nullcontext():
+            jobs = {
+                gevent.spawn(attempt, functools.partial(fetch_image, url, self._domains)): images
+                for url, images in images_of.items()
+            }
+            fetched = 0
+            try:
+                for job in gevent.iwait(jobs):
+                    path, url = jobs[job][0].path, jobs[job][0].source
+                    file = job.value
+                    if isinstance(file, ImageUrlError):
+                        raise invalid(path, str(file), given=url[:200])
+                    fetched += len(settled(file))
+                    detail = f"is too much: the images that a request fetches may have {MAX_FETCHED} bytes"
+                    require(fetched <= MAX_FETCHED, path, f"{detail}. Given: {fetched}")
+                    for image in jobs[job]:
+                        image.source = file
+            finally:
+                gevent.killall(jobs)
+            self._held.enter_context(WITH_PIXELS)
 
     def _preprocess(self, image: RequestImage) -> float:
         """Sets `read` of an image, and drops its file. Returns how many seconds that took. Raises ApiError
@@ -210,3 +211,16 @@ class RequestImages:
 
 
 NO_IMAGES = RequestImages()  # of a text by itself
+
+
+def _wait_for(function: Callable[[], None], check_client: Callable[[], None]) -> None:
+    """Calls `function` in a greenlet, and waits for it. Calls `check_client` every CHECK_S meanwhile. If that
+    raises, ends the greenlet."""
+    job = gevent.spawn(attempt, function)
+    try:
+        while not gevent.wait([job], CHECK_S):
+            check_client()
+        settled(job.value)
+    finally:
+        job.kill()
+        del job  # which has the exception, whose traceback has this frame

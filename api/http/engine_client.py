@@ -74,6 +74,16 @@ def attempt(function: Callable[[], Any]) -> Any:
         return error
 
 
+def settled(result: Any) -> Any:
+    """Returns a result of `attempt`, or raises it if it is an exception."""
+    try:
+        if isinstance(result, BaseException):
+            raise result
+        return result
+    finally:
+        del result  # else it would keep this frame, and all that led to it, until garbage is collected
+
+
 class EngineClient:
     """The worker's state, and the requests that this process has sent to the worker. To be made after the
     fork: connects to the worker, tells it of this process, and starts greenlets, which `close` ends. No

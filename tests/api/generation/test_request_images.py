@@ -29,7 +29,7 @@ from api.anthropic import messages
 from api.chats import conversation
 from api.generation.image_urls import ImageUrlError
 from api.generation.prepared_request import ModelText, Served, prompts_of, with_image_ids
-from api.generation.request_images import WITH_PIXELS, RequestImages
+from api.generation.request_images import WITH_FETCHED, WITH_PIXELS, RequestImages
 from api.http import fields
 from api.http.errors import ApiError
 from api.http.response_store import OwnedResponses, ResponseStore
@@ -485,6 +485,26 @@ def test_a_client_that_disconnects_stops_the_work_on_its_images():
         chat.chat(data, served)
         served.images.load(check)
     assert served.images.preprocess.files == [CAT]
+
+
+@pytest.mark.parametrize("busy", [WITH_FETCHED, WITH_PIXELS, None], ids=["files", "pixels", "a slow host"])
+def test_a_client_that_disconnects_is_noticed_while_its_request_waits_for_images(busy, monkeypatch):
+    class Gone(Exception):
+        pass
+
+    def gone():
+        raise Gone
+
+    monkeypatch.setattr("api.generation.request_images.fetch_image", lambda *_: CAT if busy else gevent.sleep(60))
+    places = [WITH_FETCHED.counter, WITH_PIXELS.counter]
+    images = serving().images
+    images.add("url", "https://example.com/cat.png")
+    with contextlib.ExitStack() as others, gevent.Timeout(20), pytest.raises(Gone):
+        for _ in range(busy.counter if busy else 0):
+            others.enter_context(busy)
+        with images:
+            images.load(gone)
+    assert [WITH_FETCHED.counter, WITH_PIXELS.counter] == places
 
 
 @pytest.mark.parametrize(
