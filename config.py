@@ -312,8 +312,8 @@ def _root_path(value: str) -> str | None:
 
 
 def _path(value: str) -> str:
-    if not value.startswith("/"):
-        raise ValueError("must begin with a slash")
+    if not re.fullmatch("/[^<]*", value):  # Flask's rules have variables in angle brackets
+        raise ValueError("must begin with a slash, and have no <")
     return value
 
 
@@ -361,21 +361,21 @@ def _json_object(value: str) -> str:
     """Returns the text itself, if it is a JSON object. Raises ValueError for any other text."""
     try:
         members = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):  # nested too deeply
         members = None
     if not isinstance(members, dict):
         raise ValueError("must be a JSON object")
     return value
 
 
-def _origins(value: str) -> str:
-    """Returns a list with commas of origins, or of "*", without spaces and without slashes at their ends; ""
-    for a text with nothing but commas. Raises ValueError for any other item."""
-    origins = [origin.strip().rstrip("/") for origin in value.split(",") if origin.strip()]
+def _origins(value: str) -> tuple[str, ...]:
+    """Returns the origins of a list with commas, or "*" among them, without spaces and without slashes at
+    their ends. There may be none. Raises ValueError for any other item."""
+    origins = tuple(origin.strip().rstrip("/") for origin in value.split(",") if origin.strip())
     for origin in origins:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
             raise ValueError(f"{origin!r} is not an origin; one looks like https://example.com")
-    return ",".join(origins)
+    return origins
 
 
 # The last label begins with a letter: 127.1 is another spelling of an address.
@@ -780,10 +780,11 @@ class Config:
         names="AIP_PREDICT_ROUTE",
         parse=_path,
     )
-    cors_allow_origin: str = setting(
-        "*",
+    cors_allow_origin: tuple[str, ...] = setting(
+        ("*",),
         "Origins of web pages that may call the server, separated by commas; the flag may be repeated.",
         parse=_origins,
+        shown="*",
     )
     no_web_page: bool = setting(False, "Do not serve the web UI at `/`.")
     web_concurrency: int = setting(2, "API server processes (HTTP, tokenizing, streaming).")
@@ -977,16 +978,16 @@ class Config:
         """
         least = self.max_batch_size
         slots = self.prefix_slots
-        if slots and not self.prefix_reuse:
+        if slots is None:
+            slots = least
+            if self.prefix_reuse:
+                fitting = self._fitting_tokens(manifest, memory_bytes) // self.max_total_tokens
+                slots = max(least, min(fitting, MAX_DEFAULT_PREFIX_SLOTS))
+        elif not self.prefix_reuse:
             raise ConfigError(
                 f"--prefix-slots {slots} (PREFIX_SLOTS) needs prefix caching, which --prefix-reuse false "
                 "(PREFIX_REUSE) turns off; leave one of them out"
             )
-        if slots is None and self.prefix_reuse:
-            fitting = self._fitting_tokens(manifest, memory_bytes) // self.max_total_tokens
-            slots = max(least, min(fitting, MAX_DEFAULT_PREFIX_SLOTS))
-        elif slots is None:
-            slots = least
         if slots < least:
             raise ConfigError(
                 f"--prefix-slots {slots} (PREFIX_SLOTS) is less than the {least} requests that run at a "
@@ -1024,7 +1025,8 @@ class Config:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Config:
-        return msgspec.json.decode(text, type=cls)
+        # Unlike msgspec, json reads surrogates: the bytes of a working folder that are not UTF-8.
+        return msgspec.convert(json.loads(text), cls)
 
     def to_shell(self) -> str:
         """Returns the assignments that entrypoint.sh reads, one a line, of the settings IN_SHELL. Seconds are
@@ -1186,11 +1188,15 @@ def _values_given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, 
     address; an empty flag stays. Several values of a flag are joined by commas.
 
     Raises ConfigError for an unknown flag, a flag that lacks its value, one that is given twice although it
-    takes no list, and an API_KEY of spaces. --help and --version print, and raise SystemExit.
+    takes no list, and a variable for API keys that is only spaces. --help and --version print, and raise
+    SystemExit.
     """
     given = {name: value.strip() for name, value in environ.items() if value.strip()}
-    if environ.get("API_KEY") and "API_KEY" not in given:
-        raise ConfigError("API_KEY is only spaces: give a key, or leave it empty for a server without one")
+    for name in ("API_KEY", "VLLM_API_KEY", "API_KEY_FILE"):
+        if environ.get(name) and name not in given:
+            raise ConfigError(
+                f"{name} is only spaces: give a key, or leave it empty for a server without one"
+            )
     try:
         ipaddress.ip_address(given.get("HOSTNAME", ""))
     except ValueError:
@@ -1212,14 +1218,15 @@ def _values_given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, 
 
 def _parse_value(name: str, value: str, entry: dataclasses.Field) -> Any:
     """Returns the value of a setting, in its type. name: the flag or variable that has this value, for the
-    error. Raises ConfigError for an empty value, for control characters, and for a value that the setting's
-    parser rejects. An error does not show an API key."""
+    error. Raises ConfigError for an empty value, for control characters, for bytes that are not UTF-8, which
+    are surrogates in `value`, and for a value that the setting's parser rejects. An error does not show an
+    API key."""
     if not value:
         raise ConfigError(f"{name} needs a value")
     parse = entry.metadata["parse"] or PARSERS[entry.type.removesuffix(" | None")]
     try:
-        if any(unicodedata.category(character) == "Cc" for character in value):
-            raise ValueError("must have no control characters")
+        if any(unicodedata.category(character) in ("Cc", "Cs") for character in value):
+            raise ValueError("must be UTF-8 without control characters")
         return parse(value)
     except ValueError as error:
         shown = "" if entry.name == "api_key" else f" {value!r}"
@@ -1276,7 +1283,7 @@ def listen(config: Config) -> socket.socket:
     except OSError as error:
         raise ConfigError(
             f"port {config.port} of {config.hostname} cannot be used: {os.strerror(error.errno)};"
-            " choose another with --port (PORT)"
+            " choose another with --port (PORT) or --hostname (HOSTNAME)"
         ) from error
 
 

@@ -103,7 +103,7 @@ class AuthAndCors:
     """The API key and CORS, before and after every route."""
 
     def __init__(self, config: Config):
-        self._origins = config.cors_allow_origin.split(",")
+        self._origins = config.cors_allow_origin
         self._needs_key = config.needs_key
         self._keys = ApiKeys(config)
 
@@ -225,10 +225,9 @@ class ErrorHandlers:
             g.outcome = "dropped" if "generates" in g else None
             return Response(status=CLIENT_CLOSED_REQUEST)  # for the metrics; the client has disconnected
         shown = self._for_client(error)
-        of_route = routes.error_format()
         shown.request_id = g.request_id
         g.rejection = shown.text[:200]
-        response = server.json_response(shown.body(g.get("error_format") or of_route))
+        response = server.json_response(shown.body(g.get("error_format") or routes.error_format()))
         response.status_code = shown.status
         if shown.retry_after_s is not None:
             response.headers["Retry-After"] = str(shown.retry_after_s)
@@ -293,7 +292,7 @@ class _GunicornLog(gunicorn.glogging.Logger):
     def exception(self, msg: str, *args, **kwargs) -> None:
         """Logs the exception that is being handled, unless it is an OSError: a client broke its connection or
         never reads."""
-        if not isinstance(sys.exc_info()[1], OSError):  # a client that broke its connection or never reads
+        if not isinstance(sys.exc_info()[1], OSError):
             super().exception(msg, *args, **kwargs)
 
 
@@ -336,8 +335,6 @@ class GunicornServer(gunicorn.app.base.BaseApplication):
             "forwarder_headers": "",  # no client may set the path under which this server is mounted
             # The most that gunicorn allows: GET /infer has its text there.
             "limit_request_line": 8190,
-            "limit_request_fields": 100,
-            "limit_request_field_size": 8190,
             "sendfile": False,
             "timeout": 120,  # of gunicorn's own heartbeat, not of a request
             # entrypoint.sh enforces the real one.

@@ -87,7 +87,7 @@ VALUES = {
     "health_route": [("/healthz", "/healthz"), ("/v1/endpoints/1/models/2", "/v1/endpoints/1/models/2")],
     "predict_route": [("/predict", "/predict"), ("/v1/endpoints/1:predict", "/v1/endpoints/1:predict")],
     "api_key_file": [(str(path), str(path)) for path in KEY_FILES],
-    "cors_allow_origin": [("https://a.example", "https://a.example"), ("http://b.example:80", "http://b.example:80")],
+    "cors_allow_origin": [("https://a.example", ("https://a.example",)), ("http://b.example:80", ("http://b.example:80",))],
     "allowed_media_domains": [
         ("upload.wikimedia.org, 10.0.0.5:09000 A.example", ("upload.wikimedia.org", "10.0.0.5:9000", "a.example")),
         ("::1,[0::1]:80,xn--bcher-kva.example:443", ("[::1]", "[::1]:80", "xn--bcher-kva.example:443")),
@@ -212,7 +212,9 @@ def test_a_local_model_is_read_where_a_name_of_the_hub_would_do_too(model, monke
 
 @pytest.mark.parametrize("empty", ["", "  ", "\n"])
 def test_an_empty_variable_counts_as_unset(empty):
-    names = {name for entry in SETTINGS.values() for name in entry.metadata["names"]} - ({"API_KEY"} if empty else set())
+    names = {name for entry in SETTINGS.values() for name in entry.metadata["names"]} - (
+        {"API_KEY", "API_KEY_FILE"} if empty else set()
+    )
     assert parse([], dict.fromkeys([*names, "NUM_SHARD", "LORA_ADAPTERS"], empty)) == Config()
 
 
@@ -225,11 +227,14 @@ def test_space_around_a_value_of_the_environment_does_not_matter():
     [
         ("[]", "must be a JSON object"),
         ("{", "must be a JSON object"),
+        ('{"a":' * 100_000, "must be a JSON object"),
     ],
+    ids=["list", "truncated", "nested too deeply"],
 )
-def test_fields_of_preprocessing_are_a_json_object(given, why):
-    line = refusal("--mm-processor-kwargs", given)
-    assert line.startswith(f"--mm-processor-kwargs {given!r}: {why}")
+@pytest.mark.parametrize("flag", ["--mm-processor-kwargs", "--chat-template-kwargs"])
+def test_fields_of_preprocessing_and_variables_of_templates_are_a_json_object(flag, given, why):
+    line = refusal(flag, given)
+    assert line.startswith(f"{flag} {given!r}: {why}")
 
 
 def test_a_hostname_variable_that_is_not_an_address_is_ignored_and_a_flag_must_be_one():
@@ -240,8 +245,8 @@ def test_a_hostname_variable_that_is_not_an_address_is_ignored_and_a_flag_must_b
 
 
 def test_origins_and_options_of_the_library_may_be_given_in_a_list_and_by_repeating_the_flag():
-    both = "https://a.example,https://b.example"
-    assert of("--cors-allow-origin", both).cors_allow_origin == both
+    both = ("https://a.example", "https://b.example")
+    assert of("--cors-allow-origin", ",".join(both)).cors_allow_origin == both
     assert of("--cors-allow-origin", "https://a.example/", "--cors-allow-origin=https://b.example").cors_allow_origin == both
     assert "'a.example' is not an origin" in refusal(CORS_ALLOW_ORIGIN="a.example")
     options = ("on_device_embedding=true", "sequence_parallel_norm_threshold=512")
@@ -337,8 +342,8 @@ WRONG |= {
         ("serve", "/a//b", "/a b", "http://host/serve", "/a?b"),
         "must be a path such as /serve, of letters, digits and the characters . _ ~ -",
     ),
-    "health_route": {"health": "must begin with a slash"},
-    "predict_route": {"http://host/predict": "must begin with a slash"},
+    "health_route": dict.fromkeys(("health", "/a<b"), "must begin with a slash, and have no <"),
+    "predict_route": {"http://host/predict": "must begin with a slash, and have no <"},
     "device": {"tpu": "must be one of auto, cpu, cuda, neuron"},
     "dtype": {"int3": "must be one of auto, float32, bfloat16, float16"},
     "kv_cache_dtype": {
@@ -386,18 +391,19 @@ def test_a_wrong_value_is_refused_with_its_name_and_what_it_must_be(name):
 
 
 @pytest.mark.parametrize("flag", SETTINGS)
-def test_no_setting_takes_control_characters(flag):
-    for value in ("a\r\nX: 1", "a\tb", "1\x7f2", "a\x9bb"):
+def test_no_setting_takes_control_characters_or_bytes_that_are_no_text(flag):
+    for value in ("a\r\nX: 1", "a\tb", "1\x7f2", "a\x9bb", "/a\udcff"):
         shown = "" if flag == "--api-key" else f" {value!r}"
-        assert refusal(flag, value) == f"{flag}{shown}: must have no control characters"
+        assert refusal(flag, value) == f"{flag}{shown}: must be UTF-8 without control characters"
 
 
 def test_an_api_key_is_stripped_and_checked_and_never_shown():
     assert of(API_KEY=" s3cret\n").api_key == "s3cret"
-    for wrong in ("two words", "schlüssel", "\udcff\udcfe"):
+    for wrong in ("two words", "schlüssel"):
         assert refusal(API_KEY=wrong) == "API_KEY: must be printable ASCII characters without spaces"
     for blank in (" ", "\n"):
-        assert refusal(API_KEY=blank) == "API_KEY is only spaces: give a key, or leave it empty for a server without one"
+        for name in ("API_KEY", "VLLM_API_KEY", "API_KEY_FILE"):
+            assert refusal(**{name: blank}) == f"{name} is only spaces: give a key, or leave it empty for a server without one"
 
 
 @pytest.mark.parametrize("longest_input", ["100", "101", "5000"])
@@ -559,6 +565,11 @@ def test_a_run_reads_back_what_was_resolved_for_it(argv, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(of(*argv).to_json())
     assert config.resolved() == of(*argv)
     assert socket_address() == f"ipc://{tmp_path}/worker.sock"
+
+
+def test_a_path_below_a_working_folder_that_is_not_utf_8_is_read_back():
+    written = Config(model_cache="/a\udcff/cache")
+    assert Config.from_json(written.to_json()) == written
 
 
 def test_a_configuration_cannot_be_changed():
@@ -817,6 +828,13 @@ def test_a_method_of_tgi_is_right_where_the_checkpoint_is_quantized(method):
 @pytest.mark.parametrize("word", ["fp8_e4m3fn", "fp8_e4m3", "fp8"])
 def test_names_that_tgi_and_vllm_have_for_a_kv_cache_in_fp8_mean_the_same(word):
     assert of("--kv-cache-dtype", word).kv_cache_dtype == of(KV_CACHE_DTYPE=word).kv_cache_dtype == "fp8_e4m3fn"
+
+
+def test_an_address_that_cannot_be_used_is_refused_with_both_settings_that_may_be_wrong():
+    with pytest.raises(ConfigError) as error:
+        config.listen(Config(hostname="192.0.2.1", port=0))  # for documents (RFC 5737): no machine has it
+    assert str(error.value).startswith("port 0 of 192.0.2.1 cannot be used: Cannot assign requested address; choose ")
+    assert "--port (PORT)" in str(error.value) and "--hostname (HOSTNAME)" in str(error.value)
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")

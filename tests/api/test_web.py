@@ -110,12 +110,18 @@ def test_browsers_may_ask_from_anywhere_unless_told_otherwise(serve, path):
 
 
 def test_with_a_list_of_origins_only_these_may_ask(serve):
-    served = serve(cors_allow_origin="https://a.example,https://b.example").get_ready()
+    served = serve(cors_allow_origin=("https://a.example", "https://b.example")).get_ready()
     for origin in ("https://a.example", "https://b.example"):
         response = served.client.get("/health", headers={"Origin": origin})
         assert response.headers["Access-Control-Allow-Origin"] == origin
     for origin in ("https://c.example", "https://a.example.evil", ""):
         assert "Access-Control-Allow-Origin" not in served.client.get("/health", headers={"Origin": origin}).headers
+
+
+def test_without_origins_no_response_names_one(serve):
+    served = serve(cors_allow_origin=()).get_ready()
+    for headers in ({}, {"Origin": "https://a.example"}):
+        assert "Access-Control-Allow-Origin" not in served.client.get("/health", headers=headers).headers
 
 
 def test_a_key_beyond_ascii_works_as_curl_sends_it(serve):
