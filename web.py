@@ -30,6 +30,7 @@ import gunicorn.glogging
 from flask import Flask, Response, g, redirect, request
 from flask_swagger_ui import get_swaggerui_blueprint
 from werkzeug.exceptions import ClientDisconnected, HTTPException
+from werkzeug.routing import BaseConverter
 
 import config as configuration
 from api import routes, server, status
@@ -66,6 +67,7 @@ def create_app(config: Config, engine: EngineClient, store: Path) -> Flask:
     # The pages at /docs, and a redirect to them without a host, because a request's Host header may name any.
     app.register_blueprint(get_swaggerui_blueprint(DOCS.rstrip("/"), f"..{DOCUMENT}"))
     app.add_url_rule(DOCS.rstrip("/"), "docs", lambda: redirect(request.script_root + DOCS))
+    app.url_map.converters["name"] = NameConverter
     process = server.Server(config, engine, store)
     for route in routes.ROUTES:
         view = functools.partial(route.view, process)
@@ -79,6 +81,14 @@ def create_app(config: Config, engine: EngineClient, store: Path) -> Flask:
     app.register_error_handler(Exception, handlers.respond)
     app.after_request(handlers.record)
     return app
+
+
+class NameConverter(BaseConverter):
+    """Flask's variable for the rest of a path. It may begin with a slash, as the name of a model in a folder
+    does."""
+
+    regex = ".+"
+    part_isolating = False  # it may have slashes
 
 
 class RootPathMiddleware:

@@ -139,7 +139,6 @@ class PredictionsResponseWriter(ResponseWriter):
         self._form = form
 
     def whole(self, sequences: list[GeneratedSequence]) -> Struct | list:
-        # Without the model's reasoning.
         """Returns what `form` makes of the texts: for each request its prefix, then the best sequence without
         reasoning and calls."""
         texts = (best_of(candidates).output.text_of(Content) for candidates in self._by_request(sequences))

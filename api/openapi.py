@@ -56,8 +56,8 @@ class Route:
 
     @property
     def rule(self) -> str:
-        """The path as Flask writes it."""
-        return self.path.replace("{", "<path:").replace("}", ">")
+        """The path as Flask writes it, with the `NameConverter` of web.py."""
+        return self.path.replace("{", "<name:").replace("}", ">")
 
 
 def kinds_of(union: Any) -> tuple:

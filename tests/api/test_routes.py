@@ -29,7 +29,7 @@ def test_the_openapi_document_tells_every_route_and_no_other(served):
     told = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
     rules = served.client.application.url_map.iter_rules()
     there = {(method, rule.rule) for rule in rules for method in rule.methods - {"OPTIONS", "HEAD"}}
-    there = {(method, re.sub("<path:(.*?)>", r"{\1}", path)) for method, path in there}
+    there = {(method, re.sub("<name:(.*?)>", r"{\1}", path)) for method, path in there}
     pages = ("/docs", "/page/")  # for people
     assert told == {(method, path) for method, path in there if not path.startswith(pages)}
 

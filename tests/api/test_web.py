@@ -1,5 +1,6 @@
 """The Flask app around the routes: request ids, CORS, the page of the document, and that every request is counted once."""
 
+import msgspec
 import pytest
 from openai_api import CHAT, MESSAGES
 from served import wait_until
@@ -122,6 +123,15 @@ def test_without_origins_no_response_names_one(serve):
     served = serve(cors_allow_origin=()).get_ready()
     for headers in ({}, {"Origin": "https://a.example"}):
         assert "Access-Control-Allow-Origin" not in served.client.get("/health", headers=headers).headers
+
+
+@pytest.mark.parametrize("written", ["/opt/ml/model", "%2Fopt%2Fml%2Fmodel"])
+def test_a_model_that_is_named_as_its_folder_is_found_by_that_name(serve, written):
+    served = serve()
+    served.info = msgspec.structs.replace(served.info, model_name="/opt/ml/model")
+    served.get_ready()
+    assert served.client.get(f"/v1/models/{written}").json["id"] == "/opt/ml/model"
+    assert served.client.post(f"/predictions/{written}", data=b"Hi").status_code == 200
 
 
 def test_a_key_beyond_ascii_works_as_curl_sends_it(serve):
