@@ -109,7 +109,6 @@ class EngineClient:
         self._on_stuck = on_stuck
         self._status: Status | None = None
         self._lost: str | None = None  # "dead" or "stuck" once the worker is given up
-        self._beat_at = time.monotonic()
         self._silent_s = 0.0  # since the last message, of the time that this process itself has run
         self._stuck_s = 0.0
         self._reported_ready = False
@@ -191,8 +190,6 @@ class EngineClient:
         for generate in generates:
             self._queues[generate.id] = messages
         self._send_bytes(body)
-        if self._lost:
-            self._end_all(self._lost)
 
     def cancel(self, request_id: int, reason: str) -> None:
         """Ends a request early: its queue gets no more messages, also no End, and the worker is told. Does
@@ -204,8 +201,7 @@ class EngineClient:
     def record(self, stats: protocol.RequestStats) -> None:
         """Adds an HTTP request to the metrics, which the worker keeps for all API server processes. Does
         nothing once the worker is lost."""
-        if not self._lost:
-            self._send(stats)
+        self._send(stats)
 
     def metrics(self) -> bytes:
         """Returns all metrics in Prometheus' text format. A worker that is not ready may answer, too. If no
@@ -233,11 +229,10 @@ class EngineClient:
         replies = SimpleQueue()
         self._queues[question.id] = replies
         try:
-            if not self._lost:
-                self._send(question)
-                (reply,) = replies.get(timeout=timeout_s)
-                if not isinstance(reply, End):
-                    return reply
+            self._send(question)
+            (reply,) = replies.get(timeout=timeout_s)
+            if not isinstance(reply, End):
+                return reply
         except Empty:
             pass
         finally:
@@ -254,6 +249,11 @@ class EngineClient:
         self._send_bytes(protocol.encode(message))
 
     def _send_bytes(self, body: bytes) -> None:
+        """Sends a message without waiting. Once the worker is lost, ends all requests instead: nobody would
+        answer them."""
+        if self._lost:
+            self._end_all(self._lost)
+            return
         # Without a high-water mark this never blocks. A green socket looks for arrived messages after each
         # send, which could have hidden their signal.
         self._dealer.send(body, zmq.NOBLOCK)
@@ -347,12 +347,13 @@ class EngineClient:
         Logs when the worker becomes stuck and when it goes on. After `stuck_timeout_s` of being stuck, gives
         the worker up: all requests end, and `on_stuck` is called.
         """
+        beat_at = time.monotonic()
         while not self._lost:
             gevent.sleep(HEARTBEAT_S)
             now = time.monotonic()
             # At most two beats are counted: when this process itself was stopped, the worker may be well.
-            passed_s = min(now - self._beat_at, 2 * HEARTBEAT_S)
-            self._beat_at = now
+            passed_s = min(now - beat_at, 2 * HEARTBEAT_S)
+            beat_at = now
             self._silent_s += passed_s
             was_stuck = self._stuck_s > 0
             is_stuck = self._is_stuck
