@@ -48,8 +48,11 @@ from text.output.tool_formats import format_named
 
 logger = logging.getLogger("web")
 
-DOCS = "/docs/"
+DOCS = "/docs"
 DOCUMENT = "/api-doc/openapi.json"
+# What needs no key, besides the pages at /docs. Probes and scrapers have no key, nor has a browser that opens
+# a page.
+OPEN_ENDPOINTS = {"docs", "static", *(route.name for route in routes.ROUTES if not route.needs_key)}
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 SPARE_FDS = 200  # for everything but connections
 PROBES = 5  # of a silent connection, in the time of --client-timeout
@@ -65,8 +68,8 @@ def create_app(config: Config, engine: EngineClient, store: Path) -> Flask:
     if config.root_path:
         app.wsgi_app = RootPathMiddleware(app, config.root_path)
     # The pages at /docs, and a redirect to them without a host, because a request's Host header may name any.
-    app.register_blueprint(get_swaggerui_blueprint(DOCS.rstrip("/"), f"..{DOCUMENT}"))
-    app.add_url_rule(DOCS.rstrip("/"), "docs", lambda: redirect(request.script_root + DOCS))
+    app.register_blueprint(get_swaggerui_blueprint(DOCS, f"..{DOCUMENT}"))
+    app.add_url_rule(DOCS, "docs", lambda: redirect(f"{request.script_root}{DOCS}/"))
     app.url_map.converters["name"] = NameConverter
     process = server.Server(config, engine, store)
     for route in routes.ROUTES:
@@ -165,12 +168,9 @@ class AuthAndCors:
 
     def _is_open(self) -> bool:
         """Whether the request needs no key: GET or HEAD of a page, or of a route without `needs_key`, not of
-        an unknown path. Probes and scrapers have no key, nor has a browser that opens a page."""
-        if request.method not in ("GET", "HEAD"):
-            return False
-        route = routes.BY_NAME.get(request.endpoint)
-        is_page = request.path.startswith(DOCS) or request.endpoint in ("docs", "static")
-        return is_page or (route is not None and not route.needs_key)
+        an unknown path."""
+        is_page_of_docs = request.blueprint is not None
+        return request.method in ("GET", "HEAD") and (is_page_of_docs or request.endpoint in OPEN_ENDPOINTS)
 
     def _key(self) -> bytes | None:
         """Returns the first accepted API key of the request, `x-api-key` before `Authorization`. None: it has

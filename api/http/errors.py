@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from msgspec import Struct
 
@@ -136,10 +136,10 @@ class ErrorFormat:
 
     body_type: type[Struct]
     body: Callable[[ApiError], Struct]
-    statuses: Mapping[int, int] = field(default_factory=dict)
+    statuses: Mapping[int, int]
 
 
-TGI = ErrorFormat(ErrorBody, _tgi_body)
+TGI = ErrorFormat(ErrorBody, _tgi_body, {})
 OPENAI = ErrorFormat(OpenAIErrorBody, _openai_body, {422: 400})
 ANTHROPIC = ErrorFormat(
     AnthropicErrorBody,

@@ -282,14 +282,10 @@ def _unknown(given: Json, kind: type[Struct]) -> list[str]:
 
 def _check_spelling(name: str, kind: type[Struct], path: str = "") -> None:
     """Raises ApiError for a name that looks like one of the fields of `kind`. path: where it is."""
-    written = _in_snake_case(name[:40])
+    # As the fields here are written: `maxTokens` and `max-tokens` are `max_tokens`.
+    written = CAMEL_CASE.sub("_", name[:40]).replace("-", "_").lower()
     if similar := difflib.get_close_matches(written, kind.__struct_fields__, n=1, cutoff=0.85):
         raise invalid(path + name[:40], f"is an unknown field; did you mean `{similar[0]}`?")
-
-
-def _in_snake_case(name: str) -> str:
-    """A name as the fields here are written. Examples: `maxTokens` and `max-tokens` are `max_tokens`."""
-    return CAMEL_CASE.sub("_", name).replace("-", "_").lower()
 
 
 def _hint(name: str, kind: type[Struct], usable: type[Struct]) -> str:

@@ -71,10 +71,6 @@ class StoredResponse(NamedTuple):
     output: bytes
     response: bytes
 
-    @property
-    def total_bytes(self) -> int:
-        return len(self.input) + len(self.output) + len(self.response)
-
 
 class ResponseStore:
     """The file, for one API server process. It is opened for each use, so a file that was removed is made
@@ -131,12 +127,13 @@ class OwnedResponses:
         is larger than the file may be is not stored; a failure of the file is logged, and not raised. The
         oldest entries, of any API key, make room."""
         most = self._store.file_bytes
-        if stored.total_bytes > most:
+        size = len(stored.input) + len(stored.output) + len(stored.response)
+        if size > most:
             return False
         try:
             with self._store.open() as database:
                 database.execute("BEGIN IMMEDIATE")
-                while database.execute(USED_BYTES).fetchone()[0] + stored.total_bytes > most:
+                while database.execute(USED_BYTES).fetchone()[0] + size > most:
                     if not database.execute(DELETE_OLDEST).rowcount:
                         break
                 database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)", (*stored, self._owner))
