@@ -246,13 +246,15 @@ def _model_id(value: str) -> str:
 
 
 def _file(value: str) -> str:
-    if not Path(value).expanduser().is_file():
+    path = _absolute_path(value)
+    if not os.path.isfile(path):
         raise ValueError("there is no such file")
-    return _absolute_path(value)
+    return path
 
 
 def _absolute_path(value: str) -> str:
-    return str(Path(value).expanduser().absolute())
+    """Returns a path without "~"; that of a user who does not exist stays, as in a shell."""
+    return str(Path(os.path.expanduser(value)).absolute())
 
 
 def _adapter(value: str) -> str:
@@ -269,8 +271,8 @@ def _adapter(value: str) -> str:
     if not name:
         raise ValueError(f"must have a name before the =: {value}")
     source = source or name
-    is_folder = source.startswith(("/", ".", "~")) or "/" not in source or Path(source).is_dir()
-    if is_folder and not Path(source).expanduser().is_dir():
+    is_folder = source.startswith(("/", ".", "~")) or "/" not in source or os.path.isdir(source)
+    if is_folder and not os.path.isdir(_absolute_path(source)):
         raise ValueError(f"there is no folder {source}")
     if name == source:
         name = name.partition("@")[0]
@@ -1210,6 +1212,8 @@ def _values_given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, 
     for flag, values in vars(options).items():
         if values is None:
             continue
+        if [] in values:  # argparse drops a value that is "--"
+            raise ConfigError(f"{flag} needs a value")
         if len(values) > 1 and flag in SETTINGS and flag not in REPEATABLE:
             raise ConfigError(f"{flag} is given twice")
         given[flag] = ",".join(values).strip()
@@ -1240,8 +1244,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     Without a model id, the model in SAGEMAKER_MODEL is served if it has a config.json. The path of a local
     model becomes absolute; clients still see the name that was given. A hub id is not looked up, and a GGUF
     file is not read. Raises ConfigError for a wrong value, an unknown or repeated flag, settings that
-    contradict each other, another server's setting that is not supported, and a local folder that is missing
-    or that `Manifest.read` rejects. --help and --version print, and raise SystemExit.
+    contradict each other, another server's setting that is not supported, and a local folder that is missing,
+    cannot be read, or that `Manifest.read` rejects. --help and --version print, and raise SystemExit.
     """
     given = _values_given(argv, environ)
     _log_lines_of_aliases(given)
@@ -1261,8 +1265,11 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     path = _absolute_path(config.model_id)
     if path != config.model_id:  # child processes have other working folders; clients see what was given
         config = dataclasses.replace(config, model_id=path, served_model_name=config.model_name)
-    if not has_gguf(Path(path)):
-        Manifest.read(path)
+    try:
+        if not has_gguf(Path(path)):
+            Manifest.read(path)
+    except OSError as error:
+        raise ConfigError(f"--model-id {path} cannot be read: {error.strerror}") from None
     return config
 
 

@@ -308,7 +308,7 @@ def test_a_value_that_is_missing_empty_or_given_twice_is_refused(flag, entry):
     if flag not in config.REPEATABLE:
         assert refusal(flag, value, f"{flag}={value}") == f"{flag} is given twice"
     if entry.type != "bool":
-        assert refusal(flag, "") == f"{flag} needs a value"
+        assert refusal(flag, "") == refusal(f"{flag}=--") == f"{flag} needs a value"
         for argv in ([flag], [flag, "--json-output"]):
             least = "at least one" if flag in config.REPEATABLE else "one"
             assert flag in refusal(*argv) and f"expected {least} argument" in refusal(*argv)
@@ -332,7 +332,7 @@ WRONG |= {
     "max_snapshot_memory": dict.fromkeys(("often", "-1", "inf", "nan", "1e20"), "must be a number between 0 and 1000000"),
     "prefill_chunk": WHOLE_NUMBERS | {"-1": "must be at least 0", "1": "must be 0 (off) or at least 3"},
     "prefill_buckets": {"128,": "must be a whole number", "0,1": "must be at least 1"},
-    "tokenizer_config_path": {"/nowhere": "there is no such file"},
+    "tokenizer_config_path": dict.fromkeys(("/nowhere", "~nobody-here/a.json", "/" + "a" * 256), "there is no such file"),
     "api_key_file": {
         "/nowhere": "cannot be read: No such file or directory",
         os.devnull: "has no key in it",
@@ -540,6 +540,11 @@ def test_a_path_that_is_not_there_is_refused_as_a_path(monkeypatch, tmp_path, wr
     message = refusal("--model-id", written)
     assert message.startswith("--model-id ")
     assert message.endswith("there is no such folder")
+
+
+def test_a_model_that_cannot_be_looked_at_is_refused_with_the_reason():
+    path = "/" + "a" * 256
+    assert refusal("--model-id", path) == f"--model-id {path} cannot be read: File name too long"
 
 
 def test_a_url_of_a_model_is_refused_as_one():
