@@ -21,7 +21,8 @@ from api.http.fields import require
 from api.server import Server
 
 MAX_ADAPTER_NAME = 200
-HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(@[\w./-]+)?", re.ASCII)
+# Without "..": huggingface_hub reads a file of its cache at the path that the revision is, whatever its size.
+HUB_ID = re.compile(r"(?!.*\.\.)\w[\w.-]*/\w[\w.-]*(@\w[\w./-]*)?", re.ASCII)
 
 
 class LoadAdapter(Struct):

@@ -214,7 +214,11 @@ def test_a_number_is_not_used_again_so_no_prefix_of_an_older_adapter_is(changing
     assert len(set(numbers)) == 3
 
 
-@pytest.mark.parametrize("path", ["../damaged", "/etc", "nothing", "", ".", "a/b/c", "owner/../../x", "./x", "a\0b", "x" * 300])
+OF_NO_HUB = ["owner/..", "owner/name@../blobs/0a", "owner/name@a/../../x", "owner/name@/etc"]
+NEITHER = ["../damaged", "/etc", "nothing", "", ".", "a/b/c", "owner/../../x", "./x", "a\0b", "x" * 300, *OF_NO_HUB]
+
+
+@pytest.mark.parametrize("path", NEITHER)
 def test_a_path_outside_of_the_folder_is_refused(changing, path):
     refused = load(changing, path=path)
     assert refused.status_code == 400 and changing.read == []
