@@ -7,7 +7,6 @@ the response.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from api.chats.content import PARTS, ContentPart, ContentReader, image, needed
 from api.chats.conversation import ChatRequest, Message, arguments_of, call_message, prepare_chat
@@ -63,18 +62,14 @@ def responses(data: Json, served: Served) -> ResponseWriter:
 
 
 def _triggered(request: ResponsesRequest, conversation: Conversation, served: Served) -> ResponseWriter:
-    """Returns the writer of a response to a `compaction_trigger`: a summary of the conversation. The prompt
-    has the tools of the conversation if the template has a place for tools, so that its prefix is cached. The
-    response is not stored. Adds images, waits and logs as `_prepare_response` does.
+    """Returns the writer of a response to a `compaction_trigger`: a summary of the conversation. The response
+    is not stored. Adds images, waits and logs as `_prepare_response` does.
 
     In `conversation` the request for a summary takes the place of the last item, and `request.store` becomes
     false. Raises ApiError if there is nothing to summarize, and for a wrong item.
     """
     conversation.own.pop()
-    more = {"stream": request.stream, "chat_template_kwargs": request.chat_template_kwargs}
-    summary_request = _summary_request(request, tools=request.tools, tool_choice="none", **more)
-    _ask_for_summary(conversation)
-    prepared = _prepare_response(summary_request, conversation, served)
+    prepared = _prepare_summary(request, conversation, served, request.chat_template_kwargs)
     request.store = False
     return TriggeredCompactionWriter(prepared, served, request, conversation.tools)
 
@@ -95,32 +90,37 @@ def compact(data: Json, served: Served) -> ResponseWriter:
     Adds images to `served.images`, waits for a child process that renders the prompt, and logs skipped items.
     Raises ApiError if there is nothing to summarize, for a wrong field or item, for one that is not stored,
     and for a chat that the template rejects; StoreError if the stored responses cannot be read."""
-    request = _summary_request(fields.read(data, CompactRequest))
-    conversation = Conversation(request, served.responses)
-    _ask_for_summary(conversation)
-    return CompactionWriter([_prepare_response(request, conversation, served)], served)
+    request = fields.read(data, CompactRequest)
+    prepared = _prepare_summary(request, Conversation(request, served.responses), served)
+    return CompactionWriter([prepared], served)
 
 
-def _summary_request(given: CompactRequest | ResponsesRequest, **more: Any) -> ResponsesRequest:
-    """Returns the request for a summary of the conversation of `given`, without reasoning, greedy, and of at
-    most MAX_SUMMARY_TOKENS. The message that asks for it is not in it yet. more: further fields."""
-    return ResponsesRequest(
+def _prepare_summary(
+    given: CompactRequest | ResponsesRequest,
+    conversation: Conversation,
+    served: Served,
+    chat_template_kwargs: Json | None = None,
+) -> PreparedRequest:
+    """Returns the prepared request for a summary of a conversation, without reasoning and calls, greedy, and
+    of at most MAX_SUMMARY_TOKENS. The prompt has the tools of the conversation if the template has a place
+    for tools, so that its prefix is cached. Raises ApiError for a conversation without items, and for a wrong
+    item. given: has the model and the instructions.
+
+    Adds the message that asks for the summary to the conversation. Adds images, waits and logs as
+    `_prepare_response` does.
+    """
+    require(conversation.items, "input", "has no conversation to summarize")
+    conversation.own.append({"role": "user", "content": SUMMARIZE})
+    request = ResponsesRequest(
         model=given.model,
-        input=given.input,
         instructions=given.instructions,
-        previous_response_id=given.previous_response_id,
+        tool_choice="none",
         reasoning=ReasoningConfig("none"),
         max_output_tokens=MAX_SUMMARY_TOKENS,
         temperature=0,
-        **more,
+        chat_template_kwargs=chat_template_kwargs,
     )
-
-
-def _ask_for_summary(conversation: Conversation) -> None:
-    """Adds a message that asks for a summary to the conversation. Raises ApiError for a conversation without
-    items."""
-    require(conversation.items, "input", "has no conversation to summarize")
-    conversation.own.append({"role": "user", "content": SUMMARIZE})
+    return _prepare_response(request, conversation, served)
 
 
 def _read_request(data: Json) -> ResponsesRequest:
@@ -174,7 +174,7 @@ class Conversation:
     references; a text is one message of the user. The items of the responses that the request continues are
     in front of these."""
 
-    def __init__(self, request: ResponsesRequest, stored: OwnedResponses):
+    def __init__(self, request: ResponsesRequest | CompactRequest, stored: OwnedResponses):
         """Reads stored items. Raises ApiError for items that are not stored, are referred to twice or are too
         large together, for a malformed type, reference or tool, and for a tool of the request with which the
         model would use a computer or a browser; StoreError if the stored responses cannot be read."""
@@ -259,7 +259,8 @@ def _join_turn(turn: Message, other: Message) -> None:
     thoughts = filter(None, (turn.reasoning_content, other.reasoning_content))
     turn.reasoning_content = "\n".join(thoughts) or None
     turn.content = other.content if turn.content is None else turn.content
-    turn.tool_calls = [*(turn.tool_calls or []), *(other.tool_calls or [])] or None
+    turn.tool_calls = turn.tool_calls or []
+    turn.tool_calls += other.tool_calls or ()
 
 
 def _item_message(item: ContentPart) -> Message:
@@ -327,8 +328,9 @@ def _computer_call(item: ContentPart) -> Message:
 
 def _call_message(item: ContentPart, arguments: Json, name: str = "") -> Message:
     """Returns the message that calls a tool. name: of the tool; "": the name in the item. Raises ApiError for
-    an item without a name or a `call_id`."""
-    name = item.reader.tools.name_of(name or item.needed("name", str), item.get("namespace"))
+    an item without a name or a `call_id`, and for a `namespace` that is no text."""
+    namespace = item.get("namespace") and item.needed("namespace", str)
+    name = item.reader.tools.name_of(name or item.needed("name", str), namespace)
     return call_message(item.needed("call_id", str), name, arguments)
 
 

@@ -90,6 +90,8 @@ class CompactRequest(Struct, kw_only=True):
     model: str  # or a LoRA adapter; ignored where none are served
     input: str | list[Json] | None = None
     instructions: str | None = None
+    tools: list[Json] | None = None
+    reasoning: Json | None = None  # Codex sends it; a summary has none
     previous_response_id: str | None = None
     prompt_cache_key: str | None = None
 

@@ -164,6 +164,8 @@ VALUES = {
         "model": ({}, "gpt-x"),
         "input": ({}, "Ho"),
         "instructions": ({}, "Be"),
+        "tools": ({}, FUNCTIONS),
+        "reasoning": ({}, {"effort": "high"}),
         "previous_response_id": ({}, "resp_1"),
         "prompt_cache_key": ({}, "x"),
     },
@@ -210,7 +212,7 @@ EXCEPTIONS = {
     **{("/generate", "stream"): "ignored", ("/generate_stream", "stream"): "ignored"},
     **{("/generate_stream", "best_of"): "rejected", ("/generate_stream", "decoder_input_details"): "rejected"},
     **{("/vertex", name): "rejected" for name in TEXT_ALONE},
-    **{("/v1/responses/compact", name): "ignored" for name in ("model", "prompt_cache_key")},
+    **{("/v1/responses/compact", name): "ignored" for name in ("model", "reasoning", "prompt_cache_key")},
     # The model does not fill in the middle.
     **{(path, "suffix"): "rejected" for path in ("/v1/completions", "/invocations")},
     **{("/vertex", "tools"): "rejected", ("/vertex", "tool_choice"): "rejected", ("/vertex", "parallel_tool_calls"): "ignored"},
