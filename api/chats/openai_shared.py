@@ -283,6 +283,7 @@ class ChunkedResponseWriter(OpenAIResponseWriter):
         self._returns_token_ids = request.return_token_ids
         self._prompt_top_n = request.prompt_logprobs  # None: no log-probabilities of the prompt
         self._created = int(time.time())
+        self._begun: set[GeneratedSequence] = set()  # with events in the stream
 
     @functools.cached_property
     def _envelope(self) -> Json:
@@ -296,15 +297,14 @@ class ChunkedResponseWriter(OpenAIResponseWriter):
         }
 
     def events(self, sequence: GeneratedSequence, pieces: list[Piece]) -> bytes:
-        """Returns an event for each choice that `pieces` make; b"": none. The first event also has the fields
-        of `_beside_choice`. Each has the usage of the sequence so far if the request has `include_usage` and
+        """Returns an event for each choice that `pieces` make; b"": none. Each has the fields of
+        `_beside_choice`, and the usage of the sequence so far if the request has `include_usage` and
         `continuous_usage_stats`."""
-        beside = self._beside_choice(sequence)
         usage = self._usage([sequence]) if self._usage_always else None
         chunks = b""
         for choice in self._choices(sequence, pieces):
-            chunks += self._chunk([choice], usage, **beside)
-            beside = {}
+            chunks += self._chunk([choice], usage, **self._beside_choice(sequence))
+            self._begun.add(sequence)
         return chunks
 
     def _beside_choice(self, sequence: GeneratedSequence) -> Json:
@@ -316,7 +316,9 @@ class ChunkedResponseWriter(OpenAIResponseWriter):
         raise NotImplementedError
 
     def _prompt_token_ids(self, sequence: GeneratedSequence) -> list[int] | UnsetType:
-        return sequence.prompt if self._returns_token_ids else UNSET
+        """Returns the token ids of the prompt, for a whole response or the sequence's first event. UNSET: the
+        request does not ask for them, or an earlier event has them."""
+        return sequence.prompt if self._returns_token_ids and sequence not in self._begun else UNSET
 
     def _token_ids(self, pieces: list[Piece]) -> list[int] | UnsetType:
         return [piece.id for piece in pieces] if self._returns_token_ids else UNSET

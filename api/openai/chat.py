@@ -142,23 +142,21 @@ class ChatResponseWriter(ChunkedResponseWriter):
         tools = request.tools or []
         self._thoughts = REASONING_FIELDS[served.config.reasoning_fields]
         self._custom = {tool["custom"]["name"] for tool in tools if tool.get("type") == "custom"}
-        self._begun: set[GeneratedSequence] = set()  # with events in the stream
         self._wants_logprobs = request.logprobs
         self._top_n = request.top_logprobs or 0
         if self.streams:
             self.kind = "chat.completion.chunk"
 
     def whole(self, sequences: list[GeneratedSequence]) -> Struct:
-        choices = [self._choice(index, sequence) for index, sequence in enumerate(sequences)]
         return ChatCompletion(
             **self._envelope,
-            choices=choices,
+            choices=[self._choice(sequence) for sequence in sequences],
             usage=self._usage(sequences),
             prompt_token_ids=self._prompt_token_ids(sequences[0]),
             prompt_logprobs=self._prompt_logprobs(sequences[0]),
         )
 
-    def _choice(self, index: int, sequence: GeneratedSequence) -> ChatChoice:
+    def _choice(self, sequence: GeneratedSequence) -> ChatChoice:
         """Returns a finished sequence as a choice: its content, its reasoning in the fields that
         `--reasoning-fields` names, and its calls."""
         output = sequence.output
@@ -170,13 +168,15 @@ class ChatResponseWriter(ChunkedResponseWriter):
             if not message.content and not self._calls.requires_call:
                 message.content = None
             message.tool_calls = [self._tool_call(call) for call in output.calls]
-        reason = self._finish_reason(sequence)
-        logprobs = self._logprobs(sequence.pieces)
-        return ChatChoice(index, message, logprobs, reason, self._token_ids(sequence.pieces))
+        return ChatChoice(
+            sequence.index,
+            message,
+            self._logprobs(sequence.pieces),
+            self._finish_reason(sequence),
+            self._token_ids(sequence.pieces),
+        )
 
     def _beside_choice(self, sequence: GeneratedSequence) -> Json:
-        if sequence in self._begun:
-            return {}
         return {"prompt_token_ids": self._prompt_token_ids(sequence)}
 
     def _tool_call(self, call: Call) -> ToolCall:
@@ -191,7 +191,6 @@ class ChatResponseWriter(ChunkedResponseWriter):
         adds nothing has an event only if log-probabilities or token ids are asked for."""
         choice = functools.partial(ChunkChoice, sequence.index)
         if sequence not in self._begun:
-            self._begun.add(sequence)
             yield choice(Delta(role="assistant", content=""))
         for piece in pieces:
             deltas = list(self._write(sequence, piece.added))

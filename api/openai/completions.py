@@ -3,9 +3,10 @@ form."""
 
 from __future__ import annotations
 
-import functools
+from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate
+from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -160,7 +161,7 @@ class CompletionResponseWriter(ChunkedResponseWriter):
         self._echoes = request.echo
         self._top_n = request.logprobs
         # Characters of each sequence that are out, for the offsets of log-probabilities.
-        self._sent: dict[GeneratedSequence, int] = {}
+        self._sent: Counter[GeneratedSequence] = Counter()
 
     def whole(self, sequences: list[GeneratedSequence]) -> Struct:
         """Returns the choices of all prompts, numbered from 0. Of each prompt these are its `n` sequences or,
@@ -171,14 +172,13 @@ class CompletionResponseWriter(ChunkedResponseWriter):
             if len(candidates) > self._n:
                 candidates = sorted(candidates, key=lambda sequence: -sequence.mean_logprob)[: self._n]
             for sequence in candidates:
-                logprobs = self._logprobs(sequence, [*self._echoed_pieces(sequence), *sequence.pieces])
-                reason = FINISH_REASONS[sequence.finish_reason]
+                pieces = [*self._echoed_pieces(sequence), *sequence.pieces]
                 choices.append(
                     CompletionChoice(
                         index=len(choices),
                         text=self._echoed(sequence) + sequence.stream.text,
-                        logprobs=logprobs,
-                        finish_reason=reason,
+                        logprobs=self._logprobs(sequence, pieces),
+                        finish_reason=FINISH_REASONS[sequence.finish_reason],
                         token_ids=self._token_ids(sequence.pieces),
                         prompt_token_ids=self._prompt_token_ids(sequence),
                         prompt_logprobs=self._prompt_logprobs(sequence),
@@ -189,28 +189,23 @@ class CompletionResponseWriter(ChunkedResponseWriter):
     def _choices(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[CompletionChoice]:
         """Yields the choice of each event that `pieces` make. The events are the echoed prompt, once; each
         piece; and, if the sequence has finished, the finish reason. A piece without text has an event only if
-        log-probabilities or token ids are asked for. The sequence's first piece has the ids of the prompt, if
-        token ids are asked for."""
-        choice = functools.partial(CompletionChoice, sequence.index)
-        prompt_token_ids = UNSET
-        if sequence not in self._sent:
-            self._sent[sequence] = 0
-            prompt_token_ids = self._prompt_token_ids(sequence)
-            if self._echoes:
-                echoed = self._logprobs(sequence, self._echoed_pieces(sequence))
-                yield choice(self._echoed(sequence), echoed)
+        log-probabilities or token ids are asked for. The sequence's first choice has the ids of the prompt,
+        if token ids are asked for."""
+
+        def choice(text: str, logprobs: CompletionLogprobs | None = None, **more: Any) -> CompletionChoice:
+            prompt_ids = self._prompt_token_ids(sequence)
+            return CompletionChoice(sequence.index, text, logprobs, prompt_token_ids=prompt_ids, **more)
+
+        if self._echoes and sequence not in self._begun:
+            echoed = self._logprobs(sequence, self._echoed_pieces(sequence))
+            yield choice(self._echoed(sequence), echoed)
         for piece in pieces:
             text = "" if piece.special else piece.text
             if text or self._top_n is not None or self._returns_token_ids:
-                yield choice(
-                    text,
-                    self._logprobs(sequence, [piece]),
-                    token_ids=self._token_ids([piece]),
-                    prompt_token_ids=prompt_token_ids,
-                )
-                prompt_token_ids = UNSET
+                logprobs = self._logprobs(sequence, [piece])
+                yield choice(text, logprobs, token_ids=self._token_ids([piece]))
         if sequence.finish_reason is not None:
-            yield choice("", None, FINISH_REASONS[sequence.finish_reason])
+            yield choice("", finish_reason=FINISH_REASONS[sequence.finish_reason])
 
     def _echoed(self, sequence: GeneratedSequence) -> str:
         """Returns the text of the prompt, with which the choice begins if the request has `echo`; else "",
@@ -240,7 +235,7 @@ class CompletionResponseWriter(ChunkedResponseWriter):
         if self._top_n is None:
             return None
         lengths = (0 if piece.special else len(piece.text) for piece in pieces)
-        ends = list(accumulate(lengths, initial=self._sent.get(sequence, 0)))
+        ends = list(accumulate(lengths, initial=self._sent[sequence]))
         self._sent[sequence] = ends[-1]
         return CompletionLogprobs(
             tokens=[piece.text for piece in pieces],

@@ -188,6 +188,11 @@ def test_the_prompts_token_ids_are_where_vllm_has_them(served):
     assert whole(served, COMPLETION, PROMPT | ids)["choices"][0]["prompt_token_ids"] == prompt_ids
     streamed = [c["choices"][0].get("prompt_token_ids") for c in chunks(served, COMPLETION, PROMPT | ids)]
     assert streamed[:2] == [prompt_ids, None]
+    first = whole(served, COMPLETION, PROMPT)["choices"][0]["text"][0]
+    held = {"stop": f"{first}\0"}  # which the first token may begin
+    for more in (held, {"echo": True}, {"echo": True, "max_tokens": 0}):
+        streamed = [c["choices"][0].get("prompt_token_ids") for c in chunks(served, COMPLETION, PROMPT | ids | more)]
+        assert streamed == [prompt_ids] + [None] * (len(streamed) - 1)
 
 
 def test_log_probabilities_of_the_prompt_are_given_by_token(served):
