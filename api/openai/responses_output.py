@@ -79,14 +79,9 @@ def _repeated(request: ResponsesRequest, defaults: Json) -> Json:
     """Returns the request's fields as its response has them, by name. defaults: the values of fields that the
     request leaves out. Functions and JSON schemas get all keys that OpenAI's response has, and `text` gets a
     format. Fields of NOT_REPEATED are UNSET. The request stays as it is."""
-    repeated = {}
-    for name in ResponsesFields.__struct_fields__:
-        value = getattr(request, name)
-        if name in NOT_REPEATED:
-            value = UNSET
-        elif value is None:
-            value = defaults.get(name)
-        repeated[name] = value
+    given = {name: getattr(request, name) for name in ResponsesFields.__struct_fields__}
+    repeated = {name: defaults.get(name) if value is None else value for name, value in given.items()}
+    repeated |= dict.fromkeys(NOT_REPEATED, UNSET)
     repeated["tools"] = [
         FUNCTION_KEYS | tool if tool.get("type") == "function" else tool for tool in repeated["tools"]
     ]
@@ -123,7 +118,7 @@ class ResponsesWriter(OpenAIResponseWriter):
         self._wants_summary = bool(reasoning.summary or reasoning.generate_summary)
         self._wants_sealed = SEALED_REASONING in (request.include or [])
         self._events = 0
-        self._is_truncated = False  # the item that is written
+        self._is_truncated = False  # the newest item, and so the response
         self._logprobs_read: list[TokenLogprob] = []  # of text that has not been written yet
         self._response = ResponsesResponse(
             **_repeated(request, DEFAULTS | served.info.sampling_defaults),
@@ -158,19 +153,21 @@ class ResponsesWriter(OpenAIResponseWriter):
         """Completes the response, and returns it. If its `store` is true, the response is stored, which may
         wait for another process; `store` is then whether that succeeded. A failure is only logged."""
         response = self._response
-        usage = self._usage(sequences)
-        is_truncated = sequences[0].is_truncated
         response.completed_at = int(time.time())
-        response.status = "incomplete" if is_truncated else "completed"
-        response.incomplete_details = {"reason": "max_output_tokens"} if is_truncated else None
-        response.usage = ResponsesUsage.of(usage)
+        response.status = "completed"
+        if self._is_truncated:
+            response.status = "incomplete"
+            response.incomplete_details = {"reason": "max_output_tokens"}
+        response.usage = ResponsesUsage.of(self._usage(sequences))
         if response.store:  # before the client knows its end
-            output = encode_json([_without_logprobs(item) for item in response.output])
-            previous_id = response.previous_response_id
-            whole = encode_json(response)
-            response.store = self._stored.save(
-                StoredResponse(response.id, previous_id, self._own_input, output, whole)
+            stored = StoredResponse(
+                id=response.id,
+                previous_id=response.previous_response_id,
+                input=self._own_input,
+                output=encode_json([_without_logprobs(item) for item in response.output]),
+                response=encode_json(response),
             )
+            response.store = self._stored.save(stored)
         return response
 
     def _read(self, sequence: GeneratedSequence, pieces: list[Piece]) -> Iterator[Json]:
@@ -225,15 +222,14 @@ class ResponsesWriter(OpenAIResponseWriter):
         if row := BUILT_IN.get(tool.kind):
             return row.item(id=new_id(row.prefix), call_id=part.id)
         kind, prefix = (CustomToolCall, "ctc") if tool.kind == "custom" else (FunctionCall, "fc")
-        namespace = tool.namespace or UNSET
-        return kind(id=new_id(prefix), call_id=part.id, name=tool.name, namespace=namespace)
+        return kind(id=new_id(prefix), call_id=part.id, name=tool.name, namespace=tool.namespace or UNSET)
 
     def _continue(self, part: OutputPart, text: str) -> Iterator[Json]:
-        """Adds text to the newest item; to a message, also the log-probabilities of the tokens read since the
-        last text, which are dropped for other items. Yields an event for text of a message, of reasoning, of
-        its summary, or of a function's arguments. The arguments of other calls are written at the end of the
-        call."""
-        logprobs = self._logprobs_read
+        """Adds text to the newest item; to a message, also the log-probabilities of the tokens that make up
+        the text. Those of other tokens read since the last text, such as markers, are dropped. Yields an
+        event for text of a message, of reasoning, of its summary, or of a function's arguments. The arguments
+        of other calls are written at the end of the call."""
+        logprobs = _making_up(text, self._logprobs_read)
         self._logprobs_read = []
         item = self._newest
         if isinstance(item, OutputMessage):
@@ -317,6 +313,17 @@ class ResponsesWriter(OpenAIResponseWriter):
         return {"type": kind, "sequence_number": self._events - 1} | fields
 
 
+def _making_up(text: str, tokens: list[TokenLogprob]) -> list[TokenLogprob]:
+    """Returns the last tokens, as many as make up this text, with those in front of them that have no text:
+    they may begin its first character."""
+    begin = len(tokens)
+    missing = len(text)
+    while begin and (missing > 0 or not tokens[begin - 1].token):
+        begin -= 1
+        missing -= len(tokens[begin].token)
+    return tokens[begin:]
+
+
 def _without_logprobs(item: OutputItem) -> OutputItem:
     """Returns an output item as later requests need it: log-probabilities are large, and no model reads them.
     Other fields stay."""
@@ -351,9 +358,8 @@ class TriggeredCompactionWriter(ResponsesWriter):
         """Adds the item with the summary to the response, and returns the response, which is not stored. A
         truncated summary counts as complete. Raises ApiError (424) for a blank summary."""
         item = _compaction_item(self._key, sequences[0].output.text_of(Content))
+        self._is_truncated = False  # `max_output_tokens` was not the client's
         response = super()._complete(sequences)
-        response.status = "completed"  # `max_output_tokens` was not the client's
-        response.incomplete_details = None
         response.output.append(item)
         return response
 

@@ -261,6 +261,10 @@ CHATS = [  # a request, and the chat that it is
         NESTED_TOOLS | {"messages": [USER, {"role": "system", "content": f"You may also call these functions:\n{FOUND}"}]},
     ),
     (
+        {"input": [SYSTEM | {"type": None}, {"type": "additional_tools", "tools": [WEATHER]}, USER]},
+        NESTED_TOOLS | {"messages": [SYSTEM, USER]},
+    ),
+    (
         {"input": [SYSTEM, {"type": "additional_tools", "tools": [WEATHER]}, USER], "tools": [WEATHER]},
         NESTED_TOOLS | {"messages": [SYSTEM, USER]},
     ),
@@ -518,6 +522,23 @@ def test_a_trigger_at_the_end_of_a_conversation_compacts_it(served):
     assert added["item"] == done["item"] and completed["response"]["output"] == [done["item"]]
     assert done["item"] | {"id": item["id"]} == item
     assert prepared("responses", input=[item, USER]).prompt.startswith(f"u:{SUMMARY.format('')[:-1]}")
+
+
+def test_a_conversation_is_compacted_with_the_fields_that_codex_sends(served):
+    items = [USER, {"role": "assistant", "content": "Ho"}]
+    codex = {"tools": [WEATHER, HOSTED[0]], "parallel_tool_calls": True, "reasoning": {"effort": "high", "summary": "auto"}}
+    codex |= {"text": {"verbosity": "low"}, "service_tier": "auto", "prompt_cache_key": "x", "instructions": "Be brief"}
+    compacted = served.post(f"{RESPONSES}/compact", {"model": "m", "input": items, **codex}).json
+    answer = whole(served, {"input": [*items, {"type": "compaction_trigger"}], **codex})
+    summaries = [unseal(output[0]["encrypted_content"]) for output in (compacted["output"], answer["output"])]
+    assert summaries[0] == summaries[1] and compacted["usage"] == answer["usage"]
+
+
+def test_a_summary_calls_no_tool_whoever_adds_it():
+    added = {"type": "additional_tools", "tools": [WEATHER]}
+    for tools, items in (([WEATHER], [USER]), ([], [USER, added])):
+        (made,) = responses.compact({"model": "m", "tools": tools, "input": items}, serving()).requests
+        assert made.parser_config.calls is None and "weather" in made.prompt
 
 
 def test_what_only_openai_can_decrypt_is_skipped_with_a_debug_line(caplog):
@@ -911,6 +932,17 @@ def test_log_probabilities_come_with_the_text_that_they_belong_to(served):
     assert [logprob for event in deltas for logprob in event["logprobs"]] == content["logprobs"]
     asked = whole(served, BODY | {"include": ["message.output_text.logprobs"]})["output"][0]["content"][0]["logprobs"]
     assert [each["logprob"] for each in asked] == [each["logprob"] for each in content["logprobs"]]
+
+
+@pytest.mark.parametrize("before", ["Hm.</think>\n\n", CALLS[0]])
+def test_log_probabilities_of_a_text_have_no_markers_in_front_of_it(before):
+    fields = {"include": ["message.output_text.logprobs"], "thinking": "inside" if "think" in before else ""}
+    whole, events = answered(f"{before}Yés", **fields)
+    for output in (whole["output"], events[-1]["response"]["output"]):
+        logprobs = output[-1]["content"][0]["logprobs"]
+        assert bytes(byte for each in logprobs for byte in each["bytes"]).decode() == "Yés"
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [each for event in deltas for each in event["logprobs"]] == logprobs
 
 
 def test_a_failure_ends_a_stream_with_an_error_that_clients_raise(served):
