@@ -119,34 +119,37 @@ def _messages_of(reader: ContentReader, path: str, given: InputMessage) -> Itera
     A block of another role, such as a tool's result, becomes a message of its own, which divides the blocks
     around it. Example: a user's message of a text, a tool's result and a text becomes three messages.
     """
-    role = given.role
-    begun = Message(role)
+    own: list[tuple[str, str | Message]] = []
     is_alone = True
     for kind, part in reader.parts(f"{path}.content", given.content):
-        if isinstance(part, str):
-            begun.content = _appended(begun, kind, part)
-        elif part.role == role:
-            begun.reasoning_content = (begun.reasoning_content or "") + (part.reasoning_content or "")
-            begun.tool_calls = [*(begun.tool_calls or []), *(part.tool_calls or [])]
+        if isinstance(part, str) or part.role == given.role:
+            own.append((kind, part))
+            continue
+        if own:
+            yield _turn(given.role, own)
+        yield part
+        own = []
+        is_alone = False
+    if own or is_alone:
+        yield _turn(given.role, own)
+
+
+def _turn(role: str, parts: list[tuple[str, str | Message]]) -> Message:
+    """Returns a message with these texts, reasoning and calls, each with the type of its block. Text blocks
+    of an assistant follow each other without a line break; other texts are on lines of their own."""
+    texts = []
+    thoughts = []
+    calls = []
+    for kind, part in parts:
+        if isinstance(part, Message):
+            thoughts.append(part.reasoning_content or "")
+            calls += part.tool_calls or ()
+        elif role == "assistant" and kind not in ("", "text"):
+            texts.append(f"\n{part}\n")
         else:
-            if begun != Message(role):
-                yield begun
-            yield part
-            begun = Message(role)
-            is_alone = False
-    if is_alone or begun != Message(role):
-        begun.content = begun.content or ""
-        yield begun
-
-
-def _appended(message: Message, kind: str, text: str) -> str:
-    """Returns the content of a message with one more text, of a block of the type `kind`. Text blocks of an
-    assistant follow each other without a line break; other texts are on lines of their own. The message stays
-    as it is."""
-    is_text = kind in ("", "text")
-    if message.role == "assistant":
-        return (message.content or "") + (text if is_text else f"\n{text}\n")
-    return joined(message.content or "", text, "\n")
+            texts.append(part)
+    content = joined(texts, "" if role == "assistant" else "\n")
+    return Message(role, content, tool_calls=calls, reasoning_content="".join(thoughts))
 
 
 def _thoughts(block: ContentPart) -> Message:

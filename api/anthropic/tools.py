@@ -35,6 +35,7 @@ class MessagesTools(OfferedTools):
         if request.mcp_servers:
             self.left_out.add("mcp_servers")
         self._known: dict[str, tuple[str, Json]] = {}  # the path and the form of each tool, by its name
+        self._listed: dict[str, Json] = {}  # the forms of those that are listed, by name
         tools = request.tools or []
         defers = not any(str(tool.get("type")).startswith(HOSTED_SEARCH) for tool in tools)
         for i, tool in enumerate(tools):
@@ -46,6 +47,7 @@ class MessagesTools(OfferedTools):
                 self._rejected[name] = DEFERRED
             elif name:
                 self.listed.append(self._known[name])
+                self._listed[name] = self._known[name][1]
 
     def add(self, name: str) -> str:
         """Allows calls of a tool from here on; one that is not listed becomes one of `found`. Returns the
@@ -54,7 +56,7 @@ class MessagesTools(OfferedTools):
             return name
         path, form = self._known[name]
         self._rejected.pop(name, None)
-        if form not in [listed for _path, listed in self.listed]:
+        if form != self._listed.get(name):
             self.found[name] = (path, form)
         return definitions([form])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from api.generation.request_images import DETAILS, NO_IMAGES, RequestImages
@@ -89,11 +89,10 @@ class ContentReader:
         texts of parts are joined with `between`, except at an image. Parts are read as `part` does; those
         whose value is not a text are then left out. Raises the errors of `parts`. role: that of the message;
         the text of a system or developer message loses the line BILLING."""
-        text = ""
-        for _kind, part in self.parts(path, content):
-            if isinstance(part, str):
-                text = joined(text, BILLING.sub("", part) if role in SYSTEM_ROLES else part, between)
-        return text
+        texts = (part for _kind, part in self.parts(path, content) if isinstance(part, str))
+        if role in SYSTEM_ROLES:
+            texts = (BILLING.sub("", text) for text in texts)
+        return joined(texts, between)
 
     def omission(self, kind: str) -> str:
         """The note that replaces content that the model cannot read, so that the conversation goes on."""
@@ -231,8 +230,12 @@ PARTS = {
 }
 
 
-def joined(one: str, other: str, between: str) -> str:
-    """Returns two texts as one, with `between` unless one is empty or they meet at an image."""
-    if not one or not other or images_of(one[-2:]) or images_of(other[:2]):
-        return one + other
-    return one + between + other
+def joined(texts: Iterable[str], between: str) -> str:
+    """Returns texts as one, with `between` between two of them unless they meet at an image. Empty texts do
+    not count. Takes time that grows with the length of the result, however many texts there are."""
+    pieces: list[str] = []
+    for text in filter(None, texts):
+        if pieces and not (images_of(pieces[-1][-2:]) or images_of(text[:2])):
+            pieces.append(between)
+        pieces.append(text)
+    return "".join(pieces)

@@ -438,28 +438,31 @@ def _template_message(reader: ContentReader, path: str, message: Message) -> Jso
 def _calls_of(path: str, message: Message) -> Iterator[Json]:
     """Yields the calls of a message, with their arguments as objects; that of `function_call` is the first,
     with its name as its id. A custom tool becomes a function with the argument `input`. Raises ApiError for a
-    call without its function, a custom one without its fields, a `function_call` without a name, and
-    arguments that are no JSON object. Other names, and ids, are not checked. path: that of the message."""
+    call without its function or without a name, a custom one without its input, and arguments that are no
+    JSON object. Ids are not checked. path: that of the message."""
     if message.function_call is not None:
-        function_path = f"{path}.function_call"
-        name = needed(function_path, message.function_call, "name", str)
-        call = {"id": name, "type": "function", "function": message.function_call}
-        yield _with_arguments(function_path, call)
+        function = message.function_call
+        call = {"id": function.get("name"), "type": "function", "function": function}
+        yield _with_arguments(f"{path}.function_call", call)
     for i, call in enumerate(message.tool_calls or []):
         call_path = f"{path}.tool_calls[{i}]"
+        kind = "function"
         if call.get("type") == "custom":
-            custom = needed(call_path, call, "custom", dict)
-            arguments = {"input": needed(f"{call_path}.custom", custom, "input", str)}
-            function = {"name": needed(f"{call_path}.custom", custom, "name", str), "arguments": arguments}
+            kind = "custom"
+            custom = needed(call_path, call, kind, dict)
+            arguments = {"input": needed(f"{call_path}.{kind}", custom, "input", str)}
+            function = {"name": custom.get("name"), "arguments": arguments}
             call = {"id": call.get("id"), "type": "function", "function": function}
-        yield _with_arguments(f"{call_path}.function", call)
+        yield _with_arguments(f"{call_path}.{kind}", call)
 
 
 def _with_arguments(path: str, call: Json) -> Json:
     """Returns a tool call with its arguments as an object, which templates expect. path: of its function.
-    Raises ApiError for a call without a function, and for arguments that are no JSON object."""
+    Raises ApiError for a call without a function, for a function without a name, and for arguments that are
+    no JSON object."""
     function = call.get("function")
     require(isinstance(function, dict), path, "is missing, or is not an object")
+    needed(path, function, "name", str)  # which templates read, and ids that are made for them
     arguments = arguments_of(f"{path}.arguments", function.get("arguments"))
     return call | {"function": function | {"arguments": arguments}}
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from typing import Any
 
 from api.chats.content import SYSTEM_ROLES
 from api.chats.tools import definitions
@@ -264,27 +263,23 @@ def _with_calls_apart(messages: Messages) -> Messages:
     Example: calls 1 and 2, result 1, result 2 become call 1, result 1, call 2, result 2.
     """
     apart = []
-    waiting = []  # further calls of a message
+    waiting: dict[str, Messages] = {}  # further calls of a message, by their ids
     for message in messages:
         if message["role"] != "tool":
-            apart += waiting
-            waiting = []
+            apart += itertools.chain(*waiting.values())
+            waiting = {}
         if _has_calls(message):
             first, *others = message["tool_calls"]
-            waiting = [{"role": "assistant", "content": "", "tool_calls": [call]} for call in others]
+            for call in others:
+                further = {"role": "assistant", "content": "", "tool_calls": [call]}
+                waiting.setdefault(str(call.get("id")), []).append(further)
             message = message | {"tool_calls": [first]}
         answered = message.get("tool_call_id")
-        is_last = apart and _has_calls(apart[-1]) and _call_id(apart[-1]) == answered
-        if answered and not is_last:
-            called = next((n for n, call in enumerate(waiting) if _call_id(call) == answered), None)
-            if called is not None:
-                apart.append(waiting.pop(called))
+        is_last = apart and _has_calls(apart[-1]) and apart[-1]["tool_calls"][0].get("id") == answered
+        if not is_last and waiting.get(answered):
+            apart.append(waiting[answered].pop(0))
         apart.append(message)
-    return [*apart, *waiting]
-
-
-def _call_id(message: TemplateMessage) -> Any:
-    return message["tool_calls"][0].get("id")
+    return [*apart, *itertools.chain(*waiting.values())]
 
 
 def _with_answers(messages: Messages) -> Messages:

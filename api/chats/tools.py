@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -143,7 +143,7 @@ def tool_policy(
         name = function.name
         require(name not in functions, f"{path}.name", "is the name of two tools", given=name)
         functions[name] = function
-    mode, chosen = _choice(tool_choice, list(functions), field_names)
+    mode, chosen = _choice(tool_choice, functions, field_names)
     if mode == "none":
         return None
     require(not model.in_prompt or model.format is not AS_TEXT, "tools", NO_PLACE)
@@ -261,7 +261,9 @@ def _named(tool: Any, path: str, field_names: FieldNames) -> tuple[str, str, Jso
     return described["name"], path, described
 
 
-def _choice(choice: str | Json | None, known: list[str], field_names: FieldNames) -> tuple[str, list[str]]:
+def _choice(
+    choice: str | Json | None, known: Collection[str], field_names: FieldNames
+) -> tuple[str, list[str]]:
     """Returns the mode that a `tool_choice` asks for, and the names of the functions that may be called, each
     once. Raises ApiError for a malformed choice, a name that is not known, and a required call without tools.
 

@@ -370,7 +370,7 @@ def _found_tools(item: ContentPart) -> Message | None:
     system message with them, or None if there are none."""
     if item.get("call_id") is None:
         return _additional_tools(item)  # OpenAI ran it
-    return _result_message(item, item.reader.tools.added[item.path])
+    return _result_message(item, item.reader.tools.added.get(item.path, ""))  # "": it is in another item
 
 
 def _additional_tools(item: ContentPart) -> Message | None:

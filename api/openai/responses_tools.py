@@ -14,6 +14,7 @@ from api.http.fields import Json, require
 from api.openai.responses_types import (
     ApplyPatchCall,
     BuiltInCall,
+    CompactRequest,
     LocalShellCall,
     ResponsesRequest,
     ResponsesToolChoice,
@@ -91,13 +92,14 @@ class ResponsesTools(OfferedTools):
     messages precede. `found` are those of all other items. A tool that is added again counts once.
     """
 
-    def __init__(self, request: ResponsesRequest, items: Sequence[tuple[str, Json]]):
+    def __init__(self, request: ResponsesRequest | CompactRequest, items: Sequence[tuple[str, Json]]):
         """Raises ApiError for a tool that is malformed, and for one of the request with which the model would
         use a computer or a browser. Schemas are not checked. items: of the conversation, each with its path
         in the request."""
         super().__init__()
         self.added: dict[str, str] = {}  # the definitions that an item adds, by its path
         self._named: dict[str, ClientTool] = {}  # by the name that the model calls
+        self._names: dict[tuple[str, str | None], str] = {}  # that name, by name and namespace of the tool
         # What adds tools, by its path: the request itself, and items.
         given = {"": {"tools": request.tools, "type": "additional_tools"}}
         given |= {path: item for path, item in items if item.get("type") in ADDING_ITEMS}
@@ -131,10 +133,7 @@ class ResponsesTools(OfferedTools):
     def name_of(self, name: str, namespace: str | None) -> str:
         """Returns the name by which the model calls the tool `name` of a namespace. This is `name` itself if
         there is no such tool. namespace: None: none."""
-        for own, tool in self._named.items():
-            if (tool.name, tool.namespace) == (name, namespace):
-                return own
-        return name
+        return self._names.get((name, namespace), name)
 
     def choice(self, given: str | ResponsesToolChoice | None) -> str | Json | None:
         """Returns the `tool_choice` in a chat's form; a string, or None, stays as it is. Raises ApiError for
@@ -159,7 +158,9 @@ class ResponsesTools(OfferedTools):
         names = Counter(tool.name for tool in known)
         for tool in known:
             is_own = tool.namespace is None or names[tool.name] == 1
-            self._named[tool.name if is_own else f"{tool.namespace}__{tool.name}"] = tool
+            name = tool.name if is_own else f"{tool.namespace}__{tool.name}"
+            self._named[name] = tool
+            self._names[tool.name, tool.namespace] = name
 
     def _chat_forms(self, path: str, item: Json, defers: bool) -> Iterator[tuple[str, Json]]:
         """Yields the path and the form in a chat of each of an item's tools. Raises ApiError for a tool that
@@ -217,7 +218,7 @@ def _is_leading(placed: tuple[str, Json]) -> bool:
     """Whether an item may stand in front of the conversation: tools that it adds are then listed. placed: its
     path and the item."""
     _path, item = placed
-    kind = item.get("type", "message")
+    kind = item.get("type") or "message"
     return kind == "additional_tools" or (kind == "message" and item.get("role") in SYSTEM_ROLES)
 
 

@@ -3,12 +3,14 @@
 import functools
 import json
 import re
+import time
 from dataclasses import replace
 
 import pytest
 from asked import CONFIG, DIALECTS, USER, answer_to, nameless, prepared, record_renders, refusal, serving, written
 from tool_calls import FORMATS, TOOLS, WRITTEN, use
 
+from api.chats.content import PARTS, ContentReader
 from api.chats.conversation import ROLES
 from text.output.parser import OutputParser
 from text.output.reasoning_formats import THINK, ModelReasoning
@@ -63,6 +65,21 @@ def test_a_chat_is_what_its_template_makes_of_its_messages(messages, prompt):
         ([{"role": "user", "content": [{"type": ["text"]}]}], "messages[0].content[0].type", "must be a string"),
         ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content[0].text", "must be a string"),
         ([{"role": "assistant", "function_call": {}}], "messages[0].function_call", "needs `name`"),
+        (
+            [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"arguments": "{}"}}]}],
+            "messages[0].tool_calls[0].function",
+            "needs `name`",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": 5}}]}],
+            "messages[0].tool_calls[0].function.name",
+            "must be a string",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"input": "x"}}]}],
+            "messages[0].tool_calls[0].custom",
+            "needs `name`",
+        ),
         ([{"role": "assistant", "tool_calls": [{"type": "custom"}]}], "messages[0].tool_calls[0]", "needs `custom`"),
         (
             [{"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "f"}}]}],
@@ -392,3 +409,29 @@ def test_every_dialect_with_chats_makes_the_same_job_of_one(dialect):
     (made,) = answer_to(dialect, FORMS[dialect]).requests
     (expected,) = answer_to("chat", CHAT).requests
     assert nameless(made) == nameless(expected)
+
+
+MANY = range(12_000)
+NAMED = [{"type": "function", "name": f"f{n}"} for n in MANY]
+LONG = {
+    "responses": {"input": [USER, *({"type": "function_call", "call_id": "1", "name": "g"} for _ in MANY)], "tools": NAMED},
+    "messages": {
+        "messages": [{"role": "user", "content": [{"type": "tool_reference", "tool_name": f"f{n}"} for n in reversed(MANY)]}],
+        "tools": [{"name": f"f{n}", "input_schema": {}} for n in MANY],
+    },
+}
+
+
+@pytest.mark.parametrize("dialect", LONG)
+def test_many_tools_are_found_in_time_that_grows_with_their_number(dialect, monkeypatch):
+    record_renders(monkeypatch)
+    body = json.dumps(DIALECTS[dialect][1] | LONG[dialect])
+    started_at = time.thread_time()
+    answer_to(dialect, body.encode())
+    assert time.thread_time() - started_at < 5  # 0.5 on an idle processor; half a minute where each looks at each
+
+
+def test_the_text_of_many_parts_is_made_in_time_that_grows_with_its_length():
+    started_at = time.thread_time()
+    assert ContentReader(PARTS).text("content", ["a"] * 400_000) == "\n".join(["a"] * 400_000)
+    assert time.thread_time() - started_at < 3  # 0.4 on an idle processor; 20 where each part copies the text before it

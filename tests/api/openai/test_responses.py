@@ -365,6 +365,12 @@ def test_an_item_of_another_type_is_skipped_whatever_it_holds(kind, caplog):
     assert caplog.messages == [f"skipped parts of the conversation that this server does not read: {kind}"]
 
 
+def test_tools_that_a_search_found_are_no_part_of_a_message():
+    found = {"type": "tool_search_output", "call_id": "1", "tools": [WEATHER]}
+    given = prepared("responses", input=[{"role": "user", "content": [found, *PARTS]}])
+    assert given.prompt == prepared("responses", input="Hi").prompt
+
+
 def test_a_request_may_have_its_text_elsewhere_than_in_its_input():
     given = prepared("responses", input=None, instructions="Be brief")
     assert given.prompt == "s:Be brief;a:"
