@@ -75,9 +75,12 @@ class ModelText(NamedTuple):
         if template:
             capabilities = TemplateCapabilities.of(template, images.placeholder if images else "")
         grammars = GrammarChecker(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
-        escapes = config.escape_special_tokens
-        reserved = images.reserved_ids if images else set()
-        tokenizer = Tokenizer(info.tokenizer_dir, info.eos_token_ids, escapes, reserved)
+        tokenizer = Tokenizer(
+            info.tokenizer_dir,
+            info.eos_token_ids,
+            config.escape_special_tokens,
+            images.reserved_ids if images else set(),
+        )
         tools = model_tools(template, capabilities, tokenizer, config.tool_parser)
         reasoning = ModelReasoning.of(template, tokenizer, config.reasoning_parser)
         return cls(tokenizer, template, grammars, tools, capabilities, reasoning, images)

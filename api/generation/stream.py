@@ -359,7 +359,7 @@ def _written(writer: ResponseWriter, batch: Batch) -> bytes:
     return b"".join(writer.events(sequence, pieces) for sequence, pieces in batch.items())
 
 
-def timing_headers(generation: ActiveRequest) -> dict[str, str]:
+def timing_headers(generation: ActiveRequest) -> dict[str, str | int]:
     """Returns TGI's headers of a response that is not streamed, by name; all sequences must have finished.
     Times are in whole milliseconds, and sums over all sequences, with two exceptions: `x-compute-time` is in
     seconds, from the arrival of the request until now; `x-time-per-token` is the mean over all tokens."""
@@ -370,7 +370,7 @@ def timing_headers(generation: ActiveRequest) -> dict[str, str]:
     queue_s = sum(sequence.prompt_done.queued_s for sequence in sequences)
     inference_s = max(0.0, total_s - validation_s - queue_s)
     generated = sum(sequence.tokens for sequence in sequences)
-    headers = {
+    return {
         "x-compute-time": f"{time.monotonic() - arrived_at:.6f}",
         "x-prompt-tokens": generation.prompt_tokens,
         "x-generated-tokens": generated,
@@ -380,7 +380,6 @@ def timing_headers(generation: ActiveRequest) -> dict[str, str]:
         "x-inference-time": int(inference_s * 1000),
         "x-time-per-token": int(inference_s / max(1, generated) * 1000),
     }
-    return {name: str(value) for name, value in headers.items()}
 
 
 def end_error(reason: str, message: str) -> ApiError:
