@@ -203,7 +203,7 @@ def custom_input(arguments: str) -> str:
     truncated. "": the arguments end before the input begins, or are no such JSON."""
     ends = [arguments, *(arguments[: len(arguments) - n] + '"}' for n in range(MAX_PARTIAL_ESCAPE))]
     for complete in ends:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             text = str(json.loads(complete)["input"])
             text.encode()  # raises for half of a surrogate pair
             return text

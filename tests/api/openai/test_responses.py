@@ -700,6 +700,13 @@ def test_a_call_of_a_custom_tool_that_the_limit_of_tokens_cuts_is_incomplete_and
     assert len(set(said)) == len(PATCHED) + 1
 
 
+def test_the_input_of_a_custom_tool_that_is_nested_too_deeply_is_empty():
+    whole, events = answered(PATCHES[: PATCHES.index('"input"')] + '"input": ' + "[" * 3000, "length", tools=[PATCH])
+    for response in (whole, events[-1]["response"]):
+        (item,) = response["output"]
+        assert (item["type"], item["status"], item["input"]) == ("custom_tool_call", "incomplete", "")
+
+
 def test_the_input_of_each_of_several_calls_of_a_custom_tool_is_given_back():
     whole, events = answered(f"{PATCHES}\n{PATCHES.replace('One', 'Two')}", tools=[PATCH])
     for output in (whole["output"], events[-1]["response"]["output"]):
