@@ -122,9 +122,10 @@ class Scheduler:
         rows, prompts = self._policy.next(self.running, self.prefilling, startable, prompt_budget)
         if not rows and not prompts:
             return None
+        draft_tokens = []
         if not prompts:
             self._steps_since_prompt += 1
-        draft_tokens = [] if prompts else self._propose_drafts(rows)
+            draft_tokens = self._propose_drafts(rows)
         chunks = [_decode_chunk(row, draft) for row, draft in zip_longest(rows, draft_tokens, fillvalue=())]
         requests = list(rows)
         sample_indices = list(range(len(rows)))
@@ -185,9 +186,9 @@ class Scheduler:
         model's `max_draft_rows` tokens, and none goes beyond what its request may still generate.
 
         If half of the rows or more have no draft tokens, no row gets any: rows without draft tokens would
-        wait for the others.
+        wait for the others. rows: at least one.
         """
-        most = min(self._model.max_draft_rows // max(1, len(rows)), self.verify_length) - 1
+        most = min(self._model.max_draft_rows // len(rows), self.verify_length) - 1
         if most < 1:
             return []
         found = [row.proposer.propose(min(most, row.max_new_tokens - row.generated - 1)) for row in rows]
@@ -297,7 +298,7 @@ class Scheduler:
         return first
 
     def _release(self, request: Request) -> None:
-        """Ends a request that has a slot. The slot becomes free, and keeps its contents for prefix
+        """Takes a request out of its slot. The slot becomes free, and keeps its contents for prefix
         caching."""
         self._slots.release(request.slot)
         request.slot = None
@@ -314,6 +315,27 @@ def _decode_chunk(request: Request, draft_tokens: Sequence[int]) -> Chunk:
 def tokens_per_decode(model: StaticBatchModel) -> int:
     """Returns how many prompt tokens may run between two decode steps without chunked prefill, by default."""
     return min(PREFILL_TOKENS_PER_DECODE, model.prefill_chunk or PREFILL_TOKENS_PER_DECODE)
+
+
+def chunk_tokens(model: StaticBatchModel, request: Request, most: int) -> int:
+    """Returns how many tokens of a prompt's next chunk run: as many of `most` as the model allows, but at
+    least 2, and rounded up to the model's granularity; or what is left of the prompt. With chunked prefill a
+    prompt with `all_logits` runs at most ALL_LOGITS_TOKENS.
+
+    No chunk of a longer prompt has one token: the model would round it as in a decode step. So no chunk
+    leaves one token. It runs with the tokens before it, or, where the chunk would be too long then, one
+    multiple of the granularity fewer runs. Example, with a `prefill_chunk` of 512: of 513 tokens 511 run,
+    then 2. A chunk of one multiple takes the last token, however long it is then.
+    """
+    granularity = model.chunk_granularity
+    left = len(request.prompt) - request.prefilled
+    limit = min(left, model.prefill_chunk or left)
+    if request.all_logits and model.supports_chunked_prefill:
+        limit = min(limit, ALL_LOGITS_TOKENS)
+    tokens = min(limit, math.ceil(max(2, most) / granularity) * granularity)
+    if left - tokens == 1:
+        tokens = left if tokens < limit or tokens == granularity else tokens - granularity
+    return tokens
 
 
 Prompts = list[tuple[Request, int]]  # and how many tokens of each run
@@ -344,7 +366,7 @@ class ChunkedPrefill:
 
     def _share(self, budget: int, prefilling: list[Request]) -> Prompts:
         """Returns the prompts that run in this step, those with the fewest tokens left first, each with the
-        number of its tokens. budget: tokens of all prompts; `_chunk_tokens` says by how much a chunk may
+        number of its tokens. budget: tokens of all prompts; `chunk_tokens` says by how much a chunk may
         exceed it.
 
         At least half of the budget is for the first of `prefilling`, so that no prompt waits for ever. The
@@ -357,7 +379,7 @@ class ChunkedPrefill:
         if not prefilling:
             return []
         first = prefilling[0]
-        reserved = self._chunk_tokens(first, budget // 2)
+        reserved = chunk_tokens(self._model, first, budget // 2)
         has_all_logits = first.all_logits
         shares = []
         for request in sorted(prefilling, key=lambda each: len(each.prompt) - each.prefilled):
@@ -365,24 +387,11 @@ class ChunkedPrefill:
                 reserved = 0
             elif budget - reserved < 2 or (request.all_logits and has_all_logits):
                 continue
-            tokens = self._chunk_tokens(request, budget - reserved)
+            tokens = chunk_tokens(self._model, request, budget - reserved)
             shares.append((request, tokens))
             budget -= tokens
             has_all_logits |= request.all_logits
         return shares
-
-    def _chunk_tokens(self, request: Request, most: int) -> int:
-        """Returns the number of tokens of a prompt's next chunk. The number may exceed `most` by one, or up
-        to the next multiple of the model's granularity; it is at least 2, if so many are left. No chunk of a
-        longer prompt has one token: the model would round it as in a decode step."""
-        granularity = self._model.chunk_granularity
-        left = len(request.prompt) - request.prefilled
-        longest = ALL_LOGITS_TOKENS if request.all_logits else left
-        limit = min(left, longest, self._model.prefill_chunk or left)
-        tokens = min(limit, math.ceil(max(2, most) / granularity) * granularity)
-        if left - tokens == 1:
-            tokens = left if left == limit else tokens - granularity
-        return tokens
 
 
 class AlternatingPrefill:
@@ -408,7 +417,8 @@ class AlternatingPrefill:
             budget = max(MAX_PREFILL_TOKENS_PER_DECODE, budget)  # idle slots cost more than the pause
         if prefilling:
             request = prefilling[0]
-            tokens = self._next_chunk(request)
+            # What else runs does not change the boundaries: others would round the logits differently.
+            tokens = chunk_tokens(self._model, request, len(request.prompt))
             has_room = self._prompt_tokens + tokens <= budget
             if has_room or not self._prompt_tokens or not running:  # one chunk always runs
                 self._prompt_tokens += tokens
@@ -417,14 +427,3 @@ class AlternatingPrefill:
         if running:
             self._prompt_tokens = 0
         return running, []
-
-    def _next_chunk(self, request: Request) -> int:
-        """How many tokens of a prompt run next: `prefill_chunk`, or what is left.
-
-        What else runs does not change the boundaries: other boundaries would round the logits differently. So
-        would a chunk of one token, which the model computes as a decode step: no chunk leaves one token.
-        Example, with a `prefill_chunk` of 512: 513 tokens run as 511 and 2.
-        """
-        left = len(request.prompt) - request.prefilled
-        tokens = min(left, self._model.prefill_chunk or left)
-        return tokens - 1 if left - tokens == 1 else tokens

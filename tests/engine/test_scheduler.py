@@ -321,6 +321,14 @@ def test_all_logits_of_prompts_are_kept_for_64_tokens_a_step_and_its_last_chunk_
         assert sum(len(chunk.tokens) for chunk in step.chunks if chunk.all_logits) <= KEEP_ALL
 
 
+@pytest.mark.parametrize(("length", "parts"), [(64, [64]), (65, [65]), (66, [64, 2]), (129, [64, 65])])
+def test_a_prompt_with_all_logits_goes_on_where_the_models_granularity_is_all_that_it_may_run(length, parts):
+    scheduler = Scheduler(slots=2, chunk_granularity=KEEP_ALL, **MIXED)
+    running(scheduler, 1)
+    added(scheduler, request(length, all_logits=True))
+    assert [prompt_tokens(run_step(scheduler)[0])[0] for _ in parts] == parts
+
+
 def test_how_many_requests_wait_changes_nothing_where_steps_are_mixed():
     scheduler = Scheduler(slots=4, waiting_served_ratio=1.0, **MIXED)
     running(scheduler, 3)

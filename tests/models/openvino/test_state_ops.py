@@ -152,6 +152,23 @@ def test_a_prompt_of_any_length_is_beside_others_what_it_is_alone(served):
         assert np.array_equal(beside[2:], alone) and np.array_equal(beside[1:2], step)
 
 
+def test_a_prompt_of_any_length_is_scored_beside_others(served):
+    ids = Random(0).choices(range(5, VOCABULARY), k=130)
+    driven = Driven(served=served, metrics=NoMetrics())
+    driven.arrive(Generate(0, ids[:5], 200, ignore_eos=True))
+    for length in (1, 2, 3, 63, 64, 65, 66, 128, 129, 130):
+        plain = Generate(2 * length, ids[:length], 2, ignore_eos=True)
+        scored = replace(plain, id=plain.id + 1, prompt_logprobs=True)
+        driven.arrive(plain, scored)
+        for _ in range(20):
+            driven.step()
+            if {plain.id, scored.id} <= set(driven.ends):
+                break
+        assert len(driven.prompts[scored.id].scores) == length - 1
+        assert len(driven.tokens[scored.id]) == 2 and driven.tokens[scored.id] == driven.tokens[plain.id]
+    driven.run()
+
+
 HEADS_OF_TILES, KEY_SIZE, VALUE_SIZE = 3, 16, 8
 LAYER = {"heads": HEADS_OF_TILES, "key_size": KEY_SIZE, "value_size": VALUE_SIZE}
 
