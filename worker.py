@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -63,22 +63,18 @@ class Worker:
     link: Link
     admission: Admission
     metrics: Metrics
+    outputs: Publisher
     grammars: Grammars | None  # None with on-device sampling
-    profiler: Profiler | None
     adapter_changes: AdapterChanges | None  # None: adapters stay as they are
-    output_thread: Executor | None = None  # None: its own (see Publisher)
 
     def __post_init__(self):
-        """Makes what the loop runs: scheduler, requests, step runner and the threads for outputs, grammars
-        and images. From now on /metrics reads this worker."""
+        """Makes what the loop runs: scheduler, requests, step runner and the threads for grammars and images.
+        From now on /metrics reads this worker."""
         model = self.model
         self.scheduler = Scheduler(model, self.config)
-        self.outputs = Publisher(self.link, self.metrics, self.profiler, self.output_thread)
         self.requests = Requests(model, self.eos_token_ids, self.scheduler, self.outputs, self.admission)
         self.stopping = False  # running requests are ended, too
-        images = None
-        if model.encoder_cache:
-            images = ImageThread(model, self.admission, self.metrics)
+        images = ImageThread(model, self.admission, self.metrics) if model.encoder_cache else None
         self._preparation = Preparation(self.grammars, images, self.metrics, self.link.interrupt)
         self._runner = StepRunner(model)
         self._timer = StepTimer()
@@ -114,7 +110,6 @@ class Worker:
         without waiting.
         """
         try:
-            self._report()
             while not self.is_done:
                 self.step()
             self.admission.drain()
@@ -152,7 +147,7 @@ class Worker:
         """
         if self.adapter_changes:
             self.adapter_changes.apply(self.requests)
-        has_nothing_to_run = not self.scheduler.busy and not self.scheduler.waiting
+        has_nothing_to_run = not (self.scheduler.busy or self.scheduler.waiting)
         if has_nothing_to_run:
             self._report()
             self.outputs.flush()
@@ -176,6 +171,8 @@ class Worker:
         Overdue requests, also those in preparation, are rejected after the step is scheduled: a request that
         gets a slot now is not overdue."""
         now = time.monotonic()
+        if not self.scheduler.busy:
+            self._progress_at = now
         step = self.scheduler.next(now, self._timer.prompt_budget)
         for request in self.requests:
             if self.scheduler.is_overdue(request, now):
@@ -274,24 +271,23 @@ class Worker:
         """Handles a message of the API server process `peer`. New requests are queued or ended. A `Cancel`
         ends its request, and has no effect if the request has ended already; a `PeerLost` ends all requests
         of the process. An `AdapterChange` begins. A `Hello` counts if it says `ready`."""
-        if isinstance(message, SubmitRequests):
-            self._add(peer, message)
-        elif isinstance(message, Cancel):
-            if request := self.requests.by_id.get(message.id):  # None: it is over already
-                self.requests.end(request, "cancelled", log_reason=message.reason)
-        elif isinstance(message, AdapterChange):
-            self.adapter_changes.begin(peer, message)
-        elif isinstance(message, PeerLost):
-            self._cancel_all_of(peer)
-        elif isinstance(message, Hello) and message.ready:
-            self._count_ready()
+        match message:
+            case SubmitRequests():
+                self._add(peer, message)
+            case Cancel():
+                if request := self.requests.by_id.get(message.id):  # None: it is over already
+                    self.requests.end(request, "cancelled", log_reason=message.reason)
+            case AdapterChange():
+                self.adapter_changes.begin(peer, message)
+            case PeerLost():
+                self._cancel_all_of(peer)
+            case Hello(ready=True):
+                self._count_ready()
 
     def _add(self, peer: bytes, message: SubmitRequests) -> None:
         """Takes the requests of one HTTP request, which the socket's thread has admitted. Each request is
         queued, or ended: "unknown_adapter" if its adapter was unloaded meanwhile, or "failed" after a line in
         the log."""
-        if not self.requests:
-            self._progress_at = time.monotonic()
         group = RequestGroup()
         adapters = self.model.adapters.numbers if self.model.adapters else {}
         if message.images:
@@ -315,6 +311,7 @@ class Worker:
         verified, and adds it to the scheduler. A request with a grammar or images goes to the preparation
         first; `receive` adds it to the scheduler once these are ready."""
         generate = request.generate
+        assert len(generate.prompt) > 0 and request.max_new_tokens > 0
         if self.model.sampling != "device":
             request.sampler = SamplerState(
                 generate.sampling, generate.prompt, self.eos_token_ids, generate.min_new_tokens
@@ -404,8 +401,8 @@ class Startup:
             link=self.link,
             admission=self.admission,
             metrics=self.metrics,
+            outputs=Publisher(self.link, self.metrics, profiler),
             grammars=grammars,
-            profiler=profiler,
             adapter_changes=adapter_changes,
         )
 
@@ -556,9 +553,9 @@ def log_thread_failure(link: Link, failure: threading.ExceptHookArgs) -> None:
     """Logs the error that ended a thread. If it is the socket's thread, the process ends at once with exit
     code 1. Without any other thread, such as a library's, requests are still served."""
     is_needed = failure.thread is link.thread
-    name = failure.thread.name if failure.thread else "unknown"
     level = logging.CRITICAL if is_needed else logging.ERROR
-    logger.log(level, "the thread %s failed: %r", name, failure.exc_value, exc_info=failure.exc_value)
+    error = failure.exc_value
+    logger.log(level, "the thread %s failed: %r", failure.thread.name, error, exc_info=error)
     if is_needed:
         os._exit(1)  # the main thread may be waiting for the device
 

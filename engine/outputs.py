@@ -34,7 +34,13 @@ class Publisher:
     executor: runs one call at a time, in the order of the calls; None: a thread of the publisher's own.
     """
 
-    def __init__(self, link: Link, metrics: Metrics, profiler: Profiler | None, executor: Executor | None):
+    def __init__(
+        self,
+        link: Link,
+        metrics: Metrics,
+        profiler: Profiler | None = None,
+        executor: Executor | None = None,
+    ):
         self._link = link
         self._metrics = metrics
         self._profiler = profiler
@@ -108,7 +114,6 @@ class Publisher:
             logger.error("no log-probabilities for request %s", request.generate.request_id, exc_info=error)
             self._fail(request)
         messages: defaultdict[bytes, Tokens] = defaultdict(lambda: Tokens([]))
-        ended: defaultdict[bytes, list[Request]] = defaultdict(list)
         for i, (request, tokens) in enumerate(zip(output.step.requests, output.tokens)):
             if request.has_ended or not tokens:
                 continue
@@ -121,12 +126,10 @@ class Publisher:
             reasons = [None] * (len(tokens) - 1) + [output.finish_reasons[i]]
             for number, (token, row, reason) in enumerate(zip(tokens, rows, reasons)):
                 message.tokens.append(Token(request.id, token, *row, reason, from_draft=number > 0))
-            if output.finish_reasons[i] is not None:
-                ended[request.peer].append(request)
         for peer, message in messages.items():
             self._link.send(peer, message)
-            for request in ended[peer]:
-                request.has_ended = True
+        for request, reason in zip(output.step.requests, output.finish_reasons):
+            request.has_ended |= reason is not None
 
     def _fail(self, request: Request) -> None:
         """Ends a request whose tokens cannot be published, and adds it to `failed`, from which the loop takes

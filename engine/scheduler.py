@@ -91,7 +91,6 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Puts a request at the end of the queue. It has a prompt, and may generate at least one token."""
-        assert len(request.prompt) > 0 and request.max_new_tokens > 0
         request.state = RequestState.WAITING
         self.waiting.append(request)
 
@@ -303,7 +302,6 @@ class Scheduler:
         self._slots.release(request.slot)
         request.slot = None
         (self.running if request.state is RequestState.RUNNING else self.prefilling).remove(request)
-        request.state = RequestState.ENDED
 
 
 def _decode_chunk(request: Request, draft_tokens: Sequence[int]) -> Chunk:

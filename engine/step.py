@@ -78,8 +78,7 @@ class StepRunner:
     def __init__(self, model: StaticBatchModel):
         self._model = model
         self._mask_thread = ThreadPoolExecutor(1, "worker-masks")
-        self._sampled: list[Request] = []  # the requests that `_batch` was made for
-        self._batch = SamplingBatch([])
+        self._batch = SamplingBatch([])  # of the last step
 
     def run(self, step: Step) -> StepOutput:
         """Copies prefixes, runs the step on the device, and samples the next tokens. Returns the output, also
@@ -94,7 +93,7 @@ class StepRunner:
         output = StepOutput(step, [[] for _ in step.chunks], time.monotonic())
         try:
             self._copy_prefixes(step)
-            self._use_device_sampling(step)
+            self._use_device_sampling(step, requests)
             result = self._model.forward(step.chunks)
         except Exception as error:
             logger.exception("a step of %d slots failed", len(step.chunks))
@@ -125,13 +124,13 @@ class StepRunner:
         except Exception as error:  # requests that have no chunk in this step rely on the copies, too
             raise DeviceLost(f"a prefix cannot be copied: {error}") from error
 
-    def _use_device_sampling(self, step: Step) -> None:
+    def _use_device_sampling(self, step: Step, sampled: Sequence[Request]) -> None:
         """Sets the parameters of requests that start, and, if the device or the host may sample ("hybrid"),
-        which of them does: the host, if a request needs logits. Does nothing if only the host samples."""
+        which of them does: the host, if a request needs logits. Does nothing if only the host samples.
+        sampled: the requests that get a token in the step."""
         if self._model.sampling == "host":
             return
         if self._model.sampling == "hybrid":
-            sampled = [step.requests[i] for i in step.sample_indices]
             is_scored = any(chunk.all_logits for chunk in step.chunks)
             self._model.return_token_ids(ids=not (is_scored or any(map(needs_logits, sampled))))
         for request in step.started:
@@ -192,9 +191,9 @@ class StepRunner:
             unknown = SamplingError("the device chose a token that does not exist")
             ids = result.ids[rows].tolist()
             return [token if 0 <= token < self._model.vocab_size else unknown for token in ids]
-        if requests != self._sampled:  # else the arrays of the last step are right
-            self._sampled = requests
-            self._batch = SamplingBatch([request.sampler for request in requests])
+        samplers = [request.sampler for request in requests]
+        if samplers != self._batch.rows:  # else the arrays of the last step are right
+            self._batch = SamplingBatch(samplers)
         found = masks.result() if masks else Masks(sampling.NO_MASK, {}, 0.0)
         output.mask_s += found.seconds
         choices = sampling.sample(rows_of(result, rows), self._batch, found.mask)

@@ -1,10 +1,13 @@
 """What a request needs before it may wait for a slot is made in a thread; what fails there ends one request."""
 
+import gc
 import queue
 import threading
+import time
+import weakref
 
 from engine_parts import request_of
-from fakes.model import EOS
+from fakes.model import EOS, greedy
 from grammars import grammars_of
 from loop import Driven
 from processes import wait_until
@@ -87,6 +90,19 @@ class Held:
         return self.grammars.matcher(grammar)
 
 
+def test_a_compiled_grammar_is_freed_when_its_request_has_ended():
+    grammars, made = Held(), []
+    grammars.may_compile.set()
+    matcher = grammars.matcher
+    grammars.matcher = lambda grammar: [found := matcher(grammar), made.append(weakref.ref(found))][0]
+    driven = Driven(grammars=grammars, vocab_size=grammars.vocab_size)
+    driven.arrive(Generate(1, [3], 9, grammar=of_regex("a{3}")))
+    driven.run()
+    driven.worker._preparation.start()  # as before the loop waits
+    gc.collect()
+    assert driven.ends == {1: "eos_token"} and [each() for each in made] == [None]
+
+
 def test_a_request_in_preparation_counts_as_waiting():
     grammars = Held()
     driven = Driven(grammars=grammars, vocab_size=grammars.vocab_size, batch_size=1)
@@ -97,6 +113,28 @@ def test_a_request_in_preparation_counts_as_waiting():
     wait_until(lambda: driven.wire.arrivals, "the compiled grammar")
     driven.run()
     assert driven.worker.load()["queue_size"] == 0
+
+
+def test_the_age_of_the_last_step_does_not_count_the_preparation_of_a_request(monkeypatch):
+    now, ages = [100.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    grammars = Held()
+    driven = Driven(grammars=grammars, vocab_size=grammars.vocab_size)
+    driven.each_call(lambda _chunks: ages.append(driven.worker.load()["last_step_age_seconds"]))
+    driven.arrive(Generate(1, [3], 9, grammar=of_regex("a{3}")))
+    driven.step()
+    now[0] += 40
+    grammars.may_compile.set()
+    driven.run()
+    assert set(ages) == {0.0}
+
+
+def test_a_request_that_cannot_be_run_ends_alone_also_if_it_would_be_prepared():
+    driven = Driven(grammars=Compiling())
+    driven.arrive(Generate(1, [], 9, grammar="a"), Generate(2, [4], 9))
+    driven.run()
+    assert driven.ends == {1: "failed", 2: driven.ends[2]}
+    assert driven.tokens[2] == greedy([4], 9)
 
 
 def test_a_request_that_waits_too_long_for_its_preparation_is_refused_and_takes_no_slot():

@@ -16,6 +16,7 @@ from config import Config, parse
 from engine.adapter_changes import AdapterChanges
 from engine.admission import Admission
 from engine.metrics import Metrics
+from engine.outputs import Publisher
 from protocol import End, Generate, SubmitRequests, Tokens
 from worker import Startup, Worker
 
@@ -127,6 +128,7 @@ class Driven:
     ):
         self.wire, self.output_thread = Wire(), OutputThread()
         self.wire.announce(MODEL)
+        metrics = metrics or Metrics("")
         config = settings_in(model)
         self.model = served or FakeModel(**model)
         self.admission = Admission(max_concurrent_requests)
@@ -137,10 +139,9 @@ class Driven:
             eos_token_ids=frozenset([EOS]),
             link=self.wire,
             admission=self.admission,
-            metrics=metrics or Metrics(""),
+            metrics=metrics,
+            outputs=Publisher(self.wire, metrics, executor=self.output_thread),
             grammars=grammars,
-            profiler=None,
-            output_thread=self.output_thread,
             adapter_changes=changes,
         )
 

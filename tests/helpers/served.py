@@ -24,6 +24,7 @@ from engine.adapter_changes import AdapterChanges
 from engine.admission import Admission
 from engine.link import Link
 from engine.metrics import Metrics
+from engine.outputs import Publisher
 from engine.sampling import sampling
 from models.errors import ModelError
 from worker import Worker
@@ -107,7 +108,7 @@ class Served:
             link=self.link,
             admission=self.admission,
             metrics=self.metrics,
-            profiler=None,
+            outputs=Publisher(self.link, self.metrics),
             grammars=grammars_for(self.tokenizer.to_str()),
             adapter_changes=AdapterChanges(self.model.adapters, self.read_adapter, self.link, Config()) if adapters else None,
         )
