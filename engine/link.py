@@ -206,14 +206,15 @@ class Link:
     def _handle(self, peer: bytes, message: FromWeb) -> None:
         """Counts statistics and admits requests on this thread, and hands all other messages to the loop.
         Metrics are answered later (`_answer_metrics`)."""
-        if isinstance(message, MetricsRequest):
-            self._metrics_requests.append((peer, message))
-        elif isinstance(message, RequestStats):
-            self._metrics.record(message)
-        elif isinstance(message, SubmitRequests):
-            self._admit(peer, message)
-        else:
-            self._inbox.put((peer, message))
+        match message:
+            case MetricsRequest():
+                self._metrics_requests.append((peer, message))
+            case RequestStats():
+                self._metrics.record(message)
+            case SubmitRequests():
+                self._admit(peer, message)
+            case _:
+                self._inbox.put((peer, message))
 
     def _admit(self, peer: bytes, message: SubmitRequests) -> None:
         """Hands the requests of a message to the loop, or ends all of them at once if `Admission.admit`

@@ -57,9 +57,8 @@ class Preparation:
         threading.stack_size(before)
 
     def add(self, request: Request) -> None:
-        """Takes a request, and begins to prepare it once there is memory. The request is PREPARING until the
-        caller moves it on."""
-        request.state = RequestState.PREPARING
+        """Takes a request, which is PREPARING until the caller moves it on. Begins to prepare it once there
+        is memory."""
         self._requests.append(request)
         self.start()
 

@@ -34,10 +34,9 @@ class Profiler:
         self._seen = 0  # steps
         self._events: list[dict] = []
         folder = Path(config.profile or tempfile.gettempdir())
-        begin = time.strftime("%Y%m%d-%H%M%S-")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            handle, self._path = tempfile.mkstemp(".json", begin, folder)
+            handle, self._path = tempfile.mkstemp(".json", time.strftime("%Y%m%d-%H%M%S-"), folder)
             os.close(handle)
         except OSError as error:
             raise ConfigError(f"--profile {folder} (PROFILE) cannot be written: {error}") from None

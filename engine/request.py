@@ -17,11 +17,10 @@ logger = logging.getLogger("worker")
 
 
 class RequestState(enum.Enum):
-    """How far a request has come. A request goes through these states in their order; it may skip PREPARING,
-    and may end in any state."""
+    """How far a request has come. A request goes through these states in their order, and may end in any of
+    them."""
 
-    RECEIVED = enum.auto()
-    PREPARING = enum.auto()  # only with a grammar or images (preparation.py)
+    PREPARING = enum.auto()  # until its grammar and its images are ready (preparation.py)
     WAITING = enum.auto()  # for a slot
     PREFILLING = enum.auto()  # it has a slot, and parts of its prompt have to run
     RUNNING = enum.auto()  # each step generates its next token
@@ -50,7 +49,7 @@ class Request:
     sampler: SamplerState | None = None  # None with on-device sampling
     matcher: Matcher | None = None  # with constrained decoding
     proposer: NgramProposer | None = None  # with speculative decoding
-    state: RequestState = RequestState.RECEIVED
+    state: RequestState = RequestState.PREPARING
     # Kept by the preparation:
     # Of its grammar and its images; a result says why it failed, "" if it did not. None: not yet begun.
     preparations: Sequence[Future[str]] | None = None
@@ -72,7 +71,7 @@ class Request:
 
     @property
     def has_slot(self) -> bool:
-        return self.state in (RequestState.PREFILLING, RequestState.RUNNING)
+        return self.slot is not None
 
     @property
     def id(self) -> int:

@@ -54,19 +54,16 @@ class Slots:
         Example: a slot has 100 tokens, and the prompt begins with 40 of them. The least recently used slot is
         taken, and gets these 40 tokens if prefixes can be copied.
         """
-        step = self._prefix_granularity
         common = [0] * len(self._held)
-        if step and reuse:
-            head = prompt[: (len(prompt) - 2) // step * step]
+        if self._prefix_granularity and reuse:
+            head = prompt[:-2]
             for slot, computed_with in enumerate(self._adapters):
                 if computed_with == adapter:
                     common[slot] = self._reusable(slot, prompt, common_prefix(head, self._held[slot]))
         spares = self._model.supports_prefix_copy or not all(self._held[slot] for slot in self.free)
 
         def reused(slot: int) -> int:
-            if spares and 2 * common[slot] < len(self._held[slot]):
-                return 0
-            return common[slot]
+            return 0 if spares and 2 * common[slot] < len(self._held[slot]) else common[slot]
 
         slot = max(self.free, key=reused)
         source = slot

@@ -88,4 +88,4 @@ class NgramProposer:
                 break
             found = longer
             length += 1
-        return int(found[-1]) + 1 if length >= MIN_NGRAM and len(found) else self._end
+        return int(found[-1]) + 1 if length >= MIN_NGRAM else self._end

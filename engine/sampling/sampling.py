@@ -11,6 +11,7 @@ almost all rows.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -53,10 +54,9 @@ class SamplerState:
         if parameters.repetition_penalty != 1.0:
             seen = np.unique(np.array(prompt, np.int64))
             self._seen = seen[seen >= 0]  # without image tokens
-        self._counts_tokens = parameters.frequency_penalty != 0.0 or parameters.presence_penalty != 0.0
-        self._counts: dict[int, int] = {}
+        self._counts: Counter[int] = Counter()  # of generated tokens, if a penalty needs them
         self._banned = np.array(list(banned), np.int64)
-        self._banned_for = banned_for if banned else 0
+        self._banned_for = banned_for
 
     @property
     def changes_logits(self) -> bool:
@@ -72,8 +72,8 @@ class SamplerState:
     def record(self, token: int) -> None:
         """Counts a sampled token for the penalties and bans of the next one."""
         self._banned_for -= 1
-        if self._counts_tokens:
-            self._counts[token] = self._counts.get(token, 0) + 1
+        if self.parameters.frequency_penalty or self.parameters.presence_penalty:
+            self._counts[token] += 1
         if self._seen is not None and token not in self._seen:
             self._seen = np.append(self._seen, token)
 
