@@ -50,7 +50,7 @@ class Profiler:
 
     def record(self, output: StepOutput, publish_begin: float, publish_end: float) -> None:
         """Takes the times of a step, if it is one of the steps to record; after the last of these, writes the
-        file. Raises OSError if that fails. Called on the output thread.
+        file. Called on the output thread.
 
         publish_begin, publish_end: CLOCK_MONOTONIC, in seconds.
         """
@@ -74,12 +74,15 @@ class Profiler:
             self._write()
 
     def close(self) -> None:
-        """Writes the steps that were recorded, unless all steps to record have been written. Raises OSError
-        if that fails."""
+        """Writes the steps that were recorded, unless all steps to record have been written."""
         if self._seen < self._end:
             self._write()
 
     def _write(self) -> None:
-        """Writes the file, once, and logs its path."""
-        Path(self._path).write_text(json.dumps(self._events))
-        logger.info("Wrote the phases of %d steps to %s", max(0, self._seen - self._first), self._path)
+        """Writes the file, once, and logs its path, or why it cannot be written."""
+        try:
+            Path(self._path).write_text(json.dumps(self._events))
+        except OSError as error:
+            logger.error("--profile (PROFILE) cannot be written: %s", error)
+        else:
+            logger.info("Wrote the phases of %d steps to %s", max(0, self._seen - self._first), self._path)

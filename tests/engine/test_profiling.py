@@ -2,8 +2,10 @@
 
 import itertools
 import json
+import shutil
 
 import pytest
+from loop import Driven
 from processes import Server, wait_until
 
 from config import Config
@@ -61,6 +63,16 @@ def test_a_file_is_wanted_with_a_folder_or_a_number_of_steps(settings, is_on, tm
     assert (Profiler.of(Config(**settings)) is not None) == is_on
     assert len(list(tmp_path.iterdir())) == is_on
     assert Profiler.of(Config(profile=str(tmp_path), prof_step=0)) is None
+
+
+def test_a_file_that_cannot_be_written_any_more_is_one_line_of_the_log_and_ends_nothing(tmp_path, caplog):
+    profiler = Profiler(Config(profile=str(tmp_path / "folder")))
+    shutil.rmtree(tmp_path / "folder")
+    driven = Driven(profiler=profiler)
+    driven.worker.drain()
+    driven.worker.run()
+    (line,) = caplog.messages
+    assert line.startswith("--profile (PROFILE) cannot be written: [Errno 2]") and str(tmp_path) in line
 
 
 def test_a_folder_that_cannot_be_written_ends_the_boot_with_one_line(tmp_path):

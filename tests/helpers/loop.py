@@ -124,6 +124,7 @@ class Driven:
         read_adapter=None,
         metrics=None,
         settings=None,
+        profiler=None,
         **model,
     ):
         self.wire, self.output_thread = Wire(), OutputThread()
@@ -140,7 +141,7 @@ class Driven:
             link=self.wire,
             admission=self.admission,
             metrics=metrics,
-            outputs=Publisher(self.wire, metrics, executor=self.output_thread),
+            outputs=Publisher(self.wire, metrics, profiler, self.output_thread),
             grammars=grammars,
             adapter_changes=changes,
         )
