@@ -12,7 +12,7 @@ import math
 import mmap
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,32 +104,36 @@ def _cores_in_row(ranges: str) -> int | None:
 
 def host_memory(root: Path = Path("/")) -> int | None:
     """Returns the bytes of memory that this process may have; None: unknown. It is the least of the machine's
-    memory and the limits of the process's cgroups, of version 2 or 1, and of the cgroups above these. A
-    container may see its own cgroup as the root, and its path in /proc may not be below that root."""
+    memory and the limits of `_cgroups`."""
     total = re.search(r"MemTotal:\s+(\d+) kB", read_text(root / "proc/meminfo"))
     limits = [int(total[1]) * 1024 if total else None]
-    for path in re.findall(":/(.*)", ":/\n" + read_text(root / "proc/self/cgroup")):
-        for mount in ("", "unified", "memory"):
-            group = root / "sys/fs/cgroup" / mount / path
-            for folder in (group, *group.parents):
-                # Above memory.high a process is slowed down until it hardly moves.
-                names = ("memory.max", "memory.high", "memory.limit_in_bytes")
-                limits += [_number(read_text(folder / name)) for name in names]
+    for folder in _cgroups(root):
+        # Above memory.high a process is slowed down until it hardly moves.
+        names = ("memory.max", "memory.high", "memory.limit_in_bytes")
+        limits += [_number(read_text(folder / name)) for name in names]
     return min(filter(None, limits), default=None)
 
 
-def usable_threads(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+def usable_threads(root: Path = Path("/")) -> int:
     """Returns how many cores the process may use, at least 1: those of its affinity, or fewer if the CPU
-    quota of its cgroup (version 2 or 1), rounded down, is less."""
-    threads = len(os.sched_getaffinity(0))
-    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
-        try:
-            quota, period = map(int, " ".join((cgroup / name).read_text() for name in names).split())
-        except (OSError, ValueError):  # not this version, or "max"
-            continue
-        if quota > 0:
-            threads = min(threads, quota // period)
-    return max(1, threads)
+    quota of one of `_cgroups`, rounded down, is less."""
+    threads = [len(os.sched_getaffinity(0))]
+    for folder in _cgroups(root):
+        names = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")  # the first has both numbers
+        match " ".join(read_text(folder / name) for name in names).split():
+            case [quota, period] if _number(quota):  # neither "max" nor -1
+                threads.append(int(quota) // int(period))
+    return max(1, min(threads))
+
+
+def _cgroups(root: Path) -> Iterator[Path]:
+    """Yields the folders of the process's cgroups, of version 2 or 1, and of the cgroups above these; some do
+    not exist. A container may see its own cgroup as the root, and its path in /proc may not be below that
+    root."""
+    for path in re.findall(":/(.*)", ":/\n" + read_text(root / "proc/self/cgroup")):
+        for mount in ("", "unified", "memory", "cpu"):
+            group = root / "sys/fs/cgroup" / mount / path
+            yield from (group, *group.parents)
 
 
 def resident_memory() -> dict[str, int]:

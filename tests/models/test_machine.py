@@ -141,20 +141,27 @@ def test_the_memory_is_the_least_that_a_cgroup_of_the_process_or_one_above_allow
     assert host_memory(tmp_path) == gib * GIB
 
 
+V1_QUOTA = {"cpu.cfs_quota_us": "200000\n", "cpu.cfs_period_us": "100000\n"}
 QUOTAS = [
-    ({"cpu.max": "350000 100000\n"}, 3),
-    ({"cpu.max": "50000 100000\n"}, 1),
-    ({"cpu.max": "max 100000\n"}, 6),
-    ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
-    ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 6),
-    ({}, 6),
+    ("0::/", {"cpu.max": "350000 100000\n"}, 3),
+    ("0::/", {"cpu.max": "50000 100000\n"}, 1),
+    ("0::/", {"cpu.max": "max 100000\n"}, 6),
+    ("0::/system.slice/own.service", {"system.slice/own.service/cpu.max": "200000 100000\n"}, 2),
+    ("0::/team.slice/own.service", {"team.slice/cpu.max": "4 1\n", "team.slice/own.service/cpu.max": "max 1\n"}, 4),
+    ("4:cpu,cpuacct:/docker/4f", {f"cpu/{name}": text for name, text in V1_QUOTA.items()}, 2),
+    ("4:cpu,cpuacct:/own.service", {f"cpu/own.service/{name}": text for name, text in V1_QUOTA.items()}, 2),
+    ("4:cpu:/", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 6),
+    ("0::/", {}, 6),
 ]
 
 
-@pytest.mark.parametrize(("files", "threads"), QUOTAS)
-def test_the_threads_are_the_cores_that_affinity_and_quota_allow(tmp_path, monkeypatch, files, threads):
-    (tmp_path / "cpu").mkdir()
-    for name, text in files.items():
+@pytest.mark.parametrize(("own", "files", "threads"), QUOTAS)
+def test_the_threads_are_the_cores_that_affinity_and_the_quotas_of_all_cgroups_allow(
+    tmp_path, monkeypatch, own, files, threads
+):
+    in_sysfs = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    for name, text in {"proc/self/cgroup": own, **in_sysfs}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
     assert usable_threads(tmp_path) == threads
