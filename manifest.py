@@ -300,12 +300,12 @@ class Manifest:
         if not folder.is_dir():
             kind = "file" if folder.suffix == ".gguf" else "folder"
             raise ConfigError(f"--model-id {folder}: there is no such {kind}")
-        if not (folder / "config.json").exists() and (inside := sorted(folder.glob("*/config.json"))):
+        path = folder / "config.json"
+        if not path.exists() and (inside := sorted(folder.glob("*/config.json"))):
             raise ConfigError(
                 f"{folder} has its models in subfolders: give one, --model-id {inside[-1].parent}"
             )
-        path = folder / "config.json"
-        config = read_json(path, required=True)
+        config = read_json(path, required="model folder")
         if not isinstance(config.get("model_type"), str):
             raise ConfigError(f"{path} has no `model_type`, so the model cannot be loaded")
         text_config = config.get("text_config")  # of vision-language models
@@ -317,8 +317,9 @@ class Manifest:
             )
         for facts, name in itertools.product((config, text_config), ("dtype", "torch_dtype")):
             if str(facts.get(name)).startswith(("torch.", "auto")):
-                dtype = f"{name} is {facts[name]!r}"
-                raise ConfigError(f"{path}: {dtype}; write a type's name, such as 'bfloat16'")
+                raise ConfigError(
+                    f"{path}: {name} is {facts[name]!r}; write a type's name, such as 'bfloat16'"
+                )
         lengths = [text_part(config).get(name) for name in CONTEXT_LENGTHS]
         generation_config = read_json(folder / "generation_config.json")
         eos_ids = _token_ids([facts.get("eos_token_id") for facts in (config, generation_config)])
@@ -444,12 +445,12 @@ def whole(value: Any) -> int | None:
     return value if type(value) is int else None
 
 
-def read_json(path: Path, required: bool = False) -> Json:
-    """Returns the JSON object in a file of a model folder; {} without the file.
+def read_json(path: Path, required: str = "") -> Json:
+    """Returns the JSON object in a file of a model folder or of an adapter; {} without the file.
 
     Raises ConfigError for a device, FIFO or socket, a git-lfs pointer, a file of more than MAX_JSON
-    characters, one that cannot be read, and one that is no JSON object. required: a missing file is an error,
-    too.
+    characters, one that cannot be read, and one that is no JSON object. required: what a folder without the
+    file is not, such as "model folder": a missing file is an error, too.
     """
     check_regular(path)
     try:
@@ -461,8 +462,8 @@ def read_json(path: Path, required: bool = False) -> Json:
         data = json.loads(text)
     except FileNotFoundError:
         if required:
-            missing = f"it has no {path.name}{_instead_of_config(path)}"
-            raise ConfigError(f"{path.parent} is not a model folder: {missing}") from None
+            missing = f"it has no {path.name}{_instead_of_config(path.parent)}"
+            raise ConfigError(f"{path.parent} is not a {required}: {missing}") from None
         return {}
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, or no JSON
         reason = getattr(error, "strerror", None) or error
@@ -484,13 +485,9 @@ def check_regular(path: Path) -> None:
                 raise ConfigError(f"{each} is {kind}, and only regular files are read")
 
 
-def _instead_of_config(path: Path) -> str:
-    """Returns what a folder holds instead of `path`, its missing config.json, as the end of a sentence; "":
-    nothing that is known, or `path` is another file. Raises ConfigError for an adapter_config.json that
-    `read_json` rejects."""
-    folder = path.parent
-    if path.name != "config.json":
-        return ""
+def _instead_of_config(folder: Path) -> str:
+    """Returns what a folder holds instead of a config.json, as the end of a sentence; "": nothing that is
+    known. Raises ConfigError for an adapter_config.json that `read_json` rejects."""
     if (folder / "adapter_config.json").exists():
         base = read_json(folder / "adapter_config.json").get("base_model_name_or_path") or "its base model"
         return f"; it is a LoRA adapter: give --model-id {base}, and the adapter with --lora-adapters"
@@ -546,9 +543,9 @@ def check_weight_files(folder: Path) -> None:
             raise ConfigError(f"{folder} lacks {len(missing)} of its weight files, {missing[0]} among them")
         return
     others = [*found, *folder.glob("*.bin"), *sorted(folder.glob("*.gguf"))]
-    other = next((path.name for path in others), None)
-    if other is None:
+    if not others:
         raise ConfigError(f"{folder} holds no weights (model.safetensors)")
+    other = others[0].name
     remedy = "rename it"
     if other.endswith(".gguf"):
         remedy = f"name the file, --model-id {folder / other}"

@@ -18,7 +18,6 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -58,8 +57,8 @@ CONVERTER_VERSION = 8
 VISION_VERSION = 6
 COMPRESSION_VERSION = 5
 READER_VERSIONS = {"gguf": 5, "gguf_folder": 2, "split": 1, "lora": 4, "dequantize": 3, "tokenizer": 6}
-# The locks that this process keeps until its end, by their files: an adapter may be loaded many times.
-HELD: dict[Path, contextlib.ExitStack] = {}
+UNTIL_EXIT = contextlib.ExitStack()  # locks and temporary folders that this process keeps until its end
+atexit.register(UNTIL_EXIT.close)
 
 
 class NotConverted(Exception):
@@ -106,25 +105,29 @@ class ModelCache:
         if entry.exists():
             self._damaged.add(entry)
 
-    def hold(self, key: str, convert: Callable[[Path], None]) -> Path:
-        """Does what `find_or_add` does, and keeps `evict`, of any process, from removing the entry as long as
-        this process lives. Returns its folder. In a cache that cannot be written, nothing keeps the entry."""
-        folder = self.find_or_add(key, convert)
+    def hold(self, key: str, convert: Callable[[Path], None], until: contextlib.ExitStack) -> Path:
+        """Does what `find_or_add` does, and keeps `evict`, of any process, from removing the entry until the
+        stack `until` is closed. Returns its folder. In a cache that cannot be written, nothing keeps the
+        entry."""
+        folder = self.find_or_add(key, convert, until)
         lock = (self.folder / key).with_suffix(".lock")
-        if lock not in HELD:
-            HELD[lock] = contextlib.ExitStack()
-            with contextlib.suppress(OSError):  # a read-only cache
-                HELD[lock].enter_context(locked(lock, "removing an entry of", is_shared=True))
+        with contextlib.suppress(OSError):  # a read-only cache
+            until.enter_context(locked(lock, "removing an entry of", is_shared=True))
         return folder
 
-    def find_or_add(self, key: str | None, convert: Callable[[Path], None]) -> Path:
+    def find_or_add(
+        self,
+        key: str | None,
+        convert: Callable[[Path], None],
+        until: contextlib.ExitStack = UNTIL_EXIT,
+    ) -> Path:
         """Returns the folder of the entry `key`, as `find` does. If there is no such entry, `convert`
         fills the folder: one of several processes converts, and the others wait for it, however long it
         takes. After a conversion old entries are removed until the cache fits into its limit.
 
         If the cache cannot be written, or `key` is None, a warning says so, and `convert` fills a temporary
-        folder, which is removed when this process ends. Raises whatever `find` and `convert` raise. An
-        OSError of `convert` says that it cannot write into the folder: `convert` is called again, with the
+        folder, which is removed when the stack `until` is closed. Raises whatever `find` and `convert` raise.
+        An OSError of `convert` says that it cannot write into the folder: `convert` is called again, with the
         temporary folder.
         """
         reason: object = "its code comes from another repository, which may change at any time"
@@ -138,7 +141,7 @@ class ModelCache:
         )
         # The folder of a run is removed even if this process is killed.
         scratch = Path(tempfile.mkdtemp(dir=os.environ.get("NEURON_TEXTGEN_RUN_DIR")))
-        atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+        until.callback(shutil.rmtree, scratch, ignore_errors=True)
         convert(scratch)
         return scratch
 
@@ -207,12 +210,12 @@ def evict(records: Iterable[Path], size_gb: float, setting: str) -> None:
     entries = []  # time of the last use, folder, bytes
     for record in records:
         with contextlib.suppress(FileNotFoundError):  # another process has just removed it
-            size = sum(file.stat().st_size for file in record.parent.iterdir())
+            size = sum(file.stat().st_size for file in record.parent.rglob("*"))
             entries.append((record.stat().st_mtime, record.parent, size))
-    entries.sort(reverse=True)
-    sizes = itertools.accumulate(size for _used, _folder, size in entries)
-    for (_used, folder, _size), total in list(zip(entries, sizes))[1:]:
-        if total > size_gb * 1e9:
+    total = 0
+    for place, (_used, folder, size) in enumerate(sorted(entries, reverse=True)):
+        total += size
+        if place > 0 and total > size_gb * 1e9:
             _remove_if_free(folder, f": the cache exceeds {setting}")
 
 

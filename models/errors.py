@@ -21,7 +21,7 @@ PROGRESS_S = 10.0
 MAX_LINE = 1000  # characters of an error that a child process prints
 # OpenVINO's messages begin with lines of its source code, and end with the reason.
 OPENVINO_SOURCE_LINES = ("Exception from ", "Check '")
-OUT_OF_MEMORY = re.compile("bad_alloc|out of memory|allocate .*memory", re.IGNORECASE)
+OUT_OF_MEMORY = re.compile("bad_alloc|MemoryError|out of memory|allocate .*memory", re.IGNORECASE)
 
 
 class ModelError(Exception):
@@ -52,7 +52,8 @@ def warn_text_only(model: str, fault: str) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory could not be allocated: torch and OpenVINO raise a RuntimeError for it, too."""
+    """Whether memory could not be allocated: torch and OpenVINO raise a RuntimeError for it, too, and
+    `reported_as` makes a ModelError of it."""
     return isinstance(error, MemoryError) or bool(OUT_OF_MEMORY.search(str(error)))
 
 
@@ -94,11 +95,13 @@ def run_program(work: Callable[..., None], *kinds: type) -> None:
     ENOMEM if memory could not be allocated, else 1."""
     try:
         work(*(kind(argument) for kind, argument in zip(kinds, sys.argv[1:])))
-    except (ModelError, ConfigError) as error:
-        sys.exit(escaped(error, MAX_LINE))
     except Exception as error:
-        print(escaped(named(error), MAX_LINE), file=sys.stderr)
-        sys.exit(errno.ENOMEM if is_out_of_memory(error) else 1)
+        is_explained = isinstance(error, (ModelError, ConfigError))
+        reason = escaped(error if is_explained else named(error), MAX_LINE)
+        if not is_out_of_memory(error):
+            sys.exit(reason)
+        print(reason, file=sys.stderr)
+        sys.exit(errno.ENOMEM)
 
 
 class Progress:

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,9 @@ from models.errors import ModelError, first_line, named, progress_logged, report
 
 METADATA = ["*.json", "*.model", "*.jinja", "*.txt"]
 TEMPLATES = "additional_chat_templates"  # a folder: further chat templates, such as one for tools
-ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 NO_WEIGHTS = (
-    "holds no adapter_model.safetensors; an adapter_model.bin is not read, because it may run code: load it "
+    f"holds no {ADAPTER_WEIGHTS}; an adapter_model.bin is not read, because it may run code: load it "
     "with peft, and serve what save_pretrained writes"
 )
 MAX_HEADER = 25_000_000  # bytes; that of a mixture of experts may have 5 million
@@ -136,7 +136,7 @@ def fetch_adapter(config: Config, source: str) -> Path:
         check_regular(Path(source))
         return Path(source)
     repository, _, revision = source.partition("@")
-    return _download(config, repository, revision or None, ADAPTER)
+    return _download(config, repository, revision or None, ["adapter_config.json", ADAPTER_WEIGHTS])
 
 
 def adapter_shapes(config: Config, source: str) -> dict[str, list[int]]:
@@ -155,12 +155,12 @@ def adapter_shapes(config: Config, source: str) -> dict[str, list[int]]:
     repository, _, given = source.partition("@")
     revision = given or None
     with _hub_errors(repository, revision):
-        cached = try_to_load_from_cache(repository, ADAPTER[1], config.huggingface_hub_cache, revision)
+        cached = try_to_load_from_cache(repository, ADAPTER_WEIGHTS, config.huggingface_hub_cache, revision)
         if isinstance(cached, str):
             return shapes_in(Path(cached).parent)
         hub = HfApi()
         try:
-            header = hub.parse_safetensors_file_metadata(repository, ADAPTER[1], revision=revision)
+            header = hub.parse_safetensors_file_metadata(repository, ADAPTER_WEIGHTS, revision=revision)
         except EntryNotFoundError:
             raise ModelError(f"{repository} {NO_WEIGHTS}") from None
     return check_shapes({name: tensor.shape for name, tensor in header.tensors.items()})
@@ -171,7 +171,7 @@ def shapes_in(folder: Path) -> dict[str, list[int]]:
     safetensors file only. Raises ModelError for a file that is missing, has a header of more than MAX_HEADER
     bytes or cannot be read, and for tensors that are no updates; ConfigError for a device, a FIFO or a socket
     in the folder."""
-    file = folder / ADAPTER[1]
+    file = folder / ADAPTER_WEIGHTS
     check_regular(folder)
     with reported_as(f"{file.name} cannot be read"):
         if not file.exists():
@@ -249,50 +249,37 @@ def _download(config: Config, model_id: str, revision: str | None, patterns: Seq
     unwanted = None if all("/" in pattern for pattern in patterns) else OTHER_FORMATS
     wanted = {"allow_patterns": patterns, "ignore_patterns": unwanted}
     cache = config.huggingface_hub_cache
-    measure = _measure_of(model_id, revision, cache, wanted)
-    draws_bar = sys.stderr.isatty()  # huggingface_hub
-    progress = progress_logged(f"downloading {model_id}", measure, is_logged=not draws_bar)
+    measure = functools.partial(_measure, model_id, revision, cache, wanted)
+    is_logged = not sys.stderr.isatty()  # where huggingface_hub draws a bar
+    progress = progress_logged(f"downloading {model_id}", measure, is_logged)
     with _hub_errors(model_id, revision), progress:
         folder = snapshot_download(model_id, revision=revision, cache_dir=cache, **wanted)
     return Path(folder)
 
 
-def _measure_of(
-    model_id: str, revision: str | None, cache: str | None, wanted: dict[str, Any]
-) -> Callable[[], str]:
-    """Returns a function that says how much of a download is there, such as ": 120 of 480 MB (25 %)"; ""
-    where the hub does not answer. Its first call asks the hub how large the files are; each call looks into
-    the cache. wanted: which files, as the arguments `allow_patterns` and `ignore_patterns` of
-    `snapshot_download`. cache: the folder of the hub's cache; None: huggingface_hub's own."""
+def _measure(model_id: str, revision: str | None, cache: str | None, wanted: dict[str, Any]) -> str:
+    """Returns how much of a download is there, such as ": 120 of 480 MB (25 %)"; "" where the hub does not
+    answer. Asks the hub how large the files are, and looks into the cache. Raises nothing.
+
+    wanted: which files, as the arguments `allow_patterns` and `ignore_patterns` of `snapshot_download`.
+    cache: the folder of the hub's cache; None: huggingface_hub's own.
+    """
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.hf_api import RepoFile
     from huggingface_hub.utils import filter_repo_objects
 
-    @functools.cache
-    def sizes() -> dict[str, int]:
-        """Bytes of each file."""
+    try:
         tree = HfApi().list_repo_tree(model_id, recursive=True, revision=revision)
         sizes = {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
-        names = filter_repo_objects(sizes, **wanted)
-        return {name: sizes[name] for name in names}
-
-    def measure() -> str:
-        """Returns text such as ": 120 of 480 MB (25 %)"; "" where the hub does not answer. Raises nothing."""
-        try:
-            total = sum(sizes().values())
-            done = sum(
-                size
-                for name, size in sizes().items()
-                if try_to_load_from_cache(model_id, name, cache, revision)
-            )
-            folder = Path(cache or constants.HF_HUB_CACHE, "models--" + model_id.replace("/", "--"))
-            done += sum(file.stat().st_size for file in folder.glob("blobs/*.incomplete"))
-        except Exception:  # the download itself says what is wrong
-            return ""
-        done = min(done, total)
-        return f": {done / 1e6:,.0f} of {total / 1e6:,.0f} MB ({100 * done // max(total, 1)} %)"
-
-    return measure
+        names = list(filter_repo_objects(sizes, **wanted))
+        total = sum(sizes[name] for name in names)
+        cached = [name for name in names if try_to_load_from_cache(model_id, name, cache, revision)]
+        folder = Path(cache or constants.HF_HUB_CACHE, "models--" + model_id.replace("/", "--"))
+        partial = sum(file.stat().st_size for file in folder.glob("blobs/*.incomplete"))
+    except Exception:  # the download itself says what is wrong
+        return ""
+    done = min(partial + sum(sizes[name] for name in cached), total)
+    return f": {done / 1e6:,.0f} of {total / 1e6:,.0f} MB ({100 * done // max(total, 1)} %)"
 
 
 @contextlib.contextmanager
@@ -319,11 +306,12 @@ def _hub_errors(model_id: str, revision: str | None) -> Iterator[None]:
 # What the hub's errors mean, by their names in huggingface_hub.errors.
 HUB_ERRORS = {
     "OfflineModeIsEnabled": "{not_cached}, and HF_HUB_OFFLINE is set; unset it, or give a local folder",
-    "HFValidationError": "--model-id (MODEL_ID) is neither a folder nor a hub id: {cause}",
+    "HFValidationError": "--model-id (MODEL_ID) and adapters have to be folders or hub ids: {cause}",
     "GatedRepoError": "it is gated: request access on its page, and give a token of that account in HF_TOKEN",
-    "RepositoryNotFoundError": "the hub has no such model: check the spelling of --model-id (MODEL_ID); "
-    "if it is private, give a token with read access in HF_TOKEN",
-    "RevisionNotFoundError": "it has no branch, tag or commit {revision!r}: check --revision (REVISION)",
+    "RepositoryNotFoundError": "the hub has no such model: check the spelling of --model-id (MODEL_ID) or of "
+    "the adapter; if it is private, give a token with read access in HF_TOKEN",
+    "RevisionNotFoundError": "it has no branch, tag or commit {revision!r}: check --revision (REVISION), or "
+    "what follows the @ of the adapter",
 }
 
 

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from manifest import read_json
 from models.adapters import DOWN_SUFFIX, PREFIX, UP_SUFFIX, UPDATES, A, B, common_name
-from models.checkpoint.fetch import ADAPTER, copy_metadata, shapes_in
+from models.checkpoint.fetch import ADAPTER_WEIGHTS, copy_metadata, shapes_in
 from models.errors import ModelError, run_program
 
 BIAS = ".lora_B.bias"
@@ -64,13 +64,13 @@ class Adapter:
     """
 
     def __init__(self, folder: Path):
-        self._config = read_json(folder / "adapter_config.json", required=True)
+        self._config = read_json(folder / "adapter_config.json", required="LoRA adapter")
         for name, values in SUPPORTED_LORA_SETTINGS.items():
             given = self._config.get(name)
             if given and given not in values:
                 raise ModelError(f"`{name}` is {given!r}, which cannot be merged; {INSTEAD}")
         shapes_in(folder)  # checks them
-        tensors = load_file(folder / ADAPTER[1])
+        tensors = load_file(folder / ADAPTER_WEIGHTS)
         # By their names in the base model: an adapted module has its own weight and bias as its `base_layer`.
         self._tensors = {
             name.removeprefix(PREFIX).replace(".base_layer.", "."): tensor for name, tensor in tensors.items()
@@ -85,7 +85,7 @@ class Adapter:
             raise ModelError(f"the adapter holds {min(others)}, which cannot be merged; {INSTEAD}")
         for name in self._tensors:
             module = name.removesuffix(BIAS).removesuffix(MAGNITUDE)
-            if module != name and module + A not in self._tensors:
+            if module != name and module not in self._alphas:
                 raise ModelError(f"the adapter holds {name}, but no {module}{A}")
 
     def merged(self, name: str, base: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ class Adapter:
         """
         parts = [self._tensors.get(name, base)]  # of `modules_to_save`, or a trained bias
         module, _, kind = name.rpartition(".")
-        if kind == "weight" and module + A in self._tensors:
+        if kind == "weight" and module in self._alphas:
             down = self._tensors[module + A].float()
             up = self._tensors[module + B].float()
             parts.append(up @ down * self._scale(module))
@@ -126,15 +126,13 @@ class Adapter:
         """
         others = {name for name in self._tensors if not name.endswith((A, B))}
         others |= {name for name in self.names if name.endswith(EMBEDDINGS)}
-        modules = {name.removesuffix(A).removesuffix(B) for name in self._tensors.keys() - others}
-        others |= {module for module in modules if not {module + A, module + B} <= self._tensors.keys()}
         if others:
             raise ModelError(
                 f"the adapter holds {min(others)}, and requests can choose plain LoRA of linear layers only; "
                 "merge it with --merge-lora (MERGE_LORA)"
             )
         updates = {}
-        for module in sorted(modules):
+        for module in sorted(self._alphas):
             updates[module + DOWN_SUFFIX] = self._tensors[module + A].float()
             updates[module + UP_SUFFIX] = (self._tensors[module + B].float() * self._scale(module)).T
         if not updates:
@@ -172,7 +170,7 @@ class Adapter:
         for value in (default, *patterns.values()):
             if type(value) not in (int, float) or not abs(value) < LARGEST:
                 raise ModelError(f"`lora_alpha` or `alpha_pattern` has {value!r} in the place of a number")
-        alphas = {name.removesuffix(A): default for name in self._tensors}
+        alphas = {name.removesuffix(A): default for name in self._tensors if name.endswith(A)}
         signal.signal(signal.SIGPROF, _reject_patterns)
         signal.setitimer(signal.ITIMER_PROF, MATCHING_S)
         for key, value in reversed(patterns.items()):

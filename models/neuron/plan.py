@@ -499,7 +499,7 @@ def main(argv: Sequence[str]) -> int:
                 "plan reads a config.json; give the checkpoint that the GGUF file was made from"
             )
         folder, _commit = fetch(config, ["config.json"])
-        data = read_json(folder / "config.json", required=True)
+        data = read_json(folder / "config.json", required="model folder")
         notices = []
         if quantization := Quantization.read(folder):
             data = dequantized_config(data, written_dtype(config))

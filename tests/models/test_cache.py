@@ -1,5 +1,6 @@
 """The cache of converted models: what a later startup needs, what makes an entry anew, and who may write to it."""
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
@@ -27,7 +28,7 @@ from models.cache import (
     renamed_when_complete,
     write_entry,
 )
-from models.errors import ModelError
+from models.errors import ModelError, reported_as, run_program
 from models.openvino import OpenVino
 from models.openvino import model as openvino_model
 from run import HERE, ConfigError
@@ -313,6 +314,22 @@ def test_a_converter_that_runs_out_of_memory_says_so_by_its_exit_code(checkpoint
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=str)
+@pytest.mark.parametrize("explain", [contextlib.nullcontext, lambda: reported_as("it cannot be read")], ids=["plain", "told"])
+def test_a_program_that_runs_out_of_memory_says_so_by_its_exit_code(monkeypatch, capsys, error, explain):
+    """So an adapter that is loaded at run time is not rejected as a broken one."""
+
+    def work():
+        with explain():
+            raise error
+
+    monkeypatch.setattr("sys.argv", ["program"])
+    with pytest.raises(SystemExit) as end:
+        run_program(work)
+    assert end.value.code == errno.ENOMEM
+    assert type(error).__name__ in capsys.readouterr().err
+
+
 def test_a_model_that_fails_at_its_first_start_is_not_converted_again(config, copies, monkeypatch, caplog):
     def fail(*arguments):
         raise RuntimeError("no kernel")
@@ -427,10 +444,10 @@ def test_the_least_recently_used_entries_go_first(tmp_path):
 
 HOLD = """
 import sys
-from models.cache import ModelCache, write_entry
+from models.cache import UNTIL_EXIT, ModelCache, write_entry
 from config import Config
 cache = ModelCache(Config(model_cache=sys.argv[1], model_cache_size=1e-9))
-print(cache.hold("model-a", lambda folder: write_entry(folder, {})), flush=True)
+print(cache.hold("model-a", lambda folder: write_entry(folder, {}), UNTIL_EXIT), flush=True)
 sys.stdin.read()
 """
 

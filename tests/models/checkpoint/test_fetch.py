@@ -291,8 +291,8 @@ def test_a_token_opens_what_is_closed_and_goes_to_the_hub_alone(hub, config, mon
 
 
 HIDDEN = (
-    "the hub has no such model: check the spelling of --model-id (MODEL_ID); if it is private, give a token with read "
-    "access in HF_TOKEN"
+    "the hub has no such model: check the spelling of --model-id (MODEL_ID) or of the adapter; if it is private, give a "
+    "token with read access in HF_TOKEN"
 )
 GATED = "it is gated: request access on its page, and give a token of that account in HF_TOKEN"
 BAD_TOKEN = "the hub rejects the token: give a valid one in HF_TOKEN, or none for a public model"
@@ -328,7 +328,7 @@ def test_a_model_that_is_not_there_is_refused(hub, config, monkeypatch, token):
 @pytest.mark.parametrize("revision", ["v2", "0" * 40])
 def test_a_revision_that_is_not_there_is_named(hub, capsys, revision):
     hub.push("someone/model", files(FACTS, SHARDS))
-    why = f"it has no branch, tag or commit '{revision}': check --revision (REVISION)"
+    why = f"it has no branch, tag or commit '{revision}': check --revision (REVISION), or what follows the @ of the adapter"
     assert refusal(Config(model_id="someone/model", revision=revision)) == f"someone/model cannot be downloaded: {why}"
     assert plan.main(["--model-id", "someone/model", "--revision", revision]) == 2
     assert capsys.readouterr().err == f"error: someone/model cannot be downloaded: {why}\n"
@@ -336,7 +336,7 @@ def test_a_revision_that_is_not_there_is_named(hub, capsys, revision):
 
 def test_what_cannot_be_an_id_is_refused(hub):
     message = refusal(Config(model_id="some one/model"))
-    assert "some one/model cannot be downloaded: --model-id (MODEL_ID) is neither a folder nor a hub id" in message
+    assert "some one/model cannot be downloaded: --model-id (MODEL_ID) and adapters have to be folders or hub ids: " in message
 
 
 @pytest.mark.parametrize("status", [500, 503])

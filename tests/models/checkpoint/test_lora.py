@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import re
 
 import numpy as np
@@ -302,7 +303,28 @@ def test_a_failure_is_one_line_that_says_what_was_done(base, tmp_path):
     assert "\n" not in str(refused.value)
 
 
+def test_adapters_that_are_loaded_at_run_time_leave_no_file_open_and_no_entry_that_stays(base, tmp_path):
+    """A training loop may load a new one after each step."""
+    config = Config(model_id=str(base), model_cache=str(tmp_path / "cache"), model_cache_size=1e-9)
+    open_files = []
+    for step in range(3):
+        write_adapter(tmp_path / f"{step}", {"layers.0.mlp.up_proj": (torch.ones(1, 4) * step, torch.ones(6, 1))})
+        assert source.load_updates(config, "newest", str(tmp_path / f"{step}")).keys() == {"layers.0.mlp.up_proj"}
+        open_files.append(len(os.listdir("/proc/self/fd")))
+    assert open_files[1] == open_files[2]
+    assert len(list((tmp_path / "cache").glob("lora-*/entry.json"))) == 1
+
+
+def test_an_adapter_that_is_loaded_at_run_time_leaves_nothing_where_the_cache_cannot_be_written(base, tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    monkeypatch.setenv("NEURON_TEXTGEN_RUN_DIR", str(tmp_path / "run"))
+    config = Config(model_id=str(base), model_cache="/proc/no-such-folder")
+    write_adapter(tmp_path / "adapter", {"layers.0.mlp.up_proj": (torch.ones(1, 4), torch.ones(6, 1))})
+    source.load_updates(config, "mine", str(tmp_path / "adapter"))
+    assert list((tmp_path / "run").iterdir()) == []
+
+
 def test_a_folder_without_an_adapter_is_named(base, tmp_path):
     edit_config(save_checkpoint(tmp_path / "no adapter", llama()))
-    with pytest.raises(ModelError, match=r"no adapter is not a model folder: it has no adapter_config\.json"):
+    with pytest.raises(ModelError, match=r"no adapter is not a LoRA adapter: it has no adapter_config\.json"):
         models.prepare(config_of(base, tmp_path, f"mine={tmp_path / 'no adapter'}"))

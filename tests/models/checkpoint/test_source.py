@@ -372,6 +372,14 @@ def test_with_the_transformers_of_the_neuron_sdk_a_file_is_refused_before_it_is_
     assert hub.fetched == []
 
 
+@pytest.mark.parametrize("name", [NAME, "sha256-00"])
+def test_with_the_transformers_of_the_neuron_sdk_a_local_file_is_refused_whatever_its_name(config, tmp_path, monkeypatch, name):
+    (tmp_path / name).write_bytes(b"GGUF")
+    monkeypatch.setattr(ours, "installed", {"transformers": "4.48.3"}.get)
+    with pytest.raises(ModelError, match=rf"{name}: transformers 5 reads GGUF files, and the Neuron SDK has 4\.48\.3"):
+        models.prepare(config(tmp_path / name))
+
+
 @pytest.mark.parametrize("model_id", [f"someone/model:{NAME}", "someone/model"])
 def test_on_the_hub_one_file_is_fetched(hub, file, config, model_id):
     files = {NAME: file.read_bytes(), "README.md": b"#", "other.bin": b"1"}
