@@ -110,9 +110,9 @@ class Adapters:
         self._new_numbers = itertools.count(1)
         self._of_column = np.zeros(0, np.int64)  # the number of the adapter that each column is of, ascending
         self._convert = _to_bfloat16 if dtype == "bfloat16" else np.asarray
-        nothing = self._convert(np.zeros((0, 0), np.float32))
         self.weights = {
-            module: tuple(nothing.reshape(0, size) for size in sizes) for module, sizes in layers.items()
+            module: tuple(self._convert(np.zeros((0, size), np.float32)) for size in sizes)
+            for module, sizes in layers.items()
         }
         for name, updates in given.items():
             self.add(name, updates)
@@ -155,13 +155,12 @@ class Adapters:
         row_bytes = sum(array.itemsize * array.shape[1] for pair in self.weights.values() for array in pair)
         if (total := self.nbytes + columns * row_bytes) > most_bytes:
             raise ModelError(f"all LoRA adapters would take {total / 1e9:.2f} GB; {MEMORY_LIMIT}")
+        begin = len(self._of_column)
         weights = {}
         for module, present in self.weights.items():
-            new = [np.zeros((columns, array.shape[1]), np.float32) for array in present]
-            for padded, update in zip(new, updates.get(module, ())):
-                padded[: len(update)] = update
-            joined = (np.concatenate([old, self._convert(padded)]) for old, padded in zip(present, new))
-            weights[module] = tuple(joined)
+            weights[module] = tuple(np.pad(array, [(0, columns), (0, 0)]) for array in present)
+            for array, update in zip(weights[module], updates.get(module, ())):
+                array[begin : begin + len(update)] = self._convert(update)
         self.weights = weights
         self.numbers[name] = number = next(self._new_numbers)
         self._of_column = np.append(self._of_column, [number] * columns)
@@ -188,7 +187,7 @@ class Adapters:
         """
         groups: list[list[int]] = [[]]
         first = None
-        for place in sorted(range(len(numbers)), key=lambda place: numbers[place]):
+        for place in sorted(range(len(numbers)), key=numbers.__getitem__):
             if numbers[place]:
                 begin, end = self.columns_of([numbers[place]])
                 first = begin if first is None else first

@@ -113,12 +113,12 @@ class States:
     def _accept(self, slot: int, position: int | None) -> None:
         """Does for one slot what `accept` does for all; changes nothing for a slot without draft tokens.
         position: where the slot goes on; None: it has ended."""
-        for state in self._drafts.pop(slot, ()):
+        states = self._drafts.pop(slot, ())
+        for state in states:
             if state.position == position:
                 self._current[slot] = state
-                self._own[slot], state = state.block, State(0, self._own[slot])
-            if state.block != self._own[slot]:
-                self._for_drafts.append(state.block)
+                self._own[slot] = state.block
+        self._for_drafts += [state.block for state in states if state.block != self._own[slot]]
 
     def begin(self, slot: int, position: int, tokens: int, are_drafts: bool = False) -> Run:
         """Plans the next tokens of a slot in a call: returns the blocks that they read and write. Position 0
@@ -177,9 +177,10 @@ class States:
             ends = {kept[end(kept)] for kept in self._kept if kept for end in (min, max)}
             snapshots = sorted(self._at_border, key=lambda block: (self._at_border[block], block in ends))
             victim = next((block for block in snapshots if block not in self._continued), None)
-            for kept in self._kept:
-                for position in [position for position, block in kept.items() if block == victim]:
-                    del kept[position]
+            self._kept = [
+                {position: block for position, block in kept.items() if block != victim}
+                for kept in self._kept
+            ]
             self._free_unkept()
         return self._free.pop() if self._free else None
 

@@ -36,13 +36,13 @@ DEEPSEEK = (
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 CJK = "[\u4e00-\u9fa5\u3040-\u30ff]+"
+LLAMA3_NAMES = "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"
 
 # What splits a text, by the names: each expression splits what the ones before it have left.
 SPLITS = {
     name: splits
     for names, splits in {
-        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": (SPLIT_LLAMA3,),
-        "dbrx smaug-bpe chatglm-bpe glm4": (SPLIT_LLAMA3,),
+        f"{LLAMA3_NAMES} dbrx smaug-bpe chatglm-bpe glm4": (SPLIT_LLAMA3,),
         "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2": (QWEN2,),
         "qwen35": (SPLIT_QWEN35,),
         "gpt-4o llama4 kanana2 minimax-m2": (O200K,),
@@ -68,15 +68,4 @@ NORMALIZED = {
     "olmo",
 }
 # Whole words of their vocabularies need no merges, and texts begin with BOS where the file does not say.
-LIKE_LLAMA3 = {
-    "llama-bpe",
-    "llama3",
-    "llama-v3",
-    "falcon3",
-    "falcon-h1",
-    "pixtral",
-    "midm-2.0",
-    "lfm2",
-    "jina-v5-nano",
-    "tekken",
-}
+LIKE_LLAMA3 = set(f"{LLAMA3_NAMES} tekken".split())

@@ -123,12 +123,16 @@ def _from_keys(file: GgufFile, written: str) -> Tokenizer:
         tokenizer = _sentencepiece(file, ids, merges or _rebuilt_merges(file, normal))
         adds_bos = True
     is_phi3 = kind == "llama" and file.architecture == "phi3"
-    added = []
-    for token, token_type in zip(tokens, types):
-        if token_type in (UNKNOWN_TOKEN, CONTROL_TOKEN, USER_TOKEN):
-            rstrip = is_phi3 and token not in NOT_STRIPPING
-            special = token_type != USER_TOKEN
-            added.append(AddedToken(token, rstrip=rstrip, normalized=False, special=special))
+    added = [
+        AddedToken(
+            token,
+            rstrip=is_phi3 and token not in NOT_STRIPPING,
+            normalized=False,
+            special=token_type != USER_TOKEN,
+        )
+        for token, token_type in zip(tokens, types)
+        if token_type in (UNKNOWN_TOKEN, CONTROL_TOKEN, USER_TOKEN)
+    ]
     tokenizer.add_tokens(added)
     said = file.tokenizer("add_bos_token")
     if said is not None and kind != "gemma4":  # which needs BOS, whatever its files say
@@ -213,13 +217,12 @@ def _rebuilt_merges(file: GgufFile, ids: dict[str, int]) -> Merges:
     for Gemma, whose scores have another order, those whose third token has the lowest id. Of two pairs that
     make the same token, the one with the longer first part comes first. ids: of the normal tokens,
     ascending."""
-    merges = []
-    for token in ids:
-        for at in range(len(token) - 1, 0, -1):  # those with a longer first part come first
-            left = token[:at]
-            right = token[at:]
-            if left in ids and right in ids:
-                merges.append((left, right))
+    merges = [
+        (token[:at], token[at:])
+        for token in ids
+        for at in range(len(token) - 1, 0, -1)  # those with a longer first part come first
+        if token[:at] in ids and token[at:] in ids
+    ]
     if not file.architecture.startswith("gemma"):
         scores = file.tokenizer("scores").tolist()
         merges.sort(key=lambda merge: -scores[ids["".join(merge)]])

@@ -3,9 +3,9 @@
 CLIP, SigLIP, InternViT and Pixtral, as LLaVA, Idefics 3, InternVL, Mistral Small 3, LightOnOCR, Gemma 3 and
 PaddleOCR-VL use them; and those of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and GLM-OCR.
 
-Needs no transformers, whose classes differ between the versions of the engines. `openvino/convert.py`
-traces a tower into an OpenVINO graph and compares it with transformers; `pytorch/model.py` runs it.
-`embeddings.py` puts the tiles of an image together."""
+Uses no vision classes of transformers, which differ between the versions of the engines.
+`openvino/convert.py` traces a tower into an OpenVINO graph and compares it with transformers;
+`pytorch/model.py` runs it. `embeddings.py` puts the tiles of an image together."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from manifest import Manifest, VisionFamily
 from models.images.embeddings import ImageEncoder
@@ -31,13 +32,6 @@ from run import Json
 TOWER = r"(model\.)?(vision_tower|vision_model|visual|vision_encoder)\.(vision_model\.)?"
 PROJECTOR = r"(model\.)?(multi_modal_projector|connector|projector|vision_projection)\."
 NEWLINE = r"(model\.)?image_newline$"
-
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "silu": F.silu,
-}
 
 # The names of parts of towers, as patterns, and those that they have here: CLIP's.
 NAMES = {
@@ -104,7 +98,7 @@ class VisionTower(nn.Module, ImageEncoder):
         self.register_buffer("scale", scale)
         self.register_buffer("shift", shift)
         self._heads = vision.get("num_attention_heads") or vision.get("num_heads", 16)
-        self._activation = ACTIVATIONS[vision["hidden_act"]]
+        self._activation = ACT2FN[vision["hidden_act"]]
         self._epsilon = vision.get("layer_norm_eps") or vision.get("rms_norm_eps", 1e-6)
         numbers = itertools.count()
         first_norm = ENCODER_LAYERS + ".{}.layer_norm1.weight"
@@ -293,7 +287,7 @@ class ProjectedTower(VisionTower):
             x = projector.norm(x, "norm", config["text_config"].get("rms_norm_eps", 1e-6))
             joined = _join(x, rows, columns, self._merge)
             x = projector.linear(joined.transpose(1, 2).flatten(1), "patch_merger.merging_layer")
-        activation = ACTIVATIONS[config.get("projector_hidden_act", "gelu")]
+        activation = ACT2FN[config.get("projector_hidden_act", "gelu")]
         return projector.linear(activation(projector.linear(x, "linear_1")), "linear_2")
 
     def for_transformers(self, values: Tensor) -> Tensor:
