@@ -334,6 +334,21 @@ def test_a_revision_that_is_not_there_is_named(hub, capsys, revision):
     assert capsys.readouterr().err == f"error: someone/model cannot be downloaded: {why}\n"
 
 
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("someone/none", r"MODEL_ID\) or of the adapter"),
+        ("someone/b@v9", "'v9': .* the @ of the adapter"),
+        ("a/b/c", "adapters have to be folders or hub ids"),
+    ],
+)
+@pytest.mark.parametrize("ask", [fetch_adapter, adapter_shapes])
+def test_an_adapter_that_is_not_there_is_not_taken_for_the_model(hub, config, ask, source, what):
+    hub.push("someone/b", {"adapter_config.json": b"{}"})
+    with pytest.raises(ModelError, match=f"cannot be downloaded: .*{what}"):
+        ask(config, source)
+
+
 def test_what_cannot_be_an_id_is_refused(hub):
     message = refusal(Config(model_id="some one/model"))
     assert "some one/model cannot be downloaded: --model-id (MODEL_ID) and adapters have to be folders or hub ids: " in message
