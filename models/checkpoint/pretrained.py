@@ -4,6 +4,7 @@ begin with."""
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from models.checkpoint.architecture import read_architecture, with_version_of_co
 from models.errors import ModelError, reported_as
 from models.images.embeddings import Canvas, ImageEncoder
 from models.images.towers import VisionTower, tower_class
+from models.machine import usable_threads
 
 WIDENED_ROWS = 512  # of a weight at a time: the processor's caches hold so many
 # Functions of PyTorch that read a few rows of a tensor, or none of its numbers.
@@ -33,8 +35,9 @@ VISION_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.03, "int8": 0
 def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Module:
     """Returns the model of a folder in evaluation mode on `device`, with transformers' eager attention and
     the weights in `config.dtype`, but for those of FLOAT32_PARAMETERS. A model that reads images has its
-    vision tower. With `trust_remote_code` runs the model's code. Changes settings of transformers for this
-    process: its logging, and attributes of the model's class. config: with a dtype.
+    vision tower. With `trust_remote_code` runs the model's code. Changes settings for this process: the
+    logging of transformers, attributes of the model's class, and on a CPU the number of torch's threads,
+    unless OMP_NUM_THREADS is set and `config.threads` is not. config: with a dtype.
 
     Raises ModelError or ConfigError, in one line, for what no engine can serve: what `read_architecture`
     rejects, weights that are missing or of another shape, and in a model with recurrent states also weights
@@ -44,6 +47,9 @@ def load_pretrained(config: Config, folder: Path, device: str) -> torch.nn.Modul
     architecture = read_architecture(config, folder)
     check_weights(architecture.parameters, folder)
     transformers.utils.logging.disable_progress_bar()
+    # OMP_NUM_THREADS is read by torch itself, which knows no limit of a cgroup.
+    if device == "cpu" and (config.threads or "OMP_NUM_THREADS" not in os.environ):
+        torch.set_num_threads(config.threads or usable_threads())
     in_float32 = architecture.model_class._keep_in_fp32_modules_strict or ()
     architecture.model_class._keep_in_fp32_modules_strict = FLOAT32_PARAMETERS.union(in_float32)
     weights = {}

@@ -9,7 +9,6 @@ import functools
 import itertools
 import logging
 import math
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -40,7 +39,6 @@ from models.errors import DeviceLost, ModelError, first_line, named, reported_as
 from models.images.encoder_cache import EncoderCache, split_ids
 from models.images.grid_positions import GridPositions
 from models.images.towers import make_tower
-from models.machine import usable_threads
 from models.states import ZERO, States
 
 logger = logging.getLogger("model")
@@ -256,16 +254,11 @@ class TorchModel(StaticBatchModel):
     _grid_positions: GridPositions | None = None
 
     def __init__(self, config: Config, folder: Path, device: str):
-        """config: as `with_manifest` returns it; folder: the checkpoint; device: "cpu" or "cuda". On a CPU,
-        sets the number of torch's threads for the whole process, unless OMP_NUM_THREADS is set and
-        `config.threads` is not."""
+        """config: as `with_manifest` returns it; folder: the checkpoint; device: "cpu" or "cuda"."""
         self.device = device
         self.batch_size = self.prefix_slots = config.max_batch_size
         self.max_total_tokens = config.max_total_tokens
         self.max_input_tokens = config.max_input_tokens
-        # OMP_NUM_THREADS is read by torch itself.
-        if device == "cpu" and (config.threads or "OMP_NUM_THREADS" not in os.environ):
-            torch.set_num_threads(config.threads or usable_threads())
         # Off unless configured: a row of several tokens is rounded differently from a row of one.
         self.verify_length = config.speculate + 1 if config.speculate else 0
         self.max_draft_rows = self.verify_length * self.batch_size

@@ -52,6 +52,24 @@ def write(folder, tensors, config):
     return folder
 
 
+@pytest.mark.parametrize(("variable", "setting", "threads"), [(None, None, 3), ("5", None, 1), ("5", 2, 2), (None, 2, 2)])
+def test_torch_runs_on_as_many_threads_as_the_process_may_use_also_in_a_conversion(
+    wrapper, monkeypatch, variable, setting, threads
+):
+    """Torch has read OMP_NUM_THREADS when it was imported."""
+    monkeypatch.setattr("models.checkpoint.pretrained.usable_threads", lambda: 3)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        load_pretrained(settings(wrapper, 32, dtype="float32", threads=setting), wrapper, "cpu")
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
 def logits(folder):
     model = load_pretrained(settings(folder, 32, dtype="float32"), folder, "cpu")
     return reference_logits(model, IDS)
