@@ -79,6 +79,7 @@ MERGED_OUTPUTS = 4096
 MAX_TILES_TIME = 0.9
 MIN_TILES_GAIN = 0.002  # seconds
 SPARE_BYTES = 50_000_000  # of the disk, for the graph without its weights
+COMPRESSED_BYTES = 1.2  # of a weight in int8, with its share of a scale
 
 
 def write_graph(config: Config, manifest: Manifest, folder: Path, target: Path) -> Json:
@@ -92,7 +93,6 @@ def write_graph(config: Config, manifest: Manifest, folder: Path, target: Path) 
     error.
     """
     stored = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
-    _check_room(config, stored, target)
     numbers = itertools.count(1)
     steps = 4 + bool(config.quantize) + manifest.reads_images
 
@@ -101,6 +101,7 @@ def write_graph(config: Config, manifest: Manifest, folder: Path, target: Path) 
 
     begin(f"loading {stored / 1e9:.1f} GB of weights")
     model = load_pretrained(config, folder, "cpu")
+    _check_room(config, model, target)
     facts: Json = {
         "model": config.model_name,
         "dtype": config.dtype,
@@ -140,13 +141,10 @@ def write_graph(config: Config, manifest: Manifest, folder: Path, target: Path) 
     return facts
 
 
-def _check_room(config: Config, stored: int, target: Path) -> None:
-    """Raises CannotWrite where the disk of `target` has no room for the converted weights. stored: bytes of
-    the checkpoint's weights."""
-    copies = 2.0 if config.dtype == "float32" else 1.0  # float32 takes twice the bytes of a 16-bit checkpoint
-    if config.quantize:
-        copies = 0.6  # the compressed weights
-    needed = SPARE_BYTES + copies * stored
+def _check_room(config: Config, model: torch.nn.Module, target: Path) -> None:
+    """Raises CannotWrite where the disk of `target` has no room for the converted weights of `model`."""
+    size = COMPRESSED_BYTES if config.quantize else DTYPES[config.dtype].bytes
+    needed = SPARE_BYTES + size * model.num_parameters()
     if shutil.disk_usage(target).free < needed:
         raise CannotWrite(f"{target} has no room for {needed / 1e9:.1f} GB")
 

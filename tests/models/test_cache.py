@@ -286,6 +286,12 @@ def test_a_full_disk_leaves_plain_pytorch_and_a_line_that_says_so_and_the_next_s
     assert load(config).engine == "openvino"
 
 
+def test_a_checkpoint_in_float32_needs_room_for_its_weights_once(config, checkpoint, converter, conversions, monkeypatch):
+    stored = (checkpoint / "model.safetensors").stat().st_size
+    monkeypatch.setattr(converter.shutil, "disk_usage", lambda _: SimpleNamespace(free=converter.SPARE_BYTES + stored))
+    assert load(config).engine == "openvino"
+
+
 def test_weights_in_another_format_beside_those_that_are_read_need_no_room(config, checkpoint, conversions, tmp_path):
     folder = shutil.copytree(checkpoint, tmp_path / "model")
     for name in ("consolidated.safetensors", "pytorch_model.bin"):
