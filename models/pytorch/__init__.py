@@ -16,20 +16,19 @@ class PyTorch(Engine):
 
     @staticmethod
     def is_here(wanted: str) -> bool:
-        # The device files first: importing torch takes seconds. dxg is the GPU's in WSL.
         """Whether torch finds a CUDA GPU. Imports torch, which takes seconds, only if there are device files
-        of a GPU. Raises ModelError if `wanted` is "cuda" and there is no GPU."""
-        is_here = any(path.name == "dxg" or path.name.startswith("nvidia") for path in Path("/dev").iterdir())
-        is_here = is_here and bool(find_spec("torch"))
-        if is_here:
+        of a GPU. Raises ModelError if `wanted` is "cuda", and torch finds no GPU or is not installed."""
+        has_torch = find_spec("torch") is not None
+        has_files = any(Path("/dev").glob("nvidia*")) or Path("/dev/dxg").exists()  # dxg: in WSL
+        if has_torch and has_files:
             import torch
 
-            is_here = torch.cuda.is_available()
-        if wanted == "cuda" and not is_here:
-            raise ModelError(
-                "--device cuda: torch finds no CUDA GPU on this machine; use --device cpu or auto"
-            )
-        return is_here
+            if torch.cuda.is_available():
+                return True
+        if wanted == "cuda":
+            why = "torch finds no CUDA GPU on this machine" if has_torch else "torch is not installed here"
+            raise ModelError(f"--device cuda: {why}; use --device cpu or auto")
+        return False
 
     @staticmethod
     def memory_bytes() -> int | None:

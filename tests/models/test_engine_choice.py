@@ -54,6 +54,11 @@ def test_cuda_is_refused_where_there_is_none():
     assert refusal(device="cuda") == "--device cuda: torch finds no CUDA GPU on this machine; use --device cpu or auto"
 
 
+def test_cuda_without_torch_is_refused_by_what_is_missing(monkeypatch):
+    monkeypatch.setattr("models.pytorch.find_spec", lambda package: None)
+    assert refusal(device="cuda") == "--device cuda: torch is not installed here; use --device cpu or auto"
+
+
 @pytest.mark.parametrize(
     ("flag", "setting"),
     [
