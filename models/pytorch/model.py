@@ -6,7 +6,6 @@ cannot convert. Written for transformers 5."""
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import math
 import sys
@@ -121,8 +120,9 @@ class _SlotCache(Cache):
         return tuple(store[slot : slot + 1, :, :end] for store in stores)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        for store in itertools.chain.from_iterable(self._stores.values()):
-            store[target, :, :tokens] = store[source, :, :tokens]
+        for stores in self._stores.values():
+            for store in stores:
+                store[target, :, :tokens] = store[source, :, :tokens]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # positions and masks are always given
@@ -141,8 +141,7 @@ class _SlotCache(Cache):
             if self._images is not None:
                 same = (self._images[:, None] == self._images) & (self._images > 0)
                 allowed[0, 0, :, -len(same) :] |= same
-            zero = torch.zeros((), dtype=dtype, device=position.device)
-            self._masks[sliding_window] = zero.where(allowed, torch.finfo(dtype).min)
+            self._masks[sliding_window] = torch.where(allowed, 0.0, torch.finfo(dtype).min).to(dtype)
         return self._masks[sliding_window]
 
 
@@ -193,23 +192,22 @@ def _attend(
         scaling = query.shape[-1] ** -0.5
     cache.sliding_windows[module.layer_idx] = sliding_window
     rows, heads, length, size = query.shape
-    sinks = None if s_aux is None else s_aux.view(1, heads, 1, 1)
     out = query.new_zeros(rows, length, heads, value.shape[-1])
     for row, end in zip(cache.places, cache.ends.values()):
         if length > 1:
-            mask = cache.mask(sliding_window, query.dtype)[row, None, ..., :end]
-            own = (query[row, None], key[row, None, :, :end], value[row, None, :, :end])
-            out[row] = _scaled_dot_product(*own, mask, scaling, softcap, sinks)[0].transpose(0, 1)
-            continue
-        seen = slice(max(0, end - (sliding_window or end)), end)
-        # Query heads that share a key head are passed as tokens of one head: keys are neither repeated nor
-        # masked.
-        grouped = query[row].reshape(1, key.shape[1], -1, size)
-        own = (grouped, key[row, None, :, seen], value[row, None, :, seen])
-        if sinks is not None:
-            sinks = sinks.view(1, key.shape[1], -1, 1)
-        attended = _scaled_dot_product(*own, None, scaling, softcap, sinks)
-        out[row, 0] = attended.reshape(heads, -1)  # CUDA kernels return it in another memory order
+            own = query[row, None]
+            seen = slice(end)
+            mask = cache.mask(sliding_window, query.dtype)[row, None, ..., seen]
+        else:
+            # Query heads that share a key head are passed as tokens of one head: keys are neither repeated
+            # nor masked.
+            own = query[row].reshape(1, key.shape[1], -1, size)
+            seen = slice(max(0, end - (sliding_window or end)), end)
+            mask = None
+        kept = (key[row, None, :, seen], value[row, None, :, seen])
+        attended = _scaled_dot_product(own, *kept, mask, scaling, softcap, s_aux)
+        # CUDA kernels return it in another memory order.
+        out[row] = attended.reshape(heads, length, -1).transpose(0, 1)
     return out, None
 
 
@@ -218,8 +216,8 @@ def _scaled_dot_product(
 ) -> torch.Tensor:
     """Returns attention over all keys that `mask` leaves, [1, heads, q, head size]. query: [1, heads, q, head
     size]; key, value: [1, kv heads, keys, head size]; mask: added to the scores, None: none. softcap: scores
-    become softcap * tanh(score / softcap). sinks: the score of one more key without a value, [1, heads, 1 or
-    q, 1]."""
+    become softcap * tanh(score / softcap). sinks: the score of one more key without a value, a number for
+    each head, or for each head and token, in their order."""
     repeats = query.shape[1] // key.shape[1]
     if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=repeats > 1)
@@ -231,7 +229,8 @@ def _scaled_dot_product(
     if mask is not None:
         scores = scores + mask
     if sinks is not None:
-        scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], dim=-1)
+        sinks = sinks.to(scores.dtype).view(1, query.shape[1], -1, 1)
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., : key.shape[2]]
     return weights.to(value.dtype) @ value
 
@@ -252,6 +251,10 @@ class TorchModel(StaticBatchModel):
     prefix_granularity = prefill_chunk
     supports_prefix_copy = True
     _grid_positions: GridPositions | None = None
+    _batches_rows = True
+    _mask_is_given = False
+    _adapters_version = 0  # of those in `_updates`
+    _cache_argument = "past_key_values"  # of transformers' forward
 
     def __init__(self, config: Config, folder: Path, device: str):
         """config: as `with_manifest` returns it; folder: the checkpoint; device: "cpu" or "cuda"."""
@@ -267,15 +270,11 @@ class TorchModel(StaticBatchModel):
         self.vocab_size = self._model.config.get_text_config().vocab_size
         self.dtype = self.kv_cache_dtype = str(self._model.dtype).removeprefix("torch.")
         self._load_vision(Manifest.read(folder))
-        self._batches_rows = True
-        self._mask_is_given = False
-        self._adapters_version = 0  # of those in `_updates`
         random = torch.Generator().manual_seed(0)
         count = min(SAMPLE_TOKENS, self.max_input_tokens + 1)
         ids = torch.randint(0, self.vocab_size, (count,), generator=random).tolist()
         self._refusal = f"{self._kind} models are not supported on a static batch"
         self._layers: list = []  # of transformers, which hold the recurrent states of a pass
-        self._cache_argument = "past_key_values"  # of transformers' forward
         with reported_as(with_version_of_code(self._refusal, config, folder)):
             if has_states(self._model):
                 self._add_states(config)
@@ -416,7 +415,6 @@ class TorchModel(StaticBatchModel):
         each chunk has by `Chunk.rows`. Raises KeyError for an image that is not in `encoder_cache`,
         ValueError for a recurrent state at another position."""
         cache = self._cache
-        all_logits = any(chunk.all_logits or chunk.verify for chunk in chunks)
         if self.adapters:
             adapter_of = {chunk.slot: chunk.adapter for chunk in chunks}
             rows = range(cache.rows) if is_step else adapter_of
@@ -441,7 +439,7 @@ class TorchModel(StaticBatchModel):
                 **{self._cache_argument: cache},
                 attention_mask=cache.mask(None, self._model.dtype) if self._mask_is_given else None,
                 use_cache=True,
-                logits_to_keep=0 if all_logits else 1,
+                logits_to_keep=max(chunk.rows for chunk in chunks),
             )
         if is_step:
             logits = torch.cat([out.logits[chunk.slot, : chunk.rows] for chunk in chunks])
